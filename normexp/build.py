@@ -12,8 +12,8 @@ from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import yaml
 from hydra.utils import get_object
-from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from normexp.batching.draws import derive_seed
@@ -22,8 +22,8 @@ from normexp.batching.sizes import Sizes
 from normexp.config import identity
 from normexp.config.compose import AS_BUILT, shipped_config, shipped_defaults, shipped_targets
 from normexp.config.rules import INDEX, as_typed, check_value
-from normexp.config.spec import CellSpec
-from normexp.config.target import Target, plain, read_target
+from normexp.config.spec import CellSpec, NormSpec
+from normexp.config.target import Target, read_target
 from normexp.data.dataset import Data, limit_train, validate
 from normexp.errors import UserError
 from normexp.models import timm, torchvision
@@ -62,12 +62,13 @@ MAX_KEPT = 2  # data sets kept in memory at once
 OUTPUTS = ("logits", "out")  # where the scores are, in a model that returns more than a tensor
 
 
-def build_data(cfg: DictConfig) -> Data:
-    """The data set that `data` names, checked, on the CPU, with `data.limit_train` samples.
+def build_data(values: Mapping[str, Any]) -> Data:
+    """The data set that the values of `data` name, checked, on the CPU.
 
-    Its `data.order` is that of the samples within each batch.
+    Two of them are normexp's own: the number of training samples to keep, `limit_train`, and the
+    `order` of the samples within each batch.
     """
-    values = plain(cfg.data)
+    values = dict(values)
     limit, order = values.pop("limit_train", None), values.pop("order", None)
     data = read_target(values, "data").make(Data)
     data = data if order is None else replace(data, order=order)
@@ -80,13 +81,13 @@ def load_data(spec: CellSpec) -> Data:
 
     Files that have changed since another cell read them are read again.
     """
-    config = OmegaConf.to_yaml(spec.composed.data, resolve=True, sort_keys=True)
-    return _load_data(config, json.dumps(spec.identity["data"], default=str))
+    content = json.dumps(spec.identity["data"], default=str)
+    return _load_data(yaml.safe_dump(spec.values["data"]), content)
 
 
 @lru_cache(maxsize=MAX_KEPT)
-def _load_data(config: str, _content: str) -> Data:
-    return build_data(OmegaConf.create({"data": OmegaConf.create(config)}))
+def _load_data(values: str, _content: str) -> Data:
+    return build_data(yaml.safe_load(values))
 
 
 @contextmanager
@@ -99,7 +100,7 @@ def keeping_data() -> Iterator[None]:
 
 
 def build_norm(
-    cfg: DictConfig,
+    norm: NormSpec,
     sizes: Sizes,
     data: Data,
     *,
@@ -110,16 +111,16 @@ def build_norm(
 
     Args:
         num_steps: of the training.
-        momentum: of running averages, if the config sets norm.half_life instead.
+        momentum: of running averages, if the norm sets a half-life instead.
     """
     length = data.input_shape[-1]  # of a text, for a norm that keeps state per position
     available = {"num_training_steps": num_steps, "num_positions": length}
-    target, reserved = norm_target(cfg, available, momentum=momentum)
+    target, reserved = norm_target(norm, available, momentum=momentum)
     view = reserved.get("view", "token")
     if view not in ("token", "sequence"):
         raise UserError(f"norm.view={view}: must be token or sequence")
-    fixed = _changed_settings(cfg) | ({"momentum"} if momentum is not None else set())
-    keeps_norms = cfg.norm["_target_"] == AS_BUILT
+    fixed = _changed_settings(norm) | ({"momentum"} if momentum is not None else set())
+    keeps_norms = norm.values["_target_"] == AS_BUILT
     if keeps_norms and fixed:
         key = "eps" if "eps" in fixed else "norm.half_life"
         raise UserError(f"{key} has no effect on norm=as_built, which keeps the norms as they are")
@@ -127,7 +128,7 @@ def build_norm(
     @cache
     def build(settings: tuple[tuple[str, Any], ...]) -> Callable[[int], nn.Module]:
         values = dict(settings)
-        eps = values.pop("eps", cfg.eps)
+        eps = values.pop("eps", norm.eps)
         known = {key: value for key, value in values.items() if key in target.arguments}
         make = partial(target.call, **known) if known else target.call
         if not is_shipped(target.path):
@@ -145,31 +146,31 @@ def build_norm(
         make_norm,
         view=view,
         norm_batch_size=sizes.norm_batch_size,
-        slots=resolve(cfg, reserved),
+        slots=resolve(norm.slots, reserved),
         keeps_norms=keeps_norms,
     )
 
 
-def _changed_settings(cfg: DictConfig) -> set[str]:
-    """Those of eps, momentum and affine whose values in the config differ from the shipped ones."""
+def _changed_settings(norm: NormSpec) -> set[str]:
+    """Those of eps, momentum and affine whose values differ from the shipped ones."""
     shipped: Mapping[str, Any] = {}
-    if choice := shipped_targets("norm").get(cfg.norm["_target_"]):
+    if choice := shipped_targets("norm").get(norm.values["_target_"]):
         shipped = shipped_defaults("norm", choice.partition("/")[2]) or {}
-    changed = {key for key in ("eps", "momentum", "affine") if key in cfg.norm}
-    changed = {key for key in changed if key not in shipped or cfg.norm[key] != shipped[key]}
-    return changed | ({"eps"} if cfg.eps != shipped_config()["eps"] else set())
+    changed = {key for key in ("eps", "momentum", "affine") if key in norm.values}
+    changed = {key for key in changed if key not in shipped or norm.values[key] != shipped[key]}
+    return changed | ({"eps"} if norm.eps != shipped_config()["eps"] else set())
 
 
 def norm_target(
-    cfg: DictConfig, available: Mapping[str, Any] = NO_TRAINING, *, momentum: float | None = None
+    norm: NormSpec, available: Mapping[str, Any] = NO_TRAINING, *, momentum: float | None = None
 ) -> tuple[Target, dict[str, Any]]:
     """The norm with the knobs of its YAML, and the YAML's reserved keys.
 
     Args:
         available: arguments from the training, for a norm whose signature names them.
-        momentum: of running averages, if the config sets norm.half_life instead.
+        momentum: of running averages, if the norm sets a half-life instead.
     """
-    values = plain(cfg.norm)
+    values = dict(norm.values)
     reserved = {key: values.pop(key) for key in RESERVED_NORM_KEYS if key in values}
     if momentum is not None:
         values["momentum"] = momentum
@@ -235,9 +236,10 @@ class NetworkBuilder:
         loading = self.weights.loading(network) if self.weights else None
         if loading:
             loading.into(network)
+        if not self.takes_norm:
+            network.register_forward_hook(_take_scores)
         if self.norm and not self.takes_norm:
             surgery = replace_norms(network, self.norm, tuple(self.classes) or None)
-            network.register_forward_hook(_take_scores)
             notes += surgery.notes()
             if loading:
                 loading.follow(surgery)
@@ -251,12 +253,12 @@ class NetworkBuilder:
                 logger.info(note)
 
 
-def build_network(cfg: DictConfig, norm: NormFactory, data: Data) -> NetworkBuilder:
-    """A builder of the model that `model` names, with the properties of the data that it takes.
+def build_network(values: Mapping[str, Any], norm: NormFactory, data: Data) -> NetworkBuilder:
+    """A builder of the model that the values of `model` name, for a data set.
 
     A model with an argument `norm` builds its norms from it; in any other model they are replaced.
     """
-    values = plain(cfg.model)
+    values = dict(values)
     start, classes = (values.pop(key, None) for key in RESERVED_MODEL_KEYS)
     target = read_target(values, "model")
     names = target.arguments - target.knobs.keys()
@@ -407,15 +409,15 @@ def build_logger(values: Mapping[str, Any], available: Mapping[str, Any]) -> Log
     return logger_target(values).filled_in(available).make(Logger)
 
 
-def synchronized(cfg: DictConfig) -> bool:
+def synchronized(norm: NormSpec) -> bool:
     """True if the norm computes its statistics over all devices.
 
     As its YAML says (`synchronized`); a foreign norm may also say it by `spans_devices`.
     """
-    from_config = identity.spans_devices(plain(cfg))
+    from_config = identity.spans_devices(norm.values)
     if from_config is not None:
         return from_config
     try:
-        return spans_devices(get_object(cfg.norm._target_))
+        return spans_devices(get_object(norm.values["_target_"]))
     except Exception:  # a user's module may raise anything on import: `build_norm` reports it
         return False

@@ -43,7 +43,7 @@ def _measure(norms: Sequence[NormSpec], *, contract_only: bool) -> list[Card]:
     from normexp.norms.slots import resolve
 
     cards = []
-    targets = [norm_target(norm.config) for norm in norms]  # import errors come first
+    targets = [norm_target(norm) for norm in norms]  # import errors come first
     for norm, (target, reserved) in zip(norms, targets, strict=True):
         if sys.stderr.isatty():
             print(f"measuring {norm.name} ...", file=sys.stderr)
@@ -52,7 +52,7 @@ def _measure(norms: Sequence[NormSpec], *, contract_only: bool) -> list[Card]:
                 target.call,
                 name=norm.name,
                 target=target.path,
-                eps=norm.config.eps,
+                eps=norm.eps,
                 slots=resolve({}, reserved),
                 contract_only=contract_only,
             )

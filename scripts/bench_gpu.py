@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 from normexp.batching.sizes import Sizes
 from normexp.build import build_norm
 from normexp.config.compose import compose_config
+from normexp.config.spec import norm_of
 from normexp.train import main as train
 
 Step = Callable[[], object]
@@ -287,8 +288,8 @@ def gpu_norms(bench: Bench) -> Iterator[Row]:
     layouts = {"contiguous": torch.contiguous_format, "channels last": torch.channels_last}
     for layout, memory_format in layouts.items():
         for name in (*TORCH_NORMS, *OTHER_NORMS):
-            cfg = compose_config([f"norm={name}"])
-            made = build_norm(cfg, Sizes(shape[0]), noise(64))(shape[1]).to(device)
+            spec = norm_of(compose_config([f"norm={name}"]))
+            made = build_norm(spec, Sizes(shape[0]), noise(64))(shape[1]).to(device)
             x = torch.randn(shape, device=device).to(memory_format=memory_format)
             arms = {"ours": measured(forward_and_backward(made, x))}
             if name in TORCH_NORMS:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from normexp.batching.sizes import Sizes
 from normexp.build import build_norm
 from normexp.config.compose import compose_config
+from normexp.config.spec import norm_of
 
 Shape = tuple[int, ...]
 
@@ -73,7 +74,8 @@ def choices() -> list[str]:
 def make_norm(choice: str, shape: Shape) -> nn.Module:
     """The norm of conf/norm/<choice>.yaml for inputs of `shape`, in training mode."""
     data = SimpleNamespace(input_shape=shape[-1:])  # for norms that keep state per position
-    factory = build_norm(compose_config([f"norm={choice}"]), Sizes(shape[0]), data)  # type: ignore[arg-type]
+    norm = norm_of(compose_config([f"norm={choice}"]))
+    factory = build_norm(norm, Sizes(shape[0]), data)  # type: ignore[arg-type]
     return factory.make(shape[1]).train()
 
 

@@ -38,7 +38,8 @@ def test_its_study_searches_a_rate_for_every_norm_and_size():
     for search in (searches[0], searches[-1]):
         config = compose_config([*search.fixed, "lr=0.1"])
         validate(config)
-        assert (config.replicas, config.tune.seeds, config.study) == (5, 2, "cifar10_full")
+        assert (config["study"], config["replicas"]) == ("cifar10_full", 5)
+        assert config["tune"]["seeds"] == 2
 
 
 @pytest.mark.slow

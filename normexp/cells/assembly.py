@@ -177,8 +177,8 @@ def _wandb_run(cell: Cell, chosen: Wandb, seed: int) -> WandbRun:
         config=config,
         project=chosen.project,
         entity=chosen.entity,
-        name=f"{chosen.name or cell.id}/seed-{seed}",
-        group=chosen.group or cell.id,  # W&B's grouping shows mean and spread over seeds
+        name=f"{chosen.name or cell.spec.id}/seed-{seed}",
+        group=chosen.group or cell.spec.id,  # W&B's grouping shows mean and spread over seeds
         notes=loggers.notes,
     )
 
@@ -207,15 +207,15 @@ def stack_loggers(cell: Cell, seeds: Sequence[int]) -> list[Logger]:
 
 
 def _params(cell: Cell) -> dict[str, Any]:
-    return hyperparameters(cell.record, **cell.recipe.loggers.names)
+    return hyperparameters(cell.description, **cell.recipe.loggers.names)
 
 
 def _logger_arguments(cell: Cell, version: str, folder: Path) -> dict[str, Any]:
     """What loggers may take: names for their run and the folder to write to."""
     return {
         "save_dir": str(folder),
-        "name": cell.id,
+        "name": cell.spec.id,
         "version": version,
         "experiment_name": cell.study_dir.name,
-        "run_name": f"{cell.id}/{version}",
+        "run_name": f"{cell.spec.id}/{version}",
     }

@@ -15,11 +15,10 @@ from typing import Any
 from torch import nn
 
 from normexp.batching.replicas import model_arguments
-from normexp.batching.sizes import Sizes
 from normexp.batching.speed import suitable_threads
 from normexp.build import NetworkBuilder, build_network, build_norm, load_data, norm_target
+from normexp.cells.description import describe_cell
 from normexp.cells.recipe import deviations, devices_of, recipe_of
-from normexp.cells.record import record_of
 from normexp.cells.refusals import (
     check_evaluation,
     check_memory,
@@ -35,8 +34,11 @@ from normexp.checks.agreement import kept_for_backward
 from normexp.checks.preflight import Traits, examine
 from normexp.checks.probe import fixed_draws
 from normexp.checks.sites import probe_batch
+from normexp.config.outcome import is_known_to_mix
+from normexp.config.rules import validate
 from normexp.config.spec import CellSpec
 from normexp.data.dataset import Data
+from normexp.errors import UserError
 from normexp.norms.site import named_sites
 from normexp.records.logs import collected_messages
 from normexp.records.result import check_joins
@@ -65,7 +67,7 @@ class Cell:
     """Everything about a training except its seed, built and checked.
 
     Attributes:
-        record: plain values that go into result.json, see `record_of`.
+        description: the `config` of its results, see `describe_cell`.
         build: builds the network of a seed.
         traits: what its network was measured to mix and to leak.
         memory: the least memory of a training, in bytes.
@@ -82,17 +84,13 @@ class Cell:
     num_parameters: int
     memory: int
     alone: str | None
-    record: dict[str, Any]
+    description: dict[str, Any]
     messages: Sequence[str]
     backward_bytes: int = 0
 
     @property
-    def id(self) -> str:
-        return self.spec.id
-
-    @property
     def title(self) -> str:
-        return f"{self.record['norm']} on {self.record['data']}"
+        return f"{self.description['norm']} on {self.description['data']}"
 
     @property
     def study_dir(self) -> Path:
@@ -101,7 +99,7 @@ class Cell:
 
     @property
     def directory(self) -> Path:
-        return self.study_dir / self.id
+        return self.study_dir / self.spec.id
 
     @property
     def is_foreign(self) -> bool:
@@ -120,49 +118,55 @@ class Cell:
 
 
 @suitable_threads(0)  # probes are too small for a second thread to pay
-def prepare_cell(spec: CellSpec, *, has_mixed: bool = False) -> Cell:
+def prepare_cell(spec: CellSpec, *, has_mixed: bool = False, traits: Traits | None = None) -> Cell:
     """Builds and probes a cell, and refuses every mistake that can be found before training.
 
     If its norm does not mix samples, the cell is `spec.without_norm_batch_size`.
 
     Args:
-        has_mixed: the norm mixed samples in an earlier training, whatever the probes say.
+        has_mixed: the norm mixed samples in an earlier training, whatever the probes say, as the
+            history may know too.
+        traits: what another process measured of this cell, which is then not probed again.
 
     Raises:
         UserError: a value that cannot be trained, with the key and the remedy.
     """
-    cfg, loaded_before = spec.composed, loaded_files()
+    if spec.config is None:
+        raise UserError(spec.error)
+    validate(spec.config)
+    loaded_before, first_seed = loaded_files(), spec.seeds[0]
     with collected_messages() as messages:
-        check_devices(devices_of(cfg))
+        check_devices(devices_of(spec))
         data = load_data(spec)
         recipe = make_recipe(spec, data)
         build = make_builder(spec, recipe, data)
-        network = build(cfg.seed)
+        network = build(first_seed)
         refuse_edited(spec.sources)
         _check_network(spec, build, network, data)
-        traits = _probe(spec, network, data, recipe)
-        if has_mixed:
+        if traits is None:
+            traits = _probe(spec, network, data, recipe)
+        if has_mixed or is_known_to_mix(spec):
             traits = replace(traits, mixes_samples=True)
         if traits.mixes_samples:
-            check_norm_batch_size(cfg.norm_batch_size, recipe)
+            check_norm_batch_size(spec.sizes["norm_batch_size"], recipe)
         check_optimizer_step(recipe, network)
         alone = why_alone(recipe)
         check_evaluation(recipe, data, traits)
         num_parameters = sum(p.numel() for p in network.parameters())
-        memory = check_memory(recipe, cfg.replicas, num_parameters, traits)
+        memory = check_memory(recipe, len(spec.seeds), num_parameters, traits)
         for note in [
             *deviations(spec, recipe, len(data.train)),
-            *_findings(spec, recipe.sizes, traits, alone),
+            *_findings(spec, recipe, traits, alone),
         ]:
             logger.info(note)
         if not traits.mixes_samples:
             spec = spec.without_norm_batch_size
-        record = record_of(spec, recipe, build, data, traits)
+        description = describe_cell(spec, recipe, build, data, traits)
         beyond = loaded_files().items() - loaded_before.items()
         if beyond := {path: digest for path, digest in beyond if path not in spec.sources}:
-            record["loaded_sources"] = beyond  # by no import statement, as a plugin
+            description["loaded_sources"] = beyond  # by no import statement, as a plugin
         assert spec.directory is not None
-        check_joins(spec.directory, record)
+        check_joins(spec.directory, description)
         recipe = recipe.for_norm(
             mixes_samples=traits.mixes_samples,
             mixes_in_evaluation=traits.mixes_samples_in_evaluation,
@@ -170,7 +174,7 @@ def prepare_cell(spec: CellSpec, *, has_mixed: bool = False) -> Cell:
         )
         may_show_more = not traits.mixes_samples or data.task == "language_modeling"
         if is_foreign(spec) and may_show_more:
-            recipe = replace(recipe, watched_steps=watched_steps(recipe.num_steps, cfg.seed))
+            recipe = replace(recipe, watched_steps=watched_steps(recipe.num_steps, first_seed))
         return Cell(
             spec=spec,
             recipe=recipe,
@@ -180,7 +184,7 @@ def prepare_cell(spec: CellSpec, *, has_mixed: bool = False) -> Cell:
             num_parameters=num_parameters,
             memory=memory,
             alone=alone,
-            record=record,
+            description=description,
             messages=messages,
             backward_bytes=_backward_bytes(network, data, recipe),
         )
@@ -188,7 +192,7 @@ def prepare_cell(spec: CellSpec, *, has_mixed: bool = False) -> Cell:
 
 def is_foreign(spec: CellSpec) -> bool:
     """True if the norm or the model of a cell is neither torch's nor ours."""
-    targets = [spec.composed[group]["_target_"] for group in ("norm", "model")]
+    targets = [spec.values[group]["_target_"] for group in ("norm", "model")]
     return not all(target.startswith(("normexp.", "torch.")) for target in targets)
 
 
@@ -200,9 +204,9 @@ def make_recipe(spec: CellSpec, data: Data) -> Recipe:
 
 def make_builder(spec: CellSpec, recipe: Recipe, data: Data) -> NetworkBuilder:
     """The builder of a cell's networks."""
-    cfg, momentum = spec.composed, recipe.norm_momentum
-    norm = build_norm(cfg, recipe.sizes, data, num_steps=recipe.num_steps, momentum=momentum)
-    return build_network(cfg, norm, data)
+    num_steps, momentum = recipe.num_steps, recipe.norm_momentum
+    norm = build_norm(spec.norm, recipe.sizes, data, num_steps=num_steps, momentum=momentum)
+    return build_network(spec.values["model"], norm, data)
 
 
 def _check_network(spec: CellSpec, build: NetworkBuilder, network: nn.Module, data: Data) -> None:
@@ -232,10 +236,11 @@ def _probe(spec: CellSpec, network: nn.Module, data: Data, recipe: Recipe) -> Tr
             logger.info("%s", message)
         return traits
     start = time.perf_counter()
-    allow_leak = spec.composed.allow_leak
     with collected_messages() as messages:
         traits = examine(
-            network, data, recipe.sizes, drop_last=recipe.drop_last, allow_leak=allow_leak
+            *(network, data, recipe.sizes),
+            drop_last=recipe.drop_last,
+            allow_leak=recipe.allow_leak,
         )
     if (seconds := time.perf_counter() - start) > LONG_PROBE:
         logger.info("probing the network before training took %.0f s", seconds)
@@ -257,26 +262,26 @@ def _backward_bytes(network: nn.Module, data: Data, recipe: Recipe) -> int:
 def _probe_key(spec: CellSpec, recipe: Recipe) -> str:
     """Equal for cells whose probes give the same answers: all of the identity but `NOT_PROBED`."""
     content = {key: value for key, value in spec.identity.items() if key not in NOT_PROBED}
-    norm, _ = norm_target(spec.composed)
+    norm, _ = norm_target(spec.norm)
     if "num_training_steps" in norm.arguments:
         content["num_steps"] = recipe.num_steps
-    return json.dumps([content, bool(spec.composed.allow_leak)], sort_keys=True, default=str)
+    return json.dumps([content, recipe.allow_leak], sort_keys=True, default=str)
 
 
-def _findings(spec: CellSpec, sizes: Sizes, traits: Traits, alone: str | None) -> list[str]:
+def _findings(spec: CellSpec, recipe: Recipe, traits: Traits, alone: str | None) -> list[str]:
     """What was found about the network that changes how it is trained or evaluated."""
-    cfg, notes = spec.composed, list[str]()
-    if "batch" in cfg.evaluate_with and not traits.mixes_samples:
+    notes = list[str]()
+    if "batch" in recipe.statistics and not traits.mixes_samples:
         notes.append("no batch statistics to evaluate with: the norm does not mix samples")
-    if alone is not None and cfg.replicas > 1:
+    if alone is not None and len(spec.seeds) > 1:
         notes.append(f"each seed trains by itself: {alone}")
-    if traits.mixes_samples and sizes.norm == 1:
+    if traits.mixes_samples and recipe.sizes.norm == 1:
         notes.append(
             "norm_batch_size=1: in training each sample has statistics of its own (batch norm is "
             "then instance norm), in evaluation all share the running averages; "
             "evaluate_with=[running,batch] shows the difference"
         )
-    if not traits.mixes_samples and cfg.norm_batch_size is not None:
+    if not traits.mixes_samples and spec.sizes["norm_batch_size"] is not None:
         notes.append(
             "this norm does not mix samples, so norm_batch_size has no effect: training it once "
             "for all sizes"

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from multiprocessing import connection, parent_process
 from typing import Any
@@ -28,6 +28,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from normexp.cells.cell import prepare_cell
 from normexp.cells.recipe import devices_of
 from normexp.cells.stack import Stack, follow_stack, restore_stack, train_stack
+from normexp.checks.preflight import Traits
 from normexp.config.process import rank_among
 from normexp.config.spec import CellSpec, one_line
 from normexp.errors import INTERRUPTED, USER_MISTAKE, UserError
@@ -55,20 +56,21 @@ class RankJob:
     spec: CellSpec  # of the first cell of the stack
     devices: Devices
     record: StackRecord
-    has_mixed: bool  # see `prepare_cell`
-    known: list[str]  # messages that were already shown when the cell was prepared
+    traits: Traits  # of that cell, which only the first process has probed
+    messages: Sequence[str]  # logged while it was prepared there
 
     def train(self, rank: int, control: TrainingControl) -> None:
         """Trains as this rank. Raises Interrupted in all ranks alike."""
         if rank == 0:
-            with messages_to_stderr(known=self.known):
+            with messages_to_stderr(known=self.messages):
                 train_stack(self._build_stack(), control)
         else:
             with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
                 follow_stack(self._build_stack(), control.stop)
 
     def _build_stack(self) -> Stack:
-        return restore_stack(self.record, [prepare_cell(self.spec, has_mixed=self.has_mixed)])
+        cell = prepare_cell(self.spec, traits=self.traits)
+        return restore_stack(self.record, [replace(cell, messages=self.messages)])
 
 
 def train_on_devices(stack: Stack, control: TrainingControl) -> None:
@@ -84,9 +86,7 @@ def train_on_devices(stack: Stack, control: TrainingControl) -> None:
     if devices.count == 1:
         train_stack(stack, control)
         return
-    job = RankJob(
-        *(cell.spec, devices, stack.record, cell.traits.mixes_samples, list(cell.messages))
-    )
+    job = RankJob(cell.spec, devices, stack.record, cell.traits, list(cell.messages))
     if rank_among(devices.count) is None:
         with control.stop.listening():
             _spawn_ranks(job, control)
@@ -263,17 +263,17 @@ def run_as_rank(cells: Sequence[CellSpec], rank: int, train: Callable[[], int]) 
     Raises:
         UserError: several cells. Only rank 0 raises it.
     """
-    cfg = cells[0].cfg
-    if len(cells) > 1 or cfg is None:
+    cell = cells[0]
+    if len(cells) > 1 or cell.config is None:
         if rank > 0:
             return USER_MISTAKE
         raise UserError(
             f"{len(cells)} cells in one srun or torchrun: start one cell each, or drop srun; "
             "trainer=ddp starts its processes itself"
         )
-    if cfg.dry_run:
+    if cell.config["dry_run"]:
         return 0 if rank > 0 else train()
-    ranks = started_ranks(devices_of(cfg))
+    ranks = started_ranks(devices_of(cell))
     if rank > 0:
         try:
             ranks.follow()

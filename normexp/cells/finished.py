@@ -17,7 +17,8 @@ from normexp.batching.replicas import Replicas
 from normexp.build import keeping_data, load_data
 from normexp.cells.assembly import arrange_replicas, build_module
 from normexp.cells.cell import Cell, make_builder, make_recipe, prepare_cell
-from normexp.cells.record import choices_in
+from normexp.cells.description import choices_in
+from normexp.cells.diagnosed import decompose_runs, decomposition_lines
 from normexp.config.compose import shipped_config, shipped_defaults
 from normexp.config.rules import PARTS
 from normexp.config.spec import CellSpec
@@ -75,8 +76,8 @@ def load_run(run_dir: Path, *, ema: bool) -> nn.Module:
         UserError: no such run, a folder of several seeds, no weights, or weights that do not fit.
     """
     cell_dir, seed = find_run(run_dir)
-    record = read_result(seed_dir(cell_dir, seed)).config
-    spec = recorded_spec(cell_dir, record, WITHOUT_TRAINING)
+    description = read_result(seed_dir(cell_dir, seed)).config
+    spec = recorded_spec(cell_dir, description, WITHOUT_TRAINING)
     data = load_data(spec)
     recipe = make_recipe(spec, data)
     network = make_builder(spec, recipe, data)(seed)
@@ -90,20 +91,20 @@ def load_run(run_dir: Path, *, ema: bool) -> nn.Module:
 
 
 def recorded_spec(
-    cell_dir: Path, record: Mapping[str, Any], changes: Mapping[str, Any]
+    cell_dir: Path, description: Mapping[str, Any], changes: Mapping[str, Any]
 ) -> CellSpec:
     """The cell of a folder; keys that are newer than its training have defaults.
 
     A shipped choice gets its present `_target_`, since its class may have moved.
 
     Args:
-        record: the config in a result of the cell.
+        description: the config in a result of the cell.
         changes: values in place of those in its config.yaml.
 
     Raises:
         UserError: a torn or foreign file.
     """
-    path, choices = cell_dir / CONFIG_FILE, choices_in(record)
+    path, choices = cell_dir / CONFIG_FILE, choices_in(description)
     try:
         cfg = OmegaConf.load(path)
     except (YAMLError, UnicodeDecodeError) as error:
@@ -118,7 +119,8 @@ def recorded_spec(
     merged = OmegaConf.merge(shipped_config(), groups, cfg, targets)
     for key, value in changes.items():
         OmegaConf.update(merged, key, value, merge=False)
-    return CellSpec(DictConfig(merged), choices, cell_dir.name)
+    config: Any = OmegaConf.to_container(merged, resolve=True)
+    return CellSpec(config, choices, cell_dir.name)
 
 
 def load_weights(network: nn.Module, path: Path, *, precision: str) -> None:
@@ -154,8 +156,8 @@ def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
     """
     find_cell(cell_dir)
     results = finished_results(cell_dir)
-    record = results[0].config
-    spec = recorded_spec(cell_dir, record, options)
+    description = results[0].config
+    spec = recorded_spec(cell_dir, description, options)
     if results[0].cell_id not in (spec.id, spec.without_norm_batch_size.id):
         raise UserError(
             f"{cell_dir}: its norm, model or data has changed since it was trained, and the same "
@@ -163,10 +165,12 @@ def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
         )
     # Evaluation does not need the devices of the training.
     changes = {"trainer.devices": 1, "trainer.num_nodes": 1, "trainer.strategy": "auto"}
-    changes |= {"norm_batch_size": record["norm_batch_size"], **options}
+    changes |= {"norm_batch_size": description["norm_batch_size"], **options}
     if not torch.cuda.is_available():
         changes["trainer.accelerator"] = "cpu"
-    cell = prepare_cell(recorded_spec(cell_dir, record, changes), has_mixed=record["mixes_samples"])
+    cell = prepare_cell(
+        recorded_spec(cell_dir, description, changes), has_mixed=description["mixes_samples"]
+    )
     seeds = [result.seed for result in results]
     replicas = _load_replicas(cell, cell_dir, seeds, WEIGHTS_FILE)
     module = build_module(cell, seeds, replicas, Recorder([]))
@@ -180,7 +184,17 @@ def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
     samples = {seed: evaluator.samples_of(metrics, index) for index, seed in enumerate(seeds)}
     why = why_nothing(cell.recipe)
     print_evaluations(contents, cell.title, why_nothing=why, invalid=cell.invalid)
+    if description["mixes_samples"] and (rows := _decompose(cell, replicas)):
+        print("\n".join(decomposition_lines(rows)))
+        for seed, row in zip(seeds, rows, strict=True):
+            contents[seed]["decomposition"] = row
     save_evaluations(cell_dir, contents, samples)
+
+
+def _decompose(cell: Cell, replicas: Replicas) -> list[dict[str, float]]:
+    """What carries the test loss of each run from training to evaluation mode; see `diagnosis`."""
+    networks = [replicas.replica(index) for index in range(replicas.num_replicas)]
+    return decompose_runs(networks, cell.data, cell.recipe)
 
 
 def _load_replicas(cell: Cell, cell_dir: Path, seeds: Sequence[int], file: str) -> Replicas:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
-
-from omegaconf import DictConfig
 
 from normexp.batching.sizes import Share, Sizes
 from normexp.build import (
@@ -20,14 +18,12 @@ from normexp.build import (
 from normexp.config.compose import DEFAULT_SCHEDULE, shipped_defaults
 from normexp.config.rules import as_typed
 from normexp.config.spec import CellSpec
-from normexp.config.target import plain
 from normexp.errors import UserError
 from normexp.training.callbacks import act_on_batches
 from normexp.training.devices import Devices
 from normexp.training.recipe import Recipe
 from normexp.training.recorder import Loggers, Wandb
 from normexp.training.schedule import (
-    Schedule,
     count_steps,
     count_steps_per_epoch,
     momentum_of_half_life,
@@ -47,68 +43,79 @@ def recipe_of(spec: CellSpec, *, num_train: int, metrics: Sequence[str]) -> Reci
     Raises:
         UserError: values that contradict each other, or a part that cannot be built.
     """
-    cfg = spec.composed
-    devices = devices_of(cfg)
-    sizes = _sizes_of(cfg, devices, num_train)
-    steps_per_epoch = count_steps_per_epoch(num_train, sizes.batch_size, drop_last=cfg.drop_last)
+    config, optim = spec.values, spec.values["optim"]
+    drop_last = config["drop_last"]
+    devices = devices_of(spec)
+    sizes = _sizes_of(Sizes(**spec.sizes), devices, num_train, drop_last=drop_last)
+    _check_limit(config["data"].get("limit_train"), sizes.batch_size)
+    steps_per_epoch = count_steps_per_epoch(num_train, sizes.batch_size, drop_last=drop_last)
     num_steps = count_steps(
         steps_per_epoch,
         sizes.batch_size,
-        epochs=cfg.epochs,
-        steps=cfg.steps,
-        samples=cfg.samples,
+        epochs=config["epochs"],
+        steps=config["steps"],
+        samples=config["samples"],
         samples_per_epoch=min(num_train, steps_per_epoch * sizes.batch_size),
     )
     lr, momentum = scale_learning_rate(
-        cfg.lr_rule,
-        lr=cfg.lr,
-        momentum=cfg.optim.get("momentum"),
+        config["lr_rule"],
+        lr=config["lr"],
+        momentum=optim.get("momentum"),
         batch_size=sizes.batch_size,
-        base_batch_size=cfg.base_batch_size,
+        base_batch_size=config["base_batch_size"],
     )
-    callbacks = partial(build_callbacks, _values(cfg.get("callback")), metrics)
+    schedule = config.get("schedule")
+    if schedule is not None:
+        _check_schedule(schedule, optim, spec.choices["optim"], metrics)
+    callbacks = partial(build_callbacks, config.get("callback"), metrics)
     acts_on_batches = act_on_batches(callbacks())
+    statistics = tuple(config["evaluate_with"])
     return Recipe(
         sizes=sizes,
-        drop_last=cfg.drop_last,
+        drop_last=drop_last,
         steps_per_epoch=steps_per_epoch,
-        schedule=_schedule_of(spec, num_steps, metrics),
-        optimizer=build_optimizer(plain(cfg.optim), momentum=momentum),
-        optimizer_target=cfg.optim._target_,
+        schedule=build_schedule(
+            schedule, num_steps, shape=optim["schedule"], warmup=optim["warmup"]
+        ),
+        optimizer=build_optimizer(optim, momentum=momentum),
+        optimizer_target=optim["_target_"],
         lr=lr,
         optimizer_momentum=momentum,
-        weight_decay=cfg.optim.weight_decay,
-        decay_norm=cfg.optim.decay_norm,
-        decay_bias=cfg.optim.get("decay_bias", True),
-        max_grad_norm=cfg.max_grad_norm,
-        ema=cfg.ema,
-        norm_momentum=_norm_momentum(cfg, sizes),
-        val_every_epochs=cfg.val_every_epochs,
-        statistics=tuple(cfg.evaluate_with),
-        precise_samples=cfg.precise_samples,
-        evaluation_batch_sizes=_evaluation_batch_sizes(cfg, sizes),
-        evaluates_every_epoch=cfg.evaluate_every_epoch,
+        weight_decay=optim["weight_decay"],
+        decay_norm=optim["decay_norm"],
+        decay_bias=optim.get("decay_bias", True),
+        max_grad_norm=config["max_grad_norm"],
+        ema=config["ema"],
+        norm_momentum=_norm_momentum(config["norm"], sizes.batch_size),
+        val_every_epochs=config["val_every_epochs"],
+        statistics=statistics,
+        precise_samples=config["precise_samples"],
+        evaluation_batch_sizes=_evaluation_batch_sizes(
+            config["evaluate_batch_sizes"], statistics, sizes.norm
+        ),
+        evaluates_every_epoch=config["evaluate_every_epoch"],
         devices=devices,
-        stack=None if cfg.stack == "auto" else cfg.stack,
-        max_chunk=1 if acts_on_batches else cfg.chunk,
-        compile=cfg.compile,
-        save_weights=cfg.save_weights,
+        stack=None if config["stack"] == "auto" else config["stack"],
+        max_chunk=1 if acts_on_batches else config["chunk"],
+        compile=config["compile"],
+        save_weights=config["save_weights"],
+        allow_leak=bool(config["allow_leak"]),
         callbacks=callbacks,
-        diagnostics=cfg.diagnostics,
-        log_every=cfg.log_every,
-        loggers=_loggers_of(cfg),
+        diagnostics=config["diagnostics"],
+        log_every=config["log_every"],
+        loggers=_loggers_of(config),
     )
 
 
 def deviations(spec: CellSpec, recipe: Recipe, num_train: int) -> list[str]:
     """How a training differs from what was typed, in sentences."""
-    cfg, size, notes = spec.composed, recipe.sizes.batch_size, list[str]()
+    config, size, notes = spec.values, recipe.sizes.batch_size, list[str]()
     if (left_out := num_train - recipe.steps_per_epoch * size) > 0:
         notes.append(f"drop_last=true drops {left_out} of {num_train} samples per epoch")
-    if recipe.lr != cfg.lr:
+    if recipe.lr != spec.lr:
         notes.append(
-            f"lr_rule={cfg.lr_rule} changes lr={cfg.lr:g} at base_batch_size={cfg.base_batch_size} "
-            f"to lr={recipe.lr:g} at batch_size={size}"
+            f"lr_rule={config['lr_rule']} changes lr={spec.lr:g} at "
+            f"base_batch_size={config['base_batch_size']} to lr={recipe.lr:g} at batch_size={size}"
         )
     if recipe.ema is not None and (span := 1 / (1 - recipe.ema)) > recipe.num_steps / 2:
         notes.append(
@@ -118,45 +125,43 @@ def deviations(spec: CellSpec, recipe: Recipe, num_train: int) -> list[str]:
     return notes
 
 
-def _values(group: DictConfig | None) -> dict[str, Any] | None:
-    return None if group is None else plain(group)
-
-
 # --- Sizes and devices ----------------------------------------------------------------------------
 
 
-def devices_of(cfg: DictConfig) -> Devices:
-    trainer = cfg.trainer
+def devices_of(spec: CellSpec) -> Devices:
+    """The devices that train a cell, before its data are known."""
+    trainer = spec.values["trainer"]
     return Devices(
-        accelerator=trainer.accelerator,
-        per_node=trainer.devices,
-        num_nodes=trainer.num_nodes,
-        strategy=trainer.strategy,
-        precision=trainer.precision,
-        matmul_precision=cfg.matmul_precision,
-        shares_statistics=synchronized(cfg),
+        accelerator=trainer["accelerator"],
+        per_node=trainer["devices"],
+        num_nodes=trainer["num_nodes"],
+        strategy=trainer["strategy"],
+        precision=trainer["precision"],
+        matmul_precision=spec.values["matmul_precision"],
+        shares_statistics=synchronized(spec.norm),
     )
 
 
-def _sizes_of(cfg: DictConfig, devices: Devices, num_train: int) -> Sizes:
+def _sizes_of(typed: Sizes, devices: Devices, num_train: int, *, drop_last: bool) -> Sizes:
     """The equivalent sizes on one device."""
-    typed = Sizes(cfg.batch_size, cfg.micro_batch_size, cfg.norm_batch_size)
     if devices.count > 1 and devices.shares_statistics and typed.norm < typed.micro:
         raise UserError(
-            f"norm_batch_size={cfg.norm_batch_size}: the norm takes statistics over all "
+            f"norm_batch_size={typed.norm}: the norm takes statistics over all "
             f"{devices.count} devices; try norm_batch_size=null, or norm=batch"
         )
     sizes = typed.shared_by(devices.count, synchronized=devices.shares_statistics)
     if devices.shares_statistics:
-        rest = 0 if cfg.drop_last else num_train % sizes.batch_size
+        rest = 0 if drop_last else num_train % sizes.batch_size
         _check_every_device_has_samples(sizes, devices.count, rest)
-    limit = cfg.data.get("limit_train")
-    if limit is not None and limit < sizes.batch_size:
-        raise UserError(
-            f"data.limit_train={limit} is less than one batch_size={sizes.batch_size}; "
-            f"try data.limit_train={sizes.batch_size} or a smaller batch_size"
-        )
     return sizes
+
+
+def _check_limit(limit: int | None, batch_size: int) -> None:
+    if limit is not None and limit < batch_size:
+        raise UserError(
+            f"data.limit_train={limit} is less than one batch_size={batch_size}; "
+            f"try data.limit_train={batch_size} or a smaller batch_size"
+        )
 
 
 def _check_every_device_has_samples(sizes: Sizes, num_devices: int, rest: int) -> None:
@@ -172,10 +177,12 @@ def _check_every_device_has_samples(sizes: Sizes, num_devices: int, rest: int) -
         )
 
 
-def _evaluation_batch_sizes(cfg: DictConfig, sizes: Sizes) -> tuple[int, ...]:
-    statistics, typed = tuple(cfg.evaluate_with), cfg.evaluate_batch_sizes
+def _evaluation_batch_sizes(
+    typed: Sequence[int] | None, statistics: Sequence[str], norm_batch_size: int
+) -> tuple[int, ...]:
+    """The samples per batch for batch statistics, by default as many as in training."""
     if "batch" in statistics:
-        return tuple(typed or [sizes.norm])
+        return tuple(typed or [norm_batch_size])
     if typed:
         raise UserError(
             f"evaluate_batch_sizes={as_typed(typed)}: only batch statistics use it; add batch, as "
@@ -187,44 +194,43 @@ def _evaluation_batch_sizes(cfg: DictConfig, sizes: Sizes) -> tuple[int, ...]:
 # --- Optimizer and schedule -----------------------------------------------------------------------
 
 
-def _norm_momentum(cfg: DictConfig, sizes: Sizes) -> float | None:
-    half_life = cfg.norm.get("half_life")
+def _norm_momentum(norm: Mapping[str, Any], batch_size: int) -> float | None:
+    """The momentum of running averages with the half-life among the values of `norm`."""
+    half_life = norm.get("half_life")
     if half_life is None:
         return None
-    if cfg.norm.get("momentum") is not None:
+    if norm.get("momentum") is not None:
         raise UserError(
-            f"norm.momentum={cfg.norm.momentum} and norm.half_life={half_life} are both set; "
+            f"norm.momentum={norm['momentum']} and norm.half_life={half_life} are both set; "
             "add norm.momentum=null to use the half-life"
         )
-    return momentum_of_half_life(half_life, sizes.batch_size)
+    return momentum_of_half_life(half_life, batch_size)
 
 
-def _schedule_of(spec: CellSpec, num_steps: int, metrics: Sequence[str]) -> Schedule:
+def _check_schedule(
+    schedule: Mapping[str, Any], optim: Mapping[str, Any], optimizer: str, metrics: Sequence[str]
+) -> None:
     """Refuses keys of `optim` that `schedule` replaces, and a monitor that is not a metric."""
-    cfg = spec.composed
-    values = _values(cfg.get("schedule"))
-    if values is not None:
-        defaults = shipped_defaults("optim", spec.choices["optim"]) or DEFAULT_SCHEDULE
-        for key in OPTIM_SCHEDULE:
-            if cfg.optim[key] != defaults[key]:
-                raise UserError(
-                    f"optim.{key}={as_typed(cfg.optim[key])}: nothing reads this key, since "
-                    "schedule is set; drop one of them"
-                )
-        monitor = values.get("monitor", "val/loss")
-        if monitor not in metrics:
+    defaults = shipped_defaults("optim", optimizer) or DEFAULT_SCHEDULE
+    for key in OPTIM_SCHEDULE:
+        if optim[key] != defaults[key]:
             raise UserError(
-                f"schedule.monitor={monitor} is not a metric of the validation; "
-                f"try {', '.join(metrics)}"
+                f"optim.{key}={as_typed(optim[key])}: nothing reads this key, since "
+                "schedule is set; drop one of them"
             )
-    return build_schedule(values, num_steps, shape=cfg.optim.schedule, warmup=cfg.optim.warmup)
+    monitor = schedule.get("monitor", "val/loss")
+    if monitor not in metrics:
+        raise UserError(
+            f"schedule.monitor={monitor} is not a metric of the validation; "
+            f"try {', '.join(metrics)}"
+        )
 
 
 # --- Loggers --------------------------------------------------------------------------------------
 
 
-def _loggers_of(cfg: DictConfig) -> Loggers:
-    chosen = plain(cfg.logger)
+def _loggers_of(config: Mapping[str, Any]) -> Loggers:
+    chosen = config["logger"]
     custom = chosen.get("custom")
     if custom is not None:
         logger_target(custom)
@@ -233,7 +239,7 @@ def _loggers_of(cfg: DictConfig) -> Loggers:
         tensorboard="tensorboard" in chosen,
         custom=None if custom is None else partial(build_logger, custom),
         is_per_run=custom is not None and custom["per"] == "run",
-        names={"study": cfg.study, "experiment": cfg.get("experiment")},
-        tags=tuple(map(str, cfg.tags or [])),
-        notes=cfg.notes,
+        names={"study": config["study"], "experiment": config.get("experiment")},
+        tags=tuple(map(str, config["tags"] or [])),
+        notes=config["notes"],
     )

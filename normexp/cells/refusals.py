@@ -25,7 +25,7 @@ from normexp.norms.factory import NormFactory
 from normexp.norms.none import NoNorm
 from normexp.norms.site import named_sites
 from normexp.norms.slots import PLACES, set_but_unused
-from normexp.records.identity import source_line_of
+from normexp.records.sources import source_line_of
 from normexp.training.callbacks import describe_monitor
 from normexp.training.optim import parameter_groups, stacking_obstacle_of
 from normexp.training.recipe import Recipe
@@ -42,14 +42,16 @@ WITHOUT_NORM = ("pre", "parallel")  # placements that differ even without norms
 
 def check_slots(spec: CellSpec, norm: NormFactory) -> None:
     """Refuses slots that the command sets and the model lacks; logs those that the norm sets."""
-    cfg, model = spec.composed, spec.choices["model"]
-    for key in set_but_unused(cfg, norm.used):
+    model, typed, values = spec.choices["model"], spec.norm.slots, spec.norm.values
+    for key in set_but_unused(typed, norm.used):
         lacks, fits = PLACES[key]
-        raise UserError(f"{key}={as_typed(cfg[key])}: model={model} has {lacks}; try {fits}")
-    for key in set_but_unused(cfg.norm, norm.used):
+        raise UserError(f"{key}={as_typed(typed[key])}: model={model} has {lacks}; try {fits}")
+    for key in set_but_unused(values, norm.used):
         lacks, _ = PLACES[key]
-        value = as_typed(cfg.norm[key])
-        logger.info("the norm's %s=%s has no effect: model=%s has %s", key, value, model, lacks)
+        logger.info(
+            "the norm's %s=%s has no effect: model=%s has %s",
+            *(key, as_typed(values[key]), model, lacks),
+        )
 
 
 def check_placement(choices: Mapping[str, str], norm: NormFactory, network: nn.Module) -> None:
@@ -114,9 +116,9 @@ def why_alone(recipe: Recipe) -> str | None:
     """Why each seed must train by itself; None if seeds may share a stack."""
     watching, schedule = describe_monitor(recipe.callbacks()), recipe.schedule
     if schedule.monitor is not None:
-        watching = f"{schedule.name} looks at {schedule.monitor}"
+        watching = f"{schedule.name} acts on {schedule.monitor}"
     if watching is not None:
-        return f"{watching}, of which a stack has only the mean over its seeds"
+        return f"{watching}, and seeds that train together would all follow their mean"
     obstacle = stacking_obstacle_of(recipe.optimizer)
     name = recipe.optimizer_target.rpartition(".")[2]
     return None if obstacle is None else f"{name} cannot train a stack: {obstacle}"

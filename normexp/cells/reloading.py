@@ -53,11 +53,14 @@ class _Task:
 
     def outputs(self) -> Tensor:
         """The outputs (N, ...) of the saved weights, see `outputs_of`."""
-        config, data = self.spec.composed, load_data(self.spec)
+        data = load_data(self.spec)
         norm = build_norm(
-            config, self.sizes, data, num_steps=self.num_steps, momentum=self.norm_momentum
+            self.spec.norm,
+            *(self.sizes, data),
+            num_steps=self.num_steps,
+            momentum=self.norm_momentum,
         )
-        network = build_network(config, norm, data)(config.seed)
+        network = build_network(self.spec.values["model"], norm, data)(self.spec.seeds[0])
         state = torch.load(self.weights, map_location="cpu", weights_only=True)
         if any(value.dtype == torch.float64 for value in state.values()):
             network.double()

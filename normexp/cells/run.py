@@ -20,7 +20,6 @@ from normexp.cells.assembly import can_stack_rates
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.devices import RankDied, train_on_devices
 from normexp.cells.stack import Run, Stack, create_stack, record_failure, restore_stack
-from normexp.cells.watch import has_mixed
 from normexp.config.outcome import (
     Outcome,
     measured_versions,
@@ -28,7 +27,6 @@ from normexp.config.outcome import (
     recorded_outcome,
     records_of,
 )
-from normexp.config.rules import validate
 from normexp.config.spec import CellSpec, one_line
 from normexp.errors import UserError
 from normexp.records.files import (
@@ -38,9 +36,9 @@ from normexp.records.files import (
     remove_leftovers,
 )
 from normexp.records.history import AliasEntry, AttemptEntry, append_entries, read_history
-from normexp.records.identity import source_line_of
 from normexp.records.paths import LOCK_FILE, LOG_FILE
 from normexp.records.result import Status
+from normexp.records.sources import source_line_of
 from normexp.records.stacks import Member, StackRecord, end_stack, list_stacks
 from normexp.training.stopping import Interrupted, TrainingControl
 
@@ -131,7 +129,7 @@ class StackRunner:
 
     def _prepare(self, spec: CellSpec) -> Cell:
         if spec.id not in self.cells:
-            self.cells[spec.id] = prepare(spec)
+            self.cells[spec.id] = prepare_cell(spec)
         return self.cells[spec.id]
 
     def _same_as_other_cells(self, specs: Sequence[CellSpec]) -> bool:
@@ -147,6 +145,9 @@ class StackRunner:
         aliases = [AliasEntry(spec.id, target, versions) for spec, target in pairs]
         if aliases:
             append_entries(self.study_dir, aliases)
+        if not mixes_samples:
+            for record in list_stacks(self.study_dir, [spec.id for spec in specs]):
+                end_stack(record)  # begun before this was known
         return not mixes_samples
 
     def _arrange(self, specs: Sequence[CellSpec], missing: Collection[Member]) -> list[Stack]:
@@ -156,7 +157,7 @@ class StackRunner:
         for cell, spec in [(self._prepare(spec), spec) for spec in specs]:
             failed = {run.seed: run for run in records_of(spec).failed}
             together.append([])
-            for seed in (seed for seed in spec.seeds if (cell.id, seed) in missing):
+            for seed in (seed for seed in spec.seeds if (cell.spec.id, seed) in missing):
                 if (last := failed.get(seed)) is not None:
                     run = [(cell, seed)]
                     stacks.append(create_stack(run, apart=last.apart, attempts=last.attempts))
@@ -184,7 +185,7 @@ class StackRunner:
             return apart
         record_failure(stack, error)
         where = f"{error} (see {stack.record.directory / LOG_FILE})"
-        self.errors.setdefault(stack.cell.id, where)
+        self.errors.setdefault(stack.cell.spec.id, where)
         return []
 
     def _earlier_failure(self, record: StackRecord) -> str | None:
@@ -228,29 +229,24 @@ class StackRunner:
         return None
 
 
-def prepare(spec: CellSpec) -> Cell:
-    """Prepares a cell, see `prepare_cell`. Raises UserError for one that cannot be trained."""
-    if spec.cfg is None:
-        raise UserError(spec.error)
-    validate(spec.cfg)
-    return prepare_cell(spec, has_mixed=has_mixed(spec))
-
-
 def plan_cell(spec: CellSpec, planned: dict[str, Outcome]) -> Outcome:
-    """The outcome of a cell in a dry run, which writes nothing. Raises as `prepare`.
+    """The outcome of a cell in a dry run, which writes nothing. Raises as `prepare_cell`.
 
     Args:
         planned: the outcomes of the command's cells so far, by id; of sizes without effect, one
             stands for all.
     """
-    ids = [] if spec.cfg is None else [spec.id, spec.without_norm_batch_size.id]
-    for known in ids:
-        if known in planned and (known == spec.id or not planned[known].record["mixes_samples"]):
-            return planned[known]
-    cell = prepare(spec)
+    if spec.config is not None:
+        same, alike = (planned.get(s.id) for s in (spec, spec.without_norm_batch_size))
+        if same is not None:
+            return same
+        if alike is not None and not alike.description["mixes_samples"]:
+            return alike
+    cell = prepare_cell(spec)
     outcome = recorded_outcome(cell.spec, Status.PLANNED)
-    outcome.record, outcome.invalid, outcome.memory = cell.record, cell.invalid, cell.memory
-    planned[cell.id] = outcome
+    outcome.description, outcome.invalid = cell.description, cell.invalid
+    outcome.memory = cell.memory
+    planned[cell.spec.id] = outcome
     return outcome
 
 

@@ -64,7 +64,7 @@ class Stack:
 
     @property
     def cell(self) -> Cell:
-        """The first cell; all cells share everything except id, record and learning rate."""
+        """The first cell; all cells share everything except id, description and learning rate."""
         return self.runs[0][0]
 
     @property
@@ -74,7 +74,7 @@ class Stack:
     @property
     def lrs(self) -> list[float] | None:
         """The learning rate of each replica; None if they share the cell's."""
-        is_one_cell = len({cell.id for cell, _ in self.runs}) == 1
+        is_one_cell = len({cell.spec.id for cell, _ in self.runs}) == 1
         return None if is_one_cell else [cell.recipe.lr for cell, _ in self.runs]
 
     def open_runs(self) -> list[Run]:
@@ -82,7 +82,7 @@ class Stack:
         return [
             (cell, seed)
             for cell, seed in self.runs
-            if not self.record.has_ended(cell.study_dir, (cell.id, seed))
+            if not self.record.has_ended(cell.study_dir, (cell.spec.id, seed))
         ]
 
 
@@ -93,8 +93,8 @@ def create_stack(runs: list[Run], *, apart: str | None = None, attempts: int = 0
         apart: why the run is trained apart from its former stack.
         attempts: of a stack of one: how often its run has failed.
     """
-    members = [(cell.id, seed) for cell, seed in runs]
-    rates = {cell.id: float(cell.spec.composed.lr) for cell, _ in runs}
+    members = [(cell.spec.id, seed) for cell, seed in runs]
+    rates = {cell.spec.id: cell.spec.lr for cell, _ in runs}
     study_dir = runs[0][0].study_dir
     return Stack(runs, begin_stack(study_dir, members, rates, apart=apart, attempts=attempts))
 
@@ -108,12 +108,12 @@ def restore_stack(record: StackRecord, cells: Iterable[Cell]) -> Stack:
     Raises:
         UserError: another cell has changed since the stack began.
     """
-    known = {cell.id: cell for cell in cells}
+    known = {cell.spec.id: cell for cell in cells}
     template = next(known[cell_id] for cell_id in record.rates if cell_id in known)
     for cell_id in sorted(record.rates.keys() - known.keys()):
         spec = template.spec.with_values({"lr": record.rates[cell_id]})
         known[cell_id] = prepare_cell(spec, has_mixed=template.traits.mixes_samples)
-        if known[cell_id].id != cell_id:
+        if known[cell_id].spec.id != cell_id:
             raise UserError(
                 f"{record.directory}: cannot repeat its cell {cell_id}; remove the folder"
             )
@@ -128,9 +128,8 @@ def train_stack(stack: Stack, control: TrainingControl) -> None:
     """
     remove_leftovers(stack.record.directory)
     for cell, seed in stack.runs:
-        write_text(
-            cell.directory / CONFIG_FILE, OmegaConf.to_yaml(cell.spec.composed, resolve=True)
-        )
+        config = OmegaConf.to_yaml(OmegaConf.create(cell.spec.values))
+        write_text(cell.directory / CONFIG_FILE, config)
         seed_dir(cell.directory, seed).mkdir(exist_ok=True)
     with messages_to_file(stack.record.directory / LOG_FILE):
         for message in stack.cell.messages:
@@ -160,7 +159,7 @@ def _train(stack: Stack, control: TrainingControl) -> None:
         loggers = stack_loggers(stack.cell, stack.seeds)
         watch = Watch(stack.cell)
         module, must_stop = _fit(stack, Recorder(sinks, loggers, trackers), control, watch)
-        _record(_after_watch(stack, watch.findings), module)
+        _record(_after_watch(stack, watch.findings), module, watch)
     if must_stop:
         raise Interrupted
 
@@ -169,11 +168,11 @@ def _after_watch(stack: Stack, findings: Findings) -> Stack:
     """The stack with what its training has shown; withdraws aliases of a norm that has mixed."""
     if findings == Findings():
         return stack
-    cells = {cell.id: with_findings(cell, findings) for cell, _ in stack.runs}
+    cells = {cell.spec.id: with_findings(cell, findings) for cell, _ in stack.runs}
     if findings.mixing is not None:
         for cell in cells.values():
             withdraw_aliases(cell)
-    return replace(stack, runs=[(cells[cell.id], seed) for cell, seed in stack.runs])
+    return replace(stack, runs=[(cells[cell.spec.id], seed) for cell, seed in stack.runs])
 
 
 def _fit(
@@ -194,10 +193,10 @@ def _fit(
     return module, must_stop
 
 
-def _record(stack: Stack, module: TrainingModule) -> None:
+def _record(stack: Stack, module: TrainingModule, watch: Watch) -> None:
     """Writes the files of every run, result.json last: its presence means ended."""
     device, source = module.trainer.strategy.root_device, stack.cell.data.source_version
-    timing, gpu = _timing(module), None
+    timing, gpu = _timing(module) | watch.timing, None
     timing["backward_mb_per_sample"] = stack.cell.backward_bytes / 1e6
     if device.type == "cuda":  # on a CPU only the peak of the whole process is known
         gpu = torch.cuda.get_device_name(device)
@@ -248,7 +247,7 @@ def record_failure(stack: Stack, reason: str) -> None:
     run_dir = seed_dir(cell.directory, seed)
     run_dir.mkdir(parents=True, exist_ok=True)
     failed = Result(
-        *(cell.id, seed, Status.FAILED, cell.record, {}, describe_environment()),
+        *(cell.spec.id, seed, Status.FAILED, cell.description, {}, describe_environment()),
         error=reason,
         attempts=stack.record.attempts + 1,
         apart=stack.record.apart,
@@ -276,10 +275,10 @@ def _result_of(
         diverged_at = module.step  # the last update broke the network, after its loss was taken
     has_stopped = module.step < cell.recipe.num_steps
     return Result(
-        cell_id=cell.id,
+        cell_id=cell.spec.id,
         seed=seed,
         status=Status.FINISHED if diverged_at is None else Status.DIVERGED,
-        config=cell.record | {"stacked": module.replicas.is_stacked},
+        config=cell.description | {"stacked": module.replicas.is_stacked},
         metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
         environment=environment,
         diverged_at_step=diverged_at,

@@ -36,6 +36,7 @@ from normexp.config.help import (
 from normexp.config.rules import (
     FOREIGN_KEYS,
     KEYS,
+    MISSING,
     OPTIONAL_GROUPS,
     PARTS,
     as_typed,
@@ -66,15 +67,17 @@ AS_BUILT = "normexp.norms.as_built.AsBuilt"  # of norm=as_built, which has no YA
 GRID_KEYS = r"hydra\.(mode|sweeper\.params\b)"  # keys of Hydra that define a sweep
 
 
-def compose_config(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictConfig:
+def compose_config(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> dict[str, Any]:
     """The config of one cell; see `compose_cell`."""
     return compose_cell(overrides, config_dirs)[0]
 
 
 def compose_cell(
     overrides: Sequence[str], config_dirs: Sequence[str] = ()
-) -> tuple[DictConfig, dict[str, str]]:
-    """The config of one cell, and the choice in each config group: {"norm": "batch", ...}.
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of one cell, and its choice in each config group: {"norm": "batch", ...}.
+
+    No DictConfig goes further: interpolations are resolved, and `???` stands for a missing value.
 
     Args:
         overrides: `key=value` words of a command line, one value per key.
@@ -88,49 +91,52 @@ def compose_cell(
         if override.is_sweep_override():
             raise _missing_multirun(override)
     base = compose_choices(parsed, config_dirs)
-    config = copy.deepcopy(base.config)
-    values = [override for override in parsed if not _is_choice(override)]
-    for override in values:
-        _set_value(config, override, base)
-    plain = _plain(config)
-    _refuse_unread(plain, base)
-    _refuse_second_budget(plain, [override.key_or_group for override in values])
-    for override in values:
+    tree = copy.deepcopy(base.config)
+    typed = [override for override in parsed if not _is_choice(override)]
+    for override in typed:
+        _set_value(tree, override, base)
+    config = _plain(tree)
+    _refuse_unread(config, base)
+    _refuse_second_budget(config, [override.key_or_group for override in typed])
+    for override in typed:
         key = override.key_or_group
-        refuse_type_change(key, _select(base.defaults, key), _select(plain, key))
-    if plain.get("cells") is not None:
+        refuse_type_change(key, _select(base.defaults, key), _select(config, key))
+    if config.get("cells") is not None:
         raise UserError("cells=...: lists several cells; name one experiment, and drop hydra.mode")
-    with open_dict(config):
-        config.experiment = base.choices.get("experiment")  # for the loggers
-    if isinstance(plain.get("study"), int | float):  # study: 2026 in a YAML names a folder
-        config.study = as_typed(plain["study"])
+    config["experiment"] = base.choices.get("experiment")  # for the loggers
+    if isinstance(config.get("study"), int | float):  # study: 2026 in a YAML names a folder
+        config["study"] = as_typed(config["study"])
     for group in CUSTOM_GROUPS:
-        for part in parts_with_target(plain.get(group)):
+        for part in parts_with_target(config.get(group)):
             refuse_without_file(group, part["_target_"])
     return config, _names_of(config, base.choices)
 
 
-def refuse_missing_files(config: DictConfig) -> None:
+def refuse_missing_files(config: Mapping[str, Any]) -> None:
     """Refuses what the building of a cell would refuse, without torch and in no time.
 
     Raises:
         UserError: a required key without a value, or a module, folder or file that is not there.
     """
-    plain = _plain(config)
     for group in CUSTOM_GROUPS:
-        for part in parts_with_target(plain.get(group)):
+        for part in parts_with_target(config.get(group)):
             if reason := why_missing(part["_target_"]):
                 raise UserError(f"{group}._target_={part['_target_']}: {reason}")
-    for key in dotted_keys(plain):
-        if _select(plain, key) == "???":
-            raise UserError(f"{key} is not set; give {key}=...")
+    refuse_missing_values(config)
     for target, (key, needs) in PATHS.items():
-        path = Path(str(_select(plain, key)))
-        if _select(plain, "data._target_") == target and not path.exists():
+        path = Path(str(_select(config, key)))
+        if _select(config, "data._target_") == target and not path.exists():
             raise UserError(f"{key}={path} does not exist; {needs.format(path)}")
 
 
-def _names_of(config: DictConfig, choices: Mapping[str, str | None]) -> dict[str, str]:
+def refuse_missing_values(tree: Mapping[str, Any], prefix: str = "") -> None:
+    """Raises UserError for a `???` in a config, or in its part at the dotted key `prefix`."""
+    for key in dotted_keys(tree):
+        if _select(tree, key) == MISSING:
+            raise UserError(f"{prefix}{key} is not set; give {prefix}{key}=...")
+
+
+def _names_of(config: Mapping[str, Any], choices: Mapping[str, str | None]) -> dict[str, str]:
     """The choice in each config group, with the user's own class in place of `custom`.
 
     `my_package.MyNorm` is MyNorm, `my_package.load_stripes` is stripes. A name that a shipped
@@ -139,7 +145,8 @@ def _names_of(config: DictConfig, choices: Mapping[str, str | None]) -> dict[str
     names = {group: str(name) for group in GROUPS if (name := choices.get(group)) is not None}
     for group, name in names.items():
         if name == "custom":
-            target = str(config[group].get("_target_", "custom"))
+            target = config[group].get("_target_", MISSING)
+            target = "custom" if target == MISSING else str(target)
             name_of_target = target.rpartition(".")[2].removeprefix("load_")
             names[group] = target if name_of_target in group_choices(group) else name_of_target
     return names
@@ -444,7 +451,7 @@ def _set_value(config: DictConfig, override: Override, base: ComposedChoices) ->
         raise UserError(f"{text}: the key already exists; drop the +")
     group, _, leaf = key.partition(".")
     is_shipped = group in CUSTOM_GROUPS and base.choices.get(group) != "custom"
-    has_target = _select(base.defaults, key) not in (None, "???")
+    has_target = _select(base.defaults, key) not in (None, MISSING)
     if leaf == "_target_" and is_shipped and has_target:
         raise UserError(  # else records would name the choice for another class
             f"{key} is set, but {group}={base.choices.get(group)} has a target of its own; "

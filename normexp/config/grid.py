@@ -11,7 +11,6 @@ from typing import Any
 
 from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, RangeSweep
 from hydra.types import RunMode
-from omegaconf import DictConfig
 
 from normexp.config.compose import (
     compose_cell,
@@ -23,7 +22,7 @@ from normexp.config.compose import (
 )
 from normexp.config.help import group_choices
 from normexp.config.rules import KEYS, OPTIONS, as_typed, check_value, suggest, validate
-from normexp.config.spec import CellSpec, Command, NormSpec, config_dir_words
+from normexp.config.spec import CellSpec, Command, NormSpec, config_dir_words, norm_of
 from normexp.errors import UserError
 
 NOT_GLOBBED = ("custom", "as_built")  # the first needs a target, the second certain models
@@ -52,8 +51,8 @@ def compose_cells(command: Command) -> list[CellSpec]:
     if len(errors) == len(cells):
         raise errors[0]
     if len(cells) == 1:
-        validate(cells[0].composed)
-        refuse_missing_files(cells[0].composed)
+        validate(cells[0].values)
+        refuse_missing_files(cells[0].values)
     return cells
 
 
@@ -216,11 +215,11 @@ def compose_norms(command: Command) -> list[NormSpec]:
     for line in list_cells(Command(words, multirun=True, config_dirs=command.config_dirs)):
         config = compose_config(line, command.config_dirs)
         validate(config)
-        norms.append(NormSpec(_name_of_norm(line, config), config))
+        norms.append(norm_of(config, _name_of_norm(line, config["norm"]["_target_"])))
     return norms
 
 
-def _name_of_norm(line: Sequence[str], config: DictConfig) -> str:
+def _name_of_norm(line: Sequence[str], target: str) -> str:
     """`batch`, `group num_groups=4`, or the class of a custom norm with its knobs."""
     chosen, knobs = "batch", []
     for override in parse_overrides(line):
@@ -229,5 +228,5 @@ def _name_of_norm(line: Sequence[str], config: DictConfig) -> str:
         elif override.key_or_group != "norm._target_":
             knobs.append(str(override.input_line).lstrip("+").removeprefix("norm."))
     if chosen == "custom":
-        chosen = str(config.norm["_target_"]).rpartition(".")[2]
+        chosen = target.rpartition(".")[2]
     return " ".join([chosen, *knobs])

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from normexp.config.rules import OPTIONAL_GROUPS, PARTS, in_identity, sees_valid
 from normexp.errors import UserError
 from normexp.norms.slots import SLOTS
 from normexp.records.content import IMAGE_SUFFIXES, digest_of_path
-from normexp.records.identity import canonical_sizes, cell_id, differences
 from normexp.records.sources import digests_of, source_digest, source_files
 
 # Versions of choices, raised when a default or the meaning of a choice changes: {"norm/group": 2}.
@@ -35,6 +35,10 @@ VERSIONS: dict[str, int] = {
     # 2: warm-ups and ramps are shares of the training; they were steps
     **dict.fromkeys(("norm/batch_renorm", "norm/moving_average_batch", "norm/power"), 2),
 }
+
+# Of the questions in checks/ whose answers a study keeps. Raised when a question may answer
+# otherwise for the same norm, so that kept answers are measured again.
+QUESTIONS_VERSION = 2
 
 # Keys that only say how a value of the config came about, or how a target is called.
 NOT_HASHED = {"optim.default_lr", *(f"{group}._partial_" for group in (*PARTS, "schedule"))}
@@ -71,8 +75,8 @@ def identity_of(
     rest = {key: value for key, value in values.items() if key not in groups}
     rest |= sizes_of(config, mixes_samples=mixes_samples)
     content = differences(defaults | rest, defaults)  # always has lr, whose default is a reference
-    devices = num_devices_of(config)
-    if devices is None or (mixes_samples and devices > 1 and spans_devices(config) is None):
+    devices, spans = num_devices_of(config), spans_devices(config.get("norm") or {})
+    if devices is None or (mixes_samples and devices > 1 and spans is None):
         content["devices"] = devices
     if sees_validations(config):
         content["val_every_epochs"] = config["val_every_epochs"]
@@ -105,7 +109,7 @@ def sizes_of(config: Mapping[str, Any], *, mixes_samples: bool) -> dict[str, Any
     devices = num_devices_of(config) or 1
     try:
         sizes = Sizes(**typed)
-        if devices > 1 and (spans := spans_devices(config)) is not None:
+        if devices > 1 and (spans := spans_devices(config.get("norm") or {})) is not None:
             sizes = sizes.shared_by(devices, synchronized=spans)
     except (UserError, TypeError):  # refused when the cell is validated
         return typed
@@ -120,12 +124,11 @@ def num_devices_of(config: Mapping[str, Any]) -> int | None:
     return counts[0] * counts[1] if all(isinstance(count, int) for count in counts) else None
 
 
-def spans_devices(config: Mapping[str, Any]) -> bool | None:
-    """Whether the norm takes its statistics over all devices, as its YAML says (`synchronized`).
+def spans_devices(norm: Mapping[str, Any]) -> bool | None:
+    """Whether a norm takes its statistics over all devices, as its YAML says (`synchronized`).
 
-    None for a foreign norm whose config does not say.
+    None for a foreign norm whose values do not say.
     """
-    norm = config.get("norm") or {}
     if norm.get("synchronized") is not None:
         return bool(norm["synchronized"])
     choice = shipped_targets("norm").get(norm.get("_target_", ""))
@@ -285,3 +288,74 @@ def _label(group: str, choices: Mapping[str, str], config: Mapping[str, Any]) ->
         target = str(values.get("_target_", "custom"))
         return target.rpartition(".")[2].removeprefix("load_")
     return choice.rpartition("/")[2]
+
+
+# --- Canonical values, and the id as text ---------------------------------------------------------
+
+MAX_LENGTH = 80  # characters of a cell id: readable in a listing, short enough for any file system
+HASH_DIGITS = 10
+NAME_LENGTH = 16
+
+
+def canonical_sizes(
+    batch: int, micro: int | None, norm: int | None, *, mixes_samples: bool
+) -> dict[str, int | None]:
+    """The three sizes in canonical form: None if equal to the next larger one.
+
+    `norm_batch_size` is also None for a norm that does not mix samples, measured by the caller.
+    """
+    micro = None if micro is None or micro >= batch else micro
+    norm = None if norm is None or norm >= (micro or batch) else norm
+    return {
+        "batch_size": batch,
+        "micro_batch_size": micro,
+        "norm_batch_size": norm if mixes_samples else None,
+    }
+
+
+def differences(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The `values` that differ from `defaults`, in nested dicts; `~key: None` for a removed key.
+
+    Numbers are compared by value (1 is 1.0), and a list as a whole.
+    """
+    differing: dict[str, Any] = {f"~{key}": None for key in defaults if key not in values}
+    for key, value in values.items():
+        default = defaults.get(key)
+        if isinstance(value, Mapping) and isinstance(default, Mapping):
+            if inner := differences(value, default):
+                differing[key] = inner
+        elif key not in defaults or _plain(value) != _plain(default):
+            differing[key] = value
+    return differing
+
+
+def cell_id(content: Mapping[str, Any], slug: Sequence[str]) -> str:
+    """`group-convnet-digits-b32-m8-n4-lr0.1-0123456789`: a slug and a hash of `content`.
+
+    The hash is of JSON with sorted keys and numbers by value (0.10 is 0.1, 1.0 is 1). Lower case,
+    safe as a file name, at most 80 characters.
+    """
+    text = json.dumps(_plain(content), sort_keys=True, separators=(",", ":"))
+    digest = hashlib.sha256(text.encode()).hexdigest()[:HASH_DIGITS]
+    name = "-".join(map(_safe, slug))[: MAX_LENGTH - HASH_DIGITS - 1].rstrip("-._")
+    return f"{name}-{digest}" if name else digest
+
+
+def _plain(value: Any) -> Any:
+    """Dicts with string keys, lists, and numbers of 15 digits: one value has one JSON text.
+
+    The sixteenth digit of a derived number, such as a momentum, may differ between machines.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        value = float(f"{value:.15g}")
+        return int(value) if value.is_integer() else value
+    return value
+
+
+def _safe(name: str) -> str:
+    safe = re.sub(r"[^a-z0-9_.]+", "_", name.lower())[:NAME_LENGTH].strip("_.")
+    return safe or "custom"

@@ -11,12 +11,11 @@ from shlex import join
 from typing import Any
 
 from normexp.config.help import option_defaults
-from normexp.config.identity import VERSIONS, sizes_of
+from normexp.config.identity import QUESTIONS_VERSION, VERSIONS, sizes_of
 from normexp.config.rules import as_typed
 from normexp.config.spec import CellSpec, norm_and_data
 from normexp.records.files import is_held
-from normexp.records.history import History
-from normexp.records.identity import QUESTIONS_VERSION
+from normexp.records.history import History, read_history
 from normexp.records.paths import LOCK_FILE, WEIGHTS_FILE, seed_dir
 from normexp.records.result import (
     DONE,
@@ -38,7 +37,7 @@ class Outcome:
     Attributes:
         title: norm and data, as in the closing table.
         cell_id: of the cell that was trained, see `History.same_as`.
-        record: the config in its results; {} without one.
+        description: the `config` of its results; {} without one.
         results: those of its recorded runs, in order of seeds.
         missing: the seeds still to train.
         seconds: wall-clock time of its training.
@@ -50,7 +49,7 @@ class Outcome:
     title: str
     cell_id: str = ""
     directory: Path | None = None
-    record: dict[str, Any] = field(default_factory=dict)
+    description: dict[str, Any] = field(default_factory=dict)
     results: list[Result] = field(default_factory=list)
     error: str = ""
     invalid: str | None = None
@@ -72,7 +71,7 @@ def recorded_outcome(spec: CellSpec, status: Status, error: str = "") -> Outcome
     outcome = Outcome(status, norm_and_data(spec), spec.id, spec.directory, error=error)
     outcome.results, outcome.missing = records.all, missing_seeds(spec)
     if records.all:
-        outcome.record, outcome.invalid = records.all[0].config, records.all[0].invalid
+        outcome.description, outcome.invalid = records.all[0].config, records.all[0].invalid
     return outcome
 
 
@@ -83,9 +82,8 @@ def records_of(spec: CellSpec) -> CellRecords:
 
 def missing_seeds(spec: CellSpec) -> list[int]:
     """The seeds to train: without a result, or failed less often than the command tries."""
-    assert spec.cfg is not None
     return records_of(spec).missing(
-        retry_failed=spec.cfg.retry_failed, max_attempts=spec.cfg.max_attempts
+        retry_failed=spec.values["retry_failed"], max_attempts=spec.values["max_attempts"]
     )
 
 
@@ -109,9 +107,8 @@ def is_recorded(spec: CellSpec) -> bool:
 
 def _last_failure(spec: CellSpec, records: CellRecords) -> str:
     """The error of a failed run that is not retried, and how to retry it."""
-    assert spec.cfg is not None
     attempts = max(run.attempts for run in records.failed)
-    remedy = f"max_attempts={attempts + 1}" if spec.cfg.retry_failed else "retry_failed=true"
+    remedy = f"max_attempts={attempts + 1}" if spec.values["retry_failed"] else "retry_failed=true"
     return f"{records.failed[0].error} (attempt {attempts}; {remedy} tries again)"
 
 
@@ -133,34 +130,42 @@ def trained_as(spec: CellSpec, history: History) -> CellSpec:
     return other if other.id == same_as else spec
 
 
+def is_known_to_mix(spec: CellSpec) -> bool:
+    """True if the history says that the norm of a cell mixed samples in an earlier training."""
+    aliases = read_history(spec.directory.parent).aliases
+    entries = (aliases.get(name) for name in (spec.id, spec.without_norm_batch_size.id))
+    return any(
+        entry is not None and entry.same_as is None and entry.versions == measured_versions()
+        for entry in entries
+    )
+
+
 # --- Evaluations ---------------------------------------------------------------------------------
 
 
 def evaluations_of(spec: CellSpec) -> dict[str, int]:
     """What evaluation.json must hold as `asked`, see `has_evaluations`."""
-    cfg = spec.cfg
-    assert cfg is not None
-    asked = {"precise": cfg.precise_samples} if "precise" in cfg.evaluate_with else {}
-    if "batch" not in cfg.evaluate_with:
+    config, statistics = spec.values, spec.values["evaluate_with"]
+    asked = {"precise": config["precise_samples"]} if "precise" in statistics else {}
+    if "batch" not in statistics:
         return asked
-    sizes = sizes_of(cfg, mixes_samples=True)
+    sizes = sizes_of(config, mixes_samples=True)
     norm = sizes["norm_batch_size"] or sizes["micro_batch_size"] or sizes["batch_size"]
-    return asked | {f"batch{size}": size for size in cfg.evaluate_batch_sizes or [norm]}
+    return asked | {f"batch{size}": size for size in config["evaluate_batch_sizes"] or [norm]}
 
 
 def suggest_evaluation(spec: CellSpec) -> None:
     """If recorded runs lack requested evaluations, logs the command that adds them."""
-    cfg, directory = spec.cfg, spec.directory
-    assert cfg is not None
+    config, directory = spec.values, spec.directory
     if has_evaluations(directory, records_of(spec).ended, evaluations_of(spec)):
         return
     if not any((seed_dir(directory, seed) / WEIGHTS_FILE).is_file() for seed in spec.seeds):
         logger.info("recorded without these statistics, and without weights to measure them from")
         return
-    words = [f"run={directory}", f"evaluate_with={as_typed(cfg.evaluate_with)}"]
+    words = [f"run={directory}", f"evaluate_with={as_typed(config['evaluate_with'])}"]
     for key in ("precise_samples", "evaluate_batch_sizes"):
-        if cfg[key] != option_defaults("evaluate")[key]:
-            words.append(f"{key}={as_typed(cfg[key])}")
+        if config[key] != option_defaults("evaluate")[key]:
+            words.append(f"{key}={as_typed(config[key])}")
     logger.info(
         "recorded without these statistics; to add them: python -m normexp.evaluate %s",
         join(words),

@@ -221,6 +221,7 @@ KEYS = {
 NOT_IN_IDENTITY = ("hydra", "experiment", "logger", "tune")  # groups that define no training
 REQUIRED_OF_OPTIM = ("_target_", "weight_decay", "decay_norm", "schedule", "warmup")
 
+MISSING = "???"  # in a config: a value that must be given
 OPTIONAL_GROUPS = ("schedule", "callback")  # a training may have none
 PARTS = ("norm", "model", "data", "optim")  # of every cell; their targets say what they take
 LOGGERS = ("logger.csv", "logger.tensorboard")  # without a key of their own
@@ -280,6 +281,9 @@ OPTIONS: dict[str, dict[str, Rule]] = {
         "reference": NAME,
         "workloads": list_of(NAME).or_null(),
         "runs_dir": FOLDER,
+        "submit": FOLDER.or_null(),
+        "verify": FOLDER.or_null(),
+        "salt": TEXT.or_null(),
         "write": FOLDER.or_null(),
     },
     "check": {"part": one_of("all", "contract"), "format": one_of("table", "json", "markdown")},
@@ -309,7 +313,7 @@ def validate(config: Mapping[str, Any]) -> None:
                 f"{group} is missing: put the keys of its YAML under `{group}:`, or drop the line "
                 "`# @package _global_`"
             )
-        if not config[group].get("_target_"):
+        if config[group].get("_target_") in (None, "", MISSING):
             raise UserError(
                 f"{group}._target_ is missing: name a class or function, as in "
                 f"{group}._target_=my_package.MyClass, and its knobs as {group}.<knob>=..."
@@ -349,7 +353,7 @@ def validate_keys(config: Mapping[str, Any], keys: Iterable[str]) -> None:
         level: Any = config
         for group in groups:
             level = level.get(group) or {}
-        if name in level:
+        if level.get(name, MISSING) != MISSING:
             check_value(key, level[name], KEYS[key].rule, KEYS[key].unit)
         elif not groups:  # another choice of a group may lack a knob
             raise UserError(f"{key} is missing: it must be {KEYS[key].rule.wanted}")

@@ -9,16 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from normexp.batching.sizes import SIZES
 from normexp.config.process import rank_among
 from normexp.config.rules import in_identity, sees_validations
+from normexp.norms.slots import SLOTS
 from normexp.records.content import reading_once
-from normexp.records.identity import cell_id
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ class CellSpec:
     """One cell as a command line specifies it.
 
     Attributes:
-        cfg: the composed config; None if it does not compose, and `error` says why.
+        config: the values of all keys; None if it does not compose, and `error` says why.
         choices: the choice in each config group, as `compose_cell` returns them.
         title: the overrides that distinguish it in its sweep: `norm=batch norm_batch_size=2`.
         overrides: all its typed overrides, one value per key.
@@ -67,7 +64,7 @@ class CellSpec:
             norm_batch_size nor devices split any statistics; see `without_norm_batch_size`.
     """
 
-    cfg: DictConfig | None
+    config: dict[str, Any] | None
     choices: Mapping[str, str]
     title: str = ""
     error: str = ""
@@ -80,11 +77,18 @@ class CellSpec:
 
         Of a cell that does not compose: its words.
         """
-        if self.cfg is None:
+        if self.config is None:
             return {"overrides": list(self.overrides) or [self.title]}
         from normexp.config.identity import identity_of
 
-        return identity_of(self._plain(), self.choices, mixes_samples=self.mixes_samples)
+        return identity_of(self.values, self.choices, mixes_samples=self.mixes_samples)
+
+    @cached_property
+    def defining(self) -> dict[str, Any]:
+        """The values that define the training, as the config has them."""
+        from normexp.config.identity import defining_values
+
+        return defining_values(self.values)
 
     @cached_property
     def id(self) -> str:
@@ -92,36 +96,32 @@ class CellSpec:
 
         Needs neither torch nor the data: the files that the config names are read instead.
         """
-        if self.cfg is None:
-            return cell_id(self.identity, [])
-        from normexp.config.identity import id_of
+        from normexp.config.identity import cell_id, id_of
 
+        if self.config is None:
+            return cell_id(self.identity, [])
         _ = self.sources  # of the same moment
-        return id_of(self._plain(), self.choices, self.identity)
+        return id_of(self.values, self.choices, self.identity)
 
     @cached_property
     def sources(self) -> dict[str, str]:
         """The digest of each of the user's own source files that the id counts, by path."""
-        if self.cfg is None:
+        if self.config is None:
             return {}
         from normexp.config.identity import sources_of
 
-        return sources_of(self._plain())
-
-    def _plain(self) -> dict[str, Any]:
-        from omegaconf import OmegaConf
-
-        values: Any = OmegaConf.to_container(self.cfg, resolve=True)  # type: ignore[arg-type]
-        return values
+        return sources_of(self.values)
 
     def with_values(self, values: Mapping[str, Any]) -> CellSpec:
         """The same cell with other values, by dotted key: `{"lr": 0.1}`."""
-        from omegaconf import OmegaConf
-
-        cfg = copy.deepcopy(self.cfg)
+        config = copy.deepcopy(self.values)
         for key, value in values.items():
-            OmegaConf.update(cfg, key, value)  # type: ignore[arg-type]
-        return replace(self, cfg=cfg)
+            *groups, name = key.split(".")
+            level = config
+            for group in groups:
+                level = level[group]
+            level[name] = value
+        return replace(self, config=config)
 
     @cached_property
     def without_norm_batch_size(self) -> CellSpec:
@@ -132,21 +132,38 @@ class CellSpec:
         return replace(self.with_values({"norm_batch_size": None}), mixes_samples=False)
 
     @property
-    def composed(self) -> DictConfig:
+    def values(self) -> dict[str, Any]:
         """The config of a cell that composes."""
-        assert self.cfg is not None, self.error
-        return self.cfg
+        assert self.config is not None, self.error
+        return self.config
+
+    @property
+    def norm(self) -> NormSpec:
+        return norm_of(self.values, self.choices["norm"])
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The three sizes as typed."""
+        return {key: self.values[key] for key in SIZES}
+
+    @property
+    def lr(self) -> float:
+        """The learning rate as typed; `lr_rule` may scale it."""
+        return float(self.values["lr"])
 
     @property
     def seeds(self) -> list[int]:
         """The seeds to train; none if the config does not compose."""
-        if self.cfg is None:
+        if self.config is None:
             return []
-        return list(range(self.cfg.seed, self.cfg.seed + self.cfg.replicas))
+        first, replicas = self.config["seed"], self.config["replicas"]
+        return list(range(first, first + replicas))
 
     @property
     def study_dir(self) -> Path | None:
-        return None if self.cfg is None else Path(self.cfg.runs_dir) / self.cfg.study
+        if self.config is None:
+            return None
+        return Path(self.config["runs_dir"]) / self.config["study"]
 
     @property
     def directory(self) -> Path:
@@ -159,22 +176,37 @@ def identify(cells: Sequence[CellSpec]) -> None:
     """Computes the ids of a command's cells at one time, so that each file is read once."""
     with reading_once():
         for cell in cells:
-            if cell.cfg is not None:
+            if cell.config is not None:
                 _ = cell.id, cell.without_norm_batch_size.id
 
 
 @dataclass(frozen=True)
 class NormSpec:
-    """A norm to measure: its name with the knobs from the command line, and its config."""
+    """A norm as a command asks for it.
+
+    Attributes:
+        name: its choice or class; on a card, with the knobs from the command line.
+        values: of the group `norm`: its target, its knobs and reserved keys.
+        eps: of all norms that have one.
+        slots: those of the command, by name, see `norms.slots`; None where it sets none.
+    """
 
     name: str
-    config: DictConfig
+    values: Mapping[str, Any]
+    eps: float
+    slots: Mapping[str, Any]
+
+
+def norm_of(config: Mapping[str, Any], name: str = "") -> NormSpec:
+    """The norm of a composed config."""
+    slots = {slot: config[slot] for slot in SLOTS}
+    return NormSpec(name, config["norm"], config["eps"], slots)
 
 
 def rank_for(cells: Sequence[CellSpec]) -> int | None:
     """The rank of this process if torchrun or srun started several for these cells; else None."""
-    for cfg in (cell.cfg for cell in cells if cell.cfg is not None):
-        devices, num_nodes = cfg.trainer.devices, cfg.trainer.num_nodes
+    for trainer in (cell.config["trainer"] for cell in cells if cell.config is not None):
+        devices, num_nodes = trainer["devices"], trainer["num_nodes"]
         if not (isinstance(devices, int) and isinstance(num_nodes, int)):
             continue  # refused when the cell is validated
         index = rank_among(devices * num_nodes)
@@ -185,7 +217,7 @@ def rank_for(cells: Sequence[CellSpec]) -> int | None:
 
 def norm_and_data(cell: CellSpec) -> str:
     """Norm and data of a cell, as in the closing table."""
-    if cell.cfg is None:
+    if cell.config is None:
         return cell.title
     return f"{cell.choices['norm']} on {cell.choices['data']}"
 
@@ -196,12 +228,12 @@ def title_of(cell: CellSpec) -> str:
     For example `norm=batch batch_size=32 norm_batch_size=2 epochs=3`. Independent of the other
     cells of the command; leaves out the study, folders and seeds.
     """
-    if cell.cfg is None:
+    if cell.config is None:
         return " ".join(text for text in cell.overrides if not _is_left_out(text)) or cell.title
-    named = {"norm": cell.choices["norm"], **{key: cell.cfg[key] for key in SIZES}}
+    named = {"norm": cell.choices["norm"], **cell.sizes}
     words = [f"{key}={value}" for key, value in named.items() if value is not None]
     typed = [text for text in cell.overrides if _key_of(text) not in named]
-    counted = {"val_every_epochs"} if sees_validations(cell.cfg) else set()
+    counted = {"val_every_epochs"} if sees_validations(cell.config) else set()
     typed = [text for text in typed if _key_of(text) in counted or not _is_left_out(text)]
     return " ".join([*words, *typed])
 

@@ -13,13 +13,12 @@ from typing import Any, TypeVar
 
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
 
+from normexp.config.compose import refuse_missing_values
 from normexp.config.rules import suggest
 from normexp.config.spec import one_line
 from normexp.errors import UserError
-from normexp.records.identity import source_line_of
-from normexp.records.sources import why_missing
+from normexp.records.sources import source_line_of, why_missing
 
 logging.getLogger("hydra").addHandler(logging.NullHandler())  # Hydra also logs what it raises
 
@@ -118,8 +117,13 @@ class Target:
             raise UserError(f"{self.name} fails: {reason}") from error
 
 
-def read_target(values: dict[str, Any], key: str) -> Target:
-    """What `_target_` names, with its knobs. Raises UserError for a knob that it does not take."""
+def read_target(values: Mapping[str, Any], key: str) -> Target:
+    """What `_target_` names, with its knobs.
+
+    Raises:
+        UserError: a missing value, or a knob that the target does not take.
+    """
+    refuse_missing_values(values, f"{key}.")
     target = _find_target(values, key)
     names = target.arguments
     unknown = [] if not names or "**" in names else sorted(target.knobs.keys() - names)
@@ -129,7 +133,7 @@ def read_target(values: dict[str, Any], key: str) -> Target:
     return target
 
 
-def _find_target(values: dict[str, Any], key: str) -> Target:
+def _find_target(values: Mapping[str, Any], key: str) -> Target:
     """The target with its knobs, unchecked. Raises UserError if it is not found."""
     try:
         call = instantiate({**values, "_partial_": True}, _convert_="all")
@@ -162,13 +166,3 @@ def _explain_import(target: str, key: str, error: ImportError) -> str:
         first = (str(cause).splitlines() or [""])[0]
         reason = f"importing it fails with {type(cause).__name__}: {first}"
     return f"{key}._target_={target}: {reason}"
-
-
-def plain(cfg: DictConfig) -> dict[str, Any]:
-    """A resolved config as builtin values. Raises UserError for a `???` that is not set."""
-    missing = sorted(OmegaConf.missing_keys(cfg))
-    if missing:
-        raise UserError(f"{missing[0]} is not set; give {missing[0]}=...")
-    values = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}

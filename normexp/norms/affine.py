@@ -75,13 +75,17 @@ class AffineNorm(nn.Module):
         super().__init__()
         if self.zero_centered and not self.affine:
             raise UserError("zero_centered=true has no effect with affine=false; set affine=true")
+        self.check_knobs()
         ones, zeros = torch.ones(self.num_features), torch.zeros(self.num_features)
         self.weight = nn.Parameter(zeros if self.zero_centered else ones) if self.affine else None
         self.bias = nn.Parameter(zeros.clone()) if self.affine and self.has_bias else None
         self.add_state()
 
+    def check_knobs(self) -> None:
+        """Refuses knobs out of their range, and derives others from them."""
+
     def add_state(self) -> None:
-        """Checks the knobs, and registers parameters and buffers beyond weight and bias."""
+        """Registers parameters and buffers beyond weight and bias."""
 
     def require_positive(self, knob: str, example: float) -> None:
         """Raises UserError, which proposes `example`, unless the knob is above zero."""

@@ -101,8 +101,8 @@ class GhostBatchNorm(RunningMomentsNorm):
 
     ghost_size: int
 
-    def add_state(self) -> None:
-        super().add_state()
+    def check_knobs(self) -> None:
+        super().check_knobs()
         self.require_positive("ghost_size", 16)
 
     def check_shape(self, shape: torch.Size) -> None:

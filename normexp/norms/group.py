@@ -43,7 +43,7 @@ class ChannelGroupsNorm(AffineNorm):
     num_groups: int
     groups_policy: Literal["strict", "nearest"] = "strict"
 
-    def add_state(self) -> None:
+    def check_knobs(self) -> None:
         self.require_positive("num_groups", 1)
         if self.groups_policy not in ("strict", "nearest"):
             raise UserError(

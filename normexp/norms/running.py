@@ -43,7 +43,7 @@ class RunningNorm(AffineNorm):
     num_batches_tracked: Tensor = field(init=False)
     num_values: Tensor = field(init=False)  # of the last training forward: the weight of a part
 
-    def add_state(self) -> None:
+    def check_knobs(self) -> None:
         if self.momentum is None and self.needs_momentum:
             raise UserError(
                 f"momentum=null does not fit {type(self).__name__}; try norm.momentum=0.1"
@@ -53,6 +53,8 @@ class RunningNorm(AffineNorm):
                 f"momentum={self.momentum} is not in (0, 1]; try norm.momentum=0.1, or null to "
                 "average all steps equally"
             )
+
+    def add_state(self) -> None:
         for name, start in self.averages.items():
             self.register_buffer(name, torch.full((self.num_features,), start))
         self.register_buffer("num_batches_tracked", torch.tensor(0))

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from normexp.records.identity import digest_of_package, is_installed
+from normexp.records.sources import digest_of_package, is_installed
 
 PACKAGE = Path(__file__).resolve().parents[1]
 DISTRIBUTIONS = ("normexp", "torch", "pytorch-lightning", "torchvision", "numpy", "hydra-core")

@@ -11,6 +11,7 @@ import ast
 import hashlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache, lru_cache
@@ -18,7 +19,6 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from normexp.errors import UserError
-from normexp.records.identity import is_installed, source_root
 
 
 def source_files(target: str) -> dict[str, Path]:
@@ -272,3 +272,44 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError:  # raised again by the import
         return b""
+
+
+# --- Where it begins ------------------------------------------------------------------------------
+
+
+def source_line_of(error: Exception) -> str:
+    """`" (file.py, line 3)"`, the line of the user's own code that raised; empty if none did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    user_frames = [frame for frame in frames if source_root(Path(frame.filename)) is not None]
+    return (
+        f" ({Path(user_frames[-1].filename).name}, line {user_frames[-1].lineno})"
+        if user_frames
+        else ""
+    )
+
+
+def source_root(module_file: Path) -> Path | None:
+    """The user's own file, or the outermost package that holds it, helpers included.
+
+    None for a file of normexp or in site-packages.
+    """
+    path = module_file.resolve()
+    if path.is_relative_to(Path(__file__).resolve().parents[1]) or is_installed(path):
+        return None
+    while (path.parent / "__init__.py").is_file():
+        path = path.parent
+    return path
+
+
+def digest_of_package(folder: Path) -> str:
+    """16 hex digits of sha256 of the names and bytes of the Python files below a folder."""
+    sha = hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        content = file.read_bytes()
+        sha.update(f"{file.relative_to(folder).as_posix()}\0{len(content)}\0".encode() + content)
+    return sha.hexdigest()[:16]
+
+
+def is_installed(path: Path) -> bool:
+    """True for a file in site-packages, where a version number stands for the source."""
+    return not {"site-packages", "dist-packages"}.isdisjoint(path.parts)

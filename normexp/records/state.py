@@ -109,8 +109,9 @@ def is_search(command: CommandEntry) -> bool:
 def read_status(runs_dir: Path, name: str) -> StudyStatus:
     """Reads the status of a study, also while it runs. Raises UserError if there is no such study.
 
-    A cell that is the same as another shares its row. After an edit of a YAML or of a norm, the
-    same words ask for other cells; those that only an earlier such command named are not asked for.
+    A cell that is the same as another shares its row, whatever it began before that was known.
+    After an edit of a YAML or of a norm, the same words ask for other cells; those that only an
+    earlier such command named are not asked for.
     """
     root = find_study(runs_dir, name)
     history = read_history(root)
@@ -127,8 +128,12 @@ def read_status(runs_dir: Path, name: str) -> StudyStatus:
         if (end := history.errors.get(cell)) is not None:
             state.refused = f"{end.status}: {end.error}"
     for key, state in states.items():
-        state.title = shared_words(titles[key])
-    on_disk = [directory.name for directory in list_cells(root)]  # also cells that were copied here
+        state.title = shared_words(titles[key]) or titles[key][0]
+    on_disk = [  # also cells that were copied here
+        directory.name
+        for directory in list_cells(root)
+        if history.same_as(directory.name) == directory.name or _has_results(directory)
+    ]
     for cell_id in on_disk:
         states.setdefault(cell_id, CellState(cell_id, cell_id, is_asked=False))
     stacks = [stack for stack in list_stacks(root, states) if stack.checkpoint.is_file()]
@@ -171,6 +176,12 @@ def _requests(history: History) -> Iterator[tuple[str, str, Sequence[int]]]:
                 yield cell, title, seeds
     for end in history.ends:
         yield end.cell, end.title, end.seeds
+
+
+def _has_results(directory: Path) -> bool:
+    return any(
+        (seed_dir(directory, seed) / RESULT_FILE).is_file() for seed in list_seeds(directory)
+    )
 
 
 def _read_runs(
@@ -225,4 +236,4 @@ def _progress(directory: Path, seeds: list[int]) -> str:
 def shared_words(titles: Sequence[str]) -> str:
     """The words that all titles of one cell share, such as `norm=none` for several sizes."""
     first, *others = [title.split() for title in titles]
-    return " ".join(word for word in first if all(word in other for other in others)) or titles[0]
+    return " ".join(word for word in first if all(word in other for other in others))

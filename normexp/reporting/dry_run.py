@@ -16,7 +16,6 @@ from normexp.config.spec import CellSpec, format_duration
 from normexp.errors import UserError
 from normexp.records.paths import STUDY_FILE, list_runs
 from normexp.records.result import Result, Status, read_result
-from normexp.records.state import shared_words
 from normexp.reporting.cells import build_cells
 from normexp.reporting.model import AXIS_WORDS, RunRow
 from normexp.reporting.read import StudyRecords, run_row
@@ -45,8 +44,8 @@ def print_plan(
     read = cache(read_runs)
     planned: dict[Path, list[Outcome]] = {}  # by study
     seconds, rows, refused = [], [], []
-    for titles, outcome in by_cell(cells, outcomes):
-        title = shared_words(titles) if len(cells) > 1 else outcome.title
+    for title, outcome in by_cell(cells, outcomes):
+        title = title if len(cells) > 1 else outcome.title
         if outcome.directory is None:
             refused.append(f"{outcome.status}: {title}: {outcome.error}")
             continue
@@ -76,11 +75,13 @@ def _find_seconds(
 ) -> float | None:
     """Expected time of a cell's missing runs, from its own study, else from the other studies."""
     count = len(outcome.missing)
-    expected = expected_seconds(outcome.record, count, _timed(read(study_dir))) if count else 0.0
+    expected = (
+        expected_seconds(outcome.description, count, _timed(read(study_dir))) if count else 0.0
+    )
     if expected is None:
         others = (file.parent for file in study_dir.parent.glob(f"*/{STUDY_FILE}"))
         runs = [run for other in others if other != study_dir for run in _timed(read(other))]
-        expected = expected_seconds(outcome.record, count, runs)
+        expected = expected_seconds(outcome.description, count, runs)
     return expected
 
 
@@ -126,7 +127,7 @@ def _planned(outcome: Outcome, seconds: float | None) -> list[str]:
     if outcome.missing:
         time = "unknown" if seconds is None else format_duration(seconds)
         memory = f"> {max(1, outcome.memory // MIB):,} MiB"
-    steps = f"{outcome.record['num_steps']:,}"
+    steps = f"{outcome.description['num_steps']:,}"
     return [str(len(outcome.missing)), str(num_done), steps, time, memory]
 
 
@@ -190,7 +191,7 @@ def _power_line(
     sd, of_samples = spread_of(like.gap) or (math.inf, 0.0)
     least = smallest_difference(n, sd, family_size, of_samples)
     needed = seeds_for(like.margin, sd, family_size, of_samples)
-    takes = f"{needed} seeds" if needed else f"more than {MAX_SEEDS} seeds"
+    takes = f"takes {needed} seeds" if needed else f"would not show with {MAX_SEEDS} seeds"
     metric, axis, (small, large) = like.part.metric, AXIS_WORDS[like.part.axis], planned.sizes
     unlike = ", of trainings unlike these" * (not _is_alike(planned, like))
     name = f"{planned.first.norm}, {axis} {small} and {large}"
@@ -199,7 +200,7 @@ def _power_line(
     where = f" at {planned.budget}" if planned.change else ""
     return least, (
         f"{name}{where}: {metric.amount_words(least)} (spread of {like.gap.n} seeds{unlike}); "
-        f"{metric.amount_words(like.margin)} takes {takes}"
+        f"{metric.amount_words(like.margin)} {takes}"
     )
 
 
@@ -238,7 +239,7 @@ def _compared(runs: Sequence[RunRow]) -> list[Comparison]:
 
 def _planned_runs(planned: Sequence[Outcome]) -> list[RunRow]:
     """One run without metrics for each cell."""
-    records = {f"{outcome.cell_id} {outcome.record}": outcome.record for outcome in planned}
+    records = {f"{o.cell_id} {o.description}": o.description for o in planned}
     return [
         run_row("", Path(str(number), "seed-0"), Result("", 0, Status.FINISHED, record, {}, {}))
         for number, record in enumerate(records.values())

@@ -75,7 +75,7 @@ def print_summary(outcome: Outcome, words: Sequence[str]) -> None:
 
 def notes_on(outcome: Outcome) -> list[str]:
     """Warnings about results: no better than chance, or all runs diverged."""
-    values, chance = values_of(outcome.results, MAIN[0]), outcome.record.get("chance_accuracy")
+    values, chance = values_of(outcome.results, MAIN[0]), outcome.description.get("chance_accuracy")
     notes = []
     if values and chance is not None and statistics.mean(values) <= chance:
         reason = "the test split has one class" if chance == 1 else "no better than chance"
@@ -84,7 +84,7 @@ def notes_on(outcome: Outcome) -> list[str]:
             f"runs {statistics.mean(values):.4f}"
         )
     if _status_of(outcome) is Status.DIVERGED:
-        lr = outcome.record["lr"]
+        lr = outcome.description["lr"]
         notes.append(f"every run diverged; try a smaller lr than {lr:g}, such as lr={_below(lr)}")
     return notes
 
@@ -107,11 +107,11 @@ def next_commands(outcome: Outcome, words: Sequence[str]) -> list[str]:
     Args:
         words: the typed command, program first; all is kept but the norm and its knobs.
     """
-    record = outcome.record
+    description = outcome.description
     kept = [word for word in words[1:] if not re.match(r"\+*norm[.=]|(-m|--multirun)$", word)]
     knobs = [word for word in words if re.match(r"\+*norm\.(?!_target_)", word)]
     paths = [re.fullmatch(r"norm(?:\._target_)?=(\w+(?:\.\w+)+)", word) for word in words]
-    names = [*(path[1] for path in paths if path), record["norm"]]
+    names = [*(path[1] for path in paths if path), description["norm"]]
     this_norm = [] if knobs else names[:1]  # a list of norms drops knobs
     is_text = any("test/bits_per_byte" in result.metrics for result in outcome.results)
     ours = OF_LANGUAGE if is_text else OF_IMAGES
@@ -119,7 +119,7 @@ def next_commands(outcome: Outcome, words: Sequence[str]) -> list[str]:
     if any(word.startswith("cells=") for word in kept):  # which may set the norm themselves
         return ["python -m normexp.train --help"]
     lines = [[f"norm={','.join(norms)}", *kept]]
-    share = (record["micro_batch_size"] or record["batch_size"]) // record["devices"]
+    share = (description["micro_batch_size"] or description["batch_size"]) // description["devices"]
     sizes = [size for size in range(2, share + 1) if share % size == 0]
     if len(sizes) > 1:
         rest = [word for word in kept if not word.startswith("norm_batch_size=")]
@@ -143,10 +143,10 @@ def print_closing_table(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) 
     metric = names.pop() if len(names) == 1 else ""
     has_place = console.width >= WIDE
     table = []
-    for titles, outcome in rows:
+    for title, outcome in rows:
         values = values_of(outcome.results, _main_metric(outcome))
         shown, count = _shown(outcome, in_header=metric), len(values) if outcome.results else ""
-        row = [_status_of(outcome), shared_words(titles), shown, str(count)]
+        row = [_status_of(outcome), title, shown, str(count)]
         row += [outcome.cell_id] * has_place
         table.append(row)
     heads = ["status", "cell", metric or "result", "n", *["where"] * has_place]
@@ -159,19 +159,19 @@ def print_closing_table(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) 
         console.out(f"  {command}")
 
 
-def _notes_on_rows(rows: Sequence[tuple[list[str], Outcome]]) -> list[str]:
+def _notes_on_rows(rows: Sequence[tuple[str, Outcome]]) -> list[str]:
     """The warnings about the cells of a sweep, each with its cell.
 
     Of cells that differ in the rate alone, a smaller one is advised once, unless one has trained.
     """
     notes, lowest, trained = list[str](), dict[str, float](), set[str]()
-    for titles, outcome in rows:
-        rest = re.sub(r"(^| )lr=\S+", "", shared_words(titles)).strip()
+    for title, outcome in rows:
+        rest = re.sub(r"(^| )lr=\S+", "", title).strip()
         if _status_of(outcome) is Status.DIVERGED:
-            lowest[rest] = min(lowest.get(rest, math.inf), outcome.record["lr"])
+            lowest[rest] = min(lowest.get(rest, math.inf), outcome.description["lr"])
         else:
             trained |= {rest} if outcome.results else set()
-            notes += [f"{shared_words(titles)}: {note}" for note in notes_on(outcome)]
+            notes += [f"{title}: {note}" for note in notes_on(outcome)]
     for rest, lr in lowest.items():
         if rest not in trained:
             cell = f"{rest}: " if rest else ""
@@ -179,15 +179,16 @@ def _notes_on_rows(rows: Sequence[tuple[list[str], Outcome]]) -> list[str]:
     return notes
 
 
-def by_cell(
-    cells: Sequence[CellSpec], outcomes: Sequence[Outcome]
-) -> list[tuple[list[str], Outcome]]:
-    """Each distinct cell of a command: the titles of its grid points, and its outcome."""
+def by_cell(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> list[tuple[str, Outcome]]:
+    """Each distinct cell of a command: the title of its grid points, and its outcome.
+
+    Points that share no word, as sizes without effect, have the title of the outcome.
+    """
     rows: dict[tuple[str, str], tuple[list[str], Outcome]] = {}
     for position, (cell, outcome) in enumerate(zip(cells, outcomes, strict=True)):
         key = (str(outcome.directory), outcome.cell_id or str(position))
         rows.setdefault(key, ([], outcome))[0].append(cell.title)
-    return list(rows.values())
+    return [(shared_words(titles) or outcome.title, outcome) for titles, outcome in rows.values()]
 
 
 def _main_metric(outcome: Outcome) -> str:

@@ -47,14 +47,14 @@ def log_to_agent(cell: CellSpec, outcome: Outcome) -> None:
     """
     if outcome.directory is None or not outcome.results:
         return
-    logger = None if cell.cfg is None else cell.cfg.logger.get("wandb")
+    logger = None if cell.config is None else cell.config["logger"].get("wandb")
     study = outcome.directory.parent
     run = _start(
-        "auto" if logger is None else logger.mode,
+        "auto" if logger is None else logger["mode"],
         dir=study,
         name=outcome.cell_id,
         config={
-            **hyperparameters(outcome.record, study=study.name),
+            **hyperparameters(outcome.description, study=study.name),
             "seeds": [result.seed for result in outcome.results],
         },
     )

@@ -6,8 +6,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-
-from omegaconf import DictConfig
+from typing import Any
 
 from normexp.config.compose import compose_cell, compose_config
 from normexp.config.grid import is_searched, read_grid
@@ -38,7 +37,7 @@ class Search:
     fixed: tuple[str, ...]
     grid: tuple[str, ...]
     space: Space
-    base: DictConfig
+    base: Mapping[str, Any]
     config_dirs: tuple[str, ...]
 
     @property
@@ -48,11 +47,11 @@ class Search:
     @property
     def study(self) -> str:
         """The study of the search's runs; fresh seeds go to `study` itself."""
-        return f"{self.base.study}-search"
+        return f"{self.base['study']}-search"
 
     @cached_property
     def points(self) -> list[dict[str, str]]:
-        return self.space.points(self.base.tune.points)
+        return self.space.points(self.base["tune"]["points"])
 
     def cell(self, point: Point, *, is_report: bool) -> CellSpec:
         """The cell of a point; unless `is_report`, with the seeds and the study of the search."""
@@ -60,15 +59,15 @@ class Search:
         title = " ".join([*self.grid, *words])
         overrides = (*self.fixed, *words)
         try:
-            cfg, choices = compose_cell(overrides, self.config_dirs)
+            config, choices = compose_cell(overrides, self.config_dirs)
         except UserError as error:
             return CellSpec(None, {}, title, str(error), overrides)
         if not is_report:
-            tune = self.base.tune
-            cfg.study, cfg.seed, cfg.replicas = self.study, tune.first_seed, tune.seeds
-            if tune.metric is None or "@" not in tune.metric:
-                cfg.evaluate_with = ["running"]
-        return CellSpec(cfg, choices, title, overrides=overrides)
+            tune = self.base["tune"]
+            config |= {"study": self.study, "seed": tune["first_seed"], "replicas": tune["seeds"]}
+            if "@" not in (tune["metric"] or ""):
+                config["evaluate_with"] = ["running"]
+        return CellSpec(config, choices, title, overrides=overrides)
 
     def command(self, point: Point) -> str:
         """The command that trains the report's cell again."""
@@ -118,28 +117,29 @@ def _check_values(search: Search) -> None:
             validate_keys(config, [key for key in search.space.keys if key in KEYS])
 
 
-def check_settings(config: DictConfig) -> None:
+def check_settings(config: Mapping[str, Any]) -> None:
     """Raises UserError for `tune` keys that contradict each other or the report's seeds."""
     validate_keys(config, [key for key in KEYS if key.startswith("tune.")])
     validate_keys(config, ["seed", "replicas", "study", "runs_dir", "evaluate_with"])
     validate_keys(config, ["trainer.devices", "trainer.num_nodes"])
-    if rank_among(config.trainer.devices * config.trainer.num_nodes) is not None:
+    trainer, tune = config["trainer"], config["tune"]
+    if rank_among(trainer["devices"] * trainer["num_nodes"]) is not None:
         raise UserError(
             "a search starts the processes of each training itself: run normexp.tune without "
             "srun or torchrun"
         )
-    tune = config.tune
-    name, at, statistics = (tune.metric or VALIDATION[0]).partition("@")
+    metric = tune["metric"]
+    name, at, statistics = (metric or VALIDATION[0]).partition("@")
     kind = statistics.rstrip("0123456789")  # batch32 is a kind of batch
-    if at and kind not in config.evaluate_with:
-        raise UserError(f"tune.metric={tune.metric}: needs evaluate_with=[running,{kind or '...'}]")
+    if at and kind not in config["evaluate_with"]:
+        raise UserError(f"tune.metric={metric}: needs evaluate_with=[running,{kind or '...'}]")
     if name not in VALIDATION:
         raise UserError(
-            f"tune.metric={tune.metric}: nothing is chosen on test or training data; "
+            f"tune.metric={metric}: nothing is chosen on test or training data; "
             f"try {join_or(VALIDATION)}"
         )
-    search = range(tune.first_seed, tune.first_seed + tune.seeds)
-    report = range(config.seed, config.seed + config.replicas)
+    search = range(tune["first_seed"], tune["first_seed"] + tune["seeds"])
+    report = range(config["seed"], config["seed"] + config["replicas"])
     if max(search[0], report[0]) <= min(search[-1], report[-1]):
         raise UserError(
             f"the search's seeds {search[0]} to {search[-1]} and the report's {report[0]} to "

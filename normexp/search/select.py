@@ -44,7 +44,7 @@ class SearchResult:
         Raises:
             UserError: no finished run has `tune.metric`.
         """
-        asked = self.search.base.tune.metric
+        asked = self.search.base["tune"]["metric"]
         runs = [run for outcome in self.outcomes for run in outcome.results]
         names = {name for run in runs if run.status == "finished" for name in run.metrics}
         known = sorted(name for name in names if name.startswith("val/"))
@@ -84,7 +84,7 @@ def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
     """
     points = [[search.cell(p, is_report=False) for p in search.points] for search in searches]
     flat = [cell for cells_of_search in points for cell in cells_of_search]
-    if searches[0].base.dry_run:
+    if searches[0].base["dry_run"]:
         return run_cells(flat, words)
     outcomes = _train(flat, words, train)
     if all(outcome.status is Status.REFUSED for outcome in outcomes):
@@ -95,7 +95,7 @@ def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
         for search, cells_of_search in zip(searches, points, strict=True)
     )
     lost = any(outcome.status not in DONE for outcome in outcomes)
-    if lost and searches[0].base.fail_fast:
+    if lost and searches[0].base["fail_fast"]:
         print("fail_fast: the search ends here, and no fresh seeds are trained", file=sys.stderr)
     else:
         _record(results)
@@ -134,7 +134,7 @@ def _record(results: Sequence[SearchResult]) -> None:
         words = [w for w, key in keys.items() if in_identity(key) or key == "experiment"]
         cells = [outcome.cell_id for outcome in result.outcomes if outcome.status in DONE]
         entry = SearchEntry(search.title, words, list(search.space.keys), result.metric.name, cells)
-        study_dir = Path(base.runs_dir) / search.study
+        study_dir = Path(base["runs_dir"]) / search.study
         if cells and entry not in read_history(study_dir).searches.values():
             append_entries(study_dir, [entry])
 
@@ -187,8 +187,8 @@ def _warnings(result: SearchResult) -> list[str]:
     search, best = result.search, result.best
     if best is None:
         return [f"{search.title}: no point has a value; see the lines above"]
-    study, point = search.base.study, best[0]
-    folder = Path(search.base.runs_dir) / study
+    study, point = search.base["study"], best[0]
+    folder = Path(search.base["runs_dir"]) / study
     others = [
         f"{search.title}: study={study} also has runs at {' '.join(words_of(other))}, another "
         "point of this search; the result above does not include them"

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from normexp.config.outcome import Outcome
 from normexp.config.spec import format_duration
-from normexp.records.logs import OnceFilter, messages_to
+from normexp.records.logs import CellFilter, OnceFilter, messages_to
 from normexp.records.result import Status
 from normexp.sweeps.worker_process import WorkerState
 
@@ -28,7 +28,8 @@ COUNTED = (
 class Display(logging.Handler):
     """Counts the cells that have ended and estimates the time left. Writes to stderr.
 
-    Inside its `with` block also prints normexp's log messages, each once.
+    Inside its `with` block also prints normexp's log messages, each once; of several cells, with
+    the first that it is about.
 
     Args:
         num_slots: how many stacks are trained at once.
@@ -37,6 +38,7 @@ class Display(logging.Handler):
     def __init__(self, titles: Sequence[str], num_slots: int = 1) -> None:
         super().__init__()
         self.addFilter(OnceFilter())
+        self.addFilter(CellFilter())
         self.titles = titles
         self.num_slots = max(1, num_slots)
         self.counts: Counter[str] = Counter()
@@ -56,7 +58,8 @@ class Display(logging.Handler):
         self.live = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.print(record.getMessage())
+        cell = vars(record)["cell"] if len(self.titles) > 1 else ""
+        self.print(f"{cell}: {record.getMessage()}" if cell else record.getMessage())
 
     def print(self, text: str) -> None:
         """Prints lines above the live view; a progress bar only in its last state."""

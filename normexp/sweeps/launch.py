@@ -40,20 +40,20 @@ def launch_cells(
 
     A job that dies leaves no result: its cells count as failed, and the same command retries them.
     """
-    cfgs = [cell.cfg for cell in cells if cell.cfg is not None]
-    if shared_value(cfgs, "dry_run"):
+    if shared_value(cells, "dry_run"):
         return train_cells(cells, words)
     log = StudyLog(cells, words)
     with messages_to_stderr():
         log.check()
     walk = Walk(log)
-    groups = [positions for positions, _ in walk]
-    for study_dir in {cells[group[0]].directory.parent for group in groups}:
+    claims = [tuple(claim) for claim in walk]
+    for study_dir in {cells[positions[0]].directory.parent for positions in claims}:
         log.begin(study_dir)
-    tasks = [[cells[position] for position in group] for group in groups]
-    folder = Path(cfgs[0].runs_dir, cfgs[0].study, FOLDER).resolve()
+    tasks = [[cells[position] for position in positions] for positions in claims]
+    study_dir = next(cell.study_dir for cell in cells if cell.study_dir is not None)
+    folder = (study_dir / FOLDER).resolve()
     error = _run_hydra(command, launcher, folder, tasks, log.command_id) if tasks else ""
-    launched = {position for group in groups for position in group}
+    launched = {position for positions in claims for position in positions}
     with messages_to_stderr():
         return [
             outcome_of_job(walk, position, error)

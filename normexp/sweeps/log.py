@@ -91,8 +91,8 @@ class StudyLog:
         attempts = 1
         for cell in (cell for cell in self.cells if self._study_of(cell) == study_dir):
             asked.setdefault(cell.id, []).append((title_of(cell), cell.seeds))
-            if cell.cfg is not None:
-                attempts = cell.cfg.max_attempts if cell.cfg.retry_failed else 1
+            if cell.config is not None:
+                attempts = cell.config["max_attempts"] if cell.config["retry_failed"] else 1
         words = [*self.words]
         entry = CommandEntry(self.command_id, words, code_version(), attempts, asked, rule=RULE)
         with user_error_if_denied(study_dir, "take another study=..."):

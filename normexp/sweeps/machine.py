@@ -12,8 +12,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
+from normexp.config.spec import CellSpec
 from normexp.errors import UserError
 from normexp.records.environment import usable_cores, visible_gpus
 from normexp.records.files import file_lock
@@ -77,19 +76,20 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def worker_slots(
-    cfgs: Sequence[DictConfig], num_cells: int, workers: int | None = None
+    cells: Sequence[CellSpec], workers: int | None = None
 ) -> tuple[list[WorkerSlot], int]:
     """The slots for training, and the number of workers; 0 if this process trains.
 
     There are more slots than workers if GPUs outnumber cells. `workers` overrides the configs.
     """
-    asked = shared_value(cfgs, "workers") if workers is None else workers
-    is_whole = any(needs_whole_machine(cfg) for cfg in cfgs)
-    wants_gpu = any(cfg.trainer.accelerator in ("auto", "gpu", "cuda") for cfg in cfgs)
+    asked = shared_value(cells, "workers") if workers is None else workers
+    trainers = [cell.config["trainer"] for cell in cells if cell.config is not None]
+    is_whole = any(needs_whole_machine(trainer) for trainer in trainers)
+    wants_gpu = any(trainer["accelerator"] in ("auto", "gpu", "cuda") for trainer in trainers)
     gpus = visible_gpus() if wants_gpu else []
     cores = usable_cores()
-    count = max(1, min(asked or (len(gpus) or cores), num_cells))
-    num_workers = 0 if num_cells == 1 or asked == 0 or is_whole else count
+    count = max(1, min(asked or (len(gpus) or cores), len(cells)))
+    num_workers = 0 if len(cells) == 1 or asked == 0 or is_whole else count
     if num_workers and getattr(sys.modules["__main__"], "__file__", None) == "<stdin>":
         raise UserError(
             f"workers={num_workers}: worker processes import the program that starts them, and one "
@@ -124,18 +124,18 @@ def own_slot(slots: Sequence[WorkerSlot]) -> Iterator[WorkerSlot]:
         yield slot
 
 
-def shared_value(cfgs: Sequence[DictConfig], key: str) -> Any:
-    """Returns a value that all cells of a command must share; None without a cell.
+def shared_value(cells: Sequence[CellSpec], key: str) -> Any:
+    """The value that all cells of a command must share; None if none of them composes.
 
     Raises:
         UserError: the value varies.
     """
-    values = list(dict.fromkeys(cfg[key] for cfg in cfgs))
+    values = list(dict.fromkeys(cell.config[key] for cell in cells if cell.config))
     if len(values) > 1:
         raise UserError(f"{key}={','.join(map(str, values))}: must be the same in all cells")
     return values[0] if values else None
 
 
-def needs_whole_machine(cfg: DictConfig) -> bool:
-    """True if a cell is trained by several processes, one for each device."""
-    return cfg.trainer.get("devices", 1) not in (1, "1") or cfg.trainer.get("num_nodes", 1) != 1
+def needs_whole_machine(trainer: Mapping[str, Any]) -> bool:
+    """True if a cell with these values of `trainer` has a process for each of several devices."""
+    return trainer.get("devices", 1) not in (1, "1") or trainer.get("num_nodes", 1) != 1

@@ -16,6 +16,7 @@ from normexp.config.rules import validate_keys
 from normexp.config.spec import CellSpec, identify
 from normexp.errors import Halted, UserError
 from normexp.records.history import AttemptEntry, append_entries
+from normexp.records.logs import messages_about
 from normexp.records.paths import LOG_FILE
 from normexp.records.result import Status
 from normexp.reporting.summary import print_closing_table, print_summary
@@ -70,11 +71,10 @@ def print_outcomes(
     reasons = {o.error if o.status is Status.REFUSED else "" for o in outcomes}
     if len(reasons) == 1 and (reason := reasons.pop()):
         raise UserError(reason)
-    cfgs = [cell.cfg for cell in cells if cell.cfg is not None]
-    if shared_value(cfgs, "dry_run"):
+    if shared_value(cells, "dry_run"):
         from normexp.reporting.dry_run import print_plan  # scipy
 
-        print_plan(cells, outcomes, num_workers=worker_slots(cfgs, len(cells))[1])
+        print_plan(cells, outcomes, num_workers=worker_slots(cells)[1])
     elif len(cells) == 1 and not outcomes[0].halts:
         print_summary(outcomes[0], words)
     elif len(cells) > 1:
@@ -93,7 +93,7 @@ def raise_if_stopped(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> 
     if halted := [outcome.error for outcome in outcomes if outcome.halts]:
         raise Halted(halted[0])
     statuses = {outcome.status for outcome in outcomes}
-    fails_fast = any(cell.cfg is not None and cell.cfg.fail_fast for cell in cells)
+    fails_fast = any(cell.config is not None and cell.config["fail_fast"] for cell in cells)
     if Status.STOPPED in statuses and not (fails_fast and Status.FAILED in statuses):
         has_begun = any(cell.study_dir is not None and cell.study_dir.is_dir() for cell in cells)
         begun = "stopped; the same command continues"
@@ -114,16 +114,16 @@ def train_cells(
         workers: number of stacks trained at once, 0 for this process; overrides the config.
         command_id: of the command that a job belongs to.
     """
-    cfgs = [cell.cfg for cell in cells if cell.cfg is not None]
-    for cfg in cfgs:
-        validate_keys(cfg, COMMAND_KEYS)
-    dry_run = bool(shared_value(cfgs, "dry_run"))
-    fail_fast = bool(shared_value(cfgs, "fail_fast"))
+    for cell in cells:
+        if cell.config is not None:
+            validate_keys(cell.config, COMMAND_KEYS)
+    dry_run = bool(shared_value(cells, "dry_run"))
+    fail_fast = bool(shared_value(cells, "fail_fast"))
     identify(cells)
     log = StudyLog(cells, words, command_id)
     if dry_run:
         return plan_cells(log)
-    slots, num_workers = worker_slots(cfgs, len(cells), workers)
+    slots, num_workers = worker_slots(cells, workers)
     return Sweep(log, slots, num_workers, fail_fast).train()
 
 
@@ -137,7 +137,8 @@ def plan_cells(log: StudyLog) -> list[Outcome]:
 
         for cell in log.cells:
             try:
-                outcomes.append(plan_cell(cell, planned))
+                with messages_about(cell.title):
+                    outcomes.append(plan_cell(cell, planned))
             except Exception as error:  # user code may raise anything
                 outcomes.append(outcome_of_error(error, cell))
     return outcomes
@@ -200,7 +201,7 @@ class Sweep:
     def _pass_over(self) -> None:
         """Ends the cells that need no training."""
         for cell in self.cells:
-            if cell.cfg is None:
+            if cell.config is None:
                 self.log.end(cell, Status.REFUSED, cell.error)
         for _ in self.walk:  # drops them
             pass

@@ -6,10 +6,7 @@ Imports no torch: ids are known from the config, so recorded cells are found by 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
-
-from omegaconf import OmegaConf
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from normexp.config.outcome import (
     Outcome,
@@ -34,7 +31,9 @@ Positions = tuple[int, ...]  # of cells in the list of a command
 
 
 class Walk:
-    """Goes through the cells of a command that lack something, in groups that may be one stack.
+    """Goes through the cells of a command that lack something.
+
+    A group of cells may become one stack; cells that are claimed together are a claim.
 
     Args:
         log: holds the cells of the command.
@@ -45,20 +44,18 @@ class Walk:
         self.log = log
         self.left = list(group_cells(log.cells) if left is None else left)
 
-    def __iter__(self) -> Iterator[tuple[Positions, list[CellSpec]]]:
-        """What is claimed together: positions, and the cells to train for them, see `parts_of`.
+    def __iter__(self) -> Iterator[dict[int, CellSpec]]:
+        """The cells to claim together: for each position, the cell that is trained for it.
 
         Drops the groups that need nothing more.
         """
         for group in [*self.left]:
-            cells = [self.trained_as(position) for position in group]
-            missing = [position for position in group if self._lacks(cells[group.index(position)])]
+            cells = {position: self.trained_as(position) for position in group}
+            missing = {position for position, cell in cells.items() if self._lacks(cell)}
             if not missing:
                 self.left.remove(group)
                 continue
-            for part in parts_of(cells):
-                if any(group[index] in missing for index in part):
-                    yield tuple(group[index] for index in part), [cells[index] for index in part]
+            yield from (claim for claim in claims_of(cells) if missing & claim.keys())
 
     @property
     def is_over(self) -> bool:
@@ -68,7 +65,7 @@ class Walk:
     def trained_as(self, position: int) -> CellSpec:
         """The cell that is trained for the one at a position, see `AliasEntry`."""
         cell = self.log.cells[position]
-        if cell.cfg is None:
+        if cell.config is None:
             return cell
         return trained_as(cell, self.log.history(cell.directory.parent))
 
@@ -78,7 +75,7 @@ class Walk:
         `stopped` if it lacks something for no reason of its own.
         """
         cell = self.trained_as(position)
-        if cell.cfg is None:
+        if cell.config is None:
             return Outcome(Status.REFUSED, norm_and_data(cell), error=cell.error)
         if (end := self.log.end_of(cell)) is not None:
             return failed_outcome(cell, Status(end.status), end.error)
@@ -91,7 +88,7 @@ class Walk:
             return failed_outcome(cell, Status.REFUSED, str(unreadable))
 
     def _lacks(self, cell: CellSpec) -> bool:
-        if cell.cfg is None or self.log.end_of(cell) is not None:
+        if cell.config is None or self.log.end_of(cell) is not None:
             return False
         try:
             return not is_recorded(cell)
@@ -101,29 +98,32 @@ class Walk:
 
 def failed_outcome(cell: CellSpec, status: Status, error: str) -> Outcome:
     """The outcome of a cell that was refused or has failed."""
-    if status is Status.FAILED and cell.cfg is not None and cell.directory.is_dir():
+    if status is Status.FAILED and cell.config is not None and cell.directory.is_dir():
         return recorded_outcome(cell, status, error)
     return Outcome(status, norm_and_data(cell), error=error)
 
 
-def parts_of(cells: Sequence[CellSpec]) -> list[list[int]]:
-    """The indices of cells that must be claimed together: those of a begun stack, and all others.
+def claims_of(cells: Mapping[int, CellSpec]) -> list[dict[int, CellSpec]]:
+    """The cells of a group in claims: those of each begun stack, and all others.
 
     Stacks that share a cell are claimed together.
     """
-    parts: list[set[str]] = []
+    ids = {cell.id for cell in cells.values()}
+    begun: list[set[str]] = []  # ids of the cells of stacks that share none
     try:
-        stacks = list_stacks(cells[0].directory.parent, [cell.id for cell in cells])
+        stacks = list_stacks(next(iter(cells.values())).directory.parent, ids)
     except UserError:  # which the claim of these cells raises again
         stacks = []
     for stack in stacks:
         members = {cell_id for cell_id, _ in stack.members}
-        shared = [part for part in parts if part & members]
-        parts = [*(part for part in parts if not part & members), members.union(*shared)]
-    begun = set().union(*parts)
-    parts.append({cell.id for cell in cells} - begun)
-    listed = [[index for index, cell in enumerate(cells) if cell.id in part] for part in parts]
-    return [indices for indices in listed if indices]
+        sharing = [other for other in begun if other & members]
+        begun = [*(other for other in begun if not other & members), members.union(*sharing)]
+    claimed = [*begun, ids.difference(*begun)]
+    claims = [
+        {position: cell for position, cell in cells.items() if cell.id in names}
+        for names in claimed
+    ]
+    return [claim for claim in claims if claim]
 
 
 def group_cells(cells: Sequence[CellSpec]) -> list[Positions]:
@@ -143,20 +143,19 @@ def group_cells(cells: Sequence[CellSpec]) -> list[Positions]:
 
 
 def _has_room_for(group: Sequence[CellSpec], cell: CellSpec) -> bool:
-    assert cell.cfg is not None
-    rates = [other.cfg.lr for other in group if other.cfg is not None]
-    return cell.cfg.lr not in rates and (len(group) + 1) * len(cell.seeds) <= MOST_RUNS
+    rates = [other.lr for other in group]
+    return cell.lr not in rates and (len(group) + 1) * len(cell.seeds) <= MOST_RUNS
 
 
 def _config_without_lr(cell: CellSpec) -> str | None:
     """The config without `lr`, equal for cells that may be stacked; None for one that may not."""
-    cfg = cell.cfg
-    if cfg is None or not isinstance(cfg.lr, int | float) or cfg.lr <= 0:
+    config = cell.config
+    if config is None or not isinstance(config["lr"], int | float) or config["lr"] <= 0:
         return None
-    if cfg.get("stack") is False or cfg.get("dry_run") or needs_whole_machine(cfg):
+    trainer, loggers = config["trainer"], config["logger"] or {}
+    if config["stack"] is False or config["dry_run"] or needs_whole_machine(trainer):
         return None
-    if "tensorboard" in (cfg.get("logger") or {}):  # its curves are means over the stack
+    if "tensorboard" in loggers:  # its curves are means over the stack
         return None
-    plain: Any = OmegaConf.to_container(cfg, resolve=True)
-    del plain["lr"]
-    return json.dumps([plain, dict(cell.choices)], sort_keys=True, default=str)
+    shared = {key: value for key, value in config.items() if key != "lr"}
+    return json.dumps([shared, dict(cell.choices)], sort_keys=True, default=str)

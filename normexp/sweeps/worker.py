@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -22,6 +22,7 @@ from normexp.config.process import importing_torch
 from normexp.config.spec import CellSpec, norm_and_data, one_line
 from normexp.errors import UserError
 from normexp.records.files import full_disk_message, holder_of, is_held
+from normexp.records.logs import messages_about
 from normexp.records.paths import LOCK_FILE
 from normexp.records.result import Status
 from normexp.records.stacks import StackRecord
@@ -116,16 +117,15 @@ def work(
         with slot.claim() as is_free:
             if not is_free:  # shown once in a command
                 logger.info("waiting: other commands use every core or GPU of this machine")
-            for positions, cells in walk if is_free else ():
-                if _are_busy(cells):
+            for cells in walk if is_free else ():
+                positions = tuple(cells)
+                if _are_busy(cells.values()):
                     busy.add(positions)
                 # If its process has just ended, that process's command first records how.
                 elif positions not in was_busy:
                     has_taken = True
                     report(StackTaken(positions))
-                    outcomes = _train(
-                        walk, dict(zip(positions, cells, strict=True)), report, control
-                    )
+                    outcomes = _train(walk, cells, report, control)
                     report(StackEnded(outcomes))
                     if _may_affect_next(outcomes.values()):
                         return False
@@ -137,7 +137,7 @@ def work(
     return walk.is_over
 
 
-def _are_busy(cells: Sequence[CellSpec]) -> bool:
+def _are_busy(cells: Iterable[CellSpec]) -> bool:
     """True if another process trains one of the cells."""
     with suppress(UserError, OSError):  # a lock that cannot be read, which `run_task` refuses
         return any(is_held(cell.directory / LOCK_FILE) for cell in cells)
@@ -170,7 +170,8 @@ def _train(
     started = time.monotonic()
     missing = {position for position, cell in cells.items() if _lacks(cell)}
     try:
-        errors = run_task([*cells.values()], begin, control)
+        with messages_about(_name(cells.values())):
+            errors = run_task([*cells.values()], begin, control)
         status = Status.FINISHED
     except Busy:  # another process was faster
         return {}
@@ -198,6 +199,11 @@ def _train(
     return outcomes
 
 
+def _name(cells: Iterable[CellSpec]) -> str:
+    first, *others = (cell.title for cell in cells)
+    return f"{first} and {len(others)} more" if others else first
+
+
 def _record_error(error: Exception, cell: CellSpec, walk: Walk) -> Outcome:
     """Like `outcome_of_error`; tells the other workers, except of a full disk."""
     outcome = outcome_of_error(error, cell)
@@ -210,7 +216,7 @@ def outcome_of_error(error: Exception, cell: CellSpec) -> Outcome:
     """The outcome of a cell that raised an error; logs the traceback of an unexpected one."""
     from normexp.cells.devices import RankDied
 
-    folder = None if cell.cfg is None else cell.directory
+    folder = None if cell.config is None else cell.directory
     if (full := full_disk_message(error, folder)) is not None:
         return Outcome(Status.FAILED, norm_and_data(cell), error=full, halts=True)
     if isinstance(error, UserError):

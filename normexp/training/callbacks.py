@@ -71,10 +71,10 @@ def check_callback(callback: pl.Callback, name: str, metrics: Sequence[str]) -> 
 
 
 def describe_monitor(callbacks: Iterable[pl.Callback]) -> str | None:
-    """Describes the first callback with a `monitor`: `EarlyStopping looks at val/loss`, or None."""
+    """Describes the first callback with a `monitor`: `EarlyStopping acts on val/loss`, or None."""
     for callback in callbacks:
         if (metric := getattr(callback, "monitor", None)) is not None:
-            return f"{type(callback).__name__} looks at {metric}"
+            return f"{type(callback).__name__} acts on {metric}"
     return None
 
 

@@ -154,7 +154,7 @@ class Evaluator:
         group = self.recipe.mixed_in_evaluation
         return self._score(self.replicas, "running", split, group, group)
 
-    def others(self, splits: Sequence[str]) -> Columns:
+    def with_other_statistics(self, splits: Sequence[str]) -> Columns:
         """Returns the metrics of the splits with every other kind of statistics of the recipe."""
         metrics: Columns = {}
         if "precise" in self.recipe.statistics and not self._lacks_running_state:

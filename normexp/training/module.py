@@ -213,7 +213,7 @@ class TrainingModule(pl.LightningModule):
     def validation_step(self, _: int) -> None:
         self._record_metrics(self.evaluator.running("val"))
         if self.recipe.evaluates_every_epoch:
-            self._record_metrics(self.evaluator.others(["val"]))
+            self._record_metrics(self.evaluator.with_other_statistics(["val"]))
         self.validated_at = self.step
         means = {name: finite_mean(column) for name, column in self.metrics.items()}
         # For callbacks only: `recorder` serves the loggers. All processes have equal means.
@@ -225,7 +225,9 @@ class TrainingModule(pl.LightningModule):
         """Evaluates the test split, and whatever remains for the end on the val split."""
         self._record_metrics(self.evaluator.running("test"))
         val_is_done = self.recipe.evaluates_every_epoch and self.validated_at == self.step
-        self._record_metrics(self.evaluator.others(["test"] if val_is_done else ["val", "test"]))
+        self._record_metrics(
+            self.evaluator.with_other_statistics(["test"] if val_is_done else ["val", "test"])
+        )
         self.evaluator.log_gaps()
         self.recorder.flush()
 

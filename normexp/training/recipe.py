@@ -51,6 +51,7 @@ class Recipe:
     max_chunk: int  # most optimizer steps in one call of training_step
     compile: bool  # torch.compile the forward of training
     save_weights: bool
+    allow_leak: bool  # train a network that sees future tokens; its numbers are INVALID
 
     # What watches and records
     callbacks: Callable[[], list[Callback]]  # the user's

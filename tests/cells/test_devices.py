@@ -99,7 +99,7 @@ def test_each_rank_repeats_every_cell_of_a_stack(tmp_path: Path, monkeypatch: py
     devices.train_on_devices(begun, TrainingControl())
     (stack,) = ranks
     assert (stack.lrs, stack.seeds) == ([0.5, 0.5, 0.05, 0.05], [0, 1, 0, 1])
-    assert [cell.id for cell, _ in stack.runs] == [cell.id for cell, _ in begun.runs]
+    assert [cell.spec.id for cell, _ in stack.runs] == [cell.spec.id for cell, _ in begun.runs]
 
 
 # --- whole trainings ------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def ranks_of(process: subprocess.Popen[bytes]) -> list[int]:
 
 @pytest.mark.slow
 def test_stopped_and_killed_ranks_leave_a_checkpoint_that_one_device_resumes(tmp_path: Path):
-    words = ["steps=400", "epochs=11", "replicas=2", "log_every=10", "chunk=4"]
+    words = ["steps=400", "replicas=2", "log_every=10", "chunk=4"]
     assert main([*ONE, *words, f"runs_dir={tmp_path / 'alone'}"]) == 0
     runs_dir, log = tmp_path / "runs", tmp_path / "log"
     line = [*TWO, *words, f"runs_dir={runs_dir}"]

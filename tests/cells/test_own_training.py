@@ -39,7 +39,7 @@ def source(own_module: Callable[[str, str], Path]) -> Path:
 
 
 def id_of(*words: str) -> str:
-    return prepare(*words).id
+    return prepare(*words).spec.id
 
 
 @pytest.mark.slow

@@ -127,7 +127,7 @@ def test_begun_stack_keeps_its_members_whoever_claims_them(tmp_path: Path):
     with pytest.raises(Interrupted):
         claim(specs, stop=True)
     assert len(list(tmp_path.rglob("last.ckpt"))) == 1
-    (later,) = [each for each in specs_of(tmp_path, replicas=3) if each.cfg and each.cfg.lr > 0.1]
+    (later,) = [spec for spec in specs_of(tmp_path, replicas=3) if spec.lr > 0.1]
     assert [len(stack.members) for stack in claim([later])] == [4, 1]
     results = results_of(tmp_path)
     assert results.keys() == {(lr, seed) for lr in (0.05, 0.5) for seed in (0, 1)} | {(0.5, 2)}

@@ -7,12 +7,12 @@ from functools import cache
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from normexp.batching.sizes import Sizes
 from normexp.build import build_norm
 from normexp.config.compose import compose_config
+from normexp.config.spec import NormSpec, norm_of
 from normexp.data import Data, Examples, build_text_data
 from normexp.models.convnet import ConvNet
 from normexp.models.gpt import GPT
@@ -72,13 +72,13 @@ def _classes(train: Examples, val: Examples, **others: Any) -> Data:
 
 def shipped(name: str, data: Data, view: View) -> NormFactory:
     """The norm of conf/norm/<name>.yaml in a view, for WIDTH features."""
-    return build_norm(_config_of(name, view), Sizes(8), data)
+    return build_norm(_norm_of(name, view), Sizes(8), data)
 
 
 @cache
-def _config_of(name: str, view: View) -> DictConfig:
+def _norm_of(name: str, view: View) -> NormSpec:
     groups = ["norm.num_groups=4"] if "group" in name and name != "group1" else []
-    return compose_config([f"norm={name}", f"norm.view={view}", *groups])
+    return norm_of(compose_config([f"norm={name}", f"norm.view={view}", *groups]))
 
 
 def gpt(norm: NormFactory) -> nn.Module:

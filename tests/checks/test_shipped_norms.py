@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from checks_cases import convnet, encoder, gpt, image_data, padded_data, shipped, text_data
-from omegaconf import DictConfig, OmegaConf
 from torch.nn import functional
 
 from normexp.batching.sizes import Sizes
@@ -17,8 +16,9 @@ from normexp.checks.card import Card, measure_card
 from normexp.checks.dependence import padding_is_read
 from normexp.checks.network import BuiltNetwork
 from normexp.checks.preflight import examine
-from normexp.config.compose import compose_config
-from normexp.config.help import conf_dir, group_choices
+from normexp.config.compose import compose_config, shipped_defaults
+from normexp.config.help import group_choices
+from normexp.config.spec import norm_of
 from normexp.norms.site import View
 from normexp.norms.slots import resolve
 
@@ -104,13 +104,13 @@ def test_no_shipped_norm_reads_padding(name: str, view: View):
 
 
 def card_of(name: str, *, contract_only: bool = False) -> Card:
-    config = compose_config([f"norm={name}"])
-    target, reserved = norm_target(config)
+    norm = norm_of(compose_config([f"norm={name}"]))
+    target, reserved = norm_target(norm)
     return measure_card(
         target.call,
         name=name,
         target=target.path,
-        eps=config.eps,
+        eps=norm.eps,
         slots=resolve({}, reserved),
         contract_only=contract_only,
     )
@@ -153,7 +153,7 @@ def test_card_of_a_shipped_norm_has_no_false_line(name: str):
 
 
 @cache
-def defaults() -> DictConfig:
+def defaults() -> dict[str, Any]:
     return compose_config([])
 
 
@@ -161,8 +161,8 @@ def defaults() -> DictConfig:
 def test_a_shipped_norm_learns_in_a_network(name: str):
     is_text = "per_position" in name or name.startswith("causal")
     data = padded_data() if is_text else image_data()
-    own = OmegaConf.load(conf_dir() / "norm" / f"{name}.yaml")
-    norm = build_norm(OmegaConf.create({**defaults(), "norm": own}), Sizes(8), data)
+    own = shipped_defaults("norm", name)
+    norm = build_norm(norm_of({**defaults(), "norm": own}), Sizes(8), data)
     network, batch = (encoder if is_text else convnet)(norm), data.train.gather(torch.arange(6))
     scores = network(data.model_inputs(batch["inputs"]), *([batch["mask"]] if is_text else []))
     functional.cross_entropy(scores, batch["targets"]).backward()

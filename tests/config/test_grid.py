@@ -51,7 +51,7 @@ def test_each_kind_of_sweep_is_listed(sweep: str, values: list[str], tmp_path: P
 
 def test_a_knob_is_that_of_the_swept_choice():
     words = ["-m", "norm=group,group_ws", "norm.num_groups=4"]
-    groups = [cell.cfg.norm.num_groups for cell in compose_cells(parse_command(words)) if cell.cfg]
+    groups = [cell.norm.values["num_groups"] for cell in compose_cells(parse_command(words))]
     assert groups == [4, 4]
 
 
@@ -109,9 +109,10 @@ def test_params_of_an_experiment_are_swept_with_and_without_m(recipe_dir: str):
 
 def test_command_line_replaces_a_param_of_the_experiment(recipe_dir: str):
     line = ["-m", "--config-dir", recipe_dir, "experiment=mine", "batch_size=4"]
-    cells = [cell.cfg for cell in compose_cells(parse_command(line)) if cell.cfg is not None]
-    assert [(cell.optim.default_lr, cell.batch_size) for cell in cells] == [(0.1, 4), (1e-3, 4)]
-    assert {cell.study for cell in cells} == {"mine"}
+    cells = [cell.values for cell in compose_cells(parse_command(line))]
+    assert [cell["optim"]["default_lr"] for cell in cells] == [0.1, 1e-3]
+    assert [cell["batch_size"] for cell in cells] == [4, 4]
+    assert {cell["study"] for cell in cells} == {"mine"}
 
 
 LISTED = "cells=[{norm:batch,lr:1.0},{norm:group,lr:0.3,norm.num_groups:4}]"
@@ -139,10 +140,10 @@ def test_listed_cells_are_multiplied_by_the_grid(recipe_dir: str):
     ]
     assert [cell.title for cell in typed] == titles
     assert [cell.title.replace(" study=7", "") for cell in cells] == titles
-    assert [cell.cfg.study for cell in cells if cell.cfg] == ["7", "7", "mine", "mine"]  # a text
+    assert [cell.values["study"] for cell in cells] == ["7", "7", "mine", "mine"]  # a text
     single = compose_cells(parse_command(titles[3].split()))[0]
     assert typed[3].id == single.id  # the training is that of the cell alone
-    assert typed[3].cfg is not None and typed[3].cfg.cells is None
+    assert typed[3].values["cells"] is None
 
 
 def test_single_cell_is_validated_and_a_sweep_left_to_its_rows():

@@ -21,6 +21,7 @@ from normexp.batching.replicas import InTurn, Replicas, Stacked
 from normexp.batching.sizes import Sizes
 from normexp.build import build_network, build_norm
 from normexp.config.compose import compose_config
+from normexp.config.spec import norm_of
 from normexp.data.augment import Augmentation
 from normexp.data.batches import TrainingBatches
 from normexp.data.dataset import Data, Examples, Windows
@@ -95,8 +96,9 @@ def build(
 ) -> TrainingModule:
     """The module of a shipped model and norm in float32, on the CPU."""
     data, sizes = data_for(model), sizes or Sizes(16)
-    cfg = compose_config([f"norm={norm}", f"model={model}", *words])
-    make = build_network(cfg, build_norm(cfg, sizes, data, num_steps=20), data)
+    config = compose_config([f"norm={norm}", f"model={model}", *words])
+    factory = build_norm(norm_of(config), sizes, data, num_steps=20)
+    make = build_network(config["model"], factory, data)
     networks = [make(seed) for seed in range(NUM_REPLICAS)]
     replicas: Replicas = Stacked(networks) if stacked else InTurn(networks)
     recipe = recipe_for(data, sizes, **choices)

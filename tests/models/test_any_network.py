@@ -12,6 +12,7 @@ from torch.nn import functional
 from normexp.batching.sizes import Sizes
 from normexp.build import NetworkBuilder, build_network, build_norm
 from normexp.config.compose import compose_config
+from normexp.config.spec import norm_of
 from normexp.data import Data, Examples, build_image_data, build_text_data
 from normexp.norms.site import named_sites
 
@@ -51,8 +52,8 @@ def text() -> Data:
 
 
 def builder_of(words: list[str], data: Data) -> NetworkBuilder:
-    cfg, sizes = compose_config(words), Sizes(4, None, None)
-    return build_network(cfg, build_norm(cfg, sizes, data), data)
+    config, sizes = compose_config(words), Sizes(4, None, None)
+    return build_network(config["model"], build_norm(norm_of(config), sizes, data), data)
 
 
 def train(network: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:

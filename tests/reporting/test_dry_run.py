@@ -28,7 +28,7 @@ TIMING = {"step_ms": 8.0, "stack_size": 4}  # 2 s for each run of 1000 steps
 
 def planned_cell(folder: Path, name: str, missing: int, **record: object) -> Outcome:
     planned = Outcome(Status.PLANNED, f"{name} on digits", name, folder / "new" / name)
-    planned.record = RECORD | {"norm": name} | record
+    planned.description = RECORD | {"norm": name} | record
     planned.missing, planned.memory = list(range(missing)), 2500 * 2**20
     return planned
 
@@ -95,7 +95,7 @@ def test_a_plan_says_what_the_report_could_show(tmp_path: Path):
     runs = read_runs(tmp_path / "synthetic")
     records = {run.directory.parent.name: run.result.config for run in runs}
     planned = [
-        Outcome(Status.PLANNED, name, name, record=record, missing=list(range(8)))
+        Outcome(Status.PLANNED, name, name, description=record, missing=list(range(8)))
         for name, record in records.items()
     ]
     # batch from 8 to 2, layer and group against batch, and the choice of the best
@@ -137,5 +137,5 @@ def test_verdicts_of_one_norm_are_counted_by_size_and_budget(own: list[dict], co
     for number, one in enumerate(own):
         steps = one.get("num_steps", 640 // one.get("batch_size", 32))
         record = known | {"num_steps": steps, "epochs": steps / 20} | one
-        planned.append(Outcome(Status.PLANNED, "batch", str(number), record=record))
+        planned.append(Outcome(Status.PLANNED, "batch", str(number), description=record))
     assert family_size(planned) == count

@@ -75,7 +75,7 @@ def test_rows_tell_cells_apart_by_what_was_swept_and_when_runs_diverged(capsys, 
 )
 def test_results_that_mean_nothing_are_noted_where_they_are_printed(accuracies, chance, notes):
     one = outcome("a", *accuracies)
-    one.record = RECORD | {"chance_accuracy": chance}
+    one.description = RECORD | {"chance_accuracy": chance}
     found = notes_on(one)
     assert len(found) == len(notes)
     assert all(re.search(note, text) for note, text in zip(notes, found, strict=True))
@@ -130,7 +130,7 @@ def test_next_commands_keep_what_was_typed_but_for_the_norm(
     norm: str, metric: str, typed: str, norms: str, sizes: str, kept: str
 ):
     one = outcome("a")
-    one.record = RECORD | {"norm": norm}
+    one.description = RECORD | {"norm": norm}
     one.results = [Result("a", 0, "finished", RECORD, {metric: 0.5}, {})]
     told = next_commands(one, ["normexp-train", *shlex.split(typed)])
     assert told[0] == f"{TRAIN} norm={norms} {kept}"
@@ -149,7 +149,7 @@ def test_next_commands_keep_what_was_typed_but_for_the_norm(
 )
 def test_next_sizes_are_those_that_the_training_can_be_split_into(sizes, values):
     one = outcome("a", 0.5)
-    one.record = RECORD | sizes
+    one.description = RECORD | sizes
     typed = ["normexp-train", "norm_batch_size=1", "epochs=1"]
     told = [line for line in next_commands(one, typed) if "norm=batch,group norm_batch" in line]
     line = f"{TRAIN} norm=batch,group norm_batch_size={values} epochs=1"
@@ -161,7 +161,7 @@ def test_a_smaller_rate_is_advised_once_and_not_beside_one_that_trains(capsys, m
     rates = {"norm=batch lr=1e+30": 1e30, "norm=batch lr=10.0": 10.0, "norm=group lr=1.0": 1.0}
     outcomes = [outcome(str(lr), None) for lr in rates.values()]
     for one, lr in zip(outcomes, rates.values(), strict=True):
-        one.record = RECORD | {"lr": lr}
+        one.description = RECORD | {"lr": lr}
     cells = [CellSpec(None, {}, title) for title in [*rates, "norm=group lr=0.1"]]
     print_closing_table(cells, [*outcomes, outcome("trained", 0.5)])
     advice = [line for line in capsys.readouterr().out.splitlines() if "try lr" in line]

@@ -10,7 +10,6 @@ from unittest.mock import Mock
 
 import pytest
 import yaml
-from omegaconf import OmegaConf
 from train_cases import results, wandb_records
 
 from normexp.cli import parse_command
@@ -53,8 +52,8 @@ def test_command_that_an_agent_makes_of_it_composes():
         line = [w for part in command for w in (words if part == "${args_no_hyphens}" else [part])]
         assert line[:4] == ["${env}", "${interpreter}", "-m", "normexp.train"]
         (cell,) = compose_cells(parse_command(line[4:]))
-        assert cell.cfg is not None and "wandb" in cell.cfg.logger
-        assert {key: cell.cfg[key] for key in ("norm_batch_size", "lr", "replicas")} == {
+        assert "wandb" in cell.values["logger"]
+        assert {key: cell.values[key] for key in ("norm_batch_size", "lr", "replicas")} == {
             key: values[key] for key in ("norm_batch_size", "lr", "replicas")
         }
 
@@ -101,7 +100,7 @@ def test_cell_with_a_failed_seed_has_no_mean_and_an_exit_code(
     ended = "failed" if status == "failed" else "finished"
     results = [result(0, "finished", val_accuracy=0.5), result(1, ended, val_accuracy=0.6)]
     sizes = {"batch_size": 8, "micro_batch_size": None, "norm_batch_size": None}
-    cell = CellSpec(OmegaConf.create({"logger": {"wandb": {"mode": "offline"}}}), {}, "a")
+    cell = CellSpec({"logger": {"wandb": {"mode": "offline"}}}, {}, "a")
     log_to_agent(cell, Outcome(status, "a", "a", tmp_path / "a", sizes, results))
     run.finish.assert_called_once_with(exit_code=code)
     logged = [name for call in run.log.call_args_list for name in call.args[0]]

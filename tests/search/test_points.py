@@ -32,11 +32,10 @@ def test_grid_is_one_search_for_each_of_its_points():
 def test_search_and_report_differ_in_study_and_seeds_alone():
     (plan,) = searches_of(LR, "tune.seeds=2", "replicas=5", "study=mine")
     search, report = (plan.cell({"lr": "0.02"}, is_report=report) for report in (False, True))
-    assert search.cfg is not None and report.cfg is not None
-    assert (search.cfg.study, search.seeds) == ("mine-search", [1000, 1001])
-    assert (report.cfg.study, report.seeds) == ("mine", [0, 1, 2, 3, 4])
+    assert (search.values["study"], search.seeds) == ("mine-search", [1000, 1001])
+    assert (report.values["study"], report.seeds) == ("mine", [0, 1, 2, 3, 4])
     assert search.id == report.id
-    assert search.cfg.lr == 0.02
+    assert search.lr == 0.02
 
 
 @pytest.mark.slow

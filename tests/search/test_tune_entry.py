@@ -35,11 +35,11 @@ class Trainer:
         return [self.train(cell) for cell in cells]
 
     def train(self, cell: CellSpec) -> Outcome:
-        assert cell.cfg is not None and cell.study_dir is not None
+        assert cell.study_dir is not None
         cell.study_dir.mkdir(parents=True, exist_ok=True)
-        if cell.cfg.lr in self.statuses:
-            return Outcome(Status(self.statuses[cell.cfg.lr]), cell.title, error="it broke")
-        results = [self.result(cell.cfg.lr, seed) for seed in cell.seeds]
+        if cell.lr in self.statuses:
+            return Outcome(Status(self.statuses[cell.lr]), cell.title, error="it broke")
+        results = [self.result(cell.lr, seed) for seed in cell.seeds]
         return Outcome(Status.FINISHED, cell.title, cell.id, cell.study_dir, results=results)
 
     def result(self, lr: float, seed: int) -> Result:
@@ -52,7 +52,7 @@ class Trainer:
 
     def rates(self, study: str) -> list[float]:
         cells = [cell for sweep in self.sweeps for cell in sweep]
-        return [c.cfg.lr for c in cells if c.cfg is not None and c.cfg.study == study]
+        return [c.lr for c in cells if c.values["study"] == study]
 
 
 def peak(lr: float, seed: int) -> float:
@@ -124,7 +124,7 @@ def test_longer_search_adds_points_and_replaces_the_shorter_in_the_history(
 ):
     for count in (3, 7):
         assert tune(tmp_path, "lr=interval(1e-3,1)", f"tune.points={count}") == 0
-    rates = [[c.cfg.lr for c in trainer.sweeps[i] if c.cfg is not None] for i in (0, 2)]
+    rates = [[c.lr for c in trainer.sweeps[i]] for i in (0, 2)]
     assert rates[1][:3] == rates[0] and len(set(rates[1])) == 7
     (search,) = read_history(tmp_path / "s-search").searches.values()
     assert (search.keys, search.metric) == (["lr"], "val/accuracy")

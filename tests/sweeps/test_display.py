@@ -12,6 +12,7 @@ from normexp.cli import parse_command
 from normexp.config.grid import compose_cells
 from normexp.config.outcome import Outcome
 from normexp.config.spec import format_duration, split_shared_words, title_of
+from normexp.records.logs import messages_about
 from normexp.records.result import Status
 from normexp.records.state import shared_words
 from normexp.sweeps import display as module
@@ -38,11 +39,15 @@ def test_lines_count_the_cells_and_say_why_and_notes_are_told_once(capsys):
         display.ended("norm=a", Outcome(Status.FINISHED, "a", seconds=12.0))
         for _ in range(2):
             logging.getLogger("normexp.somewhere").info("drop_last leaves out %d", 14)
+        for cell in ("norm=b", "norm=c"):
+            with messages_about(cell):
+                logging.getLogger("normexp.somewhere").warning("few values")
         display.ended("norm=b", Outcome(Status.FAILED, "b", error="killed by signal 9"))
         display.print("a [b]:\r\n 0%|  |\r50%|# |\r100%|##|\nend")  # a worker's progress bar
     assert capsys.readouterr().err.splitlines() == [
         "[1/3] finished norm=a in 12 s, 24 s left",
         "drop_last leaves out 14",
+        "norm=b: few values",
         "[2/3] failed   norm=b: killed by signal 9, 12 s left",
         "a [b]:",
         "100%|##|",

@@ -178,7 +178,7 @@ def test_complete_study_points_to_its_report(tmp_path: Path, capsys: pytest.Capt
     *command, own_study, place = shlex.split(line)
     assert command == ["python", "-m", "normexp.report"] and own_study == "study=s"
     assert read_options("report", [own_study, place])["runs_dir"] == str(study.parent)
-    assert compose_config([own_study, place]).runs_dir == str(study.parent)
+    assert compose_config([own_study, place])["runs_dir"] == str(study.parent)
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from train_cases import QUICK, cells, files, train
 
 from normexp.cells import run
@@ -253,8 +252,8 @@ def test_end_of_a_command_follows_from_its_cells(
     tmp_path: Path, monkeypatch, outcomes, fail_fast, expected, match
 ):
     place = {"runs_dir": str(tmp_path), "study": "s"}
-    cfg = OmegaConf.create({"fail_fast": fail_fast, "dry_run": False, **place})
-    specs = [CellSpec(cfg, {}, outcome.title) for outcome in outcomes]
+    config = {"fail_fast": fail_fast, "dry_run": False, **place}
+    specs = [CellSpec(config, {}, outcome.title) for outcome in outcomes]
     monkeypatch.setattr(runner, "train_cells", lambda *_: list(outcomes))
     words = ["normexp-train", "-m"]
     if isinstance(expected, int):

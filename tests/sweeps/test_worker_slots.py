@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import DictConfig, OmegaConf
 
 from normexp.config.spec import CellSpec
 from normexp.records import environment
@@ -17,9 +16,9 @@ from normexp.sweeps.machine import WorkerSlot, own_slot, worker_slots
 from normexp.sweeps.walk import group_cells
 
 
-def cfg(workers: int | None = None, **trainer: object) -> DictConfig:
+def on(workers: int | None = None, **trainer: object) -> CellSpec:
     trainer = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, **trainer}
-    return OmegaConf.create({"workers": workers, "trainer": trainer})
+    return CellSpec({"workers": workers, "trainer": trainer}, {})
 
 
 @pytest.fixture(autouse=True)
@@ -32,37 +31,37 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     [(None, 100, 8, 1), (None, 3, 3, 2), (2, 100, 2, 4), (20, 100, 20, 1), (1, 100, 1, 8)],
 )
 def test_cores_are_shared_out(workers: int | None, num_cells: int, count: int, threads: int):
-    slots, num_workers = worker_slots([cfg(workers)], num_cells)
+    slots, num_workers = worker_slots([on(workers)] * num_cells)
     assert num_workers == count
     assert [slot.threads for slot in slots] == [threads] * count
     assert {len(slot.locks) for slot in slots} == {max(8, count)}
 
 
 @pytest.mark.parametrize(
-    ("num_cells", "cfgs", "gpus", "num_workers"),
+    ("cells", "gpus", "num_workers"),
     [
-        (100, [cfg(accelerator="auto")], ["0", "1", "2"], 3),
-        (2, [cfg(accelerator="auto")], ["0", "1", "2"], 2),
-        (100, [cfg(6, accelerator="gpu")], ["0", "1", "2", "0", "1", "2"], 6),
-        (1, [cfg(accelerator="gpu", devices=3)], [None], 0),  # it sees all
-        (100, [cfg()], [None] * 8, 8),
-        (9, [cfg(0)], [None] * 8, 0),
-        (9, [cfg(), cfg(devices=2)], [None] * 8, 0),
-        (1, [cfg()], [None], 0),
+        ([on(accelerator="auto")] * 100, ["0", "1", "2"], 3),
+        ([on(accelerator="auto")] * 2, ["0", "1", "2"], 2),
+        ([on(6, accelerator="gpu")] * 100, ["0", "1", "2", "0", "1", "2"], 6),
+        ([on(accelerator="gpu", devices=3)], [None], 0),  # it sees all
+        ([on()] * 100, [None] * 8, 8),
+        ([on(0)] * 9, [None] * 8, 0),
+        ([*([on()] * 8), on(devices=2)], [None] * 8, 0),
+        ([on()], [None], 0),
     ],
 )
 def test_gpus_take_turns_and_this_process_trains_where_workers_cannot(
-    monkeypatch, num_cells, cfgs, gpus, num_workers
+    monkeypatch, cells, gpus, num_workers
 ):
     monkeypatch.setattr(machine, "visible_gpus", lambda: ["0", "1", "2"])
-    slots, count = worker_slots(cfgs, num_cells)
+    slots, count = worker_slots(cells)
     assert ([slot.gpu for slot in slots], count) == (gpus, num_workers)
 
 
 def test_each_command_takes_a_gpu_that_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(machine, "visible_gpus", lambda: ["0", "1"])
-    slots, _ = worker_slots([cfg(accelerator="auto")], 1)
+    slots, _ = worker_slots([on(accelerator="auto")])
     with own_slot(slots) as first, first.claim():
         assert os.environ["CUDA_VISIBLE_DEVICES"] == first.gpu == "0"
         with own_slot(slots) as second, second.claim():
@@ -147,8 +146,7 @@ CONFIG = {
 def cell(lr: float | None, norm: str = "batch", **own: Any) -> CellSpec:
     if lr is None:
         return CellSpec(None, {}, "norm=bad", "no such norm")
-    config = OmegaConf.create({**CONFIG, "lr": lr, **own})
-    return CellSpec(config, {"norm": norm}, f"lr={lr}")
+    return CellSpec({**CONFIG, "lr": lr, **own}, {"norm": norm}, f"lr={lr}")
 
 
 MIXED = [cell(0.1), cell(None), cell(0.1, "group"), cell(1.0), cell(1.0, "group")]

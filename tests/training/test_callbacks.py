@@ -100,4 +100,4 @@ def test_callbacks_say_what_they_need():
     assert act_on_batches([*quiet, Steps()])
     assert act_on_batches([shipped.LambdaCallback(on_train_batch_start=print)])
     early = shipped.EarlyStopping("val/loss")
-    assert describe_monitor([Sees(), early]) == "EarlyStopping looks at val/loss"
+    assert describe_monitor([Sees(), early]) == "EarlyStopping acts on val/loss"

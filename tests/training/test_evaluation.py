@@ -269,7 +269,8 @@ def test_without_replaceable_running_state_there_are_no_precise_statistics(make_
     module = trained(make_norm=make_norm, **measuring("precise"))
     before = snapshot(module)
     with caplog.at_level("INFO", "normexp"):
-        assert module.evaluator.others(["val"]) == module.evaluator.others(["val"]) == {}
+        for _ in range(2):
+            assert module.evaluator.with_other_statistics(["val"]) == {}
     assert len(caplog.messages) == 1
     assert snapshot(module) == before
 
@@ -290,7 +291,7 @@ def test_each_kind_scores_every_sample_once_by_its_statistics(monkeypatch, form,
     monkeypatch.setattr(statistics, "STACK_SAMPLES", stack_samples)
     module = trained(**form)
     data, evaluator = module.batches.data, module.evaluator
-    metrics = evaluator.running("test") | evaluator.others(["test"])
+    metrics = evaluator.running("test") | evaluator.with_other_statistics(["test"])
     inputs, order = data.model_inputs(data.test.inputs, torch.float64), shuffled(data, "test")
     assert evaluator.population is not None
     for index in range(len(form["seeds"])):
@@ -338,7 +339,7 @@ def test_dropout_stays_off_under_batch_statistics():
     scores = []
     for key in (1, 2):
         module.replicas.set_dropout(torch.full((3, 1), key), 0)
-        scores.append(module.evaluator.others(["val"]))
+        scores.append(module.evaluator.with_other_statistics(["val"]))
     assert scores[0] == scores[1] != {}
 
 
@@ -376,11 +377,11 @@ def test_everything_is_given_back_also_if_a_forward_raises(monkeypatch, own, lim
     before = snapshot(module)
     monkeypatch.setattr(Breaks, "forwards", 0)
     if limit is None:
-        module.evaluator.others(["val", "test"])
+        module.evaluator.with_other_statistics(["val", "test"])
     else:
         monkeypatch.setattr(Breaks, "limit", limit)
         with pytest.raises(RuntimeError, match="broken"):
-            module.evaluator.others(["val", "test"])
+            module.evaluator.with_other_statistics(["val", "test"])
     assert snapshot(module) == before
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import open_dict
 from torch import nn
 from torch.optim import lr_scheduler
 from training_cases import (
@@ -35,6 +34,7 @@ from normexp.checks.integrity import cannot_stack
 from normexp.checks.sites import probe_batch
 from normexp.config.compose import compose_config
 from normexp.config.help import group_choices
+from normexp.config.spec import norm_of
 from normexp.norms.factory import NormFactory
 from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm
 from normexp.norms.rms import RMSNorm
@@ -214,12 +214,11 @@ def choices_of(name: str, sizes: Sizes, num_train: int) -> dict[str, Any]:
     config, on_maps = compose_config([f"norm={name}"]), "per_position" not in name
     on_maps = on_maps and not name.startswith("causal_")
     if not on_maps:
-        with open_dict(config):
-            config.norm.view = "sequence"
+        config["norm"]["view"] = "sequence"
     data = image_data(num_train) if on_maps else text_data(num_train)
 
     def model(_: NormFactory) -> nn.Module:
-        norm = build_norm(config, sizes, data)
+        norm = build_norm(norm_of(config), sizes, data)
         return convnet(norm) if on_maps else text_encoder(norm, dropout=0.3)
 
     obstacle = cannot_stack(model(NormFactory(nn.Identity)), probe_batch(data, 4))
@@ -234,7 +233,7 @@ def choices_of(name: str, sizes: Sizes, num_train: int) -> dict[str, Any]:
     ],
 )
 def test_replica_of_a_stack_trains_as_the_seed_alone(tmp_path: Path, name, own, num_train: int):
-    norm = build_norm(compose_config([f"norm={name}"]), FULL, image_data()).make(8)
+    norm = build_norm(norm_of(compose_config([f"norm={name}"])), FULL, image_data()).make(8)
     splits = [BOTH] if num_train == 24 else [FULL, ACCUMULATED, GHOST, BOTH]
     if getattr(norm, "sequential_state", False):  # sees samples one after another
         splits = [FULL]

@@ -143,6 +143,7 @@ def recipe_for(data: Data, sizes: Sizes, **choices: Any) -> Recipe:
         "max_chunk": 4,
         "compile": False,
         "save_weights": True,
+        "allow_leak": False,
         "callbacks": list,
         "diagnostics": None,
         "log_every": 3,

@@ -132,8 +132,8 @@ class BatchRenorm(RunningMomentsNorm):
     d_ramp_end: float
     num_training_steps: int = NUM_TRAINING_STEPS
 
-    def add_state(self) -> None:
-        super().add_state()
+    def check_knobs(self) -> None:
+        super().check_knobs()
         if self.r_max < 1 or self.d_max < 0:
             raise UserError(
                 f"r_max={self.r_max}, d_max={self.d_max}: r_max must be 1 or more, d_max 0 or "

@@ -145,9 +145,12 @@ class ModeNorm(RunningNorm):
     mode_mean: Tensor = field(init=False)
     mode_var: Tensor = field(init=False)
 
+    def check_knobs(self) -> None:
+        super().check_knobs()
+        self.require_positive("num_modes", 2)
+
     def add_state(self) -> None:
         super().add_state()
-        self.require_positive("num_modes", 2)
         num_modes, num_features = self.num_modes, self.num_features
         self.gates = nn.Linear(num_features, num_modes)
         nn.init.normal_(self.gates.weight, mean=1 / num_modes, std=0.01)

@@ -104,8 +104,8 @@ class PowerNorm(SquareNorm):
     averages = {"running_square": 1.0, "running_product": 0.0}
     running_product: Tensor = field(init=False)
 
-    def add_state(self) -> None:
-        super().add_state()
+    def check_knobs(self) -> None:
+        super().check_knobs()
         (self.warmup_steps,) = shares_to_steps(self.num_training_steps, warmup=self.warmup)
 
     def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
@@ -164,14 +164,17 @@ class MovingAverageBatchNorm(SquareNorm):
     past_squares: Tensor = field(init=False)
     past_products: Tensor = field(init=False)
 
-    def add_state(self) -> None:
-        super().add_state()
+    def check_knobs(self) -> None:
+        super().check_knobs()
         if self.memory < 1 or self.r_max < 1:
             raise UserError(
                 f"memory={self.memory}, r_max={self.r_max}: both must be 1 or more; "
                 "try norm.memory=16 norm.r_max=5"
             )
         (self.warmup_steps,) = shares_to_steps(self.num_training_steps, warmup=self.warmup)
+
+    def add_state(self) -> None:
+        super().add_state()
         for name in ("past_squares", "past_products"):
             self.register_buffer(name, torch.zeros(self.memory, self.num_features))
 

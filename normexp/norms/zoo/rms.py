@@ -40,8 +40,10 @@ class GatedRMSNorm(RMSNorm):
 
     rank: int
 
-    def add_state(self) -> None:
+    def check_knobs(self) -> None:
         self.require_positive("rank", 16)
+
+    def add_state(self) -> None:
         self.down = nn.Linear(self.num_features, self.rank, bias=False)
         self.up = nn.Linear(self.rank, self.num_features, bias=False)
 
@@ -92,8 +94,10 @@ class BHyT(AffineNorm):
     alpha_init: float
     kappa: float
 
-    def add_state(self) -> None:
+    def check_knobs(self) -> None:
         self.require_positive("kappa", 10)
+
+    def add_state(self) -> None:
         self.alpha = nn.Parameter(torch.tensor(float(self.alpha_init)))
 
     def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:

@@ -47,8 +47,8 @@ class TaperNorm(RunningNorm):
     has_bias = False
     needs_momentum = True
 
-    def add_state(self) -> None:
-        super().add_state()
+    def check_knobs(self) -> None:
+        super().check_knobs()
         shares = {"warmup": self.warmup, "taper_end": self.taper_end}
         self.start, self.end = shares_to_steps(self.num_training_steps, **shares)
         if not 0 < self.warmup <= self.taper_end:
@@ -57,6 +57,9 @@ class TaperNorm(RunningNorm):
                 "taper_end not below warmup; try norm.warmup=0.1 norm.taper_end=0.6"
             )
         self.start = max(self.start, 1)  # without a step there is no c
+
+    def add_state(self) -> None:
+        super().add_state()
         self.drift = nn.Parameter(torch.zeros(self.num_features))
         self.register_buffer("anchor", torch.ones(self.num_features))
         for name in ("running_scaled", "running_energy"):

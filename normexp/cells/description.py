@@ -10,13 +10,11 @@ from normexp.build import NetworkBuilder
 from normexp.cells.recipe import OPTIM_SCHEDULE
 from normexp.checks.preflight import Traits
 from normexp.config.compose import parts_with_target
-from normexp.config.identity import defining_values
-from normexp.config.rules import OPTIONAL_GROUPS, PARTS, sees_validations
+from normexp.config.identity import canonical_sizes
+from normexp.config.rules import OPTIONAL_GROUPS, PARTS
 from normexp.config.spec import CellSpec
-from normexp.config.target import plain
 from normexp.data.dataset import Data
 from normexp.norms.slots import SLOTS, changed
-from normexp.records.identity import canonical_sizes
 from normexp.records.sources import source_digest
 from normexp.training.recipe import Recipe
 
@@ -28,19 +26,19 @@ DERIVED_KEYS = ("epochs", "steps", "samples", "lr_rule", "base_batch_size", *SLO
 DERIVED_KEYS_OF_NORM = ("half_life", *SLOTS)
 
 
-def record_of(
+def describe_cell(
     spec: CellSpec, recipe: Recipe, build: NetworkBuilder, data: Data, traits: Traits
 ) -> dict[str, Any]:
     """The config in result.json: names, canonical sizes, traits, and `recipe`: what was trained.
 
     Does not depend on which of several equivalent command lines trained the cell.
     """
-    cfg, chance = spec.composed, data.chance_accuracy
+    chance, slots = data.chance_accuracy, {slot: spec.norm.values.get(slot) for slot in SLOTS}
     trained = _describe_training(spec, recipe, build, data, mixes_samples=traits.mixes_samples)
     sizes = {key: trained[key] for key in SIZES}
     return {
         **choices_in(spec.choices),
-        **{key: cfg[key] for key in ("lr_rule", "eps", "drop_last")},
+        **{key: spec.defining[key] for key in ("lr_rule", "eps", "drop_last")},
         **sizes,
         "devices": recipe.devices.count,
         "split": Sizes(**sizes).label,
@@ -51,16 +49,18 @@ def record_of(
         "precision": recipe.devices.precision,
         "matmul_precision": recipe.devices.matmul_precision,
         "recipe": trained,
-        "norm_slots": {slot: cfg.norm[slot] for slot in SLOTS if cfg.norm.get(slot) is not None},
+        "norm_slots": {slot: value for slot, value in slots.items() if value is not None},
         **_slots(build),
         **{name: getattr(traits, name) for name in RECORDED_TRAITS},
         **({} if chance is None else {"chance_accuracy": chance}),
     }
 
 
-def choices_in(record: Mapping[str, Any]) -> dict[str, str]:
+def choices_in(description: Mapping[str, Any]) -> dict[str, str]:
     """The choice in each config group of a cell, as `compose_cell` returned them."""
-    return {group: record[group] for group in (*PARTS, *OPTIONAL_GROUPS) if group in record}
+    return {
+        group: description[group] for group in (*PARTS, *OPTIONAL_GROUPS) if group in description
+    }
 
 
 def _describe_training(
@@ -70,8 +70,7 @@ def _describe_training(
 
     Has digests of the data, of weights and of the user's own modules.
     """
-    values = defining_values(plain(spec.composed))
-    values = {key: value for key, value in values.items() if key not in DERIVED_KEYS}
+    values = {key: value for key, value in spec.defining.items() if key not in DERIVED_KEYS}
     norm = {k: value for k, value in values["norm"].items() if k not in DERIVED_KEYS_OF_NORM}
     optim, model, content = dict(values["optim"]), dict(values["model"]), dict(values["data"])
     content["digest"] = data.digest
@@ -89,7 +88,7 @@ def _describe_training(
     values |= {"norm": norm, "optim": optim, "model": model, "data": content, **_slots(build)}
     values |= {"num_steps": recipe.num_steps, "lr": recipe.lr}
     acts_on_validations = "callback" in values or recipe.schedule.monitor is not None
-    if sees_validations(spec.composed) and acts_on_validations:
+    if "val_every_epochs" in spec.identity and acts_on_validations:
         values["val_every_epochs"] = recipe.val_every_epochs
     _add_sources(values)
     return values
