@@ -25,6 +25,7 @@ from normexp.cells.assembly import (
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.reloading import fault_of_reloaded
 from normexp.cells.watch import Findings, Watch, with_findings, withdraw_aliases
+from normexp.config.spec import title_of
 from normexp.data.prediction import Preprocessing
 from normexp.errors import UserError
 from normexp.records.environment import describe_environment
@@ -132,6 +133,8 @@ def train_stack(stack: Stack, control: TrainingControl) -> None:
         write_text(cell.directory / CONFIG_FILE, config)
         seed_dir(cell.directory, seed).mkdir(exist_ok=True)
     with messages_to_file(stack.record.directory / LOG_FILE):
+        if words := stack.record.resumes_at:
+            logger.info("%s %s", title_of(stack.cell.spec), words)
         for message in stack.cell.messages:
             logger.info(message)
         with suitable_threads(stack.cell.elements_per_forward), control.stop.listening():

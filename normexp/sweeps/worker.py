@@ -112,11 +112,17 @@ def work(
     on_steps = None if shows_bar else lambda done, total: report(StepsDone(done, total))
     control = TrainingControl(stop, on_steps)
     was_busy: set[Positions] = set()  # during the last walk
+    has_said = False  # that it waits
     while not stop.requested and not walk.is_over:
         busy, has_taken = set(), False
         with slot.claim() as is_free:
-            if not is_free:  # shown once in a command
-                logger.info("waiting: other commands use every core or GPU of this machine")
+            if not is_free and not has_said:
+                has_said = True
+                logger.info(
+                    "waiting: other commands use every core or GPU of this machine (%s); "
+                    "workers=0 does not wait",
+                    "; ".join(slot.commands()),
+                )
             for cells in walk if is_free else ():
                 positions = tuple(cells)
                 if _are_busy(cells.values()):
