@@ -16,7 +16,12 @@ from normexp.benchmark.claims import judge
 from normexp.benchmark.protocol import claims, digest, recipe_at, recipes
 from normexp.benchmark.score import overall, rank
 from normexp.benchmark.show import standing_words
-from normexp.benchmark.submission import differences, read_submission, write_submission
+from normexp.benchmark.submission import (
+    contradictions,
+    differences,
+    read_submission,
+    write_submission,
+)
 from normexp.benchmark.table import Table, TableCell, read_runs, read_table, write_table
 from normexp.errors import UserError
 
@@ -223,3 +228,12 @@ def test_what_does_not_come_again_is_listed():
     worse = [replace(one) for one in cells("convnet", "group", 0.15)]
     assert len(differences(claimed, worse)) == len(claimed)
     assert "no run came again" in differences(claimed, worse[1:])[0]
+
+
+def test_the_shipped_table_is_of_the_rules_that_are_shipped():
+    path = table.shipped_path("benchmark1")
+    shipped = read_table(path)
+    assert shipped.about["rules"] == digest() and path.stat().st_size < 2_000_000
+    assert rank(shipped, "convnet") is not None
+    for cell in shipped.cells:
+        assert list(contradictions(cell)) == []
