@@ -151,10 +151,22 @@ def test_a_table_survives_its_file(tmp_path: Path, capsys: pytest.CaptureFixture
         read_table(tmp_path / "other.npz")
 
 
-@pytest.mark.parametrize("word", ["lr=0.1", "replicas=2", "model.width=8", "norm_batch_size=4"])
-def test_an_entry_cannot_change_the_rules(word: str, capsys: pytest.CaptureFixture[str]):
-    assert entry.main(["norm=rms", word]) == 2
-    assert "frozen" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        *((["norm=rms", word], "frozen") for word in ("lr=0.1", "replicas=2", "model.width=8")),
+        (["norm=rms,layer"], "an entry is one norm"),
+        (["dry_run=true"], "an entry is one norm"),
+        (["norm=rms", "workloads=[nowhere]"], "the reference has convnet"),
+        (["reference=nowhere", "norm=rms"], "shipped are benchmark1"),
+        (["verify=nowhere"], "salt is missing"),
+    ],
+)
+def test_an_entry_that_breaks_the_rules_is_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    assert entry.main(words) == 2
+    assert message in capsys.readouterr().err
 
 
 NORM = """
