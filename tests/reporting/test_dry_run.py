@@ -114,7 +114,7 @@ def test_a_plan_says_what_the_report_could_show(tmp_path: Path):
     some = power_words(planned, [run for run in runs if run.config["norm"] == "batch"])
     assert "2 differences unknown until two seeds" in some
     for one in planned:
-        one.record = {**one.record, "num_steps": 90}
+        one.description = {**one.description, "num_steps": 90}
     assert power_words(planned, runs).count("of trainings unlike these") == 3
     for one in planned:
         one.missing = [0]
