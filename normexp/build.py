@@ -236,9 +236,10 @@ class NetworkBuilder:
         loading = self.weights.loading(network) if self.weights else None
         if loading:
             loading.into(network)
+        if not self.takes_norm:
+            network.register_forward_hook(_take_scores)
         if self.norm and not self.takes_norm:
             surgery = replace_norms(network, self.norm, tuple(self.classes) or None)
-            network.register_forward_hook(_take_scores)
             notes += surgery.notes()
             if loading:
                 loading.follow(surgery)

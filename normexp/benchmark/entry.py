@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +13,13 @@ from normexp.config.rules import SLOT_KEYS, in_identity
 from normexp.errors import FAILED, UserError
 
 if TYPE_CHECKING:
-    from normexp.benchmark.table import Table
+    from normexp.benchmark.table import Table, TableCell
+    from normexp.config.spec import NormSpec
 
 
 @entry("benchmark")
 def main(words: list[str]) -> int:
-    """Exit code: 0, 1 a broken contract or a failed training, 2 the user's mistake, 130 stopped."""
+    """Exit code: 0, 1 a broken contract, a failed training or what does not come again, 2, 130."""
     option_words, overrides = split_options("benchmark", words)
     options = read_options("benchmark", option_words)
     from normexp.benchmark.table import read_runs, read_table, shipped_path, write_table
@@ -27,10 +30,12 @@ def main(words: list[str]) -> int:
         print(f"{len(table.cells)} cells: {options['write']}")
         return 0
     reference = read_table(shipped_path(options["reference"]))
-    if not overrides:
-        print_reference(reference)
-        return 0
-    return _enter(reference, overrides, options)
+    if options["verify"] is not None:
+        return _verify(reference, overrides, options)
+    if overrides:
+        return _enter(reference, overrides, options)
+    print_reference(reference)
+    return 0
 
 
 def print_reference(table: Table) -> None:
@@ -43,15 +48,18 @@ def print_reference(table: Table) -> None:
     print(f"{about['benchmark']}, rules {about['rules']}, code {', '.join(about['commits'])}")
     standings = [rank(table, name) for name in table.recipes]
     print_standings([one for one in standings if one is not None])
-    if table.about["benchmark"] == BENCHMARK:
+    if about["benchmark"] == BENCHMARK:
         print_claims(judge(table))
+
+
+# --- An entry ------------------------------------------------------------------------------------
 
 
 def _enter(reference: Table, overrides: list[str], options: dict[str, Any]) -> int:
     """Contract, trainings of the protocol, and where the norm stands."""
     from normexp.benchmark.protocol import digest
     from normexp.benchmark.score import rank_all
-    from normexp.config.grid import compose_cells, compose_norms
+    from normexp.config.grid import compose_norms
 
     name = reference.about["benchmark"]
     if reference.about["rules"] != digest(name):
@@ -64,23 +72,41 @@ def _enter(reference: Table, overrides: list[str], options: dict[str, Any]) -> i
     for workload in workloads:
         if workload not in known:
             raise UserError(f"workloads={workload}: the reference has {', '.join(known)}")
-    norm_words = [word for word in overrides if word.lstrip("+").startswith(("norm=", "norm."))]
     for word in overrides:
         if _is_frozen(word.partition("=")[0].lstrip("+~")):
             raise UserError(f"{word}: frozen by the rules; an entry sets its norm and its slots")
-    (norm,) = compose_norms(parse_command(norm_words))
-    if not _keeps_contract(norm):
+    of_norm = [word for word in overrides if word.lstrip("+").startswith(("norm=", "norm."))]
+    (norm,) = compose_norms(parse_command([w for w in of_norm if "norm.view=" not in w]))
+    card = _measure(norm)
+    if not _keeps_contract(norm, card):
         return FAILED
-    from normexp.sweeps.sweep import run_cells
-
-    code = 0
-    for workload in workloads:
-        words = [f"experiment={name}/{workload}", f"runs_dir={options['runs_dir']}", *overrides]
-        code = max(code, run_cells(compose_cells(parse_command(words)), ["benchmark", *words]))
-    if "dry_run=true" in overrides:
-        return code
-    _print_standing(reference, norm.name.partition(" ")[0], options)
+    code, entered = _train(name, workloads, Path(options["runs_dir"]), overrides, norm.name)
+    if entered:
+        content = _print_standing(reference, norm.name, entered, options)
+        if options["submit"] is not None:
+            _submit(Path(options["submit"]), norm, overrides, entered, reference, card, content)
     return code
+
+
+def _train(
+    benchmark: str, workloads: Sequence[str], runs_dir: Path, overrides: Sequence[str], label: str
+) -> tuple[int, list[TableCell]]:
+    """Trains what is missing of each workload; returns the exit code and the norm's own cells."""
+    from normexp.benchmark.table import read_runs
+    from normexp.config.grid import compose_cells
+    from normexp.sweeps.sweep import print_outcomes, train_cells
+
+    code, ids = 0, set[str]()
+    for workload in workloads:
+        words = [f"experiment={benchmark}/{workload}", f"runs_dir={runs_dir}", *overrides]
+        cells = compose_cells(parse_command(words))
+        outcomes = train_cells(cells, ["normexp-benchmark", *words])
+        code = max(code, print_outcomes(cells, outcomes, words))
+        ids |= {result.cell_id for outcome in outcomes for result in outcome.results}
+    if not ids:  # a dry run
+        return code, []
+    table = read_runs(runs_dir, benchmark)
+    return code, [replace(cell, norm=label) for cell in table.cells if cell.about["id"] in ids]
 
 
 def _is_frozen(key: str) -> bool:
@@ -90,17 +116,16 @@ def _is_frozen(key: str) -> bool:
     return in_identity(key) and key.partition(".")[0] != "norm" and key not in SLOT_KEYS
 
 
-def _keeps_contract(norm: Any) -> bool:
-    """Whether a norm keeps the contract; prints its card if not."""
+def _measure(norm: NormSpec) -> Any:
+    """The contract of a norm, as a card."""
     from normexp.batching.speed import suitable_threads
     from normexp.build import norm_target
-    from normexp.checks.card import measure_card, print_cards
+    from normexp.checks.card import measure_card
     from normexp.norms.slots import resolve
-    from normexp.reporting.terminal import open_console
 
     target, reserved = norm_target(norm.config)
     with suitable_threads(0):
-        card = measure_card(
+        return measure_card(
             target.call,
             name=norm.name,
             target=target.path,
@@ -108,6 +133,13 @@ def _keeps_contract(norm: Any) -> bool:
             slots=resolve({}, reserved),
             contract_only=True,
         )
+
+
+def _keeps_contract(norm: NormSpec, card: Any) -> bool:
+    """Prints the card if it does not."""
+    from normexp.checks.card import print_cards
+    from normexp.reporting.terminal import open_console
+
     if card.failures:
         print_cards(open_console(), [card])
         return False
@@ -115,20 +147,95 @@ def _keeps_contract(norm: Any) -> bool:
     return True
 
 
-def _print_standing(reference: Table, norm: str, options: dict[str, Any]) -> None:
+def _print_standing(
+    reference: Table, norm: str, entered: Sequence[TableCell], options: dict[str, Any]
+) -> dict[str, Any]:
+    """Prints the ranking with an entry, and returns it as plain values."""
     from normexp.benchmark.claims import judge
     from normexp.benchmark.score import rank_all
     from normexp.benchmark.show import as_json, print_standings, standing_words
-    from normexp.benchmark.table import Table, read_runs
+    from normexp.benchmark.table import Table
     from normexp.records.files import write_json
 
-    runs = read_runs(Path(options["runs_dir"]), reference.about["benchmark"])
-    entered = [cell for cell in runs.cells if cell.norm == norm]
     others = tuple(cell for cell in reference.cells if cell.norm != norm)
     table = Table(reference.about, others).with_cells(entered)
     standings = [one for one in rank_all(table) if one.of(norm) is not None]
     print_standings(standings)
     print(f"\n{standing_words(standings, norm)}")
-    path = Path(options["runs_dir"], f"{options['reference']}-{norm}.json")
-    write_json(path, as_json(table, standings, judge(table)))
+    claims = judge(table) if table.about["benchmark"] == BENCHMARK else []
+    content = as_json(table, standings, claims)
+    path = Path(options["runs_dir"], f"{options['reference']}-{norm.replace(' ', '-')}.json")
+    write_json(path, content)
     print(f"as JSON: {path}")
+    return content
+
+
+def _submit(
+    folder: Path,
+    norm: NormSpec,
+    overrides: Sequence[str],
+    entered: Sequence[TableCell],
+    reference: Table,
+    card: Any,
+    content: dict[str, Any],
+) -> None:
+    from normexp.benchmark.submission import write_submission
+    from normexp.checks.card import as_json
+    from normexp.records.files import write_json, write_text
+
+    words = [word for word in overrides if _is_of_norm(word)]
+    target = str(norm.config.norm["_target_"])
+    about = dict(reference.about)
+    write_submission(folder, norm.name, words, target, entered, about)
+    write_text(folder / "card.json", as_json([card]) + "\n")
+    write_json(folder / "report.json", content)
+    print(f"submission: {folder}")
+
+
+def _is_of_norm(word: str) -> bool:
+    key = word.partition("=")[0].lstrip("+")
+    return key.partition(".")[0] == "norm" or key in SLOT_KEYS
+
+
+# --- Verification --------------------------------------------------------------------------------
+
+
+def _verify(reference: Table, overrides: list[str], options: dict[str, Any]) -> int:
+    """Trains a canary and all runs of one workload of a submission again; lists what differs.
+
+    Words that are left, such as workers=2, go to the trainings. It runs submitted code.
+    """
+    from normexp.benchmark.submission import choose, differences, read_submission, source_on_path
+
+    if options["salt"] is None:
+        raise UserError("salt is missing: give a text that the author could not know, as salt=...")
+    submission, problems = read_submission(Path(options["verify"]))
+    if submission.benchmark != reference.about["benchmark"]:
+        raise UserError(f"verify: made for {submission.benchmark}; give reference=...")
+    if problems:
+        return _verdict(submission.norm, problems)
+    workload = choose(options["salt"], submission)
+    runs_dir = Path(options["runs_dir"])
+    known = reference.recipes[workload]
+    grid = reference.rates_of(workload, known.reference)
+    canary = grid[len(grid) // 2]
+    first = [f"norm={known.reference}", f"lr={canary.lr:g}", "norm_batch_size=null"]
+    first += ["replicas=1", *overrides]
+    _, again = _train(submission.benchmark, [workload], runs_dir, first, known.reference)
+    problems = [f"canary: {problem}" for problem in differences([canary], again)]
+    if problems:
+        print("This machine or this code does not repeat the reference; nothing else was trained.")
+        return _verdict(submission.norm, problems)
+    claimed = [cell for cell in submission.table.cells if cell.recipe == workload]
+    with source_on_path(submission):
+        words = [*submission.words, *overrides]
+        _, again = _train(submission.benchmark, [workload], runs_dir, words, submission.norm)
+    print(f"trained again: {workload}, {len(claimed)} cells")
+    return _verdict(submission.norm, differences(claimed, again))
+
+
+def _verdict(norm: str, problems: Sequence[str]) -> int:
+    for problem in problems:
+        print(f"  {problem}")
+    print(f"{norm}: {'not verified' if problems else 'verified'}")
+    return FAILED if problems else 0

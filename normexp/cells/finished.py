@@ -18,6 +18,7 @@ from normexp.build import keeping_data, load_data
 from normexp.cells.assembly import arrange_replicas, build_module
 from normexp.cells.cell import Cell, make_builder, make_recipe, prepare_cell
 from normexp.cells.description import choices_in
+from normexp.cells.diagnosed import decompose_runs, decomposition_lines
 from normexp.config.compose import shipped_config, shipped_defaults
 from normexp.config.rules import PARTS
 from normexp.config.spec import CellSpec
@@ -183,7 +184,17 @@ def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
     samples = {seed: evaluator.samples_of(metrics, index) for index, seed in enumerate(seeds)}
     why = why_nothing(cell.recipe)
     print_evaluations(contents, cell.title, why_nothing=why, invalid=cell.invalid)
+    if description["mixes_samples"] and (rows := _decompose(cell, replicas)):
+        print("\n".join(decomposition_lines(rows)))
+        for seed, row in zip(seeds, rows, strict=True):
+            contents[seed]["decomposition"] = row
     save_evaluations(cell_dir, contents, samples)
+
+
+def _decompose(cell: Cell, replicas: Replicas) -> list[dict[str, float]]:
+    """What carries the test loss of each run from training to evaluation mode; see `diagnosis`."""
+    networks = [replicas.replica(index) for index in range(replicas.num_replicas)]
+    return decompose_runs(networks, cell.data, cell.recipe)
 
 
 def _load_replicas(cell: Cell, cell_dir: Path, seeds: Sequence[int], file: str) -> Replicas:

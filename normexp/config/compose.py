@@ -335,7 +335,7 @@ def register_custom() -> None:
     nodes["optim"] |= {"default_lr": None, "weight_decay": 0.0, "decay_norm": False}
     nodes["optim"] |= DEFAULT_SCHEDULE
     nodes["logger"] = {"_target_": "???", "per": "run"}
-    as_built = {"_target_": AS_BUILT, "_partial_": True}
+    as_built = shipped_defaults("norm", "as_built")
     ConfigStore.instance().store("as_built", as_built, "norm", provider="normexp")
     for group, node in nodes.items():
         package = "logger.custom" if group == "logger" else None
@@ -346,6 +346,8 @@ def register_custom() -> None:
 @lru_cache(maxsize=256)
 def shipped_defaults(group: str, choice: str) -> dict[str, Any] | None:
     """The values in conf/<group>/<choice>.yaml; None for a choice that normexp does not ship."""
+    if (group, choice) == ("norm", "as_built"):
+        return {"_target_": AS_BUILT, "_partial_": True}
     if choice not in choice_files(group, ()):
         return None
     tree: Any = OmegaConf.to_container(OmegaConf.load(conf_dir() / group / f"{choice}.yaml"))

@@ -103,6 +103,8 @@ normexp.benchmark trains a norm by frozen rules, and says where it stands among 
   python -m normexp.benchmark                  the reference: ranking and claims; trains nothing
   python -m normexp.benchmark norm=custom norm._target_=my_package.MyNorm
   python -m normexp.benchmark norm=custom norm._target_=my_package.MyNorm dry_run=true    its cost
+  python -m normexp.benchmark norm=custom norm._target_=my_package.MyNorm submit=FOLDER
+  python -m normexp.benchmark verify=FOLDER salt=TEXT    trains one workload again; runs its code
 
 Needs pip install 'normexp[mnist]'. The same line again resumes. Rates, sizes, seeds and budgets are
 those of conf/experiment/benchmark1.
@@ -118,9 +120,12 @@ normexp.check prints the card of a norm: its properties, as measured and not as 
 normexp.evaluate evaluates the finished runs of a cell again, from the weights they kept.
 
   python -m normexp.evaluate run=runs/<study>/<cell_id>
+  python -m normexp.evaluate model=torchvision model.name=resnet18 model.weights=FILE data=...
 
-Results go to evaluation.json beside each run's result.json, and to a table. Averaged weights
-(ema=...) are evaluated by the training alone; normexp.load(run, ema=True) returns them.
+Results go to evaluation.json beside each run's result.json, and to a table, with what carries the
+test loss from training to evaluation mode. Averaged weights (ema=...) are evaluated by the training
+alone; normexp.load(run, ema=True) returns them. The second line takes the keys of normexp.train,
+writes nothing, and says why a network evaluates worse than it trains (normexp.diagnose).
 """,
     "report": """\
 normexp.report turns a study into tables, figures, a page and verdicts.

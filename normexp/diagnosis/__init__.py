@@ -9,12 +9,18 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from normexp.diagnosis.examination import Examination, Losses, examine_network, standard_error
+from normexp.diagnosis.examination import (
+    Examination,
+    Losses,
+    examine_network,
+    measure_stages,
+    standard_error,
+)
 from normexp.diagnosis.findings import Case, find, row_of
 from normexp.diagnosis.network import Loss, read_batches, unchanged
 from normexp.diagnosis.result import TERMS, Diagnosis, Estimate, Finding, SiteRow
 
-__all__ = ["Diagnosis", "Estimate", "Finding", "SiteRow", "diagnose"]
+__all__ = ["Diagnosis", "Estimate", "Finding", "SiteRow", "decompose", "diagnose"]
 
 
 def diagnose(
@@ -32,6 +38,20 @@ def diagnose(
         others = read_batches(evaluation_batches, max_batches, model) if evaluation_batches else []
         seen = examine_network(model, read, others, loss)
     return _conclude(seen, tolerance)
+
+
+def decompose(model: nn.Module, batches: Iterable[Any], loss: Loss) -> dict[str, float]:
+    """The loss in training mode, each of the `TERMS`, and the loss in evaluation mode, by name."""
+    with unchanged(model):
+        read = list(batches)
+        seen = measure_stages(model, read_batches(read, len(read), model), loss)
+    terms = {n: _mean(seen, last) - _mean(seen, first) for n, (first, last, _) in TERMS.items()}
+    training, evaluation = _mean(seen, "training"), _mean(seen, "evaluation")
+    return {"training": training, **terms, "evaluation": evaluation}
+
+
+def _mean(seen: Examination, stage: str) -> float:
+    return float(np.average(seen.losses[stage], weights=np.array(seen.sizes, dtype=float)))
 
 
 def _conclude(seen: Examination, tolerance: float | None) -> Diagnosis:
@@ -103,10 +123,11 @@ def _summary(case: Case, training: Estimate, evaluation: Estimate) -> str:
     losses = (
         f"loss {training.value:.4f} in training mode, {evaluation.value:.4f} in evaluation mode"
     )
-    carried = sorted(
-        (n for n in case.terms if (case.carries(n) if case.has_gap else case.costs(n))),
-        key=lambda n: -case.terms[n].value,
-    )
+    if case.has_gap:
+        carried = [name for name in case.terms if case.carries(name)]
+    else:  # those that have a remedy of their own
+        carried = [name for name in ("averages", "dropout_shift") if case.costs(name)]
+    carried.sort(key=lambda name: -case.terms[name].value)
     causes = ", ".join(f"{SHORT[name]} {case.terms[name]}" for name in carried)
     if case.has_gap:
         why = f". Carried by {causes}" if causes else ", with no single cause"

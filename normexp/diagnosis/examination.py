@@ -45,12 +45,14 @@ from normexp.diagnosis.sites import (
     Population,
     Samples,
     can_be_shown,
+    distances_of,
     find_sites,
     inputs_to,
     keeps_other_state,
     pool_batches,
     watching,
     with_own_share,
+    without_initial,
     write_populations,
 )
 from normexp.errors import UserError, first_line
@@ -79,6 +81,18 @@ class Updates:
     problem: str = ""
 
 
+@dataclass(frozen=True)
+class EpsTrial:
+    """With another eps: losses with running statistics, and how far these are from training's.
+
+    Attributes:
+        distance: of the farthest site, the median over channels; see `sites.distances`.
+    """
+
+    losses: Losses
+    distance: float
+
+
 @dataclass(eq=False)
 class Examination:
     """The measurements of one network on some batches.
@@ -92,12 +106,13 @@ class Examination:
         unknown: names of modules with running state of another kind.
         left_in_training: names of modules that are in training mode in evaluation.
         losses: of each batch in each of the `STAGES`.
+        without_initial: losses with running averages freed from their initial values; None if
+            no site still holds more than a hundredth of these.
         evaluation: losses of the evaluation batches; None without.
         moments: of each active site in each batch, in training.
         sample_spread: the variance of sample means in each batch, of the first active site (B, C).
         loss_at_size: mean and standard error of the loss with batch statistics of k samples.
-        loss_at_eps: losses with batch and with running statistics, of the first batches, by the
-            factor on the eps of all norms; 1 is eps as it is.
+        eps_trials: by the factor on the eps of all norms; 1 is eps as it is.
         acts_in_training: loss that each class of modules adds in training, other than norms.
         inputs: minimum, maximum, mean and standard deviation of the inputs, for both batches.
         mixes, is_random, moved: in evaluation, whether samples see each other, whether two forwards
@@ -113,12 +128,13 @@ class Examination:
     unknown: list[str] = field(default_factory=list)
     left_in_training: list[str] = field(default_factory=list)
     losses: dict[str, Losses] = field(default_factory=dict)
+    without_initial: Losses | None = None
     evaluation: Losses | None = None
     evaluation_sizes: list[int] = field(default_factory=list)
     moments: dict[NormSite, list[Moments | None]] = field(default_factory=dict)
     sample_spread: Tensor | None = None
     loss_at_size: dict[int, tuple[float, float]] = field(default_factory=dict)
-    loss_at_eps: dict[float, tuple[Losses, Losses]] = field(default_factory=dict)
+    eps_trials: dict[float, EpsTrial] = field(default_factory=dict)
     acts_in_training: dict[str, float] = field(default_factory=dict)
     inputs: dict[str, dict[str, float]] = field(default_factory=dict)
     updates: Updates = field(default_factory=lambda: Updates({}, {}))
@@ -137,6 +153,14 @@ def examine_network(
 ) -> Examination:
     """Measures everything that a diagnosis says; changes modes and buffers of the model."""
     return _Examiner(model, batches, loss).examine(evaluation_batches)
+
+
+def measure_stages(model: nn.Module, batches: list[Any], loss: Loss) -> Examination:
+    """Measures the losses of the stages alone; changes modes and buffers of the model."""
+    examiner = _Examiner(model, batches, loss)
+    examiner.sort_sites()
+    examiner.measure_stages()
+    return examiner.result
 
 
 def standard_error(values: Losses, weights: Losses) -> float:
@@ -164,7 +188,7 @@ class _Examiner:
         result.left_in_training = self.modules_left_in_training()
         result.acts_in_training = self.measure_other_modules()
         result.loss_at_size = self.measure_sizes()
-        result.loss_at_eps = self.measure_eps()
+        result.eps_trials = self.measure_eps()
         self.check_evaluation()
         result.updates = self.count_updates()
         for name, read in (("batches", self.batches), ("evaluation_batches", evaluation_batches)):
@@ -263,8 +287,8 @@ class _Examiner:
     def measure_stages(self) -> None:
         result, active = self.result, self.result.active
         batch_modes, running_modes = self.modes(batch_statistics=True), self.modes()
-        in_training = self.losses_with_moments(self.training)
-        in_batch = self.losses_with_moments(batch_modes)
+        in_training = self.losses_with_moments(self.training, self.batches)
+        in_batch = self.losses_with_moments(batch_modes, self.batches)
         result.moments, losses = in_training.moments, result.losses
         result.sample_spread = in_training.spread
         losses["training"], losses["batch"] = in_training.losses, in_batch.losses
@@ -288,12 +312,19 @@ class _Examiner:
         losses["running"] = self.losses_of(self.batches, running_modes)
         losses["quiet"] = self.losses_of(self.batches, self.modes(unknown=False))
         losses["evaluation"] = self.losses_of(self.batches, self.evaluation)
+        populations = {site: freed for site in active if (freed := without_initial(site))}
+        if populations:
+            freed_losses = []
+            for batch in self.batches:
+                write_populations(populations)
+                freed_losses.append(self.run(batch, running_modes))
+            result.without_initial = np.array(freed_losses)
 
-    def losses_with_moments(self, modes: Modes) -> _Pass:
-        """The losses of all batches, and the moments of every active site in them."""
+    def losses_with_moments(self, modes: Modes, batches: list[Any]) -> _Pass:
+        """The losses of batches, and the moments of every active site in them."""
         losses, spreads = [], []
         moments: dict[NormSite, list[Moments | None]] = {site: [] for site in self.result.active}
-        for batch in self.batches:
+        for batch in batches:
             with watching(self.result.active) as seen:
                 losses.append(self.run(batch, modes))
             for site in self.result.active:
@@ -361,24 +392,29 @@ class _Examiner:
                 measured[size] = float(values.mean()), standard_error(values, np.ones(len(values)))
         return measured
 
-    def measure_eps(self) -> dict[float, tuple[Losses, Losses]]:
-        """The losses with batch and with running statistics when eps is another."""
+    def measure_eps(self) -> dict[float, EpsTrial]:
+        """Whether running averages fit the moments of training when eps is another."""
         sites, few = self.result.sites, self.batches[:MOST_TRIALS]
-        if not sites:
+        if not self.result.active:
             return {}
-        modes = self.modes(batch_statistics=True), self.modes()
-        losses = self.result.losses
-        measured = {1.0: (losses["batch"][: len(few)], losses["running"][: len(few)])}
-        eps = {site: site.norm.eps for site in sites}
-        for factor in EPS_FACTORS:
+        eps, trials = {site: site.norm.eps for site in sites}, {}
+        for factor in (1.0, *EPS_FACTORS):
             try:
                 for site in sites:
                     site.norm.eps = eps[site] * factor
-                measured[factor] = self.losses_of(few, modes[0]), self.losses_of(few, modes[1])
+                moments = self.losses_with_moments(self.training, few).moments
+                far = [
+                    float(values.median())
+                    for site in self.result.active
+                    for values in distances_of(site, moments[site])
+                    if len(values)
+                ]
+                losses = self.losses_of(few, self.modes())
+                trials[factor] = EpsTrial(losses, max(far, default=0.0))
             finally:
                 for site in sites:
                     site.norm.eps = eps[site]
-        return measured
+        return trials
 
     # --- Evaluation mode, and one step -----------------------------------------------------------
 

@@ -16,13 +16,18 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from normexp.diagnosis.examination import Examination, standard_error
+from normexp.diagnosis.examination import MOST_TRIALS, Examination, standard_error
 from normexp.diagnosis.result import Estimate, Finding, SiteRow
-from normexp.diagnosis.sites import NormSite, averaged_var, pool_batches
+from normexp.diagnosis.sites import (
+    INITIAL_SHARE,
+    NormSite,
+    averaged_var,
+    distances_of,
+    pool_batches,
+)
 from normexp.norms.moments import Moments
 
-INITIAL_SHARE = 0.01  # weight of the initial values beyond which averages are not of the data
-COMPOSITION = 4.0  # variance between batches over that of random samples
+CHANCE = 1e-4  # of calling random batches sorted
 DEAD = 0.1  # variance over eps
 MANY = 0.05  # share of the channels of a site
 RECOMPUTE = (
@@ -50,25 +55,19 @@ class Case:
     def better_eps(self) -> tuple[float, float] | None:
         """The factor on eps that suits these weights and averages better, and the loss it saves.
 
-        It must lower the loss with running statistics, cost less with batch statistics, and leave
-        little between the two: averages were taken under the eps of training.
+        Averages were taken under the eps of training. With another one, sites behind the first see
+        other inputs, and their averages are far from these.
         """
-        trials = self.seen.loss_at_eps
-        if not trials:
+        trials = self.seen.eps_trials
+        noise = max((_noise(row, MOST_TRIALS) for row in self.rows), default=0.0)
+        if not trials or trials[1.0].distance < 3 * noise:
             return None
-        batch, running = trials[1.0]
-        gap = float((running - batch).mean())
         gains: dict[float, float] = {}
-        for factor, (in_batch, in_running) in trials.items():
-            gain = running - in_running
+        for factor, trial in trials.items():
+            gain = trials[1.0].losses - trial.losses
             estimate = Estimate(float(gain.mean()), standard_error(gain, np.ones(len(gain))))
-            left = float((in_running - in_batch).mean())
-            if (
-                self.counts(estimate)
-                and estimate.value > 0.1 * abs(float(running.mean()))
-                and float((in_batch - batch).mean()) <= 0.5 * estimate.value
-                and left <= max(self.tolerance, 0.2 * gap)
-            ):
+            nearer = trial.distance < min(3 * noise, trials[1.0].distance / 2)
+            if nearer and self.counts(estimate):
                 gains[factor] = estimate.value
         best = max(gains, key=lambda factor: gains[factor], default=None)
         return None if best is None else (best, gains[best])
@@ -119,13 +118,11 @@ def row_of(site: NormSite, batches: Sequence[Moments | None], *, is_active: bool
     """The numbers of one site."""
     mean, var = site.running
     present = [batch for batch in batches if batch is not None]
-    averaged = [averaged_var(batch) for batch in present]
     precise = pool_batches(site, present).var if present else var
     eps, momentum, updates = float(site.norm.eps), site.momentum, site.counter
     is_average = is_active and momentum is not None and 0 < momentum < 1
     moved = (mean != 0) | (var != 1)
-    by_mean = _distances(mean, [b.mean for b in present], (precise + eps).sqrt())
-    by_var = _distances(var, averaged, precise + eps)
+    by_mean, by_var = distances_of(site, batches)
     return SiteRow(
         name=site.name,
         kind=type(site.norm).__name__,
@@ -134,7 +131,7 @@ def row_of(site: NormSite, batches: Sequence[Moments | None], *, is_active: bool
         momentum=momentum,
         updates=updates,
         half_life=math.log(0.5) / math.log1p(-momentum) if is_average and momentum else None,
-        initial_share=(1 - momentum) ** updates if is_average and updates and momentum else None,
+        initial_share=site.initial_share if is_active else None,
         mean_distance=_middle(by_mean),
         var_distance=_middle(by_var),
         largest_distance=max((float(d.max()) for d in (by_mean, by_var) if len(d)), default=None),
@@ -142,18 +139,6 @@ def row_of(site: NormSite, batches: Sequence[Moments | None], *, is_active: bool
         dead=int((precise <= DEAD * eps).sum()),
         never_updated=int((~moved).sum()),
     )
-
-
-def _distances(running: Tensor, batches: Sequence[Tensor], scale: Tensor) -> Tensor:
-    """|running - mean over batches| in standard deviations of these, by channel.
-
-    Of constant channels, in thousandths of their scale.
-    """
-    if len(batches) < 2:
-        return running.new_empty(0)
-    values = torch.stack(list(batches)).double()
-    spread = values.std(dim=0).maximum(1e-3 * scale.double())
-    return (running.double() - values.mean(dim=0)).abs() / spread
 
 
 def _middle(distances: Tensor) -> float | None:
@@ -254,8 +239,16 @@ def _why_fresh(site: NormSite) -> str:
     return "not_loaded" if is_trained else "untrained"
 
 
+def _is_young(case: Case) -> bool:
+    """True if half of what the averages cost, or more, comes from their initial values."""
+    freed, running = case.seen.without_initial, case.seen.losses["running"]
+    if freed is None or not case.costs("averages"):
+        return False
+    return not float((running - freed).mean()) < 0.5 * case.terms["averages"].value
+
+
 def _initial_values(case: Case) -> Iterator[Finding]:
-    costs = case.costs("averages")
+    costs = _is_young(case)
     least = INITIAL_SHARE if costs else 10 * INITIAL_SHARE
     young = [
         (site, row)
@@ -298,9 +291,7 @@ def _averages(case: Case) -> Iterator[Finding]:
     if not case.costs("averages"):
         return
     pairs = list(_active(case))
-    explained = any(
-        row.never_updated or (row.initial_share or 0) > INITIAL_SHARE for _, row in pairs
-    )
+    explained = any(row.never_updated for _, row in pairs) or _is_young(case)
     if (
         explained
         or case.better_eps
@@ -308,12 +299,12 @@ def _averages(case: Case) -> Iterator[Finding]:
     ):
         return  # the rules before said why
     far = sorted(pairs, key=lambda pair: -(pair[1].largest_distance or 0))
-    worst = [site for site, _ in far][:3]
+    farthest = far[0][1].largest_distance or 0
+    worst = [site for site, row in far if (row.largest_distance or 0) >= 0.3 * farthest][:3]
     distance = median(_far(row) for _, row in pairs)
-    largest = far[0][1].largest_distance or 0
     noise = max(_noise(row, len(case.seen.sizes)) for _, row in pairs)
     # The median of |z| is 0.67; averages move with the weights, and have heavy tails.
-    is_noise = distance <= 1.5 * 0.67 * noise and largest <= 8 * noise
+    is_noise = distance <= 1.5 * 0.67 * noise and farthest <= 8 * noise
     cost = f"precise statistics would save {case.terms['averages']}"
     ratio = min(_averaged_over_precise(site, case.seen.moments[site]) for site, _ in pairs)
     if is_noise and ratio < 0.9:
@@ -338,17 +329,24 @@ def _averages(case: Case) -> Iterator[Finding]:
             _paths(worst),
         )
     else:
-        inputs = _inputs(case)
+        weights = (
+            "the weights moved faster than the averages (a high learning rate) or changed after "
+            "them (other or averaged weights, folding, another eps)"
+        )
+        inputs = f"these inputs are preprocessed otherwise than in training{_inputs(case)}"
+        recompute = f"if the inputs are those of training, {RECOMPUTE}; else mend the preprocessing"
+        first, *others = [_far(row) for _, row in pairs]
+        if others and first > 5 * max(others):
+            why = f"Probably {inputs}, because only the first norm is far"
+        else:
+            why = f"Either {weights}, or {inputs}"
         yield Finding(
             "stale_averages",
             "fault",
             f"running averages do not belong to these weights and inputs: a typical channel is "
-            f"{distance:.2g} standard deviations between batches off, the farthest {largest:.2g}, "
-            f"most at {_names(worst)}; "
-            f"{cost}. Either the weights changed after the averages (a last large step, averaged "
-            "or other weights, folding, another eps), or these inputs are preprocessed otherwise "
-            f"than in training{inputs}",
-            f"if the inputs are those of training, {RECOMPUTE}; else mend the preprocessing",
+            f"{distance:.2g} standard deviations between batches off, the farthest {farthest:.2g}, "
+            f"most at {_names(worst)}; {cost}. {why}",
+            recompute,
             _paths(worst),
         )
 
@@ -560,11 +558,12 @@ def _composition(case: Case) -> Iterator[Finding]:
     means = torch.stack([batch.mean for batch in seen.moments[site] if batch is not None])
     expected = seen.sample_spread.mean(dim=0) / (sum(seen.sizes) / len(seen.sizes))
     ratios = (means.var(dim=0) / expected)[expected > 0]
-    if len(ratios) and float(ratios.median()) > COMPOSITION:
+    least = stats.chi2.isf(CHANCE, len(means) - 1) / (len(means) - 1)
+    if len(ratios) and float(ratios.median()) > max(2.0, least):
         yield Finding(
             "composition",
             "note",
-            f"batches differ {float(ratios.median()):.0f} times as much (variance of means at "
+            f"batches differ {float(ratios.median()):.2g} times as much (variance of means at "
             f"{site.name}) as batches of random samples would: they are sorted or related",
             "diagnose with batches as in training; if they are, shuffle the training data",
             (site.name,),

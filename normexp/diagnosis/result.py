@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ TERMS = {  # by the two stages whose difference each is, in order
     "not_analysed": ("running", "quiet", "norms that were not analysed"),
     "left_in_training": ("quiet", "evaluation", "modules that eval() leaves in training mode"),
 }
+WIDTH = 100  # characters of a printed line
 MAX_ROWS = 12  # sites in the printed table
 
 
@@ -50,7 +52,11 @@ class Finding:
     sites: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.level}: {self.cause}\n  remedy: {self.remedy}"
+        lines = fill(f"{self.level}: {self.cause}", WIDTH, subsequent_indent="  ")
+        remedy = fill(
+            f"remedy: {self.remedy}", WIDTH, initial_indent="  ", subsequent_indent="    "
+        )
+        return f"{lines}\n{remedy}"
 
 
 @dataclass(frozen=True)
@@ -124,7 +130,13 @@ class Diagnosis:
         return _plain(asdict(self))
 
     def __str__(self) -> str:
-        blocks = [[self.summary], self._terms(), self._findings(), self._sites(), [*self.notes]]
+        blocks = [
+            [fill(self.summary, WIDTH)],
+            self._terms(),
+            self._findings(),
+            self._sites(),
+            [*self.notes],
+        ]
         return "\n\n".join("\n".join(block) for block in blocks if block)
 
     def _terms(self) -> list[str]:

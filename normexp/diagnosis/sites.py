@@ -8,7 +8,7 @@ shown any other moments, even those of each sample apart, by a change of its inp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from normexp.norms.moments import Moments, measure, pool, unbiased, widen
 from normexp.norms.site import Site, as_maps, input_and_mask
 
-STATELESS = (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm)
+INITIAL_SHARE = 0.01  # weight of the initial values beyond which averages are not of the data
 INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -62,6 +62,14 @@ class NormSite:
     @property
     def momentum(self) -> float | None:
         return getattr(self.norm, "momentum", None)
+
+    @property
+    def initial_share(self) -> float | None:
+        """The weight of mean 0 and variance 1 in the averages; None if that is not known."""
+        momentum, updates = self.momentum, self.counter
+        if momentum is None or not 0 < momentum < 1 or not updates:
+            return None
+        return (1 - momentum) ** updates
 
     def group_size(self, num_samples: int) -> int:
         """Samples that share statistics in training, of a forward pass of `num_samples`."""
@@ -239,6 +247,15 @@ def _hooked(sites: list[NormSite], hook: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
+def without_initial(site: NormSite) -> Population | None:
+    """The averages freed from their initial values; None if these weigh less than INITIAL_SHARE."""
+    share = site.initial_share
+    if share is None or share < INITIAL_SHARE:
+        return None
+    mean, var = site.running
+    return Population(mean / (1 - share), ((var - share) / (1 - share)).clamp(min=0))
+
+
 def pool_batches(site: NormSite, batches: list[Moments]) -> Population:
     """The moments of all samples of several batches, from those of each (arXiv:2105.07576)."""
     counts = [torch.as_tensor(b.count, dtype=b.mean.dtype, device=b.mean.device) for b in batches]
@@ -250,6 +267,28 @@ def pool_batches(site: NormSite, batches: list[Moments]) -> Population:
         mean, var, _ = pool(Moments(means, variances, count), dim=0)
         return Population(mean[0], var[0])
     return Population(means.mean(dim=0), variances.mean(dim=0))
+
+
+def distances(running: Tensor, batches: Sequence[Tensor], scale: Tensor) -> Tensor:
+    """|running - mean over batches| in standard deviations of these, by channel.
+
+    Of constant channels, in thousandths of their scale.
+    """
+    if len(batches) < 2:
+        return running.new_empty(0)
+    values = torch.stack(list(batches)).double()
+    spread = values.std(dim=0).maximum(1e-3 * scale.double())
+    return (running.double() - values.mean(dim=0)).abs() / spread
+
+
+def distances_of(site: NormSite, batches: Sequence[Moments | None]) -> tuple[Tensor, Tensor]:
+    """How far running mean and variance of each channel are from those of batches."""
+    (mean, var), present = site.running, [batch for batch in batches if batch is not None]
+    scale = (pool_batches(site, present).var if present else var) + float(site.norm.eps)
+    return (
+        distances(mean, [batch.mean for batch in present], scale.sqrt()),
+        distances(var, [averaged_var(batch) for batch in present], scale),
+    )
 
 
 def averaged_var(moments: Moments) -> Tensor:

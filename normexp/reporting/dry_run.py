@@ -191,7 +191,7 @@ def _power_line(
     sd, of_samples = spread_of(like.gap) or (math.inf, 0.0)
     least = smallest_difference(n, sd, family_size, of_samples)
     needed = seeds_for(like.margin, sd, family_size, of_samples)
-    takes = f"{needed} seeds" if needed else f"more than {MAX_SEEDS} seeds"
+    takes = f"takes {needed} seeds" if needed else f"would not show with {MAX_SEEDS} seeds"
     metric, axis, (small, large) = like.part.metric, AXIS_WORDS[like.part.axis], planned.sizes
     unlike = ", of trainings unlike these" * (not _is_alike(planned, like))
     name = f"{planned.first.norm}, {axis} {small} and {large}"
@@ -200,7 +200,7 @@ def _power_line(
     where = f" at {planned.budget}" if planned.change else ""
     return least, (
         f"{name}{where}: {metric.amount_words(least)} (spread of {like.gap.n} seeds{unlike}); "
-        f"{metric.amount_words(like.margin)} takes {takes}"
+        f"{metric.amount_words(like.margin)} {takes}"
     )
 
 

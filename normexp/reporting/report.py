@@ -264,6 +264,7 @@ def _comparison_values(comparison: Comparison, ids: dict[CellRow, str]) -> dict[
         "round": comparison.round,  # of commands that declared cells; each has its own family
         "seeds_apart": comparison.assessment.num_apart,
         "margin": comparison.margin,
+        "margin_rule": comparison.part.metric.rule,  # its declared version; 0: not declared
         "verdict": comparison.verdict,
         "why_no_verdict": comparison.why_no_verdict,
         "in_family": comparison.is_judged,

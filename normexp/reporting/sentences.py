@@ -353,7 +353,7 @@ def seeds_words(comparison: Comparison) -> str:
         return ""  # the size of a difference to a diverged run is not known
     needed = comparison.seeds_to_decide
     if needed is None:
-        return f", more than {MAX_SEEDS} seeds would decide"
+        return f", {MAX_SEEDS} seeds would not decide"
     return f", about {needed} seeds would decide"
 
 
@@ -467,7 +467,8 @@ def _note(of_part: Sequence[Comparison], comparisons: Sequence[Comparison]) -> s
     count = ": ".join([count, *filter(None, [", and ".join(members)])])
     return (
         "Intervals of differences are 95 % each, paired by seed, for new seeds and new test "
-        "samples; for new seeds alone where it says 'on these test samples'. The number of "
+        "samples; for new seeds alone where it says 'on these test samples', as those of means "
+        "always are. The number of "
         f"differences that this report tests is {count}. The probability that any verdict on them "
         "is false is at most 5 %, for those of each command, so a difference may be undecided "
         "although its own interval excludes 0. The seeds that would decide are those of a new "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from normexp.benchmark.claims import judge
 from normexp.benchmark.protocol import claims, digest, recipe_at, recipes
 from normexp.benchmark.score import overall, rank
 from normexp.benchmark.show import standing_words
+from normexp.benchmark.submission import differences, read_submission, write_submission
 from normexp.benchmark.table import Table, TableCell, read_runs, read_table, write_table
 from normexp.errors import UserError
 
@@ -146,18 +149,74 @@ def test_an_entry_cannot_change_the_rules(word: str, capsys: pytest.CaptureFixtu
     assert "frozen" in capsys.readouterr().err
 
 
+NORM = """
+from torch import nn
+
+
+class Mine(nn.GroupNorm):
+    def __init__(self, num_features, eps=1e-5):
+        super().__init__(4, num_features, eps=eps)
+"""
+
+
 @pytest.mark.slow
-def test_a_norm_is_entered_by_one_line(
+def test_a_norm_is_entered_by_one_line_and_verified_by_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    runs, shipped = tmp_path / "runs", tmp_path / "benchmark0.npz"
+    runs, folder = tmp_path / "runs", tmp_path / "submission"
     normexp.run(["experiment=benchmark0/convnet", f"runs_dir={runs}"])
-    write_table(read_runs(runs, "benchmark0"), shipped)
+    write_table(read_runs(runs, "benchmark0"), tmp_path / "benchmark0.npz")
     monkeypatch.setattr(table, "shipped_path", lambda name: tmp_path / f"{name}.npz")
-    line = ["reference=benchmark0", f"runs_dir={tmp_path / 'mine'}", "norm=rms", "workers=0"]
-    assert entry.main(line) == 0
+    (tmp_path / "mine_of_entry.py").write_text(NORM)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["norm=custom", "norm._target_=mine_of_entry.Mine", "workers=0"]
+    line = ["reference=benchmark0", f"runs_dir={tmp_path / 'mine'}", *words]
+    assert entry.main([*line, f"submit={folder}"]) == 0
     printed = capsys.readouterr().out
-    assert "the contract holds" in printed and "rms: error" in printed
-    content = json.loads((tmp_path / "mine" / "benchmark0-rms.json").read_text())
-    assert {one["norm"] for one in content["workloads"]["convnet"]} == {"batch", "group", "rms"}
+    assert "the contract holds" in printed and "Mine: error" in printed
+    content = json.loads((tmp_path / "mine" / "benchmark0-Mine.json").read_text())
+    assert {one["norm"] for one in content["workloads"]["convnet"]} == {"batch", "group", "Mine"}
     assert entry.main(line) == 0 and "skipped" in capsys.readouterr().out
+
+    again = ["reference=benchmark0", f"verify={folder}", f"runs_dir={tmp_path / 'again'}"]
+    assert entry.main([*again, "salt=s", "workers=0"]) == 0
+    assert "Mine: verified" in capsys.readouterr().out
+
+    claimed = read_table(folder / "table.npz")
+    better = [flattered(cell) for cell in claimed.cells]
+    write_table(Table(claimed.about, tuple(better)), folder / "table.npz")
+    said = json.loads((folder / "entry.json").read_text())
+    said["table"] = hashlib.sha256((folder / "table.npz").read_bytes()).hexdigest()
+    (folder / "entry.json").write_text(json.dumps(said))
+    assert entry.main([*again, "salt=s", "workers=0"]) == 1
+    printed = capsys.readouterr().out
+    assert "Mine: not verified" in printed and "now" in printed
+
+
+def flattered(cell: TableCell) -> TableCell:
+    """A cell whose test samples are all right, and whose accuracy says so."""
+    ones = np.ones_like(cell.metrics["test/accuracy"])
+    metrics = {**cell.metrics, "test/accuracy": ones}
+    samples = {"running": np.ones_like(cell.samples["running"])}
+    return TableCell(**{**vars(cell), "metrics": metrics, "samples": samples})
+
+
+def test_an_edited_number_contradicts_its_samples(tmp_path: Path):
+    made = convnet(0.1)
+    about = dict(made.about)
+    write_submission(tmp_path, "group", ["norm=group"], "torch.nn.GroupNorm", made.cells, about)
+    submission, problems = read_submission(tmp_path)
+    assert problems == [] and submission.workloads == ["convnet", "convnet_short"]
+    cell = made.cells[0]
+    cell.metrics["test/accuracy"][3] += 0.01
+    write_submission(tmp_path, "group", ["norm=group"], "torch.nn.GroupNorm", made.cells, about)
+    _, problems = read_submission(tmp_path)
+    assert len(problems) == 1 and "seed 3: test/accuracy is not that" in problems[0]
+
+
+def test_what_does_not_come_again_is_listed():
+    claimed = cells("convnet", "group", 0.05)
+    assert differences(claimed, claimed) == []
+    worse = [replace(one) for one in cells("convnet", "group", 0.15)]
+    assert len(differences(claimed, worse)) == len(claimed)
+    assert "no run came again" in differences(claimed, worse[1:])[0]

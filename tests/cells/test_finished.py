@@ -160,10 +160,15 @@ def test_evaluating_kept_weights_gives_what_training_recorded(cell_dir: Path, co
     for seed in SEEDS:
         (seed_dir(copy, seed) / "evaluation.json").unlink()
     assert main([f"run={copy}", ALL]) == 0
-    assert [evaluation(copy, seed) for seed in SEEDS] == recorded
+    contents = [evaluation(copy, seed) for seed in SEEDS]
+    for content in contents:
+        parts = content.pop("decomposition")
+        assert sum(parts.values()) == pytest.approx(2 * parts["evaluation"])  # training + terms
+        assert parts["own_share"] != 0
+    assert contents == recorded
     assert recorded[0]["ema"]["test/loss"] != recorded[0]["running"]["test/loss"]
     shown = capsys.readouterr().out
-    assert "batch on digits: n = 2 seeds" in shown
+    assert "batch on digits: n = 2 seeds" in shown and "own share" in shown
     for kind in ("precise", "ema"):
         values = [found[kind]["test/accuracy"] for found in recorded]
         assert f"{sum(values) / 2:.4f}" in shown
@@ -174,7 +179,7 @@ def test_evaluating_again_adds_to_what_is_there(copy: Path):
     samples = [read_samples(seed_dir(copy, seed)) for seed in SEEDS]
     assert main([f"run={copy}", "evaluate_with=[batch]", "evaluate_batch_sizes=[2,32]"]) == 0
     after = evaluation(copy)
-    assert set(after) == {*before, "batch32"}
+    assert set(after) == {*before, "batch32", "decomposition"}
     assert after["asked"] == before["asked"] | {"batch32": 32}
     assert all(after[name] == before[name] for name in before if name != "asked")
     assert after["batch32"]["test/loss"] < after["batch2"]["test/loss"]

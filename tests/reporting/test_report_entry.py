@@ -303,6 +303,32 @@ def test_a_watched_page_is_written_anew_and_reloads_itself_until_ctrl_c(
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_a_watched_report_has_intervals_until_every_declared_seed_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    cells = [
+        write_cell(tmp_path, norm, {k: level + 0.001 * k**power for k in range(6)})
+        for norm, level, power in (("batch", 0.9, 1), ("group", 0.8, 1.2))
+    ]
+    declare(tmp_path, "synthetic")
+    last = cells[1] / "seed-5" / "result.json"
+    content, looks = last.read_text(), []
+    last.unlink()
+
+    def look_again(_: float) -> None:
+        shown = json.loads((tmp_path / "synthetic" / "report" / "report.json").read_text())
+        (comparison,) = shown["comparisons"]
+        looks.append((comparison["verdict"], comparison["n"], comparison["margin_rule"]))
+        if len(looks) > 1:
+            raise KeyboardInterrupt
+        last.write_text(content)
+
+    monkeypatch.setattr(publish.time, "sleep", look_again)
+    assert main(["study=synthetic", f"runs_dir={tmp_path}", "watch=true"]) == 0
+    assert looks == [(None, 5, 1), ("worse", 6, 1)]
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_watching_begins_before_there_is_a_result(tmp_path: Path, monkeypatch, capsys):
     looks = []
 

@@ -1,0 +1,194 @@
+"""A submission: a folder with the runs of an entered norm, its source and where it stands.
+
+entry.json   norm, words of the command, benchmark, digest of its rules, digests of the sources
+table.npz    every run: seed, rate, metrics, result of each test sample, versions, machine
+source/      the files of a norm that is not shipped
+card.json    what its contract says; report.json where it stood
+
+`verify` does not trust it: it reads the table against itself, trains a canary of the reference and
+all runs of one workload, which the verifier's salt chooses, and lists what does not come again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from normexp.benchmark.protocol import digest
+from normexp.benchmark.table import Table, TableCell, read_table, write_table
+from normexp.errors import UserError
+from normexp.records.files import read_json, write_json, write_text
+from normexp.records.sources import source_files
+
+ENTRY_FILE, TABLE_FILE, SOURCE_DIR = "entry.json", "table.npz", "source"
+ROUNDED = 2e-6  # metrics are written with six decimals
+MACHINE_ERRORS = 4.0  # standard errors by which means of another machine may differ
+MACHINE_POINTS = 0.5  # of accuracy in percent (or 0.005 bits): less is never listed
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What a folder claims."""
+
+    folder: Path
+    norm: str
+    words: list[str]
+    benchmark: str
+    table: Table
+
+    @property
+    def workloads(self) -> list[str]:
+        return sorted({cell.recipe for cell in self.table.cells})
+
+
+def write_submission(
+    folder: Path,
+    norm: str,
+    words: Sequence[str],
+    target: str,
+    cells: Sequence[TableCell],
+    about: dict[str, Any],
+) -> None:
+    """Writes all but card.json and report.json.
+
+    target: of the norm; its source is copied if it is the user's own
+    about: of the reference table
+    """
+    sources = {}
+    for module, path in source_files(target).items():
+        parts = [*module.split("."), "__init__"] if path.stem == "__init__" else module.split(".")
+        name = "/".join(parts) + ".py"
+        (folder / SOURCE_DIR / name).parent.mkdir(parents=True, exist_ok=True)
+        write_text(folder / SOURCE_DIR / name, path.read_text(encoding="utf-8"))
+        sources[name] = _sha256(folder / SOURCE_DIR / name)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_table(Table(about, tuple(cells)), folder / TABLE_FILE)
+    entry = {"norm": norm, "words": list(words), "benchmark": about["benchmark"]}
+    entry |= {"rules": about["rules"], "sources": sources, "table": _sha256(folder / TABLE_FILE)}
+    write_json(folder / ENTRY_FILE, entry)
+
+
+def read_submission(folder: Path) -> tuple[Submission, list[str]]:
+    """A submission, and what contradicts itself in it, without training anything.
+
+    Raises:
+        UserError: the folder is no submission, or of other rules.
+    """
+    entry = read_json(folder / ENTRY_FILE)
+    table = read_table(folder / TABLE_FILE)
+    name = str(entry["benchmark"])
+    if entry["rules"] != digest(name) or table.about["rules"] != digest(name):
+        raise UserError(f"{folder}: made under other rules than conf/experiment/{name} has")
+    problems = [
+        f"{SOURCE_DIR}/{file} is not the file that was submitted"
+        for file, sha in entry["sources"].items()
+        if _sha256(folder / SOURCE_DIR / file) != sha
+    ]
+    if _sha256(folder / TABLE_FILE) != entry["table"]:
+        problems.append(f"{TABLE_FILE} is not the file that was submitted")
+    problems += [problem for cell in table.cells for problem in _contradictions(cell)]
+    return Submission(folder, str(entry["norm"]), entry["words"], name, table), problems
+
+
+def _contradictions(cell: TableCell) -> Iterator[str]:
+    """Accuracies that are not the mean over the recorded test samples."""
+    for kind, samples in cell.samples.items():
+        name = "test/accuracy" + ("" if kind == "running" else f"@{kind}")
+        if samples.dtype != bool or name not in cell.metrics:
+            continue
+        apart = np.abs(samples.mean(axis=1) - cell.metrics[name]) > ROUNDED
+        for seed in np.array(cell.seeds)[apart & ~cell.diverged]:
+            yield f"{describe(cell)}, seed {seed}: {name} is not that of its test samples"
+
+
+def describe(cell: TableCell) -> str:
+    """`convnet, rms at rate 0.1`, with the norm batch size where samples mix."""
+    size = f" at norm batch {cell.norm_batch_size}" if cell.norm_batch_size else ""
+    return f"{cell.recipe}, {cell.norm}{size} at rate {cell.lr:g}"
+
+
+def choose(salt: str, submission: Submission) -> str:
+    """The workload whose runs are trained again; only who knows the salt can know it."""
+    content = f"{salt}/{_sha256(submission.folder / TABLE_FILE)}"
+    number = int(hashlib.sha256(content.encode()).hexdigest(), 16)
+    return submission.workloads[number % len(submission.workloads)]
+
+
+def differences(claimed: Sequence[TableCell], again: Sequence[TableCell]) -> list[str]:
+    """What did not come again: missing cells, other divergences, other means over seeds.
+
+    Runs of the same code on the same machine are equal. On another one float32 sums differ and
+    runs drift apart, as if by other seeds, so means are compared with the spread over seeds.
+    """
+    problems = []
+    for cell in claimed:
+        other = next((one for one in again if _place(one) == _place(cell)), None)
+        if other is None:
+            problems.append(f"{describe(cell)}: no run came again")
+            continue
+        shared = [seed for seed in cell.seeds if seed in other.seeds]
+        if not shared:
+            problems.append(f"{describe(cell)}: no run came again")
+            continue
+        problems += _other_values(cell, other, shared)
+    return problems
+
+
+def _other_values(cell: TableCell, other: TableCell, shared: Collection[int]) -> Iterator[str]:
+    first, second = ([one.seeds.index(seed) for seed in shared] for one in (cell, other))
+    lost, lost_again = int(cell.diverged[first].sum()), int(other.diverged[second].sum())
+    if abs(lost - lost_again) > max(1, len(shared) // 4):
+        yield f"{describe(cell)}: {lost} of {len(shared)} seeds diverged, now {lost_again}"
+    name = "test/accuracy" if "test/accuracy" in cell.metrics else "test/bits_per_byte"
+    scale = 100 if name == "test/accuracy" else 1
+    least = MACHINE_POINTS if name == "test/accuracy" else MACHINE_POINTS / 100
+    if name not in cell.metrics or name not in other.metrics:
+        return
+    before, after = scale * cell.metrics[name][first], scale * other.metrics[name][second]
+    is_known = np.isfinite(before) & np.isfinite(after)
+    gaps = (before - after)[is_known]
+    if not len(gaps):
+        return
+    spread = float(np.std(after[is_known], ddof=1)) if len(gaps) > 1 else least
+    allowed = max(least, MACHINE_ERRORS * spread * math.sqrt(2 / len(gaps)))
+    if abs(gaps.mean()) > allowed:
+        yield (
+            f"{describe(cell)}: {name} is {before[is_known].mean():.2f}, now "
+            f"{after[is_known].mean():.2f}, n = {len(gaps)}"
+        )
+    elif (worst := float(np.abs(gaps).max())) > max(4 * least, 2 * MACHINE_ERRORS * spread):
+        yield f"{describe(cell)}: {name} of a run differs by {worst:.2f}"
+
+
+def _place(cell: TableCell) -> tuple[str, int | None, float]:
+    return cell.recipe, cell.norm_batch_size, cell.lr
+
+
+@contextmanager
+def source_on_path(submission: Submission) -> Iterator[None]:
+    """Lets this process and its workers import the submitted source inside the block."""
+    folder = str((submission.folder / SOURCE_DIR).resolve())
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, before)))
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "missing"
