@@ -19,7 +19,14 @@ from pathlib import Path
 from normexp.cells.assembly import can_stack_rates
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.devices import RankDied, train_on_devices
-from normexp.cells.stack import Run, Stack, create_stack, record_failure, restore_stack
+from normexp.cells.stack import (
+    Run,
+    Stack,
+    create_stack,
+    record_failure,
+    restore_stack,
+    train_stack,
+)
 from normexp.config.outcome import (
     Outcome,
     measured_versions,
@@ -210,7 +217,8 @@ class StackRunner:
         record = stack.record
         self.on_begin(record)
         try:
-            train_on_devices(stack, self.control)
+            train = train_on_devices if stack.cell.recipe.devices.count > 1 else train_stack
+            train(stack, self.control)
         except UserError:
             if not record.checkpoint.is_file():  # with one, the corrected command resumes there
                 end_stack(record)

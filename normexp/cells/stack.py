@@ -142,7 +142,7 @@ def follow_stack(stack: Stack, stop: StopRequest) -> None:
     """Trains along with `train_stack` in the processes other than rank 0; writes nothing."""
     with suitable_threads(stack.cell.elements_per_forward):
         control = TrainingControl(stop, on_steps=lambda *_: None)
-        _fit(stack, Recorder([[] for _ in stack.runs]), control, Watch(stack.cell))
+        _fit(stack, Recorder([[] for _ in stack.runs]), control, _watch(stack.cell))
 
 
 def _train(stack: Stack, control: TrainingControl) -> None:
@@ -157,11 +157,16 @@ def _train(stack: Stack, control: TrainingControl) -> None:
             sinks.append([MetricsWriter(file)] if (cell, seed) in still_open else [])
             trackers.append(opened.enter_context(run_loggers(cell, seed)))
         loggers = stack_loggers(stack.cell, stack.seeds)
-        watch = Watch(stack.cell)
+        watch = _watch(stack.cell)
         module, must_stop = _fit(stack, Recorder(sinks, loggers, trackers), control, watch)
-        _record(_after_watch(stack, watch.findings), module)
+        _record(_after_watch(stack, watch.findings) if watch else stack, module)
     if must_stop:
         raise Interrupted
+
+
+def _watch(cell: Cell) -> Watch | None:
+    """What watches the norms of a cell while they train; None if nothing must."""
+    return Watch(cell) if cell.recipe.watched_steps else None
 
 
 def _after_watch(stack: Stack, findings: Findings) -> Stack:
@@ -176,7 +181,7 @@ def _after_watch(stack: Stack, findings: Findings) -> Stack:
 
 
 def _fit(
-    stack: Stack, recorder: Recorder, control: TrainingControl, watch: Watch
+    stack: Stack, recorder: Recorder, control: TrainingControl, watch: Watch | None
 ) -> tuple[TrainingModule, bool]:
     """The trained module, and whether a stop was requested too late for a checkpoint."""
     cell = stack.cell
@@ -187,7 +192,7 @@ def _fit(
     must_stop = fit(
         module,
         checkpoint=stack.record.checkpoint,
-        callbacks=[*build_callbacks(cell, control), watch],
+        callbacks=[*build_callbacks(cell, control), *([watch] if watch else [])],
         stop=control.stop,
     )
     return module, must_stop
