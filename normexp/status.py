@@ -10,13 +10,16 @@ from normexp.cli import entry, read_options
 
 @entry("status")
 def main(words: list[str]) -> int:
-    """Exit code: 0 shown, 2 the user's mistake."""
+    """Exit code: 0 shown, 2 the user's mistake, such as a cell that cannot be forgotten."""
     options = read_options("status", words)
 
-    from normexp.records.state import read_status
+    from normexp.records.state import forget_cells, read_status
     from normexp.reporting.terminal import print_status
 
-    print_status(read_status(Path(options["runs_dir"]), options["study"]))
+    runs_dir, study = Path(options["runs_dir"]), options["study"]
+    for cell in forget_cells(runs_dir, study, options["forget"] or []):
+        print(f"forgotten: {cell.title}")
+    print_status(read_status(runs_dir, study))
     return 0
 
 

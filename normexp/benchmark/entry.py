@@ -25,7 +25,7 @@ def main(words: list[str]) -> int:
     from normexp.benchmark.table import read_runs, read_table, shipped_path, write_table
 
     if options["write"] is not None:
-        table = read_runs(Path(options["runs_dir"]), options["reference"])
+        table = read_runs(Path(options["runs_dir"]), options["reference"], options["first_seed"])
         write_table(table, Path(options["write"]))
         print(f"{len(table.cells)} cells: {options['write']}")
         return 0
@@ -80,6 +80,8 @@ def _enter(reference: Table, overrides: list[str], options: dict[str, Any]) -> i
     card = _measure(norm)
     if not _keeps_contract(norm, card):
         return FAILED
+    if "dry_run=true" in overrides:
+        _print_cost(reference, workloads)
     code, entered = _train(name, workloads, Path(options["runs_dir"]), overrides, norm.name)
     if entered:
         content = _print_standing(reference, norm.name, entered, options)
@@ -103,10 +105,22 @@ def _train(
         outcomes = train_cells(cells, ["normexp-benchmark", *words])
         code = max(code, print_outcomes(cells, outcomes, words))
         ids |= {result.cell_id for outcome in outcomes for result in outcome.results}
-    if not ids:  # a dry run
+    if not ids:  # a dry run, or nothing but failures
         return code, []
     table = read_runs(runs_dir, benchmark)
     return code, [replace(cell, norm=label) for cell in table.cells if cell.about["id"] in ids]
+
+
+def _print_cost(table: Table, workloads: Sequence[str]) -> None:
+    """What a run took where the table was made."""
+    for workload in workloads:
+        known = table.recipes[workload]
+        cells = table.rates_of(workload, known.reference)
+        seconds = sum(cell.about["seconds"] for cell in cells) / len(cells)
+        runs = known.num_seeds * len(known.rates)
+        sizes = " and ".join(map(str, known.norm_batch_sizes))
+        print(f"{workload}: {runs} runs at norm batch {sizes} each, or once if samples do not mix;")
+        print(f"  with {known.reference}, one took {seconds:.1f} s of a busy core")
 
 
 def _is_frozen(key: str) -> bool:
@@ -123,13 +137,13 @@ def _measure(norm: NormSpec) -> Any:
     from normexp.checks.card import measure_card
     from normexp.norms.slots import resolve
 
-    target, reserved = norm_target(norm.config)
+    target, reserved = norm_target(norm)
     with suitable_threads(0):
         return measure_card(
             target.call,
             name=norm.name,
             target=target.path,
-            eps=norm.config.eps,
+            eps=norm.eps,
             slots=resolve({}, reserved),
             contract_only=True,
         )
@@ -164,7 +178,9 @@ def _print_standing(
     print(f"\n{standing_words(standings, norm)}")
     claims = judge(table) if table.about["benchmark"] == BENCHMARK else []
     content = as_json(table, standings, claims)
-    path = Path(options["runs_dir"], f"{options['reference']}-{norm.replace(' ', '-')}.json")
+    path = Path(
+        options["runs_dir"], f"{reference.about['benchmark']}-{norm.replace(' ', '-')}.json"
+    )
     write_json(path, content)
     print(f"as JSON: {path}")
     return content
@@ -184,7 +200,7 @@ def _submit(
     from normexp.records.files import write_json, write_text
 
     words = [word for word in overrides if _is_of_norm(word)]
-    target = str(norm.config.norm["_target_"])
+    target = str(norm.values["_target_"])
     about = dict(reference.about)
     write_submission(folder, norm.name, words, target, entered, about)
     write_text(folder / "card.json", as_json([card]) + "\n")

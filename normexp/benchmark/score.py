@@ -21,7 +21,7 @@ from normexp.benchmark.table import Table, TableCell
 from normexp.reporting.metric import RULE
 from normexp.stats.contrast import Assessment, Margin, difference, verdict_on
 from normexp.stats.crossfit import CrossFit, cross_fit
-from normexp.stats.family import smallest_difference
+from normexp.stats.family import smallest_difference, spread_of
 from normexp.stats.interval import Interval, crossed_mean, mean
 from normexp.stats.ratio import as_ratio, error_ratio, over_workloads
 
@@ -207,7 +207,9 @@ def rank(table: Table, recipe: str) -> Standings | None:
         return None
     tuned = {norm: tune(cells) for norm, cells in grids.items() if cells}
     ranked = [norm for norm in tuned if not tuned[norm].diverges]
-    family = max(1, len(ranked) - 1)
+    # Each against the reference, and the choice of the best: k - 1 one-sided tests, of which that
+    # against the reference is a member already, and two of which are one member.
+    family = max(1, len(ranked) - 1 + math.ceil((len(ranked) - 2) / 2))
     reference = tuned[known.reference]
     ratios = {norm: ratio(tuned[norm], reference) for norm in ranked if norm != known.reference}
     errors = {norm: _level(ratios.get(norm)) for norm in ranked}
@@ -261,17 +263,12 @@ def _sensitivity(table: Table, recipe: str, norm: str) -> Assessment | None:
 
 
 def _bars(ratios: Mapping[str, Assessment], family: int) -> dict[int, float]:
-    """The smallest ratio that 8, 16, 32 seeds call, with the spread pooled over norms."""
-    spreads = []
-    for assessment in ratios.values():
-        gap = assessment.gap
-        if gap.over_seeds is not None or gap.error is not None:
-            error = gap.over_seeds[1] if gap.over_seeds else gap.error
-            spreads.append(gap.n * (error or 0.0) ** 2)
+    """The smallest ratio that 8, 16, 32 seeds call, with the median spread of the norms."""
+    spreads = [spread for one in ratios.values() if (spread := spread_of(one.gap)) is not None]
     if not spreads:
         return {}
-    sd = math.sqrt(float(np.median(spreads)))
-    return {n: math.exp(smallest_difference(n, sd, family)) for n in (8, 16, 32)}
+    sd, of_samples = np.median(spreads, axis=0).tolist()
+    return {n: math.exp(smallest_difference(n, sd, family, of_samples)) for n in (8, 16, 32)}
 
 
 def overall(standings: Sequence[Standings], norm: str) -> Interval | None:

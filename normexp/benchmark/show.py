@@ -51,7 +51,7 @@ def _rows(one: Standings) -> Iterator[list[str]]:
         if place.tuned is None:
             yield [title, place.norm, "-", "-", "-", "-"]
             continue
-        rate = f"{place.tuned.rate:g}" + " (at an edge)" * place.tuned.is_at_edge
+        rate = f"{place.tuned.rate:g}" + ", edge" * place.tuned.is_at_edge
         yield [title, place.norm, error_words(place), ratio_words(place), _fall(place), rate]
 
 
@@ -77,7 +77,10 @@ def interval_words(interval: Interval) -> str:
 
 
 def _fall(place: Standing) -> str:
-    return "-" if place.sensitivity is None else interval_words(place.sensitivity.gap)
+    if place.sensitivity is None or place.tuned is None:
+        return "-"
+    gap = place.sensitivity.gap
+    return _words(gap.estimate, gap.low, gap.high, digits=1 if place.tuned.is_accuracy else 3)
 
 
 def _words(estimate: float | None, low: float | None, high: float | None, *, digits: int) -> str:

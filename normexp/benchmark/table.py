@@ -97,13 +97,15 @@ class Table:
         return Table(self.about, (*self.cells, *cells))
 
 
-def read_runs(runs_dir: Path, benchmark: str = BENCHMARK) -> Table:
-    """The runs of a benchmark below `runs_dir`; seeds beyond those of the recipe are left out.
+def read_runs(runs_dir: Path, benchmark: str = BENCHMARK, first_seed: int = 0) -> Table:
+    """The runs of a benchmark below `runs_dir`, with as many seeds as its recipes have.
+
+    first_seed: other than 0 for a repetition with other seeds
 
     Raises:
         UserError: no run of the benchmark is there.
     """
-    cells = tuple(_cells_below(runs_dir, recipes(benchmark).values()))
+    cells = tuple(_cells_below(runs_dir, recipes(benchmark).values(), first_seed))
     if not cells:
         raise UserError(f"runs_dir={runs_dir}: no run of {benchmark} is there")
     commits = sorted({str(cell.about["commit"]) for cell in cells})
@@ -112,16 +114,20 @@ def read_runs(runs_dir: Path, benchmark: str = BENCHMARK) -> Table:
     return Table(about | {"commits": commits, "time": now}, cells)
 
 
-def _cells_below(runs_dir: Path, known: Collection[WorkloadRecipe]) -> Iterator[TableCell]:
+def _cells_below(
+    runs_dir: Path, known: Collection[WorkloadRecipe], first_seed: int
+) -> Iterator[TableCell]:
     for study in sorted({recipe.study for recipe in known}):
         candidates = [recipe for recipe in known if recipe.study == study]
         for cell_dir in sorted(path for path in (runs_dir / study).glob("*-*") if path.is_dir()):
-            cell = _read_cell(cell_dir, candidates)
+            cell = _read_cell(cell_dir, candidates, first_seed)
             if cell is not None:
                 yield cell
 
 
-def _read_cell(cell_dir: Path, candidates: Iterable[WorkloadRecipe]) -> TableCell | None:
+def _read_cell(
+    cell_dir: Path, candidates: Iterable[WorkloadRecipe], first_seed: int
+) -> TableCell | None:
     folders = [seed_dir(cell_dir, seed) for seed in list_seeds(cell_dir)]
     results = [read_result(path) for path in folders if (path / RESULT_FILE).is_file()]
     results = [one for one in results if one.status in (Status.FINISHED, Status.DIVERGED)]
@@ -131,7 +137,8 @@ def _read_cell(cell_dir: Path, candidates: Iterable[WorkloadRecipe]) -> TableCel
     recipe = next((one for one in candidates if one.trains(config)), None)
     if recipe is None or config["lr"] not in recipe.rates or results[0].invalid:
         return None
-    results = [one for one in results if one.seed < recipe.num_seeds]
+    seeds = range(first_seed, first_seed + recipe.num_seeds)
+    results = [one for one in results if one.seed in seeds]
     if not results:
         return None
     names = sorted({name for one in results for name in one.metrics})
@@ -272,11 +279,13 @@ def _cell_of(number: int, row: Mapping[str, Any], content: Mapping[str, Any]) ->
 
 
 def shipped_path(name: str) -> Path:
-    """The file of a shipped reference, such as benchmark1.
+    """The file of a shipped reference, such as benchmark1; a name that ends in .npz is a path.
 
     Raises:
         UserError: there is none of that name.
     """
+    if name.endswith(".npz"):
+        return Path(name)
     folder = Path(__file__).parent
     known = sorted(path.stem for path in folder.glob("*.npz"))
     if not re.fullmatch(r"\w+", name) or name not in known:

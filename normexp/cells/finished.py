@@ -194,7 +194,11 @@ def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
 def _decompose(cell: Cell, replicas: Replicas) -> list[dict[str, float]]:
     """What carries the test loss of each run from training to evaluation mode; see `diagnosis`."""
     networks = [replicas.replica(index) for index in range(replicas.num_replicas)]
-    return decompose_runs(networks, cell.data, cell.recipe)
+    try:
+        return decompose_runs(networks, cell.data, cell.recipe)
+    except UserError as error:  # such as a norm that fails on these batches
+        logger.info("the test loss is not decomposed: %s", error)
+        return []
 
 
 def _load_replicas(cell: Cell, cell_dir: Path, seeds: Sequence[int], file: str) -> Replicas:

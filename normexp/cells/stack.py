@@ -25,6 +25,7 @@ from normexp.cells.assembly import (
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.reloading import fault_of_reloaded
 from normexp.cells.watch import Findings, Watch, with_findings, withdraw_aliases
+from normexp.config.spec import title_of
 from normexp.data.prediction import Preprocessing
 from normexp.errors import UserError
 from normexp.records.environment import describe_environment
@@ -132,6 +133,8 @@ def train_stack(stack: Stack, control: TrainingControl) -> None:
         write_text(cell.directory / CONFIG_FILE, config)
         seed_dir(cell.directory, seed).mkdir(exist_ok=True)
     with messages_to_file(stack.record.directory / LOG_FILE):
+        if words := stack.record.resumes_at:
+            logger.info("%s %s", title_of(stack.cell.spec), words)
         for message in stack.cell.messages:
             logger.info(message)
         with suitable_threads(stack.cell.elements_per_forward), control.stop.listening():
@@ -142,7 +145,7 @@ def follow_stack(stack: Stack, stop: StopRequest) -> None:
     """Trains along with `train_stack` in the processes other than rank 0; writes nothing."""
     with suitable_threads(stack.cell.elements_per_forward):
         control = TrainingControl(stop, on_steps=lambda *_: None)
-        _fit(stack, Recorder([[] for _ in stack.runs]), control, _watch(stack.cell))
+        _fit(stack, Recorder([[] for _ in stack.runs]), control, Watch(stack.cell))
 
 
 def _train(stack: Stack, control: TrainingControl) -> None:
@@ -157,16 +160,11 @@ def _train(stack: Stack, control: TrainingControl) -> None:
             sinks.append([MetricsWriter(file)] if (cell, seed) in still_open else [])
             trackers.append(opened.enter_context(run_loggers(cell, seed)))
         loggers = stack_loggers(stack.cell, stack.seeds)
-        watch = _watch(stack.cell)
+        watch = Watch(stack.cell)
         module, must_stop = _fit(stack, Recorder(sinks, loggers, trackers), control, watch)
-        _record(_after_watch(stack, watch.findings) if watch else stack, module)
+        _record(_after_watch(stack, watch.findings), module, watch)
     if must_stop:
         raise Interrupted
-
-
-def _watch(cell: Cell) -> Watch | None:
-    """What watches the norms of a cell while they train; None if nothing must."""
-    return Watch(cell) if cell.recipe.watched_steps else None
 
 
 def _after_watch(stack: Stack, findings: Findings) -> Stack:
@@ -181,7 +179,7 @@ def _after_watch(stack: Stack, findings: Findings) -> Stack:
 
 
 def _fit(
-    stack: Stack, recorder: Recorder, control: TrainingControl, watch: Watch | None
+    stack: Stack, recorder: Recorder, control: TrainingControl, watch: Watch
 ) -> tuple[TrainingModule, bool]:
     """The trained module, and whether a stop was requested too late for a checkpoint."""
     cell = stack.cell
@@ -192,16 +190,16 @@ def _fit(
     must_stop = fit(
         module,
         checkpoint=stack.record.checkpoint,
-        callbacks=[*build_callbacks(cell, control), *([watch] if watch else [])],
+        callbacks=[*build_callbacks(cell, control), watch],
         stop=control.stop,
     )
     return module, must_stop
 
 
-def _record(stack: Stack, module: TrainingModule) -> None:
+def _record(stack: Stack, module: TrainingModule, watch: Watch) -> None:
     """Writes the files of every run, result.json last: its presence means ended."""
     device, source = module.trainer.strategy.root_device, stack.cell.data.source_version
-    timing, gpu = _timing(module), None
+    timing, gpu = _timing(module) | watch.timing, None
     if device.type == "cuda":  # on a CPU only the peak of the whole process is known
         gpu = torch.cuda.get_device_name(device)
         timing["peak_memory_mb"] = torch.cuda.max_memory_allocated(device) / 1e6

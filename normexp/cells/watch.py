@@ -34,8 +34,12 @@ from normexp.training.module import TrainingModule
 logger = logging.getLogger(__name__)
 
 STILL = 2  # steps without a change of state, after which the rest of a window is the same
-MOST_TIME = 0.05  # share of the training's time, ...
-FREE_SECONDS = 1.0  # ... or this much: trainings of seconds are watched too
+MOST_TIME = 0.05  # share of the training's time
+# Beyond that, once per process: a single training of seconds is watched too, and a sweep of such
+# trainings loses no time.
+FREE_SECONDS = 0.5
+
+_spent_beyond = 0.0  # seconds of this process
 
 
 @dataclass
@@ -58,7 +62,7 @@ class Watch(pl.Callback):
 
     At each a copy of one replica takes up to WINDOW training steps on a few samples, without an
     optimizer; each step is asked the questions, and the last in evaluation too. The training
-    itself is not affected.
+    itself is not affected. Seconds of looks are those of the CPU, so a busy machine costs no look.
 
     Attributes:
         findings: survive an interruption, in the checkpoint.
@@ -71,8 +75,15 @@ class Watch(pl.Callback):
         self._asks_samples = not cell.traits.mixes_samples
         self._asks_positions = cell.data.task == "language_modeling"
         self._clock: tuple[float, int] | None = None  # seconds and step, after the first chunk
-        self._spent = 0.0  # seconds
+        self._spent = 0.0  # seconds of the CPU
         self._cost: float | None = None  # seconds of a look
+
+    @property
+    def timing(self) -> dict[str, float]:
+        """What it took, for the record of a run; empty if nothing is watched."""
+        if not self.cell.recipe.watched_steps:
+            return {}
+        return {"watch_seconds": round(self._spent, 3), "watched_points": len(self._looked)}
 
     def state_dict(self) -> dict[str, Any]:
         return {"findings": asdict(self.findings), "looked": self._looked}
@@ -99,7 +110,7 @@ class Watch(pl.Callback):
         affordable = self._affordable(pl_module)
         if affordable <= 0 or (self._cost is not None and self._cost > affordable):
             return
-        started = time.perf_counter()
+        started = time.process_time()
         devices = [pl_module.device] if pl_module.device.type == "cuda" else []
         try:
             with torch.random.fork_rng(devices=devices), torch.enable_grad():
@@ -107,19 +118,22 @@ class Watch(pl.Callback):
         except Exception as error:  # of foreign code, any kind: it trains, but cannot be copied
             self._asks_samples = self._asks_positions = is_complete = False
             logger.warning("step %d could not be watched: %s", pl_module.step, first_line(error))
-        self._spent += time.perf_counter() - started
+        cost = time.process_time() - started
+        self._spent += cost
         if is_complete:
             self._looked.append(pl_module.step)
-            self._cost = time.perf_counter() - started
+            self._cost = cost
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        global _spent_beyond
         del trainer
         assert isinstance(pl_module, TrainingModule)
+        _spent_beyond += max(0.0, self._spent - self._share(pl_module))
         num_steps = len(pl_module.recipe.watched_steps)
         if num_steps and self.findings == Findings():
             logger.info(
-                "watched %d of %d points of the training in %.1f s (%.0f %% of its time or %.0f s "
-                "are allowed): %s",
+                "watched %d of %d points of the training in %.2f s (%.0f %% of its time are "
+                "allowed, or %.1f s once): %s",
                 *(len(self._looked), num_steps, self._spent, 100 * MOST_TIME, FREE_SECONDS),
                 "samples and positions stay independent" if self._looked else "too short for more",
             )
@@ -133,18 +147,24 @@ class Watch(pl.Callback):
         """
         if self._clock is None or module.step == self._clock[1]:
             return 0.0
-        seconds, first = self._clock
-        per_step = (time.perf_counter() - seconds - self._spent) / (module.step - first)
-        left = max(MOST_TIME * per_step * module.total_steps, FREE_SECONDS) - self._spent
+        left = max(self._share(module), FREE_SECONDS - _spent_beyond) - self._spent
         steps = module.recipe.watched_steps
         likelier = steps[: steps.index(module.step)]
         return left / (1 + sum(step > module.step for step in likelier))
+
+    def _share(self, module: TrainingModule) -> float:
+        """MOST_TIME of the seconds that the whole training takes at its speed so far."""
+        if self._clock is None or module.step == self._clock[1]:
+            return 0.0
+        seconds, first = self._clock
+        per_step = (time.perf_counter() - seconds - self._spent) / (module.step - first)
+        return MOST_TIME * per_step * module.total_steps
 
     # --- Looking -------------------------------------------------------------------------------
 
     def _look(self, module: TrainingModule, affordable: float) -> bool:
         """False if the steps of the window would take more than the affordable seconds."""
-        started = time.perf_counter()
+        started = time.process_time()
         index = len(self._looked) % module.replicas.num_replicas
         network = expose_branches(module.replicas.replica(index).cpu())
         batches = self._batches(network, module.step)
@@ -157,7 +177,7 @@ class Watch(pl.Callback):
             still = still + 1 if all(after[n].equal(old) for n, old in before.items()) else 0
             if still == STILL or not any(self._questions(True)):
                 break
-            now = time.perf_counter()
+            now = time.process_time()
             if count == 0:  # also the copy, and what a first forward sets up
                 first = now
             elif count == 1:

@@ -14,6 +14,7 @@ from normexp.checks.asking import Answer, Reply, measured, mode_name, show, skip
 from normexp.checks.lone_norm import LoneNorm, NormCase, Shape, values
 from normexp.checks.probe import (
     EVERYWHERE,
+    REFUSALS,
     TOLERANCE,
     Probe,
     change,
@@ -158,7 +159,6 @@ def find_wrong_slope(
 # the input alone costs 6e-4 of a deviation of 1.
 FAR_MEAN, FAR_TOLERANCE = 1e4, 0.05
 ERROR_QUANTILE = 0.75  # not the maximum: a channel of few, close values keeps few digits
-REFUSALS = (RuntimeError, ValueError, AssertionError, IndexError)
 CONSTANT = 3.5  # its sums and means are exact, so a variance is 0
 
 

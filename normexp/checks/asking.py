@@ -13,7 +13,9 @@ from typing import Any, Literal
 from normexp.checks.lone_norm import LoneNorm, Shape
 from normexp.checks.network import BuiltNetwork
 from normexp.checks.probe import MODES, fixed_draws
-from normexp.errors import UserError, first_line
+from normexp.checks.sites import explain
+from normexp.errors import UserError
+from normexp.records.sources import source_line_of
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +104,7 @@ def ask_norm(questions: Iterable[Question], norm: LoneNorm) -> list[Answer]:
             try:
                 answer = answer_of(question, norm)
             except Exception as error:  # of foreign code, any kind
-                answer = failed(f"{type(error).__name__}: {first_line(error)}")
+                answer = failed(explain(error))
         lines.append(question.line(answer))
     return lines
 
@@ -148,13 +150,18 @@ def ask_network(questions: Iterable[Question], network: BuiltNetwork) -> dict[st
     """Asks in order, and returns the traits by name.
 
     Raises:
-        UserError: the message of the first refusal; or a forward fails.
+        UserError: the message of the first refusal; or the user's code fails.
     """
     traits: dict[str, Any] = {}
     for question in questions:
         if question.only_foreign and not network.is_foreign:
             continue
-        reply = network.once(question.ask)
+        try:
+            reply = network.once(question.ask)
+        except Exception as error:
+            if isinstance(error, UserError) or not source_line_of(error):
+                raise  # a refusal, or a fault that is not of the user's code
+            raise UserError(f"probing the model fails: {explain(error)}") from error
         if question.follows == "trait":
             traits[question.name] = reply
         elif reply is None:

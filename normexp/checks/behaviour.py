@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from normexp.checks.asking import Answer, Reply, measured, show, skipped
 from normexp.checks.lone_norm import LADDER, LoneNorm, NormCase, Shape, arguments_of, shape_at
-from normexp.checks.probe import EVERYWHERE, MODES, differ, moves
+from normexp.checks.probe import COARSE_TOLERANCE, EVERYWHERE, MODES, differ, moves
 from normexp.errors import first_line
 from normexp.norms.adapt import FEATURE_NAMES, PROBED_DIMS
 from normexp.norms.state import read_state
@@ -104,6 +104,14 @@ def keeps_dtype(norm: LoneNorm) -> Reply:
             if out.dtype != dtype:
                 return f"{name} in, {_dtype_name(out.dtype)} out, {show(case.shape)}"
     return Answer(detail=f"this device lacks {', '.join(missing)}" if missing else "")
+
+
+def computes_in_float64(norm: LoneNorm) -> Reply:
+    """Can the norm be computed in float64, where weak dependences show?"""
+    if norm.probed_in == torch.float64:
+        return None
+    least = f"dependences weaker than {COARSE_TOLERANCE:g} of the largest value are not seen"
+    return measured("float32 alone", least)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -19,8 +19,10 @@ from normexp.checks.network import BuiltNetwork, Case, places_where
 from normexp.checks.probe import (
     EVERYWHERE,
     MODES,
+    REFUSALS,
     TOLERANCE,
     Probe,
+    change,
     changes,
     difference,
     in_float64,
@@ -28,7 +30,7 @@ from normexp.checks.probe import (
     normal,
 )
 from normexp.checks.sites import EnteredSite, SiteOnMaps, enter_sites, name_some
-from normexp.errors import UserError
+from normexp.errors import UserError, first_line
 from normexp.norms.adapt import EPS_NAMES
 from normexp.norms.parts import CONVOLUTIONS
 from normexp.norms.site import Site, named_sites, takes_mask
@@ -42,6 +44,7 @@ SMALL_STD = 1e-3  # its variance, 1e-6, lies below the usual eps
 BATCHES = (4, 32)
 MANY = 33  # samples, or positions in a row
 MAP = (4, 4)  # positions per sample where batches are compared
+Z_TOLERANCE = 1e-3  # of z-scores; eps is usually smaller
 GAP_STEPS = 60  # training batches, after which 0.2 % is left of a start at momentum 0.1
 
 EXTRA_POSITIONS = 3  # of padding, appended to ask about its amount
@@ -396,7 +399,12 @@ def model_reads_padding(network: BuiltNetwork, batch: Batch) -> bool:
             site.train(training)
         wide = in_float64(model, batch["inputs"], mask) if network.has_foreign_model else None
         module, (inputs, _) = wide or (model, (batch["inputs"], mask))
-        probe = Probe(module, inputs, mask, vocab_size=network.data.vocab_size, ways=1)
+        probe = Probe(
+            *(module, inputs, mask),
+            vocab_size=network.data.vocab_size,
+            ways=1,
+            is_sensitive=network.has_foreign_model,
+        )
         before = probe.observe()
         others = [
             probe.observe(torch.where(mask, inputs, probe.replacement(inputs, way)), mask)
@@ -482,10 +490,9 @@ def effect_of_eps(case: NormCase) -> Answer:
     name, eps = case.lone.eps_name, case.lone.eps_value
     if name is None or eps is None:
         return skipped("has no argument eps")
-    x = SMALL_STD * case.values(torch.float64)
     knobs: list[dict[str, Any]] = [{name: factor * eps} for factor in (1, 10)]
     probes = [case.probe(**changed) for changed in knobs]
-    effect = _distance(*(probe.observe(x).output for probe in probes))
+    effect = _distance(*(probe.observe(SMALL_STD * probe.inputs[0]).output for probe in probes))
     return measured(effect, f"eps {eps:g} to {10 * eps:g}, {show(case.shape)}")
 
 
@@ -509,6 +516,33 @@ def gap_between_modes(case: NormCase) -> Answer:
     return measured(
         _distance(trained, evaluated), f"{GAP_STEPS} training batches {show(case.shape)}"
     )
+
+
+def equals_instance_norm(case: NormCase) -> Answer:
+    """Is a norm that mixes samples instance norm at one sample, as batch norm is?
+
+    Up to its scale at eps: one sample of variance 1 is compared with its own z-scores.
+    """
+    if mixes_samples(case, True) is None:
+        return skipped("mixes no samples")
+    probe = case.probe()
+    x = probe.inputs[0][:1]
+    positions = list(range(2, x.ndim))
+    try:
+        out = probe.observe(x).output
+    except REFUSALS as error:
+        return measured("refused", first_line(error))
+    centred = x - x.mean(positions, keepdim=True)
+    expected = centred / centred.square().mean(positions, keepdim=True).sqrt()
+    far = change(expected, out)
+    if far < Z_TOLERANCE:
+        return measured("yes", show((1, *case.shape[1:])))
+    return measured("no", f"off by {far:.2g} of the largest value, {show((1, *case.shape[1:]))}")
+
+
+def most_positions(norm: LoneNorm) -> list[Shape]:
+    """The input with the most positions per sample."""
+    return sorted(norm.with_dims(3, 4, 5), key=lambda shape: math.prod(shape[2:]))[-1:]
 
 
 def batch_of(batch_size: int, norm: LoneNorm) -> list[Shape]:

@@ -15,8 +15,11 @@ from torch import Tensor, nn
 from normexp.batching.replicas import model_arguments
 from normexp.checks.network import MANY_SAMPLES, BuiltNetwork
 from normexp.checks.probe import (
+    COARSE_TOLERANCE,
     MODES,
+    TOLERANCE,
     Probe,
+    all_in_float64,
     fixed_draws,
     in_float64,
     moves,
@@ -54,6 +57,27 @@ def _first_of_sites(
         if fault:
             return name_some(site.names), fault
     return None
+
+
+def runs_in_float32_alone(network: BuiltNetwork) -> str | None:
+    """Can foreign code be computed in float64, where weak dependences show?"""
+    sites = [site for site in network.sites if site.is_foreign]
+    names = [
+        name
+        for site in sites
+        if in_float64(site.module, site.values()) is None
+        for name in site.names
+    ]
+    inputs = model_arguments(network.short)
+    if not names and network.has_foreign_model and in_float64(network.exposed, *inputs) is None:
+        names = ["the model"]
+    if not names:
+        return None
+    least = TOLERANCE if names == ["the model"] else COARSE_TOLERANCE
+    return (
+        f"{name_some(names)} cannot be computed in float64, so dependences weaker than {least:g} "
+        "of the largest value are not seen"
+    )
 
 
 # ---------------------------------------------------------------- inputs
@@ -128,7 +152,7 @@ def _wrong_slope(site: EnteredSite) -> str | None:
         return None
     weights = normal(site.shape, 7) * straight
     x = x.clone().requires_grad_()
-    with fixed_draws(), torch.enable_grad():
+    with fixed_draws(), torch.enable_grad(), all_in_float64():
         out = wide[0](x)
         slopes = [torch.zeros_like(x)]
         if out.requires_grad:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, defaultdict
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -19,6 +20,7 @@ from normexp.checks.network import BuiltNetwork, Case, places_where
 from normexp.checks.probe import (
     MANY_STEPS,
     Snapshot,
+    all_in_float64,
     differ,
     fixed_draws,
     in_float64,
@@ -26,11 +28,10 @@ from normexp.checks.probe import (
     moves,
     normal,
 )
-from normexp.checks.sites import EnteredSite, name_some
-from normexp.errors import UserError, first_line
+from normexp.checks.sites import EnteredSite, explain, name_some
+from normexp.errors import UserError
 from normexp.norms.site import Site, named_sites
 from normexp.norms.state import is_sequential as declares_order
-from normexp.records.sources import source_line_of
 
 NETWORK_STEPS, NORM_STEPS = 1, 20  # training steps in which hidden state may show
 
@@ -137,8 +138,7 @@ def _sites_without_effect(network: nn.Module, sites: dict[str, Site], batch: Bat
         try:
             loss.backward()
         except Exception as error:  # of foreign code, any kind
-            where = source_line_of(error)
-            raise UserError(f"the backward pass fails: {first_line(error)}{where}") from error
+            raise UserError(f"the backward pass fails: {explain(error)}") from error
     return [
         name
         for name in sites
@@ -411,7 +411,8 @@ def cannot_stack(network: nn.Module, batch: Batch) -> str | None:
     if foreign:
         for seed, replica in enumerate(networks):
             _shift(replica, batches["inputs"][seed], seed)
-    return find_stacking_fault(networks, batches, with_backward=foreign)
+    with all_in_float64() if wide else nullcontext():
+        return find_stacking_fault(networks, batches, with_backward=foreign)
 
 
 @torch.no_grad()

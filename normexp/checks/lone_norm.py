@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, wraps
 from typing import Any
@@ -16,10 +17,14 @@ from normexp.checks.probe import (
     MODES,
     Probe,
     after_many_steps,
+    all_in_float64,
     changes,
     fixed_draws,
+    in_float64,
     moves,
     normal,
+    phases,
+    widened,
 )
 from normexp.config.target import Target
 from normexp.errors import UserError
@@ -87,11 +92,23 @@ class LoneNorm:
     @cached_property
     def computes_in_half(self) -> bool:
         """True if a small step of a float64 input moves almost no output that a large one moves."""
+        if self.probed_in != torch.float64:
+            return False
         x, direction = (self.largest.values(torch.float64, seed) for seed in (0, 1))
         probe = self.largest.probe(training=True)
         outs = [probe.observe(x + step * direction).output for step in (0.0, SMALL_STEP, 1.0)]
         small, large = (int((out != outs[0]).sum()) for out in outs[1:])
         return small < 0.1 * large
+
+    @cached_property
+    def probed_in(self) -> torch.dtype:
+        """float64, or float32 for code that only computes in that."""
+        wide = in_float64(self.smallest.build(), self.smallest.values())
+        return torch.float32 if wide is None else torch.float64
+
+    @property
+    def is_shipped(self) -> bool:
+        return is_shipped(self.target)
 
     @property
     def takes(self) -> str:
@@ -130,7 +147,7 @@ class NormCase:
         path, eps = self.lone.target, self.lone.eps
         target = Target("norm", path, partial(self.lone.make, **knobs))
         target = target.filled_in({"num_positions": positions[-1] if positions else 1})
-        if not is_shipped(path):
+        if not self.lone.is_shipped:
             return adapt(target.call, target=path, eps=eps)(num_features)
         target = target if eps is None else target.filled_in({"eps": eps})
         return target.make(nn.Module, num_features)
@@ -146,24 +163,30 @@ class NormCase:
     def trained(self, dtype: torch.dtype = torch.float64, **knobs: Any) -> nn.Module:
         """The norm after two training forwards; see `_fill_hiding_zeros` for zeros."""
         norm = self.build(dtype, **knobs)
-        with torch.no_grad():
+        is_double = dtype == torch.float64
+        norm = widened(norm) if is_double else norm
+        with torch.no_grad(), all_in_float64() if is_double else nullcontext():
             _fill_hiding_zeros(norm, self.values(dtype))
             for seed in (1, 2):
                 norm(0.5 + 1.5 * self.values(dtype, seed))
         return norm
 
-    def probe(
-        self, training: bool = True, dtype: torch.dtype = torch.float64, **knobs: Any
-    ) -> Probe:
-        """A probe of the trained norm, on `values`."""
-        return Probe(self.trained(dtype, **knobs).train(training), self.values(dtype))
+    def probe(self, training: bool = True, dtype: torch.dtype | None = None, **knobs: Any) -> Probe:
+        """A probe of the trained norm, on `values`; in float64 if the norm computes so."""
+        dtype = dtype or self.lone.probed_in
+        norm, x = self.trained(dtype, **knobs).train(training), self.values(dtype)
+        return Probe(norm, x, is_sensitive=True)
 
     def probes(self, training: bool) -> Iterator[Probe]:
-        """Of the trained norm and, if it counts steps, of the norm after many of them."""
+        """Of the trained norm and, where it differs then, of the norm later in a training."""
         yield self.probe(training)
-        late = after_many_steps(self.trained(), self.values(torch.float64))
-        if late is not None:
-            yield Probe(late.train(training), self.values(torch.float64))
+        dtype = self.lone.probed_in
+        norm, x = self.trained(dtype), self.values(dtype)
+        late = after_many_steps(norm, x)
+        modules = [] if late is None else [late]
+        modules += [] if self.lone.is_shipped else phases(norm, x)
+        for module in modules:
+            yield Probe(module.train(training), x, is_sensitive=True)
 
     def to_save(self) -> tuple[nn.Module, tuple[Tensor, ...]]:
         """The norm with its first values, and its inputs."""
@@ -251,7 +274,7 @@ def _find_layout(lone: LoneNorm) -> LoneNorm:
     """Sets the layout; channels first for shipped norms and if no layout can be determined."""
     shape = shape_at(lone.num_features, LADDER[-1])
     lone.at(shape).bare()  # refused here, as it would be later
-    if is_shipped(lone.target):
+    if lone.is_shipped:
         return lone
     try:
         build = lambda num_features: lone.at(shape_at(num_features, LADDER[-1])).bare()  # noqa: E731

@@ -64,6 +64,7 @@ class WholeNetwork:
             ways=1,
             position_axis=1,
             max_cuts=NETWORK_CUTS,
+            is_sensitive=self.is_foreign,
         )
 
     def to_save(self) -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -109,9 +110,8 @@ class BuiltNetwork:
 
     @cached_property
     def stages(self) -> list[EnteredSite]:
-        """The sites as they start and, where they count steps, as they are late in a training."""
-        late = (site.after_many_steps() for site in self.sites)
-        return [*self.sites, *(site for site in late if site is not None)]
+        """The sites as they start and, where they differ then, as they are later in a training."""
+        return [*self.sites, *(stage for site in self.sites for stage in site.later())]
 
     @cached_property
     def crowded_stages(self) -> list[EnteredSite]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import combinations, islice
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from normexp.norms.contract import State
 from normexp.norms.state import read_state
@@ -37,8 +38,10 @@ MODES = (True, False)  # training and evaluation
 MAX_CUTS = 64  # of one sequence
 CUTS_WITH_GRADIENTS = 3
 MANY_STEPS = 10**6  # added to a counter, to pass any warm-up
+PERIOD = 64  # training forwards that are followed in search of one that differs
 KNOWN_PACKAGES = {"normexp", "torch", "torchvision", "timm"}
 CONTAINERS = (dict, list, set)
+REFUSALS = (RuntimeError, ValueError, AssertionError, IndexError)  # of an input that is too small
 EVERYWHERE = torch.ones(1, dtype=torch.bool)  # an upstream gradient
 
 
@@ -89,6 +92,13 @@ class Snapshot:
         for tensor, value in self._tensors:
             tensor.detach().copy_(value)
 
+    @property
+    def has_moved(self) -> bool:
+        """True if a tensor or another attribute is not as it was."""
+        if not all(torch.equal(tensor, value) for tensor, value in self._tensors):
+            return True
+        return not all(_is_same(_attributes(part), kept) for part, kept in self._attributes)
+
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if "hook" not in name}
@@ -101,6 +111,21 @@ def _copied(value: Any) -> Any:
         copied.update({name: _copied(v) for name, v in value.items() if type(v) in CONTAINERS})
         return copied
     return type(value)(map(_copied, value)) if type(value) in CONTAINERS else value
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """True for equal tensors, plain values and containers of these; other objects are not read."""
+    if value is other:
+        return True
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, Tensor):
+        return torch.equal(value, other)
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(_is_same(value[n], other[n]) for n in value)
+    if isinstance(value, list):
+        return len(value) == len(other) and all(map(_is_same, value, other))
+    return isinstance(value, bool | int | float | str | set) and value == other
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
@@ -123,6 +148,7 @@ class Probe:
         position_axis: the axis of positions in x and in the output, if there is one.
         max_cuts: of one sequence into before and after.
         seed: of the random numbers that the module draws from torch's global generator.
+        is_sensitive: reports changes down to rounding; always so in float64.
     """
 
     def __init__(
@@ -134,6 +160,7 @@ class Probe:
         position_axis: int = 2,
         max_cuts: int = MAX_CUTS,
         seed: int = 0,
+        is_sensitive: bool = False,
     ) -> None:
         self.module = module
         self.inputs = inputs
@@ -142,6 +169,7 @@ class Probe:
         self.position_axis = position_axis
         self.max_cuts = max_cuts
         self.seed = seed
+        self.is_sensitive = is_sensitive or self.is_double
         self._start = Snapshot(self.module)
 
     def observe(
@@ -161,7 +189,11 @@ class Probe:
         # A copy, as a norm may write into its input.
         x = x.detach().clone().requires_grad_(takes_gradient)
         try:
-            with fixed_draws(self.seed), torch.set_grad_enabled(upstream is not None):
+            with (
+                fixed_draws(self.seed),
+                torch.set_grad_enabled(upstream is not None),
+                all_in_float64() if self.is_double else nullcontext(),
+            ):
                 start = torch.get_rng_state()
                 out = self.module(x, *mask)
                 drew = not torch.equal(start, torch.get_rng_state())
@@ -211,11 +243,10 @@ class Probe:
             }
             if not moved:
                 continue
-            if not self.is_double or self.vocab_size is not None:
+            if not self.is_sensitive or self.vocab_size is not None:
                 return next(iter(moved))
-            near = torch.where(
-                fit(keep, x), x, changed * (1 + SMALL_STEP * _cached_normal(x.shape))
-            )
+            step = 1 + SMALL_STEP * _cached_normal(x.shape)
+            near = torch.where(fit(keep, x), x, (changed * step).to(x.dtype))
             rounding = distances(
                 after, self.observe(near, *mask, upstream=upstream), keep, state=state
             )
@@ -223,6 +254,11 @@ class Probe:
                 if far > min(ABOVE_ROUNDING * rounding.get(name, 0.0), LARGE_CHANGE):
                     return name
         return None
+
+    @property
+    def has_moved(self) -> bool:
+        """True if a tensor or number in the module is not as it was when the probe was made."""
+        return self._start.has_moved
 
     @cached_property
     def is_double(self) -> bool:
@@ -234,9 +270,9 @@ class Probe:
     @cached_property
     def tolerance(self) -> float:
         """The relative change above which a result counts as changed, for inputs of one shape."""
-        if not self.is_double:
+        if not self.is_sensitive:
             return TOLERANCE
-        if self._is_fine:
+        if self.is_double and self._is_fine:
             return FINE_TOLERANCE
         return TOLERANCE if self.vocab_size is not None else COARSE_TOLERANCE
 
@@ -324,13 +360,13 @@ class Probe:
     def reads_later(self) -> int | None:
         """A position such that changes from there on move an earlier result; None if none do.
 
-        Compares outputs and, in float64 at the likeliest cuts, gradients of a loss on the earlier
+        Compares outputs and, if sensitive, at the likeliest cuts gradients of a loss on the earlier
         outputs: however small a gate is, its gradient shows what would pass.
         """
         length, plain = self.inputs[0].shape[self.position_axis], self.observe()
         for index, cut in enumerate(cuts(length)[: self.max_cuts]):
             keep = along(torch.arange(length) < cut, self.position_axis)
-            with_gradients = self.is_double and index < CUTS_WITH_GRADIENTS
+            with_gradients = self.is_sensitive and index < CUTS_WITH_GRADIENTS
             before = self.observe(upstream=keep) if with_gradients else plain
             if self.influence(keep, before=before, first_way=index % 4) is not None:
                 return cut
@@ -346,7 +382,7 @@ class Probe:
         """
         x, mask = self.inputs
         real, length = mask.unsqueeze(1), mask.shape[1]
-        before = self.observe(upstream=real if self.module.training or self.is_double else None)
+        before = self.observe(upstream=real if self.module.training or self.is_sensitive else None)
         if self.influence(real, before=before, state=True):
             return True
         more = self.replacement(x.new_empty(*x.shape[:2], num_more), 0)
@@ -369,35 +405,86 @@ def is_foreign(*modules: nn.Module) -> bool:
 
 def in_float64(module: nn.Module, *inputs: Tensor) -> tuple[nn.Module, tuple[Tensor, ...]] | None:
     """A copy and inputs in float64; None if the module cannot compute so."""
-    wide = copy.deepcopy(module).double()
+    wide = widened(copy.deepcopy(module))
     inputs = tuple(x.double() if x.is_floating_point() else x for x in inputs)
     try:
         for mode in MODES:
             Probe(wide.train(mode), *inputs).observe(upstream=EVERYWHERE)
-    except Exception:  # foreign code: a kernel or a constant of one dtype
+    except Exception:  # foreign code: a kernel of one dtype
         return None
     return wide.train(module.training), inputs
+
+
+def widened(module: nn.Module) -> nn.Module:
+    """The module itself in float64, with the tensors that it holds as plain attributes."""
+    internal = vars(nn.Module())
+    for part in module.double().modules():
+        for name, value in _attributes(part).items():
+            if name not in internal:
+                vars(part)[name] = _in_float64(value)
+    return module
+
+
+def _in_float64(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        if value.dtype != torch.float32:
+            return value
+        return value.detach().double().requires_grad_(value.requires_grad)
+    if type(value) is dict:
+        return {name: _in_float64(member) for name, member in value.items()}
+    return [_in_float64(member) for member in value] if type(value) is list else value
+
+
+class _CastsToFloat64(TorchFunctionMode):
+    """Casts to float32 become casts to float64."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        wide = lambda value: torch.float64 if value is torch.float32 else value  # noqa: E731
+        named = {name: wide(value) for name, value in (kwargs or {}).items()}
+        func = Tensor.double if func is Tensor.float else func
+        return func(*map(wide, args), **named)
+
+
+@contextmanager
+def all_in_float64() -> Iterator[None]:
+    """Makes code compute in float64 that casts to float32, or makes tensors of the default dtype.
+
+    What it depends on stays the same, and shows without the rounding of float32.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _CastsToFloat64():
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def after_many_steps(module: nn.Module, *inputs: Tensor) -> nn.Module | None:
     """A copy whose counters stand as after MANY_STEPS training forwards; None if it acts the same.
 
-    A counter is a buffer of one value that a training forward moves, such as the number of steps
-    or a gate that closes; the move is extrapolated. None also if the norm cannot run so late.
+    A counter is a buffer that a training forward moves, such as the number of steps or a gate that
+    closes: of one value, or of integers that move alike. The move is extrapolated. None also if
+    the norm cannot run so late.
     """
-    counters = [name for name, buffer in module.named_buffers() if _may_count(buffer)]
-    if not counters:
+    if not any(_may_count(buffer) for buffer in module.buffers()):
         return None
     early = copy.deepcopy(module).train()
     start = read_state(early)
     with fixed_draws(), torch.no_grad():
         early(*inputs)
-        end, late = read_state(early), copy.deepcopy(early)
-        if all(torch.equal(end[name], start[name]) for name in counters):
-            return None
+        late, counts = copy.deepcopy(early), False
         for name, counter in late.named_buffers():
-            if name in counters:
-                counter += MANY_STEPS * (counter - start[name])
+            if name in start and _may_count(counter):
+                step = counter - start[name]
+                if step.any() and bool((step == step.flatten()[0]).all()):
+                    counter += MANY_STEPS * step
+                    counts = True
+        if not counts:
+            return None
     for mode in MODES:
         before = Probe(early.train(mode), *inputs).observe(upstream=EVERYWHERE)
         try:
@@ -410,7 +497,32 @@ def after_many_steps(module: nn.Module, *inputs: Tensor) -> nn.Module | None:
 
 
 def _may_count(buffer: Tensor) -> bool:
-    return not is_lazy(buffer) and buffer.numel() == 1 and buffer.dtype != torch.bool
+    if is_lazy(buffer) or buffer.dtype == torch.bool or not buffer.numel():
+        return False
+    return buffer.numel() == 1 or not (buffer.is_floating_point() or buffer.is_complex())
+
+
+def phases(module: nn.Module, *inputs: Tensor) -> list[nn.Module]:
+    """Copies before training forwards that mix samples or positions, if the first does not.
+
+    Follows PERIOD forwards on inputs (N, C, P) for as long as each changes the module: the first
+    that lets other samples move an output, and the first that lets other positions.
+    """
+    follower, opened = copy.deepcopy(module).train(), list[nn.Module]()
+    sizes = {0: len(inputs[0]), 2: inputs[0].shape[2] if inputs[0].ndim > 2 else 1}
+    keeps = [along(holds(size)[0], axis) for axis, size in sizes.items() if size > 1]
+    for step in range(PERIOD):
+        probe = Probe(follower, *inputs, ways=1, is_sensitive=True)
+        before = probe.observe()
+        open_now = [probe.influence(keep, before=before) is not None for keep in keeps]
+        keeps = [keep for keep, is_open in zip(keeps, open_now, strict=True) if not is_open]
+        if step and any(open_now):
+            opened.append(copy.deepcopy(follower))
+        with fixed_draws(), torch.no_grad(), all_in_float64() if probe.is_double else nullcontext():
+            follower(*inputs)
+        if not keeps or not probe.has_moved:
+            break
+    return opened
 
 
 def holds(count: int) -> list[Tensor]:

@@ -89,6 +89,11 @@ OF_NORMS = (
     moves("leaks the future", dependence.leaks_future, shapes=dependence.texts),
     moves("reads padding", dependence.reads_masked, shapes=dependence.padded_text),
     trait("channels_last kept", behaviour.keeps_channels_last, shapes=behaviour.own_maps),
+    trait(
+        "instance norm at one sample",
+        dependence.equals_instance_norm,
+        shapes=dependence.most_positions,
+    ),
     trait("running state", dependence.has_running_state, shapes=largest),
     *(
         same(f"ignores {what}", partial(dependence.changes_output, changes), shapes=every)
@@ -115,6 +120,7 @@ OF_NORMS = (
     works("replicas under vmap", agreement.stacks, shapes=every),
     works("ghost = accumulated", agreement.splits, shapes=agreement.batch_to_split),
     works("state of a split step", agreement.state_of_split, shapes=agreement.batch_to_split),
+    works("float64", behaviour.computes_in_float64),
     works("autocast to bfloat16", agreement.takes_autocast, shapes=every),
     Question("bytes kept for backward", agreement.bytes_kept, "cost"),
 )
@@ -134,6 +140,7 @@ OF_NETWORKS = (
     warns("statistics over few values", dependence.statistics_over_few_values),
     refuses("outputs depend on inputs", integrity.every_output_is_the_same),
     refuses("reads padding", dependence.padding_is_read),
+    Question("float64", foreign.runs_in_float32_alone, "note", only_foreign=True),
     refuses("equal copies", foreign.copies_differ, only_foreign=True),
     refuses("parameters of the network", foreign.parameters_outside, only_foreign=True),
     warns("trained parameters", foreign.freezes_parameters, only_foreign=True),

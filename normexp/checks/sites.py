@@ -21,10 +21,12 @@ from normexp.checks.probe import (
     fixed_draws,
     in_float64,
     is_foreign,
+    phases,
     source,
 )
+from normexp.config.spec import one_line
 from normexp.data.dataset import Data
-from normexp.errors import UserError, first_line
+from normexp.errors import UserError
 from normexp.norms.site import Site, as_maps, input_and_mask, named_sites
 from normexp.records.sources import source_line_of
 
@@ -88,7 +90,8 @@ class EnteredSite:
         inputs = self.values(), *mask
         wide = in_float64(self.module, *inputs) if self.is_foreign else None
         module, inputs = wide or (copy.deepcopy(self.module), inputs)
-        return Probe(self.set_mode(module, training), *inputs, ways=1)
+        module = self.set_mode(module, training)
+        return Probe(module, *inputs, ways=1, is_sensitive=self.is_foreign)
 
     def set_mode(self, module: nn.Module, training: bool) -> nn.Module:
         return module.train(training and not self.is_frozen)
@@ -117,13 +120,17 @@ class EnteredSite:
         try:
             yield
         except Exception as error:  # of foreign code, any kind
-            raise UserError(f"norm at {name_some(self.names)}: {first_line(error)}") from error
+            raise UserError(f"norm at {name_some(self.names)}: {explain(error)}") from error
 
-    def after_many_steps(self) -> EnteredSite | None:
-        """The same site late in a training; None if it counts no steps."""
+    def later(self) -> list[EnteredSite]:
+        """The same site late in a training if it counts steps, and in phases of a foreign norm."""
+        module, inputs = self.to_save()
         with self.naming_errors():
-            module = after_many_steps(self.to_save()[0], self.values())
-        return None if module is None else replace(self, module=cast(SiteOnMaps, module))
+            late = after_many_steps(module, *inputs)
+            modules = [] if late is None else [late]
+            if self.is_foreign and not self.is_frozen:
+                modules += phases(module, *inputs)
+        return [replace(self, module=cast(SiteOnMaps, module)) for module in modules]
 
     @property
     def has_state(self) -> bool:
@@ -189,7 +196,7 @@ def enter_sites(network: nn.Module, batch: Batch) -> list[EnteredSite]:
             raise
         model = f"model {type(network).__name__} fails:"
         where = f"norm at site {inside[-1]}:" if inside else model
-        raise UserError(f"{where} {first_line(error)}{source_line_of(error)}") from error
+        raise UserError(f"{where} {explain(error)}") from error
     finally:
         for handle in handles:
             handle.remove()
@@ -243,6 +250,11 @@ def shorten(network: nn.Module, batch: Batch) -> Batch:
     except Exception:  # a model for one length
         return batch
     return short
+
+
+def explain(error: Exception) -> str:
+    """The message of an error; of foreign code also its type, file and line."""
+    return str(error) if isinstance(error, UserError) else one_line(error) + source_line_of(error)
 
 
 def name_some(names: Sequence[str]) -> str:

@@ -41,6 +41,7 @@ class Outcome:
         results: those of its recorded runs, in order of seeds.
         missing: the seeds still to train.
         seconds: wall-clock time of its training.
+        step_seconds: a first estimate of an optimizer step of one run; of a planned cell, 0: none.
         memory: the least bytes that it needs, besides those of torch itself; of a planned cell.
         halts: no other cell can be trained either, because the disk is full.
     """
@@ -56,6 +57,7 @@ class Outcome:
     missing: list[int] = field(default_factory=list)
     seconds: float = 0.0
     memory: int = 0
+    step_seconds: float = 0.0
     halts: bool = False
 
 

@@ -278,13 +278,14 @@ def sees_validations(config: Mapping[str, Any]) -> bool:
 # The keys of the entries without a config; conf/entries.yaml has their defaults and meanings.
 OPTIONS: dict[str, dict[str, Rule]] = {
     "benchmark": {
-        "reference": NAME,
+        "reference": TEXT,
         "workloads": list_of(NAME).or_null(),
         "runs_dir": FOLDER,
         "submit": FOLDER.or_null(),
         "verify": FOLDER.or_null(),
         "salt": TEXT.or_null(),
         "write": FOLDER.or_null(),
+        "first_seed": INDEX,
     },
     "check": {"part": one_of("all", "contract"), "format": one_of("table", "json", "markdown")},
     "evaluate": {
@@ -301,7 +302,7 @@ OPTIONS: dict[str, dict[str, Rule]] = {
         "reference": TEXT.or_null(),
         "watch": FLAG,
     },
-    "status": {"study": NAME, "runs_dir": FOLDER},
+    "status": {"study": NAME, "runs_dir": FOLDER, "forget": list_of(NAME).or_null()},
 }
 
 

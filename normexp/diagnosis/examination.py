@@ -67,6 +67,7 @@ LARGEST_SIZE = 32  # samples that share statistics, beyond those of the batches
 MOST_GROUPS = 32  # of each size
 MOST_TRIALS = 8  # batches for other values of eps
 EPS_FACTORS = (0.01, 10.0, 100.0, 1000.0, 10000.0)
+NEAR = 1.0  # standard deviations between batches; nearer averages fit eps as it is
 MOST_IN_BACKWARD = 8  # samples
 
 Losses = np.ndarray  # of each batch (B,)
@@ -109,8 +110,8 @@ class Examination:
         without_initial: losses with running averages freed from their initial values; None if
             no site still holds more than a hundredth of these.
         evaluation: losses of the evaluation batches; None without.
-        moments: of each active site in each batch, in training.
-        sample_spread: the variance of sample means in each batch, of the first active site (B, C).
+        moments: of each site in each batch, in training; None where a forward does not call it.
+        sample_spread: the variance of sample means in each batch, of the first of `sites` (B, C).
         loss_at_size: mean and standard error of the loss with batch statistics of k samples.
         eps_trials: by the factor on the eps of all norms; 1 is eps as it is.
         acts_in_training: loss that each class of modules adds in training, other than norms.
@@ -321,16 +322,16 @@ class _Examiner:
             result.without_initial = np.array(freed_losses)
 
     def losses_with_moments(self, modes: Modes, batches: list[Any]) -> _Pass:
-        """The losses of batches, and the moments of every active site in them."""
-        losses, spreads = [], []
-        moments: dict[NormSite, list[Moments | None]] = {site: [] for site in self.result.active}
+        """The losses of batches, and the moments of every site in them."""
+        losses, spreads, sites = [], [], self.result.sites
+        moments: dict[NormSite, list[Moments | None]] = {site: [] for site in sites}
         for batch in batches:
-            with watching(self.result.active) as seen:
+            with watching(sites) as seen:
                 losses.append(self.run(batch, modes))
-            for site in self.result.active:
+            for site in sites:
                 samples = _of_all_calls(seen, site)
                 moments[site].append(None if samples is None else site.pooled(samples))
-                if samples is not None and site is self.result.active[0] and len(samples.mean) > 1:
+                if samples is not None and site is sites[0] and len(samples.mean) > 1:
                     spreads.append(samples.mean.flatten(1).var(dim=0))
         return _Pass(np.array(losses), moments, torch.stack(spreads) if spreads else None)
 
@@ -399,6 +400,8 @@ class _Examiner:
             return {}
         eps, trials = {site: site.norm.eps for site in sites}, {}
         for factor in (1.0, *EPS_FACTORS):
+            if trials and trials[1.0].distance < NEAR:
+                break
             try:
                 for site in sites:
                     site.norm.eps = eps[site] * factor

@@ -352,7 +352,18 @@ def _averages(case: Case) -> Iterator[Finding]:
 
 
 def _own_share(case: Case) -> Iterator[Finding]:
-    if case.carries("own_share"):
+    if not case.carries("own_share"):
+        return
+    if not any(site.pools_samples for site in case.seen.active):
+        yield Finding(
+            "own_share",
+            "fault",
+            "in training instance norm uses the statistics of each sample, in evaluation running "
+            f"averages; that costs {case.terms['own_share']}",
+            "set track_running_stats=False, so that both modes use those of the sample",
+            _paths(case.seen.active),
+        )
+    else:
         sizes = _group_sizes(case)
         yield Finding(
             "own_share",
@@ -554,7 +565,7 @@ def _composition(case: Case) -> Iterator[Finding]:
     seen = case.seen
     if seen.sample_spread is None or len(seen.sizes) < 4:
         return
-    site = seen.active[0]
+    site = seen.sites[0]
     means = torch.stack([batch.mean for batch in seen.moments[site] if batch is not None])
     expected = seen.sample_spread.mean(dim=0) / (sum(seen.sizes) / len(seen.sizes))
     ratios = (means.var(dim=0) / expected)[expected > 0]

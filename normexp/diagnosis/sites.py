@@ -193,7 +193,9 @@ def with_own_share(populations: Mapping[NormSite, Population]) -> Iterator[None]
         between = share * (1 - share) * (means - mean).square()
         var = share * variances + (1 - share) * var + between
         shown = site.shown(x, share * means + (1 - share) * mean, var)
-        return ((shown, *args[1:]), kwargs) if args else (args, kwargs | {"x": shown})
+        if args:
+            return (shown, *args[1:]), kwargs
+        return args, kwargs | {next(name for name, value in kwargs.items() if value is x): shown}
 
     with _hooked(list(populations), show):
         yield

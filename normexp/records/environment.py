@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import subprocess
+import textwrap
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -109,3 +111,20 @@ def visible_gpus() -> list[str]:
     if asked is None:
         return [str(index) for index in range(len(lines))]
     return [name.strip() for name in asked.split(",") if name.strip() not in ("", "-1")]
+
+
+def command_of(process: int) -> tuple[int, str]:
+    """The process of the command that a process belongs to, its parent for a worker, and its words.
+
+    No words where the system does not tell, as without /proc.
+    """
+    try:
+        folder = Path("/proc") / str(process)
+        words = [word for word in (folder / "cmdline").read_text().split("\0") if word]
+        if any("multiprocessing" in word for word in words):
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            return command_of(int(parent))
+    except (OSError, ValueError, IndexError):
+        return process, ""
+    words[:1] = [Path(word).name for word in words[:1]]
+    return process, textwrap.shorten(shlex.join(words), 120, placeholder=" ...")

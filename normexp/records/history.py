@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -124,7 +124,19 @@ class SearchEntry:
         return next((name for before, _, name in words if name and not before), "")
 
 
-Entry = CommandEntry | AttemptEntry | EndEntry | AliasEntry | SearchEntry
+@dataclass(frozen=True)
+class ForgetEntry:
+    """Cells without a folder that the study no longer asks for; a later command may ask again.
+
+    Attributes:
+        forgotten: their ids.
+    """
+
+    time: str = field(default_factory=_now, kw_only=True)
+    forgotten: list[str]
+
+
+Entry = CommandEntry | AttemptEntry | EndEntry | AliasEntry | SearchEntry | ForgetEntry
 
 
 @dataclass
@@ -133,6 +145,7 @@ class History:
 
     Attributes:
         errors: why a cell cannot be trained; a later command that asks for it reopens it.
+        forgotten: ids that no later command or refusal names.
         aliases: the last of each cell.
         searches: the latest of each space.
     """
@@ -141,6 +154,7 @@ class History:
     attempts: list[AttemptEntry] = field(default_factory=list)
     ends: list[EndEntry] = field(default_factory=list)
     errors: dict[str, EndEntry] = field(default_factory=dict)
+    forgotten: set[str] = field(default_factory=set)
     aliases: dict[str, AliasEntry] = field(default_factory=dict)
     searches: dict[str, SearchEntry] = field(default_factory=dict)
 
@@ -148,6 +162,7 @@ class History:
         match entry:
             case CommandEntry():
                 self.commands.append(entry)
+                self.forgotten -= entry.cells.keys()
                 for cell in entry.cells:
                     if cell in self.errors and self.errors[cell].command != entry.id:
                         del self.errors[cell]
@@ -156,8 +171,19 @@ class History:
             case EndEntry():
                 self.ends.append(entry)
                 self.errors[entry.cell] = entry
+                self.forgotten.discard(entry.cell)
             case AliasEntry():
                 self.aliases[entry.cell] = entry
+            case ForgetEntry():
+                for cell in entry.forgotten:
+                    self.forgotten.add(cell)
+                    self.errors.pop(cell, None)
+                    for command in self.commands:
+                        command.cells.pop(cell, None)
+                self.ends = [  # as many as before, since readers count them
+                    replace(end, seeds=[]) if end.cell in entry.forgotten else end
+                    for end in self.ends
+                ]
             case SearchEntry():  # a longer search replaces the shorter one
                 self.searches[json.dumps([entry.words, entry.keys])] = entry
 
@@ -208,6 +234,7 @@ def append_entries(study_dir: Path, entries: Iterable[Entry]) -> None:
 _KINDS = {
     **{"max_attempts": CommandEntry, "stack": AttemptEntry, "same_as": AliasEntry},
     **{"points": SearchEntry, "status": EndEntry},
+    "forgotten": ForgetEntry,
 }
 
 

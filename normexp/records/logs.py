@@ -5,9 +5,30 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 PACKAGE = logging.getLogger("normexp")
+
+_cell: ContextVar[str] = ContextVar("cell", default="")
+
+
+@contextmanager
+def messages_about(cell: str) -> Iterator[None]:
+    """Messages logged inside the block are about a cell, see `CellFilter`."""
+    token = _cell.set(cell)
+    try:
+        yield
+    finally:
+        _cell.reset(token)
+
+
+class CellFilter(logging.Filter):
+    """Notes the cell that a message is about, which may be "", as `record.cell`."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        vars(record).setdefault("cell", _cell.get())
+        return True
 
 
 @contextmanager

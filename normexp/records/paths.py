@@ -22,6 +22,7 @@ EMA_WEIGHTS_FILE = "weights-ema.pt"
 EVALUATION_FILE = "evaluation.json"
 SAMPLES_FILE = "samples.npz"
 CHECKPOINT_FILE = "last.ckpt"
+PROGRESS_FILE = "progress.json"  # step and total_steps, at the checkpoint
 MEMBERS_FILE = "members.json"
 LOG_FILE = "run.log"
 LOCK_FILE = ".lock"

@@ -15,8 +15,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from normexp.errors import UserError
-from normexp.records.files import write_json
-from normexp.records.paths import CHECKPOINT_FILE, MEMBERS_FILE, seed_dir, subfolders
+from normexp.records.files import read_json, write_json
+from normexp.records.paths import (
+    CHECKPOINT_FILE,
+    MEMBERS_FILE,
+    PROGRESS_FILE,
+    seed_dir,
+    subfolders,
+)
 from normexp.records.result import Status, read_if_ended
 
 Member = tuple[str, int]  # cell id and seed
@@ -43,6 +49,16 @@ class StackRecord:
     @property
     def checkpoint(self) -> Path:
         return self.directory / CHECKPOINT_FILE
+
+    @property
+    def resumes_at(self) -> str:
+        """`resumes at step 268 of 2400`; empty without a checkpoint."""
+        try:
+            progress = read_json(self.directory / PROGRESS_FILE)
+        except (OSError, UserError):
+            return ""
+        words = f"resumes at step {progress.get('step')} of {progress.get('total_steps')}"
+        return words if self.checkpoint.is_file() else ""
 
     @property
     def checkpointed_at(self) -> int:
@@ -80,6 +96,7 @@ def begin_stack(
 def end_stack(record: StackRecord) -> None:
     """Removes what a stack needs only while it runs. Its log stays."""
     record.checkpoint.unlink(missing_ok=True)
+    (record.directory / PROGRESS_FILE).unlink(missing_ok=True)
     (record.directory / MEMBERS_FILE).unlink(missing_ok=True)
 
 

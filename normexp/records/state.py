@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from normexp.errors import UserError
 from normexp.records.files import holder_of, is_held
-from normexp.records.history import CommandEntry, EndEntry, History, read_history
+from normexp.records.history import (
+    CommandEntry,
+    EndEntry,
+    ForgetEntry,
+    History,
+    append_entries,
+    read_history,
+)
 from normexp.records.metrics import read_metrics
 from normexp.records.paths import (
     LOCK_FILE,
@@ -22,8 +30,9 @@ from normexp.records.paths import (
     seed_dir,
 )
 from normexp.records.result import ENDED, Status, read_result
-from normexp.records.stacks import Member, list_stacks
+from normexp.records.stacks import Member, StackRecord, list_stacks
 
+REFUSED = "REFUSED"  # stands for all refused cells, see `forget_cells`
 # The states of runs, in the order of the table.
 STATES = (
     *(*ENDED, Status.FAILED, Status.RUNNING, Status.INTERRUPTED, Status.NOT_STARTED),
@@ -137,7 +146,7 @@ def read_status(runs_dir: Path, name: str) -> StudyStatus:
     for cell_id in on_disk:
         states.setdefault(cell_id, CellState(cell_id, cell_id, is_asked=False))
     stacks = [stack for stack in list_stacks(root, states) if stack.checkpoint.is_file()]
-    interrupted = {member for stack in stacks for member in stack.members}
+    interrupted = {member: stack for stack in stacks for member in stack.members}
     for key, state in states.items():
         if key in on_disk:
             state.refused = ""
@@ -175,7 +184,39 @@ def _requests(history: History) -> Iterator[tuple[str, str, Sequence[int]]]:
             for title, seeds in points:
                 yield cell, title, seeds
     for end in history.ends:
-        yield end.cell, end.title, end.seeds
+        if end.cell not in history.forgotten:
+            yield end.cell, end.title, end.seeds
+
+
+def forget_cells(runs_dir: Path, name: str, wanted: Sequence[str]) -> list[CellState]:
+    """Drops cells without a folder from a study, and returns them.
+
+    Args:
+        wanted: ids of cells, or REFUSED for all that cannot be trained.
+
+    Raises:
+        UserError: an id that the study does not have, or a cell with a folder.
+    """
+    status = read_status(runs_dir, name)
+    known = {cell.id: cell for cell in status.cells}
+    chosen: dict[str, CellState] = {}
+    for word in wanted:
+        same = [word] if word != REFUSED else [key for key in known if known[key].refused]
+        for key in same:
+            if key not in known:
+                nearest = difflib.get_close_matches(key, known, n=3, cutoff=0.4) or list(known)[:3]
+                raise UserError(f"forget={key}: no such cell; nearest: {', '.join(nearest)}")
+            if (status.root / key).is_dir():
+                raise UserError(
+                    f"forget={key}: {status.root / key} holds what was trained; remove that folder "
+                    "first if nobody needs it"
+                )
+            chosen[key] = known[key]
+    cells = {cell for cell, _, _ in _requests(status.history)}
+    forgotten = [cell for cell in cells if status.history.same_as(cell) in chosen]
+    if forgotten:
+        append_entries(status.root, [ForgetEntry(sorted(forgotten))])
+    return [*chosen.values()]
 
 
 def _has_results(directory: Path) -> bool:
@@ -185,7 +226,10 @@ def _has_results(directory: Path) -> bool:
 
 
 def _read_runs(
-    directory: Path, state: CellState, asked: Collection[int], interrupted: Collection[Member]
+    directory: Path,
+    state: CellState,
+    asked: Collection[int],
+    interrupted: Mapping[Member, StackRecord],
 ) -> None:
     """Adds the state of each run of a cell."""
     on_disk = list_seeds(directory)
@@ -200,8 +244,11 @@ def _read_runs(
         elif is_running and seed in on_disk:
             state.states[seed] = Status.RUNNING
         else:
-            is_cut = (directory.name, seed) in interrupted
-            state.states[seed] = Status.INTERRUPTED if is_cut else Status.NOT_STARTED
+            stack = interrupted.get((directory.name, seed))
+            state.states[seed] = Status.NOT_STARTED if stack is None else Status.INTERRUPTED
+            words = "" if stack is None else stack.resumes_at
+            if words and words not in state.notes:
+                state.notes.append(words)
     if is_running:
         state.notes.append(_progress(directory, on_disk))
 

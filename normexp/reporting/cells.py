@@ -88,6 +88,15 @@ def _measured(runs: Sequence[RunRow], num_seeds: Mapping[str, int]) -> CellRow:
     )
 
 
+def _with_aliases(declared: Mapping[str, set[int]], history: History) -> dict[str, set[int]]:
+    """The declared seeds by id, also of the cells that are trained in place of those named."""
+    seeds: dict[str, set[int]] = {}
+    for name, asked in declared.items():
+        for key in {name, history.same_as(name)}:
+            seeds[key] = seeds.get(key, set()) | asked
+    return seeds
+
+
 def _declared(cells: Sequence[CellRow], study: str, histories: Sequence[History]) -> list[CellRow]:
     """Adds what the first command for each cell of a study declared, and the searched keys."""
     searches = [entry for history in histories for entry in history.searches.values()]
@@ -100,6 +109,7 @@ def _declared(cells: Sequence[CellRow], study: str, histories: Sequence[History]
         if cell.study == study
         for name in (cell.directory.name, *cell.same_as)
     }
+    rounds = [(command, _with_aliases(declared, history)) for command, declared in rounds]
     unended, count = [], 0  # by round, with those of earlier rounds
     for _, declared in rounds:
         names = {history.same_as(name): seeds for name, seeds in declared.items()}

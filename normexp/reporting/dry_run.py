@@ -43,21 +43,31 @@ def print_plan(
     """Prints a row per cell, the totals, and the smallest difference that a report would detect."""
     read = cache(read_runs)
     planned: dict[Path, list[Outcome]] = {}  # by study
-    seconds, rows, refused = [], [], []
+    seconds, rows, refused, has_guess = [], [], [], False
     for title, outcome in by_cell(cells, outcomes):
         title = title if len(cells) > 1 else outcome.title
         if outcome.directory is None:
             refused.append(f"{outcome.status}: {title}: {outcome.error}")
             continue
         planned.setdefault(outcome.directory.parent, []).append(outcome)
-        seconds.append(_find_seconds(outcome, outcome.directory.parent, read))
+        expected = _find_seconds(outcome, outcome.directory.parent, read)
+        if expected is None and outcome.step_seconds:
+            has_guess = True
+            expected = (
+                outcome.step_seconds * outcome.description["num_steps"] * len(outcome.missing)
+            )
+        seconds.append(expected)
         rows.append([title, *_planned(outcome, seconds[-1])])
     num_runs = sum(
         len(outcome.missing)
         for outcomes_of_study in planned.values()
         for outcome in outcomes_of_study
     )
-    lines = [*refused, f"{format_count(num_runs, 'run')} to do: {_total(seconds, num_workers)}"]
+    cells_to_do = sum(bool(one.missing) for of_study in planned.values() for one in of_study)
+    of_cells = f" of {format_count(cells_to_do, 'cell')}" if num_runs else ""
+    todo = f"{format_count(num_runs, 'run')}{of_cells} to do"
+    guess = " (a first estimate, by one step of each)" if has_guess else ""
+    lines = [*refused, f"{todo}: {_total(seconds, num_workers)}{guess}"]
     lines += [
         power_words(outcomes_of_study, read(study_dir))
         for study_dir, outcomes_of_study in planned.items()

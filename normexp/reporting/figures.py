@@ -78,17 +78,22 @@ def draw_figures(part: Slice, styles: Styles) -> list[Figure]:
         draw_history,
         draw_cost,
     )
+    over_rates = (draw_learning_rates, *([draw_means] if _is_tuned(part) else []))
     return [
         replace(
             figure,
             name=f"{figure.name}_{part.slug}",
             kind=figure.name,
             subtitle=part.heading,
-            caption=f"{figure.caption}{'' if draw is draw_learning_rates else _rate_words(part)}",
+            caption=figure.caption + ("" if draw in over_rates else _rate_words(part)),
         )
         for draw in questions
         for figure in draw(part, styles_of_part)
     ]
+
+
+def _is_tuned(part: Slice) -> bool:
+    return any(part.tuned(cell) is not None for _, cell in part.points)
 
 
 def _rate_words(part: Slice) -> str:
@@ -158,7 +163,7 @@ def _metric_by_size(part: Slice, styles: Styles, table: pd.DataFrame) -> Figure:
             " Hollow markers: a norm that does not depend on this size by measurement, trained "
             "once and drawn at every size."
         )
-    if any(part.tuned(cell) is not None for _, cell in part.points):
+    if _is_tuned(part):
         caption += (
             " Learning rates are tuned: some seeds choose the rate, the others report, averaged "
             "over all splits; the interval allows for the luck of the choice."

@@ -545,9 +545,12 @@ def _declared_words(comparison: Comparison) -> str:
 
 
 def _unended_words(comparison: Comparison) -> str:
-    """`3 declared cells have not ended`."""
+    """`3 declared cells have not ended, normexp.status names them`."""
     count = max(cell.unended for cell in comparison.cells)
-    return f"{count} declared cell{'s have' if count > 1 else ' has'} not ended"
+    them = "s have not ended, normexp.status names them"
+    return (
+        f"{count} declared cell{them if count > 1 else ' has not ended, normexp.status names it'}"
+    )
 
 
 def _tuned_words(comparison: Comparison) -> str:

@@ -213,7 +213,17 @@ def _next(status: StudyStatus) -> list[str]:
     """The commands that finish the study, or that report on a finished one."""
     if status.is_complete:
         words = shlex.join(study_words(status.root))
-        return ["complete; next:", f"  python -m normexp.report {words}"]
+        refused = [cell.title for cell in status.cells if cell.refused]
+        lines = ["complete; next:", f"  python -m normexp.report {words}"]
+        if not refused:
+            return lines
+        return [
+            f"complete but for {format_count(len(refused), 'refused cell')}: {'; '.join(refused)}",
+            "correct the command, or drop them from the study:",
+            f"  python -m normexp.status {words} forget=REFUSED",
+            "next:",
+            *lines[1:],
+        ]
     commands, purpose, tries = status.unfinished_commands(with_exhausted=False), "to finish", None
     most = max((n for cell in status.cells for n in cell.attempts.values()), default=0)
     if status.runs[Status.RUNNING]:

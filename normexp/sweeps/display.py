@@ -14,7 +14,7 @@ from rich.text import Text
 
 from normexp.config.outcome import Outcome
 from normexp.config.spec import format_duration
-from normexp.records.logs import OnceFilter, messages_to
+from normexp.records.logs import CellFilter, OnceFilter, messages_to
 from normexp.records.result import Status
 from normexp.sweeps.worker import WorkerState
 
@@ -28,18 +28,25 @@ COUNTED = (
 class Display(logging.Handler):
     """Counts the cells that have ended and estimates the time left. Writes to stderr.
 
-    Inside its `with` block also prints normexp's log messages, each once.
+    Inside its `with` block also prints normexp's log messages, each once; of several cells, with
+    the first that it is about.
 
     Args:
         num_slots: how many stacks are trained at once.
+
+    Attributes:
+        total: the runs of the command, each once, as far as is known which grid points are one.
+        done: those of the cells that have ended.
     """
 
     def __init__(self, titles: Sequence[str], num_slots: int = 1) -> None:
         super().__init__()
         self.addFilter(OnceFilter())
+        self.addFilter(CellFilter())
         self.titles = titles
         self.num_slots = max(1, num_slots)
         self.counts: Counter[str] = Counter()
+        self.total, self.done = len(titles), 0
         self.seconds: list[float] = []  # training time of each finished cell
         self.is_stopping = False  # this command starts no further cell
         self.began = self._line_at = time.monotonic()
@@ -56,29 +63,35 @@ class Display(logging.Handler):
         self.live = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.print(record.getMessage())
+        cell = vars(record)["cell"] if len(self.titles) > 1 else ""
+        self.print(f"{cell}: {record.getMessage()}" if cell else record.getMessage())
 
     def print(self, text: str) -> None:
         """Prints lines above the live view; a progress bar only in its last state."""
         lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
         self.console.print("\n".join(lines), markup=False, soft_wrap=True)
 
-    def ended(self, title: str, outcome: Outcome) -> None:
-        """Prints the outcome of a cell, its error, and how many cells have ended."""
+    def ended(self, title: str, outcome: Outcome, num_runs: int, num_left: int) -> None:
+        """Prints the outcome of a cell, its error, and how many runs have ended.
+
+        Args:
+            num_runs: of this cell.
+            num_left: cells that have not ended.
+        """
         self.counts[outcome.status] += 1
+        self.done += num_runs
         if outcome.status is Status.FINISHED and outcome.seconds:
             self.seconds.append(outcome.seconds)
         if outcome.status is Status.PLANNED or len(self.titles) == 1:  # the summary shows it
             return
-        done = sum(self.counts.values())
-        count = f"[{done}/{len(self.titles)}]"
+        count = f"[{self.done}/{self.total} runs]"
         duration = (
             f" in {format_duration(outcome.seconds)}" if outcome.status is Status.FINISHED else ""
         )
         word, _, rest = outcome.error.partition(": ")  # the refused word, perhaps in the title
         reason = rest if word in title.split() else outcome.error
         error = f": {reason}" if reason else ""
-        left = self.time_left(len(self.titles) - done)
+        left = self.time_left(num_left)
         time_left = f", {left} left" if left and self.live is None else ""
         self.print(f"{count} {outcome.status:<8} {title}{duration}{error}{time_left}")
 
@@ -115,9 +128,8 @@ class Display(logging.Handler):
         self.live.update(Group(Text(self._headline(busy, num_waiting)), *texts), refresh=True)
 
     def _headline(self, busy: Sequence[WorkerState], num_waiting: int) -> str:
-        done = sum(self.counts.values())
         counts = [f"{self.counts[name]} {name}" for name in COUNTED if self.counts[name]]
-        parts = [f"{done}/{len(self.titles)} cells", *counts, f"{len(busy)} running"]
+        parts = [f"{self.done}/{self.total} runs", *counts, f"{len(busy)} running"]
         parts.append(f"{format_duration(time.monotonic() - self.began)} elapsed")
         left = self.time_left(num_waiting, busy)
         return ", ".join([*parts, f"{left} left"] if left else parts)

@@ -14,8 +14,8 @@ from typing import Any
 
 from normexp.config.spec import CellSpec
 from normexp.errors import UserError
-from normexp.records.environment import usable_cores, visible_gpus
-from normexp.records.files import file_lock
+from normexp.records.environment import command_of, usable_cores, visible_gpus
+from normexp.records.files import file_lock, holder_of
 
 _own_gpu: str | None = None  # the GPU that this process has trained on
 
@@ -27,11 +27,13 @@ class WorkerSlot:
     Attributes:
         locks: names of lock files. A worker holds one while it trains. All commands of a user
             share them, so that two terminals do not train on one core.
+        waits: train only while holding a lock; False: also beside other commands.
     """
 
     threads: int
     gpu: str | None = None
     locks: Sequence[str] = ()
+    waits: bool = True
 
     def environment(self) -> AbstractContextManager[None]:
         """Sets the variables that a process started inside the block needs before it loads torch.
@@ -48,18 +50,38 @@ class WorkerSlot:
 
     @contextmanager
     def claim(self) -> Iterator[bool]:
-        """Holds one of the locks inside the block; yields False, at once, if none is free."""
-        base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()  # emptied at boot
-        folder = Path(base) / f"normexp-{os.getuid()}"
-        folder.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as held:
-            locks = (held.enter_context(file_lock(folder / name)) for name in self.locks)
-            yield not self.locks or any(locks)
+        """Holds one of the locks inside the block; yields False, at once, if it must wait."""
+        with self._hold() as is_free:
+            yield is_free or not self.waits
 
     def is_taken(self) -> bool:
         """True if other workers hold all locks."""
-        with self.claim() as is_free:
+        with self._hold() as is_free:
             return not is_free
+
+    def commands(self) -> list[str]:
+        """The other commands that hold locks: `python -m normexp.train ... (process 12)`."""
+        holders = (holder_of(_lock_folder() / name) for name in self.locks)
+        known = dict(command_of(holder) for holder in holders if holder is not None)
+        return [
+            f"{words} (process {process})" if words else f"process {process}"
+            for process, words in sorted(known.items())
+            if process not in (os.getpid(), os.getppid())  # a worker's parent is its command
+        ]
+
+    @contextmanager
+    def _hold(self) -> Iterator[bool]:
+        with ExitStack() as held:
+            paths = (_lock_folder() / name for name in self.locks)
+            locks = (held.enter_context(file_lock(path)) for path in paths)
+            yield not self.locks or any(locks)
+
+
+def _lock_folder() -> Path:
+    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()  # emptied at boot
+    folder = Path(base) / f"normexp-{os.getuid()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 @contextmanager
@@ -80,9 +102,11 @@ def worker_slots(
 ) -> tuple[list[WorkerSlot], int]:
     """The slots for training, and the number of workers; 0 if this process trains.
 
-    There are more slots than workers if GPUs outnumber cells. `workers` overrides the configs.
+    There are more slots than workers if GPUs outnumber cells. `workers` overrides the configs; 0
+    does not wait for other commands.
     """
     asked = shared_value(cells, "workers") if workers is None else workers
+    waits = asked != 0
     trainers = [cell.config["trainer"] for cell in cells if cell.config is not None]
     is_whole = any(needs_whole_machine(trainer) for trainer in trainers)
     wants_gpu = any(trainer["accelerator"] in ("auto", "gpu", "cuda") for trainer in trainers)
@@ -98,14 +122,14 @@ def worker_slots(
     threads = max(1, cores // count)
     if not gpus:
         locks = [f"core-{i}" for i in range(max(cores, count))]
-        return [WorkerSlot(threads, None, locks)] * count, num_workers
+        return [WorkerSlot(threads, None, locks, waits)] * count, num_workers
     # Several workers share a GPU only if the command asks for more workers than GPUs.
     shares = -(-count // len(gpus))
     slots_of = {gpu: [f"gpu-{gpu}-{i}" for i in range(shares)] for gpu in gpus}
     if is_whole:  # must see all GPUs; the lock of the first stands for all
-        return [WorkerSlot(threads, None, slots_of[gpus[0]])], num_workers
+        return [WorkerSlot(threads, None, slots_of[gpus[0]], waits)], num_workers
     in_turn = islice(cycle(gpus), max(count, len(gpus)))
-    return [WorkerSlot(threads, gpu, slots_of[gpu]) for gpu in in_turn], num_workers
+    return [WorkerSlot(threads, gpu, slots_of[gpu], waits) for gpu in in_turn], num_workers
 
 
 @contextmanager

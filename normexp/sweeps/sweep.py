@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
@@ -16,6 +16,7 @@ from normexp.config.rules import validate_keys
 from normexp.config.spec import CellSpec, identify
 from normexp.errors import Halted, UserError
 from normexp.records.history import AttemptEntry, append_entries
+from normexp.records.logs import messages_about
 from normexp.records.paths import LOG_FILE
 from normexp.records.result import Status
 from normexp.reporting.summary import print_closing_table, print_summary
@@ -142,7 +143,8 @@ def plan_cells(log: StudyLog) -> list[Outcome]:
 
         for cell in log.cells:
             try:
-                outcomes.append(plan_cell(cell, planned))
+                with messages_about(cell.title):
+                    outcomes.append(plan_cell(cell, planned))
             except Exception as error:  # user code may raise anything
                 outcomes.append(outcome_of_error(error, cell))
     return outcomes
@@ -167,6 +169,7 @@ class Sweep:
         self.walk = Walk(self.log)
         self.display = Display([cell.title for cell in self.cells], max(1, self.num_workers))
         self.outcomes: dict[int, Outcome] = {}  # by position
+        self._shown: set[str] = set()  # cells whose outcome was printed, see `_key`
         self.workers: list[Worker] = []
         self.num_started = 0
         self.request = StopRequest()
@@ -202,6 +205,18 @@ class Sweep:
         """The positions of the cells without an outcome."""
         return [position for position in range(len(self.cells)) if position not in self.outcomes]
 
+    def _key(self, position: int) -> str:
+        """Equal for points of the grid that are one cell."""
+        cell = self.walk.trained_as(position)
+        return str(position) if cell.config is None else str(cell.directory)
+
+    def _distinct(self, positions: Iterable[int]) -> dict[str, set[int]]:
+        """The seeds of each cell at these positions."""
+        seeds: dict[str, set[int]] = {}
+        for position in positions:
+            seeds.setdefault(self._key(position), set()).update(self.cells[position].seeds)
+        return seeds
+
     def _pass_over(self) -> None:
         """Ends the cells that need no training."""
         for cell in self.cells:
@@ -235,8 +250,9 @@ class Sweep:
                     for worker in [worker for worker in self.workers if worker.connection in ready]:
                         if not self._receive(worker):
                             to_start += not worker.has_ended
-                    at_work = sum(len(worker.taken) for worker in self.workers)
-                    self.display.update(self.workers, len(self._left()) - at_work)
+                    taken = {position for worker in self.workers for position in worker.taken}
+                    waiting = set(self._left()) - taken
+                    self.display.update(self.workers, len(self._distinct(waiting)))
         finally:
             for worker in self.workers:
                 worker.close()
@@ -326,7 +342,14 @@ class Sweep:
     def _end(self, outcomes: Mapping[int, Outcome]) -> None:
         new = {key: value for key, value in outcomes.items() if key not in self.outcomes}
         self.outcomes |= new
+        runs = self._distinct(range(len(self.cells)))
+        self.display.total = sum(map(len, runs.values()))
+        left = set(self._distinct(self._left()))
         for position, outcome in new.items():
-            self.display.ended(self.cells[position].title, outcome)
+            key = self._key(position)
+            if key not in self._shown:  # else another point of the grid was this cell
+                self._shown.add(key)
+                title = self.cells[position].title
+                self.display.ended(title, outcome, len(runs[key]), len(left - self._shown))
             if outcome.halts or (outcome.status is Status.FAILED and self.fail_fast):
                 self.stop()

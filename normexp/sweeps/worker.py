@@ -22,6 +22,7 @@ from normexp.config.process import importing_torch
 from normexp.config.spec import CellSpec, norm_and_data, one_line
 from normexp.errors import UserError
 from normexp.records.files import full_disk_message, holder_of, is_held
+from normexp.records.logs import messages_about
 from normexp.records.paths import LOCK_FILE
 from normexp.records.result import Status
 from normexp.records.stacks import StackRecord
@@ -134,11 +135,17 @@ def work(
     on_steps = None if shows_bar else lambda done, total: report(StepsDone(done, total))
     control = TrainingControl(stop, on_steps)
     was_busy: set[Positions] = set()  # during the last walk
+    has_said = False  # that it waits
     while not stop.requested and not walk.is_over:
         busy, has_taken = set(), False
         with slot.claim() as is_free:
-            if not is_free:  # shown once in a command
-                logger.info("waiting: other commands use every core or GPU of this machine")
+            if not is_free and not has_said:
+                has_said = True
+                logger.info(
+                    "waiting: other commands use every core or GPU of this machine (%s); "
+                    "workers=0 does not wait",
+                    "; ".join(slot.commands()),
+                )
             for cells in walk if is_free else ():
                 positions = tuple(cells)
                 if _are_busy(cells.values()):
@@ -192,7 +199,8 @@ def _train(
     started = time.monotonic()
     missing = {position for position, cell in cells.items() if _lacks(cell)}
     try:
-        errors = run_task([*cells.values()], begin, control)
+        with messages_about(_name(cells.values())):
+            errors = run_task([*cells.values()], begin, control)
         status = Status.FINISHED
     except Busy:  # another process was faster
         return {}
@@ -218,6 +226,11 @@ def _train(
     for outcome in outcomes.values():
         outcome.seconds = (time.monotonic() - started) / len(outcomes)
     return outcomes
+
+
+def _name(cells: Iterable[CellSpec]) -> str:
+    first, *others = (cell.title for cell in cells)
+    return f"{first} and {len(others)} more" if others else first
 
 
 def _record_error(error: Exception, cell: CellSpec, walk: Walk) -> Outcome:

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
 from normexp.errors import INTERRUPTED
+from normexp.records.logs import CellFilter
 from normexp.sweeps.machine import WorkerSlot
 from normexp.sweeps.walk import Walk
 from normexp.sweeps.worker import (
@@ -131,6 +132,7 @@ class EventSender(QueueHandler):
 
     def __init__(self, end: Connection) -> None:
         super().__init__(SimpleQueue())  # unused
+        self.addFilter(CellFilter())
         self._end = end
 
     def enqueue(self, record: Event) -> None:

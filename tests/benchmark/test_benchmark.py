@@ -130,7 +130,7 @@ def test_every_claim_compares_what_the_recipes_train():
                     assert size in recipe.norm_batch_sizes
 
 
-def test_a_table_survives_its_file(tmp_path: Path):
+def test_a_table_survives_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     made = convnet(0.1)
     write_table(made, tmp_path / "table.npz")
     read = read_table(tmp_path / "table.npz")
@@ -138,6 +138,9 @@ def test_a_table_survives_its_file(tmp_path: Path):
     for before, after in zip(made.cells, read.cells, strict=True):
         assert np.array_equal(before.samples["running"], after.samples["running"])
         assert np.allclose(before.metrics["test/accuracy"], after.metrics["test/accuracy"])
+    assert entry.main([f"reference={tmp_path / 'table.npz'}"]) == 0
+    printed = capsys.readouterr().out
+    assert "convnet_short: error in %" in printed and claims()[0]["statement"] in printed
     (tmp_path / "other.npz").write_bytes(b"no table")
     with pytest.raises(UserError, match="not a table of the benchmark"):
         read_table(tmp_path / "other.npz")

@@ -134,7 +134,7 @@ REFUSED = {
     f"{DDP} trainer.strategy=fsdp": "trainer.strategy=fsdp: must be one of auto, ddp",
     f"{DDP} trainer.devices=0": "trainer.devices=0: must be a whole number above 0",
     "model._target_=own.Net model.fault=raises": r"own.Net fails: KeyError: 'depth' \(own.py, line",
-    "model._target_=own.Net model.fault=forward": r"model Net fails: boom \(own.py, line \d+",
+    "model._target_=own.Net model.fault=forward": r"Net fails: RuntimeError: boom \(own.py, line",
     "model._target_=own.Net model.fault=outputs": r"own.Net returns \(2, 11\) .* \(2, 10\)",
     "model._target_=own.Net model.fault=tuple": "own.Net returns a tuple .*return the scores",
     "model._target_=own.Net model.fault=no_copy": "own.Net fails: RuntimeError: Only Tensors",

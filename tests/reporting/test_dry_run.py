@@ -54,7 +54,7 @@ def test_a_plan_has_a_row_for_each_cell_and_the_totals(tmp_path: Path, capsys):
     assert len({row.index("1,000") for row in rows} | {header.index("steps")}) == 1
     assert reason == "refused: norm_batch_size=5: norm_batch_size=5 does not divide batch_size=32"
     assert total.startswith(
-        "6 runs to do: 8 s of training, 8 s in 2 workers, and 1 cell of unknown"
+        "6 runs of 2 cells to do: 8 s of training, 8 s in 2 workers, and 1 cell of unknown"
     )
 
 

@@ -12,6 +12,7 @@ from normexp.cli import parse_command
 from normexp.config.grid import compose_cells
 from normexp.config.outcome import Outcome
 from normexp.config.spec import format_duration, split_shared_words, title_of
+from normexp.records.logs import messages_about
 from normexp.records.result import Status
 from normexp.records.state import shared_words
 from normexp.sweeps import display as module
@@ -35,15 +36,20 @@ def seat(*positions: int, steps: tuple[int, int] = (0, 0), since: float = 0.0) -
 
 def test_lines_count_the_cells_and_say_why_and_notes_are_told_once(capsys):
     with Display(["norm=a", "norm=b", "norm=c"]) as display:
-        display.ended("norm=a", Outcome(Status.FINISHED, "a", seconds=12.0))
+        display.total = 15
+        display.ended("norm=a", Outcome(Status.FINISHED, "a", seconds=12.0), 5, 2)
         for _ in range(2):
             logging.getLogger("normexp.somewhere").info("drop_last leaves out %d", 14)
-        display.ended("norm=b", Outcome(Status.FAILED, "b", error="killed by signal 9"))
+        for cell in ("norm=b", "norm=c"):
+            with messages_about(cell):
+                logging.getLogger("normexp.somewhere").warning("few values")
+        display.ended("norm=b", Outcome(Status.FAILED, "b", error="killed by signal 9"), 5, 1)
         display.print("a [b]:\r\n 0%|  |\r50%|# |\r100%|##|\nend")  # a worker's progress bar
     assert capsys.readouterr().err.splitlines() == [
-        "[1/3] finished norm=a in 12 s, 24 s left",
+        "[5/15 runs] finished norm=a in 12 s, 24 s left",
         "drop_last leaves out 14",
-        "[2/3] failed   norm=b: killed by signal 9, 12 s left",
+        "norm=b: few values",
+        "[10/15 runs] failed   norm=b: killed by signal 9, 12 s left",
         "a [b]:",
         "100%|##|",
         "end",
@@ -52,7 +58,7 @@ def test_lines_count_the_cells_and_say_why_and_notes_are_told_once(capsys):
 
 def test_time_left_follows_the_steps_of_what_runs(clock: list[float]):
     display = Display(["a", "b", "c", "d"], num_slots=2)
-    display.ended("a", Outcome(Status.FAILED, "a", seconds=0.1))
+    display.ended("a", Outcome(Status.FAILED, "a", seconds=0.1), 1, 3)
     assert display.time_left(3) == ""  # no training was measured yet
     display.seconds = [100.0]
     clock[0] = 30.0
@@ -70,10 +76,11 @@ def test_live_view_has_a_row_per_worker():
     file = io.StringIO()
     display.console = Console(file=file, force_terminal=True, width=80)
     with display:
-        display.ended("norm=a", Outcome(Status.SKIPPED, "a"))
+        display.total = 9
+        display.ended("norm=a", Outcome(Status.SKIPPED, "a"), 3, 2)
         display.update([seat(1, 2, steps=(5, 40)), seat(2)], num_waiting=0)
     for shown in (
-        "1/3 cells, 1 skipped, 2 running",
+        "3/9 runs, 1 skipped, 2 running",
         "norm=b and 1 more  step 5/40",
         "norm=c  starting",
     ):
@@ -85,7 +92,7 @@ def test_without_a_terminal_a_line_now_and_then(clock: list[float], capsys):
     for seconds in (1.0, 61.0, 70.0):
         clock[0] = seconds
         display.update([seat(0, steps=(5, 40))], num_waiting=0)
-    assert capsys.readouterr().err == "0/1 cells, 1 running, 61 s elapsed: norm=a  step 5/40\n"
+    assert capsys.readouterr().err == "0/1 runs, 1 running, 61 s elapsed: norm=a  step 5/40\n"
 
 
 def test_durations_are_spoken():

@@ -15,12 +15,12 @@ import pytest
 import normexp
 from normexp.cli import read_options
 from normexp.config.compose import compose_config
-from normexp.records.files import file_lock
+from normexp.records.files import file_lock, write_json
 from normexp.records.history import AliasEntry, CommandEntry, EndEntry, append_entries
 from normexp.records.metrics import MetricsWriter
 from normexp.records.paths import LOCK_FILE, RESULT_FILE, seed_dir
 from normexp.records.result import Result, Status, write_result
-from normexp.records.stacks import begin_stack
+from normexp.records.stacks import begin_stack, list_stacks
 from normexp.records.state import CellState, read_status
 from normexp.status import main
 
@@ -179,6 +179,37 @@ def test_complete_study_points_to_its_report(tmp_path: Path, capsys: pytest.Capt
     assert command == ["python", "-m", "normexp.report"] and own_study == "study=s"
     assert read_options("report", [own_study, place])["runs_dir"] == str(study.parent)
     assert compose_config([own_study, place])["runs_dir"] == str(study.parent)
+
+
+def test_cells_of_a_mistaken_command_are_named_and_can_be_forgotten(
+    study: Path, capsys: pytest.CaptureFixture[str]
+):
+    shutil.rmtree(study / "group-1")
+    for seed in (0, 1, 2):
+        (seed_dir(study / "batch-1", seed) / RESULT_FILE).unlink(missing_ok=True)
+        shutil.rmtree(seed_dir(study / "batch-1", seed))
+        write(study, "batch-1", seed, "finished")
+    words = [f"study={study.name}", f"runs_dir={study.parent}"]
+    assert main([*words, "forget=batch-1"]) == 2
+    assert "remove that folder first" in capsys.readouterr().err
+    assert main([*words, "forget=layer-2"]) == 2
+    assert "no such cell; nearest: layer-1" in capsys.readouterr().err
+    assert main([*words, "forget=[layer-1,group-1]"]) == 0
+    assert "complete but for 1 refused cell: norm=bad\n" in capsys.readouterr().out
+    assert main([*words, "forget=REFUSED"]) == 0
+    shown = capsys.readouterr().out
+    assert "forgotten: norm=bad" in shown and "3 runs of 1 cell: 3 finished" in shown
+    assert "complete; next:" in shown
+    append_entries(study, [command(["normexp-train", "bad"], {"bad-1": [0]})])  # asks again
+    assert cell_of(study, "norm=bad").states == {0: "not started"}
+
+
+def test_an_interrupted_run_says_where_it_resumes(study: Path):
+    (stack,) = list_stacks(study, ["group-1"])
+    write_json(stack.directory / "progress.json", {"step": 268, "total_steps": 2400})
+    assert cell_of(study, "norm=group").notes == ["resumes at step 268 of 2400"]
+    stack.checkpoint.unlink()
+    assert cell_of(study, "norm=group").notes == []
 
 
 @pytest.fixture

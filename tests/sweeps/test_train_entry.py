@@ -148,7 +148,7 @@ def test_cell_that_does_not_compose_is_a_row_and_recorded_with_its_reason(tmp_pa
     assert train(tmp_path, "-m", "norm=group,gruop") == 1
     captured = capsys.readouterr()
     assert "1 finished, 1 refused" in captured.out
-    assert "[1/2] refused  norm=gruop" in captured.err
+    assert " runs] refused  norm=gruop" in captured.err
     history = read_history(tmp_path / "runs" / "default")
     (command,), (bad,) = history.commands, history.ends
     (good, _), *_ = (points[0] for points in command.cells.values())

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +103,31 @@ def test_commands_share_the_slots_of_a_machine(tmp_path: Path, monkeypatch: pyte
         with slot.claim() as again:
             assert again
     assert not list(tmp_path.glob("*/core-*"))
+
+
+def test_waiting_names_other_commands_and_workers_0_does_not_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    hold = (
+        "import sys, time; from pathlib import Path; "
+        "from normexp.sweeps.machine import WorkerSlot\n"
+        "with WorkerSlot(1, None, ['core-0']).claim(): print('held', flush=True); time.sleep(60)"
+    )
+    slot = WorkerSlot(1, None, ["core-0"])
+    words = [sys.executable, "-c", hold, "norm=group"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        (holder,) = slot.commands()
+        with slot.claim() as waiting, replace(slot, waits=False).claim() as beside:
+            assert (waiting, beside) == (False, True)
+        other.kill()
+    assert holder.endswith(f"(process {other.pid})")
+    assert "WorkerSlot" in holder or not Path("/proc").is_dir()
+    with slot.claim() as is_free:
+        assert is_free and not slot.commands()  # its own lock is no other command's
+    slots, _ = worker_slots([on(0)])
+    assert not slots[0].waits
 
 
 def test_a_containers_quota_cuts_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
