@@ -74,7 +74,7 @@ class RankJob:
 
 
 def train_on_devices(stack: Stack, control: TrainingControl) -> None:
-    """Trains a stack as `train_stack` does, on the several devices of its cell.
+    """Trains a stack as `train_stack` does, on as many devices as its cell has.
 
     Raises:
         RankDied: a process was killed. The checkpoint stays, and one process can resume it too.
@@ -83,6 +83,9 @@ def train_on_devices(stack: Stack, control: TrainingControl) -> None:
     """
     cell = stack.cell
     devices = cell.recipe.devices
+    if devices.count == 1:
+        train_stack(stack, control)
+        return
     job = RankJob(cell.spec, devices, stack.record, cell.traits, list(cell.messages))
     if rank_among(devices.count) is None:
         with control.stop.listening():

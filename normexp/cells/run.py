@@ -28,7 +28,6 @@ from normexp.cells.stack import (
     create_stack,
     record_failure,
     restore_stack,
-    train_stack,
 )
 from normexp.checks.sites import probe_batch
 from normexp.config.outcome import (
@@ -221,8 +220,7 @@ class StackRunner:
         record = stack.record
         self.on_begin(record)
         try:
-            train = train_on_devices if stack.cell.recipe.devices.count > 1 else train_stack
-            train(stack, self.control)
+            train_on_devices(stack, self.control)
         except UserError:
             if not record.checkpoint.is_file():  # with one, the corrected command resumes there
                 end_stack(record)
