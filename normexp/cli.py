@@ -89,7 +89,7 @@ def _run(name: str, words: list[str], act: Callable[[list[str]], int]) -> int:
 
 # --- train, tune, check: Hydra's overrides ------------------------------------------------------
 
-TAKES_OVERRIDES = ("train", "tune", "check")
+TAKES_OVERRIDES = ("train", "tune", "check", "benchmark")
 
 
 class _Parser(argparse.ArgumentParser):

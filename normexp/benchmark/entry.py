@@ -60,6 +60,7 @@ def _enter(reference: Table, overrides: list[str], options: dict[str, Any]) -> i
     from normexp.benchmark.protocol import digest
     from normexp.benchmark.score import rank_all
     from normexp.config.grid import compose_norms
+    from normexp.config.spec import Command
 
     name = reference.about["benchmark"]
     if reference.about["rules"] != digest(name):
@@ -72,11 +73,20 @@ def _enter(reference: Table, overrides: list[str], options: dict[str, Any]) -> i
     for workload in workloads:
         if workload not in known:
             raise UserError(f"workloads={workload}: the reference has {', '.join(known)}")
-    for word in overrides:
+    command = parse_command(overrides)
+    for word in command.overrides:
         if _is_frozen(word.partition("=")[0].lstrip("+~")):
             raise UserError(f"{word}: frozen by the rules; an entry sets its norm and its slots")
-    of_norm = [word for word in overrides if word.lstrip("+").startswith(("norm=", "norm."))]
-    (norm,) = compose_norms(parse_command([w for w in of_norm if "norm.view=" not in w]))
+    of_norm = [w for w in command.overrides if w.lstrip("+").startswith(("norm=", "norm."))]
+    of_card = [word for word in of_norm if "norm.view=" not in word]  # a card has (N, C, *)
+    norms = compose_norms(Command(of_card, config_dirs=command.config_dirs))
+    if len(norms) != 1 or not any(word.startswith("norm=") for word in of_norm):
+        raise UserError(
+            "an entry is one norm: norm=NAME, or norm=custom norm._target_=my_file.MyNorm"
+        )
+    if options["submit"] is not None and command.config_dirs:
+        raise UserError("submit: a submission names its class; use norm=custom norm._target_=...")
+    norm = norms[0]
     card = _measure(norm)
     if not _keeps_contract(norm, card):
         return FAILED

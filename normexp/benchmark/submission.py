@@ -95,11 +95,11 @@ def read_submission(folder: Path) -> tuple[Submission, list[str]]:
     ]
     if _sha256(folder / TABLE_FILE) != entry["table"]:
         problems.append(f"{TABLE_FILE} is not the file that was submitted")
-    problems += [problem for cell in table.cells for problem in _contradictions(cell)]
+    problems += [problem for cell in table.cells for problem in contradictions(cell)]
     return Submission(folder, str(entry["norm"]), entry["words"], name, table), problems
 
 
-def _contradictions(cell: TableCell) -> Iterator[str]:
+def contradictions(cell: TableCell) -> Iterator[str]:
     """Accuracies that are not the mean over the recorded test samples."""
     for kind, samples in cell.samples.items():
         name = "test/accuracy" + ("" if kind == "running" else f"@{kind}")

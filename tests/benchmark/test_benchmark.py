@@ -16,7 +16,12 @@ from normexp.benchmark.claims import judge
 from normexp.benchmark.protocol import claims, digest, recipe_at, recipes
 from normexp.benchmark.score import overall, rank
 from normexp.benchmark.show import standing_words
-from normexp.benchmark.submission import differences, read_submission, write_submission
+from normexp.benchmark.submission import (
+    contradictions,
+    differences,
+    read_submission,
+    write_submission,
+)
 from normexp.benchmark.table import Table, TableCell, read_runs, read_table, write_table
 from normexp.errors import UserError
 
@@ -146,10 +151,22 @@ def test_a_table_survives_its_file(tmp_path: Path, capsys: pytest.CaptureFixture
         read_table(tmp_path / "other.npz")
 
 
-@pytest.mark.parametrize("word", ["lr=0.1", "replicas=2", "model.width=8", "norm_batch_size=4"])
-def test_an_entry_cannot_change_the_rules(word: str, capsys: pytest.CaptureFixture[str]):
-    assert entry.main(["norm=rms", word]) == 2
-    assert "frozen" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        *((["norm=rms", word], "frozen") for word in ("lr=0.1", "replicas=2", "model.width=8")),
+        (["norm=rms,layer"], "an entry is one norm"),
+        (["dry_run=true"], "an entry is one norm"),
+        (["norm=rms", "workloads=[nowhere]"], "the reference has convnet"),
+        (["reference=nowhere", "norm=rms"], "shipped are benchmark1"),
+        (["verify=nowhere"], "salt is missing"),
+    ],
+)
+def test_an_entry_that_breaks_the_rules_is_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    assert entry.main(words) == 2
+    assert message in capsys.readouterr().err
 
 
 NORM = """
@@ -223,3 +240,12 @@ def test_what_does_not_come_again_is_listed():
     worse = [replace(one) for one in cells("convnet", "group", 0.15)]
     assert len(differences(claimed, worse)) == len(claimed)
     assert "no run came again" in differences(claimed, worse[1:])[0]
+
+
+def test_the_shipped_table_is_of_the_rules_that_are_shipped():
+    path = table.shipped_path("benchmark1")
+    shipped = read_table(path)
+    assert shipped.about["rules"] == digest() and path.stat().st_size < 2_000_000
+    assert rank(shipped, "convnet") is not None
+    for cell in shipped.cells:
+        assert list(contradictions(cell)) == []

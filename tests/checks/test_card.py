@@ -110,6 +110,13 @@ def test_mixing_is_shown_by_the_smallest_input():
     assert line.detail == "(2, 8, 3)"
 
 
+def test_batch_norm_is_instance_norm_at_one_sample():
+    name = "instance norm at one sample"
+    assert values_of(BatchNorm, name) == values_of(nn.BatchNorm2d, name) == ["yes"]
+    (line,) = lines_of(LayerNorm, name)
+    assert line.status == "skipped" and "mixes no samples" in line.detail
+
+
 def test_padding_that_is_read_is_told_from_padding_that_is_not():
     assert values_of(BatchNorm, "reads padding") == ["no"]
     assert values_of(ReadsPadding, "reads padding") == ["yes"]

@@ -109,6 +109,36 @@ def test_padding_behind_a_gate_is_refused(gate: str):
         examine_padded(lambda n: Gated(n, gate, mean_of_positions))
 
 
+class CastsToFloat32(Gated):
+    """Without a change, a layer of its own cannot run in float64."""
+
+    def __init__(self, num_features: int, gate: str) -> None:
+        super().__init__(num_features, gate, next_position)
+        self.layer = nn.Linear(num_features, num_features)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        out = super().forward(self.layer(x.to(torch.float32).movedim(1, -1)).movedim(-1, 1), mask)
+        return out.to(x.dtype)
+
+
+class OnlyFloat32(Gated):
+    def __init__(self, num_features: int, gate: str) -> None:
+        super().__init__(num_features, gate, next_position)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if x.dtype != torch.float32:
+            raise TypeError("takes float32")
+        return super().forward(x, mask)
+
+
+@pytest.mark.parametrize("make", [CastsToFloat32, OnlyFloat32])
+def test_leak_behind_a_gate_of_code_for_float32_is_refused(make: type[Gated], caplog):
+    caplog.set_level("INFO")
+    with pytest.raises(UserError, match="later position moves an earlier output at blocks.0"):
+        examine_texts(lambda n: make(n, "1e-07"))
+    assert ("cannot be computed in float64" in caplog.text) is (make is OnlyFloat32)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rounding_of_a_fourier_transform_is_no_leak(dtype: torch.dtype):
     class PastByFourier(Bare):
@@ -123,6 +153,35 @@ def test_rounding_of_a_fourier_transform_is_no_leak(dtype: torch.dtype):
 
     traits = examine_texts(PastByFourier)
     assert not traits.leaks_future and not traits.leaks_future_in_training
+
+
+# ---------------------------------------------------------------- phases
+
+PHASES: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "every tenth step": (lambda steps: steps % 10 == 5, True),
+    "one step in 64": (lambda steps: steps % 64 == 0, True),
+    "after 100 steps": (lambda steps: steps > 100, True),
+    "never": (lambda steps: steps < 0, False),
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_mixing_in_some_steps_is_found_before_a_training(phase: str):
+    is_open, mixes = PHASES[phase]
+
+    class Phased(RMS):
+        def __init__(self, num_features: int) -> None:
+            super().__init__(num_features)
+            self.register_buffer("steps", torch.zeros(num_features, dtype=torch.long))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            if self.training:
+                self.get_buffer("steps").add_(1)
+                out = out - is_open(self.get_buffer("steps")).all() * batch_mean(out)
+            return out
+
+    assert examine_images(Phased).mixes_samples is mixes
 
 
 # ---------------------------------------------------------------- faults that are refused
