@@ -35,8 +35,8 @@ from normexp.norms.adapt import (
     adapt,
     bind_eps,
     find_layout,
-    is_shipped,
 )
+from normexp.norms.factory import is_shipped
 from normexp.norms.slots import Slots
 
 Shape = tuple[int, ...]
