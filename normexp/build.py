@@ -29,8 +29,8 @@ from normexp.errors import UserError
 from normexp.models import timm, torchvision
 from normexp.models.surgery import replace_norms
 from normexp.models.weights import Weights, open_weights
-from normexp.norms.adapt import foreign_factory, is_shipped
-from normexp.norms.factory import NormFactory
+from normexp.norms.adapt import foreign_factory
+from normexp.norms.factory import NormFactory, is_shipped
 from normexp.norms.slots import SLOTS, resolve
 from normexp.norms.zoo.ramps import NUM_TRAINING_STEPS
 from normexp.training.schedule import Schedule, named_schedule, own_schedule

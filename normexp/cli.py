@@ -94,7 +94,8 @@ TAKES_OVERRIDES = ("train", "tune", "check", "benchmark")
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see --help")
+        hint = "write keys as key=value; " if message.startswith("unrecognized") else ""
+        raise UserError(f"{message}; {hint}see --help")
 
 
 def parse_command(words: Sequence[str]) -> Command:

@@ -326,6 +326,36 @@ def start_up(bench: Bench) -> Iterator[Row]:
     yield Row("first step of the default run", "import torch, Lightning", found, 1.3, note=note)
 
 
+# Seconds of preparing a cell on fake images of CIFAR-10's size, without imports.
+PREPARE = """
+import sys, time
+import normexp.build as build
+from normexp.cells import cell
+from normexp.config.compose import compose_cell
+from normexp.config.spec import CellSpec
+sys.path.insert(0, "scripts")
+from bench_training import noise
+
+data, spec = noise(5000), CellSpec(*compose_cell(sys.argv[1:]))
+cell.load_data = lambda _: data
+started = time.perf_counter()
+cell.prepare_cell(spec)
+print(time.perf_counter() - started)
+"""
+
+
+def probes(bench: Bench) -> Iterator[Row]:
+    """Preparing a resnet20 cell: its probes, which every first training of a norm waits for."""
+    words = ("model=resnet20", "batch_size=128", "trainer=cpu", f"runs_dir={bench.folder}")
+    for norm in ("batch", "group"):
+        printed = [
+            float(run_python("-c", PREPARE, f"norm={norm}", *words)[1].split()[-1])
+            for _ in range(bench.rounds(5))
+        ]
+        seconds = statistics.median(printed)
+        yield Row(f"preparing a cell of resnet20, {norm}", "in seconds", seconds, 10, unit=" s")
+
+
 NORMS = ("batch", "layer", "instance", "group")
 NORM_BATCH_SIZES = (2, 4, 8, 16, 32, 128)
 BATCH_SIZE, SEEDS = 128, 8
@@ -396,6 +426,7 @@ SECTIONS = {
     "data": pipeline,
     "light": light,
     "start-up": start_up,
+    "probes": probes,
     "study": study,
     "report": report,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from normexp.batching.replicas import model_arguments
 from normexp.batching.speed import suitable_threads
 from normexp.build import NetworkBuilder, build_network, build_norm, load_data, norm_target
 from normexp.cells.description import describe_cell
@@ -28,12 +30,16 @@ from normexp.cells.refusals import (
     evaluation_limit,
     why_alone,
 )
+from normexp.checks.agreement import kept_for_backward
 from normexp.checks.preflight import Traits, examine
+from normexp.checks.probe import fixed_draws
+from normexp.checks.sites import probe_batch
 from normexp.config.outcome import is_known_to_mix
 from normexp.config.rules import validate
 from normexp.config.spec import CellSpec
 from normexp.data.dataset import Data
 from normexp.errors import UserError
+from normexp.norms.site import named_sites
 from normexp.records.logs import collected_messages
 from normexp.records.result import check_joins
 from normexp.records.sources import loaded_files, refuse_edited
@@ -45,6 +51,7 @@ from normexp.training.recipe import Recipe
 logger = logging.getLogger(__name__)
 
 LONG_PROBE = 10  # seconds
+MEASURED_SAMPLES = 8  # of the forward whose memory is measured
 # Keys of an identity that no probe of the network depends on.
 NOT_PROBED = {
     *("lr", "lr_rule", "base_batch_size", "optim", "schedule", "callback", "max_grad_norm", "ema"),
@@ -66,6 +73,7 @@ class Cell:
         memory: the least memory of a training, in bytes.
         alone: why each seed trains by itself; None if seeds may share a stack.
         messages: what was logged while the cell was prepared.
+        backward_bytes: that a forward keeps for its backward, per sample.
     """
 
     spec: CellSpec
@@ -78,6 +86,7 @@ class Cell:
     alone: str | None
     description: dict[str, Any]
     messages: Sequence[str]
+    backward_bytes: int = 0
 
     @property
     def title(self) -> str:
@@ -177,6 +186,7 @@ def prepare_cell(spec: CellSpec, *, has_mixed: bool = False, traits: Traits | No
             alone=alone,
             description=description,
             messages=messages,
+            backward_bytes=_backward_bytes(network, data, recipe),
         )
 
 
@@ -237,6 +247,16 @@ def _probe(spec: CellSpec, network: nn.Module, data: Data, recipe: Recipe) -> Tr
     if _probed is not None:
         _probed[key] = traits, messages
     return traits
+
+
+def _backward_bytes(network: nn.Module, data: Data, recipe: Recipe) -> int:
+    """Bytes that a forward of the network keeps for its backward, per sample, in float32."""
+    count = min(recipe.sizes.micro, MEASURED_SAMPLES)
+    network = copy.deepcopy(network).train()
+    for _, site in named_sites(network):
+        site.norm_batch_size = None
+    with fixed_draws():
+        return kept_for_backward(network, *model_arguments(probe_batch(data, count))) // count
 
 
 def _probe_key(spec: CellSpec, recipe: Recipe) -> str:

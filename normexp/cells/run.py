@@ -22,7 +22,13 @@ from normexp.batching.speed import suitable_threads
 from normexp.cells.assembly import can_stack_rates
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.devices import RankDied, train_on_devices
-from normexp.cells.stack import Run, Stack, create_stack, record_failure, restore_stack
+from normexp.cells.stack import (
+    Run,
+    Stack,
+    create_stack,
+    record_failure,
+    restore_stack,
+)
 from normexp.checks.sites import probe_batch
 from normexp.config.outcome import (
     Outcome,

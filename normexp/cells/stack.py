@@ -200,6 +200,7 @@ def _record(stack: Stack, module: TrainingModule, watch: Watch) -> None:
     """Writes the files of every run, result.json last: its presence means ended."""
     device, source = module.trainer.strategy.root_device, stack.cell.data.source_version
     timing, gpu = _timing(module) | watch.timing, None
+    timing["backward_mb_per_sample"] = stack.cell.backward_bytes / 1e6
     if device.type == "cuda":  # on a CPU only the peak of the whole process is known
         gpu = torch.cuda.get_device_name(device)
         timing["peak_memory_mb"] = torch.cuda.max_memory_allocated(device) / 1e6

@@ -266,6 +266,8 @@ def stacks(case: NormCase) -> Reply:
     """Do two replicas under vmap get the outputs, gradients and state of each alone?"""
     if case.lone.draws:
         return skipped("draws random numbers, so each seed trains by itself")
+    if not case.lone.takes_float64:
+        return skipped("asks in float64, in which the norm fails")
     sites = [_site(case) for _ in range(2)]
     for seed, site in enumerate(sites):
         with fixed_draws(seed + 1), torch.no_grad():
@@ -424,21 +426,29 @@ def bytes_kept(lone: LoneNorm) -> Answer:
         return skipped("takes no features, texts or maps")
     norm, shape = _for_memory(fitting[0], lone)
     x = values(shape).requires_grad_()
-    of_norm = {t.untyped_storage().data_ptr() for t in (*norm.parameters(), *norm.buffers())}
+    total = kept_for_backward(norm, x)
+    return measured(total, f"{total / (x.numel() * 4):.2g} x the input, {show(shape)} float32")
+
+
+def kept_for_backward(module: nn.Module, *inputs: Tensor) -> int:
+    """Bytes, without parameters and buffers, that a forward keeps for its backward.
+
+    Each storage counts once; an input counts if the module keeps it.
+    """
+    of_module = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
     kept: dict[int, int] = {}
     held: list[Tensor] = []  # keeps addresses from being reused
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in of_norm:
+        if storage.data_ptr() not in of_module:
             kept[storage.data_ptr()] = storage.nbytes()
         held.append(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        norm(x)
-    total = sum(kept.values())
-    return measured(total, f"{total / (x.numel() * 4):.2g} x the input, {show(shape)} float32")
+        module(*inputs)
+    return sum(kept.values())
 
 
 def _for_memory(step: Shape, lone: LoneNorm) -> tuple[nn.Module, Shape]:

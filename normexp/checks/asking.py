@@ -71,6 +71,7 @@ class Question:
             a message for the user or None.
         follows: a section of the card, or the consequence for a network.
         shapes: the inputs (N, C, *) of a norm to ask about.
+        only_foreign: of a network whose modules are all torch's or ours, this is not asked.
         says: the answer over all shapes and modes. "fault": the first fault, else the first
             answer. "moves", "same": the modes in which something or nothing moves.
     """
@@ -81,6 +82,7 @@ class Question:
     shapes: Callable[[LoneNorm], Sequence[Shape]] | None = None
     modes: tuple[bool, ...] = ()
     says: Literal["fault", "moves", "same"] = "fault"
+    only_foreign: bool = False
 
     def line(self, answer: Answer) -> Answer:
         """The answer as a line of a card."""
@@ -103,6 +105,8 @@ def ask_norm(questions: Iterable[Question], norm: LoneNorm) -> list[Answer]:
                 answer = answer_of(question, norm)
             except Exception as error:  # of foreign code, any kind
                 answer = failed(explain(error))
+                if norm.shapes and not norm.takes_float64:  # the line "dtype kept" says so
+                    answer = skipped("asks in float64, in which the norm fails")
         lines.append(question.line(answer))
     return lines
 
@@ -152,6 +156,8 @@ def ask_network(questions: Iterable[Question], network: BuiltNetwork) -> dict[st
     """
     traits: dict[str, Any] = {}
     for question in questions:
+        if question.only_foreign and not network.is_foreign:
+            continue
         try:
             reply = network.once(question.ask)
         except Exception as error:

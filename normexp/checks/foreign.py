@@ -170,8 +170,6 @@ def _wrong_slope(site: EnteredSite) -> str | None:
 
 def parameters_outside(network: BuiltNetwork) -> str | None:
     """Is every tensor that takes a gradient a parameter of the network?"""
-    if not network.is_foreign:
-        return None
     model = copy.deepcopy(network.exposed).train()
     with fixed_draws(), torch.enable_grad():
         output = model(*model_arguments(network.short))
@@ -204,8 +202,6 @@ def _leaves_of(output: Tensor) -> list[Tensor]:
 
 def freezes_parameters(network: BuiltNetwork) -> str | None:
     """Does a forward leave `requires_grad` of parameters alone?"""
-    if not network.is_foreign:
-        return None
     model = copy.deepcopy(network.network).train()  # other questions have run `exposed` already
     before = [name for name, p in model.named_parameters() if p.requires_grad]
     with fixed_draws():
@@ -219,8 +215,6 @@ def freezes_parameters(network: BuiltNetwork) -> str | None:
 
 def copies_differ(network: BuiltNetwork) -> str | None:
     """Is a deep copy the same network, and does it leave the original alone?"""
-    if not network.is_foreign:
-        return None
     original = network.network
     copied = copy.deepcopy(original)
     with torch.no_grad():
@@ -290,8 +284,6 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def seeds_draws(network: BuiltNetwork) -> str | None:
     """Does a forward leave the seeds of global random generators alone?"""
-    if not network.is_foreign:
-        return None
     model = copy.deepcopy(network.exposed).train()
     python, numpy = random.getstate(), np.random.get_state()
     try:

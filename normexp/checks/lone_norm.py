@@ -35,8 +35,8 @@ from normexp.norms.adapt import (
     adapt,
     bind_eps,
     find_layout,
-    is_shipped,
 )
+from normexp.norms.factory import is_shipped
 from normexp.norms.slots import Slots
 
 Shape = tuple[int, ...]
@@ -105,6 +105,15 @@ class LoneNorm:
         """float64, or float32 for code that only computes in that."""
         wide = in_float64(self.smallest.build(), self.smallest.values())
         return torch.float32 if wide is None else torch.float64
+
+    @cached_property
+    def takes_float64(self) -> bool:
+        """False if it fails as it stands, with its parameters in float64, on such an input."""
+        try:
+            self.smallest.build(torch.float64)(self.smallest.values(torch.float64))
+        except Exception:  # of foreign code, any kind
+            return False
+        return True
 
     @property
     def is_shipped(self) -> bool:

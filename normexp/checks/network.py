@@ -26,7 +26,7 @@ from normexp.data.dataset import Data
 from normexp.norms.site import named_sites
 
 MAX_ELEMENTS = 2**15  # that reach a network's sites, where many samples are probed
-MANY_SAMPLES = 12  # of foreign code, which may treat more than 8 otherwise
+MANY_SAMPLES = 13  # of foreign code, which may treat more than 8, or odd numbers, otherwise
 NETWORK_CUTS = 4  # of a text, into before and after
 
 Value = TypeVar("Value")

@@ -228,7 +228,8 @@ def _missing_multirun(override: Override) -> UserError:
     """The error for several values without -m."""
     remedy = "add -m to run each"
     key, _, value = str(override.input_line).partition("=")
-    if "," in value and "(" not in value and (key not in GROUPS or key == "logger"):
+    is_list = key not in KEYS or "list" in KEYS[key].rule.wanted
+    if is_list and "," in value and "(" not in value and (key not in GROUPS or key == "logger"):
         remedy += f", or write {key}=[{value}] for one list"
     return UserError(f"{override.input_line} names several values: {remedy}")
 

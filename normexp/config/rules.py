@@ -252,7 +252,8 @@ FOREIGN_KEYS = {
     "sync_batchnorm": "set norm=sync",
     "optimizer": "set optim=...",
     "learning_rate": "set lr=...",
-    "gpus": "set trainer=gpu",
+    **dict.fromkeys(("gpus", "device", "cuda"), "set trainer=gpu or trainer=cpu"),
+    **dict.fromkeys(("seeds", "num_seeds", "repeats"), "set replicas=..., the number of seeds"),
 }
 
 

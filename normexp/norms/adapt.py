@@ -46,11 +46,6 @@ POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONA
 PROBED_DIMS = (2, 3, 4, 5)
 
 
-def is_shipped(target: str) -> bool:
-    """True for the import path of a norm of this package, which is built without adapting it."""
-    return target.startswith("normexp.norms.")
-
-
 def foreign_factory(make: Callable[..., Any], *, target: str, eps: float) -> Build:
     """Returns a function that builds a foreign norm as (N, C, *) -> same.
 

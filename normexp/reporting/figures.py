@@ -181,7 +181,7 @@ def _metric_by_norm(part: Slice, styles: Styles, table: pd.DataFrame) -> Figure:
     colour, shape, _ = encode_style(styles, legend=False)
     outside = find_outsiders(part.metric, table)
     axis = metric_axis(part.metric, table[~table["norm"].isin(outside)])
-    x = alt.X("mean:Q", title=axis["title"], scale=axis["scale"])
+    x = alt.X("mean:Q", title=axis["title"], scale=axis["scale"]).axis(tickCount=8)
     y = alt.Y("norm:N", title=None, sort=part.norms).axis(labelLimit=150, grid=True)
     chart = alt.Chart()
     rule = chart.mark_rule(strokeWidth=1.6).encode(alt.X("low:Q"), y, colour, x2="high:Q")

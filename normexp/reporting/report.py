@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +15,14 @@ from normexp.reporting.model import CellRow, Slice, differences, metric_names
 from normexp.reporting.ranking import Ranking, rank_norms
 from normexp.reporting.ratios import answer_over_data
 from normexp.reporting.read import RefusedCell, StudyRecords, read_studies
-from normexp.reporting.sentences import Answer, Claim, Section, answer_slices, group_by_budget
+from normexp.reporting.sentences import (
+    Answer,
+    Claim,
+    Section,
+    answer_slices,
+    group_by_budget,
+    listed,
+)
 from normexp.reporting.slices import build_slices
 from normexp.reporting.style import base_of, order_norms
 from normexp.reporting.verdict import Change, Comparison, compare
@@ -72,11 +78,13 @@ class Report:
 
     @property
     def refusals(self) -> list[str]:
-        """`group num_groups=7, 2 cells: num_groups=7 does not divide ...`, a line per reason."""
-        alike = Counter((cell.norm, cell.error) for cell in self.refused)
+        """`batch and group num_groups=7, 3 cells refused: ...`, a line for each reason."""
+        norms: dict[str, list[str]] = {}
+        for cell in self.refused:
+            norms.setdefault(cell.error, []).append(cell.norm)
         return [
-            f"{norm}, {format_count(count, 'cell')} {error}"
-            for (norm, error), count in alike.items()
+            f"{listed([*dict.fromkeys(same)])}, {format_count(len(same), 'cell')} {error}"
+            for error, same in norms.items()
         ]
 
     @property

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -240,6 +241,8 @@ def _plain_claims(part: Slice) -> Iterator[Claim]:
             count = _count_words(first, part, len(part.values[first]), "seed")
             text = f"{norm} was run at one {axis} only, {size}"
             yield Claim([norm], "one size", text, count, sizes=[size])
+    if (cost := _cost_words(part)) is not None:
+        yield Claim(list(part.lines), "cost", cost)
     if alike:
         norms = [norm for same in alike.values() for norm in same]
         they, do = ("it does", "does") if len(norms) == 1 else ("they do", "do")
@@ -248,6 +251,25 @@ def _plain_claims(part: Slice) -> Iterator[Claim]:
         claim = f"{listed(norms)} {do} not depend on the {axis}"
         details = f"measured by a probe: {they} not mix samples; trained with {shown}"
         yield Claim(norms, "independent", claim, details)
+
+
+def _cost_words(part: Slice) -> str | None:
+    """What a step of each of two norms costs; None for more norms, or without measurements."""
+    steps, memory = [], []
+    for norm, line in part.lines.items():
+        timings = [run.result.timing for run in [*line.values()][-1].runs]
+        timings = [timing for timing in timings if "backward_mb_per_sample" in timing]
+        if not timings:
+            return None
+        step = statistics.median(timing["step_ms"] / timing["stack_size"] for timing in timings)
+        steps.append(f"{step:.3g} ms with {norm}")
+        memory.append(f"{1000 * timings[0]['backward_mb_per_sample']:,.3g} kB")
+    if len(steps) != 2:
+        return None
+    return (
+        f"A step of one seed takes {listed(steps)}; a forward keeps {listed(memory)} per sample "
+        "for its backward"
+    )
 
 
 def listed(names: Sequence[str], last: str = "and") -> str:

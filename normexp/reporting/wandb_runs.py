@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from normexp.config.outcome import Outcome
-from normexp.config.process import is_under_agent
 from normexp.config.spec import CellSpec
-from normexp.errors import UserError
 from normexp.records.metrics import read_metrics
 from normexp.records.paths import METRICS_FILE, seed_dir
 from normexp.records.result import DONE, Result, hyperparameters
@@ -28,15 +26,6 @@ def _start(mode: str, **words: Any) -> Any:
 
 # A W&B agent allows one run for each command that it starts. The run is written from the records
 # after the cell has ended, even if nothing was left to train: an agent may propose a point twice.
-
-
-def refuse_many_cells(cells: Sequence[CellSpec]) -> None:
-    """Raises UserError if an agent's command has several cells: an agent's run logs one."""
-    if is_under_agent() and len(cells) > 1:
-        raise UserError(
-            f"a W&B agent's command trains one cell, not {len(cells)}: name one value per key in "
-            "its command, and let the sweep vary them"
-        )
 
 
 def log_to_agent(cell: CellSpec, outcome: Outcome) -> None:

@@ -16,7 +16,7 @@ from normexp.config.outcome import Outcome
 from normexp.config.spec import format_duration
 from normexp.records.logs import CellFilter, OnceFilter, messages_to
 from normexp.records.result import Status
-from normexp.sweeps.worker_process import WorkerState
+from normexp.sweeps.worker import WorkerState
 
 SECONDS_BETWEEN_LINES = 60.0  # between progress lines without a terminal
 COUNTED = (

@@ -20,7 +20,6 @@ from normexp.records.logs import messages_about
 from normexp.records.paths import LOG_FILE
 from normexp.records.result import Status
 from normexp.reporting.summary import print_closing_table, print_summary
-from normexp.reporting.wandb_runs import log_to_agent, refuse_many_cells
 from normexp.sweeps.display import Display
 from normexp.sweeps.log import StudyLog
 from normexp.sweeps.machine import WorkerSlot, own_slot, shared_value, worker_slots
@@ -33,12 +32,13 @@ from normexp.sweeps.worker import (
     StepsDone,
     WalkEnded,
     WorkerReady,
+    WorkerState,
     WorkerWaits,
     outcome_of_error,
     ready_to_train,
     work,
 )
-from normexp.sweeps.worker_process import Worker, WorkerState
+from normexp.sweeps.worker_process import Worker
 from normexp.training.stopping import StopRequest
 
 logger = logging.getLogger(__name__)
@@ -57,9 +57,15 @@ def run_cells(cells: Sequence[CellSpec], words: Sequence[str]) -> int:
         UserError: all cells are refused for the same reason; otherwise a refusal is a row.
         Halted, KeyboardInterrupt: as `raise_if_stopped`.
     """
-    refuse_many_cells(cells)
+    if is_under_agent() and len(cells) > 1:
+        raise UserError(
+            f"a W&B agent's command trains one cell, not {len(cells)}: name one value per key in "
+            "its command, and let the sweep vary them"
+        )
     outcomes = train_cells(cells, words)
     if is_under_agent():
+        from normexp.reporting.wandb_runs import log_to_agent
+
         log_to_agent(cells[0], outcomes[0])
     return print_outcomes(cells, outcomes, words)
 

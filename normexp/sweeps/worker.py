@@ -97,6 +97,29 @@ Event = (
 Report = Callable[[Event], None]
 
 
+class WorkerState:
+    """What a sweep knows of a worker, which is a process of its own or this process.
+
+    Attributes:
+        is_ready: it has imported everything.
+        has_ended: it found nothing left to do.
+        taken: the positions of the cells that it prepares or trains; () while idle.
+        stack: the last stack of these cells that began to train.
+        steps: of that stack: done, and in all.
+        since: when it took the cells.
+    """
+
+    def __init__(self) -> None:
+        self.is_ready = self.has_ended = False
+        self.take(())
+
+    def take(self, positions: Positions) -> None:
+        self.taken = positions
+        self.stack: StackRecord | None = None
+        self.steps: tuple[int, int] = (0, 0)
+        self.since = time.monotonic()
+
+
 def work(
     walk: Walk, slot: WorkerSlot, report: Report, stop: StopRequest, *, shows_bar: bool = False
 ) -> bool:

@@ -9,7 +9,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 from contextlib import suppress
 from logging.handlers import QueueHandler
 from multiprocessing import connection, parent_process, resource_tracker
@@ -18,36 +17,19 @@ from queue import SimpleQueue
 
 from normexp.errors import INTERRUPTED
 from normexp.records.logs import CellFilter
-from normexp.records.stacks import StackRecord
 from normexp.sweeps.machine import WorkerSlot
-from normexp.sweeps.walk import Positions, Walk
-from normexp.sweeps.worker import Event, WalkEnded, WorkerReady, ready_to_train, work
+from normexp.sweeps.walk import Walk
+from normexp.sweeps.worker import (
+    Event,
+    WalkEnded,
+    WorkerReady,
+    WorkerState,
+    ready_to_train,
+    work,
+)
 from normexp.training.stopping import StopRequest
 
 SPAWN = multiprocessing.get_context("spawn")  # a fork would share torch's threads and locks
-
-
-class WorkerState:
-    """What a sweep knows of a worker, which is a process of its own or this process.
-
-    Attributes:
-        is_ready: it has imported everything.
-        has_ended: it found nothing left to do.
-        taken: the positions of the cells that it prepares or trains; () while idle.
-        stack: the last stack of these cells that began to train.
-        steps: of that stack: done, and in all.
-        since: when it took the cells.
-    """
-
-    def __init__(self) -> None:
-        self.is_ready = self.has_ended = False
-        self.take(())
-
-    def take(self, positions: Positions) -> None:
-        self.taken = positions
-        self.stack: StackRecord | None = None
-        self.steps: tuple[int, int] = (0, 0)
-        self.since = time.monotonic()
 
 
 class Worker(WorkerState):

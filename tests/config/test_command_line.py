@@ -57,6 +57,7 @@ REFUSED = [
     ("train", "norm=naive_var", "deviations/"),
     ("train", "batch_size=0", "batch_size=0: must be a whole number above 0"),
     ("train", "--confg-dir a", "--confg-dir"),
+    ("train", "--norm group", "write keys as key=value"),
     ("train", "--config-dir", "--config-dir"),
     ("train", "--config-dir nowhere --help", "--config-dir nowhere: no such folder"),
     ("train", "--cfg everything", "everything"),

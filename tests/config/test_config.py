@@ -71,6 +71,8 @@ REFUSED = {
     "trainer.devices=2": "trainer.devices=2: several devices need trainer=ddp",
     "+norm.placement=mid": "norm.placement=mid: must be one of pre, post",
     "norm=custom": "norm._target_ is missing",
+    "seeds=8": "set replicas=..., the number of seeds",
+    "device=cuda": "set trainer=gpu or trainer=cpu",
     "lr=[0": "lr=[0: must be a number above 0",
     "epochs=2 steps=4": "epochs=2 and steps=4: a training has one budget; keep one of them",
     "samples=9 steps=4": "samples=9 and steps=4: a training has one budget",

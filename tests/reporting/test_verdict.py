@@ -87,6 +87,18 @@ def test_two_seeds_with_equal_counts_in_every_cell_hold_nothing(tmp_path: Path):
         assert "equal under every seed" in claim.text
 
 
+def test_two_norms_have_the_cost_of_a_step_beside_the_verdict(tmp_path: Path):
+    costs = {"batch": (8.0, 0.0042), "group": (12.0, 0.005)}
+    for norm, (step_ms, kept) in costs.items():
+        timing = {"step_ms": step_ms, "stack_size": 4, "backward_mb_per_sample": kept}
+        write_cell(tmp_path, norm, {0: 0.5, 1: 0.6}, result={"timing": timing})
+    claims = [claim.claim for answer in answers_of(tmp_path) for claim in answer.sentences]
+    assert [claim for claim in claims if "backward" in claim] == [
+        "A step of one seed takes 2 ms with batch and 3 ms with group; a forward keeps 4.2 kB and "
+        "5 kB per sample for its backward"
+    ]
+
+
 def test_independence_is_by_measurement_and_one_sentence_for_all_norms(tmp_path: Path):
     write_study(tmp_path, np.random.default_rng(0))
     loss = loss_of(tmp_path, "layer, group")

@@ -23,8 +23,8 @@ from normexp.reporting.wandb_runs import (
     log_to_agent,
     mean_metrics,
     mean_rows,
-    refuse_many_cells,
 )
+from normexp.sweeps.sweep import run_cells
 from normexp.train import main
 
 SWEEP_FILE = Path(__file__).parents[2] / "scripts" / "wandb_sweep.yaml"
@@ -109,12 +109,9 @@ def test_cell_with_a_failed_seed_has_no_mean_and_an_exit_code(
 
 def test_sweep_of_cells_under_an_agent_is_refused(monkeypatch: pytest.MonkeyPatch):
     cells = [CellSpec(None, {}, "a"), CellSpec(None, {}, "b")]
-    monkeypatch.delenv("WANDB_SWEEP_ID", raising=False)
-    refuse_many_cells(cells)
     monkeypatch.setenv("WANDB_SWEEP_ID", "abc")
-    refuse_many_cells(cells[:1])
     with pytest.raises(UserError, match="one cell, not 2"):
-        refuse_many_cells(cells)
+        run_cells(cells, [])
 
 
 @pytest.mark.slow

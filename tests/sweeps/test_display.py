@@ -17,7 +17,7 @@ from normexp.records.result import Status
 from normexp.records.state import shared_words
 from normexp.sweeps import display as module
 from normexp.sweeps.display import Display
-from normexp.sweeps.worker_process import WorkerState
+from normexp.sweeps.worker import WorkerState
 
 
 @pytest.fixture
