@@ -50,7 +50,7 @@ def test_command_is_understood(command: str):
             validate(compose_config(cell))
     elif entry == "tune":
         assert plan_searches(parse_command(words))
-    elif entry == "check":
+    elif entry in ("check", "benchmark"):
         assert compose_norms(parse_command(split_options(entry, words)[1]))
     else:
         assert read_options(entry, words)
