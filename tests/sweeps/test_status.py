@@ -94,6 +94,15 @@ def test_a_command_typed_again_asks_for_the_cells_that_it_means_now(study: Path)
     assert not cells["norm=bad"].refused and cells["norm=bad"].id == "bad-2"
 
 
+def test_begun_cell_that_turns_out_to_be_the_same_as_another_has_no_row_of_its_own(study: Path):
+    (study / "group-1" / "seed-0").mkdir()
+    assert cell_of(study, "norm=group").states[0] is Status.INTERRUPTED
+    append_entries(study, [AliasEntry("group-1", "layer-1", "1")])
+    states = {cell.id: cell.states for cell in read_status(study.parent, "s").cells}
+    assert "group-1" not in states
+    assert {*states["layer-1"].values()} == {Status.NOT_STARTED}
+
+
 def test_cell_that_is_the_same_as_another_shares_its_row_until_that_is_withdrawn(study: Path):
     sizes = {"group-2": "norm=group norm_batch_size=2", "group-1": "norm=group"}
     words = ["normexp-train", "norm=group", "norm_batch_size=2,null"]
