@@ -82,13 +82,14 @@ def tune(cells: Sequence[TableCell], kind: str = "running") -> Tuned:
 
     kind: of the statistics in evaluation; the rate is always chosen with running ones
     """
-    is_accuracy = "val/accuracy" in cells[0].metrics
+    is_accuracy = any("val/accuracy" in cell.metrics for cell in cells)
     name = "accuracy" if is_accuracy else "bits_per_byte"
     sign = 1.0 if is_accuracy else -1.0
     metric = f"test/{name}" + ("" if kind == "running" else f"@{kind}")
     scores, outcomes = [], []
     for cell in cells:
-        chosen_by = sign * cell.metrics[f"val/{name}"]
+        unknown = np.full(len(cell.seeds), np.nan)  # no run has a metric where all diverged
+        chosen_by = sign * cell.metrics.get(f"val/{name}", unknown)
         scores.append(np.where(np.isfinite(chosen_by) & ~cell.diverged, chosen_by, -np.inf))
         outcomes.append(_outcomes(cell, metric, kind))
     if len({np.shape(one) for one in outcomes}) > 1:  # no samples were kept at some rates

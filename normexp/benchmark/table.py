@@ -235,7 +235,8 @@ def write_table(table: Table, path: Path) -> None:
 def _is_chosen(table: Table, cell: TableCell) -> bool:
     """Whether a cell has the best or second best rate of its grid by the mean on validation."""
     group = table.groups[cell.recipe, cell.norm, cell.norm_batch_size]
-    best = sorted(group, key=lambda other: float(np.nanmean(other.metrics["val/loss"])))
+    known = [other for other in group if "val/loss" in other.metrics]
+    best = sorted(known, key=lambda other: float(np.nanmean(other.metrics["val/loss"])))
     return cell in best[:2]
 
 

@@ -90,7 +90,7 @@ def test_norms_are_ranked_by_tuned_error_in_groups():
 
 def test_an_incomplete_grid_is_not_ranked_and_a_diverging_norm_neither():
     lost = [
-        TableCell(**{**vars(cell), "diverged": np.ones(8, dtype=bool)})
+        replace(cell, diverged=np.ones(8, dtype=bool), metrics={}, samples={})
         for cell in cells("convnet", "rms", 0.05)
     ]
     made = made_table(cells("convnet", "batch", 0.05), cells("convnet", "layer", 0.05)[1:], lost)
