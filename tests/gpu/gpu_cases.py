@@ -80,7 +80,7 @@ def text() -> Data:
 
 
 DATA = {
-    **dict.fromkeys(("convnet", "small_resnet", "resnet20", "vit"), images),
+    **dict.fromkeys(("convnet", "small_resnet", "resnet20", "vit", "deep_mlp"), images),
     "gpt": text,
     "text_encoder": strings,
 }
