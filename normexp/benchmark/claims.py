@@ -10,7 +10,7 @@ from normexp.benchmark.protocol import claims, recipe_at
 from normexp.benchmark.score import Tuned, compare, tune
 from normexp.benchmark.table import Table
 from normexp.stats.contrast import Assessment, verdict_on
-from normexp.stats.family import ALPHA, p_value, seeds_to_decide
+from normexp.stats.family import ALPHA, p_value, seeds_for, spread_of
 from normexp.stats.interval import Interval
 
 Outcome = Literal["holds", "fails", "undecided", "not testable here"]
@@ -91,9 +91,22 @@ def _test(table: Table, comparison: Mapping[str, Any], budget: str, family: int)
     outcome = _outcome(assessment, expect, family)
     needed = None
     if outcome == "undecided":
-        by_margin = expect == "within" or expect.endswith("_margin")
-        needed = seeds_to_decide(assessment.gap, b.margin.cap if by_margin else 0.0, family)
+        needed = _seeds_to_decide(assessment.gap, b, expect, family)
     return Tested(words, expect, outcome, assessment, unit, needed)
+
+
+def _seeds_to_decide(gap: Interval, reference: Tuned, expect: str, family: int) -> int | None:
+    """Seeds that tell the difference from zero, or from the margin if the claim names it."""
+    spread = spread_of(gap)
+    if gap.estimate is None or spread is None:
+        return None
+    distance = abs(gap.estimate)
+    if expect == "within" or expect.endswith("_margin"):
+        margin, level = reference.margin.cap, reference.mean.estimate
+        if reference.margin.share and level is not None:
+            margin = min(margin, reference.margin.share * (reference.margin.perfect - level))
+        distance = abs(margin - distance)
+    return seeds_for(distance, spread[0], family, spread[1])
 
 
 def _words(side: Mapping[str, Any]) -> str:

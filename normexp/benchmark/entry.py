@@ -236,6 +236,18 @@ def _verify(reference: Table, overrides: list[str], options: dict[str, Any]) -> 
     if options["salt"] is None:
         raise UserError("salt is missing: give a text that the author could not know, as salt=...")
     submission, problems = read_submission(Path(options["verify"]))
+    for word in submission.words:
+        if not _is_of_norm(word):
+            raise UserError(f"verify: {word} is no word of a norm, and an entry sets nothing else")
+    unknown = [
+        name
+        for name in submission.workloads
+        if name not in reference.recipes
+        or not reference.rates_of(name, reference.recipes[name].reference)
+    ]
+    if unknown or not submission.workloads:
+        names = ", ".join(unknown) or "no runs"
+        raise UserError(f"verify: the reference has no complete runs for it: {names}")
     if submission.benchmark != reference.about["benchmark"]:
         raise UserError(f"verify: made for {submission.benchmark}; give reference=...")
     if problems:

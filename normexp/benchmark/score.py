@@ -208,9 +208,11 @@ def rank(table: Table, recipe: str) -> Standings | None:
         return None
     tuned = {norm: tune(cells) for norm, cells in grids.items() if cells}
     ranked = [norm for norm in tuned if not tuned[norm].diverges]
-    # Each against the reference, and the choice of the best: k - 1 one-sided tests, of which that
-    # against the reference is a member already, and two of which are one member.
-    family = max(1, len(ranked) - 1 + math.ceil((len(ranked) - 2) / 2))
+    # All k norms that are declared, also those without a complete grid yet. Each against the
+    # reference, and the choice of the best: k - 1 one-sided tests, of which that against the
+    # reference is a member already, and two of which are one member.
+    num_norms = len(grids.keys() | set(() if known.alphas else known.norms))
+    family = max(1, num_norms - 1 + math.ceil((num_norms - 2) / 2))
     reference = tuned[known.reference]
     ratios = {norm: ratio(tuned[norm], reference) for norm in ranked if norm != known.reference}
     errors = {norm: _level(ratios.get(norm)) for norm in ranked}

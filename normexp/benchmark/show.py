@@ -60,7 +60,8 @@ def error_words(place: Standing) -> str:
     assert place.tuned is not None
     shown = place.tuned.mean
     if place.tuned.is_accuracy:
-        bounds = [None if x is None else 100 - x for x in (shown.estimate, shown.high, shown.low)]
+        ends = (shown.estimate, shown.high, shown.low)
+        bounds = [None if x is None else min(max(100 - x, 0.0), 100.0) for x in ends]
     else:
         bounds = [shown.estimate, shown.low, shown.high]
     return _words(*bounds, digits=2)

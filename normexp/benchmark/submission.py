@@ -24,15 +24,20 @@ from typing import Any
 import numpy as np
 
 from normexp.benchmark.protocol import digest
+from normexp.benchmark.score import compare, tune
 from normexp.benchmark.table import Table, TableCell, read_table, write_table
 from normexp.errors import UserError
 from normexp.records.files import read_json, write_json, write_text
 from normexp.records.sources import source_files
+from normexp.stats.family import p_value
 
 ENTRY_FILE, TABLE_FILE, SOURCE_DIR = "entry.json", "table.npz", "source"
+# Names that would replace what a verification rests on.
+RESERVED_SOURCES = ("normexp", "torch", "numpy", "sitecustomize.py", "usercustomize.py")
 ROUNDED = 2e-6  # metrics are written with six decimals
 MACHINE_ERRORS = 4.0  # standard errors by which means of another machine may differ
-MACHINE_POINTS = 0.5  # of accuracy in percent (or 0.005 bits): less is never listed
+MACHINE_POINTS = 0.5  # of accuracy in percent (or 0.005 bits): less is never listed for a cell
+CLAIMED_TOO_MUCH = 0.002  # p of a tuned value that is better than the one that came again
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,8 @@ def read_submission(folder: Path) -> tuple[Submission, list[str]]:
     Raises:
         UserError: the folder is no submission, or of other rules.
     """
+    if not (folder / ENTRY_FILE).is_file():
+        raise UserError(f"verify={folder}: no submission is there, since it has no {ENTRY_FILE}")
     entry = read_json(folder / ENTRY_FILE)
     table = read_table(folder / TABLE_FILE)
     name = str(entry["benchmark"])
@@ -92,6 +99,12 @@ def read_submission(folder: Path) -> tuple[Submission, list[str]]:
         f"{SOURCE_DIR}/{file} is not the file that was submitted"
         for file, sha in entry["sources"].items()
         if _sha256(folder / SOURCE_DIR / file) != sha
+    ]
+    problems += [
+        f"{SOURCE_DIR}/{file} does not belong to the submission"
+        for path in sorted((folder / SOURCE_DIR).rglob("*.py"))
+        if (file := path.relative_to(folder / SOURCE_DIR).as_posix()) not in entry["sources"]
+        or file.split("/")[0] in RESERVED_SOURCES
     ]
     if _sha256(folder / TABLE_FILE) != entry["table"]:
         problems.append(f"{TABLE_FILE} is not the file that was submitted")
@@ -140,7 +153,26 @@ def differences(claimed: Sequence[TableCell], again: Sequence[TableCell]) -> lis
             problems.append(f"{describe(cell)}: no run came again")
             continue
         problems += _other_values(cell, other, shared)
-    return problems
+    return [*problems, *_better_than_again(claimed, again)]
+
+
+def _better_than_again(claimed: Sequence[TableCell], again: Sequence[TableCell]) -> Iterator[str]:
+    """Tuned values that are better than those that came again, by more than chance."""
+    for size in {cell.norm_batch_size: None for cell in claimed}:
+        grids = [
+            sorted((cell for cell in cells if cell.norm_batch_size == size), key=lambda c: c.lr)
+            for cells in (claimed, again)
+        ]
+        first, second = ([(cell.recipe, cell.lr, tuple(cell.seeds)) for cell in g] for g in grids)
+        if first != second or len(grids[0][0].seeds) < 3 or len(grids[0]) < 2:
+            continue
+        before, after = (tune(grid) for grid in grids)
+        gap = compare(before, after).gap
+        if not gap.estimate or gap.estimate < 0 or gap.df is None:
+            continue
+        if p_value(gap) < CLAIMED_TOO_MUCH:
+            words = f"tuned value {before.mean.estimate:.2f}, now {after.mean.estimate:.2f}"
+            yield f"{describe(grids[0][0])} and other rates: {words}"
 
 
 def _other_values(cell: TableCell, other: TableCell, shared: Collection[int]) -> Iterator[str]:

@@ -135,7 +135,7 @@ def _read_cell(
         return None
     config = results[0].config
     recipe = next((one for one in candidates if one.trains(config)), None)
-    if recipe is None or config["lr"] not in recipe.rates or results[0].invalid:
+    if recipe is None or config["lr"] not in recipe.rates or any(one.invalid for one in results):
         return None
     seeds = range(first_seed, first_seed + recipe.num_seeds)
     results = [one for one in results if one.seed in seeds]

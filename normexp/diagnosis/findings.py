@@ -77,8 +77,8 @@ class Case:
         return self.counts(self.gap)
 
     def costs(self, name: str) -> bool:
-        """True if a term counts."""
-        return self.counts(self.terms[name])
+        """True if a term counts; one that is not a number tells of no cause."""
+        return not math.isnan(self.terms[name].value) and self.counts(self.terms[name])
 
     def carries(self, name: str) -> bool:
         """True if a term counts and is a tenth of the gap or more."""
@@ -293,7 +293,8 @@ def _averages(case: Case) -> Iterator[Finding]:
     pairs = list(_active(case))
     explained = any(row.never_updated for _, row in pairs) or _is_young(case)
     if (
-        explained
+        not pairs
+        or explained
         or case.better_eps
         or any(not v.isfinite().all() for s, _ in pairs for v in s.running)
     ):

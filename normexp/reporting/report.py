@@ -25,7 +25,7 @@ from normexp.reporting.sentences import (
 )
 from normexp.reporting.slices import build_slices
 from normexp.reporting.style import base_of, order_norms
-from normexp.reporting.verdict import Change, Comparison, compare
+from normexp.reporting.verdict import OF_CHANGE, Change, Comparison, compare
 from normexp.stats.interval import Interval
 
 SCHEMA = 2  # of report.json
@@ -266,7 +266,7 @@ def _comparison_values(comparison: Comparison, ids: dict[CellRow, str]) -> dict[
         "budget": comparison.budget,
         "lr": [comparison.first.lr, comparison.second.lr],
         "n": comparison.gap.n,
-        "difference": _interval_values(comparison.gap),
+        "difference": _interval_values(comparison.gap),  # positive: the first is better
         "test_samples": comparison.num_samples,  # 0: the interval is over seeds alone
         "rates": [fit and len(fit.shares) for fit in comparison.tuned],  # cross-fitted
         "round": comparison.round,  # of commands that declared cells; each has its own family
@@ -289,7 +289,7 @@ def _change_values(change: Change) -> dict[str, Any]:
         "budgets": list(change.budgets),
         "difference": _interval_values(change.gap),
         "margin": change.margin,
-        "verdict": change.kind,
+        "verdict": change.kind if change.kind in OF_CHANGE.values() else None,
     }
 
 
