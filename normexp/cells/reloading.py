@@ -126,6 +126,7 @@ def _reload(task: _Task) -> Tensor | None:
                 check=True,
                 env=environment,
                 timeout=MOST_SECONDS,
+                start_new_session=True,  # Ctrl-C stops this process after the check
             )
             return torch.load(Path(folder) / OUTPUTS, weights_only=True)
         except (OSError, subprocess.SubprocessError) as error:

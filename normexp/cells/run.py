@@ -32,6 +32,7 @@ from normexp.cells.stack import (
 from normexp.checks.sites import probe_batch
 from normexp.config.outcome import (
     Outcome,
+    is_known_to_mix,
     measured_versions,
     missing_seeds,
     recorded_outcome,
@@ -139,7 +140,9 @@ class StackRunner:
 
     def _prepare(self, spec: CellSpec) -> Cell:
         if spec.id not in self.cells:
-            self.cells[spec.id] = prepare_cell(spec)
+            # Cells that differ in their rates have one norm: what was seen at one rate holds for all.
+            has_mixed = any(map(is_known_to_mix, self.specs))
+            self.cells[spec.id] = prepare_cell(spec, has_mixed=has_mixed)
         return self.cells[spec.id]
 
     def _same_as_other_cells(self, specs: Sequence[CellSpec]) -> bool:

@@ -118,11 +118,11 @@ def refuse_missing_files(config: Mapping[str, Any]) -> None:
     Raises:
         UserError: a required key without a value, or a module, folder or file that is not there.
     """
+    refuse_missing_values(config)
     for group in CUSTOM_GROUPS:
         for part in parts_with_target(config.get(group)):
             if reason := why_missing(part["_target_"]):
                 raise UserError(f"{group}._target_={part['_target_']}: {reason}")
-    refuse_missing_values(config)
     for target, (key, needs) in PATHS.items():
         path = Path(str(_select(config, key)))
         if _select(config, "data._target_") == target and not path.exists():

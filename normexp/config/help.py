@@ -123,8 +123,8 @@ normexp.evaluate evaluates the finished runs of a cell again, from the weights t
   python -m normexp.evaluate model=torchvision model.name=resnet18 model.weights=FILE data=...
 
 Results go to evaluation.json beside each run's result.json, and to a table, with what carries the
-test loss from training to evaluation mode. Averaged weights (ema=...) are evaluated by the training
-alone; normexp.load(run, ema=True) returns them. The second line takes the keys of normexp.train,
+test loss from training to evaluation mode. Averaged weights (ema=...) are evaluated too;
+normexp.load(run, ema=True) returns them. The second line takes the keys of normexp.train,
 writes nothing, and says why a network evaluates worse than it trains (normexp.diagnose).
 """,
     "report": """\

@@ -131,7 +131,7 @@ def spans_devices(norm: Mapping[str, Any]) -> bool | None:
     """
     if norm.get("synchronized") is not None:
         return bool(norm["synchronized"])
-    choice = shipped_targets("norm").get(norm.get("_target_", ""))
+    choice = shipped_targets("norm").get(str(norm.get("_target_", "")))
     if choice is None:
         return None
     shipped = shipped_defaults("norm", choice.partition("/")[2]) or {}
@@ -262,7 +262,7 @@ def _content_of(group: str, choice: str, values: dict[str, Any]) -> dict[str, An
         return values
     defaults = shipped_defaults(group, choice)
     if defaults is None:
-        target: str = values["_target_"]
+        target = str(values["_target_"])
         name = shipped_targets(group).get(target, target)
         content = values | {"_target_": name}
     else:
