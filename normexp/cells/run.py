@@ -140,7 +140,7 @@ class StackRunner:
 
     def _prepare(self, spec: CellSpec) -> Cell:
         if spec.id not in self.cells:
-            # Cells that differ in their rates have one norm: what was seen at one rate holds for all.
+            # The cells differ in their rates alone: what was seen at one rate holds for all.
             has_mixed = any(map(is_known_to_mix, self.specs))
             self.cells[spec.id] = prepare_cell(spec, has_mixed=has_mixed)
         return self.cells[spec.id]
