@@ -199,6 +199,18 @@ def test_answer_that_has_changed_is_withdrawn_and_the_cell_is_trained(tmp_path: 
     assert {result.cell_id for result in results_of(tmp_path).values()} == {spec.id}
 
 
+def test_norm_that_mixed_at_one_rate_is_taken_to_mix_at_every_rate(tmp_path: Path):
+    words = ["norm=group", "norm_batch_size=2", "replicas=2", f"runs_dir={tmp_path}", "study=s"]
+    specs = compose_cells(parse_command(["-m", *QUICK, *RATES, *words]))
+    study = specs[0].directory.parent
+    study.mkdir()
+    append_entries(study, [AliasEntry(specs[1].id, None, outcome.measured_versions())])
+    claim(specs)
+    aliases = read_history(study).aliases
+    assert {aliases[spec.id].same_as for spec in specs if spec.id in aliases} == {None}
+    assert {one.cell_id for one in results_of(tmp_path).values()} == {spec.id for spec in specs}
+
+
 def train_one(tmp_path: Path, *words: str) -> Path:
     line = ["norm=group", "steps=2", "replicas=1", *words, f"runs_dir={tmp_path}"]
     assert main(line) == 0
