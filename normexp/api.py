@@ -104,6 +104,7 @@ def load_report(
     *,
     metric: str | None = None,
     tolerance: float | None = None,
+    reference: str | None = None,
 ) -> Report:
     """What the report of a study says: its cells, and every comparison with interval and verdict.
 
@@ -112,7 +113,7 @@ def load_report(
 
     Args:
         study: a name, or several.
-        metric, tolerance: as in `python -m normexp.report`.
+        metric, tolerance, reference: as in `python -m normexp.report`.
 
     Raises:
         normexp.errors.UserError: a study that is missing or has no ended run, or a metric that no
@@ -121,7 +122,8 @@ def load_report(
     from normexp.reporting.report import read_report
 
     names = [study] if isinstance(study, str) else study
-    report = read_report(Path(runs_dir), names, metric=metric, tolerance=tolerance)
+    asked = {"metric": metric, "tolerance": tolerance, "reference": reference}
+    report = read_report(Path(runs_dir), names, **asked)
     _warn([*report.problems, *report.waiting])
     return report
 

@@ -69,12 +69,13 @@ def _judge(table: Table, claim: Mapping[str, Any], family: int) -> Verdict:
             return Verdict(claim["name"], claim, "not testable here", tested, reason)
     missing = len(outcomes) - len(known)
     reason = f"{missing} of {len(outcomes)} comparisons have no runs" if missing else ""
-    if "fails" in known:
-        outcome: Outcome = "fails"
-    elif missing or "undecided" in known:
-        outcome = "undecided"
-    else:
-        outcome = "holds"
+    # One comparison refutes a claim that needs all, and proves one that needs any.
+    decides, otherwise = ("holds", "fails") if claim.get("rule") == "any" else ("fails", "holds")
+    outcome: Outcome = "undecided"
+    if decides in known:
+        outcome = decides
+    elif not missing and "undecided" not in known:
+        outcome = otherwise
     return Verdict(claim["name"], claim, outcome, tested, reason)
 
 

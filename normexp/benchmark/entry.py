@@ -114,7 +114,10 @@ def _train(
         cells = compose_cells(parse_command(words))
         outcomes = train_cells(cells, ["normexp-benchmark", *words])
         code = max(code, print_outcomes(cells, outcomes, words))
-        ids |= {result.cell_id for outcome in outcomes for result in outcome.results}
+        results = [result for outcome in outcomes for result in outcome.results]
+        if invalid := next((result.invalid for result in results if result.invalid), None):
+            raise UserError(f"{label} cannot stand in the table, its runs are INVALID: {invalid}")
+        ids |= {result.cell_id for result in results}
     if not ids:  # a dry run, or nothing but failures
         return code, []
     table = read_runs(runs_dir, benchmark)

@@ -82,7 +82,7 @@ def tune(cells: Sequence[TableCell], kind: str = "running") -> Tuned:
 
     kind: of the statistics in evaluation; the rate is always chosen with running ones
     """
-    is_accuracy = any("val/accuracy" in cell.metrics for cell in cells)
+    is_accuracy = cells[0].about["chance"] is not None  # also where every run diverged
     name = "accuracy" if is_accuracy else "bits_per_byte"
     sign = 1.0 if is_accuracy else -1.0
     metric = f"test/{name}" + ("" if kind == "running" else f"@{kind}")
@@ -208,9 +208,8 @@ def rank(table: Table, recipe: str) -> Standings | None:
         return None
     tuned = {norm: tune(cells) for norm, cells in grids.items() if cells}
     ranked = [norm for norm in tuned if not tuned[norm].diverges]
-    # All k norms that are declared, also those without a complete grid yet. Each against the
-    # reference, and the choice of the best: k - 1 one-sided tests, of which that against the
-    # reference is a member already, and two of which are one member.
+    # Every declared norm counts, even without a complete grid. Each is compared with the reference.
+    # The choice of the best adds a one-sided test per further norm, and two of these count as one.
     num_norms = len(grids.keys() | set(() if known.alphas else known.norms))
     family = max(1, num_norms - 1 + math.ceil((num_norms - 2) / 2))
     reference = tuned[known.reference]

@@ -93,7 +93,7 @@ class Table:
         return sorted(norms, key=lambda norm: order.index(norm) if norm in order else len(order))
 
     def with_cells(self, cells: Iterable[TableCell]) -> Table:
-        """This table and further cells, such as those of somebody's own norm."""
+        """This table with more cells, for example those of a user's norm."""
         return Table(self.about, (*self.cells, *cells))
 
 

@@ -381,9 +381,10 @@ def _small_batch(case: Case) -> Iterator[Finding]:
         yield Finding(
             "small_batch",
             "fault",
-            f"the network needs the statistics of the very batch: with those expected of a batch "
-            f"of {_group_sizes(case)}, it loses {case.terms['small_batch']}. Samples tell each "
-            "other something (sorted or related batches), or training adapted to their noise",
+            "the network needs the statistics of its current batch: with those expected of a batch "
+            f"of {_group_sizes(case)}, it loses {case.terms['small_batch']}. Samples carry "
+            "information about each other (sorted or related batches), or training adapted to the "
+            "noise",
             "shuffle the training data, share statistics among more samples, or use group norm",
         )
 

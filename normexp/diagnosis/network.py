@@ -166,8 +166,8 @@ def inputs_of(batch: Any) -> Tensor:
 def output_of(model: nn.Module, batch: Any) -> tuple[Any, Any]:
     """Calls the model on a batch; returns its output, and what the loss compares it with.
 
-    A batch is (inputs, targets), where inputs may be a tuple or a mapping of arguments, or a
-    mapping, of which the model gets the values that its forward names, and the loss all.
+    A batch is (inputs, targets), where inputs may be a tuple or a mapping of arguments. It may also
+    be a mapping: the model gets the values that its forward names, and the loss gets the mapping.
 
     Raises:
         UserError: the forward names none of the keys of a mapping.

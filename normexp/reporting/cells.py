@@ -110,7 +110,7 @@ def _declared(cells: Sequence[CellRow], study: str, histories: Sequence[History]
         for name in (cell.directory.name, *cell.same_as)
     }
     rounds = [(command, _with_aliases(declared, history)) for command, declared in rounds]
-    unended, count = [], 0  # by round, with those of earlier rounds
+    unended, count = [], 0  # per round, cumulative
     for _, declared in rounds:
         names = {history.same_as(name): seeds for name, seeds in declared.items()}
         lost = {history.same_as(name) for name in history.errors}

@@ -337,7 +337,7 @@ class Slice:
         """What is compared of the cells of `lines`, by seed.
 
         A diverged run has the worst value of any run there. A cell whose learning rate was chosen
-        from a complete grid has the values of `cross_fit`, of which only the mean has a meaning.
+        from a complete grid has the values of `cross_fit`; only their mean has a meaning.
         """
         outcomes = {}
         for cell in dict.fromkeys(cell for _, cell in self.points):

@@ -336,9 +336,9 @@ def round_of(part: Slice, cell: CellRow) -> int:
 def _tests_of_best(part: Slice, wanted: str | None) -> Counter[int]:
     """By round, the members that the choice of the best norms adds; see reporting/ranking.py.
 
-    It compares the k norms that one command declared. The best of them is left out by mistake if
-    another is found to be better: k - 1 tests, of which that against the reference is a member
-    already. They are one-sided, so two of them are one member.
+    It compares the k norms that one command declared. The best is left out by mistake if any other
+    is found to be better: k - 1 tests. The one against the reference is in the family already. The
+    rest are one-sided, so two of them count as one member.
     """
     added: Counter[int] = Counter()
     for cells in contenders(part):

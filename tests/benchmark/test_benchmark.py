@@ -124,6 +124,19 @@ def test_a_claim_about_a_fall_needs_one():
     assert does_not.outcome == "not testable here" and "no fall" in does_not.reason
 
 
+def test_a_claim_of_any_needs_one_comparison_and_falls_with_all():
+    def outcome(*errors: float) -> str:
+        """Of ghost batches of 16 and 64 beside the whole batch, with an error of 10 %."""
+        at = zip((16, 64, None), (*errors, 0.10), strict=True)
+        made = made_table(*(cells("convnet_large_batch", "batch", e, size) for size, e in at))
+        [ghosts] = [one for one in judge(made) if one.name == "ghost_batches"]
+        return ghosts.outcome
+
+    assert outcome(0.02, 0.20) == outcome(0.20, 0.02) == "holds"
+    assert outcome(0.20, 0.20) == "fails"
+    assert outcome(0.20, 0.10) == "undecided"
+
+
 def test_every_claim_compares_what_the_recipes_train():
     for claim in claims():
         for comparison in claim["comparisons"]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -19,12 +22,12 @@ MISSING = "needs chromium and chromedriver (Debian: apt install chromium chromiu
 ARGUMENTS = [
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-    *("--hide-scrollbars", "--force-device-scale-factor=1"),
+    *("--hide-scrollbars", "--force-device-scale-factor=1", "--disable-dev-shm-usage"),
 ]
 
 
 class Browser:
-    """One session; `close` ends it and its driver."""
+    """One session; `close` ends it, its driver and the browser, also those that answer no more."""
 
     def __init__(self, profile: Path) -> None:
         with socket.socket() as free:
@@ -32,7 +35,10 @@ class Browser:
             port = free.getsockname()[1]
         self.root = f"http://127.0.0.1:{port}"
         self.driver = subprocess.Popen(
-            [str(DRIVER), f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [str(DRIVER), f"--port={port}"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # a group that holds the browser's processes too
         )
         options = {"binary": CHROMIUM, "args": [*ARGUMENTS, f"--user-data-dir={profile}"]}
         wanted = {
@@ -44,11 +50,10 @@ class Browser:
         self.session = f"/session/{session['sessionId']}"
 
     def close(self) -> None:
-        try:
-            self._send("DELETE", self.session)
-        finally:
-            self.driver.terminate()
-            self.driver.wait(10)
+        with contextlib.suppress(OSError, RuntimeError):
+            self._send("DELETE", self.session, timeout=10)
+        os.killpg(self.driver.pid, signal.SIGKILL)
+        self.driver.wait(10)
 
     def open(self, url: str) -> None:
         self._send("POST", f"{self.session}/url", {"url": url})
@@ -94,12 +99,14 @@ class Browser:
         ]
         return [url for url in urls if not url.startswith(("data:", "blob:"))]
 
-    def _send(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    def _send(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = 60
+    ) -> Any:
         content = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.root + path, content, headers, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
                 return json.load(answer)["value"]
         except urllib.error.HTTPError as error:
             with error:
