@@ -19,6 +19,7 @@ TITLES = {
     "better": "better than {reference}",
     "level": "not told from {reference}",
     "worse": "worse than {reference}",
+    "open": "told from no other",
     "diverges": "diverges at its rate",
     "incomplete": "grid incomplete",
 }
@@ -94,8 +95,11 @@ def standing_words(standings: Sequence[Standings], norm: str) -> str:
     for one, place in ranked:
         workload = one.recipe.name
         present = [group for group in GROUPS if any(p.group == group for p in one.places)]
-        ordinal = ORDINALS[present.index(place.group)]
-        parts.append(f"in the {ordinal} of {len(present)} groups ({workload})")
+        if place.group == "open":
+            parts.append(f"{TITLES['open']} ({workload})")
+        else:
+            ordinal = ORDINALS[present.index(place.group)]
+            parts.append(f"in the {ordinal} of {len(present)} groups ({workload})")
         if place.sensitivity is not None:
             parts.append(f"sensitivity {interval_words(place.sensitivity.gap)} ({workload})")
         if place.cost is not None:

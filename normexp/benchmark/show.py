@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from normexp.benchmark.claims import Verdict, words_of
+from normexp.benchmark.protocol import WorkloadRecipe
 from normexp.benchmark.report import TITLES, BenchmarkReport, interval_words, words_of_bounds
 from normexp.benchmark.score import GROUPS, Standing, Standings
 from normexp.reporting.terminal import open_console, text_table
@@ -38,9 +39,13 @@ def print_report(report: BenchmarkReport) -> None:
 def heading(one: Standings) -> str:
     """`convnet: error in % at the tuned rate, 18 epochs, n = 8`."""
     recipe = one.recipe
-    budget = f"{recipe.epochs:g} epochs" if recipe.epochs else f"{recipe.steps:,} steps"
     unit = "error in %" if unit_of(one) == "error" else "bits per byte"
-    return f"{recipe.name}: {unit} at the tuned rate, {budget}, n = {recipe.num_seeds}"
+    return f"{recipe.name}: {unit} at the tuned rate, {budget_of(recipe)}, n = {recipe.num_seeds}"
+
+
+def budget_of(recipe: WorkloadRecipe) -> str:
+    """`18 epochs`, or `1,500 steps`."""
+    return f"{recipe.epochs:g} epochs" if recipe.epochs else f"{recipe.steps:,} steps"
 
 
 def unit_of(one: Standings) -> str:
