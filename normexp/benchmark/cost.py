@@ -74,7 +74,8 @@ def measure_costs(
         baseline = _TimedTraining(benchmark, workload, [f"norm={BASELINE}"])
         for label, words in norms.items():
             training = _TimedTraining(benchmark, workload, words)
-            training.seconds(), baseline.seconds()  # warm up
+            for warmed_up in (training, baseline):
+                warmed_up.seconds()
             ratios = []
             for turn in range(rounds):
                 first, second = (training, baseline) if turn % 2 else (baseline, training)

@@ -141,7 +141,7 @@ def _panels_of_rates(
 
 def draw_ranking(standings: Standings) -> Figure:
     """Every ranked norm's error as a ratio to the reference's, in the groups of the ranking."""
-    rows = pd.DataFrame(_rows_of_ranking(standings))
+    rows = pd.DataFrame(list(_rows_of_ranking(standings)))
     low, high = RATIOS
     shown = rows.assign(
         mean=rows["mean"].clip(low, high),
@@ -176,7 +176,7 @@ def draw_ranking(standings: Standings) -> Figure:
 
 def draw_cost(standings: Standings) -> Figure | None:
     """Error against the time of a training step; None if fewer than two norms were measured."""
-    rows = pd.DataFrame(_rows_of_ranking(standings)).dropna(subset=["step"])
+    rows = pd.DataFrame(list(_rows_of_ranking(standings))).dropna(subset=["step"])
     if len(rows) < 2:
         return None
     low, high = RATIOS

@@ -50,7 +50,7 @@ def write_page(report: BenchmarkReport, folder: Path) -> Path:
             best_words=best_words,
             notes_of=notes_of,
             cost_note=cost_note(report) if report.table.costs else "",
-            tables=tables,
+            rankings=tables,
             drawn=figures,
             published_words=published_words,
             outcome_words=outcome_words,
@@ -65,11 +65,13 @@ def best_words(one: Standings) -> str:
     """`The best of 23 norms is one of 3: batch, layer or rms`."""
     ranked = [place.norm for place in one.places if place.group in GROUPS]
     best = [place.norm for place in one.places if place.group == "best"]
+    num_open = sum(place.group == "open" for place in one.places)
+    more = f", if not one of {num_open} that are told from no other" if num_open else ""
     if len(best) == len(ranked):
         return f"Any of {len(ranked)} norms may be the best" if len(ranked) > 1 else ""
     if len(best) == 1:
-        return f"The best of {len(ranked)} norms is {best[0]}"
-    return f"The best of {len(ranked)} norms is one of {len(best)}: {listed(best, 'or')}"
+        return f"The best of {len(ranked)} norms is {best[0]}{more}"
+    return f"The best of {len(ranked)} norms is one of {len(best)}: {listed(best, 'or')}{more}"
 
 
 def outcome_words(verdict: Verdict) -> str:
@@ -102,7 +104,8 @@ def _frame(one: Standings) -> pd.DataFrame:
 
 def _figures(one: Standings, report: BenchmarkReport) -> Iterator[Figure]:
     """Of a recipe; batch norm's rates once, with the long budget of its workload."""
-    yield draw_ranking(one)
+    if sum(place.group in GROUPS for place in one.places) > 1:
+        yield draw_ranking(one)
     if (cost := draw_cost(one)) is not None:
         yield cost
     if report.norm is None and one.recipe.name == one.recipe.workload and one.reference == "batch":

@@ -19,11 +19,13 @@ def print_report(report: BenchmarkReport) -> None:
     console.out(report.title, highlight=False)
     for one in report.standings:
         console.out(f"\n{heading(one)}", highlight=False)
-        columns = ("", "norm", unit_of(one), f"of {one.reference}'s", "2 against full", "rate")
+        columns = ("", unit_of(one), f"of {one.reference}'s", "2 against full", "rate")
         table = text_table((*columns, "step", "bytes"), [])
         shown = ""
         for title, *texts in _rows(one):
-            table.add_row(title if title != shown else "", *texts)
+            if title != shown:
+                table.add_row(title)
+            table.add_row(*texts)
             shown = title
         console.print(table, markup=False)
         for note in notes_of(one):
@@ -73,11 +75,12 @@ def cost_note(report: BenchmarkReport) -> str:
 
 
 def _rows(one: Standings) -> Iterator[list[str]]:
+    """The group of each place, and the texts of its row."""
     for place in one.places:
         cost = ["-", "-"]
         if place.cost is not None:
             cost = [f"{place.cost.step:.2f}", f"{place.cost.kept:.2f}"]
-        row = [group_words(one, place), place.norm]
+        row = [group_words(one, place), f"  {place.norm}"]
         if place.tuned is None:
             yield [*row, "-", "-", "-", "-", *cost]
             continue

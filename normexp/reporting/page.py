@@ -56,7 +56,7 @@ def write_page(
     folder: Path,
     template: str,
     figures: Sequence[Figure],
-    tables: Mapping[str, str],
+    downloads: Mapping[str, str],
     *,
     package: str = PACKAGE,
     cells: Sequence[Any] = (),
@@ -69,7 +69,7 @@ def write_page(
 
     Args:
         template: in `package`, or of reports.
-        tables: CSV by name.
+        downloads: CSV by the name of a table.
         cells: what the rows of the table of cells open.
         values: what the template shows.
     """
@@ -85,7 +85,7 @@ def write_page(
         }
     content = {
         "figures": {figure.name: figure.spec for figure in figures},
-        "tables": {**tables, **{figure.name: to_csv(figure.table) for figure in figures}},
+        "tables": {**downloads, **{figure.name: to_csv(figure.table) for figure in figures}},
         "cells": cells,
         "seeds": seed_chart(),
     }

@@ -12,7 +12,6 @@ from glob import escape, glob
 from pathlib import Path
 from typing import NoReturn
 
-
 from normexp.errors import UserError
 from normexp.records.paths import EVALUATION_FILE, RESULT_FILE
 from normexp.reporting.charts import Figure
