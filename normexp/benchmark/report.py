@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from normexp.benchmark.claims import Verdict, judge
+from normexp.benchmark.claims import Tested, Verdict, judge
 from normexp.benchmark.protocol import BENCHMARK
 from normexp.benchmark.score import GROUPS, Standings, overall, rank
 from normexp.benchmark.table import Table
@@ -152,15 +152,17 @@ def _claim(verdict: Verdict) -> dict[str, Any]:
         "published": verdict.claim["published"],
         "verdict": verdict.outcome,
         "reason": verdict.reason,
-        "comparisons": [
-            {
-                "what": one.words,
-                "expect": one.expect,
-                "outcome": one.outcome,
-                "unit": one.unit,
-                "difference": plain(one.assessment.gap) if one.assessment else None,
-                "seeds_to_decide": one.needed,
-            }
-            for one in verdict.tested
-        ],
+        "comparisons": [_comparison(one) for one in verdict.tested],
+        "beside": [_comparison(one) for one in verdict.beside],
+    }
+
+
+def _comparison(tested: Tested) -> dict[str, Any]:
+    return {
+        "what": tested.words,
+        "expect": tested.expect,
+        "outcome": tested.outcome,
+        "unit": tested.unit,
+        "difference": plain(tested.assessment.gap) if tested.assessment else None,
+        "seeds_to_decide": tested.needed,
     }

@@ -135,11 +135,12 @@ def _print_claims(verdicts: Iterable[Verdict]) -> None:
         lines = [f"\n{verdict.claim['statement']}", f"  {verdict.outcome}"]
         lines[-1] += f" ({verdict.reason})" * bool(verdict.reason)
         lines.append(f"  published: {published_words(verdict.claim['published'])}")
-        lines += [
-            f"  {one.words}: {words_of(one)}"
-            for one in verdict.tested
-            if one.assessment is not None
-        ]
+        known = [one for one in verdict.tested if one.assessment is not None]
+        beside = [one for one in verdict.beside if one.assessment is not None]
+        lines += [f"  {one.words}: {words_of(one)}" for one in known]
+        lines += [f"  beside: {one.words}: {words_of(one)}" for one in beside]
+        if "limits" in verdict.claim:
+            lines.append(f"  {verdict.claim['limits']}")
         console.out("\n".join(lines), highlight=False)
 
 
