@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -139,8 +140,11 @@ def _panels_of_rates(
     return [lines, means]
 
 
-def draw_ranking(standings: Standings) -> Figure:
-    """Every ranked norm's error as a ratio to the reference's, in the groups of the ranking."""
+def draw_ranking(standings: Standings, entry: str | None = None) -> Figure:
+    """Every ranked norm's error as a ratio to the reference's, in the groups of the ranking.
+
+    entry: a norm whose name is bold
+    """
     rows = pd.DataFrame(list(_rows_of_ranking(standings)))
     low, high = RATIOS
     shown = rows.assign(
@@ -151,7 +155,10 @@ def draw_ranking(standings: Standings) -> Figure:
     groups = list(dict.fromkeys(rows["group"]))
     range_ = [COLOURS[key] for key in dict.fromkeys(rows["key"])]
     colour = alt.Color("group:N", title=None, scale=alt.Scale(domain=groups, range=range_))
-    y = alt.Y("norm:N", sort=list(rows["norm"]), title=None, axis=alt.Axis(grid=True, ticks=False))
+    is_entry = f"datum.value === {json.dumps(entry)}"
+    weight = alt.condition(is_entry, alt.value("bold"), alt.value("normal"))
+    axis = alt.Axis(grid=True, ticks=False, labelFontWeight=weight)
+    y = alt.Y("norm:N", sort=list(rows["norm"]), title=None, axis=axis)
     title = f"error as a ratio to {standings.reference}'s (log scale)"
     x = alt.X("mean:Q", title=title).scale(type="log", domain=RATIOS, nice=False, clamp=True)
     x = x.axis(values=[0.7, 1, 1.5, 2, 3, 5, 7], format="~g")
