@@ -138,8 +138,8 @@ def _print_plan(plan: Plan, submission: Submission, reference: Table) -> None:
     print(
         f"By the salt: a canary; {plan.workload}, {runs} runs, {minutes_words(seconds)} "
         f"core-minutes; {recipe.name} at model.width={plan.width} with {submission.norm} and "
-        f"{recipe.reference}, {few} runs that are not scored, {minutes_words(more)} core-minutes at "
-        "the usual width"
+        f"{recipe.reference}, {few} runs that are not scored, {minutes_words(more)} core-minutes "
+        "at the usual width"
     )
 
 
