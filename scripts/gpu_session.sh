@@ -106,7 +106,8 @@ study() {
     124 | 130) say "the next call of this part continues the study" ;;
     *) failed=1 ;;
   esac
-  "$python" - "$out" >>"$log" 2>&1 <<'PYTHON' || failed=1
+  if [ -n "$(find "$out/runs" -name result.json -print -quit)" ]; then
+    "$python" - "$out" >>"$log" 2>&1 <<'PYTHON' || failed=1
 import sys
 from pathlib import Path
 import normexp
@@ -114,6 +115,7 @@ import normexp
 out = Path(sys.argv[1])
 normexp.load_study("cifar10_full", runs_dir=out / "runs").to_csv(out / "cifar10_full.csv", index=False)
 PYTHON
+  fi
   tar -C "$out" --exclude weights.pt --exclude '*.ckpt' -czf "$out/runs.tar.gz" runs || failed=1
   say "packed $out/runs.tar.gz"
 }
