@@ -213,7 +213,7 @@ def test_cells_of_a_mistaken_command_are_named_and_can_be_forgotten(
     assert cell_of(study, "norm=bad").states == {0: "not started"}
 
 
-def test_cells_are_forgotten_by_words_of_their_titles(study: Path, capsys):
+def test_cells_are_forgotten_by_words_of_their_titles(study: Path):
     words = [f"study={study.name}", f"runs_dir={study.parent}"]
     assert main([*words, "forget=norm=group"]) == 2  # it was begun
     assert main([*words, "forget=[norm=layer,norm=bad]"]) == 0
