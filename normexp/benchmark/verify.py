@@ -22,6 +22,7 @@ from normexp.benchmark.submission import (
     Submission,
     differences,
     draw,
+    is_beside,
     read_submission,
     report_problems,
     source_on_path,
@@ -73,6 +74,9 @@ def verify(reference: Table, overrides: Sequence[str], options: dict[str, Any]) 
     submission, problems = read_submission(Path(options["verify"]))
     _check(submission, reference)
     problems += report_problems(submission, reference)
+    if not is_beside(submission, reference):
+        time = submission.table.about["time"]
+        print(f"Made beside another reference table, of {time}: its groups are not compared.")
     plan = make_plan(options["salt"], submission, reference)
     _print_plan(plan, submission, reference)
     if problems or is_dry(overrides):
