@@ -82,9 +82,15 @@ def test_a_training_ends_as_one_in_turn_on_the_cpu(
 
 
 @on_each_device
-def test_chunks_change_nothing(tmp_path: Path, device: str):
+@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
+def test_chunks_change_nothing(tmp_path: Path, device: str, precision: str):
     one, many = (
-        train(build_module(**BOTH, max_chunk=size), tmp_path / f"{size}.ckpt", accelerator=device)
+        train(
+            build_module(**BOTH, max_chunk=size),
+            tmp_path / f"{size}.ckpt",
+            accelerator=device,
+            precision=precision,  # autocast must not keep weights from step to step
+        )
         for size in (1, 8)
     )
     for replica in (0, 1):
