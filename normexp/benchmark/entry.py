@@ -142,15 +142,17 @@ def _workloads_of(reference: Table, options: dict[str, Any]) -> tuple[str, list[
 
 def _print_cost(table: Table, workloads: Sequence[str]) -> None:
     """What a run took where the table was made, and what an entry takes."""
+    from normexp.benchmark.trainings import minutes_words
+
     for workload in workloads:
         recipe = table.recipes[workload]
         seconds = table.seconds_per_run(workload)
         runs, sizes = recipe.num_seeds * len(recipe.rates), len(recipe.norm_batch_sizes)
-        minutes = runs * seconds / 60
+        core_seconds = runs * seconds
         print(
             f"{workload}: {runs} runs, or {sizes * runs} if the norm mixes samples; with "
-            f"{recipe.reference}, one took {seconds:.1f} s of a busy core, so {minutes:.0f} or "
-            f"{sizes * minutes:.0f} core-minutes"
+            f"{recipe.reference}, one took {seconds:.1f} s of a busy core, so "
+            f"{minutes_words(core_seconds)} or {minutes_words(sizes * core_seconds)} core-minutes"
         )
 
 

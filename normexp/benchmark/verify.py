@@ -31,6 +31,7 @@ from normexp.benchmark.trainings import (
     is_dry,
     is_of_norm,
     measure_contract,
+    minutes_words,
     norm_of_words,
     train_grid,
 )
@@ -78,6 +79,7 @@ def verify(reference: Table, overrides: Sequence[str], options: dict[str, Any]) 
     if problems:
         print("This machine or this code does not repeat the reference; nothing else was trained.")
         return _verdict(submission.norm, problems)
+    print("canary: it comes again")
     recipe = reference.recipes[plan.workload]
     claimed = [cell for cell in submission.table.cells if cell.recipe == plan.workload]
     with source_on_path(submission):
@@ -134,9 +136,10 @@ def _print_plan(plan: Plan, submission: Submission, reference: Table) -> None:
     seconds = runs * reference.seconds_per_run(plan.workload)
     more = few * reference.seconds_per_run(recipe.name)
     print(
-        f"By the salt: a canary, {plan.workload} ({runs} runs, {seconds / 60:.0f} core-minutes), "
-        f"{recipe.name} at model.width={plan.width} with {submission.norm} and {recipe.reference} "
-        f"({few} runs, not scored; {more / 60:.0f} core-minutes at the usual width)"
+        f"By the salt: a canary; {plan.workload}, {runs} runs, {minutes_words(seconds)} "
+        f"core-minutes; {recipe.name} at model.width={plan.width} with {submission.norm} and "
+        f"{recipe.reference}, {few} runs that are not scored, {minutes_words(more)} core-minutes "
+        "at the usual width"
     )
 
 

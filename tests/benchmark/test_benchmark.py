@@ -268,7 +268,7 @@ def test_a_norm_is_entered_by_one_line_and_verified_by_another(
     assert "report.json: workloads.convnet" in printed and "Mine: not verified" in printed
     report.write_text(honest)
     assert entry.main([*again, "salt=s", "dry_run=true"]) == 0
-    assert "a canary, convnet (" in capsys.readouterr().out
+    assert "a canary; convnet, 12 runs" in capsys.readouterr().out
 
     claimed = read_table(folder / "table.npz")
     better = [flattered(cell) for cell in claimed.cells]
