@@ -202,6 +202,8 @@ def forget_cells(runs_dir: Path, name: str, wanted: Sequence[str]) -> list[CellS
     chosen: dict[str, CellState] = {}
     for word in wanted:
         same = [word] if word != REFUSED else [key for key in known if known[key].refused]
+        if not same:
+            raise UserError(f"forget={word}: no cell of study={name} was refused")
         for key in same:
             if key not in known:
                 nearest = difflib.get_close_matches(key, known, n=3, cutoff=0.4) or list(known)[:3]

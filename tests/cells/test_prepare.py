@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from train_cases import NO_RECORDS
 
 from normexp import build as building
 from normexp.cells import cell as cell_module
@@ -86,7 +87,7 @@ class Made(torch.optim.SGD):
 def prepare(*words: str) -> Cell:
     """Composes the cell of these words; a target in `own` chooses `custom` in its group."""
     custom = [f"{word.partition('.')[0]}=custom" for word in words if "._target_=" in word]
-    config, choices = compose_cell([*custom, *words])
+    config, choices = compose_cell([NO_RECORDS, *custom, *words])
     validate(config)
     return prepare_cell(CellSpec(config, choices, ""))
 
