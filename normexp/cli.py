@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
+UNUSABLE_FILE = (PermissionError, NotADirectoryError, IsADirectoryError, FileNotFoundError)
 MOST_NAMED = 5  # studies or cells in a message
 
 
@@ -82,7 +83,7 @@ def _run(name: str, words: list[str], act: Callable[[list[str]], int]) -> int:
     except BrokenPipeError:  # as in `... | head`; Python flushes stdout once more, at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except (PermissionError, NotADirectoryError, IsADirectoryError) as error:
+    except UNUSABLE_FILE as error:
         if error.filename is None:
             raise
         print(f"normexp: {error.filename}: {error.strerror}", file=sys.stderr)

@@ -100,6 +100,12 @@ def check_optimizer_step(recipe: Recipe, network: nn.Module) -> None:
     decay = {"weight_decay": recipe.weight_decay, "decay_norm": recipe.decay_norm}
     try:
         optimizer = recipe.optimizer(parameter_groups(network, **decay), lr=recipe.lr)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            kind = type(optimizer).__name__
+            raise UserError(
+                f"optim._target_={recipe.optimizer_target} returned a {kind}, not a "
+                "torch.optim.Optimizer"
+            )
         check_optimizer(network, optimizer)
         for parameter in network.parameters():
             parameter.grad = torch.zeros_like(parameter)

@@ -427,10 +427,9 @@ def _explain(error: Exception, config_dirs: Sequence[str]) -> UserError:
 
 def _is_utf8(file: Path) -> bool:
     try:
-        file.read_text("utf-8")
+        return file.is_dir() or bool(file.read_text("utf-8")) or True
     except UnicodeDecodeError:
         return False
-    return True
 
 
 def _unknown_choice(file: str, config_dirs: Sequence[str]) -> UserError:

@@ -186,7 +186,11 @@ def _is_loaded_from(module: ModuleType, file: str, source: bytes) -> bool:
 
 def _fingerprint(code: CodeType) -> tuple[object, ...]:
     """What a function does, wherever in its file it stands."""
-    values = tuple(repr(c) for c in code.co_consts if not isinstance(c, CodeType | frozenset))
+    values = tuple(
+        _fingerprint(c) if isinstance(c, CodeType) else repr(c)
+        for c in code.co_consts
+        if not isinstance(c, frozenset)  # in no fixed order
+    )
     return code.co_qualname, code.co_code, code.co_names, code.co_varnames, values
 
 
