@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from normexp.benchmark.protocol import WORKLOADS, WorkloadRecipe
-from normexp.benchmark.table import Table, TableCell
+from normexp.benchmark.table import Cost, Table, TableCell
 from normexp.reporting.metric import RULE
 from normexp.stats.contrast import Assessment, Margin, difference, verdict_on
 from normexp.stats.crossfit import CrossFit, cross_fit
@@ -26,8 +26,8 @@ from normexp.stats.interval import Interval, crossed_mean, mean
 from normexp.stats.ratio import as_ratio, error_ratio, over_workloads
 
 Array = NDArray[np.float64]
-Group = Literal["best", "better", "level", "worse", "diverges", "incomplete"]
-GROUPS: tuple[Group, ...] = ("best", "better", "level", "worse")  # the ranked ones
+Group = Literal["best", "better", "level", "worse", "open", "diverges", "incomplete"]
+GROUPS: tuple[Group, ...] = ("best", "better", "level", "worse", "open")  # the ranked ones
 UNIFORM_BITS = 8.0  # per byte, of a diverged language model
 LN2 = math.log(2)
 
@@ -165,6 +165,7 @@ class Standing:
     ratio: of its error to the reference's; None for the reference and for what is not ranked
     sensitivity: full batch minus norm batch 2, in the unit of the metric; None: it mixes no samples
         or has not both sizes
+    cost: None if it was not measured
     """
 
     norm: str
@@ -172,6 +173,7 @@ class Standing:
     tuned: Tuned | None = None
     ratio: Assessment | None = None
     sensitivity: Assessment | None = None
+    cost: Cost | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,7 +198,8 @@ def rank(table: Table, recipe: str) -> Standings | None:
     """The standings of a recipe at the full batch; None without a complete grid of the reference.
 
     Selection of the best as in normexp.reporting.ranking: a norm is left out if another one is
-    better by a verdict of the same family.
+    better by a verdict of the same family. What can be told from no other norm, while others are
+    told apart, is `open`: mostly a norm of which single seeds end at chance level.
     """
     known = table.recipes[recipe]
     full = known.batch_size
@@ -229,16 +232,24 @@ def rank(table: Table, recipe: str) -> Standings | None:
         verdict, _ = verdict_on(ratios[norm], family)
         return {"above": "better", "below": "worse"}.get(verdict, "level")  # type: ignore[return-value]
 
-    def place(norm: str) -> Standing:
-        if norm not in tuned:
-            return Standing(norm, "incomplete")
-        if norm not in ranked:
-            return Standing(norm, "diverges", tuned[norm])
-        return Standing(
-            norm, group_of(norm), tuned[norm], ratios.get(norm), _sensitivity(table, recipe, norm)
-        )
+    groups: dict[str, Group] = {norm: group_of(norm) for norm in ranked}
+    if {*groups.values()} > {"best"}:  # some norms are told apart, so the others should be too
+        for norm in ranked:
+            behind = [other for other in ranked if errors[other] > errors[norm]]
+            is_open = groups[norm] == "best" and norm != known.reference
+            if is_open and not any(is_better(norm, other) for other in behind):
+                groups[norm] = "open"
 
-    order: list[str] = [*GROUPS, "diverges", "incomplete"]
+    def place(norm: str) -> Standing:
+        cost = table.cost_of(known.workload, norm)
+        if norm not in tuned:
+            return Standing(norm, "incomplete", cost=cost)
+        if norm not in ranked:
+            return Standing(norm, "diverges", tuned[norm], cost=cost)
+        falls = _sensitivity(table, recipe, norm)
+        return Standing(norm, groups[norm], tuned[norm], ratios.get(norm), falls, cost)
+
+    order: list[Group] = [*GROUPS, "diverges", "incomplete"]
     places = sorted(
         map(place, grids),
         key=lambda one: (order.index(one.group), errors.get(one.norm, math.inf), one.norm),
