@@ -211,10 +211,6 @@ def make_builder(spec: CellSpec, recipe: Recipe, data: Data) -> NetworkBuilder:
 
 def _check_network(spec: CellSpec, build: NetworkBuilder, network: nn.Module, data: Data) -> None:
     assert build.norm is not None
-    if not any(parameter.requires_grad for parameter in network.parameters()):
-        raise UserError(
-            f"{build.target.name}: has no parameter to train; give it a layer with some"
-        )
     check_slots(spec, build.norm)
     check_placement(spec.choices, build.norm, network)
     check_outputs(network, data, build.target.path)

@@ -67,11 +67,15 @@ def check_placement(choices: Mapping[str, str], norm: NormFactory, network: nn.M
 
 
 def check_outputs(network: nn.Module, data: Data, target: str) -> None:
-    """Refuses a model that does not score every class, or token, of every sample.
+    """Refuses a model without parameters to train, or without a score of every class or token.
 
     Args:
         target: what `model._target_` names.
     """
+    if not any(parameter.requires_grad for parameter in network.parameters()):
+        raise UserError(
+            f"model._target_={target} has no parameter to train; give it a layer with some"
+        )
     batch = probe_batch(data, 2)
     try:
         with fixed_draws(), torch.no_grad():
