@@ -64,9 +64,10 @@ def print_plan(
         for outcome in outcomes_of_study
     )
     cells_to_do = sum(bool(one.missing) for of_study in planned.values() for one in of_study)
+    num_workers = min(num_workers, cells_to_do)  # one cell is trained by one
     of_cells = f" of {format_count(cells_to_do, 'cell')}" if num_runs else ""
     todo = f"{format_count(num_runs, 'run')}{of_cells} to do"
-    guess = " (a first estimate, by one step of each)" if has_guess else ""
+    guess = " (a first estimate, by a few steps of each)" if has_guess else ""
     lines = [*refused, f"{todo}: {_total(seconds, num_workers)}{guess}"]
     lines += [
         power_words(outcomes_of_study, read(study_dir))

@@ -29,6 +29,7 @@ from normexp.records.metrics import read_metrics
 from normexp.records.paths import LOCK_FILE
 from normexp.records.result import Status, read_result
 from normexp.sweeps import log as log_module
+from normexp.sweeps import machine
 from normexp.sweeps import sweep as runner
 from normexp.sweeps.log import StudyLog
 from normexp.train import main
@@ -79,6 +80,41 @@ def test_a_dry_run_lists_and_leaves_nothing(tmp_path: Path, capsys: pytest.Captu
     assert [row[:2] for row in rows] == [["norm=batch", "2"], ["norm=group", "2"]]
     assert all(row[-1] == "MiB" for row in rows)
     assert not (tmp_path / "runs").exists()
+
+
+COUNTS_THREADS = """
+import torch
+from pathlib import Path
+
+class CountsThreads(torch.nn.Identity):
+    def __init__(self, num_features):
+        super().__init__()
+
+    def forward(self, x):
+        with Path(__file__).with_name("threads").open("a") as file:
+            file.write(f"{torch.get_num_threads()} {len(x)}\\n")
+        return x
+"""
+
+
+def test_a_dry_run_times_a_step_on_the_threads_of_a_worker(
+    tmp_path: Path, own_module: Callable[[str, str], Path], monkeypatch
+):
+    """On more threads than there are free cores, a step takes a hundred times as long."""
+    path = own_module("counts_threads", COUNTS_THREADS)
+    monkeypatch.setattr(machine, "usable_cores", lambda: 4)
+    before = torch.get_num_threads()
+    words = ["norm=counts_threads.CountsThreads", "batch_size=256", "dry_run=true"]
+    words += ["-m", "lr=0.1,0.2", "workers=2", f"runs_dir={tmp_path}"]
+    try:
+        torch.set_num_threads(3)
+        assert main(words) == 0
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    lines = path.with_name("threads").read_text().splitlines()
+    threads = {line.split()[0] for line in lines if line.endswith(" 256")}
+    assert threads == {"1", "2"}  # probes take one
 
 
 CTRL_C = """
