@@ -190,6 +190,7 @@ class Sweep:
         """
         with self.display:
             self.log.check()
+            self.log.warn_of_added_seeds()
             self._pass_over()  # before torch is imported
             if self.walk.left and self.num_workers:
                 self._train_in_workers()

@@ -17,6 +17,7 @@ import pytest
 import torch
 from train_cases import QUICK, cells, files, train
 
+import normexp
 from normexp.cells import run
 from normexp.cli import parse_command
 from normexp.config.grid import compose_cells
@@ -82,6 +83,23 @@ def test_a_dry_run_lists_and_leaves_nothing(tmp_path: Path, capsys: pytest.Captu
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
+def test_added_seeds_are_warned_of_with_the_words_to_type_instead(tmp_path: Path, capsys):
+    """By a dry run too, in place of the smallest difference; of a size without effect as well."""
+    words = ["-m", "norm=layer,group", "steps=2", "norm_batch_size=2", "study=mine", "workers=0"]
+    words += [f"runs_dir={tmp_path}", f"data_dir={tmp_path / 'data'}", "save_weights=false"]
+    warning = "train a new study: study=mine-2 seed=2 replicas=3"
+    assert main([*words, "replicas=2"]) == main([*words, "replicas=2"]) == 0
+    assert "new study" not in capsys.readouterr().err
+    assert main([*words, "replicas=3", "dry_run=true"]) == 0
+    planned = capsys.readouterr()
+    assert warning in planned.out and "smallest difference" not in planned.out
+    assert main([*words, "replicas=3"]) == 0
+    assert warning in capsys.readouterr().err.splitlines()[0]
+    [comparison] = normexp.load_report("mine", runs_dir=tmp_path).comparisons
+    assert comparison.why_no_verdict == "seeds were added to the declared ones"
+
+
 COUNTS_THREADS = """
 import torch
 from pathlib import Path
@@ -97,6 +115,7 @@ class CountsThreads(torch.nn.Identity):
 """
 
 
+@pytest.mark.slow
 def test_a_dry_run_times_a_step_on_the_threads_of_a_worker(
     tmp_path: Path, own_module: Callable[[str, str], Path], monkeypatch
 ):
