@@ -90,15 +90,13 @@ class Report:
             for run in cell.runs:
                 if run.result.error:
                     failed.setdefault(run.result.error, []).append(cell.norm)
-        return [
-            *(
-                f"{listed([*dict.fromkeys(same)])}, {format_count(len(same), 'cell')} {error}"
-                for error, same in norms.items()
-            ),
-            *(
-                f"{listed([*dict.fromkeys(same)])}, {format_count(len(same), 'run')} failed: {error}"
-                for error, same in failed.items()
-            ),
+        refused = [
+            f"{listed([*dict.fromkeys(same)])}, {format_count(len(same), 'cell')} {error}"
+            for error, same in norms.items()
+        ]
+        return refused + [
+            f"{listed([*dict.fromkeys(same)])}, {format_count(len(same), 'run')} failed: {error}"
+            for error, same in failed.items()
         ]
 
     @property
