@@ -272,14 +272,9 @@ def plan_cell(spec: CellSpec, planned: dict[str, Outcome], threads: int | None =
     """The outcome of a cell in a dry run, which writes nothing. Raises as `prepare_cell`.
 
     Args:
-<<<<<<< HEAD
         planned: the outcomes of the command's cells so far, by folder; of sizes without effect,
             one stands for all.
-=======
-        planned: the outcomes of the command's cells so far, by id; of sizes without effect, one
-            stands for all.
         threads: the most CPU threads that the training gets; None: all of this process.
->>>>>>> main
     """
     if spec.config is not None:
         same, alike = (planned.get(str(s.directory)) for s in (spec, spec.without_norm_batch_size))
@@ -291,13 +286,8 @@ def plan_cell(spec: CellSpec, planned: dict[str, Outcome], threads: int | None =
     outcome = recorded_outcome(cell.spec, Status.PLANNED)
     outcome.description, outcome.invalid = cell.description, cell.invalid
     outcome.memory = cell.memory
-<<<<<<< HEAD
-    outcome.step_seconds = seconds_of_step(cell) if outcome.missing else 0.0
-    planned[str(cell.spec.directory)] = outcome
-=======
     outcome.step_seconds = seconds_of_step(cell, threads) if outcome.missing else 0.0
-    planned[cell.spec.id] = outcome
->>>>>>> main
+    planned[str(cell.spec.directory)] = outcome
     return outcome
 
 

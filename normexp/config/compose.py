@@ -425,16 +425,15 @@ def _explain(error: Exception, config_dirs: Sequence[str]) -> UserError:
     return UserError(" ".join(shown[:2]) if shown[0].endswith(":") else shown[0])
 
 
-<<<<<<< HEAD
 class UnknownChoice(UserError):
     """A group has no such choice, as in `norm=gruop`."""
-=======
+
+
 def _is_utf8(file: Path) -> bool:
     try:
         return file.is_dir() or bool(file.read_text("utf-8")) or True
     except UnicodeDecodeError:
         return False
->>>>>>> main
 
 
 def _unknown_choice(file: str, config_dirs: Sequence[str]) -> UserError:
