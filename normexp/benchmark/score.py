@@ -26,8 +26,8 @@ from normexp.stats.interval import Interval, crossed_mean, mean
 from normexp.stats.ratio import as_ratio, error_ratio, over_workloads
 
 Array = NDArray[np.float64]
-Group = Literal["best", "better", "level", "worse", "diverges", "incomplete"]
-GROUPS: tuple[Group, ...] = ("best", "better", "level", "worse")  # the ranked ones
+Group = Literal["best", "better", "level", "worse", "open", "diverges", "incomplete"]
+GROUPS: tuple[Group, ...] = ("best", "better", "level", "worse", "open")  # the ranked ones
 UNIFORM_BITS = 8.0  # per byte, of a diverged language model
 LN2 = math.log(2)
 
@@ -196,7 +196,8 @@ def rank(table: Table, recipe: str) -> Standings | None:
     """The standings of a recipe at the full batch; None without a complete grid of the reference.
 
     Selection of the best as in normexp.reporting.ranking: a norm is left out if another one is
-    better by a verdict of the same family.
+    better by a verdict of the same family. What can be told from no other norm, while others are
+    told apart, is `open`: mostly a norm of which single seeds end at chance level.
     """
     known = table.recipes[recipe]
     full = known.batch_size
@@ -229,16 +230,24 @@ def rank(table: Table, recipe: str) -> Standings | None:
         verdict, _ = verdict_on(ratios[norm], family)
         return {"above": "better", "below": "worse"}.get(verdict, "level")  # type: ignore[return-value]
 
+    groups: dict[str, Group] = {norm: group_of(norm) for norm in ranked}
+    if {*groups.values()} > {"best"}:  # some norms are told apart, so the others should be too
+        for norm in ranked:
+            behind = [other for other in ranked if errors[other] > errors[norm]]
+            is_open = groups[norm] == "best" and norm != known.reference
+            if is_open and not any(is_better(norm, other) for other in behind):
+                groups[norm] = "open"
+
     def place(norm: str) -> Standing:
         if norm not in tuned:
             return Standing(norm, "incomplete")
         if norm not in ranked:
             return Standing(norm, "diverges", tuned[norm])
         return Standing(
-            norm, group_of(norm), tuned[norm], ratios.get(norm), _sensitivity(table, recipe, norm)
+            norm, groups[norm], tuned[norm], ratios.get(norm), _sensitivity(table, recipe, norm)
         )
 
-    order: list[str] = [*GROUPS, "diverges", "incomplete"]
+    order: list[Group] = [*GROUPS, "diverges", "incomplete"]
     places = sorted(
         map(place, grids),
         key=lambda one: (order.index(one.group), errors.get(one.norm, math.inf), one.norm),

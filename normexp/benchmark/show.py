@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from normexp.benchmark.claims import Verdict, words_of
+from normexp.benchmark.protocol import WorkloadRecipe
 from normexp.benchmark.score import GROUPS, Standing, Standings, overall
 from normexp.benchmark.table import Table
 from normexp.reporting.terminal import open_console, text_table
@@ -17,6 +18,7 @@ TITLES = {
     "better": "better than {reference}",
     "level": "not told from {reference}",
     "worse": "worse than {reference}",
+    "open": "told from no other",
     "diverges": "diverges at its rate",
     "incomplete": "grid incomplete",
 }
@@ -38,11 +40,15 @@ def print_standings(standings: Iterable[Standings]) -> None:
 def heading(one: Standings) -> str:
     """`convnet: error at the tuned rate, 18 epochs, n = 8`."""
     recipe = one.recipe
-    budget = f"{recipe.epochs:g} epochs" if recipe.epochs else f"{recipe.steps:,} steps"
     tuned = next(place.tuned for place in one.places if place.norm == one.reference)
     assert tuned is not None
     unit = "error in %" if tuned.is_accuracy else "bits per byte"
-    return f"{recipe.name}: {unit} at the tuned rate, {budget}, n = {recipe.num_seeds}"
+    return f"{recipe.name}: {unit} at the tuned rate, {budget_of(recipe)}, n = {recipe.num_seeds}"
+
+
+def budget_of(recipe: WorkloadRecipe) -> str:
+    """`18 epochs`, or `1,500 steps`."""
+    return f"{recipe.epochs:g} epochs" if recipe.epochs else f"{recipe.steps:,} steps"
 
 
 def _rows(one: Standings) -> Iterator[list[str]]:
@@ -135,8 +141,11 @@ def standing_words(standings: Sequence[Standings], norm: str) -> str:
         parts.append(f"error {interval_words(mean)} of {references} over {count}")
     for one, place in ranked:
         present = [group for group in GROUPS if any(p.group == group for p in one.places)]
-        ordinal = ORDINALS[present.index(place.group)]
-        parts.append(f"in the {ordinal} of {len(present)} groups ({one.recipe.name})")
+        if place.group == "open":
+            parts.append(f"{TITLES['open']} ({one.recipe.name})")
+        else:
+            ordinal = ORDINALS[present.index(place.group)]
+            parts.append(f"in the {ordinal} of {len(present)} groups ({one.recipe.name})")
         if place.sensitivity is not None:
             parts.append(f"sensitivity {interval_words(place.sensitivity.gap)} ({one.recipe.name})")
     return f"{norm}: {', '.join(parts)}"

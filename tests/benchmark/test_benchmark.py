@@ -13,6 +13,7 @@ import pytest
 import normexp
 from normexp.benchmark import entry, table
 from normexp.benchmark.claims import judge
+from normexp.benchmark.figures import draw_ranking, draw_rates
 from normexp.benchmark.protocol import claims, digest, recipe_at, recipes
 from normexp.benchmark.score import overall, rank
 from normexp.benchmark.show import standing_words
@@ -86,6 +87,36 @@ def test_norms_are_ranked_by_tuned_error_in_groups():
         [standings], "layer"
     )
     assert standings.bars[8] > standings.bars[32] > 1
+
+
+def test_a_norm_with_lost_seeds_is_told_from_no_other():
+    """A quarter of its runs end at chance level, at every rate."""
+
+    def with_lost_seeds(cell: TableCell) -> TableCell:
+        lost = np.arange(len(SEEDS)) % 4 == 0
+        return replace(cell, diverged=lost)
+
+    unlucky = [with_lost_seeds(cell) for cell in cells("convnet", "layer", 0.06)]
+    told = [cells("convnet", "batch", 0.05), cells("convnet", "rms", 0.2)]
+    standings = rank(made_table(*told, unlucky), "convnet")
+    assert standings is not None
+    assert {place.norm: place.group for place in standings.places} == {
+        **{"batch": "best", "rms": "worse"},
+        "layer": "open",
+    }
+    assert "told from no other" in standing_words([standings], "layer")
+
+
+def test_figures_show_every_ranked_norm_and_both_budgets():
+    table = convnet(0.08)
+    rates = draw_rates(table)
+    assert rates is not None and set(rates.table["budget"]) == {"18 epochs", "6 epochs"}
+    at_one = rates.table.query("not tuned and norm == 'batch, 2 samples'")
+    assert len(at_one) == 2 * len(recipes()["convnet"].rates)
+    assert at_one["mean"].between(5, 40).all()
+    standings = rank(table, "convnet")
+    assert standings is not None
+    assert set(draw_ranking(standings).table["norm"]) == {"batch", "layer", "group"}
 
 
 def test_an_incomplete_grid_is_not_ranked_and_a_diverging_norm_neither():

@@ -1,0 +1,187 @@
+"""The figures of the benchmark: the claim about small batches, and the ranking."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import altair as alt
+import numpy as np
+import pandas as pd
+
+from normexp.benchmark.protocol import recipe_at
+from normexp.benchmark.score import Standings, tune
+from normexp.benchmark.show import TITLES, budget_of, heading, ratio_words
+from normexp.benchmark.table import Table, TableCell
+from normexp.reporting.charts import Channels, Figure, encode_style, tooltip
+from normexp.reporting.style import SLOTS
+from normexp.stats.ratio import as_ratio
+
+SMALL = 2  # samples that share statistics
+SHOWN = (1.5, 100.0)  # error in %, of the figure of rates
+RATIOS = (0.7, 7.0)  # of the figure of the ranking
+WIDTH_OF_RATES, WIDTH_OF_TUNED, HEIGHT, ROW = 220, 90, 300, 15  # pixels
+GREY = "#808080"
+COLOURS = {
+    "best": "#0072b2",
+    "better": "#009e73",
+    "level": "#7f7f7f",
+    "worse": "#d55e00",
+    "open": "#c3c3c3",
+}
+STYLES = [SLOTS[place] for place in (0, 4, 8, 7, 3, 1)]
+
+
+def draw_rates(table: Table, workload: str = "convnet") -> Figure | None:
+    """Error against the learning rate and, beside it, at the tuned rate, for each budget.
+
+    Batch norm at two norm batch sizes, with other statistics in evaluation, and two norms that mix
+    no samples. None without the grids of batch norm.
+    """
+    recipes = [
+        name
+        for budget in ("long", "short")
+        if (name := recipe_at(workload, budget)) in table.recipes
+    ]
+    rows = pd.DataFrame([row for name in recipes for row in _rows_of_rates(table, name)])
+    if rows.empty or "batch" not in set(rows["base"]):
+        return None
+    labels = list(dict.fromkeys(rows["norm"]))
+    channels = encode_style(dict(zip(labels, STYLES, strict=False)))
+    rates = sorted(rows["lr"].dropna().unique())
+    panels = [
+        panel
+        for place, budget in enumerate(dict.fromkeys(rows["budget"]))
+        for panel in _panels_of_rates(budget, labels, channels, rates, first=place == 0)
+    ]
+    return Figure(
+        "rates",
+        f"Batch norm at {SMALL} samples against the learning rate: {workload}",
+        "Test error at each of the rates (left) and at the tuned one (right, 95 % over new seeds "
+        "and images), per budget. Diverged seeds count as chance level.",
+        alt.hconcat(*panels, spacing=12),
+        rows,
+        "none",
+        kind="rates",
+    )
+
+
+def _rows_of_rates(table: Table, recipe: str) -> Iterator[Mapping[str, object]]:
+    full = table.recipes[recipe].batch_size
+    series = [
+        ("batch", None, "running", f"batch, {full} samples"),
+        ("batch", SMALL, "running", f"batch, {SMALL} samples"),
+        ("batch", SMALL, "precise", f"batch, {SMALL}, precise statistics"),
+        ("eval_norm", SMALL, "running", f"eval_norm, {SMALL} samples"),
+        ("group", None, "running", "group"),
+        ("layer", None, "running", "layer"),
+    ]
+    for norm, size, kind, label in series:
+        cells = table.rates_of(recipe, norm, size)
+        if not cells:
+            continue
+        about = {"budget": budget_of(table.recipes[recipe]), "norm": label, "base": norm}
+        about["size"] = size or full
+        for cell in cells:
+            yield about | {"lr": cell.lr, "mean": _error(cell, kind), "tuned": False}
+        shown = tune(cells, kind).mean
+        if shown.estimate is not None:
+            ends = [np.nan if end is None else 100 - end for end in (shown.high, shown.low)]
+            bounds = dict(zip(("low", "high"), ends, strict=True))
+            yield about | {"lr": np.nan, "mean": 100 - shown.estimate, "tuned": True} | bounds
+
+
+def _error(cell: TableCell, kind: str) -> float:
+    """Mean test error in %; a diverged run counts as chance level."""
+    metric = "test/accuracy" + ("" if kind == "running" else f"@{kind}")
+    values = cell.metrics.get(metric, np.full(len(cell.seeds), np.nan))
+    lost = cell.diverged | ~np.isfinite(values)
+    return 100 * (1 - float(np.where(lost, cell.about["chance"] or 0.0, values).mean()))
+
+
+def _panels_of_rates(
+    budget: str, labels: Sequence[str], channels: Channels, rates: Sequence[float], *, first: bool
+) -> list[Any]:
+    """The errors at each rate, and beside them those at the tuned rate."""
+    colour, shape, dash = channels
+    scale = alt.Scale(type="log", domain=SHOWN, clamp=True, nice=False)
+    ticks = [1, 2, 3, 5, 10, 20, 50, 100]
+
+    def axis(*, labelled: bool) -> alt.Y:
+        title = "test error (%)" if labelled else None
+        shown = alt.Axis(values=ticks, format="d", labels=labelled or not first)
+        return alt.Y("mean:Q", title=title, scale=scale, axis=shown)
+
+    y = axis(labelled=first)
+    x = alt.X("lr:Q", title="learning rate", axis=alt.Axis(values=rates, format="~g", grid=False))
+    x = x.scale(type="log", nice=False, domain=[rates[0] / 1.3, rates[-1] * 1.3])
+    here = alt.Chart().transform_filter(alt.datum.budget == budget)
+    at_rates = here.transform_filter("!datum.tuned")
+    dot = {"filled": True, "opacity": 1, "size": 55}
+    tip = tooltip("norm", "lr:Q", "mean:Q")
+    lines = alt.layer(
+        at_rates.mark_line(strokeWidth=1.6).encode(x, y, colour, dash),
+        at_rates.mark_point(**dot).encode(x, y, colour, shape, tooltip=tip),
+    ).properties(width=WIDTH_OF_RATES, height=HEIGHT, title=budget)
+    place = alt.X(
+        "norm:N", sort=list(labels), title="tuned", axis=alt.Axis(labels=False, ticks=False)
+    )
+    beside = alt.Y("mean:Q", title=None, scale=scale, axis=alt.Axis(values=ticks, labels=False))
+    tuned = here.transform_filter("datum.tuned")
+    tip = tooltip("norm", "mean:Q", "low:Q", "high:Q")
+    means = alt.layer(
+        tuned.mark_rule(strokeWidth=1.6).encode(
+            place, alt.Y("low:Q", scale=scale), alt.Y2("high:Q"), colour
+        ),
+        tuned.mark_point(**dot).encode(place, beside, colour, shape, tooltip=tip),
+    ).properties(width=WIDTH_OF_TUNED, height=HEIGHT)
+    return [lines, means]
+
+
+def draw_ranking(standings: Standings) -> Figure:
+    """Every ranked norm's error as a ratio to the reference's, in the groups of the ranking."""
+    rows = pd.DataFrame(_rows_of_ranking(standings))
+    low, high = RATIOS
+    shown = rows.assign(
+        mean=rows["mean"].clip(low, high),
+        low=rows["low"].clip(low),
+        high=rows["high"].clip(upper=high),
+    )
+    groups = list(dict.fromkeys(rows["group"]))
+    range_ = [COLOURS[key] for key in dict.fromkeys(rows["key"])]
+    colour = alt.Color("group:N", title=None, scale=alt.Scale(domain=groups, range=range_))
+    y = alt.Y("norm:N", sort=list(rows["norm"]), title=None, axis=alt.Axis(grid=True, ticks=False))
+    title = f"error as a ratio to {standings.reference}'s (log scale)"
+    x = alt.X("mean:Q", title=title).scale(type="log", domain=RATIOS, nice=False, clamp=True)
+    x = x.axis(values=[0.7, 1, 1.5, 2, 3, 5, 7], format="~g")
+    tip = tooltip("norm", "group", "text", "rate")
+    chart = alt.layer(
+        alt.Chart(alt.Data(values=[{"at": 1}])).mark_rule(color=GREY).encode(alt.X("at:Q")),
+        alt.Chart().mark_rule(strokeWidth=1.6).encode(alt.X("low:Q"), alt.X2("high:Q"), y, colour),
+        alt.Chart().mark_point(filled=True, opacity=1, size=50).encode(x, y, colour, tooltip=tip),
+    ).properties(width=380, height=ROW * len(rows))
+    return Figure(
+        f"ranking_{standings.recipe.name}",
+        heading(standings),
+        "95 % over new seeds and test samples; the rate of each norm is chosen on validation by "
+        "half of the seeds, and the others are shown. Colours are the groups that the verdicts of "
+        "the family allow; the order within a group means nothing. Intervals are cut at the edges.",
+        chart,
+        shown,
+        "none",
+        kind="ranking",
+    )
+
+
+def _rows_of_ranking(standings: Standings) -> Iterator[Mapping[str, object]]:
+    for place in standings.places:
+        if place.group not in COLOURS:
+            continue
+        ratio = None if place.ratio is None else as_ratio(place.ratio.gap)
+        about = {"norm": place.norm, "key": place.group, "size": standings.recipe.batch_size}
+        about["group"] = TITLES[place.group].format(reference=standings.reference)
+        about |= {"text": ratio_words(place), "rate": place.tuned.rate if place.tuned else None}
+        if ratio is None:
+            yield about | {"mean": 1.0, "low": 1.0, "high": 1.0}
+        else:
+            yield about | {"mean": ratio.estimate, "low": ratio.low, "high": ratio.high}
