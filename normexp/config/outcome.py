@@ -148,8 +148,8 @@ def is_known_to_mix(spec: CellSpec) -> bool:
 def evaluations_of(spec: CellSpec) -> dict[str, int]:
     """What evaluation.json must hold as `asked`, see `has_evaluations`."""
     config, statistics = spec.values, spec.values["evaluate_with"]
-    pooled = [kind for kind in ("precise", "own_share") if kind in statistics]
-    asked = dict.fromkeys(pooled, config["precise_samples"])
+    pooled = ("precise", "own_share")
+    asked = {kind: config["precise_samples"] for kind in pooled if kind in statistics}
     if "batch" not in statistics:
         return asked
     sizes = sizes_of(config, mixes_samples=True)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from normexp.config.rules import format_count
 from normexp.errors import UserError
 from normexp.records.files import read_json
 from normexp.records.paths import EVALUATION_FILE
@@ -32,6 +33,11 @@ from normexp.reporting.verdict import ALONG_SIZES, Comparison
 from normexp.stats.interval import LEVEL, Array, Interval, mean
 
 CAUSES = ("training noise", "own share", "running averages")
+MEANING = {
+    "training noise": "noisy statistics in training left worse weights, however evaluated",
+    "own share": "in training a sample shapes its own statistics, in evaluation it does not",
+    "running averages": "they are off the statistics of the training samples",
+}
 STATISTICS = ("running", "precise", "own_share")
 
 
@@ -111,18 +117,21 @@ def _carried(comparison: Comparison, causes: Causes, where: str) -> tuple[str, s
     def shown(name: str) -> str:
         return f"{name} {metric.format(causes.terms[name])}"
 
-    details = f"of {metric.format(causes.fall)}; over {causes.fall.n} seeds"
+    details = [f"n = {format_count(causes.fall.n, 'seed')}"]
     rates = {cell.lr for cell in (comparison.first, comparison.second)}
     if any(comparison.tuned) or len(rates) > 1:
-        details += ", at the chosen learning rates"
-    if causes.carriers:
-        rest = [shown(name) for name in CAUSES if name not in causes.carriers]
-        carriers = " and ".join(map(shown, causes.carriers))
-        verb = "carries" if len(causes.carriers) == 1 else "carry"
-        claim = f"{carriers[0].upper()}{carriers[1:]}: this {verb} the loss of {where}"
-        return claim, "; ".join([details, *rest])
-    which = "No single cause carries" if causes.is_spread else "Seeds cannot tell what carries"
-    return f"{which} the loss of {where}", "; ".join([details, *map(shown, CAUSES)])
+        details.append("at the chosen learning rates")
+    if not causes.carriers:
+        which = "No single cause carries" if causes.is_spread else "Seeds cannot tell what carries"
+        details += [f"of {metric.format(causes.fall)}", *map(shown, CAUSES)]
+        return f"{which} the loss of {where}", "; ".join(details)
+    verb = "carries" if len(causes.carriers) == 1 else "carry"
+    amounts = " and ".join(metric.format(causes.terms[name]) for name in causes.carriers)
+    names = " and ".join(causes.carriers)
+    claim = f"{names[0].upper()}{names[1:]} {verb} the loss of {where}: {amounts}"
+    details += [f"{name}: {MEANING[name]}" for name in causes.carriers]
+    details += [shown(name) for name in CAUSES if name not in causes.carriers]
+    return f"{claim} of {metric.format(causes.fall)}", "; ".join(details)
 
 
 def _not_recorded(comparison: Comparison, where: str) -> tuple[str, str] | None:
