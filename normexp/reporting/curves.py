@@ -190,7 +190,7 @@ def _draw_groups(part: Slice, values: pd.DataFrame) -> Iterator[Figure]:
     values = values[~values["norm"].isin(part.independent)]
     values = values.assign(
         site=values["name"].str.extract("diagnostics/(.*)/", expand=False),
-        measured=values["name"].str.rpartition("/")[2],
+        measured=values["name"].str.extract("([^/]*)$", expand=False),
     )
     scatter = values[values["measured"].isin(SCATTER)]
     if part.axis != "norm_batch_size" or scatter["size"].nunique() < 2:

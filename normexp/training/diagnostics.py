@@ -18,7 +18,7 @@ from normexp.norms.moments import Moments, widen
 from normexp.norms.site import Site, as_maps, input_and_mask, named_sites
 from normexp.norms.state import read_state, write_state
 from normexp.training.module import TrainingModule
-from normexp.training.statistics import gather, shuffled
+from normexp.training.statistics import block_size, gather, shuffled
 
 NUM_GROUPS = 8  # that share statistics, to see how these scatter; fewer only if data are short
 FEWEST_GROUPS = 4
@@ -61,13 +61,14 @@ class Diagnostics(pl.Callback):
         batches = []
         if self.mixes_samples:
             indices = shuffled(data, "train")[: max(sizes.micro, NUM_GROUPS * sizes.norm)]
-            batches = [gather(replicas, data, "train", p) for p in indices.split(sizes.micro)]
+            blocks = indices.split(block_size(replicas, sizes.norm))
+            batches = [gather(replicas, data, "train", block) for block in blocks]
         devices = [module.device] if module.device.type == "cuda" else []
         loss, rows, rates = module.criterion.loss, [], _rates_of(module)
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
             for network, lr in zip(map(replicas.replica, range(len(rates))), rates, strict=True):
                 with trainer.precision_plugin.forward_context():
-                    of_groups = measure_groups(network, batches) if batches else {}
+                    of_groups = measure_groups(network, batches, sizes.norm) if batches else {}
                     of_sites = measure_sites(
                         network, batch, loss, elementwise=self.elementwise, lr=lr
                     )
@@ -162,11 +163,13 @@ def _weight_layers(network: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def measure_groups(network: nn.Module, batches: Sequence[Batch]) -> dict[str, float]:
+def measure_groups(
+    network: nn.Module, batches: Sequence[Batch], group_size: int
+) -> dict[str, float]:
     """Returns `<site>/<name>` to a number: how statistics differ between groups that share them.
 
     Of every norm with running mean and variance, from training forwards of `batches`; the state
-    is restored. Over groups of the norm batch size, in the mean over channels that vary:
+    is restored. Over groups of `group_size` samples, in the mean over channels that vary:
 
         mean_scatter    sd of the groups' means, in sd of all values
         var_scatter     sd of the groups' variances, in variances of all values
@@ -178,6 +181,8 @@ def measure_groups(network: nn.Module, batches: Sequence[Batch]) -> dict[str, fl
     sites, start = [site for site in find_sites(network) if site.pools_samples], read_state(network)
     groups: dict[NormSite, list[Moments]] = {site: [] for site in sites}
     network.train()
+    for _, site in named_sites(network):
+        site.norm_batch_size = group_size
     for batch in batches:
         with torch.no_grad(), watching(sites) as seen:
             network(*model_arguments(batch))

@@ -156,12 +156,12 @@ def test_model_without_norms_has_no_rows():
 
 def test_groups_scatter_and_averages_stand_apart_as_the_formulas_say():
     x = torch.randn(32, 3, 5, generator=torch.Generator().manual_seed(0)) * 2 + 1
-    network = OneSite(NormFactory(batch_norm, norm_batch_size=4), 3)
+    network = OneSite(NormFactory(batch_norm), 3)
     norm = network.norm.norm
     norm.running_mean.fill_(0.5)
     norm.running_var.fill_(3.0)
     parts = [{"inputs": half, "targets": torch.zeros(16)} for half in x.split(16)]
-    rows = measure_groups(network, parts)
+    rows = measure_groups(network, parts, 4)
     groups = x.unflatten(0, (8, 4))  # four samples share statistics
     means, variances = groups.mean(dim=(1, 3)), groups.var(dim=(1, 3), correction=0)  # (8, 3)
     mean, var = x.mean(dim=(0, 2)), x.var(dim=(0, 2), correction=0)
