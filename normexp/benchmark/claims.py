@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,13 +34,17 @@ class Tested:
 
 @dataclass(frozen=True, eq=False)
 class Verdict:
-    """What the runs say of one claim."""
+    """What the runs say of one claim.
+
+    beside: comparisons that are shown and are no part of the verdict
+    """
 
     name: str
     claim: Mapping[str, Any]
     outcome: Outcome
     tested: tuple[Tested, ...]
     reason: str = ""
+    beside: tuple[Tested, ...] = ()
 
 
 def judge(table: Table) -> list[Verdict]:
@@ -51,32 +55,41 @@ def judge(table: Table) -> list[Verdict]:
 
 
 def _judge(table: Table, claim: Mapping[str, Any], family: int) -> Verdict:
-    tested = tuple(
-        _test(table, comparison, budget, family)
-        for comparison in claim["comparisons"]
-        for budget in comparison["budgets"]
-    )
-    outcomes = [one.outcome for one in tested]
-    known = [outcome for outcome in outcomes if outcome != "not testable here"]
-    if not known:
-        return Verdict(claim["name"], claim, "not testable here", tested, "it has no runs")
-    if (needs := claim.get("requires")) is not None:
-        fall = [_test(table, needs, budget, family) for budget in needs["budgets"]]
+    def test(comparisons: Sequence[Mapping[str, Any]]) -> tuple[Tested, ...]:
+        return tuple(
+            _test(table, comparison, budget, family)
+            for comparison in comparisons
+            for budget in comparison["budgets"]
+        )
+
+    tested = test(claim["comparisons"])
+    outcome, reason = _decide(tested, claim.get("rule") == "any")
+    if outcome != "not testable here" and (needs := claim.get("requires")) is not None:
+        fall = test([needs])
         if not any(one.outcome == "holds" for one in fall):
+            outcome = "not testable here"
             reason = "there is no fall to give back at any budget: " + "; ".join(
                 f"{one.words}: {words_of(one)}" for one in fall
             )
-            return Verdict(claim["name"], claim, "not testable here", tested, reason)
+    beside = test(claim.get("confound", {}).get("comparisons", []))
+    return Verdict(claim["name"], claim, outcome, tested, reason, beside)
+
+
+def _decide(tested: Sequence[Tested], needs_any: bool) -> tuple[Outcome, str]:
+    """The outcome of a claim by those of its comparisons, and what is missing."""
+    outcomes = [one.outcome for one in tested]
+    known = [outcome for outcome in outcomes if outcome != "not testable here"]
+    if not known:
+        return "not testable here", "it has no runs"
     missing = len(outcomes) - len(known)
     reason = f"{missing} of {len(outcomes)} comparisons have no runs" if missing else ""
     # One comparison refutes a claim that needs all, and proves one that needs any.
-    decides, otherwise = ("holds", "fails") if claim.get("rule") == "any" else ("fails", "holds")
-    outcome: Outcome = "undecided"
+    decides, otherwise = ("holds", "fails") if needs_any else ("fails", "holds")
     if decides in known:
-        outcome = decides
-    elif not missing and "undecided" not in known:
-        outcome = otherwise
-    return Verdict(claim["name"], claim, outcome, tested, reason)
+        return decides, reason
+    if not missing and "undecided" not in known:
+        return otherwise, reason
+    return "undecided", reason
 
 
 def _test(table: Table, comparison: Mapping[str, Any], budget: str, family: int) -> Tested:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from normexp.benchmark.protocol import WORKLOADS, WorkloadRecipe
-from normexp.benchmark.table import Table, TableCell
+from normexp.benchmark.table import Cost, Table, TableCell
 from normexp.reporting.metric import RULE
 from normexp.stats.contrast import Assessment, Margin, difference, verdict_on
 from normexp.stats.crossfit import CrossFit, cross_fit
@@ -165,6 +165,7 @@ class Standing:
     ratio: of its error to the reference's; None for the reference and for what is not ranked
     sensitivity: full batch minus norm batch 2, in the unit of the metric; None: it mixes no samples
         or has not both sizes
+    cost: None if it was not measured
     """
 
     norm: str
@@ -172,6 +173,7 @@ class Standing:
     tuned: Tuned | None = None
     ratio: Assessment | None = None
     sensitivity: Assessment | None = None
+    cost: Cost | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,13 +241,13 @@ def rank(table: Table, recipe: str) -> Standings | None:
                 groups[norm] = "open"
 
     def place(norm: str) -> Standing:
+        cost = table.cost_of(known.workload, norm)
         if norm not in tuned:
-            return Standing(norm, "incomplete")
+            return Standing(norm, "incomplete", cost=cost)
         if norm not in ranked:
-            return Standing(norm, "diverges", tuned[norm])
-        return Standing(
-            norm, groups[norm], tuned[norm], ratios.get(norm), _sensitivity(table, recipe, norm)
-        )
+            return Standing(norm, "diverges", tuned[norm], cost=cost)
+        falls = _sensitivity(table, recipe, norm)
+        return Standing(norm, groups[norm], tuned[norm], ratios.get(norm), falls, cost)
 
     order: list[Group] = [*GROUPS, "diverges", "incomplete"]
     places = sorted(

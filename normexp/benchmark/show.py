@@ -1,48 +1,47 @@
-"""The benchmark on the terminal and as report.json: ranking, sensitivity, bars, claims."""
+"""The benchmark's report on the terminal: ranking, sensitivity, cost, bars, claims."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from normexp.benchmark.claims import Verdict, words_of
 from normexp.benchmark.protocol import WorkloadRecipe
-from normexp.benchmark.score import GROUPS, Standing, Standings, overall
-from normexp.benchmark.table import Table
+from normexp.benchmark.report import TITLES, BenchmarkReport, interval_words, words_of_bounds
+from normexp.benchmark.score import GROUPS, Standing, Standings
 from normexp.reporting.terminal import open_console, text_table
-from normexp.stats.interval import Interval
 from normexp.stats.ratio import as_ratio
 
-TITLES = {
-    "best": "may be the best",
-    "better": "better than {reference}",
-    "level": "not told from {reference}",
-    "worse": "worse than {reference}",
-    "open": "told from no other",
-    "diverges": "diverges at its rate",
-    "incomplete": "grid incomplete",
-}
-ORDINALS = ("first", "second", "third", "fourth")
 
-
-def print_standings(standings: Iterable[Standings]) -> None:
-    """A table for each recipe, and the smallest ratio that could be told from 1."""
+def print_report(report: BenchmarkReport) -> None:
+    """The rankings, then the claims of the reference, or the standing of an entry."""
     console = open_console()
-    for one in standings:
+    console.out(report.title, highlight=False)
+    for one in report.standings:
         console.out(f"\n{heading(one)}", highlight=False)
-        columns = ("group", "norm", "error", f"of {one.reference}'s", "2 against full", "rate")
-        console.print(text_table(columns, _rows(one)))
-        if one.bars:
-            bars = ", ".join(f"{bar:.2f} at n = {n}" for n, bar in one.bars.items())
-            console.out(f"A ratio is told from 1 in 80 % of studies from {bars}.", highlight=False)
+        columns = ("", unit_of(one), f"of {one.reference}'s", "2 against full", "rate")
+        table = text_table((*columns, "step", "bytes"), [])
+        shown = ""
+        for title, *texts in _rows(one):
+            if title != shown:
+                table.add_row(title)
+            table.add_row(*texts)
+            shown = title
+        console.print(table, markup=False)
+        for note in notes_of(one):
+            console.out(note, highlight=False)
+    if report.table.costs:
+        console.out(f"\n{cost_note(report)}", highlight=False)
+    if report.norm is None:
+        _print_claims(report.verdicts)
+    else:
+        console.out(f"\n{report.sentence}", highlight=False)
 
 
 def heading(one: Standings) -> str:
-    """`convnet: error at the tuned rate, 18 epochs, n = 8`."""
+    """`convnet: error in % at the tuned rate, 18 epochs, n = 8`."""
     recipe = one.recipe
-    tuned = next(place.tuned for place in one.places if place.norm == one.reference)
-    assert tuned is not None
-    unit = "error in %" if tuned.is_accuracy else "bits per byte"
+    unit = "error in %" if unit_of(one) == "error" else "bits per byte"
     return f"{recipe.name}: {unit} at the tuned rate, {budget_of(recipe)}, n = {recipe.num_seeds}"
 
 
@@ -51,26 +50,69 @@ def budget_of(recipe: WorkloadRecipe) -> str:
     return f"{recipe.epochs:g} epochs" if recipe.epochs else f"{recipe.steps:,} steps"
 
 
+def unit_of(one: Standings) -> str:
+    tuned = next(place.tuned for place in one.places if place.norm == one.reference)
+    assert tuned is not None
+    return "error" if tuned.is_accuracy else "bits"
+
+
+def notes_of(one: Standings) -> Iterator[str]:
+    """What the order within a group means, and the published bar."""
+    if one.bars:
+        bars = ", ".join(f"{bar:.2f} at n = {n}" for n, bar in one.bars.items())
+        yield f"A ratio is told from 1 in 80 % of studies from {bars}."
+
+
+def cost_note(report: BenchmarkReport) -> str:
+    """What the columns of cost are, and where they were measured."""
+    about = report.table.about
+    words = "step, bytes: time of a training step and memory for its backward, of batch's on "
+    words += about.get("machine", "an unknown machine")
+    entry_on = about.get("machine_of_entry")
+    if report.norm is not None and entry_on not in (None, about.get("machine")):
+        words += f"; {report.norm} on {entry_on}"
+    return words
+
+
 def _rows(one: Standings) -> Iterator[list[str]]:
+    """The group of each place, and the texts of its row."""
     for place in one.places:
-        title = TITLES[place.group].format(reference=one.reference)
+        cost = ["-", "-"]
+        if place.cost is not None:
+            cost = [f"{place.cost.step:.2f}", f"{place.cost.kept:.2f}"]
+        row = [group_words(one, place), f"  {place.norm}"]
         if place.tuned is None:
-            yield [title, place.norm, "-", "-", "-", "-"]
+            yield [*row, "-", "-", "-", "-", *cost]
             continue
-        rate = f"{place.tuned.rate:g}" + ", edge" * place.tuned.is_at_edge
-        yield [title, place.norm, error_words(place), ratio_words(place), _fall(place), rate]
+        error = error_words(place).partition(" ")[0]
+        yield [*row, error, ratio_words(place), fall_words(place), rate_words(place), *cost]
+
+
+def group_words(one: Standings, place: Standing) -> str:
+    return TITLES[place.group].format(reference=one.reference)
+
+
+def rate_words(place: Standing) -> str:
+    """The rate that is chosen most often; `0.03, edge` at an end of the grid."""
+    return f"{place.tuned.rate:g}" + ", edge" * place.tuned.is_at_edge if place.tuned else "-"
 
 
 def error_words(place: Standing) -> str:
     """`2.7 [2.4, 3.0]`: error in points, or bits per byte."""
+    if place.tuned is None:
+        return "-"
+    return words_of_bounds(*error_bounds(place), digits=2)
+
+
+def error_bounds(place: Standing) -> tuple[float | None, float | None, float | None]:
+    """Estimate, low and high of the error in points, or of bits per byte."""
     assert place.tuned is not None
     shown = place.tuned.mean
-    if place.tuned.is_accuracy:
-        ends = (shown.estimate, shown.high, shown.low)
-        bounds = [None if x is None else min(max(100 - x, 0.0), 100.0) for x in ends]
-    else:
-        bounds = [shown.estimate, shown.low, shown.high]
-    return _words(*bounds, digits=2)
+    if not place.tuned.is_accuracy:
+        return shown.estimate, shown.low, shown.high
+    ends = (shown.estimate, shown.high, shown.low)
+    first, low, high = (None if x is None else min(max(100 - x, 0.0), 100.0) for x in ends)
+    return first, low, high
 
 
 def ratio_words(place: Standing) -> str:
@@ -79,119 +121,37 @@ def ratio_words(place: Standing) -> str:
     return interval_words(as_ratio(place.ratio.gap))
 
 
-def interval_words(interval: Interval) -> str:
-    return _words(interval.estimate, interval.low, interval.high, digits=2)
-
-
-def _fall(place: Standing) -> str:
+def fall_words(place: Standing) -> str:
+    """Full batch minus norm batch 2, in the unit of the metric."""
     if place.sensitivity is None or place.tuned is None:
         return "-"
-    gap = place.sensitivity.gap
-    return _words(gap.estimate, gap.low, gap.high, digits=1 if place.tuned.is_accuracy else 3)
+    return interval_words(place.sensitivity.gap, digits=1 if place.tuned.is_accuracy else 3)
 
 
-def _words(estimate: float | None, low: float | None, high: float | None, *, digits: int) -> str:
-    if estimate is None:
-        return "-"
-    bounds = "" if low is None or high is None else f" [{low:.{digits}f}, {high:.{digits}f}]"
-    return f"{estimate:.{digits}f}{bounds}"
-
-
-def print_claims(verdicts: Iterable[Verdict]) -> None:
+def _print_claims(verdicts: Iterable[Verdict]) -> None:
     """Each claim with its verdict, the published numbers and ours."""
     console = open_console()
     for verdict in verdicts:
         lines = [f"\n{verdict.claim['statement']}", f"  {verdict.outcome}"]
         lines[-1] += f" ({verdict.reason})" * bool(verdict.reason)
-        published = verdict.claim["published"]
-        lines.append(f"  published ({published['unit']}): {_published(published)}")
-        lines += [
-            f"  {one.words}: {words_of(one)}"
-            for one in verdict.tested
-            if one.assessment is not None
-        ]
+        lines.append(f"  published: {published_words(verdict.claim['published'])}")
+        known = [one for one in verdict.tested if one.assessment is not None]
+        beside = [one for one in verdict.beside if one.assessment is not None]
+        lines += [f"  {one.words}: {words_of(one)}" for one in known]
+        lines += [f"  beside: {one.words}: {words_of(one)}" for one in beside]
+        if "limits" in verdict.claim:
+            lines.append(f"  {verdict.claim['limits']}")
         console.out("\n".join(lines), highlight=False)
 
 
-def _published(numbers: dict[str, Any]) -> str:
-    return "; ".join(
+def published_words(numbers: dict[str, Any]) -> str:
+    """`batch 32: 23.6, 2: 34.7; group 32: 24.1, 2: 24.1 (ImageNet top-1 error, %)`."""
+    parts = [
         f"{name} {', '.join(f'{k}: {v}' for k, v in value.items())}"
         if isinstance(value, dict)
         else f"{name} {value}"
         for name, value in numbers.items()
-        if name != "unit"
-    )
-
-
-def standing_words(standings: Sequence[Standings], norm: str) -> str:
-    """Where a norm stands, in a line.
-
-    `error 0.97 [0.93, 1.02] of batch's over 1 workload, in the first of 3 groups (convnet)`
-    """
-    places = [(one, place) for one in standings if (place := one.of(norm)) is not None]
-    ranked = [(one, place) for one, place in places if place.group in GROUPS]
-    if not ranked:
-        groups = {TITLES[place.group] for _, place in places} or {"no runs"}
-        return f"{norm} is not ranked: {', '.join(sorted(groups))}"
-    parts = []
-    mean = overall([one for one, _ in ranked], norm)
-    references = " and ".join(dict.fromkeys(f"{one.reference}'s" for one, _ in ranked))
-    if mean is not None:
-        count = f"{len(ranked)} workload" + "s" * (len(ranked) > 1)
-        parts.append(f"error {interval_words(mean)} of {references} over {count}")
-    for one, place in ranked:
-        present = [group for group in GROUPS if any(p.group == group for p in one.places)]
-        if place.group == "open":
-            parts.append(f"{TITLES['open']} ({one.recipe.name})")
-        else:
-            ordinal = ORDINALS[present.index(place.group)]
-            parts.append(f"in the {ordinal} of {len(present)} groups ({one.recipe.name})")
-        if place.sensitivity is not None:
-            parts.append(f"sensitivity {interval_words(place.sensitivity.gap)} ({one.recipe.name})")
-    return f"{norm}: {', '.join(parts)}"
-
-
-def as_json(
-    table: Table, standings: Iterable[Standings], verdicts: Iterable[Verdict]
-) -> dict[str, Any]:
-    """Ranking and claims as plain values."""
-
-    def plain(interval: Interval | None) -> list[float | None] | None:
-        return None if interval is None else [interval.estimate, interval.low, interval.high]
-
-    return {
-        "about": dict(table.about),
-        "workloads": {
-            one.recipe.name: [
-                {
-                    "norm": place.norm,
-                    "group": place.group,
-                    "metric": plain(place.tuned.mean) if place.tuned else None,
-                    "ratio": plain(as_ratio(place.ratio.gap)) if place.ratio else None,
-                    "sensitivity": plain(place.sensitivity.gap) if place.sensitivity else None,
-                    "rate": place.tuned.rate if place.tuned else None,
-                    "at_edge": place.tuned.is_at_edge if place.tuned else None,
-                }
-                for place in one.places
-            ]
-            for one in standings
-        },
-        "claims": [
-            {
-                "name": verdict.name,
-                "verdict": verdict.outcome,
-                "reason": verdict.reason,
-                "comparisons": [
-                    {
-                        "what": one.words,
-                        "expect": one.expect,
-                        "outcome": one.outcome,
-                        "difference": plain(one.assessment.gap) if one.assessment else None,
-                        "seeds_to_decide": one.needed,
-                    }
-                    for one in verdict.tested
-                ],
-            }
-            for verdict in verdicts
-        ],
-    }
+        if name not in ("unit", "note")
+    ]
+    note = f"; {numbers['note']}" if "note" in numbers else ""
+    return f"{'; '.join(parts)} ({numbers['unit']}{note})"

@@ -3,19 +3,20 @@
 entry.json   norm, words of the command, benchmark, digest of its rules, digests of the sources
 table.npz    every run: seed, rate, metrics, result of each test sample, versions, machine
 source/      the files of a norm that is not shipped
-card.json    what its contract says; report.json where it stood
+card.json    what its contract says
+report.json  where it stood, computed from table.npz
 
-`verify` does not trust it: it reads the table against itself, trains a canary of the reference and
-all runs of one workload, which the verifier's salt chooses, and lists what does not come again.
+None of it is trusted: see normexp.benchmark.verify.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ import numpy as np
 from scipy import stats
 
 from normexp.benchmark.protocol import digest
+from normexp.benchmark.report import BenchmarkReport
 from normexp.benchmark.score import compare, tune
 from normexp.benchmark.table import Table, TableCell, read_table, write_table
 from normexp.errors import UserError
@@ -32,8 +34,11 @@ from normexp.records.files import read_json, write_json, write_text
 from normexp.records.sources import source_files
 
 ENTRY_FILE, TABLE_FILE, SOURCE_DIR = "entry.json", "table.npz", "source"
+CARD_FILE, REPORT_FILE = "card.json", "report.json"
 # Names that would replace what a verification rests on.
 RESERVED_SOURCES = ("normexp", "torch", "numpy", "sitecustomize.py", "usercustomize.py")
+MOST_SHOWN = 10  # numbers of report.json that its table does not give
+SAME_NUMBER = 1e-6  # numbers computed on another machine differ by less
 ROUNDED = 2e-6  # metrics are written with six decimals
 MACHINE_ERRORS = 4.0  # standard errors by which means of another machine may differ
 MACHINE_POINTS = 0.5  # of accuracy in percent (or 0.005 bits): less is never listed for a cell
@@ -60,13 +65,11 @@ def write_submission(
     norm: str,
     words: Sequence[str],
     target: str,
-    cells: Sequence[TableCell],
-    about: dict[str, Any],
-) -> None:
-    """Writes all but card.json and report.json.
+    entered: Table,
+) -> Submission:
+    """Writes all but card.json and report.json, and returns what `verify` will read.
 
     target: of the norm; its source is copied if it is the user's own
-    about: of the reference table
     """
     sources = {}
     for module, path in source_files(target).items():
@@ -76,10 +79,12 @@ def write_submission(
         write_text(folder / SOURCE_DIR / name, path.read_text(encoding="utf-8"))
         sources[name] = _sha256(folder / SOURCE_DIR / name)
     folder.mkdir(parents=True, exist_ok=True)
-    write_table(Table(about, tuple(cells)), folder / TABLE_FILE)
+    write_table(entered, folder / TABLE_FILE)
+    about = entered.about
     entry = {"norm": norm, "words": list(words), "benchmark": about["benchmark"]}
     entry |= {"rules": about["rules"], "sources": sources, "table": _sha256(folder / TABLE_FILE)}
     write_json(folder / ENTRY_FILE, entry)
+    return read_submission(folder)[0]
 
 
 def read_submission(folder: Path) -> tuple[Submission, list[str]]:
@@ -123,17 +128,76 @@ def contradictions(cell: TableCell) -> Iterator[str]:
             yield f"{describe(cell)}, seed {seed}: {name} is not that of its test samples"
 
 
+def report_of(submission: Submission, reference: Table) -> dict[str, Any]:
+    """The content of report.json, computed from the table of a submission."""
+    table = reference.with_entry(submission.table, submission.norm)
+    return BenchmarkReport(table, submission.norm).as_json()
+
+
+def report_problems(submission: Submission, reference: Table) -> Iterator[str]:
+    """Numbers of report.json that its table does not give.
+
+    Beside another reference table than that of the entry, which may rank it elsewhere, the norm's
+    own numbers alone.
+    """
+    path = submission.folder / REPORT_FILE
+    if not path.is_file():
+        yield f"{REPORT_FILE} is missing"
+        return
+    claimed = read_json(path)
+    computed = json.loads(json.dumps(report_of(submission, reference)))
+    if all(submission.table.about[key] == reference.about[key] for key in ("time", "commits")):
+        del computed["about"]
+    else:
+        claimed, computed = (_own_numbers(one, submission.norm) for one in (claimed, computed))
+    found = list(_differences(claimed, computed))
+    yield from (f"{REPORT_FILE}: {place}, from its table" for place in found[:MOST_SHOWN])
+    if len(found) > MOST_SHOWN:
+        yield f"{REPORT_FILE}: {len(found) - MOST_SHOWN} more"
+
+
+def _own_numbers(report: Mapping[str, Any], norm: str) -> dict[str, Any]:
+    """The places of a norm without its group, by workload."""
+    return {
+        workload: [
+            {key: value for key, value in place.items() if key != "group"}
+            for place in places
+            if place["norm"] == norm
+        ]
+        for workload, places in report["workloads"].items()
+    }
+
+
+def _differences(claimed: Any, computed: Any, place: str = "") -> Iterator[str]:
+    """`workloads.convnet.3.ratio.0 is 0.8, but 0.9`: where plain values differ from computed."""
+    if isinstance(computed, dict) and isinstance(claimed, dict):
+        for key, value in computed.items():
+            yield from _differences(claimed.get(key), value, f"{place}.{key}".lstrip("."))
+    elif isinstance(computed, list) and isinstance(claimed, list) and len(computed) == len(claimed):
+        for number, (one, other) in enumerate(zip(claimed, computed, strict=True)):
+            yield from _differences(one, other, f"{place}.{number}")
+    elif isinstance(computed, float) and isinstance(claimed, float | int):
+        if not math.isclose(claimed, computed, rel_tol=SAME_NUMBER, abs_tol=SAME_NUMBER):
+            yield f"{place} is {claimed:.6g}, but {computed:.6g}"
+    elif claimed != computed:
+        yield f"{place} is {_short(claimed)}, but {_short(computed)}"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) < 80 else f"{text[:77]}..."
+
+
 def describe(cell: TableCell) -> str:
     """`convnet, rms at rate 0.1`, with the norm batch size where samples mix."""
     size = f" at norm batch {cell.norm_batch_size}" if cell.norm_batch_size else ""
     return f"{cell.recipe}, {cell.norm}{size} at rate {cell.lr:g}"
 
 
-def choose(salt: str, submission: Submission) -> str:
-    """The workload whose runs are trained again; only who knows the salt can know it."""
-    content = f"{salt}/{_sha256(submission.folder / TABLE_FILE)}"
-    number = int(hashlib.sha256(content.encode()).hexdigest(), 16)
-    return submission.workloads[number % len(submission.workloads)]
+def draw(salt: str, submission: Submission, purpose: str) -> int:
+    """A number that only who knows the salt can know, for one purpose."""
+    content = f"{salt}/{purpose}/{_sha256(submission.folder / TABLE_FILE)}"
+    return int(hashlib.sha256(content.encode()).hexdigest(), 16)
 
 
 def differences(claimed: Sequence[TableCell], again: Sequence[TableCell]) -> list[str]:

@@ -54,12 +54,31 @@ class TableCell:
     samples: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What a norm costs in the network of a workload, as multiples of batch norm's.
+
+    step: median time of a training step, in turns in one process
+    kept: bytes that a forward keeps for its backward
+    """
+
+    step: float
+    kept: float
+
+
+Costs = Mapping[str, Mapping[str, Cost]]  # by workload and norm
+
+
 @dataclass(frozen=True, eq=False)
 class Table:
-    """All cells of the benchmark that have runs."""
+    """All cells of the benchmark that have runs.
+
+    about: benchmark, digest of its rules, commits, time; `machine` on which costs were measured
+    """
 
     about: Mapping[str, Any]
     cells: tuple[TableCell, ...]
+    costs: Costs = field(default_factory=dict)
 
     @property
     def recipes(self) -> Mapping[str, WorkloadRecipe]:
@@ -92,9 +111,23 @@ class Table:
         order = self.recipes[recipe].norms
         return sorted(norms, key=lambda norm: order.index(norm) if norm in order else len(order))
 
-    def with_cells(self, cells: Iterable[TableCell]) -> Table:
-        """This table with more cells, for example those of a user's norm."""
-        return Table(self.about, (*self.cells, *cells))
+    def seconds_per_run(self, recipe: str) -> float:
+        """Core-seconds of a run of the reference norm where the table was made."""
+        cells = self.rates_of(recipe, self.recipes[recipe].reference)
+        return sum(cell.about["seconds"] for cell in cells) / len(cells)
+
+    def cost_of(self, workload: str, norm: str) -> Cost | None:
+        return self.costs.get(workload, {}).get(norm)
+
+    def with_entry(self, entry: Table, norm: str) -> Table:
+        """This table with the cells and costs of an entered norm, instead of those it has."""
+        others = tuple(cell for cell in self.cells if cell.norm != norm)
+        costs = {
+            workload: {**self.costs.get(workload, {}), **entry.costs.get(workload, {})}
+            for workload in (*self.costs, *entry.costs)
+        }
+        about = {**self.about, "machine_of_entry": entry.about.get("machine")}
+        return Table(about, (*others, *entry.cells), costs)
 
 
 def read_runs(runs_dir: Path, benchmark: str = BENCHMARK, first_seed: int = 0) -> Table:
@@ -105,7 +138,7 @@ def read_runs(runs_dir: Path, benchmark: str = BENCHMARK, first_seed: int = 0) -
     Raises:
         UserError: no run of the benchmark is there.
     """
-    cells = tuple(_cells_below(runs_dir, recipes(benchmark).values(), first_seed))
+    cells = tuple(cells_below(runs_dir, recipes(benchmark).values(), first_seed))
     if not cells:
         raise UserError(f"runs_dir={runs_dir}: no run of {benchmark} is there")
     commits = sorted({str(cell.about["commit"]) for cell in cells})
@@ -114,9 +147,10 @@ def read_runs(runs_dir: Path, benchmark: str = BENCHMARK, first_seed: int = 0) -
     return Table(about | {"commits": commits, "time": now}, cells)
 
 
-def _cells_below(
+def cells_below(
     runs_dir: Path, known: Collection[WorkloadRecipe], first_seed: int
 ) -> Iterator[TableCell]:
+    """The cells of the studies of some recipes, with their seeds from `first_seed` on."""
     for study in sorted({recipe.study for recipe in known}):
         candidates = [recipe for recipe in known if recipe.study == study]
         for cell_dir in sorted(path for path in (runs_dir / study).glob("*-*") if path.is_dir()):
@@ -226,7 +260,12 @@ def write_table(table: Table, path: Path) -> None:
                 "samples": kinds,
             }
         )
-    text = json.dumps({"about": dict(table.about), "cells": rows}, separators=(",", ":"))
+    costs = {
+        workload: {norm: [cost.step, cost.kept] for norm, cost in of_norms.items()}
+        for workload, of_norms in table.costs.items()
+    }
+    content = {"about": dict(table.about), "costs": costs, "cells": rows}
+    text = json.dumps(content, separators=(",", ":"))
     arrays["table"] = np.frombuffer(text.encode(), dtype=np.uint8)
     with open_atomic(path) as file:
         np.savez_compressed(file, **arrays)
@@ -250,9 +289,13 @@ def read_table(path: Path) -> Table:
         with np.load(path) as content:
             text = json.loads(bytes(content["table"]))
             cells = tuple(_cell_of(n, row, content) for n, row in enumerate(text["cells"]))
+        costs = {
+            workload: {norm: Cost(*values) for norm, values in of_norms.items()}
+            for workload, of_norms in text.get("costs", {}).items()
+        }
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{path} is not a table of the benchmark ({error})") from error
-    return Table(text["about"], cells)
+    return Table(text["about"], cells, costs)
 
 
 def _cell_of(number: int, row: Mapping[str, Any], content: Mapping[str, Any]) -> TableCell:

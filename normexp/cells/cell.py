@@ -186,7 +186,7 @@ def prepare_cell(spec: CellSpec, *, has_mixed: bool = False, traits: Traits | No
             alone=alone,
             description=description,
             messages=messages,
-            backward_bytes=_backward_bytes(network, data, recipe),
+            backward_bytes=backward_bytes(network, data, recipe),
         )
 
 
@@ -249,7 +249,7 @@ def _probe(spec: CellSpec, network: nn.Module, data: Data, recipe: Recipe) -> Tr
     return traits
 
 
-def _backward_bytes(network: nn.Module, data: Data, recipe: Recipe) -> int:
+def backward_bytes(network: nn.Module, data: Data, recipe: Recipe) -> int:
     """Bytes that a forward of the network keeps for its backward, per sample, in float32."""
     count = min(recipe.sizes.micro, MEASURED_SAMPLES)
     network = copy.deepcopy(network).train()

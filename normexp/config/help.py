@@ -84,7 +84,7 @@ launcher: `- override /hydra/launcher: submitit_slurm`, below `defaults:`.
 normexp.tune searches hyperparameters on validation, then trains fresh seeds at the best.
 
   python -m normexp.tune 'lr=interval(1e-3,1)' norm=batch,group
-  python -m normexp.tune experiment=cifar10_full data.root=PATH
+  python -m normexp.tune 'lr=choice(0.03,0.1,0.3)' norm=batch norm_batch_size=2,32
 
 The points are known in advance and are the same for every norm: all combinations if there are few,
 otherwise scrambled Sobol points. The same line again resumes the search, and trains nothing that

@@ -23,7 +23,7 @@ from normexp.models.common import modules_outside_sites
 from normexp.norms.factory import NormFactory
 from normexp.norms.slots import Placement
 
-Init = Literal["depth_scaled", "unscaled"]
+Init = Literal["depth_scaled", "unscaled", "torch"]
 
 
 @dataclass(frozen=True)
@@ -320,7 +320,7 @@ class Transformer(nn.Module):
         return self.final_norm(x, mask)
 
     def init_weights(self, init: Init) -> None:
-        """Normal with std 0.02, zero biases.
+        """Normal with std 0.02, zero biases; `torch`: as the modules of torch draw them.
 
         depth_scaled: 0.02 / sqrt(2 * depth) at the end of a branch (Radford et al. 2019, "GPT-2"),
         so that the variance of the residual stream does not grow with its 2 * depth branches.
@@ -331,6 +331,8 @@ class Transformer(nn.Module):
         """
         if init not in get_args(Init):
             raise UserError(f"model.init={init}: must be one of {', '.join(get_args(Init))}")
+        if init == "torch":
+            return
         for module in modules_outside_sites(self):
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)

@@ -4,45 +4,30 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 import time
-from base64 import b64encode
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
 from glob import escape, glob
-from importlib.resources import files
 from pathlib import Path
 from typing import NoReturn
-
-import vl_convert
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
 from normexp.errors import UserError
 from normexp.records.paths import EVALUATION_FILE, RESULT_FILE
 from normexp.reporting.charts import Figure
-from normexp.reporting.curves import seed_chart
 from normexp.reporting.details import cell_details
 from normexp.reporting.figures import draw_figures
+from normexp.reporting.page import replace_folder, write_page
 from normexp.reporting.read import SEARCHED
 from normexp.reporting.report import Report, read_report, to_json
 from normexp.reporting.sentences import Answer, Section
 from normexp.reporting.style import assign_styles, order_norms
-from normexp.reporting.tables import Table, tables_of, to_csv, write_tables
+from normexp.reporting.tables import Table, tables_of, write_tables
 from normexp.reporting.terminal import print_report
 from normexp.reporting.tuning import draw_tuning
 
-PNG_SCALE = 2.0  # pixels per point of the figure
 LOOK_EVERY = 2.0  # seconds between checks for new results
 RELOAD_EVERY = 10  # seconds between reloads of a watched page
-POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; "
-    "img-src data: blob:"
-)
 SHOWN_ROWS = 3000
 
 
@@ -163,100 +148,30 @@ def _stamp(runs_dir: Path, names: Sequence[str]) -> set[tuple[str, int]]:
 
 
 def _write_report(drawing: Drawing, reload_seconds: int | None) -> None:
-    """Writes the report to a temporary folder, then swaps it in: readers see old or new files.
+    def write(folder: Path) -> None:
+        folder.mkdir()
+        content = json.dumps(to_json(drawing.report), indent=1, allow_nan=False)
+        (folder / "report.json").write_text(content, encoding="utf-8")
+        write_tables(folder / "tables", drawing.tables)
+        # A row of the table of cells opens its runs.
+        tables = [table for table in drawing.tables if table.name != "runs"]
+        write_page(
+            folder,
+            "page.html.j2",
+            drawing.figures,
+            {table.name: table.to_csv() for table in tables},
+            cells=cell_details(drawing.report.cells),
+            report=drawing.report,
+            sections=drawing.sections,
+            side_by_side=_side_by_side,
+            tuning=drawing.tuning,
+            reload_seconds=reload_seconds,
+            filters=_filters(drawing.report),
+            tables=tables,
+            shown_rows=SHOWN_ROWS,
+        )
 
-    Raises:
-        UserError: the folder cannot be written.
-    """
-    target = drawing.report.directory
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(prefix=".report-", dir=target.parent))
-    except OSError as error:
-        raise UserError(f"{target} cannot be written ({error.strerror})") from error
-    try:
-        _write_into(fresh / "new", drawing, reload_seconds)
-        with suppress(FileNotFoundError):
-            os.replace(target, fresh / "old")
-        os.replace(fresh / "new", target)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-
-
-def _write_into(folder: Path, drawing: Drawing, reload_seconds: int | None) -> None:
-    figures = folder / "figures"
-    (figures / "paper").mkdir(parents=True)
-    content = json.dumps(to_json(drawing.report), indent=1, allow_nan=False)
-    (folder / "report.json").write_text(content, encoding="utf-8")
-    write_tables(folder / "tables", drawing.tables)
-    # Drawing and bundling release Python's lock, so threads use all cores.
-    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-        bundle = pool.submit(_bundle)
-        drawn = pool.map(partial(_write_figure, figures), drawing.figures)
-        images = {
-            figure.name: b64encode(svg.encode()).decode()
-            for figure, svg in zip(drawing.figures, drawn, strict=True)
-        }
-        page = _render_page(drawing, images, bundle.result(), reload_seconds)
-    (folder / "index.html").write_text(page, encoding="utf-8")
-
-
-def _write_figure(folder: Path, figure: Figure) -> str:
-    """Writes the files of a figure; returns its SVG."""
-    (folder / f"{figure.name}.csv").write_text(to_csv(figure.table), encoding="utf-8")
-    svg = ""
-    for place, spec in ((folder / "paper", figure.for_paper), (folder, figure.spec)):
-        svg = vl_convert.vegalite_to_svg(json.dumps(spec))
-        (place / f"{figure.name}.svg").write_text(svg, encoding="utf-8")
-        (place / f"{figure.name}.pdf").write_bytes(vl_convert.svg_to_pdf(svg))
-    (folder / f"{figure.name}.png").write_bytes(vl_convert.svg_to_png(svg, scale=PNG_SCALE))
-    return svg
-
-
-# The page
-
-
-def _render_page(
-    drawing: Drawing, images: Mapping[str, str], bundle: str, reload_seconds: int | None
-) -> str:
-    """A self-contained index.html; it reloads itself if `reload_seconds` is set.
-
-    images: the SVG of each figure in base 64, for printing
-
-    Texts from configs, file names and error messages are escaped by the template, or are JSON
-    without `<`.
-    """
-    tables = [table for table in drawing.tables if table.name != "runs"]  # a cell opens its runs
-    content = {
-        "figures": {figure.name: figure.spec for figure in drawing.figures},
-        "tables": {table.name: table.to_csv() for table in tables}
-        | {figure.name: to_csv(figure.table) for figure in drawing.figures},
-        "cells": cell_details(drawing.report.cells),
-        "seeds": seed_chart(),
-    }
-    environment = Environment(
-        loader=PackageLoader("normexp.reporting", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("page.html.j2").render(
-        report=drawing.report,
-        sections=drawing.sections,
-        side_by_side=_side_by_side,
-        tuning=drawing.tuning,
-        reload_seconds=reload_seconds,
-        filters=_filters(drawing.report),
-        images=images,
-        tables=tables,
-        shown_rows=SHOWN_ROWS,
-        policy=Markup(POLICY),
-        bundle=Markup(bundle),
-        data=Markup(json.dumps(content, allow_nan=False).replace("<", "\\u003c")),
-        css=_asset("page.css"),
-        js=_asset("page.js"),
-    )
+    replace_folder(drawing.report.directory, write)
 
 
 def _side_by_side(
@@ -268,18 +183,6 @@ def _side_by_side(
         return [rest]
     kinds = dict.fromkeys(figure.kind for _, figure in rest)
     return [[one for one in rest if one[1].kind == kind] for kind in kinds]
-
-
-def _asset(name: str) -> Markup:
-    return Markup(files("normexp.reporting").joinpath(name).read_text(encoding="utf-8"))
-
-
-@cache
-def _bundle() -> str:
-    """Vega, Vega-Lite and vega-embed as one script that sets window.vegaEmbed."""
-    # The stub lacks the default of the argument `snippet`.
-    bundle: str = vl_convert.javascript_bundle()  # pyright: ignore[reportCallIssue]
-    return bundle.replace("</script", "<\\/script")
 
 
 def _filters(report: Report) -> dict[str, list[str]]:

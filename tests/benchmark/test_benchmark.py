@@ -15,12 +15,13 @@ from normexp.benchmark import entry, table
 from normexp.benchmark.claims import judge
 from normexp.benchmark.figures import draw_ranking, draw_rates
 from normexp.benchmark.protocol import claims, digest, recipe_at, recipes
+from normexp.benchmark.report import standing_words
 from normexp.benchmark.score import overall, rank
-from normexp.benchmark.show import standing_words
 from normexp.benchmark.submission import (
     contradictions,
     differences,
     read_submission,
+    report_of,
     write_submission,
 )
 from normexp.benchmark.table import Table, TableCell, read_runs, read_table, write_table
@@ -55,7 +56,7 @@ def cells(recipe: str, norm: str, error: float, size: int | None = None) -> list
 
 
 def made_table(*groups: list[TableCell]) -> Table:
-    about = {"benchmark": "benchmark1", "rules": digest(), "commits": ["c"]}
+    about = {"benchmark": "benchmark1", "rules": digest(), "commits": ["c"], "time": "now"}
     return Table(about, tuple(cell for group in groups for cell in group))
 
 
@@ -148,7 +149,11 @@ def test_a_claim_about_a_fall_needs_one():
     groups = [cells(r, "batch_renorm", 0.05, 2) for r in ("convnet", "convnet_short")]
     renorm = [cell for group in groups for cell in group]
     falls, does_not = (
-        next(one for one in judge(convnet(error).with_cells(renorm)) if one.name == "batch_renorm")
+        next(
+            one
+            for one in judge(convnet(error).with_entry(made_table(renorm), "batch_renorm"))
+            if one.name == "batch_renorm"
+        )
         for error in (0.2, 0.05)
     )
     assert falls.outcome == "holds"
@@ -187,7 +192,7 @@ def test_a_table_survives_its_file(tmp_path: Path, capsys: pytest.CaptureFixture
     for before, after in zip(made.cells, read.cells, strict=True):
         assert np.array_equal(before.samples["running"], after.samples["running"])
         assert np.allclose(before.metrics["test/accuracy"], after.metrics["test/accuracy"])
-    assert entry.main([f"reference={tmp_path / 'table.npz'}"]) == 0
+    assert entry.main([f"reference={tmp_path / 'table.npz'}", f"runs_dir={tmp_path}"]) == 0
     printed = capsys.readouterr().out
     assert "convnet_short: error in %" in printed and claims()[0]["statement"] in printed
     (tmp_path / "other.npz").write_bytes(b"no table")
@@ -238,13 +243,32 @@ def test_a_norm_is_entered_by_one_line_and_verified_by_another(
     assert entry.main([*line, f"submit={folder}"]) == 0
     printed = capsys.readouterr().out
     assert "the contract holds" in printed and "Mine: error" in printed
-    content = json.loads((tmp_path / "mine" / "benchmark0-Mine.json").read_text())
+    report = tmp_path / "mine" / "benchmark0-Mine" / "report"
+    content = json.loads((report / "report.json").read_text())
     assert {one["norm"] for one in content["workloads"]["convnet"]} == {"batch", "group", "Mine"}
+    assert (
+        content["workloads"]["convnet"][0]["norm"] and "Mine" in (report / "index.html").read_text()
+    )
     assert entry.main(line) == 0 and "skipped" in capsys.readouterr().out
 
     again = ["reference=benchmark0", f"verify={folder}", f"runs_dir={tmp_path / 'again'}"]
     assert entry.main([*again, "salt=s", "workers=0"]) == 0
-    assert "Mine: verified" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Mine: verified" in printed
+    assert "at model.width=" in printed and "at the usual width" in printed
+
+    report = folder / "report.json"
+    honest = report.read_text()
+    edited = json.loads(honest)
+    [place] = [one for one in edited["workloads"]["convnet"] if one["norm"] == "Mine"]
+    place["ratio"][0] *= 0.99
+    report.write_text(json.dumps(edited))
+    assert entry.main([*again, "salt=s", "dry_run=true"]) == 1
+    printed = capsys.readouterr().out
+    assert "report.json: workloads.convnet" in printed and "Mine: not verified" in printed
+    report.write_text(honest)
+    assert entry.main([*again, "salt=s", "dry_run=true"]) == 0
+    assert "a canary; convnet, 12 runs" in capsys.readouterr().out
 
     claimed = read_table(folder / "table.npz")
     better = [flattered(cell) for cell in claimed.cells]
@@ -252,6 +276,8 @@ def test_a_norm_is_entered_by_one_line_and_verified_by_another(
     said = json.loads((folder / "entry.json").read_text())
     said["table"] = hashlib.sha256((folder / "table.npz").read_bytes()).hexdigest()
     (folder / "entry.json").write_text(json.dumps(said))
+    reference = read_table(tmp_path / "benchmark0.npz")
+    report.write_text(json.dumps(report_of(read_submission(folder)[0], reference)))
     assert entry.main([*again, "salt=s", "workers=0"]) == 1
     printed = capsys.readouterr().out
     assert "Mine: not verified" in printed and "now" in printed
@@ -267,13 +293,12 @@ def flattered(cell: TableCell) -> TableCell:
 
 def test_an_edited_number_contradicts_its_samples(tmp_path: Path):
     made = convnet(0.1)
-    about = dict(made.about)
-    write_submission(tmp_path, "group", ["norm=group"], "torch.nn.GroupNorm", made.cells, about)
+    write_submission(tmp_path, "group", ["norm=group"], "torch.nn.GroupNorm", made)
     submission, problems = read_submission(tmp_path)
     assert problems == [] and submission.workloads == ["convnet", "convnet_short"]
     cell = made.cells[0]
     cell.metrics["test/accuracy"][3] += 0.01
-    write_submission(tmp_path, "group", ["norm=group"], "torch.nn.GroupNorm", made.cells, about)
+    write_submission(tmp_path, "group", ["norm=group"], "torch.nn.GroupNorm", made)
     _, problems = read_submission(tmp_path)
     assert len(problems) == 1 and "seed 3: test/accuracy is not that" in problems[0]
 

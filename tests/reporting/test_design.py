@@ -11,6 +11,7 @@ import pytest
 from synthetic_study import report_of, write_cell
 
 from normexp.records.history import CommandEntry, EndEntry, SearchEntry, append_entries
+from normexp.records.paths import list_seeds
 from normexp.reporting.metric import RULE
 from normexp.reporting.publish import draw
 from normexp.reporting.report import read_report
@@ -151,6 +152,26 @@ def test_until_every_declared_cell_has_ended_there_is_no_verdict(tmp_path: Path)
     end = EndEntry(layer.name, "norm=layer", [7], "0", "failed", "no memory")
     append_entries(tmp_path / "synthetic", [end])
     assert group_of(tmp_path).kind == "better"
+
+
+def test_what_has_failed_for_good_or_was_refused_stays_so_when_the_command_is_typed_again(
+    tmp_path: Path,
+):
+    rng, study, failed = np.random.default_rng(0), tmp_path / "synthetic", [0, 1]
+    for norm, level in (("batch", 0.90), ("group", 0.95)):
+        write_cell(tmp_path, norm, dict(enumerate(rng.normal(level, 0.003, 8))))
+    values = dict.fromkeys(failed, 0.9)
+    write_cell(tmp_path, "layer", values, failed=failed, result={"attempts": 2})
+    asked = {cell.name: [("", list_seeds(cell))] for cell in study.iterdir()}
+    asked["bad-1"] = [("norm=bad", [0, 1])]
+    refused = EndEntry("bad-1", "norm=bad", [0, 1], "0", "refused", "it changes the shape")
+    kinds = []
+    for number, max_attempts in enumerate((2, 2, 3)):  # the second leaves nothing but itself
+        words = ["normexp-train", f"max_attempts={max_attempts}"]
+        command = CommandEntry(str(number), words, "one", max_attempts, asked)
+        append_entries(study, [command, refused] if number == 0 else [command])
+        kinds.append(group_of(tmp_path).kind)
+    assert kinds == ["better", "better", "unended"]  # the third allows one more attempt
 
 
 def test_without_a_declaration_there_are_intervals_and_no_verdict(tmp_path: Path):

@@ -18,7 +18,7 @@ from synthetic_study import answers_of, declare, report_of, write_cell, write_st
 import normexp
 from normexp.records.history import CommandEntry, History
 from normexp.report import main
-from normexp.reporting import publish
+from normexp.reporting import page, publish
 from normexp.reporting.details import repeat_command
 
 EVIL = "</script><img src=x onerror=alert(1)>"
@@ -63,7 +63,7 @@ def report(root: Path, *words: str, study: str = "synthetic") -> Path:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skips writing figures, which takes most of the time; one test writes them."""
-    monkeypatch.setattr(publish, "_write_figure", lambda *_: "")
+    monkeypatch.setattr(page, "_write_figure", lambda *_: "")
 
 
 @pytest.fixture(scope="module")
