@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 from synthetic_study import answers_of, report_of, write_sizes
 
+from normexp.records.metrics import MetricsWriter
 from normexp.reporting.causes import CAUSES
+from normexp.reporting.charts import Figure
+from normexp.reporting.publish import draw
 from normexp.reporting.report import to_json
 
 SEEDS = 8
@@ -81,3 +84,34 @@ def test_without_records_the_sentence_is_the_commands_that_add_them(tmp_path: Pa
     for file in files:  # they were typed, and gave nothing
         file.write_text(json.dumps({"asked": {"precise": 64, "own_share": 64}}))
     assert not cause_of(tmp_path)
+
+
+def figures_of(root: Path) -> dict[str, Figure]:
+    return {figure.kind: figure for figure in draw(report_of(root)).figures}
+
+
+def record(root: Path, size: int, rows: dict[str, float]) -> None:
+    for run in root.glob(f"synthetic/batch*-n{size}/seed-*"):
+        with MetricsWriter(run / "metrics.csv") as writer:
+            for step in (10, 20):
+                writer.add(step, step // 10, step * 128, rows)
+
+
+def test_two_sizes_stand_beside_each_other_once_their_groups_were_recorded(tmp_path: Path):
+    write_study(tmp_path, 0.1, 0.0, 0.0)
+    for size in (2, 128):
+        record(tmp_path, size, {"train/grad_norm": 1.0})
+    kinds = {"group_scatter", "averages_distance", "gradient_and_rate"}
+    assert not figures_of(tmp_path).keys() & kinds
+    for size, scatter in ((2, 0.7), (128, 0.1)):
+        names = ("mean_scatter", "var_scatter", "mean_distance", "var_distance", "effective_lr")
+        record(tmp_path, size, {f"diagnostics/block.norm1/{name}": scatter for name in names})
+    figures = figures_of(tmp_path)
+    assert figures.keys() >= kinds
+    table = figures["group_scatter"].table
+    shown = table[table["panel"] == "means of groups"].set_index("series")["mean"]
+    expected = {"norm batch size 2": 0.7, "norm batch size 128": 0.1, "2, expected from 128": 0.8}
+    assert shown.to_dict() == pytest.approx(expected)  # 0.1 sqrt(128 / 2)
+    curves = figures["gradient_and_rate"].table
+    assert set(curves["panel"]) == {"gradient norm", "effective learning rate"}
+    assert set(curves["samples"]) == {1280, 2560} and set(curves["n"]) == {SEEDS}
