@@ -112,32 +112,33 @@ def words_on_causes(comparison: Comparison) -> tuple[str, str] | None:
 
 
 def _carried(comparison: Comparison, causes: Causes, where: str) -> tuple[str, str]:
-    metric = comparison.part.metric
+    metric, estimate = comparison.part.metric, causes.fall.estimate or 0.0
 
     def shown(name: str) -> str:
         return f"{name} {metric.format(causes.terms[name])}"
 
-    details = [f"n = {format_count(causes.fall.n, 'seed')}"]
+    fall = f"{estimate:.{metric.digits}f}"  # its interval is that of the verdict
+    details = [f"n = {format_count(causes.fall.n, 'seed')}, on these test samples"]
     rates = {cell.lr for cell in (comparison.first, comparison.second)}
     if any(comparison.tuned) or len(rates) > 1:
         details.append("at the chosen learning rates")
     if not causes.carriers:
         which = "No single cause carries" if causes.is_spread else "Seeds cannot tell what carries"
-        details += [f"of {metric.format(causes.fall)}", *map(shown, CAUSES)]
-        return f"{which} the loss of {where}", "; ".join(details)
-    verb = "carries" if len(causes.carriers) == 1 else "carry"
+        details += map(shown, CAUSES)
+        return f"{which} the loss of {where}, {fall} {metric.unit}", "; ".join(details)
+    verb, names = "carries" if len(causes.carriers) == 1 else "carry", " and ".join(causes.carriers)
     amounts = " and ".join(metric.format(causes.terms[name]) for name in causes.carriers)
-    names = " and ".join(causes.carriers)
-    claim = f"{names[0].upper()}{names[1:]} {verb} the loss of {where}: {amounts}"
+    claim = f"{names[0].upper()}{names[1:]} {verb} the loss of {where}: {amounts} of {fall}"
     details += [f"{name}: {MEANING[name]}" for name in causes.carriers]
     details += [shown(name) for name in CAUSES if name not in causes.carriers]
-    return f"{claim} of {metric.format(causes.fall)}", "; ".join(details)
+    return claim, "; ".join(details)
 
 
 def _not_recorded(comparison: Comparison, where: str) -> tuple[str, str] | None:
-    """The commands that record it; None if they were typed and the norm has no such statistics."""
+    """The commands that record it; None if the norm has no such statistics."""
     cells = (comparison.first, comparison.second)
-    if all(map(_was_asked, cells)):
+    sees_future = any(cell.config.get("leaks_future_in_training") is True for cell in cells)
+    if sees_future or all(map(_was_asked, cells)):
         return None
     kinds = f"evaluate_with=[{','.join(STATISTICS)}]"
     commands = [
