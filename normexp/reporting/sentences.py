@@ -108,7 +108,8 @@ class Answer:
 
     @property
     def losses(self) -> list[Claim]:
-        return [claim for claim in (*self.sentences, *self.untested) if not claim.reference]
+        claims = (*self.sentences, *self.untested)
+        return [claim for claim in claims if not claim.reference and claim.kind != "cause"]
 
     @property
     def comparisons(self) -> list[Claim]:

@@ -161,10 +161,9 @@ class TrainingModule(pl.LightningModule):
                 self.trainer.should_stop = True
                 break
         for end, losses in self.losses.take_rows():
-            values = {"train/loss": losses}
-            if end in gradient_norms:  # all rows, unless a resumed training has another log_every
-                values["train/grad_norm"] = gradient_norms[end].tolist()
-            self.recorder.record(self.position(end), values)
+            norms = gradient_norms.get(end)  # None if a resumed training has another log_every
+            known = {} if norms is None else {"train/grad_norm": norms.tolist()}
+            self.recorder.record(self.position(end), {"train/loss": losses} | known)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # for the time measured here and by ChunkLoader
         elapsed = time.perf_counter() - started
@@ -199,8 +198,7 @@ class TrainingModule(pl.LightningModule):
         num_samples = position.samples_seen - self.position(chunk.start).samples_seen
         values = {
             "train/lr": [lr * scale for scale in self.recipe.lr_scales or [1.0] * count],
-            # Of the whole stack.
-            "train/samples_per_second": [num_samples * count / max(elapsed, 1e-9)] * count,
+            "train/samples_per_second": [num_samples * count / max(elapsed, 1e-9)] * count,  # all
         }
         self.recorder.track(position, values)
 
