@@ -104,6 +104,7 @@ def _declared(cells: Sequence[CellRow], study: str, histories: Sequence[History]
     history = histories[0] if histories else History()
     rounds = _rounds_of(history)
     rounds = [(command, _with_aliases(declared, history)) for command, declared in rounds]
+    asked = history.asked_seeds(history.commands)
     over = _seeds_over([cell for cell in cells if cell.study == study], history)
     unended, count = [], 0  # per round, cumulative
     for _, declared in rounds:
@@ -118,6 +119,9 @@ def _declared(cells: Sequence[CellRow], study: str, histories: Sequence[History]
         lengths = [len(entry.points) for entry in searches if entry.norm in ("", cell.name)]
         cell = replace(cell, searched=frozenset(searched), num_points=max(lengths, default=0))
         ids = {cell.directory.name, *cell.same_as}
+        wanted = {seed for name in ids for seed in asked.get(history.same_as(name), ())}
+        if wanted:
+            cell = replace(cell, expected=len(wanted | {run.seed for run in cell.runs}))
         for number, (command, declared) in enumerate(rounds):
             if seeds := {seed for name in ids for seed in declared.get(name, ())}:
                 return replace(
@@ -156,11 +160,16 @@ def _seeds_over(cells: Sequence[CellRow], history: History) -> dict[str, set[int
 
 
 def _rounds_of(history: History) -> list[tuple[CommandEntry, dict[str, set[int]]]]:
-    """The commands that name a cell that no earlier one does, with the seeds of these cells."""
+    """The commands that name a cell that no earlier one does, with the seeds of these cells.
+
+    A forgotten command counts for the cells that had results by then and are asked for again.
+    """
     named: set[str] = set()
+    asked = {name for command in history.commands for name in command.cells}
     rounds = []
-    for command in sorted(history.commands, key=lambda entry: entry.time):
-        if added := {name: command.seeds_of(name) for name in command.cells if name not in named}:
+    for command in sorted(history.typed, key=lambda entry: entry.time):
+        names = asked.intersection(history.forgotten.get(command.id, command.cells)) - named
+        if added := {name: command.seeds_of(name) for name in command.cells if name in names}:
             rounds.append((command, added))
             named |= set(added)
     return rounds
