@@ -67,11 +67,15 @@ def check_placement(choices: Mapping[str, str], norm: NormFactory, network: nn.M
 
 
 def check_outputs(network: nn.Module, data: Data, target: str) -> None:
-    """Refuses a model that does not score every class, or token, of every sample.
+    """Refuses a model without parameters to train, or without a score of every class or token.
 
     Args:
         target: what `model._target_` names.
     """
+    if not any(parameter.requires_grad for parameter in network.parameters()):
+        raise UserError(
+            f"model._target_={target} has no parameter to train; give it a layer with some"
+        )
     batch = probe_batch(data, 2)
     try:
         with fixed_draws(), torch.no_grad():
@@ -100,6 +104,12 @@ def check_optimizer_step(recipe: Recipe, network: nn.Module) -> None:
     decay = {"weight_decay": recipe.weight_decay, "decay_norm": recipe.decay_norm}
     try:
         optimizer = recipe.optimizer(parameter_groups(network, **decay), lr=recipe.lr)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            kind = type(optimizer).__name__
+            raise UserError(
+                f"optim._target_={recipe.optimizer_target} returned a {kind}, not a "
+                "torch.optim.Optimizer"
+            )
         check_optimizer(network, optimizer)
         for parameter in network.parameters():
             parameter.grad = torch.zeros_like(parameter)

@@ -152,6 +152,7 @@ class TrainingModule(pl.LightningModule):
         self._gradient.draw(range(chunk.start, chunk.stop))
         gradient_norms: dict[int, torch.Tensor] = {}  # (S,) after any clipping, by steps done
         for step, batch in enumerate(batches, start=chunk.start):
+            torch.clear_autocast_cache()  # some versions of Lightning keep weights for a chunk
             for parameter in parameters:  # zero_grad without its profiling
                 parameter.grad = None
             self._take_step(step, batch, optimizer)
