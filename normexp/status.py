@@ -10,15 +10,15 @@ from normexp.cli import entry, read_options
 
 @entry("status")
 def main(words: list[str]) -> int:
-    """Exit code: 0 shown, 2 the user's mistake, such as a cell that cannot be forgotten."""
+    """Exit code: 0 shown, 2 the user's mistake, such as forgetting what is being trained."""
     options = read_options("status", words)
 
-    from normexp.records.state import forget_cells, read_status
+    from normexp.records.state import forget, read_status
     from normexp.reporting.terminal import print_status
 
     runs_dir, study = Path(options["runs_dir"]), options["study"]
-    for cell in forget_cells(runs_dir, study, options["forget"] or []):
-        print(f"forgotten: {cell.title}")
+    for line in forget(runs_dir, study, options["forget"] or []):
+        print(f"forgotten: {line}")
     print_status(read_status(runs_dir, study))
     return 0
 

@@ -191,6 +191,7 @@ class Stacked(Replicas):
 
     def replica(self, index: int) -> nn.Module:
         copied = copy.deepcopy(self.network)
+        copied.zero_grad()  # gradients of the whole stack
         for _, tensor in _named_tensors(copied):
             tensor.data = tensor.detach()[index].clone()
         _tell_norms(copied, is_stacked=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,10 +53,16 @@ def _write_reference(path: Path, options: dict[str, Any]) -> None:
 
 def _publish(report: BenchmarkReport, runs_dir: Path) -> None:
     """Prints a report, and writes its page and report.json below the folder of the runs."""
-    from normexp.benchmark.page import write_page
     from normexp.benchmark.show import print_report
 
     print_report(report)
+    try:
+        from normexp.benchmark.page import write_page
+    except ModuleNotFoundError as error:
+        if error.name not in ("altair", "vl_convert"):
+            raise
+        print(f"\nnormexp: {error.name} is not installed: no page", file=sys.stderr)
+        return
     name = report.table.about["benchmark"]
     if report.norm is not None:
         name += f"-{report.norm.replace(' ', '-')}"
@@ -142,15 +149,17 @@ def _workloads_of(reference: Table, options: dict[str, Any]) -> tuple[str, list[
 
 def _print_cost(table: Table, workloads: Sequence[str]) -> None:
     """What a run took where the table was made, and what an entry takes."""
+    from normexp.benchmark.trainings import minutes_words
+
     for workload in workloads:
         recipe = table.recipes[workload]
         seconds = table.seconds_per_run(workload)
         runs, sizes = recipe.num_seeds * len(recipe.rates), len(recipe.norm_batch_sizes)
-        minutes = runs * seconds / 60
+        core_seconds = runs * seconds
         print(
             f"{workload}: {runs} runs, or {sizes * runs} if the norm mixes samples; with "
-            f"{recipe.reference}, one took {seconds:.1f} s of a busy core, so {minutes:.0f} or "
-            f"{sizes * minutes:.0f} core-minutes"
+            f"{recipe.reference}, one took {seconds:.1f} s of a busy core, so "
+            f"{minutes_words(core_seconds)} or {minutes_words(sizes * core_seconds)} core-minutes"
         )
 
 

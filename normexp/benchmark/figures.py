@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,8 @@ from normexp.stats.ratio import as_ratio
 SMALL = 2  # samples that share statistics
 SHOWN = (1.5, 100.0)  # error in %, of the figure of rates
 RATIOS = (0.7, 7.0)  # of the figure of the ranking
-WIDTH_OF_RATES, WIDTH_OF_TUNED, HEIGHT, ROW = 220, 90, 300, 15  # pixels
+TICKS = [0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.5, 2, 3, 5, 7]
+WIDTH_OF_RATES, WIDTH_OF_TUNED, HEIGHT, ROW = 145, 55, 300, 15  # pixels
 GREY = "#808080"
 COLOURS = {
     "best": "#0072b2",
@@ -139,22 +141,26 @@ def _panels_of_rates(
     return [lines, means]
 
 
-def draw_ranking(standings: Standings) -> Figure:
-    """Every ranked norm's error as a ratio to the reference's, in the groups of the ranking."""
+def draw_ranking(standings: Standings, entry: str | None = None) -> Figure:
+    """Every ranked norm's error as a ratio to the reference's, in the groups of the ranking.
+
+    entry: a norm whose name is bold
+    """
     rows = pd.DataFrame(list(_rows_of_ranking(standings)))
-    low, high = RATIOS
+    low, high = max(RATIOS[0], rows["low"].min() / 1.02), min(RATIOS[1], rows["high"].max() * 1.02)
     shown = rows.assign(
         mean=rows["mean"].clip(low, high),
         low=rows["low"].clip(low),
         high=rows["high"].clip(upper=high),
     )
-    groups = list(dict.fromkeys(rows["group"]))
-    range_ = [COLOURS[key] for key in dict.fromkeys(rows["key"])]
-    colour = alt.Color("group:N", title=None, scale=alt.Scale(domain=groups, range=range_))
-    y = alt.Y("norm:N", sort=list(rows["norm"]), title=None, axis=alt.Axis(grid=True, ticks=False))
+    colour = _group_colour(rows)
+    is_entry = f"datum.value === {json.dumps(entry)}"
+    weight = alt.condition(is_entry, alt.value("bold"), alt.value("normal"))
+    axis = alt.Axis(grid=True, ticks=False, labelFontWeight=weight)
+    y = alt.Y("norm:N", sort=list(rows["norm"]), title=None, axis=axis)
     title = f"error as a ratio to {standings.reference}'s (log scale)"
-    x = alt.X("mean:Q", title=title).scale(type="log", domain=RATIOS, nice=False, clamp=True)
-    x = x.axis(values=[0.7, 1, 1.5, 2, 3, 5, 7], format="~g")
+    x = alt.X("mean:Q", title=title).scale(type="log", domain=[low, high], nice=False)
+    x = x.axis(values=TICKS, format="~g")
     tip = tooltip("norm", "group", "text", "rate")
     chart = alt.layer(
         alt.Chart(alt.Data(values=[{"at": 1}])).mark_rule(color=GREY).encode(alt.X("at:Q")),
@@ -181,16 +187,14 @@ def draw_cost(standings: Standings) -> Figure | None:
         return None
     low, high = RATIOS
     shown = rows.assign(mean=rows["mean"].clip(low, high))
-    groups = list(dict.fromkeys(rows["group"]))
-    range_ = [COLOURS[key] for key in dict.fromkeys(rows["key"])]
-    colour = alt.Color("group:N", title=None, scale=alt.Scale(domain=groups, range=range_))
+    colour = _group_colour(rows)
     x = alt.X("step:Q", title="time of a training step as a ratio to batch's (log scale)")
     times = [0.95 * float(rows["step"].min()), 1.15 * float(rows["step"].max())]
     x = x.scale(type="log", domain=times, nice=False)
-    x = x.axis(values=[0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.5, 2, 3, 5], format="~g")
+    x = x.axis(values=TICKS, format="~g")
     y = alt.Y("mean:Q", title=f"error as a ratio to {standings.reference}'s")
     y = y.scale(type="log", domain=[low, float(shown["mean"].max()) * 1.1], nice=False)
-    y = y.axis(values=[0.7, 1, 1.5, 2, 3, 5, 7], format="~g")
+    y = y.axis(values=TICKS, format="~g")
     size = alt.Size("kept:Q", legend=None, scale=alt.Scale(range=[30, 240]))
     tip = tooltip("norm", "group", "text", "step:Q", "kept:Q")
     point = alt.Chart().mark_point(filled=True, opacity=0.9)
@@ -208,6 +212,13 @@ def draw_cost(standings: Standings) -> Figure | None:
         shown,
         kind="cost",
     )
+
+
+def _group_colour(rows: pd.DataFrame) -> alt.Color:
+    known = rows.drop_duplicates("key")
+    colours = [COLOURS[key] for key in known["key"]]
+    scale = alt.Scale(domain=list(known["group"]), range=colours)
+    return alt.Color("group:N", title=None, scale=scale, legend=alt.Legend(columns=2))
 
 
 def _rows_of_ranking(standings: Standings) -> Iterator[Mapping[str, object]]:

@@ -28,21 +28,32 @@ def train_grid(
 ) -> tuple[int, list[TableCell]]:
     """Trains what is missing of a grid; returns the exit code and its cells under `label`.
 
+    Prints a table of outcomes, and of a single cell its failure alone.
+
     recipe: of `experiment`, as the words change it
     """
     from normexp.config.grid import compose_cells
-    from normexp.sweeps.sweep import print_outcomes, train_cells
+    from normexp.sweeps.sweep import print_outcomes, raise_if_stopped, train_cells
 
     words = [f"experiment={experiment}", f"runs_dir={runs_dir}", *words]
     cells = compose_cells(parse_command(words))
     outcomes = train_cells(cells, ["normexp-benchmark", *words])
-    code = print_outcomes(cells, outcomes, words)
     results = [result for outcome in outcomes for result in outcome.results]
+    if len(cells) == 1 and results:
+        raise_if_stopped(cells, outcomes)
+        code = 0
+    else:
+        code = print_outcomes(cells, outcomes, words)
     if invalid := next((result.invalid for result in results if result.invalid), None):
         raise UserError(f"{label} cannot stand in the table, its runs are INVALID: {invalid}")
     ids = {result.cell_id for result in results}
     known = cells_below(runs_dir, [recipe], first_seed) if ids else []  # none after a dry run
     return code, [replace(cell, norm=label) for cell in known if cell.about["id"] in ids]
+
+
+def minutes_words(seconds: float) -> str:
+    """`3.3` core-minutes."""
+    return f"{seconds / 60:.0f}" if seconds > 600 else f"{seconds / 60:.1f}"
 
 
 def is_dry(words: Sequence[str]) -> bool:

@@ -23,7 +23,6 @@ from normexp.data.batches import TrainingBatches
 from normexp.records.paths import seed_dir
 from normexp.records.result import hyperparameters
 from normexp.training.callbacks import StepReports, TrainingProgress
-from normexp.training.devices import set_matmul_precision
 from normexp.training.diagnostics import Diagnostics
 from normexp.training.module import TrainingModule
 from normexp.training.recorder import (
@@ -74,7 +73,6 @@ def arrange_replicas(
     cell: Cell, networks: list[nn.Module], *, is_stacked: bool | None = None
 ) -> Replicas:
     """Stacks networks of one cell if that is possible and faster, see `will_stack`."""
-    set_matmul_precision(cell.recipe.devices)
     if will_stack(cell, len(networks), is_stacked=is_stacked):
         return Stacked(networks)
     return InTurn(networks, has_foreign_draws=cell.traits.draws_for_itself)

@@ -84,7 +84,7 @@ launcher: `- override /hydra/launcher: submitit_slurm`, below `defaults:`.
 normexp.tune searches hyperparameters on validation, then trains fresh seeds at the best.
 
   python -m normexp.tune 'lr=interval(1e-3,1)' norm=batch,group
-  python -m normexp.tune experiment=cifar10_full data.root=PATH
+  python -m normexp.tune 'lr=choice(0.03,0.1,0.3)' norm=batch norm_batch_size=2,32
 
 The points are known in advance and are the same for every norm: all combinations if there are few,
 otherwise scrambled Sobol points. The same line again resumes the search, and trains nothing that
@@ -100,12 +100,14 @@ the fresh seeds to <study>. Its report shows how good the best of k points is ex
     "benchmark": """\
 normexp.benchmark trains a norm by frozen rules, and says where it stands among the reference.
 
-  python -m normexp.benchmark                  the reference: ranking and claims; trains nothing
+  python -m normexp.benchmark                  the reference: ranking, cost, claims; trains nothing
   python -m normexp.benchmark norm=custom norm._target_=my_package.MyNorm
   python -m normexp.benchmark norm=custom norm._target_=my_package.MyNorm dry_run=true    its cost
   python -m normexp.benchmark norm=custom norm._target_=my_package.MyNorm submit=FOLDER
-  python -m normexp.benchmark verify=FOLDER salt=TEXT    trains one workload again; runs its code
+  python -m normexp.benchmark verify=FOLDER salt=TEXT    trains part of it again; runs its code
+  python -m normexp.benchmark verify=FOLDER salt=TEXT dry_run=true    which part, and its cost
 
+The reference and an entry get a page and report.json in <runs_dir>/<benchmark>[-<norm>]/report.
 Needs pip install 'normexp[mnist]'. The same line again resumes. Rates, sizes, seeds and budgets are
 those of conf/experiment/benchmark1.
 """,
@@ -137,6 +139,11 @@ normexp.report turns a study into tables, figures, a page and verdicts.
 normexp.status says which runs of a study have ended, which are missing, and why some failed.
 
   python -m normexp.status study=NAME          also while it is running, from another terminal
+  python -m normexp.status study=NAME forget=2               takes back command 2, as numbered here
+  python -m normexp.status study=NAME 'forget=norm=layer'    drops its cells that have no folder
+
+What only a forgotten command asked for is counted no longer, so the report is as before. Trained
+runs stay on disk, and status lists their folders. The same command again brings them back.
 """,
 }
 ENDINGS = {

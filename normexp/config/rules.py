@@ -303,7 +303,7 @@ OPTIONS: dict[str, dict[str, Rule]] = {
         "reference": TEXT.or_null(),
         "watch": FLAG,
     },
-    "status": {"study": NAME, "runs_dir": FOLDER, "forget": list_of(NAME).or_null()},
+    "status": {"study": NAME, "runs_dir": FOLDER, "forget": list_of(TEXT).or_null()},
 }
 
 

@@ -126,14 +126,17 @@ class SearchEntry:
 
 @dataclass(frozen=True)
 class ForgetEntry:
-    """Cells without a folder that the study no longer asks for; a later command may ask again.
+    """What the study no longer asks for; a later command may ask again.
 
     Attributes:
-        forgotten: their ids.
+        forgotten: ids of cells without a folder.
+        commands: by id of a forgotten command, those of its cells that had ended runs by then. What
+            it declared for them still holds, since their results may have been seen.
     """
 
     time: str = field(default_factory=_now, kw_only=True)
     forgotten: list[str]
+    commands: dict[str, list[str]] = field(default_factory=dict)
 
 
 Entry = CommandEntry | AttemptEntry | EndEntry | AliasEntry | SearchEntry | ForgetEntry
@@ -144,39 +147,47 @@ class History:
     """The content of study.jsonl, in the order of its lines.
 
     Attributes:
+        typed: all commands, also those that were forgotten; `commands` are the others.
+        ends: with no seeds if they were forgotten.
         errors: why a cell cannot be trained; a later command that asks for it reopens it.
-        forgotten: ids that no later command or refusal names.
+        forgotten: see `ForgetEntry.commands`; known before the first command is added.
         aliases: the last of each cell.
         searches: the latest of each space.
     """
 
-    commands: list[CommandEntry] = field(default_factory=list)
+    typed: list[CommandEntry] = field(default_factory=list)
     attempts: list[AttemptEntry] = field(default_factory=list)
     ends: list[EndEntry] = field(default_factory=list)
     errors: dict[str, EndEntry] = field(default_factory=dict)
-    forgotten: set[str] = field(default_factory=set)
+    forgotten: dict[str, list[str]] = field(default_factory=dict)
     aliases: dict[str, AliasEntry] = field(default_factory=dict)
     searches: dict[str, SearchEntry] = field(default_factory=dict)
+
+    @property
+    def commands(self) -> list[CommandEntry]:
+        return [command for command in self.typed if command.id not in self.forgotten]
 
     def add(self, entry: Entry) -> None:
         match entry:
             case CommandEntry():
-                self.commands.append(entry)
-                self.forgotten -= entry.cells.keys()
+                self.typed.append(entry)
+                if entry.id in self.forgotten:
+                    return
                 for cell in entry.cells:
                     if cell in self.errors and self.errors[cell].command != entry.id:
                         del self.errors[cell]
             case AttemptEntry():
                 self.attempts.append(entry)
             case EndEntry():
+                if entry.command in self.forgotten:
+                    self.ends.append(replace(entry, seeds=[]))
+                    return
                 self.ends.append(entry)
                 self.errors[entry.cell] = entry
-                self.forgotten.discard(entry.cell)
             case AliasEntry():
                 self.aliases[entry.cell] = entry
             case ForgetEntry():
                 for cell in entry.forgotten:
-                    self.forgotten.add(cell)
                     self.errors.pop(cell, None)
                     for command in self.commands:
                         command.cells.pop(cell, None)
@@ -186,6 +197,14 @@ class History:
                 ]
             case SearchEntry():  # a longer search replaces the shorter one
                 self.searches[json.dumps([entry.words, entry.keys])] = entry
+
+    def asked_seeds(self, commands: Iterable[CommandEntry]) -> dict[str, set[int]]:
+        """The seeds that commands ask for, by the id of the cell that is trained."""
+        asked: dict[str, set[int]] = {}
+        for command in commands:
+            for cell in command.cells:
+                asked.setdefault(self.same_as(cell), set()).update(command.seeds_of(cell))
+        return asked
 
     def same_as(self, cell: str, versions: str | None = None) -> str:
         """The id of the cell that is trained in place of a cell; its own if it is trained itself.
@@ -209,14 +228,20 @@ def read_history(study_dir: Path) -> History:
     history = History()
     with user_error_if_denied(path, "make it readable (results do not depend on it)"):
         lines = read_lines(path) if path.exists() else []
+    entries = list[Entry]()
     for number, line in enumerate(lines, start=1):
         try:
-            history.add(_parse(line))
+            entries.append(_parse(line))
         except (TypeError, ValueError) as error:
             raise UserError(
                 f"{path} line {number} was not written by normexp; correct the line, or move the "
                 "file away (results do not depend on it)"
             ) from error
+    for entry in entries:
+        if isinstance(entry, ForgetEntry):
+            history.forgotten |= entry.commands
+    for entry in entries:
+        history.add(entry)
     return history
 
 

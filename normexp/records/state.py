@@ -74,11 +74,12 @@ class CellState:
 
 @dataclass
 class StudyStatus:
-    """A study: its cells and its commands."""
+    """A study: its cells, its commands, and the folders of runs that no longer count."""
 
     root: Path
     cells: list[CellState]
     history: History
+    ignored: Sequence[Path] = ()
 
     @property
     def runs(self) -> Counter[Status]:
@@ -138,10 +139,12 @@ def read_status(runs_dir: Path, name: str) -> StudyStatus:
             state.refused = f"{end.status}: {end.error}"
     for key, state in states.items():
         state.title = shared_words(titles[key]) or titles[key][0]
+    ignored, all_asked = ignored_runs(root, history), history.asked_seeds(history.typed)
     on_disk = [  # also cells that were copied here
         directory.name
         for directory in list_cells(root)
         if history.same_as(directory.name) == directory.name or _has_results(directory)
+        if directory.name in states or directory.name not in all_asked
     ]
     for cell_id in on_disk:
         states.setdefault(cell_id, CellState(cell_id, cell_id, is_asked=False))
@@ -153,9 +156,9 @@ def read_status(runs_dir: Path, name: str) -> StudyStatus:
             if not state.is_asked and key in titles:
                 state.title += ", before its source changed"
         if not state.refused:
-            _read_runs(root / key, state, seeds.get(key, set()), interrupted)
+            _read_runs(root / key, state, seeds.get(key, set()), interrupted, ignored)
     shown = [state for key, state in states.items() if state.is_asked or key in on_disk]
-    return StudyStatus(root, shown, history)
+    return StudyStatus(root, shown, history, ignored)
 
 
 def _asked_cells(history: History) -> set[str]:
@@ -184,39 +187,92 @@ def _requests(history: History) -> Iterator[tuple[str, str, Sequence[int]]]:
             for title, seeds in points:
                 yield cell, title, seeds
     for end in history.ends:
-        if end.cell not in history.forgotten:
+        if end.seeds:
             yield end.cell, end.title, end.seeds
 
 
-def forget_cells(runs_dir: Path, name: str, wanted: Sequence[str]) -> list[CellState]:
-    """Drops cells without a folder from a study, and returns them.
+def ignored_runs(root: Path, history: History) -> list[Path]:
+    """The folders of runs that only forgotten commands asked for. No report counts them."""
+    asked = history.asked_seeds(history.commands)
+    forgotten = [command for command in history.typed if command.id in history.forgotten]
+    runs = [
+        seed_dir(root / cell, seed)
+        for cell, seeds in history.asked_seeds(forgotten).items()
+        for seed in sorted(seeds - asked.get(cell, set()))
+    ]
+    return [run for run in runs if run.is_dir()]
+
+
+def forget(runs_dir: Path, name: str, wanted: Sequence[str]) -> list[str]:
+    """Drops commands, and cells without a folder, from a study; returns their words and titles.
 
     Args:
-        wanted: ids of cells, or REFUSED for all that cannot be trained.
+        wanted: numbers of commands or words of titles, as status prints them; ids of cells; REFUSED
+            for all cells that cannot be trained.
 
     Raises:
-        UserError: an id that the study does not have, or a cell with a folder.
+        UserError: nothing has this number, title or id; a cell with a folder, or one in training.
     """
     status = read_status(runs_dir, name)
-    known = {cell.id: cell for cell in status.cells}
-    chosen: dict[str, CellState] = {}
+    commands: dict[str, list[str]] = {}
+    cells: dict[str, CellState] = {}
+    lines: list[str] = []
     for word in wanted:
-        same = [word] if word != REFUSED else [key for key in known if known[key].refused]
-        for key in same:
-            if key not in known:
-                nearest = difflib.get_close_matches(key, known, n=3, cutoff=0.4) or list(known)[:3]
-                raise UserError(f"forget={key}: no such cell; nearest: {', '.join(nearest)}")
-            if (status.root / key).is_dir():
-                raise UserError(
-                    f"forget={key}: {status.root / key} holds what was trained; remove that folder "
-                    "first if nobody needs it"
-                )
-            chosen[key] = known[key]
-    cells = {cell for cell, _, _ in _requests(status.history)}
-    forgotten = [cell for cell in cells if status.history.same_as(cell) in chosen]
-    if forgotten:
-        append_entries(status.root, [ForgetEntry(sorted(forgotten))])
-    return [*chosen.values()]
+        if word.isdigit():
+            command = _command_to_forget(status, int(word))
+            trained = {status.history.same_as(cell): cell for cell in command.cells}
+            ended = [cell for key, cell in trained.items() if _has_results(status.root / key)]
+            commands[command.id] = ended
+            lines.append(f"command {word}")
+        else:
+            cells |= {cell.id: cell for cell in _cells_to_forget(status, word)}
+    named = {cell for cell, _, _ in _requests(status.history)}
+    forgotten = [cell for cell in named if status.history.same_as(cell) in cells]
+    if forgotten or commands:
+        append_entries(status.root, [ForgetEntry(sorted(forgotten), commands)])
+    return [*lines, *(cell.title for cell in cells.values())]
+
+
+def _command_to_forget(status: StudyStatus, number: int) -> CommandEntry:
+    typed, forgotten = status.history.typed, status.history.forgotten
+    if not 0 < number <= len(typed) or typed[number - 1].id in forgotten:
+        known = [str(n) for n, one in enumerate(typed, start=1) if one.id not in forgotten]
+        raise UserError(
+            f"forget={number}: no such command, or it was forgotten before; the study has "
+            f"{', '.join(known) or 'none'}"
+        )
+    command = typed[number - 1]
+    for cell in sorted({status.history.same_as(cell) for cell in command.cells}):
+        if is_held(lock := status.root / cell / LOCK_FILE):
+            raise UserError(
+                f"forget={number}: process {holder_of(lock)} trains {cell}; stop that command first"
+            )
+    return command
+
+
+def _cells_to_forget(status: StudyStatus, word: str) -> list[CellState]:
+    known = {cell.id: cell for cell in status.cells}
+    if word == REFUSED:
+        chosen = [cell for cell in status.cells if cell.refused]
+    elif word in known:
+        chosen = [known[word]]
+    else:
+        chosen = [cell for cell in status.cells if {*word.split()} <= {*cell.title.split()}]
+        if not chosen:
+            like = [key for key in known if word in key]
+            near = like or difflib.get_close_matches(word, known, n=3, cutoff=0.4)
+            raise UserError(
+                f"forget={word}: no such cell; give words of its title, as normexp.status prints "
+                f"it, or an id, such as {', '.join((near or [*known])[:3])}"
+            )
+    for cell in chosen:
+        if (status.root / cell.id).is_dir():
+            raise UserError(
+                f"forget={word}: {status.root / cell.id} holds what was trained; remove that "
+                "folder first if nobody needs it, or forget the command that asked for it, by its "
+                "number"
+            )
+    return chosen
 
 
 def _has_results(directory: Path) -> bool:
@@ -230,9 +286,10 @@ def _read_runs(
     state: CellState,
     asked: Collection[int],
     interrupted: Mapping[Member, StackRecord],
+    ignored: Collection[Path],
 ) -> None:
     """Adds the state of each run of a cell."""
-    on_disk = list_seeds(directory)
+    on_disk = [seed for seed in list_seeds(directory) if seed_dir(directory, seed) not in ignored]
     is_running = is_held(directory / LOCK_FILE)
     for seed in sorted({*asked, *on_disk}):
         run_dir = seed_dir(directory, seed)

@@ -103,20 +103,15 @@ def _declared(cells: Sequence[CellRow], study: str, histories: Sequence[History]
     searched = {key for entry in searches for key in entry.keys}
     history = histories[0] if histories else History()
     rounds = _rounds_of(history)
-    ended = {
-        name: cell.ended
-        for cell in cells
-        if cell.study == study
-        for name in (cell.directory.name, *cell.same_as)
-    }
     rounds = [(command, _with_aliases(declared, history)) for command, declared in rounds]
+    asked = history.asked_seeds(history.commands)
+    over = _seeds_over([cell for cell in cells if cell.study == study], history)
     unended, count = [], 0  # per round, cumulative
     for _, declared in rounds:
         names = {history.same_as(name): seeds for name, seeds in declared.items()}
         lost = {history.same_as(name) for name in history.errors}
         count += sum(
-            not seeds <= ended.get(name, set()) and name not in lost
-            for name, seeds in names.items()
+            not seeds <= over.get(name, set()) and name not in lost for name, seeds in names.items()
         )
         unended.append(count)
 
@@ -124,6 +119,9 @@ def _declared(cells: Sequence[CellRow], study: str, histories: Sequence[History]
         lengths = [len(entry.points) for entry in searches if entry.norm in ("", cell.name)]
         cell = replace(cell, searched=frozenset(searched), num_points=max(lengths, default=0))
         ids = {cell.directory.name, *cell.same_as}
+        wanted = {seed for name in ids for seed in asked.get(history.same_as(name), ())}
+        if wanted:
+            cell = replace(cell, expected=len(wanted | {run.seed for run in cell.runs}))
         for number, (command, declared) in enumerate(rounds):
             if seeds := {seed for name in ids for seed in declared.get(name, ())}:
                 return replace(
@@ -138,12 +136,40 @@ def _declared(cells: Sequence[CellRow], study: str, histories: Sequence[History]
     return [of_cell(cell) if cell.study == study else cell for cell in cells]
 
 
+def _seeds_over(cells: Sequence[CellRow], history: History) -> dict[str, set[int]]:
+    """The seeds that have ended, by id: also those that failed for good, or were refused.
+
+    A command that is typed again takes nothing of that back: it tries refused cells again, and
+    failed runs as often as `max_attempts` allows.
+    """
+    attempts: dict[str, int] = {}  # that the commands allow
+    for command in history.commands:
+        for name in map(history.same_as, command.cells):
+            attempts[name] = max(attempts.get(name, 0), command.max_attempts)
+    over: dict[str, set[int]] = {}
+    for end in history.ends:
+        over.setdefault(history.same_as(end.cell), set()).update(end.seeds)
+    for cell in cells:
+        names = {cell.directory.name, *cell.same_as}
+        most = max((attempts.get(history.same_as(name), 0) for name in names), default=0)
+        again = {run.seed for run in cell.runs if 0 < run.result.attempts < most} - cell.ended
+        for name in names:
+            over[name] = over.get(name, set()) | {run.seed for run in cell.runs}
+            over[name] -= again
+    return over
+
+
 def _rounds_of(history: History) -> list[tuple[CommandEntry, dict[str, set[int]]]]:
-    """The commands that name a cell that no earlier one does, with the seeds of these cells."""
+    """The commands that name a cell that no earlier one does, with the seeds of these cells.
+
+    A forgotten command counts for the cells that had results by then and are asked for again.
+    """
     named: set[str] = set()
+    asked = {name for command in history.commands for name in command.cells}
     rounds = []
-    for command in sorted(history.commands, key=lambda entry: entry.time):
-        if added := {name: command.seeds_of(name) for name in command.cells if name not in named}:
+    for command in sorted(history.typed, key=lambda entry: entry.time):
+        names = asked.intersection(history.forgotten.get(command.id, command.cells)) - named
+        if added := {name: command.seeds_of(name) for name in command.cells if name in names}:
             rounds.append((command, added))
             named |= set(added)
     return rounds

@@ -17,7 +17,7 @@ from normexp.records.files import read_json
 from normexp.records.history import EndEntry, History, read_history
 from normexp.records.paths import EVALUATION_FILE, RESULT_FILE, find_study, list_runs, seed_of
 from normexp.records.result import Result, read_result
-from normexp.records.state import refused_cells
+from normexp.records.state import ignored_runs, refused_cells
 from normexp.reporting.model import RunRow
 
 SEARCHED = ("", "-search")  # ends of the names of studies that hold the searches of a study
@@ -50,6 +50,7 @@ class StudyRecords:
     problems: one line for each result that cannot be read
     refused: cells without a folder, with the reason
     histories: of each study and of the study of its searches; without, no seeds are declared
+    num_ignored: runs that only forgotten commands asked for
     """
 
     runs: Sequence[RunRow]
@@ -59,6 +60,7 @@ class StudyRecords:
     problems: Sequence[str] = ()
     refused: Sequence[RefusedCell] = ()
     histories: Mapping[str, Sequence[History]] = field(default_factory=dict)
+    num_ignored: int = 0
 
 
 def read_studies(runs_dir: Path, names: Sequence[str]) -> StudyRecords:
@@ -71,6 +73,7 @@ def read_studies(runs_dir: Path, names: Sequence[str]) -> StudyRecords:
     seeds: dict[str, set[int | None]] = {}
     problems: list[str] = []
     unended: list[Path] = []
+    num_ignored = 0
     histories = {name: _histories(runs_dir, name) for name in names}
     refused: list[RefusedCell] = []
     for name in names:
@@ -79,7 +82,11 @@ def read_studies(runs_dir: Path, names: Sequence[str]) -> StudyRecords:
         refused += [_refused(name, end) for end in ends]
         ended, broken, begun = [], [], []
         seeds[name] = set()
+        ignored = ignored_runs(root, histories[name][0]) if histories[name] else []
+        num_ignored += len(ignored)
         for run_dir in list_runs(root):
+            if run_dir in ignored:
+                continue
             if not (run_dir / RESULT_FILE).exists():
                 begun.append(run_dir)
                 continue
@@ -96,7 +103,9 @@ def read_studies(runs_dir: Path, names: Sequence[str]) -> StudyRecords:
     counts = {name: len(known) for name, known in seeds.items()}
     cells = {run.directory.parent for run in runs}
     waiting = _waiting(unended, cells)
-    return StudyRecords(runs, counts, len(unended), waiting, problems, refused, histories)
+    return StudyRecords(
+        runs, counts, len(unended), waiting, problems, refused, histories, num_ignored
+    )
 
 
 def _refused(study: str, end: EndEntry) -> RefusedCell:

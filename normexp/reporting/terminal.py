@@ -164,10 +164,17 @@ def print_status(status: StudyStatus) -> None:
     num_runs, num_cells = sum(runs.values()), len(status.cells)
     total = f"{format_count(num_runs, 'run')} of {format_count(num_cells, 'cell')}"
     console.out(f"{status.root}: {total}: {counts}{refused}")
-    if status.history.commands:
+    if status.history.typed:
         console.out("commands so far:")
-    for command in status.history.commands:
-        console.out(f"  {command.time}  {_as_typed(command.command)}")
+    for number, command in enumerate(status.history.typed, start=1):
+        mark = "forgotten: " if command.id in status.history.forgotten else ""
+        console.out(f"  {number}  {command.time}  {mark}{_as_typed(command.command)}")
+    if status.ignored:
+        count = format_count(len(status.ignored), "run")
+        console.out(f"only forgotten commands asked for {count}, which no report counts; remove")
+        console.out("these folders if nobody needs them, or type the command again to keep them:")
+    for folder in status.ignored:
+        console.out(f"  {folder}")
     for line in _next(status):
         console.out(line)
 

@@ -50,16 +50,21 @@ def device_type(accelerator: str) -> str:
     return "cuda" if accelerator == "gpu" else accelerator
 
 
-def set_matmul_precision(devices: Devices) -> None:
-    """Sets how a GPU multiplies float32: `highest` in float32, `high` or `medium` on tensor cores.
+def set_gpu_arithmetic(devices: Devices) -> None:
+    """Sets how a GPU multiplies float32, and makes equal steps equal to the bit.
 
-    `high` is TF32 with 10 bits of mantissa. By default torch uses TF32 for convolutions but not
-    for matrix products; here both follow one setting. A CPU always computes in float32.
+    `highest` is float32; `high` is TF32 with 10 bits of mantissa, and `medium` less, on tensor
+    cores. By default torch uses TF32 for convolutions but not for matrix products; here both follow
+    one setting. A CPU always computes in float32.
+
+    By default cuDNN may choose convolutions whose sums differ from call to call, and a resumed
+    training would not end as one that was never interrupted.
     """
     if devices.type != "cuda":
         return
     torch.set_float32_matmul_precision(devices.matmul_precision)
     torch.backends.cudnn.allow_tf32 = devices.matmul_precision != "highest"
+    torch.backends.cudnn.deterministic = True
 
 
 def trainer_options(devices: Devices, stop: StopRequest) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from normexp.errors import UserError
 from normexp.records.files import open_atomic, write_json
 from normexp.records.paths import PROGRESS_FILE
 from normexp.training.callbacks import why_stopped
-from normexp.training.devices import trainer_options
+from normexp.training.devices import set_gpu_arithmetic, trainer_options
 from normexp.training.module import TrainingModule
 from normexp.training.stopping import Interrupted, StopRequest
 
@@ -51,6 +51,7 @@ def fit(
         KeyboardInterrupt: a second request, which stops at once.
     """
     stop = stop or StopRequest()
+    set_gpu_arithmetic(module.recipe.devices)
     with quiet_lightning(), stop.listening():
         trainer = pl.Trainer(
             max_epochs=module.num_epochs,
@@ -81,6 +82,7 @@ def fit(
 
 def evaluate(module: TrainingModule) -> None:
     """Validates and tests a module without training; fills `module.metrics`."""
+    set_gpu_arithmetic(module.recipe.devices)
     options = trainer_options(module.recipe.devices, StopRequest())
     with quiet_lightning():
         trainer = pl.Trainer(logger=False, enable_checkpointing=False, **BARE, **options)

@@ -256,12 +256,12 @@ def test_a_users_own_part_has_its_own_name(word: str, name: str):
 
 # --- the shipped YAMLs --------------------------------------------------------------------------
 
-# Norms are composed where their traits are measured; tests of the search compose its recipe.
+# Norms are composed where their traits are measured.
 CHOICES = [
     f"{group}={name}"
     for group in GROUPS
     for name in group_choices(group)
-    if group != "norm" and name not in ("custom", "cifar10_full")
+    if group != "norm" and name != "custom"
 ]
 FILES = sorted(conf_dir().rglob("*.yaml"))
 

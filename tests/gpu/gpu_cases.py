@@ -25,7 +25,7 @@ from normexp.config.spec import norm_of
 from normexp.data.augment import Augmentation
 from normexp.data.batches import TrainingBatches
 from normexp.data.dataset import Data, Examples, Windows
-from normexp.training.devices import set_matmul_precision
+from normexp.training.devices import set_gpu_arithmetic
 from normexp.training.module import TrainingModule
 from normexp.training.recorder import Recorder
 from normexp.training.step import StepGradient
@@ -108,8 +108,8 @@ def build(
 
 
 def place(module: TrainingModule, device: str) -> None:
-    """Moves networks and data, with the settings of matmul_precision=highest."""
-    set_matmul_precision(replace(CPU, accelerator=device))
+    """Moves networks and data, with the arithmetic of matmul_precision=highest."""
+    set_gpu_arithmetic(replace(CPU, accelerator=device))
     module.replicas.to(device)
     module.batches = module.batches.to(device)
     module.evaluator = module.evaluator.on(module.batches.data)
@@ -117,13 +117,16 @@ def place(module: TrainingModule, device: str) -> None:
         module.averaged.to(device)
 
 
-def first_step(module: TrainingModule, device: str) -> dict[str, Tensor]:
+def first_step(
+    module: TrainingModule, device: str, dtype: torch.dtype = torch.float64
+) -> dict[str, Tensor]:
     """Losses, gradients and buffers after the first forward and backward, on the CPU."""
+    module.replicas.to(dtype)
     place(module, device)
     module.replicas.train()
     seeds = module.batches.seeds
     gradient = StepGradient(module.replicas, module.criterion.loss, module.recipe.sizes, seeds)
-    (batch,) = module.batches.chunk(0, 1)
+    (batch,) = module.batches.chunk(0, 1, dtype)
     values = {"loss": gradient.add(0, batch)}
     replicas = module.replicas
     state = {name: p.grad for name, p in replicas.named_parameters() if p.grad is not None}

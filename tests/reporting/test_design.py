@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,10 +12,12 @@ import pytest
 from synthetic_study import report_of, write_cell
 
 from normexp.records.history import CommandEntry, EndEntry, SearchEntry, append_entries
+from normexp.records.paths import list_seeds
 from normexp.reporting.metric import RULE
 from normexp.reporting.publish import draw
 from normexp.reporting.report import read_report
 from normexp.reporting.sentences import Claim
+from normexp.status import main as status
 
 RATES = (0.03, 0.1, 0.3)
 
@@ -153,6 +156,26 @@ def test_until_every_declared_cell_has_ended_there_is_no_verdict(tmp_path: Path)
     assert group_of(tmp_path).kind == "better"
 
 
+def test_what_has_failed_for_good_or_was_refused_stays_so_when_the_command_is_typed_again(
+    tmp_path: Path,
+):
+    rng, study, failed = np.random.default_rng(0), tmp_path / "synthetic", [0, 1]
+    for norm, level in (("batch", 0.90), ("group", 0.95)):
+        write_cell(tmp_path, norm, dict(enumerate(rng.normal(level, 0.003, 8))))
+    values = dict.fromkeys(failed, 0.9)
+    write_cell(tmp_path, "layer", values, failed=failed, result={"attempts": 2})
+    asked = {cell.name: [("", list_seeds(cell))] for cell in study.iterdir()}
+    asked["bad-1"] = [("norm=bad", [0, 1])]
+    refused = EndEntry("bad-1", "norm=bad", [0, 1], "0", "refused", "it changes the shape")
+    kinds = []
+    for number, max_attempts in enumerate((2, 2, 3)):  # the second leaves nothing but itself
+        words = ["normexp-train", f"max_attempts={max_attempts}"]
+        command = CommandEntry(str(number), words, "one", max_attempts, asked)
+        append_entries(study, [command, refused] if number == 0 else [command])
+        kinds.append(group_of(tmp_path).kind)
+    assert kinds == ["better", "better", "unended"]  # the third allows one more attempt
+
+
 def test_without_a_declaration_there_are_intervals_and_no_verdict(tmp_path: Path):
     write_declared(tmp_path, {"batch": 8, "group": 8})
     (tmp_path / "synthetic" / "study.jsonl").unlink()
@@ -198,6 +221,27 @@ def test_seeds_that_were_added_take_the_verdict_back(tmp_path: Path):
     write_declared(tmp_path, {"batch": 5, "group": 5}, {"batch": 8, "group": 8})
     one = group_of(tmp_path)
     assert one.kind == "extended" and "5 of 5 declared seeds, the others were added" in one.text
+
+
+def test_a_forgotten_command_takes_back_its_seeds_but_not_what_was_seen_of_them(tmp_path: Path):
+    study, options = tmp_path / "synthetic", ["study=synthetic", f"runs_dir={tmp_path}"]
+    write_declared(tmp_path, {"batch": 5, "group": 5, "layer": 5}, {"batch": 8}, {"layer": 8})
+    for norm in ("group", "layer"):
+        for run in list(study.glob(f"{norm}-*/seed-[567]")):
+            shutil.rmtree(run)
+    assert group_of(tmp_path).kind == "extended"
+    count = {cell.name: (cell.finished, cell.missing) for cell in report_of(tmp_path).cells}
+    assert count == {"batch": (8, 0), "group": (5, 0), "layer": (5, 3)}
+    assert status([*options, "forget=[2,3]"]) == 0
+    assert group_of(tmp_path).kind == "better"
+    report = report_of(tmp_path)
+    assert {cell.finished for cell in report.cells} == {5} and "seeds missing" not in report.counts
+    assert "3 of forgotten commands left out" in report.counts
+    # More seeds are not a new declaration, although the first one is forgotten: results were seen.
+    asked = {cell.name: [("", list(range(8)))] for cell in study.iterdir() if cell.is_dir()}
+    assert status([*options, "forget=1"]) == 0
+    append_entries(study, [CommandEntry("3", ["normexp-train"], "one", 3, asked)])
+    assert group_of(tmp_path).kind != "better"
 
 
 def test_norms_of_a_later_command_are_a_family_of_their_own(tmp_path: Path):

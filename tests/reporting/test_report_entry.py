@@ -173,7 +173,7 @@ SWEEP = ["normexp-train", "-m", "norm=batch,group", "norm_batch_size=2,8", "lr=0
 def test_the_command_of_a_cell_is_the_typed_one_with_its_own_values(typed, title, words):
     history = History()
     assert repeat_command(history, Path("runs/new/cell"), [0, 1]) == ""  # typed elsewhere
-    history.commands.append(CommandEntry("c", typed, "", 3, {"cell": [(title, [0, 1])]}))
+    history.typed.append(CommandEntry("c", typed, "", 3, {"cell": [(title, [0, 1])]}))
     words = "experiment=zoo " if "experiment=zoo" in typed else words
     own = shlex.join(re.split(" (?=\\+?[a-z_.]+=)", title))
     expected = f"python -m normexp.train {words}{own} study=new seed=0 replicas=2"

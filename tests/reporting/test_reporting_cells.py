@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from synthetic_study import cells_of, report_of, slices_of, write_cell, write_sizes
 
+from normexp.records.history import CommandEntry, append_entries
 from normexp.reporting.metric import describe_metric
 from normexp.reporting.model import differences
 from normexp.reporting.tables import cell_table, run_table, show
@@ -25,7 +26,8 @@ def test_values_are_of_finished_seeds_alone_and_others_are_counted(tmp_path: Pat
     path = write_cell(tmp_path, "batch", {0: 0.9, 2: 0.8, 3: 0.7}, failed=[3])
     last_seen = {"metrics": {"test/accuracy": 0.1}}  # of a run that diverged, so no result of it
     write_cell(tmp_path, "batch", {1: None}, result=last_seen)
-    write_cell(tmp_path, "group", dict.fromkeys(range(6), 0.9))
+    asked = {path.name: [("", list(range(6)))]}
+    append_entries(path.parent, [CommandEntry("c", ["normexp-train"], "one", 3, asked)])
     batch = cells_of(tmp_path)[0]  # equal recipes are one cell
     assert batch.directory == path and batch.values(describe_metric("test/accuracy")) == {
         0: pytest.approx(90),

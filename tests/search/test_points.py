@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -56,11 +57,17 @@ def test_command_repeats_the_report_and_quotes_for_the_shell():
     )
 
 
-def test_training_of_a_recipe_to_be_searched_names_the_command():
-    with pytest.raises(UserError, match="normexp.tune experiment=cifar10_full"):
-        list_cells(parse_command(["experiment=cifar10_full"]))
-    cells = list_cells(parse_command(["experiment=cifar10_full", "lr=0.1"]))
-    assert len(cells) == 20  # nothing is left to search
+def test_training_of_a_recipe_to_be_searched_names_the_command(tmp_path: Path):
+    recipe = tmp_path / "experiment" / "searched.yaml"
+    recipe.parent.mkdir()
+    grid = "{norm: 'batch,group', lr: 'choice(0.1,0.3)'}"
+    recipe.write_text(
+        f"# @package _global_\nhydra: {{mode: MULTIRUN, sweeper: {{params: {grid}}}}}\n"
+    )
+    words = ["--config-dir", str(tmp_path), "experiment=searched"]
+    with pytest.raises(UserError, match="normexp.tune .* experiment=searched"):
+        list_cells(parse_command(words))
+    assert len(list_cells(parse_command([*words, "lr=0.1"]))) == 2  # nothing is left to search
 
 
 @pytest.mark.parametrize(

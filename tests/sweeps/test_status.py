@@ -202,7 +202,7 @@ def test_cells_of_a_mistaken_command_are_named_and_can_be_forgotten(
     assert main([*words, "forget=batch-1"]) == 2
     assert "remove that folder first" in capsys.readouterr().err
     assert main([*words, "forget=layer-2"]) == 2
-    assert "no such cell; nearest: layer-1" in capsys.readouterr().err
+    assert "such as layer-1" in capsys.readouterr().err
     assert main([*words, "forget=[layer-1,group-1]"]) == 0
     assert "complete but for 1 refused cell: norm=bad\n" in capsys.readouterr().out
     assert main([*words, "forget=REFUSED"]) == 0
@@ -211,6 +211,34 @@ def test_cells_of_a_mistaken_command_are_named_and_can_be_forgotten(
     assert "complete; next:" in shown
     append_entries(study, [command(["normexp-train", "bad"], {"bad-1": [0]})])  # asks again
     assert cell_of(study, "norm=bad").states == {0: "not started"}
+
+
+def test_cells_are_forgotten_by_words_of_their_titles(study: Path):
+    words = [f"study={study.name}", f"runs_dir={study.parent}"]
+    assert main([*words, "forget=norm=group"]) == 2  # it was begun
+    assert main([*words, "forget=[norm=layer,norm=bad]"]) == 0
+    assert {cell.id for cell in read_status(study.parent, "s").cells} == {"batch-1", "group-1"}
+
+
+def test_a_command_is_forgotten_by_its_number_with_the_seeds_that_it_added(study: Path, capsys):
+    """A mistaken command: a seed too many, and a cell that nobody wanted."""
+    words = [f"study={study.name}", f"runs_dir={study.parent}"]
+    before = read_status(study.parent, "s").cells
+    append_entries(study, [command(["normexp-train"], {"batch-1": [0, 3], "scale-1": [0]})])
+    write(study, "batch-1", 3, "finished")
+    write(study, "scale-1", 0, "finished")
+    with file_lock(study / "scale-1" / LOCK_FILE):
+        assert main([*words, "forget=3"]) == 2
+        assert "stop that command first" in capsys.readouterr().err
+    assert main([*words, "forget=3"]) == 0
+    out = capsys.readouterr().out
+    assert "forgotten: command 3\n" in out and str(study / "scale-1" / "seed-0") in out
+    assert read_status(study.parent, "s").cells == before
+    assert main([*words, "forget=3"]) == 2 and main([*words, "forget=9"]) == 2
+    assert "the study has 1, 2" in capsys.readouterr().err
+    again = CommandEntry("4", ["normexp-train"], "0" * 16, 3, {"scale-1": [("norm=scale", [0])]})
+    append_entries(study, [again])
+    assert cell_of(study, "norm=scale").states == {0: "finished"}
 
 
 def test_an_interrupted_run_says_where_it_resumes(study: Path):

@@ -17,7 +17,7 @@ from normexp.errors import UserError
 from normexp.models.convnet import ConvNet
 from normexp.training import devices
 from normexp.training.chunks import ChunkLoader
-from normexp.training.devices import set_matmul_precision, trainer_options
+from normexp.training.devices import set_gpu_arithmetic, trainer_options
 from normexp.training.stopping import StopRequest
 
 
@@ -103,22 +103,25 @@ def test_bf16_trains_float32_parameters_to_nearly_the_same_loss(tmp_path: Path, 
 
 
 @pytest.fixture
-def matmul_settings():
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+def gpu_arithmetic():
+    cudnn = torch.backends.cudnn
+    before = torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.deterministic
     yield
     torch.set_float32_matmul_precision(before[0])
-    torch.backends.cudnn.allow_tf32 = before[1]
+    cudnn.allow_tf32, cudnn.deterministic = before[1:]
 
 
-@pytest.mark.usefixtures("matmul_settings")
-def test_matmul_precision_is_set_for_a_gpu_and_left_alone_on_a_cpu():
+@pytest.mark.usefixtures("gpu_arithmetic")
+def test_arithmetic_is_set_for_a_gpu_and_left_alone_on_a_cpu():
     before = torch.get_float32_matmul_precision()
-    set_matmul_precision(replace(CPU, matmul_precision="medium"))
+    set_gpu_arithmetic(replace(CPU, matmul_precision="medium"))
     assert torch.get_float32_matmul_precision() == before
+    assert not torch.backends.cudnn.deterministic
     for precision, tf32 in (("high", True), ("highest", False)):
-        set_matmul_precision(replace(CPU, accelerator="cuda", matmul_precision=precision))
+        set_gpu_arithmetic(replace(CPU, accelerator="cuda", matmul_precision=precision))
         assert torch.get_float32_matmul_precision() == precision
         assert torch.backends.cudnn.allow_tf32 is tf32
+        assert torch.backends.cudnn.deterministic
 
 
 @pytest.mark.parametrize(
