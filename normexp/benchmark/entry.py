@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,10 +53,16 @@ def _write_reference(path: Path, options: dict[str, Any]) -> None:
 
 def _publish(report: BenchmarkReport, runs_dir: Path) -> None:
     """Prints a report, and writes its page and report.json below the folder of the runs."""
-    from normexp.benchmark.page import write_page
     from normexp.benchmark.show import print_report
 
     print_report(report)
+    try:
+        from normexp.benchmark.page import write_page
+    except ModuleNotFoundError as error:
+        if error.name not in ("altair", "vl_convert"):
+            raise
+        print(f"\nnormexp: {error.name} is not installed: no page", file=sys.stderr)
+        return
     name = report.table.about["benchmark"]
     if report.norm is not None:
         name += f"-{report.norm.replace(' ', '-')}"

@@ -134,6 +134,11 @@ def report_of(submission: Submission, reference: Table) -> dict[str, Any]:
     return BenchmarkReport(table, submission.norm).as_json()
 
 
+def is_beside(submission: Submission, reference: Table) -> bool:
+    """True if an entry was made beside this reference table."""
+    return all(submission.table.about[key] == reference.about[key] for key in ("time", "commits"))
+
+
 def report_problems(submission: Submission, reference: Table) -> Iterator[str]:
     """Numbers of report.json that its table does not give.
 
@@ -146,7 +151,7 @@ def report_problems(submission: Submission, reference: Table) -> Iterator[str]:
         return
     claimed = read_json(path)
     computed = json.loads(json.dumps(report_of(submission, reference)))
-    if all(submission.table.about[key] == reference.about[key] for key in ("time", "commits")):
+    if is_beside(submission, reference):
         del computed["about"]
     else:
         claimed, computed = (_own_numbers(one, submission.norm) for one in (claimed, computed))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from normexp.benchmark.cost import measure_costs
 from normexp.benchmark.protocol import OTHER_WIDTHS, WorkloadRecipe
 from normexp.benchmark.report import interval_words
 from normexp.benchmark.score import Tuned, rank, ratio, tune
@@ -21,6 +22,7 @@ from normexp.benchmark.submission import (
     Submission,
     differences,
     draw,
+    is_beside,
     read_submission,
     report_problems,
     source_on_path,
@@ -40,6 +42,8 @@ from normexp.records.files import read_json
 from normexp.stats.interval import Interval
 from normexp.stats.ratio import as_ratio
 
+COST_ROUNDS = 10
+SAME_BYTES = 0.05  # another torch may keep other tensors
 WIDTH_SEEDS = 4
 WIDTH_RATES = 3  # around the rate that was chosen
 
@@ -70,6 +74,9 @@ def verify(reference: Table, overrides: Sequence[str], options: dict[str, Any]) 
     submission, problems = read_submission(Path(options["verify"]))
     _check(submission, reference)
     problems += report_problems(submission, reference)
+    if not is_beside(submission, reference):
+        time = submission.table.about["time"]
+        print(f"Made beside another reference table, of {time}: its groups are not compared.")
     plan = make_plan(options["salt"], submission, reference)
     _print_plan(plan, submission, reference)
     if problems or is_dry(overrides):
@@ -83,7 +90,7 @@ def verify(reference: Table, overrides: Sequence[str], options: dict[str, Any]) 
     recipe = reference.recipes[plan.workload]
     claimed = [cell for cell in submission.table.cells if cell.recipe == plan.workload]
     with source_on_path(submission):
-        problems = list(_contract_problems(submission))
+        problems = [*_contract_problems(submission), *_cost_problems(plan, submission)]
         words = [*submission.words, *overrides]
         experiment = f"{submission.benchmark}/{plan.workload}"
         _, again = train_grid(experiment, recipe, runs_dir, words, submission.norm)
@@ -168,6 +175,20 @@ def _contract_problems(submission: Submission) -> Iterator[str]:
         if claimed.get(line.name) != line.status:
             said = claimed.get(line.name, "missing")
             yield f"{CARD_FILE}: {line.name} is {said}, but {line.status}"
+
+
+def _cost_problems(plan: Plan, submission: Submission) -> Iterator[str]:
+    """Bytes kept that do not come again; prints the step times, which depend on the machine."""
+    norm, workload = submission.norm, plan.workload
+    words = {norm: submission.words}
+    [(_, again)] = measure_costs(submission.benchmark, workload, words, COST_ROUNDS)
+    claimed = submission.table.cost_of(workload, norm)
+    if claimed is None:
+        yield f"{workload}: its cost is missing"
+        return
+    print(f"{workload}: a step takes {again.step:.2f} times batch's, {claimed.step:.2f} claimed")
+    if abs(claimed.kept / again.kept - 1) > SAME_BYTES:
+        yield f"{workload}: {claimed.kept:.2f} times batch's bytes kept, now {again.kept:.2f}"
 
 
 # --- Another width -------------------------------------------------------------------------------

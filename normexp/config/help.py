@@ -100,12 +100,14 @@ the fresh seeds to <study>. Its report shows how good the best of k points is ex
     "benchmark": """\
 normexp.benchmark trains a norm by frozen rules, and says where it stands among the reference.
 
-  python -m normexp.benchmark                  the reference: ranking and claims; trains nothing
+  python -m normexp.benchmark                  the reference: ranking, cost, claims; trains nothing
   python -m normexp.benchmark norm=custom norm._target_=my_package.MyNorm
   python -m normexp.benchmark norm=custom norm._target_=my_package.MyNorm dry_run=true    its cost
   python -m normexp.benchmark norm=custom norm._target_=my_package.MyNorm submit=FOLDER
-  python -m normexp.benchmark verify=FOLDER salt=TEXT    trains one workload again; runs its code
+  python -m normexp.benchmark verify=FOLDER salt=TEXT    trains part of it again; runs its code
+  python -m normexp.benchmark verify=FOLDER salt=TEXT dry_run=true    which part, and its cost
 
+The reference and an entry get a page and report.json in <runs_dir>/<benchmark>[-<norm>]/report.
 Needs pip install 'normexp[mnist]'. The same line again resumes. Rates, sizes, seeds and budgets are
 those of conf/experiment/benchmark1.
 """,

@@ -13,6 +13,7 @@ import pytest
 import normexp
 from normexp.benchmark import entry, table
 from normexp.benchmark.claims import judge
+from normexp.benchmark.cost import measure_costs
 from normexp.benchmark.figures import draw_ranking, draw_rates
 from normexp.benchmark.protocol import claims, digest, recipe_at, recipes
 from normexp.benchmark.report import standing_words
@@ -26,6 +27,7 @@ from normexp.benchmark.submission import (
 )
 from normexp.benchmark.table import Table, TableCell, read_runs, read_table, write_table
 from normexp.errors import UserError
+from normexp.reporting import page
 
 NUM_IMAGES = 500
 SEEDS = tuple(range(8))
@@ -110,7 +112,7 @@ def test_a_norm_with_lost_seeds_is_told_from_no_other():
 
 def test_figures_show_every_ranked_norm_and_both_budgets():
     table = convnet(0.08)
-    rates = draw_rates(table)
+    rates = draw_rates(table, "convnet")
     assert rates is not None and set(rates.table["budget"]) == {"18 epochs", "6 epochs"}
     at_one = rates.table.query("not tuned and norm == 'batch, 2 samples'")
     assert len(at_one) == 2 * len(recipes()["convnet"].rates)
@@ -184,7 +186,10 @@ def test_every_claim_compares_what_the_recipes_train():
                     assert size in recipe.norm_batch_sizes
 
 
-def test_a_table_survives_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_table_survives_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(page, "_write_figure", lambda *_: "")  # slow
     made = convnet(0.1)
     write_table(made, tmp_path / "table.npz")
     read = read_table(tmp_path / "table.npz")
@@ -195,6 +200,10 @@ def test_a_table_survives_its_file(tmp_path: Path, capsys: pytest.CaptureFixture
     assert entry.main([f"reference={tmp_path / 'table.npz'}", f"runs_dir={tmp_path}"]) == 0
     printed = capsys.readouterr().out
     assert "convnet_short: error in %" in printed and claims()[0]["statement"] in printed
+    report = tmp_path / "benchmark1" / "report"
+    html, content = (report / name for name in ("index.html", "report.json"))
+    assert claims()[0]["statement"] in html.read_text()
+    assert len(json.loads(content.read_text())["claims"]) == len(claims())
     (tmp_path / "other.npz").write_bytes(b"no table")
     with pytest.raises(UserError, match="not a table of the benchmark"):
         read_table(tmp_path / "other.npz")
@@ -216,6 +225,19 @@ def test_an_entry_that_breaks_the_rules_is_refused(
 ):
     assert entry.main(words) == 2
     assert message in capsys.readouterr().err
+
+
+def test_cost_is_measured_beside_batch_norm(tmp_path: Path):
+    norms = {norm: [f"norm={norm}"] for norm in ("batch", "none")}
+    costs = dict(measure_costs("benchmark0", "convnet", norms, rounds=1))
+    assert costs["batch"].kept == 1 and costs["none"].kept < 0.9
+    assert costs["none"].step > 0
+    made = replace(convnet(0.1), costs={"convnet": costs})
+    write_table(made, tmp_path / "table.npz")
+    standings = rank(read_table(tmp_path / "table.npz"), "convnet")
+    assert standings is not None
+    [batch] = [place for place in standings.places if place.norm == "batch"]
+    assert batch.cost == costs["batch"]
 
 
 NORM = """
