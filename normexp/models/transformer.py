@@ -156,8 +156,8 @@ class Attention(nn.Module):
             v = self.normalize(self.v_norm, v, mask)
         bias = None
         if mask is not None:
-            # Made from q, so that it has the axis of replicas: under vmap torch 2.11 gives its fused
-            # kernels a mask that all replicas share without repeating it for each.
+            # Made from q, so that it has the axis of replicas: under vmap, torch 2.11 gives its
+            # fused kernels a mask that all replicas share without repeating it for each.
             padded = ~mask[:, None, None, :]
             bias = q.new_zeros(padded.shape).masked_fill(padded, -math.inf)
         # The fused CPU kernel has no batching rule: vmap would warn and loop over the replicas.
