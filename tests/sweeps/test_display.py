@@ -117,8 +117,8 @@ def test_durations_are_spoken():
             ["norm=batch batch_size=32 norm_batch_size=2 trainer.precision=64-true"],
         ),
         (  # as if each were alone
-            "-m norm=batch,nothing epochs=3 study=s",
-            ["norm=batch batch_size=32 epochs=3", "norm=nothing epochs=3"],
+            "-m norm=group,none norm.num_groups=2 study=s",
+            ["norm=group batch_size=32 norm.num_groups=2", "norm=none norm.num_groups=2"],
         ),
     ],
 )
