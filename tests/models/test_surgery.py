@@ -196,6 +196,12 @@ def test_classes_can_be_named_and_what_is_left_is_said() -> None:
     assert replace_norms(network, LAYER_NORM, only=["OddNormalizer"]).classes.keys() == {"1"}
 
 
+def test_many_sites_are_counted_in_the_log():
+    network = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(6)))
+    surgery = replace_norms(network, NormFactory(LayerNorm))
+    assert next(surgery.notes()) == "6 sites in place of 6 BatchNorm1d, first 0, last 5"
+
+
 @pytest.mark.parametrize(
     ("parts", "only", "message"),
     [
