@@ -39,10 +39,11 @@ def run(overrides: Sequence[str], workers: int = 0) -> list[Result]:
     """
     from normexp.cli import parse_command
     from normexp.config.grid import compose_cells, launcher_of
+    from normexp.config.rules import INDEX, WORDS, check_value
     from normexp.errors import UserError
 
-    if isinstance(overrides, str):
-        raise UserError(f"overrides={overrides!r}: must be a list of words, as in ['norm=group']")
+    check_value("overrides", overrides, WORDS)
+    check_value("workers", workers, INDEX)
     command = parse_command(overrides)
     if command.shows_config or launcher_of(command) is not None:
         raise UserError(f"overrides={overrides}: --cfg, --info and launchers work only in a shell")
@@ -90,9 +91,11 @@ def load_study(name: str, runs_dir: str | Path = "runs") -> pd.DataFrame:
     Raises:
         normexp.errors.UserError: no such study (names the nearest), or one without an ended run.
     """
+    from normexp.config.rules import OPTIONS, check_value
     from normexp.reporting.read import read_studies
     from normexp.reporting.tables import run_frame
 
+    check_value("study", name, OPTIONS["status"]["study"])
     records = read_studies(Path(runs_dir), [name])
     _warn([*records.problems, *records.waiting])
     return run_frame(records.runs).infer_objects()
@@ -119,10 +122,13 @@ def load_report(
         normexp.errors.UserError: a study that is missing or has no ended run, or a metric that no
             run has.
     """
+    from normexp.config.rules import OPTIONS, check_value
     from normexp.reporting.report import read_report
 
     names = [study] if isinstance(study, str) else study
     asked = {"metric": metric, "tolerance": tolerance, "reference": reference}
+    for key, value in {"study": names, **asked}.items():
+        check_value(key, value, OPTIONS["report"][key])
     report = read_report(Path(runs_dir), names, **asked)
     _warn([*report.problems, *report.waiting])
     return report

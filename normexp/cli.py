@@ -18,11 +18,13 @@ from normexp.config.spec import Command
 from normexp.errors import FAILED, INTERRUPTED, USER_MISTAKE, Halted, UserError
 from normexp.records.files import full_disk_message
 from normexp.records.paths import list_cells, list_studies
+from normexp.records.sources import source_line_of
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
+UNUSABLE_FILE = (PermissionError, NotADirectoryError, IsADirectoryError, FileNotFoundError)
 MOST_NAMED = 5  # studies or cells in a message
 
 
@@ -58,8 +60,9 @@ def _import_from_current_folder() -> None:
 def _run(name: str, words: list[str], act: Callable[[list[str]], int]) -> int:
     """Returns the exit code of `act`, or 0 after --help.
 
-    Prints one line for a full disk (returns 1), a user's mistake (2) and Ctrl-C (130). Other
-    exceptions pass through: a traceback, and exit code 1.
+    Prints one line for a full disk (returns 1), a user's mistake (2), such as a file in place of a
+    folder or `sys.exit` in the user's code, and Ctrl-C (130). Other exceptions pass through: a
+    traceback, and exit code 1.
     """
     try:
         if name in USAGE and {"--help", "-h"} & set(words):
@@ -72,9 +75,19 @@ def _run(name: str, words: list[str], act: Callable[[list[str]], int]) -> int:
     except UserError as error:
         print(f"normexp: {error}", file=sys.stderr)
         return USER_MISTAKE
+    except SystemExit as stop:
+        if not (line := source_line_of(stop)):
+            raise
+        print(f"normexp: your own code ends the program, by sys.exit{line}", file=sys.stderr)
+        return USER_MISTAKE
     except BrokenPipeError:  # as in `... | head`; Python flushes stdout once more, at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+    except UNUSABLE_FILE as error:
+        if error.filename is None:
+            raise
+        print(f"normexp: {error.filename}: {error.strerror}", file=sys.stderr)
+        return USER_MISTAKE
     except (Halted, OSError) as error:
         message = str(error) if isinstance(error, Halted) else full_disk_message(error, None)
         if message is None:
@@ -180,7 +193,7 @@ def read_options(name: str, words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         key, equals, text = word.partition("=")
         if not equals:
-            raise UserError(f"{word!r} is not key=value, as in {next(iter(options))}=...")
+            raise UserError(f"{word!r} is not key=value, as in {next(iter(options))}={word}")
         if key not in options:
             hint = suggest(key, options) or f"{name} takes {', '.join(options)}"
             raise UserError(f"{key}: unknown key; {hint}")

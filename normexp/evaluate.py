@@ -7,6 +7,7 @@ than it trains.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from normexp.cli import entry, parse_command, read_options
@@ -39,9 +40,14 @@ def _diagnose(words: list[str]) -> int:
     """Prints the diagnosis of a network with weights from a file."""
     from normexp.config.grid import compose_cells
 
-    specs = compose_cells(parse_command(words))
+    command = parse_command(words)
+    if run := [word for word in command.overrides if word.startswith("run=")]:
+        raise UserError(f"{run[0]}: its own model is evaluated; drop it, or drop model=...")
+    specs = compose_cells(replace(command, multirun=True))
     if len(specs) > 1:
-        raise UserError(f"{len(specs)} cells: a diagnosis is of one network; drop -m")
+        raise UserError(
+            f"{len(specs)} cells: a diagnosis is of one network; give each key one value"
+        )
 
     with importing_torch():
         from normexp.cells.diagnosed import diagnose_weights

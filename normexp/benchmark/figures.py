@@ -12,15 +12,14 @@ import pandas as pd
 
 from normexp.benchmark.protocol import recipe_at
 from normexp.benchmark.report import TITLES
-from normexp.benchmark.score import Standings, tune
+from normexp.benchmark.score import Standings, Tuned, tune
 from normexp.benchmark.show import budget_of, heading, ratio_words
-from normexp.benchmark.table import Table, TableCell
+from normexp.benchmark.table import Table
 from normexp.reporting.charts import Channels, Figure, encode_style, tooltip
 from normexp.reporting.style import SLOTS
 from normexp.stats.ratio import as_ratio
 
 SMALL = 2  # samples that share statistics
-SHOWN = (1.5, 100.0)  # error in %, of the figure of rates
 RATIOS = (0.7, 7.0)  # of the figure of the ranking
 TICKS = [0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.5, 2, 3, 5, 7]
 WIDTH_OF_RATES, WIDTH_OF_TUNED, HEIGHT, ROW = 145, 55, 300, 15  # pixels
@@ -32,14 +31,16 @@ COLOURS = {
     "worse": "#d55e00",
     "open": "#c3c3c3",
 }
-STYLES = [SLOTS[place] for place in (0, 4, 8, 7, 3, 1)]
+STYLES = [SLOTS[place] for place in (0, 4, 8, 7, 3, 1)]  # of the series of the figure of rates
 
 
-def draw_rates(table: Table, workload: str = "convnet") -> Figure | None:
-    """Error against the learning rate and, beside it, at the tuned rate, for each budget.
+def draw_rates(table: Table, workload: str) -> Figure | None:
+    """Error, or bits per byte, against the learning rate and, beside it, at the tuned rate.
+
+    One pair of panels per budget.
 
     Batch norm at two norm batch sizes, with other statistics in evaluation, and two norms that mix
-    no samples. None without the grids of batch norm.
+    no samples. None without the grid of batch norm at two samples.
     """
     recipes = [
         name
@@ -47,21 +48,25 @@ def draw_rates(table: Table, workload: str = "convnet") -> Figure | None:
         if (name := recipe_at(workload, budget)) in table.recipes
     ]
     rows = pd.DataFrame([row for name in recipes for row in _rows_of_rates(table, name)])
-    if rows.empty or "batch" not in set(rows["base"]):
+    if rows.empty or SMALL not in set(rows.loc[rows["base"] == "batch", "size"]):
         return None
-    labels = list(dict.fromkeys(rows["norm"]))
-    channels = encode_style(dict(zip(labels, STYLES, strict=False)))
+    drawn = rows.drop_duplicates("norm")
+    labels = list(drawn["norm"])
+    channels = encode_style(
+        {label: STYLES[n] for label, n in zip(labels, drawn["series"], strict=True)}
+    )
     rates = sorted(rows["lr"].dropna().unique())
+    y = _scale_of_rates(rows, is_accuracy=table.rates_of(recipes[0], "batch", SMALL)[0].is_accuracy)
     panels = [
         panel
         for place, budget in enumerate(dict.fromkeys(rows["budget"]))
-        for panel in _panels_of_rates(budget, labels, channels, rates, first=place == 0)
+        for panel in _panels_of_rates(budget, labels, channels, rates, y, first=place == 0)
     ]
     return Figure(
-        "rates",
+        f"rates_{workload}",
         f"Batch norm at {SMALL} samples against the learning rate: {workload}",
-        "Test error at each of the rates (left) and at the tuned one (right, 95 % over new seeds "
-        "and images), per budget. Diverged seeds count as chance level.",
+        "On test samples, at each of the rates (left) and at the tuned one (right, 95 % over new "
+        "seeds and samples), per budget. Diverged seeds count as chance level.",
         alt.hconcat(*panels, spacing=12),
         rows,
         "none",
@@ -79,43 +84,51 @@ def _rows_of_rates(table: Table, recipe: str) -> Iterator[Mapping[str, object]]:
         ("group", None, "running", "group"),
         ("layer", None, "running", "layer"),
     ]
-    for norm, size, kind, label in series:
+    for number, (norm, size, kind, label) in enumerate(series):
         cells = table.rates_of(recipe, norm, size)
         if not cells:
             continue
         about = {"budget": budget_of(table.recipes[recipe]), "norm": label, "base": norm}
-        about["size"] = size or full
+        about |= {"size": size or full, "series": number}
         for cell in cells:
-            yield about | {"lr": cell.lr, "mean": _error(cell, kind), "tuned": False}
-        shown = tune(cells, kind).mean
-        if shown.estimate is not None:
-            ends = [np.nan if end is None else 100 - end for end in (shown.high, shown.low)]
-            bounds = dict(zip(("low", "high"), ends, strict=True))
-            yield about | {"lr": np.nan, "mean": 100 - shown.estimate, "tuned": True} | bounds
+            yield about | {"lr": cell.lr, "tuned": False} | _shown(tune([cell], kind))
+        yield about | {"lr": np.nan, "tuned": True} | _shown(tune(cells, kind))
 
 
-def _error(cell: TableCell, kind: str) -> float:
-    """Mean test error in %; a diverged run counts as chance level."""
-    metric = "test/accuracy" + ("" if kind == "running" else f"@{kind}")
-    values = cell.metrics.get(metric, np.full(len(cell.seeds), np.nan))
-    lost = cell.diverged | ~np.isfinite(values)
-    return 100 * (1 - float(np.where(lost, cell.about["chance"] or 0.0, values).mean()))
+def _shown(tuned: Tuned) -> dict[str, float]:
+    """Mean and ends of the interval: test error in %, or bits per byte."""
+    ends = (tuned.mean.estimate, tuned.mean.low, tuned.mean.high)
+    mean, low, high = (np.nan if end is None else end for end in ends)
+    if tuned.is_accuracy:
+        mean, low, high = 100 - mean, 100 - high, 100 - low
+    return {"mean": mean, "low": low, "high": high}
+
+
+def _scale_of_rates(rows: pd.DataFrame, *, is_accuracy: bool) -> alt.Y:
+    low, high = rows["mean"].min(), rows["mean"].max()
+    if not is_accuracy:
+        domain = [low - 0.05 * (high - low), high + 0.05 * (high - low)]
+        return alt.Y("mean:Q", title="bits per byte").scale(domain=domain, nice=False, zero=False)
+    y = alt.Y("mean:Q", title="test error (%)")
+    low, high = low / 1.4, min(100, high * 1.1)
+    ticks = [tick for tick in (1, 2, 3, 5, 10, 20, 30, 40, 50, 70, 100) if low <= tick <= high]
+    y = y.scale(type="log", domain=[low, high], clamp=True, nice=False)
+    return y.axis(values=ticks, format="d")
 
 
 def _panels_of_rates(
-    budget: str, labels: Sequence[str], channels: Channels, rates: Sequence[float], *, first: bool
+    budget: str,
+    labels: Sequence[str],
+    channels: Channels,
+    rates: Sequence[float],
+    y: alt.Y,
+    *,
+    first: bool,
 ) -> list[Any]:
     """The errors at each rate, and beside them those at the tuned rate."""
     colour, shape, dash = channels
-    scale = alt.Scale(type="log", domain=SHOWN, clamp=True, nice=False)
-    ticks = [1, 2, 3, 5, 10, 20, 50, 100]
-
-    def axis(*, labelled: bool) -> alt.Y:
-        title = "test error (%)" if labelled else None
-        shown = alt.Axis(values=ticks, format="d", labels=labelled or not first)
-        return alt.Y("mean:Q", title=title, scale=scale, axis=shown)
-
-    y = axis(labelled=first)
+    beside = y.copy().title(None)
+    y = y if first else beside
     x = alt.X("lr:Q", title="learning rate", axis=alt.Axis(values=rates, format="~g", grid=False))
     x = x.scale(type="log", nice=False, domain=[rates[0] / 1.3, rates[-1] * 1.3])
     here = alt.Chart().transform_filter(alt.datum.budget == budget)
@@ -129,12 +142,11 @@ def _panels_of_rates(
     place = alt.X(
         "norm:N", sort=list(labels), title="tuned", axis=alt.Axis(labels=False, ticks=False)
     )
-    beside = alt.Y("mean:Q", title=None, scale=scale, axis=alt.Axis(values=ticks, labels=False))
     tuned = here.transform_filter("datum.tuned")
     tip = tooltip("norm", "mean:Q", "low:Q", "high:Q")
     means = alt.layer(
         tuned.mark_rule(strokeWidth=1.6).encode(
-            place, alt.Y("low:Q", scale=scale), alt.Y2("high:Q"), colour
+            place, alt.Y("low:Q", title=None, scale=y["scale"]), alt.Y2("high:Q"), colour
         ),
         tuned.mark_point(**dot).encode(place, beside, colour, shape, tooltip=tip),
     ).properties(width=WIDTH_OF_TUNED, height=HEIGHT)

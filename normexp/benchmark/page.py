@@ -103,12 +103,12 @@ def _frame(one: Standings) -> pd.DataFrame:
 
 
 def _figures(one: Standings, report: BenchmarkReport) -> Iterator[Figure]:
-    """Of a recipe; batch norm's rates once, with the long budget of its workload."""
+    """Of a recipe; batch norm's rates once, with the long budget of the workload."""
     if sum(place.group in GROUPS for place in one.places) > 1:
         yield draw_ranking(one, report.norm)
     if (cost := draw_cost(one)) is not None:
         yield cost
-    if report.norm is None and one.recipe.name == one.recipe.workload and one.reference == "batch":
+    if report.norm is None and one.recipe.name == one.recipe.workload:
         rates = draw_rates(report.table, one.recipe.workload)
         if rates is not None:
             yield rates

@@ -82,7 +82,7 @@ def tune(cells: Sequence[TableCell], kind: str = "running") -> Tuned:
 
     kind: of the statistics in evaluation; the rate is always chosen with running ones
     """
-    is_accuracy = cells[0].about["chance"] is not None  # also where every run diverged
+    is_accuracy = cells[0].is_accuracy
     name = "accuracy" if is_accuracy else "bits_per_byte"
     sign = 1.0 if is_accuracy else -1.0
     metric = f"test/{name}" + ("" if kind == "running" else f"@{kind}")

@@ -53,6 +53,11 @@ class TableCell:
     metrics: Mapping[str, Array]
     samples: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
+    @property
+    def is_accuracy(self) -> bool:
+        """Whether accuracy is compared, not bits per byte; known also where every run diverged."""
+        return self.about["chance"] is not None
+
 
 @dataclass(frozen=True)
 class Cost:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from normexp.benchmark.protocol import WorkloadRecipe
 from normexp.benchmark.table import TableCell, cells_below
 from normexp.cli import parse_command
+from normexp.config.process import importing_torch
 from normexp.config.rules import SLOT_KEYS
 from normexp.errors import UserError
 
@@ -87,10 +88,11 @@ def norm_of_words(words: Sequence[str], config_dirs: Sequence[str] = ()) -> Norm
 
 def measure_contract(norm: NormSpec) -> Card:
     """The contract of a norm, as a card."""
-    from normexp.batching.speed import suitable_threads
-    from normexp.build import norm_target
-    from normexp.checks.card import measure_card
-    from normexp.norms.slots import resolve
+    with importing_torch():
+        from normexp.batching.speed import suitable_threads
+        from normexp.build import norm_target
+        from normexp.checks.card import measure_card
+        from normexp.norms.slots import resolve
 
     target, reserved = norm_target(norm)
     with suitable_threads(0):

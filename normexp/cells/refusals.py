@@ -67,11 +67,15 @@ def check_placement(choices: Mapping[str, str], norm: NormFactory, network: nn.M
 
 
 def check_outputs(network: nn.Module, data: Data, target: str) -> None:
-    """Refuses a model that does not score every class, or token, of every sample.
+    """Refuses a model without parameters to train, or without a score of every class or token.
 
     Args:
         target: what `model._target_` names.
     """
+    if not any(parameter.requires_grad for parameter in network.parameters()):
+        raise UserError(
+            f"model._target_={target} has no parameter to train; give it a layer with some"
+        )
     batch = probe_batch(data, 2)
     try:
         with fixed_draws(), torch.no_grad():
@@ -100,6 +104,12 @@ def check_optimizer_step(recipe: Recipe, network: nn.Module) -> None:
     decay = {"weight_decay": recipe.weight_decay, "decay_norm": recipe.decay_norm}
     try:
         optimizer = recipe.optimizer(parameter_groups(network, **decay), lr=recipe.lr)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            kind = type(optimizer).__name__
+            raise UserError(
+                f"optim._target_={recipe.optimizer_target} returned a {kind}, not a "
+                "torch.optim.Optimizer"
+            )
         check_optimizer(network, optimizer)
         for parameter in network.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -135,8 +145,15 @@ def check_norm_batch_size(typed: int | None, recipe: Recipe) -> None:
 
 
 def check_evaluation(recipe: Recipe, data: Data, traits: Traits) -> None:
-    """Refuses a batch larger than a split, and batch statistics without meaning."""
+    """Refuses a batch larger than a split, and statistics without meaning."""
     sizes = recipe.evaluation_batch_sizes
+    if traits.leaks_future_in_training:
+        takes_own_share = traits.mixes_samples and "own_share" in recipe.statistics
+        for kind in [*(["batch"] if sizes else []), *(["own_share"] if takes_own_share else [])]:
+            raise UserError(
+                f"evaluate_with={kind}: these statistics of this norm include later positions of "
+                "the text, so the loss is meaningless; try evaluate_with=[running,precise]"
+            )
     if not sizes:
         return
     for split in ("val", "test"):
@@ -146,11 +163,6 @@ def check_evaluation(recipe: Recipe, data: Data, traits: Traits) -> None:
                 f"evaluate_batch_sizes: {max(sizes)} is more than the {num_samples} samples "
                 f"of {split}; try evaluate_batch_sizes=[{num_samples}] or less"
             )
-    if traits.leaks_future_in_training:
-        raise UserError(
-            "evaluate_with=batch: batch statistics of this norm include later positions of the "
-            "text, so the loss is meaningless; try evaluate_with=[running,precise]"
-        )
     single = traits.single_valued(min(sizes)) if traits.mixes_samples else []
     if single:
         raise UserError(

@@ -9,6 +9,7 @@ with it.
 from __future__ import annotations
 
 import logging
+import statistics
 import time
 import traceback
 from collections import deque
@@ -54,6 +55,9 @@ from normexp.records.stacks import Member, StackRecord, end_stack, list_stacks
 from normexp.training.stopping import Interrupted, TrainingControl
 
 logger = logging.getLogger(__name__)
+
+# Of the estimate in a dry run: steps at most, and seconds after which it begins no other.
+TIMED_STEPS, TIMED_SECONDS = 6, 2.0
 
 OnBegin = Callable[[StackRecord], None]
 
@@ -242,31 +246,35 @@ class StackRunner:
         return None
 
 
-def seconds_of_step(cell: Cell) -> float:
+def seconds_of_step(cell: Cell, threads: int | None = None) -> float:
     """The time of one forward and backward pass over a batch of one run, on a CPU; 0 elsewhere.
 
-    The second of two micro-batches, times their number. A stack of small networks takes less per
-    run.
+    The median of some micro-batches after the first, times their number. A stack of small networks
+    takes less per run.
+
+    Args:
+        threads: the most CPU threads that the training gets; None: all of this process.
     """
     if cell.recipe.devices.type != "cpu":
         return 0.0
     sizes, network = cell.recipe.sizes, cell.build(cell.spec.seeds[0]).train()
-    batch = probe_batch(cell.data, sizes.micro)
-    elapsed = 0.0
-    with suitable_threads(cell.elements_per_forward), suppress(Exception):  # user code
-        for _ in range(2):
+    batch, seconds = probe_batch(cell.data, sizes.micro), list[float]()
+    with suitable_threads(cell.elements_per_forward, threads), suppress(Exception):  # user code
+        while len(seconds) < 2 or (len(seconds) < TIMED_STEPS and sum(seconds) < TIMED_SECONDS):
             start = time.perf_counter()
             network(*model_arguments(batch)).float().square().mean().backward()
-            elapsed = time.perf_counter() - start
-    return elapsed * sizes.batch_size / sizes.micro
+            seconds.append(time.perf_counter() - start)
+    timed = seconds[1:] or seconds  # the first also allocates
+    return statistics.median(timed) * sizes.batch_size / sizes.micro if timed else 0.0
 
 
-def plan_cell(spec: CellSpec, planned: dict[str, Outcome]) -> Outcome:
+def plan_cell(spec: CellSpec, planned: dict[str, Outcome], threads: int | None = None) -> Outcome:
     """The outcome of a cell in a dry run, which writes nothing. Raises as `prepare_cell`.
 
     Args:
         planned: the outcomes of the command's cells so far, by id; of sizes without effect, one
             stands for all.
+        threads: the most CPU threads that the training gets; None: all of this process.
     """
     if spec.config is not None:
         same, alike = (planned.get(s.id) for s in (spec, spec.without_norm_batch_size))
@@ -278,7 +286,7 @@ def plan_cell(spec: CellSpec, planned: dict[str, Outcome]) -> Outcome:
     outcome = recorded_outcome(cell.spec, Status.PLANNED)
     outcome.description, outcome.invalid = cell.description, cell.invalid
     outcome.memory = cell.memory
-    outcome.step_seconds = seconds_of_step(cell) if outcome.missing else 0.0
+    outcome.step_seconds = seconds_of_step(cell, threads) if outcome.missing else 0.0
     planned[cell.spec.id] = outcome
     return outcome
 

@@ -110,7 +110,12 @@ def restore_stack(record: StackRecord, cells: Iterable[Cell]) -> Stack:
         UserError: another cell has changed since the stack began.
     """
     known = {cell.spec.id: cell for cell in cells}
-    template = next(known[cell_id] for cell_id in record.rates if cell_id in known)
+    template = next((known[cell_id] for cell_id in record.rates if cell_id in known), None)
+    if template is None:  # its norm mixed samples late in a training, and only the history knew
+        raise UserError(
+            f"{record.directory}: has begun as a training of a norm that mixes samples, which "
+            "study.jsonl no longer says; put study.jsonl back, or remove this folder"
+        )
     for cell_id in sorted(record.rates.keys() - known.keys()):
         spec = template.spec.with_values({"lr": record.rates[cell_id]})
         known[cell_id] = prepare_cell(spec, has_mixed=template.traits.mixes_samples)

@@ -9,6 +9,8 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from normexp.checks.asking import Answer, Section, ask_norm, skipped
 from normexp.checks.behaviour import finite
 from normexp.checks.lone_norm import LoneNorm, open_norm
@@ -39,6 +41,8 @@ def assert_contract(
         UserError: an argument that is not set, something that makes no nn.Module, or a name in
             `except_for` that no line has.
     """
+    if isinstance(factory, nn.Module) or not callable(factory):
+        raise UserError(f"factory={factory!r}: must be a class, as in assert_contract(MyNorm)")
     waived = {except_for} if isinstance(except_for, str) else set(except_for)
     known = [BUILT, *(question.name for question in CONTRACT)]
     for name in sorted(waived.difference(known)):

@@ -219,7 +219,7 @@ def find_unsaved_state(module: nn.Module, inputs: Inputs, steps: int) -> str | N
         unlike = _unlike_attributes(trained, restored)
         unsaved = sorted(dict(trained.named_buffers()).keys() - trained.state_dict().keys())
         named = name_some([*unlike, *unsaved]) or "an attribute"
-        later = copy.deepcopy(trained)
+        later = copy.deepcopy(trained) if unlike else trained
         before = _run(restored, inputs, 1)
         if differ(_run(trained, inputs, 1), before):
             return f"keeps state that its state_dict lacks: {named}"
@@ -261,7 +261,8 @@ def _run(module: nn.Module, inputs: Inputs, steps: int) -> list[Tensor]:
         seen.append(out.detach().clone())
         if out.requires_grad:
             (out * normal(out.shape, seed=step).to(out.dtype)).sum().backward()
-            seen += [p.grad.clone() for p in module.parameters() if p.grad is not None]
+            # Not cloned: zero_grad lets the next backward allocate new ones.
+            seen += [p.grad for p in module.parameters() if p.grad is not None]
     return seen
 
 

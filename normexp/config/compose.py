@@ -127,6 +127,10 @@ def refuse_missing_files(config: Mapping[str, Any]) -> None:
         path = Path(str(_select(config, key)))
         if _select(config, "data._target_") == target and not path.exists():
             raise UserError(f"{key}={path} does not exist; {needs.format(path)}")
+    for key in ("data_dir", "data.root"):
+        path = _select(config, key)
+        if isinstance(path, str) and Path(path).is_file():
+            raise UserError(f"{key}={path} is a file, must be a folder")
 
 
 def refuse_missing_values(tree: Mapping[str, Any], prefix: str = "") -> None:
@@ -176,12 +180,19 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
         swept = parsed[-1].value()
         if isinstance(swept, RangeSweep) and not swept.step:
             raise UserError(f"{text}: the step of a range must not be 0")
+        if isinstance(swept, RangeSweep) and _has_one_fraction(swept):
+            raise UserError(f"{text}: its step is 1; give another, as in {key}=range(0.1,0.5,0.1)")
         if key in CUSTOM_GROUPS and isinstance(swept, str) and names_target(swept):
             target = f"{key}._target_={swept}"
             if other := [word for word in overrides if word.startswith(f"{key}._target_=")]:
                 raise UserError(f"{text} and {other[0]} both name a {key}; drop one of them")
             parsed[-1:] = parser.parse_overrides([f"{key}=custom", target])
     return parsed
+
+
+def _has_one_fraction(swept: RangeSweep) -> bool:
+    """True for range(0.1,0.3), whose step of 1 leaves a single value."""
+    return isinstance(swept.start, float) and len([*swept.range()]) < 2
 
 
 def names_target(choice: str) -> bool:
@@ -192,6 +203,11 @@ def names_target(choice: str) -> bool:
 
 def _unreadable(key: str, value: str) -> UserError:
     """The error for a value that Hydra's grammar does not allow; quotes help texts alone."""
+    if re.fullmatch(r"\w+\(.*\)", value):
+        raise UserError(
+            f"{key}={value}: cannot be read; several values are a,b, choice(a,b) or "
+            "range(0,10,2), and those of a search also interval(low,high)"
+        )
     if key in KEYS and not KEYS[key].rule.holds(value):
         return UserError(f"{key}={value}: must be {KEYS[key].rule.wanted}")
     if key in GROUPS:
@@ -400,9 +416,20 @@ def _explain(error: Exception, config_dirs: Sequence[str]) -> UserError:
     if isinstance(error, MarkedYAMLError) and error.problem_mark:
         mark = error.problem_mark
         return UserError(f"{mark.name}, line {mark.line + 1}: not valid YAML ({error.problem})")
+    if isinstance(error, UnicodeDecodeError):
+        files = (file for file, _ in _modified_at(config_dirs))
+        file = next((file for file in files if not _is_utf8(file)), "a YAML")
+        return UserError(f"{file} is not UTF-8 ({error.reason}); save it as UTF-8")
     lines = [*str(error).splitlines(), *str(cause or "").splitlines()]
     shown = [line.strip() for line in lines if line.strip()] or [repr(error)]
     return UserError(" ".join(shown[:2]) if shown[0].endswith(":") else shown[0])
+
+
+def _is_utf8(file: Path) -> bool:
+    try:
+        return file.is_dir() or bool(file.read_text("utf-8")) or True
+    except UnicodeDecodeError:
+        return False
 
 
 def _unknown_choice(file: str, config_dirs: Sequence[str]) -> UserError:

@@ -68,6 +68,11 @@ def list_cells(command: Command) -> list[list[str]]:
     """
     grid = read_grid(command)
     if not (command.multirun or grid.is_multirun):
+        if grid.untyped:
+            raise UserError(
+                f"the experiment sweeps {', '.join(grid.untyped)}: add -m, or let its YAML set "
+                "hydra.mode: MULTIRUN"
+            )
         return [list(command.overrides)]
     for override in grid.overrides:
         if is_searched(override) and override.input_line not in command.overrides:
@@ -91,12 +96,14 @@ class Grid:
         listed: the words of each cell of the key `cells`; [[]] if it lists none.
         overrides: those typed and those in `hydra.sweeper.params`, one per key.
         is_multirun: the config asks for several cells, even without -m.
+        untyped: the keys that only `hydra.sweeper.params` of the experiment sets.
         config_dirs: folders with the user's own choices.
     """
 
     listed: list[list[str]]
     overrides: list[Override]
     is_multirun: bool
+    untyped: list[str]
     config_dirs: Sequence[str]
 
     def lines(self, overrides: Sequence[Override]) -> list[list[str]]:
@@ -123,6 +130,7 @@ def read_grid(command: Command) -> Grid:
     if typed := last.pop("cells", None):
         if typed.is_sweep_override():
             raise UserError("cells=...: must be one list; separate its cells by commas")
+        _refuse_repeated_keys(str(typed.input_line))
         listed = typed.value()
     check_value("cells", listed, KEYS["cells"].rule)
     rows: Any = listed or []
@@ -133,8 +141,25 @@ def read_grid(command: Command) -> Grid:
         [[*(_word(key, row[key]) for key in row), "cells=null"] for row in rows] or [[]],
         list(last.values()),
         bool(rows) or base.hydra.mode == RunMode.MULTIRUN,
+        [
+            key
+            for key in params
+            if not any(word.startswith(f"{key}=") for word in command.overrides)
+        ],
         command.config_dirs,
     )
+
+
+def _refuse_repeated_keys(word: str) -> None:
+    """Raises UserError for a cell that sets a key twice, of which Hydra would keep the last."""
+    for cell in re.findall(r"\{.*?\}", re.sub(r"'[^']*'|\"[^\"]*\"", "''", word)):
+        keys = re.findall(r"[{,]\s*([\w.]+)\s*:", cell)
+        for key in keys:
+            if keys.count(key) > 1:
+                raise UserError(
+                    f"cells={cell}: sets {key} twice; list a cell for each value, as "
+                    f"cells=[{{{key}:A}},{{{key}:B}}]"
+                )
 
 
 def launcher_of(command: Command) -> str | None:

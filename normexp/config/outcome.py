@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import join
 from typing import Any
 
+from normexp.batching.sizes import SIZES
 from normexp.config.help import option_defaults
-from normexp.config.identity import QUESTIONS_VERSION, VERSIONS, sizes_of
+from normexp.config.identity import QUESTIONS_VERSION, VERSIONS
 from normexp.config.rules import as_typed
 from normexp.config.spec import CellSpec, norm_and_data
 from normexp.records.files import is_held
@@ -145,21 +147,25 @@ def is_known_to_mix(spec: CellSpec) -> bool:
 # --- Evaluations ---------------------------------------------------------------------------------
 
 
-def evaluations_of(spec: CellSpec) -> dict[str, int]:
-    """What evaluation.json must hold as `asked`, see `has_evaluations`."""
+def evaluations_of(spec: CellSpec, trained: Mapping[str, Any]) -> dict[str, int]:
+    """What evaluation.json must hold as `asked`, see `has_evaluations`.
+
+    Args:
+        trained: the `config` of a result of the cell; its sizes count devices.
+    """
     config, statistics = spec.values, spec.values["evaluate_with"]
-    asked = {"precise": config["precise_samples"]} if "precise" in statistics else {}
+    pooled = ("precise", "own_share")
+    asked = {kind: config["precise_samples"] for kind in pooled if kind in statistics}
     if "batch" not in statistics:
         return asked
-    sizes = sizes_of(config, mixes_samples=True)
-    norm = sizes["norm_batch_size"] or sizes["micro_batch_size"] or sizes["batch_size"]
+    norm = next(size for key in reversed(SIZES) if (size := trained[key]) is not None)
     return asked | {f"batch{size}": size for size in config["evaluate_batch_sizes"] or [norm]}
 
 
 def suggest_evaluation(spec: CellSpec) -> None:
     """If recorded runs lack requested evaluations, logs the command that adds them."""
-    config, directory = spec.values, spec.directory
-    if has_evaluations(directory, records_of(spec).ended, evaluations_of(spec)):
+    config, directory, runs = spec.values, spec.directory, records_of(spec).ended
+    if not runs or has_evaluations(directory, runs, evaluations_of(spec, runs[0].config)):
         return
     if not any((seed_dir(directory, seed) / WEIGHTS_FILE).is_file() for seed in spec.seeds):
         logger.info("recorded without these statistics, and without weights to measure them from")

@@ -91,6 +91,10 @@ FRACTION = Rule(lambda v: _is_number(v) and 0 <= v < 1, "a number from 0 to belo
 SHARE = Rule(lambda v: _is_number(v) and 0 < v < 1, "a number between 0 and 1")
 FLAG = Rule(lambda v: isinstance(v, bool), "true or false", ("true", "false"))
 TEXT = Rule(lambda v: isinstance(v, str) and v != "", "a text")
+WORDS = Rule(
+    lambda v: isinstance(v, list | tuple) and all(isinstance(word, str) for word in v),
+    "a list of words, as in ['norm=group', 'lr=0.3']",
+)
 FOLDER = Rule(TEXT.holds, "a folder")
 NAME = Rule(
     _is_name,
@@ -176,7 +180,9 @@ KEYS = {
     "stack": Key(one_of("auto", True, False), identity=False),
     "compile": Key(FLAG, identity=False),
     "save_weights": Key(FLAG, identity=False),
-    "evaluate_with": Key(list_of(one_of("running", "precise", "batch")), identity=False),
+    "evaluate_with": Key(
+        list_of(one_of("running", "precise", "own_share", "batch")), identity=False
+    ),
     "precise_samples": Key(SEVERAL, "samples", identity=False),
     "evaluate_batch_sizes": Key(list_of(COUNT).or_null(), "samples", identity=False),
     "evaluate_every_epoch": Key(FLAG, identity=False),

@@ -225,7 +225,15 @@ def _problems(data: Data) -> Iterator[str]:
     if data.vocab_size is None:
         yield from _statistics_problems(data)
     if data.num_outputs < 2:
-        yield f"num_outputs={data.num_outputs} leaves nothing to predict, must be 2 or more"
+        named = f" ({data.class_names[0]})" if data.class_names else ""
+        yield f"num_outputs={data.num_outputs}{named} leaves nothing to predict, must be 2 or more"
+    padding = data.augmentation.crop_padding if data.augmentation else 0
+    if padding and padding >= min(data.input_shape[1:]):
+        yield (
+            f"data.augmentation.crop_padding={padding}: a crop may miss the whole image of "
+            f"{'x'.join(map(str, data.input_shape[1:]))} pixels; try "
+            f"{max(1, min(data.input_shape[1:]) // 8)}"
+        )
 
 
 def _example_problems(data: Data, split: str, part: Examples) -> Iterator[str]:

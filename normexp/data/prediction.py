@@ -47,7 +47,13 @@ class Preprocessing:
         Raises:
             UserError: another shape, or values outside of their range.
         """
-        raw = torch.as_tensor(images)
+        try:
+            raw = torch.as_tensor(images)
+        except (TypeError, ValueError, RuntimeError) as error:  # such as a name of a file
+            shape = str(tuple(self.input_shape))[1:]
+            raise UserError(
+                f"images are a {type(images).__name__}, must be a tensor or array (N, {shape}"
+            ) from error
         raw = raw.unsqueeze(0) if raw.ndim == len(self.input_shape) else raw
         wanted = tuple(self.input_shape)
         if tuple(raw.shape[1:]) != wanted:

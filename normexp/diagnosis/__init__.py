@@ -19,6 +19,7 @@ from normexp.diagnosis.examination import (
 from normexp.diagnosis.findings import Case, find, row_of
 from normexp.diagnosis.network import Loss, read_batches, unchanged
 from normexp.diagnosis.result import TERMS, Diagnosis, Estimate, Finding, SiteRow
+from normexp.errors import UserError
 
 __all__ = ["Diagnosis", "Estimate", "Finding", "SiteRow", "decompose", "diagnose"]
 
@@ -33,6 +34,14 @@ def diagnose(
     tolerance: float | None = None,
 ) -> Diagnosis:
     """See `normexp.diagnose`."""
+    if not isinstance(model, nn.Module):
+        raise UserError(f"model={model!r}: must be an nn.Module, as normexp.load(...) returns")
+    if not (isinstance(batches, Iterable) or hasattr(batches, "__getitem__")):
+        raise UserError(
+            f"batches={batches!r}: must be pairs (inputs, targets), as a DataLoader has"
+        )
+    if tolerance is not None and not tolerance >= 0:
+        raise UserError(f"tolerance={tolerance}: must be a number, 0 or more, or None")
     with unchanged(model):
         read = read_batches(batches, max_batches, model)
         others = read_batches(evaluation_batches, max_batches, model) if evaluation_batches else []

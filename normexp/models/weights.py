@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from normexp.models.surgery import Surgery, shorten
 
 Values = dict[str, Tensor]
 Download = Callable[[str], tuple[str, Callable[[], Values]]]
+LEAST_TAKEN = 0.1  # of the network's parameters; fewer are no start, but another network's
 INNER = ("state_dict", "model", "model_state_dict")  # where a checkpoint has its weights
 
 
@@ -83,9 +85,9 @@ class Loading:
         self.used -= set(surgery.dropped)
 
     def check(self, network: nn.Module) -> None:
-        """Raises UserError if no parameter of the network has a value of the file."""
+        """Raises UserError if hardly a parameter of the network has a value of the file."""
         parameters = dict(network.named_parameters())
-        if not self.taken & set(parameters):
+        if len(self.taken & set(parameters)) < LEAST_TAKEN * len(parameters):
             reason = next(iter(self.unfit.values()), "")
             theirs, ours = (", ".join([*names][:2]) for names in (self.values, parameters))
             example = reason or f"it has {theirs}, and the model {ours}"
@@ -105,6 +107,12 @@ class Loading:
         beyond = [name for name in self.values if name not in self.used and name not in self.unfit]
         if beyond:
             yield f"in the file, but not in the model: {shorten(beyond)}"
+        unread = [name for name in beyond if name.endswith(("weight", "bias"))]
+        if len(unread) > len(parameters) / 4:
+            yield (
+                f"{len(unread)} weights of the file have no place in the model: is "
+                f"model.weights={self.weights.name} of a larger network?"
+            )
         drawn = [name for name in parameters if name not in self.taken]
         rest = f", and the first values of {shorten(drawn)}" if drawn else ""
         yield (
@@ -148,6 +156,11 @@ def read_values(path: Path) -> Values:
         load = partial(torch.load, map_location="cpu", weights_only=True)
     try:
         content: Any = load(path)
+    except UnpicklingError as error:
+        raise UserError(
+            f"{key} is no file of weights, or holds a whole module; save its state_dict, as in "
+            "torch.save(model.state_dict(), FILE)"
+        ) from error
     except Exception as error:  # torch and safetensors raise many kinds
         why = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(

@@ -6,10 +6,12 @@ Only ever appended to. Results do not depend on this file.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
+from itertools import count
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_origin, get_type_hints
@@ -216,6 +218,40 @@ class History:
         if alias is None or alias.same_as is None or versions not in (None, alias.versions):
             return cell
         return alias.same_as
+
+    def declared_seeds(self, cell: str) -> set[int]:
+        """The seeds in the first command for a cell, or for one that is the same training."""
+        target = self.same_as(cell)
+        for command in sorted(self.commands, key=lambda entry: entry.time):
+            if seeds := self.asked_seeds([command]).get(target):
+                return seeds
+        return set()
+
+
+def words_on_added_seeds(study_dir: Path, wanted: Mapping[str, Collection[int]]) -> str:
+    """That a command adds seeds to cells of a study, and what to type instead; empty if none.
+
+    The new study gets new seeds, as the results of the present ones made its author want more.
+
+    Args:
+        wanted: by cell id, the seeds that the command asks for.
+    """
+    history = read_history(study_dir)
+    known = {cell: history.declared_seeds(cell) for cell in wanted}
+    added = [cell for cell, seeds in known.items() if seeds and not seeds.issuperset(wanted[cell])]
+    if not added or study_dir.name.endswith("-search"):  # nothing is claimed of a search
+        return ""
+    seen = set().union(*history.asked_seeds(history.typed).values())
+    num_seeds = max(len(known[cell].union(wanted[cell])) for cell in added)
+    base = re.sub(r"-\d+$", "", study_dir.name)
+    names = (f"{base}-{number}" for number in count(2))
+    name = next(name for name in names if not study_dir.with_name(name).exists())
+    of_cells = f"{len(added)} cells" if len(added) > 1 else "a cell"
+    return (
+        f"study={study_dir.name}: seeds are added to the declared ones of {of_cells}, so the "
+        f"report will give no verdict on them; for verdicts, train a new study: study={name} "
+        f"seed={max(seen) + 1} replicas={num_seeds}"
+    )
 
 
 def read_history(study_dir: Path) -> History:

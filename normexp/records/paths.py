@@ -100,6 +100,8 @@ def find_cell(run: Path) -> Path:
         cells = [path.name for path in list_cells(run)]
         inside = f"; it is a study with the runs {_some(cells)}" if cells else ""
         raise UserError(f"{run} is not a run: it has no {CONFIG_FILE}{inside}")
+    if run.is_file():
+        raise UserError(f"{run} is a file; give the folder of a run, {run.parent}")
     folder = run.parent
     known = [path.name for path in subfolders(folder)]
     near = difflib.get_close_matches(run.name, known, n=3, cutoff=0.4) or sorted(known)[:3]

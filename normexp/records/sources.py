@@ -15,10 +15,13 @@ import traceback
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache, lru_cache
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
 
 from normexp.errors import UserError
+
+STANDARD_LIBRARY = Path(ast.__file__).parent
 
 
 def source_files(target: str) -> dict[str, Path]:
@@ -141,8 +144,8 @@ def loaded_files() -> dict[str, str]:
     """The user's own files that this process has loaded, with the digest of each as it was loaded.
 
     A file may be edited after its import, which does not change this process. So a digest is of
-    the content from when the module was first seen. A reloaded module has a new spec, and is read
-    again.
+    the content from when the module was first seen, and empty if its functions were other ones by
+    then. A reloaded module has a new spec, and is read again.
     """
     for name, module in [*sys.modules.items()]:
         spec, file = (vars(module).get(key) for key in ("__spec__", "__file__"))
@@ -151,8 +154,44 @@ def loaded_files() -> dict[str, str]:
         if name in _seen and _seen[name][0] is spec:
             continue
         if (path := _user_file(file)) is not None:
-            _seen[name] = spec, str(path), _digest(_read(path))
+            content = _read(path)
+            digest = _digest(content) if _is_loaded_from(module, file, content) else ""
+            _seen[name] = spec, str(path), digest
     return {path: digest for name, (_, path, digest) in _seen.items() if name in sys.modules}
+
+
+def _is_loaded_from(module: ModuleType, file: str, source: bytes) -> bool:
+    """False if a function or method of a module is not in its source.
+
+    Functions that a decorator replaced are not compared, nor constants of the module, nor modules
+    that a loader rewrites.
+    """
+    if type(vars(module).get("__loader__")) is not SourceFileLoader:
+        return True
+    try:
+        waiting = [compile(source, file, "exec", dont_inherit=True)]
+    except (SyntaxError, ValueError):  # it was another source that was imported
+        return False
+    known = set()
+    while waiting:
+        code = waiting.pop()
+        known.add(_fingerprint(code))
+        waiting += [const for const in code.co_consts if isinstance(const, CodeType)]
+    classes = [c for c in vars(module).values() if isinstance(c, type)]
+    members = [m for owner in (module, *classes) for m in vars(owner).values()]
+    functions = [m for m in members if isinstance(m, FunctionType)]
+    codes = [m.__code__ for m in functions if m.__code__.co_filename == file]
+    return all(_fingerprint(code) in known for code in codes)
+
+
+def _fingerprint(code: CodeType) -> tuple[object, ...]:
+    """What a function does, wherever in its file it stands."""
+    values = tuple(
+        _fingerprint(c) if isinstance(c, CodeType) else repr(c)
+        for c in code.co_consts
+        if not isinstance(c, frozenset)  # in no fixed order
+    )
+    return code.co_qualname, code.co_code, code.co_names, code.co_varnames, values
 
 
 @cache
@@ -277,10 +316,15 @@ def _read(path: Path) -> bytes:
 # --- Where it begins ------------------------------------------------------------------------------
 
 
-def source_line_of(error: Exception) -> str:
+def source_line_of(error: BaseException) -> str:
     """`" (file.py, line 3)"`, the line of the user's own code that raised; empty if none did."""
     frames = traceback.extract_tb(error.__traceback__)
-    user_frames = [frame for frame in frames if source_root(Path(frame.filename)) is not None]
+    user_frames = [
+        frame
+        for frame in frames
+        if not Path(frame.filename).is_relative_to(STANDARD_LIBRARY)
+        and source_root(Path(frame.filename)) is not None
+    ]
     return (
         f" ({Path(user_frames[-1].filename).name}, line {user_frames[-1].lineno})"
         if user_frames

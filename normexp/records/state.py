@@ -254,6 +254,8 @@ def _cells_to_forget(status: StudyStatus, word: str) -> list[CellState]:
     known = {cell.id: cell for cell in status.cells}
     if word == REFUSED:
         chosen = [cell for cell in status.cells if cell.refused]
+        if not chosen:
+            raise UserError(f"forget={word}: no cell of study={status.root.name} was refused")
     elif word in known:
         chosen = [known[word]]
     else:

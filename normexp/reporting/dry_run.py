@@ -14,6 +14,7 @@ from normexp.config.outcome import Outcome
 from normexp.config.rules import format_count
 from normexp.config.spec import CellSpec, format_duration
 from normexp.errors import UserError
+from normexp.records.history import words_on_added_seeds
 from normexp.records.paths import STUDY_FILE, list_runs
 from normexp.records.result import Result, Status, read_result
 from normexp.reporting.cells import build_cells
@@ -64,20 +65,24 @@ def print_plan(
         for outcome in outcomes_of_study
     )
     cells_to_do = sum(bool(one.missing) for of_study in planned.values() for one in of_study)
+    num_workers = min(num_workers, cells_to_do)  # one cell is trained by one
     of_cells = f" of {format_count(cells_to_do, 'cell')}" if num_runs else ""
     todo = f"{format_count(num_runs, 'run')}{of_cells} to do"
-    guess = " (a first estimate, by one step of each)" if has_guess else ""
+    guess = " (a first estimate, by a few steps of each)" if has_guess else ""
     lines = [*refused, f"{todo}: {_total(seconds, num_workers)}{guess}"]
-    lines += [
-        power_words(outcomes_of_study, read(study_dir))
-        for study_dir, outcomes_of_study in planned.items()
-    ]
+    for study_dir, outcomes_of_study in planned.items():
+        added = words_on_added_seeds(study_dir, {o.cell_id: _seeds(o) for o in outcomes_of_study})
+        lines.append(added or power_words(outcomes_of_study, read(study_dir)))
     console = open_console()
     if rows:
         heads = ("cell", "runs to do", "done", "steps", "time", "memory")
         console.print(text_table(heads, rows))
     for line in filter(None, lines):
         console.out(line)
+
+
+def _seeds(outcome: Outcome) -> list[int]:
+    return [*(run.seed for run in outcome.results), *outcome.missing]
 
 
 def _find_seconds(

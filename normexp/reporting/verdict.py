@@ -40,7 +40,7 @@ from normexp.stats.crossfit import CrossFit, cross_fit
 from normexp.stats.family import Verdict, p_value, seeds_to_decide
 from normexp.stats.interval import Array, Interval, cut, paired_improvement
 
-REFERENCE = "batch"
+REFERENCES = ("batch", "as_built")  # unless one is named: the first that a slice has
 # The names of verdicts: on a norm along the sizes, on a norm against the reference, on a change.
 ALONG_SIZES = {"above": "gains", "below": "loses", "within": "holds"}
 WITH_REFERENCE = {"above": "better", "below": "worse", "within": "tie"}
@@ -314,7 +314,7 @@ def paired(first: Values, second: Values) -> tuple[np.ndarray, np.ndarray]:
 
 def reference_of(norms: Sequence[str], wanted: str | None = None) -> str:
     """The norm that the others are compared with; norms: in the order of figures."""
-    names = (wanted or REFERENCE, REFERENCE)
+    names = (wanted or REFERENCES[0], *REFERENCES)
     known = [norm for name in names for norm in norms if name in (norm, base_of(norm))]
     return known[0] if known else norms[0]
 

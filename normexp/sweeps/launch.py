@@ -45,6 +45,7 @@ def launch_cells(
     log = StudyLog(cells, words)
     with messages_to_stderr():
         log.check()
+        log.warn_of_added_seeds()
     walk = Walk(log)
     claims = [tuple(claim) for claim in walk]
     for study_dir in {cells[positions[0]].directory.parent for positions in claims}:

@@ -18,6 +18,7 @@ from normexp.records.history import (
     History,
     append_entries,
     read_history,
+    words_on_added_seeds,
 )
 from normexp.records.paths import STUDY_FILE
 from normexp.records.result import Status
@@ -69,6 +70,16 @@ class StudyLog:
                     "missing runs are trained with the present code",
                     *(study_dir.name, before[:7], code_version()[:7]),
                 )
+
+    def warn_of_added_seeds(self) -> None:
+        """Logs which studies lose verdicts, see `words_on_added_seeds`."""
+        for study_dir in self.study_dirs if self.words else ():  # a job's command has done so
+            cells = [cell for cell in self.cells if cell.study_dir == study_dir]
+            wanted: dict[str, set[int]] = {}
+            for cell in cells:
+                wanted.setdefault(cell.id, set()).update(cell.seeds)
+            if words := words_on_added_seeds(study_dir, wanted):
+                logger.warning(words)
 
     def history(self, study_dir: Path) -> History:
         """The history of a study, read again if it has grown."""

@@ -127,14 +127,18 @@ def train_cells(
     fail_fast = bool(shared_value(cells, "fail_fast"))
     identify(cells)
     log = StudyLog(cells, words, command_id)
-    if dry_run:
-        return plan_cells(log)
     slots, num_workers = worker_slots(cells, workers)
+    if dry_run:
+        return plan_cells(log, slots[0].threads if num_workers else None)
     return Sweep(log, slots, num_workers, fail_fast).train()
 
 
-def plan_cells(log: StudyLog) -> list[Outcome]:
-    """The outcomes of a dry run, which trains and writes nothing."""
+def plan_cells(log: StudyLog, threads: int | None) -> list[Outcome]:
+    """The outcomes of a dry run, which trains and writes nothing.
+
+    Args:
+        threads: CPU threads of a worker that would train a cell; None: this process would.
+    """
     outcomes: list[Outcome] = []
     planned: dict[str, Outcome] = {}  # by id
     with Display([cell.title for cell in log.cells]), _training, ready_to_train():
@@ -144,7 +148,7 @@ def plan_cells(log: StudyLog) -> list[Outcome]:
         for cell in log.cells:
             try:
                 with messages_about(cell.title):
-                    outcomes.append(plan_cell(cell, planned))
+                    outcomes.append(plan_cell(cell, planned, threads))
             except Exception as error:  # user code may raise anything
                 outcomes.append(outcome_of_error(error, cell))
     return outcomes
@@ -186,6 +190,7 @@ class Sweep:
         """
         with self.display:
             self.log.check()
+            self.log.warn_of_added_seeds()
             self._pass_over()  # before torch is imported
             if self.walk.left and self.num_workers:
                 self._train_in_workers()

@@ -112,7 +112,7 @@ def test_a_norm_with_lost_seeds_is_told_from_no_other():
 
 def test_figures_show_every_ranked_norm_and_both_budgets():
     table = convnet(0.08)
-    rates = draw_rates(table)
+    rates = draw_rates(table, "convnet")
     assert rates is not None and set(rates.table["budget"]) == {"18 epochs", "6 epochs"}
     at_one = rates.table.query("not tuned and norm == 'batch, 2 samples'")
     assert len(at_one) == 2 * len(recipes()["convnet"].rates)

@@ -98,7 +98,11 @@ def test_a_loaded_network_names_the_classes_of_bytes_and_floats(cell_dir: Path):
     assert predict(images[0]) == expected[:1] and deepcopy(network).predict(images) == expected
     saved = json.loads((cell_dir / "seed-0" / "preprocessing.json").read_text())
     assert saved["mean"] == pytest.approx(data.mean) and saved["input_shape"] == [1, 8, 8]
-    for wrong, part in ((images.float(), "0 to 255"), (images[:, :, 1:], r"\(300, 1, 7, 8\)")):
+    for wrong, part in (
+        (images.float(), "0 to 255"),
+        (images[:, :, 1:], r"\(300, 1, 7, 8\)"),
+        ("cat.png", "images are a str, must be a tensor or array"),
+    ):
         with pytest.raises(UserError, match=part):
             predict(wrong)
 

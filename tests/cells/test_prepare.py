@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from train_cases import NO_RECORDS
 
 from normexp import build as building
 from normexp.cells import cell as cell_module
@@ -36,6 +37,7 @@ class Net(nn.Module):
         self.fault = fault
         self.norm = nn.Identity() if fault == "ignores" else norm(1)
         self.head = nn.Linear(64, num_outputs + (fault == "outputs"))
+        self.requires_grad_(fault != "frozen")
         if fault == "no_copy":
             self.own = self.head.weight * 2
 
@@ -86,7 +88,7 @@ class Made(torch.optim.SGD):
 def prepare(*words: str) -> Cell:
     """Composes the cell of these words; a target in `own` chooses `custom` in its group."""
     custom = [f"{word.partition('.')[0]}=custom" for word in words if "._target_=" in word]
-    config, choices = compose_cell([*custom, *words])
+    config, choices = compose_cell([NO_RECORDS, *custom, *words])
     validate(config)
     return prepare_cell(CellSpec(config, choices, ""))
 
@@ -125,6 +127,7 @@ REFUSED = {
     "replicas=1000000": "replicas=1000000 .* GiB of memory, and this machine has .* try repl",
     "evaluate_batch_sizes=[2]": "evaluate_batch_sizes=.2.: only batch statistics use it; add batch",
     f"{TEXT} norm=batch evaluate_with=[batch]": r"try evaluate_with=\[running,precise\]",
+    f"{TEXT} norm=batch evaluate_with=[own_share]": r"own_share: .* include later positions",
     (
         "data=langid model.width=16 model.depth=1 norm=batch_per_position evaluate_with=[batch] "
         "evaluate_batch_sizes=[1]"
@@ -135,6 +138,9 @@ REFUSED = {
     f"{DDP} trainer.devices=0": "trainer.devices=0: must be a whole number above 0",
     "model._target_=own.Net model.fault=raises": r"own.Net fails: KeyError: 'depth' \(own.py, line",
     "model._target_=own.Net model.fault=forward": r"Net fails: RuntimeError: boom \(own.py, line",
+    "model._target_=own.Net model.fault=frozen": "own.Net has no parameter to train",
+    "optim._target_=builtins.dict lr=0.1": "optim._target_=builtins.dict",
+    "data.augmentation.crop_padding=8": "crop_padding=8: a crop may miss the whole image of 8x8",
     "model._target_=own.Net model.fault=outputs": r"own.Net returns \(2, 11\) .* \(2, 10\)",
     "model._target_=own.Net model.fault=tuple": "own.Net returns a tuple .*return the scores",
     "model._target_=own.Net model.fault=no_copy": "own.Net fails: RuntimeError: Only Tensors",

@@ -212,10 +212,11 @@ def test_norm_that_cannot_run_is_a_failed_line(make: Make, message: str):
     [
         (lambda num_features: num_features, (), "made a int, not an nn.Module"),
         (broken.per_channel, (), "needs the argument"),
+        (LayerNorm(8, eps=1e-5), (), "must be a class, as in assert_contract"),
         (partial(nn.BatchNorm1d, **{"knob": 1}), (), "norm.knob: "),
         (LayerNorm, ("one smaple",), "no line 'one smaple'; did you mean one sample?"),
     ],
-    ids=["no module", "missing argument", "unknown knob", "unknown line"],
+    ids=["no module", "missing argument", "a module", "unknown knob", "unknown line"],
 )
 def test_mistake_in_what_is_asked_for_is_no_failure(make: Make, waived: Any, message: str):
     with pytest.raises(UserError, match=message):

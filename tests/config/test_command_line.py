@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import normexp
 from normexp.cli import entry, parse_command, read_options
 from normexp.complete import complete
 from normexp.config.help import GROUPS, USAGE, group_choices, help_text
@@ -19,6 +20,7 @@ from normexp.config.process import importing_torch
 from normexp.config.rules import KEYS, OPTIONS
 from normexp.errors import UserError
 from normexp.norms.slots import PLACEMENTS
+from normexp.records.files import write_text
 
 ENTRIES = sorted(USAGE)
 
@@ -67,6 +69,11 @@ REFUSED = [
     ("train", "norm=group.yaml", "norm=group.yaml: no such norm; did you mean group"),
     ("train", "hydra.sweeper.params.lr=3", "params.lr=3: type the keys themselves"),
     ("train", "-m lr=range(0,1,0)", "lr=range(0,1,0): the step of a range"),
+    ("train", "-m cells=[{lr:0.1,lr:0.2}]", "cells={lr:0.1,lr:0.2}: sets lr twice"),
+    ("train", "-m lr=range(0.1,0.3)", "lr=range(0.1,0.3): its step is 1"),
+    ("train", f"data=cifar10 data_dir={__file__}", f"data_dir={__file__} is a file, must be a fo"),
+    ("tune", "lr=intervall(0.1,1)", "lr=intervall(0.1,1): cannot be read; several values are"),
+    ("tune", "lr=choice(1,2) tune.metric=val/f1", "tune.metric=val/f1: no such metric"),
     ("tune", "norm=batch", "nothing to search"),
     ("tune", "lr=choice(1,2) tune.metric=val/loss@", "tune.metric=val/loss@: needs evaluate_with"),
     ("check", "norm=grup", "did you mean group"),
@@ -79,9 +86,12 @@ REFUSED = [
     ("check", "batch_size=4", "batch_size=4: a card has no such key"),
     ("evaluate", "", "run is missing"),
     ("evaluate", "run=a evaluate_wth=[batch]", "did you mean evaluate_with?"),
+    ("evaluate", f"run={__file__}", f"{__file__} is a file; give the folder of a run"),
+    ("evaluate", "model=convnet run=a", "run=a: its own model is evaluated; drop it"),
+    ("evaluate", "model=convnet,vit", "2 cells: a diagnosis is of one network"),
     ("evaluate", "run=a evaluate_with=[exact]", "evaluate_with=[exact]: must be"),
     ("evaluate", "run=a evaluate_batch_sizes=[0]", "evaluate_batch_sizes=[0]: must be"),
-    ("report", "synthetic", "'synthetic' is not key=value"),
+    ("report", "synthetic", "'synthetic' is not key=value, as in study=synthetic"),
     ("report", "study=a serve=true", "serve: unknown key"),
     ("report", "study=[a,a]", "study=[a,a]: must be a list of different values"),
     ("report", "study=a study=b", "study is given twice"),
@@ -104,6 +114,38 @@ def test_a_mistake_is_one_line_and_exit_code_2(entry: str, line: str, part: str,
     out, err = capsys.readouterr()
     assert err.startswith("normexp: ") and err.count("\n") == 1 and out == ""
     assert part in err
+
+
+def test_a_file_in_place_of_a_folder_is_named(tmp_path: Path, capsys):
+    path = tmp_path / "file" / "table"
+    path.parent.touch()
+    assert entry("report")(lambda _: write_text(path, "") or 0)([]) == 2
+    assert capsys.readouterr().err == f"normexp: {path}: Not a directory\n"
+
+
+def test_code_that_ends_the_program_is_named(tmp_path: Path, monkeypatch, capsys):
+    (tmp_path / "ends_all.py").write_text("import sys\n\nclass Norm: ...\n\nsys.exit()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert importlib.import_module("normexp.check").main(["norm=ends_all.Norm"]) == 2
+    assert "your own code ends the program, by sys.exit (ends_all.py, line 5)" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "part"),
+    [
+        ("run", [["norm=group", 3]], "overrides=[norm=group,3]: must be a list of words"),
+        ("run", ["norm=group"], "overrides=norm=group: must be a list of words"),
+        ("run", [["norm=group"], -1], "workers=-1: must be a whole number, 0 or more"),
+        ("load_study", [["mine"]], "study=[mine]: must be a folder name"),
+        ("load_report", [[]], "study=[]: must be a list"),
+    ],
+)
+def test_a_mistake_in_python_is_one_line(function: str, arguments: list, part: str):
+    with pytest.raises(UserError) as caught:
+        getattr(normexp, function)(*arguments)
+    assert part in str(caught.value)
 
 
 def test_a_missing_study_or_run_names_those_there_are(tmp_path: Path, monkeypatch, capsys):
@@ -266,7 +308,8 @@ def test_hydra_shows_the_config_and_writes_nothing(tmp_path: Path, words: str, s
         ("./scripts/train  optim.schedule=cos", "optim.schedule=cosine"),
         (
             "normexp-train evaluate_with=[batch,",
-            "evaluate_with=[batch,running evaluate_with=[batch,precise",
+            "evaluate_with=[batch,running evaluate_with=[batch,precise "
+            "evaluate_with=[batch,own_share",
         ),
         ("normexp-train data=digits data.val", "data.val_fraction="),
         ("normexp-train drop_last=f", "drop_last=false"),

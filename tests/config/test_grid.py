@@ -107,6 +107,21 @@ def test_params_of_an_experiment_are_swept_with_and_without_m(recipe_dir: str):
         assert list_cells(parse_command(line)) == expected
 
 
+def test_params_without_multirun_are_refused_unless_each_is_typed(recipe_dir: str):
+    path = Path(recipe_dir, "experiment", "mine.yaml")
+    path.write_text(path.read_text().replace("MULTIRUN", "RUN"))
+    line = ["--config-dir", recipe_dir, "experiment=mine", "batch_size=4"]
+    with pytest.raises(UserError, match="the experiment sweeps optim: add -m, or let its YAML"):
+        list_cells(parse_command(line))
+    assert len(list_cells(parse_command([*line, "optim=sgd"]))) == 1
+
+
+def test_a_yaml_of_another_encoding_is_named(recipe_dir: str):
+    Path(recipe_dir, "experiment", "other.yaml").write_bytes("# ü\n".encode("utf-16"))
+    with pytest.raises(UserError, match="other.yaml is not UTF-8"):
+        list_cells(parse_command(["--config-dir", recipe_dir, "experiment=other"]))
+
+
 def test_command_line_replaces_a_param_of_the_experiment(recipe_dir: str):
     line = ["-m", "--config-dir", recipe_dir, "experiment=mine", "batch_size=4"]
     cells = [cell.values for cell in compose_cells(parse_command(line))]

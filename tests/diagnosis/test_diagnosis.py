@@ -492,6 +492,13 @@ def test_forms_of_batches():
 
 
 def test_mistakes_are_said():
+    for wrong, part in (
+        ({"model": nn.Linear}, "model=<class .*Linear'>: must be an nn.Module"),
+        ({"batches": 5}, "batches=5: must be pairs"),
+        ({"tolerance": -1}, "tolerance=-1: must be a number, 0 or more"),
+    ):
+        with pytest.raises(UserError, match=part):
+            examine(**{"model": trained(), **wrong})
     with pytest.raises(UserError, match="batches holds 0"):
         examine(trained(), batches=iter(()))
     with pytest.raises(UserError, match=r"mappings of picture.*forward takes input"):

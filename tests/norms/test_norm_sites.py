@@ -18,6 +18,7 @@ from norm_cases import (
 )
 from torch import Tensor, nn
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 from wild_norms import StrangerNorm
 
 from normexp.batching.replicas import InTurn, Stacked
@@ -166,6 +167,31 @@ def test_stack_is_folded_with_the_gradients_and_state_of_each_replica(
             states = [site.state_dict() for site in copies]
             results.append((out, slope, bends[0], list(rows), alone, states))
         assert_close(*results, rtol=1e-9, atol=1e-12)
+
+
+class CountOperations(TorchDispatchMode):
+    """Counts the operations of torch that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ARG002
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_groups_and_replicas_cost_a_gpu_no_further_launches():
+    """A launch costs a GPU more than a copy. Meta tensors stand for those of a GPU."""
+    counts = []
+    for num_replicas, size in ((2, 2), (2, 32), (5, 8)):
+        stacked = Stacked([Site(BatchNorm(C), "map", size) for _ in range(num_replicas)])
+        stacked.to("meta")
+        x = torch.empty(num_replicas, 64, C, 64, 64, device="meta", requires_grad=True)
+        with CountOperations() as operations:
+            stacked.measure({"inputs": x}, lambda y, _: y.sum()).sum().backward()
+        counts.append(operations.count)
+    assert counts == [counts[0]] * 3
 
 
 def test_half_precision_reaches_the_kernel_as_it_is():

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from normexp.records.sources import source_digest, source_files
+from normexp.errors import UserError
+from normexp.records.sources import (
+    digests_of,
+    loaded_files,
+    refuse_edited,
+    source_digest,
+    source_files,
+)
 
 FILES = {
     "alone.py": "import torch\nimport helper\nfrom deep.er import thing\nimport pack.part\n",
@@ -95,3 +102,44 @@ def test_the_digest_is_of_names_and_content_and_not_of_the_place(folder: Path, m
     assert source_digest("pack.part.Norm") == before
     (folder / "moved/pack/other.py").rename(folder / "moved/pack/renamed.py")
     assert source_digest("pack.part.Norm") != before
+
+
+LOADED = """import functools
+FEW = frozenset({1, 2})
+
+def shared(x): return [v * 2 for v in x if v in {1, 2}]
+
+class Norm:
+    @functools.cache
+    def cached(self): return 1
+
+    def forward(self, x): return x / 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("edit", "is_refused"),
+    [
+        (("x / 2", "x / 3"), True),
+        (("v * 2", "v * 3"), True),
+        (("forward(self, x)", "forward(self, x, y=1)"), True),
+        (("import functools", "import functools\n# a comment"), False),
+        (("", ""), False),
+    ],
+)
+def test_an_edit_between_import_and_first_use_is_refused(
+    edit: tuple[str, str], is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    name = f"edited_{abs(hash(edit))}"
+    path = tmp_path / f"{name}.py"
+    path.write_text(LOADED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module(name)
+    path.write_text(LOADED.replace(*edit) if edit[0] else LOADED)
+    hashed = digests_of(source_files(f"{name}.Norm"))
+    assert str(path) in loaded_files()
+    if is_refused:
+        with pytest.raises(UserError, match="was edited after the command began, or after this"):
+            refuse_edited(hashed)
+    else:
+        refuse_edited(hashed)

@@ -65,6 +65,21 @@ def test_a_recorded_cell_takes_no_time_and_one_cell_has_no_difference(tmp_path: 
     assert total == "0 runs to do: 0.0 s of training"
 
 
+def test_one_cell_has_one_worker(tmp_path: Path, capsys):
+    """Two sizes of a norm that does not mix samples, and a cell that is recorded."""
+    one, done = planned_cell(tmp_path, "none", 4), planned_cell(tmp_path, "batch", 0)
+    one.step_seconds = 0.01
+    cells = [CellSpec(None, {}, title) for title in ("norm=none", "norm=none", "norm=batch")]
+    print_plan(cells, [one, one, done], num_workers=2)
+    assert (
+        capsys.readouterr()
+        .out.splitlines()[3]
+        .startswith(
+            "4 runs of 1 cell to do: 40 s of training (a first estimate, by a few steps of each)"
+        )
+    )
+
+
 def timed(norm: str, step_ms: float, **config: object) -> Result:
     timing = {"step_ms": step_ms, "stack_size": 4}
     return Result("c", 0, "finished", RECORD | {"norm": norm} | config, {}, {}, timing=timing)

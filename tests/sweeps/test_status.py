@@ -209,6 +209,8 @@ def test_cells_of_a_mistaken_command_are_named_and_can_be_forgotten(
     shown = capsys.readouterr().out
     assert "forgotten: norm=bad" in shown and "3 runs of 1 cell: 3 finished" in shown
     assert "complete; next:" in shown
+    assert main([*words, "forget=REFUSED"]) == 2
+    assert "no cell of study=" in capsys.readouterr().err
     append_entries(study, [command(["normexp-train", "bad"], {"bad-1": [0]})])  # asks again
     assert cell_of(study, "norm=bad").states == {0: "not started"}
 

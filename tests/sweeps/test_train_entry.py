@@ -17,6 +17,7 @@ import pytest
 import torch
 from train_cases import QUICK, cells, files, train
 
+import normexp
 from normexp.cells import run
 from normexp.cli import parse_command
 from normexp.config.grid import compose_cells
@@ -29,6 +30,7 @@ from normexp.records.metrics import read_metrics
 from normexp.records.paths import LOCK_FILE
 from normexp.records.result import Status, read_result
 from normexp.sweeps import log as log_module
+from normexp.sweeps import machine
 from normexp.sweeps import sweep as runner
 from normexp.sweeps.log import StudyLog
 from normexp.train import main
@@ -79,6 +81,59 @@ def test_a_dry_run_lists_and_leaves_nothing(tmp_path: Path, capsys: pytest.Captu
     assert [row[:2] for row in rows] == [["norm=batch", "2"], ["norm=group", "2"]]
     assert all(row[-1] == "MiB" for row in rows)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_added_seeds_are_warned_of_with_the_words_to_type_instead(tmp_path: Path, capsys):
+    """By a dry run too, in place of the smallest difference; of a size without effect as well."""
+    words = ["-m", "norm=layer,group", "steps=2", "norm_batch_size=2", "study=mine", "workers=0"]
+    words += [f"runs_dir={tmp_path}", f"data_dir={tmp_path / 'data'}", "save_weights=false"]
+    warning = "train a new study: study=mine-2 seed=2 replicas=3"
+    assert main([*words, "replicas=2"]) == main([*words, "replicas=2"]) == 0
+    assert "new study" not in capsys.readouterr().err
+    assert main([*words, "replicas=3", "dry_run=true"]) == 0
+    planned = capsys.readouterr()
+    assert warning in planned.out and "smallest difference" not in planned.out
+    assert main([*words, "replicas=3"]) == 0
+    assert warning in capsys.readouterr().err.splitlines()[0]
+    [comparison] = normexp.load_report("mine", runs_dir=tmp_path).comparisons
+    assert comparison.why_no_verdict == "seeds were added to the declared ones"
+
+
+COUNTS_THREADS = """
+import torch
+from pathlib import Path
+
+class CountsThreads(torch.nn.Identity):
+    def __init__(self, num_features):
+        super().__init__()
+
+    def forward(self, x):
+        with Path(__file__).with_name("threads").open("a") as file:
+            file.write(f"{torch.get_num_threads()} {len(x)}\\n")
+        return x
+"""
+
+
+@pytest.mark.slow
+def test_a_dry_run_times_a_step_on_the_threads_of_a_worker(
+    tmp_path: Path, own_module: Callable[[str, str], Path], monkeypatch
+):
+    """On more threads than there are free cores, a step takes a hundred times as long."""
+    path = own_module("counts_threads", COUNTS_THREADS)
+    monkeypatch.setattr(machine, "usable_cores", lambda: 4)
+    before = torch.get_num_threads()
+    words = ["norm=counts_threads.CountsThreads", "batch_size=256", "dry_run=true"]
+    words += ["-m", "lr=0.1,0.2", "workers=2", f"runs_dir={tmp_path}"]
+    try:
+        torch.set_num_threads(3)
+        assert main(words) == 0
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    lines = path.with_name("threads").read_text().splitlines()
+    threads = {line.split()[0] for line in lines if line.endswith(" 256")}
+    assert threads == {"1", "2"}  # probes take one
 
 
 CTRL_C = """

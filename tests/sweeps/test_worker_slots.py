@@ -201,3 +201,18 @@ MIXED += [cell(3.0, batch_size=16), cell(3.0)]
 )
 def test_cells_that_differ_in_lr_alone_are_one_group(cells: list[CellSpec], groups: list[object]):
     assert group_cells(cells) == groups
+
+
+@pytest.mark.slow
+def test_threads_that_wait_do_not_keep_a_core_busy():
+    """The OpenMP library itself says how its threads wait."""
+    words = (
+        "from normexp.config.process import importing_torch\nwith importing_torch():\n import torch"
+    )
+    variables = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
+    shown = subprocess.run(
+        [sys.executable, "-c", words],
+        **{"env": variables | {"OMP_DISPLAY_ENV": "true"}, "capture_output": True, "text": True},
+    )
+    assert "OMP_WAIT_POLICY" in shown.stderr and "'ACTIVE'" not in shown.stderr
+    assert "'PASSIVE'" in shown.stderr
