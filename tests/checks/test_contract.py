@@ -72,6 +72,7 @@ class PNorm(nn.Module):
         self.p = nn.Parameter(torch.tensor(2.0))
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x - x.mean(1, keepdim=True)
         return x / ((x.abs() ** self.p).mean(1, keepdim=True) ** (1 / self.p) + 1e-5)
 
 
@@ -156,7 +157,7 @@ LINES = [
     (lambda _: NoHalf(), "dtype kept", "pass", "bfloat16"),
     (lambda _: NoHalf(), "statistics wide in bfloat16", "skipped", ""),
     (broken.NaiveVariance, "statistics wide in bfloat16", "fail", "statistics in float32"),
-    (PNorm, "finite at scale 1e-12", "fail", "gradient of p not finite; bound what"),
+    (PNorm, "finite on constants", "fail", "gradient of p"),
     (lambda _: Refuses(), "5-D inputs", "refused", "not 5-D"),
     # A backward that moves state is measured after its warm-up.
     (partial(PowerNorm, warmup=0.01), "gradient in training", "fail", "128 steps"),
