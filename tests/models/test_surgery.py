@@ -20,8 +20,8 @@ from normexp.errors import UserError
 from normexp.models.surgery import ChannelsLast, replace_norms
 from normexp.models.timm import build_timm_model
 from normexp.models.torchvision import adapt_channels, build_torchvision_model
+from normexp.norms.batch import BatchNorm
 from normexp.norms.factory import NormFactory
-from normexp.norms.group import GroupNorm
 from normexp.norms.site import named_sites
 from normexp.norms.zoo.batch import BatchRenorm
 
@@ -199,7 +199,7 @@ def test_classes_can_be_named_and_what_is_left_is_said() -> None:
 
 def test_many_sites_are_counted_in_the_log():
     network = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(6)))
-    surgery = replace_norms(network, NormFactory(GroupNorm))
+    surgery = replace_norms(network, NormFactory(BatchNorm))
     assert next(surgery.notes()) == "6 sites in place of 6 BatchNorm1d, first 0, last 5"
 
 
