@@ -577,13 +577,13 @@ def _declared_words(comparison: Comparison) -> str:
 
 
 def _added_words(comparison: Comparison) -> str:
-    """`4 seeds were added to the 4 declared ones; a new study of new seeds would give one`."""
+    """`4 seeds were added to the 4 declared, a new study of new seeds would give one`."""
     cells = [cell for cell in comparison.cells if cell.state_of_seeds == "extended"]
     counts = [(len(cell.ended - cell.declared), len(cell.declared)) for cell in cells]
     added, declared = max(counts, default=(0, 0))
     return (
-        f"{format_count(added, 'seed')} {'was' if added == 1 else 'were'} added to the {declared} "
-        "declared, a new study of new seeds would give one"
+        f"{added} seed{'s were' if added > 1 else ' was'} added to the {declared} declared, "
+        "a new study of new seeds would give one"
     )
 
 

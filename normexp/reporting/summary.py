@@ -147,7 +147,7 @@ def print_closing_table(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) 
     for title, outcome in rows:
         values = values_of(outcome.results, _main_metric(outcome))
         if has_sizes and outcome.description.get("mixes_samples") is False:
-            title += " (does not mix samples: once for all norm_batch_size)"
+            title += " (any norm_batch_size: does not mix samples)"
         shown, count = _shown(outcome, in_header=metric), len(values) if outcome.results else ""
         row = [_status_of(outcome), title, shown, str(count)]
         row += [outcome.cell_id] * has_place
