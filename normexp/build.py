@@ -188,6 +188,7 @@ class NetworkBuilder:
             replaced.
         classes: names of the classes that `norm` replaces; empty: all recognised norms.
         weights: the weights that every seed starts from.
+        preprocessing: of the images that the network gets, said where it starts from weights.
         logged: messages logged so far; networks of other seeds would only repeat them.
     """
 
@@ -196,6 +197,7 @@ class NetworkBuilder:
     takes_norm: bool = False
     classes: Sequence[str] = ()
     weights: Weights | None = None
+    preprocessing: str = ""
     logged: set[str] = field(default_factory=set)
 
     @property
@@ -246,7 +248,7 @@ class NetworkBuilder:
                 loading.into(network)
         if loading:
             loading.check(network)
-            notes += loading.notes(network)
+            notes += [*loading.notes(network), *filter(None, [self.preprocessing])]
         for note in notes:
             if note not in self.logged:
                 self.logged.add(note)
@@ -265,6 +267,7 @@ def build_network(values: Mapping[str, Any], norm: NormFactory, data: Data) -> N
     find = NAMED_WEIGHTS.get(target.path)
     download = None if find is None else partial(find, values["name"])
     weights = None if start is None else open_weights(start, download)
+    builder = partial(NetworkBuilder, weights=weights, preprocessing=_explain_inputs(data))
     available = {
         "input_shape": data.input_shape,
         "num_outputs": data.num_outputs,
@@ -280,9 +283,7 @@ def build_network(values: Mapping[str, Any], norm: NormFactory, data: Data) -> N
         available["num_classes"] = data.num_outputs
         if len(data.input_shape) == 3:
             available |= dict.fromkeys(("in_channels", "in_chans"), data.input_shape[0])
-        return NetworkBuilder(
-            target.filled_in(available), norm, classes=classes or (), weights=weights
-        )
+        return builder(target.filled_in(available), norm, classes=classes or ())
     if classes:
         raise UserError(
             f"model.replace={as_typed(classes)}: this model builds its norms from its argument "
@@ -292,7 +293,18 @@ def build_network(values: Mapping[str, Any], norm: NormFactory, data: Data) -> N
         fits = "text data such as data=manual" if "vocab_size" in names else "a text model"
         model = target.path.rpartition(".")[2]
         raise UserError(f"model={model} does not fit data={data.name}; try {fits}")
-    return NetworkBuilder(target.filled_in(available), norm, takes_norm=True, weights=weights)
+    return builder(target.filled_in(available), norm, takes_norm=True)
+
+
+def _explain_inputs(data: Data) -> str:
+    """How images are preprocessed, with the keys that change it; "" for tokens."""
+    said = data.preprocessing
+    if said and data.has_own_moments:
+        said += (
+            "; if the weights were trained with another mean and deviation, as ImageNet's, set "
+            "data.mean and data.std (data=image_folder)"
+        )
+    return said
 
 
 def _take_scores(_: nn.Module, __: Any, output: Any) -> Any:

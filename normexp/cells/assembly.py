@@ -62,7 +62,14 @@ def build_callbacks(cell: Cell, control: TrainingControl) -> list[Callback]:
     progress = TrainingProgress(cell.title) if follow is None else StepReports(follow)
     callbacks = [progress, *recipe.callbacks()]
     if recipe.diagnostics:
-        callbacks.append(Diagnostics(recipe.diagnostics, elementwise=not cell.traits.pools))
+        traits = cell.traits
+        callbacks.append(
+            Diagnostics(
+                recipe.diagnostics,
+                elementwise=not traits.pools,
+                mixes_samples=traits.mixes_samples,
+            )
+        )
     return callbacks
 
 

@@ -239,8 +239,13 @@ def save_evaluations(cell_dir: Path, contents: Contents, samples: Samples) -> No
 
 def why_nothing(recipe: Recipe) -> str:
     """Explains why the requested statistics gave no number."""
-    lacks = {"batch": "does not mix samples", "precise": "keeps no running moments"}
-    reason = "the norm " + " and ".join(lacks[kind] for kind in lacks if kind in recipe.statistics)
+    lacks = {
+        "batch": "does not mix samples",
+        "precise": "keeps no running moments",
+        "own_share": "keeps no running mean and variance",
+    }
+    reasons = [lacks[kind] for kind in lacks if kind in recipe.statistics]
+    reason = "the norm " + " and ".join(reasons or [lacks["batch"]])  # own_share is then dropped
     if recipe.evaluation_batch_sizes:  # batch statistics were evaluated
         reason = "none of the numbers is finite"
     asked = f"evaluate_with=[{','.join(recipe.statistics)}]"

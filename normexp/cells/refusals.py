@@ -145,8 +145,15 @@ def check_norm_batch_size(typed: int | None, recipe: Recipe) -> None:
 
 
 def check_evaluation(recipe: Recipe, data: Data, traits: Traits) -> None:
-    """Refuses a batch larger than a split, and batch statistics without meaning."""
+    """Refuses a batch larger than a split, and statistics without meaning."""
     sizes = recipe.evaluation_batch_sizes
+    if traits.leaks_future_in_training:
+        takes_own_share = traits.mixes_samples and "own_share" in recipe.statistics
+        for kind in [*(["batch"] if sizes else []), *(["own_share"] if takes_own_share else [])]:
+            raise UserError(
+                f"evaluate_with={kind}: these statistics of this norm include later positions of "
+                "the text, so the loss is meaningless; try evaluate_with=[running,precise]"
+            )
     if not sizes:
         return
     for split in ("val", "test"):
@@ -156,11 +163,6 @@ def check_evaluation(recipe: Recipe, data: Data, traits: Traits) -> None:
                 f"evaluate_batch_sizes: {max(sizes)} is more than the {num_samples} samples "
                 f"of {split}; try evaluate_batch_sizes=[{num_samples}] or less"
             )
-    if traits.leaks_future_in_training:
-        raise UserError(
-            "evaluate_with=batch: batch statistics of this norm include later positions of the "
-            "text, so the loss is meaningless; try evaluate_with=[running,precise]"
-        )
     single = traits.single_valued(min(sizes)) if traits.mixes_samples else []
     if single:
         raise UserError(

@@ -272,12 +272,12 @@ def plan_cell(spec: CellSpec, planned: dict[str, Outcome], threads: int | None =
     """The outcome of a cell in a dry run, which writes nothing. Raises as `prepare_cell`.
 
     Args:
-        planned: the outcomes of the command's cells so far, by id; of sizes without effect, one
-            stands for all.
+        planned: the outcomes of the command's cells so far, by folder; of sizes without effect,
+            one stands for all.
         threads: the most CPU threads that the training gets; None: all of this process.
     """
     if spec.config is not None:
-        same, alike = (planned.get(s.id) for s in (spec, spec.without_norm_batch_size))
+        same, alike = (planned.get(str(s.directory)) for s in (spec, spec.without_norm_batch_size))
         if same is not None:
             return same
         if alike is not None and not alike.description["mixes_samples"]:
@@ -287,7 +287,7 @@ def plan_cell(spec: CellSpec, planned: dict[str, Outcome], threads: int | None =
     outcome.description, outcome.invalid = cell.description, cell.invalid
     outcome.memory = cell.memory
     outcome.step_seconds = seconds_of_step(cell, threads) if outcome.missing else 0.0
-    planned[cell.spec.id] = outcome
+    planned[str(cell.spec.directory)] = outcome
     return outcome
 
 

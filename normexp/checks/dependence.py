@@ -23,7 +23,6 @@ from normexp.checks.probe import (
     TOLERANCE,
     Probe,
     change,
-    changes,
     difference,
     in_float64,
     moves,
@@ -178,17 +177,21 @@ def reach_of(site: EnteredSite) -> Reach | None:
     Counts the outputs that an outlier at the first position moves, in two samples and channels;
     cumulative statistics carry the first position to all later ones. If only the outlier's own
     output moves, the input is rescaled: a statistic over one value gives the same (x - x) or
-    x / |x| again, while a norm without statistics changes.
+    x / |x| again, while a norm without statistics changes. Changes are relative to what the sign
+    of the input moves, as a bias or a large running variance may hide the input in the output.
     """
-    probe = site.probe(training=True)
+    probe = site.probe(training=True, in_double=True)
     (x,), before = probe.inputs, probe.observe().output
     if not before.isfinite().all():
         raise UserError("returns NaN or infinity in training for inputs of size 1")
+    least = (probe.tolerance if probe.is_double else TOLERANCE) * before.abs().max()
+    by_sign = (before - probe.observe(-x).output).abs().amax(dim=(0, 2), keepdim=True)  # (1, C, 1)
     reaches: list[Reach] = []
     for sample, channel in ((0, 0), (len(x) - 1, x.shape[1] - 1)):
         changed = x.clone()
         changed[sample, channel, 0] += math.sqrt(x.numel())
-        moved = changes(before, probe.observe(changed).output) > TOLERANCE
+        far = (probe.observe(changed).output - before).abs()
+        moved = ~(far <= (TOLERANCE * by_sign).clamp_min(least))  # (N, C, P), true for NaN
         of_samples = moved.flatten(1).sum(dim=1)
         of_sample = int(of_samples[sample])
         others = int(of_samples.sum()) - of_sample
@@ -197,8 +200,9 @@ def reach_of(site: EnteredSite) -> Reach | None:
             reaches.append(Reach(max(of_sample, 1), others / max(len(x) - 1, 1)))
     if reaches:
         return max(reaches)
-    small, large = (probe.observe(scale * x).output for scale in (0.1, 3.0))
-    return None if moves(small, large, tolerance=1e-2) else Reach(1, 0.0)
+    small, large, flipped = (probe.observe(scale * x).output for scale in (0.1, 3.0, -3.0))
+    by_sign, by_scale = ((large - other).abs().max() for other in (flipped, small))
+    return Reach(1, 0.0) if by_scale <= max(1e-2 * by_sign, least) else None
 
 
 def reaches_of(network: BuiltNetwork) -> dict[str, Reach]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter, defaultdict
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -34,6 +34,7 @@ from normexp.norms.site import Site, named_sites
 from normexp.norms.state import is_sequential as declares_order
 
 NETWORK_STEPS, NORM_STEPS = 1, 20  # training steps in which hidden state may show
+ROUNDING = 1e-9  # relative; float64 rounding moves outputs of norms by less
 
 
 @dataclass(frozen=True)
@@ -316,7 +317,11 @@ def every_output_is_the_same(network: BuiltNetwork) -> str | None:
         return None
     floating = inputs.is_floating_point()
     inputs[0] = 3 * inputs[0].flip(-1) + 1 if floating else inputs[0].roll(1, dims=-1)
-    (probe,) = network.whole({**network.short, "inputs": inputs}).probes(training=True)
+    model = copy.deepcopy(network.exposed)
+    for _, site in named_sites(model):
+        site.register_forward_hook(_standardized)
+    case = replace(network.whole({**network.short, "inputs": inputs}), module=model)
+    (probe,) = replace(case, is_foreign=True).probes(training=True)  # in float64 if it can be
     output = probe.observe().output
     if moves(output[:1].expand_as(output), output, scale=1e-2):
         return None
@@ -324,6 +329,17 @@ def every_output_is_the_same(network: BuiltNetwork) -> str | None:
         "with this norm the model's output is the same for every input, for example because it "
         "averages positions after a norm that centres them; try norm=layer"
     )
+
+
+def _standardized(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+    """The output of a site with mean 0 and variance 1, unless it is constant up to rounding.
+
+    Fixed statistics of other inputs would shrink what the network tells from its inputs.
+    """
+    spread = output.std() if output.dtype == torch.float64 else 0
+    if not spread > ROUNDING * max(output.abs().max(), 1):
+        return output
+    return (output - output.mean()) / spread
 
 
 # ---------------------------------------------------------------- optimizer

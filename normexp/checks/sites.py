@@ -85,10 +85,10 @@ class EnteredSite:
         size = 0.5 + torch.rand(self.shape, generator=draws)
         return size * (1 - 2 * torch.randint(2, self.shape, generator=draws))
 
-    def probe(self, training: bool, *mask: Tensor) -> Probe:
-        """A probe of a copy, on `values`; in float64 if the norm is foreign and computes so."""
+    def probe(self, training: bool, *mask: Tensor, in_double: bool = False) -> Probe:
+        """A probe of a copy, on `values`; in float64 if asked or foreign, where it computes so."""
         inputs = self.values(), *mask
-        wide = in_float64(self.module, *inputs) if self.is_foreign else None
+        wide = in_float64(self.module, *inputs) if in_double or self.is_foreign else None
         module, inputs = wide or (copy.deepcopy(self.module), inputs)
         module = self.set_mode(module, training)
         return Probe(module, *inputs, ways=1, is_sensitive=self.is_foreign)

@@ -425,6 +425,10 @@ def _explain(error: Exception, config_dirs: Sequence[str]) -> UserError:
     return UserError(" ".join(shown[:2]) if shown[0].endswith(":") else shown[0])
 
 
+class UnknownChoice(UserError):
+    """A group has no such choice, as in `norm=gruop`."""
+
+
 def _is_utf8(file: Path) -> bool:
     try:
         return file.is_dir() or bool(file.read_text("utf-8")) or True
@@ -448,7 +452,7 @@ def _unknown_choice(file: str, config_dirs: Sequence[str]) -> UserError:
         remedies.append(f"of torchvision or timm: model=torchvision model.name={word}")
     if group in CUSTOM_GROUPS:
         remedies.append(f"your own: {group}=custom {group}._target_=...")
-    return UserError(
+    return UnknownChoice(
         f"{group}={name}: no such {group}{hint and f'; {hint}'} ({'; '.join(remedies)})"
     )
 

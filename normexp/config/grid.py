@@ -13,6 +13,7 @@ from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, O
 from hydra.types import RunMode
 
 from normexp.config.compose import (
+    UnknownChoice,
     compose_cell,
     compose_choices,
     compose_config,
@@ -35,7 +36,8 @@ def compose_cells(command: Command) -> list[CellSpec]:
     compose or cannot be trained becomes a row of the sweep, and the other cells are trained.
 
     Raises:
-        UserError: the single cell, or every cell of a sweep, is refused.
+        UserError: the single cell, or every cell of a sweep, is refused; or a value is mistyped, so
+            that a group has no such choice.
     """
     lines = list_cells(command)
     shared = set(lines[0]).intersection(*lines) if len(lines) > 1 else set()
@@ -45,6 +47,8 @@ def compose_cells(command: Command) -> list[CellSpec]:
         try:
             config, choices = compose_cell(line, command.config_dirs)
             cells.append(CellSpec(config, choices, title, overrides=line))
+        except UnknownChoice:
+            raise
         except UserError as error:
             cells.append(CellSpec(None, {}, title, str(error), line))
             errors.append(error)

@@ -154,7 +154,8 @@ def evaluations_of(spec: CellSpec, trained: Mapping[str, Any]) -> dict[str, int]
         trained: the `config` of a result of the cell; its sizes count devices.
     """
     config, statistics = spec.values, spec.values["evaluate_with"]
-    asked = {"precise": config["precise_samples"]} if "precise" in statistics else {}
+    pooled = ("precise", "own_share")
+    asked = {kind: config["precise_samples"] for kind in pooled if kind in statistics}
     if "batch" not in statistics:
         return asked
     norm = next(size for key in reversed(SIZES) if (size := trained[key]) is not None)

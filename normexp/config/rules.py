@@ -180,7 +180,9 @@ KEYS = {
     "stack": Key(one_of("auto", True, False), identity=False),
     "compile": Key(FLAG, identity=False),
     "save_weights": Key(FLAG, identity=False),
-    "evaluate_with": Key(list_of(one_of("running", "precise", "batch")), identity=False),
+    "evaluate_with": Key(
+        list_of(one_of("running", "precise", "own_share", "batch")), identity=False
+    ),
     "precise_samples": Key(SEVERAL, "samples", identity=False),
     "evaluate_batch_sizes": Key(list_of(COUNT).or_null(), "samples", identity=False),
     "evaluate_every_epoch": Key(FLAG, identity=False),

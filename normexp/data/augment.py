@@ -40,6 +40,11 @@ class Augmentation:
     def is_on(self) -> bool:
         return bool(self.crop_padding or self.flip or self.cutout)
 
+    def __str__(self) -> str:
+        """As on the command line: `crop_padding=4, flip=true`; what is off is left out."""
+        shown = {name: value for name, value in vars(self).items() if value}
+        return ", ".join(f"{name}={str(value).lower()}" for name, value in shown.items())
+
     def draw(self, seed: int, step: int, num_samples: int) -> dict[str, Tensor]:
         """Random numbers for one step, each (num_samples,), int64 or bool, on the CPU.
 

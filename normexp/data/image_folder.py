@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +26,9 @@ from normexp.records.files import open_atomic
 
 log = logging.getLogger(__name__)
 
+IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+MIN_STD = 0.001  # a grey level is 0.004
+
 
 def load_image_folder(
     *,
@@ -32,6 +38,8 @@ def load_image_folder(
     val_fraction: float,
     split_seed: int,
     augmentation: Augmentation | None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
 ) -> Data:
     """RGB images, uint8 (N, 3, H, W), decoded once and cached under data_dir/cache.
 
@@ -39,13 +47,17 @@ def load_image_folder(
         root: folder with train/<class>/ and test/<class>/; other folders (val/) are ignored.
         size: side in pixels to which images are scaled and centre-cropped; None leaves images as
             they are, which must then have one size.
+        mean, std: of each channel, in 0..1 units, by which images are normalized; None: those of
+            the training images. Networks that start from weights need those of their training.
 
     Raises:
-        UserError: a missing folder, an empty class, classes that differ between train and test, a
-            file that cannot be decoded, images of several sizes, too little memory.
+        UserError: bad or incomplete mean and std, a missing folder, an empty class, classes that
+            differ between train and test, a file that cannot be decoded, images of several sizes,
+            too little memory.
     """
     if size is not None and size < 1:
         raise UserError(f"data.size={size} must be positive; try data.size=32")
+    moments = _given_moments(mean, std)
     listing = {split: list_images(Path(root), split) for split in ("train", "test")}
     check_same_classes(root, listing)
     files = [list(chain.from_iterable(by_class.values())) for by_class in listing.values()]
@@ -57,7 +69,7 @@ def load_image_folder(
         Examples(part, classes.repeat_interleave(count))
         for part, count in zip(parts, counts, strict=True)
     )
-    return build_image_data(
+    data = build_image_data(
         "image_folder",
         train,
         test,
@@ -67,6 +79,30 @@ def load_image_folder(
         split_seed=split_seed,
         augmentation=augmentation,
     )
+    return data if moments is None else dataclasses.replace(data, **moments)
+
+
+def _given_moments(
+    mean: Sequence[float] | None, std: Sequence[float] | None
+) -> dict[str, Any] | None:
+    """The fields of `Data` that hold a mean and standard deviation; None if both are None."""
+    if mean is None and std is None:
+        return None
+    for key, values in (("mean", mean), ("std", std)):
+        if values is None:
+            raise UserError(f"data.{key} is missing: give data.mean and data.std, or neither")
+        numbers = values if isinstance(values, Sequence) else []
+        least = 0 if key == "mean" else MIN_STD
+        if len(numbers) != 3 or not all(
+            isinstance(number, int | float) and least <= number <= 1 for number in numbers
+        ):
+            given, example = (str(v).replace(" ", "") for v in (values, IMAGENET[key]))
+            raise UserError(
+                f"data.{key}={given}: must be three numbers from {least:g} to 1, of the channels "
+                f"red, green and blue, as ImageNet's data.{key}={example}"
+            )
+    assert mean is not None and std is not None
+    return {"mean": tuple(mean), "std": tuple(std), "has_own_moments": False}
 
 
 def list_images(root: Path, split: str) -> dict[str, list[Path]]:

@@ -40,7 +40,8 @@ from normexp.diagnosis.network import (
     take,
     training_modes,
 )
-from normexp.diagnosis.sites import (
+from normexp.errors import UserError, first_line
+from normexp.norms.moment_sites import (
     NormSite,
     Population,
     Samples,
@@ -55,7 +56,6 @@ from normexp.diagnosis.sites import (
     without_initial,
     write_populations,
 )
-from normexp.errors import UserError, first_line
 from normexp.norms.moments import Moments
 from normexp.norms.site import named_sites
 from normexp.norms.state import install_state, read_state, write_state

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from normexp.diagnosis.examination import MOST_TRIALS, Examination, standard_error
 from normexp.diagnosis.result import Estimate, Finding, SiteRow
-from normexp.diagnosis.sites import (
+from normexp.norms.moment_sites import (
     INITIAL_SHARE,
     NormSite,
     averaged_var,

@@ -154,11 +154,16 @@ class Attention(nn.Module):
             q, k = self.normalize(self.q_norm, q, mask), self.normalize(self.k_norm, k, mask)
         if self.norms_value:
             v = self.normalize(self.v_norm, v, mask)
-        keys = None if mask is None else mask[:, None, None, :]
+        bias = None
+        if mask is not None:
+            # Made from q, so that it has the axis of replicas: under vmap, torch 2.11 gives its
+            # fused kernels a mask that all replicas share without repeating it for each.
+            padded = ~mask[:, None, None, :]
+            bias = q.new_zeros(padded.shape).masked_fill(padded, -math.inf)
         # The fused CPU kernel has no batching rule: vmap would warn and loop over the replicas.
         plain = sdpa_kernel(SDPBackend.MATH) if x.device.type == "cpu" else nullcontext()
         with plain:
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=keys, is_causal=self.is_causal)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=self.is_causal)
         return self.out(y.transpose(1, 2).flatten(2))
 
 

@@ -218,12 +218,12 @@ def has_evaluations(cell_dir: Path, runs: Sequence[Result], asked: Mapping[str, 
     """True if evaluation.json of each finished run has these kinds of statistics.
 
     Args:
-        asked: `precise` or `batch<k>` to its number of samples. A norm that does not mix samples
-            has no batch statistics.
+        asked: `precise`, `own_share` or `batch<k>` to its number of samples. A norm that does not
+            mix samples has the first alone.
     """
     for run in runs:
         if not run.config.get("mixes_samples", True):
-            asked = {kind: count for kind, count in asked.items() if not kind.startswith("batch")}
+            asked = {kind: count for kind, count in asked.items() if kind == "precise"}
         if run.status != Status.FINISHED or not asked:
             continue
         file = seed_dir(cell_dir, run.seed) / EVALUATION_FILE

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -81,6 +82,8 @@ def why_missing(target: str) -> str:
     file = _own_file(module or name)
     if file is None or file.suffix != ".py" or file.name == "__init__.py":
         return ""
+    if not os.access(file, os.R_OK):
+        return f"{file} cannot be read (permission denied)"
     defined, others = _names_in(_read(file))
     if name in others or hasattr(sys.modules.get(module), name) or "*" in others:
         return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import altair as alt
@@ -12,6 +12,7 @@ import pandas as pd
 from normexp.reporting.charts import (
     HEIGHT,
     LINE,
+    ROWS,
     WIDTH,
     Figure,
     Styles,
@@ -24,7 +25,7 @@ from normexp.reporting.charts import (
 from normexp.reporting.metric import Metric, describe_metric
 from normexp.reporting.model import AXIS_WORDS, RunRow, Slice
 from normexp.reporting.rows import Row, interval_row, plain_rows
-from normexp.reporting.style import DIVERGED
+from normexp.reporting.style import DIVERGED, STATISTICS_STYLES
 from normexp.stats.interval import mean
 
 WILD = 1.5  # times the highest first loss; a diverging norm leaves the scale there
@@ -40,6 +41,10 @@ DIAGNOSTICS = {
     "saturated": "share of values where the norm is flat",
     "grad_norm": "gradient norm of the norm's parameters",
 }
+
+SCATTER = {"mean_scatter": "means of groups", "var_scatter": "variances of groups"}
+DISTANCES = {"mean_distance": "running mean", "var_distance": "running variance"}
+RATES = {"grad_norm": "gradient norm", "effective_lr": "effective learning rate"}
 
 
 def curve_table(runs: Sequence[RunRow]) -> pd.DataFrame:
@@ -70,6 +75,8 @@ def draw_history(part: Slice, styles: Styles) -> Iterator[Figure]:
         tables.append(table.assign(**words, diverged=cell.diverged))
     values = pd.concat(tables, ignore_index=True)
     yield from _draw_curves(part, styles, values)
+    if len(part.sizes) > 1:
+        yield from _draw_groups(part, values)
     yield from _draw_sites(part, styles, values[values["size"] == part.sizes[0]])
 
 
@@ -173,6 +180,115 @@ def _draw_sites(part: Slice, styles: Styles, values: pd.DataFrame) -> Iterator[F
         chart = alt.layer(*lines).properties(width=WIDTH, height=220)
         caption = f"{title} at each norm site after training, {where}; mean over seeds."
         yield Figure(f"sites_{name}", f"{title}, {where}", caption, chart, of_diagnostic)
+
+
+# Why a norm that mixes samples falls at its smallest size
+
+
+def _draw_groups(part: Slice, values: pd.DataFrame) -> Iterator[Figure]:
+    """Statistics of groups, averages and gradients at the smallest and the largest size."""
+    values = values[~values["norm"].isin(part.independent)]
+    values = values.assign(
+        site=values["name"].str.extract("diagnostics/(.*)/", expand=False),
+        measured=values["name"].str.extract("([^/]*)$", expand=False),
+    )
+    scatter = values[values["measured"].isin(SCATTER)]
+    if part.axis != "norm_batch_size" or scatter["size"].nunique() < 2:
+        return
+    known = scatter.groupby("norm")["size"].nunique() == 2
+    values = values[values["norm"].isin(known.index[known])]
+    small, large = part.sizes[0], part.sizes[-1]
+    styles = {
+        f"{AXIS_WORDS[part.axis]} {size}": STATISTICS_STYLES[place]
+        for place, size in enumerate((small, large))
+    }
+    law = f"{small}, expected from {large}"
+    last = values["samples"] == values.groupby(["cell", "name"])["samples"].transform("max")
+    table = _table_of_sizes(part, values[last], SCATTER, ["site"])
+    factor = math.sqrt(large / small)
+    expected = table[table["size"] == large].assign(size=small, series=law, n=None)
+    expected[["mean", "low", "high"]] = expected[["mean", "low", "high"]].astype(float) * factor
+    with_law = {**styles, law: STATISTICS_STYLES[2]}
+    x = alt.X("site:N", title="norm site, by depth", sort=list(table["site"].unique()))
+    x = x.axis(labelAngle=-45, labelLimit=110, labelOverlap="greedy")
+    yield _figure_of_sizes(
+        "group_scatter",
+        "How the statistics of groups scatter",
+        "After training, over groups of samples that share statistics: the standard deviation of "
+        "their means, in standard deviations of all values, and of their variances, in variances "
+        "of all values; mean over channels, then over seeds with its 95 % interval. Of independent "
+        f"samples the variance of a statistic falls as 1 / size: the third line is {factor:.3g} "
+        f"times that of size {large}.",
+        pd.concat([table, expected]),
+        x,
+        with_law,
+    )
+    x = alt.X("samples:Q", title="training samples seen").scale(zero=True, nice=False)
+    x = x.axis(format="~s", tickCount=4)
+    if values["measured"].isin(DISTANCES).any():  # a norm may keep no averages
+        yield _figure_of_sizes(
+            "averages_distance",
+            "Running averages against the statistics of groups",
+            "How far running mean and variance are from those of all values, in standard "
+            "deviations of the statistic between groups, its noise: mean over channels and sites, "
+            "then over seeds with its 95 % interval. Groups of the largest size are few, so some "
+            "tenths are the error of this measurement.",
+            _table_of_sizes(part, values, DISTANCES, ["samples"]),
+            x,
+            styles,
+        )
+    is_whole = values["name"] == "train/grad_norm"
+    of_runs = values[is_whole | (values["measured"] == "effective_lr")]
+    yield _figure_of_sizes(
+        "gradient_and_rate",
+        "Gradient norm and effective learning rate",
+        "Norm of the gradient over all parameters, after any clipping, at single steps; and "
+        "lr / |w|^2, of weights before a norm, which undoes their scale (arXiv:1706.05350), of "
+        "SGD, mean over sites. Mean over seeds with its 95 % interval.",
+        _table_of_sizes(part, of_runs, RATES, ["samples"]),
+        x,
+        styles,
+    )
+
+
+def _table_of_sizes(
+    part: Slice, values: pd.DataFrame, panels: Mapping[str, str], by: list[str]
+) -> pd.DataFrame:
+    """The mean over seeds of what was measured, with its interval; a panel for each quantity."""
+    keys = ["norm", "size", "measured", *by]
+    values = values[values["measured"].isin(panels)]
+    values = values.sort_values("measured", key=lambda m: m.map([*panels].index), kind="stable")
+    of_seeds = values.groupby([*keys, "seed"], sort=False)["value"].mean().reset_index()
+    norms, rows = values["norm"].nunique(), []
+    for key, group in of_seeds.groupby(keys, sort=False):
+        row: Row = dict(zip(keys, key, strict=True))
+        interval = mean(group["value"])
+        words = panels[row["measured"]]
+        row |= {"mean": interval.estimate, "low": interval.low, "high": interval.high}
+        row |= {"n": interval.n, "panel": words if norms == 1 else f"{row['norm']}: {words}"}
+        rows.append(row | {"series": f"{AXIS_WORDS[part.axis]} {row['size']}"})
+    table = pd.DataFrame(rows)
+    if "samples" in by:  # curves of single steps have many points
+        curves = [
+            _thinned(curve, MAX_POINTS)
+            for _, curve in table.groupby(["panel", "series"], sort=False)
+        ]
+        table = pd.concat(curves)
+    return table
+
+
+def _figure_of_sizes(
+    name: str, title: str, caption: str, table: pd.DataFrame, x: alt.X, styles: Styles
+) -> Figure:
+    """A panel for each quantity, each with its own axes; the sizes beside each other as lines."""
+    y = alt.Y("mean:Q", title=None).scale(zero=True).axis(format="~g", tickCount=5)
+    tip = tooltip("norm", "series", str(x["shorthand"]), "mean:Q", "low:Q", "high:Q", "n:Q")
+    lines = draw_lines(x, y, encode_style(styles, "series"), tip, size=30)
+    panel = alt.layer(*lines).properties(width=200, height=150)
+    facet = alt.Facet("panel:N", title=None, sort=list(table["panel"].unique()))
+    chart = panel.facet(facet, columns=2, data=ROWS)
+    chart = chart.resolve_axis(x="independent", y="independent").resolve_scale(y="independent")
+    return Figure(name, title, caption, chart, table, fit="facet")
 
 
 # Curves of an opened cell

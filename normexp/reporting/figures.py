@@ -347,8 +347,9 @@ def draw_statistics(part: Slice, _: Styles) -> Iterator[Figure]:
     )
     panel = alt.layer(*layers).properties(width=200, height=150)
     caption = (
-        "The same trained networks evaluated with running averages, with precise statistics and "
-        "with the statistics of the evaluation batch (batch: the size used in training). Where the "
+        "The same trained networks evaluated with running averages, with precise statistics, "
+        "with these and a sample's own share in them as in training (own_share), and with the "
+        "statistics of the evaluation batch (batch: the size used in training). Where the "
         "results are apart by more than their intervals, running averages do not stand for the "
         "statistics of the trained network."
     )

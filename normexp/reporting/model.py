@@ -406,9 +406,17 @@ class Slice:
             return ""
         tuned = self.tuned(cell)
         if tuned is None:
-            return f"best of {len(rates)} rates, search incomplete"
+            return f"best of {len(rates)} rates, {self._why_not_tuned(cell)}"
         edge = ", best rate at an edge" if tuned.is_at_edge else ""
         return f"tuned over {len(rates)} rates{edge}"
+
+    def _why_not_tuned(self, cell: CellRow) -> str:
+        seeds = [frozenset(other.ended) for other in self.grid(cell)]
+        if any(other.failed for other in self.grid(cell)):
+            return "runs failed"
+        if len(set(seeds)) == 1 and len(seeds[0]) < 3:
+            return f"by {len(seeds[0])} seed{'s' * (len(seeds[0]) != 1)} each: tuning takes 3"
+        return "search incomplete"
 
     def with_diverged(self, cell: CellRow) -> Values:
         """The values of a cell, in which a diverged run has the worst value of `lines`."""

@@ -78,13 +78,25 @@ class Report:
 
     @property
     def refusals(self) -> list[str]:
-        """`batch and group num_groups=7, 3 cells refused: ...`, a line for each reason."""
+        """`batch and group num_groups=7, 3 cells refused: ...`, a line for each reason.
+
+        And one for each error of runs that failed.
+        """
         norms: dict[str, list[str]] = {}
         for cell in self.refused:
             norms.setdefault(cell.error, []).append(cell.norm)
-        return [
+        failed: dict[str, list[str]] = {}
+        for cell in self.cells:
+            for run in cell.runs:
+                if run.result.error:
+                    failed.setdefault(run.result.error, []).append(cell.norm)
+        refused = [
             f"{listed([*dict.fromkeys(same)])}, {format_count(len(same), 'cell')} {error}"
             for error, same in norms.items()
+        ]
+        return refused + [
+            f"{listed([*dict.fromkeys(same)])}, {format_count(len(same), 'run')} failed: {error}"
+            for error, same in failed.items()
         ]
 
     @property

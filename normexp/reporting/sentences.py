@@ -12,6 +12,7 @@ from functools import cache
 
 import numpy as np
 
+from normexp.reporting.causes import words_on_causes
 from normexp.reporting.metric import Metric, describe_metric, format_signed
 from normexp.reporting.model import AXIS_WORDS, CellRow, RunRow, Slice
 from normexp.reporting.verdict import (
@@ -51,7 +52,7 @@ class Claim:
 
     norms: the subject; several norms if all are independent of the size
     kind: see `Comparison.kind`; or `independent` (of the norm batch size, by measurement),
-        `one size`, `invalid`
+        `one size`, `invalid`, `cause`
     details: follow the claim in brackets
     elsewhere: the same comparison at other budgets, as further sentences
     sizes: the sizes that the claim is about
@@ -107,7 +108,8 @@ class Answer:
 
     @property
     def losses(self) -> list[Claim]:
-        return [claim for claim in (*self.sentences, *self.untested) if not claim.reference]
+        claims = (*self.sentences, *self.untested)
+        return [claim for claim in claims if not claim.reference and claim.kind != "cause"]
 
     @property
     def comparisons(self) -> list[Claim]:
@@ -138,6 +140,7 @@ def answer_slices(slices: Sequence[Slice], comparisons: Sequence[Comparison]) ->
         claims = [
             *_plain_claims(part),
             *(_claim(comparison, comparisons) for comparison in of_part),
+            *(claim for comparison in of_part for claim in _cause_claims(comparison)),
         ]
         claims.sort(key=lambda claim: (bool(claim.reference), claim.kind == "independent"))
         untested = [one for one in claims if one.comparison and not one.comparison.is_primary]
@@ -251,6 +254,12 @@ def _plain_claims(part: Slice) -> Iterator[Claim]:
         claim = f"{listed(norms)} {do} not depend on the {axis}"
         details = f"measured by a probe: {they} not mix samples; trained with {shown}"
         yield Claim(norms, "independent", claim, details)
+
+
+def _cause_claims(comparison: Comparison) -> Iterator[Claim]:
+    """What carries a loss along the sizes, or why that is not said."""
+    if (words := words_on_causes(comparison)) is not None:
+        yield Claim([comparison.first.norm], "cause", *words, sizes=comparison.sizes)
 
 
 def _cost_words(part: Slice) -> str | None:

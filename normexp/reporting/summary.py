@@ -16,7 +16,7 @@ from normexp.config.spec import CellSpec, study_words
 from normexp.records.paths import LOG_FILE
 from normexp.records.result import DONE, Result, Status, values_of
 from normexp.records.state import shared_words
-from normexp.reporting.terminal import open_console, text_table
+from normexp.reporting.terminal import Footnotes, open_console, text_table
 
 SHOWN = ("test/accuracy", "test/bits_per_byte", "test/loss", "val/accuracy", "val/bits_per_byte")
 STATUSES = (
@@ -142,18 +142,19 @@ def print_closing_table(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) 
     names = {_main_metric(outcome) for outcome in outcomes} - {""}
     metric = names.pop() if len(names) == 1 else ""
     has_place = console.width >= WIDE
-    table = []
+    table, footnotes = [], Footnotes()
     has_sizes = any("norm_batch_size=" in cell.title for cell in cells)
     for title, outcome in rows:
         values = values_of(outcome.results, _main_metric(outcome))
         if has_sizes and outcome.description.get("mixes_samples") is False:
             title += " (any norm_batch_size: does not mix samples)"
         shown, count = _shown(outcome, in_header=metric), len(values) if outcome.results else ""
-        row = [_status_of(outcome), title, shown, str(count)]
+        row = [_status_of(outcome), title, footnotes.mark(shown), str(count)]
         row += [outcome.cell_id] * has_place
         table.append(row)
     heads = ["status", "cell", metric or "result", "n", *["where"] * has_place]
     console.print(text_table(heads, table))
+    footnotes.print(console)
     counts = Counter(_status_of(outcome) for _, outcome in rows)
     console.out(", ".join(f"{counts[name]} {name}" for name in STATUSES if counts[name]))
     for note in _notes_on_rows(rows):
@@ -208,7 +209,7 @@ def _shown(outcome: Outcome, *, in_header: str) -> str:
     label = "" if name == in_header else f"{name} "
     spread = f" (sd {statistics.stdev(values):.4f})" if len(values) > 1 else ""
     parts = [f"{label}{statistics.mean(values):.4f}{spread}"] if values else []
-    parts += [outcome.error] if outcome.error else []
+    parts += [re.sub(r" \(see \S+\)$", "", outcome.error)] if outcome.error else []
     diverged = [
         run.diverged_at_step or 0 for run in outcome.results if run.status == Status.DIVERGED
     ]

@@ -31,6 +31,7 @@ PIPE_WIDTH = 100  # characters, without a terminal and without COLUMNS
 LEFT_OUT = (*("n", "seeds", "diverged", "failed", "missing", "directory"),)
 WRAPPED = ("note", "setting")
 MAX_ROWS = 40
+SHORT = 60  # characters of a text that a table shows itself
 ENTRIES = {"normexp-train": "python -m normexp.train", "normexp-tune": "python -m normexp.tune"}
 Contents = Mapping[int, Mapping[str, Any]]  # the content of evaluation.json by seed
 
@@ -51,6 +52,28 @@ def text_table(columns: Iterable[str], rows: Iterable[Iterable[str]], **options:
     for row in rows:
         table.add_row(*map(Text, row))
     return table
+
+
+class Footnotes:
+    """Long texts of a table, each of which is printed once below it."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+
+    def mark(self, text: str) -> str:
+        """`refused [1]` for `refused: ...`; a short text is left as it is."""
+        if len(text) <= SHORT:
+            return text
+        head, colon, rest = text.partition(": ")
+        if not colon or head not in (Status.REFUSED, Status.FAILED):
+            head, rest = "", text
+        if rest not in self._texts:
+            self._texts.append(rest)
+        return f"{head} [{self._texts.index(rest) + 1}]".lstrip()
+
+    def print(self, console: Console) -> None:
+        for number, text in enumerate(self._texts, start=1):
+            console.out(f"[{number}] {text}")
 
 
 def print_report(report: Report, cells: ReportTable) -> None:
@@ -108,10 +131,16 @@ def _print_cells(console: Console, table: ReportTable) -> None:
     console.out(", ".join(f"{name} {text}" for name, text in same.items() if name not in LEFT_OUT))
     counts = table.frame["count"]
     texts["seeds"] = counts
+    footnotes = Footnotes()
+    if "note" in texts:
+        texts["note"] = [footnotes.mark(text) for text in texts["note"].head(MAX_ROWS)] + [
+            *texts["note"][MAX_ROWS:]
+        ]
     drawn = text_table(map(str, texts), texts.head(MAX_ROWS).to_numpy().tolist())
     for name, column in zip(texts, drawn.columns, strict=True):
         column.no_wrap = name not in WRAPPED
     console.print(drawn, soft_wrap=True)
+    footnotes.print(console)
     if counts.str.contains("[×!?]").any():
         console.out("seeds: finished/wanted, × diverged, ! failed, ? missing", style="dim")
     if len(texts) > MAX_ROWS:
@@ -157,12 +186,13 @@ def _spread(contents: Contents, kind: str, name: str) -> str:
 def print_status(status: StudyStatus) -> None:
     """Prints a row per cell, the commands so far, and the command to type next."""
     console, runs = open_console(), status.runs
-    console.print(_status_table(status))
+    footnotes = Footnotes()
+    console.print(_status_table(status, footnotes))
+    footnotes.print(console)
     counts = ", ".join(f"{runs[state]} {state}" for state in STATES if runs[state])
     num_refused = sum(bool(cell.refused) for cell in status.cells)
     refused = f"; {format_count(num_refused, 'cell')} refused" if num_refused else ""
-    num_runs, num_cells = sum(runs.values()), len(status.cells)
-    total = f"{format_count(num_runs, 'run')} of {format_count(num_cells, 'cell')}"
+    total = f"{format_count(sum(runs.values()), 'run')} of {_count_cells(status)}"
     console.out(f"{status.root}: {total}: {counts}{refused}")
     if status.history.typed:
         console.out("commands so far:")
@@ -179,7 +209,20 @@ def print_status(status: StudyStatus) -> None:
         console.out(line)
 
 
-def _status_table(status: StudyStatus) -> Table:
+def _count_cells(status: StudyStatus) -> str:
+    """`30 cells`, without those refused, or `at most 42 cells`.
+
+    Until a norm has been trained, it is not known whether it has one cell for all norm batch sizes.
+    """
+    cells = [cell for cell in status.cells if not cell.refused]
+    is_open = any(
+        set(cell.states.values()) == {Status.NOT_STARTED} and "norm_batch_size=" in cell.title
+        for cell in cells
+    )
+    return "at most " * is_open + format_count(len(cells), "cell")
+
+
+def _status_table(status: StudyStatus, footnotes: Footnotes) -> Table:
     """A row per cell; what all titles share is the caption."""
     states = [state for state in STATES if status.runs[state]]
     named = [cell.title for cell in status.cells if cell.is_asked and not cell.refused]
@@ -190,7 +233,8 @@ def _status_table(status: StudyStatus) -> Table:
         title = short_titles.get(cell.title, cell.title)
         count = Counter(cell.states.values())
         notes = [cell.refused, *cell.notes] if cell.refused else cell.notes
-        rows.append([title, *(str(count[state] or "-") for state in states), "; ".join(notes)])
+        shown = "; ".join(map(footnotes.mark, notes))
+        rows.append([title, *(str(count[state] or "-") for state in states), shown])
     caption = Text(f"all with {shared}") if shared else None
     return text_table(["cell", *states, ""], rows, caption=caption, caption_justify="left")
 
@@ -244,4 +288,24 @@ def _next(status: StudyStatus) -> list[str]:
     ]
     if not again:
         return ["incomplete, and study.jsonl holds no command to type again"]
-    return [f"{purpose}, type again:", *(f"  {line}" for line in dict.fromkeys(again))]
+    lines = [f"{purpose}, type again:", *(f"  {line}" for line in dict.fromkeys(again))]
+    if purpose != "to finish":
+        return lines
+    return [*_what_is_left(status), *lines]
+
+
+def _what_is_left(status: StudyStatus) -> list[str]:
+    """What the same command does about failed runs and refused cells."""
+    lines = []
+    if failed := status.runs[Status.FAILED]:
+        most = max((command.max_attempts for command in status.history.commands), default=1)
+        lines.append(
+            f"{format_count(failed, 'failed run')}: tried again, up to max_attempts={most} times"
+        )
+    if refused := sum(bool(cell.refused) for cell in status.cells):
+        words = shlex.join(study_words(status.root))
+        lines.append(
+            f"{format_count(refused, 'refused cell')}: not trained unless the cause is corrected; "
+            f"python -m normexp.status {words} forget=REFUSED drops them"
+        )
+    return lines

@@ -6,7 +6,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -85,7 +85,7 @@ def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
     points = [[search.cell(p, is_report=False) for p in search.points] for search in searches]
     flat = [cell for cells_of_search in points for cell in cells_of_search]
     if searches[0].base["dry_run"]:
-        return run_cells(flat, words)
+        return run_cells([*flat, *map(_planned_report, searches)], words)
     outcomes = _train(flat, words, train)
     if all(outcome.status is Status.REFUSED for outcome in outcomes):
         raise UserError(outcomes[0].error)
@@ -109,6 +109,13 @@ def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
     print_table(results)
     reported = [result.fresh is not None and result.fresh.status in DONE for result in results]
     return 1 if lost or not all(reported) else 0
+
+
+def _planned_report(search: Search) -> CellSpec:
+    """The cell of the fresh seeds: of the point that they have begun at, else of the first."""
+    cells = [search.cell(point, is_report=True) for point in search.points]
+    begun = (cell for cell in cells if cell.config is not None and cell.directory.is_dir())
+    return replace(next(begun, cells[0]), title=f"{search.title} at its best point, fresh seeds")
 
 
 def _train(cells: Sequence[CellSpec], words: Sequence[str], train: Train) -> list[Outcome]:

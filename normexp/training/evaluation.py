@@ -1,8 +1,9 @@
 """What a model minimises, and evaluation on splits with one kind of statistics at a time.
 
 Kinds: `running` (the norms as they are), `precise` (moments pooled over training samples),
-`batch<k>` (of batches of k samples) and `ema` (averaged weights with precise statistics of their
-own). Metrics of all but the first have the kind as a suffix: `val/accuracy@precise`.
+`own_share` (these, in which a sample's own moments weigh as much as in training), `batch<k>` (of
+batches of k samples) and `ema` (averaged weights with precise statistics of their own). Metrics of
+all but the first have the kind as a suffix: `val/accuracy@precise`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from normexp.training.statistics import (
     evaluation_mode,
     gather,
     measure_population,
+    own_share,
     shuffled,
 )
 
@@ -157,7 +159,8 @@ class Evaluator:
     def with_other_statistics(self, splits: Sequence[str]) -> Columns:
         """Returns the metrics of the splits with every other kind of statistics of the recipe."""
         metrics: Columns = {}
-        if "precise" in self.recipe.statistics and not self._lacks_running_state:
+        statistics = self.recipe.statistics
+        if {"precise", "own_share"} & {*statistics} and not self._lacks_running_state:
             self.population = self._measure_population(self.replicas)
             self._lacks_running_state = self.population is None
             if self.population is None:
@@ -165,8 +168,10 @@ class Evaluator:
             else:
                 with evaluation_mode(self.replicas):
                     write_state(self.replicas, self.population.state)
-                    for split in splits:
+                    for split in splits if "precise" in statistics else ():
                         metrics |= self._score(self.replicas, "precise", split)
+                    if "own_share" in statistics:
+                        metrics |= self._with_own_share(splits)
         for size in self.recipe.evaluation_batch_sizes:
             with batch_statistics(self.replicas, size):
                 for split in splits:
@@ -181,6 +186,19 @@ class Evaluator:
             with evaluation_mode(averaged):
                 for split in splits:
                     metrics |= self._score(averaged, "ema", split, group, group)
+        return metrics
+
+    def _with_own_share(self, splits: Sequence[str]) -> Columns:
+        """Returns metrics; the running state of the replicas must be precise."""
+        metrics: Columns = {}
+        size = self.recipe.sizes.norm
+        few = gather(self.replicas, self.data, "train", torch.arange(2))
+        with own_share(self.replicas, few, size) as copies:
+            if copies is None:
+                logger.info("no own share: it is defined for norms with running mean and variance")
+                return {}
+            for split in splits:
+                metrics |= self._score(copies, "own_share", split, size)
         return metrics
 
     def _measure_population(self, replicas: Replicas) -> Population | None:

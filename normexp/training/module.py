@@ -150,16 +150,21 @@ class TrainingModule(pl.LightningModule):
         batches = self.batches.chunk(chunk.start, chunk.stop - chunk.start, dtype)
         assert self._gradient is not None
         self._gradient.draw(range(chunk.start, chunk.stop))
+        gradient_norms: dict[int, torch.Tensor] = {}  # (S,) after any clipping, by steps done
         for step, batch in enumerate(batches, start=chunk.start):
             torch.clear_autocast_cache()  # some versions of Lightning keep weights for a chunk
             for parameter in parameters:  # zero_grad without its profiling
                 parameter.grad = None
             self._take_step(step, batch, optimizer)
+            if self.step % self.recipe.log_every == 0:
+                gradient_norms[self.step] = self.replicas.gradient_norms()
             if self.step % STEPS_BETWEEN_CHECKS == 0 and self.losses.check_divergence():
                 self.trainer.should_stop = True
                 break
         for end, losses in self.losses.take_rows():
-            self.recorder.record(self.position(end), {"train/loss": losses})
+            norms = gradient_norms.get(end)  # None if a resumed training has another log_every
+            known = {} if norms is None else {"train/grad_norm": norms.tolist()}
+            self.recorder.record(self.position(end), {"train/loss": losses} | known)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # for the time measured here and by ChunkLoader
         elapsed = time.perf_counter() - started
@@ -194,9 +199,7 @@ class TrainingModule(pl.LightningModule):
         num_samples = position.samples_seen - self.position(chunk.start).samples_seen
         values = {
             "train/lr": [lr * scale for scale in self.recipe.lr_scales or [1.0] * count],
-            "train/grad_norm": self.replicas.gradient_norms().tolist(),  # after any clipping
-            # Of the whole stack.
-            "train/samples_per_second": [num_samples * count / max(elapsed, 1e-9)] * count,
+            "train/samples_per_second": [num_samples * count / max(elapsed, 1e-9)] * count,  # all
         }
         self.recorder.track(position, values)
 

@@ -40,7 +40,7 @@ class Recipe:
 
     # Evaluation
     val_every_epochs: int
-    statistics: tuple[str, ...]  # of running, precise and batch; running are always measured
+    statistics: tuple[str, ...]  # of running, precise, own_share and batch; running always
     precise_samples: int  # training samples to pool for precise statistics
     evaluation_batch_sizes: tuple[int, ...]  # samples per batch, for batch statistics
     evaluates_every_epoch: bool  # all statistics at every validation, not only at the end
@@ -75,9 +75,11 @@ class Recipe:
 
     @property
     def evaluations(self) -> dict[str, int]:
-        """What evaluation.json holds as `asked`: precise or batch<k> to its number of samples."""
-        precise = {"precise": self.precise_samples} if "precise" in self.statistics else {}
-        return precise | {f"batch{size}": size for size in self.evaluation_batch_sizes}
+        """What evaluation.json holds as `asked`: each kind to its number of samples."""
+        pooled = [kind for kind in ("precise", "own_share") if kind in self.statistics]
+        return dict.fromkeys(pooled, self.precise_samples) | {
+            f"batch{size}": size for size in self.evaluation_batch_sizes
+        }
 
     def for_norm(
         self, *, mixes_samples: bool, mixes_in_evaluation: bool, evaluation_limit: int | None
@@ -86,6 +88,7 @@ class Recipe:
         return replace(
             self,
             evaluation_batch_sizes=self.evaluation_batch_sizes if mixes_samples else (),
+            statistics=tuple(s for s in self.statistics if mixes_samples or s != "own_share"),
             mixed_in_evaluation=self.sizes.norm if mixes_in_evaluation else None,
             evaluation_limit=evaluation_limit,
         )

@@ -18,9 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from normexp.batching.draws import generator
-from normexp.batching.replicas import Batch, Replicas, model_arguments
+from normexp.batching.replicas import Batch, InTurn, Replicas, model_arguments
 from normexp.data.dataset import Data
 from normexp.norms.contract import DeclaresVariance, HasMomentum, MergesState, State
+from normexp.norms.moment_sites import (
+    NormSite,
+    can_be_shown,
+    find_sites,
+    inputs_to,
+    with_own_share,
+)
+from normexp.norms.moment_sites import Population as SiteMoments
 from normexp.norms.moments import Moments, pool, unbiased
 from normexp.norms.site import named_sites
 from normexp.norms.state import install_state, merge_state, read_state, write_state
@@ -92,6 +100,57 @@ def batch_statistics(replicas: Replicas, group_size: int) -> Iterator[None]:
         finally:
             for site, size in zip(sites, sizes, strict=True):
                 site.norm_batch_size = size
+
+
+@contextmanager
+def own_share(replicas: Replicas, batch: Batch, group_size: int) -> Iterator[InTurn | None]:
+    """Yields copies of replicas in which a sample's own moments weigh as much as in training.
+
+    The norms use the moments expected of a group of `group_size` samples that holds the given one,
+    the others being average ones; see `with_own_share` (arXiv:1904.06031).
+
+    Args:
+        replicas: in evaluation mode; their running state holds the moments of a population.
+        batch: a few samples, to test whether the norms can be evaluated so.
+
+    Yields:
+        None if a norm that pools samples has no running mean and variance, or other ones.
+    """
+    copies = InTurn([replicas.replica(index) for index in range(replicas.num_replicas)])
+    copies.eval()
+    with ExitStack() as hooks:
+        for network in copies.trees:
+            for _, site in named_sites(network):
+                site.norm_batch_size = group_size
+            sites = [site for site in find_sites(network) if site.pools_samples]
+            if not _can_be_shown(network, sites, batch):
+                yield None
+                return
+            hooks.enter_context(with_own_share({s: SiteMoments(*s.running) for s in sites}))
+        yield copies
+
+
+@torch.no_grad()
+def _can_be_shown(network: nn.Module, sites: list[NormSite], batch: Batch) -> bool:
+    """True if there are sites, and all depend on their running moments as batch norm does."""
+    if not sites or not all(site.has_averages for site in sites):
+        return False
+    with inputs_to(sites) as inputs:
+        network(*model_arguments(batch))
+    state = read_state(network)
+    try:
+        return all(can_be_shown(s, x) and _is_elementwise(s, x) for s, x in inputs.items())
+    finally:
+        write_state(network, state)
+
+
+def _is_elementwise(site: NormSite, x: Tensor) -> bool:
+    """True if its evaluation looks at no other position, as that of EvalNorm does."""
+    maps = site.maps(x)  # (N, C, P)
+    changed = maps.clone()
+    changed[..., 0] += 1
+    before, after = (site.maps(site.entry(site.like_input(m, x))) for m in (maps, changed))
+    return torch.equal(before[..., 1:], after[..., 1:])
 
 
 SiteGaps = dict[str, dict[str, dict[str, float]]]  # mean and max of two numbers, by site

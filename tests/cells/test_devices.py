@@ -19,6 +19,7 @@ from normexp.cells.recipe import recipe_of
 from normexp.cells.refusals import check_norm_batch_size
 from normexp.cells.stack import Stack, create_stack
 from normexp.config.compose import compose_config
+from normexp.config.outcome import evaluations_of
 from normexp.config.process import rank_among
 from normexp.config.spec import CellSpec, rank_for
 from normexp.errors import UserError
@@ -32,6 +33,12 @@ DDP = ["trainer=ddp", "trainer.accelerator=cpu"]
 
 def recipe(*words: str, num_train: int = 96) -> Recipe:
     return recipe_of(spec_of(*DDP, *words), num_train=num_train, metrics=["val/loss"])
+
+
+def test_an_evaluation_is_asked_for_at_the_size_that_several_devices_trained():
+    words = ["norm=custom", "norm._target_=torch.nn.BatchNorm2d", "evaluate_with=[running,batch]"]
+    trained = {"batch_size": 32, "micro_batch_size": None, "norm_batch_size": 16}
+    assert evaluations_of(spec_of(*DDP, "trainer.devices=2", *words), trained) == {"batch16": 16}
 
 
 def test_statistics_over_several_devices_are_refused_but_for_a_norm_that_spans_them():

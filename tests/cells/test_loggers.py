@@ -14,7 +14,8 @@ from normexp.train import main
 from normexp.training.schedule import named_schedule
 
 CSV_LOGGER = "pytorch_lightning.loggers.CSVLogger"
-TRACKED = ("train/lr", "train/grad_norm", "train/samples_per_second")
+RECORDED = ("train/loss", "train/grad_norm")
+TRACKED = ("train/lr", "train/samples_per_second")
 WORDS = ("steps=4", "replicas=2", "batch_size=16", "workers=0", "log_every=2")
 
 
@@ -35,17 +36,18 @@ def test_a_logger_of_ones_own_gets_every_run(tmp_path: Path):
         (file,) = (cell / f"seed-{seed}").glob(f"**/seed-{seed}/metrics.csv")
         logged = {
             name: {int(row["step"]): float(row[name]) for row in rows_of(file) if row[name]}
-            for name in ("train/loss", *TRACKED)
+            for name in (*RECORDED, *TRACKED)
         }
         own = rows_of(cell / f"seed-{seed}" / "metrics.csv")
-        losses = {int(r["step"]): float(r["value"]) for r in own if r["name"] == "train/loss"}
-        assert len(losses) == 2 and logged["train/loss"] == pytest.approx(losses)
+        for name in RECORDED:
+            values = {int(r["step"]): float(r["value"]) for r in own if r["name"] == name}
+            assert [*values] == [2, 4] and logged[name] == pytest.approx(values)
         assert not {row["name"] for row in own} & {*TRACKED}  # what no repetition repeats
         rates, factor = logged["train/lr"], named_schedule("cosine", 0.1, 4).factor
         assert factor is not None and max(rates) == 4  # a rate is of the step that was just made
         assert rates == {step: pytest.approx(0.1 * factor(step - 1)) for step in rates}
-        for name in TRACKED[1:]:
-            assert len(logged[name]) == len(rates) and min(logged[name].values()) > 0
+        speeds = logged["train/samples_per_second"]
+        assert len(speeds) == len(rates) and min(speeds.values()) > 0
         params = yaml.safe_load((file.parent / "hparams.yaml").read_text())
         assert [params[f"{key}batch_size"] for key in ("", "micro_", "norm_")] == [16, 16, 16]
         assert params["seed"] == seed and params["study"] == "s"

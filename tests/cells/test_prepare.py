@@ -127,6 +127,7 @@ REFUSED = {
     "replicas=1000000": "replicas=1000000 .* GiB of memory, and this machine has .* try repl",
     "evaluate_batch_sizes=[2]": "evaluate_batch_sizes=.2.: only batch statistics use it; add batch",
     f"{TEXT} norm=batch evaluate_with=[batch]": r"try evaluate_with=\[running,precise\]",
+    f"{TEXT} norm=batch evaluate_with=[own_share]": r"own_share: .* include later positions",
     (
         "data=langid model.width=16 model.depth=1 norm=batch_per_position evaluate_with=[batch] "
         "evaluate_batch_sizes=[1]"

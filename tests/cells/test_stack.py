@@ -9,7 +9,8 @@ import pytest
 import torch
 from train_cases import prepare
 
-from normexp.cells.stack import create_stack, train_stack
+from normexp.cells.stack import create_stack, restore_stack, train_stack
+from normexp.errors import UserError
 from normexp.records.result import read_result
 from normexp.records.stacks import begin_stack
 from normexp.train import main
@@ -118,3 +119,10 @@ def test_run_that_its_last_update_broke_is_diverged(tmp_path: Path):
     result = read_result(run)
     assert (result.status, result.diverged_at_step) == ("diverged", 1)
     assert "test/accuracy" not in result.metrics
+
+
+def test_a_stack_whose_cell_only_the_history_knew_is_refused_with_the_remedy(tmp_path: Path):
+    cell = prepare("norm=none", f"runs_dir={tmp_path}")
+    record = begin_stack(tmp_path / "default", [("other-cell", 0)], {"other-cell": 0.1})
+    with pytest.raises(UserError, match=r"put study\.jsonl back, or remove this folder"):
+        restore_stack(record, [cell])

@@ -41,7 +41,7 @@ from normexp.checks.sites import enter_sites, expose_branches, probe_batch
 from normexp.config.target import Target
 from normexp.data.dataset import Data
 from normexp.errors import UserError
-from normexp.norms.batch import BatchNorm
+from normexp.norms.batch import BatchNorm, FrozenBatchNorm
 from normexp.norms.factory import NormFactory
 from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d
 from normexp.norms.none import NoNorm
@@ -276,6 +276,28 @@ def test_head_that_starts_at_zero_does_not_look_as_if_the_input_were_erased():
     nn.init.zeros_(network.head.bias)
     traits = traits_of(network)
     assert not traits.mixes_samples and not traits.pools
+
+
+@pytest.mark.parametrize("variance", [1e-6, 1e2, 1e4, 1e6])
+def test_fixed_statistics_of_any_scale_erase_nothing(variance: float):
+    norms = [NormFactory(FrozenBatchNorm)(4) for _ in range(12)]
+    network = Model(
+        lambda m, images: m.head(torch.relu(m.norms(m.conv(images))).mean(dim=(2, 3))),
+        norms=nn.Sequential(*norms),
+        **ENDS,
+    )
+    for buffer in (b for name, b in network.named_buffers() if name.endswith("running_var")):
+        buffer.fill_(variance)
+    traits = traits_of(network)
+    assert not traits.pools and not traits.mixes_samples
+
+
+def test_statistics_are_seen_in_channels_of_weight_near_zero():
+    network = convnet(BATCH)
+    for name, parameter in network.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.data[[0, -1]] = 1e-7
+    assert traits_of(network).reaches == traits_of(convnet(BATCH)).reaches
 
 
 @pytest.mark.parametrize("norm", ["instance", "causal_instance"])

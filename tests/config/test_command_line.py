@@ -308,7 +308,8 @@ def test_hydra_shows_the_config_and_writes_nothing(tmp_path: Path, words: str, s
         ("./scripts/train  optim.schedule=cos", "optim.schedule=cosine"),
         (
             "normexp-train evaluate_with=[batch,",
-            "evaluate_with=[batch,running evaluate_with=[batch,precise",
+            "evaluate_with=[batch,running evaluate_with=[batch,precise "
+            "evaluate_with=[batch,own_share",
         ),
         ("normexp-train data=digits data.val", "data.val_fraction="),
         ("normexp-train drop_last=f", "drop_last=false"),

@@ -244,6 +244,8 @@ def test_images_and_weights_count_by_content(tmp_path: Path):
         file.write_bytes(b"1")
         ids.append(id_of(line))
         assert (ids[-1] != ids[-2]) == counts, file
+    assert id_of(f"{line} data.mean=null") == ids[-1]
+    assert id_of(f"{line} data.mean=[0.5,0.5,0.5]") != ids[-1]
 
 
 def test_a_class_without_a_file_is_refused(monkeypatch: pytest.MonkeyPatch):

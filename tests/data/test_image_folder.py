@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ def root(tmp_path: Path) -> Path:
     return root
 
 
-def load(root: Path, size: int | None = None) -> Data:
+def load(root: Path, size: int | None = None, **moments: Any) -> Data:
     data = load_image_folder(
         root=str(root),
         size=size,
@@ -48,6 +49,7 @@ def load(root: Path, size: int | None = None) -> Data:
         val_fraction=0.2,
         split_seed=0,
         augmentation=None,
+        **moments,
     )
     validate(data)
     return data
@@ -83,6 +85,28 @@ def test_size_scales_and_crops_the_centre(root: Path):
     assert isinstance(data.test, Examples)
     assert data.input_shape == (3, 4, 4)
     assert (data.test.inputs[0].float() - 200).abs().max() <= 25  # bicubic overshoots
+
+
+def test_given_mean_and_deviation_replace_those_of_the_images(root: Path):
+    data = load(root, mean=[0.5, 0.25, 0.0], std=[0.5, 0.5, 2 / 255])
+    white = data.model_inputs(torch.full((3, 1, 1), 255, dtype=torch.uint8)).flatten()
+    torch.testing.assert_close(white, torch.tensor([1.0, 1.5, 127.5]))
+    assert "as given" in data.preprocessing
+    assert "computed from these training images" in load(root).preprocessing
+
+
+@pytest.mark.parametrize(
+    ("moments", "message"),
+    [
+        ({"mean": [0.5] * 3}, "data.std is missing"),
+        ({"mean": [0.5] * 3, "std": [0.2, 0.2]}, r"data.std=\[0.2,0.2\]: must be three numbers"),
+        ({"mean": [124, 116, 104], "std": [0.2] * 3}, r"data.mean=\[124,.*from 0 to 1"),
+        ({"mean": "imagenet", "std": [0.2] * 3}, r"data.mean=imagenet: .*\[0.485,0.456,0.406\]"),
+    ],
+)
+def test_bad_mean_and_deviation_are_refused(root: Path, moments: dict[str, Any], message: str):
+    with pytest.raises(UserError, match=message):
+        load(root, **moments)
 
 
 def test_second_load_reads_the_cache_until_a_file_is_edited(

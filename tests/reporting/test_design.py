@@ -118,6 +118,20 @@ def test_one_search_and_then_fresh_seeds_has_no_verdict(tmp_path: Path, place: s
     assert one.kind == "given rates" and "learning rate 0.3 of group, 0.1 of batch" in one.text
 
 
+def test_why_a_grid_of_rates_does_not_tune_is_said_and_a_failed_norm_is_named(tmp_path: Path):
+    for norm, failed in (("batch", [1]), ("group", [])):
+        write_cell(tmp_path, norm, dict.fromkeys(range(2), 0.9), lr=0.1)
+        write_cell(tmp_path, norm, dict.fromkeys(range(2), 0.8), lr=3.0, failed=failed)
+    report = report_of(tmp_path)
+    words = {
+        norm: report.slices[0].search_words(line[128])
+        for norm, line in report.slices[0].lines.items()
+    }
+    assert words["batch"] == "best of 2 rates, runs failed"
+    assert words["group"].startswith("best of 2 rates, by 2 seeds each")
+    assert report.refusals == ["batch, 1 run failed: CUDA out of memory"]
+
+
 def write_declared(root: Path, *commands: Mapping[str, int], ended: int = 8) -> None:
     """commands: by norm, the number of seeds that each command of the study asks for."""
     rng = np.random.default_rng(0)

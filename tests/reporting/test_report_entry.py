@@ -91,10 +91,11 @@ def test_a_report_has_its_page_figures_tables_and_verdict(whole: tuple[Path, str
     page = Page(folder)
     assert set(page.values("data-figure")) == names == set(page.data["figures"])
     sentences = [found for _, found in page.tags if "data-norms" in found]
-    kinds = ["headline loses", "loses", "independent", "better", "better"]
+    kinds = ["headline loses", "loses", "cause", "independent", "better", "better"]
     assert [found["class"] for found in sentences] == kinds
     about = [json.loads(found["data-norms"]) for found in sentences]
-    assert about[1:] == [["batch"], ["layer", "group"], ["layer", "batch"], ["group", "batch"]]
+    others = [["layer", "group"], ["layer", "batch"], ["group", "batch"]]
+    assert about[1:] == [["batch"], ["batch"], *others]
     for sentence in page.texts["li"]:
         assert f"- {sentence}" in printed
     headline = page.texts["p"][1]

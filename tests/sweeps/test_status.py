@@ -160,10 +160,23 @@ def test_entry_says_what_to_type_and_imports_neither_torch_nor_hydra(study: Path
     words = [sys.executable, "-c", script, "study=s", f"runs_dir={study.parent}"]
     run = subprocess.run(words, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    assert "9 runs of 4 cells: 1 finished, 1 diverged, 1 failed, 2 interrupted, 4 not" in run.stdout
+    assert "9 runs of 3 cells: 1 finished, 1 diverged, 1 failed, 2 interrupted, 4 not" in run.stdout
+    assert "1 failed run: tried again, up to max_attempts=3 times" in run.stdout
+    assert "1 refused cell: not trained unless" in run.stdout
     _, _, again = run.stdout.partition("to finish, type again:\n")
     line = f"  python -m normexp.train -m norm=batch,group,bad study=s runs_dir={study.parent}"
     assert again.split("\n") == [line, ""]
+
+
+def test_a_long_error_is_printed_once(study: Path, capsys):
+    error = "RuntimeError: " + "no more of this " * 9
+    ends = [
+        EndEntry(f"{cell}-1", f"norm={cell}", [0], "9", "refused", error) for cell in ("a", "b")
+    ]
+    append_entries(study, ends)
+    assert main([f"study={study.name}", f"runs_dir={study.parent}"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("no more of this") == 9 and out.count("refused [1]") == 2
 
 
 def told(study: Path, capsys: pytest.CaptureFixture[str]) -> str:

@@ -200,15 +200,21 @@ def test_failure_is_a_row_with_its_error_and_is_tried_again_up_to_the_limit(
 
 
 def test_cell_that_does_not_compose_is_a_row_and_recorded_with_its_reason(tmp_path: Path, capsys):
-    assert train(tmp_path, "-m", "norm=group,gruop") == 1
+    assert train(tmp_path, "-m", "norm=group,none", "norm.num_groups=4") == 1
     captured = capsys.readouterr()
     assert "1 finished, 1 refused" in captured.out
-    assert " runs] refused  norm=gruop" in captured.err
+    assert " runs] refused  norm=none" in captured.err
     history = read_history(tmp_path / "runs" / "default")
     (command,), (bad,) = history.commands, history.ends
     (good, _), *_ = (points[0] for points in command.cells.values())
-    assert good.startswith("norm=group batch_size=32") and bad.title.startswith("norm=gruop")
-    assert bad.status == "refused" and bad.error.startswith("norm=gruop: no such norm")
+    assert good.startswith("norm=group") and bad.title.startswith("norm=none")
+    assert bad.status == "refused" and bad.error.startswith("norm.num_groups: unknown key")
+
+
+def test_a_mistyped_name_in_a_list_stops_the_command_before_it_trains(tmp_path: Path, capsys):
+    assert train(tmp_path, "-m", "norm=group,gruop") == 2
+    assert "norm=gruop: no such norm; did you mean group" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_cell_that_another_process_trains_is_waited_for_and_other_code_is_told_once(

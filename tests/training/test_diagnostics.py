@@ -24,7 +24,7 @@ from training_cases import (
 from normexp.batching.replicas import Batch
 from normexp.norms.factory import NormFactory
 from normexp.norms.none import NoNorm
-from normexp.training.diagnostics import Diagnostics, measure_sites
+from normexp.training.diagnostics import Diagnostics, measure_groups, measure_sites
 
 
 class Tanh(nn.Module):
@@ -152,3 +152,34 @@ def test_model_without_norms_has_no_rows():
     network = nn.Linear(3, 2)
     batch = {"inputs": torch.ones(2, 3), "targets": torch.zeros(2)}
     assert measure_sites(network, batch, squares, elementwise=False) == {}
+
+
+def test_groups_scatter_and_averages_stand_apart_as_the_formulas_say():
+    x = torch.randn(32, 3, 5, generator=torch.Generator().manual_seed(0)) * 2 + 1
+    network = OneSite(NormFactory(batch_norm), 3)
+    norm = network.norm.norm
+    norm.running_mean.fill_(0.5)
+    norm.running_var.fill_(3.0)
+    parts = [{"inputs": half, "targets": torch.zeros(16)} for half in x.split(16)]
+    rows = measure_groups(network, parts, 4)
+    groups = x.unflatten(0, (8, 4))  # four samples share statistics
+    means, variances = groups.mean(dim=(1, 3)), groups.var(dim=(1, 3), correction=0)  # (8, 3)
+    mean, var = x.mean(dim=(0, 2)), x.var(dim=(0, 2), correction=0)
+    expected = {
+        "norm/mean_scatter": means.std(dim=0) / var.sqrt(),
+        "norm/var_scatter": variances.std(dim=0) / var,
+        "norm/mean_distance": (0.5 - mean).abs() / means.std(dim=0),
+        "norm/var_distance": (3.0 - var).abs() / variances.std(dim=0),
+    }
+    assert rows == {name: pytest.approx(v.mean().item(), 1e-4) for name, v in expected.items()}
+    assert norm.running_mean.eq(0.5).all()  # as before
+
+
+def test_effective_rate_is_that_of_the_weights_before_a_norm():
+    convolution = nn.Conv1d(2, 3, 1)
+    network = nn.Sequential(convolution, nn.ReLU(), NormFactory(batch_norm)(3))
+    batch = {"inputs": torch.randn(4, 2, 5), "targets": torch.zeros(4)}
+    assert "2/effective_lr" not in measure_sites(network, batch, squares, elementwise=False, lr=0.1)
+    network = nn.Sequential(convolution, NormFactory(batch_norm)(3))
+    rows = measure_sites(network, batch, squares, elementwise=False, lr=0.1)
+    assert rows["1/effective_lr"] == pytest.approx(0.1 / convolution.weight.norm().item() ** 2)

@@ -31,6 +31,7 @@ from normexp.norms.factory import NormFactory
 from normexp.norms.moments import Moments
 from normexp.norms.site import named_sites
 from normexp.norms.state import write_state
+from normexp.norms.zoo.batch import EvalNorm
 from normexp.norms.zoo.deviations import BatchNormBiasedAverage
 from normexp.training import statistics
 from normexp.training.module import TrainingModule
@@ -282,6 +283,17 @@ def in_groups(network: nn.Module, inputs: Tensor, order: Tensor, size: int) -> T
         filled = torch.cat([group, order[: -len(group) % min(size, 12)]])
         scores[group] = network(inputs[filled])[: len(group)]
     return scores
+
+
+@in_every_form
+def test_own_share_is_what_eval_norm_evaluates_with(form):
+    kinds: dict[str, Any] = {"statistics": ("precise", "own_share"), "sizes": Sizes(8, None, 4)}
+    batch = trained(**{**form, **kinds}).evaluator.with_other_statistics(["test"])
+    eval_norm = trained(**{**form, **kinds, "make_norm": partial(EvalNorm, eps=1e-5)})
+    expected = eval_norm.evaluator.with_other_statistics(["test"])
+    assert batch["test/loss@own_share"] == pytest.approx(expected["test/loss@precise"], rel=1e-9)
+    assert batch["test/loss@own_share"] != pytest.approx(batch["test/loss@precise"], rel=1e-3)
+    assert not [name for name in expected if "own_share" in name]  # it is there already
 
 
 @in_every_form
