@@ -140,7 +140,7 @@ def diagnose(
     loss: Loss,
     *,
     evaluation_batches: Iterable[Any] | None = None,
-    max_batches: int = 16,
+    max_batches: int | None = None,
     tolerance: float | None = None,
 ) -> Diagnosis:
     """Says why a model's loss is higher in evaluation mode than in training mode.
@@ -163,7 +163,7 @@ def diagnose(
         loss: loss(output, targets), the mean over samples; any number to be small, such as an
             error rate. It must work on the outputs of both modes.
         evaluation_batches: what is evaluated in practice, to compare data and preprocessing.
-        max_batches: how many are read, and kept in memory.
+        max_batches: how many are read, and kept in memory; None: 512 samples, in 16 to 128 batches.
         tolerance: smaller terms are called none, in units of the loss; None: 0.01, or 5 % of the
             loss in training mode if that is more.
 

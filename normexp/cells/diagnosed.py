@@ -17,13 +17,11 @@ from normexp.config.spec import CellSpec
 from normexp.data.batches import TrainingBatches
 from normexp.data.dataset import Data
 from normexp.diagnosis import SHORT, Diagnosis, decompose, diagnose
+from normexp.diagnosis.network import num_batches_of
 from normexp.errors import UserError
 from normexp.training.evaluation import criterion_of
 from normexp.training.recipe import Recipe
 from normexp.training.statistics import shuffled
-
-SAMPLES = 512  # of the batches
-FEWEST, MOST = 16, 128  # batches
 
 
 @keeping_data()
@@ -107,7 +105,7 @@ def decomposition_lines(rows: Sequence[Mapping[str, float]]) -> list[str]:
 def _count(recipe: Recipe, num_samples: int) -> int:
     """The batches that a diagnosis reads."""
     size = recipe.sizes.micro
-    count = min(max(FEWEST, min(MOST, SAMPLES // size)), num_samples // size)
+    count = min(num_batches_of(size), num_samples // size)
     if count < 2:
         raise UserError(
             f"batch_size={size}: the training split has {num_samples} samples, and a diagnosis "
@@ -120,8 +118,8 @@ def _of_split(data: Data, recipe: Recipe, split: str, dtype: torch.dtype) -> lis
     """Batches of a split in a random order, without augmentation."""
     size = recipe.sizes.micro
     order = shuffled(data, split)
-    most = max(FEWEST, min(MOST, SAMPLES // size))
-    batches = [getattr(data, split).gather(indices) for indices in order.split(size)[:most]]
+    parts = order.split(size)[: num_batches_of(size)]
+    batches = [getattr(data, split).gather(indices) for indices in parts]
     for batch in batches:
         batch["inputs"] = data.model_inputs(batch["inputs"], dtype)
     return [batch for batch in batches if len(batch["inputs"]) == size]

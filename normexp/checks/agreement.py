@@ -24,6 +24,7 @@ from normexp.checks.probe import (
     moves,
     normal,
 )
+from normexp.checks.sites import name_some
 from normexp.errors import UserError, first_line
 from normexp.norms.contract import State
 from normexp.norms.site import Site
@@ -60,7 +61,10 @@ def keeps_digits_in_half(case: NormCase) -> Reply:
     moved = change(case.build(torch.float64)(x.double()), out)
     if moved <= HALF_TOLERANCE:
         return None
-    return f"off by {moved:.2g} of the largest output at mean 30"
+    return (
+        f"off by {moved:.2g} of the largest output at mean 30; compute statistics in float32, as "
+        "of x.float(), and return x.dtype"
+    )
 
 
 @torch.no_grad()
@@ -181,15 +185,18 @@ def is_finite_on(
     """Are outputs, gradients and running state finite?"""
     probe = case.probe(training, torch.float32)
     step = probe.observe(transform(probe.inputs[0]), upstream=EVERYWHERE)
-    results = {
-        "output": [step.output],
-        "gradient": step.gradients,
-        "running state": step.state.values(),
-    }
-    for name, tensors in results.items():
-        if not all(tensor.isfinite().all() for tensor in tensors):
-            return f"{name} not finite"
-    return None
+    results = {"output": step.output}
+    if step.input_gradient is not None:
+        results["gradient of the input"] = step.input_gradient
+    results |= {f"gradient of {name}": g for name, g in step.parameter_gradients.items()}
+    results |= {f"running state {name}": value for name, value in step.state.items()}
+    names = [name for name, values in results.items() if not values.isfinite().all()]
+    if not names:
+        return None
+    return (
+        f"{name_some(names)} not finite; bound what it divides by, or takes a root, power or "
+        "logarithm of, as with eps or clamp"
+    )
 
 
 def one_sample(norm: LoneNorm) -> list[Shape]:

@@ -30,7 +30,7 @@ def diagnose(
     loss: Loss,
     *,
     evaluation_batches: Iterable[Any] | None = None,
-    max_batches: int = 16,
+    max_batches: int | None = None,
     tolerance: float | None = None,
 ) -> Diagnosis:
     """See `normexp.diagnose`."""
@@ -104,7 +104,7 @@ def _conclude(seen: Examination, tolerance: float | None) -> Diagnosis:
         inputs=seen.inputs,
         tolerance=tolerance,
         other_data=other,
-        notes=tuple(_notes(seen)),
+        notes=tuple(_notes(case)),
     )
 
 
@@ -122,6 +122,7 @@ SHORT = {
 def _summary(case: Case, training: Estimate, evaluation: Estimate) -> str:
     count, size = len(case.seen.sizes), max(case.seen.sizes)
     on = f"on {count} batches of {size}"
+    gap = case.gap
     if not math.isfinite(case.gap.value):
         names = [
             n
@@ -146,13 +147,23 @@ def _summary(case: Case, training: Estimate, evaluation: Estimate) -> str:
             f"Evaluation mode costs no more than training mode {on} ({losses}), but would cost "
             f"less without {causes}."
         )
-    if case.counts(Estimate(-case.gap.value, case.gap.error)):
-        return f"Evaluation mode is better by {-case.gap.value:.4f} {on} ({losses})."
-    return f"No gap above {case.tolerance:.2g} between the modes {on} ({losses})."
+    if abs(gap.value) <= case.tolerance:
+        return f"No gap above {case.tolerance:.2g} between the modes {on} ({losses})."
+    if gap.value > 0:
+        return f"Evaluation mode costs {gap} {on} ({losses}), which may be chance."
+    chance = "" if case.counts(Estimate(-gap.value, gap.error)) else ", which may be chance"
+    better = f"{-gap.value:.4f} ± {gap.error:.4f}"
+    return f"Evaluation mode is better by {better} {on} ({losses}){chance}."
 
 
-def _notes(seen: Examination) -> list[str]:
-    notes = []
+def _notes(case: Case) -> list[str]:
+    seen, notes = case.seen, []
+    uncertain = 2 * case.gap.error
+    if uncertain > max(case.tolerance, 0.1 * abs(case.gap.value)):
+        notes.append(
+            f"The gap is known to ± {uncertain:.2g} (two standard errors), the tolerance is "
+            f"{case.tolerance:.2g}: more or larger batches, max_batches=..., would tell more."
+        )
     if not (seen.sites or seen.without_averages or seen.unknown):
         notes.append("No norm with running averages or batch statistics was found.")
     if seen.unknown:

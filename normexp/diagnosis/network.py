@@ -18,6 +18,8 @@ from normexp.norms.state import install_state, read_state, write_state
 
 Loss = Callable[[Any, Any], Tensor]
 Modes = dict[nn.Module, bool]  # `training` of every module
+SAMPLES = 512  # of all batches
+FEWEST, MOST = 16, 128  # batches
 PLAIN = bool | int | float | str | None
 
 
@@ -84,15 +86,24 @@ def evaluation_modes(model: nn.Module) -> Modes:
 # --- Batches -------------------------------------------------------------------------------------
 
 
-def read_batches(batches: Iterable[Any], most: int, model: nn.Module) -> list[Any]:
-    """The first `most` batches, on the device of the model.
+def num_batches_of(size: int) -> int:
+    """The batches of `size` samples that a diagnosis reads: SAMPLES, within FEWEST and MOST."""
+    return max(FEWEST, min(MOST, SAMPLES // max(size, 1)))
+
+
+def read_batches(batches: Iterable[Any], most: int | None, model: nn.Module) -> list[Any]:
+    """The first `most` batches, on the device of the model; None: `num_batches_of` their size.
 
     Raises:
         UserError: fewer than two, or a batch without a tensor.
     """
     tensor = next((t for t in (*model.parameters(), *model.buffers())), None)
     device = torch.device("cpu") if tensor is None else tensor.device
-    read = [_map_tensors(batch, lambda t: t.to(device)) for batch in islice(batches, most)]
+    read: list[Any] = []
+    for batch in islice(batches, most):
+        read.append(_map_tensors(batch, lambda t: t.to(device)))
+        if most is None and len(read) >= num_batches_of(num_samples(read[0])):
+            break
     if len(read) < 2:
         raise UserError(
             f"batches holds {len(read)}: a diagnosis compares batches and needs 2 or more, "

@@ -165,6 +165,8 @@ class Diagnosis:
     def _sites(self) -> list[str]:
         if not self.sites:
             return []
+        if not self.faults and self.gap.value <= self.tolerance:
+            return [f"Evaluation mode costs nothing that {len(self.sites)} norms could explain."]
         # The most distant sites first.
         rows = sorted(
             self.sites, key=lambda row: -max(row.mean_distance or 0, row.var_distance or 0)
@@ -185,9 +187,10 @@ class Diagnosis:
         more = len(rows) - MAX_ROWS
         if more > 0:
             lines.append(f"... and {more} more, nearer; all in .sites")
-        lines.append(
-            "off: running against precise, in standard deviations between batches, median channel"
-        )
+        lines += [
+            "off: running against precise, in standard deviations between batches, median channel",
+            "min var/eps: smallest variance of a channel, in units of eps; near 1, eps matters",
+        ]
         return lines
 
     def figure(self) -> alt.Chart | alt.VConcatChart:

@@ -252,7 +252,11 @@ class Surgery:
         """Yields the lines of the log."""
         classes = ", ".join(f"{n} {name}" for name, n in Counter(self.classes.values()).items())
         place = "around" if self.keeps_norms else "in place of"
-        yield f"{_sites(len(self.classes))} {place} {classes}: {', '.join(self.classes)}"
+        names = list(self.classes)
+        where = f": {', '.join(names)}"
+        if len(names) > MAX_NAMES:
+            where = f", first {names[0]}, last {names[-1]}"
+        yield f"{_sites(len(names))} {place} {classes}{where}"
         settings = ", ".join(
             f"{setting} at {_sites(count)}" for setting, count in self.settings.items()
         )

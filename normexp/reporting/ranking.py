@@ -6,6 +6,7 @@ the mean:
 - `best`: the best norm is one of these. A norm is left out if another one is better by a verdict.
 - `better`, `level`, `worse`: of the rest, by the verdict on the comparison with the reference;
   `level` is tied or undecided, and has the reference itself.
+- `diverged`: every run diverged, so there is no mean.
 - `unranked`: without a verdict, for the reason that is given.
 
 All tests share the error rate of the report (normexp.reporting.verdict). Those against the
@@ -23,6 +24,7 @@ The means of norms whose learning rates were searched on a complete grid are cro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -30,7 +32,7 @@ from typing import Literal
 from normexp.reporting.metric import format_mean
 from normexp.reporting.model import AXIS_WORDS, CellRow, Slice
 from normexp.reporting.rows import count_words
-from normexp.reporting.sentences import gap_words, listed, margin_words, seeds_words
+from normexp.reporting.sentences import bound_words, gap_words, listed, margin_words, seeds_words
 from normexp.reporting.verdict import (
     Comparison,
     compare_cells,
@@ -40,13 +42,14 @@ from normexp.reporting.verdict import (
 )
 from normexp.stats.interval import Interval
 
-Group = Literal["best", "better", "level", "worse", "unranked"]
-GROUPS: tuple[Group, ...] = ("best", "better", "level", "worse", "unranked")
+Group = Literal["best", "better", "level", "worse", "diverged", "unranked"]
+GROUPS: tuple[Group, ...] = ("best", "better", "level", "worse", "diverged", "unranked")
 TITLES: Mapping[Group, str] = {
     "best": "may be the best",
     "better": "better than {reference}",
     "level": "not told from {reference}",
     "worse": "worse than {reference}",
+    "diverged": "diverged",
     "unranked": "not ranked",
 }
 GROUP_OF: Mapping[str, Group] = {
@@ -90,7 +93,7 @@ class Ranking:
 
     @property
     def ranked(self) -> list[Place]:
-        return [place for place in self.places if place.group != "unranked"]
+        return [place for place in self.places if place.group not in ("diverged", "unranked")]
 
     @property
     def best(self) -> list[str]:
@@ -121,9 +124,13 @@ class Ranking:
     @property
     def _best_words(self) -> str:
         best, num_ranked = self.best, len(self.ranked)
+        if all(place.group == "diverged" for place in self.places):
+            return "No norm is ranked: every run diverged"
         if not best:
             why = next(filter(None, (one.comparison for one in self.places)), None)
             return f"No norm is ranked{why and f': {why.why_no_verdict}'}"
+        if num_ranked == 1:
+            return f"Every ranked norm but {best[0]} diverged"
         if len(best) == num_ranked:
             return f"Any of these {num_ranked} norms may be the best"
         if len(best) == 1:
@@ -132,7 +139,7 @@ class Ranking:
 
     @property
     def columns(self) -> list[str]:
-        """The heads of `rows` after that of the group."""
+        """The heads of `rows` after that of the group in words, `place`."""
         return ["norm", self.part.metric.label, "seeds", f"against {self.reference}"]
 
     @property
@@ -156,15 +163,17 @@ class Ranking:
             return "reference"
         shown = gap_words(comparison, comparison.kind, comparison.gap)
         least = f"at least {shown}" if comparison.has_diverged else shown
+        bound = bound_words(comparison) if comparison.gap.estimate is not None else ""
+        bounded = " ".join(filter(None, ("difference", bound, shown)))
         differing = ", ".join(comparison.unlike)
         return {
             "better": f"better by {least}",
             "worse": f"worse by {least}",
             "tie": f"tied within {margin_words(comparison)}, difference {shown}",
-            "open": f"difference {shown}: undecided{seeds_words(comparison)}",
-            "apart": f"difference {shown}: undecided, as seeds lie apart",
+            "open": f"{bounded}: undecided{seeds_words(comparison)}",
+            "apart": f"{bounded}: undecided, as seeds lie apart",
             "unlike": f"not compared, {differing} differ",
-        }.get(comparison.kind, f"difference {shown}: {comparison.why_no_verdict}")
+        }.get(comparison.kind, f"{bounded}: {comparison.why_no_verdict}")
 
 
 def rank_norms(
@@ -198,9 +207,11 @@ def _ranking(
     def level(norm: str) -> float:
         """-inf without a value, as if all runs diverged."""
         value = values[norm].estimate
-        return float("-inf") if value is None else sign * value
+        return -math.inf if value is None else sign * value
 
-    ranked = sorted([reference, *judged] if judged else [], key=level, reverse=True)
+    diverged = {norm for norm, cell in cells.items() if cell.diverged and level(norm) == -math.inf}
+    known = [reference, *judged] if judged else []
+    ranked = sorted((norm for norm in known if norm not in diverged), key=level, reverse=True)
     sizes = {comparison.round: comparison.family_size for comparison in comparisons}
 
     def is_beaten(norm: str) -> bool:
@@ -222,7 +233,7 @@ def _ranking(
 
     def places() -> Iterator[Place]:
         for norm, cell in cells.items():
-            group: Group = "unranked"
+            group: Group = "diverged" if norm in diverged else "unranked"
             if norm in ranked and not is_beaten(norm):
                 group = "best"
             elif norm in ranked:

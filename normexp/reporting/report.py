@@ -130,7 +130,7 @@ def read_report(
     cells = build_cells(records)
     require_metric(metric, metric_names(cells))
     slices = build_slices(cells, metric=metric, tolerance=tolerance)
-    _require_reference(reference, slices)
+    reference = _label_of(reference, slices)
     comparisons = compare(slices, reference)
     return Report(
         runs_dir=runs_dir,
@@ -152,12 +152,21 @@ def read_report(
     )
 
 
-def _require_reference(wanted: str | None, slices: Sequence[Slice]) -> None:
-    """Raises UserError with the norms there are if no slice has the reference."""
+def _label_of(reference: str | None, slices: Sequence[Slice]) -> str | None:
+    """The name of the reference in the report, from that name or from the words of its training.
+
+    Raises:
+        UserError: no slice has it; names the norms there are.
+    """
     norms = order_norms(norm for part in slices for norm in part.norms)
-    if wanted is None or wanted in {*norms, *map(base_of, norms)}:
-        return
-    raise UserError(f"reference={wanted}: no cell has this norm; the norms are {', '.join(norms)}")
+    if reference is None or reference in {*norms, *map(base_of, norms)}:
+        return reference
+    for cell in (cell for part in slices for cell in part.values):
+        if reference.rpartition("=")[2] == cell.config.get("norm._target_"):
+            return cell.norm
+    raise UserError(
+        f"reference={reference}: no cell has this norm; the norms are {', '.join(norms)}"
+    )
 
 
 def _count_words(cells: Sequence[CellRow], records: StudyRecords) -> str:

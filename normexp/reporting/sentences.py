@@ -348,7 +348,7 @@ def _words(comparison: Comparison, kind: str) -> str:
         "incomplete": f"; no verdict yet: {_declared_words(comparison)}",
         "unended": f"; no verdict yet: {_unended_words(comparison)}",
         "doubtful": "; no verdict: the records contradict themselves, see the top of the report",
-        "extended": f"; no verdict: {_declared_words(comparison)}, the others were added later",
+        "extended": f"; no verdict: {_added_words(comparison)}",
     }.get(kind, "")
     least = f"at least {shown}" if comparison.has_diverged else shown  # of a verdict
     if comparison.unlike:
@@ -383,8 +383,11 @@ def seeds_words(comparison: Comparison) -> str:
     if comparison.kind != "open" or comparison.has_diverged:
         return ""  # the size of a difference to a diverged run is not known
     needed = comparison.seeds_to_decide
+    if needed is None and comparison.lacks_samples:
+        few = f"{comparison.num_samples} test samples are too few"
+        return f", {MAX_SEEDS} seeds would not decide: {few}, data with more would help"
     if needed is None:
-        return f", {MAX_SEEDS} seeds would not decide"
+        return f", {MAX_SEEDS} seeds would not decide: the seeds differ too much"
     return f", about {needed} seeds would decide"
 
 
@@ -539,9 +542,16 @@ def _diverged_words(comparison: Comparison) -> str:
     if all(comparison.diverged):
         bound = " in both cells, so the difference may be greater or smaller"
     elif comparison.verdict is None:
-        is_most = comparison.diverged[0] == comparison.part.metric.higher_is_better
-        bound = f", so the difference is at {'most' if is_most else 'least'} this"
+        bound = f", so the difference is {bound_words(comparison)} this"
     return f"diverged runs count as the worst run{bound}"
+
+
+def bound_words(comparison: Comparison) -> str:
+    """`at most` or `at least`, of first minus second, if runs of one of the two diverged."""
+    if comparison.diverged[0] == comparison.diverged[1]:
+        return ""
+    is_most = comparison.diverged[0] == comparison.part.metric.higher_is_better
+    return "at most" if is_most else "at least"
 
 
 def _seed_words(comparison: Comparison) -> str:
@@ -573,6 +583,17 @@ def _declared_words(comparison: Comparison) -> str:
     }
     ended, declared = min(counts, default=(0, 0))
     return f"{ended} of {declared} declared seeds"
+
+
+def _added_words(comparison: Comparison) -> str:
+    """`4 seeds were added to the 4 declared, a new study of new seeds would give one`."""
+    cells = [cell for cell in comparison.cells if cell.state_of_seeds == "extended"]
+    counts = [(len(cell.ended - cell.declared), len(cell.declared)) for cell in cells]
+    added, declared = max(counts, default=(0, 0))
+    return (
+        f"{added} seed{'s were' if added > 1 else ' was'} added to the {declared} declared, "
+        "a new study of new seeds would give one"
+    )
 
 
 def _unended_words(comparison: Comparison) -> str:

@@ -143,8 +143,11 @@ def print_closing_table(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) 
     metric = names.pop() if len(names) == 1 else ""
     has_place = console.width >= WIDE
     table, footnotes = [], Footnotes()
+    has_sizes = any("norm_batch_size=" in cell.title for cell in cells)
     for title, outcome in rows:
         values = values_of(outcome.results, _main_metric(outcome))
+        if has_sizes and outcome.description.get("mixes_samples") is False:
+            title += " (any norm_batch_size: does not mix samples)"
         shown, count = _shown(outcome, in_header=metric), len(values) if outcome.results else ""
         row = [_status_of(outcome), title, footnotes.mark(shown), str(count)]
         row += [outcome.cell_id] * has_place
@@ -152,7 +155,7 @@ def print_closing_table(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) 
     heads = ["status", "cell", metric or "result", "n", *["where"] * has_place]
     console.print(text_table(heads, table))
     footnotes.print(console)
-    counts = Counter(map(_status_of, outcomes))
+    counts = Counter(_status_of(outcome) for _, outcome in rows)
     console.out(", ".join(f"{counts[name]} {name}" for name in STATUSES if counts[name]))
     for note in _notes_on_rows(rows):
         console.print(note, markup=False)  # wrapped
@@ -183,12 +186,15 @@ def _notes_on_rows(rows: Sequence[tuple[str, Outcome]]) -> list[str]:
 def by_cell(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> list[tuple[str, Outcome]]:
     """Each distinct cell of a command: the title of its grid points, and its outcome.
 
-    Points that share no word, as sizes without effect, have the title of the outcome.
+    Points that share no word, as sizes without effect, have the title of the outcome. A cell that
+    the command trained for one of its points was not skipped.
     """
     rows: dict[tuple[str, str], tuple[list[str], Outcome]] = {}
     for position, (cell, outcome) in enumerate(zip(cells, outcomes, strict=True)):
         key = (str(outcome.directory), outcome.cell_id or str(position))
-        rows.setdefault(key, ([], outcome))[0].append(cell.title)
+        titles, known = rows.get(key, ([], outcome))
+        shown = outcome if known.status is Status.SKIPPED else known
+        rows[key] = ([*titles, cell.title], shown)
     return [(shared_words(titles) or outcome.title, outcome) for titles, outcome in rows.values()]
 
 

@@ -229,6 +229,13 @@ class Comparison:
         return seeds_to_decide(self.assessment.gap, self.margin, self.family_size)
 
     @property
+    def lacks_samples(self) -> bool:
+        """True if enough seeds would decide on more test samples, but not on these."""
+        asked = (self.assessment.gap, self.margin, self.family_size)
+        is_late = self.is_judged and seeds_to_decide(*asked) is None
+        return is_late and seeds_to_decide(*asked, any_samples=True) is not None
+
+    @property
     def verdict(self) -> str | None:
         return self.kind if self.kind in DECIDED else None
 

@@ -124,18 +124,22 @@ def seeds_for(
     return n if n <= MAX_SEEDS else None
 
 
-def seeds_to_decide(gap: Interval, margin: float, family_size: int) -> int | None:
+def seeds_to_decide(
+    gap: Interval, margin: float, family_size: int, *, any_samples: bool = False
+) -> int | None:
     """Fewest seeds with which a new study would decide a difference as large as this one.
 
     It decides in 80 % of studies: that there is a difference, or that it is within the margin,
     whichever takes fewer seeds. The spread over seeds is that of this gap; the share of its error
     that comes from the test samples stays as it is. None: more than MAX_SEEDS, on these samples.
+
+    any_samples: as if there were any number of test samples
     """
     spread = spread_of(gap)
     if gap.estimate is None or spread is None:
         return None
     target = max(abs(gap.estimate), margin - abs(gap.estimate))
-    return seeds_for(target, spread[0], family_size, spread[1])
+    return seeds_for(target, spread[0], family_size, 0.0 if any_samples else spread[1])
 
 
 def _t_of(interval: Interval) -> list[tuple[float, float]]:

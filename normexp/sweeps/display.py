@@ -19,6 +19,7 @@ from normexp.records.result import Status
 from normexp.sweeps.worker import WorkerState
 
 SECONDS_BETWEEN_LINES = 60.0  # between progress lines without a terminal
+SHORTEST = 0.1  # seconds left that are shown
 COUNTED = (
     *(Status.FINISHED, Status.SKIPPED, Status.FAILED, Status.REFUSED),
     *(Status.STOPPED, Status.PLANNED),
@@ -98,7 +99,7 @@ class Display(logging.Handler):
     def time_left(self, num_cells: int, at_work: Sequence[WorkerState] = ()) -> str:
         """The time left, estimated from the mean time of the finished cells.
 
-        Empty before the first cell has finished, and while a worker starts.
+        Empty before the first cell has finished, while a worker starts, and past that time.
 
         Args:
             num_cells: those that no worker has yet.
@@ -108,7 +109,8 @@ class Display(logging.Handler):
             return ""
         mean = sum(self.seconds) / len(self.seconds)
         rest = mean * num_cells + sum(_rest_of(worker, mean) for worker in at_work)
-        return format_duration(rest / self.num_slots)
+        left = rest / self.num_slots
+        return format_duration(left) if left >= SHORTEST else ""  # later than expected
 
     def update(self, workers: Sequence[WorkerState], num_waiting: int) -> None:
         """Shows what the workers are doing now."""

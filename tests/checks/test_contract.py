@@ -64,6 +64,18 @@ class InSingle(nn.Module):
         )
 
 
+class PNorm(nn.Module):
+    """x / (mean over channels of |x|^p)^(1/p), whose slope in p is infinite at 0."""
+
+    def __init__(self, _: int) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x - x.mean(1, keepdim=True)
+        return x / ((x.abs() ** self.p).mean(1, keepdim=True) ** (1 / self.p) + 1e-5)
+
+
 class NoHalf(nn.Module):
     """Has no kernel for bfloat16."""
 
@@ -144,6 +156,8 @@ LINES = [
     (InSingle, "gradient in training", "pass", "below float64"),
     (lambda _: NoHalf(), "dtype kept", "pass", "bfloat16"),
     (lambda _: NoHalf(), "statistics wide in bfloat16", "skipped", ""),
+    (broken.NaiveVariance, "statistics wide in bfloat16", "fail", "statistics in float32"),
+    (PNorm, "finite on constants", "fail", "gradient of p"),
     (lambda _: Refuses(), "5-D inputs", "refused", "not 5-D"),
     # A backward that moves state is measured after its warm-up.
     (partial(PowerNorm, warmup=0.01), "gradient in training", "fail", "128 steps"),

@@ -562,3 +562,22 @@ def test_a_diagnosis_is_plain_data_and_a_figure(tmp_path):
     figure = examine(cases.trained("dropout")).figure()
     figure.save(tmp_path / "gap.svg")
     assert "running averages" in (tmp_path / "gap.svg").read_text()
+
+
+def test_small_batches_are_many_and_a_gap_that_may_be_chance_is_said_with_its_size():
+    torch.manual_seed(1)
+    images, classes = torch.randn(400, 1, 8, 8), torch.randint(10, (400,))
+    pairs = list(zip(images.split(2), classes.split(2), strict=True))
+    norm = nn.BatchNorm2d(1)
+    model = nn.Sequential(norm, nn.Flatten(), nn.Linear(64, 10))
+    with torch.no_grad():
+        for inputs, _ in pairs:
+            norm(inputs)
+    many = diagnose(model, pairs, F.cross_entropy)
+    assert many.num_batches == 128 and many.batch_size == 2
+    few = diagnose(model, pairs, F.cross_entropy, max_batches=4, tolerance=1e-6)
+    assert "may be chance" in few.summary and f"{abs(few.gap.value):.4f}" in few.summary
+    assert any("more or larger batches" in note for note in few.notes)
+    equal = diagnose(model, pairs, F.cross_entropy, max_batches=16, tolerance=1.0)
+    assert "No gap above 1 " in equal.summary and "min var/eps" not in str(equal)
+    assert not any("more or larger" in note for note in equal.notes)

@@ -20,6 +20,7 @@ from normexp.errors import UserError
 from normexp.models.surgery import ChannelsLast, replace_norms
 from normexp.models.timm import build_timm_model
 from normexp.models.torchvision import adapt_channels, build_torchvision_model
+from normexp.norms.batch import BatchNorm
 from normexp.norms.factory import NormFactory
 from normexp.norms.site import named_sites
 from normexp.norms.zoo.batch import BatchRenorm
@@ -194,6 +195,12 @@ def test_classes_can_be_named_and_what_is_left_is_said() -> None:
     assert surgery.left.keys() == {"OddNormalizer", "LayerNorm", "LocalResponseNorm"}
     network = nn.Sequential(nn.LayerNorm(6), OddNormalizer(6))
     assert replace_norms(network, LAYER_NORM, only=["OddNormalizer"]).classes.keys() == {"1"}
+
+
+def test_many_sites_are_counted_in_the_log():
+    network = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(6)))
+    surgery = replace_norms(network, NormFactory(BatchNorm))
+    assert next(surgery.notes()) == "6 sites in place of 6 BatchNorm1d, first 0, last 5"
 
 
 @pytest.mark.parametrize(

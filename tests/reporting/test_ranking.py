@@ -71,8 +71,23 @@ def test_the_sentence_says_where_the_norm_of_the_user_stands(tmp_path: Path):
     assert ranking_of(tmp_path, reference="group").sentence.startswith(
         "The best of 3 norms is batch. mine against group: worse by "
     )
+    assert ranking_of(tmp_path, reference="my_norms.Mine").reference == "mine"  # as for training
     with pytest.raises(UserError, match="reference=grup: .* the norms are batch, group, mine"):
         report_of(tmp_path, reference="grup")
+
+
+def test_a_norm_whose_every_run_diverged_is_no_candidate_for_the_best(tmp_path: Path):
+    """Its difference is a bound, as a diverged run counts as the worst run that there is."""
+    for norm, values in {"batch": [0.9, 0.91], "group": [0.89, 0.92], "none": [None, None]}.items():
+        write_cell(tmp_path, norm, dict(enumerate(values)))
+    ranking = ranking_of(tmp_path)
+    assert groups_of(ranking) == {"best": {"batch", "group"}, "diverged": {"none"}}
+    assert ranking.sentence == "Any of these 2 norms may be the best"
+    assert ranking.rows[-1][0] == "diverged"
+    assert ranking.rows[-1][-1].startswith("difference at most -")
+    write_cell(tmp_path, "rms", {0: 0.9, 1: None})
+    rms = next(place for place in ranking_of(tmp_path).places if place.norm == "rms")
+    assert rms.group == "best" and " at most " in ranking.standing(rms)  # it has a mean
 
 
 def test_a_tuned_norm_stands_where_fresh_seeds_put_it(tmp_path: Path):

@@ -175,3 +175,16 @@ def test_brackets_in_titles_and_errors_are_text(capsys, monkeypatch):
     print_closing_table(cells, [Outcome(Status.FAILED, "", error=error), outcome("a", 0.5)])
     out = capsys.readouterr().out
     assert error in out and "evaluate_with=[running]" in out
+
+
+def test_a_cell_that_one_grid_point_trained_was_not_skipped_by_another(capsys):
+    """A norm that does not mix samples, at two norm batch sizes, is one cell."""
+    recorded = [outcome("same", 0.9), outcome("same", 0.9)]
+    recorded[0].status, recorded[1].status = Status.SKIPPED, Status.FINISHED
+    for one in recorded:
+        one.description = {**one.description, "mixes_samples": False}
+    cells = [CellSpec(None, {}, f"norm=own norm_batch_size={size}") for size in (2, 8)]
+    print_closing_table(cells, recorded)
+    _, row, counts, *_ = capsys.readouterr().out.splitlines()
+    assert row.split()[0] == "finished" and "does not mix samples" in row
+    assert counts == "1 finished"

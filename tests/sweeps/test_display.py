@@ -133,3 +133,11 @@ def test_words_that_titles_share():
     assert split_shared_words([]) == ("", [])
     sizes = ["norm=none norm_batch_size=2 lr=1", "norm=none norm_batch_size=8 lr=1"]
     assert shared_words(sizes) == "norm=none lr=1"  # one cell
+
+
+def test_a_training_that_takes_longer_than_others_has_no_time_left_of_0(clock: list[float]):
+    display = Display(["a", "b"])
+    display.ended("a", Outcome(Status.FINISHED, "a", seconds=10.0), 1, 1)
+    clock[0] = 30.0
+    assert display.time_left(0, [seat(1)]) == ""
+    assert display.time_left(0, [seat(1, since=25.0)]) == format_duration(5.0)
