@@ -136,8 +136,11 @@ def write_sizes(
     return [write_cell(root, norm, own, **{axis: size}, **options) for size, own in values.items()]
 
 
-def declare(root: Path, *names: str) -> None:
-    """Declares all cells of the studies with the seeds that they have, unless a command did."""
+def declare(root: Path, *names: str, count: int = 0) -> None:
+    """Declares all cells of the studies, unless a command did.
+
+    With the seeds 0 to count - 1, or with those that they have.
+    """
     for name in names:
         study = root / name
         if any(command.cells for command in read_history(study).commands if command.id != "d"):
@@ -145,11 +148,11 @@ def declare(root: Path, *names: str) -> None:
         if (path := study / "study.jsonl").exists():
             lines = path.read_text().splitlines(keepends=True)
             path.write_text("".join(line for line in lines if '"id": "d"' not in line))
-        cells = {
-            cell.name: [("", seeds)] for cell in study.glob("*") if (seeds := list_seeds(cell))
-        }
+        known = {cell.name: seeds for cell in study.glob("*") if (seeds := list_seeds(cell))}
+        cells = {cell: [("", list(range(count)) or seeds)] for cell, seeds in known.items()}
         if cells:
-            command = CommandEntry("d", ["normexp-train", "-m"], "one", 3, cells, RULE)
+            command_id = "declared" if count else "d"
+            command = CommandEntry(command_id, ["normexp-train", "-m"], "one", 3, cells, RULE)
             append_entries(study, [command])
 
 

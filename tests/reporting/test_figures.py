@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import vl_convert
-from synthetic_study import TIMING, slices_of, write_cell, write_study
+from synthetic_study import TIMING, declare, slices_of, write_cell, write_study
 
 from normexp.reporting.charts import Figure
 from normexp.reporting.figures import draw_figures
@@ -85,6 +85,7 @@ def test_every_point_and_square_has_its_n_and_what_diverged(tmp_path: Path):
     for size, values in ((2, {0: 0.8, 1: None, 2: 0.9}), (8, {0: 0.8}), (32, {0: None, 1: None})):
         for norm in ("batch", "batch_renorm"):
             write_cell(tmp_path, norm, values, norm_batch_size=size, mixes_samples=True)
+    declare(tmp_path, "synthetic", count=3)
     figures = figures_of(tmp_path)
     points, squares = (rows_of(figures[name])[:3] for name in ("metric_by_size", "heat_map"))
     assert [row["count"] for row in points] == ["2/3 ×1", "1/3 ?2", "0/3 ×2 ?1"]
