@@ -187,4 +187,4 @@ def test_a_cell_that_one_grid_point_trained_was_not_skipped_by_another(capsys):
     print_closing_table(cells, recorded)
     _, row, *rest = capsys.readouterr().out.splitlines()
     assert row.split()[0] == "finished" and "does not mix" in row
-    assert rest[-1] == "1 finished"
+    assert "1 finished" in rest
