@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
-UNUSABLE_FILE = (PermissionError, NotADirectoryError, IsADirectoryError, FileNotFoundError)
+UNUSABLE_FILE = (PermissionError, NotADirectoryError, IsADirectoryError)
 MOST_NAMED = 5  # studies or cells in a message
 
 

@@ -118,7 +118,7 @@ def _enter(reference: Table, overrides: list[str], options: dict[str, Any]) -> i
         target = str(norm.values["_target_"])
         _submit(Path(options["submit"]), norm.name, words, target, entered, reference, card)
     _publish(
-        BenchmarkReport(reference.with_entry(entered, norm.name), norm.name),
+        BenchmarkReport(reference.with_entry(entered), norm.name),
         Path(options["runs_dir"]),
     )
     return code

@@ -94,7 +94,7 @@ def standing_words(standings: Sequence[Standings], norm: str) -> str:
         parts.append(f"error {interval_words(mean)} of {references} over {count}")
     for one, place in ranked:
         workload = one.recipe.name
-        present = [group for group in GROUPS if any(p.group == group for p in one.places)]
+        present = [g for g in GROUPS if g != "open" and any(p.group == g for p in one.places)]
         if place.group == "open":
             parts.append(f"{TITLES['open']} ({workload})")
         else:

@@ -130,7 +130,7 @@ def contradictions(cell: TableCell) -> Iterator[str]:
 
 def report_of(submission: Submission, reference: Table) -> dict[str, Any]:
     """The content of report.json, computed from the table of a submission."""
-    table = reference.with_entry(submission.table, submission.norm)
+    table = reference.with_entry(submission.table)
     return BenchmarkReport(table, submission.norm).as_json()
 
 
@@ -162,10 +162,10 @@ def report_problems(submission: Submission, reference: Table) -> Iterator[str]:
 
 
 def _own_numbers(report: Mapping[str, Any], norm: str) -> dict[str, Any]:
-    """The places of a norm without its group, by workload."""
+    """The places of a norm without what another reference changes, by workload."""
     return {
         workload: [
-            {key: value for key, value in place.items() if key != "group"}
+            {key: value for key, value in place.items() if key not in ("group", "ratio")}
             for place in places
             if place["norm"] == norm
         ]

@@ -124,9 +124,10 @@ class Table:
     def cost_of(self, workload: str, norm: str) -> Cost | None:
         return self.costs.get(workload, {}).get(norm)
 
-    def with_entry(self, entry: Table, norm: str) -> Table:
-        """This table with the cells and costs of an entered norm, instead of those it has."""
-        others = tuple(cell for cell in self.cells if cell.norm != norm)
+    def with_entry(self, entry: Table) -> Table:
+        """This table with the cells and costs of an entry, instead of those of the same recipes."""
+        entered = {(cell.recipe, cell.norm) for cell in entry.cells}
+        others = tuple(cell for cell in self.cells if (cell.recipe, cell.norm) not in entered)
         costs = {
             workload: {**self.costs.get(workload, {}), **entry.costs.get(workload, {})}
             for workload in (*self.costs, *entry.costs)

@@ -203,7 +203,7 @@ def _at_other_width(
 ) -> str:
     """Trains the norm and the reference at another width; a sentence on both widths."""
     recipe, norm = plan.width_recipe, submission.norm
-    standings = rank(reference.with_entry(submission.table, norm), recipe.name)
+    standings = rank(reference.with_entry(submission.table), recipe.name)
     places = [standings.of(label) for label in (norm, recipe.reference)] if standings else []
     here, here_of_reference = (place.tuned if place else None for place in places)
     where = f"{recipe.name} at model.width={plan.width}, not scored"

@@ -181,7 +181,9 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
         if isinstance(swept, RangeSweep) and not swept.step:
             raise UserError(f"{text}: the step of a range must not be 0")
         if isinstance(swept, RangeSweep) and _has_one_fraction(swept):
-            raise UserError(f"{text}: its step is 1; give another, as in {key}=range(0.1,0.5,0.1)")
+            raise UserError(
+                f"{text}: it holds a single value; give a step, as in {key}=range(0.1,0.5,0.1)"
+            )
         if key in CUSTOM_GROUPS and isinstance(swept, str) and names_target(swept):
             target = f"{key}._target_={swept}"
             if other := [word for word in overrides if word.startswith(f"{key}._target_=")]:

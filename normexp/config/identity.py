@@ -38,7 +38,7 @@ VERSIONS: dict[str, int] = {
 
 # Of the questions in checks/ whose answers a study keeps. Raised when a question may answer
 # otherwise for the same norm, so that kept answers are measured again.
-QUESTIONS_VERSION = 3
+QUESTIONS_VERSION = 4
 
 # Keys that only say how a value of the config came about, or how a target is called.
 NOT_HASHED = {"optim.default_lr", *(f"{group}._partial_" for group in (*PARTS, "schedule"))}

@@ -178,7 +178,9 @@ class Population(NamedTuple):
 
 @contextmanager
 def with_own_share(populations: Mapping[NormSite, Population]) -> Iterator[None]:
-    """Norms use the moments expected of a training batch that holds a given sample.
+    """Norms use the moments of a training batch that holds a given sample and else average ones.
+
+    That the mean of the others varies too is left out: of a fall it counts as training noise.
 
     With m_i, v_i the sample's own moments, m, v those of the population and a = 1 / n its share of
     a batch of n (arXiv:1904.06031): a m_i + (1 - a) m and

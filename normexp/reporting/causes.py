@@ -10,8 +10,8 @@ these after a sample's own moments got their weight in training (s); see
 
 for each seed. These are the terms of `normexp.diagnose` between two sizes. A cause carries the fall
 if it is more than half of it: the mean over seeds of (term - fall / 2) is positive by a t interval,
-at an error rate of 5 % for the three causes together. It is said only of a fall that is a verdict
-of the report.
+at an error rate of 5 % for the three causes of one sentence together, apart from the error rate of
+the verdicts. It is said only of a fall that is a verdict of the report.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _carried(comparison: Comparison, causes: Causes, where: str) -> tuple[str, s
     def shown(name: str) -> str:
         return f"{name} {metric.format(causes.terms[name])}"
 
-    fall = f"{estimate:.{metric.digits}f}"  # its interval is that of the verdict
+    fall = f"{estimate:.{metric.digits}f}"
     details = [f"n = {format_count(causes.fall.n, 'seed')}, on these test samples"]
     rates = {cell.lr for cell in (comparison.first, comparison.second)}
     if any(comparison.tuned) or len(rates) > 1:

@@ -153,7 +153,7 @@ def test_a_claim_about_a_fall_needs_one():
     falls, does_not = (
         next(
             one
-            for one in judge(convnet(error).with_entry(made_table(renorm), "batch_renorm"))
+            for one in judge(convnet(error).with_entry(made_table(renorm)))
             if one.name == "batch_renorm"
         )
         for error in (0.2, 0.05)

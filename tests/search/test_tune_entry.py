@@ -88,7 +88,8 @@ def test_best_mean_on_validation_is_reported_with_fresh_seeds(
     assert "edge" not in out
 
 
-def test_dry_run_counts_the_fresh_seeds(tmp_path: Path, capsys):
+def test_dry_run_counts_the_fresh_seeds(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "200")
     assert tune(tmp_path, "norm=batch,group", "lr=choice(0.1,0.3)", "steps=2", "dry_run=true") == 0
     out = capsys.readouterr().out
     assert "12 runs of 6 cells to do" in out and "norm=group at its best point, fresh seeds" in out
