@@ -198,8 +198,9 @@ def rank(table: Table, recipe: str) -> Standings | None:
     """The standings of a recipe at the full batch; None without a complete grid of the reference.
 
     Selection of the best as in normexp.reporting.ranking: a norm is left out if another one is
-    better by a verdict of the same family. What can be told from no other norm, while others are
-    told apart, is `open`: mostly a norm of which single seeds end at chance level.
+    better by a verdict of the same family. `open` is a norm that cannot be told from any other,
+    where others can: its error depends on which seeds choose the rate, or a seed ended at chance
+    level. It may be the best, too.
     """
     known = table.recipes[recipe]
     full = known.batch_size

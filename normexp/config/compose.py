@@ -419,7 +419,7 @@ def _explain(error: Exception, config_dirs: Sequence[str]) -> UserError:
         mark = error.problem_mark
         return UserError(f"{mark.name}, line {mark.line + 1}: not valid YAML ({error.problem})")
     if isinstance(error, UnicodeDecodeError):
-        files = (file for file, _ in _modified_at(config_dirs))
+        files = (file for file, _ in _modified_at(config_dirs) if file.is_file())
         file = next((file for file in files if not _is_utf8(file)), "a YAML")
         return UserError(f"{file} is not UTF-8 ({error.reason}); save it as UTF-8")
     lines = [*str(error).splitlines(), *str(cause or "").splitlines()]
@@ -433,9 +433,10 @@ class UnknownChoice(UserError):
 
 def _is_utf8(file: Path) -> bool:
     try:
-        return file.is_dir() or bool(file.read_text("utf-8")) or True
+        file.read_text("utf-8")
     except UnicodeDecodeError:
         return False
+    return True
 
 
 def _unknown_choice(file: str, config_dirs: Sequence[str]) -> UserError:

@@ -155,7 +155,7 @@ def read_grid(command: Command) -> Grid:
 
 
 def _refuse_repeated_keys(word: str) -> None:
-    """Raises UserError for a cell that sets a key twice, of which Hydra would keep the last."""
+    """Raises UserError for a cell that sets a key twice: Hydra would keep the last value."""
     for cell in re.findall(r"\{.*?\}", re.sub(r"'[^']*'|\"[^\"]*\"", "''", word)):
         keys = re.findall(r"[{,]\s*([\w.]+)\s*:", cell)
         for key in keys:

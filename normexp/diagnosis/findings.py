@@ -381,8 +381,8 @@ def _small_batch(case: Case) -> Iterator[Finding]:
         yield Finding(
             "small_batch",
             "fault",
-            "the network needs the statistics of its current batch: with those expected of a batch "
-            f"of {_group_sizes(case)}, it loses {case.terms['small_batch']}. Samples carry "
+            "the network needs the statistics of its current batch: with statistics expected of a "
+            f"batch of {_group_sizes(case)}, it loses {case.terms['small_batch']}. Samples carry "
             "information about each other (sorted or related batches), or training adapted to the "
             "noise",
             "shuffle the training data, share statistics among more samples, or use group norm",

@@ -169,6 +169,15 @@ class History:
     def commands(self) -> list[CommandEntry]:
         return [command for command in self.typed if command.id not in self.forgotten]
 
+    @property
+    def declarations(self) -> list[tuple[CommandEntry, Collection[str]]]:
+        """The commands by time, each with the cells whose seeds it declares.
+
+        A forgotten command still does for those that had ended runs by then.
+        """
+        commands = sorted(self.typed, key=lambda entry: entry.time)
+        return [(command, self.forgotten.get(command.id, command.cells)) for command in commands]
+
     def add(self, entry: Entry) -> None:
         match entry:
             case CommandEntry():
@@ -222,8 +231,9 @@ class History:
     def declared_seeds(self, cell: str) -> set[int]:
         """The seeds in the first command for a cell, or for one that is the same training."""
         target = self.same_as(cell)
-        for command in sorted(self.commands, key=lambda entry: entry.time):
-            if seeds := self.asked_seeds([command]).get(target):
+        for command, cells in self.declarations:
+            names = [name for name in cells if self.same_as(name) == target]
+            if seeds := {seed for name in names for seed in command.seeds_of(name)}:
                 return seeds
         return set()
 

@@ -118,7 +118,8 @@ def _carried(comparison: Comparison, causes: Causes, where: str) -> tuple[str, s
         return f"{name} {metric.format(causes.terms[name])}"
 
     fall = f"{estimate:.{metric.digits}f}"
-    details = [f"n = {format_count(causes.fall.n, 'seed')}, on these test samples"]
+    seeds = format_count(causes.fall.n, "seed")
+    details = [f"n = {seeds}, on these test samples; at an error rate of 5 % of its own"]
     rates = {cell.lr for cell in (comparison.first, comparison.second)}
     if any(comparison.tuned) or len(rates) > 1:
         details.append("at the chosen learning rates")

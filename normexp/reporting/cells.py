@@ -162,16 +162,17 @@ def _seeds_over(cells: Sequence[CellRow], history: History) -> dict[str, set[int
 def _rounds_of(history: History) -> list[tuple[CommandEntry, dict[str, set[int]]]]:
     """The commands that name a cell that no earlier one does, with the seeds of these cells.
 
-    A forgotten command counts for the cells that had results by then and are asked for again.
+    If a cell of a forgotten command is asked for again, all of its cells count that had results by
+    then. Those that nobody asks for stay unended, so that nobody selects norms by their results.
     """
     named: set[str] = set()
     asked = {name for command in history.commands for name in command.cells}
     rounds = []
-    for command in sorted(history.typed, key=lambda entry: entry.time):
-        names = asked.intersection(history.forgotten.get(command.id, command.cells)) - named
-        if added := {name: command.seeds_of(name) for name in command.cells if name in names}:
-            rounds.append((command, added))
-            named |= set(added)
+    for command, cells in history.declarations:
+        names = {*cells} - named
+        if names & asked:
+            rounds.append((command, {name: command.seeds_of(name) for name in sorted(names)}))
+            named |= names
     return rounds
 
 

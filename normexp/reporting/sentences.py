@@ -597,12 +597,10 @@ def _added_words(comparison: Comparison) -> str:
 
 
 def _unended_words(comparison: Comparison) -> str:
-    """`3 declared cells have not ended, normexp.status names them`."""
+    """`3 declared cells have not ended or were forgotten, see normexp.status`."""
     count = max(cell.unended for cell in comparison.cells)
-    them = "s have not ended, normexp.status names them"
-    return (
-        f"{count} declared cell{them if count > 1 else ' has not ended, normexp.status names it'}"
-    )
+    have = "s have not ended or were" if count > 1 else " has not ended or was"
+    return f"{count} declared cell{have} forgotten, see normexp.status"
 
 
 def _tuned_words(comparison: Comparison) -> str:

@@ -55,7 +55,7 @@ def text_table(columns: Iterable[str], rows: Iterable[Iterable[str]], **options:
 
 
 class Footnotes:
-    """Long texts of a table, each of which is printed once below it."""
+    """Long texts of a table, printed once below it."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []

@@ -258,6 +258,21 @@ def test_a_forgotten_command_takes_back_its_seeds_but_not_what_was_seen_of_them(
     assert group_of(tmp_path).kind != "better"
 
 
+def test_norms_are_not_selected_by_forgetting_the_command_that_showed_them(tmp_path: Path):
+    study, options = tmp_path / "synthetic", ["study=synthetic", f"runs_dir={tmp_path}"]
+    write_declared(tmp_path, {"batch": 8, "group": 8, "layer": 8})
+    assert group_of(tmp_path).kind == "better"
+    assert status([*options, "forget=1"]) == 0
+    seeds = [("", list(range(8)))]
+    cells = {cell.name: seeds for cell in study.iterdir() if cell.is_dir()}
+    some = {name: seeds for name in cells if not name.startswith("layer")}
+    append_entries(study, [CommandEntry("2", ["normexp-train"], "one", 3, some)])
+    one = group_of(tmp_path)
+    assert one.kind == "unended" and "1 declared cell has not ended or was forgotten" in one.text
+    append_entries(study, [CommandEntry("3", ["normexp-train"], "one", 3, cells)])
+    assert group_of(tmp_path).kind == "better"
+
+
 def test_norms_of_a_later_command_are_a_family_of_their_own(tmp_path: Path):
     write_declared(tmp_path, {"batch": 8, "group": 8}, {"layer": 8, "batch": 8})
     comparisons = {one.first.norm: one for one in report_of(tmp_path).comparisons}
