@@ -21,6 +21,7 @@ from normexp.config.compose import (
     parse_overrides,
     quoted,
     refuse_missing_files,
+    refuse_missing_targets,
 )
 from normexp.config.help import group_choices
 from normexp.config.rules import KEYS, OPTIONS, as_typed, check_value, suggest, validate
@@ -38,7 +39,7 @@ def compose_cells(command: Command) -> list[CellSpec]:
 
     Raises:
         UserError: the single cell, or every cell of a sweep, is refused; or a value is mistyped, so
-            that a group has no such choice.
+            that a group has no such choice or the user's file no such class.
     """
     lines = list_cells(command)
     shared = set(lines[0]).intersection(*lines) if len(lines) > 1 else set()
@@ -49,6 +50,7 @@ def compose_cells(command: Command) -> list[CellSpec]:
         try:
             config, choices = compose_cell(line, command.config_dirs)
             title = " ".join(_with_number(word, config) for word in words)
+            refuse_missing_targets(config)
             cells.append(CellSpec(config, choices, title, overrides=line))
         except UnknownChoice:
             raise

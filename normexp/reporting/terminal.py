@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from normexp.config.rules import format_count
+from normexp.config.rules import MIXING, format_count
 from normexp.config.spec import split_shared_words, study_words
 from normexp.records.history import CommandEntry
 from normexp.records.result import Status
@@ -217,7 +217,9 @@ def _count_cells(status: StudyStatus) -> str:
     """
     cells = [cell for cell in status.cells if not cell.refused]
     is_open = any(
-        set(cell.states.values()) == {Status.NOT_STARTED} and "norm_batch_size=" in cell.title
+        set(cell.states.values()) == {Status.NOT_STARTED}
+        and "norm_batch_size=" in cell.title
+        and not MIXING.intersection(cell.title.replace("norm=", "").split())
         for cell in cells
     )
     return "at most " * is_open + format_count(len(cells), "cell")
