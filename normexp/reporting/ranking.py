@@ -101,11 +101,17 @@ class Ranking:
 
     @property
     def heading(self) -> str:
-        """Settings, budget and size."""
+        """Settings, budget, size, and the search if it is the same for every norm."""
         part = self.part
         size = f"{AXIS_WORDS[part.axis]} {part.sizes[0]}" if len(part.sizes) > 1 else ""
         budget = "" if part.budget in part.title else part.budget
-        return ", ".join(filter(None, (part.heading, budget, size)))
+        return ", ".join(filter(None, (part.heading, budget, size, self._search)))
+
+    @property
+    def _search(self) -> str:
+        """`tuned over 5 rates`; empty if it is not the same for every norm."""
+        words = {self.part.search_words(place.cell).partition(", ")[0] for place in self.places}
+        return words.pop() if len(words) == 1 else ""
 
     @property
     def sentence(self) -> str:
@@ -151,8 +157,8 @@ class Ranking:
             value = format_mean(place.value, self.part.metric)
             title = TITLES[place.group].format(reference=self.reference)
             seeds = count_words(place.cell, len(place.cell.values(self.part.metric)))
-            search = self.part.search_words(place.cell)
-            seeds += search and f", {search}"
+            search = self.part.search_words(place.cell).removeprefix(self._search)
+            seeds = ", ".join(filter(None, (seeds, search.removeprefix(", "))))
             rows.append([title, place.norm + yours, value, seeds, self.standing(place)])
         return rows
 

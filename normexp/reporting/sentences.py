@@ -92,7 +92,6 @@ class Answer:
     heading: str
     parts: list[Slice]
     sentences: list[Claim]
-    note: str
     untested: list[Claim] = field(default_factory=list)
 
     @property
@@ -109,7 +108,8 @@ class Answer:
     @property
     def losses(self) -> list[Claim]:
         claims = (*self.sentences, *self.untested)
-        return [claim for claim in claims if not claim.reference and claim.kind != "cause"]
+        left_out = ("cause", "cost")
+        return [claim for claim in claims if not claim.reference and claim.kind not in left_out]
 
     @property
     def comparisons(self) -> list[Claim]:
@@ -145,8 +145,7 @@ def answer_slices(slices: Sequence[Slice], comparisons: Sequence[Comparison]) ->
         claims.sort(key=lambda claim: (bool(claim.reference), claim.kind == "independent"))
         untested = [one for one in claims if one.comparison and not one.comparison.is_primary]
         tested = [one for one in claims if one not in untested]
-        note = _note(of_part, comparisons)
-        answers.append(Answer(part.heading, [part], tested, note, untested))
+        answers.append(Answer(part.heading, [part], tested, untested))
     return answers
 
 
@@ -479,9 +478,9 @@ def _change_words(comparison: Comparison, change: Change) -> str:
     }.get(change.kind, f"the difference changes by {shown}, without a verdict")
 
 
-def _note(of_part: Sequence[Comparison], comparisons: Sequence[Comparison]) -> str:
-    """Explains what the intervals and verdicts of a report promise."""
-    if not any(comparison.gap.low is not None for comparison in of_part):
+def note_on(comparisons: Sequence[Comparison]) -> str:
+    """Explains what the intervals and verdicts of a report promise; empty without an interval."""
+    if not any(comparison.gap.low is not None for comparison in comparisons):
         return ""
     judged = [comparison for comparison in comparisons if comparison.is_judged]
     references = dict.fromkeys(

@@ -41,9 +41,15 @@ def change_the_code(cell: Path) -> None:
     edited(cell / "seed-2" / "result.json", environment={"code_version": "two"})
 
 
+def cut_the_curves(cell: Path) -> None:
+    path = cell / "seed-2" / "metrics.csv"
+    path.write_bytes(path.read_bytes()[:-3])
+
+
 @pytest.mark.parametrize(
     ("tamper", "words"),
     [
+        (cut_the_curves, "seed 2: metrics.csv is torn at line "),
         (edit_accuracy, "seed 2: result.json has test/accuracy=0.95, samples.npz "),
         (leave_the_range, "seed 2: test/accuracy=1.2 is outside the range of the metric"),
         (copy_a_run, "seeds 1 and 3 have the same metrics and curves"),

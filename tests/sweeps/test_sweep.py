@@ -130,7 +130,7 @@ def test_threads_of_one_process_train_in_turn(tmp_path: Path):
 @pytest.mark.parametrize(("fail_fast", "last"), [(False, "finished"), (True, "stopped")])
 def test_this_process_walks_the_same_list(tmp_path: Path, fail_fast: bool, last: str):
     words = words_of(tmp_path, "finish1", "out_of_memory", "finish2")
-    words[1] = "norm=no_such_module.Norm,none"
+    words[1] = "norm=torch.nn.Conv2d,none"  # the first lacks an argument
     log = StudyLog(compose_cells(parse_command(words)), ["normexp-train", *words])
     outcomes = Sweep(log, [WorkerSlot(1)], fail_fast=fail_fast).train()
     assert statuses(outcomes) == ["refused"] * 3 + ["finished", "failed", last]
