@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 
 from normexp.reporting.causes import words_on_causes
-from normexp.reporting.metric import Metric, describe_metric, format_signed
+from normexp.reporting.metric import Metric, describe_metric, format_mean, format_signed
 from normexp.reporting.model import AXIS_WORDS, CellRow, RunRow, Slice
 from normexp.reporting.verdict import (
     DECIDED,
@@ -242,6 +242,9 @@ def _plain_claims(part: Slice) -> Iterator[Claim]:
         elif len(line) < 2:
             count = _count_words(first, part, len(part.values[first]), "seed")
             text = f"{norm} was run at one {axis} only, {size}"
+            value = part.mean(first)
+            if value.estimate is not None:
+                text += f": {part.metric.label} {format_mean(value, part.metric)}"
             yield Claim([norm], "one size", text, count, sizes=[size])
     if (cost := _cost_words(part)) is not None:
         yield Claim(list(part.lines), "cost", cost)
@@ -383,10 +386,10 @@ def seeds_words(comparison: Comparison) -> str:
         return ""  # the size of a difference to a diverged run is not known
     needed = comparison.seeds_to_decide
     if needed is None and comparison.lacks_samples:
-        few = f"{comparison.num_samples} test samples are too few"
-        return f", {MAX_SEEDS} seeds would not decide: {few}, data with more would help"
+        few = f"{comparison.num_samples} test samples"
+        return f", {MAX_SEEDS} seeds on {few} would not decide; more samples would help"
     if needed is None:
-        return f", {MAX_SEEDS} seeds would not decide: the seeds differ too much"
+        return f", {MAX_SEEDS} seeds would not decide: they differ too much"
     return f", about {needed} seeds would decide"
 
 

@@ -118,10 +118,14 @@ def _print_ranking(console: Console, ranking: Ranking) -> None:
     """The sentence, then the norms in groups."""
     console.print(f"\n{ranking.heading}", markup=False)
     console.print(f"{ranking.sentence}.", style="bold", markup=False)
-    drawn, shown = text_table(["", *ranking.columns], []), ""
-    for title, *texts in ranking.rows:
-        drawn.add_row(*map(Text, (title if title != shown else "", *texts)))
-        shown = title
+    drawn, shown = text_table(ranking.columns, []), ""
+    for title, norm, *texts in ranking.rows:
+        if title != shown:
+            drawn.add_row(Text(title, style="bold"))
+            shown = title
+        drawn.add_row(*map(Text, (f"  {norm}", *texts)))
+    for column in drawn.columns[:-1]:
+        column.no_wrap = True
     console.print(drawn)
 
 
@@ -138,8 +142,8 @@ def _print_cells(console: Console, table: ReportTable) -> None:
         ]
     drawn = text_table(map(str, texts), texts.head(MAX_ROWS).to_numpy().tolist())
     for name, column in zip(texts, drawn.columns, strict=True):
-        column.no_wrap = name not in WRAPPED
-        column.min_width = min(LEAST_WIDTH, int(texts[name].str.len().max()))
+        widest = int(texts[name].str.len().max())
+        column.min_width = min(LEAST_WIDTH, widest) if name in WRAPPED else widest
     console.print(drawn, soft_wrap=True)
     footnotes.print(console)
     if counts.str.contains("[×!?]").any():
