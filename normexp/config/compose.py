@@ -55,7 +55,7 @@ DEFAULT_SCHEDULE = {"schedule": "cosine", "warmup": 0.1}  # of an optimizer that
 PATHS = {
     "normexp.data.image_folder.load_image_folder": (
         "data.root",
-        "name a folder with images in {0}/train/<class>/ and {0}/test/<class>/",
+        "name a folder with images in {0}/<class>/, or {0}/train/<class>/ and {0}/test/<class>/",
     ),
     "normexp.data.text.load_text_file": ("data.path", "name a text file"),
 }
@@ -119,10 +119,7 @@ def refuse_missing_files(config: Mapping[str, Any]) -> None:
         UserError: a required key without a value, or a module, folder or file that is not there.
     """
     refuse_missing_values(config)
-    for group in CUSTOM_GROUPS:
-        for part in parts_with_target(config.get(group)):
-            if reason := why_missing(part["_target_"]):
-                raise UserError(f"{group}._target_={part['_target_']}: {reason}")
+    refuse_missing_targets(config)
     for target, (key, needs) in PATHS.items():
         path = Path(str(_select(config, key)))
         if _select(config, "data._target_") == target and not path.exists():
@@ -131,6 +128,14 @@ def refuse_missing_files(config: Mapping[str, Any]) -> None:
         path = _select(config, key)
         if isinstance(path, str) and Path(path).is_file():
             raise UserError(f"{key}={path} is a file, must be a folder")
+
+
+def refuse_missing_targets(config: Mapping[str, Any]) -> None:
+    """Raises UnknownChoice for a class or function of the user that is not there."""
+    for group in CUSTOM_GROUPS:
+        for part in parts_with_target(config.get(group)):
+            if reason := why_missing(part["_target_"]):
+                raise UnknownChoice(f"{group}._target_={part['_target_']}: {reason}")
 
 
 def refuse_missing_values(tree: Mapping[str, Any], prefix: str = "") -> None:
@@ -428,7 +433,7 @@ def _explain(error: Exception, config_dirs: Sequence[str]) -> UserError:
 
 
 class UnknownChoice(UserError):
-    """A group has no such choice, as in `norm=gruop`."""
+    """A group has no such choice, as in `norm=gruop` or `norm=my_norm.LpNrom`."""
 
 
 def _is_utf8(file: Path) -> bool:

@@ -24,7 +24,7 @@ from normexp.config.compose import (
 from normexp.config.rules import OPTIONAL_GROUPS, PARTS, in_identity, sees_validations
 from normexp.errors import UserError
 from normexp.norms.slots import SLOTS
-from normexp.records.content import IMAGE_SUFFIXES, digest_of_path
+from normexp.records.content import IMAGE_SUFFIXES, digest_of_path, has_split_folders
 from normexp.records.sources import digests_of, source_digest, source_files
 
 # Versions of choices, raised when a default or the meaning of a choice changes: {"norm/group": 2}.
@@ -182,8 +182,12 @@ def _with_content(values: Any, config: Mapping[str, Any]) -> Any:
         for key in keys:
             value = (config.get(group) or {}).get(key)
             if isinstance(value, str):
-                is_folder = _is_shipped(values[group], "image_folder")
-                content = digest_of_path(Path(value), *([_is_image] if is_folder else []))
+                counts = []
+                if _is_shipped(values[group], "image_folder"):
+                    counts = [
+                        _is_split_image if has_split_folders(Path(value)) else _is_class_image
+                    ]
+                content = digest_of_path(Path(value), *counts)
                 if content is not None or "source_digest" in values[group]:
                     values[group][f"{key}_content"] = content or value
     data = values.get("data")
@@ -206,9 +210,14 @@ def _is_shipped(data: Mapping[str, Any], choice: str) -> bool:
     return data.get("_target_") == (shipped_defaults("data", choice) or {}).get("_target_")
 
 
-def _is_image(path: Path) -> bool:
-    """True for an image of a shipped image folder, which reads train/ and test/ alone."""
+def _is_split_image(path: Path) -> bool:
+    """True for an image that a shipped image folder reads, if it has train/ or test/."""
     return path.parts[0] in ("train", "test") and path.suffix.lower() in IMAGE_SUFFIXES
+
+
+def _is_class_image(path: Path) -> bool:
+    """True for an image that a shipped image folder reads, if every folder in it is a class."""
+    return len(path.parts) > 1 and path.suffix.lower() in IMAGE_SUFFIXES
 
 
 def _texts(tree: Any) -> Iterator[str]:

@@ -12,9 +12,10 @@ from shlex import join
 from typing import Any
 
 from normexp.batching.sizes import SIZES
+from normexp.config.compose import shipped_defaults
 from normexp.config.help import option_defaults
 from normexp.config.identity import QUESTIONS_VERSION, VERSIONS
-from normexp.config.rules import as_typed
+from normexp.config.rules import MIXING, as_typed
 from normexp.config.spec import CellSpec, norm_and_data
 from normexp.records.files import is_held
 from normexp.records.history import History, read_history
@@ -117,6 +118,27 @@ def _last_failure(spec: CellSpec, records: CellRecords) -> str:
 
 
 # --- Norms that do not mix samples ---------------------------------------------------------------
+
+
+REPLACED = ("torchvision", "timm")  # models of others, which may mix samples beside their norms
+EXPECTED = "expected"  # the `versions` of an alias that no probe has confirmed yet
+
+
+def expected_id(spec: CellSpec, history: History) -> str | None:
+    """The id of the cell that will be trained for a cell; None if only a probe can tell.
+
+    Known of what was measured in the study, and of a shipped norm in a shipped network.
+    """
+    target = spec.without_norm_batch_size.id
+    if spec.id in history.aliases or spec.id == target:
+        return history.same_as(spec.id)
+    if any(alias.same_as == target for alias in history.aliases.values()):  # at another size
+        return target
+    norm, model = spec.choices["norm"], spec.choices["model"]
+    is_shipped = shipped_defaults("norm", norm) and shipped_defaults("model", model)
+    if not is_shipped or norm == "as_built" or model in REPLACED:
+        return None
+    return spec.id if norm in MIXING else target
 
 
 def measured_versions() -> str:

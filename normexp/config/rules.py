@@ -19,6 +19,15 @@ from normexp.config.process import rank_among
 from normexp.errors import UserError
 from normexp.norms.slots import Act, Conv, Placement
 
+# Shipped norms that mix samples in some network; a test measures that the others never do.
+MIXING = {
+    *("batch", "batch_channel", "batch_instance", "batch_per_position", "batch_renorm"),
+    *("eval_norm", "evonorm_b0", "ghost", "l1_batch", "mode", "moving_average_batch", "power"),
+    *("switchable", "sync", "taper", "deviations/bn_biased_ema", "deviations/bn_eps_outside"),
+    *("deviations/bn_naive_var", "deviations/bn_per_position", "deviations/bn_unbiased"),
+    "deviations/no_eps",
+}
+
 LONGEST_NAME = 200  # bytes; file systems allow 255, and derived names are longer
 
 

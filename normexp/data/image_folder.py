@@ -1,4 +1,4 @@
-"""The user's own images, in folders train/<class>/ and test/<class>/."""
+"""The user's own images: train/<class>/ and test/<class>/, or class folders that are split here."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from torch import Tensor
 from normexp.data.augment import Augmentation
 from normexp.data.dataset import Data, Examples
 from normexp.data.images import build_image_data
-from normexp.data.sources import refuse_beyond_memory
+from normexp.data.sources import refuse_beyond_memory, split_off_test
 from normexp.errors import UserError
 from normexp.records.content import IMAGE_SUFFIXES as SUFFIXES
+from normexp.records.content import has_split_folders
 from normexp.records.files import open_atomic
 
 log = logging.getLogger(__name__)
 
 IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+OTHER_SPLIT = {"train": "test", "test": "train"}
 MIN_STD = 0.001  # a grey level is 0.004
 
 
@@ -44,7 +46,8 @@ def load_image_folder(
     """RGB images, uint8 (N, 3, H, W), decoded once and cached under data_dir/cache.
 
     Args:
-        root: folder with train/<class>/ and test/<class>/; other folders (val/) are ignored.
+        root: folder with train/<class>/ and test/<class>/; other folders (val/) are ignored. If it
+            has neither, every folder is a class, and a fifth of each is the test split.
         size: side in pixels to which images are scaled and centre-cropped; None leaves images as
             they are, which must then have one size.
         mean, std: of each channel, in 0..1 units, by which images are normalized; None: those of
@@ -58,23 +61,28 @@ def load_image_folder(
     if size is not None and size < 1:
         raise UserError(f"data.size={size} must be positive; try data.size=32")
     moments = _given_moments(mean, std)
-    listing = {split: list_images(Path(root), split) for split in ("train", "test")}
-    check_same_classes(root, listing)
+    folder = Path(root)
+    splits = ("train", "test") if has_split_folders(folder) else ("",)
+    listing = {split: list_images(folder, split) for split in splits}
+    if len(splits) == 2:
+        check_same_classes(root, listing)
     files = [list(chain.from_iterable(by_class.values())) for by_class in listing.values()]
-    images = _load_or_decode(Path(root), files[0] + files[1], size, Path(data_dir))
-    parts = images.split([len(paths) for paths in files])
-    counts = [torch.tensor([len(f) for f in by_class.values()]) for by_class in listing.values()]
-    classes = torch.arange(len(listing["train"]))
-    train, test = (
-        Examples(part, classes.repeat_interleave(count))
-        for part, count in zip(parts, counts, strict=True)
-    )
+    images = _load_or_decode(folder, [*chain.from_iterable(files)], size, Path(data_dir))
+    classes = list(listing[splits[0]])
+    counts = [
+        torch.tensor([len(by_class[name]) for name in classes]) for by_class in listing.values()
+    ]
+    parts = [
+        Examples(part, torch.arange(len(classes)).repeat_interleave(count))
+        for part, count in zip(images.split([*map(len, files)]), counts, strict=True)
+    ]
+    train, test = parts if len(parts) == 2 else _split_off_test(root, parts[0])
     data = build_image_data(
         "image_folder",
         train,
         test,
         num_classes=len(classes),
-        class_names=list(listing["train"]),
+        class_names=classes,
         val_fraction=val_fraction,
         split_seed=split_seed,
         augmentation=augmentation,
@@ -106,11 +114,21 @@ def _given_moments(
 
 
 def list_images(root: Path, split: str) -> dict[str, list[Path]]:
-    """The images below root/split/<class>/ by class, sorted, without hidden files."""
+    """The images below root/split/<class>/ by class, sorted, without hidden files.
+
+    Args:
+        split: `train`, `test`, or empty for classes directly below the root.
+    """
     folder = root / split
     classes = sorted(p for p in folder.glob("*") if p.is_dir() and not p.name.startswith("."))
     if not classes:
-        raise UserError(f"data.root={root} has no images in {split}/; it needs {folder}/<class>/")
+        raise UserError(
+            f"data.root={root} has no images in {split}/; it needs {folder}/<class>/. To split the "
+            f"images of one folder, name it: data.root={root / OTHER_SPLIT[split]}"
+            if split
+            else f"data.root={root} has no folders; it needs a folder of images for each class, "
+            f"{root}/<class>/, or {root}/train/<class>/ and {root}/test/<class>/"
+        )
     by_class = {
         path.name: sorted(file for file in path.rglob("*") if _is_image(file)) for path in classes
     }
@@ -123,9 +141,28 @@ def list_images(root: Path, split: str) -> dict[str, list[Path]]:
     return by_class
 
 
+def _split_off_test(root: str, images: Examples) -> tuple[Examples, Examples]:
+    """Train and test of a folder without these, see `split_off_test`; the log says so."""
+    train, test = (
+        Examples(images.inputs[part], images.targets[part])
+        for part in split_off_test(images.targets)
+    )
+    if len(test.targets.unique()) < len(train.targets.unique()):
+        raise UserError(
+            f"data.root={root}: a class has fewer than three images, of which none can be the test "
+            "split; add some"
+        )
+    log.info(
+        "data.root=%s has no train/ and test/: a fifth of each class is the test split, the same "
+        "in every command (%d of %d images)",
+        *(root, len(test), len(images)),
+    )
+    return train, test
+
+
 def check_same_classes(root: str, listing: dict[str, dict[str, list[Path]]]) -> None:
     """Raises UserError if a class is in only one of the splits."""
-    for split, other in (("train", "test"), ("test", "train")):
+    for split, other in OTHER_SPLIT.items():
         extra = sorted(listing[split].keys() - listing[other].keys())
         if extra:
             raise UserError(

@@ -41,6 +41,11 @@ def reading_once() -> Iterator[None]:
         _digests_read = None
 
 
+def has_split_folders(root: Path) -> bool:
+    """True if an image folder has train/ or test/; otherwise each of its folders is a class."""
+    return any((root / split).is_dir() for split in ("train", "test"))
+
+
 def _is_any(_: Path) -> bool:
     return True
 

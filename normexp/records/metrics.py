@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Mapping
 from operator import index
 from pathlib import Path
@@ -10,7 +12,10 @@ from typing import NamedTuple
 from normexp.errors import UserError
 from normexp.records.files import appending, read_lines, write_text
 
+logger = logging.getLogger(__name__)
+
 HEADER = "step,epoch,samples_seen,name,value"
+LINES = re.compile(rb"(?:\d+,\d+,\d+,[^,\n]+,[^,\n]+\n)*")
 
 
 class MetricRow(NamedTuple):
@@ -71,6 +76,10 @@ class MetricsWriter:
         For a run that resumes from a checkpoint at that step.
         """
         self._waiting.clear()
+        if step >= 0 and not (self.path.exists() and read_lines(self.path)):
+            logger.warning(
+                "%s lost its rows up to step %d: its curves begin there", self.path, step
+            )
         if not self.path.exists():
             return
         rows = [(_parse(self.path, number, line), line) for number, line in _data_lines(self.path)]
@@ -89,6 +98,25 @@ def read_metrics(path: Path) -> list[MetricRow]:
         return [_parse(path, number, line) for number, line in _data_lines(path)]
     except FileNotFoundError as error:
         raise UserError(f"{path} does not exist: its run has not started") from error
+
+
+def fault_of(path: Path, num_steps: int | None) -> str:
+    """Why the metrics.csv of an ended run does not hold all of its rows; empty if it does.
+
+    Args:
+        num_steps: of the run, at whose last step it was evaluated; None if not recorded.
+    """
+    content = path.read_bytes()
+    header, _, body = content.partition(b"\n")
+    if not content:
+        return "is empty"
+    match = LINES.match(body)
+    assert match is not None  # as it may be empty
+    if header != HEADER.encode() or match.end() < len(body):
+        number = 1 if header != HEADER.encode() else 2 + match.group().count(b"\n")
+        return f"is torn at line {number}"
+    step = int(body.splitlines()[-1].partition(b",")[0]) if body else 0
+    return "" if num_steps is None or step == num_steps else f"ends at step {step} of {num_steps}"
 
 
 def _data_lines(path: Path) -> list[tuple[int, str]]:

@@ -74,6 +74,7 @@ class Figure:
     chart: an Altair chart of the rows of `table`
     table: the data, with the columns `norm` and `size` by which the page filters
     kind: the question that it answers, the same for every slice
+    row: figures of one row of the page have about the same height
     fit: how the page may resize it: its `width`, each panel of a `facet`, a panel with a `strip` of
         counts below it, or only the steps between squares (`none`)
     """
@@ -86,6 +87,7 @@ class Figure:
     fit: str = "width"
     subtitle: str = ""
     kind: str = ""
+    row: int = 0
 
     @property
     def spec(self) -> dict[str, Any]:

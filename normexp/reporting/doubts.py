@@ -9,6 +9,7 @@ from contextlib import suppress
 import numpy as np
 
 from normexp.errors import UserError
+from normexp.records.metrics import fault_of
 from normexp.records.paths import METRICS_FILE
 from normexp.records.samples import read_samples
 from normexp.reporting.model import ROUNDED, RunRow
@@ -31,6 +32,11 @@ def _doubts_of_run(run: RunRow) -> Iterator[str]:
         kind = name.partition("@")[0].rpartition("/")[2]
         if not LEAST.get(kind, -np.inf) <= value <= GREATEST.get(kind, np.inf):
             yield f"{name}={value:g} is outside the range of the metric"
+    history = run.directory / METRICS_FILE
+    has_curves = run.result.status == "finished" and history.is_file()
+    if has_curves and (fault := fault_of(history, run.result.steps)):
+        remedy = f"to train it again, remove {run.directory}"
+        yield f"{METRICS_FILE} {fault}, so its curves are lost; {remedy}"
     samples = None
     with suppress(UserError):
         samples = read_samples(run.directory).get("running")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from normexp.config.compose import compose_cell, compose_config
+from normexp.config.compose import compose_cell, compose_config, refuse_missing_targets
 from normexp.config.grid import is_searched, read_grid
 from normexp.config.process import rank_among
 from normexp.config.rules import KEYS, in_identity, join_or, validate_keys
@@ -100,6 +100,7 @@ def plan_searches(command: Command) -> list[Search]:
     searches = []
     for line in lines:
         base = compose_config([*line, *words_of(space.first)], command.config_dirs)
+        refuse_missing_targets(base)
         check_settings(base)
         grid_words = tuple(word for word in line if word not in shared)
         search = Search(tuple(line), grid_words, space, base, tuple(command.config_dirs))

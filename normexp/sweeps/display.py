@@ -37,6 +37,7 @@ class Display(logging.Handler):
 
     Attributes:
         total: the runs of the command, each once, as far as is known which grid points are one.
+        may_shrink: some grid points may turn out to be one.
         done: those of the cells that have ended.
     """
 
@@ -47,7 +48,7 @@ class Display(logging.Handler):
         self.titles = titles
         self.num_slots = max(1, num_slots)
         self.counts: Counter[str] = Counter()
-        self.total, self.done = len(titles), 0
+        self.total, self.done, self.may_shrink = len(titles), 0, False
         self.seconds: list[float] = []  # training time of each finished cell
         self.is_stopping = False  # this command starts no further cell
         self.began = self._line_at = time.monotonic()
@@ -85,7 +86,7 @@ class Display(logging.Handler):
             self.seconds.append(outcome.seconds)
         if outcome.status is Status.PLANNED or len(self.titles) == 1:  # the summary shows it
             return
-        count = f"[{self.done}/{self.total} runs]"
+        count = f"[{self._count()}]"
         duration = (
             f" in {format_duration(outcome.seconds)}" if outcome.status is Status.FINISHED else ""
         )
@@ -95,6 +96,10 @@ class Display(logging.Handler):
         left = self.time_left(num_left)
         time_left = f", {left} left" if left and self.live is None else ""
         self.print(f"{count} {outcome.status:<8} {title}{duration}{error}{time_left}")
+
+    def _count(self) -> str:
+        """`4/30 runs`, or `4/at most 42 runs`."""
+        return f"{self.done}/{'at most ' * self.may_shrink}{self.total} runs"
 
     def time_left(self, num_cells: int, at_work: Sequence[WorkerState] = ()) -> str:
         """The time left, estimated from the mean time of the finished cells.
@@ -131,7 +136,7 @@ class Display(logging.Handler):
 
     def _headline(self, busy: Sequence[WorkerState], num_waiting: int) -> str:
         counts = [f"{self.counts[name]} {name}" for name in COUNTED if self.counts[name]]
-        parts = [f"{self.done}/{self.total} runs", *counts, f"{len(busy)} running"]
+        parts = [self._count(), *counts, f"{len(busy)} running"]
         parts.append(f"{format_duration(time.monotonic() - self.began)} elapsed")
         left = self.time_left(num_waiting, busy)
         return ", ".join([*parts, f"{left} left"] if left else parts)

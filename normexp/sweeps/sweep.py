@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
 
-from normexp.config.outcome import Outcome
+from normexp.config.outcome import Outcome, expected_id
 from normexp.config.process import is_under_agent
 from normexp.config.rules import validate_keys
 from normexp.config.spec import CellSpec, identify
@@ -211,9 +211,19 @@ class Sweep:
         return [position for position in range(len(self.cells)) if position not in self.outcomes]
 
     def _key(self, position: int) -> str:
-        """Equal for points of the grid that are one cell."""
-        cell = self.walk.trained_as(position)
-        return str(position) if cell.config is None else str(cell.directory)
+        """Equal for points of the grid that are one cell, as far as is known."""
+        cell = self.cells[position]
+        if cell.config is None:
+            return str(position)
+        study_dir = cell.directory.parent
+        return str(study_dir / (expected_id(cell, self.log.history(study_dir)) or cell.id))
+
+    def _may_be_same(self, position: int) -> bool:
+        """True if it is unknown whether norm_batch_size has an effect on a cell."""
+        cell = self.cells[position]
+        if cell.config is None:
+            return False
+        return expected_id(cell, self.log.history(cell.directory.parent)) is None
 
     def _distinct(self, positions: Iterable[int]) -> dict[str, set[int]]:
         """The seeds of each cell at these positions."""
@@ -349,6 +359,7 @@ class Sweep:
         self.outcomes |= new
         runs = self._distinct(range(len(self.cells)))
         self.display.total = sum(map(len, runs.values()))
+        self.display.may_shrink = any(map(self._may_be_same, self._left()))
         left = set(self._distinct(self._left()))
         for position, outcome in new.items():
             key = self._key(position)

@@ -18,6 +18,7 @@ from normexp.checks.network import BuiltNetwork
 from normexp.checks.preflight import examine
 from normexp.config.compose import compose_config, shipped_defaults
 from normexp.config.help import group_choices
+from normexp.config.rules import MIXING
 from normexp.config.spec import norm_of
 from normexp.norms.site import View
 from normexp.norms.slots import resolve
@@ -83,6 +84,7 @@ CASES = pytest.mark.parametrize(
 
 def test_table_has_every_shipped_norm():
     assert {name for name, _ in TABLE} == set(SHIPPED)
+    assert {name for (name, _), mixed in TABLE.items() if any(mixed.samples)} == MIXING
 
 
 @CASES

@@ -128,7 +128,11 @@ def test_a_dotted_path_is_a_choice_of_every_group_that_takes_own_classes(key: st
     assert short == written_out and choices[key] == "Mine"
 
 
-def test_a_sweep_takes_shipped_and_own_norms_in_one_list():
+def test_a_sweep_takes_shipped_and_own_norms_in_one_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "my_pkg.py").write_text("class LpNorm: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
     words = ["-m", "norm=batch,my_pkg.LpNorm", "lr=1"]
     cells = compose_cells(parse_command(words))
     assert [cell.choices["norm"] for cell in cells] == ["batch", "LpNorm"]
@@ -165,6 +169,9 @@ def test_missing_modules_and_files_are_found_without_torch(
     with pytest.raises(UserError) as caught:
         compose_cells(parse_command(line.split()))
     assert part in str(caught.value)
+    if line.startswith("norm=") and "custom" not in line:  # nor is it a row of a sweep
+        with pytest.raises(UserError, match=re.escape(part)):
+            compose_cells(parse_command(["-m", line.replace("=", "=group,", 1)]))
     for name in ("LpNorm", "build", "_hidden", "layers"):
         compose_cells(parse_command([f"norm=my_own.{name}"]))
 

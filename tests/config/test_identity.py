@@ -245,6 +245,12 @@ def test_images_and_weights_count_by_content(tmp_path: Path):
         ids.append(id_of(line))
         assert (ids[-1] != ids[-2]) == counts, file
     assert id_of(f"{line} data.mean=null") == ids[-1]
+    flat = f"data=image_folder data.root={root}/train"
+    before = id_of(flat)
+    (root / "train/1.png").touch()  # beside the classes
+    assert id_of(flat) == before
+    (root / "train/a/2.png").touch()
+    assert id_of(flat) != before
     assert id_of(f"{line} data.mean=[0.5,0.5,0.5]") != ids[-1]
 
 

@@ -41,13 +41,13 @@ def root(tmp_path: Path) -> Path:
     return root
 
 
-def load(root: Path, size: int | None = None, **moments: Any) -> Data:
+def load(root: Path, size: int | None = None, split_seed: int = 0, **moments: Any) -> Data:
     data = load_image_folder(
         root=str(root),
         size=size,
         data_dir=str(root.parent / "data"),
         val_fraction=0.2,
-        split_seed=0,
+        split_seed=split_seed,
         augmentation=None,
         **moments,
     )
@@ -64,6 +64,19 @@ def test_images_and_classes_are_those_of_the_files(root: Path):
     for row, (name, index) in enumerate([("cat", 0), ("cat", 1), ("dog", 0), ("dog", 1)]):
         expected = torch.from_numpy(pixels("test", name, index)).permute(2, 0, 1)
         assert torch.equal(data.test.inputs[row], expected)
+
+
+def test_class_folders_are_split_the_same_for_every_split_seed(root: Path):
+    flat = root / "train"
+    first, other = load(flat), load(flat, split_seed=3)
+    assert [len(part) for part in (first.train, first.val, first.test)] == [6, 2, 2]
+    assert torch.equal(first.test.tensors[0], other.test.tensors[0])
+    assert sorted(first.test.tensors[1].tolist()) == [0, 1]  # a fifth of five of each
+    assert not torch.equal(first.val.tensors[0], other.val.tensors[0])
+    for name in ("0", "1", "2"):
+        (flat / "cat" / f"{name}.png").unlink()
+    with pytest.raises(UserError, match="a class has fewer than three images"):
+        load(flat)
 
 
 def test_grey_images_nested_folders_and_capital_suffixes_count(root: Path):
@@ -147,7 +160,7 @@ def test_cache_that_cannot_be_written_is_reported(root: Path, caplog: pytest.Log
 
 SPOILT = {  # how a folder is made unusable, by the message
     "data.root=.*pets.*train/<class>/": shutil.rmtree,
-    "data.root=.*test/<class>/": lambda root: shutil.rmtree(root / "test"),
+    "data.root=.*test/<class>/.*data.root=.*pets/train": lambda root: shutil.rmtree(root / "test"),
     "train/dog has no images": lambda root: [p.unlink() for p in root.glob("train/dog/?.png")],
     "class lynx is in train/ only": lambda root: (root / "train/dog").rename(root / "train/lynx"),
     "class lynx is in test/ only": lambda root: shutil.copytree(

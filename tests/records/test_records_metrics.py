@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from normexp.errors import UserError
-from normexp.records.metrics import HEADER, MetricRow, MetricsWriter, read_metrics
+from normexp.records.metrics import HEADER, MetricRow, MetricsWriter, fault_of, read_metrics
 from normexp.records.samples import read_samples, write_samples
 
 
@@ -120,6 +120,33 @@ def test_broken_line_and_foreign_file_are_named(path: Path):
     for name in ("metrics.csv", "missing.csv"):
         with pytest.raises(UserError, match=name):
             read_metrics(path.with_name(name))
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (f"{HEADER}\n1,0,32,train/loss,0.5\n2,0,64,train/loss,nan\n", ""),
+        ("", "is empty"),
+        (f"{HEADER}\n1,0,32,train/loss,0.5\n2,0,64,train/lo", "is torn at line 3"),
+        (f"{HEADER}\noops\n2,0,64,train/loss,0.5\n", "is torn at line 2"),
+        ("step,ep\n2,0,64,train/loss,0.5\n", "is torn at line 1"),
+        (f"{HEADER}\n1,0,32,train/loss,0.5\n", "ends at step 1 of 2"),
+        (f"{HEADER}\n", "ends at step 0 of 2"),
+    ],
+)
+def test_fault_of_a_file_that_lost_rows(path: Path, content: str, fault: str):
+    path.write_text(content)
+    assert fault_of(path, 2) == fault
+
+
+def test_a_resumed_run_says_that_earlier_rows_are_lost(
+    path: Path, caplog: pytest.LogCaptureFixture
+):
+    MetricsWriter(path).truncate_after(-1)  # without a checkpoint none was written
+    assert not caplog.records
+    path.touch()
+    MetricsWriter(path).truncate_after(4)
+    assert "lost its rows up to step 4" in caplog.text
 
 
 # --- samples.npz ---------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from synthetic_study import report_of, write_cell
 
 from normexp.records.samples import write_samples
 from normexp.report import main
+from normexp.reporting import page as page_module
 
 
 def edited(path: Path, **changes: object) -> None:
@@ -41,9 +42,15 @@ def change_the_code(cell: Path) -> None:
     edited(cell / "seed-2" / "result.json", environment={"code_version": "two"})
 
 
+def cut_the_curves(cell: Path) -> None:
+    path = cell / "seed-2" / "metrics.csv"
+    path.write_bytes(path.read_bytes()[:-3])
+
+
 @pytest.mark.parametrize(
     ("tamper", "words"),
     [
+        (cut_the_curves, "seed 2: metrics.csv is torn at line "),
         (edit_accuracy, "seed 2: result.json has test/accuracy=0.95, samples.npz "),
         (leave_the_range, "seed 2: test/accuracy=1.2 is outside the range of the metric"),
         (copy_a_run, "seeds 1 and 3 have the same metrics and curves"),
@@ -51,7 +58,7 @@ def change_the_code(cell: Path) -> None:
     ],
 )
 def test_what_was_tampered_with_is_told_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture, tamper: Callable[[Path], None], words: str
+    tmp_path: Path, monkeypatch, capsys, tamper: Callable[[Path], None], words: str
 ):
     rng = np.random.default_rng(0)
     cells = {}
@@ -70,6 +77,7 @@ def test_what_was_tampered_with_is_told_first(
     assert kinds == {"group": "doubtful", "layer": "better"}
     (line,) = report.doubts
     assert line.startswith(f"synthetic/{cells['group'].name}: {words}")
+    monkeypatch.setattr(page_module, "_write_figure", lambda *_: "")
     assert main(["study=synthetic", f"runs_dir={tmp_path}"]) == 0
     assert line in capsys.readouterr().out.splitlines()[0]
     page = (report.directory / "index.html").read_text()

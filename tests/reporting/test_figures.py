@@ -189,6 +189,10 @@ def test_evaluation_statistics_are_those_of_norms_that_mix(tmp_path: Path, suffi
     colour = figure.spec["spec"]["layer"][0]["encoding"]["color"]
     assert colour["scale"]["domain"] == kinds
     assert {row["statistics"] for row in rows_of(figure)} == set(kinds)
+    caption = figure.caption
+    assert "precise" not in caption and ("as in training" in caption) == ("batch" in kinds)
+    sizes = [kind.removeprefix("batch") for kind in kinds if kind[-1].isdigit()]
+    assert all(f"of {n} samples (batch{n})" in caption for n in sizes)
 
 
 def test_learning_rates_mark_the_chosen_one(tmp_path: Path):

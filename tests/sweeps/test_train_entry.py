@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -72,7 +73,9 @@ def test_norm_batch_sizes_are_one_cell_for_a_norm_that_does_not_mix_samples(tmp_
     names = [cell.name for cell in cells(tmp_path)]
     assert len([name for name in names if name.startswith("group-")]) == 1
     assert len([name for name in names if name.startswith("batch-")]) == 2
-    assert "norm_batch_size=5 does not divide" in capsys.readouterr().err  # the others went on
+    said = capsys.readouterr().err
+    assert "norm_batch_size=5 does not divide" in said  # the others went on
+    assert set(re.findall(r"\[\d+/(.*?) runs]", said)) == {"8"}  # from the first line
 
 
 def test_a_dry_run_lists_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
