@@ -135,9 +135,9 @@ def _print_claims(verdicts: Iterable[Verdict]) -> None:
         lines = [f"\n{verdict.claim['statement']}", f"  {verdict.outcome}"]
         lines[-1] += f" ({verdict.reason})" * bool(verdict.reason)
         lines.append(f"  published: {published_words(verdict.claim['published'])}")
-        lines += [f"  {line}" for line in tested_words(verdict.tested)]
+        lines += [f"  {line}" for line in comparison_lines(verdict.tested)]
         for beside in verdict.beside:
-            if tested := tested_words(beside.tested):
+            if tested := comparison_lines(beside.tested):
                 lines += [
                     f"  beside, {beside.declared['what']}:",
                     *(f"    {line}" for line in tested),
@@ -147,7 +147,7 @@ def _print_claims(verdicts: Iterable[Verdict]) -> None:
         console.out("\n".join(lines), highlight=False)
 
 
-def tested_words(tested: Iterable[Tested]) -> list[str]:
+def comparison_lines(tested: Iterable[Tested]) -> list[str]:
     """A line on each that has runs: `batch minus layer, gpt at the long budget: ...`."""
     known = (one for one in tested if one.outcome != "not testable here")
     return [f"{one.words}: {words_of(one)}" for one in known]

@@ -18,7 +18,7 @@ from normexp.benchmark.figures import draw_ranking, draw_rates
 from normexp.benchmark.protocol import claims, digest, recipe_at, recipes
 from normexp.benchmark.report import standing_words
 from normexp.benchmark.score import overall, rank
-from normexp.benchmark.show import tested_words
+from normexp.benchmark.show import comparison_lines
 from normexp.benchmark.submission import (
     contradictions,
     differences,
@@ -220,7 +220,7 @@ def test_a_claim_is_refuted_by_what_a_probe_measured():
     assert claim(instance=True, frn=True).outcome == "undecided"
     refuted = claim(instance=True, frn=False)
     assert refuted.outcome == "fails"
-    lines = tested_words(refuted.tested)
+    lines = comparison_lines(refuted.tested)
     assert lines == [
         "instance leaks future, gpt: yes, measured by a probe: holds",
         "frn leaks future, gpt: no, measured by a probe: fails",
