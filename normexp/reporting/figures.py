@@ -75,7 +75,7 @@ def draw_figures(part: Slice, styles: Styles) -> list[Figure]:
         (draw_history,),
         (draw_cost,),
     )
-    over_rates = (draw_learning_rates, *([draw_means] if _is_tuned(part) else []))
+    over_rates = (draw_learning_rates, *([draw_means] if part.is_tuned else []))
     return [
         replace(
             figure,
@@ -89,10 +89,6 @@ def draw_figures(part: Slice, styles: Styles) -> list[Figure]:
         for draw in questions
         for figure in draw(part, styles_of_part)
     ]
-
-
-def _is_tuned(part: Slice) -> bool:
-    return any(part.tuned(cell) is not None for _, cell in part.points)
 
 
 def _rate_words(part: Slice) -> str:
@@ -165,7 +161,7 @@ def _metric_by_size(part: Slice, styles: Styles, table: pd.DataFrame) -> Figure:
             " Hollow markers: a norm that does not depend on this size by measurement, trained "
             "once and drawn at every size."
         )
-    if _is_tuned(part):
+    if part.is_tuned:
         caption += (
             " Learning rates are tuned: some seeds choose the rate, the others report, averaged "
             "over all splits; the interval allows for the luck of the choice."

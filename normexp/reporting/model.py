@@ -327,6 +327,11 @@ class Slice:
         keys = sorted({key for cell in self.values for key in compared(cell.config)})
         return {key: [cell.config.get(key) for cell in self.values] for key in keys}
 
+    @property
+    def is_tuned(self) -> bool:
+        """True if the learning rate of a norm is chosen from a complete grid."""
+        return any(self.tuned(cell) is not None for _, cell in self.points)
+
     @cached_property
     def step(self) -> float:
         """The greatest `CellRow.step` of its cells."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,12 @@ LATEX = str.maketrans(
     }
 )
 NUMBERS = ["mean", "mean low", "mean high"]
-MOST_COLUMNS = 8  # of a table for papers; beyond, it has the smallest and the largest sizes alone
+MOST_COLUMNS = 8  # of a table for papers, without that of the norms
 MEAN = "mean [95 % interval]"
+EACH_RATE = (
+    "Each row is a learning rate by itself. Where rates are tuned, the values of a norm elsewhere "
+    "in the report are of seeds that did not choose its rate."
+)
 
 
 @dataclass(frozen=True)
@@ -163,7 +167,10 @@ def tables_of(report: Report) -> list[Table]:
         sensitivity_table(answers),
         comparison_table(answers),
         untested_table(report),
-        cell_table(report.cells, report.metric, report.tolerance, report.refused),
+        replace(
+            cell_table(report.cells, report.metric, report.tolerance, report.refused),
+            note=EACH_RATE if any(part.is_tuned for part in report.slices) else "",
+        ),
         run_table(report.cells),
     ]
 
@@ -301,13 +308,11 @@ def paper_tables(slices: Sequence[Slice], best: Mapping[Slice, set[str]]) -> lis
 
 def _paper_table(slices: Sequence[Slice], best: Mapping[Slice, set[str]]) -> Table:
     metric = slices[0].metric
-    are_many = sum(len(part.sizes) for part in slices) > MOST_COLUMNS
+    sizes_of = _sizes_shown(slices)
     rows: dict[str, Row] = {norm: {} for norm in order_norms(n for p in slices for n in p.norms)}
     columns, over, under, bold = ["norm"], [], ["norm"], []
     for part, heading in zip(slices, _headings(slices), strict=True):
-        ends = (part.sizes[0], part.sizes[-1])
-        sizes = list(dict.fromkeys(ends)) if are_many else list(part.sizes)
-        has_sizes = len(part.sizes) > 1
+        sizes, has_sizes = sizes_of[part], len(part.sizes) > 1
         axis = AXIS_WORDS[part.axis]
         over.append((f"{heading}, {axis}".removeprefix(", ") if has_sizes else "", len(sizes)))
         under += map(str, sizes) if has_sizes else [heading or metric.label]
@@ -337,8 +342,16 @@ def _paper_table(slices: Sequence[Slice], best: Mapping[Slice, set[str]]) -> Tab
         over=over if any(text for text, _ in over) else (),
         under=under,
         bold=bold,
-        is_for_papers=True,
+        is_for_papers=len(columns) <= 1 + MOST_COLUMNS,
     )
+
+
+def _sizes_shown(slices: Sequence[Slice]) -> Mapping[Slice, Sequence[int]]:
+    """All sizes if they fit into MOST_COLUMNS; else the smallest and the largest, or one."""
+    ends = {part: list(dict.fromkeys((part.sizes[0], part.sizes[-1]))) for part in slices}
+    choices = ({part: part.sizes for part in slices}, ends)
+    fitting = (one for one in choices if sum(map(len, one.values())) <= MOST_COLUMNS)
+    return next(fitting, {part: part.sizes[:1] for part in slices})
 
 
 def _paper_text(part: Slice, cell: CellRow) -> str:

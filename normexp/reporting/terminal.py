@@ -148,6 +148,8 @@ def _print_cells(console: Console, table: ReportTable) -> None:
     footnotes.print(console)
     if counts.str.contains("[×!?]").any():
         console.out("seeds: finished/wanted, × diverged, ! failed, ? missing", style="dim")
+    if table.note:
+        console.print(table.note, style="dim", markup=False)
     if len(texts) > MAX_ROWS:
         console.out(f"... and {len(texts) - MAX_ROWS} more rows in tables/{table.name}.md")
 

@@ -125,3 +125,13 @@ def test_a_paper_table_spans_data_sets_with_one_number_of_decimals(tmp_path: Pat
     assert all(re.fullmatch(r"\d+\.\d \[\d+\.\d, \d+\.\d\]", text) for text in texts), texts
     data = [row["data"] for row in cell_table(report.cells, None, None).rows]
     assert data == sorted(data)
+
+
+def test_a_paper_table_of_many_data_sets_has_the_smallest_size_alone(tmp_path: Path):
+    for number in range(9):
+        for size in (2, 128):
+            options: dict = {"norm_batch_size": size, "mixes_samples": True}
+            write_cell(tmp_path, "batch", {0: 0.9, 1: 0.91}, data=f"data{number}", **options)
+        (table,) = paper_tables(report_of(tmp_path).slices, {})
+        assert len(table.columns) - 1 == (2 * (number + 1) if number < 4 else number + 1)
+        assert table.is_for_papers == (number < 8)
