@@ -16,7 +16,6 @@ from gpu_cases import (
     on_each_device,
     place,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 from training_cases import CPU, recipe_for
 
 from normexp.batching.draws import Dropout
@@ -28,7 +27,7 @@ from normexp.data.augment import Augmentation
 from normexp.data.batches import TrainingBatches
 from normexp.errors import UserError
 from normexp.norms.affine import Affine
-from normexp.norms.kernel import batch_norm, normalize_groups
+from normexp.norms.kernel import normalize_groups
 from normexp.training.statistics import measure_population
 
 NORMS = [name for name in group_choices("norm") if name not in ("custom", "as_built")]
@@ -84,26 +83,6 @@ def test_folded_groups_equal_one_group_at_a_time(device: str, groups: int, size:
         torch.testing.assert_close(moments.var[index], alone.var[0])
         (own,) = torch.autograd.grad((out[0] * weights[index]).sum(), part)
         torch.testing.assert_close(gradient[index], own[0])
-
-
-class BatchNormKernels(TorchDispatchMode):
-    """Counts the launches of batch norm, forward and backward."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ARG002
-        self.count += "batch_norm" in func.name()
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(("device", "launches"), [("meta", 2), ("cpu", 16)])
-def test_only_a_cpu_takes_one_large_group_at_a_time(device: str, launches: int):
-    x = torch.empty(8 * 5, 16, 32, 32, device=device, requires_grad=True)
-    one, zero = torch.ones(16, device=device), torch.zeros(16, device=device)
-    affine, averages = Affine(one, zero), (zero.clone(), one.clone())
-    with BatchNormKernels() as kernels:
-        batch_norm(x, affine, averages, 0.1, 1e-5, num_groups=8, is_stacked=False).sum().backward()
-    assert kernels.count == launches
 
 
 def test_a_gpu_evaluates_in_an_eighth_of_its_memory(monkeypatch):

@@ -171,6 +171,7 @@ SWEEP = ["normexp-train", "-m", "norm=batch,group", "norm_batch_size=2,8", "lr=0
     ("typed", "title", "words"),
     [
         ([*SWEEP, "workers=2", "study=old"], "norm=batch norm_batch_size=2 lr=0.3", ""),
+        ([*SWEEP, "norm_batch_size=2,null"], "norm=batch lr=0.3", ""),  # the full batch
         (["normexp-train", "experiment=zoo", "+data.x=[1, 2]"], "norm=batch +data.x=[1, 2]", ""),
         (["normexp-tune", "lr=interval(1e-2,1)", "tune.points=5", "model=vit"],
          "norm=batch lr=0.05", "model=vit "),
