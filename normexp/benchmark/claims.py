@@ -13,6 +13,13 @@ from normexp.stats.contrast import Assessment, verdict_on
 from normexp.stats.family import ALPHA, p_value, seeds_for, spread_of
 from normexp.stats.interval import Interval
 
+EXPECTED = {
+    "below": "below",
+    "above": "above",
+    "below_margin": "below by more than the margin",
+    "above_margin": "above by more than the margin",
+    "within": "within the margin",
+}
 Outcome = Literal["holds", "fails", "undecided", "not testable here"]
 
 
@@ -209,14 +216,14 @@ def _is_negative(distance: Interval, family: int) -> bool:
 
 
 def words_of(tested: Tested) -> str:
-    """`-1.2 [-2.0, -0.4] points: holds`."""
+    """`-1.2 [-2.0, -0.4] points, claimed below: holds`."""
     if tested.measured is not None:
         return f"{'yes' if tested.measured else 'no'}, measured by a probe: {tested.outcome}"
     if tested.assessment is None:
-        return tested.outcome
+        return "no runs"
     gap = tested.assessment.gap
     shown = f"{gap.estimate:.2f}"
     if gap.low is not None and gap.high is not None:
         shown += f" [{gap.low:.2f}, {gap.high:.2f}]"
     more = f", n = {tested.needed} would decide" if tested.needed else ""
-    return f"{shown} {tested.unit}: {tested.outcome}{more}"
+    return f"{shown} {tested.unit}, claimed {EXPECTED[tested.expect]}: {tested.outcome}{more}"

@@ -305,7 +305,7 @@ def test_a_norm_is_entered_by_one_line_and_verified_by_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     runs, folder = tmp_path / "runs", tmp_path / "submission"
-    normexp.run(["experiment=benchmark0/convnet", f"runs_dir={runs}"])
+    normexp.run(["experiment=benchmark0/convnet", "norm_batch_size=32", f"runs_dir={runs}"])
     write_table(read_runs(runs, "benchmark0"), tmp_path / "benchmark0.npz")
     monkeypatch.setattr(table, "shipped_path", lambda name: tmp_path / f"{name}.npz")
     (tmp_path / "mine_of_entry.py").write_text(NORM)
