@@ -198,6 +198,15 @@ def seconds_by_lightning(bench: Bench) -> float:
     return (ends[steps - 1] - ends[steps // 4]) / (steps - 1 - steps // 4)
 
 
+# A form of a step to the one measured before it that it is compared with, and the highest ratio.
+STEP_RATIOS: dict[str, tuple[str, float | None]] = {
+    "ours": ("hand-written, eager", None),
+    "ours, 16 stacked": ("ours", 6.0),
+    "ours, norm batch 2": ("ours", 1 / 0.9),
+    "ours, compiled": ("hand-written, graphed", 1.1),
+}
+
+
 def gpu_steps(bench: Bench) -> Iterator[Row]:
     """Samples per second of all replicas together, and how much slower a step of ours is."""
     if not is_measured(bench):
@@ -205,30 +214,29 @@ def gpu_steps(bench: Bench) -> Iterator[Row]:
     size = batch_size_of(bench)
     words = [*words_for(bench), f"batch_size={size}"]
     train_some = partial(ours, bench, num_steps_of(bench), *words)
-    forms = ["eager"] if bench.smoke else ["eager", "compiled", "graphed"]
-    arms: dict[str, tuple[int, Callable[[], float]]] = {}
-    for form in forms:
-        arms[f"hand-written, {form}"] = (
-            1,
-            lambda form=form: seconds_of(bench, step_by_hand(bench, form)),
-        )
-    arms["Lightning"] = (1, partial(seconds_by_lightning, bench))
-    arms["ours"] = (1, train_some)
-    if not bench.smoke:
-        arms["ours, compiled"] = (1, partial(train_some, "compile=true"))
-        arms["ours, 4 stacked, compiled"] = (4, partial(train_some, "compile=true", replicas=4))
-    counts = (2,) if bench.smoke else (4, 16)
-    arms[f"ours, {counts[0]} in turn"] = (
-        counts[0],
-        partial(train_some, "stack=false", replicas=counts[0]),
-    )
+    arms: dict[str, tuple[int, Callable[[], float]]] = {}  # replicas, seconds of a step of all
+
+    def add_by_hand(form: str) -> None:
+        arms[f"hand-written, {form}"] = 1, lambda: seconds_of(bench, step_by_hand(bench, form))
+
+    def add_ours(form: str, *options: str, count: int = 1) -> None:
+        name = ", ".join(word for word in ("ours", form) if word)
+        arms[name] = count, partial(train_some, *options, replicas=count)
+
+    counts, norm_sizes = ((2,), (2,)) if bench.smoke else ((4, 16), (2, 8, 32))
+    add_by_hand("eager")
+    add_ours("")
+    arms["Lightning"] = 1, partial(seconds_by_lightning, bench)
     for count in counts:
-        arms[f"ours, {count} stacked"] = (count, partial(train_some, "stack=true", replicas=count))
-    for norm_size in (2, 8, 32) if not bench.smoke else (2,):
-        arms[f"ours, norm batch {norm_size}"] = (
-            1,
-            partial(train_some, f"norm_batch_size={norm_size}"),
-        )
+        add_ours(f"{count} stacked", "stack=true", count=count)
+    add_ours(f"{counts[0]} in turn", "stack=false", count=counts[0])
+    for norm_size in norm_sizes:
+        add_ours(f"norm batch {norm_size}", f"norm_batch_size={norm_size}")
+    if not bench.smoke:  # last those that compile for minutes
+        add_by_hand("graphed")
+        add_ours("compiled", "compile=true")
+        add_ours("4 stacked, compiled", "compile=true", count=4)
+        add_by_hand("compiled")
     seconds: dict[str, float] = {}
     for name, (count, run) in arms.items():
         what = f"step, batch {size}: {name}"
@@ -240,19 +248,15 @@ def gpu_steps(bench: Bench) -> Iterator[Row]:
         seconds[name] = statistics.median(times)
         note = f"{1000 * seconds[name]:.3g} ms, n = {len(times)}"
         yield Row(what, "-", count * size / seconds[name], unit=" samples/s", note=note)
-    for name, other, aim in (
-        ("ours, compiled", "hand-written, graphed", 1.1),
-        ("ours", "hand-written, eager", None),
-        ("ours, 16 stacked", "ours", 6.0),
-        ("ours, norm batch 2", "ours", 1 / 0.9),
-    ):
-        if name in seconds and other in seconds:
+        other, aim = STEP_RATIOS.get(name, ("", None))
+        if other in seconds:
             yield Row(f"time of a step: {name}", other, seconds[name] / seconds[other], aim)
 
 
 # --- Norms ----------------------------------------------------------------------------------------
 
-GPU_SHAPE, SMOKE_SHAPE = (128, 64, 32, 32), (4, 16, 4, 4)
+# Large enough that a norm takes longer on the GPU than its launches take the CPU: 0.5 ms and more.
+GPU_SHAPE, SMOKE_SHAPE = (256, 64, 64, 64), (4, 16, 4, 4)
 TIMES_THROUGH_MEMORY = 5  # forward: read x, write y; backward: read x and dy, write dx
 TORCH_NORMS: dict[str, Callable[[tuple[int, ...]], nn.Module]] = {
     "batch": partial(torch_norm, "BatchNorm"),
@@ -275,10 +279,16 @@ def gpu_norms(bench: Bench) -> Iterator[Row]:
     if not is_measured(bench):
         return
     device, shape = device_of(bench), SMOKE_SHAPE if bench.smoke else GPU_SHAPE
-    repeats, rounds = (2, 2) if bench.smoke else (50, 5)
+    repeats, rounds = (2, 2) if bench.smoke else (20, 5)
 
     def measured(step: Step) -> Callable[[], float]:
-        return timed(lambda: (step(), wait()), repeats)
+        def steps() -> None:
+            for _ in range(repeats):
+                step()
+            wait()  # once: after each step it would count as the step's
+
+        seconds = timed(steps)
+        return lambda: seconds() / repeats
 
     block = torch.empty(2**10 if bench.smoke else 2**28, device=device)  # 1 GiB
     copies = alternate({"copy": measured(block.clone)}, rounds)["copy"]
@@ -386,13 +396,14 @@ def _profile(bench: Bench, count: int) -> list[tuple[str, float, str]]:
     return [
         ("launches", launches / PROFILED, ""),
         ("GPU time", on_gpu / PROFILED, " ms"),
+        ("CPU time", sum(event.self_cpu_time_total for event in events) / 1000 / PROFILED, " ms"),
         ("wall time", wall / PROFILED, " ms"),
     ]
 
 
-SECTIONS = {
-    "gpu-steps": gpu_steps,
+SECTIONS = {  # the longest last: a session may end before it does
+    "gpu-profile": gpu_profile,
     "gpu-norms": gpu_norms,
     "gpu-workers": gpu_workers,
-    "gpu-profile": gpu_profile,
+    "gpu-steps": gpu_steps,
 }

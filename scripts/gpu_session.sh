@@ -42,6 +42,7 @@ limited() {
 }
 
 # The limits are those of a machine with a GPU; a CPU may be busy with other work.
+[ -z "$smoke" ] || seconds=$((4 * seconds))
 step() {
   local limit=$1
   shift

@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 SLOTS = os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="normexp-tests-")
 
 
+SHARED = ExitStack()
+
+
 def pytest_collection_finish() -> None:
-    """Freezes imported modules during the tests, which spares the garbage collector time."""
+    """Freezes imported modules during the tests, which spares the garbage collector time.
+
+    Cells that several tests train are probed once, as those of one command are.
+    """
     gc.freeze()
+    if cell := sys.modules.get("normexp.cells.cell"):
+        SHARED.enter_context(cell.sharing_probes())
 
 
 def pytest_runtest_setup() -> None:
@@ -39,6 +48,7 @@ def _without_reloading(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_unconfigure() -> None:
+    SHARED.close()
     gc.unfreeze()
     shutil.rmtree(SLOTS, ignore_errors=True)
 

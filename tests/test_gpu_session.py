@@ -42,6 +42,38 @@ def test_its_study_is_a_grid_of_rates_at_two_budgets():
     assert [(config["epochs"], config["lr"]) for config in grid] == [(10, 0.01), (40, 1.0)]
 
 
+OPTIONAL = ["altair", "babel", "mlxtend", "vl_convert", "wandb", "tensorboard", "timm"]
+# Trains where neither a package nor its version can be found.
+WITHOUT_OPTIONAL = f"""
+import sys
+from importlib.metadata import Distribution, PackageNotFoundError
+
+class Nothing:
+    def find_spec(self, name, *_):
+        if name.split(".")[0] in {OPTIONAL}:
+            raise ModuleNotFoundError(name, name=name)
+
+def from_name(name, found=Distribution.from_name):
+    if name.replace("-", "_") in {OPTIONAL}:
+        raise PackageNotFoundError(name)
+    return found(name)
+
+sys.meta_path.insert(0, Nothing())
+Distribution.from_name = from_name
+from normexp.train import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data", ["digits", "manual model=gpt"])
+def test_a_training_needs_no_optional_package(tmp_path: Path, data: str):
+    words = [*f"norm=batch steps=2 trainer=cpu data={data}".split(), f"runs_dir={tmp_path}"]
+    command = [sys.executable, "-c", WITHOUT_OPTIONAL, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and list(tmp_path.rglob("result.json")), done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["check", "speed", "study"])
 def test_a_part_works_on_a_cpu(tmp_path: Path, part: str):

@@ -218,9 +218,9 @@ def _check_network(spec: CellSpec, build: NetworkBuilder, network: nn.Module, da
 
 @contextmanager
 def sharing_probes() -> Iterator[None]:
-    """Probes cells that differ in rate, seed or budget alone once inside the block."""
+    """Probes cells that differ in rate, seed or budget alone once inside the outermost block."""
     global _probed
-    before, _probed = _probed, {}
+    before, _probed = _probed, {} if _probed is None else _probed
     try:
         yield
     finally:

@@ -74,20 +74,24 @@ def decompose_runs(
 ) -> list[dict[str, float]]:
     """What carries the test loss of each network from training to evaluation mode.
 
-    Test samples in forward passes of the size of training; see `normexp.diagnosis.decompose`.
+    Over `num_samples` of the split in whole batches of the size of training; see
+    `normexp.diagnosis.decompose`.
     """
     batches = _of_split(data, recipe, "test", next(networks[0].parameters()).dtype)
     if len(batches) < 2:
         return []
-    return [decompose(network, _pairs(batches), _loss(data)) for network in networks]
+    count = {"num_samples": len(batches) * recipe.sizes.micro}
+    return [decompose(network, _pairs(batches), _loss(data)) | count for network in networks]
 
 
-def decomposition_lines(rows: Sequence[Mapping[str, float]]) -> list[str]:
+def decomposition_lines(rows: Sequence[Mapping[str, float]], num_test_samples: int) -> list[str]:
     """A table of the mean and standard deviation over seeds, and the cause that carries most."""
     names = {"training": "training mode", **SHORT, "evaluation": "evaluation mode"}
     columns = {name: [row[name] for row in rows] for name in names}
     shown = [n for n in names if any(columns[n]) or n in ("training", "evaluation")]
-    lines = [f"test loss from training to evaluation mode: n = {format_count(len(rows), 'seed')}"]
+    samples = f"{rows[0]['num_samples']:,} of {num_test_samples:,} test samples, whole batches"
+    seeds = format_count(len(rows), "seed")
+    lines = [f"test loss from training to evaluation mode, over {samples}: n = {seeds}"]
     for name in shown:
         sign = "" if name in ("training", "evaluation") else "+"
         spread = f" ({stdev(columns[name]):.4f})" if len(rows) > 1 else ""

@@ -185,7 +185,7 @@ def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
     why = why_nothing(cell.recipe)
     print_evaluations(contents, cell.title, why_nothing=why, invalid=cell.invalid)
     if description["mixes_samples"] and (rows := _decompose(cell, replicas)):
-        print("\n".join(decomposition_lines(rows)))
+        print("\n".join(decomposition_lines(rows, len(cell.data.test))))
         for seed, row in zip(seeds, rows, strict=True):
             contents[seed]["decomposition"] = row
     save_evaluations(cell_dir, contents, samples)

@@ -12,6 +12,7 @@ from typing import Any
 from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, RangeSweep
 from hydra.types import RunMode
 
+from normexp.batching.sizes import SIZES
 from normexp.config.compose import (
     UnknownChoice,
     compose_cell,
@@ -44,9 +45,11 @@ def compose_cells(command: Command) -> list[CellSpec]:
     shared = set(lines[0]).intersection(*lines) if len(lines) > 1 else set()
     cells, errors = [], []
     for line in lines:
-        title = " ".join([word for word in line if word not in shared] or line)
+        words = [word for word in line if word not in shared] or line
+        title = " ".join(words)
         try:
             config, choices = compose_cell(line, command.config_dirs)
+            title = " ".join(_with_number(word, config) for word in words)
             refuse_missing_targets(config)
             cells.append(CellSpec(config, choices, title, overrides=line))
         except UnknownChoice:
@@ -60,6 +63,15 @@ def compose_cells(command: Command) -> list[CellSpec]:
         validate(cells[0].values)
         refuse_missing_files(cells[0].values)
     return cells
+
+
+def _with_number(word: str, config: dict[str, Any]) -> str:
+    """`norm_batch_size=32` for norm_batch_size=null: the next larger size that is set."""
+    key, _, value = word.lstrip("+").partition("=")
+    if value != "null" or key not in SIZES:
+        return word
+    larger = [config[size] for size in SIZES[: SIZES.index(key)]]
+    return f"{key}={[size for size in larger if size is not None][-1]}"
 
 
 def list_cells(command: Command) -> list[list[str]]:

@@ -135,9 +135,15 @@ def _fold_replicas(
     """The rule of vmap for `_batch_norm`: the channels of all replicas in one call."""
     axis, size = in_dims[0], info.batch_size
     x = x[:, None].expand(-1, size, *x.shape[1:]) if axis is None else x.movedim(axis, 1)
-    rows = [  # (S, C) to (S * C,), as views: the averages are moved in place
-        None if value is None else value.movedim(dim, 0).view(-1)
-        for value, dim in zip(rest[:4], in_dims[1:5], strict=True)
+    *values, _, momentum, _ = rest
+
+    def flat(value: Tensor) -> Tensor:  # (S, C) to (S * C,)
+        # Averages are moved in place: not in a copy. Those that are not may be a part of more rows.
+        return value.flatten() if momentum is None else value.view(-1)
+
+    rows = [
+        None if value is None else flat(value.movedim(dim, 0))
+        for value, dim in zip(values, in_dims[1:5], strict=True)
     ]
     out = _batch_norm(x.flatten(1, 2), *rows, *rest[4:])  # type: ignore[arg-type]
     return out.unflatten(1, (size, -1)), 1

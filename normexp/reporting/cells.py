@@ -29,7 +29,7 @@ UNRECORDED = {**asdict(Slots()), "val_every_epochs": 1}
 
 
 def build_cells(records: StudyRecords) -> list[CellRow]:
-    """The cells of the studies with their labels, ordered by model and data, norm and sizes.
+    """The cells of the studies with their labels, ordered by data, model, budget, norm and sizes.
 
     Cells of a study that recorded equal recipes are one, whatever their ids.
     """
@@ -60,7 +60,7 @@ def build_cells(records: StudyRecords) -> list[CellRow]:
         length = cell.config.get(budget)
         sizes = (cell.batch_size, cell.norm_batch_size)
         length = float("inf") if length is None else length
-        return (cell.data, cell.model, rank[cell.norm], *sizes, cell.lr or 0, length)
+        return (cell.data, cell.model, length, rank[cell.norm], *sizes, cell.lr or 0)
 
     return sorted(cells, key=order)
 

@@ -74,6 +74,7 @@ class Figure:
     chart: an Altair chart of the rows of `table`
     table: the data, with the columns `norm` and `size` by which the page filters
     kind: the question that it answers, the same for every slice
+    row: figures of one row of the page have about the same height
     fit: how the page may resize it: its `width`, each panel of a `facet`, a panel with a `strip` of
         counts below it, or only the steps between squares (`none`)
     """
@@ -86,6 +87,7 @@ class Figure:
     fit: str = "width"
     subtitle: str = ""
     kind: str = ""
+    row: int = 0
 
     @property
     def spec(self) -> dict[str, Any]:
@@ -151,14 +153,21 @@ def find_outsiders(metric: Metric, table: pd.DataFrame) -> list[str]:
     """Norms that are so bad at every size that they would squeeze the others together.
 
     Less than half of the norms: those whose best mean is behind the best of all by more than 10
-    tolerances and more than 3 times as far as any mean of the better norms.
+    tolerances and more than 3 times as far as any mean of the better norms, and beyond the
+    intervals of all others.
     """
     behind = _behind_best(metric, table).dropna()
     gaps = behind.groupby(table["norm"]).agg(["min", "max"]).sort_values("min")
     reach = gaps["max"].cummax().shift()
     is_far = (gaps["min"] > 3 * reach) & (gaps["min"] > 10 * metric.tolerance)
     is_far.iloc[: max(2, len(gaps) // 2 + 1)] = False
-    return list(gaps.index[is_far.cummax()])
+    norms, outside = [], list(gaps.index[is_far.cummax()])
+    while outside != norms:
+        norms = outside
+        low, high = metric_axis(metric, table[~table["norm"].isin(norms)])["scale"]["domain"]
+        is_beyond = (table["mean"] < low) | (table["mean"] > high)
+        outside = [norm for norm in norms if is_beyond[table["norm"] == norm].all()]
+    return outside
 
 
 def shade_shortfall(metric: Metric, table: pd.DataFrame) -> tuple[alt.Color, pd.DataFrame]:

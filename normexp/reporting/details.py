@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from normexp.batching.sizes import SIZES
 from normexp.config.spec import study_words
 from normexp.errors import UserError
 from normexp.records.history import History, read_history
@@ -83,7 +84,7 @@ def repeat_command(history: History, cell: Path, seeds: Sequence[int]) -> str:
         return ""
     typed, title = asked[-1]
     title_words = re.split(r" (?=[+~]*[\w./@]+=)", title)
-    own_keys = {_key(word) for word in title_words}
+    own_keys = {*SIZES, *map(_key, title_words)}  # a title has every size that is not null
     kept = [
         word
         for word in typed[1:]

@@ -35,7 +35,8 @@ from normexp.reporting.charts import (
 from normexp.reporting.curves import draw_history
 from normexp.reporting.metric import Metric, describe_metric
 from normexp.reporting.model import AXIS_WORDS, CellRow, Slice, metric_names
-from normexp.reporting.rows import Row, frame_of, mean_rows, plain_rows, rows_of_slice
+from normexp.reporting.rows import Row, frame_of, interval_row, mean_rows, plain_rows
+from normexp.reporting.sentences import listed
 from normexp.reporting.style import DIVERGED, ORDER, SLOTS, STATISTICS_STYLES, order_norms
 from normexp.reporting.verdict import paired
 from normexp.stats.interval import paired_improvement
@@ -69,14 +70,10 @@ COSTS = {
 def draw_figures(part: Slice, styles: Styles) -> list[Figure]:
     """Every figure for which the slice has data, the main one first."""
     styles_of_part = {norm: styles[norm] for norm in part.norms}
-    questions = (
-        draw_means,
-        draw_improvement,
-        draw_statistics,
-        draw_learning_rates,
-        draw_groups,
-        draw_history,
-        draw_cost,
+    rows = (
+        (draw_means, draw_improvement, draw_statistics, draw_learning_rates, draw_groups),
+        (draw_history,),
+        (draw_cost,),
     )
     over_rates = (draw_learning_rates, *([draw_means] if _is_tuned(part) else []))
     return [
@@ -84,9 +81,11 @@ def draw_figures(part: Slice, styles: Styles) -> list[Figure]:
             figure,
             name=f"{figure.name}_{part.slug}",
             kind=figure.name,
+            row=row,
             subtitle=part.heading,
             caption=figure.caption + ("" if draw in over_rates else _rate_words(part)),
         )
+        for row, questions in enumerate(rows)
         for draw in questions
         for figure in draw(part, styles_of_part)
     ]
@@ -122,7 +121,10 @@ def _means_of(part: Slice, points: Points, metric: Metric | None = None) -> list
     metric: that of the slice if None, and then cells that a grid tunes have their cross-fitted mean
     """
     cells = [cell for _, cell in points]
-    rows = rows_of_slice(part, cells) if metric is None else mean_rows(cells, metric)
+    rows = mean_rows(cells, metric or part.metric)
+    for cell in cells:
+        if metric is None and part.tuned(cell) is not None:
+            rows[cell] |= interval_row(part.mean(cell), part.metric)
     return [rows[cell] | {"size": size} for size, cell in points]
 
 
@@ -347,14 +349,23 @@ def draw_statistics(part: Slice, _: Styles) -> Iterator[Figure]:
     )
     panel = alt.layer(*layers).properties(width=200, height=150)
     caption = (
-        "The same trained networks evaluated with running averages, with precise statistics, "
-        "with these and a sample's own share in them as in training (own_share), and with the "
-        "statistics of the evaluation batch (batch: the size used in training). Where the "
-        "results are apart by more than their intervals, running averages do not stand for the "
-        "statistics of the trained network."
+        f"The same trained networks evaluated with {listed([*map(_statistics_words, order)])}. "
+        "Where the results are apart by more than their intervals, running averages do not stand "
+        "for the statistics of the trained network."
     )
     title, name = "Evaluation statistics", "evaluation_statistics"
     yield Figure(name, title, caption, in_panels(panel, part), table, fit="facet")
+
+
+def _statistics_words(kind: str) -> str:
+    """What a kind of statistics in the legend is."""
+    size = kind.removeprefix("batch")
+    return {
+        "running": "running averages",
+        "precise": "precise statistics",
+        "own_share": "precise statistics and a sample's own share as in training (own_share)",
+        "batch": "the statistics of as many samples as in training (batch)",
+    }.get(kind, f"the statistics of {size} sample{'s' * (size != '1')} ({kind})")
 
 
 def _statistics_of(part: Slice, points: Points) -> dict[str, str]:

@@ -33,8 +33,9 @@ function fitted(spec, room, shrink) {
   copy.config = merged(copy.config, theme());
   copy.config.legend.columns = Math.max(1, Math.floor(room / 140));
   if (fit === "facet") {
-    copy.columns = Math.max(1, Math.floor(room / 270));
-    copy.spec.width = Math.max(130, Math.min(240, room / copy.columns - 80) - shrink / copy.columns);
+    const panels = new Set(copy.datasets.rows.map((row) => row.norm)).size;
+    copy.columns = Math.max(1, Math.min(panels, Math.floor(room / 270)));
+    copy.spec.width = Math.max(130, Math.min(640, room / copy.columns - 80) - shrink / copy.columns);
   } else if (copy.width?.step) {
     copy.width.step = Math.max(24, Math.min(copy.width.step, (room - 100 - shrink) / columnsOf(spec)));
     if (copy.width.step < WIDE_SQUARE) narrowSquares(copy);

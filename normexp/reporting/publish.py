@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from glob import escape, glob
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from normexp.errors import UserError
 from normexp.records.paths import EVALUATION_FILE, RESULT_FILE
@@ -154,7 +154,7 @@ def _write_report(drawing: Drawing, reload_seconds: int | None) -> None:
         (folder / "report.json").write_text(content, encoding="utf-8")
         write_tables(folder / "tables", drawing.tables)
         # A row of the table of cells opens its runs.
-        tables = [table for table in drawing.tables if table.name != "runs"]
+        tables = [table for table in drawing.tables if table.name != "runs" and table.rows]
         write_page(
             folder,
             "page.html.j2",
@@ -178,11 +178,12 @@ def _side_by_side(
     answers: Sequence[tuple[Answer, Sequence[Figure]]],
 ) -> list[list[tuple[Answer, Figure]]]:
     """Rows of the figures after the main one: of several budgets, a row for each kind."""
-    rest = [(answer, figure) for answer, figures in answers for figure in figures[1:]]
-    if len(answers) == 1:
-        return [rest]
-    kinds = dict.fromkeys(figure.kind for _, figure in rest)
-    return [[one for one in rest if one[1].kind == kind] for kind in kinds]
+    rows: dict[Any, list[tuple[Answer, Figure]]] = {}
+    for answer, figures in answers:
+        for figure in figures[1:]:
+            row = figure.row if len(answers) == 1 else figure.kind
+            rows.setdefault(row, []).append((answer, figure))
+    return [*rows.values()]
 
 
 def _filters(report: Report) -> dict[str, list[str]]:

@@ -32,7 +32,7 @@ from typing import Literal
 from normexp.reporting.metric import format_mean
 from normexp.reporting.model import AXIS_WORDS, CellRow, Slice
 from normexp.reporting.rows import count_words
-from normexp.reporting.sentences import bound_words, gap_words, listed, margin_words, seeds_words
+from normexp.reporting.sentences import bound_words, gap_words, listed, seeds_words
 from normexp.reporting.verdict import (
     Comparison,
     compare_cells,
@@ -101,11 +101,17 @@ class Ranking:
 
     @property
     def heading(self) -> str:
-        """Settings, budget and size."""
+        """Settings, budget, size, and the search if it is the same for every norm."""
         part = self.part
         size = f"{AXIS_WORDS[part.axis]} {part.sizes[0]}" if len(part.sizes) > 1 else ""
         budget = "" if part.budget in part.title else part.budget
-        return ", ".join(filter(None, (part.heading, budget, size)))
+        return ", ".join(filter(None, (part.heading, budget, size, self._search)))
+
+    @property
+    def _search(self) -> str:
+        """`tuned over 5 rates`; empty if it is not the same for every norm."""
+        words = {self.part.search_words(place.cell).partition(", ")[0] for place in self.places}
+        return words.pop() if len(words) == 1 else ""
 
     @property
     def sentence(self) -> str:
@@ -144,16 +150,16 @@ class Ranking:
 
     @property
     def rows(self) -> list[list[str]]:
-        """For each place: the group in words, norm, mean, seeds, and the comparison."""
+        """For each place: the group in words, norm, mean, seeds, the comparison and the search."""
         rows = []
         for place in self.places:
             yours = " (yours)" if place.cell.is_own else ""
             value = format_mean(place.value, self.part.metric)
             title = TITLES[place.group].format(reference=self.reference)
             seeds = count_words(place.cell, len(place.cell.values(self.part.metric)))
-            search = self.part.search_words(place.cell)
-            seeds += search and f", {search}"
-            rows.append([title, place.norm + yours, value, seeds, self.standing(place)])
+            search = self.part.search_words(place.cell).removeprefix(self._search)
+            words = "; ".join(filter(None, (self.standing(place), search.removeprefix(", "))))
+            rows.append([title, place.norm + yours, value, seeds, words])
         return rows
 
     def standing(self, place: Place) -> str:
@@ -164,12 +170,12 @@ class Ranking:
         shown = gap_words(comparison, comparison.kind, comparison.gap)
         least = f"at least {shown}" if comparison.has_diverged else shown
         bound = bound_words(comparison) if comparison.gap.estimate is not None else ""
-        bounded = " ".join(filter(None, ("difference", bound, shown)))
+        bounded = f"{bound} {shown}".lstrip()
         differing = ", ".join(comparison.unlike)
         return {
             "better": f"better by {least}",
             "worse": f"worse by {least}",
-            "tie": f"tied within {margin_words(comparison)}, difference {shown}",
+            "tie": f"tied within {self.part.metric.amount_words(comparison.margin)}: {shown}",
             "open": f"{bounded}: undecided{seeds_words(comparison)}",
             "apart": f"{bounded}: undecided, as seeds lie apart",
             "unlike": f"not compared, {differing} differ",

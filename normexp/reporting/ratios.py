@@ -51,7 +51,7 @@ def answer_over_data(slices: Sequence[Slice], comparisons: Sequence[Comparison])
         heading = f"Over {len(parts)} data sets ({names}), "
         heading += f"{_shared_settings(parts[0])}, {parts[0].fixed}"
         if claims:
-            answers.append(Answer(heading, parts, [], NOTE, claims))
+            answers.append(Answer(heading, parts, [], claims))
     return answers
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from normexp.config.rules import format_count
 from normexp.errors import UserError
 from normexp.reporting.cells import build_cells
-from normexp.reporting.metric import require_metric
+from normexp.reporting.metric import describe_metric, require_metric
 from normexp.reporting.model import CellRow, Slice, differences, metric_names
 from normexp.reporting.ranking import Ranking, rank_norms
 from normexp.reporting.ratios import answer_over_data
@@ -22,6 +22,7 @@ from normexp.reporting.sentences import (
     answer_slices,
     group_by_budget,
     listed,
+    note_on,
 )
 from normexp.reporting.slices import build_slices
 from normexp.reporting.style import base_of, order_norms
@@ -72,6 +73,10 @@ class Report:
         known = [(answer.heading, claim) for answer in answers for claim in answer.untested]
         ratios = [(answer.heading, claim) for answer in self.over_data for claim in answer.untested]
         return known + ratios
+
+    @property
+    def note(self) -> str:
+        return note_on(self.comparisons)
 
     def rankings_of(self, answer: Answer) -> list[Ranking]:
         return [ranking for ranking in self.rankings if ranking.part in answer.parts]
@@ -230,6 +235,11 @@ def _cell_values(cell: CellRow) -> dict[str, Any]:
         "mixes_samples": cell.mixes_samples,
         "budget": cell.budget,
         "setting": cell.setting,
+        "metrics": {
+            name: _interval_values(mean) | {"n": mean.n}
+            for name in metric_names([cell])
+            if (mean := cell.mean(describe_metric(name))).n
+        },  # as shown: accuracies in %; `@precise` names other statistics in evaluation
         "same_as": list(cell.same_as),
         "invalid": cell.invalid,
         "seeds": {run.seed: run.result.status for run in cell.runs},

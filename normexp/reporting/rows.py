@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from normexp.reporting.metric import Metric, format_mean
-from normexp.reporting.model import CellRow, Slice
+from normexp.reporting.model import CellRow
 from normexp.stats.interval import Interval
 from normexp.stats.outliers import lies_apart
 
@@ -43,17 +43,6 @@ def mean_rows(cells: Iterable[CellRow], metric: Metric) -> dict[CellRow, Row]:
     return {cell: _mean_row(cell, metric) for cell in dict.fromkeys(cells)}
 
 
-def rows_of_slice(part: Slice, cells: Iterable[CellRow]) -> dict[CellRow, Row]:
-    """`mean_rows` of the slice's metric; cells that a grid tunes have their cross-fitted mean."""
-    rows = mean_rows(cells, part.metric)
-    for cell, row in rows.items():
-        row["search"] = part.search_words(cell)
-        if part.tuned(cell) is not None:
-            row |= interval_row(part.mean(cell), part.metric)
-            row |= {"worst seed": None, "seeds apart": None}  # of one of the rates
-    return rows
-
-
 def _mean_row(cell: CellRow, metric: Metric) -> Row:
     interval, values = cell.mean(metric), cell.values(metric)
     worst = (min if metric.higher_is_better else max)(values.values(), default=None)
@@ -64,21 +53,16 @@ def _mean_row(cell: CellRow, metric: Metric) -> Row:
         "model": cell.model,
         "data": cell.data,
         **interval_row(interval, metric),
-        "worst seed": _rounded(worst, metric.digits),
+        "worst seed": None if worst is None else f"{worst:z.{metric.digits}f}",
         "seeds apart": num_apart or None,
         "expected": cell.expected,
         "diverged": cell.diverged,
         "failed": cell.failed,
         "missing": cell.missing,
-        "digits": metric.digits,
         "count": count_words(cell, interval.n),
         "seeds": shown or "none finished",
         "directory": str(cell.directory),
     }
-
-
-def _rounded(value: float | None, digits: int) -> float | None:
-    return None if value is None else round(value, digits)
 
 
 def count_words(cell: CellRow, n: int) -> str:

@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 
 from normexp.reporting.causes import words_on_causes
-from normexp.reporting.metric import Metric, describe_metric, format_signed
+from normexp.reporting.metric import Metric, describe_metric, format_mean, format_signed
 from normexp.reporting.model import AXIS_WORDS, CellRow, RunRow, Slice
 from normexp.reporting.verdict import (
     DECIDED,
@@ -92,7 +92,6 @@ class Answer:
     heading: str
     parts: list[Slice]
     sentences: list[Claim]
-    note: str
     untested: list[Claim] = field(default_factory=list)
 
     @property
@@ -109,7 +108,8 @@ class Answer:
     @property
     def losses(self) -> list[Claim]:
         claims = (*self.sentences, *self.untested)
-        return [claim for claim in claims if not claim.reference and claim.kind != "cause"]
+        left_out = ("cause", "cost")
+        return [claim for claim in claims if not claim.reference and claim.kind not in left_out]
 
     @property
     def comparisons(self) -> list[Claim]:
@@ -145,8 +145,7 @@ def answer_slices(slices: Sequence[Slice], comparisons: Sequence[Comparison]) ->
         claims.sort(key=lambda claim: (bool(claim.reference), claim.kind == "independent"))
         untested = [one for one in claims if one.comparison and not one.comparison.is_primary]
         tested = [one for one in claims if one not in untested]
-        note = _note(of_part, comparisons)
-        answers.append(Answer(part.heading, [part], tested, note, untested))
+        answers.append(Answer(part.heading, [part], tested, untested))
     return answers
 
 
@@ -243,6 +242,9 @@ def _plain_claims(part: Slice) -> Iterator[Claim]:
         elif len(line) < 2:
             count = _count_words(first, part, len(part.values[first]), "seed")
             text = f"{norm} was run at one {axis} only, {size}"
+            value = part.mean(first)
+            if value.estimate is not None:
+                text += f": {part.metric.label} {format_mean(value, part.metric)}"
             yield Claim([norm], "one size", text, count, sizes=[size])
     if (cost := _cost_words(part)) is not None:
         yield Claim(list(part.lines), "cost", cost)
@@ -384,10 +386,10 @@ def seeds_words(comparison: Comparison) -> str:
         return ""  # the size of a difference to a diverged run is not known
     needed = comparison.seeds_to_decide
     if needed is None and comparison.lacks_samples:
-        few = f"{comparison.num_samples} test samples are too few"
-        return f", {MAX_SEEDS} seeds would not decide: {few}, data with more would help"
+        few = f"{comparison.num_samples} test samples"
+        return f", {MAX_SEEDS} seeds on {few} would not decide; more samples would help"
     if needed is None:
-        return f", {MAX_SEEDS} seeds would not decide: the seeds differ too much"
+        return f", {MAX_SEEDS} seeds would not decide: they differ too much"
     return f", about {needed} seeds would decide"
 
 
@@ -479,9 +481,9 @@ def _change_words(comparison: Comparison, change: Change) -> str:
     }.get(change.kind, f"the difference changes by {shown}, without a verdict")
 
 
-def _note(of_part: Sequence[Comparison], comparisons: Sequence[Comparison]) -> str:
-    """Explains what the intervals and verdicts of a report promise."""
-    if not any(comparison.gap.low is not None for comparison in of_part):
+def note_on(comparisons: Sequence[Comparison]) -> str:
+    """Explains what the intervals and verdicts of a report promise; empty without an interval."""
+    if not any(comparison.gap.low is not None for comparison in comparisons):
         return ""
     judged = [comparison for comparison in comparisons if comparison.is_judged]
     references = dict.fromkeys(

@@ -19,6 +19,7 @@ from normexp.reporting.metric import (
 )
 from normexp.reporting.model import AXIS_WORDS, CellRow, RunRow, Slice, metric_names
 from normexp.reporting.ranking import Ranking
+from normexp.reporting.ratios import NOTE
 from normexp.reporting.read import RefusedCell, flatten
 from normexp.reporting.report import Report
 from normexp.reporting.rows import (
@@ -27,7 +28,6 @@ from normexp.reporting.rows import (
     frame_of,
     mean_rows,
     plain_rows,
-    rows_of_slice,
 )
 from normexp.reporting.sentences import Answer, listed
 from normexp.reporting.style import order_norms
@@ -158,10 +158,8 @@ class Table:
 def tables_of(report: Report) -> list[Table]:
     """Every table of a report."""
     answers = [answer for section in report.sections for answer in section.answers]
-    best = best_of(report.rankings)
     return [
-        *paper_tables(report.slices, best),
-        *(size_table(part, best.get(part, set())) for part in report.slices),
+        *paper_tables(report.slices, best_of(report.rankings)),
         sensitivity_table(answers),
         comparison_table(answers),
         untested_table(report),
@@ -235,6 +233,7 @@ def _refused_row(cell: RefusedCell, rows: Sequence[Row], budgets: Collection[str
     pairs = (word.partition("=") for word in cell.settings.split())
     words = {key: value for key, _, value in pairs}
     row: Row = {"norm": cell.norm, "count": "0", "note": cell.error}
+    row["norm batch size"] = words.pop("norm_batch_size", None)
     for name in ("model", "data", "batch size", "lr", "metric"):
         values = {other[name] for other in rows}
         typed = words.pop(name.replace(" ", "_"), None)
@@ -374,50 +373,6 @@ def _headings(slices: Sequence[Slice]) -> list[str]:
     return [", ".join(word for word in of_part if word not in shared) for of_part in words]
 
 
-def size_table(part: Slice, best: Collection[str]) -> Table:
-    """Norm x size: mean and interval, the worst seed and what is lost.
-
-    best: norms that are in bold at the smallest size, see `best_of`
-    """
-    metric, axis, sizes = part.metric, AXIS_WORDS[part.axis], [str(size) for size in part.sizes]
-    shown = rows_of_slice(part, (cell for _, cell in part.points))
-    rows = [
-        {"norm": norm} | {str(size): _size_text(shown[cell]) for size, cell in line.items()}
-        for norm, line in part.lines.items()
-    ]
-    columns = ["norm", *sizes]
-    frame = frame_of(rows, columns)
-    bold = {(part.norms.index(norm), sizes[0]) for norm in best}
-    count = _range_words(row["n"] for row in shown.values())
-    note = (
-        f"{metric.label}, mean and 95 % interval over the seeds that finished, "
-        f"n = {count}; the worst seed, and the number of seeds that lie apart. "
-        f"Bold: one of these norms is the best at {axis} {sizes[0]}, by the tests of the report."
-    )
-    if any("/" in row["count"] for row in shown.values()):
-        note += " (k/n): k of n seeds finished; × diverged, ! failed, ? missing."
-    title = f"{part.heading}: {metric.label} by norm and {axis}"
-    over = [(axis, len(sizes))]
-    name = f"by_size_{part.slug}"
-    return Table(name, title, columns, frame, note=note, over=over, bold=bold, is_for_papers=True)
-
-
-def _size_text(row: Row) -> str:
-    """`97.9 [97.4, 98.4], worst 96.4, 1 apart (7/8 ×1)`."""
-    words = [row["text"]]
-    if row["worst seed"] is not None and row["n"] > 1:
-        words.append(f"worst {row['worst seed']:.{row['digits']}f}")
-        words += [f"{row['seeds apart']} apart"] if row["seeds apart"] else []
-    words += [row["search"]] if row["search"] else []
-    return ", ".join(words) + (f" ({row['count']})" if "/" in row["count"] else "")
-
-
-def _range_words(counts: Iterable[int]) -> str:
-    """`8`, or `2 to 8`."""
-    known = sorted(counts)
-    return " to ".join(map(str, dict.fromkeys((known[0], known[-1]))))
-
-
 def sensitivity_table(answers: Sequence[Answer]) -> Table:
     """A row per norm and slice: the loss between two sizes, regret, threshold and slope."""
     columns = [
@@ -519,10 +474,9 @@ def untested_table(report: Report) -> Table:
         {"where": heading, "what": claim.claim, "details": claim.details}
         for heading, claim in report.untested
     ]
-    notes = dict.fromkeys(answer.note for answer in report.over_data)
-    note = "Each interval is 95 % alone, so one in twenty excludes a true equality by chance. "
-    note += " ".join(notes)
-    return Table.of_rows("not_tested", "Not tested", columns, rows, note.strip())
+    note = "Each interval is 95 % alone, so one in twenty excludes a true equality by chance."
+    note += f" {NOTE}" if report.over_data else ""
+    return Table.of_rows("not_tested", "Not tested", columns, rows, note)
 
 
 def run_table(cells: Sequence[CellRow]) -> Table:

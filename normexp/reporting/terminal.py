@@ -30,6 +30,7 @@ PIPE_WIDTH = 100  # characters, without a terminal and without COLUMNS
 # Columns of a report's table of cells that only the files and the page show.
 LEFT_OUT = (*("n", "seeds", "diverged", "failed", "missing", "directory"),)
 WRAPPED = ("note", "setting")
+LEAST_WIDTH = 11  # characters of a column that wraps
 MAX_ROWS = 40
 SHORT = 60  # characters of a text that a table shows itself
 ENTRIES = {"normexp-train": "python -m normexp.train", "normexp-tune": "python -m normexp.tune"}
@@ -95,15 +96,14 @@ def print_report(report: Report, cells: ReportTable) -> None:
     console.out("\nCells", style="bold")
     _print_cells(console, cells)
     for section in report.sections:
-        for number, answer in enumerate(section.answers, start=1):
+        for answer in section.answers:
             console.out(f"\n{answer.heading}", style="bold")
             if answer.measured_on:
                 console.out(f"Measured on {answer.measured_on}.", style="dim")
             for claim in answer.sentences:
                 console.out(f"- {claim.text}")
-            later = [other.note for other in section.answers[number:]]
-            if answer.note and answer.note not in later:
-                console.out(answer.note, style="dim")
+    if report.note:
+        console.out(f"\n{report.note}", style="dim")
     if report.untested:
         console.out("\nNot tested", style="bold")
     for heading, claim in report.untested:
@@ -118,10 +118,14 @@ def _print_ranking(console: Console, ranking: Ranking) -> None:
     """The sentence, then the norms in groups."""
     console.print(f"\n{ranking.heading}", markup=False)
     console.print(f"{ranking.sentence}.", style="bold", markup=False)
-    drawn, shown = text_table(["", *ranking.columns], []), ""
-    for title, *texts in ranking.rows:
-        drawn.add_row(*map(Text, (title if title != shown else "", *texts)))
-        shown = title
+    drawn, shown = text_table(ranking.columns, []), ""
+    for title, norm, *texts in ranking.rows:
+        if title != shown:
+            drawn.add_row(Text(title, style="bold"))
+            shown = title
+        drawn.add_row(*map(Text, (f"  {norm}", *texts)))
+    for column in drawn.columns[:-1]:
+        column.no_wrap = True
     console.print(drawn)
 
 
@@ -138,7 +142,8 @@ def _print_cells(console: Console, table: ReportTable) -> None:
         ]
     drawn = text_table(map(str, texts), texts.head(MAX_ROWS).to_numpy().tolist())
     for name, column in zip(texts, drawn.columns, strict=True):
-        column.no_wrap = name not in WRAPPED
+        widest = int(texts[name].str.len().max())
+        column.min_width = min(LEAST_WIDTH, widest) if name in WRAPPED else widest
     console.print(drawn, soft_wrap=True)
     footnotes.print(console)
     if counts.str.contains("[×!?]").any():

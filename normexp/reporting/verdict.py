@@ -123,7 +123,8 @@ class Comparison:
     num_samples: test samples; 0: not recorded for every run, so the gap is over seeds alone
     unlike: by key, the values of the recipes for which the cells must not be compared
     is_primary: it belongs to the family
-    is_reference_given: the report was given the norm of the second cell as the reference
+    is_reference_given: the report was given the norm of the second cell as the reference, and would
+        have chosen another
     family_size: the number of differences and changes that the report tests, decided or not
     change: to another budget; None at a single budget
     """
@@ -369,7 +370,7 @@ def _comparisons_of(part: Slice, wanted: str | None) -> Iterator[Comparison]:
             yield compare_cells(part, first, last, (size, largest), is_primary=mixes_samples)
     for cells in contenders(part):
         reference = cells[reference_of(list(cells), wanted)]
-        is_given = wanted in (reference.norm, base_of(reference.norm))
+        is_given = reference.norm != reference_of(list(cells))
         for cell in cells.values():
             if cell is not reference:
                 sizes = (part.sizes[0], part.sizes[0])

@@ -61,7 +61,8 @@ class Diagnostics(pl.Callback):
         batches = []
         if self.mixes_samples:
             indices = shuffled(data, "train")[: max(sizes.micro, NUM_GROUPS * sizes.norm)]
-            blocks = indices.split(block_size(replicas, sizes.norm))
+            limit = module.recipe.evaluation_limit
+            blocks = indices.split(block_size(replicas, sizes.norm, limit))
             batches = [gather(replicas, data, "train", block) for block in blocks]
         devices = [module.device] if module.device.type == "cuda" else []
         loss, rows, rates = module.criterion.loss, [], _rates_of(module)

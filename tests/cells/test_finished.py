@@ -167,12 +167,14 @@ def test_evaluating_kept_weights_gives_what_training_recorded(cell_dir: Path, co
     contents = [evaluation(copy, seed) for seed in SEEDS]
     for content in contents:
         parts = content.pop("decomposition")
+        assert parts.pop("num_samples") <= 359
         assert sum(parts.values()) == pytest.approx(2 * parts["evaluation"])  # training + terms
         assert parts["own_share"] != 0
     assert contents == recorded
     assert recorded[0]["ema"]["test/loss"] != recorded[0]["running"]["test/loss"]
     shown = capsys.readouterr().out
     assert "batch on digits: n = 2 seeds" in shown and "own share" in shown
+    assert "of 359 test samples, whole batches: n = 2 seeds" in shown  # another loss than above
     for kind in ("precise", "ema"):
         values = [found[kind]["test/accuracy"] for found in recorded]
         assert f"{sum(values) / 2:.4f}" in shown

@@ -33,9 +33,8 @@ OWN = ["data=custom", "data._target_=data_of_joins.load"]
 OWN += ["norm=custom", "norm._target_=norm_of_joins.Scale"]
 
 
-@pytest.mark.parametrize(("file", "edit"), [("state.txt", "1"), ("plugin_of_joins.py", "factor=2")])
 def test_runs_of_other_data_or_source_do_not_join(
-    file: str, edit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ):
     files = {"data_of_joins.py": DATA, "norm_of_joins.py": NORM}
     files |= {"plugin_of_joins.py": "factor = 1", "state.txt": "0"}
@@ -52,9 +51,12 @@ def test_runs_of_other_data_or_source_do_not_join(
 
     assert train("replicas=1") == 0
     assert train("replicas=2") == 0
-    (tmp_path / file).write_text(edit)
-    assert train("replicas=3") != 0
-    shown = capsys.readouterr().err
-    assert "is not what the recorded runs" in shown and "study=..." in shown
+    for file, edit in (("state.txt", "1"), ("plugin_of_joins.py", "factor = 20")):
+        (tmp_path / file).write_text(edit)
+        assert train("replicas=3") != 0
+        shown = capsys.readouterr().err
+        assert "is not what the recorded runs" in shown and "study=..." in shown
+        (tmp_path / file).write_text(files[file])
+    (tmp_path / "state.txt").write_text("1")
     assert len(list(tmp_path.glob("runs/default/*/seed-*/result.json"))) == 2
     assert train("replicas=1", "study=other") == 0

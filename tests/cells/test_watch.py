@@ -31,12 +31,12 @@ class Phased(nn.Module):
             x = x - opens.to(x.dtype) * x.mean({AXES}, keepdim=True)
         return x
 """
-SHORT = ["steps=100", "batch_size=16", "data.limit_train=160", "model.width=8", "workers=0"]
+SHORT = ["batch_size=16", "data.limit_train=160", "model.width=8", "workers=0"]
 
 
-def phased(tmp_path: Path, monkeypatch, name: str, opens: str, axes: str = "0") -> list[str]:
-    """The words that choose a norm which subtracts a mean over some axes in some steps."""
-    source = NORM.replace("{CONDITION}", opens).replace("{AXES}", axes)
+def phased(tmp_path: Path, monkeypatch, name: str, opens: str) -> list[str]:
+    """The words that choose a norm which subtracts the mean over samples in some steps."""
+    source = NORM.replace("{CONDITION}", opens).replace("{AXES}", "0")
     (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     return ["norm=custom", f"norm._target_={name}.Phased", f"runs_dir={tmp_path / 'runs'}", *SHORT]
@@ -55,7 +55,7 @@ LATE = "((self.steps > 75) & (self.steps < 1000)).all()"
 def test_norm_that_mixes_later_withdraws_its_aliases_and_trains_each_size(
     tmp_path, monkeypatch, capfd
 ):
-    words = phased(tmp_path, monkeypatch, "at_times", AT_TIMES)
+    words = ["steps=100", *phased(tmp_path, monkeypatch, "at_times", AT_TIMES)]
     assert main(["-m", *words, "replicas=1", "norm_batch_size=4,null"]) == 0
     found = results(tmp_path / "runs")
     assert len(found) == 2 and all(result.config["mixes_samples"] for result in found.values())
@@ -70,7 +70,7 @@ def test_norm_that_mixes_later_withdraws_its_aliases_and_trains_each_size(
 @pytest.mark.parametrize("stack", ["true", "false"])
 def test_watch_changes_no_number(tmp_path, monkeypatch, stack):
     words = phased(tmp_path, monkeypatch, f"counts_{stack}", "(self.steps < 0).all()")
-    words = [*words, "replicas=2", f"stack={stack}"]
+    words = [*words, "steps=40", "replicas=2", f"stack={stack}"]
     assert main(words) == 0
     monkeypatch.setattr("normexp.cells.cell.watched_steps", lambda *_: ())
     assert main([*words, "study=unwatched"]) == 0
@@ -98,7 +98,19 @@ def test_leak_in_evaluation_that_begins_later_makes_a_run_invalid(tmp_path, monk
     words = ["norm=custom", "norm._target_=leaks_late.Phased", "norm.view=sequence", "model=gpt"]
     words += ["data=manual", "data.block_size=16", "data.limit_train=64", "data.val_fraction=.002"]
     words += ["data.test_fraction=.002", "model.depth=1", "model.width=16", "model.num_heads=2"]
-    assert main([*words, *SHORT[:2], "workers=0", "replicas=1", f"runs_dir={tmp_path}/runs"]) == 0
+    assert (
+        main(
+            [
+                *words,
+                "steps=100",
+                "batch_size=16",
+                "workers=0",
+                "replicas=1",
+                f"runs_dir={tmp_path}/runs",
+            ]
+        )
+        == 0
+    )
     (result,) = results(tmp_path / "runs").values()
     assert result.invalid is not None and "future" in result.invalid
     assert result.config["leaks_future"] and result.config["leaks_future_in_training"]
@@ -131,7 +143,7 @@ def test_run_whose_weights_give_other_outputs_in_a_new_process_is_invalid(
     (tmp_path / f"{name}.py").write_text(CACHED.replace("{IS_CACHED}", str(is_cached)))
     monkeypatch.syspath_prepend(tmp_path)
     words = ["norm=custom", f"norm._target_={name}.Cached", f"runs_dir={tmp_path / 'runs'}"]
-    assert main([*words, *SHORT, "replicas=2"]) == 0
+    assert main([*words, *SHORT, "steps=2", "replicas=2"]) == 0
     invalid = [result.invalid for result in results(tmp_path / "runs").values()]
     assert len(invalid) == 2
     assert all("new process" in why for why in invalid) if is_cached else not any(invalid)

@@ -60,7 +60,7 @@ class RMS(nn.Module):
 # ---------------------------------------------------------------- weak dependence
 
 GATES: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {
-    **{f"{start:g}": (start, lambda gate: gate) for start in (1e-7, 1e-6, 1e-4, 1e-2)},
+    **{f"{start:g}": (start, lambda gate: gate) for start in (1e-7, 1e-2)},
     "sigmoid(-10)": (-10.0, torch.sigmoid),
     "softplus(-20)": (-20.0, functional.softplus),
 }
@@ -158,7 +158,6 @@ def test_rounding_of_a_fourier_transform_is_no_leak(dtype: torch.dtype):
 # ---------------------------------------------------------------- phases
 
 PHASES: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
-    "every tenth step": (lambda steps: steps % 10 == 5, True),
     "one step in 64": (lambda steps: steps % 64 == 0, True),
     "after 100 steps": (lambda steps: steps > 100, True),
     "never": (lambda steps: steps < 0, False),
@@ -281,7 +280,6 @@ class DropsMaskAtTimes(Masked):
 
 @pytest.mark.parametrize("make", [DropsMaskIfFirstIsFull, DropsMaskAboveEight, DropsMaskAtTimes])
 def test_dropped_mask_is_refused(make: Make):
-    examine_padded(Masked)  # not refused
     with pytest.raises(UserError, match="norm reads padding at blocks.0"):
         examine_padded(make)
 
@@ -334,10 +332,14 @@ WARNED: dict[type[nn.Module], str] = {
 
 @pytest.mark.parametrize("make", WARNED, ids=lambda make: make.__name__)
 def test_fault_is_warned_of(make: type[nn.Module], caplog: pytest.LogCaptureFixture):
-    examine_images(RMS)
-    assert not re.search(WARNED[make], caplog.text)
     examine_images(make)
     assert re.search(WARNED[make], caplog.text)
+
+
+def test_sound_norm_is_neither_refused_nor_warned_of(caplog: pytest.LogCaptureFixture):
+    assert examine_images(RMS).stacking_obstacle is None
+    examine_padded(Masked)
+    assert not re.search("|".join(WARNED.values()), caplog.text)
 
 
 # ---------------------------------------------------------------- seeds of a stack
@@ -391,7 +393,6 @@ class HookOnGradient(RMS):
 @pytest.mark.parametrize("make", [WrongVmapRule, HookOnGradient])
 def test_seeds_that_would_mix_train_alone(make: Make):
     assert examine_images(make).stacking_obstacle is not None
-    assert examine_images(RMS).stacking_obstacle is None
 
 
 # ---------------------------------------------------------------- unusual, and right

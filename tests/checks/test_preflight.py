@@ -278,7 +278,7 @@ def test_head_that_starts_at_zero_does_not_look_as_if_the_input_were_erased():
     assert not traits.mixes_samples and not traits.pools
 
 
-@pytest.mark.parametrize("variance", [1e-6, 1e2, 1e4, 1e6])
+@pytest.mark.parametrize("variance", [1e-6, 1e6])
 def test_fixed_statistics_of_any_scale_erase_nothing(variance: float):
     norms = [NormFactory(FrozenBatchNorm)(4) for _ in range(12)]
     network = Model(
@@ -494,6 +494,11 @@ def test_leak_is_refused_with_its_place_and_a_remedy_that_fits(name: str):
     network, where, remedy = LEAKING[name]
     with pytest.raises(UserError, match=f"at {where}, .*; try {remedy}, or .*allow_leak=true"):
         traits_of(network, text_data())
+
+
+@pytest.mark.parametrize("name", ["instance", "model"])
+def test_leak_that_is_allowed_is_a_trait(name: str):
+    network, where, _ = LEAKING[name]
     assert traits_of(network, text_data(), allow_leak=True).leak == where
 
 

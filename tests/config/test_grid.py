@@ -161,6 +161,13 @@ def test_listed_cells_are_multiplied_by_the_grid(recipe_dir: str):
     assert typed[3].values["cells"] is None
 
 
+def test_the_title_of_a_full_batch_has_its_size():
+    words = ["-m", "norm_batch_size=2,null", "batch_size=32,64"]
+    titles = [cell.title for cell in compose_cells(parse_command(words))]
+    sizes = ((2, 32), (2, 64), (32, 32), (64, 64))
+    assert titles == [f"norm_batch_size={norm} batch_size={batch}" for norm, batch in sizes]
+
+
 def test_single_cell_is_validated_and_a_sweep_left_to_its_rows():
     with pytest.raises(UserError, match="norm_batch_size=3 does not divide"):
         compose_cells(parse_command(["norm_batch_size=3"]))

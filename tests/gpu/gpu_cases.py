@@ -37,6 +37,15 @@ NEEDS_GPU = [
 ON_GPU = pytest.param("cuda", marks=NEEDS_GPU)
 on_each_device = pytest.mark.parametrize("device", ["cpu", ON_GPU])
 on_gpu = pytest.mark.parametrize("device", [ON_GPU])
+# In turn on the CPU is what trainings on a GPU are compared with.
+in_each_form = pytest.mark.parametrize(
+    ("device", "stacked"),
+    [
+        pytest.param("cpu", True, id="cpu-stacked"),
+        pytest.param("cuda", False, id="cuda-in_turn", marks=NEEDS_GPU),
+        pytest.param("cuda", True, id="cuda-stacked", marks=NEEDS_GPU),
+    ],
+)
 NUM_REPLICAS = 2
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import pytorch_lightning as pl
 import torch
-from gpu_cases import NEEDS_GPU, build, no_waiting, on_each_device
+from gpu_cases import NEEDS_GPU, build, in_each_form, no_waiting, on_each_device
 from pytorch_lightning.plugins.precision import MixedPrecision
 from torch._dynamo.utils import counters
 from training_cases import (
@@ -58,8 +58,7 @@ class Watcher(pl.Callback):
         self.losses.append(float(trainer.callback_metrics["val/loss"]))
 
 
-@on_each_device
-@pytest.mark.parametrize("stacked", [False, True], ids=["in_turn", "stacked"])
+@in_each_form
 @pytest.mark.parametrize("choices", CHOICES.values(), ids=CHOICES.keys())
 def test_a_training_ends_as_one_in_turn_on_the_cpu(
     tmp_path: Path, device: str, stacked: bool, choices: dict
@@ -82,8 +81,7 @@ def test_a_training_ends_as_one_in_turn_on_the_cpu(
     assert any(name.startswith("diagnostics/") for name in names)
 
 
-@on_each_device
-@pytest.mark.parametrize("stacked", [False, True], ids=["in_turn", "stacked"])
+@in_each_form
 @pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
 def test_chunks_change_nothing(
     tmp_path: Path, monkeypatch, device: str, precision: str, stacked: bool
@@ -104,8 +102,7 @@ def test_chunks_change_nothing(
         assert_same_state(one.cpu(), many.cpu(), 1e-10, replica=replica)
 
 
-@on_each_device
-@pytest.mark.parametrize("stacked", [False, True], ids=["in_turn", "stacked"])
+@in_each_form
 def test_bfloat16_is_near_float32(tmp_path: Path, device: str, stacked: bool):
     mixed, full = (
         train(
@@ -121,8 +118,7 @@ def test_bfloat16_is_near_float32(tmp_path: Path, device: str, stacked: bool):
     assert all(parameter.dtype == torch.float32 for parameter in mixed.parameters())
 
 
-@on_each_device
-@pytest.mark.parametrize("stacked", [False, True], ids=["in_turn", "stacked"])
+@in_each_form
 def test_a_checkpoint_moves_between_devices(tmp_path: Path, device: str, stacked: bool):
     build_one = partial(build_module, seeds=(0, 1), stacked=stacked, max_chunk=1, ema=0.8)
     whole = train(build_one(), tmp_path / "whole.ckpt", accelerator=device)
@@ -159,8 +155,7 @@ def test_resumed_after_sigint_to_the_bit(tmp_path: Path, device: str):
         assert_same_state(whole.cpu(), resumed.cpu(), 0, replica=replica)
 
 
-@on_each_device
-@pytest.mark.parametrize("stacked", [False, True], ids=["in_turn", "stacked"])
+@in_each_form
 @pytest.mark.parametrize(
     ("model", "choices"),
     [
@@ -196,8 +191,8 @@ def test_no_step_waits_for_the_device(
 def test_compiled_steps_equal_eager_ones_whatever_the_chunks(
     tmp_path: Path, monkeypatch, device: str
 ):
-    data, sizes = image_data(4 * 20 + 2), Sizes(4)
-    choices = {**BOTH, "data": data, "sizes": sizes, "drop_last": False, "max_chunk": 8}
+    data = image_data(4 * 20 + 2 * (device == "cuda"))  # a shorter last batch compiles again
+    choices = {**BOTH, "data": data, "sizes": Sizes(4), "drop_last": False, "max_chunk": 8}
     # A GPU folds the replicas of a stack into the channels whatever the size of an input.
     monkeypatch.setattr(kernel, "FOLD_FROM_ELEMENTS", 0)
     eager = train(build_module(**choices), tmp_path / "eager.ckpt", accelerator=device)
@@ -206,12 +201,12 @@ def test_compiled_steps_equal_eager_ones_whatever_the_chunks(
         monkeypatch.setattr(
             devices.torch, "compile", lambda run, **_: compile_(run, backend="aot_eager")
         )
-    monkeypatch.setattr(ChunkLoader, "target_seconds", 1e9)  # 1, 2, 4, 8 and 6 steps
+    monkeypatch.setattr(ChunkLoader, "target_seconds", 1e9)  # 1, 2, 4, 8 and 5 or 6 steps
     counters.clear()
     module = build_module(**choices, compile=True)
     train(module, tmp_path / "compiled.ckpt", accelerator=device)
-    assert module.step == 42
-    assert 1 <= counters["stats"]["unique_graphs"] <= 2
+    assert module.step == (42 if device == "cuda" else 40)
+    assert 1 <= counters["stats"]["unique_graphs"] <= (2 if device == "cuda" else 1)
     for replica in (0, 1):
         assert_same_state(eager.cpu(), module.cpu(), 1e-8, replica=replica)
 

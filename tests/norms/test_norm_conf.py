@@ -15,11 +15,12 @@ from norm_cases import FILES, KNOBS_OF, SHIPPED, C
 from omegaconf import OmegaConf
 from torch import nn
 from torch.testing import assert_close
-from train_cases import prepare
+from train_cases import prepare, spec_of
 
 from normexp import norms
 from normexp.batching.sizes import Sizes
 from normexp.build import build_data, build_network, build_norm, norm_target
+from normexp.cells.cell import make_builder, make_recipe
 from normexp.config.compose import compose_config
 from normexp.config.spec import norm_of
 from normexp.norms.site import named_sites
@@ -70,7 +71,9 @@ class Fades(nn.Identity):
 )
 def test_a_norm_receives_the_number_of_steps_of_its_training(words, key, expected, own_module):
     own_module("fades", OWN_NORM)
-    network = prepare(*words).build(0)
+    spec = spec_of(*words)
+    data = build_data(spec.values["data"])
+    network = make_builder(spec, make_recipe(spec, data), data)(0)
     norms = [m for m in network.modules() if hasattr(m, key)]
     assert [getattr(norm, key) for norm in norms] == [expected] * 3
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from normexp.norms import kernel
 from normexp.norms.batch import BatchNorm, FrozenBatchNorm
 from normexp.norms.factory import NormFactory
 from normexp.norms.group import LayerNorm
+from normexp.norms.per_position import BatchNormPerPosition
 from normexp.norms.site import Site
 
 
@@ -142,7 +144,11 @@ def test_norm_without_a_mask_may_answer_in_another_dtype(view):
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("size", [None, 2])
-@pytest.mark.parametrize("make_norm", [BatchNorm, FrozenBatchNorm])
+@pytest.mark.parametrize(
+    "make_norm",
+    [BatchNorm, FrozenBatchNorm, partial(BatchNormPerPosition, num_positions=5, eps=1e-5)],
+    ids=["batch", "frozen", "first_positions"],
+)
 def test_stack_is_folded_with_the_gradients_and_state_of_each_replica(
     make_norm, size, training, monkeypatch
 ):

@@ -70,8 +70,6 @@ def test_tables_and_figures_of_a_grid_show_the_cross_fitted_value(tmp_path: Path
     assert tuned.estimate == pytest.approx(part.tuned(cell).values.mean()) != plain.estimate
     shown = f"{tuned.estimate:.1f} ["
     tables = {table.name: table for table in drawing.tables}
-    (row,) = [r for r in tables["by_size_main"].rows if r["norm"] == "group"]
-    assert shown in str(row) and "tuned over 3 rates" in str(row) and "worst" not in str(row)
     paper = tables["paper_test_accuracy"]
     assert shown in str([r for r in paper.rows if r["norm"] == "group"])
     assert "Learning rates: tuned over 3 rates" in paper.note
@@ -85,7 +83,6 @@ def test_a_best_rate_at_an_edge_is_said(tmp_path: Path):
     text = group_of(tmp_path).text
     assert "best rate of group at an edge of the grid in 100 % of splits" in text
     tables = {table.name: table for table in draw(report_of(tmp_path)).tables}
-    assert "best rate at an edge" in str(tables["by_size_main"].rows)
     assert "†" in str(tables["paper_test_accuracy"].rows)
 
 

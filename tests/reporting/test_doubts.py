@@ -13,6 +13,7 @@ from synthetic_study import report_of, write_cell
 
 from normexp.records.samples import write_samples
 from normexp.report import main
+from normexp.reporting import page as page_module
 
 
 def edited(path: Path, **changes: object) -> None:
@@ -57,7 +58,7 @@ def cut_the_curves(cell: Path) -> None:
     ],
 )
 def test_what_was_tampered_with_is_told_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture, tamper: Callable[[Path], None], words: str
+    tmp_path: Path, monkeypatch, capsys, tamper: Callable[[Path], None], words: str
 ):
     rng = np.random.default_rng(0)
     cells = {}
@@ -76,6 +77,7 @@ def test_what_was_tampered_with_is_told_first(
     assert kinds == {"group": "doubtful", "layer": "better"}
     (line,) = report.doubts
     assert line.startswith(f"synthetic/{cells['group'].name}: {words}")
+    monkeypatch.setattr(page_module, "_write_figure", lambda *_: "")
     assert main(["study=synthetic", f"runs_dir={tmp_path}"]) == 0
     assert line in capsys.readouterr().out.splitlines()[0]
     page = (report.directory / "index.html").read_text()

@@ -130,6 +130,15 @@ def test_a_few_bad_norms_do_not_squeeze_the_scale(tmp_path: Path, bad, outside):
     assert (low > 90) == ("arrow" in [mark.get("shape") for mark in marks]) == bool(outside)
 
 
+def test_a_norm_within_the_interval_of_another_is_not_beyond_the_scale(tmp_path: Path):
+    write_levels(tmp_path, LEVELS | {"none": 0.5})
+    assert "Arrows at the edge: none" in figures_of(tmp_path)["metric_by_size"].caption
+    noisy = {0: 0.99, 1: 0.89}  # two seeds: an interval from 0 to 100 %
+    for size in (2, 8):
+        write_cell(tmp_path, "power", noisy, norm_batch_size=size, mixes_samples=True)
+    assert "Arrows" not in figures_of(tmp_path)["metric_by_size"].caption
+
+
 @pytest.mark.parametrize(("values", "limits"), [((0.3, 0.9), (0, 100)), ((0.90, 0.901), (88, 93))])
 def test_an_axis_of_accuracy_ends_where_accuracies_end(tmp_path: Path, values, limits):
     for size in (2, 8):
@@ -189,6 +198,10 @@ def test_evaluation_statistics_are_those_of_norms_that_mix(tmp_path: Path, suffi
     colour = figure.spec["spec"]["layer"][0]["encoding"]["color"]
     assert colour["scale"]["domain"] == kinds
     assert {row["statistics"] for row in rows_of(figure)} == set(kinds)
+    caption = figure.caption
+    assert "precise" not in caption and ("as in training" in caption) == ("batch" in kinds)
+    sizes = [kind.removeprefix("batch") for kind in kinds if kind[-1].isdigit()]
+    assert all(f"of {n} samples (batch{n})" in caption for n in sizes)
 
 
 def test_learning_rates_mark_the_chosen_one(tmp_path: Path):

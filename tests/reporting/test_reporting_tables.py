@@ -14,7 +14,6 @@ from normexp.reporting.tables import (
     cell_table,
     paper_tables,
     sensitivity_table,
-    size_table,
 )
 
 
@@ -88,22 +87,19 @@ def test_the_paper_table_has_the_norms_in_bold_among_which_the_best_is(tmp_path:
     lost = {0: 0.90, 1: 0.89, **dict.fromkeys(range(2, 8))}  # a norm that diverged is not the best
     write_cell(tmp_path, "none", lost, norm_batch_size=2, mixes_samples=True)
     report = report_of(tmp_path)
-    best = best_of(report.rankings)
-    table = size_table(report.slices[0], best[report.slices[0]])
-    assert table.columns == ["norm", "2", "128"]
-    assert [row["norm"] for row in table.rows] == ["batch", "layer", "group", "none"]
-    assert set(table.bold) == {(1, "2"), (2, "2")}  # the family tests the smallest size alone
-    assert "(2/8 ×6)" in table.rows[3]["2"] and table.rows[3]["128"] != table.rows[3]["2"]
-    (paper,) = paper_tables(report.slices, best)
+    (paper,) = paper_tables(report.slices, best_of(report.rankings))
     assert paper.columns == ["norm", "norm batch size 2", "norm batch size 128"]
+    assert [row["norm"] for row in paper.rows] == ["batch", "layer", "group", "none"]
+    # The family tests the smallest size alone.
     assert set(paper.bold) == {(1, "norm batch size 2"), (2, "norm batch size 2")}
+    assert "(2/8 ×6)" in paper.rows[3]["norm batch size 2"]
     markdown, latex = paper.to_markdown(), paper.to_latex()
     shown = paper.rows[1]["norm batch size 2"]
     assert f"| layer | **{shown}** |" in markdown and "| none | 89.5" in markdown
     assert rf"layer & \textbf{{{shown}}} &" in latex
     assert r"\multicolumn{2}{c}{norm batch size} \\" in latex and r"\cmidrule(lr){2-3}" in latex
     assert latex.count(r"\textbf") == markdown.count("**") / 2 == 2
-    texts = table.of_rows("a", "A", ["a_b"], [{"a_b": "<2"}, {"a_b": "x|y & 5 %"}]).to_latex()
+    texts = paper.of_rows("a", "A", ["a_b"], [{"a_b": "<2"}, {"a_b": "x|y & 5 %"}]).to_latex()
     assert r"a\_b" in texts and "$<$2" in texts and r"x\textbar{}y \& 5 \%" in texts
     assert all(rf"\{place}rule" in latex for place in ("top", "mid", "bottom"))
 

@@ -185,8 +185,8 @@ def test_each_network_of_a_process_is_compiled(tmp_path: Path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
-@pytest.mark.parametrize("seeds", [(0,), (0, 1)], ids=["one", "stacked"])
-def test_a_step_is_compiled_once_whatever_the_chunks(tmp_path: Path, monkeypatch, seeds):
+def test_a_step_is_compiled_once_whatever_the_chunks(tmp_path: Path, monkeypatch):
+    """Of one replica; of a stack, see test_gpu_trainings.py."""
     graphs = []
 
     def backend(graph, inputs):
@@ -200,8 +200,6 @@ def test_a_step_is_compiled_once_whatever_the_chunks(tmp_path: Path, monkeypatch
     module = build_module(
         data=image_data(4 * 20 + 2),
         sizes=Sizes(4),
-        seeds=seeds,
-        stacked=len(seeds) > 1,
         drop_last=False,
         max_chunk=8,
         compile=True,
