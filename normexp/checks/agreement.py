@@ -299,15 +299,16 @@ def find_stacking_fault(
     """
     steps = []
     for form in (InTurn, Stacked):
-        try:
-            replicas = form([*map(copy.deepcopy, networks)])
+        try:  # the first form must not move what the second begins from, which copies by itself
+            replicas = form([*map(copy.deepcopy, networks)] if form is InTurn else [*networks])
             steps.append(_training_step(replicas, batch, with_backward=with_backward))
         except (
             Exception
         ) as error:  # vmap and foreign code may raise anything; the fallback is exact
             return first_line(error)
         try:
-            copy.deepcopy(replicas)
+            parameters = {id(p): p for tree in replicas.trees for p in tree.parameters()}
+            copy.deepcopy(replicas, parameters)  # which are as they were
         except Exception:  # a tensor of vmap, or foreign code
             return "a module keeps a tensor of its forward outside its buffers"
     alone, stacked = steps

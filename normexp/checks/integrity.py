@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter, defaultdict
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -19,6 +19,7 @@ from normexp.checks.agreement import find_stacking_fault
 from normexp.checks.network import BuiltNetwork, Case, places_where
 from normexp.checks.probe import (
     MANY_STEPS,
+    Probe,
     Snapshot,
     all_in_float64,
     differ,
@@ -213,8 +214,9 @@ def find_unsaved_state(module: nn.Module, inputs: Inputs, steps: int) -> str | N
         if differ(first, _run(twin, inputs, steps)):
             return "keeps state outside of the module, or draws numbers that torch does not seed"
         with torch.no_grad():
-            for index, parameter in enumerate(trained.parameters()):
-                parameter += 0.1 * normal(parameter.shape, index).to(parameter.dtype)
+            for parameter in trained.parameters():
+                if parameter.is_floating_point():
+                    parameter += 0.1 * torch.randn_like(parameter)
         restored.load_state_dict(trained.state_dict())
         unlike = _unlike_attributes(trained, restored)
         unsaved = sorted(dict(trained.named_buffers()).keys() - trained.state_dict().keys())
@@ -320,9 +322,9 @@ def every_output_is_the_same(network: BuiltNetwork) -> str | None:
     model = copy.deepcopy(network.exposed)
     for _, site in named_sites(model):
         site.register_forward_hook(_standardized)
-    case = replace(network.whole({**network.short, "inputs": inputs}), module=model)
-    (probe,) = replace(case, is_foreign=True).probes(training=True)  # in float64 if it can be
-    output = probe.observe().output
+    given = model_arguments({**network.short, "inputs": inputs})
+    wide, given = in_float64(model, *given, upstream=None) or (model, given)
+    output = Probe(wide.train(), *given).observe().output
     if moves(output[:1].expand_as(output), output, scale=1e-2):
         return None
     return (

@@ -403,13 +403,19 @@ def is_foreign(*modules: nn.Module) -> bool:
     return not roots <= KNOWN_PACKAGES
 
 
-def in_float64(module: nn.Module, *inputs: Tensor) -> tuple[nn.Module, tuple[Tensor, ...]] | None:
-    """A copy and inputs in float64; None if the module cannot compute so."""
+def in_float64(
+    module: nn.Module, *inputs: Tensor, upstream: Tensor | None = EVERYWHERE
+) -> tuple[nn.Module, tuple[Tensor, ...]] | None:
+    """A copy and inputs in float64; None if the module cannot compute so.
+
+    Args:
+        upstream: None if the caller needs no backward.
+    """
     wide = widened(copy.deepcopy(module))
     inputs = tuple(x.double() if x.is_floating_point() else x for x in inputs)
     try:
         for mode in MODES:
-            Probe(wide.train(mode), *inputs).observe(upstream=EVERYWHERE)
+            Probe(wide.train(mode), *inputs).observe(upstream=upstream)
     except Exception:  # foreign code: a kernel of one dtype
         return None
     return wide.train(module.training), inputs
@@ -622,7 +628,13 @@ def change(before: Tensor, after: Tensor, *, scale: float = 0.0) -> float:
         return math.inf
     if before.dtype == after.dtype and torch.equal(before, after):  # nearly always
         return 0.0
-    return float(changes(before, after, scale=scale).amax()) if before.numel() else 0.0
+    if not before.numel():
+        return 0.0
+    if before.dtype == after.dtype and before.is_floating_point():
+        apart = _largest_finite(after.detach() - before.detach())
+        if apart is not None:  # in few passes over many parameters
+            return apart / max(_largest(before), scale, MIN_SCALE)
+    return float(changes(before, after, scale=scale).amax())
 
 
 def changes(before: Tensor, after: Tensor, *, scale: float = 0.0) -> Tensor:
@@ -637,7 +649,20 @@ def changes(before: Tensor, after: Tensor, *, scale: float = 0.0) -> Tensor:
 
 
 def _largest(values: Tensor) -> float:
-    return float(values.abs().nan_to_num(0.0, 0.0, 0.0).amax()) if values.numel() else 0.0
+    """The largest size of a finite value; 0 without one."""
+    if not values.numel():
+        return 0.0
+    largest = _largest_finite(values) if values.is_floating_point() else None
+    if largest is not None:
+        return largest
+    return float(values.abs().nan_to_num(0.0, 0.0, 0.0).amax())
+
+
+def _largest_finite(values: Tensor) -> float | None:
+    """The largest size of any value; None if one is not finite."""
+    least, most = map(float, torch.aminmax(values.detach()))
+    largest = max(-least, most)
+    return largest if math.isfinite(largest) else None
 
 
 def source(seed: int = 0) -> torch.Generator:

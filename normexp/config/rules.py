@@ -97,6 +97,7 @@ INDEX = Rule(lambda v: _is_whole(v) and v >= 0, "a whole number, 0 or more")
 NUMBER = Rule(_is_number, "a number")
 POSITIVE = Rule(lambda v: _is_number(v) and v > 0, "a number above 0")
 NOT_NEGATIVE = Rule(lambda v: _is_number(v) and v >= 0, "a number, 0 or more")
+EPS = Rule(lambda v: _is_number(v) and 0 <= v <= 1000, "a number from 0 to 1000, such as 1e-5")
 FRACTION = Rule(lambda v: _is_number(v) and 0 <= v < 1, "a number from 0 to below 1")
 SHARE = Rule(lambda v: _is_number(v) and 0 < v < 1, "a number between 0 and 1")
 FLAG = Rule(lambda v: isinstance(v, bool), "true or false", ("true", "false"))
@@ -180,7 +181,7 @@ KEYS = {
     "max_attempts": Key(COUNT, "attempts", identity=False),
     "runs_dir": Key(FOLDER, identity=False),
     "data_dir": Key(FOLDER, identity=False),
-    "eps": Key(NOT_NEGATIVE),
+    "eps": Key(EPS),
     **SLOT_KEYS,
     "matmul_precision": Key(one_of("highest", "high", "medium")),
     "drop_last": Key(FLAG),

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from normexp.errors import UserError, first_line
+from normexp.errors import UserError
+from normexp.records.sources import source_line_of
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,14 @@ def foreign_factory(make: Callable[..., Any], *, target: str, eps: float) -> Bui
     def norm(num_features: int) -> nn.Module:
         nonlocal layout
         if layout is None:
-            layout = find_layout(build, num_features, target=target)
+            try:
+                layout = find_layout(build, num_features, target=target)
+            except UserError as error:
+                fixed = [
+                    f"norm.{name}" for name in FEATURE_NAMES if name in _flatten(make).keywords
+                ]
+                hint = f"; drop {fixed[0]}, which each site sets itself" if fixed else ""
+                raise UserError(f"{error}{hint}") from error
             logger.info("norm._target_=%s takes %s", target, layout)
             if 2 not in layout.num_dims:
                 logger.info(
@@ -108,7 +116,7 @@ def adapt(make: Callable[..., Any], *, target: str, eps: float | None) -> Build:
         except Exception as error:
             raise UserError(
                 f"norm._target_={target} cannot be built for {num_features} features: "
-                f"{first_line(error)}"
+                f"{_described(error)}"
             ) from error
         if not isinstance(norm, nn.Module):
             kind = type(norm).__name__
@@ -367,7 +375,7 @@ class _LayoutProbe:
             failure = error
         self._refuse_late([n for n, p in norm.named_parameters() if p is not parameters.get(n)])
         if failure is not None:
-            problem = f"fails on an input of shape {tuple(x.shape)}: {first_line(failure)}"
+            problem = f"fails on an input of shape {tuple(x.shape)}: {_described(failure)}"
             return trial(problem, tuple(line for _, line in walk_tb(failure.__traceback__)))
         if not isinstance(out, Tensor):
             self.refuse(f"returns a {type(out).__name__}, not a tensor")
@@ -404,6 +412,12 @@ class _LayoutProbe:
 
     def refuse(self, fault: str) -> NoReturn:
         raise UserError(f"norm._target_={self.target} {fault}")
+
+
+def _described(error: Exception) -> str:
+    """The type and the first line of an error, and the line of the user's file that raised it."""
+    message = (str(error).strip().splitlines() or ["no message"])[0]
+    return f"{type(error).__name__}: {message}{source_line_of(error)}"
 
 
 def _shapes_of_buffers(norm: nn.Module) -> dict[str, torch.Size]:

@@ -102,6 +102,9 @@ def find_cell(run: Path) -> Path:
         raise UserError(f"{run} is not a run: it has no {CONFIG_FILE}{inside}")
     if run.is_file():
         raise UserError(f"{run} is a file; give the folder of a run, {run.parent}")
+    if (study := Path("runs", run)).is_dir() and (cells := list_cells(study)):
+        named = _some([str(cell) for cell in cells])
+        raise UserError(f"{run} is a study; give a cell of it, one of {named}")
     folder = run.parent
     known = [path.name for path in subfolders(folder)]
     near = difflib.get_close_matches(run.name, known, n=3, cutoff=0.4) or sorted(known)[:3]
