@@ -19,6 +19,8 @@ from torch import nn
 from normexp.batching.draws import derive_seed
 from normexp.batching.processes import spans_devices
 from normexp.batching.sizes import Sizes
+from normexp.batching.speed import suitable_threads
+from normexp.checks.card import Card, measure_card
 from normexp.config import identity
 from normexp.config.compose import AS_BUILT, shipped_config, shipped_defaults, shipped_targets
 from normexp.config.rules import INDEX, as_typed, check_value
@@ -175,6 +177,20 @@ def norm_target(
     if momentum is not None:
         values["momentum"] = momentum
     return read_target(values, "norm").filled_in(available), reserved
+
+
+@suitable_threads(0)  # probes are too small for a second thread to pay
+def measure_norm(norm: NormSpec, *, contract_only: bool = False) -> Card:
+    """The card of a norm, see `measure_card`."""
+    target, reserved = norm_target(norm)
+    return measure_card(
+        target.call,
+        name=norm.name,
+        target=target.path,
+        eps=norm.eps,
+        slots=resolve({}, reserved),
+        contract_only=contract_only,
+    )
 
 
 @dataclass(frozen=True)

@@ -37,26 +37,15 @@ def main(words: list[str]) -> int:
 
 def _measure(norms: Sequence[NormSpec], *, contract_only: bool) -> list[Card]:
     """The card of each norm, in order; a terminal shows which one is being measured."""
-    from normexp.batching.speed import suitable_threads
-    from normexp.build import norm_target
-    from normexp.checks.card import measure_card
-    from normexp.norms.slots import resolve
+    from normexp.build import measure_norm, norm_target
 
+    for norm in norms:
+        norm_target(norm)  # import errors come first
     cards = []
-    targets = [norm_target(norm) for norm in norms]  # import errors come first
-    for norm, (target, reserved) in zip(norms, targets, strict=True):
+    for norm in norms:
         if sys.stderr.isatty():
             print(f"measuring {norm.name} ...", file=sys.stderr)
-        with suitable_threads(0):  # probes are too small for a second thread to pay
-            card = measure_card(
-                target.call,
-                name=norm.name,
-                target=target.path,
-                eps=norm.eps,
-                slots=resolve({}, reserved),
-                contract_only=contract_only,
-            )
-        cards.append(card)
+        cards.append(measure_norm(norm, contract_only=contract_only))
     return cards
 
 

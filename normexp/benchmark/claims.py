@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,10 +18,11 @@ Outcome = Literal["holds", "fails", "undecided", "not testable here"]
 
 @dataclass(frozen=True, eq=False)
 class Tested:
-    """One comparison of a claim at one budget.
+    """One comparison of a claim at one budget, or one answer of a probe.
 
     words: `batch at 2 minus batch, convnet at the long budget`
     needed: seeds that would decide it; None if not known, or more than 1,000
+    measured: of a probe of the built network, which has no error rate; None: a comparison
     """
 
     words: str
@@ -30,21 +31,30 @@ class Tested:
     assessment: Assessment | None = None
     unit: str = ""
     needed: int | None = None
+    measured: bool | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Beside:
+    """Comparisons that are shown beside a verdict and are no part of it.
+
+    declared: `what` differs there, and, if known, `source` and `published`
+    """
+
+    declared: Mapping[str, Any]
+    tested: tuple[Tested, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Verdict:
-    """What the runs say of one claim.
-
-    beside: comparisons that are shown and are no part of the verdict
-    """
+    """What the runs say of one claim."""
 
     name: str
     claim: Mapping[str, Any]
     outcome: Outcome
     tested: tuple[Tested, ...]
     reason: str = ""
-    beside: tuple[Tested, ...] = ()
+    beside: tuple[Beside, ...] = ()
 
 
 def judge(table: Table) -> list[Verdict]:
@@ -62,7 +72,7 @@ def _judge(table: Table, claim: Mapping[str, Any], family: int) -> Verdict:
             for budget in comparison["budgets"]
         )
 
-    tested = test(claim["comparisons"])
+    tested = (*test(claim["comparisons"]), *_probed(table, claim))
     outcome, reason = _decide(tested, claim.get("rule") == "any")
     if outcome != "not testable here" and (needs := claim.get("requires")) is not None:
         fall = test([needs])
@@ -71,7 +81,9 @@ def _judge(table: Table, claim: Mapping[str, Any], family: int) -> Verdict:
             reason = "there is no fall to give back at any budget: " + "; ".join(
                 f"{one.words}: {words_of(one)}" for one in fall
             )
-    beside = test(claim.get("confound", {}).get("comparisons", []))
+    beside = tuple(
+        Beside(declared, test(declared["comparisons"])) for declared in claim.get("beside", [])
+    )
     return Verdict(claim["name"], claim, outcome, tested, reason, beside)
 
 
@@ -95,9 +107,11 @@ def _decide(tested: Sequence[Tested], needs_any: bool) -> tuple[Outcome, str]:
 def _test(table: Table, comparison: Mapping[str, Any], budget: str, family: int) -> Tested:
     first, second = comparison["first"], comparison["second"]
     workload, expect = comparison["workload"], comparison["expect"]
-    recipe = recipe_at(workload, budget)
     words = f"{_words(first)} minus {_words(second)}, {workload} at the {budget} budget"
-    a, b = (_tuned(table, recipe, side) for side in (first, second))
+    a, b = (
+        _tuned(table, recipe_at(side.get("workload", workload), budget), side)
+        for side in (first, second)
+    )
     if a is None or b is None:
         return Tested(words, expect, "not testable here")
     assessment = compare(a, b)
@@ -107,6 +121,20 @@ def _test(table: Table, comparison: Mapping[str, Any], budget: str, family: int)
     if outcome == "undecided":
         needed = _seeds_to_decide(assessment.gap, b, expect, family)
     return Tested(words, expect, outcome, assessment, unit, needed)
+
+
+def _probed(table: Table, claim: Mapping[str, Any]) -> Iterator[Tested]:
+    """What probes of the built networks say, from the table."""
+    probe = claim.get("measured_by_probe", {"norms": []})
+    for norm in probe["norms"]:
+        workload, trait, expect = probe["workload"], probe["trait"], probe["expect"]
+        measured = table.traits.get(workload, {}).get(norm, {}).get(trait)
+        words = f"{norm} {trait.replace('_', ' ')}, {workload}"
+        if measured is None:
+            yield Tested(words, str(expect), "not testable here")
+        else:
+            outcome = "holds" if measured == expect else "fails"
+            yield Tested(words, str(expect), outcome, measured=measured)
 
 
 def _seeds_to_decide(gap: Interval, reference: Tuned, expect: str, family: int) -> int | None:
@@ -131,22 +159,8 @@ def _words(side: Mapping[str, Any]) -> str:
 
 
 def _tuned(table: Table, recipe: str, side: Mapping[str, Any]) -> Tuned | None:
-    known = table.recipes
-    if recipe not in known:
+    if recipe not in table.recipes:
         return None
-    if side.get("batch_size", known[recipe].batch_size) != known[recipe].batch_size:
-        recipe = next(
-            (
-                name
-                for name, one in known.items()
-                if one.workload == known[recipe].workload
-                and one.epochs == known[recipe].epochs
-                and one.batch_size == side["batch_size"]
-            ),
-            "",
-        )
-        if not recipe:
-            return None
     cells = table.rates_of(recipe, side["norm"], side.get("norm_batch_size"))
     kind = side.get("statistics", "running")
     name = "test/accuracy" + ("" if kind == "running" else f"@{kind}")
@@ -196,6 +210,8 @@ def _is_negative(distance: Interval, family: int) -> bool:
 
 def words_of(tested: Tested) -> str:
     """`-1.2 [-2.0, -0.4] points: holds`."""
+    if tested.measured is not None:
+        return f"{'yes' if tested.measured else 'no'}, measured by a probe: {tested.outcome}"
     if tested.assessment is None:
         return tested.outcome
     gap = tested.assessment.gap

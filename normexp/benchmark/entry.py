@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from normexp.cli import entry, parse_command, read_options, split_options
+from normexp.config.process import importing_torch
 from normexp.config.rules import SLOT_KEYS, in_identity
 from normexp.errors import FAILED, UserError
 
@@ -29,8 +31,8 @@ def main(words: list[str]) -> int:
         return 0
     reference = read_table(shipped_path(options["reference"]))
     if options["verify"] is not None:
-        from normexp.benchmark.verify import verify
-
+        with importing_torch():
+            from normexp.benchmark.verify import verify
         return verify(reference, overrides, options)
     if overrides:
         return _enter(reference, overrides, options)
@@ -42,11 +44,16 @@ def main(words: list[str]) -> int:
 
 def _write_reference(path: Path, options: dict[str, Any]) -> None:
     """Writes the runs of the reference as a table, with the cost of each norm."""
-    from normexp.benchmark.cost import with_costs
+    with importing_torch():
+        from normexp.benchmark.cost import with_costs
+    from normexp.benchmark.protocol import BENCHMARK
     from normexp.benchmark.table import read_runs, read_table, write_table
+    from normexp.benchmark.trainings import measure_traits
 
     table = read_runs(Path(options["runs_dir"]), options["reference"], options["first_seed"])
     table = with_costs(table, read_table(path) if path.is_file() else None)
+    if options["reference"] == BENCHMARK:
+        table = replace(table, traits=measure_traits(BENCHMARK))
     write_table(table, path)
     print(f"{len(table.cells)} cells: {path}")
 
@@ -74,16 +81,9 @@ def _publish(report: BenchmarkReport, runs_dir: Path) -> None:
 
 def _enter(reference: Table, overrides: list[str], options: dict[str, Any]) -> int:
     """Contract, trainings of the protocol, cost, and where the norm stands."""
-    from normexp.benchmark.cost import machine, measure_costs
     from normexp.benchmark.report import BenchmarkReport
     from normexp.benchmark.table import Table
-    from normexp.benchmark.trainings import (
-        is_dry,
-        is_of_norm,
-        measure_contract,
-        norm_of_words,
-        train_grid,
-    )
+    from normexp.benchmark.trainings import is_dry, is_of_norm, norm_of_words, train_grid
     from normexp.config.spec import config_dir_words
 
     name, workloads = _workloads_of(reference, options)
@@ -94,7 +94,10 @@ def _enter(reference: Table, overrides: list[str], options: dict[str, Any]) -> i
     norm = norm_of_words(command.overrides, command.config_dirs)
     if options["submit"] is not None and command.config_dirs:
         raise UserError("submit: a submission names its class; use norm=custom norm._target_=...")
-    card = measure_contract(norm)
+    with importing_torch():  # after mistakes are refused
+        from normexp.benchmark.cost import machine, measure_costs
+        from normexp.build import measure_norm
+    card = measure_norm(norm, contract_only=True)
     if not _keeps_contract(card):
         return FAILED
     if is_dry(overrides):

@@ -1,8 +1,8 @@
 """What a benchmark trains, read from its recipes in conf/experiment/<benchmark>.
 
 A recipe is a workload at one budget. `convnet` is the long budget of a workload and `convnet_short`
-its short one; others, such as `gpt_alpha`, belong to one claim. `benchmark0` tries the rules in a
-minute and decides nothing.
+its short one, where norms are ranked; others, such as `gpt_alpha`, belong to claims alone.
+`benchmark0` tries the rules in a minute and decides nothing.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class WorkloadRecipe:
 
     study: the folder of its runs
     epochs, steps: the budget, one of the two
+    width: of the model; None: the model's default
     """
 
     name: str
@@ -44,6 +45,7 @@ class WorkloadRecipe:
     batch_size: int
     epochs: float | None
     steps: int | None
+    width: int | None
     num_seeds: int
     norms: tuple[str, ...]
     norm_batch_sizes: tuple[int, ...]
@@ -53,6 +55,11 @@ class WorkloadRecipe:
     @property
     def workload(self) -> str:
         return self.name.partition("_")[0]
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether norms are ranked there; other recipes belong to claims alone."""
+        return self.name in (self.workload, f"{self.workload}_short")
 
     @property
     def place(self) -> tuple[int, str]:
@@ -72,8 +79,10 @@ class WorkloadRecipe:
             return False
         if self.steps is not None and config.get("num_steps") != self.steps:
             return False
-        norm = (config.get("recipe") or {}).get("norm") or {}
-        return not self.alphas or norm.get("alpha_init") in self.alphas
+        values = config.get("recipe") or {}
+        if self.width is not None and (values.get("model") or {}).get("width") != self.width:
+            return False
+        return not self.alphas or (values.get("norm") or {}).get("alpha_init") in self.alphas
 
 
 @cache
@@ -120,6 +129,7 @@ def _read(name: str, values: Mapping[str, Any]) -> WorkloadRecipe:
         batch_size=values["batch_size"],
         epochs=values.get("epochs"),
         steps=values.get("steps"),
+        width=values.get("model", {}).get("width"),
         num_seeds=values["replicas"],
         norms=tuple(listed("norm")),
         norm_batch_sizes=tuple(int(size) for size in listed("norm_batch_size")),

@@ -38,8 +38,9 @@ class BenchmarkReport:
 
     @cached_property
     def standings(self) -> Sequence[Standings]:
-        """Of each recipe with a complete grid of its reference, workloads in their order."""
-        ranked = [rank(self.table, name) for name in self.table.recipes]
+        """Of each ranked recipe with a complete grid of its reference, workloads in their order."""
+        recipes = self.table.recipes.values()
+        ranked = [rank(self.table, recipe.name) for recipe in recipes if recipe.is_ranked]
         known = [one for one in ranked if one is not None]
         if self.norm is not None:
             known = [one for one in known if one.of(self.norm) is not None]
@@ -153,7 +154,10 @@ def _claim(verdict: Verdict) -> dict[str, Any]:
         "verdict": verdict.outcome,
         "reason": verdict.reason,
         "comparisons": [_comparison(one) for one in verdict.tested],
-        "beside": [_comparison(one) for one in verdict.beside],
+        "beside": [
+            {**one.declared, "comparisons": [_comparison(tested) for tested in one.tested]}
+            for one in verdict.beside
+        ],
     }
 
 
@@ -165,4 +169,5 @@ def _comparison(tested: Tested) -> dict[str, Any]:
         "unit": tested.unit,
         "difference": plain(tested.assessment.gap) if tested.assessment else None,
         "seeds_to_decide": tested.needed,
+        "measured_by_probe": tested.measured,
     }

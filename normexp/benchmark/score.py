@@ -195,51 +195,23 @@ class Standings:
 
 
 def rank(table: Table, recipe: str) -> Standings | None:
-    """The standings of a recipe at the full batch; None without a complete grid of the reference.
-
-    Selection of the best as in normexp.reporting.ranking: a norm is left out if another one is
-    better by a verdict of the same family. `open` is a norm that cannot be told from any other,
-    where others can: its error depends on which seeds choose the rate, or a seed ended at chance
-    level. It may be the best, too.
-    """
+    """The standings of a recipe at the full batch; None if its reference has no complete grid."""
     known = table.recipes[recipe]
-    full = known.batch_size
     grids = {
-        norm: table.rates_of(recipe, norm, _size(table, recipe, norm, full))
+        norm: table.rates_of(recipe, norm, _size(table, recipe, norm, known.batch_size))
         for norm in table.norms_of(recipe)
     }
     if not grids.get(known.reference):
         return None
     tuned = {norm: tune(cells) for norm, cells in grids.items() if cells}
-    ranked = [norm for norm in tuned if not tuned[norm].diverges]
+    ranked = {norm: value for norm, value in tuned.items() if not value.diverges}
+    reference = tuned[known.reference]
+    ratios = {norm: ratio(ranked[norm], reference) for norm in ranked if norm != known.reference}
     # Every declared norm counts, even without a complete grid. Each is compared with the reference.
     # The choice of the best adds a one-sided test per further norm, and two of these count as one.
-    num_norms = len(grids.keys() | set(() if known.alphas else known.norms))
+    num_norms = len(grids.keys() | set(known.norms))
     family = max(1, num_norms - 1 + math.ceil((num_norms - 2) / 2))
-    reference = tuned[known.reference]
-    ratios = {norm: ratio(tuned[norm], reference) for norm in ranked if norm != known.reference}
-    errors = {norm: _level(ratios.get(norm)) for norm in ranked}
-
-    @cache
-    def is_better(norm: str, other: str) -> bool:
-        return verdict_on(ratio(tuned[norm], tuned[other]), family)[0] == "above"
-
-    def group_of(norm: str) -> Group:
-        rivals = [other for other in ranked if errors[other] < errors[norm]]
-        if not any(is_better(other, norm) for other in rivals):
-            return "best"
-        if norm == known.reference:
-            return "level"
-        verdict, _ = verdict_on(ratios[norm], family)
-        return {"above": "better", "below": "worse"}.get(verdict, "level")  # type: ignore[return-value]
-
-    groups: dict[str, Group] = {norm: group_of(norm) for norm in ranked}
-    if {*groups.values()} > {"best"}:  # some norms are told apart, so the others should be too
-        for norm in ranked:
-            behind = [other for other in ranked if errors[other] > errors[norm]]
-            is_open = groups[norm] == "best" and norm != known.reference
-            if is_open and not any(is_better(norm, other) for other in behind):
-                groups[norm] = "open"
+    groups = _groups(ranked, ratios, known.reference, family)
 
     def place(norm: str) -> Standing:
         cost = table.cost_of(known.workload, norm)
@@ -253,9 +225,44 @@ def rank(table: Table, recipe: str) -> Standings | None:
     order: list[Group] = [*GROUPS, "diverges", "incomplete"]
     places = sorted(
         map(place, grids),
-        key=lambda one: (order.index(one.group), errors.get(one.norm, math.inf), one.norm),
+        key=lambda one: (order.index(one.group), _level(one.ratio), one.norm),
     )
     return Standings(known, known.reference, tuple(places), family, _bars(ratios, family))
+
+
+def _groups(
+    ranked: Mapping[str, Tuned], ratios: Mapping[str, Assessment], reference: str, family: int
+) -> dict[str, Group]:
+    """The group of each norm.
+
+    Selection of the best as in normexp.reporting.ranking: a norm is left out if another one is
+    better by a verdict of the same family. `open` is a norm that cannot be told from any other,
+    where others can: its error depends on which seeds choose the rate, or a seed ended at chance
+    level. It may be the best, too.
+    """
+    errors = {norm: _level(ratios.get(norm)) for norm in ranked}
+
+    @cache
+    def is_better(norm: str, other: str) -> bool:
+        return verdict_on(ratio(ranked[norm], ranked[other]), family)[0] == "above"
+
+    def group_of(norm: str) -> Group:
+        rivals = [other for other in ranked if errors[other] < errors[norm]]
+        if not any(is_better(other, norm) for other in rivals):
+            return "best"
+        if norm == reference:
+            return "level"
+        verdict, _ = verdict_on(ratios[norm], family)
+        return {"above": "better", "below": "worse"}.get(verdict, "level")  # type: ignore[return-value]
+
+    groups: dict[str, Group] = {norm: group_of(norm) for norm in ranked}
+    if {*groups.values()} > {"best"}:  # some norms are told apart, so the others should be too
+        for norm in ranked:
+            behind = [other for other in ranked if errors[other] > errors[norm]]
+            is_open = groups[norm] == "best" and norm != reference
+            if is_open and not any(is_better(norm, other) for other in behind):
+                groups[norm] = "open"
+    return groups
 
 
 def _size(table: Table, recipe: str, norm: str, size: int) -> int | None:

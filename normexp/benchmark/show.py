@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from normexp.benchmark.claims import Verdict, words_of
+from normexp.benchmark.claims import Tested, Verdict, words_of
 from normexp.benchmark.protocol import WorkloadRecipe
 from normexp.benchmark.report import TITLES, BenchmarkReport, interval_words, words_of_bounds
 from normexp.benchmark.score import GROUPS, Standing, Standings
@@ -135,13 +135,22 @@ def _print_claims(verdicts: Iterable[Verdict]) -> None:
         lines = [f"\n{verdict.claim['statement']}", f"  {verdict.outcome}"]
         lines[-1] += f" ({verdict.reason})" * bool(verdict.reason)
         lines.append(f"  published: {published_words(verdict.claim['published'])}")
-        known = [one for one in verdict.tested if one.assessment is not None]
-        beside = [one for one in verdict.beside if one.assessment is not None]
-        lines += [f"  {one.words}: {words_of(one)}" for one in known]
-        lines += [f"  beside: {one.words}: {words_of(one)}" for one in beside]
+        lines += [f"  {line}" for line in comparison_lines(verdict.tested)]
+        for beside in verdict.beside:
+            if tested := comparison_lines(beside.tested):
+                lines += [
+                    f"  beside, {beside.declared['what']}:",
+                    *(f"    {line}" for line in tested),
+                ]
         if "limits" in verdict.claim:
             lines.append(f"  {verdict.claim['limits']}")
         console.out("\n".join(lines), highlight=False)
+
+
+def comparison_lines(tested: Iterable[Tested]) -> list[str]:
+    """A line on each that has runs: `batch minus layer, gpt at the long budget: ...`."""
+    known = (one for one in tested if one.outcome != "not testable here")
+    return [f"{one.words}: {words_of(one)}" for one in known]
 
 
 def published_words(numbers: dict[str, Any]) -> str:

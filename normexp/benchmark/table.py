@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -72,6 +72,7 @@ class Cost:
 
 
 Costs = Mapping[str, Mapping[str, Cost]]  # by workload and norm
+Traits = Mapping[str, Mapping[str, Mapping[str, bool]]]  # by workload, norm and trait
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,11 +80,13 @@ class Table:
     """All cells of the benchmark that have runs.
 
     about: benchmark, digest of its rules, commits, time; `machine` on which costs were measured
+    traits: of the built networks that claims ask about, measured by a probe
     """
 
     about: Mapping[str, Any]
     cells: tuple[TableCell, ...]
     costs: Costs = field(default_factory=dict)
+    traits: Traits = field(default_factory=dict)
 
     @property
     def recipes(self) -> Mapping[str, WorkloadRecipe]:
@@ -133,7 +136,7 @@ class Table:
             for workload in (*self.costs, *entry.costs)
         }
         about = {**self.about, "machine_of_entry": entry.about.get("machine")}
-        return Table(about, (*others, *entry.cells), costs)
+        return replace(self, about=about, cells=(*others, *entry.cells), costs=costs)
 
 
 def read_runs(runs_dir: Path, benchmark: str = BENCHMARK, first_seed: int = 0) -> Table:
@@ -270,7 +273,7 @@ def write_table(table: Table, path: Path) -> None:
         workload: {norm: [cost.step, cost.kept] for norm, cost in of_norms.items()}
         for workload, of_norms in table.costs.items()
     }
-    content = {"about": dict(table.about), "costs": costs, "cells": rows}
+    content = {"about": dict(table.about), "costs": costs, "traits": table.traits, "cells": rows}
     text = json.dumps(content, separators=(",", ":"))
     arrays["table"] = np.frombuffer(text.encode(), dtype=np.uint8)
     with open_atomic(path) as file:
@@ -301,7 +304,7 @@ def read_table(path: Path) -> Table:
         }
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{path} is not a table of the benchmark ({error})") from error
-    return Table(text["about"], cells, costs)
+    return Table(text["about"], cells, costs, text.get("traits", {}))
 
 
 def _cell_of(number: int, row: Mapping[str, Any], content: Mapping[str, Any]) -> TableCell:

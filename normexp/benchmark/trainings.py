@@ -1,4 +1,4 @@
-"""Trains runs of the benchmark for an entry or a verification, and measures a norm's contract."""
+"""Trains runs of the benchmark for an entry or a verification; probes networks for claims."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from normexp.benchmark.protocol import WorkloadRecipe
+from normexp.benchmark.protocol import WorkloadRecipe, claims, recipes
 from normexp.benchmark.table import TableCell, cells_below
 from normexp.cli import parse_command
-from normexp.config.process import importing_torch
 from normexp.config.rules import SLOT_KEYS
 from normexp.errors import UserError
 
 if TYPE_CHECKING:
-    from normexp.checks.card import Card
     from normexp.config.spec import NormSpec
 
 
@@ -86,24 +84,31 @@ def norm_of_words(words: Sequence[str], config_dirs: Sequence[str] = ()) -> Norm
     return norms[0]
 
 
-def measure_contract(norm: NormSpec) -> Card:
-    """The contract of a norm, as a card."""
-    with importing_torch():
-        from normexp.batching.speed import suitable_threads
-        from normexp.build import norm_target
-        from normexp.checks.card import measure_card
-        from normexp.norms.slots import resolve
+def measure_traits(benchmark: str) -> dict[str, dict[str, dict[str, bool]]]:
+    """What claims ask of built networks, by workload, norm and trait; trains nothing."""
+    from normexp.batching.speed import suitable_threads
+    from normexp.build import keeping_data, load_data
+    from normexp.cells.cell import make_builder, make_recipe
+    from normexp.checks.preflight import examine
+    from normexp.config.grid import compose_cells
 
-    target, reserved = norm_target(norm)
-    with suitable_threads(0):
-        return measure_card(
-            target.call,
-            name=norm.name,
-            target=target.path,
-            eps=norm.eps,
-            slots=resolve({}, reserved),
-            contract_only=True,
-        )
+    traits: dict[str, dict[str, dict[str, bool]]] = {}
+    probes = [claim["measured_by_probe"] for claim in claims() if "measured_by_probe" in claim]
+    asked = [(probe["workload"], norm) for probe in probes for norm in probe["norms"]]
+    with suitable_threads(0), keeping_data():
+        for workload, norm in asked:
+            words = [f"experiment={benchmark}/{workload}", f"norm={norm}", "norm_batch_size=null"]
+            words += [f"lr={recipes(benchmark)[workload].rates[0]:g}", "replicas=1"]
+            [spec] = compose_cells(parse_command(words))
+            data = load_data(spec)
+            recipe = make_recipe(spec, data)
+            network, sizes = make_builder(spec, recipe, data)(0), recipe.sizes
+            measured = examine(network, data, sizes, drop_last=recipe.drop_last, allow_leak=True)
+            traits.setdefault(workload, {})[norm] = {
+                "mixes_samples": measured.mixes_samples,
+                "leaks_future": measured.leaks_future,
+            }
+    return traits
 
 
 def contract_lines(card: dict[str, Any]) -> dict[str, str]:

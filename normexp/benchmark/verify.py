@@ -2,8 +2,8 @@
 
 It does not trust the folder. It reads the table against itself, computes report.json from it,
 measures the contract again, and trains, by the verifier's salt, what the author could not foresee:
-a canary of the reference, all runs of one workload, and a few runs at another width, which are not
-scored. It runs submitted code.
+a canary of the reference, all runs of one workload, and, if these come again, a few runs at another
+width, which are not scored. It runs submitted code.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from normexp.benchmark.trainings import (
     contract_lines,
     is_dry,
     is_of_norm,
-    measure_contract,
     minutes_words,
     norm_of_words,
     train_grid,
 )
+from normexp.build import measure_norm
 from normexp.errors import FAILED, UserError
 from normexp.records.files import read_json
 from normexp.stats.interval import Interval
@@ -52,12 +52,11 @@ WIDTH_RATES = 3  # around the rate that was chosen
 class Plan:
     """What a verification trains, by its salt.
 
-    width: of the model in `width_recipe`, which has the study, rates and seeds at this width
+    width_recipe: a workload at another width, with the study and the number of seeds there
     """
 
     workload: str
     width_recipe: WorkloadRecipe
-    width: int
     width_seed: int
 
 
@@ -96,7 +95,8 @@ def verify(reference: Table, overrides: Sequence[str], options: dict[str, Any]) 
         _, again = train_grid(experiment, recipe, runs_dir, words, submission.norm)
         print(f"trained again: {plan.workload}, {len(claimed)} cells")
         problems += differences(claimed, again)
-        print(_at_other_width(plan, submission, reference, runs_dir, overrides))
+        if not problems:
+            print(_at_other_width(plan, submission, reference, runs_dir, overrides))
     return _verdict(submission.norm, problems)
 
 
@@ -128,8 +128,7 @@ def make_plan(salt: str, submission: Submission, reference: Table) -> Plan:
     study = f"{recipe.study}_width"
     return Plan(
         choose("workload", submission.workloads),
-        replace(recipe, study=study, num_seeds=WIDTH_SEEDS),
-        width,
+        replace(recipe, study=study, width=width, num_seeds=WIDTH_SEEDS),
         choose("seed", range(10_000, 100_000)),
     )
 
@@ -144,7 +143,7 @@ def _print_plan(plan: Plan, submission: Submission, reference: Table) -> None:
     more = few * reference.seconds_per_run(recipe.name)
     print(
         f"By the salt: a canary; {plan.workload}, {runs} runs, {minutes_words(seconds)} "
-        f"core-minutes; {recipe.name} at model.width={plan.width} with {submission.norm} and "
+        f"core-minutes; {recipe.name} at model.width={recipe.width} with {submission.norm} and "
         f"{recipe.reference}, {few} runs that are not scored, {minutes_words(more)} core-minutes "
         "at the usual width"
     )
@@ -166,7 +165,7 @@ def _canary_problems(
 
 def _contract_problems(submission: Submission) -> Iterator[str]:
     """Lines of the contract that fail, or that card.json tells otherwise."""
-    card = measure_contract(norm_of_words(submission.words))
+    card = measure_norm(norm_of_words(submission.words), contract_only=True)
     for line in card.failures:
         yield f"contract: {line.name} fails: {line.detail}"
     path = submission.folder / CARD_FILE
@@ -206,7 +205,7 @@ def _at_other_width(
     standings = rank(reference.with_entry(submission.table), recipe.name)
     places = [standings.of(label) for label in (norm, recipe.reference)] if standings else []
     here, here_of_reference = (place.tuned if place else None for place in places)
-    where = f"{recipe.name} at model.width={plan.width}, not scored"
+    where = f"{recipe.name} at model.width={recipe.width}, not scored"
     if here is None or here_of_reference is None:
         return f"{where}: {norm} has no complete grid"
     tuned = []
@@ -216,7 +215,7 @@ def _at_other_width(
     ):
         rates = _around(usual)
         words = [*words, f"lr={','.join(f'{rate:g}' for rate in rates)}", "norm_batch_size=null"]
-        words += [f"model.width={plan.width}", f"study={recipe.study}"]
+        words += [f"model.width={recipe.width}", f"study={recipe.study}"]
         words += [f"seed={plan.width_seed}", f"replicas={WIDTH_SEEDS}", *overrides]
         experiment = f"{submission.benchmark}/{recipe.name}"
         grid = (experiment, replace(recipe, rates=rates), runs_dir, words, label)

@@ -12,12 +12,13 @@ import pytest
 
 import normexp
 from normexp.benchmark import entry, table
-from normexp.benchmark.claims import judge
+from normexp.benchmark.claims import Verdict, judge
 from normexp.benchmark.cost import measure_costs
 from normexp.benchmark.figures import draw_ranking, draw_rates
 from normexp.benchmark.protocol import claims, digest, recipe_at, recipes
 from normexp.benchmark.report import standing_words
 from normexp.benchmark.score import overall, rank
+from normexp.benchmark.show import comparison_lines
 from normexp.benchmark.submission import (
     contradictions,
     differences,
@@ -26,6 +27,7 @@ from normexp.benchmark.submission import (
     write_submission,
 )
 from normexp.benchmark.table import Table, TableCell, read_runs, read_table, write_table
+from normexp.benchmark.trainings import measure_traits
 from normexp.errors import UserError
 from normexp.reporting import page
 
@@ -68,7 +70,8 @@ def convnet(batch_at_2: float) -> Table:
     for recipe in ("convnet", "convnet_short"):
         groups += [cells(recipe, "batch", 0.05), cells(recipe, "batch", batch_at_2, 2)]
         groups += [cells(recipe, "layer", 0.07), cells(recipe, "group", 0.07)]
-    return made_table(*groups)
+    mixes_none = {norm: {"mixes_samples": False} for norm in ("layer", "group")}
+    return replace(made_table(*groups), traits={"convnet": mixes_none})
 
 
 def test_norms_are_ranked_by_tuned_error_in_groups():
@@ -177,13 +180,59 @@ def test_a_claim_of_any_needs_one_comparison_and_falls_with_all():
 
 def test_every_claim_compares_what_the_recipes_train():
     for claim in claims():
-        for comparison in claim["comparisons"]:
+        beside = [one for more in claim.get("beside", []) for one in more["comparisons"]]
+        for comparison in [*claim["comparisons"], *beside]:
             for budget in comparison["budgets"]:
-                recipe = recipes()[recipe_at(comparison["workload"], budget)]
                 for side in (comparison["first"], comparison["second"]):
-                    assert side["norm"] in recipe.norms, (claim["name"], side)
-                    size = side.get("norm_batch_size", recipe.batch_size)
-                    assert size in recipe.norm_batch_sizes
+                    workload = side.get("workload", comparison["workload"])
+                    recipe = recipes()[recipe_at(workload, budget)]
+                    norm, _, alpha = side["norm"].partition(" alpha_init=")
+                    assert norm in recipe.norms, (claim["name"], side)
+                    assert not alpha or float(alpha) in recipe.alphas, side
+                    assert side.get("batch_size", recipe.batch_size) == recipe.batch_size, side
+                    sizes = recipe.norm_batch_sizes or (recipe.batch_size,)
+                    assert side.get("norm_batch_size", recipe.batch_size) in sizes, side
+
+
+def test_other_budgets_widths_and_knobs_are_compared_with_the_recipe_that_a_side_names():
+    """At twice the width batch norm falls; the claim itself has no such runs. Alpha has its own."""
+    wide = [cells("convnet_wide", "batch", 0.02), cells("convnet_wide", "batch", 0.15, 2)]
+    small = [cells("convnet_short", "batch", 0.15), cells("convnet_batch_size", "batch", 0.02)]
+    gpt = [cells("gpt", "layer", 0.05), cells("gpt_alpha", "dyt alpha_init=2.0", 0.15)]
+    verdicts = {one.name: one for one in judge(made_table(*wide, *small, *gpt))}
+    falls = verdicts["batch_norm_falls"]
+    assert falls.outcome == "not testable here"
+    [moving, width] = falls.beside
+    assert moving.tested[0].words.startswith("batch at batch size 2 minus batch at batch size 32")
+    assert moving.tested[0].outcome == "fails" and width.tested[0].outcome == "holds"
+    dyt = verdicts["dyt_derf"]
+    [alpha] = [one for one in dyt.tested if one.assessment is not None]
+    assert alpha.words == "dyt alpha_init=2.0 minus layer, gpt at the long budget"
+    assert dyt.outcome == alpha.outcome == "fails"
+
+
+def test_a_claim_is_refuted_by_what_a_probe_measured():
+    def claim(**leaks: bool) -> Verdict:
+        of_gpt = {norm: {"leaks_future": leak} for norm, leak in leaks.items()}
+        made = replace(convnet(0.05), traits={"gpt": of_gpt})
+        return next(one for one in judge(made) if one.name == "transformers")
+
+    assert claim(instance=True, frn=True).outcome == "undecided"
+    refuted = claim(instance=True, frn=False)
+    assert refuted.outcome == "fails"
+    lines = comparison_lines(refuted.tested)
+    assert lines == [
+        "instance leaks future, gpt: yes, measured by a probe: holds",
+        "frn leaks future, gpt: no, measured by a probe: fails",
+    ]
+
+
+@pytest.mark.slow
+def test_traits_of_claims_are_measured_in_the_built_networks():
+    assert measure_traits("benchmark1")["gpt"]["instance"] == {
+        "mixes_samples": False,
+        "leaks_future": True,
+    }
 
 
 def test_a_table_survives_its_file(
@@ -193,7 +242,8 @@ def test_a_table_survives_its_file(
     made = convnet(0.1)
     write_table(made, tmp_path / "table.npz")
     read = read_table(tmp_path / "table.npz")
-    assert read.about == made.about and len(read.cells) == len(made.cells)
+    assert read.about == made.about and read.traits == made.traits
+    assert len(read.cells) == len(made.cells)
     for before, after in zip(made.cells, read.cells, strict=True):
         assert np.array_equal(before.samples["running"], after.samples["running"])
         assert np.allclose(before.metrics["test/accuracy"], after.metrics["test/accuracy"])
