@@ -129,9 +129,7 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in SHIPPED]
-)
+@pytest.mark.parametrize("name", FAST)  # of the others, a slow test has the whole card
 def test_norm_breaks_the_lines_of_the_contract_that_its_formula_breaks(name: str):
     failures = card_of(name, contract_only=True).failures
     assert {line.name for line in failures} == BREAKS.get(name, set()), failures

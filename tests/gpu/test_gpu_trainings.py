@@ -106,14 +106,15 @@ def test_chunks_change_nothing(
 def test_bfloat16_is_near_float32(tmp_path: Path, device: str, stacked: bool):
     mixed, full = (
         train(
-            build_module(seeds=(0, 1), stacked=stacked, sizes=Sizes(8, 8, 4)),
+            build_module(seeds=(0, 1), stacked=stacked, sizes=Sizes(8, 4, 2)),
             tmp_path / f"{precision}.ckpt",
             precision=precision,
             accelerator=device,
         )
         for precision in ("bf16-mixed", "32-true")
     )
-    assert mixed.metrics["val/loss"] == pytest.approx(full.metrics["val/loss"], rel=0.1)
+    rel = 0.1 if device == "cuda" else 0.05
+    assert mixed.metrics["val/loss"] == pytest.approx(full.metrics["val/loss"], rel=rel)
     assert mixed.metrics["val/loss"] != full.metrics["val/loss"]
     assert all(parameter.dtype == torch.float32 for parameter in mixed.parameters())
 

@@ -33,7 +33,7 @@ def test_no_seed_of_two_lies_apart():
     assert not lies_apart([0.0, 90.0]).any() and lies_apart([]).size == 0
 
 
-@pytest.mark.parametrize("n", range(3, 33))
+@pytest.mark.parametrize("n", [3, 4, 5, 6, 7, 8, 10, 13, 20, 32])
 def test_at_most_five_percent_of_normal_samples_have_any(n):
     samples = np.random.default_rng(n).normal(size=(2000, n))
     share = np.mean([lies_apart(sample).any() for sample in samples])

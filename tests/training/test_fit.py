@@ -86,11 +86,11 @@ def test_channels_last_changes_memory_and_no_result(tmp_path: Path):
     assert_same_state(last, first, 1e-12)
 
 
-@pytest.mark.parametrize("stacked", [False, True], ids=["in_turn", "stacked"])
-def test_bf16_trains_float32_parameters_to_nearly_the_same_loss(tmp_path: Path, stacked: bool):
+def test_bf16_trains_float32_parameters_to_nearly_the_same_loss(tmp_path: Path):
+    """In turn; of a stack, see test_gpu_trainings.py."""
     modules = {
         precision: train(
-            build_module(seeds=(0, 1), stacked=stacked, sizes=Sizes(8, 4, 2)),
+            build_module(seeds=(0, 1), sizes=Sizes(8, 4, 2)),
             tmp_path / f"{precision}.ckpt",
             precision=precision,
         )
