@@ -267,7 +267,15 @@ def test_a_table_survives_its_file(
         (["dry_run=true"], "an entry is one norm"),
         (["norm=rms", "workloads=[nowhere]"], "the reference has convnet"),
         (["reference=nowhere", "norm=rms"], "shipped are benchmark1"),
+        (["reference=benchmark0", "norm=rms"], "reference=benchmark0 write=benchmark0.npz"),
+        (["reference=nowhere", "write=x.npz"], "no such rules"),
+        (["write=x.npz", "norm=rms"], "trains nothing"),
         (["verify=nowhere"], "salt is missing"),
+        (["verify=nowhere", "salt=s"], "no such folder"),
+        (["verify=nowhere", "salt=s", "norm=rms"], "the norm of the submission"),
+        (["verify=nowhere", "submit=x"], "two commands"),
+        (["submit=x"], "name the norm"),
+        (["norm=no_module_of_this.Norm"], "there is no module"),
     ],
 )
 def test_an_entry_that_breaks_the_rules_is_refused(
