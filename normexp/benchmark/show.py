@@ -51,9 +51,8 @@ def _print_groups(console: Console, columns: Sequence[str], rows: Iterable[Seque
 
 
 def overall_heading(overall: Overall) -> str:
-    """`Over 4 workloads: error as a ratio to batch's and layer's, geometric mean`."""
-    number = len(overall.standings)
-    return f"Over {number} workloads: error as a ratio to {overall.references}, geometric mean"
+    """`Error over 4 workloads, as a ratio to batch's and layer's`."""
+    return f"Error over {len(overall.standings)} workloads, as a ratio to {overall.references}"
 
 
 def overall_note(report: BenchmarkReport) -> str:
@@ -63,7 +62,7 @@ def overall_note(report: BenchmarkReport) -> str:
     names = {place.norm for one in overall.standings for place in one.places}
     left_out = len(names) - len(overall.places)
     words = ", ".join(f"{one.reference}'s in {one.recipe.name}" for one in overall.standings)
-    words = f"Ratios at the long budget to the references: {words}."
+    words = f"Ratios at the long budget, to {words}; all: their geometric mean."
     if left_out:
         those = "norm that is" if left_out == 1 else "norms that are"
         words += f" Left out: {left_out} {those} not ranked in every workload."
