@@ -207,8 +207,8 @@ def draw_overall(overall: Overall, entry: str | None = None) -> Figure:
     return Figure(
         "ranking_overall",
         overall_heading(overall),
-        "The geometric mean (all) and each workload, 95 % over new seeds and test samples; the rate "
-        "of each norm is chosen on validation by half of the seeds, and the others are shown. "
+        "The geometric mean (all) and each workload, 95 % over new seeds and test samples; the "
+        "rate of each norm is chosen on validation by half of the seeds, and the others are shown. "
         "Colours are the groups that the verdicts of each panel allow; the order within a group "
         "means nothing. A point at the right edge is beyond it.",
         alt.hconcat(
