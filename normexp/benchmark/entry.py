@@ -24,6 +24,7 @@ def main(words: list[str]) -> int:
     """Exit code: 0, 1 a broken contract, a failed training or what does not come again, 2, 130."""
     option_words, overrides = split_options("benchmark", words)
     options = read_options("benchmark", option_words)
+    _refuse_contradiction(overrides, options)
     from normexp.benchmark.table import read_table, shipped_path
 
     if options["write"] is not None:
@@ -42,15 +43,37 @@ def main(words: list[str]) -> int:
     return 0
 
 
+def _refuse_contradiction(overrides: list[str], options: dict[str, Any]) -> None:
+    """Raises UserError for words of two of the four commands: show, enter, verify, write."""
+    from normexp.benchmark.trainings import is_of_norm
+
+    wanted = [key for key in ("verify", "write", "submit") if options[key] is not None]
+    if len(wanted) > 1:
+        raise UserError(f"{wanted[0]} and {wanted[1]} are two commands; give one of them")
+    if options["write"] is not None and overrides:
+        raise UserError(f"{overrides[0]}: write=... trains nothing, and takes no such key")
+    if options["submit"] is not None and not overrides:
+        raise UserError("submit: name the norm to enter, as norm=custom norm._target_=...")
+    if options["verify"] is None:
+        return
+    for word in filter(is_of_norm, overrides):
+        raise UserError(f"{word}: verify=... takes the norm of the submission; drop this word")
+    if options["salt"] is None:
+        raise UserError("salt is missing: give a text that the author could not know, as salt=...")
+    if not Path(options["verify"]).is_dir():
+        raise UserError(f"verify={options['verify']}: no such folder")
+
+
 def _write_reference(path: Path, options: dict[str, Any]) -> None:
     """Writes the runs of the reference as a table, with the cost of each norm."""
-    with importing_torch():
-        from normexp.benchmark.cost import with_costs
     from normexp.benchmark.protocol import BENCHMARK
     from normexp.benchmark.table import read_runs, read_table, write_table
-    from normexp.benchmark.trainings import measure_traits
 
     table = read_runs(Path(options["runs_dir"]), options["reference"], options["first_seed"])
+    with importing_torch():
+        from normexp.benchmark.cost import with_costs
+    from normexp.benchmark.trainings import measure_traits
+
     table = with_costs(table, read_table(path) if path.is_file() else None)
     if options["reference"] == BENCHMARK:
         table = replace(table, traits=measure_traits(BENCHMARK))
@@ -83,7 +106,13 @@ def _enter(reference: Table, overrides: list[str], options: dict[str, Any]) -> i
     """Contract, trainings of the protocol, cost, and where the norm stands."""
     from normexp.benchmark.report import BenchmarkReport
     from normexp.benchmark.table import Table
-    from normexp.benchmark.trainings import is_dry, is_of_norm, norm_of_words, train_grid
+    from normexp.benchmark.trainings import (
+        is_dry,
+        is_of_norm,
+        norm_of_words,
+        print_cost,
+        train_grid,
+    )
     from normexp.config.spec import config_dir_words
 
     name, workloads = _workloads_of(reference, options)
@@ -101,14 +130,14 @@ def _enter(reference: Table, overrides: list[str], options: dict[str, Any]) -> i
     if not _keeps_contract(card):
         return FAILED
     if is_dry(overrides):
-        _print_cost(reference, workloads)
+        return print_cost(name, workloads, Path(options["runs_dir"]), overrides)
     code, cells = 0, []
     for workload in workloads:
         recipe = reference.recipes[workload]
         grid = (f"{name}/{workload}", recipe, Path(options["runs_dir"]), overrides, norm.name)
         code_of_grid, trained = train_grid(*grid)
         code, cells = max(code, code_of_grid), [*cells, *trained]
-    if not cells:  # a dry run, or nothing but failures
+    if not cells:  # nothing but failures
         return code
     words = [word for word in overrides if is_of_norm(word)]
     norm_words = {norm.name: [*config_dir_words(command.config_dirs), *words]}
@@ -148,22 +177,6 @@ def _workloads_of(reference: Table, options: dict[str, Any]) -> tuple[str, list[
         if workload not in known:
             raise UserError(f"workloads={workload}: the reference has {', '.join(known)}")
     return name, workloads
-
-
-def _print_cost(table: Table, workloads: Sequence[str]) -> None:
-    """What a run took where the table was made, and what an entry takes."""
-    from normexp.benchmark.trainings import minutes_words
-
-    for workload in workloads:
-        recipe = table.recipes[workload]
-        seconds = table.seconds_per_run(workload)
-        runs, sizes = recipe.num_seeds * len(recipe.rates), len(recipe.norm_batch_sizes)
-        core_seconds = runs * seconds
-        print(
-            f"{workload}: {runs} runs, or {sizes * runs} if the norm mixes samples; with "
-            f"{recipe.reference}, one took {seconds:.1f} s of a busy core, so "
-            f"{minutes_words(core_seconds)} or {minutes_words(sizes * core_seconds)} core-minutes"
-        )
 
 
 def _is_frozen(key: str) -> bool:

@@ -12,8 +12,8 @@ import pandas as pd
 
 from normexp.benchmark.protocol import recipe_at
 from normexp.benchmark.report import TITLES
-from normexp.benchmark.score import Standings, Tuned, tune
-from normexp.benchmark.show import budget_of, heading, ratio_words
+from normexp.benchmark.score import Overall, Standing, Standings, Tuned, tune
+from normexp.benchmark.show import budget_of, heading, overall_heading, ratio_words
 from normexp.benchmark.table import Table
 from normexp.reporting.charts import Channels, Figure, encode_style, tooltip
 from normexp.reporting.style import SLOTS
@@ -21,8 +21,9 @@ from normexp.stats.ratio import as_ratio
 
 SMALL = 2  # samples that share statistics
 RATIOS = (0.7, 7.0)  # of the figure of the ranking
+RATIOS_OF_WORKLOADS = (0.85, 2.5)  # of the panels over all
 TICKS = [0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.5, 2, 3, 5, 7]
-WIDTH_OF_RATES, WIDTH_OF_TUNED, HEIGHT, ROW = 145, 55, 300, 15  # pixels
+WIDTH_OF_RATES, WIDTH_OF_TUNED, WIDTH_OF_RATIOS, HEIGHT, ROW = 145, 55, 88, 300, 15  # pixels
 GREY = "#808080"
 COLOURS = {
     "best": "#0072b2",
@@ -165,20 +166,11 @@ def draw_ranking(standings: Standings, entry: str | None = None) -> Figure:
         low=rows["low"].clip(low),
         high=rows["high"].clip(upper=high),
     )
-    colour = _group_colour(rows)
-    is_entry = f"datum.value === {json.dumps(entry)}"
-    weight = alt.condition(is_entry, alt.value("bold"), alt.value("normal"))
-    axis = alt.Axis(grid=True, ticks=False, labelFontWeight=weight)
-    y = alt.Y("norm:N", sort=list(rows["norm"]), title=None, axis=axis)
     title = f"error as a ratio to {standings.reference}'s (log scale)"
     x = alt.X("mean:Q", title=title).scale(type="log", domain=[low, high], nice=False)
     x = x.axis(values=TICKS, format="~g")
-    tip = tooltip("norm", "group", "text", "rate")
-    chart = alt.layer(
-        alt.Chart(alt.Data(values=[{"at": 1}])).mark_rule(color=GREY).encode(alt.X("at:Q")),
-        alt.Chart().mark_rule(strokeWidth=1.6).encode(alt.X("low:Q"), alt.X2("high:Q"), y, colour),
-        alt.Chart().mark_point(filled=True, opacity=1, size=50).encode(x, y, colour, tooltip=tip),
-    ).properties(width=380, height=ROW * len(rows))
+    chart = _ratios(rows, list(rows["norm"]), x, entry)
+    chart = chart.properties(width=380, height=ROW * len(rows))
     return Figure(
         f"ranking_{standings.recipe.name}",
         heading(standings),
@@ -189,6 +181,68 @@ def draw_ranking(standings: Standings, entry: str | None = None) -> Figure:
         shown,
         "width",
         kind="ranking",
+    )
+
+
+def draw_overall(overall: Overall, entry: str | None = None) -> Figure:
+    """The mean ratio of every norm that is ranked in all workloads, and its ratio in each.
+
+    entry: a norm whose name is bold
+    """
+    norms = [place.norm for place in overall.places]
+    panels = {"all": overall.places} | {
+        one.recipe.name: [place for norm in norms if (place := one.of(norm)) is not None]
+        for one in overall.standings
+    }
+    rows = pd.DataFrame(
+        {"workload": name, **_row_of(place, "the reference")}
+        for name, places in panels.items()
+        for place in places
+    )
+    low, high = RATIOS_OF_WORKLOADS
+    shown = rows.copy()
+    shown[["mean", "low", "high"]] = rows[["mean", "low", "high"]].clip(low, high)
+    x = alt.X("mean:Q", title=None).scale(type="log", domain=[low, high], nice=False)
+    x = x.axis(values=[1, 1.5, 2], format="~g")
+    return Figure(
+        "ranking_overall",
+        overall_heading(overall),
+        "The geometric mean (all) and each workload, 95 % over new seeds and test samples; the "
+        "rate of each norm is chosen on validation by half of the seeds, and the others are shown. "
+        "Colours are the groups that the verdicts of each panel allow; the order within a group "
+        "means nothing. A point at the right edge is beyond it.",
+        alt.hconcat(
+            *(
+                _ratios(rows, norms, x, entry, names=place == 0)
+                .transform_filter(alt.datum.workload == name)
+                .properties(width=WIDTH_OF_RATIOS, height=ROW * len(norms), title=name)
+                for place, name in enumerate(panels)
+            ),
+            spacing=10,
+        ),
+        shown,
+        "none",
+        kind="ranking",
+    )
+
+
+def _ratios(
+    rows: pd.DataFrame, norms: Sequence[str], x: alt.X, entry: str | None, *, names: bool = True
+) -> Any:
+    """A row per norm: its ratio with the interval, and a line at 1.
+
+    names: of the norms, on the axis; that of the entry is bold
+    """
+    colour = _group_colour(rows)
+    is_entry = f"datum.value === {json.dumps(entry)}"
+    weight = alt.condition(is_entry, alt.value("bold"), alt.value("normal"))
+    axis = alt.Axis(grid=True, ticks=False, labels=names, labelFontWeight=weight)
+    y = alt.Y("norm:N", sort=list(norms), title=None, axis=axis)
+    tip = tooltip("norm", "group", "text", "rate")
+    return alt.layer(
+        alt.Chart(alt.Data(values=[{"at": 1}])).mark_rule(color=GREY).encode(alt.X("at:Q")),
+        alt.Chart().mark_rule(strokeWidth=1.6).encode(alt.X("low:Q"), alt.X2("high:Q"), y, colour),
+        alt.Chart().mark_point(filled=True, opacity=1, size=50).encode(x, y, colour, tooltip=tip),
     )
 
 
@@ -235,15 +289,20 @@ def _group_colour(rows: pd.DataFrame) -> alt.Color:
 
 def _rows_of_ranking(standings: Standings) -> Iterator[Mapping[str, object]]:
     for place in standings.places:
-        if place.group not in COLOURS:
-            continue
-        ratio = None if place.ratio is None else as_ratio(place.ratio.gap)
-        about = {"norm": place.norm, "key": place.group, "size": standings.recipe.batch_size}
-        about["group"] = TITLES[place.group].format(reference=standings.reference)
-        about |= {"text": ratio_words(place), "rate": place.tuned.rate if place.tuned else None}
-        cost = place.cost
-        about |= {"step": cost.step if cost else None, "kept": cost.kept if cost else None}
-        if ratio is None:
-            yield about | {"mean": 1.0, "low": 1.0, "high": 1.0}
-        else:
-            yield about | {"mean": ratio.estimate, "low": ratio.low, "high": ratio.high}
+        if place.group in COLOURS:
+            yield _row_of(place, standings.reference)
+
+
+def _row_of(place: Standing, reference: str) -> dict[str, object]:
+    ratio = None if place.ratio is None else as_ratio(place.ratio.gap)
+    ends = (1.0, 1.0, 1.0) if ratio is None else (ratio.estimate, ratio.low, ratio.high)
+    return {
+        "norm": place.norm,
+        "key": place.group,
+        "group": TITLES[place.group].format(reference=reference),
+        "text": ratio_words(place),
+        "rate": place.tuned.rate if place.tuned else None,
+        "step": place.cost.step if place.cost else None,
+        "kept": place.cost.kept if place.cost else None,
+        **dict(zip(("mean", "low", "high"), ends, strict=True)),
+    }

@@ -9,9 +9,9 @@ from pathlib import Path
 import pandas as pd
 
 from normexp.benchmark.claims import Verdict, words_of
-from normexp.benchmark.figures import draw_cost, draw_ranking, draw_rates
+from normexp.benchmark.figures import draw_cost, draw_overall, draw_ranking, draw_rates
 from normexp.benchmark.report import BenchmarkReport
-from normexp.benchmark.score import GROUPS, Standings
+from normexp.benchmark.score import GROUPS, Overall, Standings
 from normexp.benchmark.show import (
     cost_note,
     error_words,
@@ -19,6 +19,9 @@ from normexp.benchmark.show import (
     group_words,
     heading,
     notes_of,
+    overall_heading,
+    overall_note,
+    overall_rows,
     published_words,
     rate_words,
     ratio_words,
@@ -34,6 +37,9 @@ def write_page(report: BenchmarkReport, folder: Path) -> Path:
     """Writes the folder of a report; returns its index.html."""
     tables = {one.recipe.name: _frame(one) for one in report.standings}
     figures = {one.recipe.name: list(_figures(one, report)) for one in report.standings}
+    if report.overall is not None:
+        tables["overall"] = _overall_frame(report.overall)
+        figures["overall"] = [draw_overall(report.overall, report.norm)]
 
     def write(fresh: Path) -> None:
         fresh.mkdir()
@@ -47,6 +53,8 @@ def write_page(report: BenchmarkReport, folder: Path) -> Path:
             package="normexp.benchmark",
             report=report,
             heading=heading,
+            overall_heading=overall_heading,
+            overall_note=overall_note(report) if report.overall is not None else "",
             best_words=best_words,
             notes_of=notes_of,
             cost_note=cost_note(report) if report.table.costs else "",
@@ -61,7 +69,7 @@ def write_page(report: BenchmarkReport, folder: Path) -> Path:
     return folder / "index.html"
 
 
-def best_words(one: Standings) -> str:
+def best_words(one: Standings | Overall) -> str:
     """`The best of 23 norms is one of 3: batch, layer or rms`."""
     ranked = [place.norm for place in one.places if place.group in GROUPS]
     best = [place.norm for place in one.places if place.group == "best"]
@@ -100,6 +108,11 @@ def _frame(one: Standings) -> pd.DataFrame:
         for place in one.places
     ]
     return pd.DataFrame(rows)
+
+
+def _overall_frame(overall: Overall) -> pd.DataFrame:
+    names = [one.recipe.name for one in overall.standings]
+    return pd.DataFrame(list(overall_rows(overall)), columns=["group", "norm", "all", *names])
 
 
 def _figures(one: Standings, report: BenchmarkReport) -> Iterator[Figure]:

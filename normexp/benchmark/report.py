@@ -9,7 +9,7 @@ from typing import Any
 
 from normexp.benchmark.claims import Tested, Verdict, judge
 from normexp.benchmark.protocol import BENCHMARK
-from normexp.benchmark.score import GROUPS, Standings, overall, rank
+from normexp.benchmark.score import GROUPS, Overall, Standings, rank, rank_overall
 from normexp.benchmark.table import Table
 from normexp.stats.interval import Interval
 from normexp.stats.ratio import as_ratio
@@ -47,6 +47,12 @@ class BenchmarkReport:
         return sorted(known, key=lambda one: one.recipe.place)
 
     @cached_property
+    def overall(self) -> Overall | None:
+        """Of the norms that are ranked in every workload; None with one workload."""
+        overall = rank_overall(self.standings)
+        return overall if len(overall.standings) > 1 else None
+
+    @cached_property
     def verdicts(self) -> Sequence[Verdict]:
         return judge(self.table) if self.table.about["benchmark"] == BENCHMARK else []
 
@@ -71,6 +77,7 @@ class BenchmarkReport:
             "about": dict(self.table.about),
             "norm": self.norm,
             "standing": self.sentence,
+            "overall": self.overall and _places(self.overall),
             "workloads": {one.recipe.name: _places(one) for one in self.standings},
             "bars": {
                 one.recipe.name: {str(n): bar for n, bar in one.bars.items()}
@@ -88,11 +95,12 @@ def standing_words(standings: Sequence[Standings], norm: str) -> str:
         groups = {TITLES[place.group] for _, place in places} or {"no runs"}
         return f"{norm} is not ranked: {', '.join(sorted(groups))}"
     parts = []
-    mean = overall([one for one, _ in ranked], norm)
-    references = " and ".join(dict.fromkeys(f"{one.reference}'s" for one, _ in ranked))
-    if mean is not None:
-        count = f"{len(ranked)} workload" + "s" * (len(ranked) > 1)
-        parts.append(f"error {interval_words(mean)} of {references} over {count}")
+    overall = rank_overall([one for one, _ in ranked])
+    mean = overall.of(norm)
+    if mean is not None and mean.ratio is not None:
+        count = f"{len(overall.standings)} workload" + "s" * (len(overall.standings) > 1)
+        words = interval_words(as_ratio(mean.ratio.gap))
+        parts.append(f"error {words} of {overall.references} over {count}")
     for one, place in ranked:
         workload = one.recipe.name
         present = [g for g in GROUPS if g != "open" and any(p.group == g for p in one.places)]
@@ -128,7 +136,7 @@ def plain(interval: Interval | None) -> list[float | None] | None:
     return None if interval is None else [interval.estimate, interval.low, interval.high]
 
 
-def _places(one: Standings) -> list[dict[str, Any]]:
+def _places(one: Standings | Overall) -> list[dict[str, Any]]:
     return [
         {
             "norm": place.norm,

@@ -8,7 +8,7 @@ predicting the most frequent class, or 8 bits per byte.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -23,7 +23,7 @@ from normexp.stats.contrast import Assessment, Margin, difference, verdict_on
 from normexp.stats.crossfit import CrossFit, cross_fit
 from normexp.stats.family import smallest_difference, spread_of
 from normexp.stats.interval import Interval, crossed_mean, mean
-from normexp.stats.ratio import as_ratio, error_ratio, over_workloads
+from normexp.stats.ratio import ONE, error_ratio, over_workloads
 
 Array = NDArray[np.float64]
 Group = Literal["best", "better", "level", "worse", "open", "diverges", "incomplete"]
@@ -206,12 +206,12 @@ def rank(table: Table, recipe: str) -> Standings | None:
     tuned = {norm: tune(cells) for norm, cells in grids.items() if cells}
     ranked = {norm: value for norm, value in tuned.items() if not value.diverges}
     reference = tuned[known.reference]
-    ratios = {norm: ratio(ranked[norm], reference) for norm in ranked if norm != known.reference}
-    # Every declared norm counts, even without a complete grid. Each is compared with the reference.
-    # The choice of the best adds a one-sided test per further norm, and two of these count as one.
-    num_norms = len(grids.keys() | set(known.norms))
-    family = max(1, num_norms - 1 + math.ceil((num_norms - 2) / 2))
-    groups = _groups(ranked, ratios, known.reference, family)
+    ratios = {
+        norm: None if norm == known.reference else ratio(ranked[norm], reference) for norm in ranked
+    }
+    # Every declared norm counts, even without a complete grid.
+    family = _family_size(len(grids.keys() | set(known.norms)))
+    groups = _groups(ratios, lambda norm, other: ratio(ranked[norm], ranked[other]), family)
 
     def place(norm: str) -> Standing:
         cost = table.cost_of(known.workload, norm)
@@ -230,36 +230,45 @@ def rank(table: Table, recipe: str) -> Standings | None:
     return Standings(known, known.reference, tuple(places), family, _bars(ratios, family))
 
 
+def _family_size(num_norms: int) -> int:
+    """Each norm is compared with the reference.
+
+    The choice of the best adds a one-sided test per further norm, and two of these count as one.
+    """
+    return max(1, num_norms - 1 + math.ceil((num_norms - 2) / 2))
+
+
 def _groups(
-    ranked: Mapping[str, Tuned], ratios: Mapping[str, Assessment], reference: str, family: int
+    ratios: Mapping[str, Assessment | None],
+    compared: Callable[[str, str], Assessment],
+    family: int,
 ) -> dict[str, Group]:
-    """The group of each norm.
+    """The group of each norm, from its ratio to the reference; None: it is the reference.
 
     Selection of the best as in normexp.reporting.ranking: a norm is left out if another one is
     better by a verdict of the same family. `open` is a norm that cannot be told from any other,
     where others can: its error depends on which seeds choose the rate, or a seed ended at chance
     level. It may be the best, too.
     """
-    errors = {norm: _level(ratios.get(norm)) for norm in ranked}
+    errors = {norm: _level(ratio) for norm, ratio in ratios.items()}
 
     @cache
     def is_better(norm: str, other: str) -> bool:
-        return verdict_on(ratio(ranked[norm], ranked[other]), family)[0] == "above"
+        return verdict_on(compared(norm, other), family)[0] == "above"
 
     def group_of(norm: str) -> Group:
-        rivals = [other for other in ranked if errors[other] < errors[norm]]
+        rivals = [other for other in errors if errors[other] < errors[norm]]
         if not any(is_better(other, norm) for other in rivals):
             return "best"
-        if norm == reference:
-            return "level"
-        verdict, _ = verdict_on(ratios[norm], family)
+        against = ratios[norm]
+        verdict = "" if against is None else verdict_on(against, family)[0]
         return {"above": "better", "below": "worse"}.get(verdict, "level")  # type: ignore[return-value]
 
-    groups: dict[str, Group] = {norm: group_of(norm) for norm in ranked}
+    groups: dict[str, Group] = {norm: group_of(norm) for norm in errors}
     if {*groups.values()} > {"best"}:  # some norms are told apart, so the others should be too
-        for norm in ranked:
-            behind = [other for other in ranked if errors[other] > errors[norm]]
-            is_open = groups[norm] == "best" and norm != reference
+        for norm in errors:
+            behind = [other for other in errors if errors[other] > errors[norm]]
+            is_open = groups[norm] == "best" and ratios[norm] is not None
             if is_open and not any(is_better(norm, other) for other in behind):
                 groups[norm] = "open"
     return groups
@@ -283,22 +292,66 @@ def _sensitivity(table: Table, recipe: str, norm: str) -> Assessment | None:
     return compare(tune(full), tune(table.rates_of(recipe, norm, 2)))
 
 
-def _bars(ratios: Mapping[str, Assessment], family: int) -> dict[int, float]:
+def _bars(ratios: Mapping[str, Assessment | None], family: int) -> dict[int, float]:
     """The smallest ratio that 8, 16, 32 seeds call, with the median spread of the norms."""
-    spreads = [spread for one in ratios.values() if (spread := spread_of(one.gap)) is not None]
+    known = [one.gap for one in ratios.values() if one is not None]
+    spreads = [spread for gap in known if (spread := spread_of(gap)) is not None]
     if not spreads:
         return {}
     sd, of_samples = np.median(spreads, axis=0).tolist()
     return {n: math.exp(smallest_difference(n, sd, family, of_samples)) for n in (8, 16, 32)}
 
 
-def overall(standings: Sequence[Standings], norm: str) -> Interval | None:
-    """The geometric mean of a norm's ratios over workloads; None if it is not ranked in all."""
-    places = [one.of(norm) for one in standings]
-    ratios = [place.ratio for place in places if place is not None and place.ratio is not None]
-    if not ratios or len(ratios) < len(standings):
-        return None
-    return as_ratio(over_workloads(ratios).gap)
+# --- Over all workloads --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Overall:
+    """The norms that are ranked in every workload at its long budget.
+
+    standings: of the workloads
+    places: with the geometric mean of their ratios to the references
+    """
+
+    standings: tuple[Standings, ...]
+    places: tuple[Standing, ...]
+
+    def of(self, norm: str) -> Standing | None:
+        return next((place for place in self.places if place.norm == norm), None)
+
+    @property
+    def references(self) -> str:
+        """`batch's and layer's`."""
+        return " and ".join(dict.fromkeys(f"{one.reference}'s" for one in self.standings))
+
+
+def rank_overall(standings: Sequence[Standings]) -> Overall:
+    """Over the workloads of these standings at the long budget.
+
+    Budgets of one workload are no independent evidence, so the long one alone counts.
+    """
+    longs = tuple(one for one in standings if one.recipe.name == one.recipe.workload)
+    norms = dict.fromkeys(place.norm for one in longs for place in one.places)
+    tuned = {norm: known for norm in norms if (known := _tuned_everywhere(longs, norm))}
+    references = [place.tuned for one in longs if (place := one.of(one.reference)) and place.tuned]
+
+    @cache
+    def compared(norm: str, other: str | None = None) -> Assessment:
+        others = references if other is None else tuned[other]
+        pairs = zip(tuned[norm], others, strict=True)
+        return over_workloads([ONE if a is b else ratio(a, b) for a, b in pairs])
+
+    ratios = {norm: compared(norm) for norm in tuned}
+    groups = _groups(ratios, compared, _family_size(len(ratios) + 1))
+    places = [Standing(norm, groups[norm], ratio=ratios[norm]) for norm in tuned]
+    places.sort(key=lambda one: (GROUPS.index(one.group), _level(one.ratio), one.norm))
+    return Overall(longs, tuple(places))
+
+
+def _tuned_everywhere(standings: Sequence[Standings], norm: str) -> list[Tuned]:
+    """Of each workload; empty if the norm is not ranked in all."""
+    places = [place for one in standings if (place := one.of(norm)) and place.group in GROUPS]
+    return [place.tuned for place in places if place.tuned] if len(places) == len(standings) else []
 
 
 def rank_all(table: Table) -> list[Standings]:

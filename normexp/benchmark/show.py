@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+
+from rich.console import Console
 
 from normexp.benchmark.claims import Tested, Verdict, words_of
 from normexp.benchmark.protocol import WorkloadRecipe
 from normexp.benchmark.report import TITLES, BenchmarkReport, interval_words, words_of_bounds
-from normexp.benchmark.score import GROUPS, Standing, Standings
+from normexp.benchmark.score import GROUPS, Overall, Standing, Standings
 from normexp.reporting.terminal import open_console, text_table
 from normexp.stats.ratio import as_ratio
 
@@ -17,17 +19,15 @@ def print_report(report: BenchmarkReport) -> None:
     """The rankings, then the claims of the reference, or the standing of an entry."""
     console = open_console()
     console.out(report.title, highlight=False)
+    if report.overall is not None:
+        console.out(f"\n{overall_heading(report.overall)}", highlight=False)
+        columns = ("", "all", *(one.recipe.name for one in report.overall.standings))
+        _print_groups(console, columns, overall_rows(report.overall))
+        console.out(overall_note(report), highlight=False)
     for one in report.standings:
         console.out(f"\n{heading(one)}", highlight=False)
         columns = ("", unit_of(one), f"of {one.reference}'s", "2 against full", "rate")
-        table = text_table((*columns, "step", "bytes"), [])
-        shown = ""
-        for title, *texts in _rows(one):
-            if title != shown:
-                table.add_row(title)
-            table.add_row(*texts)
-            shown = title
-        console.print(table, markup=False)
+        _print_groups(console, (*columns, "step", "bytes"), _rows(one))
         for note in notes_of(one):
             console.out(note, highlight=False)
     if report.table.costs:
@@ -36,6 +36,46 @@ def print_report(report: BenchmarkReport) -> None:
         _print_claims(report.verdicts)
     else:
         console.out(f"\n{report.sentence}", highlight=False)
+
+
+def _print_groups(console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table whose rows start with the title of their group, shown once above them."""
+    table = text_table(columns, [])
+    shown = ""
+    for title, name, *texts in rows:
+        if title != shown:
+            table.add_row(title)
+        table.add_row(f"  {name}", *texts)
+        shown = title
+    console.print(table, markup=False)
+
+
+def overall_heading(overall: Overall) -> str:
+    """`Error over 4 workloads, as a ratio to batch's and layer's`."""
+    return f"Error over {len(overall.standings)} workloads, as a ratio to {overall.references}"
+
+
+def overall_note(report: BenchmarkReport) -> str:
+    """What the ratios are of, and how many norms are left out."""
+    overall = report.overall
+    assert overall is not None
+    names = {place.norm for one in overall.standings for place in one.places}
+    left_out = len(names) - len(overall.places)
+    words = ", ".join(f"{one.reference}'s in {one.recipe.name}" for one in overall.standings)
+    words = f"Ratios at the long budget, to {words}; all: their geometric mean."
+    if left_out:
+        those = "norm that is" if left_out == 1 else "norms that are"
+        words += f" Left out: {left_out} {those} not ranked in every workload."
+    return words
+
+
+def overall_rows(overall: Overall) -> Iterator[list[str]]:
+    """Group, norm, the mean ratio with its interval, and the ratio in each workload."""
+    for place in overall.places:
+        title = TITLES[place.group].format(reference="the references")
+        shown = [known for one in overall.standings if (known := one.of(place.norm)) is not None]
+        ratios = [ratio_words(known).partition(" ")[0] for known in shown]
+        yield [title, place.norm, ratio_words(place), *ratios]
 
 
 def heading(one: Standings) -> str:
@@ -80,7 +120,7 @@ def _rows(one: Standings) -> Iterator[list[str]]:
         cost = ["-", "-"]
         if place.cost is not None:
             cost = [f"{place.cost.step:.2f}", f"{place.cost.kept:.2f}"]
-        row = [group_words(one, place), f"  {place.norm}"]
+        row = [group_words(one, place), place.norm]
         if place.tuned is None:
             yield [*row, "-", "-", "-", "-", *cost]
             continue

@@ -147,9 +147,17 @@ def read_runs(runs_dir: Path, benchmark: str = BENCHMARK, first_seed: int = 0) -
     Raises:
         UserError: no run of the benchmark is there.
     """
-    cells = tuple(cells_below(runs_dir, recipes(benchmark).values(), first_seed))
+    known = recipes(benchmark)
+    if not known:
+        raise UserError(
+            f"reference={benchmark}: no such rules; benchmark0 and benchmark1 have some"
+        )
+    cells = tuple(cells_below(runs_dir, known.values(), first_seed))
     if not cells:
-        raise UserError(f"runs_dir={runs_dir}: no run of {benchmark} is there")
+        raise UserError(
+            f"runs_dir={runs_dir}: no run of {benchmark} is there; train its recipes, as python -m "
+            f"normexp.train experiment={benchmark}/{next(iter(known))}"
+        )
     commits = sorted({str(cell.about["commit"]) for cell in cells})
     now = datetime.now(UTC).isoformat(timespec="minutes")
     about = {"schema": SCHEMA, "benchmark": benchmark, "rules": digest(benchmark)}
@@ -341,6 +349,13 @@ def shipped_path(name: str) -> Path:
         return Path(name)
     folder = Path(__file__).parent
     known = sorted(path.stem for path in folder.glob("*.npz"))
-    if not re.fullmatch(r"\w+", name) or name not in known:
-        raise UserError(f"reference={name}: shipped are {', '.join(known) or 'none'}")
-    return folder / f"{name}.npz"
+    if re.fullmatch(r"\w+", name) and name in known:
+        return folder / f"{name}.npz"
+    message = f"reference={name}: shipped are {', '.join(known) or 'none'}"
+    if recipes(name):
+        message = (
+            f"reference={name}: its rules ship and its table does not; train its recipes, as "
+            f"experiment={name}/{next(iter(recipes(name)))}, then type reference={name} "
+            f"write={name}.npz, and name the file: reference={name}.npz"
+        )
+    raise UserError(message)

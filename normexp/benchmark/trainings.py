@@ -14,7 +14,7 @@ from normexp.config.rules import SLOT_KEYS
 from normexp.errors import UserError
 
 if TYPE_CHECKING:
-    from normexp.config.spec import NormSpec
+    from normexp.config.spec import CellSpec, NormSpec
 
 
 def train_grid(
@@ -31,12 +31,10 @@ def train_grid(
 
     recipe: of `experiment`, as the words change it
     """
-    from normexp.config.grid import compose_cells
     from normexp.sweeps.sweep import print_outcomes, raise_if_stopped, train_cells
 
-    words = [f"experiment={experiment}", f"runs_dir={runs_dir}", *words]
-    cells = compose_cells(parse_command(words))
-    outcomes = train_cells(cells, ["normexp-benchmark", *words])
+    cells, words = compose_grid(experiment, runs_dir, words)
+    outcomes = train_cells(cells, words)
     results = [result for outcome in outcomes for result in outcome.results]
     if len(cells) == 1 and results:
         raise_if_stopped(cells, outcomes)
@@ -46,8 +44,32 @@ def train_grid(
     if invalid := next((result.invalid for result in results if result.invalid), None):
         raise UserError(f"{label} cannot stand in the table, its runs are INVALID: {invalid}")
     ids = {result.cell_id for result in results}
-    known = cells_below(runs_dir, [recipe], first_seed) if ids else []  # none after a dry run
+    known = cells_below(runs_dir, [recipe], first_seed)
     return code, [replace(cell, norm=label) for cell in known if cell.about["id"] in ids]
+
+
+def compose_grid(
+    experiment: str, runs_dir: Path, words: Sequence[str]
+) -> tuple[list[CellSpec], list[str]]:
+    """The cells of a grid, and the command that trains them."""
+    from normexp.config.grid import compose_cells
+
+    words = [f"experiment={experiment}", f"runs_dir={runs_dir}", *words]
+    return compose_cells(parse_command(words)), ["normexp-benchmark", *words]
+
+
+def print_cost(
+    benchmark: str, workloads: Sequence[str], runs_dir: Path, words: Sequence[str]
+) -> int:
+    """Prints what an entry would train, as the dry run of one command; returns the exit code."""
+    from normexp.sweeps.sweep import print_outcomes, train_cells
+
+    cells = [
+        replace(cell, title=f"{workload} {cell.title}")
+        for workload in workloads
+        for cell in compose_grid(f"{benchmark}/{workload}", runs_dir, words)[0]
+    ]
+    return print_outcomes(cells, train_cells(cells, words), words)
 
 
 def minutes_words(seconds: float) -> str:

@@ -131,18 +131,9 @@ def prepare_cell(spec: CellSpec, *, has_mixed: bool = False, traits: Traits | No
     Raises:
         UserError: a value that cannot be trained, with the key and the remedy.
     """
-    if spec.config is None:
-        raise UserError(spec.error)
-    validate(spec.config)
-    loaded_before, first_seed = loaded_files(), spec.seeds[0]
+    loaded_before = loaded_files()
     with collected_messages() as messages:
-        check_devices(devices_of(spec))
-        data = load_data(spec)
-        recipe = make_recipe(spec, data)
-        build = make_builder(spec, recipe, data)
-        network = build(first_seed)
-        refuse_edited(spec.sources)
-        _check_network(spec, build, network, data)
+        data, recipe, build, network = _build_parts(spec)
         if traits is None:
             traits = _probe(spec, network, data, recipe)
         if has_mixed or is_known_to_mix(spec):
@@ -174,7 +165,7 @@ def prepare_cell(spec: CellSpec, *, has_mixed: bool = False, traits: Traits | No
         )
         may_show_more = not traits.mixes_samples or data.task == "language_modeling"
         if is_foreign(spec) and may_show_more:
-            recipe = replace(recipe, watched_steps=watched_steps(recipe.num_steps, first_seed))
+            recipe = replace(recipe, watched_steps=watched_steps(recipe.num_steps, spec.seeds[0]))
         return Cell(
             spec=spec,
             recipe=recipe,
@@ -188,6 +179,26 @@ def prepare_cell(spec: CellSpec, *, has_mixed: bool = False, traits: Traits | No
             messages=messages,
             backward_bytes=backward_bytes(network, data, recipe),
         )
+
+
+def check_cell(spec: CellSpec) -> None:
+    """Builds a cell, and probes nothing. Raises UserError as `prepare_cell`."""
+    _build_parts(spec)
+
+
+def _build_parts(spec: CellSpec) -> tuple[Data, Recipe, NetworkBuilder, nn.Module]:
+    """The parts of a cell, with the network of its first seed, checked but not probed."""
+    if spec.config is None:
+        raise UserError(spec.error)
+    validate(spec.config)
+    check_devices(devices_of(spec))
+    data = load_data(spec)
+    recipe = make_recipe(spec, data)
+    build = make_builder(spec, recipe, data)
+    network = build(spec.seeds[0])
+    refuse_edited(spec.sources)
+    _check_network(spec, build, network, data)
+    return data, recipe, build, network
 
 
 def is_foreign(spec: CellSpec) -> bool:

@@ -34,8 +34,8 @@ NOT_GLOBBED = ("custom", "as_built")  # the first needs a target, the second cer
 def compose_cells(command: Command) -> list[CellSpec]:
     """Every cell of a command, with its config and its title.
 
-    A single cell is validated here, the cells of a sweep when they run. A cell that does not
-    compose or cannot be trained becomes a row of the sweep, and the other cells are trained.
+    A cell that does not compose or cannot be trained becomes a row of the sweep, and the other
+    cells are trained.
 
     Raises:
         UserError: the single cell, or every cell of a sweep, is refused; or a value is mistyped, so
@@ -51,6 +51,8 @@ def compose_cells(command: Command) -> list[CellSpec]:
             config, choices = compose_cell(line, command.config_dirs)
             title = " ".join(_with_number(word, config) for word in words)
             refuse_missing_targets(config)
+            validate(config)
+            refuse_missing_files(config)
             cells.append(CellSpec(config, choices, title, overrides=line))
         except UnknownChoice:
             raise
@@ -59,9 +61,6 @@ def compose_cells(command: Command) -> list[CellSpec]:
             errors.append(error)
     if len(errors) == len(cells):
         raise errors[0]
-    if len(cells) == 1:
-        validate(cells[0].values)
-        refuse_missing_files(cells[0].values)
     return cells
 
 
@@ -258,6 +257,7 @@ def compose_norms(command: Command) -> list[NormSpec]:
     for line in list_cells(Command(words, multirun=True, config_dirs=command.config_dirs)):
         config = compose_config(line, command.config_dirs)
         validate(config)
+        refuse_missing_targets(config)
         norms.append(norm_of(config, _name_of_norm(line, config["norm"]["_target_"])))
     return norms
 

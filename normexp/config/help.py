@@ -107,6 +107,11 @@ normexp.benchmark trains a norm by frozen rules, and says where it stands among 
   python -m normexp.benchmark verify=FOLDER salt=TEXT    trains part of it again; runs its code
   python -m normexp.benchmark verify=FOLDER salt=TEXT dry_run=true    which part, and its cost
 
+benchmark0 has the same rules on digits, and decides nothing. To try all of it in a minute or two:
+  python -m normexp.train experiment=benchmark0/convnet
+  python -m normexp.benchmark reference=benchmark0 write=b0.npz     its table, from the runs here
+  python -m normexp.benchmark reference=b0.npz norm=my_package.MyNorm
+
 The reference and an entry get a page and report.json in <runs_dir>/<benchmark>[-<norm>]/report.
 Needs pip install 'normexp[mnist]'. The same line again resumes. Rates, sizes, seeds and budgets are
 those of conf/experiment/benchmark1.
@@ -154,8 +159,8 @@ Options:
   --cfg job             show the config instead of training; --info shows where it comes from
   TAB                   completes in bash after eval "$(python -m normexp.complete)"
 
-Exit code: 0 finished or diverged, 1 a cell failed or was refused, 2 a mistake in the command,
-130 interrupted with a checkpoint.
+Exit code: 0 finished or diverged, 1 a cell failed or was refused (the others are trained), 2 a
+mistake in the command (nothing is trained), 130 interrupted with a checkpoint.
 
 Examples:
   python -m normexp.train norm=batch norm_batch_size=2

@@ -191,6 +191,16 @@ def _requests(history: History) -> Iterator[tuple[str, str, Sequence[int]]]:
             yield end.cell, end.title, end.seeds
 
 
+def commands_by_number(history: History) -> dict[int, list[CommandEntry]]:
+    """The commands of a study by the number that status prints; typed again, they keep it."""
+    numbers: dict[tuple[bool, *tuple[str, ...]], int] = {}
+    commands: dict[int, list[CommandEntry]] = {}
+    for position, command in enumerate(history.typed, start=1):
+        key = (command.id in history.forgotten, *command.command)
+        commands.setdefault(numbers.setdefault(key, position), []).append(command)
+    return commands
+
+
 def ignored_runs(root: Path, history: History) -> list[Path]:
     """The folders of runs that only forgotten commands asked for. No report counts them."""
     asked = history.asked_seeds(history.commands)
@@ -219,10 +229,10 @@ def forget(runs_dir: Path, name: str, wanted: Sequence[str]) -> list[str]:
     lines: list[str] = []
     for word in wanted:
         if word.isdigit():
-            command = _command_to_forget(status, int(word))
-            trained = {status.history.same_as(cell): cell for cell in command.cells}
-            ended = [cell for key, cell in trained.items() if _has_results(status.root / key)]
-            commands[command.id] = ended
+            for command in _commands_to_forget(status, int(word)):
+                trained = {status.history.same_as(cell): cell for cell in command.cells}
+                ended = [cell for key, cell in trained.items() if _has_results(status.root / key)]
+                commands[command.id] = ended
             lines.append(f"command {word}")
         else:
             cells |= {cell.id: cell for cell in _cells_to_forget(status, word)}
@@ -233,21 +243,26 @@ def forget(runs_dir: Path, name: str, wanted: Sequence[str]) -> list[str]:
     return [*lines, *(cell.title for cell in cells.values())]
 
 
-def _command_to_forget(status: StudyStatus, number: int) -> CommandEntry:
-    typed, forgotten = status.history.typed, status.history.forgotten
-    if not 0 < number <= len(typed) or typed[number - 1].id in forgotten:
-        known = [str(n) for n, one in enumerate(typed, start=1) if one.id not in forgotten]
+def _commands_to_forget(status: StudyStatus, number: int) -> list[CommandEntry]:
+    """The command of a number, each time that it was typed."""
+    forgotten = status.history.forgotten
+    known = {
+        number: commands
+        for number, commands in commands_by_number(status.history).items()
+        if commands[0].id not in forgotten
+    }
+    if number not in known:
         raise UserError(
             f"forget={number}: no such command, or it was forgotten before; the study has "
-            f"{', '.join(known) or 'none'}"
+            f"{', '.join(map(str, known)) or 'none'}"
         )
-    command = typed[number - 1]
-    for cell in sorted({status.history.same_as(cell) for cell in command.cells}):
+    named = {cell for command in known[number] for cell in command.cells}
+    for cell in sorted({status.history.same_as(cell) for cell in named}):
         if is_held(lock := status.root / cell / LOCK_FILE):
             raise UserError(
                 f"forget={number}: process {holder_of(lock)} trains {cell}; stop that command first"
             )
-    return command
+    return known[number]
 
 
 def _cells_to_forget(status: StudyStatus, word: str) -> list[CellState]:

@@ -166,7 +166,9 @@ def print_closing_table(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) 
     console.print(text_table(heads, table))
     footnotes.print(console)
     counts = Counter(_status_of(outcome) for _, outcome in rows)
-    console.out(", ".join(f"{counts[name]} {name}" for name in STATUSES if counts[name]))
+    merged = f" (of {len(cells)} points of the grid, some are one cell)"
+    merged = merged if len(rows) < len(cells) else ""
+    console.out(", ".join(f"{counts[name]} {name}" for name in STATUSES if counts[name]) + merged)
     for note in _notes_on_rows(rows):
         console.print(note, markup=False)  # wrapped
     for command in commands_to_look(outcomes):

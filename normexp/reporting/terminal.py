@@ -19,7 +19,7 @@ from normexp.config.rules import MIXING, format_count
 from normexp.config.spec import split_shared_words, study_words
 from normexp.records.history import CommandEntry
 from normexp.records.result import Status
-from normexp.records.state import STATES, StudyStatus, is_search
+from normexp.records.state import STATES, StudyStatus, commands_by_number, is_search
 from normexp.reporting.metric import COUNT_MARKS
 
 if TYPE_CHECKING:
@@ -210,9 +210,10 @@ def print_status(status: StudyStatus) -> None:
     console.out(f"{status.root}: {total}: {counts}{refused}")
     if status.history.typed:
         console.out("commands so far:")
-    for number, command in enumerate(status.history.typed, start=1):
+    for number, (command, *again) in commands_by_number(status.history).items():
         mark = "forgotten: " if command.id in status.history.forgotten else ""
-        console.out(f"  {number}  {command.time}  {mark}{_as_typed(command.command)}")
+        last = f" (typed {len(again) + 1} times, last at {again[-1].time})" if again else ""
+        console.out(f"  {number}  {command.time}  {mark}{_as_typed(command.command)}{last}")
     if status.ignored:
         count = format_count(len(status.ignored), "run")
         console.out(f"only forgotten commands asked for {count}, which no report counts; remove")
@@ -247,6 +248,8 @@ def _status_table(status: StudyStatus, footnotes: Footnotes) -> Table:
     rows = []
     for cell in status.cells:
         title = short_titles.get(cell.title, cell.title)
+        if cell.refused:
+            title = " ".join(w for w in title.split() if w not in shared.split()) or title
         count = Counter(cell.states.values())
         notes = [cell.refused, *cell.notes] if cell.refused else cell.notes
         shown = "; ".join(map(footnotes.mark, notes))

@@ -18,6 +18,9 @@ from numpy.typing import ArrayLike
 from normexp.stats.contrast import Assessment, Margin, difference
 from normexp.stats.interval import LEVEL, Array, Interval, t_interval
 
+# Of a norm to itself: known without error.
+ONE = Assessment(Interval(0.0, 0.0, 0.0, LEVEL, 0, math.inf, 0.0), [])
+
 
 def log_outcomes(outcomes: ArrayLike, *, perfect: float = 100.0) -> Array:
     """Values whose mean is -log(mean error), and whose spread gives its error (delta method).

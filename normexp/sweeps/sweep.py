@@ -14,7 +14,7 @@ from normexp.config.outcome import Outcome, expected_id
 from normexp.config.process import is_under_agent
 from normexp.config.rules import validate_keys
 from normexp.config.spec import CellSpec, identify
-from normexp.errors import Halted, UserError
+from normexp.errors import FAILED, USER_MISTAKE, Halted, UserError
 from normexp.records.history import AttemptEntry, append_entries
 from normexp.records.logs import messages_about
 from normexp.records.paths import LOG_FILE
@@ -74,9 +74,10 @@ def print_outcomes(
     cells: Sequence[CellSpec], outcomes: Sequence[Outcome], words: Sequence[str]
 ) -> int:
     """Prints the outcomes of a command; returns the exit code. Raises as `run_cells`."""
-    reasons = {o.error if o.status is Status.REFUSED else "" for o in outcomes}
-    if len(reasons) == 1 and (reason := reasons.pop()):
-        raise UserError(reason)
+    refused = [outcome.error for outcome in outcomes if outcome.status is Status.REFUSED]
+    is_mistaken = len(refused) == len(outcomes)
+    if is_mistaken and len(set(refused)) == 1:
+        raise UserError(refused[0])
     if shared_value(cells, "dry_run"):
         from normexp.reporting.dry_run import print_plan  # scipy
 
@@ -86,7 +87,9 @@ def print_outcomes(
     elif len(cells) > 1:
         print_closing_table(cells, outcomes)
     raise_if_stopped(cells, outcomes)
-    return 1 if any(o.status in (Status.REFUSED, Status.FAILED) for o in outcomes) else 0
+    if is_mistaken:
+        return USER_MISTAKE
+    return FAILED if refused or any(o.status is Status.FAILED for o in outcomes) else 0
 
 
 def raise_if_stopped(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> None:

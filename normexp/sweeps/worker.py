@@ -141,9 +141,12 @@ def work(
         with slot.claim() as is_free:
             if not is_free and not has_said:
                 has_said = True
+                _refuse_mistakes(walk, report)
+                if walk.is_over:
+                    return True
                 logger.info(
-                    "waiting: other commands use every core or GPU of this machine (%s); "
-                    "workers=0 does not wait",
+                    "waiting, as with any number of workers: other commands use every core or GPU "
+                    "of this machine (%s); workers=0 does not wait",
                     "; ".join(slot.commands()),
                 )
             for cells in walk if is_free else ():
@@ -164,6 +167,23 @@ def work(
             _report_busy(walk, busy, report)
             time.sleep(TICK)
     return walk.is_over
+
+
+def _refuse_mistakes(walk: Walk, report: Report) -> None:
+    """Builds what is left, so that a mistake is refused before it waits for a core.
+
+    Not where the user's own files are loaded, which a training notes as it loads them.
+    """
+    from normexp.cells.cell import check_cell
+
+    for cells in walk:
+        for position, cell in cells.items():
+            if cell.sources:
+                continue
+            try:
+                check_cell(cell)
+            except Exception as error:  # user code may raise anything
+                report(StackEnded({position: _record_error(error, cell, walk)}))
 
 
 def _are_busy(cells: Iterable[CellSpec]) -> bool:

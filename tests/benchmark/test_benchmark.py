@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +16,10 @@ from normexp.benchmark import entry, table
 from normexp.benchmark.claims import Verdict, judge
 from normexp.benchmark.cost import measure_costs
 from normexp.benchmark.figures import draw_ranking, draw_rates
+from normexp.benchmark.page import write_page
 from normexp.benchmark.protocol import claims, digest, recipe_at, recipes
-from normexp.benchmark.report import standing_words
-from normexp.benchmark.score import overall, rank
+from normexp.benchmark.report import BenchmarkReport, standing_words
+from normexp.benchmark.score import rank
 from normexp.benchmark.show import comparison_lines
 from normexp.benchmark.submission import (
     contradictions,
@@ -30,6 +32,7 @@ from normexp.benchmark.table import Table, TableCell, read_runs, read_table, wri
 from normexp.benchmark.trainings import measure_traits
 from normexp.errors import UserError
 from normexp.reporting import page
+from normexp.stats.ratio import as_ratio
 
 NUM_IMAGES = 500
 SEEDS = tuple(range(8))
@@ -86,13 +89,39 @@ def test_norms_are_ranked_by_tuned_error_in_groups():
     layer = standings.of("layer")
     assert layer is not None and layer.tuned is not None
     assert layer.tuned.rate == recipes()["convnet"].rates[2] and not layer.tuned.is_at_edge
-    ratio = overall([standings], "layer")
-    assert ratio is not None and ratio.low is not None and ratio.high is not None
+    assert layer.ratio is not None
+    ratio = as_ratio(layer.ratio.gap)
+    assert ratio.low is not None and ratio.high is not None
     assert ratio.low < 3 < ratio.high and ratio.low > 2
     assert "layer: error 2.77 [2.26, 3.40] of batch's over 1 workload" in standing_words(
         [standings], "layer"
     )
     assert standings.bars[8] > standings.bars[32] > 1
+
+
+def test_norms_of_every_workload_are_ranked_over_all(tmp_path: Path):
+    """By the geometric mean of ratios to references that differ; one that lacks one is left out."""
+    errors = {"batch": 0.05, "layer": 0.05, "group": 0.1, "rms": 0.2}
+    made = [
+        cells(name, norm, error) for name in ("convnet", "vit") for norm, error in errors.items()
+    ]
+    report = BenchmarkReport(made_table(*made, cells("convnet", "instance", 0.05)))
+    assert report.overall is not None and report.overall.references == "batch's and layer's"
+    places = {place.norm: place for place in report.overall.places}
+    groups = {norm: place.group for norm, place in places.items()}
+    assert groups == {"batch": "best", "layer": "best", "group": "worse", "rms": "worse"}
+    in_each = []
+    for one in report.standings:
+        place = one.of("rms")
+        assert place is not None and place.ratio is not None
+        in_each.append(as_ratio(place.ratio.gap).estimate)
+    assert places["rms"].ratio is not None
+    mean = as_ratio(places["rms"].ratio.gap)
+    assert mean.estimate == pytest.approx(math.sqrt(in_each[0] * in_each[1]))
+    assert mean.low is not None and mean.high is not None and mean.low < 4 < mean.high
+    html = write_page(report, tmp_path / "report").read_text()
+    assert "Error over 2 workloads" in html
+    assert "Left out: 1 norm that is not ranked in every workload" in html
 
 
 def test_a_norm_with_lost_seeds_is_told_from_no_other():
@@ -267,7 +296,15 @@ def test_a_table_survives_its_file(
         (["dry_run=true"], "an entry is one norm"),
         (["norm=rms", "workloads=[nowhere]"], "the reference has convnet"),
         (["reference=nowhere", "norm=rms"], "shipped are benchmark1"),
+        (["reference=benchmark0", "norm=rms"], "reference=benchmark0 write=benchmark0.npz"),
+        (["reference=nowhere", "write=x.npz"], "no such rules"),
+        (["write=x.npz", "norm=rms"], "trains nothing"),
         (["verify=nowhere"], "salt is missing"),
+        (["verify=nowhere", "salt=s"], "no such folder"),
+        (["verify=nowhere", "salt=s", "norm=rms"], "the norm of the submission"),
+        (["verify=nowhere", "submit=x"], "two commands"),
+        (["submit=x"], "name the norm"),
+        (["norm=no_module_of_this.Norm"], "there is no module"),
     ],
 )
 def test_an_entry_that_breaks_the_rules_is_refused(

@@ -168,10 +168,14 @@ def test_the_title_of_a_full_batch_has_its_size():
     assert titles == [f"norm_batch_size={norm} batch_size={batch}" for norm, batch in sizes]
 
 
-def test_single_cell_is_validated_and_a_sweep_left_to_its_rows():
+def test_a_value_that_cannot_be_trained_is_a_row_of_a_sweep_and_refused_if_all_have_it():
     with pytest.raises(UserError, match="norm_batch_size=3 does not divide"):
         compose_cells(parse_command(["norm_batch_size=3"]))
-    assert len(compose_cells(parse_command(["-m", "norm_batch_size=2,3"]))) == 2
+    good, bad = compose_cells(parse_command(["-m", "norm_batch_size=2,3"]))
+    assert not good.error and "norm_batch_size=3 does not divide" in bad.error
+    for words in (["norm=group"], ["-m", "norm=batch,group"], ["-m", "norm=group", "lr=1,2"]):
+        with pytest.raises(UserError, match="replicas=0: must be"):
+            compose_cells(parse_command([*words, "replicas=0"]))
 
 
 def test_id_is_of_the_training_and_not_of_seeds_or_places():

@@ -188,4 +188,4 @@ def test_a_cell_that_one_grid_point_trained_was_not_skipped_by_another(capsys):
     print_closing_table(cells, recorded)
     _, row, *rest = capsys.readouterr().out.splitlines()
     assert row.split()[0] == "finished" and "does not mix" in row
-    assert "1 finished" in rest
+    assert "1 finished (of 2 points of the grid, some are one cell)" in rest

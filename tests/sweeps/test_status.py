@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -254,6 +255,15 @@ def test_a_command_is_forgotten_by_its_number_with_the_seeds_that_it_added(study
     again = CommandEntry("4", ["normexp-train"], "0" * 16, 3, {"scale-1": [("norm=scale", [0])]})
     append_entries(study, [again])
     assert cell_of(study, "norm=scale").states == {0: "finished"}
+
+
+def test_a_command_typed_again_is_one_command_and_forgotten_as_one(study: Path, capsys):
+    again = [replace(command(WORDS, {"batch-1": [0]}), id=f"again-{n}") for n in (1, 2)]
+    append_entries(study, again)
+    shown = told(study, capsys)
+    assert "(typed 3 times, last at" in shown and shown.count("norm=batch,group,bad") == 2
+    assert main([f"study={study.name}", f"runs_dir={study.parent}", "forget=1"]) == 0
+    assert [one.command[1] for one in read_status(study.parent, "s").history.commands] == ["done"]
 
 
 def test_an_interrupted_run_says_where_it_resumes(study: Path):

@@ -224,6 +224,19 @@ def test_worker_that_waits_for_a_slot_ends_when_nothing_is_left_for_it(
     assert "waiting" in caplog.text
 
 
+def test_a_mistake_that_only_building_shows_is_refused_before_it_waits_for_a_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    words = ["norm=group", "model=torchvision", "model.name=resnet99", f"runs_dir={tmp_path}"]
+    log = StudyLog(compose_cells(parse_command(words)), ["normexp-train", *words])
+    slot, events = WorkerSlot(1, None, ["core-0"]), list[Event]()
+    with slot.claim(), caplog.at_level("INFO"):
+        assert work(Walk(log), slot, events.append, StopRequest())
+    (ended,) = [event for event in events if isinstance(event, StackEnded)]
+    assert "try resnet" in ended.outcomes[0].error and "waiting" not in caplog.text
+
+
 # --- Stopping ------------------------------------------------------------------------------------
 
 
