@@ -124,7 +124,7 @@ def _carried(comparison: Comparison, causes: Causes, where: str) -> tuple[str, s
     )
     amounts = f"{terms} of {estimate:.{metric.digits}f} {metric.unit}"
     seeds = format_count(causes.fall.n, "seed")
-    about = f"n = {seeds}, on these test samples; at an error rate of 5 % of its own"
+    about = f"n = {seeds}, on these test samples, at an error rate of its own (5 %)"
     rates = {cell.lr for cell in (comparison.first, comparison.second)}
     if any(comparison.tuned) or len(rates) > 1:
         about += "; at the chosen learning rates"

@@ -16,7 +16,7 @@ MOST_NAMES = 3  # in the summary
 
 @dataclass(frozen=True)
 class Losses:
-    """summary: one line, `2 cells refused, none diverged (4 of 4 seeds)`; empty without a loss
+    """summary: one line, `2 cells refused; norm=none: 4 of 4 seeds diverged`; empty without a loss
 
     lines: one for each reason, with the remedy
     """
@@ -58,11 +58,9 @@ def losses_of(
                 words = chance_words(len(at_chance), total, cell.config["chance_accuracy"])
                 lines.append(f"{where}: {words}; {remedy}")
     for kind, norms in lost.items():
-        named = [f"{norm} ({k} of {n} seeds)" for norm, (k, n) in norms.items()]
-        if len(named) > MOST_NAMES:
-            named = [f"{len(named)} norms with seeds"]
-        counts += [f"{listed(named)} {kind}"] if named else []
-    return Losses(", ".join(filter(None, counts)), lines)
+        named = [f"norm={norm}: {k} of {n} seeds {kind}" for norm, (k, n) in norms.items()]
+        counts += named if len(named) <= MOST_NAMES else [f"{len(named)} norms with seeds {kind}"]
+    return Losses("; ".join(filter(None, counts)), lines)
 
 
 def _by_reason(pairs: Iterable[tuple[str, str]], noun: str, verb: str) -> list[str]:

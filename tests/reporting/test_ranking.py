@@ -101,8 +101,8 @@ def test_seeds_at_chance_are_named_wherever_their_norm_stands(tmp_path: Path, ca
     assert "dyt (2 of 8 seeds at chance)" in ranking.sentence
     seeds = {row[1]: row[3] for row in ranking.rows}
     assert seeds == {"batch": "8", "dyt": "8/8 ~2", "none": "8/8 ~8", "rms": "1/2 ×1"}
-    summary = "rms (1 of 2 seeds) diverged, none (8 of 8 seeds) and dyt (2 of 8 seeds) at chance"
-    assert report.losses.summary == summary
+    summary = "norm=rms: 1 of 2 seeds diverged; norm=none: 8 of 8 seeds at chance; norm=dyt: 2 of 8"
+    assert report.losses.summary == f"{summary} seeds at chance"
     line = "norm=dyt lr=0.1: 2 of 8 seeds at chance (10 %); lower its learning rate, or search it"
     content = to_json(report)
     assert line in content["losses"]
