@@ -8,6 +8,7 @@ language model: the mean loss per token of each sequence, float32.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -35,6 +36,13 @@ def write_samples(run_dir: Path, samples: Mapping[str, np.ndarray]) -> None:
             arrays[kind] = values.astype(np.float32)
     with open_atomic(run_dir / SAMPLES_FILE) as file:
         np.savez_compressed(file, **arrays)
+
+
+def count_samples(run_dir: Path) -> int:
+    """The number of test samples of a run; 0 if none or no readable ones are recorded."""
+    with suppress(UserError):
+        return max(map(len, read_samples(run_dir).values()), default=0)
+    return 0
 
 
 def read_samples(run_dir: Path) -> dict[str, np.ndarray]:

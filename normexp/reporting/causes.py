@@ -27,7 +27,7 @@ from normexp.config.rules import format_count
 from normexp.errors import UserError
 from normexp.records.files import read_json
 from normexp.records.paths import EVALUATION_FILE
-from normexp.reporting.metric import describe_metric
+from normexp.reporting.metric import describe_metric, format_interval
 from normexp.reporting.model import AXIS_WORDS, CellRow
 from normexp.reporting.verdict import ALONG_SIZES, Comparison
 from normexp.stats.interval import LEVEL, Array, Interval, mean
@@ -37,6 +37,12 @@ MEANING = {
     "training noise": "noisy statistics in training left worse weights, however evaluated",
     "own share": "in training a sample shapes its own statistics, in evaluation it does not",
     "running averages": "they are off the statistics of the training samples",
+}
+REMEDIES = {
+    "training noise": "a norm that does not mix samples, as norm=group, or a larger "
+    "norm_batch_size",
+    "own share": "norm=eval_norm, which gives each sample its share in evaluation too",
+    "running averages": "evaluate_with=[precise]",
 }
 STATISTICS = ("running", "precise", "own_share")
 
@@ -113,26 +119,25 @@ def words_on_causes(comparison: Comparison) -> tuple[str, str] | None:
 
 def _carried(comparison: Comparison, causes: Causes, where: str) -> tuple[str, str]:
     metric, estimate = comparison.part.metric, causes.fall.estimate or 0.0
-
-    def shown(name: str) -> str:
-        return f"{name} {metric.format(causes.terms[name])}"
-
-    fall = f"{estimate:.{metric.digits}f}"
+    terms = ", ".join(
+        f"{name} {format_interval(term, metric.digits)}" for name, term in causes.terms.items()
+    )
+    amounts = f"{terms} of {estimate:.{metric.digits}f} {metric.unit}"
     seeds = format_count(causes.fall.n, "seed")
-    details = [f"n = {seeds}, on these test samples; at an error rate of 5 % of its own"]
+    about = f"n = {seeds}, on these test samples, at an error rate of its own (5 %)"
     rates = {cell.lr for cell in (comparison.first, comparison.second)}
     if any(comparison.tuned) or len(rates) > 1:
-        details.append("at the chosen learning rates")
+        about += "; at the chosen learning rates"
+    above = [name for name, term in causes.terms.items() if term.low is not None and term.low > 0]
+    remedies = [f"against {name}: {REMEDIES[name]}" for name in causes.carriers or above]
+    meanings = [f"{name}: {meaning}" for name, meaning in MEANING.items()]
+    details = "; ".join([*meanings, *remedies, about])
     if not causes.carriers:
-        which = "No single cause carries" if causes.is_spread else "Seeds cannot tell what carries"
-        details += map(shown, CAUSES)
-        return f"{which} the loss of {where}, {fall} {metric.unit}", "; ".join(details)
+        if causes.is_spread:
+            return f"No single cause carries the loss of {where}: {amounts}", details
+        return f"What carries the loss of {where} is undecided: {amounts}", details
     verb, names = "carries" if len(causes.carriers) == 1 else "carry", " and ".join(causes.carriers)
-    amounts = " and ".join(metric.format(causes.terms[name]) for name in causes.carriers)
-    claim = f"{names[0].upper()}{names[1:]} {verb} the loss of {where}: {amounts} of {fall}"
-    details += [f"{name}: {MEANING[name]}" for name in causes.carriers]
-    details += [shown(name) for name in CAUSES if name not in causes.carriers]
-    return claim, "; ".join(details)
+    return f"{names[0].upper()}{names[1:]} {verb} the loss of {where}: {amounts}", details
 
 
 def _not_recorded(comparison: Comparison, where: str) -> tuple[str, str] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import permutations
 from typing import Any
 
 import altair as alt
@@ -13,9 +12,7 @@ import pandas as pd
 
 from normexp.reporting.charts import (
     AXIS_TITLES,
-    DARK,
     HEIGHT,
-    LIGHT,
     LINE,
     POINT_TIP,
     WIDTH,
@@ -33,13 +30,10 @@ from normexp.reporting.charts import (
     tooltip,
 )
 from normexp.reporting.curves import draw_history
-from normexp.reporting.metric import Metric, describe_metric
+from normexp.reporting.metric import COUNT_MARKS, Metric, describe_metric
 from normexp.reporting.model import AXIS_WORDS, CellRow, Slice, metric_names
 from normexp.reporting.rows import Row, frame_of, interval_row, mean_rows, plain_rows
-from normexp.reporting.sentences import listed
 from normexp.reporting.style import DIVERGED, ORDER, SLOTS, STATISTICS_STYLES, order_norms
-from normexp.reporting.verdict import paired
-from normexp.stats.interval import paired_improvement
 
 GREY = "#808080"  # readable on light and dark
 MEANS = [  # columns of a figure of means
@@ -71,7 +65,7 @@ def draw_figures(part: Slice, styles: Styles) -> list[Figure]:
     """Every figure for which the slice has data, the main one first."""
     styles_of_part = {norm: styles[norm] for norm in part.norms}
     rows = (
-        (draw_means, draw_improvement, draw_statistics, draw_learning_rates, draw_groups),
+        (draw_means, draw_statistics, draw_learning_rates, draw_groups),
         (draw_history,),
         (draw_cost,),
     )
@@ -154,7 +148,7 @@ def _metric_by_size(part: Slice, styles: Styles, table: pd.DataFrame) -> Figure:
         f"{part.metric.label} against the {AXIS_TITLES[part.axis]}: mean and 95 % interval over "
         "the seeds that finished, which stays within an accuracy's limits; points are moved "
         "sideways a little so that intervals stay apart. Below, the number of seeds behind each "
-        "point: ×k diverged, !k failed, ?k missing."
+        f"point: {COUNT_MARKS}."
     )
     if table["independent"].any():
         caption += (
@@ -194,7 +188,7 @@ def _metric_by_norm(part: Slice, styles: Styles, table: pd.DataFrame) -> Figure:
     lost = table[table["count"].str.contains("/")]
     if len(lost):
         counts = ", ".join(f"{row['norm']} {row['count']}" for row in plain_rows(lost))
-        caption += f" Seeds (×k diverged, !k failed, ?k missing): {counts}."
+        caption += f" Seeds ({COUNT_MARKS}): {counts}."
     title = f"{part.metric.label} by norm"
     chart = layers.properties(width=WIDTH, height=alt.Step(26))
     return Figure("metric_by_size", title, caption, chart, table)
@@ -254,66 +248,7 @@ def _with_square_text(table: pd.DataFrame) -> pd.DataFrame:
     return table.assign(value=value, under=table["count"].where(~is_whole, texts[2]))
 
 
-# Pairs of norms, and kinds of statistics
-
-
-def draw_improvement(part: Slice, _: Styles) -> Iterator[Figure]:
-    """P(the norm of the row beats that of the column) at the smallest size, paired by seed."""
-    rows = _improvement_rows(part)
-    norms = list(dict.fromkeys(row["norm"] for row in rows))
-    if all(row["shown"] == 0.5 for row in rows):  # as always with five seeds or fewer
-        return
-    x = alt.X("other:N", title="... beats this norm", sort=norms)
-    x = x.axis(labelAngle=-40, orient="top", domain=False)
-    y = alt.Y("norm:N", title="this norm ...", sort=norms).axis(domain=False)
-    colour = alt.Color("shown:Q", title="bound nearest to 0.5")
-    colour = _gradient(colour.scale(scheme="purplegreen", domain=[0, 1]))
-    tip = tooltip("norm", "other", "value", "under", "n:Q")
-    chart = draw_squares(x, y, colour, tip, measured="probability")
-    caption = (
-        f"Probability that the norm of the row beats the norm of the column at size "
-        f"{part.sizes[0]}, in pairs of runs of one seed, with its 95 % Clopper-Pearson interval; "
-        "a tie counts half. The colour is that of the bound nearest to 0.5: none where the "
-        "interval contains 0.5. A diverged run counts as the worst run. Not corrected for the "
-        "number of pairs: decisions belong to the verdict."
-    )
-    title = f"Probability of improvement at size {part.sizes[0]}"
-    yield Figure("improvement", title, caption, chart, pd.DataFrame(rows), fit="none")
-
-
-def _improvement_rows(part: Slice) -> list[dict[str, Any]]:
-    """One row per ordered pair of norms with two or more seeds in common at the smallest size.
-
-    Without norms that a grid tunes: their seeds share the choice of the rate.
-    """
-    valid = {
-        norm: cell
-        for norm, cell in part.smallest.items()
-        if not cell.invalid and part.tuned(cell) is None
-    }
-    rows = []
-    for norm, other in permutations(valid, 2):
-        a, b = paired(part.outcomes[valid[norm]], part.outcomes[valid[other]])
-        if len(a) < 2:
-            continue
-        improvement = paired_improvement(a, b, higher_is_better=part.metric.higher_is_better)
-        chance, low, high = (
-            improvement.estimate or 0.0,
-            improvement.low or 0.0,
-            improvement.high or 1.0,
-        )
-        shown = min(max(0.5, low), high)
-        row = {"norm": norm, "other": other, "size": part.sizes[0], "value": f"{chance:.2f}"}
-        row["under"] = "" if improvement.low is None else f"[{low:.2f}, {high:.2f}]"
-        row |= {
-            "probability": chance,
-            "low": improvement.low,
-            "high": improvement.high,
-            "n": improvement.n,
-        }
-        row |= {"shown": shown, "ink": LIGHT if abs(shown - 0.5) > 0.32 else DARK}
-        rows.append(row)
-    return rows
+# Kinds of statistics
 
 
 def draw_statistics(part: Slice, _: Styles) -> Iterator[Figure]:
@@ -345,7 +280,7 @@ def draw_statistics(part: Slice, _: Styles) -> Iterator[Figure]:
     )
     panel = alt.layer(*layers).properties(width=200, height=150)
     caption = (
-        f"The same trained networks evaluated with {listed([*map(_statistics_words, order)])}. "
+        f"The same trained networks, evaluated with {'; '.join(map(_statistics_words, order))}. "
         "Where the results are apart by more than their intervals, running averages do not stand "
         "for the statistics of the trained network."
     )
@@ -356,12 +291,13 @@ def draw_statistics(part: Slice, _: Styles) -> Iterator[Figure]:
 def _statistics_words(kind: str) -> str:
     """What a kind of statistics in the legend is."""
     size = kind.removeprefix("batch")
-    return {
+    words = {
         "running": "running averages",
-        "precise": "precise statistics",
-        "own_share": "precise statistics and a sample's own share as in training (own_share)",
-        "batch": "the statistics of as many samples as in training (batch)",
-    }.get(kind, f"the statistics of {size} sample{'s' * (size != '1')} ({kind})")
+        "precise": "statistics over training samples",
+        "own_share": "precise, but each sample shapes its own statistics as much as in training",
+        "batch": "those of as many samples as in training",
+    }.get(kind, f"those of {size} sample{'s' * (size != '1')}")
+    return f"{kind}: {words}"
 
 
 def _statistics_of(part: Slice, points: Points) -> dict[str, str]:

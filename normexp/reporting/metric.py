@@ -41,6 +41,9 @@ RULE: dict[str, Any] = {
     },
 }
 LOWER_IS_BETTER = ("loss", "bits_per_byte", "perplexity", "error")
+LOWER = "lower its learning rate, or search it"  # the remedy for runs that learnt nothing
+COUNT_MARKS = "×k diverged, !k failed, ?k missing, ~k at chance"  # after finished/wanted
+APART_WORDS = "seeds that lie far from the median of all, for their spread"
 MAX_DIGITS = 4
 NOISE, SMALL, LARGE = 1e-12, 1e-4, 1e6  # between SMALL and LARGE numbers have no exponent
 
@@ -164,6 +167,24 @@ def require_metric(wanted: str | None, available: Collection[str]) -> None:
     nearest = difflib.get_close_matches(wanted, available, n=3, cutoff=0.4)
     names = ", ".join(nearest or sorted(available)[:6]) or "no metric at all"
     raise UserError(f"metric={wanted}: no run has it; the runs have {names}")
+
+
+def is_at_chance(accuracy: float | None, chance: float | None, num_samples: int) -> bool:
+    """True if a run is no better than chance, by at most two standard errors of chance.
+
+    accuracy: on the test split, 0 to 1
+    chance: the accuracy there of always naming the most frequent class
+    num_samples: of the test split; 0: not known, and the error counts as 0
+    """
+    if accuracy is None or chance is None or chance >= 1:  # one class
+        return False
+    error = math.sqrt(chance * (1 - chance) / num_samples) if num_samples else 0.0
+    return accuracy <= chance + 2 * error
+
+
+def chance_words(count: int, total: int, chance: float) -> str:
+    """`2 of 5 seeds at chance (10 %)`."""
+    return f"{count} of {total} seeds at chance ({100 * chance:.0f} %)"
 
 
 def format_interval(interval: Interval, digits: int) -> str:

@@ -19,8 +19,8 @@ from normexp.errors import UserError
 from normexp.records.metrics import MetricRow, read_metrics
 from normexp.records.paths import METRICS_FILE
 from normexp.records.result import Result
-from normexp.records.samples import read_samples
-from normexp.reporting.metric import Metric, describe_metric
+from normexp.records.samples import count_samples, read_samples
+from normexp.reporting.metric import Metric, describe_metric, is_at_chance
 from normexp.stats.contrast import Seeds
 from normexp.stats.crossfit import CrossFit, cross_fit
 from normexp.stats.interval import Interval, mean
@@ -78,9 +78,12 @@ class RunRow:
     @cached_property
     def num_test_samples(self) -> int:
         """0: not recorded."""
-        with suppress(UserError):
-            return max(map(len, read_samples(self.directory).values()), default=0)
-        return 0
+        return count_samples(self.directory)
+
+    @cached_property
+    def is_at_chance(self) -> bool:
+        chance, accuracy = self.config.get("chance_accuracy"), self.metrics.get("test/accuracy")
+        return is_at_chance(accuracy, chance, self.num_test_samples)
 
     def history(self) -> list[MetricRow]:
         """Every finite value of metrics.csv, up to the divergence of a run; none if torn."""
@@ -214,7 +217,15 @@ class CellRow:
     @property
     def ended(self) -> set[int]:
         """The seeds that have finished or diverged."""
-        return {run.seed for run in self.runs if run.result.status != "failed"}
+        return self.seeds_with("finished", "diverged")
+
+    def seeds_with(self, *statuses: str) -> set[int]:
+        return {run.seed for run in self.runs if run.result.status in statuses}
+
+    @cached_property
+    def at_chance(self) -> set[int]:
+        """The seeds that name classes no better than always the most frequent one."""
+        return {run.seed for run in self.runs if run.is_at_chance}
 
     def values(self, metric: Metric) -> dict[int, float]:
         """The metric as shown, by seed, of the runs that have it."""
@@ -237,7 +248,7 @@ class CellRow:
         return "." in target and not target.startswith("torch.")
 
     def _count(self, status: str) -> int:
-        return sum(run.result.status == status for run in self.runs)
+        return len(self.seeds_with(status))
 
 
 @dataclass(frozen=True, eq=False)
@@ -370,6 +381,17 @@ class Slice:
         if cell not in self._tuned:
             self._tuned[cell] = self._cross_fit(cell)
         return self._tuned[cell]
+
+    def chosen(self, cell: CellRow) -> list[CellRow]:
+        """The cells of its grid that some split of the seeds chooses; itself without a grid."""
+        tuned = self.tuned(cell)
+        if tuned is None:
+            return [cell]
+        return [c for c, share in zip(self.grid(cell), tuned.shares, strict=True) if share > 0]
+
+    def at_chance(self, cell: CellRow) -> set[int]:
+        """The seeds that are at chance, at any rate that is chosen."""
+        return set[int].union(*(other.at_chance for other in self.chosen(cell)))
 
     def _cross_fit(self, cell: CellRow) -> CrossFit | None:
         if len(self.grid(cell)) < 2 or not self.is_complete(cell):

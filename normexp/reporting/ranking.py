@@ -27,12 +27,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
-from normexp.reporting.metric import format_mean
+from normexp.config.rules import as_typed
+from normexp.reporting.metric import APART_WORDS, COUNT_MARKS, format_mean
 from normexp.reporting.model import AXIS_WORDS, CellRow, Slice
 from normexp.reporting.rows import count_words
-from normexp.reporting.sentences import bound_words, gap_words, listed, seeds_words
+from normexp.reporting.sentences import gap_words, listed, needed_words, seeds_words
 from normexp.reporting.verdict import (
     Comparison,
     compare_cells,
@@ -40,6 +41,7 @@ from normexp.reporting.verdict import (
     reference_of,
     round_of,
 )
+from normexp.stats.family import MAX_SEEDS
 from normexp.stats.interval import Interval
 
 Group = Literal["best", "better", "level", "worse", "diverged", "unranked"]
@@ -129,57 +131,115 @@ class Ranking:
 
     @property
     def _best_words(self) -> str:
-        best, num_ranked = self.best, len(self.ranked)
+        best, num_ranked = [*map(self._marked, self.best)], len(self.ranked)
         if all(place.group == "diverged" for place in self.places):
             return "No norm is ranked: every run diverged"
         if not best:
-            why = next(filter(None, (one.comparison for one in self.places)), None)
-            return f"No norm is ranked{why and f': {why.why_no_verdict}'}"
+            compared = [place.comparison for place in self.places if place.comparison]
+            keys = sorted({key for comparison in compared for key in comparison.unlike})
+            unlike = [f"their {listed(keys)} differ"] if keys else []
+            whys = [c.why_no_verdict or "" for c in compared if not c.unlike]
+            return f"No norm is ranked: {'; '.join(dict.fromkeys([*unlike, *whys]))}"
         if num_ranked == 1:
-            return f"Every ranked norm but {best[0]} diverged"
+            return f"Only {best[0]} is ranked"
         if len(best) == num_ranked:
-            return f"Any of these {num_ranked} norms may be the best"
+            return f"Any of these {num_ranked} norms may be the best: {listed(best)}"
         if len(best) == 1:
             return f"The best of {num_ranked} norms is {best[0]}"
         return f"The best of {num_ranked} norms is one of {len(best)}: {listed(best, 'or')}"
 
+    def _marked(self, norm: str) -> str:
+        """`dyt (2 of 5 seeds at chance)`."""
+        cell = self.part.smallest[norm]
+        count = len(self.part.at_chance(cell))
+        return f"{norm} ({count} of {len(cell.runs)} seeds at chance)" if count else norm
+
+    def title(self, place: Place) -> str:
+        """The group in words; without a verdict, why there is none."""
+        title, comparison = TITLES[place.group].format(reference=self.reference), place.comparison
+        if place.group != "unranked" or comparison is None or comparison.unlike:
+            return title
+        return f"{title}: {comparison.why_no_verdict}"
+
     @property
     def columns(self) -> list[str]:
         """The heads of `rows` after that of the group in words, `place`."""
-        return ["norm", self.part.metric.label, "seeds", f"against {self.reference}"]
+        return ["norm", self.part.metric.label, "seeds", f"against {self.reference}", "to decide"]
 
     @property
     def rows(self) -> list[list[str]]:
-        """For each place: the group in words, norm, mean, seeds, the comparison and the search."""
+        """For each place: its title, norm, mean, seeds, difference, and what would decide it."""
         rows = []
         for place in self.places:
             yours = " (yours)" if place.cell.is_own else ""
             value = format_mean(place.value, self.part.metric)
-            title = TITLES[place.group].format(reference=self.reference)
             seeds = count_words(place.cell, len(place.cell.values(self.part.metric)))
             search = self.part.search_words(place.cell).removeprefix(self._search)
-            words = "; ".join(filter(None, (self.standing(place), search.removeprefix(", "))))
-            rows.append([title, place.norm + yours, value, seeds, words])
+            words = [self._difference(place), search.removeprefix(", ")]
+            needed = place.comparison and needed_words(place.comparison)
+            shown = [place.norm + yours, value, seeds, "; ".join(filter(None, words)), needed or ""]
+            rows.append([self.title(place), *shown])
         return rows
+
+    def _difference(self, place: Place) -> str:
+        """`-8.2 [-14.4, -2.0] points, worse`: positive where the norm is better."""
+        comparison = place.comparison
+        if comparison is None:
+            return "reference"
+        if comparison.unlike:
+            pairs = comparison.unlike.items()
+            words = ", ".join(f"{key} {_shown(a)} and {_shown(b)}" for key, (a, b) in pairs)
+            return f"not compared: {words}"
+        if comparison.gap.estimate is None:
+            return "no result of both under one seed"
+        kind = {
+            **dict.fromkeys(("better", "worse"), comparison.kind),
+            "tie": f"tied within {self.part.metric.amount_words(comparison.margin)}",
+            "apart": "but for seeds that lie apart",
+        }.get(comparison.kind, "")
+        bound = "at most" if comparison.diverged[0] else "at least"
+        bound = bound if comparison.diverged[0] != comparison.diverged[1] else ""
+        shown = f"{bound} {self.part.metric.format(comparison.gap)}".lstrip()
+        return ", ".join(filter(None, (shown, kind)))
 
     def standing(self, place: Place) -> str:
         """`worse by 8.2 [2.0, 14.4] points`, as against the reference, or why nothing is said."""
         comparison = place.comparison
-        if comparison is None:
-            return "reference"
-        shown = gap_words(comparison, comparison.kind, comparison.gap)
-        least = f"at least {shown}" if comparison.has_diverged else shown
-        bound = bound_words(comparison) if comparison.gap.estimate is not None else ""
-        bounded = f"{bound} {shown}".lstrip()
-        differing = ", ".join(comparison.unlike)
-        return {
-            "better": f"better by {least}",
-            "worse": f"worse by {least}",
-            "tie": f"tied within {self.part.metric.amount_words(comparison.margin)}: {shown}",
-            "open": f"{bounded}: undecided{seeds_words(comparison)}",
-            "apart": f"{bounded}: undecided, as seeds lie apart",
-            "unlike": f"not compared, {differing} differ",
-        }.get(comparison.kind, f"{bounded}: {comparison.why_no_verdict}")
+        if comparison is not None and comparison.kind in ("better", "worse"):
+            shown = gap_words(comparison, comparison.kind, comparison.gap)
+            least = "at least " * comparison.has_diverged
+            return f"{comparison.kind} by {least}{shown}"
+        words = self._difference(place)
+        if comparison is not None and comparison.kind in ("open", "apart"):
+            words += f", undecided{seeds_words(comparison)}"
+        if place.group == "unranked" and comparison is not None and not comparison.unlike:
+            words += f": {comparison.why_no_verdict}"
+        return words
+
+    @property
+    def note(self) -> str:
+        """What the columns mean, as far as they are used."""
+        rows = [row[1:] for row in self.rows]
+        needed = {row[-1] for row in rows}
+        compared = [place.comparison for place in self.places if place.comparison]
+        samples = max((comparison.num_samples for comparison in compared), default=0)
+        parts = {
+            f"Against {self.reference}: positive is better.": compared,
+            "To decide: what a new study takes to decide a difference as large as this one, in "
+            "80 % of cases.": needed - {""},
+            f"More test samples: seeds differ little, but {samples} samples are too few.": needed
+            & {"more test samples"},
+            f"Over {MAX_SEEDS} seeds: seeds differ much.": needed & {f"over {MAX_SEEDS} seeds"},
+            f"Lie apart: {APART_WORDS}; without them the verdict would be another.": [
+                one for one in compared if one.kind == "apart"
+            ],
+            f"Seeds: finished/wanted, {COUNT_MARKS}.": [row for row in rows if "/" in row[2]],
+        }
+        return " ".join(words for words, is_used in parts.items() if is_used)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else as_typed(value)
 
 
 def rank_norms(
@@ -246,5 +306,7 @@ def _ranking(
                 group = "level" if norm == reference else GROUP_OF[judged[norm].kind]
             yield Place(cell, values[norm], group, against.get(norm))
 
-    order = sorted(places(), key=lambda one: (GROUPS.index(one.group), -level(one.norm)))
+    found = [*places()]
+    title = Ranking(part, reference, found).title
+    order = sorted(found, key=lambda p: (GROUPS.index(p.group), title(p), -level(p.norm)))
     return Ranking(part, reference, order)

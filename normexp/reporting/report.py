@@ -10,6 +10,7 @@ from typing import Any
 from normexp.config.rules import format_count
 from normexp.errors import UserError
 from normexp.reporting.cells import build_cells
+from normexp.reporting.losses import Losses, losses_of
 from normexp.reporting.metric import describe_metric, require_metric
 from normexp.reporting.model import CellRow, Slice, differences, metric_names
 from normexp.reporting.ranking import Ranking, rank_norms
@@ -21,7 +22,6 @@ from normexp.reporting.sentences import (
     Section,
     answer_slices,
     group_by_budget,
-    listed,
     note_on,
 )
 from normexp.reporting.slices import build_slices
@@ -82,27 +82,8 @@ class Report:
         return [ranking for ranking in self.rankings if ranking.part in answer.parts]
 
     @property
-    def refusals(self) -> list[str]:
-        """`batch and group num_groups=7, 3 cells refused: ...`, a line for each reason.
-
-        And one for each error of runs that failed.
-        """
-        norms: dict[str, list[str]] = {}
-        for cell in self.refused:
-            norms.setdefault(cell.error, []).append(cell.norm)
-        failed: dict[str, list[str]] = {}
-        for cell in self.cells:
-            for run in cell.runs:
-                if run.result.error:
-                    failed.setdefault(run.result.error, []).append(cell.norm)
-        refused = [
-            f"{listed([*dict.fromkeys(same)])}, {format_count(len(same), 'cell')} {error}"
-            for error, same in norms.items()
-        ]
-        return refused + [
-            f"{listed([*dict.fromkeys(same)])}, {format_count(len(same), 'run')} failed: {error}"
-            for error, same in failed.items()
-        ]
+    def losses(self) -> Losses:
+        return losses_of(self.slices, self.cells, self.refused)
 
     @property
     def doubts(self) -> list[str]:
@@ -205,6 +186,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "counts": report.counts,
         "cells": {ids[cell]: _cell_values(cell) for cell in report.cells},
         "refused": [asdict(cell) for cell in report.refused],
+        "losses": report.losses.lines,  # refused, failed, diverged, at chance: each with its reason
         "rankings": [_ranking_values(ranking, ids) for ranking in report.rankings],
         "slices": [_slice_values(part, ids) for part in report.slices],
         "comparisons": [_comparison_values(comparison, ids) for comparison in report.comparisons],
@@ -245,6 +227,7 @@ def _cell_values(cell: CellRow) -> dict[str, Any]:
         "seeds": {run.seed: run.result.status for run in cell.runs},
         "expected_seeds": cell.expected,
         "declared_seeds": sorted(cell.declared),
+        "seeds_at_chance": sorted(cell.at_chance),
     }
 
 
@@ -266,6 +249,7 @@ def _ranking_values(ranking: Ranking, ids: dict[CellRow, str]) -> dict[str, Any]
                 "is_own": place.cell.is_own,
                 "standing": ranking.standing(place),
                 "seeds_to_decide": place.comparison and place.comparison.seeds_to_decide,
+                "seeds_at_chance": sorted(ranking.part.at_chance(place.cell)),
             }
             for place in ranking.places
         ],
@@ -298,7 +282,9 @@ def _comparison_values(comparison: Comparison, ids: dict[CellRow, str]) -> dict[
         "budget": comparison.budget,
         "lr": [comparison.first.lr, comparison.second.lr],
         "n": comparison.gap.n,
-        "difference": _interval_values(comparison.gap),  # positive: the first is better
+        "difference": _interval_values(
+            comparison.gap
+        ),  # positive: first is better, whatever the metric
         "test_samples": comparison.num_samples,  # 0: the interval is over seeds alone
         "rates": [fit and len(fit.shares) for fit in comparison.tuned],  # cross-fitted
         "round": comparison.round,  # of commands that declared cells; each has its own family

@@ -66,7 +66,7 @@ def _mean_row(cell: CellRow, metric: Metric) -> Row:
 
 
 def count_words(cell: CellRow, n: int) -> str:
-    """`8`, or `5/8 ×2 ?1`: ×k diverged, !k failed, ?k missing."""
-    lost = {"×": cell.diverged, "!": cell.failed, "?": cell.missing}
+    """`8`, or `5/8 ×2 ?1`: see metric.COUNT_MARKS."""
+    lost = {"×": cell.diverged, "!": cell.failed, "?": cell.missing, "~": len(cell.at_chance)}
     marks = " ".join(f"{mark}{count}" for mark, count in lost.items() if count)
     return f"{n}/{cell.expected} {marks}" if marks else str(n)

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -74,6 +75,16 @@ class Claim:
         return ", ".join(self.norms)
 
     @property
+    def is_answer(self) -> bool:
+        """False if it only says why there is none."""
+        return self.kind not in ("unlike", "no data", "invalid")
+
+    def explains(self, other: Claim) -> bool:
+        """True if it says what carries the loss that the other claims."""
+        is_same = (self.norms, self.sizes) == (other.norms, sorted(set(other.sizes)))
+        return self.kind == "cause" and bool(self.details) and is_same
+
+    @property
     def mentions(self) -> list[str]:
         return [*self.norms, *([self.reference] if self.reference else [])]
 
@@ -128,6 +139,13 @@ class Section:
     answers: list[Answer]
     headline: Claim | None
 
+    def leads(self, rankings: Sequence[Any]) -> bool:
+        """True if the headline stands above the rankings, which say more than other claims."""
+        headline = self.headline
+        return headline is not None and (
+            not rankings or (headline.kind in DECIDED and not headline.reference)
+        )
+
 
 def answer_slices(slices: Sequence[Slice], comparisons: Sequence[Comparison]) -> list[Answer]:
     """The sentences about the slices of one report.
@@ -171,8 +189,7 @@ def _common_heading(answers: Sequence[Answer]) -> str:
 def headline_of(answers: Sequence[Answer], comparisons: Sequence[Comparison]) -> Claim | None:
     """The first verdict that is the same at every budget, else the first verdict, else a claim.
 
-    Where a difference was tried at several budgets, the sentence says what it is at each, and
-    whether it changes.
+    With the other budgets, and what carries a loss; its details are those of the causes.
     """
     claims = [claim for answer in answers for claim in answer.sentences]
     budgets = {claim.comparison.budget for claim in claims if claim.comparison is not None}
@@ -189,42 +206,15 @@ def headline_of(answers: Sequence[Answer], comparisons: Sequence[Comparison]) ->
         }
         return 0 if {comparison.budget, *same} >= budgets else 1
 
-    claim = min(claims, key=rank, default=None)
-    if claim is None or claim.comparison is None or len(budgets) == 1:
-        return claim
-    comparison = claim.comparison
-    kind = "interval" if comparison.kind == "open" else comparison.kind
-    words = f"{_words(comparison, kind)} at {comparison.budget}{_rate_scope(comparison)}"
-    words += ", undecided" if comparison.kind == "open" else ""
-    words += "".join(
-        _at_budget(comparison, other) for other in at_other_budgets(comparison, comparisons)
-    )
-    if comparison.change is not None:
-        words += f"; {_change_words(comparison, comparison.change)}"
-    return replace(claim, claim=words + given_words(comparison))
-
-
-def _at_budget(comparison: Comparison, other: Comparison) -> str:
-    """`, and 1.8 [0.9, 2.7] points at epochs=48`, or `; at epochs=48 it gains 0.8 points`."""
-    shown = gap_words(other, other.kind, other.gap)
-    if other.has_diverged and other.kind in DIRECTED:
-        shown = f"at least {shown}"
-    if other.kind == comparison.kind and comparison.verdict is not None:
-        return f", and {shown} at {other.budget}"
-    if other.kind == "open" and comparison.verdict is None:
-        return f"; {shown} at {other.budget}, undecided"
-    higher = other.part.metric.higher_is_better
-    words = {
-        "loses": f"it loses {shown}" if higher else f"it worsens by {shown}",
-        "gains": f"it gains {shown}" if higher else f"it improves by {shown}",
-        "holds": f"it holds its level: change {shown}",
-        "better": f"it is better by {shown}",
-        "worse": f"it is worse by {shown}",
-        "tie": f"they are tied: difference {shown}",
-        "open": f"the difference is undecided: {shown}",
-        "no data": "there is no result",
-    }.get(other.kind, f"the difference is {shown}")
-    return f"; at {other.budget} {words}"
+    first = min(claims, key=rank, default=None)
+    if first is None:
+        return None
+    text = f"{first.claim}.{first.elsewhere}"
+    cause = next((one for one in claims if one.comparison is None and one.explains(first)), None)
+    if cause is not None:
+        text += f" {cause.claim}"
+    details = cause.details if cause else ""
+    return replace(first, claim=text.removesuffix("."), details=details, elsewhere="")
 
 
 def _plain_claims(part: Slice) -> Iterator[Claim]:
@@ -261,7 +251,8 @@ def _plain_claims(part: Slice) -> Iterator[Claim]:
 def _cause_claims(comparison: Comparison) -> Iterator[Claim]:
     """What carries a loss along the sizes, or why that is not said."""
     if (words := words_on_causes(comparison)) is not None:
-        yield Claim([comparison.first.norm], "cause", *words, sizes=comparison.sizes)
+        sizes = sorted(comparison.sizes)
+        yield Claim([comparison.first.norm], "cause", *words, sizes=sizes)
 
 
 def _cost_words(part: Slice) -> str | None:
@@ -309,13 +300,14 @@ def _claim(comparison: Comparison, comparisons: Sequence[Comparison]) -> Claim:
         _training_words(comparison, cells) if comparison.verdict else "",
     ]
     budget = f", at {comparison.budget}" if comparison.budget else ""
-    scope = budget + _rate_scope(comparison) if comparison.verdict else ""
     elsewhere = [
         _budget_words(comparison, other) for other in at_other_budgets(comparison, comparisons)
     ]
     if comparison.change is not None:
         words = _change_words(comparison, comparison.change)
         elsewhere.append(f" {words[0].upper()}{words[1:]}{given_words(comparison)}.")
+    has_scope = comparison.verdict or elsewhere
+    scope = budget + _rate_scope(comparison) if has_scope and not comparison.unlike else ""
     return Claim(
         [comparison.first.norm],
         kind,
@@ -343,7 +335,7 @@ def _words(comparison: Comparison, kind: str) -> str:
     end = {
         "no interval": f"; {missing} interval",
         "open": f"; undecided{seeds_words(comparison)}",
-        "apart": f"; undecided: {apart} of {n} {lie} apart",
+        "apart": f"; undecided: {apart} of {n} {lie} apart, and the verdict hangs on them",
         "search": "; no verdict while the search of learning rates is incomplete",
         "given rates": "; no verdict: given the learning rates that one search chose",
         "undeclared": "; no verdict: the declared number of seeds is unknown",
@@ -381,16 +373,18 @@ def gap_words(comparison: Comparison, kind: str, gap: Interval) -> str:
 
 
 def seeds_words(comparison: Comparison) -> str:
-    """`, about 24 seeds would decide`, of an undecided difference; see the note of a report."""
+    """`, 24 seeds would decide`, of an undecided difference; see the note of a report."""
+    needed = needed_words(comparison)
+    return f", {needed} would decide" if needed else ""
+
+
+def needed_words(comparison: Comparison) -> str:
+    """`24 seeds`, `more test samples`: what would decide an undecided difference."""
     if comparison.kind != "open" or comparison.has_diverged:
         return ""  # the size of a difference to a diverged run is not known
-    needed = comparison.seeds_to_decide
-    if needed is None and comparison.lacks_samples:
-        few = f"{comparison.num_samples} test samples"
-        return f", {MAX_SEEDS} seeds on {few} would not decide; more samples would help"
-    if needed is None:
-        return f", {MAX_SEEDS} seeds would not decide: they differ too much"
-    return f", about {needed} seeds would decide"
+    if (needed := comparison.seeds_to_decide) is not None:
+        return f"{needed} seeds"
+    return "more test samples" if comparison.lacks_samples else f"over {MAX_SEEDS} seeds"
 
 
 def _unlike_words(comparison: Comparison) -> str:
@@ -529,6 +523,7 @@ def lost_words(cell: CellRow, part: Slice) -> str:
         "diverged": cell.diverged,
         "failed": cell.failed,
         "missing": cell.missing,
+        "at chance": len(part.at_chance(cell)),
         "ended early": cell.early,
         f"without {part.metric.name}": cell.finished - len(part.values[cell]),
     }

@@ -13,9 +13,11 @@ from shlex import join, quote
 from normexp.config.outcome import Outcome
 from normexp.config.rules import format_count
 from normexp.config.spec import CellSpec, study_words
-from normexp.records.paths import LOG_FILE
+from normexp.records.paths import LOG_FILE, seed_dir
 from normexp.records.result import DONE, Result, Status, values_of
+from normexp.records.samples import count_samples
 from normexp.records.state import shared_words
+from normexp.reporting.metric import LOWER, chance_words, is_at_chance
 from normexp.reporting.terminal import Footnotes, open_console, text_table
 
 SHOWN = ("test/accuracy", "test/bits_per_byte", "test/loss", "val/accuracy", "val/bits_per_byte")
@@ -74,19 +76,27 @@ def print_summary(outcome: Outcome, words: Sequence[str]) -> None:
 
 
 def notes_on(outcome: Outcome) -> list[str]:
-    """Warnings about results: no better than chance, or all runs diverged."""
-    values, chance = values_of(outcome.results, MAIN[0]), outcome.description.get("chance_accuracy")
-    notes = []
-    if values and chance is not None and statistics.mean(values) <= chance:
-        reason = "the test split has one class" if chance == 1 else "no better than chance"
-        notes.append(
-            f"{reason}: always naming its most frequent class has {MAIN[0]} {chance:.4f}, these "
-            f"runs {statistics.mean(values):.4f}"
-        )
+    """Warnings about results: seeds no better than chance, or all runs diverged."""
+    notes, chance = [], outcome.description.get("chance_accuracy")
+    at_chance = [
+        run
+        for run in outcome.results
+        if is_at_chance(run.metrics.get(MAIN[0]), chance, _num_samples(outcome, run))
+    ]
+    if chance == 1 and values_of(outcome.results, MAIN[0]):
+        notes.append("the test split has one class, so every network is right")
+    if chance is not None and at_chance:
+        words = chance_words(len(at_chance), len(outcome.results), chance)
+        notes.append(f"{words}: no better than always naming the most frequent class; {LOWER}")
     if _status_of(outcome) is Status.DIVERGED:
         lr = outcome.description["lr"]
         notes.append(f"every run diverged; try a smaller lr than {lr:g}, such as lr={_below(lr)}")
     return notes
+
+
+def _num_samples(outcome: Outcome, run: Result) -> int:
+    """Of the test split."""
+    return count_samples(seed_dir(outcome.directory, run.seed)) if outcome.directory else 0
 
 
 def _below(lr: float) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 
 from normexp.reporting.metric import (
+    APART_WORDS,
     PREFERRED,
     Metric,
     choose_metric,
@@ -162,15 +163,15 @@ class Table:
 def tables_of(report: Report) -> list[Table]:
     """Every table of a report."""
     answers = [answer for section in report.sections for answer in section.answers]
+    cells = cell_table(report.cells, report.metric, report.tolerance, report.refused)
+    notes = [EACH_RATE] if any(part.is_tuned for part in report.slices) else []
+    notes += [f"Seeds apart: {APART_WORDS}."] if cells.frame["seeds apart"].notna().any() else []
     return [
         *paper_tables(report.slices, best_of(report.rankings)),
         sensitivity_table(answers),
         comparison_table(answers),
         untested_table(report),
-        replace(
-            cell_table(report.cells, report.metric, report.tolerance, report.refused),
-            note=EACH_RATE if any(part.is_tuned for part in report.slices) else "",
-        ),
+        replace(cells, note=" ".join(notes)),
         run_table(report.cells),
     ]
 

@@ -20,6 +20,7 @@ from normexp.config.spec import split_shared_words, study_words
 from normexp.records.history import CommandEntry
 from normexp.records.result import Status
 from normexp.records.state import STATES, StudyStatus, commands_by_number, is_search
+from normexp.reporting.metric import COUNT_MARKS
 
 if TYPE_CHECKING:
     from normexp.reporting.ranking import Ranking
@@ -86,12 +87,15 @@ def print_report(report: Report, cells: ReportTable) -> None:
     for section in report.sections:
         rankings = [one for answer in section.answers for one in report.rankings_of(answer)]
         headline = section.headline
-        if headline and (not rankings or not headline.reference):
+        if headline and section.leads(rankings):
             console.print(f"\n{section.heading}", markup=False)
-            console.print(f"{headline.claim}.", style="bold", markup=False)
+            style = "bold" if headline.is_answer else ""
+            console.print(f"{headline.claim}.", style=style, markup=False)
         for ranking in rankings:
             _print_ranking(console, ranking)
-    for words in report.refusals:
+    if report.losses.lines:
+        console.out("")
+    for words in report.losses.lines:
         console.print(words, style="red", markup=False)
     console.out("\nCells", style="bold")
     _print_cells(console, cells)
@@ -121,12 +125,15 @@ def _print_ranking(console: Console, ranking: Ranking) -> None:
     drawn, shown = text_table(ranking.columns, []), ""
     for title, norm, *texts in ranking.rows:
         if title != shown:
-            drawn.add_row(Text(title, style="bold"))
+            group, _, why = title.partition(": ")
+            drawn.add_row(Text(group, style="bold"), "", "", Text(why))
             shown = title
         drawn.add_row(*map(Text, (f"  {norm}", *texts)))
-    for column in drawn.columns[:-1]:
+    for column in drawn.columns[:-2]:
         column.no_wrap = True
     console.print(drawn)
+    if ranking.note:
+        console.print(ranking.note, style="dim", markup=False)
 
 
 def _print_cells(console: Console, table: ReportTable) -> None:
@@ -146,8 +153,8 @@ def _print_cells(console: Console, table: ReportTable) -> None:
         column.min_width = min(LEAST_WIDTH, widest) if name in WRAPPED else widest
     console.print(drawn, soft_wrap=True)
     footnotes.print(console)
-    if counts.str.contains("[×!?]").any():
-        console.out("seeds: finished/wanted, × diverged, ! failed, ? missing", style="dim")
+    if counts.str.contains("/").any():
+        console.out(f"seeds: finished/wanted, {COUNT_MARKS}", style="dim")
     if table.note:
         console.print(table.note, style="dim", markup=False)
     if len(texts) > MAX_ROWS:

@@ -126,7 +126,7 @@ def test_why_a_grid_of_rates_does_not_tune_is_said_and_a_failed_norm_is_named(tm
     }
     assert words["batch"] == "best of 2 rates, runs failed"
     assert words["group"].startswith("best of 2 rates, by 2 seeds each")
-    assert report.refusals == ["batch, 1 run failed: CUDA out of memory"]
+    assert report.losses.lines == ["batch, 1 run failed: CUDA out of memory"]
 
 
 def write_declared(root: Path, *commands: Mapping[str, int], ended: int = 8) -> None:

@@ -43,7 +43,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figure]:
 
 def test_a_study_has_its_figures_and_all_draw(figures: dict[str, Figure]):
     assert list(figures) == [
-        *("metric_by_size", "improvement", "evaluation_statistics"),
+        *("metric_by_size", "evaluation_statistics"),
         *("curves_train_loss", "curves_val_accuracy", "sites_output_rms", "throughput"),
     ]
     for figure in figures.values():
@@ -162,24 +162,6 @@ def test_labels_stand_at_their_lines_and_keep_apart(tmp_path: Path):
 # Other questions
 
 
-@pytest.mark.parametrize(("num_seeds", "shown"), [(1, None), (5, None), (8, 0.63)])
-def test_the_colour_of_an_improvement_is_the_bound_nearest_to_a_half(
-    tmp_path: Path, num_seeds: int, shown: float | None
-):
-    """Five wins of five pairs do not exclude 0.5, so there is no figure; eight of eight do."""
-    write_cell(tmp_path, "batch", dict.fromkeys(range(num_seeds), 0.8))
-    write_cell(tmp_path, "group", dict.fromkeys(range(num_seeds), 0.9))
-    figure = figures_of(tmp_path).get("improvement")
-    assert (figure is None) == (shown is None)
-    if figure is not None and shown is not None:
-        rows = {row["norm"]: row for row in rows_of(figure)}
-        assert [rows[norm]["probability"] for norm in ("group", "batch")] == [1, 0]
-        found = [rows[norm]["shown"] for norm in ("group", "batch")]
-        assert found == pytest.approx([shown, 1 - shown], abs=0.005)
-        colour = figure.spec["layer"][1]["encoding"]["color"]
-        assert (colour["field"], colour["scale"]["domain"]) == ("shown", [0, 1])
-
-
 @pytest.mark.parametrize(
     ("suffixes", "kinds"),
     [
@@ -201,7 +183,7 @@ def test_evaluation_statistics_are_those_of_norms_that_mix(tmp_path: Path, suffi
     caption = figure.caption
     assert "precise" not in caption and ("as in training" in caption) == ("batch" in kinds)
     sizes = [kind.removeprefix("batch") for kind in kinds if kind[-1].isdigit()]
-    assert all(f"of {n} samples (batch{n})" in caption for n in sizes)
+    assert all(f"batch{n}: those of {n} samples" in caption for n in sizes)
 
 
 def test_learning_rates_mark_the_chosen_one(tmp_path: Path):

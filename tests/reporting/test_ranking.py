@@ -52,14 +52,14 @@ def test_norms_stand_in_groups_that_tests_tell_apart(tmp_path: Path):
     frn = next(place for place in ranking.places if place.norm == "frn")
     words = ranking.standing(frn)
     assert frn.comparison is not None
-    assert f"undecided, about {frn.comparison.seeds_to_decide} seeds would decide" in words
+    assert f"undecided, {frn.comparison.seeds_to_decide} seeds would decide" in words
 
 
 def test_equal_norms_have_no_order(tmp_path: Path):
     write_norms(tmp_path, {"batch": 0.9, "group": 0.9, "layer": 0.9}, sd=0.02)
     ranking = ranking_of(tmp_path)
     assert groups_of(ranking) == {"best": {"batch", "group", "layer"}}
-    assert ranking.sentence == "Any of these 3 norms may be the best"
+    assert ranking.sentence.startswith("Any of these 3 norms may be the best: ")
 
 
 def test_the_sentence_says_where_the_norm_of_the_user_stands(tmp_path: Path):
@@ -82,12 +82,45 @@ def test_a_norm_whose_every_run_diverged_is_no_candidate_for_the_best(tmp_path: 
         write_cell(tmp_path, norm, dict(enumerate(values)))
     ranking = ranking_of(tmp_path)
     assert groups_of(ranking) == {"best": {"batch", "group"}, "diverged": {"none"}}
-    assert ranking.sentence == "Any of these 2 norms may be the best"
+    assert ranking.sentence == "Any of these 2 norms may be the best: batch and group"
     assert ranking.rows[-1][0] == "diverged"
-    assert ranking.rows[-1][-1].startswith("at most -")
+    assert ranking.rows[-1][4].startswith("at most -")
     write_cell(tmp_path, "rms", {0: 0.9, 1: None})
     rms = next(place for place in ranking_of(tmp_path).places if place.norm == "rms")
     assert rms.group == "best" and ranking.standing(rms).startswith("at most ")
+
+
+def test_seeds_at_chance_are_named_wherever_their_norm_stands(tmp_path: Path, capsys):
+    rng = np.random.default_rng(0)
+    for norm, lost in {"batch": 0, "dyt": 2, "none": 8}.items():
+        values = [*np.full(lost, 0.1), *rng.normal(0.9, 0.01, 8 - lost)]
+        write_cell(tmp_path, norm, dict(enumerate(values)), chance_accuracy=0.1)
+    write_cell(tmp_path, "rms", {0: 0.9, 1: None}, chance_accuracy=0.1)
+    report = report_of(tmp_path)
+    (ranking,) = report.rankings
+    assert "dyt (2 of 8 seeds at chance)" in ranking.sentence
+    seeds = {row[1]: row[3] for row in ranking.rows}
+    assert seeds == {"batch": "8", "dyt": "8/8 ~2", "none": "8/8 ~8", "rms": "1/2 ×1"}
+    summary = "norm=rms: 1 of 2 seeds diverged; norm=none: 8 of 8 seeds at chance; norm=dyt: 2 of 8"
+    assert report.losses.summary == f"{summary} seeds at chance"
+    line = "norm=dyt lr=0.1: 2 of 8 seeds at chance (10 %); lower its learning rate, or search it"
+    content = to_json(report)
+    assert line in content["losses"]
+    (dyt,) = [cell for cell in content["cells"].values() if cell["norm"] == "dyt"]
+    assert dyt["seeds_at_chance"] == [0, 1]
+    assert main([f"runs_dir={tmp_path}", "study=synthetic"]) == 0
+    assert line in " ".join(capsys.readouterr().out.split())
+    page = (tmp_path / "synthetic" / "report" / "index.html").read_text()
+    assert line in page and page.index(summary) < page.index("<table") < page.index(line)
+
+
+def test_a_search_has_no_loss_at_rates_that_it_does_not_choose(tmp_path: Path):
+    rng = np.random.default_rng(0)
+    for norm in ("batch", "group"):
+        for lr in (0.03, 0.1, 3.0):
+            values = dict(enumerate(rng.normal(0.9, 0.01, 8) if lr < 1 else np.full(8, 0.1)))
+            write_cell(tmp_path, norm, values, lr=lr, chance_accuracy=0.1)
+    assert report_of(tmp_path).losses.lines == []
 
 
 def test_a_tuned_norm_stands_where_fresh_seeds_put_it(tmp_path: Path):
@@ -126,7 +159,7 @@ def test_refused_cells_are_counted_and_named_with_their_reason(
     report = report_of(tmp_path)
     assert report.counts.endswith("; 2 cells refused")
     reason = "group num_groups=7, 2 cells refused: num_groups=7 does not divide 16"
-    assert report.refusals == [reason]
+    assert report.losses.lines == [reason] and report.losses.summary == "2 cells refused"
     rows = cell_table(report.cells, None, None, report.refused).rows[-2:]
     assert [row["norm"] for row in rows] == ["group num_groups=7"] * 2
     assert [(row["lr"], row["model"]) for row in rows] == [("0.1", "resnet"), ("0.5", "resnet")]

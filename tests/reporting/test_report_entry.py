@@ -82,7 +82,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_a_report_has_its_page_figures_tables_and_verdict(whole: tuple[Path, str]):
     folder, printed = whole
     names = {path.stem for path in (folder / "figures").glob("*.svg")}
-    assert {"metric_by_size_main", "improvement_main"} <= names
+    assert "metric_by_size_main" in names
     for files in ("*.png", "*.pdf", "*.csv", "paper/*.svg", "paper/*.pdf"):
         assert names == {path.stem for path in (folder / "figures").glob(files)}
     assert "6 cells, 48 runs: 48 finished" in printed and str(folder / "index.html") in printed

@@ -414,15 +414,13 @@ def test_another_budget_and_the_change_to_it_are_said(tmp_path: Path, studies: b
         assert "the other way" not in text and "the difference changes by -1.1 [" in text
     headlines = [report.sections[0].headline for report in (turned, kept)]
     turns, stays = (one.claim.replace(" · e12", "") for one in headlines if one)
-    end = "from norm batch size 128 to 2 at epochs=12 and lr=0.1"
-    assert re.fullmatch(
-        rf"batch loses 2.0 \[.*\] points {end}; at epochs=48 it gains 1.9 \[1.8, 2.0\] points; .*",
-        turns,
+    start = (
+        r"batch loses 2.0 \[.*\] points from norm batch size 128 to 2, at epochs=12 and lr=0.1. "
     )
-    assert re.fullmatch(
-        rf"batch loses 2.0 \[.*\] points {end}, and 3.1 \[3.0, 3.2\] points at epochs=48; .*",
-        stays,
-    )
+    change = r" From epochs=12 to epochs=48 the difference changes by .*"
+    other = r"At epochs=48: 1.9 \[1.8, 2.0\] points the other way\."
+    assert re.fullmatch(start + other + change, turns)
+    assert re.fullmatch(start + r"At epochs=48: 3.1 \[3.0, 3.2\] points\." + change, stays)
 
 
 def test_the_headline_is_the_same_at_every_budget(tmp_path: Path):
@@ -435,9 +433,11 @@ def test_the_headline_is_the_same_at_every_budget(tmp_path: Path):
     assert "epochs" not in section.heading and section.headline is not None
     write_cell(tmp_path, "layer", drawn(rng, 0.96), epochs=12.0)  # better, at one budget alone
     assert report_of(tmp_path).sections[0].headline.norms == ["group"]
-    words = r"At norm batch size 2, group is better than batch by .* points at epochs=12 and lr=0.1"
-    words += ", and .* "
-    assert re.fullmatch(words + r"points at epochs=48; .* changes by .*", section.headline.claim)
+    words = (
+        r"At norm batch size 2, group is better than batch by .* points, at epochs=12 and lr=0.1"
+    )
+    words += r"\. At epochs=48: .* points\. .* changes by .*"
+    assert re.fullmatch(words, section.headline.claim)
 
 
 def test_an_undecided_headline_says_so_at_each_budget(tmp_path: Path):
@@ -445,8 +445,8 @@ def test_an_undecided_headline_says_so_at_each_budget(tmp_path: Path):
         ends = {2: {0: 0.8, 1: 0.95, 2: 0.9}, 128: {0: 0.9, 1: 0.9, 2: 0.901}}
         write_sizes(tmp_path, ends, epochs=epochs)
     (section,) = report_of(tmp_path).sections
-    words = r"batch, .*: (.* points) at epochs=12 and lr=0.1, undecided; \1 at epochs=48, undecided"
-    words += "; from epochs=12 to epochs=48 the difference does not change by more than 1 point: .*"
+    words = r"batch, .*: (.* points); undecided, .* decide, at epochs=12 and lr=0.1\. "
+    words += r"At epochs=48: \1\. From epochs=12 to epochs=48 the difference does not change .*"
     assert section.headline is not None and re.fullmatch(words, section.headline.claim)
 
 
@@ -505,7 +505,7 @@ def test_a_verdict_that_outlying_seeds_decide_is_undecided(tmp_path: Path):
     write_cell(tmp_path, "batch", dict(enumerate([*level[:7], 0.7])))
     write_cell(tmp_path, "group", dict(enumerate(group)))
     one = comparisons_of(tmp_path)["group"]
-    assert one.kind == "apart" and "; undecided: 1 of 8 seeds lies apart (" in one.text
+    assert one.kind == "apart" and "; undecided: 1 of 8 seeds lies apart, and" in one.text
     (row,) = [row for row in draw(report_of(tmp_path)).cells.rows if row["norm"] == "batch"]
     assert row["worst seed"] == "70.0" and row["seeds apart"] == 1
 

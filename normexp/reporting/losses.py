@@ -1,0 +1,83 @@
+"""What a study has lost: cells refused, runs that failed, seeds that diverged or are at chance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from normexp.config.rules import format_count
+from normexp.reporting.metric import LOWER, chance_words
+from normexp.reporting.model import AXIS_WORDS, CellRow, Slice
+from normexp.reporting.read import RefusedCell
+from normexp.reporting.sentences import listed
+
+MOST_NAMES = 3  # in the summary
+
+
+@dataclass(frozen=True)
+class Losses:
+    """summary: one line, `2 cells refused; norm=none: 4 of 4 seeds diverged`; empty without a loss
+
+    lines: one for each reason, with the remedy
+    """
+
+    summary: str
+    lines: Sequence[str]
+
+
+def losses_of(
+    slices: Sequence[Slice], cells: Iterable[CellRow], refused: Sequence[RefusedCell]
+) -> Losses:
+    """slices: whose cells count where seeds diverged or are at chance; a rate that the search of a
+    norm does not choose is no loss
+    """
+    errors = [(cell.norm, run.result.error) for cell in cells for run in cell.runs]
+    failed = [(norm, error) for norm, error in errors if error]
+    counts = [
+        f"{format_count(len(refused), 'cell')} refused" * bool(refused),
+        f"{format_count(len(failed), 'run')} failed" * bool(failed),
+    ]
+    lines = [
+        *_by_reason(((cell.norm, cell.error) for cell in refused), "cell", ""),
+        *_by_reason(failed, "run", "failed: "),
+    ]
+    lost: dict[str, dict[str, tuple[int, int]]] = {"diverged": {}, "at chance": {}}
+    for part in slices:
+        for cell in dict.fromkeys(cell for _, cell in part.points):
+            diverged = {seed for c in part.chosen(cell) for seed in c.seeds_with("diverged")}
+            at_chance, total = part.at_chance(cell), len(cell.runs)
+            where = _place(part, cell) + (f", {part.heading}" if len(slices) > 1 else "")
+            remedy = "at a rate that some seeds choose" if part.tuned(cell) else LOWER
+            for kind, seeds in (("diverged", diverged), ("at chance", at_chance)):
+                if seeds:
+                    known = lost[kind].get(cell.norm, (0, 0))
+                    lost[kind][cell.norm] = (known[0] + len(seeds), known[1] + total)
+            if diverged:
+                lines.append(f"{where}: {len(diverged)} of {total} seeds diverged; {remedy}")
+            if at_chance:
+                words = chance_words(len(at_chance), total, cell.config["chance_accuracy"])
+                lines.append(f"{where}: {words}; {remedy}")
+    for kind, norms in lost.items():
+        named = [f"norm={norm}: {k} of {n} seeds {kind}" for norm, (k, n) in norms.items()]
+        counts += named if len(named) <= MOST_NAMES else [f"{len(named)} norms with seeds {kind}"]
+    return Losses("; ".join(filter(None, counts)), lines)
+
+
+def _by_reason(pairs: Iterable[tuple[str, str]], noun: str, verb: str) -> list[str]:
+    """`batch and group num_groups=7, 3 cells refused: ...`, a line for each reason."""
+    norms: dict[str, list[str]] = {}
+    for norm, reason in pairs:
+        norms.setdefault(reason, []).append(norm)
+    return [
+        f"{listed([*dict.fromkeys(same)])}, {format_count(len(same), noun)} {verb}{reason}"
+        for reason, same in norms.items()
+    ]
+
+
+def _place(part: Slice, cell: CellRow) -> str:
+    """`norm=dyt lr=1`, with the size where there are several."""
+    size = cell.norm_batch_size if part.axis == "norm_batch_size" else cell.batch_size
+    has_size = len(part.sizes) > 1 and cell.norm not in part.independent
+    words = [f"norm={cell.norm}", f"{AXIS_WORDS[part.axis]} {size}" if has_size else ""]
+    words.append(f"lr={cell.lr:g}" if cell.lr is not None and not part.tuned(cell) else "")
+    return " ".join(filter(None, words))
