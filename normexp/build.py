@@ -189,6 +189,7 @@ def measure_norm(norm: NormSpec, *, contract_only: bool = False) -> Card:
         target=target.path,
         eps=norm.eps,
         slots=resolve({}, reserved),
+        sees_texts=reserved.get("view") == "sequence",
         contract_only=contract_only,
     )
 

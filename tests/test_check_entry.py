@@ -96,6 +96,13 @@ def test_several_norms_are_a_comparison(capsys: pytest.CaptureFixture[str]):
     assert "| dtype kept | pass | pass |" in lines
 
 
+def test_a_norm_that_sees_whole_texts_says_that_it_reads_the_future(capsys):
+    assert main(["norm=instance,causal_instance,group", CONTRACT]) == 0
+    instance, *others = capsys.readouterr().out.splitlines()[:3]
+    assert instance.endswith("it reads later tokens, so causal models such as model=gpt refuse it")
+    assert [line.partition(": ")[2] for line in others] == ["the contract holds"] * 2
+
+
 def test_custom_norm_takes_its_knobs(mine: str, capsys: pytest.CaptureFixture[str]):
     assert main([*custom(f"{mine}.Mine"), "norm.knob=0.5", CONTRACT]) == 0
     out = capsys.readouterr().out

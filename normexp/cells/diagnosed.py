@@ -16,7 +16,7 @@ from normexp.config.rules import format_count
 from normexp.config.spec import CellSpec
 from normexp.data.batches import TrainingBatches
 from normexp.data.dataset import Data
-from normexp.diagnosis import SHORT, Diagnosis, decompose, diagnose
+from normexp.diagnosis import SHORT, Diagnosis, cancelling, decompose, diagnose
 from normexp.diagnosis.network import num_batches_of
 from normexp.errors import UserError
 from normexp.training.evaluation import criterion_of
@@ -97,6 +97,8 @@ def decomposition_lines(rows: Sequence[Mapping[str, float]], num_test_samples: i
         spread = f" ({stdev(columns[name]):.4f})" if len(rows) > 1 else ""
         lines.append(f"  {names[name]:<32}{mean(columns[name]):{sign}.4f}{spread}")
     costs = {name: mean(columns[name]) for name in SHORT if name in shown}
+    if words := cancelling([*costs.values()]):
+        lines.append(words)
     cause = max(costs, key=lambda name: costs[name], default=None)
     gap = mean(columns["evaluation"]) - mean(columns["training"])
     if gap <= 0:

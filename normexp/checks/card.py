@@ -17,6 +17,7 @@ from normexp.checks.contract import open_and_measure
 from normexp.norms.slots import Slots
 
 SCHEMA = 1
+CAUSALITY = "leaks the future"  # breaks no contract, and rules out causal models
 STYLES = {"pass": "green", "fail": "bold red", "value": "", "skipped": "dim"}
 CELL_WIDTH = 12  # minimum width of a norm's column in a comparison
 NAME_WIDTH = 31  # width of the column with the names of lines
@@ -31,6 +32,7 @@ class Card:
         target: what was built.
         num_features: channels of the inputs it was measured on; 0 if it cannot be built.
         takes: its layout, and the numbers of dimensions that it accepts unwrapped.
+        sees_texts: it is shown whole texts in a network, not single tokens.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Card:
     num_features: int
     takes: str
     lines: tuple[Answer, ...]
+    sees_texts: bool = False
 
     @property
     def failures(self) -> list[Answer]:
@@ -54,8 +57,15 @@ class Card:
     def verdict(self) -> str:
         count = len(self.failures)
         if not count:
-            return f"{self.name}: the contract holds"
+            return f"{self.name}: the contract holds{self._causality()}"
         return f"{self.name}: {count} {'line' if count == 1 else 'lines'} of the contract failed"
+
+    def _causality(self) -> str:
+        """That a norm reads later tokens, which those that see single tokens cannot."""
+        leaks = next((line.value for line in self.lines if line.name == CAUSALITY), "no")
+        if not self.sees_texts or leaks not in ("yes", "in evaluation"):
+            return ""
+        return "; it reads later tokens, so causal models such as model=gpt refuse it"
 
 
 def measure_card(
@@ -65,6 +75,7 @@ def measure_card(
     target: str,
     eps: float,
     slots: Slots,
+    sees_texts: bool = False,
     contract_only: bool = False,
 ) -> Card:
     """Measures every line of a norm's card; each question builds the norm afresh.
@@ -77,10 +88,11 @@ def measure_card(
         UserError: not callable, an unknown knob, an argument that is not set, no nn.Module.
     """
     sections = SECTIONS[:1] if contract_only else SECTIONS
-    norm, lines = open_and_measure(make, sections, target=target, eps=eps, slots=slots)
+    also = (CAUSALITY,) if sees_texts else ()
+    norm, lines = open_and_measure(make, sections, also, target=target, eps=eps, slots=slots)
     if norm is None:
         return Card(name, target, 0, "no input", tuple(lines))
-    return Card(name, target, norm.num_features, norm.takes, tuple(lines))
+    return Card(name, target, norm.num_features, norm.takes, tuple(lines), sees_texts)
 
 
 def as_json(cards: Sequence[Card]) -> str:

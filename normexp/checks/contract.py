@@ -61,9 +61,14 @@ def assert_contract(
 
 
 def open_and_measure(
-    make: Callable[..., Any], sections: Collection[Section] = ("contract",), **known: Any
+    make: Callable[..., Any],
+    sections: Collection[Section] = ("contract",),
+    also: Collection[str] = (),
+    **known: Any,
 ) -> tuple[LoneNorm | None, list[Answer]]:
     """A norm (None if its constructor raises) and its answers to the questions of `sections`.
+
+    And to those that `also` names.
 
     The norm keeps the shapes for which outputs are finite; if none is left, the rest of the
     contract is skipped and other sections are left out.
@@ -85,7 +90,8 @@ def open_and_measure(
     reason = "outputs are not finite" if norm.shapes else "no input is taken"
     norm = replace(norm, shapes=tuple(s for s in norm.shapes if s not in broken))
     if norm.shapes:
-        return norm, lines + ask_norm([q for q in OF_NORMS if q.follows in sections], norm)
+        asked = [q for q in OF_NORMS if q.follows in sections or q.name in also]
+        return norm, lines + ask_norm(asked, norm)
     rest = [q for q in OF_NORMS if q.follows == "contract"]
     return norm, lines + [question.line(skipped(reason)) for question in rest]
 

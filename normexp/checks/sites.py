@@ -120,7 +120,10 @@ class EnteredSite:
         try:
             yield
         except Exception as error:  # of foreign code, any kind
-            raise UserError(f"norm at {name_some(self.names)}: {explain(error)}") from error
+            raise UserError(
+                f"probing the norm at {name_some(self.names)} on {self.shape[0]} samples fails: "
+                f"{explain(error)}"
+            ) from error
 
     def later(self) -> list[EnteredSite]:
         """The same site late in a training if it counts steps, and in phases of a foreign norm."""
@@ -194,9 +197,9 @@ def enter_sites(network: nn.Module, batch: Batch) -> list[EnteredSite]:
     except Exception as error:  # of foreign code, any kind
         if not inside and isinstance(error, UserError):
             raise
-        model = f"model {type(network).__name__} fails:"
-        where = f"norm at site {inside[-1]}:" if inside else model
-        raise UserError(f"{where} {explain(error)}") from error
+        where = f"the norm at site {inside[-1]}" if inside else f"model {type(network).__name__}"
+        samples = f"on {len(batch['inputs'])} samples"
+        raise UserError(f"probing {where} {samples} fails: {explain(error)}") from error
     finally:
         for handle in handles:
             handle.remove()

@@ -176,12 +176,23 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
         if text.startswith("~"):
             key = key.lstrip("~")
             raise UserError(f"{text}: a key cannot be removed; give it a value, as {key}=...")
+        if equals and value.endswith(","):
+            raise UserError(
+                f"{text} names nothing after its last comma: write values without blanks, as "
+                "norm=batch,group"
+            )
         if not key or not equals:
             raise UserError(f"{text!r} is not key=value, as in norm=group or batch_size=8")
         try:
             parsed += parser.parse_overrides([_with_study_as_text(text)])
         except HydraException:
             raise _unreadable(key, value) from None
+        if _has_decimal_commas(key, value):
+            typed = re.sub(r"0,(\d+)", r"0.\1", value)
+            raise UserError(
+                f"{text}: commas separate values, and {key}=0 is not allowed; write decimals with "
+                f"a point, as {key}={typed}"
+            )
         swept = parsed[-1].value()
         if isinstance(swept, RangeSweep) and not swept.step:
             raise UserError(f"{text}: the step of a range must not be 0")
@@ -195,6 +206,13 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
                 raise UserError(f"{text} and {other[0]} both name a {key}; drop one of them")
             parsed[-1:] = parser.parse_overrides([f"{key}=custom", target])
     return parsed
+
+
+def _has_decimal_commas(key: str, value: str) -> bool:
+    """True for lr=0,1 or lr=0,1,0,3: zeros, which the key does not take, before each comma."""
+    rule = KEYS[key].rule if key in KEYS else None
+    takes_fractions = rule is not None and rule.holds(0.1) and not rule.holds(0)
+    return takes_fractions and re.fullmatch(r"0,\d+(,0,\d+)*", value) is not None
 
 
 def _has_one_fraction(swept: RangeSweep) -> bool:

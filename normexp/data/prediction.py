@@ -57,7 +57,13 @@ class Preprocessing:
         raw = raw.unsqueeze(0) if raw.ndim == len(self.input_shape) else raw
         wanted = tuple(self.input_shape)
         if tuple(raw.shape[1:]) != wanted:
-            raise UserError(f"images are {tuple(raw.shape)}, must be (N, {str(wanted)[1:]}")
+            hint = ""
+            if raw.ndim == 4 and raw.shape[1] == wanted[0]:
+                hint = (
+                    "; resize them, as torch.nn.functional.interpolate(images, "
+                    f'{wanted[1:]}, mode="bilinear", antialias=True)'
+                )
+            raise UserError(f"images are {tuple(raw.shape)}, must be (N, {str(wanted)[1:]}{hint}")
         most = 1 if raw.is_floating_point() else 255
         if raw.numel() and not (raw.min() >= 0 and raw.max() <= most):
             low, high = raw.min().item(), raw.max().item()

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
 
 from normexp.diagnosis.examination import (
     Examination,
@@ -18,10 +19,17 @@ from normexp.diagnosis.examination import (
 )
 from normexp.diagnosis.findings import Case, find, row_of
 from normexp.diagnosis.network import Loss, read_batches, unchanged
-from normexp.diagnosis.result import TERMS, Diagnosis, Estimate, Finding, SiteRow
+from normexp.diagnosis.result import (
+    TERMS,
+    Diagnosis,
+    Estimate,
+    Finding,
+    SiteRow,
+    cancelling,
+)
 from normexp.errors import UserError
 
-__all__ = ["Diagnosis", "Estimate", "Finding", "SiteRow", "decompose", "diagnose"]
+__all__ = ["Diagnosis", "Estimate", "Finding", "SiteRow", "cancelling", "decompose", "diagnose"]
 
 
 def diagnose(
@@ -36,9 +44,19 @@ def diagnose(
     """See `normexp.diagnose`."""
     if not isinstance(model, nn.Module):
         raise UserError(f"model={model!r}: must be an nn.Module, as normexp.load(...) returns")
-    if not (isinstance(batches, Iterable) or hasattr(batches, "__getitem__")):
+    if isinstance(batches, Dataset) and not isinstance(batches, IterableDataset):
         raise UserError(
-            f"batches={batches!r}: must be pairs (inputs, targets), as a DataLoader has"
+            "batches is a Dataset, which holds single samples; pass "
+            "torch.utils.data.DataLoader(dataset, batch_size=32, shuffle=True)"
+        )
+    if isinstance(loss, type):
+        raise UserError(f"loss={loss.__name__} is a class; pass an instance, {loss.__name__}()")
+    if isinstance(batches, Tensor) or not (
+        isinstance(batches, Iterable) or hasattr(batches, "__getitem__")
+    ):
+        raise UserError(
+            f"batches is a {type(batches).__name__}, must be pairs (inputs, targets), as a "
+            "DataLoader has"
         )
     if tolerance is not None and not tolerance >= 0:
         raise UserError(f"tolerance={tolerance}: must be a number, 0 or more, or None")
@@ -164,6 +182,8 @@ def _notes(case: Case) -> list[str]:
             f"The gap is known to ± {uncertain:.2g} (two standard errors), the tolerance is "
             f"{case.tolerance:.2g}: more or larger batches, max_batches=..., would tell more."
         )
+    if words := cancelling([term.value for term in case.terms.values()]):
+        notes.append(f"{words[0].upper()}{words[1:]}.")
     if not (seen.sites or seen.without_averages or seen.unknown):
         notes.append("No norm with running averages or batch statistics was found.")
     if seen.unknown:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, Literal
@@ -198,6 +198,14 @@ class Diagnosis:
         from normexp.diagnosis.figure import draw
 
         return draw(self.to_dict())
+
+
+def cancelling(terms: Sequence[float]) -> str:
+    """That terms of opposite signs cancel, by more than is left of them; empty if they do not."""
+    up, down = sum(term for term in terms if term > 0), sum(term for term in terms if term < 0)
+    if min(up, -down) <= abs(up + down):
+        return ""
+    return f"the terms cancel: {up:+.4f} and {down:+.4f} leave {up + down:+.4f}"
 
 
 def _always(name: str) -> bool:

@@ -306,7 +306,7 @@ def find_layout(build: Build, num_features: int, *, target: str) -> Layout:
         reshaped = [trial for trial in trials if trial.reshapes]
         if not taken or (reshaped and {trial.num_dims for trial in taken} == {2}):
             best = max(reshaped if taken else trials, key=lambda trial: trial.reached)
-            probe.refuse(f"does not fit: it {best.problem}")
+            probe.refuse(f"does not fit: probed on a few samples, it {best.problem}")
         first = tuple(trial.num_dims for trial in taken if not trial.channels_last)
         last = tuple(trial.num_dims for trial in taken if trial.channels_last)
         channels_last = first in ((), (2,))

@@ -278,16 +278,25 @@ class Evaluator:
         }
 
     def log_gaps(self) -> None:
-        """Logs one line per site: running averages against the population, means over runs."""
+        """Logs where running averages are farthest from the population, by means over runs."""
         gaps = [] if self.population is None else self.population.gaps
-        for site in dict.fromkeys(site for replica_gaps in gaps for site in replica_gaps):
-            site_gaps = [replica_gaps[site] for replica_gaps in gaps if site in replica_gaps]
-            logger.info(
-                "running averages at %s: mean off by %.2f sd, log2 of variance off by %+.2f",
-                site,
-                finite_mean([gap["mean_shift"]["mean"] for gap in site_gaps]),
-                finite_mean([gap["log2_var_ratio"]["mean"] for gap in site_gaps]),
-            )
+        sites = list(dict.fromkeys(site for of_replica in gaps for site in of_replica))
+        off: dict[str, dict[str, float]] = {
+            kind: {
+                site: finite_mean([gap[site][kind]["mean"] for gap in gaps if site in gap])
+                for site in sites
+            }
+            for kind in ("mean_shift", "log2_var_ratio")
+        }
+        if not sites:
+            return
+        mean_at, var_at = (
+            max(sites, key=lambda site, kind=kind: abs(off[kind][site])) for kind in off
+        )
+        logger.info(
+            "running averages, at worst: mean off by %.2f sd (%s), log2 of variance by %+.2f (%s)",
+            *(off["mean_shift"][mean_at], mean_at, off["log2_var_ratio"][var_at], var_at),
+        )
 
 
 def suffix_of(kind: str) -> str:

@@ -61,6 +61,8 @@ def test_a_knob_is_that_of_the_swept_choice():
         (["lr=interval(0.1,1)"], "lr=interval(0.1,1)"),
         (["optim=glob(zzz*)"], "optim=glob(zzz*)"),
         (["optim=sgdd,adamww"], "optim=sgdd"),  # none composes
+        (["norm=batch,", "group"], "write values without blanks, as norm=batch,group"),
+        (["lr=0,1,0,03"], "write decimals with a point, as lr=0.1,0.03"),
         (["cells=[{norm:batch,batch_sise:8},{norm:group}]"], "did you mean batch_size"),
         (["cells=[{norm:grop},{norm:group}]"], "norm=grop"),
         (["cells=[{norm:batch,lr:1.0},{norm:group}]", "lr=0.1,0.3"], "lr=0.1,0.3"),

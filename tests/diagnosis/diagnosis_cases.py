@@ -81,8 +81,8 @@ def trained(kind: str = "batch") -> Any:
 
 
 def examine(model: nn.Module, **options: Any) -> Diagnosis:
-    options = {"batches": batches(), "max_batches": 8} | options
-    return diagnose(model, loss=F.cross_entropy, **options)
+    options = {"batches": batches(), "max_batches": 8, "loss": F.cross_entropy} | options
+    return diagnose(model, **options)
 
 
 def kinds(diagnosis: Diagnosis) -> set[str]:

@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from diagnosis_cases import batches, examine, kinds, network, norms_of, trained
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
 from torchvision.ops import FrozenBatchNorm2d
 
-from normexp.diagnosis import Diagnosis, diagnose
+from normexp.diagnosis import Diagnosis, cancelling, diagnose
 from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm
 from normexp.norms.running import RunningMomentsNorm
@@ -503,7 +504,10 @@ def test_forms_of_batches():
 def test_mistakes_are_said():
     for wrong, part in (
         ({"model": nn.Linear}, "model=<class .*Linear'>: must be an nn.Module"),
-        ({"batches": 5}, "batches=5: must be pairs"),
+        ({"batches": 5}, "batches is a int, must be pairs"),
+        ({"batches": torch.ones(4, 3)}, "batches is a Tensor, must be pairs"),
+        ({"batches": TensorDataset(torch.ones(4, 3))}, "single samples; pass .*DataLoader"),
+        ({"loss": nn.CrossEntropyLoss}, r"pass an instance, CrossEntropyLoss\(\)"),
         ({"tolerance": -1}, "tolerance=-1: must be a number, 0 or more"),
     ):
         with pytest.raises(UserError, match=part):
@@ -514,6 +518,11 @@ def test_mistakes_are_said():
         examine(trained(), batches=[{"picture": x} for x, _ in batches()])
     with pytest.raises(UserError, match=r"in training mode \(RuntimeError"):
         examine(trained(), batches=[(x[:, :, 0], y) for x, y in batches()])
+
+
+def test_terms_that_cancel_are_said_to():
+    assert cancelling([0.5, -0.4, 0.1]) == "the terms cancel: +0.6000 and -0.4000 leave +0.2000"
+    assert not cancelling([0.5, -0.1]) and not cancelling([])
 
 
 def test_evaluation_batches_that_are_preprocessed_otherwise():
