@@ -23,7 +23,7 @@ SMALL = 2  # samples that share statistics
 RATIOS = (0.7, 7.0)  # of the figure of the ranking
 RATIOS_OF_WORKLOADS = (0.85, 2.5)  # of the panels over all
 TICKS = [0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.5, 2, 3, 5, 7]
-WIDTH_OF_RATES, WIDTH_OF_TUNED, WIDTH_OF_RATIOS, HEIGHT, ROW = 145, 55, 88, 300, 15  # pixels
+WIDTH_OF_RATES, WIDTH_OF_TUNED, WIDTH_OF_RATIOS, HEIGHT, ROW = 145, 55, 88, 300, 20  # pixels
 GREY = "#808080"
 COLOURS = {
     "best": "#0072b2",
@@ -267,7 +267,7 @@ def draw_cost(standings: Standings) -> Figure | None:
     name = alt.Chart().mark_text(align="left", dx=7, fontSize=9, color=GREY)
     chart = alt.layer(
         point.encode(x, y, colour, size, tooltip=tip), name.encode(x, y, alt.Text("norm:N"))
-    ).properties(width=380, height=HEIGHT)
+    ).properties(width=380, height=max(HEIGHT, ROW * len(rows) * 0.7))  # room for the names
     return Figure(
         f"cost_{standings.recipe.name}",
         f"{standings.recipe.name}: error and cost",

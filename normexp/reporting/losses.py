@@ -16,7 +16,9 @@ MOST_NAMES = 3  # in the summary
 
 @dataclass(frozen=True)
 class Losses:
-    """summary: one line, `2 cells refused; norm=none: 4 of 4 seeds diverged`; empty without a loss
+    """Counts and reasons.
+
+    summary: one line, `2 cells refused; norm=none: 4 of 4 seeds diverged`; empty without a loss
 
     lines: one for each reason, with the remedy
     """
@@ -28,8 +30,9 @@ class Losses:
 def losses_of(
     slices: Sequence[Slice], cells: Iterable[CellRow], refused: Sequence[RefusedCell]
 ) -> Losses:
-    """slices: whose cells count where seeds diverged or are at chance; a rate that the search of a
-    norm does not choose is no loss
+    """The losses of a report; a rate that the search of a norm does not choose is none.
+
+    slices: whose cells count where seeds diverged or are at chance
     """
     errors = [(cell.norm, run.result.error) for cell in cells for run in cell.runs]
     failed = [(norm, error) for norm, error in errors if error]
@@ -59,7 +62,8 @@ def losses_of(
                 lines.append(f"{where}: {words}; {remedy}")
     for kind, norms in lost.items():
         named = [f"norm={norm}: {k} of {n} seeds {kind}" for norm, (k, n) in norms.items()]
-        counts += named if len(named) <= MOST_NAMES else [f"{len(named)} norms with seeds {kind}"]
+        many = [f"{format_count(len(named), 'norm')} with seeds {kind}"] if named else []
+        counts += named if sum(map(len, lost.values())) <= MOST_NAMES else many
     return Losses("; ".join(filter(None, counts)), lines)
 
 

@@ -21,6 +21,7 @@ function merged(base, extra) {
   return result;
 }
 
+const NARROW = 560; // pixels of room for a figure
 const WIDE_SQUARE = 70; // pixels; the least width of a square with an interval below its number
 const columnsOf = ({ layer, datasets }) => new Set(datasets.rows.map((r) => r[layer[0].encoding.x.field])).size;
 
@@ -31,14 +32,19 @@ function fitted(spec, room, shrink) {
   const fit = copy.usermeta.fit;
   delete copy.title;
   copy.config = merged(copy.config, theme());
-  copy.config.legend.columns = Math.max(1, Math.floor(room / 140));
+  fitLegends(copy, room);
+  if (copy.hconcat) fitRow(copy, room - shrink);
   if (fit === "facet") {
     const panels = new Set(copy.datasets.rows.map((row) => row.norm)).size;
     copy.columns = Math.max(1, Math.min(panels, Math.floor(room / 270)));
     copy.spec.width = Math.max(130, Math.min(640, room / copy.columns - 80) - shrink / copy.columns);
+  } else if (copy.spec?.width?.step) {
+    const width = copy.spec.width.step * columnsOf({ ...copy.spec, datasets: copy.datasets }) + 80;
+    copy.columns = Math.max(1, Math.min(3, Math.floor(room / width)));
   } else if (copy.width?.step) {
-    copy.width.step = Math.max(24, Math.min(copy.width.step, (room - 100 - shrink) / columnsOf(spec)));
+    copy.width.step = Math.max(20, Math.min(copy.width.step, (room - 100 - shrink) / columnsOf(spec)));
     if (copy.width.step < WIDE_SQUARE) narrowSquares(copy);
+    if (room < NARROW) shortenTitles(copy);
   } else if (fit === "width" || fit === "strip") {
     const width = Math.max(120, Math.min(1400, room - 90) - shrink);
     copy.config.axis.titleLimit = width + 70;
@@ -47,15 +53,51 @@ function fitted(spec, room, shrink) {
       view.width = width;
       if (width < 300) shortenTitles(view);
     }
+    if (shrink && width < 200) shrinkTexts(copy);
     for (const view of copy.vconcat ?? []) if (view.title) view.title = { text: view.title, fontSize: 12 };
   }
   return copy;
 }
 
+const viewsOf = ({ layer, hconcat, vconcat, spec }) => [...(layer ?? []), ...(hconcat ?? []), ...(vconcat ?? []), ...(spec ? [spec] : [])];
+
+function fitLegends(view, room) {
+  const columns = Math.max(1, Math.floor((room - 110) / 140)), legend = view.encoding?.color?.legend;
+  if (view.config) view.config.legend.columns = columns;
+  if (legend?.gradientLength) legend.gradientLength = Math.min(legend.gradientLength, room / 3);
+  else if (legend) legend.columns = columns;
+  viewsOf(view).forEach((part) => fitLegends(part, room));
+}
+
+// Panels beside each other widen with the room. On a narrow screen they stand in rows of two, or, where all share
+// the names of the first, one below the other, each with the names.
+function fitRow(copy, room) {
+  const panels = copy.hconcat, [first] = panels.map((panel) => panel.layer ?? [panel]);
+  const names = first.find(({ encoding }) => encoding.y?.type === "nominal")?.encoding.y;
+  const total = panels.reduce((sum, panel) => sum + panel.width, 0);
+  let scale = (room - (names ? 130 : 30) - (names ? 10 : 35) * panels.length) / total;
+  if (room < NARROW) {
+    Object.assign(copy, { concat: panels, columns: names ? 1 : 2 });
+    delete copy.hconcat;
+    scale = names ? (room - 130) / panels[0].width : 1;
+    for (const { encoding } of panels.flatMap((panel) => panel.layer ?? [panel])) {
+      if (names && encoding.y?.type === "nominal") encoding.y.axis = names.axis;
+    }
+  }
+  for (const panel of panels) panel.width *= Math.max(1, Math.min(2, scale));
+}
+
 // `norm batch size (samples that share statistics)` is cut off on a narrow screen.
 function shortenTitles({ encoding, layer = [] }) {
-  if (encoding?.x?.title) encoding.x.title = encoding.x.title.replace(/ \(.*\)$/, "");
+  if (encoding?.x?.title) encoding.x.title = encoding.x.title.replace(/(,| \().*$/, "");
   layer.forEach(shortenTitles);
+}
+
+// Long names at both sides leave no room for the lines between them.
+function shrinkTexts(view) {
+  if ((view.mark?.type ?? view.mark) === "text") Object.assign(view.mark, { fontSize: 7, dx: view.mark.dx && 14 });
+  if (view.encoding?.y?.type === "nominal") Object.assign(view.encoding.y.axis ??= {}, { labelFontSize: 7 });
+  viewsOf(view).forEach(shrinkTexts);
 }
 
 // Squares of a narrow screen have their number alone.

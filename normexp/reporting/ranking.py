@@ -33,7 +33,7 @@ from normexp.config.rules import as_typed
 from normexp.reporting.metric import APART_WORDS, COUNT_MARKS, format_mean
 from normexp.reporting.model import AXIS_WORDS, CellRow, Slice
 from normexp.reporting.rows import count_words
-from normexp.reporting.sentences import gap_words, listed, needed_words, seeds_words
+from normexp.reporting.sentences import MOST_NAMES, gap_words, listed, needed_words, seeds_words
 from normexp.reporting.verdict import (
     Comparison,
     compare_cells,
@@ -132,6 +132,9 @@ class Ranking:
     @property
     def _best_words(self) -> str:
         best, num_ranked = [*map(self._marked, self.best)], len(self.ranked)
+        num_cut = sum(" (" in norm for norm in best[MOST_NAMES - 1 :])
+        more = f", {num_cut} of these with seeds at chance" if len(best) > MOST_NAMES else ""
+        more *= bool(num_cut)
         if all(place.group == "diverged" for place in self.places):
             return "No norm is ranked: every run diverged"
         if not best:
@@ -143,10 +146,10 @@ class Ranking:
         if num_ranked == 1:
             return f"Only {best[0]} is ranked"
         if len(best) == num_ranked:
-            return f"Any of these {num_ranked} norms may be the best: {listed(best)}"
+            return f"Any of these {num_ranked} norms may be the best: {listed(best)}{more}"
         if len(best) == 1:
             return f"The best of {num_ranked} norms is {best[0]}"
-        return f"The best of {num_ranked} norms is one of {len(best)}: {listed(best, 'or')}"
+        return f"The best of {num_ranked} norms is one of {len(best)}: {listed(best, 'or')}{more}"
 
     def _marked(self, norm: str) -> str:
         """`dyt (2 of 5 seeds at chance)`."""
@@ -173,7 +176,9 @@ class Ranking:
         for place in self.places:
             yours = " (yours)" if place.cell.is_own else ""
             value = format_mean(place.value, self.part.metric)
-            seeds = count_words(place.cell, len(place.cell.values(self.part.metric)))
+            num_finished = len(place.cell.values(self.part.metric))
+            at_chance = len(self.part.at_chance(place.cell))
+            seeds = count_words(place.cell, num_finished, at_chance)
             search = self.part.search_words(place.cell).removeprefix(self._search)
             words = [self._difference(place), search.removeprefix(", ")]
             needed = place.comparison and needed_words(place.comparison)
@@ -226,8 +231,9 @@ class Ranking:
         parts = {
             f"Against {self.reference}: positive is better.": compared,
             "To decide: what a new study takes to decide a difference as large as this one, in "
-            "80 % of cases.": needed - {""},
-            f"More test samples: seeds differ little, but {samples} samples are too few.": needed
+            "80 % of cases: a difference, or one within the margin; what lies between takes most "
+            "seeds.": needed - {""},
+            f"More test samples: {samples} are few; more would save over half of the seeds.": needed
             & {"more test samples"},
             f"Over {MAX_SEEDS} seeds: seeds differ much.": needed & {f"over {MAX_SEEDS} seeds"},
             f"Lie apart: {APART_WORDS}; without them the verdict would be another.": [

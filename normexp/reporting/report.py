@@ -22,6 +22,7 @@ from normexp.reporting.sentences import (
     Section,
     answer_slices,
     group_by_budget,
+    needed_words,
     note_on,
 )
 from normexp.reporting.slices import build_slices
@@ -249,6 +250,7 @@ def _ranking_values(ranking: Ranking, ids: dict[CellRow, str]) -> dict[str, Any]
                 "is_own": place.cell.is_own,
                 "standing": ranking.standing(place),
                 "seeds_to_decide": place.comparison and place.comparison.seeds_to_decide,
+                "to_decide": (place.comparison and needed_words(place.comparison)) or None,
                 "seeds_at_chance": sorted(ranking.part.at_chance(place.cell)),
             }
             for place in ranking.places

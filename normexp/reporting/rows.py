@@ -65,8 +65,9 @@ def _mean_row(cell: CellRow, metric: Metric) -> Row:
     }
 
 
-def count_words(cell: CellRow, n: int) -> str:
+def count_words(cell: CellRow, n: int, at_chance: int | None = None) -> str:
     """`8`, or `5/8 ×2 ?1`: see metric.COUNT_MARKS."""
-    lost = {"×": cell.diverged, "!": cell.failed, "?": cell.missing, "~": len(cell.at_chance)}
+    at_chance = len(cell.at_chance) if at_chance is None else at_chance
+    lost = {"×": cell.diverged, "!": cell.failed, "?": cell.missing, "~": at_chance}
     marks = " ".join(f"{mark}{count}" for mark, count in lost.items() if count)
     return f"{n}/{cell.expected} {marks}" if marks else str(n)

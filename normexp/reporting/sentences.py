@@ -382,9 +382,10 @@ def needed_words(comparison: Comparison) -> str:
     """`24 seeds`, `more test samples`: what would decide an undecided difference."""
     if comparison.kind != "open" or comparison.has_diverged:
         return ""  # the size of a difference to a diverged run is not known
-    if (needed := comparison.seeds_to_decide) is not None:
-        return f"{needed} seeds"
-    return "more test samples" if comparison.lacks_samples else f"over {MAX_SEEDS} seeds"
+    if comparison.lacks_samples:
+        return "more test samples"
+    needed = comparison.seeds_to_decide
+    return f"over {MAX_SEEDS} seeds" if needed is None else f"{needed} seeds"
 
 
 def _unlike_words(comparison: Comparison) -> str:

@@ -231,10 +231,10 @@ class Comparison:
 
     @property
     def lacks_samples(self) -> bool:
-        """True if enough seeds would decide on more test samples, but not on these."""
+        """True if more test samples would save more than half of the seeds that would decide."""
         asked = (self.assessment.gap, self.margin, self.family_size)
-        is_late = self.is_judged and seeds_to_decide(*asked) is None
-        return is_late and seeds_to_decide(*asked, any_samples=True) is not None
+        least = seeds_to_decide(*asked, any_samples=True) if self.is_judged else None
+        return least is not None and 2 * least < (seeds_to_decide(*asked) or math.inf)
 
     @property
     def verdict(self) -> str | None:
