@@ -98,9 +98,9 @@ def test_several_norms_are_a_comparison(capsys: pytest.CaptureFixture[str]):
 
 def test_a_norm_that_sees_whole_texts_says_that_it_reads_the_future(capsys):
     assert main(["norm=instance,causal_instance,group", CONTRACT]) == 0
-    instance, *others = capsys.readouterr().out.splitlines()[:3]
-    assert instance.endswith("it reads later tokens, so causal models such as model=gpt refuse it")
-    assert [line.partition(": ")[2] for line in others] == ["the contract holds"] * 2
+    out = " ".join(capsys.readouterr().out.split())
+    assert "instance: the contract holds; it reads later tokens, so causal models such as" in out
+    assert out.count("it reads later tokens") == 1 and out.count("the contract holds") == 3
 
 
 def test_custom_norm_takes_its_knobs(mine: str, capsys: pytest.CaptureFixture[str]):

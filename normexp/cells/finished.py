@@ -19,7 +19,7 @@ from normexp.cells.assembly import arrange_replicas, build_module
 from normexp.cells.cell import Cell, make_builder, make_recipe, prepare_cell
 from normexp.cells.description import choices_in
 from normexp.cells.diagnosed import decompose_runs, decomposition_lines
-from normexp.config.compose import shipped_config, shipped_defaults
+from normexp.config.compose import refuse_missing_files, shipped_config, shipped_defaults
 from normexp.config.rules import PARTS
 from normexp.config.spec import CellSpec
 from normexp.data.prediction import Preprocessing, attach_prediction
@@ -102,7 +102,7 @@ def recorded_spec(
         changes: values in place of those in its config.yaml.
 
     Raises:
-        UserError: a torn or foreign file.
+        UserError: a torn or foreign file, or data that are not there.
     """
     path, choices = cell_dir / CONFIG_FILE, choices_in(description)
     try:
@@ -120,6 +120,7 @@ def recorded_spec(
     for key, value in changes.items():
         OmegaConf.update(merged, key, value, merge=False)
     config: Any = OmegaConf.to_container(merged, resolve=True)
+    refuse_missing_files(config)
     return CellSpec(config, choices, cell_dir.name)
 
 

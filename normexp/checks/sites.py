@@ -63,6 +63,13 @@ class SiteOnMaps(nn.Module):
         return values.unflatten(-1, self.positions) if self.positions else values[..., 0]
 
 
+def _refusal(where: str, num_samples: int, error: Exception) -> UserError:
+    """Of a norm that explains itself, or of code that fails on the few samples of a probe."""
+    if isinstance(error, UserError):
+        return UserError(f"{where}: {explain(error)}")
+    return UserError(f"probing the {where} on {num_samples} samples fails: {explain(error)}")
+
+
 @dataclass(frozen=True)
 class EnteredSite:
     """A site with the shape (N, C, P) and the mask (N, P) that reached it in a forward.
@@ -120,10 +127,8 @@ class EnteredSite:
         try:
             yield
         except Exception as error:  # of foreign code, any kind
-            raise UserError(
-                f"probing the norm at {name_some(self.names)} on {self.shape[0]} samples fails: "
-                f"{explain(error)}"
-            ) from error
+            where = f"norm at {name_some(self.names)}"
+            raise _refusal(where, self.shape[0], error) from error
 
     def later(self) -> list[EnteredSite]:
         """The same site late in a training if it counts steps, and in phases of a foreign norm."""
@@ -197,9 +202,8 @@ def enter_sites(network: nn.Module, batch: Batch) -> list[EnteredSite]:
     except Exception as error:  # of foreign code, any kind
         if not inside and isinstance(error, UserError):
             raise
-        where = f"the norm at site {inside[-1]}" if inside else f"model {type(network).__name__}"
-        samples = f"on {len(batch['inputs'])} samples"
-        raise UserError(f"probing {where} {samples} fails: {explain(error)}") from error
+        where = f"norm at site {inside[-1]}" if inside else f"model {type(network).__name__}"
+        raise _refusal(where, len(batch["inputs"]), error) from error
     finally:
         for handle in handles:
             handle.remove()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -192,11 +193,16 @@ def _requests(history: History) -> Iterator[tuple[str, str, Sequence[int]]]:
 
 
 def commands_by_number(history: History) -> dict[int, list[CommandEntry]]:
-    """The commands of a study by the number that status prints; typed again, they keep it."""
-    numbers: dict[tuple[bool, *tuple[str, ...]], int] = {}
+    """The commands of a study by the number that status prints.
+
+    A command typed again keeps its number, unless an edit of a source made it ask for other cells.
+    """
+    numbers: dict[str, int] = {}
     commands: dict[int, list[CommandEntry]] = {}
     for position, command in enumerate(history.typed, start=1):
-        key = (command.id in history.forgotten, *command.command)
+        asked = {cell: command.seeds_of(cell) for cell in command.cells}
+        content = [command.id in history.forgotten, command.command, asked]
+        key = json.dumps(content, sort_keys=True, default=sorted)
         commands.setdefault(numbers.setdefault(key, position), []).append(command)
     return commands
 

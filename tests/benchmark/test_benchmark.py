@@ -349,6 +349,9 @@ def test_a_norm_is_entered_by_one_line_and_verified_by_another(
     monkeypatch.syspath_prepend(tmp_path)
     words = ["norm=custom", "norm._target_=mine_of_entry.Mine", "workers=0"]
     line = ["reference=benchmark0", f"runs_dir={tmp_path / 'mine'}", *words]
+    assert entry.main([*line, "dry_run=true"]) == 0
+    assert "12 runs of 3 cells to do: " in capsys.readouterr().out
+    assert not (tmp_path / "mine").exists()
     assert entry.main([*line, f"submit={folder}"]) == 0
     printed = capsys.readouterr().out
     assert "the contract holds" in printed and "Mine: error" in printed

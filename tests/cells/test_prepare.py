@@ -143,7 +143,7 @@ REFUSED = {
     f"{DDP} trainer.strategy=fsdp": "trainer.strategy=fsdp: must be one of auto, ddp",
     f"{DDP} trainer.devices=0": "trainer.devices=0: must be a whole number above 0",
     "model._target_=own.Net model.fault=raises": r"own.Net fails: KeyError: 'depth' \(own.py, line",
-    "model._target_=own.Net model.fault=forward": r"Net fails: RuntimeError: boom \(own.py, line",
+    "model._target_=own.Net model.fault=forward": r"Net on 4 samples fails: .*boom \(own.py, line",
     "model._target_=own.Net model.fault=frozen": "own.Net has no parameter to train",
     "optim._target_=builtins.dict lr=0.1": "optim._target_=builtins.dict",
     "data.augmentation.crop_padding=8": "crop_padding=8: a crop may miss the whole image of 8x8",

@@ -201,7 +201,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
     "infinity": (FlatNet(norm_of(lambda x: x * torch.inf)), "norm1: .*NaN"),
     "fails": (
         convnet(NormFactory(lambda _: Exploding())),
-        r"norm1: RuntimeError: no statistics \(test_p",
+        r"norm1 on 4 samples fails: RuntimeError: no statistics \(test_p",
     ),
     "backward": (FlatNet(norm_of(lambda x: x.exp().add_(1))), "backward pass fails: .*inplace"),
     "erased input": (

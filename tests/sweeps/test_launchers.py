@@ -104,7 +104,7 @@ def test_cell_whose_job_died_is_a_failed_row_and_the_same_line_trains_it(
 
 def test_old_error_is_not_shown_for_a_job_that_died(tmp_path: Path, monkeypatch, capsys):
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
-    words = ["-m", "norm=none,group", "micro_batch_size=5", f"runs_dir={tmp_path}"]
+    words = ["-m", "norm=none,group", "micro_batch_size=4", f"runs_dir={tmp_path}"]
     cells = compose_cells(parse_command(words))
     log = StudyLog(cells, ["normexp-train", *words])
     log.begin(tmp_path / "default")

@@ -259,11 +259,12 @@ def test_a_command_is_forgotten_by_its_number_with_the_seeds_that_it_added(study
 
 def test_a_command_typed_again_is_one_command_and_forgotten_as_one(study: Path, capsys):
     again = [replace(command(WORDS, {"batch-1": [0]}), id=f"again-{n}") for n in (1, 2)]
-    append_entries(study, again)
+    append_entries(study, again)  # for fewer cells than before, as after an edit
     shown = told(study, capsys)
-    assert "(typed 3 times, last at" in shown and shown.count("norm=batch,group,bad") == 2
-    assert main([f"study={study.name}", f"runs_dir={study.parent}", "forget=1"]) == 0
-    assert [one.command[1] for one in read_status(study.parent, "s").history.commands] == ["done"]
+    assert "  3  " in shown and "(typed 2 times, last at" in shown and "  4  " not in shown
+    assert main([f"study={study.name}", f"runs_dir={study.parent}", "forget=3"]) == 0
+    commands = read_status(study.parent, "s").history.commands
+    assert [one.id for one in commands] == [str(len(WORDS)), "2"]
 
 
 def test_an_interrupted_run_says_where_it_resumes(study: Path):
