@@ -405,8 +405,8 @@ def sensitivity_table(answers: Sequence[Answer]) -> Table:
         "Worse by: how much worse the metric is at the smallest size than at the largest; negative "
         "if it is better. Regret: the same from the size of the best mean, where that is not the "
         "largest, with an interval that allows for its choice. Passed at size: between which "
-        "adjacent sizes the loss from the largest first exceeds the threshold, [and its bounds do]; "
-        "<2 if not down to 2. "
+        "adjacent sizes the loss from the largest first exceeds the threshold, [and its bounds "
+        "do]; <2 if not down to 2. "
         "Diverged runs count as the worst run. Only the verdict is corrected for the "
         "number of differences."
     )
