@@ -98,8 +98,8 @@ def _decide(tested: Sequence[Tested], needs_any: bool) -> tuple[Outcome, str]:
     """The outcome of a claim by those of its comparisons, and what is missing."""
     outcomes = [one.outcome for one in tested]
     known = [outcome for outcome in outcomes if outcome != "not testable here"]
-    if not known:
-        return "not testable here", "it has no runs"
+    if "fails" not in known and not any(one.assessment for one in tested):
+        return "not testable here", "it has no runs"  # whatever its probes have confirmed
     missing = len(outcomes) - len(known)
     reason = f"{missing} of {len(outcomes)} comparisons have no runs" if missing else ""
     # One comparison refutes a claim that needs all, and proves one that needs any.

@@ -52,6 +52,12 @@ def _refuse_contradiction(overrides: list[str], options: dict[str, Any]) -> None
         raise UserError(f"{wanted[0]} and {wanted[1]} are two commands; give one of them")
     if options["write"] is not None and overrides:
         raise UserError(f"{overrides[0]}: write=... trains nothing, and takes no such key")
+    given = {key for key, value in options.items() if value is not None}
+    if overrides:
+        given.add("norm")
+    for key, reader in (("salt", "verify"), ("first_seed", "write"), ("workloads", "norm")):
+        if options[key] and reader not in given:
+            raise UserError(f"{key}: nothing reads it without {reader}=...")
     if options["submit"] is not None and not overrides:
         raise UserError("submit: name the norm to enter, as norm=custom norm._target_=...")
     if options["verify"] is None:

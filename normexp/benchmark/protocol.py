@@ -59,7 +59,7 @@ class WorkloadRecipe:
     @property
     def is_ranked(self) -> bool:
         """Whether norms are ranked there; other recipes belong to claims alone."""
-        return self.name in (self.workload, f"{self.workload}_short")
+        return _is_ranked(self.name)
 
     @property
     def place(self) -> tuple[int, str]:
@@ -79,6 +79,8 @@ class WorkloadRecipe:
             return False
         if self.steps is not None and config.get("num_steps") != self.steps:
             return False
+        if not self.is_ranked and config.get("norm") not in self.norms:
+            return False  # it belongs to one claim; an alpha of 1, say, is no sign of DyT
         values = config.get("recipe") or {}
         if self.width is not None and (values.get("model") or {}).get("width") != self.width:
             return False
@@ -101,14 +103,20 @@ def claims() -> list[dict[str, Any]]:
 
 @cache
 def digest(benchmark: str = BENCHMARK) -> str:
-    """12 hex digits over the rules: the values of all recipes, without comments."""
-    rules = json.dumps(_rules(benchmark), sort_keys=True)
-    return hashlib.sha256(rules.encode()).hexdigest()[:12]
+    """12 hex digits over the rules of entries: values of the ranked recipes, without comments."""
+    rules = {name: values for name, values in _rules(benchmark).items() if _is_ranked(name)}
+    text = json.dumps(rules, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _rules(benchmark: str) -> dict[str, Any]:
     files = sorted((conf_dir() / "experiment" / benchmark).glob("*.yaml"))
     return {file.stem: yaml.safe_load(file.read_text(encoding="utf-8")) for file in files}
+
+
+def _is_ranked(name: str) -> bool:
+    workload = name.partition("_")[0]
+    return name in (workload, f"{workload}_short")
 
 
 def recipe_at(workload: str, budget: str) -> str:

@@ -342,7 +342,7 @@ def rank_overall(standings: Sequence[Standings]) -> Overall:
         return over_workloads([ONE if a is b else ratio(a, b) for a, b in pairs])
 
     ratios = {norm: compared(norm) for norm in tuned}
-    groups = _groups(ratios, compared, _family_size(len(ratios) + 1))
+    groups = _groups(ratios, compared, _family_size(len(norms) + 1))
     places = [Standing(norm, groups[norm], ratio=ratios[norm]) for norm in tuned]
     places.sort(key=lambda one: (GROUPS.index(one.group), _level(one.ratio), one.norm))
     return Overall(longs, tuple(places))

@@ -15,8 +15,8 @@ from normexp.reporting.terminal import open_console, text_table
 from normexp.stats.ratio import as_ratio
 
 GROUPS_NOTE = (
-    "Groups are what the verdicts of a family of tests tell apart (5 % in all); each interval is "
-    "of one comparison (95 %)."
+    "Groups are what verdicts tell apart (false in at most 5 % of rankings); each interval is of "
+    "one comparison (95 %)."
 )
 
 

@@ -75,7 +75,7 @@ def print_outcomes(
 ) -> int:
     """Prints the outcomes of a command; returns the exit code. Raises as `run_cells`."""
     refused = [outcome.error for outcome in outcomes if outcome.status is Status.REFUSED]
-    is_mistaken = len(refused) == len(outcomes)
+    is_mistaken = bool(refused) and len(refused) == len(outcomes)
     if is_mistaken and len(set(refused)) == 1:
         raise UserError(refused[0])
     if shared_value(cells, "dry_run"):
