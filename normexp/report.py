@@ -13,7 +13,7 @@ DRAWING_MODULES = ("altair", "vl_convert")
 
 @entry("report")
 def main(words: list[str]) -> int:
-    """Exit code: 0 written, 2 the user's mistake, 130 interrupted before it was written."""
+    """Exit code: 0 written, 2 the user's mistake, 130 after Ctrl-C, which ends a watch."""
     if len(words) == 1 and words[0].startswith(("reference=benchmark", "reference=./")):
         from normexp.benchmark import entry  # the table of a benchmark, without a study
 

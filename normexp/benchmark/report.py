@@ -108,7 +108,8 @@ def standing_words(standings: Sequence[Standings], norm: str) -> str:
             parts.append(f"{TITLES['open']} ({workload})")
         else:
             ordinal = ORDINALS[present.index(place.group)]
-            parts.append(f"in the {ordinal} of {len(present)} groups ({workload})")
+            title = TITLES[place.group].format(reference=one.reference)
+            parts.append(f"in the {ordinal} of {len(present)} groups, {title} ({workload})")
         if place.sensitivity is not None:
             parts.append(f"sensitivity {interval_words(place.sensitivity.gap)} ({workload})")
         if place.cost is not None:

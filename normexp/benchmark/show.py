@@ -14,11 +14,17 @@ from normexp.benchmark.score import GROUPS, Overall, Standing, Standings
 from normexp.reporting.terminal import open_console, text_table
 from normexp.stats.ratio import as_ratio
 
+GROUPS_NOTE = (
+    "Groups are what the verdicts of a family of tests tell apart (5 % in all); each interval is "
+    "of one comparison (95 %)."
+)
+
 
 def print_report(report: BenchmarkReport) -> None:
     """The rankings, then the claims of the reference, or the standing of an entry."""
     console = open_console()
     console.out(report.title, highlight=False)
+    console.out(GROUPS_NOTE, highlight=False)
     if report.overall is not None:
         console.out(f"\n{overall_heading(report.overall)}", highlight=False)
         columns = ("", "all", *(one.recipe.name for one in report.overall.standings))

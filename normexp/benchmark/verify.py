@@ -63,7 +63,8 @@ class Plan:
 def verify(reference: Table, overrides: Sequence[str], options: dict[str, Any]) -> int:
     """Exit code: 0 if all comes again, 1 otherwise; lists what does not.
 
-    Words that are left, such as workers=2, go to the trainings.
+    Words that are left, such as workers=2, go to the trainings, which they leave the same. The
+    runs are kept below runs_dir, for this submission and salt, so that the same command resumes.
 
     Raises:
         UserError: no submission, or one of other rules.
@@ -76,9 +77,14 @@ def verify(reference: Table, overrides: Sequence[str], options: dict[str, Any]) 
         print(f"Made beside another reference table, of {time}: its groups are not compared.")
     plan = make_plan(options["salt"], submission, reference)
     _print_plan(plan, submission, reference)
-    if problems or is_dry(overrides):
-        return _verdict(submission.norm, problems) if problems else 0
-    runs_dir = Path(options["runs_dir"])
+    if problems:
+        return _verdict(submission.norm, problems)
+    print("The records of the folder agree with its report.")
+    if is_dry(overrides):
+        return 0
+    # Of its own, so that no run of somebody else is taken for one that came again.
+    number = draw(options["salt"], submission, "folder") % 16**8
+    runs_dir = Path(options["runs_dir"]) / f"verification-{number:08x}"
     problems = _canary_problems(plan, reference, runs_dir, overrides)
     if problems:
         print("This machine or this code does not repeat the reference; nothing else was trained.")

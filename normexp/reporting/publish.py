@@ -94,30 +94,27 @@ def publish(
         _write_report(drawing, reload_seconds)
         return drawing
 
-    if watch and not _wait_for_result(runs_dir, names):
-        return
+    if watch:
+        _wait_for_result(runs_dir, names)
     seen = _stamp(runs_dir, names)
     drawing = write(RELOAD_EVERY if watch else None)
     print_report(drawing.report, drawing.cells)
     print(f"\nreport: {drawing.report.directory / 'index.html'}")
     if watch:
         print("watching for new results; Ctrl-C stops", flush=True)
-        with suppress(KeyboardInterrupt):
+        try:
             _watch(runs_dir, names, seen, lambda: write(RELOAD_EVERY))
-        print()
-        write(None)  # the final page does not reload itself
+        except KeyboardInterrupt:
+            print()
+            write(None)  # the final page does not reload itself
+            raise
 
 
-def _wait_for_result(runs_dir: Path, names: Sequence[str]) -> bool:
-    """True once a study has a result; False if Ctrl-C was first."""
+def _wait_for_result(runs_dir: Path, names: Sequence[str]) -> None:
     if not _stamp(runs_dir, names):
         print(f"waiting for the first result of {', '.join(names)}; Ctrl-C stops", flush=True)
-    with suppress(KeyboardInterrupt):
-        while not _stamp(runs_dir, names):
-            time.sleep(LOOK_EVERY)
-        return True
-    print()
-    return False
+    while not _stamp(runs_dir, names):
+        time.sleep(LOOK_EVERY)
 
 
 def _watch(

@@ -159,7 +159,9 @@ class Ranking:
 
     def title(self, place: Place) -> str:
         """The group in words; without a verdict, why there is none."""
-        title, comparison = TITLES[place.group].format(reference=self.reference), place.comparison
+        title = TITLES[place.group].format(reference=self.reference)
+        compared = [place, *self.places]  # the reference stands with the norm compared with it
+        comparison = next((one.comparison for one in compared if one.comparison), None)
         if place.group != "unranked" or comparison is None or comparison.unlike:
             return title
         return f"{title}: {comparison.why_no_verdict}"

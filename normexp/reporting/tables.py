@@ -403,9 +403,10 @@ def sensitivity_table(answers: Sequence[Answer]) -> Table:
         rows.append(row)
     note = (
         "Worse by: how much worse the metric is at the smallest size than at the largest; negative "
-        "if it is better. Regret: the same from the size of the best mean, with an interval that "
-        "allows for its choice. Passed at size: between which adjacent sizes the loss "
-        "from the largest first exceeds the threshold, [and its bounds do]; <2 if not down to 2. "
+        "if it is better. Regret: the same from the size of the best mean, where that is not the "
+        "largest, with an interval that allows for its choice. Passed at size: between which "
+        "adjacent sizes the loss from the largest first exceeds the threshold, [and its bounds "
+        "do]; <2 if not down to 2. "
         "Diverged runs count as the worst run. Only the verdict is corrected for the "
         "number of differences."
     )
@@ -422,7 +423,9 @@ def _sensitivity_row(sensitivity: Sensitivity, comparison: Comparison) -> Row:
         "to": smallest,
         "worse by": format_interval(-comparison.gap, metric.digits),
         "best size": sensitivity.best_size,
-        "regret at the smallest size": format_interval(sensitivity.regret, metric.digits),
+        "regret at the smallest size": format_interval(sensitivity.regret, metric.digits)
+        if sensitivity.best_size != largest
+        else None,  # what it is worse by
         "threshold": metric.tolerance_words,
         "passed at size": _threshold_words(sensitivity.threshold, min(known)) if known else None,
         "worse by, per halving": f"{slope} ({largest} to {smallest})" if slope != "-" else None,

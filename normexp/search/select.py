@@ -15,8 +15,11 @@ from normexp.config.rules import in_identity
 from normexp.config.spec import CellSpec
 from normexp.errors import UserError
 from normexp.records.history import SearchEntry, append_entries, read_history
+from normexp.records.paths import seed_dir
 from normexp.records.result import DONE, Status
+from normexp.records.samples import count_samples
 from normexp.reporting.metric import Metric, choose_metric, describe_metric, format_interval
+from normexp.reporting.summary import commands_to_look
 from normexp.reporting.terminal import open_console, text_table
 from normexp.search.points import VALIDATION, Point, Search, words_of
 from normexp.stats.interval import mean
@@ -156,8 +159,13 @@ def print_table(results: Sequence[SearchResult]) -> None:
     console.print(text_table(heads, rows))
     warnings = [line for result in results for line in _warnings(result)]
     best = [f"  {result.search.command(result.best[0])}" for result in results if result.best]
+    fresh = [result.fresh for result in results if result.fresh and result.fresh.status in DONE]
     for line in [*warnings, *(["to repeat the best:", *best] if best else [])]:
         console.out(line)
+    if fresh:
+        console.out("the fresh seeds compared:")
+    for command in commands_to_look(fresh):
+        console.out(f"  {command}")
 
 
 def _cells(result: SearchResult) -> list[str]:
@@ -183,7 +191,12 @@ def _fresh(result: SearchResult) -> list[str]:
     runs = outcome.results
     finished = [run for run in runs if run.status == "finished" and name in run.metrics]
     values = [metric.scale * run.metrics[name] for run in finished]
-    interval = mean(values, bounds=metric.bounds)
+    step = None
+    if name == "test/accuracy" and outcome.directory is not None:  # as in the report
+        counts = (count_samples(seed_dir(outcome.directory, run.seed)) for run in finished)
+        num_samples = max(counts, default=0)
+        step = metric.scale / num_samples if num_samples else None
+    interval = mean(values, step=step, bounds=metric.bounds)
     stamp = "INVALID " if outcome.invalid else ""
     lost = len(runs) - len(finished)
     count = f"{len(finished)}, {lost} diverged" if lost else str(len(finished))

@@ -304,6 +304,8 @@ def test_a_table_survives_its_file(
         (["verify=nowhere", "salt=s"], "no such folder"),
         (["verify=nowhere", "salt=s", "norm=rms"], "the norm of the submission"),
         (["verify=nowhere", "submit=x"], "two commands"),
+        (["verify=.", "salt=s", "worker=1"], "frozen by the rules"),
+        (["verify=.", "salt=s", "workloads=[vit]"], "the salt chooses"),
         (["submit=x"], "name the norm"),
         (["norm=no_module_of_this.Norm"], "there is no module"),
     ],
@@ -423,6 +425,17 @@ def test_what_does_not_come_again_is_listed():
     assert len(differences(claimed, worse)) == len(claimed) + 1
     assert "tuned value" in differences(claimed, worse)[-1]
     assert "no run came again" in differences(claimed, worse[1:])[0]
+
+
+@pytest.mark.parametrize("name", ["val/accuracy", "val/loss"])
+def test_one_number_of_a_run_that_does_not_come_again_is_listed(name: str):
+    """Too little to move a mean over seeds; where all other runs are equal, it was edited."""
+    claimed = cells("convnet", "group", 0.05)
+    edited = {metric: values.copy() for metric, values in claimed[1].metrics.items()}
+    edited[name][2] -= 0.01
+    (problem,) = differences([replace(claimed[1], metrics=edited), *claimed[2:]], claimed)
+    assert f"at rate {claimed[1].lr:g}, seed 2: {name} is" in problem
+    assert problem.endswith("31 of 32 runs came again exactly")
 
 
 def test_a_little_too_much_in_every_run_is_listed():

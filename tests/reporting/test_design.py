@@ -140,7 +140,8 @@ def write_declared(root: Path, *commands: Mapping[str, int], ended: int = 8) -> 
     for number, command in enumerate(commands):
         asked = {cells[norm]: [("", list(range(count)))] for norm, count in command.items()}
         time = f"2026-01-01T00:00:{number:02d}+00:00"
-        entries.append(CommandEntry(str(number), ["normexp-train"], "one", 3, asked, time=time))
+        words = ["normexp-train", f"replicas={max(command.values())}", f"norm={','.join(command)}"]
+        entries.append(CommandEntry(str(number), words, "one", 3, asked, time=time))
     append_entries(root / "synthetic", entries)
 
 
