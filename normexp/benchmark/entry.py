@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from normexp.cli import entry, parse_command, read_options, split_options
 from normexp.config.process import importing_torch
-from normexp.config.rules import SLOT_KEYS, in_identity
+from normexp.config.rules import KEYS, OPTIONS, SLOT_KEYS, in_identity, is_read, suggest
 from normexp.errors import FAILED, UserError
 
 if TYPE_CHECKING:
     from normexp.benchmark.report import BenchmarkReport
     from normexp.benchmark.table import Table
     from normexp.checks.card import Card
+
+
+FIXED = ("seed", "replicas", "study", "experiment", "cells")
 
 
 @entry("benchmark")
@@ -129,7 +132,11 @@ def _enter(reference: Table, overrides: list[str], options: dict[str, Any]) -> i
     name, workloads = _workloads_of(reference, options)
     command = parse_command(overrides)
     for word in command.overrides:
-        if _is_frozen(word.partition("=")[0].lstrip("+~")):
+        key = word.partition("=")[0].lstrip("+~")
+        if not is_read(key) and key not in FIXED:
+            hint = suggest(key, ["norm", *OPTIONS["benchmark"], *KEYS]) or "see --help"
+            raise UserError(f"{word}: unknown key; {hint}")
+        if _is_frozen(key):
             raise UserError(f"{word}: frozen by the rules; an entry sets its norm and its slots")
     norm = norm_of_words(command.overrides, command.config_dirs)
     if options["submit"] is not None and command.config_dirs:
@@ -192,7 +199,7 @@ def _workloads_of(reference: Table, options: dict[str, Any]) -> tuple[str, list[
 
 def _is_frozen(key: str) -> bool:
     """True for a key that defines a training, or names its runs, and is no part of a norm."""
-    if key in ("seed", "replicas", "study", "experiment", "cells"):
+    if key in FIXED:
         return True
     return in_identity(key) and key.partition(".")[0] != "norm" and key not in SLOT_KEYS
 

@@ -46,7 +46,7 @@ def compose_cells(command: Command) -> list[CellSpec]:
     cells, errors = [], []
     for line in lines:
         words = [word for word in line if word not in shared] or line
-        title = " ".join(words)
+        title, choices = " ".join(words), dict[str, str]()
         try:
             config, choices = compose_cell(line, command.config_dirs)
             title = " ".join(_with_number(word, config) for word in words)
@@ -57,7 +57,7 @@ def compose_cells(command: Command) -> list[CellSpec]:
         except UnknownChoice:
             raise
         except UserError as error:
-            cells.append(CellSpec(None, {}, title, str(error), line))
+            cells.append(CellSpec(None, choices, title, str(error), line))
             errors.append(error)
     if len(errors) == len(cells):
         raise errors[0]

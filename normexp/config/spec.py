@@ -56,8 +56,9 @@ class CellSpec:
     """One cell as a command line specifies it.
 
     Attributes:
-        config: the values of all keys; None if it does not compose, and `error` says why.
-        choices: the choice in each config group, as `compose_cell` returns them.
+        config: the values of all keys; None if it cannot be trained, and `error` says why.
+        choices: the choice in each config group, as `compose_cell` returns them; {} if it does not
+            compose.
         title: the overrides that distinguish it in its sweep: `norm=batch norm_batch_size=2`.
         overrides: all its typed overrides, one value per key.
         mixes_samples: False once the norm is known not to mix samples, so that neither
@@ -229,7 +230,10 @@ def title_of(cell: CellSpec) -> str:
     cells of the command; leaves out the study, folders and seeds.
     """
     if cell.config is None:
-        return " ".join(text for text in cell.overrides if not _is_left_out(text)) or cell.title
+        words = [text for text in cell.overrides if not _is_left_out(text)]
+        if norm := cell.choices.get("norm"):
+            words = [f"norm={norm}", *(text for text in words if _key_of(text) != "norm")]
+        return " ".join(words) or cell.title
     named = {"norm": cell.choices["norm"], **cell.sizes}
     words = [f"{key}={value}" for key, value in named.items() if value is not None]
     typed = [text for text in cell.overrides if _key_of(text) not in named]

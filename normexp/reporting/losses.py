@@ -48,18 +48,18 @@ def losses_of(
     for part in slices:
         for cell in dict.fromkeys(cell for _, cell in part.points):
             diverged = {seed for c in part.chosen(cell) for seed in c.seeds_with("diverged")}
-            at_chance, total = part.at_chance(cell), len(cell.runs)
+            count, at_chance, total = len(diverged), len(part.at_chance(cell)), len(cell.runs)
+            words = chance_words(at_chance, total, cell.config.get("chance_accuracy") or 0.0)
             where = _place(part, cell) + (f", {part.heading}" if len(slices) > 1 else "")
             remedy = "at a rate that some seeds choose" if part.tuned(cell) else LOWER
-            for kind, seeds in (("diverged", diverged), ("at chance", at_chance)):
-                if seeds:
+            for kind, num_seeds, said in (
+                ("diverged", count, f"{count} of {total} seeds diverged"),
+                ("at chance", at_chance, words),
+            ):
+                if num_seeds:
                     known = lost[kind].get(cell.norm, (0, 0))
-                    lost[kind][cell.norm] = (known[0] + len(seeds), known[1] + total)
-            if diverged:
-                lines.append(f"{where}: {len(diverged)} of {total} seeds diverged; {remedy}")
-            if at_chance:
-                words = chance_words(len(at_chance), total, cell.config["chance_accuracy"])
-                lines.append(f"{where}: {words}; {remedy}")
+                    lost[kind][cell.norm] = (known[0] + num_seeds, known[1] + total)
+                    lines.append(f"{where}: {said}; {remedy}")
     for kind, norms in lost.items():
         named = [f"norm={norm}: {k} of {n} seeds {kind}" for norm, (k, n) in norms.items()]
         many = [f"{format_count(len(named), 'norm')} with seeds {kind}"] if named else []

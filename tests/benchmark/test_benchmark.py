@@ -292,6 +292,7 @@ def test_a_table_survives_its_file(
     ("words", "message"),
     [
         *((["norm=rms", word], "frozen") for word in ("lr=0.1", "replicas=2", "model.width=8")),
+        (["nrm=rms"], "nrm=rms: unknown key; did you mean norm?"),
         (["norm=rms,layer"], "an entry is one norm"),
         (["dry_run=true"], "an entry is one norm"),
         (["norm=rms", "workloads=[nowhere]"], "the reference has convnet"),

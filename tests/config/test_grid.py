@@ -8,6 +8,7 @@ import pytest
 
 from normexp.cli import parse_command
 from normexp.config.grid import compose_cells, list_cells
+from normexp.config.spec import title_of
 from normexp.errors import UserError
 
 
@@ -175,6 +176,7 @@ def test_a_value_that_cannot_be_trained_is_a_row_of_a_sweep_and_refused_if_all_h
         compose_cells(parse_command(["norm_batch_size=3"]))
     good, bad = compose_cells(parse_command(["-m", "norm_batch_size=2,3"]))
     assert not good.error and "norm_batch_size=3 does not divide" in bad.error
+    assert title_of(bad) == "norm=batch norm_batch_size=3"
     for words in (["norm=group"], ["-m", "norm=batch,group"], ["-m", "norm=group", "lr=1,2"]):
         with pytest.raises(UserError, match="replicas=0: must be"):
             compose_cells(parse_command([*words, "replicas=0"]))
