@@ -305,7 +305,7 @@ def test_a_table_survives_its_file(
         (["verify=nowhere", "salt=s", "norm=rms"], "the norm of the submission"),
         (["verify=nowhere", "submit=x"], "two commands"),
         (["verify=.", "salt=s", "worker=1"], "frozen by the rules"),
-        (["verify=.", "salt=s", "workloads=[vit]"], "the salt chooses"),
+        (["verify=.", "salt=s", "workloads=[vit]"], "nothing reads it without norm"),
         (["submit=x"], "name the norm"),
         (["salt=s"], "nothing reads it without verify"),
         (["workloads=[vit]"], "nothing reads it without norm"),
