@@ -70,6 +70,10 @@ def _refuse_contradiction(overrides: list[str], options: dict[str, Any]) -> None
     for word in overrides:
         if _is_frozen(word.partition("=")[0].lstrip("+~")):
             raise UserError(f"{word}: frozen by the rules; verify=... takes keys such as workers=2")
+    if options["salt"] is None:
+        raise UserError("salt is missing: give a text that the author could not know, as salt=...")
+    if not Path(options["verify"]).is_dir():
+        raise UserError(f"verify={options['verify']}: no such folder")
 
 
 def _write_reference(path: Path, options: dict[str, Any]) -> None:
