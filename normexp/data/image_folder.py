@@ -122,9 +122,11 @@ def list_images(root: Path, split: str) -> dict[str, list[Path]]:
     folder = root / split
     classes = sorted(p for p in folder.glob("*") if p.is_dir() and not p.name.startswith("."))
     if not classes:
+        one_folder = root / OTHER_SPLIT[split] if split else root
+        advice = f". To split the images of one folder, name it: data.root={one_folder}"
         raise UserError(
-            f"data.root={root} has no images in {split}/; it needs {folder}/<class>/. To split the "
-            f"images of one folder, name it: data.root={root / OTHER_SPLIT[split]}"
+            f"data.root={root} has no images in {split}/; it needs {folder}/<class>/"
+            f"{advice * one_folder.is_dir()}"
             if split
             else f"data.root={root} has no folders; it needs a folder of images for each class, "
             f"{root}/<class>/, or {root}/train/<class>/ and {root}/test/<class>/"

@@ -41,7 +41,7 @@ RULE: dict[str, Any] = {
     },
 }
 LOWER_IS_BETTER = ("loss", "bits_per_byte", "perplexity", "error")
-LOWER = "lower its learning rate, or search it"  # the remedy for runs that learnt nothing
+LOWER = "lower its learning rate, search it, or train longer"  # the remedy at chance
 COUNT_MARKS = "×k diverged, !k failed, ?k missing, ~k at chance"  # after finished/wanted
 APART_WORDS = "seeds that lie far from the median of all, for their spread"
 MAX_DIGITS = 4
@@ -170,7 +170,9 @@ def require_metric(wanted: str | None, available: Collection[str]) -> None:
 
 
 def is_at_chance(accuracy: float | None, chance: float | None, num_samples: int) -> bool:
-    """True if a run is no better than chance, by at most two standard errors of chance.
+    """True if a run is not told from chance: above it by at most two standard errors of chance.
+
+    Of few samples two standard errors are much, so a tenth of the way to 1 is the most.
 
     accuracy: on the test split, 0 to 1
     chance: the accuracy there of always naming the most frequent class
@@ -179,7 +181,7 @@ def is_at_chance(accuracy: float | None, chance: float | None, num_samples: int)
     if accuracy is None or chance is None or chance >= 1:  # one class
         return False
     error = math.sqrt(chance * (1 - chance) / num_samples) if num_samples else 0.0
-    return accuracy <= chance + 2 * error
+    return accuracy <= chance + min(2 * error, 0.1 * (1 - chance))
 
 
 def chance_words(count: int, total: int, chance: float) -> str:

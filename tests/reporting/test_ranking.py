@@ -103,7 +103,8 @@ def test_seeds_at_chance_are_named_wherever_their_norm_stands(tmp_path: Path, ca
     assert seeds == {"batch": "8", "dyt": "8/8 ~2", "none": "8/8 ~8", "rms": "1/2 ×1"}
     summary = "norm=rms: 1 of 2 seeds diverged; norm=none: 8 of 8 seeds at chance; norm=dyt: 2 of 8"
     assert report.losses.summary == f"{summary} seeds at chance"
-    line = "norm=dyt lr=0.1: 2 of 8 seeds at chance (10 %); lower its learning rate, or search it"
+    line = "norm=dyt lr=0.1: 2 of 8 seeds at chance (10 %); lower its learning rate, search it, "
+    line += "or train longer"
     content = to_json(report)
     assert line in content["losses"]
     (dyt,) = [cell for cell in content["cells"].values() if cell["norm"] == "dyt"]

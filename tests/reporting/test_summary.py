@@ -12,6 +12,7 @@ import pytest
 from normexp.config.outcome import Outcome
 from normexp.config.spec import CellSpec
 from normexp.records.result import Result, Status
+from normexp.reporting.metric import is_at_chance
 from normexp.reporting.summary import (
     commands_to_look,
     next_commands,
@@ -61,6 +62,14 @@ def test_rows_tell_cells_apart_by_what_was_swept_and_when_runs_diverged(capsys, 
     assert rows[4].split() == ["finished", "norm=none", "0.5000", "1", "d"]  # of two sizes
     assert "0.5000; 1 of 2 diverged, at step 7" in rows[2]
     assert rows[3].split()[0] == "diverged" and "2 of 2 diverged, at step 7" in rows[3]
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "chance", "num_samples", "is_lost"),
+    [(0.13, 0.1, 359, True), (0.14, 0.1, 359, False), (0.9, 0.5, 6, False), (0.54, 0.5, 6, True)],
+)
+def test_chance_is_told_by_the_test_samples(accuracy, chance, num_samples, is_lost):
+    assert is_at_chance(accuracy, chance, num_samples) == is_lost
 
 
 @pytest.mark.parametrize(
