@@ -54,7 +54,8 @@ def over_workloads(ratios: Sequence[Assessment]) -> Assessment:
     """The mean of independent differences: of logarithms, the geometric mean of the ratios.
 
     Every workload weighs the same, and other workloads may differ. Its standard error is that of
-    independent means, with Satterthwaite's degrees of freedom.
+    independent means, with Satterthwaite's degrees of freedom; workloads on the same test images
+    count as independent, too.
     """
     rest = None
     if any(ratio.without_apart for ratio in ratios):

@@ -141,8 +141,8 @@ def work(
         with slot.claim() as is_free:
             if not is_free and not has_said:
                 has_said = True
-                _refuse_mistakes(walk, report)
-                if walk.is_over:
+                _refuse_mistakes(walk, report, stop)
+                if walk.is_over or stop.requested:
                     return True
                 logger.info(
                     "waiting, as with any number of workers: other commands use every core or GPU "
@@ -169,7 +169,7 @@ def work(
     return walk.is_over
 
 
-def _refuse_mistakes(walk: Walk, report: Report) -> None:
+def _refuse_mistakes(walk: Walk, report: Report, stop: StopRequest) -> None:
     """Builds what is left, so that a mistake is refused before it waits for a core.
 
     Not where the user's own files are loaded, which a training notes as it loads them.
@@ -178,7 +178,7 @@ def _refuse_mistakes(walk: Walk, report: Report) -> None:
 
     for cells in walk:
         for position, cell in cells.items():
-            if cell.sources:
+            if cell.sources or stop.requested:
                 continue
             try:
                 check_cell(cell)
