@@ -12,6 +12,7 @@ from normexp.reporting.read import RefusedCell
 from normexp.reporting.sentences import listed
 
 MOST_NAMES = 3  # in the summary
+NOT_CHOSEN = "at rates that no seed chooses"
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Losses:
 def losses_of(
     slices: Sequence[Slice], cells: Iterable[CellRow], refused: Sequence[RefusedCell]
 ) -> Losses:
-    """The losses of a report; a rate that the search of a norm does not choose is none.
+    """The losses of a report; those at rates that the search of a norm does not choose are summed.
 
     slices: whose cells count where seeds diverged or are at chance
     """
@@ -45,6 +46,7 @@ def losses_of(
         *_by_reason(failed, "run", "failed: "),
     ]
     lost: dict[str, dict[str, tuple[int, int]]] = {"diverged": {}, "at chance": {}}
+    passed_over = {"diverged": 0, "at chance": 0}
     for part in slices:
         for cell in dict.fromkeys(cell for _, cell in part.points):
             diverged = {seed for c in part.chosen(cell) for seed in c.seeds_with("diverged")}
@@ -60,10 +62,22 @@ def losses_of(
                     known = lost[kind].get(cell.norm, (0, 0))
                     lost[kind][cell.norm] = (known[0] + num_seeds, known[1] + total)
                     lines.append(f"{where}: {said}; {remedy}")
+            others = [other for other in part.grid(cell) if other not in part.chosen(cell)]
+            counts_of_others = {
+                "diverged": sum(len(other.seeds_with("diverged")) for other in others),
+                "at chance": sum(len(other.at_chance) for other in others),
+            }
+            for kind, num_seeds in counts_of_others.items():
+                if num_seeds:
+                    passed_over[kind] += num_seeds
+                    runs = sum(len(other.runs) for other in others)
+                    lines.append(f"{where}: {num_seeds} of {runs} runs {kind} {NOT_CHOSEN}")
     for kind, norms in lost.items():
         named = [f"norm={norm}: {k} of {n} seeds {kind}" for norm, (k, n) in norms.items()]
         many = [f"{format_count(len(named), 'norm')} with seeds {kind}"] if named else []
         counts += named if sum(map(len, lost.values())) <= MOST_NAMES else many
+    many = [f"{number} {kind}" for kind, number in passed_over.items() if number]
+    counts.append(f"runs {NOT_CHOSEN}: {', '.join(many)}" * bool(many))
     return Losses("; ".join(filter(None, counts)), lines)
 
 

@@ -427,14 +427,15 @@ class Slice:
         return mean(values, step=cell.step(self.metric), bounds=self.metric.bounds)
 
     def search_words(self, cell: CellRow) -> str:
-        """`tuned over 5 rates, best rate at an edge`; empty for a cell that was not chosen."""
+        """`tuned over 5 rates, best rate at an edge in 70 % of splits`; empty if none was chosen."""
         rates = self.alternatives(cell)
         if not rates:
             return ""
         tuned = self.tuned(cell)
         if tuned is None:
             return f"best of {len(rates)} rates, {self._why_not_tuned(cell)}"
-        edge = ", best rate at an edge" if tuned.is_at_edge else ""
+        share = f"{100 * tuned.share_at_edges:.0f} % of splits"
+        edge = f", best rate at an edge in {share}" if tuned.is_at_edge else ""
         return f"tuned over {len(rates)} rates{edge}"
 
     def _why_not_tuned(self, cell: CellRow) -> str:

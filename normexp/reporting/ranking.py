@@ -235,7 +235,8 @@ class Ranking:
             "To decide: what a new study takes to decide a difference as large as this one, in "
             "80 % of cases: a difference, or one within the margin; what lies between takes most "
             "seeds.": needed - {""},
-            f"More test samples: {samples} are few; more would save over half of the seeds.": needed
+            f"More test samples: {samples} are few; more would save over half of the seeds "
+            "(another data set, or data.test_fraction where it has one).": needed
             & {"more test samples"},
             f"Over {MAX_SEEDS} seeds: seeds differ much.": needed & {f"over {MAX_SEEDS} seeds"},
             f"Lie apart: {APART_WORDS}; without them the verdict would be another.": [

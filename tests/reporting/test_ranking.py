@@ -115,13 +115,16 @@ def test_seeds_at_chance_are_named_wherever_their_norm_stands(tmp_path: Path, ca
     assert line in page and page.index(summary) < page.index("<table") < page.index(line)
 
 
-def test_a_search_has_no_loss_at_rates_that_it_does_not_choose(tmp_path: Path):
+def test_losses_at_rates_that_a_search_does_not_choose_are_summed(tmp_path: Path):
     rng = np.random.default_rng(0)
     for norm in ("batch", "group"):
         for lr in (0.03, 0.1, 3.0):
             values = dict(enumerate(rng.normal(0.9, 0.01, 8) if lr < 1 else np.full(8, 0.1)))
             write_cell(tmp_path, norm, values, lr=lr, chance_accuracy=0.1)
-    assert report_of(tmp_path).losses.lines == []
+    losses = report_of(tmp_path).losses
+    assert losses.summary == "runs at rates that no seed chooses: 16 at chance"
+    said = "8 of 16 runs at chance at rates that no seed chooses"
+    assert losses.lines == [f"norm=batch: {said}", f"norm=group: {said}"]
 
 
 def test_a_tuned_norm_stands_where_fresh_seeds_put_it(tmp_path: Path):
