@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import mean, stdev
@@ -23,12 +24,15 @@ from normexp.training.evaluation import criterion_of
 from normexp.training.recipe import Recipe
 from normexp.training.statistics import shuffled
 
+logger = logging.getLogger(__name__)
+
 
 @keeping_data()
 def diagnose_weights(spec: CellSpec) -> Diagnosis:
     """Why a network with weights from a file evaluates worse than it trains.
 
-    The network keeps the norms that it is built with, unless the command names a norm.
+    The network keeps the norms that it is built with, unless the command names a norm. How its
+    training images were augmented is not known: they are not, unless the command says how.
 
     Raises:
         UserError: no weights, weights that do not fit, or a part that cannot be built.
@@ -41,30 +45,33 @@ def diagnose_weights(spec: CellSpec) -> Diagnosis:
             "cell, run=runs/STUDY/CELL"
         )
     data = load_data(spec)
+    if not any(word.lstrip("+").startswith("data.augmentation") for word in spec.overrides):
+        data = replace(data, augmentation=None)
     recipe = make_recipe(spec, data)
     build = make_builder(spec, recipe, data)
     keys = {word.partition("=")[0].partition(".")[0] for word in spec.overrides}
     if not build.takes_norm and "norm" not in keys:
         build = replace(build, norm=None)
-    return diagnose_network(build(values["seed"]), data, recipe, seed=values["seed"])
+    return _diagnose_network(build(values["seed"]), data, recipe, seed=values["seed"])
 
 
-def diagnose_network(network: nn.Module, data: Data, recipe: Recipe, *, seed: int) -> Diagnosis:
-    """Diagnoses a network on training batches of its recipe, and on the validation split.
+def _diagnose_network(network: nn.Module, data: Data, recipe: Recipe, *, seed: int) -> Diagnosis:
+    """Diagnoses a network on training batches of its recipe, and on the test split.
 
     Args:
         seed: draws the order and augmentation of the batches, those of the first epoch.
     """
+    logger.info("batches of the training split; evaluation batches of the test split")
     steps = TrainingBatches(data, [seed], recipe.sizes.micro, drop_last=True)
     count = _count(recipe, len(data.train))
     dtype = next(network.parameters()).dtype
     batches = [steps.chunk(step, 1, dtype)[0] for step in range(count)]
-    validation = _of_split(data, recipe, "val", dtype)
+    others = _of_split(data, recipe, "test", dtype)
     return diagnose(
         network,
         _pairs([{name: value[0] for name, value in batch.items()} for batch in batches]),
         _loss(data),
-        evaluation_batches=_pairs(validation) if len(validation) > 1 else None,
+        evaluation_batches=_pairs(others) if len(others) > 1 else None,
         max_batches=count,
     )
 

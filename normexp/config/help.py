@@ -132,7 +132,9 @@ normexp.evaluate evaluates the finished runs of a cell again, from the weights t
 Results go to evaluation.json beside each run's result.json, and to a table, with what carries the
 test loss from training to evaluation mode. Averaged weights (ema=...) are evaluated too;
 normexp.load(run, ema=True) returns them. The second line takes the keys of normexp.train,
-writes nothing, and says why a network evaluates worse than it trains (normexp.diagnose).
+writes nothing, and says why a network evaluates worse than it trains (normexp.diagnose): on
+batches of the training split, which are not augmented unless the command names keys such as
+data.augmentation.flip=true, and on the test split.
 """,
     "report": """\
 normexp.report turns a study into tables, figures, a page and verdicts.

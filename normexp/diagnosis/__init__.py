@@ -106,8 +106,11 @@ def _conclude(seen: Examination, tolerance: float | None) -> Diagnosis:
         mean = float(np.average(seen.evaluation, weights=theirs))
         error = np.hypot(standard_error(seen.evaluation, theirs), evaluation.error)
         other = Estimate(mean - evaluation.value, float(error))
+    summary = _summary(case, training, evaluation)
+    if other is not None and case.counts(other):
+        summary += f" Other data cost {other}: overfitting, or other inputs; no norm explains it."
     return Diagnosis(
-        summary=_summary(case, training, evaluation),
+        summary=summary,
         training=training.value,
         evaluation=evaluation.value,
         gap=gap,

@@ -39,8 +39,8 @@ MEANING = {
     "running averages": "they are off the statistics of the training samples",
 }
 REMEDIES = {
-    "training noise": "a norm that does not mix samples, as norm=group, or a larger "
-    "norm_batch_size",
+    "training noise": "another learning rate (search it), a norm that does not mix samples, as "
+    "norm=group, or a larger norm_batch_size",
     "own share": "norm=eval_norm, which gives each sample its share in evaluation too",
     "running averages": "evaluate_with=[precise]",
 }
@@ -135,9 +135,17 @@ def _carried(comparison: Comparison, causes: Causes, where: str) -> tuple[str, s
     if not causes.carriers:
         if causes.is_spread:
             return f"No single cause carries the loss of {where}: {amounts}", details
+        if above:
+            take = "takes" if len(above) == 1 else "take"
+            parts = f"{' and '.join(above)} {take} part in the loss of {where}"
+            return f"{_capital(parts)}; what carries it is undecided: {amounts}", details
         return f"What carries the loss of {where} is undecided: {amounts}", details
     verb, names = "carries" if len(causes.carriers) == 1 else "carry", " and ".join(causes.carriers)
-    return f"{names[0].upper()}{names[1:]} {verb} the loss of {where}: {amounts}", details
+    return f"{_capital(names)} {verb} the loss of {where}: {amounts}", details
+
+
+def _capital(words: str) -> str:
+    return words[:1].upper() + words[1:]
 
 
 def _not_recorded(comparison: Comparison, where: str) -> tuple[str, str] | None:

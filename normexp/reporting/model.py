@@ -427,7 +427,7 @@ class Slice:
         return mean(values, step=cell.step(self.metric), bounds=self.metric.bounds)
 
     def search_words(self, cell: CellRow) -> str:
-        """`tuned over 5 rates, best rate at an edge in 70 % of splits`; empty if none was chosen."""
+        """`tuned over 5 rates, best rate at an edge in 70 % of splits`; empty without a search."""
         rates = self.alternatives(cell)
         if not rates:
             return ""

@@ -51,7 +51,7 @@ def cause_of(root: Path) -> list[str]:
         ((0.1, 0.0, 0.0), "Training noise "),
         ((0.0, 0.1, 0.0), "Own share "),
         ((0.02, 0.01, 0.1), "Running averages "),
-        ((0.05, 0.05, 0.0), "What carries the loss of batch at norm batch size 2 is undecided: "),
+        ((0.05, 0.05, 0.0), "Training noise and own share take part in the loss of batch at"),
         ((0.05, 0.05, 0.05), "No single cause carries the loss of batch at"),
         ((0.0, 0.0, 0.0), "No loss of batch at norm batch size 2 to explain"),
     ],
@@ -60,7 +60,7 @@ def test_a_cause_is_named_only_where_seeds_show_it(tmp_path: Path, terms, words:
     write_study(tmp_path, *terms)
     (sentence,) = cause_of(tmp_path)
     assert sentence.startswith(words)
-    assert ("carries the loss" in sentence) == any(terms)
+    assert ("carries" in sentence) == any(terms)
     report = report_of(tmp_path)
     assert sentence in str(to_json(report)["sections"])
     if not any(terms):
@@ -69,7 +69,7 @@ def test_a_cause_is_named_only_where_seeds_show_it(tmp_path: Path, terms, words:
     assert headline is not None and "batch loses" in headline.claim and words in headline.claim
     assert "own share: in training a sample shapes its own" in headline.details
     if words == "Training noise ":
-        assert "against training noise: a norm that does not mix" in headline.details
+        assert "against training noise: another learning rate" in headline.details
     for name, term in zip(CAUSES, terms, strict=True):
         shown = re.search(rf"{name} (-?[0-9.]+) \[(-?[0-9.]+), (-?[0-9.]+)\]", sentence)
         assert shown is not None, name
