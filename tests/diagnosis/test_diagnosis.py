@@ -530,6 +530,8 @@ def test_evaluation_batches_that_are_preprocessed_otherwise():
     diagnosis = examine(trained(), evaluation_batches=wrong)
     assert kinds(diagnosis) == {"other_inputs"}
     assert diagnosis.other_data is not None and diagnosis.other_data.value > 1
+    assert "Other data cost" in diagnosis.summary
+    assert "Other data" not in examine(trained(), evaluation_batches=batches(seed=3)).summary
 
 
 # --- What is left behind, and what is said -------------------------------------------------------
