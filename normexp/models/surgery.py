@@ -188,6 +188,8 @@ def _layout_of(module: nn.Module, num_features: int, known: Layouts) -> Layout |
 class ChannelsLast(nn.Module):
     """Adapts a token site to x (N, *, C) by joining the positions * to one axis."""
 
+    adds_level = "site"
+
     def __init__(self, site: Site) -> None:
         super().__init__()
         self.site = site
@@ -198,6 +200,8 @@ class ChannelsLast(nn.Module):
 
 class SiteWithActivation(nn.Module):
     """A site, then the old norm's dropout and activation, under the names that they had."""
+
+    adds_level = "site"
 
     def __init__(self, site: nn.Module, kept: dict[str, nn.Module]) -> None:
         super().__init__()

@@ -254,6 +254,8 @@ class LayoutAdapter(nn.Module):
     inputs sees each position as a sample.
     """
 
+    adds_level = "norm"
+
     def __init__(self, norm: nn.Module, layout: Layout) -> None:
         super().__init__()
         self.norm = norm

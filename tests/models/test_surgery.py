@@ -20,9 +20,10 @@ from normexp.errors import UserError
 from normexp.models.surgery import ChannelsLast, replace_norms
 from normexp.models.timm import build_timm_model
 from normexp.models.torchvision import adapt_channels, build_torchvision_model
+from normexp.norms.adapt import foreign_factory
 from normexp.norms.batch import BatchNorm
 from normexp.norms.factory import NormFactory
-from normexp.norms.site import named_sites
+from normexp.norms.site import load_as_built, named_sites, state_as_built
 from normexp.norms.zoo.batch import BatchRenorm
 
 LAYER_NORM = taking_settings(layer_norm)
@@ -319,3 +320,40 @@ def test_norms_as_built_share_their_statistics_as_norm_batch_size_says():
     x = torch.randn(4, 3, 5, 5)
     parts = torch.cat([nn.BatchNorm2d(3)(part) for part in x.split(2)])
     torch.testing.assert_close(network(x), parts)
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        lambda: torchvision.models.resnet18(num_classes=3),
+        lambda: timm.create_model("resnet18", num_classes=3),
+        lambda: timm.create_model("convnext_atto", num_classes=3),  # channels last
+        lambda: timm.create_model("regnetx_002", num_classes=3),  # activations inside of norms
+    ],
+)
+@pytest.mark.parametrize("keeps_norms", [True, False])
+def test_trained_weights_load_strictly_into_the_network_as_built(
+    network: Callable[[], nn.Module], *, keeps_norms: bool
+):
+    built, trained = network(), network()
+    factory = NormFactory(foreign_twin, keeps_norms=keeps_norms)
+    replace_norms(trained, factory)
+    trained(torch.randn(4, 3, 32, 32)).sum().backward()
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.sub_(0.01 * parameter.grad)
+    state = state_as_built(trained)
+    built.load_state_dict(state)
+    x = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(built.eval()(x), trained.eval()(x))
+    again = network()
+    replace_norms(again, factory)
+    load_as_built(again, state)
+    assert torch.equal(again.eval()(x), trained.eval()(x))
+
+
+def foreign_twin(num_features: int, eps: float = 1e-5, momentum: float | None = None, **_: Any):
+    """Batch norm with the momentum of the replaced norm, layer norm in place of one without."""
+    if momentum is None:
+        return foreign_factory(nn.LayerNorm, target="torch.nn.LayerNorm", eps=eps)(num_features)
+    return nn.BatchNorm2d(num_features, eps, momentum)
