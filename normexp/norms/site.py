@@ -25,7 +25,8 @@ class Site(nn.Module):
     Splits the samples of a training forward into ghost sub-batches of `norm_batch_size`, shows
     each to the norm in its view, and joins the outputs. In evaluation nothing is split.
 
-    Shapes: x (N, C, *) for view `map`, (B, T, C) for `token` and `sequence`; mask (N, *) or (B, T).
+    Shapes: x (N, C, *) for view `map`; (B, T, C) for `token` and `sequence`, or (N, *, C), whose
+    positions * it joins; mask (N, *) or (B, T).
     """
 
     adds_level = "norm"  # the part of a tensor's name that the network's authors do not have
@@ -41,6 +42,8 @@ class Site(nn.Module):
         return f"view={self.view}, norm_batch_size={self.norm_batch_size}"
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if self.view != "map" and x.ndim != 3:
+            return self.forward(x.reshape(len(x), -1, x.shape[-1])).view(x.shape)
         size = self.norm_batch_size
         if not self.training or size is None or size >= len(x):
             return self._apply_in_view(self.norm, x, mask)
@@ -166,9 +169,9 @@ def norm_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def as_maps(x: Tensor, site: Site) -> Tensor:
-    """Reshapes an input or output of a site, (N, C, *) or (B, T, C), to (N, C, P), P positions."""
+    """Reshapes an input or output of a site, (N, C, *) or (N, *, C), to (N, C, P), P positions."""
     if site.view != "map":
-        return x.transpose(1, 2)
+        return x.reshape(len(x), -1, x.shape[-1]).transpose(1, 2)
     return x.flatten(2) if x.ndim > 2 else x.unsqueeze(-1)
 
 

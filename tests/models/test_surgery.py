@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from wild_norms import LlamaRMSNorm
 
 from normexp.errors import UserError
-from normexp.models.surgery import ChannelsLast, replace_norms
+from normexp.models.surgery import replace_norms
 from normexp.models.timm import build_timm_model
 from normexp.models.torchvision import adapt_channels, build_torchvision_model
 from normexp.norms.adapt import foreign_factory
@@ -112,7 +112,7 @@ def test_norm_of_the_last_axis_becomes_a_site_of_tokens(
     assert shape_at_norm(old, *shape) == (6, torch.Size(shape[:-1]).numel(), 6)
     x = torch.randn(shape)
     expected = nn.functional.layer_norm(x, (6,))
-    torch.testing.assert_close(ChannelsLast(LAYER_NORM.tokens(6))(x), expected)
+    torch.testing.assert_close(LAYER_NORM.tokens(6)(x), expected)
 
 
 def test_a_norm_that_stands_in_two_places_becomes_one_site() -> None:
@@ -150,12 +150,11 @@ def test_settings_values_and_statistics_follow_the_old_norm() -> None:
     new, plain = (site.norm for _, site in named_sites(network))
     assert (new.eps, new.momentum, plain.affine) == (1e-3, 0.01, False)
     torch.testing.assert_close(dict(new.state_dict()), dict(expected), rtol=0, atol=0)
-    assert surgery.dropped == []
-    surgery = replace_norms(nn.Sequential(nn.BatchNorm2d(6)), LAYER_NORM)
-    assert set(surgery.carried.values()) == {"0.weight", "0.bias"}
-    assert surgery.dropped == [
-        f"0.{s}" for s in ("running_mean", "running_var", "num_batches_tracked")
-    ]
+    assert surgery.lost == []
+    other = nn.BatchNorm2d(6)
+    nn.init.ones_(other.get_buffer("running_mean"))
+    surgery = replace_norms(nn.Sequential(other), LAYER_NORM)
+    assert surgery.lost == ["0.running_mean"]
 
 
 def test_batches_of_an_earlier_training_do_not_count_for_a_ramp() -> None:
@@ -201,7 +200,7 @@ def test_classes_can_be_named_and_what_is_left_is_said() -> None:
 def test_many_sites_are_counted_in_the_log():
     network = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(6)))
     surgery = replace_norms(network, NormFactory(BatchNorm))
-    assert next(surgery.notes()) == "6 sites in place of 6 BatchNorm1d, first 0, last 5"
+    assert next(surgery.notes()) == "6 sites in place of 6 BatchNorm1d: first 0, last 5"
 
 
 @pytest.mark.parametrize(
@@ -291,7 +290,7 @@ def kept_norms(network: nn.Module, norm_batch_size: int | None = None) -> nn.Mod
 
     factory = NormFactory(refuse, norm_batch_size=norm_batch_size, keeps_norms=True)
     surgery = replace_norms(network, factory)
-    assert not surgery.dropped and len(list(named_sites(network))) == len(surgery.classes)
+    assert not surgery.lost and len(list(named_sites(network))) == len(surgery.classes)
     return network
 
 
