@@ -126,8 +126,9 @@ def own_share(replicas: Replicas, batch: Batch, group_size: int) -> Iterator[InT
             if not _can_be_shown(network, sites, batch):
                 yield None
                 return
-            running = {site: [SiteMoments(*site.running)] for site in sites}
-            hooks.enter_context(with_moments(running, own_share=True))
+            hooks.enter_context(
+                with_moments({s: [SiteMoments(*s.running)] for s in sites}, own_share=True)
+            )
         yield copies
 
 
