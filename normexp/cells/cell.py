@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,10 @@ from normexp.cells.refusals import (
     check_slots,
     why_alone,
 )
+from normexp.checks.dependence import OUTSIDE, where_samples_mix
+from normexp.checks.network import BuiltNetwork
 from normexp.checks.preflight import Traits, examine
-from normexp.config.outcome import is_known_to_mix
+from normexp.config.identity import may_mix_samples
 from normexp.config.rules import validate
 from normexp.config.spec import CellSpec
 from normexp.data.dataset import Data
@@ -104,14 +106,10 @@ class Cell:
 
 
 @suitable_threads(0)  # probes are too small for a second thread to pay
-def prepare_cell(spec: CellSpec, *, has_mixed: bool = False, traits: Traits | None = None) -> Cell:
+def prepare_cell(spec: CellSpec, *, traits: Traits | None = None) -> Cell:
     """Builds and probes a cell, and refuses every mistake that can be found before training.
 
-    If its norm does not mix samples, the cell is `spec.without_norm_batch_size`.
-
     Args:
-        has_mixed: the norm mixed samples in an earlier training, whatever the probes say, as the
-            history may know too.
         traits: what another process measured of this cell, which is then not probed again.
 
     Raises:
@@ -122,9 +120,8 @@ def prepare_cell(spec: CellSpec, *, has_mixed: bool = False, traits: Traits | No
         data, recipe, build, network = _build_parts(spec)
         if traits is None:
             traits = _probe(spec, network, data, recipe)
-        if has_mixed or is_known_to_mix(spec):
-            traits = replace(traits, mixes_samples=True)
         if traits.mixes_samples:
+            _check_declaration(spec, network, data, recipe)
             check_norm_batch_size(spec.sizes["norm_batch_size"], recipe)
         check_optimizer_step(recipe, network)
         alone = why_alone(recipe)
@@ -135,8 +132,6 @@ def prepare_cell(spec: CellSpec, *, has_mixed: bool = False, traits: Traits | No
             *_findings(spec, recipe, traits, alone),
         ]:
             logger.info(note)
-        if not traits.mixes_samples:
-            spec = spec.without_norm_batch_size
         description = describe_cell(spec, recipe, build, data, traits)
         beyond = loaded_files().items() - loaded_before.items()
         if beyond := {path: digest for path, digest in beyond if path not in spec.sources}:
@@ -239,6 +234,15 @@ def _probe(spec: CellSpec, network: nn.Module, data: Data, recipe: Recipe) -> Tr
     return traits
 
 
+def _check_declaration(spec: CellSpec, network: nn.Module, data: Data, recipe: Recipe) -> None:
+    """Refuses a norm that is declared not to mix samples, and does."""
+    if may_mix_samples(spec.values):
+        return
+    built = BuiltNetwork(network, data, recipe.sizes, drop_last=recipe.drop_last)
+    if (where := where_samples_mix(built, True)) != OUTSIDE:
+        raise UserError(f"norm.mixes_samples=false: samples are mixed at {where}; drop the key")
+
+
 def _probe_key(spec: CellSpec, recipe: Recipe) -> str:
     """Equal for cells whose probes give the same answers: all of the identity but `NOT_PROBED`."""
     content = {key: value for key, value in spec.identity.items() if key not in NOT_PROBED}
@@ -263,7 +267,7 @@ def _findings(spec: CellSpec, recipe: Recipe, traits: Traits, alone: str | None)
         )
     if not traits.mixes_samples and spec.sizes["norm_batch_size"] is not None:
         notes.append(
-            "this norm does not mix samples, so norm_batch_size has no effect: training it once "
-            "for all sizes"
+            f"norm={spec.choices['norm']} does not mix samples, so norm_batch_size has no effect; "
+            "declare norm.mixes_samples=false, and it is trained once for all sizes"
         )
     return notes
