@@ -239,7 +239,7 @@ def _check_declaration(spec: CellSpec, network: nn.Module, data: Data, recipe: R
     if may_mix_samples(spec.values):
         return
     built = BuiltNetwork(network, data, recipe.sizes, drop_last=recipe.drop_last)
-    if (where := where_samples_mix(built, True)) != OUTSIDE:
+    if (where := where_samples_mix(built, True)) not in (None, OUTSIDE):
         raise UserError(f"norm.mixes_samples=false: samples are mixed at {where}; drop the key")
 
 
