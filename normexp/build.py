@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -299,8 +300,14 @@ def build_network(values: Mapping[str, Any], norm: NormFactory, data: Data) -> N
             f"model.replace={as_typed(classes)}: this model builds its norms from its argument "
             "`norm`, so none can be replaced; drop the key"
         )
-    if ("vocab_size" in names) != (data.vocab_size is not None):
-        fits = "text data such as data=manual" if "vocab_size" in names else "a text model"
+    mask = inspect.signature(getattr(target.unwrapped, "forward", str)).parameters.get("mask")
+    has_mask = getattr(data.train, "mask", None) is not None
+    takes_it = mask is not None if has_mask else mask is None or mask.default is not mask.empty
+    reads_text, is_text = "vocab_size" in names, data.vocab_size is not None
+    if reads_text != is_text or (is_text and not takes_it):
+        fits = f"model={'text_encoder' if has_mask else 'gpt'}"
+        if reads_text:
+            fits = "data=manual" if mask is None else "data=langid"
         model = target.path.rpartition(".")[2]
         raise UserError(f"model={model} does not fit data={data.name}; try {fits}")
     return builder(target.filled_in(available), norm, takes_norm=True)
