@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Keys of a norm's YAML for the model or for normexp; all others are passed to the norm.
-RESERVED_NORM_KEYS = ("view", "layout", "half_life", "synchronized", *SLOTS)
+RESERVED_NORM_KEYS = ("view", "layout", "half_life", "mixes_samples", "synchronized", *SLOTS)
 # Keys of a model's YAML for normexp; all others are passed to the model.
 RESERVED_MODEL_KEYS = ("weights", "replace")
 # Keys of an optimizer's YAML for the training; all others are passed to the optimizer.

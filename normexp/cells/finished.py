@@ -160,7 +160,7 @@ def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
     results = finished_results(cell_dir)
     description = results[0].config
     spec = recorded_spec(cell_dir, description, options)
-    if results[0].cell_id not in (spec.id, spec.without_norm_batch_size.id):
+    if results[0].cell_id != spec.id:
         raise UserError(
             f"{cell_dir}: its norm, model or data has changed since it was trained, and the same "
             f"config now means {spec.id}; train that cell"
@@ -170,9 +170,7 @@ def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
     changes |= {"norm_batch_size": description["norm_batch_size"], **options}
     if not torch.cuda.is_available():
         changes["trainer.accelerator"] = "cpu"
-    cell = prepare_cell(
-        recorded_spec(cell_dir, description, changes), has_mixed=description["mixes_samples"]
-    )
+    cell = prepare_cell(recorded_spec(cell_dir, description, changes))
     seeds = [result.seed for result in results]
     replicas = _load_replicas(cell, cell_dir, seeds, WEIGHTS_FILE)
     module = build_module(cell, seeds, replicas, Recorder([]))
