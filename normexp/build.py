@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from normexp.config.target import Target, read_target
 from normexp.data.dataset import Data, limit_train, validate
 from normexp.errors import UserError
 from normexp.models import timm, torchvision
+from normexp.models.common import refuse_misfit
 from normexp.models.surgery import replace_norms
 from normexp.models.weights import Weights, load_fitting, open_weights
 from normexp.norms.adapt import foreign_factory
@@ -300,16 +300,7 @@ def build_network(values: Mapping[str, Any], norm: NormFactory, data: Data) -> N
             f"model.replace={as_typed(classes)}: this model builds its norms from its argument "
             "`norm`, so none can be replaced; drop the key"
         )
-    mask = inspect.signature(getattr(target.unwrapped, "forward", str)).parameters.get("mask")
-    has_mask = getattr(data.train, "mask", None) is not None
-    takes_it = mask is not None if has_mask else mask is None or mask.default is not mask.empty
-    reads_text, is_text = "vocab_size" in names, data.vocab_size is not None
-    if reads_text != is_text or (is_text and not takes_it):
-        fits = f"model={'text_encoder' if has_mask else 'gpt'}"
-        if reads_text:
-            fits = "data=manual" if mask is None else "data=langid"
-        model = target.path.rpartition(".")[2]
-        raise UserError(f"model={model} does not fit data={data.name}; try {fits}")
+    refuse_misfit(target.unwrapped, names, data)
     return builder(target.filled_in(available), norm, takes_norm=True)
 
 
