@@ -42,17 +42,19 @@ def refuse_misfit(model: Any, names: Collection[str], data: Data) -> None:
         model: its class, or a function that returns it.
         names: of its arguments; those that read texts take `vocab_size`.
     """
-    forward = inspect.signature(getattr(model, "forward", str))
-    mask = forward.parameters.get("mask")
+    forward = getattr(model, "forward", None)  # a function has none, and may return any model
+    mask = inspect.signature(forward).parameters.get("mask") if forward else None
     has_mask = getattr(data.train, "mask", None) is not None
     takes_it = mask is not None if has_mask else mask is None or mask.default is not mask.empty
     reads_text, is_text = "vocab_size" in names, data.vocab_size is not None
-    if reads_text == is_text and (takes_it or not is_text):
+    if reads_text == is_text and (takes_it or not is_text or forward is None):
         return
     fits = f"model={'text_encoder' if has_mask else 'gpt'}"
     if reads_text:
         fits = "data=manual" if mask is None else "data=langid"
-    raise UserError(f"model={model.__name__} does not fit data={data.name}; try {fits}")
+    raise UserError(
+        f"model={getattr(model, '__name__', model)} does not fit data={data.name}; try {fits}"
+    )
 
 
 def modules_outside_sites(module: nn.Module) -> Iterator[nn.Module]:
