@@ -199,13 +199,13 @@ KEYS = {
     "norm.half_life": Key(POSITIVE.or_null(), "samples"),
     "norm.mixes_samples": Key(FLAG.or_null(), identity=False),  # false: norm_batch_size counts not
     "norm.synchronized": Key(FLAG.or_null(), identity=False),  # counted in norm_batch_size
-    "model.weights": Key(TEXT.or_null(), identity=False),  # a digest of the content counts instead
+    "model.weights": Key(TEXT.or_null()),
     "model.replace": Key(list_of(TEXT).or_null()),
     "data.limit_train": Key(COUNT.or_null(), "samples, for texts blocks"),
     "data.order": Key(one_of("shuffled", "sorted")),
     "data.data_dir": Key(FOLDER, identity=False),
-    "data.path": Key(FOLDER, identity=False),  # a digest of the content counts instead
-    "data.root": Key(FOLDER, identity=False),
+    "data.path": Key(FOLDER),
+    "data.root": Key(FOLDER),
     "optim.momentum": Key(FRACTION),
     "optim.nesterov": Key(FLAG),
     "optim.weight_decay": Key(NOT_NEGATIVE),

@@ -21,8 +21,6 @@ from normexp.data.dataset import Data, Examples
 from normexp.data.images import build_image_data
 from normexp.data.sources import refuse_beyond_memory, split_off_test
 from normexp.errors import UserError
-from normexp.records.content import IMAGE_SUFFIXES as SUFFIXES
-from normexp.records.content import has_split_folders
 from normexp.records.files import open_atomic
 
 log = logging.getLogger(__name__)
@@ -30,6 +28,13 @@ log = logging.getLogger(__name__)
 IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 OTHER_SPLIT = {"train": "test", "test": "train"}
 MIN_STD = 0.001  # a grey level is 0.004
+
+SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm"})
+
+
+def has_split_folders(root: Path) -> bool:
+    """True if an image folder has train/ or test/; otherwise each of its folders is a class."""
+    return any((root / split).is_dir() for split in ("train", "test"))
 
 
 def load_image_folder(
