@@ -45,7 +45,7 @@ GOLDEN = {
     "norm=sync trainer=ddp callback=early_stopping val_every_epochs=2": (
         "sync-convnet-digits-b32-lr0.1-2641aa1301"
     ),
-    "data=shakespeare norm=rms ema=0.9": "rms-gpt-shakespeare-b32-lr0.001-72a2b3cc7f",
+    "data=shakespeare norm=rms": "rms-gpt-shakespeare-b32-lr0.001-a25673a668",
     "data=text_file data.path=text.txt model.width=16 model.depth=1 norm=rms placement=post": (
         "rms-gpt-text_file-b32-lr0.001-be13848a31"
     ),
