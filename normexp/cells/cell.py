@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,12 @@ from normexp.cells.refusals import (
     why_alone,
 )
 from normexp.checks.agreement import kept_for_backward
+from normexp.checks.dependence import OUTSIDE, where_samples_mix
+from normexp.checks.network import BuiltNetwork
 from normexp.checks.preflight import Traits, examine
 from normexp.checks.probe import fixed_draws
 from normexp.checks.sites import probe_batch
-from normexp.config.outcome import is_known_to_mix
+from normexp.config.identity import may_mix_samples
 from normexp.config.rules import validate
 from normexp.config.spec import CellSpec
 from normexp.data.dataset import Data
@@ -43,7 +45,6 @@ from normexp.norms.site import named_sites
 from normexp.records.logs import collected_messages
 from normexp.records.result import check_joins
 from normexp.records.sources import loaded_files, refuse_edited
-from normexp.training.chunks import watched_steps
 from normexp.training.devices import check_devices
 from normexp.training.evaluation import criterion_of
 from normexp.training.recipe import Recipe
@@ -118,14 +119,10 @@ class Cell:
 
 
 @suitable_threads(0)  # probes are too small for a second thread to pay
-def prepare_cell(spec: CellSpec, *, has_mixed: bool = False, traits: Traits | None = None) -> Cell:
+def prepare_cell(spec: CellSpec, *, traits: Traits | None = None) -> Cell:
     """Builds and probes a cell, and refuses every mistake that can be found before training.
 
-    If its norm does not mix samples, the cell is `spec.without_norm_batch_size`.
-
     Args:
-        has_mixed: the norm mixed samples in an earlier training, whatever the probes say, as the
-            history may know too.
         traits: what another process measured of this cell, which is then not probed again.
 
     Raises:
@@ -136,9 +133,8 @@ def prepare_cell(spec: CellSpec, *, has_mixed: bool = False, traits: Traits | No
         data, recipe, build, network = _build_parts(spec)
         if traits is None:
             traits = _probe(spec, network, data, recipe)
-        if has_mixed or is_known_to_mix(spec):
-            traits = replace(traits, mixes_samples=True)
         if traits.mixes_samples:
+            _check_declaration(spec, network, data, recipe)
             check_norm_batch_size(spec.sizes["norm_batch_size"], recipe)
         check_optimizer_step(recipe, network)
         alone = why_alone(recipe)
@@ -150,8 +146,6 @@ def prepare_cell(spec: CellSpec, *, has_mixed: bool = False, traits: Traits | No
             *_findings(spec, recipe, traits, alone),
         ]:
             logger.info(note)
-        if not traits.mixes_samples:
-            spec = spec.without_norm_batch_size
         description = describe_cell(spec, recipe, build, data, traits)
         beyond = loaded_files().items() - loaded_before.items()
         if beyond := {path: digest for path, digest in beyond if path not in spec.sources}:
@@ -163,9 +157,6 @@ def prepare_cell(spec: CellSpec, *, has_mixed: bool = False, traits: Traits | No
             mixes_in_evaluation=traits.mixes_samples_in_evaluation,
             evaluation_limit=evaluation_limit(recipe, data, traits),
         )
-        may_show_more = not traits.mixes_samples or data.task == "language_modeling"
-        if is_foreign(spec) and may_show_more:
-            recipe = replace(recipe, watched_steps=watched_steps(recipe.num_steps, spec.seeds[0]))
         return Cell(
             spec=spec,
             recipe=recipe,
@@ -260,6 +251,15 @@ def _probe(spec: CellSpec, network: nn.Module, data: Data, recipe: Recipe) -> Tr
     return traits
 
 
+def _check_declaration(spec: CellSpec, network: nn.Module, data: Data, recipe: Recipe) -> None:
+    """Refuses a norm that is declared not to mix samples, and does."""
+    if may_mix_samples(spec.values):
+        return
+    built = BuiltNetwork(network, data, recipe.sizes, drop_last=recipe.drop_last)
+    if (where := where_samples_mix(built, True)) != OUTSIDE:
+        raise UserError(f"norm.mixes_samples=false: samples are mixed at {where}; drop the key")
+
+
 def backward_bytes(network: nn.Module, data: Data, recipe: Recipe) -> int:
     """Bytes that a forward of the network keeps for its backward, per sample, in float32."""
     count = min(recipe.sizes.micro, MEASURED_SAMPLES)
@@ -294,7 +294,7 @@ def _findings(spec: CellSpec, recipe: Recipe, traits: Traits, alone: str | None)
         )
     if not traits.mixes_samples and spec.sizes["norm_batch_size"] is not None:
         notes.append(
-            "this norm does not mix samples, so norm_batch_size has no effect: training it once "
-            "for all sizes"
+            f"norm={spec.choices['norm']} does not mix samples, so norm_batch_size has no effect; "
+            "declare norm.mixes_samples=false, and it is trained once for all sizes"
         )
     return notes

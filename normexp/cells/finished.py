@@ -24,6 +24,7 @@ from normexp.config.rules import PARTS
 from normexp.config.spec import CellSpec
 from normexp.data.prediction import Preprocessing, attach_prediction
 from normexp.errors import UserError, first_line
+from normexp.norms.site import load_as_built
 from normexp.records.files import read_json, user_error_if_denied, write_json
 from normexp.records.paths import (
     CONFIG_FILE,
@@ -134,7 +135,7 @@ def load_weights(network: nn.Module, path: Path, *, precision: str) -> None:
     if precision == "64-true":
         network.double()
     try:
-        network.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        load_as_built(network, torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:  # torch raises many kinds for a torn or foreign file
         raise UserError(
             f"{path} does not fit its config.yaml, or is torn ({first_line(error)}); train the "
@@ -159,7 +160,7 @@ def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
     results = finished_results(cell_dir)
     description = results[0].config
     spec = recorded_spec(cell_dir, description, options)
-    if results[0].cell_id not in (spec.id, spec.without_norm_batch_size.id):
+    if results[0].cell_id != spec.id:
         raise UserError(
             f"{cell_dir}: its norm, model or data has changed since it was trained, and the same "
             f"config now means {spec.id}; train that cell"
@@ -169,9 +170,7 @@ def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
     changes |= {"norm_batch_size": description["norm_batch_size"], **options}
     if not torch.cuda.is_available():
         changes["trainer.accelerator"] = "cpu"
-    cell = prepare_cell(
-        recorded_spec(cell_dir, description, changes), has_mixed=description["mixes_samples"]
-    )
+    cell = prepare_cell(recorded_spec(cell_dir, description, changes))
     seeds = [result.seed for result in results]
     replicas = _load_replicas(cell, cell_dir, seeds, WEIGHTS_FILE)
     module = build_module(cell, seeds, replicas, Recorder([]))

@@ -86,30 +86,19 @@ def _measured(runs: Sequence[RunRow], num_seeds: Mapping[str, int]) -> CellRow:
     )
 
 
-def _with_aliases(declared: Mapping[str, set[int]], history: History) -> dict[str, set[int]]:
-    """The declared seeds by id, also of the cells that are trained in place of those named."""
-    seeds: dict[str, set[int]] = {}
-    for name, asked in declared.items():
-        for key in {name, history.same_as(name)}:
-            seeds[key] = seeds.get(key, set()) | asked
-    return seeds
-
-
 def _declared(cells: Sequence[CellRow], study: str, histories: Sequence[History]) -> list[CellRow]:
     """Adds what the first command for each cell of a study declared, and the searched keys."""
     searches = [entry for history in histories for entry in history.searches.values()]
     searched = {key for entry in searches for key in entry.keys}
     history = histories[0] if histories else History()
     rounds = _rounds_of(history)
-    rounds = [(command, _with_aliases(declared, history)) for command, declared in rounds]
     asked = history.asked_seeds(history.commands)
     over = _seeds_over([cell for cell in cells if cell.study == study], history)
     unended, count = [], 0  # per round, cumulative
     for _, declared in rounds:
-        names = {history.same_as(name): seeds for name, seeds in declared.items()}
-        lost = {history.same_as(name) for name in history.errors}
         count += sum(
-            not seeds <= over.get(name, set()) and name not in lost for name, seeds in names.items()
+            not seeds <= over.get(name, set()) and name not in history.errors
+            for name, seeds in declared.items()
         )
         unended.append(count)
 
@@ -117,7 +106,7 @@ def _declared(cells: Sequence[CellRow], study: str, histories: Sequence[History]
         lengths = [len(entry.points) for entry in searches if entry.norm in ("", cell.name)]
         cell = replace(cell, searched=frozenset(searched), num_points=max(lengths, default=0))
         ids = {cell.directory.name, *cell.same_as}
-        wanted = {seed for name in ids for seed in asked.get(history.same_as(name), ())}
+        wanted = {seed for name in ids for seed in asked.get(name, ())}
         if wanted:
             cell = replace(cell, expected=len(wanted | {run.seed for run in cell.runs}))
         for number, (command, declared) in enumerate(rounds):
@@ -142,14 +131,14 @@ def _seeds_over(cells: Sequence[CellRow], history: History) -> dict[str, set[int
     """
     attempts: dict[str, int] = {}  # that the commands allow
     for command in history.commands:
-        for name in map(history.same_as, command.cells):
+        for name in command.cells:
             attempts[name] = max(attempts.get(name, 0), command.max_attempts)
     over: dict[str, set[int]] = {}
     for end in history.ends:
-        over.setdefault(history.same_as(end.cell), set()).update(end.seeds)
+        over.setdefault(end.cell, set()).update(end.seeds)
     for cell in cells:
         names = {cell.directory.name, *cell.same_as}
-        most = max((attempts.get(history.same_as(name), 0) for name in names), default=0)
+        most = max((attempts.get(name, 0) for name in names), default=0)
         again = {run.seed for run in cell.runs if 0 < run.result.attempts < most} - cell.ended
         for name in names:
             over[name] = over.get(name, set()) | {run.seed for run in cell.runs}

@@ -125,7 +125,6 @@ class TrainingModule(pl.LightningModule):
             self.total_steps,
             self.recipe.max_chunk,
             self.processes,
-            self.recipe.watched_steps,
         )
 
     def on_train_start(self) -> None:

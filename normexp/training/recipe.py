@@ -60,7 +60,6 @@ class Recipe:
     loggers: Loggers
 
     # Of one training
-    watched_steps: tuple[int, ...] = ()  # before which a chunk ends, so that a callback can act
     lr_scales: tuple[float, ...] | None = None  # each replica's learning rate, as a share of `lr`
     mixed_in_evaluation: int | None = None  # samples that the norm mixes there; None if it does not
     evaluation_limit: int | None = None  # samples of all replicas that fit on a GPU; None on a CPU

@@ -153,11 +153,7 @@ def test_a_claim_about_a_fall_needs_one():
     groups = [cells(r, "batch_renorm", 0.05, 2) for r in ("convnet", "convnet_short")]
     renorm = [cell for group in groups for cell in group]
     falls, does_not = (
-        next(
-            one
-            for one in judge(convnet(error).with_entry(made_table(renorm)))
-            if one.name == "batch_renorm"
-        )
+        next(one for one in judge(convnet(error).with_entry(renorm)) if one.name == "batch_renorm")
         for error in (0.2, 0.05)
     )
     assert falls.outcome == "holds"

@@ -11,10 +11,9 @@ import pytest
 from synthetic_study import report_of, write_cell
 
 from normexp.errors import UserError
-from normexp.records.history import AliasEntry, CommandEntry, EndEntry, append_entries
+from normexp.records.history import CommandEntry, EndEntry, append_entries
 from normexp.records.samples import write_samples
 from normexp.report import main
-from normexp.reporting.metric import RULE
 from normexp.reporting.ranking import Ranking
 from normexp.reporting.report import to_json
 from normexp.reporting.tables import cell_table
@@ -197,17 +196,3 @@ def test_a_mean_has_one_interval_whatever_stands_beside_it(tmp_path: Path):
     assert (row["mean low"], row["mean high"]) == (ranked.value.low, ranked.value.high)
     low, high = row["mean low"], row["mean high"]
     assert 1.0 < high - low < 6.0
-
-
-def test_the_seeds_of_a_size_without_effect_are_declared_for_the_cell_that_stands_for_it(
-    tmp_path: Path,
-):
-    write_norms(tmp_path, {"batch": 0.95}, norm_batch_size=2)
-    write_norms(tmp_path, {"group": 0.9}, sd=0.003)
-    batch, group = sorted(path.name for path in (tmp_path / "synthetic").glob("*-*"))
-    seeds = list(range(8))
-    words = ["normexp-train", "-m", "norm=batch,group", "norm_batch_size=2"]
-    cells = {batch: [("norm=batch", seeds)], "group-2": [("norm=group", seeds)]}
-    entry = CommandEntry("c", words, "one", 3, cells, RULE)
-    append_entries(tmp_path / "synthetic", [entry, AliasEntry("group-2", group, "1")])
-    assert groups_of(ranking_of(tmp_path)) == {"best": {"batch"}, "worse": {"group"}}
