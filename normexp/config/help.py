@@ -75,10 +75,8 @@ normexp trains a model with any norm, and measures how the result depends on the
   python -m normexp.train norm=group             one cell: a norm, a model, data, sizes; 4 seeds
   python -m normexp.train -m norm=batch,group    a sweep over values; the same line again resumes it
   python -m normexp.train -m experiment=NAME     a recipe of conf/experiment
-  python -m normexp.train 'cells=[{norm:batch,lr:1},{norm:group,lr:0.3}]'   keys that vary together
 
-Each entry of `cells` is trained at every point of the grid. A recipe may list cells too, and set a
-launcher: `- override /hydra/launcher: submitit_slurm`, below `defaults:`.
+A recipe may set a launcher: `- override /hydra/launcher: submitit_slurm`, below `defaults:`.
 """,
     "tune": """\
 normexp.tune searches hyperparameters on validation, then trains fresh seeds at the best.
@@ -103,16 +101,6 @@ normexp.benchmark trains a norm by frozen rules, and says where it stands among 
   python -m normexp.benchmark                  the reference: ranking, cost, claims; trains nothing
   python -m normexp.benchmark norm=custom norm._target_=my_package.MyNorm
   python -m normexp.benchmark norm=custom norm._target_=my_package.MyNorm dry_run=true    its cost
-  python -m normexp.benchmark norm=custom norm._target_=my_package.MyNorm submit=FOLDER
-  python -m normexp.benchmark verify=FOLDER salt=TEXT    trains part of it again; runs its code
-  python -m normexp.benchmark verify=FOLDER salt=TEXT dry_run=true    which part, and its cost
-
-benchmark0 has the same rules on digits, and decides nothing. To try all of it in a minute or two:
-  python -m normexp.train experiment=benchmark0/convnet
-  python -m normexp.benchmark reference=benchmark0 write=b0.npz     its table, from the runs here
-  python -m normexp.benchmark reference=b0.npz norm=my_package.MyNorm
-
-The reference and an entry get a page and report.json in <runs_dir>/<benchmark>[-<norm>]/report.
 Needs pip install 'normexp[mnist]'. The same line again resumes. Rates, sizes, seeds and budgets are
 those of conf/experiment/benchmark1.
 """,

@@ -102,7 +102,7 @@ def test_a_diverged_run_ends_at_its_own_step_whatever_its_neighbours_and_chunks(
     tmp_path: Path, stacked: bool
 ):
     data = image_data(400)  # 50 steps an epoch
-    common = {"data": data, "stacked": stacked, "lr": 1e30, "seeds": (0, 1)}
+    common = {"data": data, "stacked": stacked, "lr": 1e30, "seeds": (0, 1), "log_every": 1}
     found = []
     for max_chunk, scales in ((1, (1.0, 1.0)), (7, (1.0, 1.0)), (7, (1.0, 1e-32))):
         module = build_module(**common, lr_scales=scales, max_chunk=max_chunk)
