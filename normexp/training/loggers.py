@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import netrc
 import os
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def wandb_logger(
     id_file = Path(run_dir, "wandb-id")
     if not id_file.is_file():
         id_file.parent.mkdir(parents=True, exist_ok=True)
-        id_file.write_text(wandb.util.generate_id(16))
+        id_file.write_text(secrets.token_hex(8))
     Path(save_dir).mkdir(parents=True, exist_ok=True)
     run = wandb.init(
         mode="offline" if offline else "online",
