@@ -30,7 +30,7 @@ from normexp.data.dataset import Data, limit_train, validate
 from normexp.errors import UserError
 from normexp.models import timm, torchvision
 from normexp.models.surgery import replace_norms
-from normexp.models.weights import Weights, open_weights
+from normexp.models.weights import Weights, load_fitting, open_weights
 from normexp.norms.adapt import foreign_factory
 from normexp.norms.factory import NormFactory, is_shipped
 from normexp.norms.slots import SLOTS, resolve
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Keys of a norm's YAML for the model or for normexp; all others are passed to the norm.
-RESERVED_NORM_KEYS = ("view", "half_life", "synchronized", *SLOTS)
+RESERVED_NORM_KEYS = ("view", "layout", "half_life", "synchronized", *SLOTS)
 # Keys of a model's YAML for normexp; all others are passed to the model.
 RESERVED_MODEL_KEYS = ("weights", "replace")
 # Keys of an optimizer's YAML for the training; all others are passed to the optimizer.
@@ -134,7 +134,8 @@ def build_norm(
         known = {key: value for key, value in values.items() if key in target.arguments}
         make = partial(target.call, **known) if known else target.call
         if not is_shipped(target.path):
-            return foreign_factory(make, target=target.path, eps=eps)
+            layout = reserved.get("layout")
+            return foreign_factory(make, target=target.path, eps=eps, layout=layout)
         shipped = replace(target, call=make).filled_in({"eps": eps})
         return partial(shipped.make, nn.Module)
 
@@ -246,30 +247,22 @@ class NetworkBuilder:
         )
 
     def _finish(self, network: nn.Module) -> None:
-        """Loads weights and replaces norms.
-
-        Loads twice: the weights of the network as its authors build it fit before norms are
-        replaced, those of a recorded run only afterwards.
-        """
-        notes: list[str] = []
-        loading = self.weights.loading(network) if self.weights else None
-        if loading:
-            loading.into(network)
+        """Loads weights and replaces norms; what only the new norms have is loaded afterwards."""
+        rest = self.weights.load(network, self._say) if self.weights else {}
         if not self.takes_norm:
             network.register_forward_hook(_take_scores)
         if self.norm and not self.takes_norm:
             surgery = replace_norms(network, self.norm, tuple(self.classes) or None)
-            notes += surgery.notes()
-            if loading:
-                loading.follow(surgery)
-                loading.into(network)
-        if loading:
-            loading.check(network)
-            notes += [*loading.notes(network), *filter(None, [self.preprocessing])]
-        for note in notes:
-            if note not in self.logged:
-                self.logged.add(note)
-                logger.info(note)
+            for note in surgery.notes():
+                self._say(note)
+            load_fitting(network, rest)
+        if self.weights and self.preprocessing:
+            self._say(self.preprocessing)
+
+    def _say(self, note: str) -> None:
+        if note not in self.logged:
+            self.logged.add(note)
+            logger.info(note)
 
 
 def build_network(values: Mapping[str, Any], norm: NormFactory, data: Data) -> NetworkBuilder:

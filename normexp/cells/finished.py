@@ -24,6 +24,7 @@ from normexp.config.rules import PARTS
 from normexp.config.spec import CellSpec
 from normexp.data.prediction import Preprocessing, attach_prediction
 from normexp.errors import UserError, first_line
+from normexp.norms.site import load_as_built
 from normexp.records.files import read_json, user_error_if_denied, write_json
 from normexp.records.paths import (
     CONFIG_FILE,
@@ -134,7 +135,7 @@ def load_weights(network: nn.Module, path: Path, *, precision: str) -> None:
     if precision == "64-true":
         network.double()
     try:
-        network.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        load_as_built(network, torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:  # torch raises many kinds for a torn or foreign file
         raise UserError(
             f"{path} does not fit its config.yaml, or is torn ({first_line(error)}); train the "

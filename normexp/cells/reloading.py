@@ -25,6 +25,7 @@ from normexp.build import build_network, build_norm, load_data
 from normexp.checks.probe import change
 from normexp.config.spec import CellSpec
 from normexp.data.dataset import Data
+from normexp.norms.site import load_as_built
 from normexp.training.statistics import evaluation_mode, gather
 
 if TYPE_CHECKING:  # the new process trains nothing, and so needs no Lightning
@@ -64,7 +65,7 @@ class _Task:
         state = torch.load(self.weights, map_location="cpu", weights_only=True)
         if any(value.dtype == torch.float64 for value in state.values()):
             network.double()
-        network.load_state_dict(state)
+        load_as_built(network, state)
         return outputs_of(InTurn([network]), data)[0]
 
 

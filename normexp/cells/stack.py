@@ -28,6 +28,7 @@ from normexp.cells.watch import Findings, Watch, with_findings, withdraw_aliases
 from normexp.config.spec import title_of
 from normexp.data.prediction import Preprocessing
 from normexp.errors import UserError
+from normexp.norms.site import state_as_built
 from normexp.records.environment import describe_environment
 from normexp.records.files import open_atomic, remove_leftovers, write_json, write_text
 from normexp.records.logs import messages_to_file
@@ -266,7 +267,7 @@ def record_failure(stack: Stack, reason: str) -> None:
 
 def _save_weights(path: Path, network: nn.Module) -> None:
     with open_atomic(path) as file:
-        torch.save(network.cpu().state_dict(), file)
+        torch.save(state_as_built(network.cpu()), file)
 
 
 def _result_of(

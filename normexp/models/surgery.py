@@ -9,9 +9,8 @@ recognised; one that holds an activation as a submodule, such as timm's BatchNor
 from __future__ import annotations
 
 import copy
-import inspect
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
@@ -21,10 +20,11 @@ from torch import Tensor, nn
 
 from normexp.errors import UserError
 from normexp.models.common import modules_outside_sites
-from normexp.norms.adapt import EPS_NAMES, FEATURE_NAMES, Layout, find_layout
+from normexp.models.weights import MAX_NAMES, shorten
+from normexp.norms.adapt import EPS_NAMES, FEATURE_NAMES, find_layout
 from normexp.norms.contract import HasRamp
 from normexp.norms.factory import NormFactory
-from normexp.norms.site import Site, named_sites
+from normexp.norms.site import Site
 
 CHANNELS_FIRST = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm),
@@ -33,6 +33,11 @@ CHANNELS_FIRST = (
 CHANNELS_LAST = (nn.LayerNorm, nn.RMSNorm)  # subclasses may differ
 # Norms in name only: they make channels compete, and keep the scale of their input.
 NOT_REPLACED = ("GlobalResponseNorm", "LocalResponseNorm")
+# Classes of transformers that multiply by 1 + weight.
+ADD_ONE = (
+    *("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "T5GemmaRMSNorm", "VaultGemmaRMSNorm"),
+    *("RecurrentGemmaRMSNorm", "Qwen3NextRMSNorm", "NemotronLayerNorm1P"),
+)
 COUNT = "num_batches_tracked"
 # The tensors of a norm by role: the names that libraries give them, and their initial values.
 NAMES = {
@@ -45,7 +50,6 @@ NAMES = {
 STARTS = {"weight": 1, "bias": 0, "running_mean": 0, "running_var": 1, COUNT: 0}
 ROLES = {name: role for role, names in NAMES.items() for name in names}
 KEPT = ("drop", "act")  # submodules of norms that hold their activation, in the order of timm
-MAX_NAMES = 4  # spelled out in a line of the log
 
 
 @dataclass(frozen=True)
@@ -53,13 +57,13 @@ class ForeignNorm:
     """A norm module of the original network.
 
     Attributes:
-        layout: where its channels are.
+        is_last: its channels are the last axis.
         settings: those of eps, momentum and affine that it has.
     """
 
     module: nn.Module
     num_features: int
-    layout: Layout
+    is_last: bool
     settings: dict[str, Any]
 
     @property
@@ -70,35 +74,15 @@ class ForeignNorm:
     def values(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yields (role, own name, value) of weight, bias and running statistics.
 
-        The weight is the factor on the normalized input: for a norm that multiplies by 1 + weight,
-        one is added.
+        The weight is the factor on the normalized input.
         """
         for name, value in _own_tensors(self.module).items():
             if (role := ROLES.get(name)) is not None:
-                added = role == "weight" and self._adds_one_to(name)
+                added = role == "weight" and type(self.module).__name__ in ADD_ONE
                 yield role, name, value + 1 if added else value
 
-    def _adds_one_to(self, weight: str) -> bool:
-        """True if the norm multiplies by 1 + weight: at weight zero its output is not zero."""
-        if isinstance(self.module, (*CHANNELS_FIRST, *CHANNELS_LAST)):
-            return False
-        copied = copy.deepcopy(self.module).eval()
-        for child in self.kept:
-            setattr(copied, child, nn.Identity())
-        sizes = [2] * (self.layout.num_dims[-1] - 1)
-        sizes.insert(len(sizes) if self.layout.channels_last else 1, self.num_features)
-        x = torch.linspace(-1, 2, torch.Size(sizes).numel()).view(sizes)
-        with torch.no_grad():
-            for name, value in _own_tensors(copied).items():
-                if name == weight or ROLES.get(name) == "bias":
-                    value.zero_()
-            return bool(copied(x).any())
 
-
-Layouts = dict[tuple[Any, ...], Layout | str]  # a cache; a string says why there is no layout
-
-
-def recognise(module: nn.Module, known: Layouts) -> ForeignNorm | str | None:
+def recognise(module: nn.Module) -> ForeignNorm | str | None:
     """Describes a module that is a norm; a reason if it resembles one; None for any other."""
     name = type(module).__name__
     if not isinstance(module, (*CHANNELS_FIRST, *CHANNELS_LAST)):
@@ -111,17 +95,22 @@ def recognise(module: nn.Module, known: Layouts) -> ForeignNorm | str | None:
     if children := [key for key, _ in module.named_children() if key not in KEPT]:
         # Without tensors of its own it is a block, whose norms are inside.
         return f"it holds {children[0]}" if _own_tensors(module) else None
-    return describe(module, known)
+    return describe(module)
 
 
-def describe(module: nn.Module, known: Layouts) -> ForeignNorm | str:
+def describe(module: nn.Module) -> ForeignNorm | str:
     """Describes a module as a norm, whatever its name; a reason if that is impossible."""
     num_features = _count_features(module)
     if isinstance(num_features, str):
         return num_features
-    layout = _layout_of(module, num_features, known)
-    if isinstance(layout, str):
-        return layout
+    is_last = type(module) in CHANNELS_LAST
+    if not is_last and not isinstance(module, CHANNELS_FIRST):
+        target = type(module).__name__
+        try:
+            layout = find_layout(lambda _: copy.deepcopy(module).cpu(), num_features, target=target)
+        except UserError as error:
+            return str(error).removeprefix(f"norm._target_={target} ").partition("; norm.layout")[0]
+        is_last = layout.channels_last
     settings: dict[str, Any] = {
         "affine": any(ROLES.get(name) == "weight" for name in _own_tensors(module))
     }
@@ -132,11 +121,11 @@ def describe(module: nn.Module, known: Layouts) -> ForeignNorm | str:
         settings["eps"] = float(eps)
     if "momentum" in vars(module):
         settings["momentum"] = module.momentum
-    return ForeignNorm(module, num_features, layout, settings)
+    return ForeignNorm(module, num_features, is_last, settings)
 
 
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers, without those of submodules."""
+    """Parameters and buffers, without those of submodules."""
     return {
         **dict(module.named_parameters(recurse=False)),
         **dict(module.named_buffers(recurse=False)),
@@ -145,70 +134,20 @@ def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def _count_features(module: nn.Module) -> int | str:
     """The number of channels, or the reason why it is unknown."""
-    vectors = {value.numel() for value in _own_tensors(module).values() if value.ndim == 1}
-    shapes = {value.shape for value in _own_tensors(module).values() if value.ndim > 1}
-    if len(vectors) == 1 and vectors != {1} and not shapes:
-        return vectors.pop()
-    if vectors <= {1} and not shapes:
-        for name in FEATURE_NAMES:
-            value = getattr(module, name, None)
-            if isinstance(value, tuple) and len(value) == 1:
-                value = value[0]
-            if isinstance(value, int) and value > 0:
-                return value
-    if shapes or isinstance(getattr(module, "normalized_shape", None), tuple):
+    tensors = [value for value in _own_tensors(module).values() if value.ndim]
+    sizes = {value.numel() for value in tensors}
+    named = [getattr(module, name, None) for name in FEATURE_NAMES] if not sizes else []
+    several = [n for n in named if isinstance(n, tuple) and len(n) > 1]
+    if several or len(sizes) > 1 or any(value.ndim > 1 for value in tensors):
         return "it normalizes several axes; a site normalizes one axis of channels"
-    return "its number of channels is not known"
+    known = [*sizes, *(n[0] if isinstance(n, tuple) else n for n in named)]
+    return next((n for n in known if isinstance(n, int)), "its number of channels is not known")
 
 
-def _layout_of(module: nn.Module, num_features: int, known: Layouts) -> Layout | str:
-    """Where the channels are, or the reason why that is unknown."""
-    if isinstance(module, CHANNELS_FIRST):
-        return Layout(channels_last=False, num_dims=(4,))
-    if type(module) in CHANNELS_LAST:
-        return Layout(channels_last=True, num_dims=(3,))
-    several = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    arguments = inspect.signature(module.forward).parameters.values()
-    if any(p.default is p.empty for p in [p for p in arguments if p.kind not in several][1:]):
-        return "its forward takes more than the input"
-    shapes = tuple((name, value.shape) for name, value in _own_tensors(module).items())
-    plain = (bool, int, float, str, tuple, type(None))
-    knobs = {name: value for name, value in vars(module).items() if isinstance(value, plain)}
-    kind = (type(module), shapes, repr(sorted(knobs.items())))
-    target = type(module).__name__
-    if kind not in known:
-        try:
-            layout = find_layout(lambda _: copy.deepcopy(module).cpu(), num_features, target=target)
-        except UserError as error:
-            layout = str(error).removeprefix(f"norm._target_={target} ")
-        known[kind] = layout
-    return known[kind]
-
-
-class ChannelsLast(nn.Module):
-    """Adapts a token site to x (N, *, C) by joining the positions * to one axis."""
-
-    def __init__(self, site: Site) -> None:
-        super().__init__()
-        self.site = site
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.site(x.reshape(len(x), -1, x.shape[-1])).view(x.shape)
-
-
-class SiteWithActivation(nn.Module):
+class SiteWithActivation(nn.Sequential):
     """A site, then the old norm's dropout and activation, under the names that they had."""
 
-    def __init__(self, site: nn.Module, kept: dict[str, nn.Module]) -> None:
-        super().__init__()
-        self.site = site
-        for name, module in kept.items():
-            self.add_module(name, module)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for module in self.children():
-            x = module(x)
-        return x
+    adds_level = "site"
 
 
 @dataclass
@@ -219,54 +158,29 @@ class Surgery:
         classes: the class of the old norm, by site.
         settings: how often each combination of eps, momentum and affine occurred.
         left: classes that may be norms but were left alone, with the reason.
-        carried: by the name of a site's tensor, the name of the old tensor whose value it holds.
-        dropped: names of old tensors that have no counterpart in the new norm.
-        lost: the dropped tensors that training had changed.
+        lost: old tensors that training had changed, and that have no place in the new norm.
         keeps_norms: the old norms are inside of the sites.
     """
 
+    left: dict[str, str]
+    keeps_norms: bool
     classes: dict[str, str] = field(default_factory=dict)
     settings: Counter[str] = field(default_factory=Counter)
-    left: dict[str, str] = field(default_factory=dict)
-    carried: dict[str, str] = field(default_factory=dict)
-    dropped: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
-    keeps_norms: bool = False
-
-    def note(self, name: str, old: ForeignNorm, new: nn.Module, carried: Mapping[str, str]) -> None:
-        """Records the replacement of the norm `name`; `carried`: old tensor names by new ones."""
-        self.classes[name] = type(old.module).__name__
-        self.settings[", ".join(f"{k}={v}".lower() for k, v in sorted(old.settings.items()))] += 1
-        ((inner, _),) = named_sites(new)
-        prefix = ".".join(filter(None, (name, inner, "norm")))
-        self.carried |= {
-            f"{prefix}.{key}": f"{name}.{old_name}" for key, old_name in carried.items()
-        }
-        for role, old_name, value in old.values():
-            if old_name not in carried.values():
-                self.dropped.append(f"{name}.{old_name}")
-                if role != COUNT and bool((value != STARTS[role]).any()):
-                    self.lost.append(f"{name}.{old_name}")
 
     def notes(self) -> Iterator[str]:
         """Yields the lines of the log."""
-        classes = ", ".join(f"{n} {name}" for name, n in Counter(self.classes.values()).items())
-        place = "around" if self.keeps_norms else "in place of"
+        counts = Counter(self.classes.values()).items()
+        classes = ", ".join(f"{number} {name}" for name, number in counts)
         names = list(self.classes)
-        where = f": {', '.join(names)}"
+        where = ", ".join(names)
         if len(names) > MAX_NAMES:
-            where = f", first {names[0]}, last {names[-1]}"
-        yield f"{_sites(len(names))} {place} {classes}{where}"
-        settings = ", ".join(
-            f"{setting} at {_sites(count)}" for setting, count in self.settings.items()
-        )
-        if self.keeps_norms:
-            yield f"norms as built: {settings}"
-        else:
-            yield (
-                "sites keep settings of the old norms that the config leaves at default: "
-                f"{settings}"
-            )
+            where = f"first {names[0]}, last {names[-1]}"
+        place = "around" if self.keeps_norms else "in place of"
+        yield f"{_sites(len(names))} {place} {classes}: {where}"
+        settings = ", ".join(f"{key} at {_sites(number)}" for key, number in self.settings.items())
+        said = "sites keep settings of the old norms that the config leaves at default"
+        yield f"{'norms as built' if self.keeps_norms else said}: {settings}"
         if self.left:
             left = ", ".join(f"{name} ({why})" for name, why in self.left.items())
             yield f"left alone: {left}; model.replace=[Class] names all classes to replace"
@@ -290,37 +204,37 @@ def replace_norms(
         UserError: no norm, or no module of a class in `only`.
     """
     norms, left = _find_norms(network, only)
-    surgery = Surgery(left=left, keeps_norms=factory.keeps_norms)
+    surgery = Surgery(left, factory.keeps_norms)
     new: dict[nn.Module, nn.Module] = {}
     for name, old in list(network.named_modules(remove_duplicate=False)):
         if old in norms and old not in new:
             norm = norms[old]
             kept = norm.kept
-            site, carried = _site_for(norm, factory)
-            new[old] = ChannelsLast(site) if norm.layout.channels_last else site
-            if kept:
-                new[old] = SiteWithActivation(new[old], kept)
-            surgery.note(name, norm, new[old], carried)
+            site, lost = _site_for(norm, factory)
+            new[old] = SiteWithActivation() if kept else site
+            for child, module in {"site": site, **kept}.items() if kept else ():
+                new[old].add_module(child, module)
+            surgery.classes[name] = type(old).__name__
+            settings = sorted(norm.settings.items())
+            surgery.settings[", ".join(f"{k}={v}".lower() for k, v in settings)] += 1
+            surgery.lost += [f"{name}.{own}" for own in lost]
         if old in new:
             network.set_submodule(name, new[old])
     for module in network.modules():
         if hasattr(module, "inplace"):  # a norm may need its output for its gradient
             setattr(module, "inplace", False)  # noqa: B010 (nn.Module is typed to hold no bool)
         if isinstance(module, nn.TransformerEncoderLayer):
-            torch.backends.mha.set_fastpath_enabled(False)  # it reads the weights of a LayerNorm
+            module.activation_relu_or_gelu = 0  # else its fast path reads the weights of LayerNorm
     return surgery
 
 
-def _site_for(norm: ForeignNorm, factory: NormFactory) -> tuple[Site, dict[str, str]]:
-    """A site with a new norm, or around the old one; and the old tensor names by the new ones."""
-    is_last = norm.layout.channels_last
+def _site_for(norm: ForeignNorm, factory: NormFactory) -> tuple[Site, list[str]]:
+    """A site with a new norm, or around the old one; and the old tensors that have no place."""
     if factory.keeps_norms:
         for child in norm.kept:  # they follow the site
             setattr(norm.module, child, nn.Identity())
-        return factory.around(norm.module, is_last=is_last), {
-            n: n for n in _own_tensors(norm.module)
-        }
-    build = factory.tokens if is_last else factory
+        return factory.around(norm.module, is_last=norm.is_last), []
+    build = factory.tokens if norm.is_last else factory
     site = build(norm.num_features, **norm.settings)
     return site, _carry_over(norm, site)
 
@@ -329,24 +243,20 @@ def _find_norms(
     network: nn.Module, only: Sequence[str] | None
 ) -> tuple[dict[nn.Module, ForeignNorm], dict[str, str]]:
     """The norms to replace, and why other classes are left alone, by class name."""
-    known: Layouts = {}
     norms: dict[nn.Module, ForeignNorm] = {}
     left: dict[str, str] = {}
     for module in modules_outside_sites(network):
         name, norm = type(module).__name__, None
         if only is None:
-            norm = recognise(module, known)
+            norm = recognise(module)
         elif name in only:
-            norm = describe(module, known)
+            norm = describe(module)
             if isinstance(norm, str):
                 raise UserError(f"model.replace=[{name}]: {norm}")
         if isinstance(norm, ForeignNorm):
             norms[module] = norm
         elif norm is not None:
             left[name] = norm
-    if only is None:  # do not half-replace a class that is recognised only in some places
-        whole = {type(m).__name__ for m in norms if type(m).__module__.startswith("torch.nn.")}
-        norms = {m: n for m, n in norms.items() if type(m).__name__ not in set(left) - whole}
     missing = sorted(set(only or ()) - {type(module).__name__ for module in norms})
     if missing or not norms:
         raise UserError(_why_nothing(network, missing, left))
@@ -368,8 +278,8 @@ def _why_nothing(network: nn.Module, missing: Sequence[str], left: Mapping[str, 
 
 
 @torch.no_grad()
-def _carry_over(old: ForeignNorm, site: Site) -> dict[str, str]:
-    """Copies weight, bias and running statistics; returns the old names by the new names.
+def _carry_over(old: ForeignNorm, site: Site) -> list[str]:
+    """Copies weight, bias and running statistics; returns trained tensors that have no place.
 
     A weight is copied only to one that starts at one, a bias only to one that starts at zero. A
     norm with a warm-up or ramp keeps its own count of batches, which must start at 0.
@@ -377,29 +287,21 @@ def _carry_over(old: ForeignNorm, site: Site) -> dict[str, str]:
     tensors = {**dict(site.norm.named_parameters()), **dict(site.norm.named_buffers())}
     if isinstance(site.norm, HasRamp):
         tensors.pop(COUNT, None)
-    carried = {}
-    for role, old_name, value in old.values():
+    lost = []
+    for role, own, value in old.values():
         fitting = [
-            name
+            tensor
             for name, tensor in tensors.items()
             if name.rpartition(".")[2] == role
             and tensor.shape == value.shape
             and (role not in ("weight", "bias") or bool((tensor == STARTS[role]).all()))
         ]
         if len(fitting) == 1:
-            tensors[fitting[0]].copy_(value)
-            carried[fitting[0]] = old_name
-    return carried
+            fitting[0].copy_(value)
+        elif role != COUNT and bool((value != STARTS[role]).any()):
+            lost.append(own)
+    return lost
 
 
 def _sites(count: int) -> str:
     return f"{count} site{'s' * (count != 1)}"
-
-
-def shorten(names: Iterable[str]) -> str:
-    """`fc.weight, fc.bias`; beyond MAX_NAMES, counts by last word: `20 weight, 20 bias`."""
-    names = list(names)
-    if len(names) <= MAX_NAMES:
-        return ", ".join(names)
-    counts = Counter(name.rpartition(".")[2] for name in names)
-    return ", ".join(f"{count} {word}" for word, count in counts.items())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from normexp.errors import UserError, first_line
-from normexp.models.surgery import Surgery, shorten
+from normexp.norms.site import names_as_built
 
 Values = dict[str, Tensor]
 Download = Callable[[str], tuple[str, Callable[[], Values]]]
-LEAST_TAKEN = 0.1  # of the network's parameters; fewer are no start, but another network's
+MAX_NAMES = 4  # spelled out in a line of the log
+LEAST_LOADED = 0.1  # of the network's parameters; fewer are no start, but another network's
 INNER = ("state_dict", "model", "model_state_dict")  # where a checkpoint has its weights
 
 
@@ -41,84 +43,58 @@ class Weights:
     def values(self) -> Values:
         return self.read()
 
-    def loading(self, network: nn.Module) -> Loading:
-        return Loading(self, _without_prefix(self.values, network.state_dict()))
+    def load(self, network: nn.Module, say: Callable[[str], None]) -> Values:
+        """Loads what fits a network; returns the rest.
+
+        Args:
+            say: is told what was loaded, what was not, and what the file has in excess.
+
+        Raises:
+            UserError: hardly a parameter of the network has a value in the file.
+        """
+        sizes = {name: p.numel() for name, p in network.named_parameters()}
+        names = names_as_built(network)
+        values = _without_prefix(self.values, list(names.values()))
+        missing, unfit, rest = load_fitting(network, values)
+        loaded = sizes.keys() - missing
+        if len(loaded) < LEAST_LOADED * len(sizes):
+            theirs, ours = (", ".join([*some][:2]) for some in (self.values, names.values()))
+            example = next(iter(unfit), f"it has {theirs}, and the model {ours}")
+            raise UserError(f"model.weights={self.name} does not fit the model: {example}")
+        num_loaded, total = sum(sizes[name] for name in loaded), sum(sizes.values())
+        said = f"{num_loaded:,} of {total:,} parameters are loaded"
+        if unfit:
+            said += f"; other shapes, not loaded: {', '.join(unfit)}"
+        elif missing:
+            said += f"; not loaded: {shorten(sorted(missing))}"
+        say(f"model.weights={self.name}: {said}; every seed starts from them")
+        if extra := shorten(name for name in rest if name not in names.values()):
+            say(f"in the file, but not in the model: {extra}")
+        return rest
 
 
-@dataclass
-class Loading:
-    """Copies weights into one network, before and after its norms are replaced.
+def load_fitting(network: nn.Module, values: Values) -> tuple[set[str], list[str], Values]:
+    """Loads the values whose names, of the network as built, and shapes fit.
 
-    Attributes:
-        taken: names of the network's tensors that hold a value from the file.
-        used: names of the file's tensors that were copied.
-        unfit: by the name of a tensor whose namesake in the file has another shape, both shapes.
+    Returns:
+        the network's own names that got no value, a line for each value of another shape, and the
+        values that were not loaded.
     """
-
-    weights: Weights
-    values: Values
-    taken: set[str] = field(default_factory=set)
-    used: set[str] = field(default_factory=set)
-    unfit: dict[str, str] = field(default_factory=dict)
-
-    @torch.no_grad()
-    def into(self, network: nn.Module) -> None:
-        """Copies every value that fits a tensor of the same name."""
-        for name, tensor in network.state_dict().items():
-            value = self.values.get(name)
-            if value is None or name in self.used:
-                continue
-            if value.ndim == tensor.ndim == 4 and (value.shape[1], tensor.shape[1]) == (3, 1):
-                value = value.sum(dim=1, keepdim=True)  # a grey image is three equal colours
-            if value.shape == tensor.shape:
-                tensor.copy_(value)
-                self.taken.add(name)
-                self.used.add(name)
-                self.unfit.pop(name, None)
-            else:
-                self.unfit[name] = f"{name} is {_size(tensor)}, in the file {_size(value)}"
-
-    def follow(self, surgery: Surgery) -> None:
-        """Updates `taken` and `used` after norms were replaced."""
-        moved = {new for new, old in surgery.carried.items() if old in self.taken}
-        self.taken = (self.taken - set(surgery.carried.values())) | moved
-        self.used -= set(surgery.dropped)
-
-    def check(self, network: nn.Module) -> None:
-        """Raises UserError if hardly a parameter of the network has a value of the file."""
-        parameters = dict(network.named_parameters())
-        if len(self.taken & set(parameters)) < LEAST_TAKEN * len(parameters):
-            reason = next(iter(self.unfit.values()), "")
-            theirs, ours = (", ".join([*names][:2]) for names in (self.values, parameters))
-            example = reason or f"it has {theirs}, and the model {ours}"
-            raise UserError(f"model.weights={self.weights.name} does not fit the model: {example}")
-
-    def notes(self, network: nn.Module) -> Iterator[str]:
-        """Yields log lines: what was loaded, what was not, and what the file has in excess."""
-        parameters = dict(network.named_parameters())
-        loaded = sum(p.numel() for name, p in parameters.items() if name in self.taken)
-        total = sum(p.numel() for p in parameters.values())
-        yield f"model.weights={self.weights.name}: {loaded:,} of {total:,} parameters are loaded"
-        if self.unfit:
-            yield f"other shapes, not loaded: {', '.join(self.unfit.values())}"
-        fresh = [name for name in network.state_dict() if name not in self.taken]
-        if fresh:
-            yield f"not loaded: {shorten(fresh)}"
-        beyond = [name for name in self.values if name not in self.used and name not in self.unfit]
-        if beyond:
-            yield f"in the file, but not in the model: {shorten(beyond)}"
-        unread = [name for name in beyond if name.endswith(("weight", "bias"))]
-        if len(unread) > len(parameters) / 4:
-            yield (
-                f"{len(unread)} weights of the file have no place in the model: is "
-                f"model.weights={self.weights.name} of a larger network?"
-            )
-        drawn = [name for name in parameters if name not in self.taken]
-        rest = f", and the first values of {shorten(drawn)}" if drawn else ""
-        yield (
-            "every seed starts from these weights; a seed draws the order of the data, "
-            f"augmentation and dropout{rest}"
-        )
+    names, tensors = names_as_built(network), network.state_dict()
+    fitting, unfit, rest = {}, [], dict(values)
+    for own, tensor in tensors.items():
+        value = values.get(names[own])
+        if value is None:
+            continue
+        if value.ndim == tensor.ndim == 4 and (value.shape[1], tensor.shape[1]) == (3, 1):
+            value = value.sum(dim=1, keepdim=True)  # a grey image is three equal colours
+        if value.shape == tensor.shape:
+            fitting[own] = value
+            rest.pop(names[own], None)
+        else:
+            unfit.append(f"{names[own]} is {_size(tensor)}, in the file {_size(value)}")
+    missing, _ = network.load_state_dict(fitting, strict=False)
+    return set(missing), unfit, rest
 
 
 def open_weights(name: str, download: Download | None) -> Weights:
@@ -176,14 +152,20 @@ def read_values(path: Path) -> Values:
     return values
 
 
-def _without_prefix(values: Values, network_state: Mapping[str, Tensor]) -> Values:
-    """Strips a common prefix, such as `module.`, if more names then match the network's."""
-    first = next(iter(network_state), "")
-    ends = sorted({name.removesuffix(first) for name in values if name.endswith(f".{first}")})
-    best = max(
-        ["", *ends], key=lambda prefix: sum(prefix + name in values for name in network_state)
-    )
+def _without_prefix(values: Values, names: Sequence[str]) -> Values:
+    """Strips a prefix that all names share, such as `module.`, if more then are the network's."""
+    ends = {own.removesuffix(names[0]) for own in values if names and own.endswith(f".{names[0]}")}
+    best = max(["", *sorted(ends)], key=lambda start: sum(start + name in values for name in names))
     return {name.removeprefix(best): value for name, value in values.items()}
+
+
+def shorten(names: Iterable[str]) -> str:
+    """`fc.weight, fc.bias`; beyond MAX_NAMES, counts by last word: `20 weight, 20 bias`."""
+    names = list(names)
+    if len(names) <= MAX_NAMES:
+        return ", ".join(names)
+    counts = Counter(name.rpartition(".")[2] for name in names)
+    return ", ".join(f"{count} {word}" for word, count in counts.items())
 
 
 def _size(tensor: Tensor) -> str:

@@ -57,7 +57,7 @@ class NormFactory:
         return Site(self.bare(num_features, **settings), "map", self.norm_batch_size)
 
     def tokens(self, num_features: int, **settings: Any) -> Site:
-        """Returns a site for tokens (B, T, C). For `settings`, see `bare`."""
+        """Returns a site for tokens (B, T, C) or (N, *, C). For `settings`, see `bare`."""
         return Site(self.bare(num_features, **settings), self.view, self.norm_batch_size)
 
     def around(self, norm: nn.Module, *, is_last: bool) -> Site:

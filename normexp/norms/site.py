@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from normexp.norms.adapt import LayoutAdapter
-from normexp.norms.contract import HasNormParameters, NormOfGroups
+from normexp.norms.contract import HasNormParameters, NormOfGroups, State
 from normexp.norms.state import install_state, merge_state, read_state, write_state
 
 View = Literal["map", "token", "sequence"]
@@ -25,8 +25,11 @@ class Site(nn.Module):
     Splits the samples of a training forward into ghost sub-batches of `norm_batch_size`, shows
     each to the norm in its view, and joins the outputs. In evaluation nothing is split.
 
-    Shapes: x (N, C, *) for view `map`, (B, T, C) for `token` and `sequence`; mask (N, *) or (B, T).
+    Shapes: x (N, C, *) for view `map`; (B, T, C) for `token` and `sequence`, or (N, *, C), whose
+    positions * it joins; mask (N, *) or (B, T).
     """
+
+    adds_level = "norm"  # the part of a tensor's name that the network's authors do not have
 
     def __init__(self, norm: nn.Module, view: View, norm_batch_size: int | None) -> None:
         super().__init__()
@@ -39,6 +42,8 @@ class Site(nn.Module):
         return f"view={self.view}, norm_batch_size={self.norm_batch_size}"
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if self.view != "map" and x.ndim != 3:
+            return self.forward(x.reshape(len(x), -1, x.shape[-1])).view(x.shape)
         size = self.norm_batch_size
         if not self.training or size is None or size >= len(x):
             return self._apply_in_view(self.norm, x, mask)
@@ -120,6 +125,37 @@ def named_sites(model: nn.Module) -> Iterator[tuple[str, Site]]:
             yield name, module
 
 
+def names_as_built(model: nn.Module) -> dict[str, str]:
+    """Maps each name in the model's state_dict to its name in the network as its authors build it.
+
+    A site and what adapts a norm to it add a level: `bn1.norm.weight` is the authors' `bn1.weight`.
+    """
+    modules = model.named_modules(remove_duplicate=False)
+    levels = {
+        f"{path}.{module.adds_level}".lstrip(".")
+        for path, module in modules
+        if hasattr(module, "adds_level")
+    }
+    names = {}
+    for name in model.state_dict():
+        parts = name.split(".")
+        kept = [part for i, part in enumerate(parts, 1) if ".".join(parts[:i]) not in levels]
+        names[name] = ".".join(kept)
+    return names
+
+
+def state_as_built(model: nn.Module) -> State:
+    """Returns the model's state_dict under the names of the network as its authors build it."""
+    names = names_as_built(model)
+    return {names[name]: value for name, value in model.state_dict().items()}
+
+
+def load_as_built(model: nn.Module, state: State) -> None:
+    """Loads what `state_as_built` returned. Raises RuntimeError unless names and shapes fit."""
+    own = {name: own for own, name in names_as_built(model).items()}
+    model.load_state_dict({own.get(name, name): value for name, value in state.items()})
+
+
 def norm_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     """Yields the parameters that weight decay treats as a norm's.
 
@@ -133,9 +169,9 @@ def norm_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def as_maps(x: Tensor, site: Site) -> Tensor:
-    """Reshapes an input or output of a site, (N, C, *) or (B, T, C), to (N, C, P), P positions."""
+    """Reshapes an input or output of a site, (N, C, *) or (N, *, C), to (N, C, P), P positions."""
     if site.view != "map":
-        return x.transpose(1, 2)
+        return x.reshape(len(x), -1, x.shape[-1]).transpose(1, 2)
     return x.flatten(2) if x.ndim > 2 else x.unsqueeze(-1)
 
 

@@ -114,16 +114,3 @@ def test_wandb_runs_that_opened_are_finished_where_the_next_one_cannot(tmp_path,
     assert main(words) == 1
     # Those of the stack; then each run is tried alone.
     assert sorted(finished[:2]) == [(0, True), (1, True)]
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the package itself
-def test_panels_for_wandb_show_what_runs_log(monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("wandb_workspaces")
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
-    from wandb_layout import layout
-
-    view = layout("me", "normexp")
-    panels = [panel for section in view.sections for panel in section.panels]
-    assert {"train/loss", "train/lr", "train/grad_norm"} <= {panel.title for panel in panels}
-    assert {panel.x for panel in panels} == {"samples_seen"}
-    assert [group.name for group in view.runset_settings.groupby] == ["norm", "norm_batch_size"]

@@ -105,8 +105,7 @@ def test_group_norm_takes_the_place_of_pretrained_batch_norm(
     for key in ("weight", "bias"):
         torch.testing.assert_close(own[f"bn.norm.{key}"], values[f"bn.{key}"], rtol=0, atol=1e-6)
     assert "186 of 186 parameters are loaded" in log
-    assert re.search("in the file, but not in the model: .*bn.running_mean", log)
-    assert "the first values of" not in log
+    assert "the new norm has no place for bn.running_mean, bn.running_var" in log
 
 
 def test_batch_norm_keeps_statistics_and_a_head_of_another_size_is_fresh(
@@ -122,7 +121,6 @@ def test_batch_norm_keeps_statistics_and_a_head_of_another_size_is_fresh(
     grey = values["conv.weight"].sum(dim=1, keepdim=True)
     torch.testing.assert_close(own["conv.weight"], grey, rtol=0, atol=1e-6)
     assert "fc.weight is 10x8, in the file 7x8" in log
-    assert "the first values of fc.weight, fc.bias" in log
 
 
 @pytest.mark.slow

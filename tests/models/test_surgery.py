@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from wild_norms import LlamaRMSNorm
 
 from normexp.errors import UserError
-from normexp.models.surgery import ChannelsLast, replace_norms
+from normexp.models.surgery import replace_norms
 from normexp.models.timm import build_timm_model
 from normexp.models.torchvision import adapt_channels, build_torchvision_model
+from normexp.norms.adapt import foreign_factory
 from normexp.norms.batch import BatchNorm
 from normexp.norms.factory import NormFactory
-from normexp.norms.site import named_sites
+from normexp.norms.site import load_as_built, named_sites, state_as_built
 from normexp.norms.zoo.batch import BatchRenorm
 
 LAYER_NORM = taking_settings(layer_norm)
@@ -111,7 +112,7 @@ def test_norm_of_the_last_axis_becomes_a_site_of_tokens(
     assert shape_at_norm(old, *shape) == (6, torch.Size(shape[:-1]).numel(), 6)
     x = torch.randn(shape)
     expected = nn.functional.layer_norm(x, (6,))
-    torch.testing.assert_close(ChannelsLast(LAYER_NORM.tokens(6))(x), expected)
+    torch.testing.assert_close(LAYER_NORM.tokens(6)(x), expected)
 
 
 def test_a_norm_that_stands_in_two_places_becomes_one_site() -> None:
@@ -149,12 +150,11 @@ def test_settings_values_and_statistics_follow_the_old_norm() -> None:
     new, plain = (site.norm for _, site in named_sites(network))
     assert (new.eps, new.momentum, plain.affine) == (1e-3, 0.01, False)
     torch.testing.assert_close(dict(new.state_dict()), dict(expected), rtol=0, atol=0)
-    assert surgery.dropped == []
-    surgery = replace_norms(nn.Sequential(nn.BatchNorm2d(6)), LAYER_NORM)
-    assert set(surgery.carried.values()) == {"0.weight", "0.bias"}
-    assert surgery.dropped == [
-        f"0.{s}" for s in ("running_mean", "running_var", "num_batches_tracked")
-    ]
+    assert surgery.lost == []
+    other = nn.BatchNorm2d(6)
+    nn.init.ones_(other.get_buffer("running_mean"))
+    surgery = replace_norms(nn.Sequential(other), LAYER_NORM)
+    assert surgery.lost == ["0.running_mean"]
 
 
 def test_batches_of_an_earlier_training_do_not_count_for_a_ramp() -> None:
@@ -200,7 +200,7 @@ def test_classes_can_be_named_and_what_is_left_is_said() -> None:
 def test_many_sites_are_counted_in_the_log():
     network = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(6)))
     surgery = replace_norms(network, NormFactory(BatchNorm))
-    assert next(surgery.notes()) == "6 sites in place of 6 BatchNorm1d, first 0, last 5"
+    assert next(surgery.notes()) == "6 sites in place of 6 BatchNorm1d: first 0, last 5"
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def kept_norms(network: nn.Module, norm_batch_size: int | None = None) -> nn.Mod
 
     factory = NormFactory(refuse, norm_batch_size=norm_batch_size, keeps_norms=True)
     surgery = replace_norms(network, factory)
-    assert not surgery.dropped and len(list(named_sites(network))) == len(surgery.classes)
+    assert not surgery.lost and len(list(named_sites(network))) == len(surgery.classes)
     return network
 
 
@@ -319,3 +319,40 @@ def test_norms_as_built_share_their_statistics_as_norm_batch_size_says():
     x = torch.randn(4, 3, 5, 5)
     parts = torch.cat([nn.BatchNorm2d(3)(part) for part in x.split(2)])
     torch.testing.assert_close(network(x), parts)
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        lambda: torchvision.models.resnet18(num_classes=3),
+        lambda: timm.create_model("resnet18", num_classes=3),
+        lambda: timm.create_model("convnext_atto", num_classes=3),  # channels last
+        lambda: timm.create_model("regnetx_002", num_classes=3),  # activations inside of norms
+    ],
+)
+@pytest.mark.parametrize("keeps_norms", [True, False])
+def test_trained_weights_load_strictly_into_the_network_as_built(
+    network: Callable[[], nn.Module], *, keeps_norms: bool
+):
+    built, trained = network(), network()
+    factory = NormFactory(foreign_twin, keeps_norms=keeps_norms)
+    replace_norms(trained, factory)
+    trained(torch.randn(4, 3, 32, 32)).sum().backward()
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.sub_(0.01 * parameter.grad)
+    state = state_as_built(trained)
+    built.load_state_dict(state)
+    x = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(built.eval()(x), trained.eval()(x))
+    again = network()
+    replace_norms(again, factory)
+    load_as_built(again, state)
+    assert torch.equal(again.eval()(x), trained.eval()(x))
+
+
+def foreign_twin(num_features: int, eps: float = 1e-5, momentum: float | None = None, **_: Any):
+    """Batch norm with the momentum of the replaced norm, layer norm in place of one without."""
+    if momentum is None:
+        return foreign_factory(nn.LayerNorm, target="torch.nn.LayerNorm", eps=eps)(num_features)
+    return nn.BatchNorm2d(num_features, eps, momentum)

@@ -53,9 +53,8 @@ def test_command_that_an_agent_makes_of_it_composes():
         assert line[:4] == ["${env}", "${interpreter}", "-m", "normexp.train"]
         (cell,) = compose_cells(parse_command(line[4:]))
         assert "wandb" in cell.values["logger"]
-        assert {key: cell.values[key] for key in ("norm_batch_size", "lr", "replicas")} == {
-            key: values[key] for key in ("norm_batch_size", "lr", "replicas")
-        }
+        found = [cell.values[key] for key in ("norm_batch_size", "lr", "replicas")]
+        assert found == [values["norm_batch_size"], values["lr"], 1]
 
 
 def result(seed: int, status: str, **metrics: float) -> Result:
