@@ -134,7 +134,7 @@ test loss from training to evaluation mode. Averaged weights (ema=...) are evalu
 normexp.load(run, ema=True) returns them. The second line takes the keys of normexp.train,
 writes nothing, and says why a network evaluates worse than it trains (normexp.diagnose): on
 batches of the training split, which are not augmented unless the command names keys such as
-data.augmentation.flip=true, and on the test split.
+data.augmentation.flip=true.
 """,
     "report": """\
 normexp.report turns a study into tables, figures, a page and verdicts.
