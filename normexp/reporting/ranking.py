@@ -19,10 +19,7 @@ from normexp.stats.ratio import log_outcomes, over_workloads
 
 MARGIN_OF_RATIO = math.log(1.05)  # ratios of errors within 5 % count as equal
 BEST = "●"
-NOTE = (
-    f"{BEST} may be the best: no other norm is shown to be better. It is no order: norms with the "
-    "mark are not told apart."
-)
+NOTE = f"{BEST} may be the best: no other norm is shown to be better, which is no order among them."
 
 
 @dataclass(frozen=True, eq=False)

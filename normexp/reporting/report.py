@@ -118,7 +118,7 @@ class Report:
         rankings = [one for one in self.rankings if one.part is part]
         tables = [
             mean_table(part),
-            difference_table(part, self.comparisons),
+            difference_table(part, self.comparisons, has_note=not rankings),
             *(ranking_table(one, self.comparisons) for one in rankings),
         ]
         return [table for table in tables if len(table.frame)]

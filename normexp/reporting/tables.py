@@ -126,15 +126,17 @@ def mean_table(part: Slice) -> Table:
     return table_of(f"means_{part.slug}", caption, rows, note=note)
 
 
-def difference_table(part: Slice, comparisons: Sequence[Comparison]) -> Table:
-    """The comparisons along the sizes of a slice."""
+def difference_table(
+    part: Slice, comparisons: Sequence[Comparison], *, has_note: bool = True
+) -> Table:
+    """The comparisons along the sizes of a slice; without a note where a ranking follows."""
     own = [one for one in comparisons if one.part is part and one.is_along_sizes]
     rows = [_row_of(one.row) for one in own]
     return table_of(
         f"sizes_{part.slug}",
         f"{part.metric.label}, smallest against largest {AXIS_WORDS[part.axis]}",
         rows,
-        note=_family_note(part.metric, own),
+        note=_family_note(part.metric, own) if has_note else "",
     )
 
 
@@ -149,8 +151,8 @@ def _family_note(metric: Metric, comparisons: Sequence[Comparison]) -> str:
     tie = f"tie: shown to be within {metric.tolerance:g} {metric.unit}".strip()
     added = f" {ADDED_NOTE}" if any(one.is_extended and one.verdict for one in comparisons) else ""
     return (
-        f"Positive: the first is better. Verdicts are corrected for {size} comparisons (5 % per "
-        f"model, data set and budget); {tie}.{added}"
+        f"Positive: the first is better. Verdicts: corrected for {format_count(size, 'comparison')} "
+        f"(5 % per model, data and budget); {tie}.{added}"
     )
 
 

@@ -93,14 +93,3 @@ def smallest_difference(n: int, sd: float, family_size: int, of_samples: float =
     critical = stdtrit(n - 1, 1 - ALPHA / (2 * family_size))
     error = math.hypot(sd / math.sqrt(n), of_samples)
     return float(nctdtrinc(n - 1, 1 - POWER, critical)) * error
-
-
-def spread_of(gap: Interval) -> tuple[float, float] | None:
-    """The standard deviation over seeds, and the standard error that test samples add to a mean.
-
-    None without bounds.
-    """
-    if gap.error is None or gap.df is None:
-        return None
-    _, error = gap.over_seeds or (gap.df, gap.error)
-    return math.sqrt(gap.n) * error, math.sqrt(max(0.0, gap.error**2 - error**2))
