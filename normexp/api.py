@@ -86,7 +86,8 @@ def load_study(study: str | Sequence[str], runs_dir: str | Path = "runs") -> pd.
     """One row per ended run of a study, or of several: cell_id, seed, config, metrics, timing.
 
     Nested keys are joined by dots (`norm.num_groups`, `timing.step_ms`), and sizes are numbers also
-    where the config has null. A missing value is NaN or None. Runs that cannot be read, or have not ended, are logged as warnings.
+    where the config has null. A missing value is NaN or None. Runs that cannot be read, or have not
+    ended, are logged as warnings.
 
     Raises:
         normexp.errors.UserError: no such study (names the nearest), or one without an ended run.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -189,8 +189,9 @@ def _with_settings(cells: Sequence[CellRow]) -> list[CellRow]:
     differ does not, and the table says that they are not compared.
     """
     keys = sorted({key for cell in cells for key in cell.config if _may_separate(key)})
-    counts = {key: len({comparable(cell.config.get(key)) for cell in cells}) for key in BUDGET}
-    length = min(BUDGET, key=counts.__getitem__)
+    counts = {key: {comparable(cell.config.get(key)) for cell in cells} for key in BUDGET}
+    lengths = [key for key in BUDGET if comparable(None) not in counts[key]]
+    length = min(lengths, key=lambda key: len(counts[key]), default="")
     separating = [
         key
         for key in keys

@@ -165,9 +165,7 @@ def compare_grids(part: Slice, first: Grid, second: Grid, sizes: tuple[int, int]
     why = why or next(filter(None, (grid.why_incomplete for grid in grids)), "")
     why = why or ("" if a.size else "no seed in common")
     is_extended = any(cell.is_extended for grid in grids for cell in grid.cells)
-    return Comparison(
-        part, first, second, sizes, gap, num_samples, why, is_comparable, is_extended
-    )
+    return Comparison(part, first, second, sizes, gap, num_samples, why, is_comparable, is_extended)
 
 
 def paired(first: Grid, second: Grid) -> tuple[Array, Array]:
@@ -178,9 +176,7 @@ def paired(first: Grid, second: Grid) -> tuple[Array, Array]:
     seeds = sorted({*first.seeds} & {*second.seeds})
     if any(grid.fit and grid.seeds != seeds for grid in (first, second)):
         return np.empty(0), np.empty(0)
-    a, b = (
-        grid.outcomes[[grid.seeds.index(seed) for seed in seeds]] for grid in (first, second)
-    )
+    a, b = (grid.outcomes[[grid.seeds.index(seed) for seed in seeds]] for grid in (first, second))
     if a.shape == b.shape:
         return a, b
     return (a if a.ndim == 1 else a.mean(axis=1)), (b if b.ndim == 1 else b.mean(axis=1))

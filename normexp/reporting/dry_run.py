@@ -79,9 +79,7 @@ def _find_seconds(
 ) -> float | None:
     """Expected time of a cell's missing runs, from its own study, else from the other studies."""
     count = len(outcome.missing)
-    expected = (
-        expected_seconds(outcome.description, count, read(study_dir)) if count else 0.0
-    )
+    expected = expected_seconds(outcome.description, count, read(study_dir)) if count else 0.0
     if expected is None:
         others = (file.parent for file in study_dir.parent.glob(f"*/{STUDY_FILE}"))
         runs = [run for other in others if other != study_dir for run in read(other)]

@@ -147,7 +147,9 @@ def _best_claim(ranking: Ranking) -> str:
     if len(best) == 1:
         return f"{best[0]} is the best{at}"
     named = ", ".join(best[:-1]) + f" or {best[-1]}"
-    return f"the best{at} may be {named}" if len(best) <= 6 else f"{len(best)} norms may be best{at}"
+    return (
+        f"the best{at} may be {named}" if len(best) <= 6 else f"{len(best)} norms may be best{at}"
+    )
 
 
 def read_report(

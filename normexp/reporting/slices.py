@@ -119,7 +119,8 @@ class Grid:
         """(n, N), higher is better; a diverged run has chance level for each sample."""
         runs = {run.seed: run for run in cell.runs}
         rows = [runs[seed].samples(self.metric) for seed in seeds]
-        counts = {len(row) for row, s in zip(rows, seeds, strict=True) if runs[s].status != "diverged"}
+        finished = [seed for seed in seeds if runs[seed].status == Status.FINISHED]
+        counts = {len(runs[seed].samples(self.metric)) for seed in finished}
         if len(counts) != 1 or (count := counts.pop()) < 2:
             return None
         values = cell.values(self.metric)
@@ -131,7 +132,7 @@ class Grid:
 
     @cached_property
     def outcomes(self) -> Array:
-        """Higher is better, (n,) over `seeds`, or (n, N) with test samples; cross-fitted if tuned."""
+        """Higher is better, (n,) over `seeds`, or (n, N) with test samples; cross-fitted."""
         if self.fit is not None:
             return self.fit.values
         table = self._samples_of(self.best, self.seeds) if self.seeds else None

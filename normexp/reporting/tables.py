@@ -108,7 +108,10 @@ def mean_table(part: Slice) -> Table:
         row = {"norm": norm}
         for size in part.sizes:
             head = str(size) if len(part.sizes) > 1 else part.metric.label
-            row[head] = format_mean(line[size].mean, part.metric) if size in line else ""
+            if norm in part.independent and size != part.sizes[0]:
+                row[head] = "same"
+            elif size in line:
+                row[head] = format_mean(line[size].mean, part.metric)
         first = next(iter(line.values()))
         words = dict.fromkeys(grid.lost for grid in line.values() if grid.lost)
         row["lr"] = "; ".join(dict.fromkeys(grid.rate_words for grid in line.values()))
@@ -119,9 +122,6 @@ def mean_table(part: Slice) -> Table:
         rows = [{key: value for key, value in row.items() if key != "lr"} for row in rows]
     along = f", by {AXIS_WORDS[part.axis]}" if len(part.sizes) > 1 else ""
     note = "Diverged runs and runs at chance count as chance level." * any(r["lost"] for r in rows)
-    if part.independent and len(part.sizes) > 1:
-        names = ", ".join(sorted(part.independent))
-        note = f"{names}: not mixing samples, so one value for all sizes. {note}".strip()
     caption = f"{part.metric.label}{along}: {part.heading}"
     return table_of(f"means_{part.slug}", caption, rows, note=note)
 
@@ -148,11 +148,12 @@ def _family_note(metric: Metric, comparisons: Sequence[Comparison]) -> str:
     size = max((one.family_size for one in comparisons), default=0)
     if not size:
         return ""
+    words = format_count(size, "comparison")
     tie = f"tie: shown to be within {metric.tolerance:g} {metric.unit}".strip()
     added = f" {ADDED_NOTE}" if any(one.is_extended and one.verdict for one in comparisons) else ""
     return (
-        f"Positive: the first is better. Verdicts: corrected for {format_count(size, 'comparison')} "
-        f"(5 % per model, data and budget); {tie}.{added}"
+        f"Positive: the first is better. Verdicts: corrected for {words} (5 % per model, data and "
+        f"budget); {tie}.{added}"
     )
 
 

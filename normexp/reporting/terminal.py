@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from normexp.reporting.tables import Table as ReportTable
 
 PIPE_WIDTH = 100  # characters, without a terminal and without COLUMNS
-WRAPPED = ("why", "lost", "cell", "lr")
+WRAPPED = ("why", "lost", "lr")
+LEAST_WIDTH = 30  # characters of a column that wraps
 MAX_ROWS = 40
 SHORT = 60  # characters of a text that a table shows itself
 ENTRIES = {"normexp-train": "python -m normexp.train", "normexp-tune": "python -m normexp.tune"}
@@ -97,8 +98,9 @@ def print_table(console: Console, table: ReportTable) -> None:
     texts = table.frame.head(MAX_ROWS)
     drawn = text_table(texts.columns, texts.to_numpy().tolist())
     for name, column in zip(texts, drawn.columns, strict=True):
-        column.no_wrap = name not in WRAPPED
-    console.print(drawn)
+        widest = int(texts[name].str.len().max())
+        column.min_width = min(LEAST_WIDTH, widest) if name in WRAPPED else widest
+    console.print(drawn, soft_wrap=True)
     if len(table.frame) > MAX_ROWS:
         console.out(f"... and {len(table.frame) - MAX_ROWS} more rows in tables/{table.name}.csv")
     if table.note:

@@ -1,6 +1,7 @@
 """Estimates with confidence intervals for a handful of seeds, as pure functions on arrays.
 
-Every function takes values over seeds, (num_runs,), and returns an `Interval`. Where the values allow no interval, both bounds are None.
+Every function takes values over seeds, (num_runs,), and returns an `Interval`. Where the values
+allow no interval, both bounds are None.
 
 **Equal values are not certainty.** An accuracy is a count divided by the size of the test set, so a
 few seeds may agree to the last digit. Where values repeat, one squared `step` is added to the sum
@@ -102,7 +103,6 @@ def mean(
     return t_interval(float(sample.mean()), error, n - 1, n=n, bounds=bounds, level=level)
 
 
-
 def crossed_mean(
     table: ArrayLike, *, step: float | None = None, limit: float = math.inf
 ) -> Interval:
@@ -153,9 +153,6 @@ def crossed_mean(
     return cut(both, limit)
 
 
-
-
-
 def t_interval(
     estimate: float,
     error: float,
@@ -197,7 +194,6 @@ def as_sample(values: ArrayLike) -> Array:
     if not np.isfinite(sample).all():
         raise ValueError("values hold NaN or infinity; leave missing seeds out and report them")
     return sample
-
 
 
 def cut(interval: Interval, limit: float) -> Interval:
