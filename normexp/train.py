@@ -6,6 +6,7 @@ import sys
 from functools import partial
 
 from normexp.cli import entry, parse_command, show_config
+from normexp.records.logs import messages_to_stderr
 
 
 @entry("train")
@@ -19,7 +20,8 @@ def main(words: list[str]) -> int:
     from normexp.config.spec import rank_for
 
     launcher = launcher_of(command)
-    cells = compose_cells(command)  # mistakes are refused before torch is imported
+    with messages_to_stderr():
+        cells = compose_cells(command)  # mistakes are refused before torch is imported
     from normexp.sweeps.sweep import print_outcomes, run_cells
 
     if launcher is not None:

@@ -6,23 +6,32 @@ loaded machine slows both alike.
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle
 
-from normexp.batching.replicas import InTurn
+from torch import nn
+
+from normexp.batching.replicas import InTurn, model_arguments
 from normexp.batching.speed import suitable_threads
 from normexp.benchmark.protocol import recipes
 from normexp.benchmark.table import Cost, Table
 from normexp.build import keeping_data, load_data
-from normexp.cells.cell import backward_bytes, make_builder, make_recipe
+from normexp.cells.cell import make_builder, make_recipe
+from normexp.checks.agreement import kept_for_backward
+from normexp.checks.probe import fixed_draws
+from normexp.checks.sites import probe_batch
 from normexp.cli import parse_command
 from normexp.config.grid import compose_cells
 from normexp.data.batches import TrainingBatches
+from normexp.data.dataset import Data
+from normexp.norms.site import named_sites
 from normexp.records.environment import describe_environment
 from normexp.training.evaluation import criterion_of
+from normexp.training.recipe import Recipe
 from normexp.training.step import StepGradient
 
 BASELINE = "batch"
@@ -109,3 +118,13 @@ def with_costs(table: Table, known: Table | None = None) -> Table:
             old = {**old, **measured}
         costs[workload] = {norm: old[norm] for norm in norms}
     return replace(table, about={**table.about, "machine": machine()}, costs=costs)
+
+
+def backward_bytes(network: nn.Module, data: Data, recipe: Recipe) -> int:
+    """Bytes that a forward of the network keeps for its backward, per sample, in float32."""
+    count = min(recipe.sizes.micro, 8)
+    network = copy.deepcopy(network).train()
+    for _, site in named_sites(network):
+        site.norm_batch_size = None
+    with fixed_draws():
+        return kept_for_backward(network, *model_arguments(probe_batch(data, count))) // count

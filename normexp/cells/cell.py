@@ -2,48 +2,41 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from normexp.batching.replicas import model_arguments
 from normexp.batching.speed import suitable_threads
 from normexp.build import NetworkBuilder, build_network, build_norm, load_data, norm_target
 from normexp.cells.description import describe_cell
 from normexp.cells.recipe import deviations, devices_of, recipe_of
 from normexp.cells.refusals import (
     check_evaluation,
-    check_memory,
     check_norm_batch_size,
     check_optimizer_step,
     check_outputs,
     check_placement,
     check_slots,
-    evaluation_limit,
     why_alone,
 )
-from normexp.checks.agreement import kept_for_backward
+from normexp.checks.dependence import OUTSIDE, where_samples_mix
+from normexp.checks.network import BuiltNetwork
 from normexp.checks.preflight import Traits, examine
-from normexp.checks.probe import fixed_draws
-from normexp.checks.sites import probe_batch
-from normexp.config.outcome import is_known_to_mix
+from normexp.config.identity import may_mix_samples
 from normexp.config.rules import validate
 from normexp.config.spec import CellSpec
 from normexp.data.dataset import Data
 from normexp.errors import UserError
-from normexp.norms.site import named_sites
 from normexp.records.logs import collected_messages
 from normexp.records.result import check_joins
 from normexp.records.sources import loaded_files, refuse_edited
-from normexp.training.chunks import watched_steps
 from normexp.training.devices import check_devices
 from normexp.training.evaluation import criterion_of
 from normexp.training.recipe import Recipe
@@ -51,10 +44,9 @@ from normexp.training.recipe import Recipe
 logger = logging.getLogger(__name__)
 
 LONG_PROBE = 10  # seconds
-MEASURED_SAMPLES = 8  # of the forward whose memory is measured
 # Keys of an identity that no probe of the network depends on.
 NOT_PROBED = {
-    *("lr", "lr_rule", "base_batch_size", "optim", "schedule", "callback", "max_grad_norm", "ema"),
+    *("lr", "lr_rule", "base_batch_size", "optim", "schedule", "callback", "max_grad_norm"),
     *("epochs", "steps", "samples", "val_every_epochs"),
 }
 
@@ -70,10 +62,8 @@ class Cell:
         description: the `config` of its results, see `describe_cell`.
         build: builds the network of a seed.
         traits: what its network was measured to mix and to leak.
-        memory: the least memory of a training, in bytes.
         alone: why each seed trains by itself; None if seeds may share a stack.
         messages: what was logged while the cell was prepared.
-        backward_bytes: that a forward keeps for its backward, per sample.
     """
 
     spec: CellSpec
@@ -82,11 +72,9 @@ class Cell:
     build: NetworkBuilder
     traits: Traits
     num_parameters: int
-    memory: int
     alone: str | None
     description: dict[str, Any]
     messages: Sequence[str]
-    backward_bytes: int = 0
 
     @property
     def title(self) -> str:
@@ -118,14 +106,10 @@ class Cell:
 
 
 @suitable_threads(0)  # probes are too small for a second thread to pay
-def prepare_cell(spec: CellSpec, *, has_mixed: bool = False, traits: Traits | None = None) -> Cell:
+def prepare_cell(spec: CellSpec, *, traits: Traits | None = None) -> Cell:
     """Builds and probes a cell, and refuses every mistake that can be found before training.
 
-    If its norm does not mix samples, the cell is `spec.without_norm_batch_size`.
-
     Args:
-        has_mixed: the norm mixed samples in an earlier training, whatever the probes say, as the
-            history may know too.
         traits: what another process measured of this cell, which is then not probed again.
 
     Raises:
@@ -136,22 +120,18 @@ def prepare_cell(spec: CellSpec, *, has_mixed: bool = False, traits: Traits | No
         data, recipe, build, network = _build_parts(spec)
         if traits is None:
             traits = _probe(spec, network, data, recipe)
-        if has_mixed or is_known_to_mix(spec):
-            traits = replace(traits, mixes_samples=True)
         if traits.mixes_samples:
+            _check_declaration(spec, network, data, recipe)
             check_norm_batch_size(spec.sizes["norm_batch_size"], recipe)
         check_optimizer_step(recipe, network)
         alone = why_alone(recipe)
         check_evaluation(recipe, data, traits)
         num_parameters = sum(p.numel() for p in network.parameters())
-        memory = check_memory(recipe, len(spec.seeds), num_parameters, traits)
         for note in [
             *deviations(spec, recipe, len(data.train)),
             *_findings(spec, recipe, traits, alone),
         ]:
             logger.info(note)
-        if not traits.mixes_samples:
-            spec = spec.without_norm_batch_size
         description = describe_cell(spec, recipe, build, data, traits)
         beyond = loaded_files().items() - loaded_before.items()
         if beyond := {path: digest for path, digest in beyond if path not in spec.sources}:
@@ -161,11 +141,7 @@ def prepare_cell(spec: CellSpec, *, has_mixed: bool = False, traits: Traits | No
         recipe = recipe.for_norm(
             mixes_samples=traits.mixes_samples,
             mixes_in_evaluation=traits.mixes_samples_in_evaluation,
-            evaluation_limit=evaluation_limit(recipe, data, traits),
         )
-        may_show_more = not traits.mixes_samples or data.task == "language_modeling"
-        if is_foreign(spec) and may_show_more:
-            recipe = replace(recipe, watched_steps=watched_steps(recipe.num_steps, spec.seeds[0]))
         return Cell(
             spec=spec,
             recipe=recipe,
@@ -173,11 +149,9 @@ def prepare_cell(spec: CellSpec, *, has_mixed: bool = False, traits: Traits | No
             build=build if traits.mixes_samples else build.unsplit(),
             traits=traits,
             num_parameters=num_parameters,
-            memory=memory,
             alone=alone,
             description=description,
             messages=messages,
-            backward_bytes=backward_bytes(network, data, recipe),
         )
 
 
@@ -260,14 +234,13 @@ def _probe(spec: CellSpec, network: nn.Module, data: Data, recipe: Recipe) -> Tr
     return traits
 
 
-def backward_bytes(network: nn.Module, data: Data, recipe: Recipe) -> int:
-    """Bytes that a forward of the network keeps for its backward, per sample, in float32."""
-    count = min(recipe.sizes.micro, MEASURED_SAMPLES)
-    network = copy.deepcopy(network).train()
-    for _, site in named_sites(network):
-        site.norm_batch_size = None
-    with fixed_draws():
-        return kept_for_backward(network, *model_arguments(probe_batch(data, count))) // count
+def _check_declaration(spec: CellSpec, network: nn.Module, data: Data, recipe: Recipe) -> None:
+    """Refuses a norm that is declared not to mix samples, and does."""
+    if may_mix_samples(spec.values):
+        return
+    built = BuiltNetwork(network, data, recipe.sizes, drop_last=recipe.drop_last)
+    if (where := where_samples_mix(built, True)) not in (None, OUTSIDE):
+        raise UserError(f"norm.mixes_samples=false: samples are mixed at {where}; drop the key")
 
 
 def _probe_key(spec: CellSpec, recipe: Recipe) -> str:
@@ -294,7 +267,7 @@ def _findings(spec: CellSpec, recipe: Recipe, traits: Traits, alone: str | None)
         )
     if not traits.mixes_samples and spec.sizes["norm_batch_size"] is not None:
         notes.append(
-            "this norm does not mix samples, so norm_batch_size has no effect: training it once "
-            "for all sizes"
+            f"norm={spec.choices['norm']} does not mix samples, so norm_batch_size has no effect; "
+            "declare norm.mixes_samples=false, and it is trained once for all sizes"
         )
     return notes

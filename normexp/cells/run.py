@@ -33,8 +33,6 @@ from normexp.cells.stack import (
 from normexp.checks.sites import probe_batch
 from normexp.config.outcome import (
     Outcome,
-    is_known_to_mix,
-    measured_versions,
     missing_seeds,
     recorded_outcome,
     records_of,
@@ -47,7 +45,7 @@ from normexp.records.files import (
     full_disk_message,
     remove_leftovers,
 )
-from normexp.records.history import AliasEntry, AttemptEntry, append_entries, read_history
+from normexp.records.history import AttemptEntry, append_entries, read_history
 from normexp.records.paths import LOCK_FILE, LOG_FILE
 from normexp.records.result import Status
 from normexp.records.sources import source_line_of
@@ -71,9 +69,8 @@ def run_task(
 ) -> dict[str, str]:
     """Claims cells, trains their missing runs, and records them.
 
-    In two cases it trains nothing, and the caller walks its list again. The norm turns out not to
-    mix samples: the history now says which other cells are the same training. Or the cells turn out
-    not to stack: each now has a stack, and may be claimed by itself.
+    If the cells turn out not to stack, it trains nothing, and the caller walks its list again: each
+    now has a stack, and may be claimed by itself.
 
     Args:
         on_begin: called before a stack trains, with its record.
@@ -131,8 +128,6 @@ class StackRunner:
                 waiting.append(restore_stack(record, known))
             missing -= members
         new = [spec for spec in self.specs if any(spec.id == cell_id for cell_id, _ in missing)]
-        if new and self._same_as_other_cells(new):
-            return {}
         stacks = self._arrange(new, missing)
         if len(new) > 1 and all(len(stack.record.rates) == 1 for stack in stacks):
             return {}  # each cell may now be claimed by itself
@@ -144,28 +139,8 @@ class StackRunner:
 
     def _prepare(self, spec: CellSpec) -> Cell:
         if spec.id not in self.cells:
-            # The cells differ in their rates alone: what was seen at one rate holds for all.
-            has_mixed = any(map(is_known_to_mix, self.specs))
-            self.cells[spec.id] = prepare_cell(spec, has_mixed=has_mixed)
+            self.cells[spec.id] = prepare_cell(spec)
         return self.cells[spec.id]
-
-    def _same_as_other_cells(self, specs: Sequence[CellSpec]) -> bool:
-        """True if norm_batch_size has no effect on these cells; the history says so then."""
-        if specs[0].without_norm_batch_size.id == specs[0].id:
-            return False
-        mixes_samples = self._prepare(specs[0]).traits.mixes_samples
-        known, versions = read_history(self.study_dir), measured_versions()
-        if mixes_samples:  # an earlier answer is withdrawn
-            specs = [spec for spec in specs if known.same_as(spec.id) != spec.id]
-        targets = [None if mixes_samples else spec.without_norm_batch_size.id for spec in specs]
-        pairs = zip(specs, targets, strict=True)
-        aliases = [AliasEntry(spec.id, target, versions) for spec, target in pairs]
-        if aliases:
-            append_entries(self.study_dir, aliases)
-        if not mixes_samples:
-            for record in list_stacks(self.study_dir, [spec.id for spec in specs]):
-                end_stack(record)  # begun before this was known
-        return not mixes_samples
 
     def _arrange(self, specs: Sequence[CellSpec], missing: Collection[Member]) -> list[Stack]:
         """New stacks: each run that failed or must train alone, and all others in as few as fit."""
@@ -272,20 +247,14 @@ def plan_cell(spec: CellSpec, planned: dict[str, Outcome], threads: int | None =
     """The outcome of a cell in a dry run, which writes nothing. Raises as `prepare_cell`.
 
     Args:
-        planned: the outcomes of the command's cells so far, by folder; of sizes without effect,
-            one stands for all.
+        planned: the outcomes of the command's cells so far, by folder.
         threads: the most CPU threads that the training gets; None: all of this process.
     """
-    if spec.config is not None:
-        same, alike = (planned.get(str(s.directory)) for s in (spec, spec.without_norm_batch_size))
-        if same is not None:
-            return same
-        if alike is not None and not alike.description["mixes_samples"]:
-            return alike
+    if spec.config is not None and (same := planned.get(str(spec.directory))) is not None:
+        return same
     cell = prepare_cell(spec)
     outcome = recorded_outcome(cell.spec, Status.PLANNED)
     outcome.description, outcome.invalid = cell.description, cell.invalid
-    outcome.memory = cell.memory
     outcome.step_seconds = seconds_of_step(cell, threads) if outcome.missing else 0.0
     planned[str(cell.spec.directory)] = outcome
     return outcome

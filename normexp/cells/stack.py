@@ -24,7 +24,6 @@ from normexp.cells.assembly import (
 )
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.reloading import fault_of_reloaded
-from normexp.cells.watch import Findings, Watch, with_findings, withdraw_aliases
 from normexp.config.spec import title_of
 from normexp.data.prediction import Preprocessing
 from normexp.errors import UserError
@@ -35,7 +34,6 @@ from normexp.records.logs import messages_to_file
 from normexp.records.metrics import MetricsWriter
 from normexp.records.paths import (
     CONFIG_FILE,
-    EMA_WEIGHTS_FILE,
     EVALUATION_FILE,
     LOG_FILE,
     METRICS_FILE,
@@ -111,15 +109,10 @@ def restore_stack(record: StackRecord, cells: Iterable[Cell]) -> Stack:
         UserError: another cell has changed since the stack began.
     """
     known = {cell.spec.id: cell for cell in cells}
-    template = next((known[cell_id] for cell_id in record.rates if cell_id in known), None)
-    if template is None:  # its norm mixed samples late in a training, and only the history knew
-        raise UserError(
-            f"{record.directory}: has begun as a training of a norm that mixes samples, which "
-            "study.jsonl no longer says; put study.jsonl back, or remove this folder"
-        )
+    template = next(known[cell_id] for cell_id in record.rates if cell_id in known)
     for cell_id in sorted(record.rates.keys() - known.keys()):
         spec = template.spec.with_values({"lr": record.rates[cell_id]})
-        known[cell_id] = prepare_cell(spec, has_mixed=template.traits.mixes_samples)
+        known[cell_id] = prepare_cell(spec)
         if known[cell_id].spec.id != cell_id:
             raise UserError(
                 f"{record.directory}: cannot repeat its cell {cell_id}; remove the folder"
@@ -151,7 +144,7 @@ def follow_stack(stack: Stack, stop: StopRequest) -> None:
     """Trains along with `train_stack` in the processes other than rank 0; writes nothing."""
     with suitable_threads(stack.cell.elements_per_forward):
         control = TrainingControl(stop, on_steps=lambda *_: None)
-        _fit(stack, Recorder([[] for _ in stack.runs]), control, Watch(stack.cell))
+        _fit(stack, Recorder([[] for _ in stack.runs]), control)
 
 
 def _train(stack: Stack, control: TrainingControl) -> None:
@@ -166,27 +159,13 @@ def _train(stack: Stack, control: TrainingControl) -> None:
             sinks.append([MetricsWriter(file)] if (cell, seed) in still_open else [])
             trackers.append(opened.enter_context(run_loggers(cell, seed)))
         loggers = stack_loggers(stack.cell, stack.seeds)
-        watch = Watch(stack.cell)
-        module, must_stop = _fit(stack, Recorder(sinks, loggers, trackers), control, watch)
-        _record(_after_watch(stack, watch.findings), module, watch)
+        module, must_stop = _fit(stack, Recorder(sinks, loggers, trackers), control)
+        _record(stack, module)
     if must_stop:
         raise Interrupted
 
 
-def _after_watch(stack: Stack, findings: Findings) -> Stack:
-    """The stack with what its training has shown; withdraws aliases of a norm that has mixed."""
-    if findings == Findings():
-        return stack
-    cells = {cell.spec.id: with_findings(cell, findings) for cell, _ in stack.runs}
-    if findings.mixing is not None:
-        for cell in cells.values():
-            withdraw_aliases(cell)
-    return replace(stack, runs=[(cells[cell.spec.id], seed) for cell, seed in stack.runs])
-
-
-def _fit(
-    stack: Stack, recorder: Recorder, control: TrainingControl, watch: Watch
-) -> tuple[TrainingModule, bool]:
+def _fit(stack: Stack, recorder: Recorder, control: TrainingControl) -> tuple[TrainingModule, bool]:
     """The trained module, and whether a stop was requested too late for a checkpoint."""
     cell = stack.cell
     replicas = resume_replicas(cell, stack.seeds, stack.record.checkpoint)
@@ -196,17 +175,16 @@ def _fit(
     must_stop = fit(
         module,
         checkpoint=stack.record.checkpoint,
-        callbacks=[*build_callbacks(cell, control), watch],
+        callbacks=build_callbacks(cell, control),
         stop=control.stop,
     )
     return module, must_stop
 
 
-def _record(stack: Stack, module: TrainingModule, watch: Watch) -> None:
+def _record(stack: Stack, module: TrainingModule) -> None:
     """Writes the files of every run, result.json last: its presence means ended."""
     device, source = module.trainer.strategy.root_device, stack.cell.data.source_version
-    timing, gpu = _timing(module) | watch.timing, None
-    timing["backward_mb_per_sample"] = stack.cell.backward_bytes / 1e6
+    timing, gpu = _timing(module), None
     if device.type == "cuda":  # on a CPU only the peak of the whole process is known
         gpu = torch.cuda.get_device_name(device)
         timing["peak_memory_mb"] = torch.cuda.max_memory_allocated(device) / 1e6
@@ -220,8 +198,6 @@ def _record(stack: Stack, module: TrainingModule, watch: Watch) -> None:
             _save_weights(run_dir / WEIGHTS_FILE, module.replicas.replica(index))
             if (preprocessing := Preprocessing.of(stack.cell.data)) is not None:
                 write_json(run_dir / PREPROCESSING_FILE, asdict(preprocessing))
-            if module.averaged is not None:
-                _save_weights(run_dir / EMA_WEIGHTS_FILE, module.averaged.module.replica(index))
         if cell.recipe.evaluations:
             content = module.evaluator.content(module.metrics, index)
             write_json(run_dir / EVALUATION_FILE, content)

@@ -1,7 +1,6 @@
 """The table of questions. A card, the contract and the preflight of a network are selections of it.
 
-A new question is one row. Whoever changes what a norm may be answered raises QUESTIONS_VERSION in
-config/identity.py.
+A new question is one row.
 """
 
 from __future__ import annotations

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, RangeSweep
@@ -24,18 +26,21 @@ from normexp.config.compose import (
     refuse_missing_targets,
 )
 from normexp.config.help import group_choices
+from normexp.config.identity import may_mix_samples
 from normexp.config.rules import KEYS, OPTIONS, as_typed, check_value, suggest, validate
 from normexp.config.spec import CellSpec, Command, NormSpec, config_dir_words, norm_of
 from normexp.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 NOT_GLOBBED = ("custom", "as_built")  # the first needs a target, the second certain models
 
 
 def compose_cells(command: Command) -> list[CellSpec]:
-    """Every cell of a command, with its config and its title.
+    """Every cell of a command once, with its config and its title.
 
-    A cell that does not compose or cannot be trained becomes a row of the sweep, and the other
-    cells are trained.
+    Points of the grid with one id are one cell. A cell that does not compose or cannot be trained
+    becomes a row of the sweep, and the other cells are trained.
 
     Raises:
         UserError: the single cell, or every cell of a sweep, is refused; or a value is mistyped, so
@@ -53,6 +58,8 @@ def compose_cells(command: Command) -> list[CellSpec]:
             refuse_missing_targets(config)
             validate(config)
             refuse_missing_files(config)
+            if not may_mix_samples(config):
+                config["norm_batch_size"] = None
             cells.append(CellSpec(config, choices, title, overrides=line))
         except UnknownChoice:
             raise
@@ -61,7 +68,34 @@ def compose_cells(command: Command) -> list[CellSpec]:
             errors.append(error)
     if len(errors) == len(cells):
         raise errors[0]
-    return cells
+    distinct = join_points(cells)
+    if len(distinct) < len(cells):
+        logger.info("%d points of the grid, %d cells", len(cells), len(distinct))
+    return distinct
+
+
+def join_points(cells: Sequence[CellSpec]) -> list[CellSpec]:
+    """The cells without repetitions; a cell has the seeds of all of its points."""
+    points: dict[tuple[Path | None, str], list[CellSpec]] = {}
+    for cell in cells:
+        points.setdefault((cell.study_dir, cell.id), []).append(cell)
+    return [_join(*same) for same in points.values()]
+
+
+def _join(first: CellSpec, *others: CellSpec) -> CellSpec:
+    if not others:
+        return first
+
+    def shared(words: Sequence[str], of_others: Sequence[Sequence[str]]) -> list[str]:
+        return [word for word in words if all(word in other for other in of_others)]
+
+    title = shared(first.title.split(), [other.title.split() for other in others])
+    return replace(
+        first,
+        title=" ".join(title) or first.title,
+        overrides=shared(first.overrides, [other.overrides for other in others]),
+        more_seeds=[seed for other in others for seed in other.seeds],
+    )
 
 
 def _with_number(word: str, config: dict[str, Any]) -> str:

@@ -36,10 +36,6 @@ VERSIONS: dict[str, int] = {
     **dict.fromkeys(("norm/batch_renorm", "norm/moving_average_batch", "norm/power"), 2),
 }
 
-# Of the questions in checks/ whose answers a study keeps. Raised when a question may answer
-# otherwise for the same norm, so that kept answers are measured again.
-QUESTIONS_VERSION = 4
-
 # Keys that only say how a value of the config came about, or how a target is called.
 NOT_HASHED = {"optim.default_lr", *(f"{group}._partial_" for group in (*PARTS, "schedule"))}
 
@@ -55,9 +51,7 @@ IMPLIED_VALUES = {
 }
 
 
-def identity_of(
-    config: Mapping[str, Any], choices: Mapping[str, str], *, mixes_samples: bool
-) -> dict[str, Any]:
+def identity_of(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[str, Any]:
     """Everything in a config that defines a training except its seed, in canonical form.
 
     Values that differ from the shipped defaults, with numbers by value; `lr` always. Does not
@@ -66,17 +60,15 @@ def identity_of(
     Args:
         config: composed and resolved, as plain values.
         choices: the choice in each config group, as `compose_cell` returns them.
-        mixes_samples: False if the norm is known not to mix samples, so that neither
-            norm_batch_size nor devices split any statistics.
     """
     defaults = defining_values(shipped_config() | {"trainer": shipped_defaults("trainer", "auto")})
     values = _with_content(defining_values(config), config)
     groups = [name for name in (*PARTS, *OPTIONAL_GROUPS) if isinstance(values.get(name), dict)]
     rest = {key: value for key, value in values.items() if key not in groups}
-    rest |= sizes_of(config, mixes_samples=mixes_samples)
+    rest |= sizes_of(config)
     content = differences(defaults | rest, defaults)  # always has lr, whose default is a reference
     devices, spans = num_devices_of(config), spans_devices(config.get("norm") or {})
-    if devices is None or (mixes_samples and devices > 1 and spans is None):
+    if devices is None or (may_mix_samples(config) and devices > 1 and spans is None):
         content["devices"] = devices
     if sees_validations(config):
         content["val_every_epochs"] = config["val_every_epochs"]
@@ -99,7 +91,7 @@ def id_of(
     return cell_id(identity, [*names, *shown])
 
 
-def sizes_of(config: Mapping[str, Any], *, mixes_samples: bool) -> dict[str, Any]:
+def sizes_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The three sizes with which one device trains like those of the config, in canonical form.
 
     A device's share of a forward pass is a ghost sub-batch, unless the norm spans devices. Sizes
@@ -114,7 +106,12 @@ def sizes_of(config: Mapping[str, Any], *, mixes_samples: bool) -> dict[str, Any
     except (UserError, TypeError):  # refused when the cell is validated
         return typed
     values = [getattr(sizes, key) for key in SIZES]
-    return canonical_sizes(*values, mixes_samples=mixes_samples)
+    return canonical_sizes(*values, mixes_samples=may_mix_samples(config))
+
+
+def may_mix_samples(config: Mapping[str, Any]) -> bool:
+    """False if the norm is declared not to mix samples, so that nothing splits its statistics."""
+    return (config.get("norm") or {}).get("mixes_samples") is not False
 
 
 def num_devices_of(config: Mapping[str, Any]) -> int | None:
@@ -311,7 +308,7 @@ def canonical_sizes(
 ) -> dict[str, int | None]:
     """The three sizes in canonical form: None if equal to the next larger one.
 
-    `norm_batch_size` is also None for a norm that does not mix samples, measured by the caller.
+    `norm_batch_size` is also None for a norm that does not mix samples.
     """
     micro = None if micro is None or micro >= batch else micro
     norm = None if norm is None or norm >= (micro or batch) else norm

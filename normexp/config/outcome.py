@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,13 +10,10 @@ from shlex import join
 from typing import Any
 
 from normexp.batching.sizes import SIZES
-from normexp.config.compose import shipped_defaults
 from normexp.config.help import option_defaults
-from normexp.config.identity import QUESTIONS_VERSION, VERSIONS
-from normexp.config.rules import MIXING, as_typed
+from normexp.config.rules import as_typed
 from normexp.config.spec import CellSpec, norm_and_data
 from normexp.records.files import is_held
-from normexp.records.history import History, read_history
 from normexp.records.paths import LOCK_FILE, WEIGHTS_FILE, seed_dir
 from normexp.records.result import (
     DONE,
@@ -39,7 +34,7 @@ class Outcome:
 
     Attributes:
         title: norm and data, as in the closing table.
-        cell_id: of the cell that was trained, see `History.same_as`.
+        cell_id: of the cell.
         description: the `config` of its results; {} without one.
         results: those of its recorded runs, in order of seeds.
         missing: the seeds still to train.
@@ -115,55 +110,6 @@ def _last_failure(spec: CellSpec, records: CellRecords) -> str:
     attempts = max(run.attempts for run in records.failed)
     remedy = f"max_attempts={attempts + 1}" if spec.values["retry_failed"] else "retry_failed=true"
     return f"{records.failed[0].error} (attempt {attempts}; {remedy} tries again)"
-
-
-# --- Norms that do not mix samples ---------------------------------------------------------------
-
-
-REPLACED = ("torchvision", "timm")  # models of others, which may mix samples beside their norms
-EXPECTED = "expected"  # the `versions` of an alias that no probe has confirmed yet
-
-
-def expected_id(spec: CellSpec, history: History) -> str | None:
-    """The id of the cell that will be trained for a cell; None if only a probe can tell.
-
-    Known of what was measured in the study, and of a shipped norm in a shipped network.
-    """
-    target = spec.without_norm_batch_size.id
-    if spec.id in history.aliases or spec.id == target:
-        return history.same_as(spec.id)
-    if any(alias.same_as == target for alias in history.aliases.values()):  # at another size
-        return target
-    norm, model = spec.choices["norm"], spec.choices["model"]
-    is_shipped = shipped_defaults("norm", norm) and shipped_defaults("model", model)
-    if not is_shipped or norm == "as_built" or model in REPLACED:
-        return None
-    return spec.id if norm in MIXING else target
-
-
-def measured_versions() -> str:
-    """What an alias holds for: the questions that a norm was asked, and the meaning of choices."""
-    choices = hashlib.sha256(json.dumps(VERSIONS, sort_keys=True).encode()).hexdigest()[:8]
-    return f"{QUESTIONS_VERSION}-{choices}"
-
-
-def trained_as(spec: CellSpec, history: History) -> CellSpec:
-    """The cell that is trained in place of a cell, see `AliasEntry`; usually the cell itself."""
-    same_as = history.same_as(spec.id, measured_versions())
-    if same_as == spec.id:
-        return spec
-    other = spec.without_norm_batch_size
-    return other if other.id == same_as else spec
-
-
-def is_known_to_mix(spec: CellSpec) -> bool:
-    """True if the history says that the norm of a cell mixed samples in an earlier training."""
-    aliases = read_history(spec.directory.parent).aliases
-    entries = (aliases.get(name) for name in (spec.id, spec.without_norm_batch_size.id))
-    return any(
-        entry is not None and entry.same_as is None and entry.versions == measured_versions()
-        for entry in entries
-    )
 
 
 # --- Evaluations ---------------------------------------------------------------------------------

@@ -19,15 +19,6 @@ from normexp.config.process import rank_among
 from normexp.errors import UserError
 from normexp.norms.slots import Act, Conv, Placement
 
-# Shipped norms that mix samples in some network; a test measures that the others never do.
-MIXING = {
-    *("batch", "batch_channel", "batch_instance", "batch_per_position", "batch_renorm"),
-    *("eval_norm", "evonorm_b0", "ghost", "l1_batch", "mode", "moving_average_batch", "power"),
-    *("switchable", "sync", "taper", "deviations/bn_biased_ema", "deviations/bn_eps_outside"),
-    *("deviations/bn_naive_var", "deviations/bn_per_position", "deviations/bn_unbiased"),
-    "deviations/no_eps",
-}
-
 LONGEST_NAME = 200  # bytes; file systems allow 255, and derived names are longer
 
 
@@ -206,6 +197,7 @@ KEYS = {
     # Keys of groups; not every choice has them.
     **{f"norm.{name}": key for name, key in SLOT_KEYS.items()},
     "norm.half_life": Key(POSITIVE.or_null(), "samples"),
+    "norm.mixes_samples": Key(FLAG.or_null(), identity=False),  # false: norm_batch_size counts not
     "norm.synchronized": Key(FLAG.or_null(), identity=False),  # counted in norm_batch_size
     "model.weights": Key(TEXT.or_null(), identity=False),  # a digest of the content counts instead
     "model.replace": Key(list_of(TEXT).or_null()),

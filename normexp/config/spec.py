@@ -15,7 +15,6 @@ from normexp.batching.sizes import SIZES
 from normexp.config.process import rank_among
 from normexp.config.rules import in_identity, sees_validations
 from normexp.norms.slots import SLOTS
-from normexp.records.content import reading_once
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,7 @@ class CellSpec:
             compose.
         title: the overrides that distinguish it in its sweep: `norm=batch norm_batch_size=2`.
         overrides: all its typed overrides, one value per key.
-        mixes_samples: False once the norm is known not to mix samples, so that neither
-            norm_batch_size nor devices split any statistics; see `without_norm_batch_size`.
+        more_seeds: of other points of its grid that are the same cell.
     """
 
     config: dict[str, Any] | None
@@ -70,7 +68,7 @@ class CellSpec:
     title: str = ""
     error: str = ""
     overrides: Sequence[str] = ()
-    mixes_samples: bool = True
+    more_seeds: Sequence[int] = ()
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -82,7 +80,7 @@ class CellSpec:
             return {"overrides": list(self.overrides) or [self.title]}
         from normexp.config.identity import identity_of
 
-        return identity_of(self.values, self.choices, mixes_samples=self.mixes_samples)
+        return identity_of(self.values, self.choices)
 
     @cached_property
     def defining(self) -> dict[str, Any]:
@@ -124,14 +122,6 @@ class CellSpec:
             level[name] = value
         return replace(self, config=config)
 
-    @cached_property
-    def without_norm_batch_size(self) -> CellSpec:
-        """The cell that stands for this one if the norm does not mix samples.
-
-        Its norm_batch_size is null and its devices split no statistics; all else is equal.
-        """
-        return replace(self.with_values({"norm_batch_size": None}), mixes_samples=False)
-
     @property
     def values(self) -> dict[str, Any]:
         """The config of a cell that composes."""
@@ -158,7 +148,7 @@ class CellSpec:
         if self.config is None:
             return []
         first, replicas = self.config["seed"], self.config["replicas"]
-        return list(range(first, first + replicas))
+        return sorted({*range(first, first + replicas), *self.more_seeds})
 
     @property
     def study_dir(self) -> Path | None:
@@ -171,14 +161,6 @@ class CellSpec:
         """The folder of the cell in its study. The config must compose."""
         assert self.study_dir is not None
         return self.study_dir / self.id
-
-
-def identify(cells: Sequence[CellSpec]) -> None:
-    """Computes the ids of a command's cells at one time, so that each file is read once."""
-    with reading_once():
-        for cell in cells:
-            if cell.config is not None:
-                _ = cell.id, cell.without_norm_batch_size.id
 
 
 @dataclass(frozen=True)

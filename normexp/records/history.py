@@ -87,22 +87,6 @@ class EndEntry:
 
 
 @dataclass(frozen=True)
-class AliasEntry:
-    """A cell whose norm turned out not to mix samples, so that another cell is the same training.
-
-    Attributes:
-        cell: its id.
-        same_as: id of the cell with norm_batch_size=null and all else equal; None withdraws an
-            earlier entry.
-        versions: of what was asked of the norm, and of the choices; under others it is asked again.
-    """
-
-    cell: str
-    same_as: str | None
-    versions: str
-
-
-@dataclass(frozen=True)
 class SearchEntry:
     """The cells that a search has tried, for its tuning curve.
 
@@ -141,7 +125,7 @@ class ForgetEntry:
     commands: dict[str, list[str]] = field(default_factory=dict)
 
 
-Entry = CommandEntry | AttemptEntry | EndEntry | AliasEntry | SearchEntry | ForgetEntry
+Entry = CommandEntry | AttemptEntry | EndEntry | SearchEntry | ForgetEntry
 
 
 @dataclass
@@ -153,7 +137,6 @@ class History:
         ends: with no seeds if they were forgotten.
         errors: why a cell cannot be trained; a later command that asks for it reopens it.
         forgotten: see `ForgetEntry.commands`; known before the first command is added.
-        aliases: the last of each cell.
         searches: the latest of each space.
     """
 
@@ -162,7 +145,6 @@ class History:
     ends: list[EndEntry] = field(default_factory=list)
     errors: dict[str, EndEntry] = field(default_factory=dict)
     forgotten: dict[str, list[str]] = field(default_factory=dict)
-    aliases: dict[str, AliasEntry] = field(default_factory=dict)
     searches: dict[str, SearchEntry] = field(default_factory=dict)
 
     @property
@@ -195,8 +177,6 @@ class History:
                     return
                 self.ends.append(entry)
                 self.errors[entry.cell] = entry
-            case AliasEntry():
-                self.aliases[entry.cell] = entry
             case ForgetEntry():
                 for cell in entry.forgotten:
                     self.errors.pop(cell, None)
@@ -210,30 +190,17 @@ class History:
                 self.searches[json.dumps([entry.words, entry.keys])] = entry
 
     def asked_seeds(self, commands: Iterable[CommandEntry]) -> dict[str, set[int]]:
-        """The seeds that commands ask for, by the id of the cell that is trained."""
+        """The seeds that commands ask for, by cell id."""
         asked: dict[str, set[int]] = {}
         for command in commands:
             for cell in command.cells:
-                asked.setdefault(self.same_as(cell), set()).update(command.seeds_of(cell))
+                asked.setdefault(cell, set()).update(command.seeds_of(cell))
         return asked
 
-    def same_as(self, cell: str, versions: str | None = None) -> str:
-        """The id of the cell that is trained in place of a cell; its own if it is trained itself.
-
-        Args:
-            versions: those under which the alias must have been measured; None: any.
-        """
-        alias = self.aliases.get(cell)
-        if alias is None or alias.same_as is None or versions not in (None, alias.versions):
-            return cell
-        return alias.same_as
-
     def declared_seeds(self, cell: str) -> set[int]:
-        """The seeds in the first command for a cell, or for one that is the same training."""
-        target = self.same_as(cell)
+        """The seeds in the first command for a cell."""
         for command, cells in self.declarations:
-            names = [name for name in cells if self.same_as(name) == target]
-            if seeds := {seed for name in names for seed in command.seeds_of(name)}:
+            if cell in cells and (seeds := command.seeds_of(cell)):
                 return seeds
         return set()
 
@@ -303,7 +270,7 @@ def append_entries(study_dir: Path, entries: Iterable[Entry]) -> None:
 
 # The key by which each kind of line is known.
 _KINDS = {
-    **{"max_attempts": CommandEntry, "stack": AttemptEntry, "same_as": AliasEntry},
+    **{"max_attempts": CommandEntry, "stack": AttemptEntry},
     **{"points": SearchEntry, "status": EndEntry},
     "forgotten": ForgetEntry,
 }

@@ -102,11 +102,7 @@ class StudyStatus:
         for command in self.history.commands:
             limit = None if with_exhausted else command.max_attempts
             lacking = set().union(*(cell.lacking(limit) for cell in self.cells))
-            asked = {
-                (self.history.same_as(cell), seed)
-                for cell in command.cells
-                for seed in command.seeds_of(cell)
-            }
+            asked = {(cell, seed) for cell in command.cells for seed in command.seeds_of(cell)}
             if lacking and (asked & lacking or is_search(command)):
                 unfinished.append(command)
         return unfinished
@@ -120,7 +116,6 @@ def is_search(command: CommandEntry) -> bool:
 def read_status(runs_dir: Path, name: str) -> StudyStatus:
     """Reads the status of a study, also while it runs. Raises UserError if there is no such study.
 
-    A cell that is the same as another shares its row, whatever it began before that was known.
     After an edit of a YAML or of a norm, the same words ask for other cells; those that only an
     earlier such command named are not asked for.
     """
@@ -131,10 +126,9 @@ def read_status(runs_dir: Path, name: str) -> StudyStatus:
     titles: dict[str, list[str]] = {}
     seeds: dict[str, set[int]] = {}
     for cell, title, wanted in _requests(history):
-        key = history.same_as(cell)
-        titles.setdefault(key, []).append(title)
-        seeds.setdefault(key, set()).update(wanted)
-        state = states.setdefault(key, CellState(key, key, is_asked=False))
+        titles.setdefault(cell, []).append(title)
+        seeds.setdefault(cell, set()).update(wanted)
+        state = states.setdefault(cell, CellState(cell, cell, is_asked=False))
         state.is_asked |= cell in asked
         if (end := history.errors.get(cell)) is not None:
             state.refused = f"{end.status}: {end.error}"
@@ -144,7 +138,6 @@ def read_status(runs_dir: Path, name: str) -> StudyStatus:
     on_disk = [  # also cells that were copied here
         directory.name
         for directory in list_cells(root)
-        if history.same_as(directory.name) == directory.name or _has_results(directory)
         if directory.name in states or directory.name not in all_asked
     ]
     for cell_id in on_disk:
@@ -174,11 +167,7 @@ def refused_cells(root: Path, history: History) -> list[EndEntry]:
     """Why each cell that a study asks for, and that has no folder, cannot be trained."""
     on_disk = {directory.name for directory in list_cells(root)}
     asked = _asked_cells(history)
-    return [
-        end
-        for cell, end in history.errors.items()
-        if cell in asked and history.same_as(cell) not in on_disk
-    ]
+    return [end for cell, end in history.errors.items() if cell in asked and cell not in on_disk]
 
 
 def _requests(history: History) -> Iterator[tuple[str, str, Sequence[int]]]:
@@ -236,14 +225,13 @@ def forget(runs_dir: Path, name: str, wanted: Sequence[str]) -> list[str]:
     for word in wanted:
         if word.isdigit():
             for command in _commands_to_forget(status, int(word)):
-                trained = {status.history.same_as(cell): cell for cell in command.cells}
-                ended = [cell for key, cell in trained.items() if _has_results(status.root / key)]
+                ended = [cell for cell in command.cells if _has_results(status.root / cell)]
                 commands[command.id] = ended
             lines.append(f"command {word}")
         else:
             cells |= {cell.id: cell for cell in _cells_to_forget(status, word)}
     named = {cell for cell, _, _ in _requests(status.history)}
-    forgotten = [cell for cell in named if status.history.same_as(cell) in cells]
+    forgotten = [cell for cell in named if cell in cells]
     if forgotten or commands:
         append_entries(status.root, [ForgetEntry(sorted(forgotten), commands)])
     return [*lines, *(cell.title for cell in cells.values())]
@@ -263,7 +251,7 @@ def _commands_to_forget(status: StudyStatus, number: int) -> list[CommandEntry]:
             f"{', '.join(map(str, known)) or 'none'}"
         )
     named = {cell for command in known[number] for cell in command.cells}
-    for cell in sorted({status.history.same_as(cell) for cell in named}):
+    for cell in sorted(named):
         if is_held(lock := status.root / cell / LOCK_FILE):
             raise UserError(
                 f"forget={number}: process {holder_of(lock)} trains {cell}; stop that command first"

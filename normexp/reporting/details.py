@@ -78,7 +78,7 @@ def repeat_command(history: History, cell: Path, seeds: Sequence[int]) -> str:
         for entry in history.commands
         for cell_id, points in entry.cells.items()
         for title, _ in points
-        if history.same_as(cell_id) == cell.name
+        if cell_id == cell.name
     ]
     if not asked:
         return ""

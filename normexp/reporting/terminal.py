@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from normexp.config.rules import MIXING, format_count
+from normexp.config.rules import format_count
 from normexp.config.spec import split_shared_words, study_words
 from normexp.records.history import CommandEntry
 from normexp.records.result import Status
@@ -171,18 +171,8 @@ def print_status(status: StudyStatus) -> None:
 
 
 def _count_cells(status: StudyStatus) -> str:
-    """`30 cells`, without those refused, or `at most 42 cells`.
-
-    Until a norm has been trained, it is not known whether it has one cell for all norm batch sizes.
-    """
-    cells = [cell for cell in status.cells if not cell.refused]
-    is_open = any(
-        set(cell.states.values()) == {Status.NOT_STARTED}
-        and "norm_batch_size=" in cell.title
-        and not MIXING.intersection(cell.title.replace("norm=", "").split())
-        for cell in cells
-    )
-    return "at most " * is_open + format_count(len(cells), "cell")
+    """`30 cells`, without those refused."""
+    return format_count(sum(not cell.refused for cell in status.cells), "cell")
 
 
 def _status_table(status: StudyStatus, footnotes: Footnotes) -> Table:

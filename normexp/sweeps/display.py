@@ -36,8 +36,7 @@ class Display(logging.Handler):
         num_slots: how many stacks are trained at once.
 
     Attributes:
-        total: the runs of the command, each once, as far as is known which grid points are one.
-        may_shrink: some grid points may turn out to be one.
+        total: the runs of the command, each once.
         done: those of the cells that have ended.
     """
 
@@ -48,7 +47,7 @@ class Display(logging.Handler):
         self.titles = titles
         self.num_slots = max(1, num_slots)
         self.counts: Counter[str] = Counter()
-        self.total, self.done, self.may_shrink = len(titles), 0, False
+        self.total, self.done = len(titles), 0
         self.seconds: list[float] = []  # training time of each finished cell
         self.is_stopping = False  # this command starts no further cell
         self.began = self._line_at = time.monotonic()
@@ -98,8 +97,7 @@ class Display(logging.Handler):
         self.print(f"{count} {outcome.status:<8} {title}{duration}{error}{time_left}")
 
     def _count(self) -> str:
-        """`4/30 runs`, or `4/at most 42 runs`."""
-        return f"{self.done}/{'at most ' * self.may_shrink}{self.total} runs"
+        return f"{self.done}/{self.total} runs"
 
     def time_left(self, num_cells: int, at_work: Sequence[WorkerState] = ()) -> str:
         """The time left, estimated from the mean time of the finished cells.

@@ -8,13 +8,11 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from normexp.config.outcome import EXPECTED, expected_id
 from normexp.config.spec import CellSpec, title_of
 from normexp.errors import UserError
 from normexp.records.environment import code_version
 from normexp.records.files import ensure_writable, is_denied, user_error_if_denied
 from normexp.records.history import (
-    AliasEntry,
     CommandEntry,
     EndEntry,
     History,
@@ -100,23 +98,15 @@ class StudyLog:
         ensure_writable(study_dir)
         study_dir.mkdir(parents=True, exist_ok=True)
         asked: dict[str, list[tuple[str, list[int]]]] = {}
-        attempts, history = 1, self.history(study_dir)
-        expected: dict[str, str | None] = {}
+        attempts = 1
         for cell in (cell for cell in self.cells if self._study_of(cell) == study_dir):
             asked.setdefault(cell.id, []).append((title_of(cell), cell.seeds))
             if cell.config is not None:
                 attempts = cell.config["max_attempts"] if cell.config["retry_failed"] else 1
-                if cell.id not in history.aliases:
-                    expected[cell.id] = expected_id(cell, history)
-        aliases = [
-            AliasEntry(cell, same_as, EXPECTED)
-            for cell, same_as in expected.items()
-            if same_as not in (None, cell)
-        ]
         words = [*self.words]
         entry = CommandEntry(self.command_id, words, code_version(), attempts, asked)
         with user_error_if_denied(study_dir, "take another study=..."):
-            append_entries(study_dir, [entry, *aliases])
+            append_entries(study_dir, [entry])
         self._begun.add(study_dir)
         self.write()
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
 
-from normexp.config.outcome import Outcome, expected_id
+from normexp.config.outcome import Outcome
 from normexp.config.process import is_under_agent
 from normexp.config.rules import validate_keys
-from normexp.config.spec import CellSpec, identify
+from normexp.config.spec import CellSpec
 from normexp.errors import FAILED, USER_MISTAKE, Halted, UserError
 from normexp.records.history import AttemptEntry, append_entries
 from normexp.records.logs import messages_about
@@ -128,7 +128,6 @@ def train_cells(
             validate_keys(cell.config, COMMAND_KEYS)
     dry_run = bool(shared_value(cells, "dry_run"))
     fail_fast = bool(shared_value(cells, "fail_fast"))
-    identify(cells)
     log = StudyLog(cells, words, command_id)
     slots, num_workers = worker_slots(cells, workers)
     if dry_run:
@@ -214,19 +213,9 @@ class Sweep:
         return [position for position in range(len(self.cells)) if position not in self.outcomes]
 
     def _key(self, position: int) -> str:
-        """Equal for points of the grid that are one cell, as far as is known."""
+        """Equal for equal cells."""
         cell = self.cells[position]
-        if cell.config is None:
-            return str(position)
-        study_dir = cell.directory.parent
-        return str(study_dir / (expected_id(cell, self.log.history(study_dir)) or cell.id))
-
-    def _may_be_same(self, position: int) -> bool:
-        """True if it is unknown whether norm_batch_size has an effect on a cell."""
-        cell = self.cells[position]
-        if cell.config is None:
-            return False
-        return expected_id(cell, self.log.history(cell.directory.parent)) is None
+        return str(position if cell.config is None else cell.directory)
 
     def _distinct(self, positions: Iterable[int]) -> dict[str, set[int]]:
         """The seeds of each cell at these positions."""
@@ -332,7 +321,7 @@ class Sweep:
         if self._early_deaths[positions] > 1:
             error = f"{reason}, before it was trained"
             for position in positions:
-                self.log.end(self.walk.trained_as(position), Status.FAILED, error)
+                self.log.end(self.cells[position], Status.FAILED, error)
             self._end({position: self.walk.outcome(position) for position in positions})
 
     def _handle_event(self, worker: WorkerState, event: Event) -> None:
@@ -362,7 +351,6 @@ class Sweep:
         self.outcomes |= new
         runs = self._distinct(range(len(self.cells)))
         self.display.total = sum(map(len, runs.values()))
-        self.display.may_shrink = any(map(self._may_be_same, self._left()))
         left = set(self._distinct(self._left()))
         for position, outcome in new.items():
             key = self._key(position)

@@ -13,7 +13,6 @@ from normexp.config.outcome import (
     is_recorded,
     recorded_outcome,
     suggest_evaluation,
-    trained_as,
 )
 from normexp.config.spec import CellSpec, norm_and_data
 from normexp.errors import UserError
@@ -45,12 +44,12 @@ class Walk:
         self.left = list(group_cells(log.cells) if left is None else left)
 
     def __iter__(self) -> Iterator[dict[int, CellSpec]]:
-        """The cells to claim together: for each position, the cell that is trained for it.
+        """The cells to claim together, by position.
 
         Drops the groups that need nothing more.
         """
         for group in [*self.left]:
-            cells = {position: self.trained_as(position) for position in group}
+            cells = {position: self.log.cells[position] for position in group}
             missing = {position for position, cell in cells.items() if self._lacks(cell)}
             if not missing:
                 self.left.remove(group)
@@ -62,19 +61,12 @@ class Walk:
         """True if no cell lacks anything that this command could train."""
         return next(iter(self), None) is None
 
-    def trained_as(self, position: int) -> CellSpec:
-        """The cell that is trained for the one at a position, see `AliasEntry`."""
-        cell = self.log.cells[position]
-        if cell.config is None:
-            return cell
-        return trained_as(cell, self.log.history(cell.directory.parent))
-
     def outcome(self, position: int) -> Outcome:
         """The outcome of a cell by its records, if this process did not train it.
 
         `stopped` if it lacks something for no reason of its own.
         """
-        cell = self.trained_as(position)
+        cell = self.log.cells[position]
         if cell.config is None:
             return Outcome(Status.REFUSED, norm_and_data(cell), error=cell.error)
         if (end := self.log.end_of(cell)) is not None:

@@ -196,7 +196,7 @@ def _are_busy(cells: Iterable[CellSpec]) -> bool:
 def _report_busy(walk: Walk, busy: Collection[Positions], report: Report) -> None:
     """Names one of the processes that train what is left."""
     for position in (position for positions in busy for position in positions):
-        cell = walk.trained_as(position)
+        cell = walk.log.cells[position]
         if (holder := holder_of(cell.directory / LOCK_FILE)) is not None:
             report(WorkerWaits(holder, cell.id))
             return

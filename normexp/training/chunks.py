@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from normexp.batching.draws import generator
 from normexp.batching.processes import Processes
-
-# Consecutive steps that a watch follows: single ones would mostly miss a period of ten.
-WINDOW = 20
-START = 5  # the time of a step is known by then
-
-
-def watched_steps(num_steps: int, seed: int) -> tuple[int, ...]:
-    """The steps to look at, those where most would show first.
-
-    Half, the end, a tenth, the start (once the time of a step is known), 1 %, and random ones.
-    """
-    last = num_steps - WINDOW
-    drawn = torch.randint(max(num_steps, 1), (3,), generator=generator(seed, "watch")).tolist()
-    steps = [num_steps // 2, last, num_steps // 10, START, num_steps // 100, *drawn]
-    fitting = range(START, min(num_steps, max(last, START) + 1))
-    return tuple(dict.fromkeys(step for step in steps if step in fitting))
 
 
 class ChunkLoader:
     """Yields the chunks of an epoch as slices of optimizer steps, from the current step on.
 
-    A chunk ends with the epoch, before each of `cuts` and with the last step at the latest. Within
+    A chunk ends with the epoch and with the last step at the latest. Within
     these bounds its size doubles from one step until a chunk takes `target_seconds`: small steps
     then pay little for Lightning's loop, and large ones still show progress and can be interrupted.
     The size of chunks does not change any result. (Slices, because Lightning unpacks a range into
@@ -42,7 +25,6 @@ class ChunkLoader:
         current_step: returns the number of optimizer steps done so far.
         max_steps: most steps in a chunk.
         processes: those that share each step; all use the largest of their chunk sizes.
-        cuts: steps that begin a chunk.
     """
 
     target_seconds = 0.25
@@ -54,14 +36,12 @@ class ChunkLoader:
         total_steps: int,
         max_steps: int,
         processes: Processes | None = None,
-        cuts: Sequence[int] = (),
     ) -> None:
         self.current_step = current_step
         self.steps_per_epoch = steps_per_epoch
         self.total_steps = total_steps
         self.max_steps = max_steps
         self.processes = processes
-        self.cuts = cuts
         self._size = 1
 
     def __iter__(self) -> Iterator[slice]:
@@ -69,8 +49,7 @@ class ChunkLoader:
         epoch_end = (step // self.steps_per_epoch + 1) * self.steps_per_epoch
         end = min(epoch_end, self.total_steps)
         while step < end:
-            chunk_end = min([end, *(cut for cut in self.cuts if cut > step)])
-            num_steps = min(self._size, chunk_end - step)
+            num_steps = min(self._size, end - step)
             if self.processes is not None:
                 num_steps = self.processes.maximum(num_steps)
             started = time.perf_counter()

@@ -13,11 +13,10 @@ from normexp.cells import run as run_module
 from normexp.cells.run import Busy, run_task
 from normexp.cells.stack import Stack
 from normexp.cli import parse_command
-from normexp.config import outcome
 from normexp.config.grid import compose_cells
 from normexp.config.spec import CellSpec
 from normexp.records.files import file_lock, is_held
-from normexp.records.history import AliasEntry, AttemptEntry, append_entries, read_history
+from normexp.records.history import AttemptEntry, append_entries, read_history
 from normexp.records.metrics import read_metrics
 from normexp.records.paths import LOCK_FILE, LOG_FILE, MEMBERS_FILE, seed_dir
 from normexp.records.result import Result, Status, read_result, write_result
@@ -165,50 +164,6 @@ def test_failed_runs_are_tried_again_one_by_one(tmp_path: Path):
     claim(specs)
     sizes = [run.timing["stack_size"] for run in results_of(tmp_path).values()]
     assert sorted(sizes) == [1, 3, 3, 3]
-
-
-NORM_BATCH_SIZES = ["norm=group", "norm_batch_size=2,4", "replicas=1", "workers=0", "study=s"]
-
-
-def test_size_without_effect_is_remembered_until_the_questions_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    words = ["-m", *QUICK, *NORM_BATCH_SIZES, f"runs_dir={tmp_path}"]
-    assert main(words) == 0
-    (only,) = tmp_path.glob("s/group-*")
-    history = read_history(tmp_path / "s")
-    assert {alias.same_as for alias in history.aliases.values()} == {only.name}
-    assert len(history.aliases) == 2
-    lines = (tmp_path / "s" / "study.jsonl").read_text()
-    assert main(words) == 0
-    assert (tmp_path / "s" / "study.jsonl").read_text() == lines
-    monkeypatch.setattr(outcome, "QUESTIONS_VERSION", 99)
-    assert main(words) == 0  # measured again, with the same answer
-    assert len(list(tmp_path.glob("s/group-*"))) == 1
-    versions = {alias.versions for alias in read_history(tmp_path / "s").aliases.values()}
-    assert {version.partition("-")[0] for version in versions} == {"99"}
-
-
-def test_answer_that_has_changed_is_withdrawn_and_the_cell_is_trained(tmp_path: Path):
-    (spec, _) = specs_of(tmp_path)
-    study = spec.directory.parent
-    study.mkdir()
-    append_entries(study, [AliasEntry(spec.id, spec.without_norm_batch_size.id, "old")])
-    claim([spec])
-    assert read_history(study).aliases[spec.id].same_as is None
-    assert {result.cell_id for result in results_of(tmp_path).values()} == {spec.id}
-
-
-def test_norm_that_mixed_at_one_rate_is_taken_to_mix_at_every_rate(tmp_path: Path):
-    words = ["norm=group", "norm_batch_size=2", "replicas=2", f"runs_dir={tmp_path}", "study=s"]
-    specs = compose_cells(parse_command(["-m", *QUICK, *RATES, *words]))
-    study = specs[0].directory.parent
-    study.mkdir()
-    append_entries(study, [AliasEntry(specs[1].id, None, outcome.measured_versions())])
-    claim(specs)
-    aliases = read_history(study).aliases
-    assert {aliases[spec.id].same_as for spec in specs if spec.id in aliases} == {None}
-    assert {one.cell_id for one in results_of(tmp_path).values()} == {spec.id for spec in specs}
 
 
 def train_one(tmp_path: Path, *words: str) -> Path:

@@ -147,23 +147,6 @@ hydra:
 """
 
 
-def test_listed_cells_are_multiplied_by_the_grid(recipe_dir: str):
-    Path(recipe_dir, "experiment", "mine.yaml").write_text(RECIPE_OF_CELLS)
-    typed = compose_cells(parse_command(["-m", LISTED, "norm_batch_size=2,8"]))
-    cells = compose_cells(parse_command(["--config-dir", recipe_dir, "experiment=mine"]))
-    titles = [
-        f"{listed} norm_batch_size={size}"
-        for listed in ("norm=batch lr=1.0", "norm=group lr=0.3 norm.num_groups=4")
-        for size in (2, 8)
-    ]
-    assert [cell.title for cell in typed] == titles
-    assert [cell.title.replace(" study=7", "") for cell in cells] == titles
-    assert [cell.values["study"] for cell in cells] == ["7", "7", "mine", "mine"]  # a text
-    single = compose_cells(parse_command(titles[3].split()))[0]
-    assert typed[3].id == single.id  # the training is that of the cell alone
-    assert typed[3].values["cells"] is None
-
-
 def test_the_title_of_a_full_batch_has_its_size():
     words = ["-m", "norm_batch_size=2,null", "batch_size=32,64"]
     titles = [cell.title for cell in compose_cells(parse_command(words))]
@@ -182,8 +165,11 @@ def test_a_value_that_cannot_be_trained_is_a_row_of_a_sweep_and_refused_if_all_h
             compose_cells(parse_command([*words, "replicas=0"]))
 
 
-def test_id_is_of_the_training_and_not_of_seeds_or_places():
-    line = ["-m", "norm=batch,group", "seed=0,4", "study=a,b"]
+def test_points_of_a_grid_with_one_id_are_one_cell_of_a_study_with_all_seeds():
+    line = ["-m", "norm=batch,group", "norm_batch_size=2,8", "seed=0,4", "study=a,b"]
     cells = compose_cells(parse_command(line))
-    assert len(cells) == 8
-    assert len({(cell.choices["norm"], cell.id) for cell in cells}) == 2
+    assert len(cells) == 6 and len({cell.id for cell in cells}) == 3
+    assert {tuple(cell.seeds) for cell in cells} == {tuple(range(8))}
+    assert cells[-1].title == "norm=group study=b"
+    (cell,) = compose_cells(parse_command(["-m", "replicas=2,4"]))
+    assert cell.seeds == [0, 1, 2, 3]

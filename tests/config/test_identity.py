@@ -109,15 +109,13 @@ def test_other_trainings_have_other_ids(one: str, other: str):
     assert id_of(one) != id_of(other)
 
 
-def test_a_norm_that_does_not_mix_samples_has_one_cell_for_all_norm_batch_sizes():
-    line = "norm=group micro_batch_size=16 lr=0.2"
-    for split in ("norm_batch_size=2", "trainer=ddp", "trainer=ddp norm_batch_size=2"):
-        spec = spec_of(*line.split(), *split.split())
-        assert spec.id != id_of(line)
-        assert spec.without_norm_batch_size.id == id_of(line)
-        assert spec.without_norm_batch_size.without_norm_batch_size.id == id_of(line)
-    custom = "norm=custom norm._target_=torch.nn.GroupNorm norm.num_groups=2"
-    assert spec_of(*custom.split(), "trainer=ddp").without_norm_batch_size.id == id_of(custom)
+def test_a_norm_declared_not_to_mix_samples_has_one_id_for_all_norm_batch_sizes():
+    foreign = "norm=torch.nn.GroupNorm norm.num_groups=2"
+    for line in ("norm=group micro_batch_size=16 lr=0.2", f"{foreign} norm.mixes_samples=false"):
+        for split in ("norm_batch_size=2", "trainer=ddp", "trainer=ddp norm_batch_size=2"):
+            assert id_of(f"{line} {split}") == id_of(line)
+    assert id_of(f"{foreign} norm.mixes_samples=false") == id_of(foreign)
+    assert id_of(f"{foreign} norm_batch_size=2") != id_of(foreign)  # not declared
 
 
 def test_other_values_of_a_cell_are_those_of_a_line_with_them():
@@ -264,7 +262,7 @@ def test_ids_need_no_torch():
     program = (
         "import sys; from normexp.config.compose import compose_cell;"
         "from normexp.config.spec import CellSpec;"
-        "CellSpec(*compose_cell(['data=manual', 'norm=group'])).without_norm_batch_size.id;"
+        "CellSpec(*compose_cell(['data=manual', 'norm=group'])).id;"
         "assert not {'torch', 'numpy'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 from datetime import datetime
 from multiprocessing.synchronize import Barrier
@@ -12,7 +11,6 @@ import pytest
 
 from normexp.errors import UserError
 from normexp.records.history import (
-    AliasEntry,
     AttemptEntry,
     CommandEntry,
     EndEntry,
@@ -30,7 +28,7 @@ def append_many(study: Path, name: str, barrier: Barrier) -> None:
     barrier.wait()
     for number in range(ROUNDS):
         command = CommandEntry(f"{name}{number}", [name, "x" * 5000, str(number)], "0123", 3, {})
-        append_entries(study, [command, AliasEntry(f"{name}{number}", "other", "1")])
+        append_entries(study, [command])
 
 
 def test_two_processes_append_without_tearing(tmp_path: Path):
@@ -46,7 +44,7 @@ def test_two_processes_append_without_tearing(tmp_path: Path):
         worker.join(timeout=600)
         assert worker.exitcode == 0
     history = read_history(tmp_path)
-    assert len(history.commands) == len(history.aliases) == 2 * ROUNDS
+    assert len(history.commands) == 2 * ROUNDS
     for name in names:
         numbers = [each.command[2] for each in history.commands if each.command[0] == name]
         assert numbers == [str(number) for number in range(ROUNDS)]
@@ -74,21 +72,12 @@ def test_a_later_command_reopens_a_cell_that_an_earlier_one_could_not_train(tmp_
     assert read_history(tmp_path).ends == [end]
 
 
-def test_last_alias_of_a_cell_counts_for_the_versions_that_it_was_measured_with(tmp_path: Path):
-    append_entries(tmp_path, [AliasEntry("n2", "n32", "1"), AliasEntry("n4", "n32", "1")])
-    append_entries(tmp_path, [AliasEntry("n4", None, "2")])
-    history = read_history(tmp_path)
-    assert [history.same_as(cell) for cell in ("n2", "n4", "n8")] == ["n32", "n4", "n8"]
-    assert [history.same_as("n2", version) for version in "12"] == ["n32", "n2"]
-
-
 @pytest.mark.parametrize(
     "line",
     [
         *("my own notes", "[1]", '{"command": 3}', '{"a": 1}', "3"),
         '{"time": "t", "id": "1", "command": ["c"], "code_version": 1, "max_attempts": 1, '
         '"cells": {}}',
-        '{"cell": "a", "same_as": 3, "versions": "1"}',
     ],
 )
 def test_line_that_was_edited_by_hand_is_named(tmp_path: Path, line: str):
@@ -97,9 +86,3 @@ def test_line_that_was_edited_by_hand_is_named(tmp_path: Path, line: str):
         file.write(f"{line}\n")
     with pytest.raises(UserError, match=r"study\.jsonl line 2"):
         read_history(tmp_path)
-
-
-def test_lines_are_plain_json(tmp_path: Path):
-    append_entries(tmp_path, [AliasEntry("n2", "n32", "1")])
-    line = json.loads((tmp_path / "study.jsonl").read_text())
-    assert line == {"cell": "n2", "same_as": "n32", "versions": "1"}

@@ -17,7 +17,7 @@ import normexp
 from normexp.cli import read_options
 from normexp.config.compose import compose_config
 from normexp.records.files import file_lock, write_json
-from normexp.records.history import AliasEntry, CommandEntry, EndEntry, append_entries
+from normexp.records.history import CommandEntry, EndEntry, append_entries
 from normexp.records.metrics import MetricsWriter
 from normexp.records.paths import LOCK_FILE, RESULT_FILE, seed_dir
 from normexp.records.result import Result, Status, write_result
@@ -93,30 +93,6 @@ def test_a_command_typed_again_asks_for_the_cells_that_it_means_now(study: Path)
     assert "norm=batch, before its source changed" not in cells  # the other command asks for it
     assert "norm=layer" not in cells  # which had not begun
     assert not cells["norm=bad"].refused and cells["norm=bad"].id == "bad-2"
-
-
-def test_begun_cell_that_turns_out_to_be_the_same_as_another_has_no_row_of_its_own(study: Path):
-    (study / "group-1" / "seed-0").mkdir()
-    assert cell_of(study, "norm=group").states[0] is Status.INTERRUPTED
-    append_entries(study, [AliasEntry("group-1", "layer-1", "1")])
-    states = {cell.id: cell.states for cell in read_status(study.parent, "s").cells}
-    assert "group-1" not in states
-    assert {*states["layer-1"].values()} == {Status.NOT_STARTED}
-
-
-def test_cell_that_is_the_same_as_another_shares_its_row_until_that_is_withdrawn(study: Path):
-    sizes = {"group-2": "norm=group norm_batch_size=2", "group-1": "norm=group"}
-    words = ["normexp-train", "norm=group", "norm_batch_size=2,null"]
-    append_entries(study, [command(words, dict.fromkeys(sizes, [0, 3]), **sizes)])
-    append_entries(study, [AliasEntry("group-2", "group-1", "1")])
-    cell = cell_of(study, "norm=group")
-    assert cell.states == {
-        **dict.fromkeys((0, 1), "interrupted"),
-        2: "not started",
-        3: "not started",
-    }
-    append_entries(study, [AliasEntry("group-2", None, "2")])
-    assert cell_of(study, sizes["group-2"]).states == {0: "not started", 3: "not started"}
 
 
 def test_running_cell_names_its_process_and_how_far_it_is(study: Path):
