@@ -14,10 +14,6 @@ DRAWING_MODULES = ("altair", "vl_convert")
 @entry("report")
 def main(words: list[str]) -> int:
     """Exit code: 0 written, 2 the user's mistake, 130 after Ctrl-C, which ends a watch."""
-    if len(words) == 1 and words[0].startswith(("reference=benchmark", "reference=./")):
-        from normexp.benchmark import entry  # the table of a benchmark, without a study
-
-        return entry.main(words)
     options = read_options("report", words)
 
     try:

@@ -162,6 +162,7 @@ def _cell_of(runs: Sequence[RunRow], records: Records) -> CellRow:
     known = [run.seed for run in runs]
     asked = records.asked.get((first.study, first.directory.parent.name)) or [known]
     ended = {run.seed for run in runs if run.status != Status.FAILED}
+    has_own_size = config.get("norm_batch_size") is not None  # undeclared: trained at every size
     return CellRow(
         study=first.study,
         directory=first.directory.parent,
@@ -174,7 +175,7 @@ def _cell_of(runs: Sequence[RunRow], records: Records) -> CellRow:
         batch_size=config["batch_size"],
         micro_batch_size=micro,
         norm_batch_size=config.get("norm_batch_size") or micro,
-        mixes_samples=config.get("mixes_samples") is not False,
+        mixes_samples=config.get("mixes_samples") is not False or has_own_size,
         wanted=frozenset(known).union(*asked),
         is_extended=not ended <= set(asked[0]),
         searched=records.searched.get(first.study, frozenset()),

@@ -153,7 +153,7 @@ def write_study(
         share = np.log2(largest / size) / np.log2(largest / smallest)
         write_cell(root, "batch", draw(0.9 - drop * share), norm_batch_size=size, **place)
     for norm in level:
-        write_cell(root, norm, draw(0.9), norm_batch_size=smallest, **place)
+        write_cell(root, norm, draw(0.9), **place)
     (root / study / "study.jsonl").touch()
 
 
