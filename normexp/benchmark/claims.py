@@ -9,8 +9,8 @@ from typing import Any, Literal
 from normexp.benchmark.protocol import claims, recipe_at
 from normexp.benchmark.score import Tuned, compare, tune
 from normexp.benchmark.table import Table
-from normexp.stats.contrast import Assessment, verdict_on
-from normexp.stats.family import ALPHA, p_value, seeds_for, spread_of
+from normexp.benchmark.contrast import Assessment, verdict_on
+from normexp.benchmark.family import ALPHA, p_value, seeds_for, spread_of
 from normexp.stats.interval import Interval
 
 EXPECTED = {

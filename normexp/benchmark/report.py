@@ -12,7 +12,7 @@ from normexp.benchmark.protocol import BENCHMARK
 from normexp.benchmark.score import GROUPS, Overall, Standings, rank, rank_overall
 from normexp.benchmark.table import Table
 from normexp.stats.interval import Interval
-from normexp.stats.ratio import as_ratio
+from normexp.benchmark.ratio import as_ratio
 
 TITLES = {
     "best": "may be the best",
