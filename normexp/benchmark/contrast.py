@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from normexp.benchmark.family import Verdict, decide, distances_to
-from normexp.stats.interval import Array, Interval, crossed_mean, mean, smallest_step
 from normexp.benchmark.outliers import lies_apart
+from normexp.stats.interval import Array, Interval, crossed_mean, mean, smallest_step
 
 Seeds = Literal["undeclared", "incomplete", "complete", "extended"]
 
