@@ -1,7 +1,7 @@
 """Ratios of errors: between two norms on one workload, and averaged over workloads.
 
 A ratio suits easy and hard workloads alike. Everything is on the scale of -log(error), higher is
-better like every outcome, so `difference`, `change` and `verdict_on` of normexp.benchmark.contrast take
+better like every outcome, so `difference`, `change` and `verdict_on` of contrast.py take
 its values: a gap g says that the first error is exp(-g) times the second, see `as_ratio`. Outcomes
 that are logarithms already, such as -bits per byte * ln 2, need no `log_outcomes`.
 """
