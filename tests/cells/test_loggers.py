@@ -58,8 +58,6 @@ def test_wandb_runs_of_one_process_stay_apart_and_know_their_study(tmp_path: Pat
     words = ("logger=wandb", "logger.wandb.offline=true", "tags=[baseline]", "notes=first try")
     assert train(tmp_path, *words, "study=mine", "logger.wandb.group=short") == 0
     assert capsys.readouterr().err.count("wandb sync") == 1
-    (log,) = tmp_path.glob("mine/*/stacks/*/run.log")
-    assert log.read_text().count("wandb sync") == 1
     folders = sorted((tmp_path / "mine" / "wandb").glob("offline-run-*"))
     texts = [json.dumps(wandb_records(folder)) for folder in folders]
     assert len(texts) == 2
