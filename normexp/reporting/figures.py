@@ -66,7 +66,7 @@ def draw_by_size(part: Slice, styles: Styles) -> Figure:
         for size, grid in line.items():
             rows += _points(grid, size=size, at=size * beside)
     x = alt.X("at:Q", title=AXIS_WORDS[part.axis])
-    x = x.axis(values=list(part.sizes), format="d").scale(type="log", base=2, nice=False, padding=9)
+    x = x.axis(values=list(part.sizes), format="d", grid=False).scale(type="log", base=2, nice=False, padding=9)
     y = alt.Y("value:Q", title=part.metric.label).scale(zero=False)
     colour, shape, dash = of_norms(styles)
     line = alt.Chart().mark_line(strokeWidth=1.5).encode(x, y, colour, dash)
@@ -119,7 +119,7 @@ def draw_rates(part: Slice, styles: Styles) -> Figure:
     rows = [row | {"low": max(row["low"] or row["value"], floor)} if "low" in row else row
             for row in rows]  # fmt: skip
     kind = part.metric.label.replace("accuracy", "error") if best else part.metric.label
-    x = alt.X("lr:Q", title="learning rate").scale(type="log").axis(format="~g", tickCount=5)
+    x = alt.X("lr:Q", title="learning rate").scale(type="log").axis(format="~g", tickCount=5, grid=False)
     y = alt.Y("value:Q", title=kind).scale(type="log", nice=False, padding=9)
     y = y.axis(format="~g", tickCount=6)
     colour, shape, dash = of_norms(styles)
@@ -163,7 +163,7 @@ def draw_curves(part: Slice, styles: Styles) -> Iterator[Figure]:
         if by_size:
             sizes = [str(size) for size in part.sizes]
             colour = alt.Color("size:N", sort=sizes).scale(scheme="viridis", domain=sizes)
-            dash = alt.StrokeDash("size:N", sort=sizes)
+            dash = alt.StrokeDash("size:N", sort=sizes, legend=None)
         tips = tooltip("norm", "size", "value")
         base = alt.Chart().encode(x, y, colour, tooltip=tips)
         lines = base.mark_line(strokeWidth=1.5).encode(dash)
