@@ -61,7 +61,7 @@ def draw_by_size(part: Slice, styles: Styles) -> Figure:
     """The metric against the size that varies, a line per norm."""
     rows: list[Row] = []
     step = SPREAD / max(len(part.norms), 4)
-    for place, (norm, line) in enumerate(part.lines.items()):
+    for place, (_, line) in enumerate(part.lines.items()):
         beside = 2 ** (step * (place - (len(part.lines) - 1) / 2))
         for size, grid in line.items():
             rows += _points(grid, size=size, at=size * beside)

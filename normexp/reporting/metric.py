@@ -197,11 +197,6 @@ def format_mean(interval: Interval, metric: Metric) -> str:
     return f"{estimate} [{low}, {high}]"
 
 
-def format_signed(value: float, digits: int) -> str:
-    """`+1.2`; `+0.0` also for a negative value that rounds to 0."""
-    return f"{value:+z.{digits}f}"
-
-
 def _digits_of(low: float, high: float, digits: int) -> int:
     half_width = (high - low) / 2
     has_width = half_width > 1e-9 * max(abs(low), abs(high))  # else only floating-point noise

@@ -11,7 +11,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from normexp.reporting.compare import Comparison, compare_grids, judge, paired, reference_of
+from normexp.reporting.compare import (
+    NOTHING,
+    Comparison,
+    compare_grids,
+    judge,
+    paired,
+    reference_of,
+)
 from normexp.reporting.slices import Grid, Slice
 from normexp.stats.family import ALPHA, Verdict, decide, difference, p_value
 from normexp.stats.interval import Interval
@@ -76,7 +83,7 @@ def rank(part: Slice, comparisons: Sequence[Comparison], reference: str | None =
 
     def gap_of(first: str, second: str) -> Interval:
         pair = compare_grids(part, grids[first], grids[second], (part.at, part.at))
-        return pair.gap if judge(pair, family_size).verdict else Interval(None, None, None, 0.95, 0)
+        return pair.gap if judge(pair, family_size).verdict else NOTHING
 
     best = _best_of(ranked, {norm: _level(grids[norm]) for norm in ranked}, gap_of, family_size)
     places = [
@@ -102,9 +109,8 @@ def overall(slices: Sequence[Slice], reference: str | None = None) -> Ranking | 
     The error of a norm is a multiple of that of the reference in the same slice. The comparisons of
     this table are one family.
     """
-    common = [
-        norm for norm in slices[0].compared if all(norm in part.compared for part in slices)
-    ] if slices else []  # fmt: skip
+    first = slices[0].compared if slices else {}
+    common = [norm for norm in first if all(norm in part.compared for part in slices)]
     if len(slices) < 2 or len(common) < 2:
         return None
     name = reference_of(common, reference)
@@ -118,11 +124,10 @@ def overall(slices: Sequence[Slice], reference: str | None = None) -> Ranking | 
     gaps = {norm: gap_of(norm, name) for norm in ranked if norm != name}
     levels = {norm: gaps[norm].estimate or 0.0 if norm in gaps else 0.0 for norm in ranked}
     best = _best_of(ranked, levels, gap_of, family_size)
-    one = Interval(0.0, None, None, 0.95, 0)
     places = [
         Place(
             norm=norm,
-            value=gaps.get(norm, one),
+            value=gaps.get(norm, NOTHING),
             gap=gaps.get(norm),
             verdict=decide(gaps[norm], margin=MARGIN_OF_RATIO, family_size=family_size)
             if norm in gaps
@@ -134,14 +139,15 @@ def overall(slices: Sequence[Slice], reference: str | None = None) -> Ranking | 
         for norm in common
     ]
     places.sort(key=lambda place: (place.norm not in ranked, -levels.get(place.norm, 0.0)))
-    return Ranking(f"over {len(slices)} workloads", name, places, family_size)
+    titles = ", ".join(part.heading for part in slices)
+    return Ranking(f"over {len(slices)} workloads ({titles})", name, places, family_size)
 
 
 def ratio_gap(part: Slice, first: str, second: str) -> Interval:
     """-log of the first error as a multiple of the second, at the size where norms are compared."""
     a, b = paired(part.compared[first], part.compared[second])
     if not a.size:
-        return Interval(None, None, None, 0.95, 0)
+        return NOTHING
     if part.metric.unit == "bits per byte":  # logarithms already
         return difference(math.log(2) * a, math.log(2) * b)
     perfect = part.metric.bounds[1] if part.metric.bounds else 0.0

@@ -45,13 +45,11 @@ class Grid:
     @cached_property
     def scores(self) -> list[dict[int, float]]:
         """For each cell, by seed, what its learning rate is chosen by; -inf if diverged."""
-        metric = describe_metric(self.metric.selection_name)
-        tables = []
+        name, tables = self.metric.selection_name, []
         for cell in self.cells:
-            known = {run.seed: run.recorded(metric) for run in cell.runs}
-            lost = dict.fromkeys(cell.seeds_with(Status.DIVERGED), -np.inf)
+            known = {run.seed: run.metrics.get(name) for run in cell.runs}
             own = {seed: self.sign * x for seed, x in known.items() if x is not None}
-            tables.append(own | lost)
+            tables.append(own | dict.fromkeys(cell.seeds_with(Status.DIVERGED), -np.inf))
         return tables
 
     @cached_property

@@ -10,7 +10,6 @@ from typing import Any
 import pandas as pd
 
 from normexp.config.rules import format_count
-from normexp.records.result import Status
 from normexp.reporting.causes import Causes
 from normexp.reporting.cells import CellRow, metric_names
 from normexp.reporting.compare import ADDED, Comparison, Row
@@ -24,7 +23,6 @@ from normexp.reporting.metric import (
 from normexp.reporting.ranking import BEST, NOTE, Place, Ranking
 from normexp.reporting.runs import Refused, RunRow, flatten
 from normexp.reporting.slices import AXIS_WORDS, Slice
-from normexp.stats.interval import Interval
 from normexp.stats.ratio import as_ratio
 
 HEADS = {"norm": "norm", "against": "against", "difference": "difference [95 %]",
@@ -192,12 +190,11 @@ def _place_row(place: Place, ranking: Ranking, part: Slice) -> dict[str, str]:
 
 def _overall_row(place: Place, ranking: Ranking) -> dict[str, str]:
     is_reference = place.norm == ranking.reference
-    ratio = Interval(1.0, None, None, 0.95, 0) if place.gap is None else as_ratio(place.gap)
-    is_known = is_reference or place.may_be_best is not None
+    ratio = "" if place.gap is None else format_interval(as_ratio(place.gap), 2)
     return {
         "norm": place.norm,
         "": BEST * bool(place.may_be_best),
-        "ratio [95 %]": format_interval(ratio, 2) if is_known else "",
+        "ratio [95 %]": "1" if is_reference else ratio,
         "verdict": "reference" if is_reference else _verdict_words(place),
         "why": place.why,
         "n": str(place.n),
@@ -229,25 +226,19 @@ def lost_table(cells: Sequence[CellRow], refused: Sequence[Refused]) -> Table:
     """What was refused, failed, diverged, ended at chance, or is missing, with the reason."""
     rows: list[dict[str, Any]] = []
     for cell in cells:
+        errors = [run.result.error for run in cell.runs if run.result.error]
         found = {
-            "failed": cell.seeds_with(Status.FAILED),
-            "diverged": cell.seeds_with(Status.DIVERGED),
-            "at chance": cell.at_chance,
-            "missing": cell.wanted - {run.seed for run in cell.runs},
+            "failed": (cell.failed, *errors[:1]),
+            "diverged": (cell.diverged,),
+            "at chance": (len(cell.at_chance),),
+            "missing": (cell.missing,),
+            "INVALID": (len(cell.runs) if cell.invalid else 0, cell.invalid),
         }
-        for what, seeds in found.items():
-            error = next((run.result.error for run in cell.runs if run.result.error), "")
-            if seeds:
-                rows.append(
-                    {
-                        "cell": cell.cell_id,
-                        "what": what,
-                        "seeds": f"{len(seeds)} of {len(cell.wanted)}",
-                        "why": error if what == "failed" else "",
-                    }
-                )
-        if cell.invalid:
-            rows.append({"cell": cell.cell_id, "what": "INVALID", "why": cell.invalid})
+        for what, (count, *why) in found.items():
+            if count:
+                seeds = f"{count} of {len(cell.wanted)}"
+                row = {"cell": cell.cell_id, "what": what, "seeds": seeds}
+                rows.append(row | {"why": why[0] if why else ""})
     rows += [{"cell": one.title, "what": "refused", "why": one.error} for one in refused]
     caption = f"Lost: {format_count(len(rows), 'line')}"
     return table_of("lost", caption, rows, has_latex=False)

@@ -100,7 +100,9 @@ def cell_of(
 
 def report_of_cells(*cells: Sequence[RunRow], **options: Any) -> Report:
     """The report of cells in memory; options: asked, searched, refused, metric, reference."""
-    of_records = {key: options.pop(key) for key in ("asked", "searched", "refused") if key in options}
+    of_records = {
+        key: options.pop(key) for key in ("asked", "searched", "refused") if key in options
+    }
     runs = [run for cell in cells for run in cell]
     records = Records(runs, **of_records)
     return report_on(records, Path("runs"), records.studies, **options)
@@ -112,7 +114,9 @@ def find(report: Report, norm: str, against: str = "batch") -> Comparison:
     return one
 
 
-def write_cell(root: Path, norm: str, accuracies: Any, *, with_history: bool = False, **more: Any) -> Path:
+def write_cell(
+    root: Path, norm: str, accuracies: Any, *, with_history: bool = False, **more: Any
+) -> Path:
     """Writes the runs of `cell_of` and returns the folder of the cell."""
     runs = cell_of(norm, accuracies, **more)
     cell = root / runs[0].study / runs[0].directory.parent.name

@@ -51,9 +51,7 @@ def test_models_data_sets_and_budgets_have_tables_of_their_own():
 
 
 def test_a_budget_does_not_separate_cells_where_it_follows_from_the_size():
-    cells = [
-        cell_of("batch", FLAT, batch_size=size, num_steps=1280 // size) for size in (32, 128)
-    ]
+    cells = [cell_of("batch", FLAT, batch_size=size, num_steps=1280 // size) for size in (32, 128)]
     (part,) = report_of_cells(*cells).slices
     assert (part.axis, part.sizes) == ("batch_size", [32, 128])
     (one,) = report_of_cells(*cells).comparisons

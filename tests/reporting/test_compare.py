@@ -16,9 +16,7 @@ def level(mean: float, noise: int = 0) -> list[float]:
     return (mean + SEEDS + NOISE[noise]).tolist()
 
 
-@pytest.mark.parametrize(
-    ("mean", "verdict"), [(0.93, "better"), (0.87, "worse"), (0.9, "tie")]
-)
+@pytest.mark.parametrize(("mean", "verdict"), [(0.93, "better"), (0.87, "worse"), (0.9, "tie")])
 def test_a_norm_against_the_reference(mean: float, verdict: str):
     report = report_of_cells(cell_of("batch", level(0.9)), cell_of("group", level(mean, 1)))
     one = find(report, "group")

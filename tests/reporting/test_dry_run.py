@@ -41,11 +41,12 @@ def test_a_plan_has_a_row_for_each_cell_and_the_totals(tmp_path: Path, capsys):
     cells = [CellSpec(None, {}, title) for title in [*titles, "norm_batch_size=5"]]
     refused = Outcome(Status.REFUSED, "", error="norm_batch_size=5 does not divide batch_size=32")
     print_plan(cells, [norm, norm, other, refused], num_workers=2)
-    header, *rows, reason, total = capsys.readouterr().out.splitlines()  # nothing to compare
+    header, *rows, reason, total, power = capsys.readouterr().out.splitlines()
     assert [row.split("  ")[0].strip() for row in rows] == ["norm=none", "norm=batch"]
     assert rows[0].split()[1:] == ["4", "0", "1,000", "8", "s", ">", "2,500", "MiB"]
     assert rows[1].split()[1:5] == ["2", "0", "1,000", "unknown"]
     assert len({row.index("1,000") for row in rows} | {header.index("steps")}) == 1
+    assert "which is unknown until" in power
     assert reason == "refused: norm_batch_size=5: norm_batch_size=5 does not divide batch_size=32"
     assert total.startswith(
         "6 runs of 2 cells to do: 8 s of training, 8 s in 2 workers, and 1 cell of unknown"

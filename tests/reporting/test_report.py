@@ -84,7 +84,7 @@ def test_the_terminal_answers_the_sweep_first_in_25_lines(capsys):
     assert len(lines) + 2 <= 25, "\n".join(lines)
 
 
-def test_where_batch_norm_shows_no_drop_the_headline_says_at_what_budget(capsys):
+def test_where_batch_norm_shows_no_drop_the_headline_says_at_what_budget():
     rng = np.random.default_rng(7)
     cells = [
         cell_of("batch", (0.9 + 0.001 * rng.normal(size=8)).tolist(), norm_batch_size=size)
@@ -105,7 +105,9 @@ def test_page_files_and_json_hold_the_rows_of_the_terminal(report: Report, tmp_p
     for table in report.tables_of(report.slices[0]):
         for name, row in zip(table.frame["norm"], table.frame.to_numpy(), strict=True):
             assert name in (tmp_path / f"{table.name}.tex").read_text()
-            assert ",".join(row)[:8] in (tmp_path / f"{table.name}.csv").read_text().replace('"', "")
+            assert ",".join(row)[:8] in (tmp_path / f"{table.name}.csv").read_text().replace(
+                '"', ""
+            )
             assert name in table.to_html()
     assert len(repr(report)) < 100
 
