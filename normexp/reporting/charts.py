@@ -18,7 +18,7 @@ CONFIG = {
     "font": "DejaVu Sans, Liberation Sans, Arial, sans-serif",
     "view": {"stroke": None, "continuousWidth": WIDTH},
     "axis": {"titleFontWeight": "normal", "gridOpacity": 0.4, "labelOverlap": True},
-    "legend": {"orient": "top", "columns": 3, "title": None, "labelLimit": 110},
+    "legend": {"orient": "top", "columns": 3, "title": None, "labelLimit": 110, "symbolOpacity": 1},
     "point": {"filled": True, "opacity": 1, "size": 60},
 }
 Row = dict[str, Any]
