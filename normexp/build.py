@@ -422,9 +422,8 @@ def build_loggers(values: Mapping[str, Any], available: Mapping[str, Any]) -> li
     """
     from pytorch_lightning.loggers import Logger
 
-    folder = available["save_dir"]
     return [
-        target.filled_in({**available, "save_dir": f"{folder}/{name}"}).make(Logger)
+        target.filled_in({**available, "save_dir": f"{available['save_dir']}/{name}"}).make(Logger)
         for name, target in logger_targets(values).items()
     ]
 
