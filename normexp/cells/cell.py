@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -39,19 +38,21 @@ from normexp.records.result import check_joins
 from normexp.records.sources import refuse_edited
 from normexp.training.devices import check_devices
 from normexp.training.evaluation import criterion_of
+from normexp.training.optim import stacking_obstacle_of
 from normexp.training.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
-LONG_PROBE = 10  # seconds
 # Keys of an identity that no probe of the network depends on.
 NOT_PROBED = {
     *("lr", "lr_rule", "base_batch_size", "optim", "schedule", "callback", "max_grad_norm"),
     *("epochs", "steps", "samples", "val_every_epochs"),
 }
 
-# The answers of probes and what they logged, by `_probe_key`; None outside `sharing_probes`.
-_probed: dict[str, tuple[Traits, list[str]]] | None = None
+T = TypeVar("T")
+
+# Answers that cells have in common, and what was logged; None outside `sharing_probes`.
+_known: dict[str, tuple[Any, list[str]]] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +124,8 @@ def prepare_cell(spec: CellSpec, *, traits: Traits | None = None) -> Cell:
             _check_declaration(spec, network, data, recipe)
             check_norm_batch_size(spec.sizes["norm_batch_size"], recipe)
         check_optimizer_step(recipe, network)
-        alone = why_alone(recipe)
+        optim = json.dumps(spec.values["optim"], sort_keys=True, default=str)
+        alone = why_alone(recipe, _once(optim, lambda: stacking_obstacle_of(recipe.optimizer)))
         check_evaluation(recipe, data, traits)
         num_parameters = sum(p.numel() for p in network.parameters())
         for note in [
@@ -199,35 +201,33 @@ def _check_network(spec: CellSpec, build: NetworkBuilder, network: nn.Module, da
 
 @contextmanager
 def sharing_probes() -> Iterator[None]:
-    """Probes cells that differ in rate, seed or budget alone once inside the outermost block."""
-    global _probed
-    before, _probed = _probed, {} if _probed is None else _probed
+    """Asks questions that cells have in common once inside the outermost block."""
+    global _known
+    before, _known = _known, {} if _known is None else _known
     try:
         yield
     finally:
-        _probed = before
+        _known = before
+
+
+def _once(key: str, ask: Callable[[], T]) -> T:
+    """The answer to a question, which is asked once inside `sharing_probes`."""
+    if _known is None:
+        return ask()
+    if key not in _known:
+        with collected_messages() as messages:
+            _known[key] = ask(), messages
+        return _known[key][0]
+    answer, messages = _known[key]
+    for message in messages:  # for the log of this cell's stack; a screen shows them once
+        logger.info("%s", message)
+    return answer
 
 
 def _probe(spec: CellSpec, network: nn.Module, data: Data, recipe: Recipe) -> Traits:
     """Measures what the network mixes and leaks. Raises UserError if it must not be trained."""
-    key = _probe_key(spec, recipe)
-    if _probed is not None and key in _probed:
-        traits, messages = _probed[key]
-        for message in messages:  # for the log of this cell's stack; a screen shows them once
-            logger.info("%s", message)
-        return traits
-    start = time.perf_counter()
-    with collected_messages() as messages:
-        traits = examine(
-            *(network, data, recipe.sizes),
-            drop_last=recipe.drop_last,
-            allow_leak=recipe.allow_leak,
-        )
-    if (seconds := time.perf_counter() - start) > LONG_PROBE:
-        logger.info("probing the network before training took %.0f s", seconds)
-    if _probed is not None:
-        _probed[key] = traits, messages
-    return traits
+    kind = {"drop_last": recipe.drop_last, "allow_leak": recipe.allow_leak}
+    return _once(_probe_key(spec, recipe), lambda: examine(network, data, recipe.sizes, **kind))
 
 
 def _check_declaration(spec: CellSpec, network: nn.Module, data: Data, recipe: Recipe) -> None:

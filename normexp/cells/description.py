@@ -14,6 +14,7 @@ from normexp.config.identity import canonical_sizes
 from normexp.config.rules import OPTIONAL_GROUPS, PARTS
 from normexp.config.spec import CellSpec
 from normexp.data.dataset import Data
+from normexp.data.prediction import describe_data
 from normexp.norms.slots import SLOTS, changed
 from normexp.records.sources import source_digest
 from normexp.training.recipe import Recipe
@@ -49,6 +50,7 @@ def describe_cell(
         "precision": recipe.devices.precision,
         "matmul_precision": recipe.devices.matmul_precision,
         "recipe": trained,
+        "data_set": describe_data(data),
         "norm_slots": {slot: value for slot, value in slots.items() if value is not None},
         **_slots(build),
         **{name: getattr(traits, name) for name in RECORDED_TRAITS},

@@ -14,7 +14,7 @@ from torch import nn
 from yaml import YAMLError
 
 from normexp.batching.replicas import Replicas
-from normexp.build import keeping_data, load_data
+from normexp.build import keeping_data
 from normexp.cells.assembly import arrange_replicas, build_module
 from normexp.cells.cell import Cell, make_builder, make_recipe, prepare_cell
 from normexp.cells.description import choices_in
@@ -22,14 +22,13 @@ from normexp.cells.diagnosed import decompose_runs, decomposition_lines
 from normexp.config.compose import refuse_missing_files, shipped_config, shipped_defaults
 from normexp.config.rules import PARTS
 from normexp.config.spec import CellSpec
-from normexp.data.prediction import Preprocessing, attach_prediction
+from normexp.data.prediction import attach_prediction, without_samples
 from normexp.errors import UserError, first_line
 from normexp.norms.site import load_as_built
 from normexp.records.files import read_json, user_error_if_denied, write_json
 from normexp.records.paths import (
     CONFIG_FILE,
     EVALUATION_FILE,
-    PREPROCESSING_FILE,
     RESULT_FILE,
     WEIGHTS_FILE,
     find_cell,
@@ -62,11 +61,10 @@ WITHOUT_TRAINING: dict[str, Any] = {
 REMEDY = "remove the cell's folder and train it again"
 
 
-@keeping_data()
 def load_run(run_dir: Path) -> nn.Module:
     """The trained network of a run, in evaluation mode on the CPU.
 
-    Rebuilds it from the cell's config.yaml; needs the data set, for its shapes.
+    Rebuilds it from the cell's config.yaml and the shapes in result.json, without the data set.
 
     Args:
         run_dir: `runs/<study>/<cell_id>/seed-<k>`, or the folder of a cell with a single seed.
@@ -77,15 +75,12 @@ def load_run(run_dir: Path) -> nn.Module:
     cell_dir, seed = find_run(run_dir)
     description = read_result(seed_dir(cell_dir, seed)).config
     spec = recorded_spec(cell_dir, description, WITHOUT_TRAINING)
-    data = load_data(spec)
+    data = without_samples(description["data_set"])
     recipe = make_recipe(spec, data)
     network = make_builder(spec, recipe, data)(seed)
     file = seed_dir(cell_dir, seed) / WEIGHTS_FILE
     load_weights(network, file, precision=recipe.devices.precision)
-    path = seed_dir(cell_dir, seed) / PREPROCESSING_FILE
-    known = Preprocessing(**read_json(path)) if path.is_file() else Preprocessing.of(data)
-    if known is not None:
-        attach_prediction(network, known)
+    attach_prediction(network, data)
     return network.eval()
 
 
@@ -101,7 +96,7 @@ def recorded_spec(
         changes: values in place of those in its config.yaml.
 
     Raises:
-        UserError: a torn or foreign file, or data that are not there.
+        UserError: a torn or foreign file.
     """
     path, choices = cell_dir / CONFIG_FILE, choices_in(description)
     try:
@@ -119,7 +114,6 @@ def recorded_spec(
     for key, value in changes.items():
         OmegaConf.update(merged, key, value, merge=False)
     config: Any = OmegaConf.to_container(merged, resolve=True)
-    refuse_missing_files(config)
     return CellSpec(config, choices, cell_dir.name)
 
 
@@ -157,6 +151,7 @@ def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
     results = finished_results(cell_dir)
     description = results[0].config
     spec = recorded_spec(cell_dir, description, options)
+    refuse_missing_files(spec.values)
     if results[0].cell_id != spec.id:
         raise UserError(
             f"{cell_dir}: its norm, model or data has changed since it was trained, and the same "
@@ -232,14 +227,8 @@ def save_evaluations(cell_dir: Path, contents: Contents, samples: Samples) -> No
 
 def why_nothing(recipe: Recipe) -> str:
     """Explains why the requested statistics gave no number."""
-    lacks = {
-        "batch": "does not mix samples",
-        "precise": "keeps no running moments",
-        "own_share": "keeps no running mean and variance",
-    }
-    reasons = [lacks[kind] for kind in lacks if kind in recipe.statistics]
-    reason = "the norm " + " and ".join(reasons or [lacks["batch"]])  # own_share is then dropped
-    if recipe.evaluation_batch_sizes:  # batch statistics were evaluated
-        reason = "none of the numbers is finite"
     asked = f"evaluate_with=[{','.join(recipe.statistics)}]"
-    return f"nothing to evaluate with {asked}: {reason}; try evaluate_with=[running]"
+    return (
+        f"nothing to evaluate with {asked}: the norm does not mix samples, keeps no running "
+        "moments or gave no finite number; try evaluate_with=[running]"
+    )

@@ -24,7 +24,7 @@ from normexp.norms.site import named_sites
 from normexp.norms.slots import PLACES, set_but_unused
 from normexp.records.sources import source_line_of
 from normexp.training.callbacks import describe_monitor
-from normexp.training.optim import parameter_groups, stacking_obstacle_of
+from normexp.training.optim import parameter_groups
 from normexp.training.recipe import Recipe
 
 logger = logging.getLogger(__name__)
@@ -117,14 +117,17 @@ def check_optimizer_step(recipe: Recipe, network: nn.Module) -> None:
         raise UserError(f"optim._target_={name}: {first_line(error)}{line}") from error
 
 
-def why_alone(recipe: Recipe) -> str | None:
-    """Why each seed must train by itself; None if seeds may share a stack."""
+def why_alone(recipe: Recipe, obstacle: str | None) -> str | None:
+    """Why each seed must train by itself; None if seeds may share a stack.
+
+    Args:
+        obstacle: of its optimizer, see `stacking_obstacle_of`.
+    """
     watching, schedule = describe_monitor(recipe.callbacks()), recipe.schedule
     if schedule.monitor is not None:
         watching = f"{schedule.name} acts on {schedule.monitor}"
     if watching is not None:
         return f"{watching}, and seeds that train together would all follow their mean"
-    obstacle = stacking_obstacle_of(recipe.optimizer)
     name = recipe.optimizer_target.rpartition(".")[2]
     return None if obstacle is None else f"{name} cannot train a stack: {obstacle}"
 

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from normexp.cells.assembly import (
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.reloading import fault_of_reloaded
 from normexp.config.spec import title_of
-from normexp.data.prediction import Preprocessing
 from normexp.errors import UserError
 from normexp.norms.site import state_as_built
 from normexp.records.environment import describe_environment
@@ -35,7 +34,6 @@ from normexp.records.paths import (
     EVALUATION_FILE,
     LOG_FILE,
     METRICS_FILE,
-    PREPROCESSING_FILE,
     WEIGHTS_FILE,
     seed_dir,
 )
@@ -190,8 +188,6 @@ def _record(stack: Stack, module: TrainingModule) -> None:
         run_dir = seed_dir(cell.directory, seed)
         if cell.recipe.save_weights and module.losses.diverged_at[index] is None:
             _save_weights(run_dir / WEIGHTS_FILE, module.replicas.replica(index))
-            if (preprocessing := Preprocessing.of(stack.cell.data)) is not None:
-                write_json(run_dir / PREPROCESSING_FILE, asdict(preprocessing))
         if cell.recipe.evaluations:
             content = module.evaluator.content(module.metrics, index)
             write_json(run_dir / EVALUATION_FILE, content)

@@ -1,102 +1,62 @@
-"""From images, as bytes or floats, to the names of their classes, with a trained network."""
+"""What a saved network needs to know of its data set, and classes for images of anybody's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from normexp.data.dataset import Data
+from normexp.data.dataset import Data, Examples
 from normexp.errors import UserError
 
-MOST_AT_ONCE = 256  # images in a forward pass
+KEPT = ("name", "task", "num_outputs", "input_shape", "mean", "std", "vocab_size", "class_names")
 
 
-@dataclass(frozen=True)
-class Preprocessing:
-    """What a network was trained with, kept beside its weights.
+def describe_data(data: Data) -> dict[str, Any]:
+    """Shapes, classes and moments of a data set, for `without_samples`."""
+    return {"num_train": len(data.train), **{name: getattr(data, name) for name in KEPT}}
 
-    Attributes:
-        input_shape: (C, H, W) of an image.
-        mean, std: per channel, in 0..1 units.
-        class_names: of the outputs, in order.
-    """
 
-    input_shape: Sequence[int]
-    mean: Sequence[float]
-    std: Sequence[float]
-    class_names: Sequence[str]
-
-    @classmethod
-    def of(cls, data: Data) -> Preprocessing | None:
-        """That of a data set of images; None for texts."""
-        if data.mean is None or data.std is None:
-            return None
-        names = data.class_names or tuple(map(str, range(data.num_outputs)))
-        return cls(data.input_shape, data.mean, data.std, names)
-
-    def inputs(self, images: Any) -> Tensor:
-        """Images as the network takes them, float32 (N, C, H, W).
-
-        Args:
-            images: (N, C, H, W), or one image (C, H, W): whole numbers 0 to 255, or floats 0 to 1.
-
-        Raises:
-            UserError: another shape, or values outside of their range.
-        """
-        try:
-            raw = torch.as_tensor(images)
-        except (TypeError, ValueError, RuntimeError) as error:  # such as a name of a file
-            shape = str(tuple(self.input_shape))[1:]
-            raise UserError(
-                f"images are a {type(images).__name__}, must be a tensor or array (N, {shape}"
-            ) from error
-        raw = raw.unsqueeze(0) if raw.ndim == len(self.input_shape) else raw
-        wanted = tuple(self.input_shape)
-        if tuple(raw.shape[1:]) != wanted:
-            hint = ""
-            if raw.ndim == 4 and raw.shape[1] == wanted[0]:
-                hint = (
-                    "; resize them, as torch.nn.functional.interpolate(images, "
-                    f'{wanted[1:]}, mode="bilinear", antialias=True)'
-                )
-            raise UserError(f"images are {tuple(raw.shape)}, must be (N, {str(wanted)[1:]}{hint}")
-        most = 1 if raw.is_floating_point() else 255
-        if raw.numel() and not (raw.min() >= 0 and raw.max() <= most):
-            low, high = raw.min().item(), raw.max().item()
-            raise UserError(
-                f"images have values from {low:g} to {high:g}, must be whole numbers 0 to 255 or "
-                "floats 0 to 1, as they are before they are normalised"
-            )
-        mean, std = (torch.tensor(value).view(-1, 1, 1) for value in (self.mean, self.std))
-        return (raw.float() / most - mean) / std
+def without_samples(description: Mapping[str, Any]) -> Data:
+    """The data set of `describe_data`, for networks that are only built and loaded."""
+    known = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items()}
+    targets = torch.zeros(known.pop("num_train"), dtype=torch.bool)
+    splits = dict.fromkeys(("train", "val", "test"), Examples(targets, targets))
+    return Data(**known, **splits, bytes_per_token={})
 
 
 @dataclass
 class Prediction:
-    """Callable with images, see `Preprocessing.inputs`; returns the name of the class of each."""
+    """Callable with images, bytes or floats 0 to 1; returns the name of the class of each.
+
+    Shapes: (N, C, H, W), or (C, H, W) for a single image. Raises UserError for other images.
+    """
 
     network: nn.Module
-    preprocessing: Preprocessing
+    data: Data
 
     @torch.no_grad()
     def __call__(self, images: Any) -> list[str]:
-        inputs = self.preprocessing.inputs(images)
-        first = next(self.network.parameters(), inputs)
+        raw, shape = torch.as_tensor(images), self.data.input_shape
+        raw = raw.unsqueeze(0) if raw.ndim == len(shape) else raw
+        most = 1 if raw.is_floating_point() else 255
+        if tuple(raw.shape[1:]) != shape or not bool(((raw >= 0) & (raw <= most)).all()):
+            raise UserError(
+                f"images are {tuple(raw.shape)} with values {raw.min():g} to {raw.max():g}; must "
+                f"be (N, {str(shape)[1:]}, whole numbers 0 to 255 or floats 0 to 1"
+            )
+        first = next(self.network.parameters())
+        inputs = self.data.model_inputs(raw * (255 / most), first.dtype).to(first.device)
         was_training = self.network.training
-        self.network.eval()
-        try:
-            parts = inputs.to(first.device, first.dtype).split(MOST_AT_ONCE)
-            classes = [int(index) for part in parts for index in self.network(part).argmax(1)]
-        finally:
-            self.network.train(was_training)
-        return [self.preprocessing.class_names[index] for index in classes]
+        classes = self.network.eval()(inputs).argmax(dim=1).tolist()
+        self.network.train(was_training)
+        return [str((self.data.class_names or range(self.data.num_outputs))[i]) for i in classes]
 
 
-def attach_prediction(network: nn.Module, preprocessing: Preprocessing) -> None:
+def attach_prediction(network: nn.Module, data: Data) -> None:
     """Adds `network.predict(images)`, unless the network has a `predict` of its own."""
-    if not hasattr(network, "predict"):
-        object.__setattr__(network, "predict", Prediction(network, preprocessing))
+    if data.mean is not None and not hasattr(network, "predict"):
+        object.__setattr__(network, "predict", Prediction(network, data))
