@@ -293,8 +293,7 @@ def _evaluation(case: Case) -> Iterator[Finding]:
 
 def _noise(row: SiteRow, num_batches: int) -> float:
     """The standard deviation of running minus precise, in those between batches."""
-    momentum = row.momentum or 0
-    return math.sqrt(momentum / (2 - momentum) + 1 / num_batches)
+    return math.sqrt((row.momentum or 0) / (2 - (row.momentum or 0)) + 1 / num_batches)
 
 
 def _group_sizes(case: Case) -> str:

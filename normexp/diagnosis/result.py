@@ -75,8 +75,7 @@ class Finding:
     def __str__(self) -> str:
         cost = "" if self.cost is None else f" ({self.cost})"
         cause = fill(f"{self.kind}{cost}: {self.cause}", WIDTH, subsequent_indent="  ")
-        remedy = f"remedy: {self.remedy}"
-        remedy = fill(remedy, WIDTH, initial_indent="  ", subsequent_indent="    ")
+        remedy = fill(f"  remedy: {self.remedy}", WIDTH, subsequent_indent="    ")
         return f"{cause}\n{remedy}"
 
 
