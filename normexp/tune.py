@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 
 from normexp.cli import entry, parse_command, show_config
 
@@ -14,18 +13,12 @@ def main(words: list[str]) -> int:
     command = parse_command(words)
     if command.shows_config:
         return show_config(words)
-    from normexp.config.grid import launcher_of
     from normexp.search.points import plan_searches
     from normexp.search.select import tune
-    from normexp.sweeps.sweep import train_cells
+    from normexp.sweeps.launch import launch_of
 
-    train = train_cells
-    if (launcher := launcher_of(command)) is not None:
-        from normexp.sweeps.launch import launch_cells
-
-        train = partial(launch_cells, command, launcher)
     searches = plan_searches(command)
-    return tune(searches, ["normexp-tune", *words], train)
+    return tune(searches, ["normexp-tune", *words], launch_of(command))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from torch import nn
 from normexp.batching.replicas import InTurn, Replicas, Stacked
 from normexp.batching.speed import stacking_pays
 from normexp.cells.cell import Cell
-from normexp.config.process import is_under_agent
 from normexp.config.spec import one_line
 from normexp.data.batches import TrainingBatches
 from normexp.records.paths import seed_dir
@@ -157,7 +156,7 @@ def run_loggers(cell: Cell, seed: int) -> Iterator[list[RunSink]]:
     opened: list[WandbRun | LoggerRun] = []
     has_failed = True
     try:
-        if loggers.wandb is not None and not is_under_agent():
+        if loggers.wandb is not None:
             opened.append(_wandb_run(cell, loggers.wandb, seed))
         if loggers.custom is not None and loggers.is_per_run:
             available = _logger_arguments(cell, f"seed-{seed}", seed_dir(cell.directory, seed))
@@ -195,7 +194,7 @@ def stack_loggers(cell: Cell, seeds: Sequence[int]) -> list[Logger]:
     params = _params(cell) | {"curves": version.replace("-", " ")}
     loggers, opened = cell.recipe.loggers, list[Logger]()
     wandb_mode = None if loggers.wandb is None else resolve_mode(loggers.wandb.mode)
-    if wandb_mode == "offline" and not is_under_agent():
+    if wandb_mode == "offline":
         folder = cell.study_dir / "wandb"
         logger.info("W&B is offline; upload its runs later: wandb sync %s/offline-run-*", folder)
     if loggers.tensorboard:

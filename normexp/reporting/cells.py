@@ -10,7 +10,7 @@ from typing import Any
 from normexp.batching.sizes import SIZES
 from normexp.config.rules import as_typed
 from normexp.norms.slots import SLOTS, Slots
-from normexp.records.history import CommandEntry, History
+from normexp.records.study import CommandEntry, Study
 from normexp.reporting.doubts import doubts_of
 from normexp.reporting.model import CellRow, Config, RunRow, comparable, compared, differences
 from normexp.reporting.read import StudyRecords
@@ -88,18 +88,21 @@ def _measured(runs: Sequence[RunRow], num_seeds: Mapping[str, int]) -> CellRow:
     )
 
 
-def _declared(cells: Sequence[CellRow], study: str, histories: Sequence[History]) -> list[CellRow]:
+def _declared(cells: Sequence[CellRow], study: str, histories: Sequence[Study]) -> list[CellRow]:
     """Adds what the first command for each cell of a study declared, and the searched keys."""
-    searches = [entry for history in histories for entry in history.searches.values()]
+    searches = [entry for history in histories for entry in history.searches]
     searched = {key for entry in searches for key in entry.keys}
-    history = histories[0] if histories else History()
+    history = histories[0]
     rounds = _rounds_of(history)
-    asked = history.asked_seeds(history.commands)
+    asked: dict[str, set[int]] = {}
+    for command in history.commands:
+        for name in command.cells:
+            asked.setdefault(name, set()).update(command.seeds_of(name))
     over = _seeds_over([cell for cell in cells if cell.study == study], history)
     unended, count = [], 0  # per round, cumulative
     for _, declared in rounds:
         count += sum(
-            not seeds <= over.get(name, set()) and name not in history.errors
+            not seeds <= over.get(name, set()) and name not in history.refusals
             for name, seeds in declared.items()
         )
         unended.append(count)
@@ -125,41 +128,20 @@ def _declared(cells: Sequence[CellRow], study: str, histories: Sequence[History]
     return [of_cell(cell) if cell.study == study else cell for cell in cells]
 
 
-def _seeds_over(cells: Sequence[CellRow], history: History) -> dict[str, set[int]]:
-    """The seeds that have ended, by id: also those that failed for good, or were refused.
-
-    A command that is typed again takes nothing of that back: it tries refused cells again, and
-    failed runs as often as `max_attempts` allows.
-    """
-    attempts: dict[str, int] = {}  # that the commands allow
-    for command in history.commands:
-        for name in command.cells:
-            attempts[name] = max(attempts.get(name, 0), command.max_attempts)
-    over: dict[str, set[int]] = {}
-    for end in history.ends:
-        over.setdefault(end.cell, set()).update(end.seeds)
+def _seeds_over(cells: Sequence[CellRow], history: Study) -> dict[str, set[int]]:
+    """The seeds that have ended, by id: also those that failed, or were refused."""
+    over = {name: set(refusal.seeds) for name, refusal in history.refusals.items()}
     for cell in cells:
-        names = {cell.directory.name, *cell.same_as}
-        most = max((attempts.get(name, 0) for name in names), default=0)
-        again = {run.seed for run in cell.runs if 0 < run.result.attempts < most} - cell.ended
-        for name in names:
-            over[name] = over.get(name, set()) | {run.seed for run in cell.runs}
-            over[name] -= again
+        over[cell.directory.name] = {run.seed for run in cell.runs}
     return over
 
 
-def _rounds_of(history: History) -> list[tuple[CommandEntry, dict[str, set[int]]]]:
-    """The commands that name a cell that no earlier one does, with the seeds of these cells.
-
-    If a cell of a forgotten command is asked for again, all of its cells count that had results by
-    then. Those that nobody asks for stay unended, so that nobody selects norms by their results.
-    """
+def _rounds_of(history: Study) -> list[tuple[CommandEntry, dict[str, set[int]]]]:
+    """The commands that name a cell that no earlier one does, with the seeds of these cells."""
     named: set[str] = set()
-    asked = {name for command in history.commands for name in command.cells}
     rounds = []
-    for command, cells in history.declarations:
-        names = {*cells} - named
-        if names & asked:
+    for command in history.commands:
+        if names := {*command.cells} - named:
             rounds.append((command, {name: command.seeds_of(name) for name in sorted(names)}))
             named |= names
     return rounds

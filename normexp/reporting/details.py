@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from normexp.batching.sizes import SIZES
 from normexp.config.spec import study_words
-from normexp.errors import UserError
-from normexp.records.history import History, read_history
+from normexp.records.study import Study, read_study
 from normexp.reporting.curves import curve_table, seed_curves
 from normexp.reporting.metric import choose_metric, describe_metric
 from normexp.reporting.model import CellRow, Config, metric_names
@@ -29,15 +27,13 @@ NOT_REPEATED = (
 
 def cell_details(cells: Sequence[CellRow]) -> list[dict[str, Any]]:
     """The details of each cell, as plain values."""
-    histories: dict[Path, History] = {}
+    histories: dict[Path, Study] = {}
     for study in {cell.directory.parent for cell in cells}:
-        histories[study] = History()
-        with suppress(UserError):  # a report does not depend on the history
-            histories[study] = read_history(study)
+        histories[study] = read_study(study)
     return [_details_of(cell, histories[cell.directory.parent]) for cell in cells]
 
 
-def _details_of(cell: CellRow, history: History) -> dict[str, Any]:
+def _details_of(cell: CellRow, history: Study) -> dict[str, Any]:
     names = metric_names([cell])
     selected = describe_metric(choose_metric(names, None) or "val/loss").selection_name
     rows = [run_fields(run) | dict(run.metrics) for run in cell.runs]
@@ -68,17 +64,15 @@ def _distinct(configs: Iterable[Config]) -> dict[str, str]:
     return {key: ", ".join(values[key]) for key in sorted(values)}
 
 
-def repeat_command(history: History, cell: Path, seeds: Sequence[int]) -> str:
+def repeat_command(history: Study, cell: Path, seeds: Sequence[int]) -> str:
     """A command that trains this cell alone, or finds it recorded; empty if none is known.
 
     Derived from the last command that included the cell, with the cell's values in place of lists.
     """
     asked = [
-        (entry.command, title)
+        (entry.command, entry.cells[cell.name].title)
         for entry in history.commands
-        for cell_id, points in entry.cells.items()
-        for title, _ in points
-        if cell_id == cell.name
+        if cell.name in entry.cells
     ]
     if not asked:
         return ""

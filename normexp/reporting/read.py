@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,9 @@ from normexp.batching.sizes import SIZES
 from normexp.config.rules import PARTS
 from normexp.errors import UserError
 from normexp.records.files import read_json
-from normexp.records.history import EndEntry, History, read_history
 from normexp.records.paths import EVALUATION_FILE, RESULT_FILE, find_study, list_runs, seed_of
 from normexp.records.result import Result, read_result
-from normexp.records.state import ignored_runs, refused_cells
+from normexp.records.study import Refusal, Study, read_study
 from normexp.reporting.model import RunRow
 
 SEARCHED = ("", "-search")  # ends of the names of studies that hold the searches of a study
@@ -50,7 +48,6 @@ class StudyRecords:
     problems: one line for each result that cannot be read
     refused: cells without a folder, with the reason
     histories: of each study and of the study of its searches; without, no seeds are declared
-    num_ignored: runs that only forgotten commands asked for
     """
 
     runs: Sequence[RunRow]
@@ -59,8 +56,7 @@ class StudyRecords:
     waiting: Sequence[str] = ()
     problems: Sequence[str] = ()
     refused: Sequence[RefusedCell] = ()
-    histories: Mapping[str, Sequence[History]] = field(default_factory=dict)
-    num_ignored: int = 0
+    histories: Mapping[str, Sequence[Study]] = field(default_factory=dict)
 
 
 def read_studies(runs_dir: Path, names: Sequence[str]) -> StudyRecords:
@@ -73,20 +69,15 @@ def read_studies(runs_dir: Path, names: Sequence[str]) -> StudyRecords:
     seeds: dict[str, set[int | None]] = {}
     problems: list[str] = []
     unended: list[Path] = []
-    num_ignored = 0
     histories = {name: _histories(runs_dir, name) for name in names}
     refused: list[RefusedCell] = []
     for name in names:
         root = find_study(runs_dir, name)
-        ends = refused_cells(root, histories[name][0]) if histories[name] else []
+        ends = list(histories[name][0].refusals.values())
         refused += [_refused(name, end) for end in ends]
         ended, broken, begun = [], [], []
         seeds[name] = set()
-        ignored = ignored_runs(root, histories[name][0]) if histories[name] else []
-        num_ignored += len(ignored)
         for run_dir in list_runs(root):
-            if run_dir in ignored:
-                continue
             if not (run_dir / RESULT_FILE).exists():
                 begun.append(run_dir)
                 continue
@@ -103,26 +94,20 @@ def read_studies(runs_dir: Path, names: Sequence[str]) -> StudyRecords:
     counts = {name: len(known) for name, known in seeds.items()}
     cells = {run.directory.parent for run in runs}
     waiting = _waiting(unended, cells)
-    return StudyRecords(
-        runs, counts, len(unended), waiting, problems, refused, histories, num_ignored
-    )
+    return StudyRecords(runs, counts, len(unended), waiting, problems, refused, histories)
 
 
-def _refused(study: str, end: EndEntry) -> RefusedCell:
+def _refused(study: str, end: Refusal) -> RefusedCell:
     words = end.title.split()
     name = next((word.partition("=")[2] for word in words if word.startswith("norm=")), "-")
     knobs = [word.removeprefix("norm.") for word in words if word.startswith("norm.")]
     norm = " ".join([name, *(knob for knob in knobs if not knob.startswith("_target_="))])
     rest = " ".join(word for word in words if not word.startswith(("norm=", "norm.")))
-    return RefusedCell(study, end.cell, norm, rest, f"{end.status}: {end.error}")
+    return RefusedCell(study, end.cell, norm, rest, f"refused: {end.error}")
 
 
-def _histories(runs_dir: Path, name: str) -> list[History]:
-    known = []
-    for study in (runs_dir / f"{name}{end}" for end in SEARCHED):
-        with suppress(UserError):  # a report is written without the history too
-            known.append(read_history(study))
-    return known
+def _histories(runs_dir: Path, name: str) -> list[Study]:
+    return [read_study(runs_dir / f"{name}{end}") for end in SEARCHED]
 
 
 def _read_run(study: str, run_dir: Path) -> RunRow:

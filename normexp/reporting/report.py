@@ -167,7 +167,6 @@ def _count_words(cells: Sequence[CellRow], records: StudyRecords) -> str:
         "not ended": records.num_unended,
         "unreadable": len(records.problems),
         "seeds missing": sum(cell.missing for cell in cells),
-        "of forgotten commands left out": records.num_ignored,
     }
     head = f"{format_count(len(cells), 'cell')}, {format_count(sum(ended.values()), 'run')}: "
     words = ", ".join(f"{count} {status}" for status, count in ended.items() if count)

@@ -20,9 +20,9 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy.special import gammaln
 
-from normexp.records.history import SearchEntry, read_history
 from normexp.records.paths import RESULT_FILE, list_seeds, seed_dir
 from normexp.records.result import Result, read_result
+from normexp.records.study import SearchEntry, read_study
 from normexp.reporting.charts import HEIGHT, WIDTH, Figure, encode_style, tooltip
 from normexp.reporting.metric import Metric, describe_metric
 from normexp.reporting.style import assign_styles
@@ -106,7 +106,7 @@ class Curve:
 
 def read_curves(study_dir: Path) -> list[Curve]:
     """The searches in the history of a study that have two or more points."""
-    searches = read_history(study_dir).searches.values() if study_dir.is_dir() else []
+    searches = read_study(study_dir).searches if study_dir.is_dir() else []
     curves = [_read_curve(study_dir, search) for search in searches]
     return [curve for curve in curves if curve is not None and len(curve.scores) > 1]
 

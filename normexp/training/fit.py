@@ -17,8 +17,7 @@ from pytorch_lightning.callbacks import Checkpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
 from normexp.errors import UserError
-from normexp.records.files import open_atomic, write_json
-from normexp.records.paths import PROGRESS_FILE
+from normexp.records.files import open_atomic
 from normexp.training.callbacks import why_stopped
 from normexp.training.devices import set_gpu_arithmetic, trainer_options
 from normexp.training.module import TrainingModule
@@ -163,9 +162,6 @@ class Checkpointer(Checkpoint):
         if reason == SaveReason.NONE:
             return
         trainer.save_checkpoint(self.path, weights_only=False)
-        if trainer.is_global_zero:  # for people; training resumes from the checkpoint alone
-            progress = {"step": module.step, "total_steps": module.total_steps}
-            write_json(self.path.with_name(PROGRESS_FILE), progress)
         self._saved_at = time.monotonic()
         if reason == SaveReason.STOP:
             raise Interrupted
