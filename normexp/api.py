@@ -137,7 +137,6 @@ def diagnose(
     batches: Iterable[Any],
     loss: Loss,
     *,
-    evaluation_batches: Iterable[Any] | None = None,
     max_batches: int | None = None,
     tolerance: float | None = None,
 ) -> Diagnosis:
@@ -147,22 +146,20 @@ def diagnose(
         print(result)
 
     The gap on the same samples is split into terms that add up: dropout and the like, statistics of
-    few samples, the own share of a sample in them, and running averages that are stale or noisy;
-    `normexp.diagnosis.examination` defines them. Each has its standard error over the batches.
-    Every norm with running mean and variance is examined besides. The model is returned as it was:
-    weights, gradients, buffers, modes and random states.
+    the current batch, the own share of a sample in them, and running averages that are stale or
+    noisy; `normexp.diagnosis.measure` defines them. Each has its standard error over the batches.
+    The model is returned as it was: weights, gradients, buffers, modes and random states.
 
     Args:
         model: any module. In training mode, its modes as they are count as those of training, and
             `eval()` gives those of evaluation; in evaluation mode the reverse.
         batches: (inputs, targets) pairs as in training, augmented and shuffled, of the training's
-            batch size. Inputs may be a tuple or mapping of arguments. A batch may also be a
-            mapping, whose keys the forward names; the loss then gets the output and the mapping.
+            batch size; a tuple of inputs is a tuple of arguments. A batch may also be a mapping,
+            whose keys the forward names; the loss then gets the output and the mapping.
         loss: loss(output, targets), the mean over samples; any number to be small, such as an
             error rate. It must work on the outputs of both modes.
-        evaluation_batches: what is evaluated in practice, to compare data and preprocessing.
         max_batches: how many are read, and kept in memory; None: 512 samples, in 16 to 128 batches.
-        tolerance: smaller terms are called none, in units of the loss; None: 0.01, or 5 % of the
+        tolerance: smaller terms have no finding, in units of the loss; None: 0.01, or 1 % of the
             loss in training mode if that is more.
 
     Raises:
@@ -170,14 +167,7 @@ def diagnose(
     """
     from normexp.diagnosis import diagnose
 
-    return diagnose(
-        model,
-        batches,
-        loss,
-        evaluation_batches=evaluation_batches,
-        max_batches=max_batches,
-        tolerance=tolerance,
-    )
+    return diagnose(model, batches, loss, max_batches=max_batches, tolerance=tolerance)
 
 
 def _warn(lines: Sequence[str]) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import mean, stdev
 
-import torch
 from torch import Tensor, nn
 
 from normexp.batching.replicas import Batch, model_arguments
@@ -17,14 +15,12 @@ from normexp.config.rules import format_count
 from normexp.config.spec import CellSpec
 from normexp.data.batches import TrainingBatches
 from normexp.data.dataset import Data
-from normexp.diagnosis import SHORT, Diagnosis, cancelling, decompose, diagnose
+from normexp.diagnosis import TERMS, Diagnosis, decompose, diagnose
 from normexp.diagnosis.network import num_batches_of
 from normexp.errors import UserError
 from normexp.training.evaluation import criterion_of
 from normexp.training.recipe import Recipe
 from normexp.training.statistics import shuffled
-
-logger = logging.getLogger(__name__)
 
 
 @keeping_data()
@@ -56,62 +52,46 @@ def diagnose_weights(spec: CellSpec) -> Diagnosis:
 
 
 def _diagnose_network(network: nn.Module, data: Data, recipe: Recipe, *, seed: int) -> Diagnosis:
-    """Diagnoses a network on training batches of its recipe, and on the test split.
-
-    Args:
-        seed: draws the order and augmentation of the batches, those of the first epoch.
-    """
-    logger.info("batches of the training split; evaluation batches of the test split")
+    """Diagnoses a network on the first training batches that `seed` draws."""
     steps = TrainingBatches(data, [seed], recipe.sizes.micro, drop_last=True)
     count = _count(recipe, len(data.train))
     dtype = next(network.parameters()).dtype
     batches = [steps.chunk(step, 1, dtype)[0] for step in range(count)]
-    others = _of_split(data, recipe, "test", dtype)
-    return diagnose(
-        network,
-        _pairs([{name: value[0] for name, value in batch.items()} for batch in batches]),
-        _loss(data),
-        evaluation_batches=_pairs(others) if len(others) > 1 else None,
-        max_batches=count,
-    )
+    samples = [{name: value[0] for name, value in batch.items()} for batch in batches]
+    return diagnose(network, _pairs(samples), _loss(data), max_batches=count)
 
 
 def decompose_runs(
     networks: Sequence[nn.Module], data: Data, recipe: Recipe
 ) -> list[dict[str, float]]:
-    """What carries the test loss of each network from training to evaluation mode.
+    """The terms of each network's test loss from training to evaluation mode.
 
-    Over `num_samples` of the split in whole batches of the size of training; see
-    `normexp.diagnosis.decompose`.
+    Over `num_samples` of the split in whole batches of the size of training, in a random order,
+    without augmentation; see `normexp.diagnosis.decompose`.
     """
-    batches = _of_split(data, recipe, "test", next(networks[0].parameters()).dtype)
+    size, dtype = recipe.sizes.micro, next(networks[0].parameters()).dtype
+    parts = shuffled(data, "test").split(size)[: num_batches_of(size)]
+    batches = [data.test.gather(indices) for indices in parts if len(indices) == size]
+    for batch in batches:
+        batch["inputs"] = data.model_inputs(batch["inputs"], dtype)
     if len(batches) < 2:
         return []
-    count = {"num_samples": len(batches) * recipe.sizes.micro}
+    count = {"num_samples": len(batches) * size}
     return [decompose(network, _pairs(batches), _loss(data)) | count for network in networks]
 
 
 def decomposition_lines(rows: Sequence[Mapping[str, float]], num_test_samples: int) -> list[str]:
-    """A table of the mean and standard deviation over seeds, and the cause that carries most."""
-    names = {"training": "training mode", **SHORT, "evaluation": "evaluation mode"}
-    columns = {name: [row[name] for row in rows] for name in names}
-    shown = [n for n in names if any(columns[n]) or n in ("training", "evaluation")]
+    """A table of the mean and standard deviation over seeds."""
     samples = f"{rows[0]['num_samples']:,} of {num_test_samples:,} test samples, whole batches"
     seeds = format_count(len(rows), "seed")
     lines = [f"test loss from training to evaluation mode, over {samples}: n = {seeds}"]
-    for name in shown:
-        sign = "" if name in ("training", "evaluation") else "+"
-        spread = f" ({stdev(columns[name]):.4f})" if len(rows) > 1 else ""
-        lines.append(f"  {names[name]:<32}{mean(columns[name]):{sign}.4f}{spread}")
-    costs = {name: mean(columns[name]) for name in SHORT if name in shown}
-    if words := cancelling([*costs.values()]):
-        lines.append(words)
-    cause = max(costs, key=lambda name: costs[name], default=None)
-    gap = mean(columns["evaluation"]) - mean(columns["training"])
-    if gap <= 0:
-        lines.append("evaluation mode costs no more than training mode")
-    elif cause is not None:
-        lines.append(f"most of what evaluation mode costs: {SHORT[cause]}")
+    modes = {"training": "training mode", "evaluation": "evaluation mode"}
+    for name in ("training", *TERMS, "evaluation"):
+        values = [row[name] for row in rows]
+        if any(values) or name in modes:
+            words, sign = (modes[name], "") if name in modes else (TERMS[name].words, "+")
+            spread = f" ({stdev(values):.4f})" if len(rows) > 1 else ""
+            lines.append(f"  {words:<50}{mean(values):{sign}.4f}{spread}")
     return lines
 
 
@@ -125,17 +105,6 @@ def _count(recipe: Recipe, num_samples: int) -> int:
             "needs two batches or more; set a smaller batch_size"
         )
     return count
-
-
-def _of_split(data: Data, recipe: Recipe, split: str, dtype: torch.dtype) -> list[Batch]:
-    """Batches of a split in a random order, without augmentation."""
-    size = recipe.sizes.micro
-    order = shuffled(data, split)
-    parts = order.split(size)[: num_batches_of(size)]
-    batches = [getattr(data, split).gather(indices) for indices in parts]
-    for batch in batches:
-        batch["inputs"] = data.model_inputs(batch["inputs"], dtype)
-    return [batch for batch in batches if len(batch["inputs"]) == size]
 
 
 def _pairs(batches: Sequence[Batch]) -> list[tuple[tuple[Tensor, ...], Batch]]:

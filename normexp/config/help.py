@@ -134,7 +134,7 @@ test loss from training to evaluation mode. Averaged weights (ema=...) are evalu
 normexp.load(run, ema=True) returns them. The second line takes the keys of normexp.train,
 writes nothing, and says why a network evaluates worse than it trains (normexp.diagnose): on
 batches of the training split, which are not augmented unless the command names keys such as
-data.augmentation.flip=true, and on the test split.
+data.augmentation.flip=true.
 """,
     "report": """\
 normexp.report turns a study into tables, figures, a page and verdicts.
@@ -159,7 +159,6 @@ Options:
   -m, --multirun        several values per key (a,b or range(1,4)), every combination
   --config-dir FOLDER   your own YAMLs, e.g. FOLDER/norm/mine.yaml for norm=mine; may be repeated
   --cfg job             show the config instead of training; --info shows where it comes from
-  TAB                   completes in bash after eval "$(python -m normexp.complete)"
 
 Exit code: 0 finished or diverged, 1 a cell failed or was refused (the others are trained), 2 a
 mistake in the command (nothing is trained), 130 interrupted with a checkpoint.

@@ -21,6 +21,7 @@ Modes = dict[nn.Module, bool]  # `training` of every module
 SAMPLES = 512  # of all batches
 FEWEST, MOST = 16, 128  # batches
 PLAIN = bool | int | float | str | None
+FORM = "a batch is a pair (inputs, targets), or a mapping whose keys the model's forward names"
 
 
 @contextmanager
@@ -95,13 +96,16 @@ def read_batches(batches: Iterable[Any], most: int | None, model: nn.Module) -> 
     """The first `most` batches, on the device of the model; None: `num_batches_of` their size.
 
     Raises:
-        UserError: fewer than two, or a batch without a tensor.
+        UserError: fewer than two, or one of another form.
     """
     tensor = next((t for t in (*model.parameters(), *model.buffers())), None)
     device = torch.device("cpu") if tensor is None else tensor.device
     read: list[Any] = []
     for batch in islice(batches, most):
-        read.append(_map_tensors(batch, lambda t: t.to(device)))
+        is_pair = isinstance(batch, tuple | list) and len(batch) == 2
+        if not (is_pair or isinstance(batch, Mapping)) or not num_samples(batch):
+            raise UserError(f"batches holds a {type(batch).__name__}: {FORM}")
+        read.append(map_tensors(lambda t: t.to(device), batch))
         if most is None and len(read) >= num_batches_of(num_samples(read[0])):
             break
     if len(read) < 2:
@@ -109,99 +113,40 @@ def read_batches(batches: Iterable[Any], most: int | None, model: nn.Module) -> 
             f"batches holds {len(read)}: a diagnosis compares batches and needs 2 or more, "
             "better 16; a generator can be read only once"
         )
-    for batch in read:
-        num_samples(batch)
     return read
 
 
 def num_samples(batch: Any) -> int:
-    """The length of the first tensor in a batch."""
-    first = next(_tensors(batch), None)
-    if first is None or first.ndim == 0:
-        raise UserError(
-            f"a batch is a {type(batch).__name__} without a tensor of samples; a batch is (inputs, "
-            "targets) or a mapping of tensors"
-        )
-    return len(first)
+    """The length of the first tensor in a batch; 0 if it holds none."""
+    lengths: list[int] = []
+    map_tensors(lambda t: lengths.append(len(t) if t.ndim else 0), batch)
+    return lengths[0] if lengths else 0
 
 
 def take(batch: Any, first: int, last: int) -> Any:
     """Samples `first` to `last` of a batch."""
     num = num_samples(batch)
-    return _map_tensors(batch, lambda t: t[first:last] if t.ndim and len(t) == num else t)
+    return map_tensors(lambda t: t[first:last] if t.ndim and len(t) == num else t, batch)
 
 
 def join(batches: list[Any]) -> Any:
     """All samples as one batch; None where their shapes differ."""
-    first = batches[0]
     try:
-        if isinstance(first, Tensor):
-            return torch.cat(batches) if first.ndim else first
-        if isinstance(first, Mapping):
-            return {name: join([batch[name] for batch in batches]) for name in first}
-        if isinstance(first, tuple | list):
-            return type(first)(join(list(parts)) for parts in zip(*batches, strict=True))
+        return map_tensors(lambda *parts: torch.cat(parts) if parts[0].ndim else parts[0], *batches)
     except (RuntimeError, TypeError, KeyError, ValueError):
         return None
+
+
+def map_tensors(change: Callable[..., Any], *values: Any) -> Any:
+    """Applies a function to the tensors at each place of values of one form."""
+    first = values[0]
+    if isinstance(first, Tensor):
+        return change(*values)
+    if isinstance(first, Mapping):
+        return {name: map_tensors(change, *(value[name] for value in values)) for name in first}
+    if isinstance(first, tuple | list):
+        return tuple(map_tensors(change, *parts) for parts in zip(*values, strict=True))
     return first
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _tensors(part)
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from _tensors(part)
-
-
-def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {name: _map_tensors(part, change) for name, part in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map_tensors(part, change) for part in value))
-    if isinstance(value, tuple | list):
-        return type(value)(_map_tensors(part, change) for part in value)
-    return value
-
-
-def inputs_of(batch: Any) -> Tensor:
-    """The first tensor of a batch."""
-    return next(_tensors(batch))
-
-
-def output_of(model: nn.Module, batch: Any) -> tuple[Any, Any]:
-    """Calls the model on a batch; returns its output, and what the loss compares it with.
-
-    A batch is (inputs, targets), where inputs may be a tuple or a mapping of arguments. It may also
-    be a mapping: the model gets the values that its forward names, and the loss gets the mapping.
-
-    Raises:
-        UserError: the forward names none of the keys of a mapping.
-    """
-    if isinstance(batch, Mapping):
-        arguments = inspect.signature(model.forward).parameters
-        known = {name: value for name, value in batch.items() if name in arguments}
-        if not known:
-            raise UserError(
-                f"batches are mappings of {', '.join(map(str, batch))}, but the model's forward "
-                f"takes {', '.join(arguments)}: pass pairs, as in "
-                "((batch['image'], batch['label']) for batch in loader)"
-            )
-        return model(**known), batch
-    if isinstance(batch, tuple | list) and len(batch) > 1:
-        inputs, *targets = batch
-        if isinstance(inputs, Mapping):
-            output = model(**inputs)
-        else:
-            output = model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
-        return output, targets[0] if len(targets) == 1 else tuple(targets)
-    only = next(iter(batch)) if isinstance(batch, tuple | list) else batch
-    return model(only), only
 
 
 def loss_on(model: nn.Module, batch: Any, loss: Loss) -> Tensor:
@@ -211,7 +156,7 @@ def loss_on(model: nn.Module, batch: Any, loss: Loss) -> Tensor:
         UserError: the model or the loss does not take the batch.
     """
     try:
-        value = loss(*output_of(model, batch))
+        value = loss(*_output_of(model, batch))
     except UserError:
         raise
     except Exception as error:  # of foreign code, any kind
@@ -224,3 +169,19 @@ def loss_on(model: nn.Module, batch: Any, loss: Loss) -> Tensor:
     if not isinstance(value, Tensor) or not value.numel():
         raise UserError(f"the loss returns a {type(value).__name__}, not a tensor")
     return value.float().mean() if value.ndim else value
+
+
+def _output_of(model: nn.Module, batch: Any) -> tuple[Any, Any]:
+    """The output of the model on a batch, and what the loss compares it with."""
+    if not isinstance(batch, Mapping):
+        inputs, targets = batch
+        return model(*inputs) if isinstance(inputs, tuple) else model(inputs), targets
+    arguments = inspect.signature(model.forward).parameters
+    known = {name: value for name, value in batch.items() if name in arguments}
+    if not known:
+        raise UserError(
+            f"batches are mappings of {', '.join(map(str, batch))}, but the model's forward "
+            f"takes {', '.join(arguments)}: pass pairs, as in "
+            "((batch['image'], batch['label']) for batch in loader)"
+        )
+    return model(**known), batch

@@ -1,27 +1,38 @@
-"""What a diagnosis says: the gap and its terms, a row per site, findings with remedies."""
+"""What a diagnosis says: the gap and its terms, findings with remedies, a row per norm."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, NamedTuple
 
-if TYPE_CHECKING:
-    import altair as alt
+import numpy as np
 
-TERMS = {  # by the two stages whose difference each is, in order
-    "rest": ("training", "batch", "dropout and other modules that act in training alone"),
-    "small_batch": ("batch", "share", "statistics of few samples: the other samples of a batch"),
-    "own_share": ("share", "precise", "own share of a sample in its statistics"),
-    "dropout_shift": ("precise", "noisy_precise", "statistics taken behind dropout"),
-    "averages": ("noisy_precise", "running", "running averages against precise statistics"),
-    "not_analysed": ("running", "quiet", "norms that were not analysed"),
-    "left_in_training": ("quiet", "evaluation", "modules that eval() leaves in training mode"),
-}
+Losses = np.ndarray  # of each batch (B,)
 WIDTH = 100  # characters of a printed line
-MAX_ROWS = 12  # sites in the printed table
+MAX_ROWS = 12  # norms in the printed table
+HEADS = ("mean off", "var off", "momentum", "updates", "initial")
+
+
+class Term(NamedTuple):
+    """The loss at stage `last` minus that at stage `first`."""
+
+    first: str
+    last: str
+    words: str
+
+
+TERMS = {
+    "rest": Term("training", "batch", "dropout and whatever else acts in training alone"),
+    "small_batch": Term("batch", "share", "statistics of the current batch"),
+    "own_share": Term("share", "precise", "own share of a sample in its statistics"),
+    "dropout_shift": Term("precise", "noisy_precise", "statistics taken behind dropout"),
+    "averages": Term("noisy_precise", "running", "running averages"),
+    "not_analysed": Term("running", "quiet", "running state of another kind"),
+    "left_in_training": Term("quiet", "evaluation", "modules left in training mode"),
+}
 
 
 @dataclass(frozen=True)
@@ -31,62 +42,69 @@ class Estimate:
     value: float
     error: float
 
+    @classmethod
+    def of(cls, values: Losses, weights: Losses) -> Estimate:
+        """The weighted mean of values that are independent from batch to batch."""
+        shares, count = weights / weights.sum(), len(values)
+        mean = float((shares * values).sum())
+        squares = (shares**2 * (values - mean) ** 2).sum()
+        return cls(mean, float(np.sqrt(squares * count / max(count - 1, 1))))
+
     def __str__(self) -> str:
         return f"{self.value:+.4f} ± {self.error:.4f}"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something wrong, or a note, with its remedy.
+    """Something wrong, and its remedy.
 
     Attributes:
         kind: a short name, such as `never_updated`.
-        level: a fault explains a worse evaluation or wrong numbers; a note is worth knowing.
-        sites: the norms concerned.
+        sites: paths of the modules concerned.
+        term: the term of the gap that it explains.
+        cost: the size of that term; None if it does not exceed chance and tolerance.
     """
 
     kind: str
-    level: Literal["fault", "note"]
     cause: str
     remedy: str
     sites: tuple[str, ...] = ()
+    term: str | None = None
+    cost: Estimate | None = None
 
     def __str__(self) -> str:
-        lines = fill(f"{self.level}: {self.cause}", WIDTH, subsequent_indent="  ")
-        remedy = fill(
-            f"remedy: {self.remedy}", WIDTH, initial_indent="  ", subsequent_indent="    "
-        )
-        return f"{lines}\n{remedy}"
+        cost = "" if self.cost is None else f" ({self.cost})"
+        cause = fill(f"{self.kind}{cost}: {self.cause}", WIDTH, subsequent_indent="  ")
+        indents = {"initial_indent": "  ", "subsequent_indent": "    "}
+        return f"{cause}\n{fill(f'remedy: {self.remedy}', WIDTH, **indents)}"
 
 
 @dataclass(frozen=True)
 class SiteRow:
-    """One norm with running moments.
+    """One norm that uses batch statistics in training and running averages in evaluation.
 
     Attributes:
-        use: `batch` if it uses batch statistics in training, else `fixed`.
-        mean_distance, var_distance: median over channels of |running - precise| in standard
+        updates: None if the norm does not count them.
+        initial_share: weight of mean 0 and variance 1, (1 - momentum) ** updates; None if unknown.
+        mean_distance, var_distance: median over channels of |running - batches| in standard
             deviations between batches; None where the batches do not differ.
         largest_distance: of any channel, of mean or variance.
-        smallest_var: of the precise variances over eps; of the running ones if `use` is fixed.
-        initial_share: weight of the initial values, (1 - momentum) ** updates; None if unknown.
-        half_life: in updates; None for momentum null, 0 or 1.
+        state: `initial` if the initial values explain half of the distance or more.
     """
 
     name: str
     kind: str
-    use: Literal["batch", "fixed"]
-    channels: int
     momentum: float | None
     updates: int | None
-    half_life: float | None
     initial_share: float | None
     mean_distance: float | None
     var_distance: float | None
-    largest_distance: float | None
-    smallest_var: float | None
-    dead: int = 0
-    never_updated: int = 0
+    largest_distance: float
+    state: Literal["averaged", "initial", "never updated"]
+
+    @property
+    def distance(self) -> float:
+        return max(self.mean_distance or 0, self.var_distance or 0)
 
 
 @dataclass(frozen=True)
@@ -97,11 +115,9 @@ class Diagnosis:
         training, evaluation: mean loss of the batches in each mode.
         gap: evaluation minus training.
         terms: what the gap consists of, by the names in `TERMS`; they add up to it.
-        other_data: loss of the evaluation batches minus that of the batches, both in evaluation
-            mode; None without evaluation batches.
+        findings: the most expensive first.
         loss_at_size: loss with batch statistics of k samples, all else as in evaluation mode.
-        acts_in_training: the loss that each class of modules adds in training mode.
-        not_analysed: norms with running state of a kind that is not known.
+        not_analysed: modules with running state of a kind that is not known.
     """
 
     summary: str
@@ -112,104 +128,56 @@ class Diagnosis:
     findings: tuple[Finding, ...]
     sites: tuple[SiteRow, ...]
     loss_at_size: Mapping[int, Estimate]
-    acts_in_training: Mapping[str, float]
     not_analysed: tuple[str, ...]
-    num_batches: int
-    batch_size: int
-    inputs: Mapping[str, Mapping[str, float]]
-    tolerance: float
-    other_data: Estimate | None = None
-    notes: tuple[str, ...] = field(default=())
-
-    @property
-    def faults(self) -> tuple[Finding, ...]:
-        return tuple(finding for finding in self.findings if finding.level == "fault")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; numbers that are not finite are None."""
         return _plain(asdict(self))
 
     def __str__(self) -> str:
-        blocks = [
-            [fill(self.summary, WIDTH)],
-            self._terms(),
-            self._findings(),
-            self._sites(),
-            [*self.notes],
-        ]
-        return "\n\n".join("\n".join(block) for block in blocks if block)
+        blocks = [fill(self.summary, WIDTH), "\n".join(self._terms())]
+        blocks += [str(finding) for finding in self.findings]
+        if self.findings and self.sites:
+            blocks.append("\n".join(self._sites()))
+        if self.not_analysed:
+            names = f"Not analysed, running state of another kind: {listed(self.not_analysed)}."
+            blocks.append(fill(names, WIDTH))
+        return "\n\n".join(blocks)
 
     def _terms(self) -> list[str]:
-        shown = {n: t for n, t in self.terms.items() if t.value or t.error or _always(n)}
         lines = [f"{'loss in training mode':<58}{self.training:>8.4f}"]
-        for name, term in shown.items():
-            lines.append(f"  {TERMS[name][2]:<56}{term.value:>+8.4f} ± {term.error:.4f}")
-            if name == "rest":
-                for kind, value in self.acts_in_training.items():
-                    lines.append(f"    {kind + ' in training':<54}{-value:>+8.4f}")
+        for name, term in self.terms.items():
+            if term.value or term.error:
+                lines.append(f"  {TERMS[name].words:<56}{term.value:>+8.4f} ± {term.error:.4f}")
         lines.append(f"{'loss in evaluation mode':<58}{self.evaluation:>8.4f}")
-        if self.other_data is not None:
-            total = self.evaluation + self.other_data.value
-            lines.append(f"  {'evaluation batches, other data':<56}{self.other_data}")
-            lines.append(f"{'loss of the evaluation batches':<58}{total:>8.4f}")
         if self.loss_at_size:
-            lines.append("loss with batch statistics of k samples:")
-            lines.append(
-                "  " + "  ".join(f"{k}: {e.value:.4f}" for k, e in self.loss_at_size.items())
-            )
+            sizes = (f"{k}: {loss.value:.4f}" for k, loss in self.loss_at_size.items())
+            lines.append(f"loss with batch statistics of k samples:  {'  '.join(sizes)}")
         return lines
-
-    def _findings(self) -> list[str]:
-        return [str(finding) for finding in self.findings]
 
     def _sites(self) -> list[str]:
-        if not self.sites:
-            return []
-        if not self.faults and self.gap.value <= self.tolerance:
-            return [f"Evaluation mode costs nothing that {len(self.sites)} norms could explain."]
-        # The most distant sites first.
-        rows = sorted(
-            self.sites, key=lambda row: -max(row.mean_distance or 0, row.var_distance or 0)
-        )
+        rows = sorted(self.sites, key=lambda row: -row.distance)
         width = max(4, *(len(row.name) for row in rows[:MAX_ROWS]))
-        heads = ("mean off", "var off", "min var/eps", "momentum", "updates", "initial")
-        lines = [f"{'site':<{width}}" + "".join(f"{head:>13}" for head in heads)]
+        lines = [f"{'norm':<{width}}" + "".join(f"{head:>11}" for head in HEADS)]
         for row in rows[:MAX_ROWS]:
+            share = row.initial_share
             values = (
-                _short(row.mean_distance),
-                _short(row.var_distance),
-                _short(row.smallest_var),
-                "fixed" if row.use == "fixed" else _short(row.momentum),
+                *(_short(v) for v in (row.mean_distance, row.var_distance, row.momentum)),
                 "-" if row.updates is None else str(row.updates),
-                "-" if row.initial_share is None else f"{row.initial_share:.1%}",
+                "-" if share is None else f"{share:.1%}",
             )
-            lines.append(f"{row.name:<{width}}" + "".join(f"{value:>13}" for value in values))
-        more = len(rows) - MAX_ROWS
-        if more > 0:
-            lines.append(f"... and {more} more, nearer; all in .sites")
-        lines += [
-            "off: running against precise, in standard deviations between batches, median channel",
-            "min var/eps: smallest variance of a channel, in units of eps; near 1, eps matters",
-        ]
+            lines.append(f"{row.name:<{width}}" + "".join(f"{value:>11}" for value in values))
+        if len(rows) > MAX_ROWS:
+            lines.append(f"... and {len(rows) - MAX_ROWS} more in .sites")
+        lines.append("off: running averages from batches, median channel, in standard deviations")
         return lines
 
-    def figure(self) -> alt.Chart | alt.VConcatChart:
-        """An Altair chart of the terms and the sites; `.save("gap.svg")` or .png or .html."""
-        from normexp.diagnosis.figure import draw
 
-        return draw(self.to_dict())
-
-
-def cancelling(terms: Sequence[float]) -> str:
-    """That terms of opposite signs cancel, by more than is left of them; empty if they do not."""
-    up, down = sum(term for term in terms if term > 0), sum(term for term in terms if term < 0)
-    if min(up, -down) <= abs(up + down):
-        return ""
-    return f"the terms cancel: {up:+.4f} and {down:+.4f} leave {up + down:+.4f}"
-
-
-def _always(name: str) -> bool:
-    return name in ("rest", "small_batch", "own_share", "averages")
+def listed(names: Iterable[str], most: int = 3) -> str:
+    """The first names, and the number of the others."""
+    every = list(names)
+    more = f" and {len(every) - most} more" if len(every) > most else ""
+    return ", ".join(every[:most]) + more
 
 
 def _short(value: float | None) -> str:

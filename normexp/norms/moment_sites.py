@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from normexp.norms.moments import Moments, measure, pool, unbiased, widen
 from normexp.norms.site import Site, as_maps, input_and_mask
 
-INITIAL_SHARE = 0.01  # weight of the initial values beyond which averages are not of the data
 INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -135,12 +134,6 @@ def find_sites(model: nn.Module) -> list[NormSite]:
     return sites
 
 
-def keeps_other_state(module: nn.Module) -> bool:
-    """True for a module whose own buffers look like running averages, of any kind."""
-    names = [name for name, _ in module.named_buffers(recurse=False)]
-    return any(name.startswith(("running_", "moving_")) for name in names)
-
-
 Samples = dict[NormSite, list[Moments]]  # of each call of a site within one forward
 
 
@@ -177,24 +170,31 @@ class Population(NamedTuple):
 
 
 @contextmanager
-def with_own_share(populations: Mapping[NormSite, Population]) -> Iterator[None]:
-    """Norms use the moments of a training batch that holds a given sample and else average ones.
+def with_moments(
+    populations: Mapping[NormSite, Sequence[Population]], *, own_share: bool
+) -> Iterator[None]:
+    """Norms in evaluation mode use these moments, one for each call within a forward.
 
-    That the mean of the others varies too is left out: of a fall it counts as training noise.
-
-    With m_i, v_i the sample's own moments, m, v those of the population and a = 1 / n its share of
-    a batch of n (arXiv:1904.06031): a m_i + (1 - a) m and
-    a v_i + (1 - a) v + a (1 - a) (m_i - m)^2. The norms must be in evaluation mode.
+    With `own_share`, those expected of a training batch that holds the sample. With m_i, v_i the
+    sample's own moments, m, v those of the population and a = 1 / n its share of a batch of n
+    (arXiv:1904.06031): a m_i + (1 - a) m and a v_i + (1 - a) v + a (1 - a) (m_i - m)^2. That the
+    mean of the others varies too is left out: of a drop it counts as training noise.
     """
+    num_calls = dict.fromkeys(populations, 0)
 
     def show(site: NormSite, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x, mask = _input_of(site, args, kwargs)
-        means, variances, _count = site.of_samples(x, mask)
-        mean, var = (value.view(1, -1, 1) for value in populations[site])
-        share = 1 / site.group_size(len(x))
-        between = share * (1 - share) * (means - mean).square()
-        var = share * variances + (1 - share) * var + between
-        shown = site.shown(x, share * means + (1 - share) * mean, var)
+        of_calls = populations[site]
+        of_call = of_calls[min(num_calls[site], len(of_calls) - 1)]
+        num_calls[site] += 1
+        mean, var = (value.view(1, -1, 1) for value in of_call)
+        if own_share:
+            means, variances, _count = site.of_samples(x, mask)
+            share = 1 / site.group_size(len(x))
+            between = share * (1 - share) * (means - mean).square()
+            var = share * variances + (1 - share) * var + between
+            mean = share * means + (1 - share) * mean
+        shown = site.shown(x, mean, var)
         if args:
             return (shown, *args[1:]), kwargs
         return args, kwargs | {next(name for name, value in kwargs.items() if value is x): shown}
@@ -251,15 +251,6 @@ def _hooked(sites: list[NormSite], hook: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
-def without_initial(site: NormSite) -> Population | None:
-    """The averages freed from their initial values; None if these weigh less than INITIAL_SHARE."""
-    share = site.initial_share
-    if share is None or share < INITIAL_SHARE:
-        return None
-    mean, var = site.running
-    return Population(mean / (1 - share), ((var - share) / (1 - share)).clamp(min=0))
-
-
 def pool_batches(site: NormSite, batches: list[Moments]) -> Population:
     """The moments of all samples of several batches, from those of each (arXiv:2105.07576)."""
     counts = [torch.as_tensor(b.count, dtype=b.mean.dtype, device=b.mean.device) for b in batches]
@@ -283,16 +274,6 @@ def distances(running: Tensor, batches: Sequence[Tensor], scale: Tensor) -> Tens
     values = torch.stack(list(batches)).double()
     spread = values.std(dim=0).maximum(1e-3 * scale.double())
     return (running.double() - values.mean(dim=0)).abs() / spread
-
-
-def distances_of(site: NormSite, batches: Sequence[Moments | None]) -> tuple[Tensor, Tensor]:
-    """How far running mean and variance of each channel are from those of batches."""
-    (mean, var), present = site.running, [batch for batch in batches if batch is not None]
-    scale = (pool_batches(site, present).var if present else var) + float(site.norm.eps)
-    return (
-        distances(mean, [batch.mean for batch in present], scale.sqrt()),
-        distances(var, [averaged_var(batch) for batch in present], scale),
-    )
 
 
 def averaged_var(moments: Moments) -> Tensor:

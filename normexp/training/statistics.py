@@ -26,7 +26,7 @@ from normexp.norms.moment_sites import (
     can_be_shown,
     find_sites,
     inputs_to,
-    with_own_share,
+    with_moments,
 )
 from normexp.norms.moment_sites import Population as SiteMoments
 from normexp.norms.moments import Moments, pool, unbiased
@@ -107,7 +107,7 @@ def own_share(replicas: Replicas, batch: Batch, group_size: int) -> Iterator[InT
     """Yields copies of replicas in which a sample's own moments weigh as much as in training.
 
     The norms use the moments expected of a group of `group_size` samples that holds the given one,
-    the others being average ones; see `with_own_share` (arXiv:1904.06031).
+    the others being average ones; see `with_moments` (arXiv:1904.06031).
 
     Args:
         replicas: in evaluation mode; their running state holds the moments of a population.
@@ -126,7 +126,9 @@ def own_share(replicas: Replicas, batch: Batch, group_size: int) -> Iterator[InT
             if not _can_be_shown(network, sites, batch):
                 yield None
                 return
-            hooks.enter_context(with_own_share({s: SiteMoments(*s.running) for s in sites}))
+            hooks.enter_context(
+                with_moments({s: [SiteMoments(*s.running)] for s in sites}, own_share=True)
+            )
         yield copies
 
 

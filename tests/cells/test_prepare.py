@@ -106,6 +106,8 @@ REFUSED = {
     "norm=instance model=custom model._target_=torch.nn.Identity": "model.replace",
     "norm=group norm.num_groups=5": "num_groups=5 does not divide num_features=16",
     "model=gpt": "does not fit data=digits",
+    "model=text_encoder": "does not fit data=digits; try data=langid",
+    "model=text_encoder data=manual": "does not fit data=manual; try data=langid",
     "data=langid model=convnet": "does not fit data=langid",
     f"{TEXT} +data.order=sorted": "data.order=sorted sorts by class, and a text has none",
     "data.order=random": "data.order=random: must be one of shuffled, sorted",

@@ -14,7 +14,6 @@ import pytest
 
 import normexp
 from normexp.cli import entry, parse_command, read_options
-from normexp.complete import complete
 from normexp.config.help import GROUPS, USAGE, group_choices, help_text
 from normexp.config.process import importing_torch
 from normexp.config.rules import KEYS, OPTIONS
@@ -172,7 +171,7 @@ def test_a_console_script_imports_from_the_current_folder(tmp_path: Path):
     assert run.stderr == "normexp: norm._target_=my_own.Yours: my_own has no Yours; it has Mine\n"
 
 
-@pytest.mark.parametrize("words", [["status", "--help"], ["complete"], ["complete", "--help"]])
+@pytest.mark.parametrize("words", [["status", "--help"]])
 def test_a_reader_that_goes_is_no_traceback(words: list[str]):
     """As in `--help | head -1`."""
     reader, writer = os.pipe()
@@ -297,46 +296,3 @@ def test_hydra_shows_the_config_and_writes_nothing(tmp_path: Path, words: str, s
 
 
 # --- completion ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("python -m normexp.train norm=grou", "norm=group norm=group1 norm=group_ws"),
-        ("python -m normexp.train -m norm=batch,rm", "norm=batch,rms"),
-        ("normexp-train norm=group norm.num", "norm.num_groups="),
-        ("./scripts/train  optim.schedule=cos", "optim.schedule=cosine"),
-        (
-            "normexp-train evaluate_with=[batch,",
-            "evaluate_with=[batch,running evaluate_with=[batch,precise "
-            "evaluate_with=[batch,own_share",
-        ),
-        ("normexp-train data=digits data.val", "data.val_fraction="),
-        ("normexp-train drop_last=f", "drop_last=false"),
-        ("normexp-train batch_size=8 batch_s", ""),
-        ("normexp-tune tune.p", "tune.points="),
-        ("normexp-check format=j", "format=json"),
-        ("normexp-report to", "tolerance="),
-        ("normexp-status study=", "study=mine"),
-        ("normexp-status runs_dir=elsewhere study=", ""),
-        ("normexp-train --config-dir own norm=my", "norm=my_norm"),
-        ("python other.py norm=ba", ""),
-    ],
-)
-def test_a_line_is_completed(line: str, words: str, tmp_path: Path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for file in ("runs/mine/study.jsonl", "own/norm/my_norm.yaml"):
-        (tmp_path / file).parent.mkdir(parents=True)
-        (tmp_path / file).touch()
-    assert complete(line) == words.split()
-
-
-@pytest.mark.parametrize(("word", "reply"), [("grou", "group group1 group_ws"), ("", "")])
-def test_bash_completes_what_follows_the_equals_sign(word: str, reply: str):
-    run = [sys.executable, "-m", "normexp.complete"]
-    script = subprocess.run(run, capture_output=True, text=True, check=True).stdout
-    line = f"python -m normexp.train norm={word}" if word else "python other.py "
-    script += f"COMP_LINE={line!r}; COMP_POINT={len(line)}; _normexp python {word!r}\n"
-    script += "echo ${COMPREPLY[@]}\n"
-    run = ["bash", "--norc", "-c", script]
-    assert subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip() == reply

@@ -51,7 +51,6 @@ LINES = {
         (["normexp/config/rules.py"], "train warp=2", "add its default to conf/config.yaml"),
         (LINES, "train warp=0", "warp=0: must be a number above 0 (furlongs)"),
         (LINES, "train --help", "warp=1.0                    how far the norm goes"),
-        (LINES, "complete 'normexp-train war'", "warp="),
     ],
 )
 def test_a_new_knob_is_two_lines(files: Iterable[str], line: str, told: str, tmp_path: Path):

@@ -25,11 +25,9 @@ def digits() -> tuple[Tensor, Tensor]:
     return data.model_inputs(every["inputs"]), every["targets"]
 
 
-def batches(size: int = 32, seed: int = 0, *, sort: bool = False) -> Batches:
+def batches(size: int = 32, seed: int = 0) -> Batches:
     inputs, targets = digits()
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(seed))
-    if sort:
-        order = order[targets[order].argsort(stable=True)]
     whole = [indices for indices in order.split(size) if len(indices) == size]
     return [(inputs[indices], targets[indices]) for indices in whole]
 
