@@ -22,7 +22,6 @@ from normexp.data.batches import TrainingBatches
 from normexp.records.paths import seed_dir
 from normexp.records.result import hyperparameters
 from normexp.training.callbacks import StepReports, TrainingProgress
-from normexp.training.diagnostics import Diagnostics
 from normexp.training.module import TrainingModule
 from normexp.training.recorder import (
     LoggerRun,
@@ -56,20 +55,10 @@ def build_module(
 
 
 def build_callbacks(cell: Cell, control: TrainingControl) -> list[Callback]:
-    """The callbacks of a training: progress, the user's, diagnostics."""
-    follow, recipe = control.on_steps, cell.recipe
+    """The callbacks of a training: progress, and the user's."""
+    follow = control.on_steps
     progress = TrainingProgress(cell.title) if follow is None else StepReports(follow)
-    callbacks = [progress, *recipe.callbacks()]
-    if recipe.diagnostics:
-        traits = cell.traits
-        callbacks.append(
-            Diagnostics(
-                recipe.diagnostics,
-                elementwise=not traits.pools,
-                mixes_samples=traits.mixes_samples,
-            )
-        )
-    return callbacks
+    return [progress, *cell.recipe.callbacks()]
 
 
 # --- Replicas ------------------------------------------------------------------------------------
@@ -124,8 +113,7 @@ def resume_replicas(cell: Cell, seeds: list[int], checkpoint: Path) -> Replicas:
         content = torch.load(checkpoint, map_location="cpu", weights_only=True)
         state = content["normexp"]
         replicas = arrange_replicas(cell, networks, is_stacked=state["is_stacked"])
-        trained = {k: v for k, v in content["state_dict"].items() if not k.startswith("averaged.")}
-        if _shapes(trained) != _shapes(replicas.state_dict(prefix="replicas.")):
+        if _shapes(content["state_dict"]) != _shapes(replicas.state_dict(prefix="replicas.")):
             raise ValueError("it belongs to other networks")
         optimizer = cell.recipe.build_optimizer(replicas)
         optimizer.load_state_dict(content["optimizer_states"][0])  # raises if it does not fit

@@ -129,7 +129,8 @@ def file_lock(path: Path) -> Iterator[bool]:
         yield descriptor is not None
     finally:
         if descriptor is not None:
-            path.unlink(missing_ok=True)
+            if _is_at(path, descriptor):
+                path.unlink()
             os.close(descriptor)
 
 
@@ -149,15 +150,20 @@ def _open_locked(path: Path, *, waits: bool) -> int | None:
     while True:
         with user_error_if_denied(path, "make it readable and writable"):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        try:
-            if not _lock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB)):
-                os.close(descriptor)
-                return None
-            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                return descriptor
-        except FileNotFoundError:
-            pass
-        os.close(descriptor)  # its last holder removed the file, so this lock has no effect
+        is_locked = _lock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        if is_locked and _is_at(path, descriptor):
+            return descriptor
+        os.close(descriptor)
+        if not is_locked:
+            return None  # else its last holder removed the file, so this lock has no effect
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """True if the file at the path is the one that was opened."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _lock(descriptor: int, kind: int) -> bool:

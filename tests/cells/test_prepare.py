@@ -132,7 +132,6 @@ REFUSED = {
     "model=vit placement=hybrid qk_norm=true": "qk_norm=true: placement=hybrid normalizes",
     "data.limit_train=31": "data.limit_train=31 is less than one batch_size=32; try",
     "data.limit_train=9999": "data.limit_train=9999: the training split of data=digits has",
-    "replicas=1000000": "replicas=1000000 .* GiB of memory, and this machine has .* try repl",
     "evaluate_batch_sizes=[2]": "evaluate_batch_sizes=.2.: only batch statistics use it; add batch",
     f"{TEXT} norm=batch evaluate_with=[batch]": r"try evaluate_with=\[running,precise\]",
     f"{TEXT} norm=batch evaluate_with=[own_share]": r"own_share: .* include later positions",

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from normexp.records.history import CommandEntry, append_entries, read_history
 
 from normexp.records.files import write_text
-from normexp.records.history import CommandEntry, append_entries, read_history
 from normexp.records.metrics import MetricsWriter
 from normexp.records.paths import list_seeds
 from normexp.records.result import Result, write_result

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from normexp.records.history import CommandEntry, EndEntry, SearchEntry, append_entries
 from synthetic_study import report_of, write_cell
 
-from normexp.records.history import CommandEntry, EndEntry, SearchEntry, append_entries
 from normexp.records.paths import list_seeds
 from normexp.reporting.metric import RULE
 from normexp.reporting.publish import draw

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from normexp.config.outcome import Outcome
 from synthetic_study import write_cell
 
-from normexp.config.outcome import Outcome
 from normexp.config.spec import CellSpec
 from normexp.records.result import Result, Status, write_result
 from normexp.reporting.dry_run import (

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from normexp.records.history import CommandEntry, EndEntry, append_entries
 from synthetic_study import report_of, write_cell
 
 from normexp.errors import UserError
-from normexp.records.history import CommandEntry, EndEntry, append_entries
 from normexp.records.samples import write_samples
 from normexp.report import main
 from normexp.reporting.ranking import Ranking

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from normexp.records.history import CommandEntry, append_entries
 from scipy.special import expit
 
 import normexp
-from normexp.records.history import CommandEntry, append_entries
 from normexp.records.samples import write_samples
 from normexp.reporting.metric import RULE
 from normexp.reporting.report import Report

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from normexp.records.history import CommandEntry, append_entries
 from synthetic_study import cells_of, report_of, slices_of, write_cell, write_sizes
 
-from normexp.records.history import CommandEntry, append_entries
 from normexp.reporting.metric import describe_metric
 from normexp.reporting.model import differences
 from normexp.reporting.tables import cell_table, run_table, show

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from normexp.config.outcome import Outcome
+
 from normexp.config.spec import CellSpec
 from normexp.records.result import Result, Status
 from normexp.reporting.metric import is_at_chance

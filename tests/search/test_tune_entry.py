@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from normexp.config.outcome import Outcome
+from normexp.records.history import read_history
 
 import normexp
-from normexp.config.outcome import Outcome
 from normexp.config.spec import CellSpec
-from normexp.records.history import read_history
 from normexp.records.result import Result, Status
 from normexp.sweeps import sweep
 from normexp.tune import main

@@ -1,0 +1,239 @@
+"""`python -m normexp.train` as a user types it: sweeps, refusals, workers, stops, other terminals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from normexp.records.files import file_lock
+from normexp.records.result import Status, read_result
+from normexp.records.study import CommandEntry, Refusal, read_entries, read_study
+from normexp.status import main as status
+from normexp.sweeps import machine
+from normexp.train import main
+
+QUICK = ["steps=4", "trainer=cpu", "save_weights=false", "study=s"]
+
+
+def words_of(runs_dir: Path, *words: str) -> list[str]:
+    return [*words, *QUICK, f"runs_dir={runs_dir}"]
+
+
+def start(runs_dir: Path, *words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "normexp.train", *words_of(runs_dir, *words)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_until(holds: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    while not holds():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+
+
+def results_of(runs_dir: Path) -> dict[Path, tuple[int, int]]:
+    """Each result.json; one that was written anew has another identity."""
+    found = [(path, path.stat()) for path in sorted(runs_dir.glob("s/*/seed-*/result.json"))]
+    return {path: (stat.st_ino, stat.st_mtime_ns) for path, stat in found}
+
+
+def test_a_sweep_leaves_records_and_the_same_line_passes_over_it_without_torch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    sweep = ["-m", "norm=batch,group", "norm_batch_size=2,8", "replicas=2"]
+    assert main(words_of(tmp_path, *sweep, "workers=2")) == 0
+    out = capsys.readouterr()
+    assert "3 finished" in out.out and "[6/6 runs]" in out.err
+    before = results_of(tmp_path)
+    assert len(before) == 6 and not (tmp_path / "s" / "stacks").exists()
+    (entry,) = read_entries(tmp_path / "s")
+    assert isinstance(entry, CommandEntry) and len(entry.cells) == 3
+    code = "import sys; from normexp.train import main; print(main(sys.argv[1:])); "
+    code += "print('torch' in sys.modules)"
+    line = [sys.executable, "-c", code, *words_of(tmp_path, *sweep)]
+    out2 = subprocess.run(line, capture_output=True, text=True, check=True).stdout
+    assert "3 skipped" in out2 and out2.endswith("0\nFalse\n")
+    assert results_of(tmp_path) == before and len(read_entries(tmp_path / "s")) == 1
+
+
+def test_points_that_are_one_cell_are_a_row_with_all_their_seeds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(words_of(tmp_path, "-m", "seed=0,1,2", "replicas=1", "workers=0")) == 0
+    assert "n = 3 seeds" in capsys.readouterr().out
+    assert main(words_of(tmp_path, "-m", "seed=0,1,2,3", "replicas=1", "dry_run=true")) == 0
+    assert "1 run of 1 cell to do" in capsys.readouterr().out
+
+
+def test_a_refused_cell_is_a_row_and_the_others_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    sweep = ["-m", "norm=group", "norm.num_groups=3,4", "workers=0"]
+    assert main(words_of(tmp_path, *sweep)) == 1
+    out = capsys.readouterr().out
+    assert "1 finished, 1 refused" in out and "num_groups=3" in out
+    command, refusal = sorted(read_entries(tmp_path / "s"), key=lambda e: isinstance(e, Refusal))
+    assert isinstance(command, CommandEntry) and isinstance(refusal, Refusal)
+    assert refusal.command == command.id
+    assert status(["study=s", f"runs_dir={tmp_path}"]) == 0
+    assert "1 run of 1 cell: 1 finished; 1 cell refused" in capsys.readouterr().out
+
+
+def test_a_mistake_alone_is_a_line_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(words_of(tmp_path / "runs", "norm=group", "norm.num_groups=3", "workers=0")) == 2
+    err = capsys.readouterr().err.strip()
+    assert err.startswith("normexp: ") and "num_groups" in err.splitlines()[-1]
+    sweep = ["-m", "norm=group", "norm.num_groups=3", "lr=0.1,0.2", "workers=0"]
+    assert main(words_of(tmp_path / "runs", *sweep)) == 2
+    assert not (tmp_path / "runs" / "s").exists()
+
+
+def test_a_failed_run_is_tried_again_by_the_next_command(
+    tmp_path: Path, own_module: Callable[[str, str], Path], capsys: pytest.CaptureFixture[str]
+):
+    own = ["norm=custom", "norm._target_=mine.Norm", "workers=0"]
+    source = "import os, torch\nclass Norm(torch.nn.Identity):\n"
+    source += "    def __init__(self, num_features): super().__init__()\n"
+    source += "    def forward(self, x):\n        if os.environ.get('BREAK') and x.shape[0] > 31:\n"
+    source += "            raise RuntimeError('broken')\n        return x\n"
+    own_module("mine", source)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BREAK", "yes")
+        assert main(words_of(tmp_path, *own)) == 1
+    assert "broken" in capsys.readouterr().err
+    (path,) = results_of(tmp_path)
+    assert read_result(path).status is Status.FAILED
+    assert main(words_of(tmp_path, *own)) == 0
+    assert read_result(path).status is Status.FINISHED
+
+
+def test_fail_fast_ends_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from normexp.cells import run as run_module
+
+    def raises(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(run_module, "_fit", raises)
+    sweep = ["-m", "norm=batch,group,layer", "workers=0", "fail_fast=true"]
+    assert main(words_of(tmp_path, *sweep)) == 1
+    assert len(results_of(tmp_path)) == 1
+
+
+def test_a_killed_worker_is_replaced_and_a_killed_command_stops_its_workers(tmp_path: Path):
+    sweep = ["-m", "norm=batch,group", "steps=4000", "workers=2", "study=k"]
+    words = [*sweep, "trainer=cpu", f"runs_dir={tmp_path}", "save_weights=false"]
+    pipe = subprocess.PIPE
+    line = [sys.executable, "-m", "normexp.train", *words]
+    command = subprocess.Popen(line, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+
+    def workers() -> list[int]:
+        states = read_study(tmp_path / "k").cells.values() if (tmp_path / "k").is_dir() else []
+        return [state.process for state in states if state.process is not None]
+
+    wait_until(lambda: len(workers()) == 2, command)
+    first, _ = killed = workers()
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: len(set(workers()) - {first}) == 2, command)
+    command.kill()
+    assert "a worker was lost: killed by signal 9" in command.communicate()[0]
+    deadline = time.monotonic() + 120
+    while workers() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not workers() and killed
+    states = [s for cell in read_study(tmp_path / "k").cells.values() for s in cell.states.values()]
+    assert Status.INTERRUPTED in states and Status.RUNNING not in states
+
+
+def test_ctrl_c_saves_and_says_what_continues(tmp_path: Path):
+    words = ["norm=group", "steps=100000", "trainer=cpu", "workers=0", "study=s"]
+    line = [sys.executable, "-m", "normexp.train", *words, f"runs_dir={tmp_path}"]
+    pipe = subprocess.PIPE
+    command = subprocess.Popen(line, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+    wait_until(lambda: [*tmp_path.glob("s/stacks/*/progress.json")], command)
+    command.send_signal(signal.SIGINT)
+    out = command.communicate()[0]
+    assert command.returncode == 130 and "the same command continues" in out
+    assert [*tmp_path.glob("s/stacks/*/last.ckpt")]
+
+
+def test_waiting_for_a_core_names_what_is_waited_for_and_declares_nothing(tmp_path: Path):
+    folder = machine._lock_folder()
+    locks = [file_lock(folder / f"core-{index}") for index in range(64)]
+    held = [lock.__enter__() for lock in locks]
+    assert all(held)
+    (folder / "core-0").write_text("1")  # by another command
+    try:
+        command = start(tmp_path, "norm=group")
+        assert command.stdout is not None
+        line = command.stdout.readline()
+        assert "workers=0 would train at once" in line and "(process 1)" in line
+        command.send_signal(signal.SIGINT)
+        command.communicate()
+        assert command.returncode == 130
+        assert not (tmp_path / "s").exists()
+    finally:
+        for lock in locks:
+            lock.__exit__(None, None, None)
+
+
+def test_two_commands_at_once_train_each_run_once(tmp_path: Path):
+    sweep = ["-m", "norm=batch,group,layer,instance", "replicas=2"]
+    both = [start(tmp_path, *sweep, f"workers={count}") for count in (0, 2)]
+    texts = [command.communicate()[0] for command in both]
+    assert [command.returncode for command in both] == [0, 0], texts
+    assert len(results_of(tmp_path)) == 8
+    assert not [*tmp_path.rglob(".lock")] and not (tmp_path / "s" / "stacks").exists()
+
+
+def test_a_launcher_starts_workers_of_the_command(tmp_path: Path):
+    sweep = ["-m", "norm=batch,group", "hydra/launcher=basic", "workers=2"]
+    assert main(words_of(tmp_path, *sweep)) == 0
+    assert len(results_of(tmp_path)) == 2
+    (entry,) = read_entries(tmp_path / "s")
+    assert isinstance(entry, CommandEntry)
+
+
+def test_status_says_what_is_missing_and_what_finishes_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(words_of(tmp_path, "norm=group", "replicas=2", "workers=0")) == 0
+    (path, _) = results_of(tmp_path)
+    path.unlink()
+    capsys.readouterr()
+    assert status(["study=s", f"runs_dir={tmp_path}"]) == 0
+    out = capsys.readouterr().out
+    assert "2 runs of 1 cell: 1 finished, 1 not started" in out
+    assert "  python -m normexp.train norm=group replicas=2 workers=0" in out
+    assert f"study=s runs_dir={tmp_path}" in out
+
+
+def test_dry_run_writes_nothing_and_says_what_could_be_detected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    sweep = ["-m", "norm=batch,group", "replicas=3"]
+    assert main(words_of(tmp_path, *sweep, "dry_run=true")) == 0
+    out = capsys.readouterr().out
+    assert "6 runs of 2 cells to do: about" in out
+    assert "times the standard deviation over seeds of a difference" in out
+    assert list(tmp_path.iterdir()) == []
+    assert main(words_of(tmp_path, *sweep, "workers=0")) == 0
+    assert main(words_of(tmp_path, "-m", "norm=batch,group", "replicas=4", "dry_run=true")) == 0
+    out = capsys.readouterr().out
+    assert "2 runs of 2 cells to do" in out and "by the spread of the runs so far" in out
+
+
+def test_a_result_of_a_run_holds_what_the_design_of_a_study_needs(tmp_path: Path):
+    assert main(words_of(tmp_path, "norm=group", "workers=0")) == 0
+    (path,) = results_of(tmp_path)
+    content = json.loads(path.read_text())
+    assert content["environment"]["threads"] == 1 and content["status"] == "finished"

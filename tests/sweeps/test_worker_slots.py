@@ -1,0 +1,218 @@
+"""Workers, their cores and GPUs, and the cells that may be one stack."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from normexp.sweeps.walk import group_cells
+
+from normexp.config.spec import CellSpec
+from normexp.records import environment
+from normexp.records.environment import usable_cores, visible_gpus
+from normexp.sweeps import machine
+from normexp.sweeps.machine import WorkerSlot, own_slot, worker_slots
+
+
+def on(workers: int | None = None, **trainer: object) -> CellSpec:
+    trainer = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, **trainer}
+    return CellSpec({"workers": workers, "trainer": trainer}, {})
+
+
+@pytest.fixture(autouse=True)
+def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "usable_cores", lambda: 8)
+
+
+@pytest.mark.parametrize(
+    ("workers", "num_cells", "count", "threads"),
+    [(None, 100, 8, 1), (None, 3, 3, 2), (2, 100, 2, 4), (20, 100, 20, 1), (1, 100, 1, 8)],
+)
+def test_cores_are_shared_out(workers: int | None, num_cells: int, count: int, threads: int):
+    slots, num_workers = worker_slots([on(workers)] * num_cells)
+    assert num_workers == count
+    assert [slot.threads for slot in slots] == [threads] * count
+    assert {len(slot.locks) for slot in slots} == {max(8, count)}
+
+
+@pytest.mark.parametrize(
+    ("cells", "gpus", "num_workers"),
+    [
+        ([on(accelerator="auto")] * 100, ["0", "1", "2"], 3),
+        ([on(accelerator="auto")] * 2, ["0", "1", "2"], 2),
+        ([on(6, accelerator="gpu")] * 100, ["0", "1", "2", "0", "1", "2"], 6),
+        ([on(accelerator="gpu", devices=3)], [None], 0),  # it sees all
+        ([on()] * 100, [None] * 8, 8),
+        ([on(0)] * 9, [None] * 8, 0),
+        ([*([on()] * 8), on(devices=2)], [None] * 8, 0),
+        ([on()], [None], 0),
+    ],
+)
+def test_gpus_take_turns_and_this_process_trains_where_workers_cannot(
+    monkeypatch, cells, gpus, num_workers
+):
+    monkeypatch.setattr(machine, "visible_gpus", lambda: ["0", "1", "2"])
+    slots, count = worker_slots(cells)
+    assert ([slot.gpu for slot in slots], count) == (gpus, num_workers)
+
+
+def test_each_command_takes_a_gpu_that_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(machine, "visible_gpus", lambda: ["0", "1"])
+    slots, _ = worker_slots([on(accelerator="auto")])
+    with own_slot(slots) as first, first.claim():
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == first.gpu == "0"
+        with own_slot(slots) as second, second.claim():
+            assert os.environ["CUDA_VISIBLE_DEVICES"] == second.gpu == "1"
+            with own_slot(slots) as third:  # it waits
+                assert third.gpu == "0" and third.is_taken()
+
+
+@pytest.mark.parametrize(
+    ("slot", "asked", "threads", "gpu"),
+    [
+        (WorkerSlot(4), "2", "2", None),
+        (WorkerSlot(1), "2", "1", None),
+        (WorkerSlot(4, "1"), None, "4", "1"),
+    ],
+)
+def test_worker_inherits_its_threads_and_gpu_and_what_the_user_set_is_not_raised(
+    monkeypatch, slot, asked, threads, gpu
+):
+    names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    if asked is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    with slot.environment():
+        assert [os.environ.get(name) for name in names] == [threads, gpu]
+    assert [os.environ.get(name) for name in names] == [asked, None]
+
+
+def test_commands_share_the_slots_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    slot = WorkerSlot(1, None, ["core-0", "core-1"])
+    with slot.claim() as first:
+        with slot.claim() as second, slot.claim() as third:
+            assert (first, second, third) == (True, True, False)
+        with slot.claim() as again:
+            assert again
+    assert not list(tmp_path.glob("*/core-*"))
+
+
+def test_waiting_names_other_commands_and_workers_0_does_not_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    hold = (
+        "import sys, time; from pathlib import Path; "
+        "from normexp.sweeps.machine import WorkerSlot\n"
+        "with WorkerSlot(1, None, ['core-0']).claim(): print('held', flush=True); time.sleep(60)"
+    )
+    slot = WorkerSlot(1, None, ["core-0"])
+    words = [sys.executable, "-c", hold, "norm=group"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        (holder,) = slot.commands()
+        with slot.claim() as waiting, replace(slot, waits=False).claim() as beside:
+            assert (waiting, beside) == (False, True)
+        other.kill()
+    assert holder.endswith(f"(process {other.pid})")
+    assert "WorkerSlot" in holder or not Path("/proc").is_dir()
+    with slot.claim() as is_free:
+        assert is_free and not slot.commands()  # its own lock is no other command's
+    slots, _ = worker_slots([on(0)])
+    assert not slots[0].waits
+
+
+def test_a_containers_quota_cuts_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = tmp_path / "cpu.max"
+    monkeypatch.setattr(environment, "CGROUP_LIMITS", ((str(file),),))
+    affinity = len(os.sched_getaffinity(0))
+    assert usable_cores() == affinity  # no such file
+    for quota, cores in (("max 100000", affinity), ("100000 100000", 1)):
+        file.write_text(f"{quota}\n")
+        assert usable_cores() == cores
+
+
+@pytest.mark.parametrize(
+    ("build", "asked", "gpus"),
+    [
+        ("2.11.0+cu128", None, ["0", "1"]),
+        ("2.11.0+cu128", "1", ["1"]),
+        ("2.11.0+cu128", "", []),
+        ("2.11.0+cpu", None, []),
+    ],
+)
+def test_gpus_are_named_as_the_environment_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: str, asked: str | None, gpus: list[str]
+):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'GPU 0: H200 (UUID: a)'; echo 'GPU 1: H200 (UUID: b)'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setattr(environment, "version", lambda _: build)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", asked)
+    assert visible_gpus() == gpus
+
+
+# --- Groups --------------------------------------------------------------------------------------
+
+CONFIG = {
+    **{"lr": 0.1, "seed": 0, "replicas": 2, "batch_size": 32, "stack": "auto", "dry_run": False},
+    **{"trainer": {"devices": 1}, "logger": {"csv": {}}},
+}
+
+
+def cell(lr: float | None, norm: str = "batch", **own: Any) -> CellSpec:
+    if lr is None:
+        return CellSpec(None, {}, "norm=bad", "no such norm")
+    return CellSpec({**CONFIG, "lr": lr, **own}, {"norm": norm}, f"lr={lr}")
+
+
+MIXED = [cell(0.1), cell(None), cell(0.1, "group"), cell(1.0), cell(1.0, "group")]
+MIXED += [cell(3.0, batch_size=16), cell(3.0)]
+
+
+@pytest.mark.parametrize(
+    ("cells", "groups"),
+    [
+        (MIXED, [(0, 3, 6), (1,), (2, 4), (5,)]),
+        ([cell(0.1 + i, replicas=8) for i in range(5)], [(0, 1), (2, 3), (4,)]),  # 16 runs at most
+        ([cell(0.1 + i, replicas=9) for i in range(2)], [(0,), (1,)]),
+        ([cell(0.1), cell(0.1)], [(0,), (1,)]),  # not stacked with itself
+        *(
+            ([cell(0.1, **own), cell(1.0, **own)], [(0,), (1,)])
+            for own in (
+                {"stack": False},
+                {"dry_run": True},
+                {"trainer": {"devices": 2}},
+                {"logger": {"csv": {}, "tensorboard": {}}},
+            )
+        ),
+    ],
+)
+def test_cells_that_differ_in_lr_alone_are_one_group(cells: list[CellSpec], groups: list[object]):
+    assert group_cells(cells) == groups
+
+
+@pytest.mark.slow
+def test_threads_that_wait_do_not_keep_a_core_busy():
+    """The OpenMP library itself says how its threads wait."""
+    words = (
+        "from normexp.config.process import importing_torch\nwith importing_torch():\n import torch"
+    )
+    variables = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
+    shown = subprocess.run(
+        [sys.executable, "-c", words],
+        **{"env": variables | {"OMP_DISPLAY_ENV": "true"}, "capture_output": True, "text": True},
+    )
+    assert "OMP_WAIT_POLICY" in shown.stderr and "'ACTIVE'" not in shown.stderr
+    assert "'PASSIVE'" in shown.stderr
