@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -80,16 +79,12 @@ def build_data(values: Mapping[str, Any]) -> Data:
 
 
 def load_data(spec: CellSpec) -> Data:
-    """The data set of a cell, see `build_data`; cached, so do not write to its tensors.
-
-    Files that have changed since another cell read them are read again.
-    """
-    content = json.dumps(spec.identity["data"], default=str)
-    return _load_data(yaml.safe_dump(spec.values["data"]), content)
+    """The data set of a cell, see `build_data`; cached, so do not write to its tensors."""
+    return _load_data(yaml.safe_dump(spec.values["data"]))
 
 
 @lru_cache(maxsize=MAX_KEPT)
-def _load_data(values: str, _content: str) -> Data:
+def _load_data(values: str) -> Data:
     return build_data(yaml.safe_load(values))
 
 

@@ -170,7 +170,6 @@ def settle(study_dir: Path, held: Collection[str]) -> None:
         members = read_attempts(folder).members
         if members and all(has_ended(study_dir, *member) for member in members):
             remove(folder)
-    _remove_if_empty(study_dir / STACKS)
 
 
 def remove(folder: Path) -> None:
@@ -178,6 +177,7 @@ def remove(folder: Path) -> None:
     for path in sorted(folder.glob("*"), key=lambda path: path.name == ATTEMPTS_FILE):
         path.unlink(missing_ok=True)
     _remove_if_empty(folder)
+    _remove_if_empty(folder.parent)
 
 
 def remove_failed(specs: Iterable[CellSpec]) -> None:

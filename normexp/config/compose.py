@@ -101,8 +101,6 @@ def compose_cell(
     for override in typed:
         key = override.key_or_group
         refuse_type_change(key, _select(base.defaults, key), _select(config, key))
-    if config.get("cells") is not None:
-        raise UserError("cells=...: lists several cells; name one experiment, and drop hydra.mode")
     config["experiment"] = base.choices.get("experiment")  # for the loggers
     if isinstance(config.get("study"), int | float):  # study: 2026 in a YAML names a folder
         config["study"] = as_typed(config["study"])
@@ -244,8 +242,6 @@ def _unreadable(key: str, value: str) -> UserError:
 
 def _with_study_as_text(word: str) -> str:
     """The word, with quotes for studies that Hydra would read as numbers: 2026_11 as 202611."""
-    if word.startswith("cells="):
-        return re.sub(r"(?<=[{,]study:)([\d.][\w.+-]*)(?=[,}])", lambda name: quoted(name[0]), word)
     if not re.fullmatch(r"study=[\w.+,-]*", word):
         return word
     return re.sub(r"(?<=[=,])[\d.][\w.+-]*", lambda name: quoted(name[0]), word)

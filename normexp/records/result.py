@@ -138,30 +138,36 @@ def result_of(content: dict[str, Any], path: Path) -> Result:
 
 
 def check_joins(cell_dir: Path, config: Mapping[str, Any]) -> None:
-    """Refuses to add runs to a cell whose recorded runs had other data.
+    """Refuses to add runs to a cell whose recorded runs had other data or weights.
 
-    The id of a cell is of its config and source; the data that were loaded are compared here.
+    The id of a cell is of its config and the user's source; what was loaded is compared here.
 
     Args:
         config: of the new runs, as in their results.
 
     Raises:
-        UserError: the digest of the data differs.
+        UserError: a digest differs; names the data set or the weights, and the remedy.
     """
     for seed in list_seeds(cell_dir):
         if not (seed_dir(cell_dir, seed) / RESULT_FILE).exists():
             continue
         result = read_result(seed_dir(cell_dir, seed))
-        before, now = _data_digest(result.config), _data_digest(config)
-        if result.status != Status.FAILED and before != now:
-            raise UserError(
-                f"the data set is not what the recorded runs of {cell_dir} were trained with; "
-                "train in a study of its own: study=..."
-            )
+        before, now = _loaded(result.config), _loaded(config)
+        for name in before if result.status != Status.FAILED else ():
+            if None not in (before[name], now[name]) and before[name] != now[name]:
+                raise UserError(
+                    f"{name} is not what the recorded runs of {cell_dir} were trained with; "
+                    "train in a study of its own: study=..."
+                )
 
 
-def _data_digest(config: Mapping[str, Any]) -> str | None:
-    return config.get("recipe", {}).get("data", {}).get("digest")
+def _loaded(config: Mapping[str, Any]) -> dict[str, str | None]:
+    """The recorded digests of what a training has loaded, by name."""
+    recipe = config.get("recipe", {})
+    return {
+        "the data set": recipe.get("data", {}).get("digest"),
+        "model.weights": recipe.get("model", {}).get("weights_digest"),
+    }
 
 
 def values_of(results: Sequence[Result], name: str) -> list[float]:

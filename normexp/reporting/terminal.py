@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from normexp.config.rules import format_count
-from normexp.records.result import Status
 from normexp.reporting.metric import COUNT_MARKS
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class Footnotes:
         if len(text) <= SHORT:
             return text
         head, colon, rest = text.partition(": ")
-        if not colon or head not in (Status.REFUSED, Status.FAILED):
+        if not colon or head != "refused":
             head, rest = "", text
         if rest not in self._texts:
             self._texts.append(rest)
