@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from normexp.cli import entry, parse_command, show_config
 
@@ -16,9 +17,11 @@ def main(words: list[str]) -> int:
     from normexp.search.points import plan_searches
     from normexp.search.select import tune
     from normexp.sweeps.launch import launch_of
+    from normexp.sweeps.sweep import train_cells
 
     searches = plan_searches(command)
-    return tune(searches, ["normexp-tune", *words], launch_of(command))
+    train = partial(train_cells, launch=launch_of(command))
+    return tune(searches, ["normexp-tune", *words], train)
 
 
 if __name__ == "__main__":

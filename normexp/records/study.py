@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
 
 from normexp.errors import UserError
 from normexp.records.files import (
@@ -72,15 +71,12 @@ class CommandEntry:
     Attributes:
         command: the words that were typed, program first.
         cells: by id.
-        rule: what a report may call equal, declared before there are results; see
-            normexp.reporting.metric.
     """
 
     id: str
     command: list[str]
     code_version: str
     cells: dict[str, Asked]
-    rule: dict[str, Any] = field(default_factory=dict)
     time: str = field(default_factory=_now)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,9 @@ from normexp.reporting.summary import commands_to_look
 from normexp.reporting.terminal import open_console, text_table
 from normexp.search.points import VALIDATION, Point, Search, words_of
 from normexp.stats.interval import mean
-from normexp.sweeps.sweep import Launch, raise_if_stopped, run_cells, train_cells
+from normexp.sweeps.sweep import raise_if_stopped, run_cells
+
+Train = Callable[[Sequence[CellSpec], Sequence[str]], list[CellState]]
 
 
 @dataclass
@@ -76,11 +78,11 @@ def _has_ended(state: CellState) -> bool:
     return bool(state.states) and all(one in ENDED for one in state.states.values())
 
 
-def tune(searches: Sequence[Search], words: Sequence[str], launch: Launch | None) -> int:
+def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
     """Searches, trains fresh seeds at the best points, prints a table; returns the exit code.
 
     Args:
-        launch: as `train_cells`.
+        train: as `train_cells`.
 
     Raises:
         UserError: all points are refused, or no run has the metric.
@@ -90,7 +92,7 @@ def tune(searches: Sequence[Search], words: Sequence[str], launch: Launch | None
     flat = [cell for cells_of_search in points for cell in cells_of_search]
     if searches[0].base["dry_run"]:
         return run_cells([*flat, *map(_planned_report, searches)], words)
-    outcomes = _train(flat, words, launch)
+    outcomes = _train(flat, words, train)
     if all(outcome.refused for outcome in outcomes):
         raise UserError(outcomes[0].refused)
     ends = iter(outcomes)
@@ -107,7 +109,7 @@ def tune(searches: Sequence[Search], words: Sequence[str], launch: Launch | None
         cells = [
             result.search.cell(result.best[0], is_report=True) for result in chosen if result.best
         ]
-        fresh = _train(cells, words, launch) if cells else []
+        fresh = _train(cells, words, train) if cells else []
         for result, outcome in zip(chosen, fresh, strict=True):
             result.fresh = outcome
     print_table(results)
@@ -122,11 +124,9 @@ def _planned_report(search: Search) -> CellSpec:
     return replace(next(begun, cells[0]), title=f"{search.title} at its best point, fresh seeds")
 
 
-def _train(
-    cells: Sequence[CellSpec], words: Sequence[str], launch: Launch | None
-) -> list[CellState]:
+def _train(cells: Sequence[CellSpec], words: Sequence[str], train: Train) -> list[CellState]:
     """The state of each cell; points that are one cell have the same."""
-    states = train_cells(cells, words, launch=launch)
+    states = train(cells, words)
     raise_if_stopped(states)
     known = {(state.directory.parent, state.id): state for state in states}
     refused = {state.id: state for state in states}

@@ -25,7 +25,6 @@ from normexp.records.study import (
     read_entries,
     remove_refused,
 )
-from normexp.reporting.metric import RULE
 from normexp.reporting.summary import print_closing_table, print_summary
 from normexp.sweeps.display import Display
 from normexp.sweeps.machine import own_slot, shared_value, worker_slots
@@ -145,7 +144,7 @@ def _job_of(cells: Sequence[CellSpec], words: Sequence[str]) -> Job:
             for cell in cells
             if cell.directory.parent == study_dir
         }
-        commands[study_dir] = CommandEntry(command_id, list(words), code_version(), asked, RULE)
+        commands[study_dir] = CommandEntry(command_id, list(words), code_version(), asked)
     return Job(cells, commands)
 
 

@@ -136,7 +136,7 @@ def test_code_that_ends_the_program_is_named(tmp_path: Path, monkeypatch, capsys
         ("run", [["norm=group", 3]], "overrides=[norm=group,3]: must be a list of words"),
         ("run", ["norm=group"], "overrides=norm=group: must be a list of words"),
         ("run", [["norm=group"], -1], "workers=-1: must be a whole number, 0 or more"),
-        ("load_study", [["mine"]], "study=[mine]: must be a folder name"),
+        ("load_study", [[]], "study=[]: must be a list"),
         ("load_report", [[]], "study=[]: must be a list"),
     ],
 )
