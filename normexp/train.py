@@ -26,8 +26,9 @@ def main(words: list[str]) -> int:
     rank, count = started_processes()
     if count > 1 and len(cells) == 1:
         from normexp.cells.devices import run_as_rank
+        from normexp.cells.run import follow_stack
 
-        return run_as_rank(cells, rank, train)
+        return run_as_rank(cells, rank, train, follow_stack)
     return train()
 
 

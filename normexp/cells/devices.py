@@ -23,6 +23,7 @@ from normexp.training.devices import Devices
 from normexp.training.fit import quiet_lightning
 from normexp.training.stopping import Interrupted
 
+Follow = Callable[..., None]  # trains along, from the arguments that rank 0 sends
 _ranks: Ranks | None = None  # the processes of this one's training, once they are connected
 
 
@@ -49,13 +50,11 @@ class Ranks:
         os.environ.update({name: str(rank) for name, rank in ranks.items()})  # for the Trainer
         self.are_waiting = True  # for a stack, while this process is rank 0
 
-    def follow(self) -> None:
+    def follow(self, train: Follow) -> None:
         """Trains the stacks that rank 0 sends until its command ends."""
-        from normexp.cells.run import follow_stack
-
         with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
             while (job := self.fabric.broadcast(None)) is not None:
-                follow_stack(*job)
+                train(*job)
 
 
 @contextmanager
@@ -76,17 +75,19 @@ def training_together(job: tuple[Any, ...]) -> Iterator[None]:
     _ranks.are_waiting = True
 
 
-def run_as_rank(cells: Sequence[CellSpec], rank: int, train: Callable[[], int]) -> int:
+def run_as_rank(
+    cells: Sequence[CellSpec], rank: int, train: Callable[[], int], follow: Follow
+) -> int:
     """Trains one cell as one of several processes; returns the exit code.
 
     Args:
-        rank: of this process. Rank 0 calls `train`; the others follow it.
+        rank: of this process. Rank 0 calls `train`; the others `follow` it.
     """
     global _ranks
     _ranks = Ranks(devices_of(cells[0]))
     if rank > 0:
         try:
-            _ranks.follow()
+            _ranks.follow(follow)
         except Interrupted:
             return INTERRUPTED
         return 0

@@ -128,12 +128,8 @@ def _train(cells: Sequence[CellSpec], words: Sequence[str], train: Train) -> lis
     """The state of each cell; points that are one cell have the same."""
     states = train(cells, words)
     raise_if_stopped(states)
-    known = {(state.directory.parent, state.id): state for state in states}
-    refused = {state.id: state for state in states}
-    return [
-        refused[cell.id] if cell.config is None else known[cell.directory.parent, cell.id]
-        for cell in cells
-    ]
+    known = {state.id: state for state in states}
+    return [known[cell.id] for cell in cells]
 
 
 def _distinct(results: Iterable[SearchResult]) -> list[SearchResult]:

@@ -40,7 +40,9 @@ class Trainer:
         self.sweeps: list[list[CellSpec]] = []
         self.statuses: dict[float, Literal["failed", "stopped", "refused"]] = {}
 
-    def __call__(self, cells: Sequence[CellSpec], words: Sequence[str]) -> list[CellState]:
+    def __call__(
+        self, cells: Sequence[CellSpec], words: Sequence[str], **_: object
+    ) -> list[CellState]:
         assert words[0] == "normexp-tune"
         self.sweeps.append(list(cells))
         return [self.train(cell) for cell in cells]
