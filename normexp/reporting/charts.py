@@ -16,10 +16,9 @@ WIDTH, HEIGHT = 560, 300  # pixels; on the page the width follows the window
 PANEL = 230  # width of each of several panels
 CONFIG = {
     "font": "DejaVu Sans, Liberation Sans, Arial, sans-serif",
-    "background": "white",
     "view": {"stroke": None, "continuousWidth": WIDTH},
     "axis": {"titleFontWeight": "normal", "gridOpacity": 0.4, "labelOverlap": True},
-    "legend": {"orient": "top", "columns": 3, "title": None, "labelLimit": 110},
+    "legend": {"orient": "top", "columns": 3, "title": None, "labelLimit": 110, "symbolOpacity": 1},
     "point": {"filled": True, "opacity": 1, "size": 60},
 }
 Row = dict[str, Any]
@@ -43,7 +42,7 @@ class Figure:
     @property
     def spec(self) -> dict[str, Any]:
         """Vega-Lite as plain values."""
-        spec = self.chart.to_dict(validate=False)
+        spec = self.chart.properties(data=alt.NamedData("rows")).to_dict(validate=False)
         fit = {"type": "fit-x", "contains": "padding"}
         autosize = {"autosize": fit} if spec.get("width") == "container" else {}
         return {**spec, **autosize, "data": {"values": list(self.rows)}, "config": CONFIG}

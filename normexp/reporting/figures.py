@@ -66,7 +66,9 @@ def draw_by_size(part: Slice, styles: Styles) -> Figure:
         for size, grid in line.items():
             rows += _points(grid, size=size, at=size * beside)
     x = alt.X("at:Q", title=AXIS_WORDS[part.axis])
-    x = x.axis(values=list(part.sizes), format="d").scale(type="log", base=2, nice=False, padding=9)
+    x = x.axis(values=list(part.sizes), format="d", grid=False).scale(
+        type="log", base=2, nice=False, padding=9
+    )
     y = alt.Y("value:Q", title=part.metric.label).scale(zero=False)
     colour, shape, dash = of_norms(styles)
     line = alt.Chart().mark_line(strokeWidth=1.5).encode(x, y, colour, dash)
@@ -119,7 +121,11 @@ def draw_rates(part: Slice, styles: Styles) -> Figure:
     rows = [row | {"low": max(row["low"] or row["value"], floor)} if "low" in row else row
             for row in rows]  # fmt: skip
     kind = part.metric.label.replace("accuracy", "error") if best else part.metric.label
-    x = alt.X("lr:Q", title="learning rate").scale(type="log").axis(format="~g", tickCount=5)
+    x = (
+        alt.X("lr:Q", title="learning rate")
+        .scale(type="log")
+        .axis(format="~g", tickCount=5, grid=False)
+    )
     y = alt.Y("value:Q", title=kind).scale(type="log", nice=False, padding=9)
     y = y.axis(format="~g", tickCount=6)
     colour, shape, dash = of_norms(styles)
@@ -163,7 +169,7 @@ def draw_curves(part: Slice, styles: Styles) -> Iterator[Figure]:
         if by_size:
             sizes = [str(size) for size in part.sizes]
             colour = alt.Color("size:N", sort=sizes).scale(scheme="viridis", domain=sizes)
-            dash = alt.StrokeDash("size:N", sort=sizes)
+            dash = alt.StrokeDash("size:N", sort=sizes, legend=None)
         tips = tooltip("norm", "size", "value")
         base = alt.Chart().encode(x, y, colour, tooltip=tips)
         lines = base.mark_line(strokeWidth=1.5).encode(dash)
@@ -220,7 +226,7 @@ def draw_ranking(ranking: Ranking, slug: str) -> Figure:
     x = alt.X("value:Q", title=label).scale(**scale)
     y = _norm_axis([place.norm for place in ranking.places])
     colour = alt.Color("verdict:N").scale(domain=list(VERDICTS), range=list(VERDICTS.values()))
-    shape = alt.Shape("best:N", legend=None).scale(domain=[True, False], range=["circle", "stroke"])
+    shape = alt.Shape("best:N", legend=None).scale(domain=[True, False], range=["circle", "square"])
     base = alt.Chart().encode(x, y, colour, tooltip=tooltip("norm", "verdict", "value", "n"))
     rule = alt.Chart().mark_rule(strokeWidth=1.5)
     rules = [rule.encode(x, y, colour, alt.X2(f"{end}:Q")) for end in ("low", "high")]
@@ -229,7 +235,7 @@ def draw_ranking(ranking: Ranking, slug: str) -> Figure:
     chart = alt.layer(even, *rules, base.mark_point().encode(shape))
     better = "Right of the dashed line is better" if ranking.part else "Left of 1 is better"
     words = f"{better}; 95 % intervals, one at a time, while verdicts (colours) are corrected for "
-    words += f"{ranking.family_size} comparisons. A circle may be the best."
+    words += f"{ranking.family_size} comparisons. A circle: may be the best."
     chart = chart.properties(width="container", height=alt.Step(LINE))
     return Figure(f"ranking_{slug}", f"Ranking {ranking.title}", words, chart, rows)
 
@@ -238,21 +244,20 @@ def draw_cost(part: Slice) -> Figure:
     """The time of a training step of one run, a dot per run."""
     rows: list[Row] = []
     for grid in part.grids:
+        size = next(size for size, one in part.lines[grid.norm].items() if one is grid)
+        is_sized = len(part.sizes) > 1 and grid.norm not in part.independent
         for cell in grid.cells:
             times = {
                 run.seed: run.result.timing["step_ms"] / run.result.timing.get("stack_size", 1)
                 for run in cell.runs
                 if "step_ms" in run.result.timing
             }
-            rows += seed_rows(times, norm=grid.norm, size=str(cell.norm_batch_size))
-    by_size = len({row["size"] for row in rows}) > 1
+            rows += seed_rows(times, norm=grid.norm + f" at {size}" * is_sized, lr=cell.lr)
     x = alt.X("value:Q", title="ms per step and run").scale(zero=True)
+    y = _norm_axis(list(dict.fromkeys(row["norm"] for row in rows)))
     dots = alt.Chart().mark_point(size=30, opacity=0.5)
-    dots = dots.encode(x, _norm_axis(part.norms), tooltip=tooltip("norm", "size", "seed", "value"))
-    if by_size:
-        sizes = [str(size) for size in part.sizes]
-        dots = dots.encode(alt.Color("size:N", sort=sizes).scale(scheme="viridis", domain=sizes))
+    chart = dots.encode(x, y, tooltip=tooltip("norm", "lr", "seed", "value"))
     words = "Training time of an optimizer step over the number of runs trained together, a dot "
-    words += "per run: as noisy as the machine." + " Colour: norm batch size." * by_size
-    chart = dots.properties(width="container", height=alt.Step(LINE))
+    words += "per run: as noisy as the machine."
+    chart = chart.properties(width="container", height=alt.Step(LINE))
     return Figure(f"cost_{part.slug}", "Time of a training step", words, chart, rows)
