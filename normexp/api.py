@@ -52,7 +52,7 @@ def run(overrides: Sequence[str], workers: int = 0) -> list[Result]:
     from normexp.sweeps.sweep import raise_if_stopped, train_cells
 
     states = train_cells(cells, ["normexp.run", *overrides], workers=workers)
-    raise_if_stopped(states)
+    raise_if_stopped(cells, states)
     if refused := [state.refused for state in states if state.refused]:
         raise UserError(refused[0])
     return [result for state in states for result in state.results]

@@ -37,7 +37,7 @@ def train_grid(
     outcomes = train_cells(cells, words)
     results = [result for outcome in outcomes for result in outcome.results]
     if len(cells) == 1 and results:
-        raise_if_stopped(outcomes)
+        raise_if_stopped(cells, outcomes)
         code = 0
     else:
         code = print_states(outcomes, words, cells)

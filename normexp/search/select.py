@@ -126,10 +126,9 @@ def _planned_report(search: Search) -> CellSpec:
 
 def _train(cells: Sequence[CellSpec], words: Sequence[str], train: Train) -> list[CellState]:
     """The state of each cell; points that are one cell have the same."""
-    states = train(cells, words)
-    raise_if_stopped(states)
-    known = {state.id: state for state in states}
-    return [known[cell.id] for cell in cells]
+    states = {state.id: state for state in train(cells, words)}
+    raise_if_stopped(cells, [*states.values()])
+    return [states[cell.id] for cell in cells]
 
 
 def _distinct(results: Iterable[SearchResult]) -> list[SearchResult]:

@@ -66,17 +66,17 @@ def print_states(
         print_summary(states[0], words)
     else:
         print_closing_table(states)
-    has_failed = any(state.status == "failed" for state in states)
-    if not (has_failed and shared_value(cells, "fail_fast")):
-        raise_if_stopped(states)
+    raise_if_stopped(cells, states)
     if is_mistaken:
         return USER_MISTAKE
-    return FAILED if refused or has_failed else 0
+    return FAILED if refused or any(state.status == "failed" for state in states) else 0
 
 
-def raise_if_stopped(states: Sequence[CellState]) -> None:
-    """Raises KeyboardInterrupt if runs are left that could be trained."""
-    if any(state.missing for state in states if not state.refused):
+def raise_if_stopped(cells: Sequence[CellSpec], states: Sequence[CellState]) -> None:
+    """Raises KeyboardInterrupt if runs are left, unless a failure under `fail_fast` ended it."""
+    has_failed = any(state.status == "failed" for state in states)
+    fails_fast = has_failed and shared_value(cells, "fail_fast")
+    if not fails_fast and any(state.missing for state in states if not state.refused):
         has_begun = any(state.directory.parent.is_dir() for state in states)
         begun = "stopped; the same command continues"
         raise KeyboardInterrupt(begun if has_begun else "stopped before anything was trained")
