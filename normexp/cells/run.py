@@ -23,7 +23,6 @@ from normexp.cells.assembly import (
     can_stack_rates,
     resume_replicas,
     run_loggers,
-    stack_loggers,
 )
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.devices import training_together
@@ -34,7 +33,6 @@ from normexp.norms.site import state_as_built
 from normexp.records.environment import describe_environment
 from normexp.records.files import full_disk_message, open_atomic, write_json, write_text
 from normexp.records.logs import messages_to_file
-from normexp.records.metrics import MetricsWriter
 from normexp.records.paths import (
     CHECKPOINT_FILE,
     CONFIG_FILE,
@@ -233,12 +231,11 @@ class StackRunner:
             opened.enter_context(threads_of(self.cell, threads))
             opened.enter_context(self.control.stop.listening())
             files = [seed_dir(spec.directory, seed) / METRICS_FILE for spec, seed in self.runs]
-            trackers = [
+            loggers = [
                 opened.enter_context(run_loggers(self.cells[spec.id], seed))
                 for spec, seed in self.runs
             ]
-            loggers = stack_loggers(self.cell, [seed for _, seed in self.runs])
-            recorder = Recorder([[MetricsWriter(file)] for file in files], loggers, trackers)
+            recorder = Recorder(files, loggers)
             reports = StepReports(self._report)
             callbacks = [*build_callbacks(self.cell, self.control), reports]
             module = _fit(self.runs, self.cells, self.folder, recorder, callbacks, self.control)
@@ -258,7 +255,7 @@ class StackRunner:
         results = []
         for index, (spec, seed) in enumerate(self.runs):
             cell, run_dir = self.cells[spec.id], seed_dir(spec.directory, seed)
-            if cell.recipe.save_weights:
+            if cell.recipe.save_weights and module.losses.diverged_at[index] is None:
                 with open_atomic(run_dir / WEIGHTS_FILE) as file:
                     torch.save(state_as_built(module.replicas.replica(index).cpu()), file)
             if cell.recipe.evaluations:
@@ -289,7 +286,7 @@ class StackRunner:
             metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
             environment=environment,
             diverged_at_step=diverged_at,
-            steps=module.step,
+            steps=module.losses.diverged_at[index] or module.step,
             num_parameters=cell.num_parameters,
             timing=timing,
             invalid=cell.invalid,
@@ -307,7 +304,7 @@ def follow_stack(runs: Sequence[Run], folder: Path, threads: int) -> None:
             runs,
             cells,
             folder,
-            Recorder([[] for _ in runs]),
+            Recorder([]),
             cell.recipe.callbacks(),
             TrainingControl(),
         )
@@ -325,8 +322,6 @@ def _fit(
     cell, checkpoint = cells[runs[0][0].id], folder / CHECKPOINT_FILE
     seeds = [seed for _, seed in runs]
     replicas = resume_replicas(cell, seeds, checkpoint)
-    if not checkpoint.is_file():
-        recorder.truncate_after(-1)  # rows of an attempt that left no checkpoint
     lrs = [cells[spec.id].recipe.lr for spec, _ in runs] if len(cells) > 1 else None
     module = build_module(cell, seeds, replicas, recorder, lrs)
     fit(module, checkpoint=checkpoint, callbacks=[*callbacks], stop=control.stop)
