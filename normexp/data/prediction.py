@@ -51,7 +51,8 @@ class Prediction:
         first = next(self.network.parameters())
         inputs = self.data.model_inputs(raw * (255 / most), first.dtype).to(first.device)
         was_training = self.network.training
-        classes = self.network.eval()(inputs).argmax(dim=1).tolist()
+        self.network.eval()
+        classes = [i for part in inputs.split(256) for i in self.network(part).argmax(1).tolist()]
         self.network.train(was_training)
         return [str((self.data.class_names or range(self.data.num_outputs))[i]) for i in classes]
 

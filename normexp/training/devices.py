@@ -66,15 +66,15 @@ def gpu_arithmetic(devices: Devices) -> Iterator[None]:
     if devices.type != "cuda":
         yield
         return
-    cudnn, matmul = torch.backends.cudnn, torch.get_float32_matmul_precision()
-    before = cudnn.allow_tf32, cudnn.deterministic
+    cudnn: Any = torch.backends.cudnn
+    before = torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.deterministic
     torch.set_float32_matmul_precision(devices.matmul_precision)
     cudnn.allow_tf32, cudnn.deterministic = devices.matmul_precision != "highest", True
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(matmul)
-        cudnn.allow_tf32, cudnn.deterministic = before
+        torch.set_float32_matmul_precision(before[0])
+        cudnn.allow_tf32, cudnn.deterministic = before[1:]
 
 
 def trainer_options(devices: Devices, stop: StopRequest) -> dict[str, Any]:

@@ -178,7 +178,7 @@ class TrainingModule(pl.LightningModule):
         else:
             self._rates.step(optimizer)
         if recipe.schedule.build is not None and recipe.schedule.monitor is None:
-            self.lr_schedulers().step()
+            self._scheduler().step()
 
     def _track(self, chunk: slice, elapsed: float, lr: float) -> None:
         """Sends loggers the values of a chunk's last step that metrics.csv does not hold."""
@@ -189,6 +189,9 @@ class TrainingModule(pl.LightningModule):
             "train/samples_per_second": [num_samples * count / max(elapsed, 1e-9)] * count,  # all
         }
         self.recorder.track(position, values)
+
+    def _scheduler(self) -> Any:
+        return self.lr_schedulers()
 
     def _record(self, step: int, values: Columns) -> Columns:
         """Records values after `step`; returns them without those of runs that diverged before."""
@@ -216,7 +219,7 @@ class TrainingModule(pl.LightningModule):
         # For callbacks only: `recorder` serves the loggers. All processes have equal means.
         self.log_dict(means, logger=False, batch_size=1, sync_dist=True)
         if self.recipe.schedule.monitor is not None and self.trainer.state.fn == "fit":
-            self.lr_schedulers().step(means[self.recipe.schedule.monitor])
+            self._scheduler().step(means[self.recipe.schedule.monitor])
 
     def test_step(self, _: int) -> None:
         """Evaluates the test split, and whatever remains for the end on the val split."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pytorch_lightning.loggers import Logger
 
@@ -65,10 +66,10 @@ class Recorder:
             if path is not None:
                 write_metrics(path, rows)
 
-    def state_dict(self) -> list[list[tuple[int, int, int, str, float]]]:
+    def state_dict(self) -> list[list[tuple[Any, ...]]]:
         return [[tuple(row) for row in rows] for rows in self.rows]
 
-    def load_state_dict(self, state: list[list[tuple[int, int, int, str, float]]]) -> None:
+    def load_state_dict(self, state: list[list[tuple[Any, ...]]]) -> None:
         if self.files:  # a process that writes nothing has no rows
             self.rows = [[MetricRow(*row) for row in rows] for rows in state]
 

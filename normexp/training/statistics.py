@@ -256,7 +256,8 @@ def _pooled(replicas: Replicas, entered: list[Entered]) -> State:
     """The buffers of torch's batch norms over all forwards."""
     state: State = {}
     for name in entered[0]:
-        means, variances = (torch.stack([e[name][i] for e in entered]) for i in (0, 1))
+        means = torch.stack([e[name].mean for e in entered])
+        variances = torch.stack([e[name].var for e in entered])
         counts = torch.tensor([float(e[name].count) for e in entered], device=means.device)
         mean, var, _ = pool(Moments(means, variances, counts.double().view(-1, 1, 1)), dim=0)
         for index in range(len(replicas.trees)):

@@ -87,7 +87,7 @@ class Made(torch.optim.SGD):
 @pytest.fixture(autouse=True)
 def _not_sharing_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages of a probe are said here by the probe, not by the cell that shares its answers."""
-    monkeypatch.setattr(cell_module, "_probed", None)
+    monkeypatch.setattr(cell_module, "_known", None)
 
 
 @cache
