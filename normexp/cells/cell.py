@@ -30,12 +30,9 @@ from normexp.cells.refusals import (
     evaluation_limit,
     why_alone,
 )
-from normexp.checks.agreement import kept_for_backward
-from normexp.checks.dependence import OUTSIDE, where_samples_mix
-from normexp.checks.network import BuiltNetwork
+from normexp.checks.network import probe_batch
 from normexp.checks.preflight import Traits, examine
-from normexp.checks.probe import fixed_draws
-from normexp.checks.sites import probe_batch
+from normexp.checks.probe import fixed_draws, kept_for_backward
 from normexp.config.identity import may_mix_samples
 from normexp.config.rules import validate
 from normexp.config.spec import CellSpec
@@ -133,8 +130,10 @@ def prepare_cell(spec: CellSpec, *, traits: Traits | None = None) -> Cell:
         data, recipe, build, network = _build_parts(spec)
         if traits is None:
             traits = _probe(spec, network, data, recipe)
+        if traits.norms_mix_samples and not may_mix_samples(spec.values):
+            where = traits.mixing
+            raise UserError(f"norm.mixes_samples=false: samples are mixed at {where}; drop the key")
         if traits.mixes_samples:
-            _check_declaration(spec, network, data, recipe)
             check_norm_batch_size(spec.sizes["norm_batch_size"], recipe)
         check_optimizer_step(recipe, network)
         alone = why_alone(recipe)
@@ -249,15 +248,6 @@ def _probe(spec: CellSpec, network: nn.Module, data: Data, recipe: Recipe) -> Tr
     if _probed is not None:
         _probed[key] = traits, messages
     return traits
-
-
-def _check_declaration(spec: CellSpec, network: nn.Module, data: Data, recipe: Recipe) -> None:
-    """Refuses a norm that is declared not to mix samples, and does."""
-    if may_mix_samples(spec.values):
-        return
-    built = BuiltNetwork(network, data, recipe.sizes, drop_last=recipe.drop_last)
-    if (where := where_samples_mix(built, True)) != OUTSIDE:
-        raise UserError(f"norm.mixes_samples=false: samples are mixed at {where}; drop the key")
 
 
 def backward_bytes(network: nn.Module, data: Data, recipe: Recipe) -> int:

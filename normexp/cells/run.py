@@ -30,7 +30,7 @@ from normexp.cells.stack import (
     record_failure,
     restore_stack,
 )
-from normexp.checks.sites import probe_batch
+from normexp.checks.network import probe_batch
 from normexp.config.outcome import (
     Outcome,
     missing_seeds,

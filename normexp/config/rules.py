@@ -297,7 +297,7 @@ OPTIONS: dict[str, dict[str, Rule]] = {
         "write": FOLDER.or_null(),
         "first_seed": INDEX,
     },
-    "check": {"part": one_of("all", "contract"), "format": one_of("table", "json", "markdown")},
+    "check": {"part": one_of("all", "contract"), "format": one_of("table", "json")},
     "evaluate": {
         "run": FOLDER,
         "evaluate_with": KEYS["evaluate_with"].rule.or_null(),
