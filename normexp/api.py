@@ -60,7 +60,7 @@ def run(overrides: Sequence[str], workers: int = 0) -> list[Result]:
     return list(results.values())
 
 
-def load(run_dir: str | Path, *, ema: bool = False) -> nn.Module:
+def load(run_dir: str | Path) -> nn.Module:
     """The trained network of a run directory `runs/<study>/<cell_id>/seed-<k>`.
 
     A plain module in evaluation mode on the CPU. Its input is what the data set's `model_inputs`
@@ -71,7 +71,6 @@ def load(run_dir: str | Path, *, ema: bool = False) -> nn.Module:
         names = normexp.load("runs/mine/CELL/seed-0").predict(images)  # (N, C, H, W) or (C, H, W)
 
     Args:
-        ema: load the averaged weights of a training with the key `ema`.
 
     Raises:
         normexp.errors.UserError: no such run, several seeds, no weights, or weights that do not
@@ -79,7 +78,7 @@ def load(run_dir: str | Path, *, ema: bool = False) -> nn.Module:
     """
     from normexp.cells.finished import load_run
 
-    return load_run(Path(run_dir), ema=ema)
+    return load_run(Path(run_dir))
 
 
 def load_study(name: str, runs_dir: str | Path = "runs") -> pd.DataFrame:

@@ -29,6 +29,7 @@ from normexp.config.target import Target, read_target
 from normexp.data.dataset import Data, limit_train, validate
 from normexp.errors import UserError
 from normexp.models import timm, torchvision
+from normexp.models.common import refuse_misfit
 from normexp.models.surgery import replace_norms
 from normexp.models.weights import Weights, load_fitting, open_weights
 from normexp.norms.adapt import foreign_factory
@@ -298,10 +299,7 @@ def build_network(values: Mapping[str, Any], norm: NormFactory, data: Data) -> N
             f"model.replace={as_typed(classes)}: this model builds its norms from its argument "
             "`norm`, so none can be replaced; drop the key"
         )
-    if ("vocab_size" in names) != (data.vocab_size is not None):
-        fits = "text data such as data=manual" if "vocab_size" in names else "a text model"
-        model = target.path.rpartition(".")[2]
-        raise UserError(f"model={model} does not fit data={data.name}; try {fits}")
+    refuse_misfit(target.unwrapped, names, data)
     return builder(target.filled_in(available), norm, takes_norm=True)
 
 

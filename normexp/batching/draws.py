@@ -21,7 +21,6 @@ Stream = Literal[
     "split",
     "limit",
     "evaluate",
-    "watch",
     "moons",
 ]
 

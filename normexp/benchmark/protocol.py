@@ -21,14 +21,6 @@ from normexp.config.help import conf_dir
 BENCHMARK = "benchmark1"
 WORKLOADS = ("convnet", "vit", "encoder", "gpt")
 REFERENCES = {"convnet": "batch", "vit": "layer", "encoder": "layer", "gpt": "layer"}
-# Values of model.width at which a verification looks whether an entry was tuned to the test; their
-# runs are never scored. Groups of 8 channels and 4 heads divide them.
-OTHER_WIDTHS = {
-    "convnet": (24, 32, 40),
-    "vit": (24, 48, 64),
-    "encoder": (24, 48, 64),
-    "gpt": (32, 48, 96),
-}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -127,16 +128,11 @@ class Table:
     def cost_of(self, workload: str, norm: str) -> Cost | None:
         return self.costs.get(workload, {}).get(norm)
 
-    def with_entry(self, entry: Table) -> Table:
-        """This table with the cells and costs of an entry, instead of those of the same recipes."""
-        entered = {(cell.recipe, cell.norm) for cell in entry.cells}
+    def with_entry(self, cells: Sequence[TableCell]) -> Table:
+        """This table with the cells of an entry, instead of those of the same recipes."""
+        entered = {(cell.recipe, cell.norm) for cell in cells}
         others = tuple(cell for cell in self.cells if (cell.recipe, cell.norm) not in entered)
-        costs = {
-            workload: {**self.costs.get(workload, {}), **entry.costs.get(workload, {})}
-            for workload in (*self.costs, *entry.costs)
-        }
-        about = {**self.about, "machine_of_entry": entry.about.get("machine")}
-        return replace(self, about=about, cells=(*others, *entry.cells), costs=costs)
+        return replace(self, cells=(*others, *cells))
 
 
 def read_runs(runs_dir: Path, benchmark: str = BENCHMARK, first_seed: int = 0) -> Table:
@@ -355,7 +351,16 @@ def shipped_path(name: str) -> Path:
     if recipes(name):
         message = (
             f"reference={name}: its rules ship and its table does not; train its recipes, as "
-            f"experiment={name}/{next(iter(recipes(name)))}, then type reference={name} "
-            f"write={name}.npz, and name the file: reference={name}.npz"
+            f"experiment={name}/{next(iter(recipes(name)))}"
         )
     raise UserError(message)
+
+
+def main() -> None:
+    """`python -m normexp.benchmark.table RUNS_DIR FILE`: the table of the runs there."""
+    runs_dir, file = map(Path, sys.argv[1:])
+    write_table(read_runs(runs_dir), file)
+
+
+if __name__ == "__main__":
+    main()

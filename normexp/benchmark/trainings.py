@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from normexp.benchmark.protocol import WorkloadRecipe, claims, recipes
+from normexp.benchmark.protocol import WorkloadRecipe
 from normexp.benchmark.table import TableCell, cells_below
 from normexp.cli import parse_command
 from normexp.config.rules import SLOT_KEYS
@@ -104,35 +104,3 @@ def norm_of_words(words: Sequence[str], config_dirs: Sequence[str] = ()) -> Norm
             "an entry is one norm: norm=NAME, or norm=custom norm._target_=my_file.MyNorm"
         )
     return norms[0]
-
-
-def measure_traits(benchmark: str) -> dict[str, dict[str, dict[str, bool]]]:
-    """What claims ask of built networks, by workload, norm and trait; trains nothing."""
-    from normexp.batching.speed import suitable_threads
-    from normexp.build import keeping_data, load_data
-    from normexp.cells.cell import make_builder, make_recipe
-    from normexp.checks.preflight import examine
-    from normexp.config.grid import compose_cells
-
-    traits: dict[str, dict[str, dict[str, bool]]] = {}
-    probes = [claim["measured_by_probe"] for claim in claims() if "measured_by_probe" in claim]
-    asked = [(probe["workload"], norm) for probe in probes for norm in probe["norms"]]
-    with suitable_threads(0), keeping_data():
-        for workload, norm in asked:
-            words = [f"experiment={benchmark}/{workload}", f"norm={norm}", "norm_batch_size=null"]
-            words += [f"lr={recipes(benchmark)[workload].rates[0]:g}", "replicas=1"]
-            [spec] = compose_cells(parse_command(words))
-            data = load_data(spec)
-            recipe = make_recipe(spec, data)
-            network, sizes = make_builder(spec, recipe, data)(0), recipe.sizes
-            measured = examine(network, data, sizes, drop_last=recipe.drop_last, allow_leak=True)
-            traits.setdefault(workload, {})[norm] = {
-                "mixes_samples": measured.mixes_samples,
-                "leaks_future": measured.leaks_future,
-            }
-    return traits
-
-
-def contract_lines(card: dict[str, Any]) -> dict[str, str]:
-    """The outcome of each line of a card's contract, from its JSON."""
-    return {line["name"]: line["status"] for line in card["lines"]}

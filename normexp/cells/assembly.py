@@ -17,13 +17,11 @@ from torch import nn
 from normexp.batching.replicas import InTurn, Replicas, Stacked
 from normexp.batching.speed import stacking_pays
 from normexp.cells.cell import Cell
-from normexp.config.process import is_under_agent
 from normexp.config.spec import one_line
 from normexp.data.batches import TrainingBatches
 from normexp.records.paths import seed_dir
 from normexp.records.result import hyperparameters
 from normexp.training.callbacks import StepReports, TrainingProgress
-from normexp.training.diagnostics import Diagnostics
 from normexp.training.module import TrainingModule
 from normexp.training.recorder import (
     LoggerRun,
@@ -57,20 +55,10 @@ def build_module(
 
 
 def build_callbacks(cell: Cell, control: TrainingControl) -> list[Callback]:
-    """The callbacks of a training: progress, the user's, diagnostics."""
-    follow, recipe = control.on_steps, cell.recipe
+    """The callbacks of a training: progress, and the user's."""
+    follow = control.on_steps
     progress = TrainingProgress(cell.title) if follow is None else StepReports(follow)
-    callbacks = [progress, *recipe.callbacks()]
-    if recipe.diagnostics:
-        traits = cell.traits
-        callbacks.append(
-            Diagnostics(
-                recipe.diagnostics,
-                elementwise=not traits.pools,
-                mixes_samples=traits.mixes_samples,
-            )
-        )
-    return callbacks
+    return [progress, *cell.recipe.callbacks()]
 
 
 # --- Replicas ------------------------------------------------------------------------------------
@@ -125,8 +113,7 @@ def resume_replicas(cell: Cell, seeds: list[int], checkpoint: Path) -> Replicas:
         content = torch.load(checkpoint, map_location="cpu", weights_only=True)
         state = content["normexp"]
         replicas = arrange_replicas(cell, networks, is_stacked=state["is_stacked"])
-        trained = {k: v for k, v in content["state_dict"].items() if not k.startswith("averaged.")}
-        if _shapes(trained) != _shapes(replicas.state_dict(prefix="replicas.")):
+        if _shapes(content["state_dict"]) != _shapes(replicas.state_dict(prefix="replicas.")):
             raise ValueError("it belongs to other networks")
         optimizer = cell.recipe.build_optimizer(replicas)
         optimizer.load_state_dict(content["optimizer_states"][0])  # raises if it does not fit
@@ -157,7 +144,7 @@ def run_loggers(cell: Cell, seed: int) -> Iterator[list[RunSink]]:
     opened: list[WandbRun | LoggerRun] = []
     has_failed = True
     try:
-        if loggers.wandb is not None and not is_under_agent():
+        if loggers.wandb is not None:
             opened.append(_wandb_run(cell, loggers.wandb, seed))
         if loggers.custom is not None and loggers.is_per_run:
             available = _logger_arguments(cell, f"seed-{seed}", seed_dir(cell.directory, seed))
@@ -195,7 +182,7 @@ def stack_loggers(cell: Cell, seeds: Sequence[int]) -> list[Logger]:
     params = _params(cell) | {"curves": version.replace("-", " ")}
     loggers, opened = cell.recipe.loggers, list[Logger]()
     wandb_mode = None if loggers.wandb is None else resolve_mode(loggers.wandb.mode)
-    if wandb_mode == "offline" and not is_under_agent():
+    if wandb_mode == "offline":
         folder = cell.study_dir / "wandb"
         logger.info("W&B is offline; upload its runs later: wandb sync %s/offline-run-*", folder)
     if loggers.tensorboard:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import time
@@ -14,31 +13,25 @@ from typing import Any
 
 from torch import nn
 
-from normexp.batching.replicas import model_arguments
 from normexp.batching.speed import suitable_threads
 from normexp.build import NetworkBuilder, build_network, build_norm, load_data, norm_target
 from normexp.cells.description import describe_cell
 from normexp.cells.recipe import deviations, devices_of, recipe_of
 from normexp.cells.refusals import (
     check_evaluation,
-    check_memory,
     check_norm_batch_size,
     check_optimizer_step,
     check_outputs,
     check_placement,
     check_slots,
-    evaluation_limit,
     why_alone,
 )
-from normexp.checks.network import probe_batch
 from normexp.checks.preflight import Traits, examine
-from normexp.checks.probe import fixed_draws, kept_for_backward
 from normexp.config.identity import may_mix_samples
 from normexp.config.rules import validate
 from normexp.config.spec import CellSpec
 from normexp.data.dataset import Data
 from normexp.errors import UserError
-from normexp.norms.site import named_sites
 from normexp.records.logs import collected_messages
 from normexp.records.result import check_joins
 from normexp.records.sources import loaded_files, refuse_edited
@@ -49,10 +42,9 @@ from normexp.training.recipe import Recipe
 logger = logging.getLogger(__name__)
 
 LONG_PROBE = 10  # seconds
-MEASURED_SAMPLES = 8  # of the forward whose memory is measured
 # Keys of an identity that no probe of the network depends on.
 NOT_PROBED = {
-    *("lr", "lr_rule", "base_batch_size", "optim", "schedule", "callback", "max_grad_norm", "ema"),
+    *("lr", "lr_rule", "base_batch_size", "optim", "schedule", "callback", "max_grad_norm"),
     *("epochs", "steps", "samples", "val_every_epochs"),
 }
 
@@ -68,10 +60,8 @@ class Cell:
         description: the `config` of its results, see `describe_cell`.
         build: builds the network of a seed.
         traits: what its network was measured to mix and to leak.
-        memory: the least memory of a training, in bytes.
         alone: why each seed trains by itself; None if seeds may share a stack.
         messages: what was logged while the cell was prepared.
-        backward_bytes: that a forward keeps for its backward, per sample.
     """
 
     spec: CellSpec
@@ -80,11 +70,9 @@ class Cell:
     build: NetworkBuilder
     traits: Traits
     num_parameters: int
-    memory: int
     alone: str | None
     description: dict[str, Any]
     messages: Sequence[str]
-    backward_bytes: int = 0
 
     @property
     def title(self) -> str:
@@ -139,7 +127,6 @@ def prepare_cell(spec: CellSpec, *, traits: Traits | None = None) -> Cell:
         alone = why_alone(recipe)
         check_evaluation(recipe, data, traits)
         num_parameters = sum(p.numel() for p in network.parameters())
-        memory = check_memory(recipe, len(spec.seeds), num_parameters, traits)
         for note in [
             *deviations(spec, recipe, len(data.train)),
             *_findings(spec, recipe, traits, alone),
@@ -154,7 +141,6 @@ def prepare_cell(spec: CellSpec, *, traits: Traits | None = None) -> Cell:
         recipe = recipe.for_norm(
             mixes_samples=traits.mixes_samples,
             mixes_in_evaluation=traits.mixes_samples_in_evaluation,
-            evaluation_limit=evaluation_limit(recipe, data, traits),
         )
         return Cell(
             spec=spec,
@@ -163,11 +149,9 @@ def prepare_cell(spec: CellSpec, *, traits: Traits | None = None) -> Cell:
             build=build if traits.mixes_samples else build.unsplit(),
             traits=traits,
             num_parameters=num_parameters,
-            memory=memory,
             alone=alone,
             description=description,
             messages=messages,
-            backward_bytes=backward_bytes(network, data, recipe),
         )
 
 
@@ -248,16 +232,6 @@ def _probe(spec: CellSpec, network: nn.Module, data: Data, recipe: Recipe) -> Tr
     if _probed is not None:
         _probed[key] = traits, messages
     return traits
-
-
-def backward_bytes(network: nn.Module, data: Data, recipe: Recipe) -> int:
-    """Bytes that a forward of the network keeps for its backward, per sample, in float32."""
-    count = min(recipe.sizes.micro, MEASURED_SAMPLES)
-    network = copy.deepcopy(network).train()
-    for _, site in named_sites(network):
-        site.norm_batch_size = None
-    with fixed_draws():
-        return kept_for_backward(network, *model_arguments(probe_batch(data, count))) // count
 
 
 def _probe_key(spec: CellSpec, recipe: Recipe) -> str:

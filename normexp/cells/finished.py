@@ -28,7 +28,6 @@ from normexp.norms.site import load_as_built
 from normexp.records.files import read_json, user_error_if_denied, write_json
 from normexp.records.paths import (
     CONFIG_FILE,
-    EMA_WEIGHTS_FILE,
     EVALUATION_FILE,
     PREPROCESSING_FILE,
     RESULT_FILE,
@@ -64,14 +63,13 @@ REMEDY = "remove the cell's folder and train it again"
 
 
 @keeping_data()
-def load_run(run_dir: Path, *, ema: bool) -> nn.Module:
+def load_run(run_dir: Path) -> nn.Module:
     """The trained network of a run, in evaluation mode on the CPU.
 
     Rebuilds it from the cell's config.yaml; needs the data set, for its shapes.
 
     Args:
         run_dir: `runs/<study>/<cell_id>/seed-<k>`, or the folder of a cell with a single seed.
-        ema: load the averaged weights, with the running state that they were evaluated with.
 
     Raises:
         UserError: no such run, a folder of several seeds, no weights, or weights that do not fit.
@@ -82,8 +80,8 @@ def load_run(run_dir: Path, *, ema: bool) -> nn.Module:
     data = load_data(spec)
     recipe = make_recipe(spec, data)
     network = make_builder(spec, recipe, data)(seed)
-    file = EMA_WEIGHTS_FILE if ema else WEIGHTS_FILE
-    load_weights(network, seed_dir(cell_dir, seed) / file, precision=recipe.devices.precision)
+    file = seed_dir(cell_dir, seed) / WEIGHTS_FILE
+    load_weights(network, file, precision=recipe.devices.precision)
     path = seed_dir(cell_dir, seed) / PREPROCESSING_FILE
     known = Preprocessing(**read_json(path)) if path.is_file() else Preprocessing.of(data)
     if known is not None:
@@ -129,8 +127,7 @@ def load_weights(network: nn.Module, path: Path, *, precision: str) -> None:
     """Loads the weights of a run into its network, in the precision of the training."""
     if not path.is_file():
         raise UserError(
-            f"{path} does not exist: the run has not ended, or was trained "
-            + ("without ema=..." if path.name == EMA_WEIGHTS_FILE else "with save_weights=false")
+            f"{path} does not exist: the run has not ended, or was trained with save_weights=false"
         )
     if precision == "64-true":
         network.double()
@@ -172,12 +169,8 @@ def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
         changes["trainer.accelerator"] = "cpu"
     cell = prepare_cell(recorded_spec(cell_dir, description, changes))
     seeds = [result.seed for result in results]
-    replicas = _load_replicas(cell, cell_dir, seeds, WEIGHTS_FILE)
+    replicas = _load_replicas(cell, cell_dir, seeds)
     module = build_module(cell, seeds, replicas, Recorder([]))
-    if module.averaged is not None:
-        averaged = _load_replicas(cell, cell_dir, seeds, EMA_WEIGHTS_FILE)
-        module.averaged.module.load_state_dict(averaged.state_dict())
-        module.averaged.n_averaged.fill_(1)  # else the evaluator takes it for empty
     evaluate(module)
     evaluator, metrics = module.evaluator, module.metrics
     contents = {seed: evaluator.content(metrics, index) for index, seed in enumerate(seeds)}
@@ -201,10 +194,10 @@ def _decompose(cell: Cell, replicas: Replicas) -> list[dict[str, float]]:
         return []
 
 
-def _load_replicas(cell: Cell, cell_dir: Path, seeds: Sequence[int], file: str) -> Replicas:
+def _load_replicas(cell: Cell, cell_dir: Path, seeds: Sequence[int]) -> Replicas:
     networks = [cell.build(seed) for seed in seeds]
     for seed, network in zip(seeds, networks, strict=True):
-        path = seed_dir(cell_dir, seed) / file
+        path = seed_dir(cell_dir, seed) / WEIGHTS_FILE
         load_weights(network, path, precision=cell.recipe.devices.precision)
     return arrange_replicas(cell, networks)
 

@@ -85,7 +85,6 @@ def recipe_of(spec: CellSpec, *, num_train: int, metrics: Sequence[str]) -> Reci
         decay_norm=optim["decay_norm"],
         decay_bias=optim.get("decay_bias", True),
         max_grad_norm=config["max_grad_norm"],
-        ema=config["ema"],
         norm_momentum=_norm_momentum(config["norm"], sizes.batch_size),
         val_every_epochs=config["val_every_epochs"],
         statistics=statistics,
@@ -101,7 +100,6 @@ def recipe_of(spec: CellSpec, *, num_train: int, metrics: Sequence[str]) -> Reci
         save_weights=config["save_weights"],
         allow_leak=bool(config["allow_leak"]),
         callbacks=callbacks,
-        diagnostics=config["diagnostics"],
         log_every=config["log_every"],
         loggers=_loggers_of(config),
     )
@@ -116,11 +114,6 @@ def deviations(spec: CellSpec, recipe: Recipe, num_train: int) -> list[str]:
         notes.append(
             f"lr_rule={config['lr_rule']} changes lr={spec.lr:g} at "
             f"base_batch_size={config['base_batch_size']} to lr={recipe.lr:g} at batch_size={size}"
-        )
-    if recipe.ema is not None and (span := 1 / (1 - recipe.ema)) > recipe.num_steps / 2:
-        notes.append(
-            f"ema={recipe.ema:g} averages over some {span:.0f} steps of {recipe.num_steps}: the "
-            "first weights still count at the end"
         )
     return notes
 

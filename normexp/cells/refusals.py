@@ -1,18 +1,15 @@
-"""Refuses parts of a cell that do not fit each other, its data or the machine."""
+"""Refuses parts of a cell that do not fit each other, its data or its training."""
 
 from __future__ import annotations
 
 import copy
 import logging
-import os
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from normexp.batching.replicas import model_arguments
-from normexp.batching.speed import stacking_pays
 from normexp.checks.network import name_some, probe_batch
 from normexp.checks.preflight import Traits
 from normexp.checks.probe import fixed_draws
@@ -32,8 +29,6 @@ from normexp.training.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
-COPIES = 3  # of each parameter: value, gradient and optimizer state
-GIB = 2**30
 WITHOUT_NORM = ("pre", "parallel")  # placements that differ even without norms
 
 
@@ -169,55 +164,3 @@ def check_evaluation(recipe: Recipe, data: Data, traits: Traits) -> None:
             f"evaluate_batch_sizes={min(sizes)} leaves one value per statistic at "
             f"{name_some(single)}; try evaluate_batch_sizes=[{2 * min(sizes)}]"
         )
-
-
-# --- The machine ---------------------------------------------------------------------------------
-
-
-def check_memory(recipe: Recipe, replicas: int, num_parameters: int, traits: Traits) -> int:
-    """The least memory of a training, in bytes: parameters, gradients, optimizer, inputs of sites.
-
-    Raises:
-        UserError: the device has less.
-    """
-    device, micro = recipe.devices.type, recipe.sizes.micro
-    size = 8 if recipe.devices.precision == "64-true" else 4
-    elements = micro * traits.elements_per_sample
-    is_stacked = recipe.stack is not False and stacking_pays(device, replicas, elements)
-    at_once = replicas if is_stacked else 1
-    needed = size * (COPIES * num_parameters * replicas + 2 * elements * at_once)
-    available = memory_of(device)
-    if needed > available:
-        fits = int(float(f"{0.9 * replicas * available / needed:.0e}"))
-        remedy = f"replicas={fits}" if fits else "a smaller model, or micro_batch_size=..."
-        raise UserError(
-            f"replicas={replicas} at micro_batch_size={micro} "
-            f"need at least {needed / GIB:.1f} GiB of memory, and this machine has "
-            f"{available / GIB:.1f}; try {remedy}"
-        )
-    return needed
-
-
-def evaluation_limit(recipe: Recipe, data: Data, traits: Traits) -> int | None:
-    """The samples of all replicas that a GPU evaluates at once in an eighth of its memory.
-
-    Counts the inputs of all sites, and outputs with their log-probabilities and a copy. An eighth,
-    because attention may need more, and several workers may share the GPU. None on a CPU.
-    """
-    device = recipe.devices.type
-    if device != "cuda":
-        return None
-    positions = 1 if data.task == "classification" else data.input_shape[0]
-    elements = traits.elements_per_sample + 3 * data.num_outputs * positions
-    size = 8 if recipe.devices.precision == "64-true" else 4
-    return memory_of(device) // (8 * size * elements)
-
-
-def memory_of(device: str) -> int:
-    """The total memory of a device, in bytes."""
-    if device == "cuda":
-        return torch.cuda.get_device_properties(0).total_memory
-    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")  # of a container; "max" for none
-    text = limit.read_text().strip() if limit.is_file() else "max"
-    return min(installed, int(text)) if text.isdecimal() else installed

@@ -255,7 +255,6 @@ def plan_cell(spec: CellSpec, planned: dict[str, Outcome], threads: int | None =
     cell = prepare_cell(spec)
     outcome = recorded_outcome(cell.spec, Status.PLANNED)
     outcome.description, outcome.invalid = cell.description, cell.invalid
-    outcome.memory = cell.memory
     outcome.step_seconds = seconds_of_step(cell, threads) if outcome.missing else 0.0
     planned[str(cell.spec.directory)] = outcome
     return outcome

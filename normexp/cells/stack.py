@@ -34,7 +34,6 @@ from normexp.records.logs import messages_to_file
 from normexp.records.metrics import MetricsWriter
 from normexp.records.paths import (
     CONFIG_FILE,
-    EMA_WEIGHTS_FILE,
     EVALUATION_FILE,
     LOG_FILE,
     METRICS_FILE,
@@ -186,7 +185,6 @@ def _record(stack: Stack, module: TrainingModule) -> None:
     """Writes the files of every run, result.json last: its presence means ended."""
     device, source = module.trainer.strategy.root_device, stack.cell.data.source_version
     timing, gpu = _timing(module), None
-    timing["backward_mb_per_sample"] = stack.cell.backward_bytes / 1e6
     if device.type == "cuda":  # on a CPU only the peak of the whole process is known
         gpu = torch.cuda.get_device_name(device)
         timing["peak_memory_mb"] = torch.cuda.max_memory_allocated(device) / 1e6
@@ -200,8 +198,6 @@ def _record(stack: Stack, module: TrainingModule) -> None:
             _save_weights(run_dir / WEIGHTS_FILE, module.replicas.replica(index))
             if (preprocessing := Preprocessing.of(stack.cell.data)) is not None:
                 write_json(run_dir / PREPROCESSING_FILE, asdict(preprocessing))
-            if module.averaged is not None:
-                _save_weights(run_dir / EMA_WEIGHTS_FILE, module.averaged.module.replica(index))
         if cell.recipe.evaluations:
             content = module.evaluator.content(module.metrics, index)
             write_json(run_dir / EVALUATION_FILE, content)

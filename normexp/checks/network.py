@@ -145,7 +145,7 @@ def enter_sites(network: nn.Module, batch: Batch) -> list[EnteredSite]:
         same = (x == before) | (before != before)  # NaN
         site.writes_input |= not bool(same.all())
 
-    handles = []
+    handles: list[Any] = []
     for name, site in named_sites(network):
         hook = partial(enter, name)
         handles.append(site.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))

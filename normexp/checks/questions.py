@@ -65,7 +65,8 @@ class Question:
             fault = Answer(status="fail", detail=str(reply))
             return fault if isinstance(reply, str) else reply or Answer()
         shapes, first = self.shapes(norm), None
-        for shape, *mode in itertools.product(shapes, *([self.modes] if self.modes else [])):
+        modes = [(training,) for training in self.modes] or [()]
+        for shape, mode in itertools.product(shapes, modes):
             reply = self.ask(norm.at(shape), *mode)
             if isinstance(reply, str):
                 said = ", ".join([reply, *map(mode_name, mode), show(shape)])

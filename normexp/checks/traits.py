@@ -85,7 +85,7 @@ def changes_output(
     changes: tuple[Callable[[Tensor], Tensor], ...], case: NormCase, training: bool
 ) -> Reply:
     """Is the output the same after such a change of the input, with a tiny eps?"""
-    knobs = {case.lone.eps_name: TINY_EPS} if case.lone.eps_name else {}
+    knobs: dict[str, Any] = {case.lone.eps_name: TINY_EPS} if case.lone.eps_name else {}
     norm = case.trained(**knobs).train(training)
     for module in norm.modules():  # also of norms whose signature has no eps
         for name in EPS_NAMES:

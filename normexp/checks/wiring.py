@@ -351,7 +351,7 @@ def find_stacking_fault(
         for seed, network in enumerate(networks):
             for index, parameter in enumerate(network.parameters()):
                 parameter += 0.1 * normal(parameter.shape, 100 * seed + index).to(parameter.dtype)
-    steps = []
+    steps: list[State] = []
     for form in (InTurn, Stacked):
         try:  # foreign code and vmap may raise anything; training in turn is exact
             replicas = form([*map(copy.deepcopy, networks)])
@@ -363,7 +363,8 @@ def find_stacking_fault(
             copy.deepcopy(replicas, parameters)  # which are as they were
         except Exception:  # a tensor of vmap, or foreign code
             return "a module keeps a tensor of its forward outside its buffers"
-    moved = first_difference(*steps, tolerance)
+    alone, stacked = steps
+    moved = first_difference(alone, stacked, tolerance)
     return f"{moved} differs under vmap" if moved else None
 
 

@@ -103,16 +103,6 @@ normexp.benchmark trains a norm by frozen rules, and says where it stands among 
   python -m normexp.benchmark                  the reference: ranking, cost, claims; trains nothing
   python -m normexp.benchmark norm=custom norm._target_=my_package.MyNorm
   python -m normexp.benchmark norm=custom norm._target_=my_package.MyNorm dry_run=true    its cost
-  python -m normexp.benchmark norm=custom norm._target_=my_package.MyNorm submit=FOLDER
-  python -m normexp.benchmark verify=FOLDER salt=TEXT    trains part of it again; runs its code
-  python -m normexp.benchmark verify=FOLDER salt=TEXT dry_run=true    which part, and its cost
-
-benchmark0 has the same rules on digits, and decides nothing. To try all of it in a minute or two:
-  python -m normexp.train experiment=benchmark0/convnet
-  python -m normexp.benchmark reference=benchmark0 write=b0.npz     its table, from the runs here
-  python -m normexp.benchmark reference=b0.npz norm=my_package.MyNorm
-
-The reference and an entry get a page and report.json in <runs_dir>/<benchmark>[-<norm>]/report.
 Needs pip install 'normexp[mnist]'. The same line again resumes. Rates, sizes, seeds and budgets are
 those of conf/experiment/benchmark1.
 """,

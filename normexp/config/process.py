@@ -23,11 +23,6 @@ def rank_among(num_processes: int) -> int | None:
     return None
 
 
-def is_under_agent() -> bool:
-    """True if a W&B agent started this process."""
-    return bool(os.environ.get("WANDB_SWEEP_ID"))
-
-
 @contextmanager
 def importing_torch() -> Iterator[None]:
     """Pauses the garbage collector inside the block, and shows a line on a terminal.

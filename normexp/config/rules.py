@@ -291,11 +291,6 @@ OPTIONS: dict[str, dict[str, Rule]] = {
         "reference": TEXT,
         "workloads": list_of(NAME).or_null(),
         "runs_dir": FOLDER,
-        "submit": FOLDER.or_null(),
-        "verify": FOLDER.or_null(),
-        "salt": TEXT.or_null(),
-        "write": FOLDER.or_null(),
-        "first_seed": INDEX,
     },
     "check": {"part": one_of("all", "contract"), "format": one_of("table", "json")},
     "evaluate": {

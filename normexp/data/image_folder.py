@@ -8,9 +8,9 @@ import logging
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,16 +20,17 @@ from normexp.data.augment import Augmentation
 from normexp.data.dataset import Data, Examples
 from normexp.data.images import build_image_data
 from normexp.data.sources import refuse_beyond_memory, split_off_test
-from normexp.errors import UserError
-from normexp.records.content import IMAGE_SUFFIXES as SUFFIXES
-from normexp.records.content import has_split_folders
+from normexp.errors import UserError, first_line
 from normexp.records.files import open_atomic
+
+if TYPE_CHECKING:
+    from torchvision.datasets import ImageFolder
 
 log = logging.getLogger(__name__)
 
 IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
-OTHER_SPLIT = {"train": "test", "test": "train"}
 MIN_STD = 0.001  # a grey level is 0.004
+MOST_NAMED = 5  # files in a message
 
 
 def load_image_folder(
@@ -55,28 +56,32 @@ def load_image_folder(
 
     Raises:
         UserError: bad or incomplete mean and std, a missing folder, an empty class, classes that
-            differ between train and test, a file that cannot be decoded, images of several sizes,
+            differ between train and test, files that cannot be decoded, images of several sizes,
             too little memory.
     """
     if size is not None and size < 1:
         raise UserError(f"data.size={size} must be positive; try data.size=32")
     moments = _given_moments(mean, std)
-    folder = Path(root)
-    splits = ("train", "test") if has_split_folders(folder) else ("",)
-    listing = {split: list_images(folder, split) for split in splits}
-    if len(splits) == 2:
-        check_same_classes(root, listing)
-    files = [list(chain.from_iterable(by_class.values())) for by_class in listing.values()]
-    images = _load_or_decode(folder, [*chain.from_iterable(files)], size, Path(data_dir))
-    classes = list(listing[splits[0]])
-    counts = [
-        torch.tensor([len(by_class[name]) for name in classes]) for by_class in listing.values()
-    ]
-    parts = [
-        Examples(part, torch.arange(len(classes)).repeat_interleave(count))
-        for part, count in zip(images.split([*map(len, files)]), counts, strict=True)
-    ]
-    train, test = parts if len(parts) == 2 else _split_off_test(root, parts[0])
+    splits = [Path(root, name) for name in ("train", "test") if Path(root, name).is_dir()]
+    if len(splits) == 1:
+        raise UserError(
+            f"data.root={root} has {splits[0].name}/ alone; it needs train/ and test/. To split "
+            f"the images of one folder, name it: data.root={splits[0]}"
+        )
+    listings = [_list_images(root, folder) for folder in splits or [Path(root)]]
+    classes = listings[0].classes
+    if differing := sorted(set(classes) ^ set(listings[-1].classes)):
+        where = splits[differing[0] not in classes].name
+        raise UserError(
+            f"data.root={root}: class {differing[0]} is in {where}/ only; train/ and test/ need "
+            "the same class folders"
+        )
+    files = [Path(name) for listing in listings for name, _ in listing.samples]
+    images = _load_or_decode(Path(root), files, size, Path(data_dir))
+    counts = [len(listing) for listing in listings]
+    targets = torch.tensor([target for listing in listings for target in listing.targets])
+    parts = [*map(Examples, images.split(counts), targets.split(counts))]
+    train, test = parts if splits else _split_off_test(root, parts[0])
     data = build_image_data(
         "image_folder",
         train,
@@ -96,11 +101,8 @@ def _given_moments(
     """The fields of `Data` that hold a mean and standard deviation; None if both are None."""
     if mean is None and std is None:
         return None
-    for key, values in (("mean", mean), ("std", std)):
-        if values is None:
-            raise UserError(f"data.{key} is missing: give data.mean and data.std, or neither")
+    for key, values, least in (("mean", mean, 0), ("std", std, MIN_STD)):
         numbers = values if isinstance(values, Sequence) else []
-        least = 0 if key == "mean" else MIN_STD
         if len(numbers) != 3 or not all(
             isinstance(number, int | float) and least <= number <= 1 for number in numbers
         ):
@@ -113,34 +115,28 @@ def _given_moments(
     return {"mean": tuple(mean), "std": tuple(std), "has_own_moments": False}
 
 
-def list_images(root: Path, split: str) -> dict[str, list[Path]]:
-    """The images below root/split/<class>/ by class, sorted, without hidden files.
+def _list_images(root: str, folder: Path) -> ImageFolder:
+    """The images of each class, without hidden files and folders."""
+    from torchvision.datasets import ImageFolder
+    from torchvision.datasets.folder import IMG_EXTENSIONS
 
-    Args:
-        split: `train`, `test`, or empty for classes directly below the root.
-    """
-    folder = root / split
-    classes = sorted(p for p in folder.glob("*") if p.is_dir() and not p.name.startswith("."))
-    if not classes:
-        one_folder = root / OTHER_SPLIT[split] if split else root
-        advice = f". To split the images of one folder, name it: data.root={one_folder}"
+    class Listing(ImageFolder):
+        def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
+            names, _ = super().find_classes(directory)
+            names = [name for name in names if not name.startswith(".")]
+            return names, {name: target for target, name in enumerate(names)}
+
+    def is_image(file: str) -> bool:
+        name = os.path.basename(file).lower()
+        return name.endswith(IMG_EXTENSIONS) and not name.startswith(".")
+
+    try:
+        return Listing(folder, is_valid_file=is_image)
+    except OSError as error:
         raise UserError(
-            f"data.root={root} has no images in {split}/; it needs {folder}/<class>/"
-            f"{advice * one_folder.is_dir()}"
-            if split
-            else f"data.root={root} has no folders; it needs a folder of images for each class, "
-            f"{root}/<class>/, or {root}/train/<class>/ and {root}/test/<class>/"
-        )
-    by_class = {
-        path.name: sorted(file for file in path.rglob("*") if _is_image(file)) for path in classes
-    }
-    for name, files in by_class.items():
-        if not files:
-            raise UserError(
-                f"data.root={root}: {folder / name} has no images ({' '.join(sorted(SUFFIXES))}); "
-                "add some or remove the folder"
-            )
-    return by_class
+            f"data.root={root}: {first_line(error)} It needs images ({' '.join(IMG_EXTENSIONS)}) "
+            f"in {root}/<class>/, or in {root}/train/<class>/ and {root}/test/<class>/"
+        ) from error
 
 
 def _split_off_test(root: str, images: Examples) -> tuple[Examples, Examples]:
@@ -162,70 +158,61 @@ def _split_off_test(root: str, images: Examples) -> tuple[Examples, Examples]:
     return train, test
 
 
-def check_same_classes(root: str, listing: dict[str, dict[str, list[Path]]]) -> None:
-    """Raises UserError if a class is in only one of the splits."""
-    for split, other in OTHER_SPLIT.items():
-        extra = sorted(listing[split].keys() - listing[other].keys())
-        if extra:
-            raise UserError(
-                f"data.root={root}: class {extra[0]} is in {split}/ only; train/ and test/ need "
-                "the same class folders"
-            )
-
-
-def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
-
-
 def decode_images(files: list[Path], size: int | None, name: str) -> Tensor:
     """All files as RGB, uint8 (N, 3, H, W), decoded in parallel; `name` is for messages.
 
     Raises:
-        UserError: a file that cannot be decoded, or whose size differs from the first one's; more
+        UserError: files that cannot be decoded, or whose size differs from the first one's; more
             than memory holds.
     """
     from rich.console import Console
     from rich.progress import track
 
-    first = decode_image(files[0], size)
-    refuse_beyond_memory(
-        f"{name}: {len(files)} images of {first.shape[1]}x{first.shape[2]}",
-        2 * len(files) * first.nbytes,  # splitting off val copies train
-        f"try a smaller data.size than {size or max(first.shape[1:])}",
-    )
-    images = np.empty((len(files), *first.shape), dtype=np.uint8)
+    def decode(file: Path) -> np.ndarray | str:
+        try:
+            return decode_image(file, size)
+        except Exception as error:  # Pillow raises half a dozen unrelated types for a broken file
+            return f"{file} ({type(error).__name__}: {first_line(error)})"
 
-    def decode_into(index: int) -> None:
-        image = decode_image(files[index], size)
-        if image.shape != first.shape:
-            raise UserError(
-                f"{files[index]} is {image.shape[1]}x{image.shape[2]} pixels, {files[0]} is "
-                f"{first.shape[1]}x{first.shape[2]}; set data.size=32 to scale all to one size"
-            )
-        images[index] = image
-
-    pool = ThreadPoolExecutor(max_workers=os.cpu_count())
-    done = pool.map(decode_into, range(len(files)))
+    first = decode(files[0])
+    if isinstance(first, np.ndarray):
+        refuse_beyond_memory(
+            f"{name}: {len(files)} images of {first.shape[1]}x{first.shape[2]}",
+            2 * len(files) * first.nbytes,  # splitting off val copies train
+            f"try a smaller data.size than {size or max(first.shape[1:])}",
+        )
+    images, broken = [], []
     title = f"decoding {len(files):,} images of {name}"
+    pool = ThreadPoolExecutor(max_workers=os.cpu_count())
     try:
-        for _ in track(done, title, total=len(files), console=Console(stderr=True)):
-            pass
+        decoded = pool.map(decode, files)
+        for image in track(decoded, title, total=len(files), console=Console(stderr=True)):
+            (broken if isinstance(image, str) else images).append(image)
     finally:
-        pool.shutdown(cancel_futures=True)  # after an error or Ctrl-C, do not decode the rest
-    return torch.from_numpy(images)
+        pool.shutdown(cancel_futures=True)  # after Ctrl-C, do not decode the rest
+    if broken:
+        more = f" and {len(broken) - MOST_NAMED} more" if len(broken) > MOST_NAMED else ""
+        named = ", ".join(broken[:MOST_NAMED])
+        raise UserError(f"{name}: cannot decode {named}{more}; replace or remove them")
+    for file, image in zip(files, images, strict=True):
+        if image.shape != images[0].shape:
+            sizes = [f"{part.shape[1]}x{part.shape[2]}" for part in (image, images[0])]
+            raise UserError(
+                f"{file} is {sizes[0]} pixels, {files[0]} is {sizes[1]}; set data.size=32 to scale "
+                "all to one size"
+            )
+    return torch.from_numpy(np.stack(images))
 
 
 def decode_image(file: Path, size: int | None) -> np.ndarray:
     """One file as RGB, uint8 (3, H, W); with `size`, scaled and centre-cropped to a square."""
     from PIL import Image, ImageOps
 
-    try:
-        with Image.open(file) as opened:
-            image = opened.convert("RGB")
-    except Exception as error:  # Pillow raises half a dozen unrelated types for a broken file
-        raise UserError(
-            f"cannot decode {file} ({type(error).__name__}); replace or remove it"
-        ) from error
+    with Image.open(file) as opened:
+        image: Image.Image = opened
+        if opened.mode.startswith("I"):  # grey of 16 bits, which Pillow would clip at 255
+            image = Image.fromarray((np.asarray(opened).clip(0, 65535) // 257).astype(np.uint8))
+        image = image.convert("RGB")
     if size is not None:
         image = ImageOps.fit(image, (size, size), method=Image.Resampling.BICUBIC)
     return np.asarray(image).transpose(2, 0, 1)  # HWC -> CHW
@@ -233,12 +220,14 @@ def decode_image(file: Path, size: int | None) -> np.ndarray:
 
 def _load_or_decode(root: Path, files: list[Path], size: int | None, data_dir: Path) -> Tensor:
     """The images of `files`, uint8 (N, 3, H, W), from the cache unless a file has changed."""
-    path = data_dir / "cache" / f"{_listing_digest(root, files, size)}.pt"
-    if path.exists():
-        try:
-            return torch.load(path, weights_only=True)
-        except Exception as error:  # torch raises half a dozen unrelated types for a broken file
-            log.warning("cannot read the cache %s (%s); decoding again", path, error)
+    digest = hashlib.sha256(f"{root.resolve()}|{size}".encode())
+    for file in files:
+        status = file.stat()
+        line = f"\n{file.relative_to(root)}|{status.st_size}|{status.st_mtime_ns}"
+        digest.update(line.encode(errors="surrogateescape"))
+    path = data_dir / "cache" / f"{digest.hexdigest()[:16]}.pt"
+    with suppress(Exception):  # missing, or torn by a full disk: torch raises many types
+        return torch.load(path, weights_only=True)
     images = decode_images(files, size, f"data.root={root}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -247,13 +236,3 @@ def _load_or_decode(root: Path, files: list[Path], size: int | None, data_dir: P
     except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
         log.warning("cannot cache the decoded images in %s (%s)", path, error)
     return images
-
-
-def _listing_digest(root: Path, files: list[Path], size: int | None) -> str:
-    """A hash of every file's name, size and modification time, so that edits are decoded again."""
-    digest = hashlib.sha256(f"{root.resolve()}|{size}".encode())
-    for file in files:
-        status = file.stat()
-        line = f"\n{file.relative_to(root)}|{status.st_size}|{status.st_mtime_ns}"
-        digest.update(line.encode(errors="surrogateescape"))
-    return digest.hexdigest()[:16]

@@ -12,7 +12,6 @@ import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -156,7 +155,6 @@ class Surgery:
 
     Attributes:
         classes: the class of the old norm, by site.
-        settings: how often each combination of eps, momentum and affine occurred.
         left: classes that may be norms but were left alone, with the reason.
         lost: old tensors that training had changed, and that have no place in the new norm.
         keeps_norms: the old norms are inside of the sites.
@@ -165,7 +163,6 @@ class Surgery:
     left: dict[str, str]
     keeps_norms: bool
     classes: dict[str, str] = field(default_factory=dict)
-    settings: Counter[str] = field(default_factory=Counter)
     lost: list[str] = field(default_factory=list)
 
     def notes(self) -> Iterator[str]:
@@ -177,10 +174,7 @@ class Surgery:
         if len(names) > MAX_NAMES:
             where = f"first {names[0]}, last {names[-1]}"
         place = "around" if self.keeps_norms else "in place of"
-        yield f"{_sites(len(names))} {place} {classes}: {where}"
-        settings = ", ".join(f"{key} at {_sites(number)}" for key, number in self.settings.items())
-        said = "sites keep settings of the old norms that the config leaves at default"
-        yield f"{'norms as built' if self.keeps_norms else said}: {settings}"
+        yield f"{len(names)} sites {place} {classes}: {where}"
         if self.left:
             left = ", ".join(f"{name} ({why})" for name, why in self.left.items())
             yield f"left alone: {left}; model.replace=[Class] names all classes to replace"
@@ -215,8 +209,6 @@ def replace_norms(
             for child, module in {"site": site, **kept}.items() if kept else ():
                 new[old].add_module(child, module)
             surgery.classes[name] = type(old).__name__
-            settings = sorted(norm.settings.items())
-            surgery.settings[", ".join(f"{k}={v}".lower() for k, v in settings)] += 1
             surgery.lost += [f"{name}.{own}" for own in lost]
         if old in new:
             network.set_submodule(name, new[old])
@@ -267,9 +259,7 @@ def _why_nothing(network: nn.Module, missing: Sequence[str], left: Mapping[str, 
     leaves = Counter(type(m).__name__ for m in network.modules() if not any(m.children()))
     has = ", ".join(f"{count} {name}" for name, count in leaves.most_common(8))
     if missing:
-        near = get_close_matches(missing[0], leaves, n=2)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"it has {has}"
-        return f"model.replace: the network has no {missing[0]}; {hint}"
+        return f"model.replace: the network has no {missing[0]}; it has {has}"
     why = "".join(f", and {name} is left alone: {reason}" for name, reason in left.items())
     return (
         f"the network has no norm that is recognised (it has {has}{why}); name the classes of its "
@@ -301,7 +291,3 @@ def _carry_over(old: ForeignNorm, site: Site) -> list[str]:
         elif role != COUNT and bool((value != STARTS[role]).any()):
             lost.append(own)
     return lost
-
-
-def _sites(count: int) -> str:
-    return f"{count} site{'s' * (count != 1)}"

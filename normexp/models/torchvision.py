@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from functools import partial
@@ -17,8 +16,6 @@ from torch.nn import functional
 from normexp.errors import UserError, first_line
 from normexp.models.common import check_image_shape
 from normexp.models.weights import Values
-
-log = logging.getLogger(__name__)
 
 # What networks raise for images of a size that they do not support.
 MISFITS = (RuntimeError, AssertionError, ValueError, IndexError, ZeroDivisionError)
@@ -116,7 +113,6 @@ def adapt_channels(network: nn.Module, channels: int) -> None:
     conv = next(module for module in network.modules() if isinstance(module, nn.Conv2d))
     if conv.in_channels == channels:
         return
-    log.debug("the first convolution takes %d channels instead of %d", channels, conv.in_channels)
     source = torch.arange(channels) % conv.in_channels
     scale = (conv.in_channels / channels) ** 0.5
     conv.weight = nn.Parameter(conv.weight.detach()[:, source] * scale)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -92,7 +91,8 @@ def load_fitting(network: nn.Module, values: Values) -> tuple[set[str], list[str
             fitting[own] = value
             rest.pop(names[own], None)
         else:
-            unfit.append(f"{names[own]} is {_size(tensor)}, in the file {_size(value)}")
+            sizes = ("x".join(map(str, t.shape)) for t in (tensor, value))
+            unfit.append("{} is {}, in the file {}".format(names[own], *sizes))
     missing, _ = network.load_state_dict(fitting, strict=False)
     return set(missing), unfit, rest
 
@@ -132,15 +132,11 @@ def read_values(path: Path) -> Values:
         load = partial(torch.load, map_location="cpu", weights_only=True)
     try:
         content: Any = load(path)
-    except UnpicklingError as error:
-        raise UserError(
-            f"{key} is no file of weights, or holds a whole module; save its state_dict, as in "
-            "torch.save(model.state_dict(), FILE)"
-        ) from error
     except Exception as error:  # torch and safetensors raise many kinds
         why = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(
-            f"{key} is neither a state_dict that torch.save wrote nor safetensors ({why})"
+            f"{key} holds neither a state_dict, as torch.save(model.state_dict(), FILE) writes it, "
+            f"nor safetensors ({why})"
         ) from error
     for inner in INNER:
         if isinstance(content, Mapping) and isinstance(content.get(inner), Mapping):
@@ -166,7 +162,3 @@ def shorten(names: Iterable[str]) -> str:
         return ", ".join(names)
     counts = Counter(name.rpartition(".")[2] for name in names)
     return ", ".join(f"{count} {word}" for word, count in counts.items())
-
-
-def _size(tensor: Tensor) -> str:
-    return "x".join(map(str, tensor.shape)) or "a number"

@@ -11,7 +11,6 @@ from normexp.batching.sizes import SIZES
 from normexp.config.rules import as_typed
 from normexp.norms.slots import SLOTS, Slots
 from normexp.records.history import CommandEntry, History
-from normexp.reporting.doubts import doubts_of
 from normexp.reporting.model import CellRow, Config, RunRow, comparable, compared, differences
 from normexp.reporting.read import StudyRecords
 from normexp.reporting.style import order_norms
@@ -44,7 +43,6 @@ def build_cells(records: StudyRecords) -> list[CellRow]:
         replace(
             cell,
             norm=cell.name + (f" · {cell.study}" if has_studies else ""),
-            doubts=doubts_of(cell.runs),
         )
         for cell in _with_steps(cells)
     ]

@@ -289,30 +289,3 @@ def _figure_of_sizes(
     chart = panel.facet(facet, columns=2, data=ROWS)
     chart = chart.resolve_axis(x="independent", y="independent").resolve_scale(y="independent")
     return Figure(name, title, caption, chart, table, fit="facet")
-
-
-# Curves of an opened cell
-
-
-def seed_curves(curves: pd.DataFrame, names: Sequence[str]) -> dict[str, list[Row]]:
-    """The curves of a cell, a row per seed and point, by the label of each metric in `names`."""
-    rows_of_metric = {}
-    for metric in map(describe_metric, dict.fromkeys(names)):
-        history = curves[curves["name"] == metric.name]
-        seeds = [_thinned(curve, MAX_POINTS_OF_SEED) for _, curve in history.groupby("seed")]
-        if seeds:
-            table = pd.concat(seeds)[["seed", "samples", "value"]]
-            values = [float(f"{metric.scale * value:.{DIGITS}g}") for value in table["value"]]
-            rows_of_metric[metric.label] = plain_rows(table.assign(value=values))
-    return rows_of_metric
-
-
-def seed_chart() -> dict[str, Any]:
-    """Vega-Lite for one metric of a cell, a line per seed; the page fills in rows and label."""
-    x = alt.X("samples:Q", title="training samples seen").axis(format="~s", tickCount=5)
-    y = alt.Y("value:Q").scale(zero=False)
-    colour = alt.Color("seed:N").scale(scheme="tableau10").legend(orient="right", columns=1)
-    line = alt.Chart().mark_line(strokeWidth=1.2, point=alt.OverlayMarkDef(size=12))
-    chart = line.encode(x, y, colour, tooltip=tooltip("seed", "samples:Q", "value:Q"))
-    chart = chart.properties(width=300, height=180)
-    return Figure("seeds", "", "", chart, pd.DataFrame()).spec

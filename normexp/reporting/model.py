@@ -113,7 +113,6 @@ class CellRow:
     searched: keys whose values the searches of the study chose
     num_points: of these searches for the cell's norm, the points of the longest; 0: none
     declared: the seeds of the first command that names the cell; empty if none is known
-    doubts: what contradicts itself in its records
     steps: by metric, the smallest difference that recorded values of a run could have
     round: 0 if that was the first command of the study for any of its cells, 1 for the next
     unended: declared cells of the study, up to that round, that have not all of their seeds
@@ -147,7 +146,6 @@ class CellRow:
     round: int = 0
     unended: int = 0
     rule: Config = field(default_factory=dict)
-    doubts: Sequence[str] = ()
     steps: Mapping[str, float] = field(default_factory=dict)
 
     @property

@@ -21,7 +21,6 @@ from markupsafe import Markup
 
 from normexp.errors import UserError
 from normexp.reporting.charts import Figure
-from normexp.reporting.curves import seed_chart
 from normexp.reporting.tables import to_csv
 
 PNG_SCALE = 2.0  # pixels per point of the figure
@@ -59,7 +58,6 @@ def write_page(
     downloads: Mapping[str, str],
     *,
     package: str = PACKAGE,
-    cells: Sequence[Any] = (),
     **values: Any,
 ) -> None:
     """Writes index.html and the files of its figures; it loads nothing from anywhere.
@@ -70,7 +68,6 @@ def write_page(
     Args:
         template: in `package`, or of reports.
         downloads: CSV by the name of a table.
-        cells: what the rows of the table of cells open.
         values: what the template shows.
     """
     drawings = folder / "figures"
@@ -86,8 +83,6 @@ def write_page(
     content = {
         "figures": {figure.name: figure.spec for figure in figures},
         "tables": {**downloads, **{figure.name: to_csv(figure.table) for figure in figures}},
-        "cells": cells,
-        "seeds": seed_chart(),
     }
     environment = Environment(
         loader=ChoiceLoader([PackageLoader(package, "."), PackageLoader(PACKAGE, ".")]),

@@ -15,16 +15,13 @@ from typing import Any, NoReturn
 from normexp.errors import UserError
 from normexp.records.paths import EVALUATION_FILE, RESULT_FILE
 from normexp.reporting.charts import Figure
-from normexp.reporting.details import cell_details
 from normexp.reporting.figures import draw_figures
 from normexp.reporting.page import replace_folder, write_page
-from normexp.reporting.read import SEARCHED
 from normexp.reporting.report import Report, read_report, to_json
 from normexp.reporting.sentences import Answer, Section
 from normexp.reporting.style import assign_styles, order_norms
 from normexp.reporting.tables import Table, tables_of, write_tables
 from normexp.reporting.terminal import print_report
-from normexp.reporting.tuning import draw_tuning
 
 LOOK_EVERY = 2.0  # seconds between checks for new results
 RELOAD_EVERY = 10  # seconds between reloads of a watched page
@@ -36,18 +33,16 @@ class Drawing:
     """A report drawn up: its tables and figures.
 
     sections: each section with its answers, and the figures of each, the main one first
-    tuning: the curves of the searches that belong to the studies
     """
 
     report: Report
     tables: Sequence[Table]
     sections: Sequence[tuple[Section, Sequence[tuple[Answer, Sequence[Figure]]]]]
-    tuning: Sequence[Figure]
 
     @property
     def figures(self) -> list[Figure]:
         drawn = [figures for _, answers in self.sections for _, figures in answers]
-        return [figure for figures in (*drawn, self.tuning) for figure in figures]
+        return [figure for figures in drawn for figure in figures]
 
     @property
     def cells(self) -> Table:
@@ -65,8 +60,7 @@ def draw(report: Report) -> Drawing:
         (section, [(answer, figures_of(answer)) for answer in section.answers])
         for section in report.sections
     ]
-    searched = [report.runs_dir / f"{name}{end}" for name in report.studies for end in SEARCHED]
-    return Drawing(report, tables_of(report), sections, draw_tuning(searched))
+    return Drawing(report, tables_of(report), sections)
 
 
 def publish(
@@ -157,11 +151,9 @@ def _write_report(drawing: Drawing, reload_seconds: int | None) -> None:
             "page.html.j2",
             drawing.figures,
             {table.name: table.to_csv() for table in tables},
-            cells=cell_details(drawing.report.cells),
             report=drawing.report,
             sections=drawing.sections,
             side_by_side=_side_by_side,
-            tuning=drawing.tuning,
             reload_seconds=reload_seconds,
             filters=_filters(drawing.report),
             tables=tables,

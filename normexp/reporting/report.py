@@ -87,15 +87,6 @@ class Report:
         return losses_of(self.slices, self.cells, self.refused)
 
     @property
-    def doubts(self) -> list[str]:
-        """What contradicts itself in the records; no verdict rests on these cells."""
-        return [
-            f"{cell.study}/{cell.directory.name}: {words}"
-            for cell in self.cells
-            for words in cell.doubts
-        ]
-
-    @property
     def directory(self) -> Path:
         return self.runs_dir / "+".join(self.studies) / "report"
 
@@ -183,7 +174,6 @@ def to_json(report: Report) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "studies": list(report.studies),
-        "doubts": report.doubts,
         "counts": report.counts,
         "cells": {ids[cell]: _cell_values(cell) for cell in report.cells},
         "refused": [asdict(cell) for cell in report.refused],

@@ -81,8 +81,6 @@ class Footnotes:
 def print_report(report: Report, cells: ReportTable) -> None:
     """Counts, the rankings, the table of cells, the verdicts, and what is missing."""
     console = open_console()
-    for line in report.doubts:
-        console.out(f"CONTRADICTION, no verdict rests on it: {line}", style="red")
     console.out(f"{report.title}: {report.counts}")
     for section in report.sections:
         rankings = [one for answer in section.answers for one in report.rankings_of(answer)]

@@ -208,8 +208,6 @@ class Comparison:
     @property
     def why_not_judged(self) -> str | None:
         """The key of NO_VERDICT if design or records allow no verdict, whatever the results."""
-        if any(cell.doubts for cell in self.cells):
-            return "doubtful"
         is_grid = [bool(self.part.alternatives(cell)) for cell in (self.first, self.second)]
         if any(is_grid) and None in self.tuned:
             return "given rates" if self.first.searched else "search"

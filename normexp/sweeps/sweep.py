@@ -11,7 +11,6 @@ from functools import partial
 from multiprocessing.connection import wait
 
 from normexp.config.outcome import Outcome
-from normexp.config.process import is_under_agent
 from normexp.config.rules import validate_keys
 from normexp.config.spec import CellSpec
 from normexp.errors import FAILED, USER_MISTAKE, Halted, UserError
@@ -57,16 +56,7 @@ def run_cells(cells: Sequence[CellSpec], words: Sequence[str]) -> int:
         UserError: all cells are refused for the same reason; otherwise a refusal is a row.
         Halted, KeyboardInterrupt: as `raise_if_stopped`.
     """
-    if is_under_agent() and len(cells) > 1:
-        raise UserError(
-            f"a W&B agent's command trains one cell, not {len(cells)}: name one value per key in "
-            "its command, and let the sweep vary them"
-        )
     outcomes = train_cells(cells, words)
-    if is_under_agent():
-        from normexp.reporting.wandb_runs import log_to_agent
-
-        log_to_agent(cells[0], outcomes[0])
     return print_outcomes(cells, outcomes, words)
 
 

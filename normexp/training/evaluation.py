@@ -1,9 +1,9 @@
 """What a model minimises, and evaluation on splits with one kind of statistics at a time.
 
 Kinds: `running` (the norms as they are), `precise` (moments pooled over training samples),
-`own_share` (these, in which a sample's own moments weigh as much as in training), `batch<k>` (of
-batches of k samples) and `ema` (averaged weights with precise statistics of their own). Metrics of
-all but the first have the kind as a suffix: `val/accuracy@precise`.
+`own_share` (these, in which a sample's own moments weigh as much as in training) and `batch<k>` (of
+batches of k samples). Metrics of all but the first have the kind as a suffix:
+`val/accuracy@precise`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from torch.nn import functional
 from normexp.batching.replicas import Batch, Measurements, Replicas
 from normexp.data.dataset import Data
 from normexp.norms.state import write_state
-from normexp.training.optim import AveragedWeights
 from normexp.training.recipe import Recipe
 from normexp.training.recorder import Columns, finite_mean
 from normexp.training.statistics import (
@@ -121,9 +120,6 @@ def criterion_of(data: Data) -> Criterion:
 class Evaluator:
     """Computes metrics of replicas on the val and test split.
 
-    Args:
-        averaged: averaged weights to evaluate as well; None without.
-
     Attributes:
         samples: what samples.npz keeps of each test sample (S, N), by kind of statistics.
         population: the latest precise statistics; None before they are measured, or if the norm
@@ -136,20 +132,18 @@ class Evaluator:
         data: Data,
         criterion: Criterion,
         recipe: Recipe,
-        averaged: AveragedWeights | None = None,
     ) -> None:
         self.replicas = replicas
         self.data = data
         self.criterion = criterion
         self.recipe = recipe
-        self.averaged = averaged
         self.samples: dict[str, Tensor] = {}
         self.population: Population | None = None
         self._lacks_running_state = False
 
     def on(self, data: Data) -> Evaluator:
         """Returns the same evaluator for a copy of the data on another device."""
-        return Evaluator(self.replicas, data, self.criterion, self.recipe, self.averaged)
+        return Evaluator(self.replicas, data, self.criterion, self.recipe)
 
     def running(self, split: str) -> Columns:
         """Returns the metrics of a split; the replicas must be in evaluation mode."""
@@ -176,16 +170,6 @@ class Evaluator:
             with batch_statistics(self.replicas, size):
                 for split in splits:
                     metrics |= self._score(self.replicas, f"batch{size}", split, size)
-        if self.averaged is not None and self.averaged.n_averaged > 0:
-            averaged, group = self.averaged.module, self.recipe.mixed_in_evaluation
-            # Averaged weights keep this newly measured running state. What cannot be measured stays
-            # as after the last step.
-            population = self._measure_population(averaged)
-            if population is not None:
-                write_state(averaged, population.state)
-            with evaluation_mode(averaged):
-                for split in splits:
-                    metrics |= self._score(averaged, "ema", split, group, group)
         return metrics
 
     def _with_own_share(self, splits: Sequence[str]) -> Columns:
@@ -202,13 +186,9 @@ class Evaluator:
         return metrics
 
     def _measure_population(self, replicas: Replicas) -> Population | None:
-        num_samples, group_size = self.recipe.precise_samples, self.recipe.sizes.norm
+        recipe = self.recipe
         return measure_population(
-            replicas,
-            self.data,
-            num_samples=num_samples,
-            group_size=group_size,
-            limit=self.recipe.evaluation_limit,
+            replicas, self.data, num_samples=recipe.precise_samples, group_size=recipe.sizes.norm
         )
 
     @torch.no_grad()
@@ -231,8 +211,7 @@ class Evaluator:
         per_sample: list[Tensor] = []  # (S, block) each
         order: list[Tensor] = []
         num_targets = 0
-        limit = self.recipe.evaluation_limit
-        num_samples = num_samples or block_size(replicas, group_size or 1, limit)
+        num_samples = num_samples or block_size(replicas, group_size or 1)
         for indices, num_counted in evaluation_blocks(self.data, split, num_samples, group_size):
 
             def measure(output: Tensor, block: Batch, num: int = num_counted) -> Measurements:
@@ -262,7 +241,7 @@ class Evaluator:
         for name, column in metrics.items():
             metric, _, suffix = name.partition("@")
             kind = "batch" if suffix.startswith("batch") else suffix or "running"
-            if kind in (*self.recipe.statistics, "ema") and math.isfinite(column[index]):
+            if kind in self.recipe.statistics and math.isfinite(column[index]):
                 content.setdefault(suffix or "running", {})[metric] = column[index]
         if self.population is not None and "precise" in content:
             content["precise"]["num_samples"] = self.population.num_samples

@@ -25,6 +25,7 @@ from normexp.training.module import TrainingModule
 from normexp.training.stopping import Interrupted, StopRequest
 
 SECONDS_BETWEEN_SAVES = 60.0
+OUT_OF_MEMORY = "out of memory; try fewer replicas, stack=false or a smaller micro_batch_size"
 # Parts of the Trainer that are not used: progress and results are our own.
 BARE: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False}
 
@@ -75,6 +76,10 @@ def fit(
             if module.validated_at != module.step:  # the last epoch had no validation
                 trainer.validate(module, verbose=False)
             trainer.test(module, verbose=False)
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+                raise MemoryError(OUT_OF_MEMORY) from error
+            raise
         except SystemExit:  # Lightning's translation of the second request's KeyboardInterrupt
             raise KeyboardInterrupt from None
     return stop.requested

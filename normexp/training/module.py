@@ -21,7 +21,7 @@ from normexp.data.batches import TrainingBatches
 from normexp.training.chunks import ChunkLoader, LossHistory
 from normexp.training.devices import compiled_gradient
 from normexp.training.evaluation import Evaluator, criterion_of
-from normexp.training.optim import AveragedWeights, ReplicaRates
+from normexp.training.optim import ReplicaRates
 from normexp.training.recipe import Recipe
 from normexp.training.recorder import Columns, Position, Recorder, finite_mean
 from normexp.training.step import StepGradient
@@ -37,7 +37,6 @@ class TrainingModule(pl.LightningModule):
     Attributes:
         batches: the data of each optimizer step.
         evaluator: computes the metrics of a split.
-        averaged: the averaged weights; None without `recipe.ema`.
         losses: the position in training, and the losses since the last row.
         metrics: the latest metrics by name, a value per replica.
         validated_at: the step of the last validation.
@@ -58,9 +57,8 @@ class TrainingModule(pl.LightningModule):
         self.batches = batches
         self.recipe = recipe
         self.recorder = recorder
-        self.averaged = None if recipe.ema is None else AveragedWeights(replicas, recipe.ema)
         self.criterion = criterion_of(batches.data)
-        self.evaluator = Evaluator(replicas, batches.data, self.criterion, recipe, self.averaged)
+        self.evaluator = Evaluator(replicas, batches.data, self.criterion, recipe)
         self.losses = LossHistory(replicas.num_replicas, recipe.log_every)
         self.metrics: Columns = {}
         self.validated_at: int | None = None
@@ -186,8 +184,6 @@ class TrainingModule(pl.LightningModule):
             self._rates.step(optimizer)
         if recipe.schedule.build is not None and recipe.schedule.monitor is None:
             self._scheduler().step()
-        if self.averaged is not None:
-            self.averaged.update(self.replicas, is_first=self.step == 1)
 
     def _scheduler(self) -> Any:
         return self.lr_schedulers()

@@ -1,4 +1,4 @@
-"""Weight decay, averaged weights, and one optimizer for all replicas of a stack."""
+"""Weight decay, and one optimizer for all replicas of a stack."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from normexp.batching.replicas import Replicas, Stacked
 from normexp.errors import first_line
@@ -37,35 +36,6 @@ def parameter_groups(
     kept = [p for p in trained if id(p) in spared]
     groups: list[dict[str, object]] = [{"params": decayed, "weight_decay": weight_decay}]
     return [*groups, {"params": kept, "weight_decay": 0.0}] if kept else groups
-
-
-class AveragedWeights(AveragedModel):
-    """An exponential moving average of replicas' weights: w = decay w + (1 - decay) w_t.
-
-    `update` takes w_t after step t; w begins as w_1. Buffers are those of the last step.
-    """
-
-    module: Replicas
-
-    def __init__(self, replicas: Replicas, decay: float) -> None:
-        super().__init__(replicas, multi_avg_fn=get_ema_multi_avg_fn(decay))
-        self._average = get_ema_multi_avg_fn(decay)
-
-    @torch.no_grad()
-    def update(self, replicas: Replicas, *, is_first: bool) -> None:
-        """Takes the weights after a step, as `update_parameters` does.
-
-        That method reads its counter from the device, twice, and so waits for each step.
-        """
-        averages: list[Tensor] = list(self.module.parameters())
-        weights: list[Tensor] = list(replicas.parameters())
-        buffers = zip(self.module.buffers(), replicas.buffers(), strict=True)
-        copied = [*zip(averages, weights, strict=True), *buffers] if is_first else list(buffers)
-        if not is_first:
-            self._average(averages, weights, self.n_averaged)
-        for average, new in copied:
-            average.copy_(new)
-        self.n_averaged += 1
 
 
 class ReplicaRates:

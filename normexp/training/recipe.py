@@ -35,7 +35,6 @@ class Recipe:
     decay_norm: bool  # also the parameters of norms
     decay_bias: bool  # also biases of modules other than norms
     max_grad_norm: float | None  # 2-norm per replica; None: no clipping
-    ema: float | None  # weight of the past in averaged weights; None: no average
     norm_momentum: float | None  # of running averages, from a half-life; None: that of the norm
 
     # Evaluation
@@ -55,14 +54,12 @@ class Recipe:
 
     # What watches and records
     callbacks: Callable[[], list[Callback]]  # the user's
-    diagnostics: int | None  # epochs between records of every norm site; None or 0: none
     log_every: int  # optimizer steps per row of train/loss
     loggers: Loggers
 
     # Of one training
     lr_scales: tuple[float, ...] | None = None  # each replica's learning rate, as a share of `lr`
     mixed_in_evaluation: int | None = None  # samples that the norm mixes there; None if it does not
-    evaluation_limit: int | None = None  # samples of all replicas that fit on a GPU; None on a CPU
 
     @property
     def num_steps(self) -> int:
@@ -80,16 +77,13 @@ class Recipe:
             f"batch{size}": size for size in self.evaluation_batch_sizes
         }
 
-    def for_norm(
-        self, *, mixes_samples: bool, mixes_in_evaluation: bool, evaluation_limit: int | None
-    ) -> Recipe:
+    def for_norm(self, *, mixes_samples: bool, mixes_in_evaluation: bool) -> Recipe:
         """The recipe for a norm that was probed: what does not depend on batches is left out."""
         return replace(
             self,
             evaluation_batch_sizes=self.evaluation_batch_sizes if mixes_samples else (),
             statistics=tuple(s for s in self.statistics if mixes_samples or s != "own_share"),
             mixed_in_evaluation=self.sizes.norm if mixes_in_evaluation else None,
-            evaluation_limit=evaluation_limit,
         )
 
     def build_optimizer(self, replicas: Replicas) -> torch.optim.Optimizer:

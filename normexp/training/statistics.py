@@ -36,7 +36,7 @@ from normexp.norms.state import install_state, merge_state, read_state, write_st
 logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "val", "test")
-STACK_SAMPLES = 512  # per forward in evaluation, over all replicas; on a GPU of each of them
+STACK_SAMPLES = 512  # per forward in evaluation, over all replicas; eight times that on a GPU
 
 
 def shuffled(data: Data, split: str) -> Tensor:
@@ -48,17 +48,11 @@ def shuffled(data: Data, split: str) -> Tensor:
     return torch.randperm(len(getattr(data, split)), generator=source)
 
 
-def block_size(replicas: Replicas, group_size: int, limit: int | None = None) -> int:
-    """Returns the samples per forward in evaluation, a multiple of `group_size`.
-
-    Args:
-        limit: samples over all replicas for which a GPU has memory; None on a CPU, where more at
-            once is no faster.
-    """
-    count, total = replicas.num_replicas, STACK_SAMPLES
-    if limit is not None:
-        total = max(STACK_SAMPLES, min(STACK_SAMPLES * count, limit))
-    return max(1, total // count // group_size) * group_size
+def block_size(replicas: Replicas, group_size: int) -> int:
+    """Returns the samples per forward in evaluation, a multiple of `group_size`."""
+    is_on_cpu = next(replicas.parameters()).device.type == "cpu"
+    total = STACK_SAMPLES if is_on_cpu else 8 * STACK_SAMPLES
+    return max(1, total // replicas.num_replicas // group_size) * group_size
 
 
 def gather(replicas: Replicas, data: Data, split: str, indices: Tensor) -> Batch:
@@ -179,7 +173,6 @@ def measure_population(
     *,
     num_samples: int,
     group_size: int,
-    limit: int | None = None,
 ) -> Population | None:
     """Pools the moments of training samples over many forwards in training mode.
 
@@ -193,7 +186,6 @@ def measure_population(
         num_samples: upper limit, 2 or more; taken from a random order of the training split,
             without augmentation. The last group may be shorter, but a single last sample is
             left out.
-        limit: see `block_size`.
 
     Returns:
         None if no norm has running state that a training forward at momentum 1 replaces.
@@ -210,7 +202,7 @@ def measure_population(
         if not moved:
             return None
         start, ends, shares = read_state(replicas), [], []
-        for block in indices.split(block_size(replicas, group_size, limit)):
+        for block in indices.split(block_size(replicas, group_size)):
             write_state(replicas, start)  # for norms whose forward uses their running state
             _forward(replicas, gather(replicas, data, "train", block))
             ends.append(read_state(replicas))

@@ -42,7 +42,7 @@ def trained(runs_dir: Path, *words: str) -> Path:
 
 @pytest.fixture(scope="module")
 def cell_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    words = ["norm=batch", "norm_batch_size=2", "replicas=2", "ema=0.9", "study=mine", ALL]
+    words = ["norm=batch", "norm_batch_size=2", "replicas=2", "study=mine", ALL]
     return trained(tmp_path_factory.mktemp("runs"), *words)
 
 
@@ -71,18 +71,17 @@ def test_each_load_reads_the_data_again(cell_dir: Path, monkeypatch: pytest.Monk
     assert build.call_count == 2
 
 
-@pytest.mark.parametrize(("ema", "suffix"), [(False, ""), (True, "@ema")])
-def test_loaded_networks_have_the_recorded_test_accuracy(cell_dir: Path, ema: bool, suffix: str):
+def test_loaded_networks_have_the_recorded_test_accuracy(cell_dir: Path):
     data = load_digits(val_fraction=0.1, split_seed=0, augmentation=None)
     batch = data.test.gather(torch.arange(len(data.test)))
     for seed in SEEDS:
-        network = normexp.load(cell_dir / f"seed-{seed}", ema=ema)
+        network = normexp.load(cell_dir / f"seed-{seed}")
         assert type(network).__name__ == "ConvNet" and not network.training
         with torch.no_grad():
             named = network(data.model_inputs(batch["inputs"])).argmax(dim=1)
         accuracy = (named == batch["targets"]).double().mean().item()
         recorded = read_result(seed_dir(cell_dir, seed)).metrics
-        assert accuracy == recorded[f"test/accuracy{suffix}"]
+        assert accuracy == recorded["test/accuracy"]
         network.train()(torch.randn(4, 1, 8, 8)).sum().backward()
         assert all(parameter.grad is not None for parameter in network.parameters())
 
@@ -145,7 +144,7 @@ def test_study_is_a_table_with_a_row_per_run(copy: Path, tmp_path: Path, caplog)
 
 
 def test_training_records_every_kind_of_statistics_in_every_file(cell_dir: Path):
-    suffixes = {"running": "", "precise": "@precise", "batch2": "@batch2", "ema": "@ema"}
+    suffixes = {"running": "", "precise": "@precise", "batch2": "@batch2"}
     for seed in SEEDS:
         found, rows = evaluation(cell_dir, seed), final_rows(cell_dir, seed)
         result = read_result(seed_dir(cell_dir, seed))
@@ -159,7 +158,6 @@ def test_training_records_every_kind_of_statistics_in_every_file(cell_dir: Path)
 
 
 def test_evaluating_kept_weights_gives_what_training_recorded(cell_dir: Path, copy: Path, capsys):
-    """Holds for averaged weights too, whose running state is measured anew."""
     recorded = [evaluation(cell_dir, seed) for seed in SEEDS]
     for seed in SEEDS:
         (seed_dir(copy, seed) / "evaluation.json").unlink()
@@ -171,11 +169,10 @@ def test_evaluating_kept_weights_gives_what_training_recorded(cell_dir: Path, co
         assert sum(parts.values()) == pytest.approx(2 * parts["evaluation"])  # training + terms
         assert parts["own_share"] != 0
     assert contents == recorded
-    assert recorded[0]["ema"]["test/loss"] != recorded[0]["running"]["test/loss"]
     shown = capsys.readouterr().out
     assert "batch on digits: n = 2 seeds" in shown and "own share" in shown
     assert "of 359 test samples, whole batches: n = 2 seeds" in shown  # another loss than above
-    for kind in ("precise", "ema"):
+    for kind in ("precise",):
         values = [found[kind]["test/accuracy"] for found in recorded]
         assert f"{sum(values) / 2:.4f}" in shown
 
@@ -191,7 +188,7 @@ def test_evaluating_again_adds_to_what_is_there(copy: Path):
     assert after["batch32"]["test/loss"] < after["batch2"]["test/loss"]
     for seed, old in zip(SEEDS, samples, strict=True):
         found, own = read_samples(seed_dir(copy, seed)), evaluation(copy, seed)
-        assert found.keys() == {"running", "precise", "batch2", "batch32", "ema"}
+        assert found.keys() == {"running", "precise", "batch2", "batch32"}
         for kind, right in found.items():
             assert right.mean() == pytest.approx(own[kind]["test/accuracy"])
         assert all(right.tolist() == found[kind].tolist() for kind, right in old.items())
@@ -233,7 +230,6 @@ REFUSED: dict[str, tuple[Callable[[Path], None] | None, list[str], str]] = {
     "large": (None, ["run={cell}", "evaluate_batch_sizes=[145]"], "145 is more than the 144 sam"),
     "no weights": (without("weights.pt"), [], "none of its seeds kept its weights (save_weights="),
     "no end": (without("weights.pt", "result.json"), [], "none of its seeds has ended"),
-    "no average": (without("weights-ema.pt"), [], "weights-ema.pt does not exist"),
     "another config": (
         edited("config.yaml", lambda text: text.replace(b"width: 4", b"width: 8")),
         *([], "has changed since it was trained"),

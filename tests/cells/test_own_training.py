@@ -91,7 +91,7 @@ def test_scheduler_class_with_a_knob_is_given_the_number_of_steps():
 
 def test_seeds_that_early_stopping_ends_train_apart_and_say_why(tmp_path: Path, capsys):
     words = [*QUICK, "callback=early_stopping", "+callback.stopping_threshold=99", "epochs=5"]
-    words += ["replicas=2", "ema=0.9", f"runs_dir={tmp_path}"]
+    words += ["replicas=2", f"runs_dir={tmp_path}"]
     assert main(words) == 0
     assert len(results(tmp_path)) == 2
     for result in results(tmp_path).values():
@@ -99,7 +99,6 @@ def test_seeds_that_early_stopping_ends_train_apart_and_say_why(tmp_path: Path, 
         assert "EarlyStopping" in (result.stopped or "") and "val/loss" in (result.stopped or "")
         assert result.timing["stack_size"] == 1
         assert result.config["callback"] == "early_stopping"
-        assert "test/accuracy@ema" in result.metrics
     shown = capsys.readouterr()
     assert shown.err.count("trains by itself") == 1
     assert "seed 1 ended at step 2" in shown.out

@@ -10,7 +10,7 @@ import broken_norms as broken
 import pytest
 import torch
 from rich.console import Console
-from timm.layers import GroupNormAct
+from timm.layers.norm_act import GroupNormAct
 from torch import Tensor, nn
 from torchvision.models.convnext import LayerNorm2d as LayerNormOfMaps
 from torchvision.ops import FrozenBatchNorm2d

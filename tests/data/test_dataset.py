@@ -123,7 +123,6 @@ BAD_IMAGES = {
     "test is empty": (GOOD, Examples(GOOD.inputs[:0], GOOD.targets[:0])),
     "test.targets is torch.float32": (GOOD, Examples(GOOD.inputs, GOOD.targets.float())),
     "test.targets has -1": (GOOD, Examples(GOOD.inputs, GOOD.targets - 1)),
-    "test.mask": (GOOD, Examples(GOOD.inputs, GOOD.targets, GOOD.inputs > 3)),
 }
 
 
@@ -160,15 +159,10 @@ def one_string(mask: torch.Tensor) -> Examples:
 BAD_TOKENS = {
     "inputs has 8; vocab_size=8": strings(vocab_size=8),
     r"must be torch.int64 \(6, 5\)": strings(input_shape=(5,)),
-    "1 symbols for vocab_size=9": strings(symbols=("a",)),
     "task='regression'": strings(task="regression"),
     "val is Windows": strings(val=text().val),
     "test.mask has a sample without": strings(test=one_string(torch.zeros(1, 4).bool())),
     "test.mask is torch.float32": strings(test=one_string(torch.ones(1, 4))),
-    "vocab_size=5 must be num_outputs=6": text(num_outputs=6),
-    "bytes_per_token=None": text(bytes_per_token=None),
-    r"block_size=4 differs from input_shape=\(3,\)": text(input_shape=(3,)),
-    "val has 7 tokens; block_size=4 needs 8": text(val=Windows(torch.arange(7) % 5, 4)),
     "test.tokens has 5; vocab_size=5": text(test=Windows(torch.arange(20) % 6, 4)),
 }
 

@@ -122,8 +122,6 @@ def place(module: TrainingModule, device: str) -> None:
     module.replicas.to(device)
     module.batches = module.batches.to(device)
     module.evaluator = module.evaluator.on(module.batches.data)
-    if module.averaged is not None:
-        module.averaged.to(device)
 
 
 def first_step(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from gpu_cases import (
@@ -16,11 +14,9 @@ from gpu_cases import (
     on_each_device,
     place,
 )
-from training_cases import CPU, recipe_for
 
 from normexp.batching.draws import Dropout
 from normexp.batching.sizes import Sizes
-from normexp.cells import refusals
 from normexp.checks.preflight import Traits
 from normexp.config.help import group_choices
 from normexp.data.augment import Augmentation
@@ -84,20 +80,6 @@ def test_folded_groups_equal_one_group_at_a_time(device: str, groups: int, size:
         torch.testing.assert_close(moments.var[index], alone.var[0])
         (own,) = torch.autograd.grad((out[0] * weights[index]).sum(), part)
         torch.testing.assert_close(gradient[index], own[0])
-
-
-def test_a_gpu_evaluates_in_an_eighth_of_its_memory(monkeypatch):
-    monkeypatch.setattr(refusals, "memory_of", lambda _: 8 * 4 * 10**6)
-    data = images()
-    traits = replace(TRAITS, elements_per_sample=1000 - 3 * data.num_outputs)
-    for accelerator, precision, expected in (
-        ("cpu", "32-true", None),
-        ("cuda", "bf16-mixed", 1000),
-        ("cuda", "64-true", 500),
-    ):
-        devices = replace(CPU, accelerator=accelerator, precision=precision)
-        recipe = recipe_for(data, Sizes(16), devices=devices)
-        assert refusals.evaluation_limit(recipe, data, traits) == expected
 
 
 @on_each_device

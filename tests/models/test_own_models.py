@@ -163,7 +163,7 @@ def test_content_of_the_file_is_part_of_the_identity(
         (b"text", MODEL, "model.weights=.*state_dict"),
         ({"other": torch.ones(3)}, MODEL, "model.weights=.*does not fit.*other.*conv"),
         ({}, MODEL, "model.weights=.*holds no tensors"),
-        (torch.nn.ReLU(), MODEL, "model.weights=.*holds a whole module; save its state_dict"),
+        (torch.nn.ReLU(), MODEL, "model.weights=.*neither a state_dict"),
         ({"classifier.bias": torch.ones(10)}, ["model=vit"], "model.weights=.*does not fit"),
         (plain_weights(), ["model=convnet"], "model.weights=.*does not fit"),
         (plain_weights(), ["model=convnet", "+model.replace=[ReLU]"], "model.replace"),

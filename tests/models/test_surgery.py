@@ -191,7 +191,7 @@ def test_classes_can_be_named_and_what_is_left_is_said() -> None:
     parts.append(nn.LocalResponseNorm(2))
     surgery = replace_norms(nn.Sequential(*parts), LAYER_NORM)
     assert surgery.classes == {"1": "LlamaRMSNorm"}
-    assert next(surgery.notes()) == "1 site in place of 1 LlamaRMSNorm: 1"
+    assert next(surgery.notes()) == "1 sites in place of 1 LlamaRMSNorm: 1"
     assert surgery.left.keys() == {"OddNormalizer", "LayerNorm", "LocalResponseNorm"}
     network = nn.Sequential(nn.LayerNorm(6), OddNormalizer(6))
     assert replace_norms(network, LAYER_NORM, only=["OddNormalizer"]).classes.keys() == {"1"}

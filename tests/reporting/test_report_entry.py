@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import re
-import shlex
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -18,10 +17,8 @@ import pytest
 from synthetic_study import answers_of, declare, report_of, write_cell, write_study
 
 import normexp
-from normexp.records.history import CommandEntry, History
 from normexp.report import main
 from normexp.reporting import page, publish
-from normexp.reporting.details import repeat_command
 from normexp.reporting.metric import describe_metric
 
 EVIL = "</script><img src=x onerror=alert(1)>"
@@ -165,31 +162,6 @@ def test_report_json_and_load_report_hold_the_comparisons_of_the_page(whole: tup
     assert all(f"- {sentence}" in printed for sentence in section["sentences"])
 
 
-SWEEP = ["normexp-train", "-m", "norm=batch,group", "norm_batch_size=2,8", "lr=0.3"]
-
-
-@pytest.mark.parametrize(
-    ("typed", "title", "words"),
-    [
-        ([*SWEEP, "workers=2", "study=old"], "norm=batch norm_batch_size=2 lr=0.3", ""),
-        ([*SWEEP, "norm_batch_size=2,null"], "norm=batch lr=0.3", ""),  # the full batch
-        (["normexp-train", "experiment=zoo", "+data.x=[1, 2]"], "norm=batch +data.x=[1, 2]", ""),
-        (["normexp-tune", "lr=interval(1e-2,1)", "tune.points=5", "model=vit"],
-         "norm=batch lr=0.05", "model=vit "),
-    ],
-)  # fmt: skip
-def test_the_command_of_a_cell_is_the_typed_one_with_its_own_values(typed, title, words):
-    history = History()
-    assert repeat_command(history, Path("runs/new/cell"), [0, 1]) == ""  # typed elsewhere
-    history.typed.append(CommandEntry("c", typed, "", 3, {"cell": [(title, [0, 1])]}))
-    words = "experiment=zoo " if "experiment=zoo" in typed else words
-    own = shlex.join(re.split(" (?=\\+?[a-z_.]+=)", title))
-    expected = f"python -m normexp.train {words}{own} study=new seed=0 replicas=2"
-    assert repeat_command(history, Path("runs/new/cell"), [0, 1]) == expected
-    assert "runs_dir=/else " in repeat_command(history, Path("/else/new/cell"), [0, 1])
-
-
-@pytest.mark.usefixtures("undrawn")
 def test_a_report_is_replaced_while_the_study_goes_on(tmp_path: Path, capsys):
     result = {"environment": {"cpu": "AMD EPYC", "cpu_count": 2}, "num_parameters": 14000}
     cell = write_cell(tmp_path, "batch", {0: 0.8}, norm_batch_size=2, result=result)

@@ -78,7 +78,7 @@ def test_state_of_a_callback_is_resumed(tmp_path: Path, stop_at: int):
     [
         (shipped.ModelCheckpoint(), "cannot be used: .*weights.pt"),
         (shipped.TQDMProgressBar(), "progress"),
-        (shipped.StochasticWeightAveraging(0.1), "set ema="),
+        (shipped.StochasticWeightAveraging(0.1), "the weights of the last step"),
         (shipped.GradientAccumulationScheduler({0: 2}), "set micro_batch_size="),
         (shipped.Timer("00:00:01:00"), "set steps="),
         (shipped.LearningRateFinder(), "normexp.tune"),

@@ -1,4 +1,4 @@
-"""Running, precise, batch and averaged statistics against passes by hand; state is restored."""
+"""Running, precise and batch statistics against passes by hand; state is restored."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -37,7 +36,6 @@ from normexp.training import statistics
 from normexp.training.module import TrainingModule
 from normexp.training.statistics import (
     Population,
-    block_size,
     gather,
     measure_population,
     shuffled,
@@ -397,16 +395,13 @@ def test_everything_is_given_back_also_if_a_forward_raises(monkeypatch, own, lim
     assert snapshot(module) == before
 
 
-DECAY = 0.8
-
-
 @pytest.mark.parametrize("every_epoch", [False, True])
 def test_training_records_each_kind_when_asked_and_changes_no_weight(tmp_path: Path, every_epoch):
     choices = {"seeds": (0, 1), "stacked": True}
     own = measuring(*("running", "precise", "batch"), batch_sizes=(4,), every_epoch=every_epoch)
-    module = train(build_module(**own, ema=DECAY, **choices), tmp_path / "a.ckpt")
+    module = train(build_module(**own, **choices), tmp_path / "a.ckpt")
     rows = [(step, name) for step, _, _, values in rows_of(module) for name in values]
-    for name in ("val/accuracy@precise", "val/loss@batch4", "val/loss@ema"):
+    for name in ("val/accuracy@precise", "val/loss@batch4"):
         steps = [step for step, found in rows if found == name]
         assert steps == ([5, 10] if every_epoch else [10])
     assert [step for step, name in rows if name == "test/loss@batch4"] == [10]
@@ -442,62 +437,3 @@ def test_samples_of_a_language_model_are_losses_per_sequence():
         output = module.replicas.replica(index)(batch["inputs"])
         own = functional.cross_entropy(output[0], batch["targets"][0])
         assert losses[7] == pytest.approx(own.item(), rel=1e-5)
-
-
-class AverageByHand(pl.Callback):
-    """w = 0.8 w + 0.2 w_t after each step t, from w_1 on, of one replica."""
-
-    def __init__(self, replica: int) -> None:
-        self.replica = replica
-        self.weights: dict[str, Tensor] = {}
-
-    def on_train_batch_end(self, trainer, pl_module, *args):  # noqa: ARG002
-        network = pl_module.replicas.replica(self.replica)
-        for name, value in network.named_parameters():
-            old = self.weights.get(name, value)
-            self.weights[name] = (DECAY * old + (1 - DECAY) * value).detach()
-
-
-@pytest.mark.parametrize(
-    ("stacked", "sizes"), [(False, Sizes(8)), (True, Sizes(8, 4, 2))], ids=["in_turn", "stacked"]
-)
-def test_averaged_weights_equal_a_hand_written_average(tmp_path: Path, stacked: bool, sizes: Sizes):
-    common = {"seeds": (0, 1), "stacked": stacked, "sizes": sizes, **measuring(every_epoch=True)}
-    module, by_hand = build_module(ema=DECAY, max_chunk=1, **common), AverageByHand(1)
-    train(module, tmp_path / "a.ckpt", [by_hand])
-    averaged = module.averaged.module.replica(1)
-    for name, value in averaged.named_parameters():
-        torch.testing.assert_close(value, by_hand.weights[name], rtol=0, atol=1e-14, msg=name)
-    assert_same_state(module, train(build_module(**common), tmp_path / "b.ckpt"), 0, replica=1)
-
-
-def test_averaged_weights_are_evaluated_with_running_state_of_their_own(tmp_path: Path):
-    whole = {"sizes": Sizes(40), **measuring(num_samples=40)}
-    module = train(build_module(ema=DECAY, **whole), tmp_path / "a.ckpt")
-    network, data = module.averaged.module.replica(0).eval(), module.batches.data
-    for split in ("val", "test"):
-        part = getattr(data, split)
-        output = network(data.model_inputs(part.inputs, torch.float64))
-        loss = functional.cross_entropy(output, part.targets).item()
-        assert module.metrics[f"{split}/loss@ema"][0] == pytest.approx(loss, abs=1e-12)
-        assert module.metrics[f"{split}/loss@ema"] != module.metrics[f"{split}/loss"]
-    seen = network.conv1(data.model_inputs(data.train.inputs, torch.float64))
-    norm = network.norm1.norm
-    torch.testing.assert_close(norm.running_mean, seen.mean((0, 2, 3)), rtol=0, atol=1e-12)
-    var = seen.var((0, 2, 3), correction=0)
-    torch.testing.assert_close(norm.running_var, var, rtol=0, atol=1e-12)
-
-
-def test_norm_without_running_state_has_averaged_weights_too(tmp_path: Path):
-    module = train(build_module(ema=DECAY, make_norm=group_norm), tmp_path / "a.ckpt")
-    assert module.metrics["test/loss@ema"] != module.metrics["test/loss"]
-    assert set(module.evaluator.samples) == {"running", "ema"}
-
-
-@pytest.mark.parametrize(
-    ("limit", "per_replica"), [(None, 32), (100, 32), (2048, 128), (10**6, 512)]
-)
-def test_a_gpu_scores_as_many_samples_of_each_replica_as_its_memory_allows(limit, per_replica):
-    replicas = build_module(seeds=tuple(range(16))).replicas
-    assert block_size(replicas, 1, limit) == per_replica
-    assert block_size(replicas, 12, limit) == per_replica // 12 * 12

@@ -64,7 +64,6 @@ def test_resumed_run_equals_an_undisturbed_one_to_the_bit(
             stacked=stacked,
             sizes=Sizes(8, 4, 2),
             max_chunk=2,
-            ema=0.8,
         )
 
     undisturbed = train(build(), tmp_path / "whole.ckpt", precision=precision)

@@ -103,7 +103,7 @@ IN_PARTS = [
 
 # A stack ----------------------------------------------------------------------------------------
 
-CLIPPED = {"max_grad_norm": 1.0, "ema": 0.8}
+CLIPPED = {"max_grad_norm": 1.0}
 STACKED = [
     pair(name, CLIPPED | own, STACK, ALONE, atol=1e-9, replica=1)
     for name, own in {

@@ -131,7 +131,6 @@ def recipe_for(data: Data, sizes: Sizes, **choices: Any) -> Recipe:
         "decay_norm": False,
         "decay_bias": True,
         "max_grad_norm": None,
-        "ema": None,
         "norm_momentum": None,
         "val_every_epochs": 1,
         "statistics": ("running",),
@@ -145,7 +144,6 @@ def recipe_for(data: Data, sizes: Sizes, **choices: Any) -> Recipe:
         "save_weights": True,
         "allow_leak": False,
         "callbacks": list,
-        "diagnostics": None,
         "log_every": 3,
         "loggers": Loggers(None, False, None, False, {}, (), None),
     }
