@@ -140,8 +140,8 @@ def enter_sites(network: nn.Module, batch: Batch) -> list[EnteredSite]:
         entered[content].names.append(name)
         inside.append((name, entered[content], x, x.detach().clone()))
 
-    def leave(*_: Any) -> None:
-        _, site, x, before = inside.pop()
+    def leave(*_arguments: Any) -> None:
+        _name, site, x, before = inside.pop()
         same = (x == before) | (before != before)  # NaN
         site.writes_input |= not bool(same.all())
 
