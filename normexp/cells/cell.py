@@ -34,7 +34,7 @@ from normexp.data.dataset import Data
 from normexp.errors import UserError
 from normexp.records.logs import collected_messages
 from normexp.records.result import check_joins
-from normexp.records.sources import loaded_files, refuse_edited
+from normexp.records.sources import refuse_edited
 from normexp.training.devices import check_devices
 from normexp.training.evaluation import criterion_of
 from normexp.training.recipe import Recipe
@@ -113,7 +113,6 @@ def prepare_cell(spec: CellSpec, *, traits: Traits | None = None) -> Cell:
     Raises:
         UserError: a value that cannot be trained, with the key and the remedy.
     """
-    loaded_before = loaded_files()
     with collected_messages() as messages:
         data, recipe, build, network = _build_parts(spec)
         if traits is None:
@@ -133,9 +132,6 @@ def prepare_cell(spec: CellSpec, *, traits: Traits | None = None) -> Cell:
         ]:
             logger.info(note)
         description = describe_cell(spec, recipe, build, data, traits)
-        beyond = loaded_files().items() - loaded_before.items()
-        if beyond := {path: digest for path, digest in beyond if path not in spec.sources}:
-            description["loaded_sources"] = beyond  # by no import statement, as a plugin
         assert spec.directory is not None
         check_joins(spec.directory, description)
         recipe = recipe.for_norm(

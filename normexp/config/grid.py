@@ -21,13 +21,12 @@ from normexp.config.compose import (
     compose_choices,
     compose_config,
     parse_overrides,
-    quoted,
     refuse_missing_files,
     refuse_missing_targets,
 )
 from normexp.config.help import group_choices
 from normexp.config.identity import may_mix_samples
-from normexp.config.rules import KEYS, OPTIONS, as_typed, check_value, suggest, validate
+from normexp.config.rules import OPTIONS, suggest, validate
 from normexp.config.spec import CellSpec, Command, NormSpec, config_dir_words, norm_of
 from normexp.errors import UserError
 
@@ -110,12 +109,10 @@ def _with_number(word: str, config: dict[str, Any]) -> str:
 def list_cells(command: Command) -> list[list[str]]:
     """The overrides of each cell of a command.
 
-    Without -m there is one, unless the line or its experiment lists `cells`, or its experiment sets
-    hydra.mode=MULTIRUN.
+    Without -m there is one, unless its experiment sets hydra.mode=MULTIRUN.
 
     Raises:
-        UserError: a sweep without a list of values, a listed cell that does not compose, or an
-            experiment that normexp.tune must search.
+        UserError: a sweep without a list of values, or an experiment that normexp.tune must search.
     """
     grid = read_grid(command)
     if not (command.multirun or grid.is_multirun):
@@ -132,66 +129,43 @@ def list_cells(command: Command) -> list[list[str]]:
                 f"the experiment searches {override.input_line}: run python -m normexp.tune "
                 + shlex.join(words)
             )
-    lines = grid.lines(grid.overrides)
-    if len(grid.listed) > 1:  # a mistake in a listed cell stops the command, unlike one in the grid
-        for line in lines[:: len(lines) // len(grid.listed)]:
-            compose_cell(line, command.config_dirs)
-    return lines
+    return grid.lines(grid.overrides)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The cells of a command: each listed cell at each point of the product of the overrides.
+    """The cells of a command: each point of the product of the overrides.
 
     Attributes:
-        listed: the words of each cell of the key `cells`; [[]] if it lists none.
         overrides: those typed and those in `hydra.sweeper.params`, one per key.
         is_multirun: the config asks for several cells, even without -m.
         untyped: the keys that only `hydra.sweeper.params` of the experiment sets.
         config_dirs: folders with the user's own choices.
     """
 
-    listed: list[list[str]]
     overrides: list[Override]
     is_multirun: bool
     untyped: list[str]
     config_dirs: Sequence[str]
 
     def lines(self, overrides: Sequence[Override]) -> list[list[str]]:
-        """The words of each cell; listed cells vary slowest, then the first override.
+        """The words of each cell; the first override varies slowest.
 
         Raises UserError for a sweep other than `a,b`, `choice(...)`, `range(...)` and `glob(...)`.
         """
         values = [list(_words_of(override, self.config_dirs)) for override in overrides]
-        points = [list(point) for point in itertools.product(*values)]
-        return [[*words, *point] for words in self.listed for point in points]
+        return [list(point) for point in itertools.product(*values)]
 
 
 def read_grid(command: Command) -> Grid:
-    """The grid of a command line and its experiment; a typed key replaces the experiment's.
-
-    Raises:
-        UserError: a key that the grid and a listed cell both set.
-    """
+    """The grid of a command line and its experiment; a typed key replaces the experiment's."""
     base = compose_choices(parse_overrides(command.overrides), command.config_dirs)
     params: Mapping[str, Any] = base.hydra.sweeper.get("params") or {}
     words = [*(f"{key}={value}" for key, value in params.items()), *command.overrides]
     last = {override.get_key_element(): override for override in parse_overrides(words)}
-    listed = base.defaults["cells"]
-    if typed := last.pop("cells", None):
-        if typed.is_sweep_override():
-            raise UserError("cells=...: must be one list; separate its cells by commas")
-        _refuse_repeated_keys(str(typed.input_line))
-        listed = typed.value()
-    check_value("cells", listed, KEYS["cells"].rule)
-    rows: Any = listed or []
-    for key in [key for row in rows for key in row]:
-        if key in last:
-            raise UserError(f"{last[key].input_line}: cells sets {key} too; drop one of them")
     return Grid(
-        [[*(_word(key, row[key]) for key in row), "cells=null"] for row in rows] or [[]],
         list(last.values()),
-        bool(rows) or base.hydra.mode == RunMode.MULTIRUN,
+        base.hydra.mode == RunMode.MULTIRUN,
         [
             key
             for key in params
@@ -199,18 +173,6 @@ def read_grid(command: Command) -> Grid:
         ],
         command.config_dirs,
     )
-
-
-def _refuse_repeated_keys(word: str) -> None:
-    """Raises UserError for a cell that sets a key twice: Hydra would keep the last value."""
-    for cell in re.findall(r"\{.*?\}", re.sub(r"'[^']*'|\"[^\"]*\"", "''", word)):
-        keys = re.findall(r"[{,]\s*([\w.]+)\s*:", cell)
-        for key in keys:
-            if keys.count(key) > 1:
-                raise UserError(
-                    f"cells={cell}: sets {key} twice; list a cell for each value, as "
-                    f"cells=[{{{key}:A}},{{{key}:B}}]"
-                )
 
 
 def launcher_of(command: Command) -> str | None:
@@ -225,15 +187,6 @@ def is_searched(override: Override) -> bool:
     value = override.value()
     simple = isinstance(value, ChoiceSweep) and value.simple_form
     return isinstance(value, ChoiceSweep | RangeSweep | IntervalSweep) and not simple
-
-
-def _word(key: str, value: Any) -> str:
-    """The override that sets a plain value; quotes a text that Hydra would read otherwise."""
-    text = f"{key}={as_typed(value)}"
-    is_plain = not isinstance(value, str) or re.fullmatch(r"[\w./-]+", value) is not None
-    if is_plain and parse_overrides([text])[0].value() == value:
-        return text
-    return f"{key}={quoted(str(value))}"
 
 
 def _words_of(override: Override, config_dirs: Sequence[str]) -> Iterator[str]:

@@ -75,10 +75,8 @@ normexp trains a model with any norm, and measures how the result depends on the
   python -m normexp.train norm=group             one cell: a norm, a model, data, sizes; 4 seeds
   python -m normexp.train -m norm=batch,group    a sweep over values; the same line again resumes it
   python -m normexp.train -m experiment=NAME     a recipe of conf/experiment
-  python -m normexp.train 'cells=[{norm:batch,lr:1},{norm:group,lr:0.3}]'   keys that vary together
 
-Each entry of `cells` is trained at every point of the grid. A recipe may list cells too, and set a
-launcher: `- override /hydra/launcher: submitit_slurm`, below `defaults:`.
+A recipe may set a launcher: `- override /hydra/launcher: submitit_slurm`, below `defaults:`.
 """,
     "tune": """\
 normexp.tune searches hyperparameters on validation, then trains fresh seeds at the best.

@@ -9,9 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from normexp.batching.sizes import SIZES, Sizes
@@ -24,7 +23,6 @@ from normexp.config.compose import (
 from normexp.config.rules import OPTIONAL_GROUPS, PARTS, in_identity, sees_validations
 from normexp.errors import UserError
 from normexp.norms.slots import SLOTS
-from normexp.records.content import IMAGE_SUFFIXES, digest_of_path, has_split_folders
 from normexp.records.sources import digests_of, source_digest, source_files
 
 # Versions of choices, raised when a default or the meaning of a choice changes: {"norm/group": 2}.
@@ -38,9 +36,6 @@ VERSIONS: dict[str, int] = {
 
 # Keys that only say how a value of the config came about, or how a target is called.
 NOT_HASHED = {"optim.default_lr", *(f"{group}._partial_" for group in (*PARTS, "schedule"))}
-
-# Keys of shipped parts that name the user's own files; their content counts, not their place.
-FILES = {"data": ("root", "path"), "model": ("weights",)}
 
 # Values that mean the same as a missing key.
 IMPLIED_VALUES = {
@@ -62,7 +57,7 @@ def identity_of(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[s
         choices: the choice in each config group, as `compose_cell` returns them.
     """
     defaults = defining_values(shipped_config() | {"trainer": shipped_defaults("trainer", "auto")})
-    values = _with_content(defining_values(config), config)
+    values = _with_content(defining_values(config))
     groups = [name for name in (*PARTS, *OPTIONAL_GROUPS) if isinstance(values.get(name), dict)]
     rest = {key: value for key, value in values.items() if key not in groups}
     rest |= sizes_of(config)
@@ -162,8 +157,8 @@ def sources_of(config: Mapping[str, Any]) -> dict[str, str]:
     return digests
 
 
-def _with_content(values: Any, config: Mapping[str, Any]) -> Any:
-    """The values with digests of the user's files: the source of targets, data and weights."""
+def _with_content(values: Any) -> Any:
+    """The values with digests of the source of the user's targets, and of shipped texts."""
 
     def with_sources(tree: Any) -> Any:
         if isinstance(tree, Mapping):
@@ -175,24 +170,7 @@ def _with_content(values: Any, config: Mapping[str, Any]) -> Any:
         return [with_sources(item) for item in tree] if isinstance(tree, list) else tree
 
     values = with_sources(values)
-    for group, keys in FILES.items():
-        for key in keys:
-            value = (config.get(group) or {}).get(key)
-            if isinstance(value, str):
-                counts = []
-                if _is_shipped(values[group], "image_folder"):
-                    counts = [
-                        _is_split_image if has_split_folders(Path(value)) else _is_class_image
-                    ]
-                content = digest_of_path(Path(value), *counts)
-                if content is not None or "source_digest" in values[group]:
-                    values[group][f"{key}_content"] = content or value
     data = values.get("data")
-    if isinstance(data, dict) and "source_digest" in data:  # a function of the user
-        arguments = {key: value for key, value in data.items() if key != "_target_"}
-        paths = {text for text in _texts(arguments) if _is_data_path(text)}
-        if content := {text: digest_of_path(Path(text)) for text in sorted(paths)}:
-            data["content"] = content
     if isinstance(data, dict):
         if _is_shipped(data, "manual"):
             data["text_digest"] = _digest_of_manual()
@@ -205,34 +183,6 @@ def _with_content(values: Any, config: Mapping[str, Any]) -> Any:
 def _is_shipped(data: Mapping[str, Any], choice: str) -> bool:
     """True if a data set is read by the function of a shipped choice."""
     return data.get("_target_") == (shipped_defaults("data", choice) or {}).get("_target_")
-
-
-def _is_split_image(path: Path) -> bool:
-    """True for an image that a shipped image folder reads, if it has train/ or test/."""
-    return path.parts[0] in ("train", "test") and path.suffix.lower() in IMAGE_SUFFIXES
-
-
-def _is_class_image(path: Path) -> bool:
-    """True for an image that a shipped image folder reads, if every folder in it is a class."""
-    return len(path.parts) > 1 and path.suffix.lower() in IMAGE_SUFFIXES
-
-
-def _texts(tree: Any) -> Iterator[str]:
-    """Every text among the values of nested dicts and lists."""
-    if isinstance(tree, str):
-        yield tree
-    elif isinstance(tree, Mapping | list):
-        for value in tree.values() if isinstance(tree, Mapping) else tree:
-            yield from _texts(value)
-
-
-def _is_data_path(text: str) -> bool:
-    """True for an existing path; not for a folder around the current one, as `.`, with results."""
-    try:
-        path = Path(text)
-        return bool(text) and path.exists() and not Path.cwd().is_relative_to(path.resolve())
-    except (OSError, ValueError):  # too long for a path
-        return False
 
 
 @cache

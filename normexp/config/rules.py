@@ -105,20 +105,6 @@ NAME = Rule(
 )
 
 
-def _lists_cells(value: Any) -> bool:
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        return False
-    mappings = [cell for cell in value if isinstance(cell, Mapping) and cell]
-    values = [entry for cell in mappings for entry in cell.values()]
-    return len(mappings) == len(value) and not any(isinstance(entry, Mapping) for entry in values)
-
-
-CELLS = Rule(
-    _lists_cells,
-    "a list of cells with dotted keys, as [{norm:batch,lr:1.0},{norm:group,norm.num_groups:4}]",
-)
-
-
 @dataclass(frozen=True)
 class Key:
     """A key of the config.
@@ -155,7 +141,6 @@ KEYS = {
     "lr_rule": Key(one_of("none", "linear", "sqrt", "momentum_aware")),
     "base_batch_size": Key(COUNT, "samples"),
     "max_grad_norm": Key(POSITIVE.or_null()),
-    "ema": Key(SHARE.or_null()),
     "seed": Key(INDEX, identity=False),
     "replicas": Key(
         Rule(lambda v: COUNT.holds(v) and v <= 10**6, "a whole number from 1 to 1000000"),
@@ -164,7 +149,6 @@ KEYS = {
     "study": Key(NAME, identity=False),
     "tags": Key(list_of(TEXT).or_null(), identity=False),
     "notes": Key(TEXT.or_null(), identity=False),
-    "cells": Key(CELLS.or_null(), identity=False),
     "dry_run": Key(FLAG, identity=False),
     "workers": Key(INDEX.or_null(), identity=False),
     "fail_fast": Key(FLAG, identity=False),
@@ -189,7 +173,6 @@ KEYS = {
     "evaluate_batch_sizes": Key(list_of(COUNT).or_null(), "samples", identity=False),
     "evaluate_every_epoch": Key(FLAG, identity=False),
     "allow_leak": Key(FLAG, identity=False),
-    "diagnostics": Key(INDEX.or_null(), "epochs", identity=False),
     "tune.points": Key(COUNT, identity=False),
     "tune.seeds": Key(SEVERAL, identity=False),
     "tune.first_seed": Key(INDEX, identity=False),
@@ -199,13 +182,13 @@ KEYS = {
     "norm.half_life": Key(POSITIVE.or_null(), "samples"),
     "norm.mixes_samples": Key(FLAG.or_null(), identity=False),  # false: norm_batch_size counts not
     "norm.synchronized": Key(FLAG.or_null(), identity=False),  # counted in norm_batch_size
-    "model.weights": Key(TEXT.or_null(), identity=False),  # a digest of the content counts instead
+    "model.weights": Key(TEXT.or_null()),
     "model.replace": Key(list_of(TEXT).or_null()),
     "data.limit_train": Key(COUNT.or_null(), "samples, for texts blocks"),
     "data.order": Key(one_of("shuffled", "sorted")),
     "data.data_dir": Key(FOLDER, identity=False),
-    "data.path": Key(FOLDER, identity=False),  # a digest of the content counts instead
-    "data.root": Key(FOLDER, identity=False),
+    "data.path": Key(FOLDER),
+    "data.root": Key(FOLDER),
     "optim.momentum": Key(FRACTION),
     "optim.nesterov": Key(FLAG),
     "optim.weight_decay": Key(NOT_NEGATIVE),
@@ -219,13 +202,6 @@ KEYS = {
     "trainer.num_nodes": Key(COUNT, identity=False),  # forward pass is a ghost sub-batch
     "trainer.strategy": Key(one_of("auto", "ddp"), identity=False),
     "trainer.precision": Key(one_of("32-true", "bf16-mixed", "64-true")),
-    "logger.wandb.project": Key(TEXT, identity=False),
-    "logger.wandb.entity": Key(TEXT.or_null(), identity=False),
-    "logger.wandb.name": Key(TEXT.or_null(), identity=False),
-    "logger.wandb.group": Key(TEXT.or_null(), identity=False),
-    "logger.custom._target_": Key(TEXT, identity=False),
-    "logger.custom.per": Key(one_of("run", "cell"), identity=False),
-    "logger.wandb.mode": Key(one_of("auto", "online", "offline", "disabled"), identity=False),
 }
 NOT_IN_IDENTITY = ("hydra", "experiment", "logger", "tune")  # groups that define no training
 REQUIRED_OF_OPTIM = ("_target_", "weight_decay", "decay_norm", "schedule", "warmup")
@@ -233,7 +209,6 @@ REQUIRED_OF_OPTIM = ("_target_", "weight_decay", "decay_norm", "schedule", "warm
 MISSING = "???"  # in a config: a value that must be given
 OPTIONAL_GROUPS = ("schedule", "callback")  # a training may have none
 PARTS = ("norm", "model", "data", "optim")  # of every cell; their targets say what they take
-LOGGERS = ("logger.csv", "logger.tensorboard")  # without a key of their own
 
 # Keys of Lightning and other tools, and what does the same here.
 FOREIGN_KEYS = {
@@ -253,7 +228,6 @@ FOREIGN_KEYS = {
     **dict.fromkeys(("default_root_dir", "output_dir"), "set runs_dir=..."),
     **dict.fromkeys(("scheduler", "lr_scheduler"), "set optim.schedule=... or schedule=custom"),
     **dict.fromkeys(("callbacks", "early_stopping"), "set callback=early_stopping or custom"),
-    **dict.fromkeys(("ema_decay", "swa"), "set ema=..."),
     **dict.fromkeys(("tags", "notes"), "set tags=[...] or notes=...; every logger gets them"),
     "log_every_n_steps": "set log_every=...",
     "debug": "set experiment=debug",
@@ -268,9 +242,9 @@ FOREIGN_KEYS = {
 
 def is_read(key: str) -> bool:
     """True if something reads a dotted key: one of `KEYS`, a group of them, or a target."""
-    if key.partition(".")[0] in (*PARTS, *OPTIONAL_GROUPS) or key in (*KEYS, *LOGGERS):
+    if key.partition(".")[0] in (*PARTS, *OPTIONAL_GROUPS, "logger") or key in KEYS:
         return True
-    return key.startswith("logger.custom.") or any(name.startswith(f"{key}.") for name in KEYS)
+    return any(name.startswith(f"{key}.") for name in KEYS)
 
 
 def in_identity(key: str) -> bool:

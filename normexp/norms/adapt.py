@@ -37,7 +37,7 @@ FEATURE_NAMES = (
 )
 AMBIGUOUS_NAMES = ("width", "dim")  # with a default, these may be an axis or a window
 EPS_NAMES = ("eps", "epsilon", "variance_epsilon")
-POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 PROBED_DIMS = (2, 3, 4, 5)
 
@@ -63,13 +63,6 @@ def foreign_factory(
     if layout not in (None, "first", "last"):
         raise UserError(f"norm.layout={layout}: must be first or last")
     build = adapt(make, target=target, eps=eps)
-    argument = _eps_argument(make)
-    if argument is not None and isinstance(argument.default, float) and argument.default != eps:
-        key, default = f"norm.{argument.name}", argument.default
-        logger.info(
-            "%s=%s replaces the default %s of %s; %s=%s keeps it",
-            *(key, eps, default, target, key, default),
-        )
     found: Layout | None = None
 
     def norm(num_features: int) -> nn.Module:
@@ -77,10 +70,6 @@ def foreign_factory(
         if found is None:
             found = find_layout(build, num_features, target=target, layout=layout)
             logger.info("norm._target_=%s takes %s", target, found)
-            if 2 not in found.num_dims:
-                logger.info(
-                    "norm.view=token shows it single tokens, norm.view=sequence whole texts"
-                )
         return found.present(build(num_features))
 
     return norm
@@ -90,25 +79,30 @@ def adapt(make: Callable[..., Any], *, target: str, eps: float | None) -> Build:
     """Returns `make` as a function of the number of features alone.
 
     Raises:
-        UserError: a knob that the target does not have, or a required argument that is not set;
-            when called, an error of the constructor, or a result that is not an nn.Module.
+        UserError: a required argument that is not set; when called, an error of the constructor, or
+            a result that is not an nn.Module.
     """
-    call = _flatten(bind_eps(make, eps))
+    call = bind_eps(make, eps)
     free = _free_arguments(call)
-    feature = _feature_argument(free)
-    if missing := [p.name for p in free if p is not feature and _is_required(p)]:
+    known = [p for name in FEATURE_NAMES for p in free if p.name == name]
+    required = [p for p in free if p.default is p.empty and p.kind not in VARIADIC]
+    choices = [p for p in known if p in required] + required
+    choices += [p for p in known if p.name not in AMBIGUOUS_NAMES]
+    choices += [p for p in free if p.kind is p.VAR_POSITIONAL]
+    feature = choices[0] if choices else None
+    if missing := [p.name for p in required if p is not feature]:
         raise UserError(
             f"norm._target_={target} needs the argument {missing[0]}; set norm.{missing[0]}=..."
         )
 
     def construct(num_features: int) -> nn.Module:
-        positional, keywords = (), {}
-        if feature is not None and feature.kind in POSITIONAL:
-            positional = (num_features,)
-        elif feature is not None:
-            keywords = {feature.name: num_features}
         try:
-            norm = call(*positional, **keywords)
+            if feature is None:
+                norm = call()
+            elif feature.kind in (feature.POSITIONAL_ONLY, feature.VAR_POSITIONAL):
+                norm = call(num_features)
+            else:
+                norm = call(**{feature.name: num_features})
         except UserError:
             raise
         except Exception as error:
@@ -126,63 +120,24 @@ def adapt(make: Callable[..., Any], *, target: str, eps: float | None) -> Build:
 
 def bind_eps(make: Callable[..., Any], eps: float | None) -> Callable[..., Any]:
     """Returns `make` with `eps` bound under its name in the signature, unless it is set."""
-    argument = _eps_argument(make)
-    return make if eps is None or argument is None else partial(make, **{argument.name: eps})
+    names = [p.name for p in _free_arguments(make) if p.name in EPS_NAMES]
+    return make if eps is None or not names else partial(make, **{names[0]: eps})
 
 
-def _eps_argument(make: Callable[..., Any]) -> inspect.Parameter | None:
-    if not callable(make):
-        raise UserError(f"norm._target_ names {make!r}, which cannot be called")
-    free = _free_arguments(_flatten(make))
-    named = (p for p in free if p.name in EPS_NAMES and p.kind is not p.POSITIONAL_ONLY)
-    return next(named, None)
-
-
-def _flatten(make: Callable[..., Any]) -> partial[Any]:
-    """Merges nested partials into one; functools leaves those of Hydra's subclass nested."""
-    args: tuple[Any, ...] = ()
-    knobs: dict[str, Any] = {}
-    while isinstance(make, partial):
-        args, knobs = (*make.args, *args), {**make.keywords, **knobs}
-        make = make.func
-    return partial(make, *args, **knobs)
-
-
-def _free_arguments(call: partial[Any]) -> list[inspect.Parameter]:
-    """Returns the arguments of the function that are not bound yet."""
-    function = call.func
+def _free_arguments(make: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Returns the arguments of a class, a function or a partial that are not bound yet."""
+    bound: set[str] = set()
+    function = make
+    while isinstance(function, partial):
+        bound |= function.keywords.keys()
+        function = function.func
     if getattr(function, "__init__", None) is nn.Module.__init__:
         return []  # takes no arguments, despite its signature
     try:
-        signature = inspect.signature(function)
+        parameters = inspect.signature(make).parameters
     except ValueError:  # written in C, without a signature: assume one positional argument
         return [inspect.Parameter("num_features", inspect.Parameter.POSITIONAL_ONLY)]
-    parameters = signature.parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    unknown = [] if takes_any else [name for name in call.keywords if name not in parameters]
-    if unknown:
-        name = f"{function.__module__}.{function.__qualname__}"
-        raise UserError(
-            f"norm.{unknown[0]}: {name} has no such argument; it has {', '.join(parameters)}"
-        )
-    bound = signature.bind_partial(*call.args, **call.keywords).arguments
     return [p for name, p in parameters.items() if name not in bound]
-
-
-def _feature_argument(free: list[inspect.Parameter]) -> inspect.Parameter | None:
-    """Returns the argument that takes the number of features, or None if there is none."""
-    known = [p for name in FEATURE_NAMES for p in free if p.name == name]
-    required = [p for p in free if _is_required(p)]
-    named = [p for p in known if p in required]
-    positional = [p for p in required if p.kind is not p.KEYWORD_ONLY]
-    optional = [p for p in known if p.name not in AMBIGUOUS_NAMES]
-    rest = [p for p in free if p.kind is p.VAR_POSITIONAL]
-    return next(iter([*named, *positional, *optional, *rest]), None)
-
-
-def _is_required(argument: inspect.Parameter) -> bool:
-    variadic = argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD)
-    return argument.default is argument.empty and not variadic
 
 
 @dataclass(frozen=True)

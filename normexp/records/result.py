@@ -181,16 +181,15 @@ def read_records(cell_dir: Path, seeds: Sequence[int]) -> CellRecords:
 
 
 def check_joins(cell_dir: Path, config: Mapping[str, Any]) -> None:
-    """Refuses to add runs to a cell whose recorded runs had other data or other source.
+    """Refuses to add runs to a cell whose recorded runs had other data or weights.
 
-    The id of a cell is of its config and files. What a process loads beyond them is compared here:
-    the loaded tensors, and modules that no import statement names.
+    The id of a cell is of its config and the user's source; what was loaded is compared here.
 
     Args:
         config: of the new runs, as in their results.
 
     Raises:
-        UserError: a digest differs; names the data set or the file, and the remedy.
+        UserError: a digest differs; names the data set or the weights, and the remedy.
     """
     for seed in list_seeds(cell_dir):
         if not (seed_dir(cell_dir, seed) / RESULT_FILE).exists():
@@ -209,9 +208,12 @@ def check_joins(cell_dir: Path, config: Mapping[str, Any]) -> None:
 
 def _loaded(config: Mapping[str, Any]) -> dict[str, str]:
     """The recorded digests of what a training has loaded, by name."""
-    data = config.get("recipe", {}).get("data", {})
-    digests = dict(config.get("loaded_sources", {}))
-    return digests | ({"the data set": data["digest"]} if "digest" in data else {})
+    recipe = config.get("recipe", {})
+    digests = {
+        "the data set": recipe.get("data", {}).get("digest"),
+        "model.weights": recipe.get("model", {}).get("weights_digest"),
+    }
+    return {name: digest for name, digest in digests.items() if digest is not None}
 
 
 def has_evaluations(cell_dir: Path, runs: Sequence[Result], asked: Mapping[str, int]) -> bool:

@@ -126,8 +126,6 @@ def next_commands(outcome: Outcome, words: Sequence[str]) -> list[str]:
     is_text = any("test/bits_per_byte" in result.metrics for result in outcome.results)
     ours = OF_LANGUAGE if is_text else OF_IMAGES
     norms = list(dict.fromkeys([*this_norm, *ours]))
-    if any(word.startswith("cells=") for word in kept):  # which may set the norm themselves
-        return ["python -m normexp.train --help"]
     lines = [[f"norm={','.join(norms)}", *kept]]
     share = (description["micro_batch_size"] or description["batch_size"]) // description["devices"]
     sizes = [size for size in range(2, share + 1) if share % size == 0]

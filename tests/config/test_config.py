@@ -138,8 +138,6 @@ def test_a_sweep_takes_shipped_and_own_norms_in_one_list(
     cells = compose_cells(parse_command(words))
     assert [cell.choices["norm"] for cell in cells] == ["batch", "LpNorm"]
     assert cells[1].title == "norm=my_pkg.LpNorm"
-    listed = compose_cells(parse_command(["cells=[{norm:my_pkg.LpNorm},{norm:layer}]", "lr=1"]))
-    assert listed[0].id == cells[1].id
 
 
 OWN = """\
@@ -175,11 +173,6 @@ def test_missing_modules_and_files_are_found_without_torch(
             compose_cells(parse_command(["-m", line.replace("=", "=group,", 1)]))
     for name in ("LpNorm", "build", "_hidden", "layers"):
         compose_cells(parse_command([f"norm=my_own.{name}"]))
-
-
-def test_a_study_of_a_listed_cell_is_a_name_and_no_number():
-    cells = compose_cells(parse_command(["cells=[{study:2026_11,lr:0.1},{lr:0.2,study:7}]"]))
-    assert [cell.values["study"] for cell in cells] == ["2026_11", "7"]
 
 
 def test_threads_compose_at_once(tmp_path: Path):

@@ -64,14 +64,6 @@ def test_a_knob_is_that_of_the_swept_choice():
         (["optim=sgdd,adamww"], "optim=sgdd"),  # none composes
         (["norm=batch,", "group"], "write values without blanks, as norm=batch,group"),
         (["lr=0,1,0,03"], "write decimals with a point, as lr=0.1,0.03"),
-        (["cells=[{norm:batch,batch_sise:8},{norm:group}]"], "did you mean batch_size"),
-        (["cells=[{norm:grop},{norm:group}]"], "norm=grop"),
-        (["cells=[{norm:batch,lr:1.0},{norm:group}]", "lr=0.1,0.3"], "lr=0.1,0.3"),
-        (["cells=[{lr:1.0}]", "lr=0.1"], "lr=0.1"),
-        (["cells=[]"], "cells=[]: must be a list of cells"),
-        (["cells=batch"], "cells=batch: must be a list of cells"),
-        (["cells=[{norm:{num_groups:4}}]"], "dotted"),
-        (["cells=[{lr:1.0}],[{lr:2.0}]"], "one list"),
     ],
 )
 def test_sweep_of_nothing_that_trains_is_refused(words: list[str], part: str):
@@ -131,20 +123,6 @@ def test_command_line_replaces_a_param_of_the_experiment(recipe_dir: str):
     assert [cell["optim"]["default_lr"] for cell in cells] == [0.1, 1e-3]
     assert [cell["batch_size"] for cell in cells] == [4, 4]
     assert {cell["study"] for cell in cells} == {"mine"}
-
-
-LISTED = "cells=[{norm:batch,lr:1.0},{norm:group,lr:0.3,norm.num_groups:4}]"
-RECIPE_OF_CELLS = """\
-# @package _global_
-cells:
-  - {norm: batch, lr: 1.0, study: "7"}
-  - {norm: group, lr: 0.3, norm.num_groups: 4}
-study: mine
-hydra:
-  sweeper:
-    params:
-      norm_batch_size: 2,8
-"""
 
 
 def test_the_title_of_a_full_batch_has_its_size():

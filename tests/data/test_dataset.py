@@ -173,13 +173,6 @@ def test_inconsistent_tokens_are_refused(message: str):
         validate(BAD_TOKENS[message])
 
 
-def test_consistent_tokens_pass_and_are_shown_unchanged():
-    for data in (strings(), text()):
-        validate(data)
-        tokens = torch.arange(4)
-        assert data.model_inputs(tokens) is tokens
-
-
 def test_limited_training_split_is_a_subset_by_seed_and_part_of_a_larger_one():
     data = build(examples(100), examples(20))
     small, large, other = limit_train(data, 8, 0), limit_train(data, 30, 0), limit_train(data, 8, 1)
@@ -202,8 +195,3 @@ def test_limited_text_is_its_first_blocks():
         small.train.tensors[0], data.train.tensors[0][:16]
     )  # the third block ends at any offset
     validate(small)
-
-
-def test_limit_above_the_split_is_refused():
-    with pytest.raises(UserError, match=r"^data\.limit_train=81: .* 80 samples"):
-        limit_train(build(examples(100), examples(20)), 81, 0)

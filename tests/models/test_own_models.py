@@ -137,25 +137,6 @@ def test_a_recorded_run_is_fine_tuned_with_another_norm(
     assert "in the file, but not in the model: 3 running_mean" in log
 
 
-def test_content_of_the_file_is_part_of_the_identity(
-    train: Callable[..., Any], tmp_path: Path
-) -> None:
-    """A copied file is the same cell, a changed file another; neither is confused."""
-    path, copy = tmp_path / "w.pt", tmp_path / "copy.pt"
-    torch.save(plain_weights(), path)
-    words = [*MODEL, "norm=none", *FROZEN]
-    first, _, _ = train(*words, f"model.weights={path}")
-    assert first["config"]["recipe"]["model"]["weights_digest"]
-    common = [*words, "replicas=1", "workers=0", f"runs_dir={tmp_path / 'runs'}"]
-    copy.write_bytes(path.read_bytes())
-    for again in (path, copy):
-        assert main([*common, f"model.weights={again}"]) == 0
-        assert len(list(tmp_path.glob("runs/*/*/seed-0/result.json"))) == 1
-    torch.save({k: v + 1 for k, v in plain_weights().items()}, path)
-    second, _, _ = train(*words, f"model.weights={path}")
-    assert second["cell_id"] != first["cell_id"]
-
-
 @pytest.mark.parametrize(
     ("write", "words", "message"),
     [

@@ -33,11 +33,8 @@ def norm_of(forward: Callable[[Any, Tensor], Any]) -> type[nn.Module]:
             partial(nn.GroupNorm, num_groups=3),
             "cannot be built for 8 features: ValueError: num_channels",
         ),
-        (partial(nn.GroupNorm, 1, gropus=3), r"norm\.gropus: .*GroupNorm.*num_groups, num_chan"),
         (lambda n: n, "made a int"),
-        (torch.zeros, r"norm\._target_=their\.Norm"),
         (nn.functional.relu, r"norm\._target_=their\.Norm"),
-        (3, "names 3, which cannot be called"),
     ],
 )
 def test_constructors_that_do_not_fit_are_refused_with_the_key(make, reason):
@@ -62,24 +59,11 @@ def test_the_only_required_argument_takes_the_features_whatever_its_name(make):
 
 
 @pytest.mark.parametrize(
-    ("make", "eps", "note"),
-    [
-        (LlamaRMSNorm, EPS, f"norm.variance_epsilon={EPS} replaces the default 1e-06 of t; "),
-        (partial(LlamaRMSNorm, variance_epsilon=0.5), 0.5, ""),
-        (partial(LlamaRMSNorm, variance_epsilon=EPS), EPS, ""),
-        (nn.Tanh, None, ""),
-    ],
+    ("make", "eps"), [(LlamaRMSNorm, EPS), (partial(LlamaRMSNorm, variance_epsilon=0.5), 0.5)]
 )
-def test_eps_has_one_value_unless_the_user_sets_it_and_that_is_said_once(caplog, make, eps, note):
-    with caplog.at_level(logging.INFO):
-        factory = foreign_factory(make, target="t", eps=EPS)
-        norms = [factory(num_features) for num_features in (C, 2 * C)]
-    assert {getattr(m, "variance_epsilon", eps) for n in norms for m in n.modules()} >= {eps}
-    notes = [message for message in caplog.messages if "replaces" in message]
-    assert len(notes) == bool(note)
-    assert all(
-        text.startswith(note) and "norm.variance_epsilon=1e-06 keeps" in text for text in notes
-    )
+def test_eps_has_one_value_unless_the_user_sets_it(make, eps):
+    norm = foreign_factory(make, target="t", eps=EPS)(C)
+    assert norm.norm.variance_epsilon == eps
 
 
 class BareRMSNorm(nn.Module):
@@ -152,10 +136,6 @@ def test_a_norm_of_any_layout_takes_channels_first_and_any_number_of_positions(
         assert_close(build(make)(x), reference(x), rtol=0, atol=1e-12)
 
 
-def test_a_norm_that_fits_is_not_wrapped():
-    assert type(build(nn.GroupNorm, num_groups=4)) is nn.GroupNorm
-
-
 @pytest.mark.parametrize("make", [nn.Tanh, nn.Identity, partial(BareRMSNorm, axis=1)])
 def test_without_a_sign_of_the_layout_channels_come_first(make):
     layout = find_layout(adapt(make, target="their.Norm", eps=None), C, target="their.Norm")
@@ -169,30 +149,13 @@ def test_a_foreign_batch_norm_serves_token_sites_with_padding():
     assert_close(site.tokens(C)(x, mask)[mask], expected, rtol=0, atol=1e-12)
 
 
-class OverSequence(nn.Module):
-    """Pools the positions of (B, T, C), and takes nothing else."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.dim = dim
-
-    def forward(self, x: Tensor) -> Tensor:
-        _, _, width = x.shape
-        assert width == self.dim
-        return x / (x.square().mean(dim=(1, 2), keepdim=True) + EPS).sqrt()
-
-
-@pytest.mark.parametrize("make", [OverSequence, nn.LayerNorm])
-def test_the_layout_and_a_view_of_single_tokens_are_noted_once(caplog, make):
+def test_the_layout_is_noted_once_and_the_random_state_is_kept(caplog):
     state = torch.get_rng_state()
     with caplog.at_level(logging.INFO):
-        factory = foreign_factory(make, target="t", eps=1e-5)
+        factory = foreign_factory(nn.LayerNorm, target="t", eps=1e-5)
         for num_features in (8, 16):
             factory(num_features)
-    dims = "3-D" if make is OverSequence else "2-D 3-D 4-D 5-D"
-    assert caplog.messages[0] == f"norm._target_=t takes channels last, {dims} inputs"
-    notes = [message for message in caplog.messages[1:] if "norm.view=" in message]
-    assert len(caplog.messages) == 1 + (make is OverSequence) == 1 + len(notes)
+    assert caplog.messages == ["norm._target_=t takes channels last, 2-D 3-D 4-D 5-D inputs"]
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -242,22 +205,6 @@ def test_the_layout_that_is_said_is_the_only_one_tried():
     assert_close(layout("first")(x), x / (x.square().mean(-1, keepdim=True) + EPS).sqrt())
     with pytest.raises(UserError, match=r"norm\.layout=both"):
         layout("both")
-
-
-class Kept(nn.Module):
-    """Keeps a running mean square that nothing reads."""
-
-    square: Tensor | float = 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.square = 0.9 * self.square + 0.1 * x.detach().square().mean()
-        return x / 2
-
-
-def test_what_has_no_influence_is_no_reason_to_refuse():
-    assert build(nn.Dropout).eval()(torch.ones(2, C)).sum() == 2 * C
-    assert build(Kept)(torch.ones(2, C)).sum() == C
 
 
 NORMS: dict[str, dict[str, int]] = {

@@ -14,7 +14,6 @@ from normexp.norms.batch import BatchNorm, FrozenBatchNorm
 from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d
 from normexp.norms.per_position import BatchNormPerPosition
 from normexp.norms.rms import RMSNorm
-from normexp.norms.zoo.response import FilterResponseNorm
 
 BATCH = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 
@@ -90,15 +89,6 @@ def test_float32_far_from_zero_is_as_exact_as_torchs(ours, theirs, mean):
         errors.append([(out - exact).abs().max().item(), (grad - exact_grad).abs().max().item()])
     for own, other in zip(*errors, strict=True):
         assert own <= 1.1 * other + ULP
-
-
-@pytest.mark.parametrize("learned", [1e-4, -1e-4])
-def test_learned_eps_of_filter_response_norm_admits_one_position_and_counts_by_its_size(learned):
-    norm = FilterResponseNorm(C, eps=1e-6, learn_eps=True).double()
-    assert norm.learned_eps is not None
-    nn.init.constant_(norm.learned_eps, learned)
-    x = torch.full((4, C), 0.01, dtype=torch.double)
-    assert_close(norm(x), x / (2e-4 + 1e-6) ** 0.5, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("name", ["causal_instance", "causal_group"])

@@ -74,20 +74,6 @@ def test_autocast_does_not_take_statistics_in_half_precision(name, training):
 
 @ALL
 @MODES
-def test_memory_layout_of_the_input_has_no_effect(name, training):
-    for num_dims in {3, 4} & set(num_dims_of(name)):
-        x = random_tensor(*SHAPES[num_dims])
-        forms = [x.mT.contiguous().mT]
-        if num_dims == 4:
-            forms.append(x.contiguous(memory_format=torch.channels_last))
-        expected = run(make(name).train(training), x)
-        for form in forms:
-            assert form.stride() != x.stride()
-            assert_close(run(make(name).train(training), form), expected, rtol=0, atol=1e-12)
-
-
-@ALL
-@MODES
 def test_a_batch_without_samples_is_a_step_that_moves_nothing(name, training):
     """As torch.nn's batch norm, which counts the step; whole and in groups of two."""
     for num_dims, norm_batch_size in zip(SHAPES, (None, 2, None, 2), strict=True):
@@ -248,25 +234,6 @@ def test_merged_replicas_equal_each_merged_alone(name):
     ends = [{key: torch.stack([run[1][i][key] for run in runs]) for key in start} for i in (0, 1)]
     for key, value in norm.merge_state(start, ends, [2 / 3, 1 / 3]).items():
         assert_close(value, torch.stack([own[key] for own in alone]), rtol=0, atol=1e-14)
-
-
-@pytest.mark.parametrize("name", [n for n in RUNNING if n not in APPROXIMATE])
-def test_a_backward_may_come_after_another_forward(name):
-    """If a model uses a norm twice, kernels hold buffers that the second forward moves."""
-    norm, twin, x = make(name), make(name), random_tensor(6, C, T).requires_grad_()
-    late, _ = norm(x), norm(2 * x.detach())
-    found = gradients(late, [x, *norm.parameters()])
-    assert_close(found, gradients(twin(x), [x, *twin.parameters()]), rtol=0, atol=1e-12)
-
-
-@pytest.mark.slow
-@ALL
-def test_dynamo_traces_the_norm_as_one_graph(name):
-    torch.compiler.reset()  # many classes share one `forward`
-    x = random_tensor(*SHAPES[3], dtype=torch.float)
-    norm, reference = twins(name, True, torch.float)
-    compiled = torch.compile(norm, backend="eager", fullgraph=True)
-    assert_close(compiled(x, mask_for(x)), reference(x, mask_for(x)), rtol=0, atol=0)
 
 
 @pytest.mark.slow

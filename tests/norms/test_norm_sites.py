@@ -19,7 +19,6 @@ from norm_cases import (
 )
 from torch import Tensor, nn
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 from wild_norms import StrangerNorm
 
 from normexp.batching.replicas import InTurn, Stacked
@@ -126,22 +125,6 @@ def test_layer_norm_pools_a_token_or_in_view_sequence_a_sample(view, axes):
     assert_close(site(x), (x - mean) / (var + 1e-5).sqrt(), rtol=0, atol=1e-12)
 
 
-class Widening(nn.Module):
-    """Returns float32, like a norm that computes in it and forgets to convert back."""
-
-    def forward(self, x):
-        return x.float() * 2
-
-
-@pytest.mark.parametrize("view", ["token", "sequence"])
-def test_norm_without_a_mask_may_answer_in_another_dtype(view):
-    x = torch.randn(2, 3, 4, dtype=torch.bfloat16)
-    mask = torch.tensor([[True] * 3, [True] * 2 + [False]])
-    out = Site(Widening(), view, None)(x, mask)
-    assert out.dtype == torch.bfloat16
-    assert torch.equal(out[mask], 2 * x[mask])
-
-
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("size", [None, 2])
 @pytest.mark.parametrize(
@@ -173,38 +156,3 @@ def test_stack_is_folded_with_the_gradients_and_state_of_each_replica(
             states = [site.state_dict() for site in copies]
             results.append((out, slope, bends[0], list(rows), alone, states))
         assert_close(*results, rtol=1e-9, atol=1e-12)
-
-
-class CountOperations(TorchDispatchMode):
-    """Counts the operations of torch that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ARG002
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_groups_and_replicas_cost_a_gpu_no_further_launches():
-    """A launch costs a GPU more than a copy. Meta tensors stand for those of a GPU."""
-    counts = []
-    for num_replicas, size in ((2, 2), (2, 32), (5, 8)):
-        stacked = Stacked([Site(BatchNorm(C), "map", size) for _ in range(num_replicas)])
-        stacked.to("meta")
-        x = torch.empty(num_replicas, 64, C, 64, 64, device="meta", requires_grad=True)
-        with CountOperations() as operations:
-            stacked.measure({"inputs": x}, lambda y, _: y.sum()).sum().backward()
-        counts.append(operations.count)
-    assert counts == [counts[0]] * 3
-
-
-def test_half_precision_reaches_the_kernel_as_it_is():
-    """The statistics are those of float32, and the output is rounded once."""
-    norm = randomize(BatchNorm(C))
-    x = random_tensor(64, C, 5, dtype=torch.float32).to(torch.bfloat16) + 3
-    expected = copy.deepcopy(norm)(x.float()).to(torch.bfloat16)
-    out = norm(x)
-    assert out.dtype == torch.bfloat16
-    assert_close(out, expected, rtol=2**-7, atol=1e-6)

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from normexp.norms.batch import BatchNorm, GhostBatchNorm
 from normexp.norms.site import Site
-from normexp.norms.state import merge_state, read_state
+from normexp.norms.state import read_state
 from normexp.norms.zoo.batch import BatchRenorm, EvalNorm
 from normexp.norms.zoo.power import MovingAverageBatchNorm, PowerNorm
 from normexp.norms.zoo.taper import TaperNorm
@@ -170,12 +170,3 @@ def test_taper_finds_its_scale_in_the_warm_up_and_keeps_the_weight_that_ends_it(
         assert_close(gradients(out, wanted), gradients(expected, wanted), rtol=0, atol=1e-12)
     x = batches(1)[0]
     assert_close(norm.eval()(2 * x), 2 * norm(x), rtol=0, atol=1e-12)  # a map without statistics
-
-
-def test_norm_that_a_step_uses_twice_counts_both_uses_in_each_part():
-    norm = make_fresh("batch")
-    start = read_state(norm)
-    for _ in range(2):
-        norm(random_tensor(4, C))
-    ends = [read_state(norm)] * 2
-    assert merge_state(norm, start, ends, [0.5, 0.5])["num_batches_tracked"] == 2

@@ -1,4 +1,4 @@
-"""What a result followed from: the user's sources, the environment."""
+"""What a result followed from: the environment."""
 
 from __future__ import annotations
 
@@ -11,28 +11,8 @@ from pathlib import Path
 
 import pytest
 
-import normexp
 from normexp.records import environment
 from normexp.records.environment import describe_environment, git_commit
-from normexp.records.sources import source_root
-
-
-def test_source_begins_at_the_outermost_package_and_not_in_installed_ones(tmp_path: Path):
-    package = tmp_path / "my_pkg"
-    (package / "norms").mkdir(parents=True)
-    installed = tmp_path / "site-packages" / "foreign.py"
-    installed.parent.mkdir()
-    for file in ("my_pkg/__init__.py", "my_pkg/norms/__init__.py", "my_pkg/norms/mine.py"):
-        (tmp_path / file).touch()
-    for file in (tmp_path / "alone.py", installed):
-        file.touch()
-    assert source_root(package / "norms" / "mine.py") == package
-    assert source_root(tmp_path / "alone.py") == tmp_path / "alone.py"
-    group = Path(normexp.__file__).parent / "norms" / "group.py"
-    assert [source_root(file) for file in (group, Path(pytest.__file__), installed)] == [None] * 3
-
-
-# --- The environment -----------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -25,9 +25,6 @@ def test_grid_is_one_search_for_each_of_its_points():
     searches = searches_of(LR, "norm=batch,group", "epochs=2", "tune.points=5")
     assert [search.title for search in searches] == ["norm=batch", "norm=group"]
     assert searches[0].points == searches[1].points and len(searches[0].points) == 5
-    listed = searches_of("cells=[{norm:batch,eps:1.0},{norm:group,norm.num_groups:4}]", LR)
-    titles = ["norm=batch eps=1.0", "norm=group norm.num_groups=4"]
-    assert [search.title for search in listed] == titles
 
 
 def test_search_and_report_differ_in_study_and_seeds_alone():
