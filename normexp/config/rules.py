@@ -15,7 +15,6 @@ from numbers import Real
 from typing import Any, get_args
 
 from normexp.batching.sizes import Sizes
-from normexp.config.process import rank_among
 from normexp.errors import UserError
 from normexp.norms.slots import Act, Conv, Placement
 
@@ -313,16 +312,11 @@ def validate(config: Mapping[str, Any]) -> None:
 
 
 def _num_devices(trainer: Mapping[str, Any]) -> int:
-    """Devices on all nodes. Refuses several devices without a strategy or a process for each."""
+    """Devices on all nodes. Refuses several devices without a strategy."""
     devices, num_nodes = trainer["devices"], trainer["num_nodes"]
     if devices * num_nodes > 1 and trainer["strategy"] != "ddp":
         key = "devices" if devices > 1 else "num_nodes"
         raise UserError(f"trainer.{key}={trainer[key]}: several devices need trainer=ddp")
-    if num_nodes > 1 and rank_among(devices * num_nodes) is None:
-        raise UserError(
-            f"trainer.num_nodes={num_nodes}: start this line on every node with srun or torchrun, "
-            f"as {devices * num_nodes} processes in all"
-        )
     return devices * num_nodes
 
 
