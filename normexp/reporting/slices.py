@@ -229,6 +229,11 @@ class Slice:
         """By norm, the grids that are compared with each other."""
         return {norm: line[self.at] for norm, line in self.lines.items() if self.at in line}
 
+    @cached_property
+    def has_samples(self) -> bool:
+        """True if test samples are recorded; a comparison without any says so."""
+        return any(grid.outcomes.ndim == 2 for grid in self.grids)
+
     @property
     def scope(self) -> str:
         """What every number of the slice has in common, in words."""
@@ -248,8 +253,8 @@ class Slice:
         words += [", ".join(sorted(filter(None, places)))] if places - {None} else []
         counts = sorted({len(grid.seeds) for grid in self.grids})
         n = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
-        has_samples = all(grid.outcomes.ndim == 2 for grid in self.grids)
-        over = "new seeds and test samples" if has_samples else "new seeds on these test samples"
+        over = "new seeds and test samples"
+        over = over if self.has_samples else "new seeds on these test samples"
         return f"{', '.join(words)}; n = {n} seeds, differences over {over}"
 
 
