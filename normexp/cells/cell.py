@@ -36,7 +36,6 @@ from normexp.records.result import check_joins
 from normexp.records.sources import refuse_edited
 from normexp.training.devices import check_devices
 from normexp.training.evaluation import criterion_of
-from normexp.training.optim import stacking_obstacle_of
 from normexp.training.recipe import Recipe
 
 logger = logging.getLogger(__name__)
@@ -123,9 +122,7 @@ def prepare_cell(spec: CellSpec, *, traits: Traits | None = None) -> Cell:
             raise UserError(f"norm.mixes_samples=false: samples are mixed at {where}; drop the key")
         if traits.mixes_samples:
             check_norm_batch_size(spec.sizes["norm_batch_size"], recipe)
-        check_optimizer_step(recipe, network)
-        optim = json.dumps(spec.values["optim"], sort_keys=True, default=str)
-        alone = why_alone(recipe, _once(optim, lambda: stacking_obstacle_of(recipe.optimizer)))
+        alone = why_alone(recipe, check_optimizer_step(recipe, network))
         check_evaluation(recipe, data, traits)
         num_parameters = sum(p.numel() for p in network.parameters())
         for note in [

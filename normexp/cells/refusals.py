@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from normexp.batching.replicas import model_arguments
 from normexp.checks.network import name_some, probe_batch
@@ -24,7 +25,7 @@ from normexp.norms.site import named_sites
 from normexp.norms.slots import PLACES, set_but_unused
 from normexp.records.sources import source_line_of
 from normexp.training.callbacks import describe_monitor
-from normexp.training.optim import parameter_groups
+from normexp.training.optim import can_train_a_stack, parameter_groups
 from normexp.training.recipe import Recipe
 
 logger = logging.getLogger(__name__)
@@ -93,13 +94,13 @@ def check_outputs(network: nn.Module, data: Data, target: str) -> None:
 # --- The training --------------------------------------------------------------------------------
 
 
-def check_optimizer_step(recipe: Recipe, network: nn.Module) -> None:
+def check_optimizer_step(recipe: Recipe, network: nn.Module) -> Optimizer:
     """Takes a step with the training's optimizer, and checks that it holds every parameter."""
     network = copy.deepcopy(network)
     decay = {"weight_decay": recipe.weight_decay, "decay_norm": recipe.decay_norm}
     try:
         optimizer = recipe.optimizer(parameter_groups(network, **decay), lr=recipe.lr)
-        if not isinstance(optimizer, torch.optim.Optimizer):
+        if not isinstance(optimizer, Optimizer):
             kind = type(optimizer).__name__
             raise UserError(
                 f"optim._target_={recipe.optimizer_target} returned a {kind}, not a "
@@ -109,6 +110,7 @@ def check_optimizer_step(recipe: Recipe, network: nn.Module) -> None:
         for parameter in network.parameters():
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
+        return optimizer
     except UserError:
         raise
     except Exception as error:  # user code may raise anything
@@ -117,19 +119,16 @@ def check_optimizer_step(recipe: Recipe, network: nn.Module) -> None:
         raise UserError(f"optim._target_={name}: {first_line(error)}{line}") from error
 
 
-def why_alone(recipe: Recipe, obstacle: str | None) -> str | None:
-    """Why each seed must train by itself; None if seeds may share a stack.
-
-    Args:
-        obstacle: of its optimizer, see `stacking_obstacle_of`.
-    """
+def why_alone(recipe: Recipe, optimizer: Optimizer) -> str | None:
+    """Why each seed must train by itself; None if seeds may share a stack."""
     watching, schedule = describe_monitor(recipe.callbacks()), recipe.schedule
     if schedule.monitor is not None:
         watching = f"{schedule.name} acts on {schedule.monitor}"
     if watching is not None:
         return f"{watching}, and seeds that train together would all follow their mean"
-    name = recipe.optimizer_target.rpartition(".")[2]
-    return None if obstacle is None else f"{name} cannot train a stack: {obstacle}"
+    if can_train_a_stack(optimizer):
+        return None
+    return f"{type(optimizer).__name__} may look at more than one value at a time"
 
 
 def check_norm_batch_size(typed: int | None, recipe: Recipe) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from normexp.batching.replicas import Replicas, Stacked
-from normexp.errors import first_line
+from normexp.batching.replicas import Replicas
 from normexp.norms.site import norm_parameters
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
@@ -72,55 +71,13 @@ class ReplicaRates:
             parameter.copy_(old.lerp_(parameter, scale))  # exact to the bit for a scale of 1
 
 
-SHAPES = ((3, 4), (5,), (), (2, 3, 3, 3), (1, 4))  # of the parameters that an optimizer is tried on
-TRIAL_STEPS = 50
+# They update each value from its own history alone, by a step that is linear in the rate.
+ELEMENTWISE = (
+    *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
+    *(torch.optim.Adamax, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta),
+)
 
 
-def stacking_obstacle_of(optimizer: OptimizerFactory) -> str | None:
-    """Says why one optimizer cannot train a stack; None if it can.
-
-    Measured: two replicas, the second at half the rate, take TRIAL_STEPS with random gradients, in
-    a stack and each alone. SGD and Adam pass, as they update each value from its own history. An
-    optimizer that takes norms over a layer or over all parameters fails, as does one that returns
-    to older values, such as Lookahead. What happens only after more steps is not seen.
-    """
-    noise = torch.Generator().manual_seed(0)
-    rows = [torch.randn(1 + TRIAL_STEPS, 2, *s, generator=noise).double() for s in SHAPES]
-    start, gradients = [row[0] for row in rows], [row[1:] for row in rows]
-    alone = [nn.ParameterList(value[replica].clone() for value in start) for replica in (0, 1)]
-    scales = (1.0, 0.5)
-    stack = Stacked(list(alone))
-    try:
-        _train_on(optimizer, stack, gradients, 0.1, ReplicaRates(stack, scales))
-        for index, network in enumerate(alone):
-            replica_gradients = [gradient[:, index] for gradient in gradients]
-            _train_on(optimizer, network, replica_gradients, 0.1 * scales[index])
-    except (
-        Exception
-    ) as error:  # user code may raise anything; cells.refusals tries it without a stack
-        return first_line(error)
-    for index, network in enumerate(alone):
-        for stacked, expected in zip(stack.parameters(), network.parameters(), strict=True):
-            if not torch.allclose(expected, stacked[index], rtol=1e-9, atol=1e-12):
-                return "its update of a value depends on other values"
-    return None
-
-
-def _train_on(
-    optimizer: OptimizerFactory,
-    module: nn.Module,
-    gradients: Sequence[Tensor],
-    lr: float,
-    rates: ReplicaRates | None = None,
-) -> None:
-    """Takes a step with each row of the gradients of the module's parameters."""
-    parameters = list(module.parameters())
-    groups = [
-        {"params": parameters[:2], "weight_decay": 0.1},
-        {"params": parameters[2:], "weight_decay": 0.0},
-    ]
-    built = optimizer(groups, lr=lr)
-    for step in range(len(gradients[0])):
-        for parameter, rows in zip(parameters, gradients, strict=True):
-            parameter.grad = rows[step].clone()
-        built.step() if rates is None else rates.step(built)
+def can_train_a_stack(optimizer: torch.optim.Optimizer) -> bool:
+    """True if one optimizer acts on a stack as on each run alone; not known of foreign ones."""
+    return type(optimizer) in ELEMENTWISE

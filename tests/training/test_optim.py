@@ -8,9 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from normexp.batching.replicas import stack_networks
+from normexp.batching.replicas import Stacked, stack_networks
 from normexp.norms.factory import NormFactory
-from normexp.training.optim import parameter_groups, stacking_obstacle_of
+from normexp.training.optim import (
+    ELEMENTWISE,
+    ReplicaRates,
+    can_train_a_stack,
+    parameter_groups,
+)
 
 
 class TableNorm(nn.Module):
@@ -49,65 +54,24 @@ def test_weight_decay_goes_by_owner_and_name_and_not_by_dimensions(
     assert {name: decays[id(p)] for name, p in model.named_parameters()} == expected
 
 
-class RateSquared(torch.optim.SGD):
-    """Not linear in the learning rate, so one optimizer cannot train at several."""
-
-    def step(self, closure=None):  # noqa: ARG002
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.grad *= group["lr"]
-        return super().step()
-
-
-class OneLength(torch.optim.SGD):
-    """Steps of one length over all parameters."""
-
-    def step(self, closure=None):  # noqa: ARG002
-        own = [p for group in self.param_groups for p in group["params"]]
-        nn.utils.clip_grad_norm_(own, 0.1)
-        return super().step()
-
-
-class Lookahead(torch.optim.SGD):
-    """Every ten steps half way back to where it was ten steps before (arXiv:1907.08610)."""
-
-    @torch.no_grad()
-    def step(self, closure=None):  # noqa: ARG002
-        for parameter in (p for group in self.param_groups for p in group["params"]):
-            self.state[parameter].setdefault("slow", [0, parameter.clone()])
-        super().step()
-        for state, parameter in (
-            (self.state[p], p) for g in self.param_groups for p in g["params"]
-        ):
-            steps, slow = state["slow"][0] + 1, state["slow"][1]
-            if steps % 10 == 0:
-                slow = parameter.lerp(slow, 0.5)
-                parameter.copy_(slow)
-            state["slow"] = [steps, slow]
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        partial(torch.optim.SGD, momentum=0.9, nesterov=True, fused=True),
-        torch.optim.SGD,
-        partial(torch.optim.AdamW, fused=True),
-        torch.optim.Adam,
-        partial(torch.optim.NAdam, decoupled_weight_decay=True),
-        torch.optim.RAdam,
-        torch.optim.Adamax,
-        partial(torch.optim.RMSprop, momentum=0.5),
-        partial(torch.optim.Adagrad, lr_decay=0.1),
-        torch.optim.Adadelta,
-    ],
-)
-def test_optimizer_that_acts_on_each_value_trains_a_stack(optimizer):
-    assert stacking_obstacle_of(optimizer) is None
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [OneLength, RateSquared, Lookahead, torch.optim.Adafactor, torch.optim.Muon],
-)
-def test_optimizer_that_looks_at_other_values_does_not(optimizer):
-    assert stacking_obstacle_of(optimizer) is not None
+def test_an_optimizer_that_acts_on_each_value_trains_a_stack_as_each_run_alone():
+    """At a rate for each replica; a foreign class, also a subclass, is trained run by run."""
+    for make in (partial(torch.optim.SGD, momentum=0.9, nesterov=True), *ELEMENTWISE):
+        noise = torch.Generator().manual_seed(0)
+        alone = [nn.ParameterList([torch.randn(3, 4, generator=noise).double()]) for _ in range(2)]
+        stack, scales = Stacked(list(alone)), (1.0, 0.5)
+        rates, optimizers = ReplicaRates(stack, scales), [make(stack.parameters(), lr=0.1)]
+        optimizers += [make(n.parameters(), lr=0.1 * s) for n, s in zip(alone, scales, strict=True)]
+        assert can_train_a_stack(optimizers[0])
+        for _ in range(5):
+            gradient = torch.randn(2, 3, 4, generator=noise).double()
+            next(stack.parameters()).grad = gradient.clone()
+            rates.step(optimizers[0])
+            for network, own, optimizer in zip(alone, gradient, optimizers[1:], strict=True):
+                network[0].grad = own.clone()
+                optimizer.step()
+        together = next(stack.parameters())
+        for index, network in enumerate(alone):
+            torch.testing.assert_close(together[index], network[0], rtol=1e-9, atol=1e-12)
+    assert not can_train_a_stack(type("Own", (torch.optim.SGD,), {})(alone[0].parameters(), lr=0.1))
+    assert not can_train_a_stack(torch.optim.Adafactor(alone[0].parameters()))
