@@ -112,7 +112,8 @@ class CellRow:
     @property
     def budget(self) -> str:
         """`epochs=12`, or `steps=300`."""
-        key = next((key for key in BUDGET if self.config.get(key) == int_of(self.config, key)), "")
+        known = [key for key in BUDGET if self.config.get(key) is not None]
+        key = next((key for key in known if self.config[key] == int_of(self.config, key)), "")
         return setting_words(key, self.config[key]) if key else ""
 
     def seeds_with(self, *statuses: Status) -> set[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import Any
 
 import altair as alt
 
@@ -137,7 +138,7 @@ def draw_rates(part: Slice, styles: Styles) -> Figure:
     return Figure(name, f"{kind} against learning rate", words, _panels(chart, rows), rows)
 
 
-def _panels(chart: alt.LayerChart, rows: Sequence[Row]) -> alt.Chart | alt.FacetChart:
+def _panels(chart: Any, rows: Sequence[Row]) -> Any:
     """One chart, or a panel with the same axes for each value of `panel`."""
     panels = list(dict.fromkeys(row["panel"] for row in rows))
     if len(panels) < 2:
@@ -222,8 +223,9 @@ def draw_ranking(ranking: Ranking, slug: str) -> Figure:
             rows += interval_row(gap, **keys)
     label = f"difference to {ranking.reference} ({ranking.part.metric.unit})" if ranking.part else (
         f"error as a multiple of that of {ranking.reference}")  # fmt: skip
-    scale = {"zero": False} if ranking.part else {"type": "log", "nice": False, "padding": 9}
-    x = alt.X("value:Q", title=label).scale(**scale)
+    x = alt.X("value:Q", title=label)
+    is_ratio = ranking.part is None
+    x = x.scale(type="log", nice=False, padding=9) if is_ratio else x.scale(zero=False)
     y = _norm_axis([place.norm for place in ranking.places])
     colour = alt.Color("verdict:N").scale(domain=list(VERDICTS), range=list(VERDICTS.values()))
     shape = alt.Shape("best:N", legend=None).scale(domain=[True, False], range=["circle", "square"])
