@@ -55,7 +55,7 @@ def _train(
     """
     from normexp.benchmark.table import WORKLOADS, cells_below, digest, recipes
     from normexp.config.grid import compose_cells
-    from normexp.sweeps.sweep import print_outcomes, train_cells
+    from normexp.sweeps.sweep import run_cells
 
     benchmark, runs_dir = table.about["benchmark"], Path(options["runs_dir"])
     if table.about["rules"] != digest(benchmark):
@@ -74,8 +74,7 @@ def _train(
             raise UserError(f"workloads={workload}: the table has {', '.join(known)}")
         words = [f"experiment={benchmark}/{workload}", f"runs_dir={runs_dir}", *overrides]
         cells = compose_cells(parse_command(words))
-        command = ["normexp-benchmark", *words]
-        code = max(code, print_outcomes(cells, train_cells(cells, command), command))
+        code = max(code, run_cells(cells, ["normexp-benchmark", *words]))
         ids = {cell.id for cell in cells}
         recipe = recipes(benchmark)[workload]
         entered += [one for one in cells_below(runs_dir, [recipe]) if one.about["id"] in ids]

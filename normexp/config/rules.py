@@ -15,7 +15,6 @@ from numbers import Real
 from typing import Any, get_args
 
 from normexp.batching.sizes import Sizes
-from normexp.config.process import rank_among
 from normexp.errors import UserError
 from normexp.norms.slots import Act, Conv, Placement
 
@@ -202,13 +201,6 @@ KEYS = {
     "trainer.num_nodes": Key(COUNT, identity=False),  # forward pass is a ghost sub-batch
     "trainer.strategy": Key(one_of("auto", "ddp"), identity=False),
     "trainer.precision": Key(one_of("32-true", "bf16-mixed", "64-true")),
-    "logger.wandb.project": Key(TEXT, identity=False),
-    "logger.wandb.entity": Key(TEXT.or_null(), identity=False),
-    "logger.wandb.name": Key(TEXT.or_null(), identity=False),
-    "logger.wandb.group": Key(TEXT.or_null(), identity=False),
-    "logger.custom._target_": Key(TEXT, identity=False),
-    "logger.custom.per": Key(one_of("run", "cell"), identity=False),
-    "logger.wandb.mode": Key(one_of("auto", "online", "offline", "disabled"), identity=False),
 }
 NOT_IN_IDENTITY = ("hydra", "experiment", "logger", "tune")  # groups that define no training
 REQUIRED_OF_OPTIM = ("_target_", "weight_decay", "decay_norm", "schedule", "warmup")
@@ -216,7 +208,6 @@ REQUIRED_OF_OPTIM = ("_target_", "weight_decay", "decay_norm", "schedule", "warm
 MISSING = "???"  # in a config: a value that must be given
 OPTIONAL_GROUPS = ("schedule", "callback")  # a training may have none
 PARTS = ("norm", "model", "data", "optim")  # of every cell; their targets say what they take
-LOGGERS = ("logger.csv", "logger.tensorboard")  # without a key of their own
 
 # Keys of Lightning and other tools, and what does the same here.
 FOREIGN_KEYS = {
@@ -250,9 +241,9 @@ FOREIGN_KEYS = {
 
 def is_read(key: str) -> bool:
     """True if something reads a dotted key: one of `KEYS`, a group of them, or a target."""
-    if key.partition(".")[0] in (*PARTS, *OPTIONAL_GROUPS) or key in (*KEYS, *LOGGERS):
+    if key.partition(".")[0] in (*PARTS, *OPTIONAL_GROUPS, "logger") or key in KEYS:
         return True
-    return key.startswith("logger.custom.") or any(name.startswith(f"{key}.") for name in KEYS)
+    return any(name.startswith(f"{key}.") for name in KEYS)
 
 
 def in_identity(key: str) -> bool:
@@ -274,7 +265,7 @@ OPTIONS: dict[str, dict[str, Rule]] = {
         "workloads": list_of(NAME).or_null(),
         "runs_dir": FOLDER,
     },
-    "check": {"part": one_of("all", "contract"), "format": one_of("table", "json", "markdown")},
+    "check": {"part": one_of("all", "contract"), "format": one_of("table", "json")},
     "evaluate": {
         "run": FOLDER,
         "evaluate_with": KEYS["evaluate_with"].rule.or_null(),
@@ -321,16 +312,11 @@ def validate(config: Mapping[str, Any]) -> None:
 
 
 def _num_devices(trainer: Mapping[str, Any]) -> int:
-    """Devices on all nodes. Refuses several devices without a strategy or a process for each."""
+    """Devices on all nodes. Refuses several devices without a strategy."""
     devices, num_nodes = trainer["devices"], trainer["num_nodes"]
     if devices * num_nodes > 1 and trainer["strategy"] != "ddp":
         key = "devices" if devices > 1 else "num_nodes"
         raise UserError(f"trainer.{key}={trainer[key]}: several devices need trainer=ddp")
-    if num_nodes > 1 and rank_among(devices * num_nodes) is None:
-        raise UserError(
-            f"trainer.num_nodes={num_nodes}: start this line on every node with srun or torchrun, "
-            f"as {devices * num_nodes} processes in all"
-        )
     return devices * num_nodes
 
 

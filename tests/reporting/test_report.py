@@ -12,7 +12,7 @@ from synthetic_study import cell_of, find, report_of, report_of_cells, write_cel
 
 import normexp
 from normexp.errors import UserError
-from normexp.records.history import CommandEntry, append_entries
+from normexp.records.study import Asked, CommandEntry, append_entry
 from normexp.reporting.report import Report, read_report, to_json
 from normexp.reporting.tables import write_tables
 from normexp.reporting.terminal import print_report
@@ -93,7 +93,7 @@ def test_where_batch_norm_shows_no_drop_the_headline_says_at_what_budget():
     report = report_of_cells(*cells)
     headline = report.headline(report.slices[0])
     assert "batch shows no drop from norm batch size 128 to 2" in headline
-    assert "that is at epochs=3 and lr=0.1; experiment=why_size_2" in headline
+    assert "that is at epochs=3 and lr 0.1; experiment=why_size_2" in headline
 
 
 def test_page_files_and_json_hold_the_rows_of_the_terminal(report: Report, tmp_path: Path):
@@ -110,6 +110,13 @@ def test_page_files_and_json_hold_the_rows_of_the_terminal(report: Report, tmp_p
             )
             assert name in table.to_html()
     assert len(repr(report)) < 100
+
+
+def test_sizes_stand_in_order_also_where_a_norm_lacks_one():
+    cells = [cell_of("batch", [0.8, 0.9], norm_batch_size=size) for size in (2, 32)]
+    cells += [cell_of("other", [0.8, 0.9], norm_batch_size=8, mixes_samples=True)]
+    table, *_ = report_of_cells(*cells).tables
+    assert list(table.frame) == ["norm", "2", "8", "32", "n"]
 
 
 def test_text_from_configs_is_escaped():
@@ -164,9 +171,9 @@ def test_seeds_of_a_later_command_are_those_that_were_added(tmp_path: Path):
         write_cell(tmp_path, norm, dict(enumerate(mean + noise)))
     cells = [path.name for path in (tmp_path / "synthetic").glob("*-*")]
     for number, seeds in enumerate(([0, 1], [0, 1, 2, 3])):
-        asked = {cell: [("", seeds)] for cell in cells}
-        entry = CommandEntry(str(number), ["normexp-train"], "one", 1, asked)
-        append_entries(tmp_path / "synthetic", [entry])
+        asked = {cell: Asked("", seeds) for cell in cells}
+        entry = CommandEntry(str(number), ["normexp-train"], "one", asked)
+        append_entry(tmp_path / "synthetic", entry)
     one = find(normexp.load_report("synthetic", tmp_path), "group")
     assert one.is_extended and one.verdict == "better"
 
