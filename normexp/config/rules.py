@@ -265,7 +265,7 @@ OPTIONS: dict[str, dict[str, Rule]] = {
         "workloads": list_of(NAME).or_null(),
         "runs_dir": FOLDER,
     },
-    "check": {"part": one_of("all", "contract"), "format": one_of("table", "json", "markdown")},
+    "check": {"part": one_of("all", "contract"), "format": one_of("table", "json")},
     "evaluate": {
         "run": FOLDER,
         "evaluate_with": KEYS["evaluate_with"].rule.or_null(),
