@@ -199,7 +199,10 @@ def _words_of(override: Override, config_dirs: Sequence[str]) -> Iterator[str]:
     elif isinstance(value, Glob):
         names = _matches(value, group_choices(override.key_or_group, config_dirs))
     else:
-        names = list(override.sweep_string_iterator())
+        try:
+            names = list(override.sweep_string_iterator())
+        except ValueError as error:  # a range without a step
+            raise UserError(f"{override.input_line}: {error}") from error
     if not names:
         raise UserError(f"{override.input_line}: matches nothing")
     yield from (f"{key}={name}" for name in names)
