@@ -81,22 +81,24 @@ def load(run_dir: str | Path) -> nn.Module:
     return load_run(Path(run_dir))
 
 
-def load_study(name: str, runs_dir: str | Path = "runs") -> pd.DataFrame:
-    """One row per ended run of a study: cell_id, seed, status, config, metrics, timing.
+def load_study(study: str | Sequence[str], runs_dir: str | Path = "runs") -> pd.DataFrame:
+    """One row per ended run of a study, or of several: cell_id, seed, config, metrics, timing.
 
-    Nested keys are joined by dots (`norm.num_groups`, `timing.step_ms`). A missing value is NaN or
-    None. Runs that cannot be read, or have not ended, are logged as warnings.
+    Nested keys are joined by dots (`norm.num_groups`, `timing.step_ms`), and sizes are numbers also
+    where the config has null. A missing value is NaN or None. Runs that cannot be read, or have not
+    ended, are logged as warnings.
 
     Raises:
         normexp.errors.UserError: no such study (names the nearest), or one without an ended run.
     """
     from normexp.config.rules import OPTIONS, check_value
-    from normexp.reporting.read import read_studies
+    from normexp.reporting.runs import read_studies
     from normexp.reporting.tables import run_frame
 
-    check_value("study", name, OPTIONS["status"]["study"])
-    records = read_studies(Path(runs_dir), [name])
-    _warn([*records.problems, *records.waiting])
+    names = [study] if isinstance(study, str) else study
+    check_value("study", names, OPTIONS["report"]["study"])
+    records = read_studies(Path(runs_dir), names)
+    _warn(records.problems)
     return run_frame(records.runs).infer_objects()
 
 
@@ -111,7 +113,7 @@ def load_report(
     """What the report of a study says: its cells, and every comparison with interval and verdict.
 
         for one in normexp.load_report("my-study").comparisons:
-            print(one.first.norm, one.second.norm, one.budget, one.gap, one.verdict)
+            print(one.norm, one.against, one.gap, one.verdict, one.why)
 
     Args:
         study: a name, or several.
@@ -129,7 +131,7 @@ def load_report(
     for key, value in {"study": names, **asked}.items():
         check_value(key, value, OPTIONS["report"][key])
     report = read_report(Path(runs_dir), names, **asked)
-    _warn([*report.problems, *report.waiting])
+    _warn(report.problems)
     return report
 
 

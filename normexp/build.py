@@ -395,33 +395,37 @@ def build_callbacks(values: Mapping[str, Any] | None, metrics: Sequence[str]) ->
     return callbacks
 
 
-def logger_target(values: Mapping[str, Any]) -> Target:
-    """What the values of `logger.custom` name. Raises UserError for no logger, or a bad knob."""
+def logger_targets(values: Mapping[str, Any]) -> dict[str, Target]:
+    """What each logger names. Raises UserError for no logger, or a knob that it does not take."""
     from pytorch_lightning.loggers import Logger
 
-    knobs = {key: value for key, value in values.items() if key != "per"}
-    target = read_target(knobs, "logger.custom")
-    if isinstance(target.unwrapped, type) and not issubclass(target.unwrapped, Logger):
-        raise UserError(
-            f"{target.name} is not a logger; name a class of pytorch_lightning.loggers, or a "
-            "subclass of its Logger"
-        )
-    return target
+    targets = {name: read_target(part, f"logger.{name}") for name, part in values.items() if part}
+    for target in targets.values():
+        if isinstance(target.unwrapped, type) and not issubclass(target.unwrapped, Logger):
+            raise UserError(
+                f"{target.name} is not a logger; name a class of pytorch_lightning.loggers, or a "
+                "subclass of its Logger"
+            )
+    return targets
 
 
-def build_logger(values: Mapping[str, Any], available: Mapping[str, Any]) -> Logger:
-    """A new instance of the logger that the values of `logger.custom` name.
+def build_loggers(values: Mapping[str, Any], available: Mapping[str, Any]) -> list[Logger]:
+    """New loggers of one run.
 
     Args:
-        available: names and folders for its run, passed where its signature has an argument of
-            that name and the config does not set it.
+        values: of the group `logger`.
+        available: names and folders of the run, passed where a signature has an argument of that
+            name and the config does not set it.
 
     Raises:
-        UserError: an error of its own code, or no Lightning logger.
+        UserError: an error of a logger's own code, or no Lightning logger.
     """
     from pytorch_lightning.loggers import Logger
 
-    return logger_target(values).filled_in(available).make(Logger)
+    return [
+        target.filled_in({**available, "save_dir": f"{available['save_dir']}/{name}"}).make(Logger)
+        for name, target in logger_targets(values).items()
+    ]
 
 
 def synchronized(norm: NormSpec) -> bool:

@@ -14,10 +14,6 @@ DRAWING_MODULES = ("altair", "vl_convert")
 @entry("report")
 def main(words: list[str]) -> int:
     """Exit code: 0 written, 2 the user's mistake, 130 after Ctrl-C, which ends a watch."""
-    if len(words) == 1 and words[0].startswith(("reference=benchmark", "reference=./")):
-        from normexp.benchmark import entry  # the table of a benchmark, without a study
-
-        return entry.main(words)
     options = read_options("report", words)
 
     try:
@@ -41,19 +37,14 @@ def main(words: list[str]) -> int:
 def _publish_tables(options: dict[str, Any], missing: str) -> None:
     """Prints the report and writes its tables, on a machine that can draw no figures."""
     from normexp.reporting.report import read_report
-    from normexp.reporting.tables import cell_table, tables_of, write_tables
+    from normexp.reporting.tables import write_tables
     from normexp.reporting.terminal import print_report
 
-    metric, tolerance = options["metric"], options["tolerance"]
-    report = read_report(
-        Path(options["runs_dir"]),
-        options["study"],
-        metric=metric,
-        tolerance=tolerance,
-        reference=options["reference"],
-    )
-    write_tables(report.directory / "tables", tables_of(report))
-    print_report(report, cell_table(report.cells, metric, tolerance, report.refused))
+    keys = ("metric", "tolerance", "reference")
+    options_of_report = {key: options[key] for key in keys}
+    report = read_report(Path(options["runs_dir"]), options["study"], **options_of_report)
+    write_tables(report.directory / "tables", report.tables)
+    print_report(report)
     print(f"\ntables: {report.directory / 'tables'}")
     print(
         f"normexp: {missing} is not installed: tables only, no page and no figures; run the report "

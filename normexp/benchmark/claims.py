@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from normexp.benchmark.contrast import Assessment, verdict_on
+from normexp.benchmark.family import ALPHA, p_value, seeds_for, spread_of
 from normexp.benchmark.protocol import claims, recipe_at
 from normexp.benchmark.score import Tuned, compare, tune
 from normexp.benchmark.table import Table
-from normexp.stats.contrast import Assessment, verdict_on
-from normexp.stats.family import ALPHA, p_value, seeds_for, spread_of
 from normexp.stats.interval import Interval
 
 EXPECTED = {

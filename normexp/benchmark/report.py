@@ -9,10 +9,10 @@ from typing import Any
 
 from normexp.benchmark.claims import Tested, Verdict, judge
 from normexp.benchmark.protocol import BENCHMARK
+from normexp.benchmark.ratio import as_ratio
 from normexp.benchmark.score import GROUPS, Overall, Standings, rank, rank_overall
 from normexp.benchmark.table import Table
 from normexp.stats.interval import Interval
-from normexp.stats.ratio import as_ratio
 
 TITLES = {
     "best": "may be the best",

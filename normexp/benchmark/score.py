@@ -16,15 +16,15 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from normexp.benchmark.contrast import Assessment, Margin, difference, verdict_on
+from normexp.benchmark.family import smallest_difference, spread_of
 from normexp.benchmark.protocol import WORKLOADS, WorkloadRecipe
+from normexp.benchmark.ratio import ONE, error_ratio, over_workloads
 from normexp.benchmark.table import Cost, Table, TableCell
-from normexp.reporting.metric import RULE
-from normexp.stats.contrast import Assessment, Margin, difference, verdict_on
 from normexp.stats.crossfit import CrossFit, cross_fit
-from normexp.stats.family import smallest_difference, spread_of
 from normexp.stats.interval import Interval, crossed_mean, mean
-from normexp.stats.ratio import ONE, error_ratio, over_workloads
 
+RULE = {"margins": {"accuracy": {"most": 1.0, "share": 0.25}, "bits_per_byte": {"most": 0.02}}}
 Array = NDArray[np.float64]
 Group = Literal["best", "better", "level", "worse", "open", "diverges", "incomplete"]
 GROUPS: tuple[Group, ...] = ("best", "better", "level", "worse", "open")  # the ranked ones

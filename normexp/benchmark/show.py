@@ -9,10 +9,10 @@ from rich.console import Console
 
 from normexp.benchmark.claims import Tested, Verdict, words_of
 from normexp.benchmark.protocol import WorkloadRecipe
+from normexp.benchmark.ratio import as_ratio
 from normexp.benchmark.report import TITLES, BenchmarkReport, interval_words, words_of_bounds
 from normexp.benchmark.score import GROUPS, Overall, Standing, Standings
 from normexp.reporting.terminal import open_console, text_table
-from normexp.stats.ratio import as_ratio
 
 GROUPS_NOTE = (
     "Groups are what verdicts tell apart (false in at most 5 % of rankings); each interval is of "

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from pytorch_lightning.callbacks import Callback
@@ -23,15 +22,7 @@ from normexp.records.paths import seed_dir
 from normexp.records.result import hyperparameters
 from normexp.training.callbacks import StepReports, TrainingProgress
 from normexp.training.module import TrainingModule
-from normexp.training.recorder import (
-    LoggerRun,
-    Recorder,
-    RunSink,
-    Wandb,
-    WandbRun,
-    resolve_mode,
-    tensorboard,
-)
+from normexp.training.recorder import Recorder
 from normexp.training.stopping import TrainingControl
 
 logger = logging.getLogger(__name__)
@@ -134,80 +125,36 @@ def _shapes(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
     return {name: value.shape for name, value in weights.items()}
 
 
-# --- Loggers besides metrics.csv: Weights & Biases, TensorBoard and the user's own ----------------
+# --- Loggers besides metrics.csv ------------------------------------------------------------------
 
 
 @contextmanager
-def run_loggers(cell: Cell, seed: int) -> Iterator[list[RunSink]]:
+def run_loggers(cell: Cell, seed: int) -> Iterator[list[Logger]]:
     """The loggers of one run; finishes them at the end, as failed if the block raises."""
-    loggers = cell.recipe.loggers
-    opened: list[WandbRun | LoggerRun] = []
-    has_failed = True
-    try:
-        if loggers.wandb is not None:
-            opened.append(_wandb_run(cell, loggers.wandb, seed))
-        if loggers.custom is not None and loggers.is_per_run:
-            available = _logger_arguments(cell, f"seed-{seed}", seed_dir(cell.directory, seed))
-            params = _params(cell) | {"seed": seed}
-            opened.append(LoggerRun(loggers.custom(available), params))
-        yield list(opened)
-        has_failed = False
-    finally:
-        for run in opened:
-            run.finish(failed=has_failed)
-
-
-def _wandb_run(cell: Cell, chosen: Wandb, seed: int) -> WandbRun:
-    loggers, config = cell.recipe.loggers, _params(cell) | {"seed": seed}
-    named = [config[key] for key in ("norm", "model", "data", "study", "experiment")]
-    marks = [*loggers.tags, *(["INVALID"] if cell.invalid else [])]
-    return WandbRun(
-        mode=chosen.mode,
-        directory=cell.study_dir,
-        id_file=seed_dir(cell.directory, seed) / "wandb-id",
-        tags=list(dict.fromkeys(str(tag) for tag in (*named, *marks) if tag)),
-        config=config,
-        project=chosen.project,
-        entity=chosen.entity,
-        name=f"{chosen.name or cell.spec.id}/seed-{seed}",
-        group=chosen.group or cell.spec.id,  # W&B's grouping shows mean and spread over seeds
-        notes=loggers.notes,
+    config, folder, version = cell.spec.values, seed_dir(cell.directory, seed), f"seed-{seed}"
+    params = hyperparameters(
+        cell.description, study=config["study"], experiment=config.get("experiment")
     )
-
-
-def stack_loggers(cell: Cell, seeds: Sequence[int]) -> list[Logger]:
-    """The Lightning loggers of a stack, which get means over its runs; logs what they get."""
-    first, last = seeds[0], seeds[-1]
-    version = f"seed-{first}" if first == last else f"mean-of-seeds-{first}-to-{last}"
-    params = _params(cell) | {"curves": version.replace("-", " ")}
-    loggers, opened = cell.recipe.loggers, list[Logger]()
-    wandb_mode = None if loggers.wandb is None else resolve_mode(loggers.wandb.mode)
-    if wandb_mode == "offline":
-        folder = cell.study_dir / "wandb"
-        logger.info("W&B is offline; upload its runs later: wandb sync %s/offline-run-*", folder)
-    if loggers.tensorboard:
-        opened.append(tensorboard(cell.directory, version))
-    if loggers.custom is not None:
-        gets = "each run by itself" if loggers.is_per_run else params["curves"]
-        logger.info("logger=custom gets %s", gets)
-        if not loggers.is_per_run:
-            available = _logger_arguments(cell, version, cell.directory)
-            opened.append(loggers.custom(available))
-    for logger_of_stack in opened:
-        logger_of_stack.log_hyperparams(params)
-    return opened
-
-
-def _params(cell: Cell) -> dict[str, Any]:
-    return hyperparameters(cell.description, **cell.recipe.loggers.names)
-
-
-def _logger_arguments(cell: Cell, version: str, folder: Path) -> dict[str, Any]:
-    """What loggers may take: names for their run and the folder to write to."""
-    return {
-        "save_dir": str(folder),
-        "name": cell.spec.id,
-        "version": version,
-        "experiment_name": cell.study_dir.name,
-        "run_name": f"{cell.spec.id}/{version}",
-    }
+    labels = [params[key] for key in ("norm", "model", "data", "study", "experiment")]
+    labels += [*(config["tags"] or []), cell.invalid and "INVALID"]
+    loggers = cell.recipe.loggers(
+        {
+            "save_dir": str(cell.study_dir),
+            "run_dir": str(folder),
+            "name": cell.spec.id,
+            "version": version,
+            "experiment_name": cell.study_dir.name,
+            "run_name": f"{cell.spec.id}/{version}",
+            "labels": list(dict.fromkeys(str(label) for label in labels if label)),
+            "notes": config["notes"],
+        }
+    )
+    status = "failed"
+    try:
+        for each in loggers:
+            each.log_hyperparams({**params, "seed": seed})
+        yield loggers
+        status = "success"
+    finally:
+        for each in loggers:
+            each.finalize(status)

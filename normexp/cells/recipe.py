@@ -9,10 +9,10 @@ from typing import Any
 from normexp.batching.sizes import Share, Sizes
 from normexp.build import (
     build_callbacks,
-    build_logger,
+    build_loggers,
     build_optimizer,
     build_schedule,
-    logger_target,
+    logger_targets,
     synchronized,
 )
 from normexp.config.compose import DEFAULT_SCHEDULE, shipped_defaults
@@ -22,7 +22,6 @@ from normexp.errors import UserError
 from normexp.training.callbacks import act_on_batches
 from normexp.training.devices import Devices
 from normexp.training.recipe import Recipe
-from normexp.training.recorder import Loggers, Wandb
 from normexp.training.schedule import (
     count_steps,
     count_steps_per_epoch,
@@ -67,6 +66,7 @@ def recipe_of(spec: CellSpec, *, num_train: int, metrics: Sequence[str]) -> Reci
     schedule = config.get("schedule")
     if schedule is not None:
         _check_schedule(schedule, optim, spec.choices["optim"], metrics)
+    logger_targets(config["logger"])  # refuses a mistake before a training begins
     callbacks = partial(build_callbacks, config.get("callback"), metrics)
     acts_on_batches = act_on_batches(callbacks())
     statistics = tuple(config["evaluate_with"])
@@ -101,7 +101,7 @@ def recipe_of(spec: CellSpec, *, num_train: int, metrics: Sequence[str]) -> Reci
         allow_leak=bool(config["allow_leak"]),
         callbacks=callbacks,
         log_every=config["log_every"],
-        loggers=_loggers_of(config),
+        loggers=partial(build_loggers, config["logger"]),
     )
 
 
@@ -217,22 +217,3 @@ def _check_schedule(
             f"schedule.monitor={monitor} is not a metric of the validation; "
             f"try {', '.join(metrics)}"
         )
-
-
-# --- Loggers --------------------------------------------------------------------------------------
-
-
-def _loggers_of(config: Mapping[str, Any]) -> Loggers:
-    chosen = config["logger"]
-    custom = chosen.get("custom")
-    if custom is not None:
-        logger_target(custom)
-    return Loggers(
-        wandb=Wandb(**chosen["wandb"]) if "wandb" in chosen else None,
-        tensorboard="tensorboard" in chosen,
-        custom=None if custom is None else partial(build_logger, custom),
-        is_per_run=custom is not None and custom["per"] == "run",
-        names={"study": config["study"], "experiment": config.get("experiment")},
-        tags=tuple(map(str, config["tags"] or [])),
-        notes=config["notes"],
-    )

@@ -20,7 +20,6 @@ from normexp.cells.assembly import (
     build_module,
     resume_replicas,
     run_loggers,
-    stack_loggers,
 )
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.reloading import fault_of_reloaded
@@ -31,7 +30,6 @@ from normexp.norms.site import state_as_built
 from normexp.records.environment import describe_environment
 from normexp.records.files import open_atomic, remove_leftovers, write_json, write_text
 from normexp.records.logs import messages_to_file
-from normexp.records.metrics import MetricsWriter
 from normexp.records.paths import (
     CONFIG_FILE,
     EVALUATION_FILE,
@@ -47,7 +45,7 @@ from normexp.records.stacks import StackRecord, begin_stack, end_stack
 from normexp.training.callbacks import why_stopped
 from normexp.training.fit import fit
 from normexp.training.module import TrainingModule
-from normexp.training.recorder import Recorder, RunSink
+from normexp.training.recorder import Recorder
 from normexp.training.stopping import Interrupted, StopRequest, TrainingControl
 
 logger = logging.getLogger(__name__)
@@ -144,7 +142,7 @@ def follow_stack(stack: Stack, stop: StopRequest) -> None:
     """Trains along with `train_stack` in the processes other than rank 0; writes nothing."""
     with suitable_threads(stack.cell.elements_per_forward):
         control = TrainingControl(stop, on_steps=lambda *_: None)
-        _fit(stack, Recorder([[] for _ in stack.runs]), control)
+        _fit(stack, Recorder([]), control)
 
 
 def _train(stack: Stack, control: TrainingControl) -> None:
@@ -152,14 +150,12 @@ def _train(stack: Stack, control: TrainingControl) -> None:
         torch.cuda.reset_peak_memory_stats()
     still_open = stack.open_runs()  # runs that ended before a kill keep their files
     with ExitStack() as opened:
-        sinks: list[list[RunSink]] = []
-        trackers: list[list[RunSink]] = []
-        for cell, seed in stack.runs:
-            file = seed_dir(cell.directory, seed) / METRICS_FILE
-            sinks.append([MetricsWriter(file)] if (cell, seed) in still_open else [])
-            trackers.append(opened.enter_context(run_loggers(cell, seed)))
-        loggers = stack_loggers(stack.cell, stack.seeds)
-        module, must_stop = _fit(stack, Recorder(sinks, loggers, trackers), control)
+        files = [
+            seed_dir(run[0].directory, run[1]) / METRICS_FILE if run in still_open else None
+            for run in stack.runs
+        ]
+        loggers = [opened.enter_context(run_loggers(*run)) for run in stack.runs]
+        module, must_stop = _fit(stack, Recorder(files, loggers), control)
         _record(stack, module)
     if must_stop:
         raise Interrupted
@@ -169,8 +165,6 @@ def _fit(stack: Stack, recorder: Recorder, control: TrainingControl) -> tuple[Tr
     """The trained module, and whether a stop was requested too late for a checkpoint."""
     cell = stack.cell
     replicas = resume_replicas(cell, stack.seeds, stack.record.checkpoint)
-    if not stack.record.checkpoint.is_file():
-        recorder.truncate_after(-1)  # rows of an attempt that left no checkpoint
     module = build_module(cell, stack.seeds, replicas, recorder, stack.lrs)
     must_stop = fit(
         module,
@@ -194,7 +188,7 @@ def _record(stack: Stack, module: TrainingModule) -> None:
         if (cell, seed) not in still_open:
             continue
         run_dir = seed_dir(cell.directory, seed)
-        if cell.recipe.save_weights:
+        if cell.recipe.save_weights and module.losses.diverged_at[index] is None:
             _save_weights(run_dir / WEIGHTS_FILE, module.replicas.replica(index))
             if (preprocessing := Preprocessing.of(stack.cell.data)) is not None:
                 write_json(run_dir / PREPROCESSING_FILE, asdict(preprocessing))
@@ -267,7 +261,7 @@ def _result_of(
         metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
         environment=environment,
         diverged_at_step=diverged_at,
-        steps=module.step,
+        steps=module.losses.diverged_at[index] or module.step,
         num_parameters=cell.num_parameters,
         timing=timing,
         invalid=cell.invalid,

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,11 @@ def refuse_missing_targets(config: Mapping[str, Any]) -> None:
         for part in parts_with_target(config.get(group)):
             if reason := why_missing(part["_target_"]):
                 raise UnknownChoice(f"{group}._target_={part['_target_']}: {reason}")
+    for name in ("wandb", "tensorboard"):
+        if name in config["logger"] and find_spec(name) is None:
+            raise UnknownChoice(
+                f"logger={name} needs the package {name}; pip install 'normexp[{name}]'"
+            )
 
 
 def refuse_missing_values(tree: Mapping[str, Any], prefix: str = "") -> None:
@@ -328,7 +334,7 @@ def register_custom() -> None:
     nodes["callback"] = {}  # or several, each with a _target_ of its own
     nodes["optim"] |= {"default_lr": None, "weight_decay": 0.0, "decay_norm": False}
     nodes["optim"] |= DEFAULT_SCHEDULE
-    nodes["logger"] = {"_target_": "???", "per": "run"}
+    nodes["logger"] = {"_target_": "???"}
     as_built = shipped_defaults("norm", "as_built")
     ConfigStore.instance().store("as_built", as_built, "norm", provider="normexp")
     for group, node in nodes.items():

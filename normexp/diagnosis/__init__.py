@@ -37,8 +37,6 @@ def diagnose(
         raise UserError(f"loss={loss.__name__} is a class; pass an instance, {loss.__name__}()")
     if not isinstance(batches, Iterable):
         raise UserError(f"batches is a {type(batches).__name__}, must be a DataLoader; {FORM}")
-    if tolerance is not None and not tolerance >= 0:
-        raise UserError(f"tolerance={tolerance}: must be a number, 0 or more, or None")
     with unchanged(model):
         return _conclude(
             Measurement(model, read_batches(batches, max_batches, model), loss), tolerance
@@ -64,9 +62,8 @@ def _conclude(seen: Measurement, tolerance: float | None) -> Diagnosis:
         tolerance = max(0.01, 0.01 * training.value)
     findings = find(Case(seen, gap, terms, rows, tolerance))
     summary = (
-        f"Evaluation mode costs {gap} (loss {training.value:.4f} in training mode, "
-        f"{evaluation.value:.4f} in evaluation mode; {len(seen.sizes)} batches of "
-        f"{max(seen.sizes)}). "
+        f"Evaluation minus training mode: {gap} (loss {evaluation.value:.4f} and "
+        f"{training.value:.4f}; {len(seen.sizes)} batches of {max(seen.sizes)}). "
     )
     first = findings[0] if findings else None
     if first and first.term and first.cost:

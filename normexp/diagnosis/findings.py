@@ -117,10 +117,8 @@ def row_of(site: NormSite, batches: Sequence[Sequence[Moments]]) -> SiteRow:
         state = "never updated"
     elif (share := site.initial_share or 0) > INITIAL_SHARE:
         freed = _distances(site, mean / (1 - share), (var - share) / (1 - share), every)
-        if max(_middle(d) or 0 for d in freed) < 0.5 * max(
-            _middle(of_mean) or 0, _middle(of_var) or 0
-        ):
-            state = "initial"
+        before, after = (max(_middle(d) or 0 for d in both) for both in ((of_mean, of_var), freed))
+        state = "initial" if after < 0.5 * before else state
     return SiteRow(
         name=site.name,
         kind=type(site.norm).__name__,
@@ -295,8 +293,7 @@ def _evaluation(case: Case) -> Iterator[Finding]:
 
 def _noise(row: SiteRow, num_batches: int) -> float:
     """The standard deviation of running minus precise, in those between batches."""
-    momentum = row.momentum or 0
-    return math.sqrt(momentum / (2 - momentum) + 1 / num_batches)
+    return math.sqrt((row.momentum or 0) / (2 - (row.momentum or 0)) + 1 / num_batches)
 
 
 def _group_sizes(case: Case) -> str:

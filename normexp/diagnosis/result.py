@@ -75,8 +75,8 @@ class Finding:
     def __str__(self) -> str:
         cost = "" if self.cost is None else f" ({self.cost})"
         cause = fill(f"{self.kind}{cost}: {self.cause}", WIDTH, subsequent_indent="  ")
-        indents = {"initial_indent": "  ", "subsequent_indent": "    "}
-        return f"{cause}\n{fill(f'remedy: {self.remedy}', WIDTH, **indents)}"
+        remedy = fill(f"  remedy: {self.remedy}", WIDTH, subsequent_indent="    ")
+        return f"{cause}\n{remedy}"
 
 
 @dataclass(frozen=True)

@@ -63,13 +63,6 @@ def foreign_factory(
     if layout not in (None, "first", "last"):
         raise UserError(f"norm.layout={layout}: must be first or last")
     build = adapt(make, target=target, eps=eps)
-    argument = _eps_argument(make)
-    if argument is not None and argument.default not in (argument.empty, None, eps):
-        key, default = f"norm.{argument.name}", argument.default
-        logger.info(
-            "%s=%s replaces the default %s of %s; %s=%s keeps it",
-            *(key, eps, default, target, key, default),
-        )
     found: Layout | None = None
 
     def norm(num_features: int) -> nn.Module:
@@ -127,13 +120,8 @@ def adapt(make: Callable[..., Any], *, target: str, eps: float | None) -> Build:
 
 def bind_eps(make: Callable[..., Any], eps: float | None) -> Callable[..., Any]:
     """Returns `make` with `eps` bound under its name in the signature, unless it is set."""
-    argument = _eps_argument(make)
-    return make if eps is None or argument is None else partial(make, **{argument.name: eps})
-
-
-def _eps_argument(make: Callable[..., Any]) -> inspect.Parameter | None:
-    named = (p for p in _free_arguments(make) if p.name in EPS_NAMES)
-    return next(named, None)
+    names = [p.name for p in _free_arguments(make) if p.name in EPS_NAMES]
+    return make if eps is None or not names else partial(make, **{names[0]: eps})
 
 
 def _free_arguments(make: Callable[..., Any]) -> list[inspect.Parameter]:

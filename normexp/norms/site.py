@@ -112,10 +112,7 @@ def takes_mask(norm: nn.Module) -> bool:
     """True if the norm's forward has an argument `mask`."""
     if isinstance(norm, LayoutAdapter):
         return takes_mask(norm.norm)
-    try:
-        return "mask" in inspect.signature(norm.forward).parameters
-    except ValueError:  # written in C, without a signature
-        return False
+    return "mask" in inspect.signature(norm.forward).parameters
 
 
 def named_sites(model: nn.Module) -> Iterator[tuple[str, Site]]:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from operator import index
 from pathlib import Path
 from typing import NamedTuple
 
 from normexp.errors import UserError
 from normexp.records.files import appending, read_lines, write_text
-
-logger = logging.getLogger(__name__)
 
 HEADER = "step,epoch,samples_seen,name,value"
 LINES = re.compile(rb"(?:\d+,\d+,\d+,[^,\n]+,[^,\n]+\n)*")
@@ -39,7 +36,6 @@ class MetricsWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._waiting: list[str] = []
-        self._kept: set[tuple[int, str]] = set()  # (step, name) of the last step before a cut
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -48,14 +44,8 @@ class MetricsWriter:
         self.flush()
 
     def add(self, step: int, epoch: int, samples_seen: int, metrics: Mapping[str, float]) -> None:
-        """Adds one row per metric. Raises ValueError for a name that would break the csv.
-
-        Skips rows that `truncate_after` kept: the final evaluation has the step of the last
-        checkpoint, and a killed run may have written it already.
-        """
+        """Adds one row per metric. Raises ValueError for a name that would break the csv."""
         for name, value in metrics.items():
-            if (step, name) in self._kept:
-                continue
             if not name or any(character in name for character in ',"\r\n'):
                 raise ValueError(f"metric name {name!r} has a comma, a quote or a line break")
             position = f"{index(step)},{index(epoch)},{index(samples_seen)}"
@@ -70,22 +60,11 @@ class MetricsWriter:
             lines += [*header, *self._waiting]
         self._waiting.clear()
 
-    def truncate_after(self, step: int) -> None:
-        """Removes the rows after `step`, atomically, and drops waiting rows; -1 keeps the header.
 
-        For a run that resumes from a checkpoint at that step.
-        """
-        self._waiting.clear()
-        if step >= 0 and not (self.path.exists() and read_lines(self.path)):
-            logger.warning(
-                "%s lost its rows up to step %d: its curves begin there", self.path, step
-            )
-        if not self.path.exists():
-            return
-        rows = [(_parse(self.path, number, line), line) for number, line in _data_lines(self.path)]
-        kept = [line for row, line in rows if row.step <= step]
-        self._kept = {(row.step, row.name) for row, _ in rows if row.step == step}
-        write_text(self.path, "\n".join([HEADER, *kept, ""]))
+def write_metrics(path: Path, rows: Iterable[MetricRow]) -> None:
+    """Replaces metrics.csv atomically. Values keep every digit; a loss may be nan or inf here."""
+    lines = [f"{step},{epoch},{seen},{name},{value!r}" for step, epoch, seen, name, value in rows]
+    write_text(path, "\n".join([HEADER, *lines, ""]))
 
 
 def read_metrics(path: Path) -> list[MetricRow]:

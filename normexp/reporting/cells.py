@@ -3,324 +3,307 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from normexp.batching.sizes import SIZES
 from normexp.config.rules import as_typed
 from normexp.norms.slots import SLOTS, Slots
-from normexp.records.history import CommandEntry, History
-from normexp.reporting.model import CellRow, Config, RunRow, comparable, compared, differences
-from normexp.reporting.read import StudyRecords
+from normexp.records.result import Status
+from normexp.reporting.metric import Metric
+from normexp.reporting.runs import Config, Records, RunRow
 from normexp.reporting.style import order_norms
-from normexp.stats.interval import smallest_step
+from normexp.stats.interval import Interval, mean
 
+SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
 # Config keys that belong to the norm, so they may differ between norms that are compared.
 NORM_KEYS = ("norm", *SLOTS)
-# The length of a training in three units; labels use the one with the fewest distinct values.
-BUDGET = ("epochs", "num_steps", "samples")
-# These may follow from the sizes and the budget (steps, a half-life), so they separate cells only
-# where sizes and budget are equal.
-DERIVED = (*BUDGET, "optim.momentum")
+# The length of a training; it separates cells by the one with the fewest distinct values.
+BUDGET = ("epochs", "num_steps")
+# Recorded keys that were measured, are derived from others, or have no effect on a result.
+NOT_COMPARED = (
+    *("mixes_samples", "leaks_future", "chance_accuracy", "stacked", "log_every"),
+    *("split", "norm_slots", "loaded_sources"),
+)
 # Defaults of keys that are recorded only if they differ from them.
 UNRECORDED = {**asdict(Slots()), "val_every_epochs": 1}
+SHOWN = {"num_steps": "steps"}
 
 
-def build_cells(records: StudyRecords) -> list[CellRow]:
-    """The cells of the studies with their labels, ordered by data, model, budget, norm and sizes.
+@dataclass(frozen=True, eq=False)
+class CellRow:
+    """A cell with its ended runs, in order of seeds.
 
-    Cells of a study that recorded equal recipes are one, whatever their ids.
+    directory: runs/<study>/<cell_id>
+    name: of the norm alone
+    norm: its label: the name, the knobs in which cells of that norm differ, and the study if there
+        are several
+    lr: None if not recorded
+    batch_size, micro_batch_size, norm_batch_size: effective, never None
+    settings: values that must be equal for cells to share a table
+    title: model, data, and the settings in which tables of the same model and data differ
+    wanted: the seeds that the study asks for
+    is_extended: some of its seeds were added by a later command
+    searched: keys whose values a search of the study chose
     """
+
+    study: str
+    directory: Path
+    runs: Sequence[RunRow]
+    config: Config
+    name: str
+    model: str
+    data: str
+    lr: float | None
+    batch_size: int
+    micro_batch_size: int
+    norm_batch_size: int
+    mixes_samples: bool
+    wanted: frozenset[int]
+    is_extended: bool = False
+    searched: frozenset[str] = frozenset()
+    norm: str = ""
+    settings: Config = field(default_factory=dict)
+    title: str = ""
+
+    @property
+    def cell_id(self) -> str:
+        return self.directory.name
+
+    @property
+    def protocol(self) -> str:
+        """How the norm batch size comes about: `full`, `accumulated` or `ghost`."""
+        if self.norm_batch_size < self.micro_batch_size:
+            return "ghost"
+        return "accumulated" if self.micro_batch_size < self.batch_size else "full"
+
+    @property
+    def finished(self) -> int:
+        return len(self.seeds_with(Status.FINISHED))
+
+    @property
+    def diverged(self) -> int:
+        return len(self.seeds_with(Status.DIVERGED))
+
+    @property
+    def failed(self) -> int:
+        return len(self.seeds_with(Status.FAILED))
+
+    @property
+    def missing(self) -> int:
+        return len(self.wanted - {run.seed for run in self.runs})
+
+    @property
+    def ended(self) -> set[int]:
+        """The seeds that have finished or diverged."""
+        return self.seeds_with(Status.FINISHED, Status.DIVERGED)
+
+    @property
+    def at_chance(self) -> set[int]:
+        """The seeds that name classes no better than always the most frequent one."""
+        return {run.seed for run in self.runs if run.is_at_chance}
+
+    @property
+    def invalid(self) -> str | None:
+        """Why its numbers must not be compared."""
+        return next((run.result.invalid for run in self.runs if run.result.invalid), None)
+
+    @property
+    def budget(self) -> str:
+        """`epochs=12`, or `steps=300`."""
+        key = next((key for key in BUDGET if self.config.get(key) == int_of(self.config, key)), "")
+        return setting_words(key, self.config[key]) if key else ""
+
+    def seeds_with(self, *statuses: Status) -> set[int]:
+        return {run.seed for run in self.runs if run.status in statuses}
+
+    def values(self, metric: Metric) -> dict[int, float]:
+        """The metric as shown, by seed; diverged runs count as chance level."""
+        known = ((run.seed, run.value(metric)) for run in self.runs)
+        return {seed: value for seed, value in known if value is not None}
+
+    def step(self, metric: Metric) -> float | None:
+        """The smallest difference that test accuracies could have; None: not known."""
+        count = max((run.num_test_samples for run in self.runs), default=0)
+        is_count = metric.name.partition("@")[0] == "test/accuracy"
+        return metric.scale / count if count and is_count else None
+
+    def mean(self, metric: Metric) -> Interval:
+        """The mean over seeds as every table and figure shows it."""
+        values = list(self.values(metric).values())
+        return mean(values, step=self.step(metric), bounds=metric.bounds)
+
+
+def build_cells(records: Records) -> list[CellRow]:
+    """The cells with their labels, ordered by data, model, settings, norm and sizes."""
     by_folder: dict[Any, list[RunRow]] = {}
     for run in records.runs:
-        by_folder.setdefault(run.directory.parent, []).append(run)
-    cells = _merge([_measured(runs, records.num_seeds) for runs in by_folder.values()])
-    for study, histories in records.histories.items():
-        cells = _declared(cells, study, histories)
-    has_studies = len(records.num_seeds) > 1
-    cells = [
-        replace(
-            cell,
-            norm=cell.name + (f" · {cell.study}" if has_studies else ""),
-        )
-        for cell in _with_steps(cells)
-    ]
-    budget = _budget_key(cells)
-    cells = _with_settings(cells, budget)
-    cells = [
-        replace(cell, norm=cell.norm + words, base=cell.name + words)
-        for cell, words in zip(cells, _knob_words(cells), strict=True)
-    ]
+        by_folder.setdefault((run.study, run.directory.parent), []).append(run)
+    cells = [_cell_of(runs, records) for runs in by_folder.values()]
+    if len(records.studies) > 1:
+        cells = [replace(cell, norm=f"{cell.norm} · {cell.study}") for cell in cells]
+    cells = _with_settings(cells)
+    cells = _with_norms(cells)
     rank = {norm: place for place, norm in enumerate(order_norms(cell.norm for cell in cells))}
 
     def order(cell: CellRow) -> tuple[Any, ...]:
-        length = cell.config.get(budget)
+        settings = [_sortable(value) for value in cell.settings.values()]
         sizes = (cell.batch_size, cell.norm_batch_size)
-        length = float("inf") if length is None else length
-        return (cell.data, cell.model, length, rank[cell.norm], *sizes, cell.lr or 0)
+        return (cell.data, cell.model, settings, rank[cell.norm], *sizes, cell.lr or 0)
 
     return sorted(cells, key=order)
 
 
-def _measured(runs: Sequence[RunRow], num_seeds: Mapping[str, int]) -> CellRow:
-    """A cell without what depends on the other cells."""
-    first, config = runs[0], _with_budget(runs[0].config)
-    batch_size = config["batch_size"]
-    micro = config.get("micro_batch_size") or batch_size
+def _cell_of(runs: Sequence[RunRow], records: Records) -> CellRow:
+    first, config = runs[0], runs[0].config
+    micro = config.get("micro_batch_size") or config["batch_size"]
     norm, model, data = (str(config.get(key) or "-") for key in ("norm", "model", "data"))
+    known = [run.seed for run in runs]
+    asked = records.asked.get((first.study, first.directory.parent.name)) or [known]
+    ended = {run.seed for run in runs if run.status != Status.FAILED}
+    has_own_size = config.get("norm_batch_size") is not None  # undeclared: trained at every size
     return CellRow(
         study=first.study,
         directory=first.directory.parent,
-        runs=runs,
+        runs=sorted(runs, key=lambda run: run.seed),
         config=config,
         name=norm,
         model=model,
         data=data,
         lr=config.get("lr"),
-        batch_size=batch_size,
+        batch_size=config["batch_size"],
         micro_batch_size=micro,
         norm_batch_size=config.get("norm_batch_size") or micro,
-        mixes_samples=config.get("mixes_samples") is not False,
-        expected=num_seeds[first.study],
+        mixes_samples=config.get("mixes_samples") is not False or has_own_size,
+        wanted=frozenset(known).union(*asked),
+        is_extended=not ended <= set(asked[0]),
+        searched=records.searched.get(first.study, frozenset()),
+        norm=norm,
     )
 
 
-def _declared(cells: Sequence[CellRow], study: str, histories: Sequence[History]) -> list[CellRow]:
-    """Adds what the first command for each cell of a study declared, and the searched keys."""
-    searches = [entry for history in histories for entry in history.searches.values()]
-    searched = {key for entry in searches for key in entry.keys}
-    history = histories[0] if histories else History()
-    rounds = _rounds_of(history)
-    asked = history.asked_seeds(history.commands)
-    over = _seeds_over([cell for cell in cells if cell.study == study], history)
-    unended, count = [], 0  # per round, cumulative
-    for _, declared in rounds:
-        count += sum(
-            not seeds <= over.get(name, set()) and name not in history.errors
-            for name, seeds in declared.items()
-        )
-        unended.append(count)
+def _with_settings(cells: Sequence[CellRow]) -> list[CellRow]:
+    """Adds settings and titles.
 
-    def of_cell(cell: CellRow) -> CellRow:
-        lengths = [len(entry.points) for entry in searches if entry.norm in ("", cell.name)]
-        cell = replace(cell, searched=frozenset(searched), num_points=max(lengths, default=0))
-        ids = {cell.directory.name, *cell.same_as}
-        wanted = {seed for name in ids for seed in asked.get(name, ())}
-        if wanted:
-            cell = replace(cell, expected=len(wanted | {run.seed for run in cell.runs}))
-        for number, (command, declared) in enumerate(rounds):
-            if seeds := {seed for name in ids for seed in declared.get(name, ())}:
-                return replace(
-                    cell,
-                    declared=frozenset(seeds),
-                    round=number,
-                    unended=unended[number],
-                    rule=command.rule,
-                )
-        return cell
-
-    return [of_cell(cell) if cell.study == study else cell for cell in cells]
-
-
-def _seeds_over(cells: Sequence[CellRow], history: History) -> dict[str, set[int]]:
-    """The seeds that have ended, by id: also those that failed for good, or were refused.
-
-    A command that is typed again takes nothing of that back: it tries refused cells again, and
-    failed runs as often as `max_attempts` allows.
+    A key separates cells that differ in it alone, as a grid over it makes them; one in which norms
+    differ does not, and the table says that they are not compared.
     """
-    attempts: dict[str, int] = {}  # that the commands allow
-    for command in history.commands:
-        for name in command.cells:
-            attempts[name] = max(attempts.get(name, 0), command.max_attempts)
-    over: dict[str, set[int]] = {}
-    for end in history.ends:
-        over.setdefault(end.cell, set()).update(end.seeds)
-    for cell in cells:
-        names = {cell.directory.name, *cell.same_as}
-        most = max((attempts.get(name, 0) for name in names), default=0)
-        again = {run.seed for run in cell.runs if 0 < run.result.attempts < most} - cell.ended
-        for name in names:
-            over[name] = over.get(name, set()) | {run.seed for run in cell.runs}
-            over[name] -= again
-    return over
-
-
-def _rounds_of(history: History) -> list[tuple[CommandEntry, dict[str, set[int]]]]:
-    """The commands that name a cell that no earlier one does, with the seeds of these cells.
-
-    If a cell of a forgotten command is asked for again, all of its cells count that had results by
-    then. Those that nobody asks for stay unended, so that nobody selects norms by their results.
-    """
-    named: set[str] = set()
-    asked = {name for command in history.commands for name in command.cells}
-    rounds = []
-    for command, cells in history.declarations:
-        names = {*cells} - named
-        if names & asked:
-            rounds.append((command, {name: command.seeds_of(name) for name in sorted(names)}))
-            named |= names
-    return rounds
-
-
-def _with_steps(cells: Sequence[CellRow]) -> list[CellRow]:
-    """Adds the smallest difference that recorded values could have, by metric.
-
-    An accuracy on N recorded test samples moves in steps of 1 / N. Where N is not recorded, as of
-    the validation split, this is the `smallest_step` of all cells of the data set.
-    """
-    by_data: dict[str, dict[str, list[float]]] = {}
-    for cell in cells:
-        values = by_data.setdefault(cell.data, {})
-        for run in cell.runs:
-            for name, value in run.metrics.items():
-                values.setdefault(name, []).append(value)
-    guessed = {
-        data: {name: smallest_step(known) for name, known in values.items()}
-        for data, values in by_data.items()
-    }
-    counted = []
-    for cell in cells:
-        steps = dict(guessed[cell.data])
-        num_samples = next(filter(None, (run.num_test_samples for run in cell.runs)), 0)
-        tested = [name for name in steps if name.partition("@")[0] == "test/accuracy"]
-        steps |= dict.fromkeys(tested, 1 / num_samples) if num_samples else {}
-        counted.append(replace(cell, steps=steps))
-    return counted
-
-
-def _with_budget(config: Config) -> Config:
-    """Adds `samples`, the training samples seen, and turns whole floats of a budget into ints."""
-    steps = config.get("num_steps")
-    samples = {} if steps is None else {"samples": steps * config["batch_size"]}
-    known = {**config, **samples}
-    whole = {
-        key: int(value)
-        for key in BUDGET
-        if isinstance(value := known.get(key), float) and value.is_integer()
-    }
-    return {**known, **whole}
-
-
-def _merge(cells: Sequence[CellRow]) -> list[CellRow]:
-    """One cell for each recipe of a study; of runs with one seed, that of the first cell counts.
-
-    Sizes are compared as they take effect: the norm batch size of a norm that does not mix samples
-    has none.
-    """
-    by_recipe: dict[Hashable, list[CellRow]] = {}
-    for cell in cells:
-        config = {**compared(cell.config), "norm_batch_size": cell.statistics_size}
-        config["micro_batch_size"] = cell.micro_batch_size
-        recipe = {(key, comparable(value)) for key, value in config.items()}
-        by_recipe.setdefault((cell.study, frozenset(recipe)), []).append(cell)
-    merged = []
-    for first, *others in by_recipe.values():
-        runs = {run.seed: run for cell in (*others[::-1], first) for run in cell.runs}
-        names = [cell.directory.name for cell in others]
-        merged.append(replace(first, runs=[runs[seed] for seed in sorted(runs)], same_as=names))
-    return merged
-
-
-def _budget_key(cells: Sequence[CellRow]) -> str:
-    """The key of BUDGET with the fewest values; of equals that of whole numbers, then epochs."""
-    values = {key: [cell.config.get(key) for cell in cells] for key in BUDGET}
-    known = {
-        key: {value for value in column if value is not None} for key, column in values.items()
-    }
-
-    def rank(key: str) -> tuple[int, bool]:
-        return len(known[key]), any(isinstance(value, float) for value in known[key])  # 12 is int
-
-    return min((key for key in BUDGET if known[key]), key=rank, default=BUDGET[0])
-
-
-def _with_settings(cells: Sequence[CellRow], budget: str) -> list[CellRow]:
-    """Adds what says which cells are comparable: settings, setting, title and budget."""
-    keys = _setting_keys(cells, budget)
-    # `model.width` distinguishes only cells with the same model.
-    groups = {key: _part_of(key) for key in keys if key not in ("model", "data")}
+    keys = sorted({key for cell in cells for key in cell.config if _may_separate(key)})
+    counts = {key: {comparable(cell.config.get(key)) for cell in cells} for key in BUDGET}
+    lengths = [key for key in BUDGET if comparable(None) not in counts[key]]
+    length = min(lengths, key=lambda key: len(counts[key]), default="")
+    separating = [
+        key
+        for key in keys
+        if (key == length or key not in BUDGET) and _varies_within_norm(cells, key)
+    ]
     labelled = []
-    for cell, words in zip(cells, _tell_apart(cells, groups, ", "), strict=True):
-        length = cell.config.get(budget)
-        labelled.append(
-            replace(
-                cell,
-                settings={key: cell.config.get(key) for key in keys},
-                setting=words.removeprefix(", "),
-                title=f"{cell.model} on {cell.data}{words}",
-                budget="" if length is None else f"{budget}={length}",
-                budget_keys=frozenset(BUDGET),
-            )
-        )
+    for cell in cells:
+        alike = [other for other in cells if (other.model, other.data) == (cell.model, cell.data)]
+        words = [
+            setting_words(key, cell.config.get(key))
+            for key in separating
+            if len({comparable(other.config.get(key)) for other in alike}) > 1
+        ]
+        settings = {"model": cell.model, "data": cell.data}
+        settings |= {key: cell.config.get(key) for key in separating}
+        title = ", ".join([f"{cell.model} on {cell.data}", *words])
+        labelled.append(replace(cell, settings=settings, title=title))
     return labelled
 
 
-def _part_of(key: str) -> Callable[[CellRow], Any]:
-    """By cell, the value of the key's part, as `model` of `model.width`; None: not applicable."""
-    part, dot, _ = key.partition(".")
-    return lambda cell: cell.config.get(part) if dot and part in cell.config else ""
+def _may_separate(key: str) -> bool:
+    is_name = key in (*SIZES, "lr", "model", "data")
+    return not (is_name or is_norm_key(key) or key.startswith(NOT_COMPARED))
 
 
-def _setting_keys(cells: Sequence[CellRow], budget: str) -> list[str]:
-    """The config keys that separate cells; budget: the key in which lengths are counted."""
-    keys = sorted(
-        {
-            key
-            for cell in cells
-            for key in compared(cell.config)
-            if key not in (*SIZES, "lr") and not _is_norm_key(key)
-        }
-    )
-    studies = {
-        cell.study: [other for other in cells if other.study == cell.study] for cell in cells
-    }
-    if len(studies) > 1:  # what differs between studies alone does not separate their cells
-        within = {key for same in studies.values() for key in keys if _num_values(same, key) > 1}
-        keys = [key for key in keys if key in within or _num_values(cells, key) == 1]
-    chosen = [key for key in keys if key not in DERIVED]
-    for key in dict.fromkeys((budget, *DERIVED)):
-        if key in keys and _norms_that_vary(cells, _value_of(key), _place_by(chosen)):
-            chosen.append(key)
-    return sorted(chosen)
+def _varies_within_norm(cells: Sequence[CellRow], key: str) -> bool:
+    """True if two cells of one norm, model, data set and sizes have two values of the key."""
+    seen: dict[Hashable, set[Hashable]] = {}
+    for cell in cells:
+        place = (cell.norm, cell.model, cell.data, cell.batch_size, cell.norm_batch_size)
+        seen.setdefault(place, set()).add(comparable(cell.config.get(key)))
+    return any(len(values) > 1 for values in seen.values())
 
 
-def disagreements(
-    first: CellRow, second: CellRow, *, are_rates_searched: bool = False
+def _with_norms(cells: Sequence[CellRow]) -> list[CellRow]:
+    """Adds to the label of each norm the knobs in which its cells differ."""
+    groups: dict[str, list[CellRow]] = {}
+    for cell in cells:
+        groups.setdefault(cell.norm, []).append(cell)
+    labelled = {}
+    for label, same in groups.items():
+        keys = sorted({key for cell in same for key in cell.config if is_norm_key(key)})
+        varying = [key for key in keys if len({comparable(c.config.get(key)) for c in same}) > 1]
+        if "norm.momentum" in varying and not _is_free(same, "norm.momentum"):
+            varying.remove("norm.momentum")  # it follows from the size
+        for cell in same:
+            name, mark, study = label.partition(" · ")
+            words = [
+                f"{key.removeprefix('norm.')}={as_typed(_known(cell, key))}" for key in varying
+            ]
+            words += ["INVALID"] if cell.invalid else []
+            labelled[cell] = replace(cell, norm=" ".join([name, *words]) + mark + study)
+    places: dict[Hashable, set[str]] = {}
+    for cell in labelled.values():
+        places.setdefault(_place(cell), set()).add(cell.protocol)
+    named = {_place(c)[0] for c in labelled.values() if len(places[_place(c)]) > 1}
+    return [
+        replace(cell, norm=f"{cell.norm} {cell.protocol}") if cell.norm in named else cell
+        for cell in map(labelled.__getitem__, cells)
+    ]
+
+
+def _place(cell: CellRow) -> tuple[Hashable, ...]:
+    size = cell.norm_batch_size if cell.mixes_samples else 0
+    return (cell.norm, settings_key(cell), cell.batch_size, size, cell.lr)
+
+
+def _is_free(cells: Sequence[CellRow], key: str) -> bool:
+    """True if cells of equal sizes differ in the key."""
+    sizes = {(cell.batch_size, cell.norm_batch_size) for cell in cells}
+    pairs = {(c.batch_size, c.norm_batch_size, comparable(c.config.get(key))) for c in cells}
+    return len(pairs) > len(sizes)
+
+
+def unlike(
+    first: CellRow, second: CellRow, *, searched: Collection[str] = ()
 ) -> dict[str, tuple[Any, Any]]:
     """By key, the values for which two cells must not be compared.
 
     These are all differences but those of the norm (with the slots of its YAML), of the sizes (with
     what follows from the batch size) and of searched keys.
-
-    are_rates_searched: both were chosen from the same learning rates
     """
-    has_one_norm = first.name == second.name
-    searched = {*first.searched, *second.searched, *(["lr"] if are_rates_searched else [])}
+    cells = (first, second)
+    free = {*SIZES, *searched, *first.searched, *second.searched}
 
     def may_differ(key: str) -> bool:
-        if key in (*SIZES, *searched):
-            return True
-        if key in SLOTS:
-            return all(_slot_of(cell, key) == _slot_of_norm(cell, key) for cell in cells)
-        if _is_norm_key(key):
-            is_knob = has_one_norm and first.norm == second.norm
-            return not is_knob or (key == "norm.momentum" and _has_one_half_life(first, second))
+        if key in SLOTS:  # of the norm's own YAML
+            own = (cell.config.get(f"norm_slots.{key}", UNRECORDED[key]) for cell in cells)
+            return all(_known(cell, key) == value for cell, value in zip(cells, own, strict=True))
+        if is_norm_key(key):
+            return first.norm != second.norm or (
+                key == "norm.momentum" and _has_one_half_life(first, second)
+            )
         if first.batch_size == second.batch_size:
             return False
         if key in BUDGET:
             return any(key in first.config and key not in different for key in BUDGET)
         rules = {cell.config.get("lr_rule") for cell in cells}
         follows = {
-            "optim.momentum": ("momentum_aware",),
-            "lr": ("linear", "sqrt", "momentum_aware"),
+            "optim.momentum": {"momentum_aware"},
+            "lr": {"linear", "sqrt", "momentum_aware"},
         }
-        return len(rules) == 1 and rules <= {*follows.get(key, ())}
+        return len(rules) == 1 and rules <= follows.get(key, set())
 
-    cells = (first, second)
-    different = differences(
-        *(replace(cell, config={**UNRECORDED, **cell.config}) for cell in cells)
-    )
+    different = {
+        key: (_known(first, key), _known(second, key))
+        for key in sorted({*first.config, *second.config})
+        if key not in free
+        and not key.startswith(NOT_COMPARED)
+        and comparable(_known(first, key)) != comparable(_known(second, key))
+    }
     return {key: values for key, values in different.items() if not may_differ(key)}
 
 
@@ -331,96 +314,49 @@ def _has_one_half_life(first: CellRow, second: CellRow) -> bool:
     return len(rates) == 2 and math.isclose(*rates, rel_tol=1e-6)
 
 
-def _slot_of(cell: CellRow, slot: str) -> Any:
-    return cell.config.get(slot, UNRECORDED[slot])
+def settings_key(cell: CellRow) -> Hashable:
+    """Equal for cells that share a table."""
+    return tuple((key, comparable(value)) for key, value in cell.settings.items())
 
 
-def _slot_of_norm(cell: CellRow, slot: str) -> Any:
-    """The slot that the YAML of the cell's norm sets, or its default."""
-    return cell.config.get(f"norm_slots.{slot}", UNRECORDED[slot])
+def setting_words(key: str, value: Any) -> str:
+    """`epochs=12`."""
+    whole = int(value) if isinstance(value, float) and value.is_integer() else value
+    return f"{SHOWN.get(key, key)}={as_typed(whole)}"
 
 
-def _is_norm_key(key: str) -> bool:
+def int_of(config: Config, key: str) -> int | None:
+    value = config.get(key)
+    return int(value) if isinstance(value, int | float) and value == int(value) else None
+
+
+def is_norm_key(key: str) -> bool:
     return key.partition(".")[0] in NORM_KEYS
 
 
-def _num_values(cells: Sequence[CellRow], key: str) -> int:
-    return len({comparable(cell.config.get(key)) for cell in cells})
+def comparable(value: Any) -> Hashable:
+    """A key that is equal for equal values: 1 is 1.0, and true is no number."""
+    if isinstance(value, list | tuple):
+        return tuple(map(comparable, value))
+    return (isinstance(value, bool), value)
 
 
-def _value_of(key: str) -> Callable[[CellRow], Hashable]:
-    return lambda cell: comparable(cell.config.get(key))
+def _known(cell: CellRow, key: str) -> Any:
+    value = cell.config.get(key)
+    return UNRECORDED.get(key) if value is None else value
 
 
-def _place_by(keys: Sequence[str]) -> Callable[[CellRow], Hashable]:
-    """Equal for cells of equal sizes with equal values of these keys."""
-    keys = tuple(keys)
-    values = [_value_of(key) for key in keys]
-    return lambda cell: (*(of(cell) for of in values), cell.batch_size, cell.norm_batch_size)
+def _sortable(value: Any) -> tuple[bool, float, str]:
+    is_number = isinstance(value, int | float)
+    return (not is_number, float(value) if is_number else 0.0, str(value))
 
 
-def _norms_that_vary(
-    cells: Sequence[CellRow],
-    value: Callable[[CellRow], Hashable],
-    place: Callable[[CellRow], Hashable],
-) -> set[str]:
-    """The norms that have two cells with the same place and different values."""
-    seen: dict[tuple[str, Hashable], set[Hashable]] = {}
-    for cell in cells:
-        seen.setdefault((cell.norm, place(cell)), set()).add(value(cell))
-    return {norm for (norm, _), values in seen.items() if len(values) > 1}
+def metric_names(cells: Iterable[CellRow]) -> list[str]:
+    """The metrics that any of the runs has."""
+    return sorted({name for cell in cells for run in cell.runs for name in run.metrics})
 
 
-def _knob_words(cells: Sequence[CellRow]) -> list[str]:
-    """What follows the name of a norm in its label: differing knobs, INVALID, the protocol."""
-    keys = sorted({key for cell in cells for key in cell.config if _is_norm_key(key)})
-    groups: dict[str, Callable[[CellRow], Any]] = {key: lambda cell: cell.norm for key in keys}
-    if "norm.momentum" in groups:  # it may follow from the size
-        place = _place_by(sorted(cells[0].settings))
-        free = _norms_that_vary(cells, _value_of("norm.momentum"), place)
-        groups["norm.momentum"] = lambda cell: cell.norm if cell.norm in free else None
-    words = _tell_apart(cells, groups, " ")
-    words = [
-        label + (" INVALID" if cell.invalid is not None else "")
-        for cell, label in zip(cells, words, strict=True)
-    ]
-    named = [
-        replace(cell, norm=cell.norm + label) for cell, label in zip(cells, words, strict=True)
-    ]
-    both = _norms_that_vary(
-        named,
-        lambda cell: cell.protocol,
-        lambda cell: (settings_key(cell), cell.batch_size, cell.lr, cell.statistics_size),
-    )
-    return [
-        label + (f" {cell.protocol}" if cell.norm in both else "")
-        for cell, label in zip(named, words, strict=True)
-    ]
-
-
-def settings_key(cell: CellRow) -> Hashable:
-    """Equal for cells that may be compared."""
-    return tuple(comparable(value) for value in cell.settings.values())
-
-
-def _tell_apart(
-    cells: Sequence[CellRow], groups: Mapping[str, Callable[[CellRow], Any]], mark: str
-) -> list[str]:
-    """For each cell, the mark and `key=value` for every key that varies within its group.
-
-    groups: by key, in order, the group of each cell; None: the key is left out
-    """
-    words = [""] * len(cells)
-    for key, group_of in groups.items():
-        groups_of_key: dict[Hashable, list[int]] = {}
-        for place, cell in enumerate(cells):
-            if (group := group_of(cell)) is not None:
-                groups_of_key.setdefault(group, []).append(place)
-        for places in groups_of_key.values():
-            if _num_values([cells[place] for place in places], key) < 2:
-                continue
-            for place in places:
-                value = cells[place].config.get(key)
-                value = UNRECORDED.get(key) if value is None else value
-                words[place] += f"{mark}{key.removeprefix('norm.')}={as_typed(value)}"
-    return words
+def common(cells: Sequence[CellRow], of: Callable[[CellRow], Any]) -> Any:
+    """What all cells have in common; None if they differ."""
+    values = {comparable(of(cell)): of(cell) for cell in cells}
+    return next(iter(values.values())) if len(values) == 1 else None

@@ -27,23 +27,12 @@ PREFERRED = (
     "val/bits_per_byte",
     "val/loss",
 )
-# Which differences count as none. Each command writes it to study.jsonl, and the report of a study
-# goes by what stands there; change the version with any of it.
-RULE: dict[str, Any] = {
-    "version": 1,
-    "holds": "the difference is shown to be smaller than `most` and than `share` of the error "
-    "(100 % - accuracy) of the reference",
-    "metrics": list(PREFERRED),  # the first that was recorded is judged
-    "margins": {
-        "accuracy": {"most": 1.0, "share": 0.25, "unit": "points"},
-        "bits_per_byte": {"most": 0.02, "unit": "bits per byte"},
-        "loss": {"most": 0.05, "unit": "nats"},
-    },
-}
+# Smaller differences count as none.
+MARGINS = {"accuracy": 1.0, "bits_per_byte": 0.02, "loss": 0.05}
+UNIFORM_BITS = 8.0  # per byte, of a diverged language model
 LOWER_IS_BETTER = ("loss", "bits_per_byte", "perplexity", "error")
 LOWER = "lower its learning rate, search it, or train longer"  # the remedy at chance
 COUNT_MARKS = "×k diverged, !k failed, ?k missing, ~k at chance"  # after finished/wanted
-APART_WORDS = "seeds that lie far from the median of all, for their spread"
 MAX_DIGITS = 4
 NOISE, SMALL, LARGE = 1e-12, 1e-4, 1e6  # between SMALL and LARGE numbers have no exponent
 
@@ -56,9 +45,6 @@ class Metric:
     unit: unit of a difference
     scale: factor from recorded to shown values
     tolerance: smaller differences, in `unit`, count as none
-    share_of_error: and so do differences below this share of the reference's error
-    is_tolerance_given: the tolerance was given to the report, after the data
-    rule: version of the rule that declared the tolerance before the data; 0: none did
     digits: minimum number of decimals
     """
 
@@ -69,30 +55,28 @@ class Metric:
     higher_is_better: bool
     tolerance: float
     digits: int
-    share_of_error: float = 0.0
-    is_tolerance_given: bool = False
-    rule: int = 0
 
     @property
     def bounds(self) -> tuple[float, float] | None:
         """The range of the values; None if it is not known."""
-        return (0.0, 100.0) if self.unit == "points" else None
+        return (0.0, 100.0) if self.unit == "pp" else None
 
     @property
     def limit(self) -> float:
         """The greatest possible difference."""
         return math.inf if self.bounds is None else self.bounds[1] - self.bounds[0]
 
-    @property
-    def tolerance_words(self) -> str:
-        """`1 point`, `0.05 nats`, `2 points, given to the report`."""
-        given = ", given to the report" * self.is_tolerance_given
-        return f"{self.amount_words(self.tolerance)}{given}"
+    def chance(self, config: Mapping[str, Any]) -> float | None:
+        """What a diverged run counts as: always the most frequent class, or uniform bits.
 
-    def amount_words(self, amount: float) -> str:
-        """`1 point`, `0.62 points`."""
-        unit = self.unit.removesuffix("s") if amount == 1 else self.unit
-        return f"{amount:.2g} {unit}".strip()
+        None: not known.
+        """
+        share, kind = config.get("chance_accuracy"), self.name.partition("@")[0].split("/")[-1]
+        if kind == "bits_per_byte":
+            return UNIFORM_BITS
+        if share is None:
+            return None
+        return {"accuracy": self.scale * share, "loss": -math.log(share)}.get(kind)
 
     @property
     def worst(self) -> float:
@@ -113,42 +97,31 @@ class Metric:
         return f"val/{rest.partition('@')[0]}" if split == "test" else self.name
 
     def format(self, interval: Interval) -> str:
-        """`1.2 [0.6, 1.9] points`."""
+        """`1.2 [0.6, 1.9] pp`."""
         return f"{format_interval(interval, self.digits)} {self.unit}".strip()
 
 
-def describe_metric(
-    name: str, tolerance: float | None = None, rule: Mapping[str, Any] | None = None
-) -> Metric:
-    """The metric of that name.
-
-    tolerance: overrides that of the rule
-    rule: as declared, see `RULE`; None or empty: not declared, and the present one counts
-    """
+def describe_metric(name: str, tolerance: float | None = None) -> Metric:
+    """The metric of that name; tolerance: instead of that of MARGINS."""
     path, _, statistics = name.partition("@")
     split, _, kind = path.rpartition("/")
     words = f"{split} {kind.replace('_', ' ')}".strip()
     suffix = f", {statistics} statistics" if statistics else ""
     higher = not any(word in kind for word in LOWER_IS_BETTER)
     known = {
-        "accuracy": (f"{words} (%)", "points", 100.0, 1),
+        "accuracy": (f"{words} (%)", "pp", 100.0, 1),
         "loss": (f"{words} (nats)", "nats", 1.0, 3),
         "bits_per_byte": (words, "bits per byte", 1.0, 3),
     }
     label, unit, scale, digits = known.get(kind, (words, "", 1.0, 3))
-    known_margins = (rule or RULE)["margins"] if tolerance is None else {}
-    margin = known_margins.get(kind, {"most": tolerance or 0.0})
     return Metric(
         name=name,
         label=label + suffix,
         unit=unit,
         scale=scale,
         higher_is_better=higher,
-        tolerance=margin["most"],
+        tolerance=MARGINS.get(kind, 0.0) if tolerance is None else tolerance,
         digits=digits,
-        share_of_error=margin.get("share", 0.0),
-        is_tolerance_given=tolerance is not None,
-        rule=rule["version"] if rule and tolerance is None else 0,
     )
 
 
@@ -222,11 +195,6 @@ def format_mean(interval: Interval, metric: Metric) -> str:
     digits += interval.high - interval.low < 10**-digits
     estimate, low, high = (f"{value:z.{digits}f}" for value in values)
     return f"{estimate} [{low}, {high}]"
-
-
-def format_signed(value: float, digits: int) -> str:
-    """`+1.2`; `+0.0` also for a negative value that rounds to 0."""
-    return f"{value:+z.{digits}f}"
 
 
 def _digits_of(low: float, high: float, digits: int) -> int:

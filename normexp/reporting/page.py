@@ -1,4 +1,4 @@
-"""A page and its folder: figures as files, one self-contained index.html, swapped in at once."""
+"""The page of a report: figures as files, and one self-contained index.html, swapped in at once."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import json
 import os
 import shutil
 import tempfile
-from base64 import b64encode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+import pandas as pd
 import vl_convert
-from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from normexp.errors import UserError
 from normexp.reporting.charts import Figure
-from normexp.reporting.tables import to_csv
+from normexp.reporting.figures import draw_figures, draw_ranking
 
-PNG_SCALE = 2.0  # pixels per point of the figure
-POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; "
-    "img-src data: blob:"
-)
+if TYPE_CHECKING:
+    from normexp.reporting.report import Report
+
 PACKAGE = "normexp.reporting"
+PNG_SCALE = 2.0  # pixels per point of the figure
+SHOWN_ROWS = 1000  # of a table; the others are in its CSV
 
 
 def replace_folder(target: Path, write: Callable[[Path], None]) -> None:
@@ -51,68 +51,51 @@ def replace_folder(target: Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
-def write_page(
-    folder: Path,
-    template: str,
-    figures: Sequence[Figure],
-    downloads: Mapping[str, str],
-    *,
-    package: str = PACKAGE,
-    **values: Any,
-) -> None:
-    """Writes index.html and the files of its figures; it loads nothing from anywhere.
+def write_page(folder: Path, report: Report, reload_seconds: int | None = None) -> None:
+    """Writes index.html and the files of its figures; the page loads nothing from anywhere.
 
-    Texts from configs, file names and error messages are escaped by the template, or are JSON
-    without `<`.
-
-    Args:
-        template: in `package`, or of reports.
-        downloads: CSV by the name of a table.
-        values: what the template shows.
+    reload_seconds: after which the page shows itself anew; None: never
     """
-    drawings = folder / "figures"
-    (drawings / "paper").mkdir(parents=True)
-    # Drawing and bundling release Python's lock, so threads use all cores.
+    sections = []
+    for part in report.slices:
+        ranking = next((one for one in report.rankings if one.part is part), None)
+        sections.append((part, report.tables_of(part), draw_figures(part, ranking)))
+    over = [draw_ranking(report.over_slices, "all")] if report.over_slices else []
+    figures = [*over, *(figure for _, _, drawn in sections for figure in drawn)]
+    (folder / "figures").mkdir(parents=True)
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-        bundle = pool.submit(_bundle)
-        drawn = pool.map(partial(_write_figure, drawings), figures)
-        images = {
-            figure.name: b64encode(svg.encode()).decode()
-            for figure, svg in zip(figures, drawn, strict=True)
-        }
-    content = {
-        "figures": {figure.name: figure.spec for figure in figures},
-        "tables": {**downloads, **{figure.name: to_csv(figure.table) for figure in figures}},
-    }
+        list(pool.map(lambda figure: _write_figure(folder / "figures", figure), figures))
+    shown = {table.name for _, tables, _ in sections for table in tables}
+    others = [table for table in report.tables if table.name not in shown]
     environment = Environment(
-        loader=ChoiceLoader([PackageLoader(package, "."), PackageLoader(PACKAGE, ".")]),
+        loader=PackageLoader(PACKAGE, "."),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    page = environment.get_template(template).render(
-        images=images,
-        policy=Markup(POLICY),
-        bundle=Markup(bundle.result()),
-        data=Markup(json.dumps(content, allow_nan=False).replace("<", "\\u003c")),
+    specs = json.dumps({figure.name: figure.spec for figure in figures}, allow_nan=False)
+    page = environment.get_template("page.html.j2").render(
+        report=report,
+        sections=sections,
+        over=over,
+        others=others,
+        shown_rows=SHOWN_ROWS,
+        reload_seconds=reload_seconds,
+        specs=Markup(specs.replace("<", "\\u003c")),
+        bundle=Markup(_bundle()),
         css=_asset("page.css"),
         js=_asset("page.js"),
-        **values,
     )
     (folder / "index.html").write_text(page, encoding="utf-8")
 
 
-def _write_figure(folder: Path, figure: Figure) -> str:
-    """Writes the files of a figure; returns its SVG, in base 64 on the page, for printing."""
-    (folder / f"{figure.name}.csv").write_text(to_csv(figure.table), encoding="utf-8")
-    svg = ""
-    for place, spec in ((folder / "paper", figure.for_paper), (folder, figure.spec)):
-        svg = vl_convert.vegalite_to_svg(json.dumps(spec))
-        (place / f"{figure.name}.svg").write_text(svg, encoding="utf-8")
-        (place / f"{figure.name}.pdf").write_bytes(vl_convert.svg_to_pdf(svg))
+def _write_figure(folder: Path, figure: Figure) -> None:
+    spec = json.dumps(figure.spec, allow_nan=False)
+    svg = vl_convert.vegalite_to_svg(spec)
+    (folder / f"{figure.name}.svg").write_text(svg, encoding="utf-8")
     (folder / f"{figure.name}.png").write_bytes(vl_convert.svg_to_png(svg, scale=PNG_SCALE))
-    return svg
+    pd.DataFrame(figure.rows).to_csv(folder / f"{figure.name}.csv", index=False)
 
 
 def _asset(name: str) -> Markup:

@@ -1,94 +1,155 @@
-"""The content of a report: cells, slices, comparisons and sentences; draws and writes nothing."""
+"""The content of a report: cells, slices, comparisons and tables; draws and writes nothing."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from normexp.config.rules import format_count
 from normexp.errors import UserError
-from normexp.reporting.cells import build_cells
-from normexp.reporting.losses import Losses, losses_of
-from normexp.reporting.metric import describe_metric, require_metric
-from normexp.reporting.model import CellRow, Slice, differences, metric_names
-from normexp.reporting.ranking import Ranking, rank_norms
-from normexp.reporting.ratios import answer_over_data
-from normexp.reporting.read import RefusedCell, StudyRecords, read_studies
-from normexp.reporting.sentences import (
-    Answer,
-    Claim,
-    Section,
-    answer_slices,
-    group_by_budget,
-    needed_words,
-    note_on,
-)
-from normexp.reporting.slices import build_slices
+from normexp.reporting.causes import Causes, measure_causes
+from normexp.reporting.cells import CellRow, build_cells, metric_names
+from normexp.reporting.compare import Comparison, compare, size_words
+from normexp.reporting.metric import require_metric
+from normexp.reporting.ranking import Ranking, overall, rank
+from normexp.reporting.runs import Records, read_studies
+from normexp.reporting.slices import AXIS_WORDS, Slice, build_slices
 from normexp.reporting.style import base_of, order_norms
-from normexp.reporting.verdict import OF_CHANGE, Change, Comparison, compare
+from normexp.reporting.tables import (
+    Table,
+    causes_table,
+    cell_table,
+    difference_table,
+    lost_table,
+    mean_table,
+    ranking_table,
+    run_table,
+)
 from normexp.stats.interval import Interval
 
-SCHEMA = 2  # of report.json
+SCHEMA = 3  # of report.json
+MOST_NAMED = 4  # norms in a headline
+WHY_SIZE_2 = "experiment=why_size_2 shows a recipe where it drops"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """What the records of one or more studies say.
 
     metric, tolerance: as requested; None: the first known metric of a slice, and its tolerance
-    comparisons: every difference between cells that the report states; one family
-    sections: answers on slices; only their sentences on differences that the report tests
-    over_data: ratios over several data sets, which it does not test
+    comparisons: every difference that the report states
     rankings: of each slice where two or more norms meet
-    refused: cells that could not be trained, and why
-    counts: `12 cells, 90 runs: 84 finished, 6 diverged; 3 not ended`
-    waiting: one line for each cell that has no ended run yet
-    problems: one line for each result that cannot be read
+    over_slices: the ranking over several models or data sets; None of one
+    counts: `12 cells, 90 runs: 84 finished, 6 diverged`
     """
 
     runs_dir: Path
     studies: Sequence[str]
     metric: str | None
     tolerance: float | None
+    records: Records
     cells: Sequence[CellRow]
     slices: Sequence[Slice]
     comparisons: Sequence[Comparison]
-    sections: Sequence[Section]
-    over_data: Sequence[Answer]
     rankings: Sequence[Ranking]
-    refused: Sequence[RefusedCell]
-    counts: str
-    waiting: Sequence[str]
-    problems: Sequence[str]
+    over_slices: Ranking | None
+    causes: Sequence[Causes]
+
+    def __repr__(self) -> str:
+        return f"Report({self.title}: {self.counts}; {len(self.comparisons)} comparisons)"
 
     @property
     def title(self) -> str:
         return " and ".join(self.studies)
 
     @property
-    def untested(self) -> list[tuple[str, Claim]]:
-        """Intervals outside the family: each with the heading of its slices."""
-        answers = [answer for section in self.sections for answer in section.answers]
-        known = [(answer.heading, claim) for answer in answers for claim in answer.untested]
-        ratios = [(answer.heading, claim) for answer in self.over_data for claim in answer.untested]
-        return known + ratios
-
-    @property
-    def note(self) -> str:
-        return note_on(self.comparisons)
-
-    def rankings_of(self, answer: Answer) -> list[Ranking]:
-        return [ranking for ranking in self.rankings if ranking.part in answer.parts]
-
-    @property
-    def losses(self) -> Losses:
-        return losses_of(self.slices, self.cells, self.refused)
-
-    @property
     def directory(self) -> Path:
         return self.runs_dir / "+".join(self.studies) / "report"
+
+    @property
+    def problems(self) -> Sequence[str]:
+        """One line for each result that cannot be read, and each cell without an ended run."""
+        return self.records.problems
+
+    @property
+    def counts(self) -> str:
+        ended = Counter(str(run.status) for cell in self.cells for run in cell.runs)
+        missing = sum(cell.missing for cell in self.cells)
+        lost = {"cells refused": len(self.records.refused), "runs missing": missing}
+        head = f"{format_count(len(self.cells), 'cell')}, {format_count(ended.total(), 'run')}: "
+        words = ", ".join(f"{count} {status}" for status, count in ended.items())
+        return head + words + "".join(f"; {count} {word}" for word, count in lost.items() if count)
+
+    def headline(self, part: Slice) -> str:
+        """The answer to the sweep that was typed, in one sentence: sizes first, then norms."""
+        own = [one for one in self.comparisons if one.part is part]
+        along = [one for one in own if one.is_along_sizes and one.is_comparable]
+        words = [_size_claim(one, part) for one in along[:MOST_NAMED]]
+        flat = [one for one in along if base_of(one.first.norm) == "batch"]
+        if part.axis == "norm_batch_size" and flat and flat[0].verdict in ("tie", "undecided"):
+            at = flat[0].first
+            budget = at.best.budget
+            words.append(f"that is at {budget} and {at.rate_words}; {WHY_SIZE_2}")
+        words += [_best_claim(one) for one in self.rankings if one.part is part and one.best]
+        return f"{'; '.join(words)}." if words else f"{part.heading}: no comparison."
+
+    @cached_property
+    def tables(self) -> list[Table]:
+        """Every table, in the order of the page."""
+        tables = [
+            ranking_table(one, self.comparisons) for one in [self.over_slices] if one is not None
+        ]
+        for part in self.slices:
+            tables += self.tables_of(part)
+        tables += [
+            causes_table(self.causes),
+            lost_table(self.cells, self.records.refused),
+            cell_table(self.cells, self.metric, self.tolerance),
+            run_table(self.cells),
+        ]
+        return [table for table in tables if len(table.frame)]
+
+    def tables_of(self, part: Slice) -> list[Table]:
+        """Means by size, differences along the sizes, and the ranking."""
+        rankings = [one for one in self.rankings if one.part is part]
+        tables = [
+            mean_table(part),
+            difference_table(part, self.comparisons, has_note=not rankings),
+            *(ranking_table(one, self.comparisons) for one in rankings),
+        ]
+        return [table for table in tables if len(table.frame)]
+
+
+def _size_claim(one: Comparison, part: Slice) -> str:
+    metric, norm = part.metric, one.first.norm
+    shown, where = metric.format(one.gap), size_words(one)
+    match one.verdict:
+        case "worse":
+            return f"{norm} drops by {metric.format(-one.gap)} {where}"
+        case "better":
+            return f"{norm} gains {shown} {where}"
+        case "tie":
+            return f"{norm} shows no drop {where} (tie: {shown})"
+        case "undecided":
+            return f"{norm} {where}: undecided, {shown}"
+    return f"{norm} {where}: no verdict ({one.why})"
+
+
+def _best_claim(ranking: Ranking) -> str:
+    best, part = ranking.best, ranking.part
+    at = ""
+    if part is not None and len(part.sizes) > 1:
+        at = f" at {AXIS_WORDS[part.axis]} {part.at}"
+    if len(best) == 1:
+        return f"{best[0]} is the best{at}"
+    named = ", ".join(best[:-1]) + f" or {best[-1]}"
+    return (
+        f"the best{at} may be {named}" if len(best) <= 6 else f"{len(best)} norms may be best{at}"
+    )
 
 
 def read_report(
@@ -105,28 +166,44 @@ def read_report(
         UserError: a study that is missing or empty, a metric or a reference that no run has.
     """
     records = read_studies(runs_dir, studies)
+    options = {"metric": metric, "tolerance": tolerance, "reference": reference}
+    return report_on(records, runs_dir, studies, **options)
+
+
+def report_on(
+    records: Records,
+    runs_dir: Path,
+    studies: Sequence[str],
+    *,
+    metric: str | None = None,
+    tolerance: float | None = None,
+    reference: str | None = None,
+) -> Report:
+    """The report of records from anywhere; see `read_report`."""
     cells = build_cells(records)
     require_metric(metric, metric_names(cells))
     slices = build_slices(cells, metric=metric, tolerance=tolerance)
     reference = _label_of(reference, slices)
     comparisons = compare(slices, reference)
+    places = [(part.title.partition(",")[0], part) for part in slices]
+    workloads = {name: part for name, part in reversed(places)}
+    causes = [
+        causes
+        for one in comparisons
+        if one.part.axis == "norm_batch_size" and (causes := measure_causes(one))
+    ]
     return Report(
         runs_dir=runs_dir,
         studies=studies,
         metric=metric,
         tolerance=tolerance,
+        records=records,
         cells=cells,
         slices=slices,
         comparisons=comparisons,
-        sections=group_by_budget(answer_slices(slices, comparisons), comparisons),
-        over_data=answer_over_data(slices, comparisons) if len(studies) == 1 else [],
-        rankings=[
-            ranking for part in slices for ranking in rank_norms(part, comparisons, reference)
-        ],
-        refused=records.refused,
-        counts=_count_words(cells, records),
-        waiting=records.waiting,
-        problems=records.problems,
+        rankings=[rank(part, comparisons, reference) for part in slices if len(part.compared) > 1],
+        over_slices=overall(list(workloads.values())[::-1], reference),
+        causes=causes,
     )
 
 
@@ -139,7 +216,7 @@ def _label_of(reference: str | None, slices: Sequence[Slice]) -> str | None:
     norms = order_norms(norm for part in slices for norm in part.norms)
     if reference is None or reference in {*norms, *map(base_of, norms)}:
         return reference
-    for cell in (cell for part in slices for cell in part.values):
+    for cell in (cell for part in slices for cell in part.cells):
         if reference.rpartition("=")[2] == cell.config.get("norm._target_"):
             return cell.norm
     raise UserError(
@@ -147,159 +224,34 @@ def _label_of(reference: str | None, slices: Sequence[Slice]) -> str | None:
     )
 
 
-def _count_words(cells: Sequence[CellRow], records: StudyRecords) -> str:
-    ended = {
-        "finished": sum(cell.finished for cell in cells),
-        "diverged": sum(cell.diverged for cell in cells),
-        "failed": sum(cell.failed for cell in cells),
-    }
-    lost = {
-        "cells refused": len(records.refused),
-        "not ended": records.num_unended,
-        "unreadable": len(records.problems),
-        "seeds missing": sum(cell.missing for cell in cells),
-        "of forgotten commands left out": records.num_ignored,
-    }
-    head = f"{format_count(len(cells), 'cell')}, {format_count(sum(ended.values()), 'run')}: "
-    words = ", ".join(f"{count} {status}" for status, count in ended.items() if count)
-    return head + words + "".join(f"; {count} {word}" for word, count in lost.items() if count)
-
-
-# report.json
-
-
 def to_json(report: Report) -> dict[str, Any]:
-    """The report as plain values: cells, comparisons and sentences."""
-    ids = {cell: f"{cell.study}/{cell.directory.name}" for cell in report.cells}
+    """The report as plain values: headlines, tables, and each comparison in numbers."""
     return {
         "schema": SCHEMA,
         "studies": list(report.studies),
         "counts": report.counts,
-        "cells": {ids[cell]: _cell_values(cell) for cell in report.cells},
-        "refused": [asdict(cell) for cell in report.refused],
-        "losses": report.losses.lines,  # refused, failed, diverged, at chance: each with its reason
-        "rankings": [_ranking_values(ranking, ids) for ranking in report.rankings],
-        "slices": [_slice_values(part, ids) for part in report.slices],
-        "comparisons": [_comparison_values(comparison, ids) for comparison in report.comparisons],
-        "sections": [
-            {
-                "heading": section.heading,
-                "headline": section.headline and section.headline.claim,
-                "sentences": [
-                    claim.text for answer in section.answers for claim in answer.sentences
-                ],
-            }
-            for section in report.sections
+        "slices": [
+            {"heading": part.heading, "scope": part.scope, "headline": report.headline(part)}
+            for part in report.slices
         ],
-        "not_tested": [{"heading": heading, "text": one.text} for heading, one in report.untested],
-        "problems": [*report.problems, *report.waiting],
-    }
-
-
-def _cell_values(cell: CellRow) -> dict[str, Any]:
-    return {
-        "norm": cell.norm,
-        "model": cell.model,
-        "data": cell.data,
-        "lr": cell.lr,
-        "batch_size": cell.batch_size,
-        "micro_batch_size": cell.micro_batch_size,
-        "norm_batch_size": cell.norm_batch_size,
-        "mixes_samples": cell.mixes_samples,
-        "budget": cell.budget,
-        "setting": cell.setting,
-        "metrics": {
-            name: _interval_values(mean) | {"n": mean.n}
-            for name in metric_names([cell])
-            if (mean := cell.mean(describe_metric(name))).n
-        },  # as shown: accuracies in %; `@precise` names other statistics in evaluation
-        "same_as": list(cell.same_as),
-        "invalid": cell.invalid,
-        "seeds": {run.seed: run.result.status for run in cell.runs},
-        "expected_seeds": cell.expected,
-        "declared_seeds": sorted(cell.declared),
-        "seeds_at_chance": sorted(cell.at_chance),
-    }
-
-
-def _ranking_values(ranking: Ranking, ids: dict[CellRow, str]) -> dict[str, Any]:
-    return {
-        "heading": ranking.part.heading,
-        "size": ranking.part.sizes[0],
-        "metric": ranking.part.metric.name,
-        "reference": ranking.reference,
-        "sentence": ranking.sentence,
-        "best": ranking.best,
-        "norms": [
-            {
-                "norm": place.norm,
-                "cell": ids[place.cell],
-                "group": place.group,
-                "mean": _interval_values(place.value),
-                "is_tuned": ranking.part.tuned(place.cell) is not None,
-                "is_own": place.cell.is_own,
-                "standing": ranking.standing(place),
-                "seeds_to_decide": place.comparison and place.comparison.seeds_to_decide,
-                "to_decide": (place.comparison and needed_words(place.comparison)) or None,
-                "seeds_at_chance": sorted(ranking.part.at_chance(place.cell)),
+        "comparisons": [
+            asdict(one.row)
+            | {
+                "slice": one.part.heading,
+                "axis": one.part.axis,
+                "sizes": list(one.sizes),
+                "metric": one.part.metric.name,
+                "difference": _interval_values(one.gap),
+                "verdict": one.verdict,
+                "n": one.gap.n,
+                "test_samples": one.num_samples,
+                "family_size": one.family_size,
+                "seeds_added": one.is_extended,
             }
-            for place in ranking.places
+            for one in report.comparisons
         ],
-    }
-
-
-def _slice_values(part: Slice, ids: dict[CellRow, str]) -> dict[str, Any]:
-    return {
-        "heading": part.heading,
-        "axis": part.axis,
-        "sizes": list(part.sizes),
-        "metric": part.metric.name,
-        "cells": {
-            norm: {size: ids[cell] for size, cell in line.items()}
-            for norm, line in part.lines.items()
-        },
-        "values": {ids[cell]: dict(values) for cell, values in part.values.items()},
-        "differences": sorted(part.differences),
-    }
-
-
-def _comparison_values(comparison: Comparison, ids: dict[CellRow, str]) -> dict[str, Any]:
-    return {
-        "first": ids[comparison.first],
-        "second": ids[comparison.second],
-        "axis": comparison.part.axis,
-        "sizes": list(comparison.sizes),
-        "metric": comparison.part.metric.name,
-        "unit": comparison.part.metric.unit,
-        "budget": comparison.budget,
-        "lr": [comparison.first.lr, comparison.second.lr],
-        "n": comparison.gap.n,
-        "difference": _interval_values(
-            comparison.gap
-        ),  # positive: first is better, whatever the metric
-        "test_samples": comparison.num_samples,  # 0: the interval is over seeds alone
-        "rates": [fit and len(fit.shares) for fit in comparison.tuned],  # cross-fitted
-        "round": comparison.round,  # of commands that declared cells; each has its own family
-        "seeds_apart": comparison.assessment.num_apart,
-        "margin": comparison.margin,
-        "margin_rule": comparison.part.metric.rule,  # its declared version; 0: not declared
-        "verdict": comparison.verdict,
-        "why_no_verdict": comparison.why_no_verdict,
-        "in_family": comparison.is_judged,
-        "family_size": comparison.family_size,
-        "p": comparison.p,
-        "recipes_differ_in": sorted(differences(comparison.first, comparison.second)),
-        "not_compared_for": sorted(comparison.unlike),
-        "change": comparison.change and _change_values(comparison.change),
-    }
-
-
-def _change_values(change: Change) -> dict[str, Any]:
-    return {
-        "budgets": list(change.budgets),
-        "difference": _interval_values(change.gap),
-        "margin": change.margin,
-        "verdict": change.kind if change.kind in OF_CHANGE.values() else None,
+        "tables": {table.name: table.to_json() for table in report.tables if table.name != "runs"},
+        "problems": list(report.problems),
     }
 
 

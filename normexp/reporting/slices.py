@@ -2,18 +2,255 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
-from normexp.reporting.cells import settings_key
+from normexp.config.rules import format_count
+from normexp.records.result import Status
+from normexp.reporting.cells import (
+    CellRow,
+    common,
+    metric_names,
+    setting_words,
+    settings_key,
+)
 from normexp.reporting.metric import PREFERRED, Metric, choose_metric, describe_metric
-from normexp.reporting.model import CellRow, Slice, metric_names
 from normexp.reporting.style import order_norms
+from normexp.stats.crossfit import CrossFit, cross_fit
+from normexp.stats.interval import Array, Interval, mean
+
+AXIS_WORDS = {"norm_batch_size": "norm batch size", "batch_size": "batch size"}
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """A norm at one size: a cell, or cells that differ in learning rate alone, in its order."""
+
+    norm: str
+    cells: Sequence[CellRow]
+    metric: Metric
+
+    @property
+    def rates(self) -> list[float | None]:
+        return [cell.lr for cell in self.cells]
+
+    @property
+    def sign(self) -> float:
+        return 1.0 if self.metric.higher_is_better else -1.0
+
+    @cached_property
+    def scores(self) -> list[dict[int, float]]:
+        """For each cell, by seed, what its learning rate is chosen by; -inf if diverged."""
+        name, tables = self.metric.selection_name, []
+        for cell in self.cells:
+            known = {run.seed: run.metrics.get(name) for run in cell.runs}
+            own = {seed: self.sign * x for seed, x in known.items() if x is not None}
+            tables.append(own | dict.fromkeys(cell.seeds_with(Status.DIVERGED), -np.inf))
+        return tables
+
+    @cached_property
+    def best(self) -> CellRow:
+        """The cell with the best mean on validation."""
+
+        def score(place: int) -> tuple[int, float]:
+            values = list(self.scores[place].values())
+            return -self.cells[place].failed, float(np.mean(values)) if values else -np.inf
+
+        return self.cells[max(range(len(self.cells)), key=score)]
+
+    @property
+    def why_incomplete(self) -> str:
+        """Why it allows no verdict: `5 of 8 seeds`, `lr search incomplete`; empty if it does."""
+        for cell in self.cells:
+            if len(ended := cell.ended & cell.wanted) < len(cell.wanted):
+                return f"{len(ended)} of {format_count(len(cell.wanted), 'seed')} of {cell.norm}"
+        if len(self.cells) == 1:
+            return "lr chosen by one search" if self.best.searched else ""
+        return "" if self.fit is not None else "lr search incomplete"
+
+    @cached_property
+    def seeds(self) -> list[int]:
+        """Those that all of its cells have, or the best one alone if they do not tune it."""
+        return sorted(self.best.values(self.metric)) if self.fit is None else self._seeds_of_all
+
+    @cached_property
+    def _seeds_of_all(self) -> list[int]:
+        values = [cell.values(self.metric).keys() & known.keys() for cell, known in self._pairs]
+        return sorted(set[int].intersection(*map(set, values)))
+
+    @property
+    def _pairs(self) -> list[tuple[CellRow, dict[int, float]]]:
+        return list(zip(self.cells, self.scores, strict=True))
+
+    @cached_property
+    def fit(self) -> CrossFit | None:
+        """Cross-fitted outcomes, higher is better, where all rates have the same 3 or more seeds.
+
+        With test samples where every rate that some split chooses has them.
+        """
+        seeds = self._seeds_of_all
+        is_whole = all(
+            len(seeds) == len(known) == len(cell.values(self.metric)) for cell, known in self._pairs
+        )
+        if len(self.cells) < 2 or len(seeds) < 3 or not is_whole:
+            return None
+        scores = np.array([[known[seed] for seed in seeds] for known in self.scores])
+        means = [cell.values(self.metric) for cell in self.cells]
+        values = self.sign * np.array([[by_seed[seed] for seed in seeds] for by_seed in means])
+        fit = cross_fit(scores, values)
+        tables = [self._samples_of(cell, seeds) for cell in self.cells]
+        counts = {table.shape[1] for table in tables if table is not None}
+        lacking = [share for share, table in zip(fit.shares, tables, strict=True) if table is None]
+        if len(counts) != 1 or any(lacking):
+            return fit
+        full = [  # a rate that no split chooses has its means
+            np.repeat(row[:, None], *counts, axis=1) if table is None else table
+            for row, table in zip(values, tables, strict=True)
+        ]
+        return cross_fit(scores, np.stack(full))
+
+    def _samples_of(self, cell: CellRow, seeds: Sequence[int]) -> Array | None:
+        """(n, N), higher is better; a diverged run has chance level for each sample."""
+        runs = {run.seed: run for run in cell.runs}
+        rows = [runs[seed].samples(self.metric) for seed in seeds]
+        finished = [seed for seed in seeds if runs[seed].status == Status.FINISHED]
+        counts = {len(runs[seed].samples(self.metric)) for seed in finished}
+        if len(counts) != 1 or (count := counts.pop()) < 2:
+            return None
+        values = cell.values(self.metric)
+        full = [
+            row if len(row) else np.full(count, values[seed])
+            for row, seed in zip(rows, seeds, strict=True)
+        ]
+        return self.sign * np.stack(full)
+
+    @cached_property
+    def outcomes(self) -> Array:
+        """Higher is better, (n,) over `seeds`, or (n, N) with test samples; cross-fitted."""
+        if self.fit is not None:
+            return self.fit.values
+        table = self._samples_of(self.best, self.seeds) if self.seeds else None
+        if table is not None:
+            return table
+        values = self.best.values(self.metric)
+        return self.sign * np.array([values[seed] for seed in self.seeds], dtype=np.float64)
+
+    @property
+    def values(self) -> dict[int, float]:
+        """By seed, as shown; of a tuned norm only their mean has a meaning."""
+        if self.fit is None:
+            return self.best.values(self.metric)
+        rows = self.outcomes if self.outcomes.ndim == 1 else self.outcomes.mean(axis=1)
+        return dict(zip(self.seeds, (self.sign * rows).tolist(), strict=True))
+
+    @cached_property
+    def mean(self) -> Interval:
+        """As tables and figures show it: cross-fitted where a grid tunes it."""
+        step = self.best.step(self.metric)
+        return mean(list(self.values.values()), step=step, bounds=self.metric.bounds)
+
+    @property
+    def lost(self) -> str:
+        """`1 diverged, 2 at chance`, of the rates that some split chooses."""
+        shares = [1.0] * len(self.cells) if self.fit is None else self.fit.shares
+        cells = [cell for cell, share in zip(self.cells, shares, strict=True) if share > 0]
+        cells = [self.best] if self.fit is None else cells
+        counts = {
+            "failed": sum(cell.failed for cell in cells),
+            "diverged": sum(cell.diverged for cell in cells),
+            "at chance": sum(len(cell.at_chance) for cell in cells),
+        }
+        return ", ".join(f"{count} {words}" for words, count in counts.items() if count)
+
+    @property
+    def rate_words(self) -> str:
+        """`lr=0.1`, or `lr tuned over 5, 0.1 most often`, and whether the best is at an edge."""
+        if self.fit is None:
+            one_of = f", best of {len(self.cells)}" if len(self.cells) > 1 else ""
+            return "" if self.best.lr is None else f"lr={self.best.lr:g}{one_of}"
+        lr = self.cells[int(self.fit.shares.argmax())].lr or 0.0
+        edge = ""
+        if self.fit.is_at_edge and len(self.cells) > 2:
+            is_low = self.fit.shares[0] > self.fit.shares[-1]
+            rates = [rate or 0.0 for rate in self.rates]
+            further = rates[0] ** 2 / rates[1] if is_low else rates[-1] ** 2 / rates[-2]
+            edge = f" (at the edge: add {further:.2g})"
+        return f"lr tuned over {len(self.cells)}, {lr:g} most often{edge}"
+
+
+@dataclass(frozen=True, eq=False)
+class Slice:
+    """Norms along one size, the axis, all else equal.
+
+    title: model, data and other settings that distinguish the slice
+    fixed: the other size, in words
+    slug: suffix of file names
+    lines: each norm at each size that was run. Along norm_batch_size, a norm that does not mix
+        samples has one grid, which stands at every size.
+    independent: the norms that do not mix samples, along norm_batch_size
+    at: the size at which norms are compared with each other
+    family: equal for slices that share an error rate: one model, data set and budget
+    """
+
+    title: str
+    fixed: str
+    slug: str
+    axis: str
+    sizes: Sequence[int]
+    metric: Metric
+    lines: Mapping[str, Mapping[int, Grid]]
+    independent: frozenset[str]
+    at: int
+    family: Hashable
+
+    @property
+    def heading(self) -> str:
+        return f"{self.title}, {self.fixed}"
+
+    @property
+    def norms(self) -> list[str]:
+        return list(self.lines)
+
+    @property
+    def grids(self) -> list[Grid]:
+        """Every grid once, by norm and then by size."""
+        return list(dict.fromkeys(grid for line in self.lines.values() for grid in line.values()))
+
+    @property
+    def cells(self) -> list[CellRow]:
+        return [cell for grid in self.grids for cell in grid.cells]
+
+    @property
+    def compared(self) -> dict[str, Grid]:
+        """By norm, the grids that are compared with each other."""
+        return {norm: line[self.at] for norm, line in self.lines.items() if self.at in line}
+
+    @property
+    def scope(self) -> str:
+        """What every number of the slice has in common, in words."""
+        cells = self.cells
+        rates = {len(grid.cells) for grid in self.grids}
+        lr = common(cells, lambda cell: cell.lr)
+        words = [self.title, self.fixed]
+        budget = common(cells, lambda cell: cell.budget)
+        words += [budget] if budget and budget not in self.title else []
+        if rates == {1}:
+            words += [setting_words("lr", lr)] if lr is not None else ["lr by norm"]
+        else:
+            words += [f"lr tuned over {'-'.join(map(str, sorted(rates)))}"]
+        words += [str(optim)] if (optim := common(cells, lambda c: c.config.get("optim"))) else []
+        places = {run.result.environment.get("gpu") or run.result.environment.get("cpu")
+                  for cell in cells for run in cell.runs}  # fmt: skip
+        words += [", ".join(sorted(filter(None, places)))] if places - {None} else []
+        counts = sorted({len(grid.seeds) for grid in self.grids})
+        n = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
+        has_samples = all(grid.outcomes.ndim == 2 for grid in self.grids)
+        over = "new seeds and test samples" if has_samples else "new seeds on these test samples"
+        return f"{', '.join(words)}; n = {n} seeds, differences over {over}"
 
 
 def build_slices(
@@ -25,24 +262,13 @@ def build_slices(
         panels.setdefault(settings_key(cell), []).append(cell)
     slices = []
     for panel in panels.values():
-        available, rule = metric_names(panel), _rule_of(panel)
-        preferred = rule.get("metrics", PREFERRED)
-        name = choose_metric(available, metric, preferred)
+        available = metric_names(panel)
+        name = choose_metric(available, metric)
         if not available:  # all diverged or failed, which is worth reporting too
             name = metric or PREFERRED[0]
         if name is not None:
-            is_given = name != (choose_metric(available, None, preferred) or name)
-            described = describe_metric(name, tolerance, rule)
-            slices += [
-                replace(part, is_metric_given=is_given) for part in _slices_of(panel, described)
-            ]
+            slices += _slices_of(panel, describe_metric(name, tolerance))
     return _with_slugs(slices)
-
-
-def _rule_of(cells: Sequence[CellRow]) -> Mapping[str, Any]:
-    """The rule of the margin that was declared for all of the cells; empty if none was."""
-    rules = [cell.rule for cell in cells]
-    return rules[0] if all(rule == rules[0] for rule in rules) else {}
 
 
 def _slices_of(cells: Sequence[CellRow], metric: Metric) -> list[Slice]:
@@ -98,38 +324,22 @@ def _slice(
     independent: frozenset[str],
 ) -> Slice:
     """points: each size with a cell that stands there; several rates of one norm at one size."""
-    order = {norm: place for place, norm in enumerate(order_norms(c.norm for _, c in points))}
-    placed: dict[tuple[str, int], list[CellRow]] = {}
-    for size, cell in sorted(points, key=lambda point: (order[point[1].norm], point[0])):
-        placed.setdefault((cell.norm, size), []).append(cell)
-    lines: dict[str, dict[int, CellRow]] = {}
-    for (norm, size), rates in placed.items():
-        lines.setdefault(norm, {})[size] = _best(rates, metric)
-    cells = dict.fromkeys(cell for rates in placed.values() for cell in rates)
-    return Slice(
-        title=next(iter(cells)).title,
-        fixed=fixed,
-        slug="",
-        axis=axis,
-        sizes=sizes,
-        metric=metric,
-        lines=lines,
-        independent=frozenset(norm for norm in lines if norm in independent),
-        rates={place: rates for place, rates in placed.items() if len(rates) > 1},
-        values={cell: cell.values(metric) for cell in cells},
-    )
-
-
-def _best(cells: Sequence[CellRow], metric: Metric) -> CellRow:
-    """The best on validation, never on test: the fewest runs lost, then the best mean."""
-    selection = describe_metric(metric.selection_name)
-    sign = 1 if metric.higher_is_better else -1
-
-    def score(cell: CellRow) -> tuple[int, float]:
-        values = list(cell.values(selection).values())
-        return cell.lost, -sign * float(np.mean(values)) if values else math.inf
-
-    return min(cells, key=score)
+    order = order_norms(cell.norm for _, cell in points)
+    placed: dict[str, dict[int, list[CellRow]]] = {norm: {} for norm in order}
+    for size, cell in sorted(points, key=lambda point: (point[0], point[1].lr or 0)):
+        placed[cell.norm].setdefault(size, []).append(cell)
+    known: dict[tuple[CellRow, ...], Grid] = {}
+    lines = {
+        norm: {
+            size: known.setdefault(tuple(same), Grid(norm, same, metric))
+            for size, same in line.items()
+        }
+        for norm, line in placed.items()
+    }
+    first = points[0][1]
+    own = frozenset(norm for norm in lines if norm in independent)
+    family = settings_key(first)
+    return Slice(first.title, fixed, "", axis, sizes, metric, lines, own, sizes[0], family)
 
 
 def _with_slugs(slices: Sequence[Slice]) -> list[Slice]:

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 ORDER = ("batch", "layer", "instance", "group", "rms", "layer2d", "none")
-DIVERGED = "#d0453a"
 
 
 @dataclass(frozen=True)
@@ -42,15 +41,6 @@ SLOTS = (
     Style("#8870d0", _STAR, (7, 4)),
     Style("#a86a3d", _HOURGLASS, (2, 4)),
     Style("#3fa294", _PLANK, (9, 5)),
-)
-# Running, precise, then batch statistics of one or more sizes.
-STATISTICS_STYLES = (
-    Style("#0072b2", "circle", (1, 0)),
-    Style("#009e73", "diamond", (6, 3)),
-    Style("#d55e00", "triangle-up", (2, 2)),
-    Style("#cc79a7", "square", (8, 3)),
-    Style("#c98a00", "cross", (10, 3)),
-    Style("#56a5d9", "triangle-down", (4, 2)),
 )
 
 

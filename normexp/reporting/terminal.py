@@ -20,18 +20,14 @@ from normexp.config.spec import split_shared_words, study_words
 from normexp.records.history import CommandEntry
 from normexp.records.result import Status
 from normexp.records.state import STATES, StudyStatus, commands_by_number, is_search
-from normexp.reporting.metric import COUNT_MARKS
 
 if TYPE_CHECKING:
-    from normexp.reporting.ranking import Ranking
     from normexp.reporting.report import Report
     from normexp.reporting.tables import Table as ReportTable
 
 PIPE_WIDTH = 100  # characters, without a terminal and without COLUMNS
-# Columns of a report's table of cells that only the files and the page show.
-LEFT_OUT = (*("n", "seeds", "diverged", "failed", "missing", "directory"),)
-WRAPPED = ("note", "setting")
-LEAST_WIDTH = 11  # characters of a column that wraps
+WRAPPED = ("why", "lost", "lr")
+LEAST_WIDTH = 30  # characters of a column that wraps
 MAX_ROWS = 40
 SHORT = 60  # characters of a text that a table shows itself
 ENTRIES = {"normexp-train": "python -m normexp.train", "normexp-tune": "python -m normexp.tune"}
@@ -78,85 +74,37 @@ class Footnotes:
             console.out(f"[{number}] {text}")
 
 
-def print_report(report: Report, cells: ReportTable) -> None:
-    """Counts, the rankings, the table of cells, the verdicts, and what is missing."""
+def print_report(report: Report) -> None:
+    """The answer and tables of each slice, then what is missing."""
     console = open_console()
-    console.out(f"{report.title}: {report.counts}")
-    for section in report.sections:
-        rankings = [one for answer in section.answers for one in report.rankings_of(answer)]
-        headline = section.headline
-        if headline and section.leads(rankings):
-            console.print(f"\n{section.heading}", markup=False)
-            style = "bold" if headline.is_answer else ""
-            console.print(f"{headline.claim}.", style=style, markup=False)
-        for ranking in rankings:
-            _print_ranking(console, ranking)
-    if report.losses.lines:
+    for part in report.slices:
+        console.print(report.headline(part), style="bold", markup=False, soft_wrap=True)
+        console.print(part.scope, style="dim", markup=False, soft_wrap=True)
+        for table in report.tables_of(part):
+            print_table(console, table)
         console.out("")
-    for words in report.losses.lines:
-        console.print(words, style="red", markup=False)
-    console.out("\nCells", style="bold")
-    _print_cells(console, cells)
-    for section in report.sections:
-        for answer in section.answers:
-            console.out(f"\n{answer.heading}", style="bold")
-            if answer.measured_on:
-                console.out(f"Measured on {answer.measured_on}.", style="dim")
-            for claim in answer.sentences:
-                console.out(f"- {claim.text}")
-    if report.note:
-        console.out(f"\n{report.note}", style="dim")
-    if report.untested:
-        console.out("\nNot tested", style="bold")
-    for heading, claim in report.untested:
-        console.out(f"- {heading}: {claim.text}")
-    for line in report.waiting:
-        console.out(f"not ended: {line}", style="dim")
+    shown = {"ranking", "causes", "lost"}
+    for table in report.tables:
+        if table.name in shown:
+            print_table(console, table)
+    console.out(f"{report.title}: {report.counts}")
     for problem in report.problems:
         console.out(f"not read: {problem}", style="red")
 
 
-def _print_ranking(console: Console, ranking: Ranking) -> None:
-    """The sentence, then the norms in groups."""
-    console.print(f"\n{ranking.heading}", markup=False)
-    console.print(f"{ranking.sentence}.", style="bold", markup=False)
-    drawn, shown = text_table(ranking.columns, []), ""
-    for title, norm, *texts in ranking.rows:
-        if title != shown:
-            group, _, why = title.partition(": ")
-            drawn.add_row(Text(group, style="bold"), "", "", Text(why))
-            shown = title
-        drawn.add_row(*map(Text, (f"  {norm}", *texts)))
-    for column in drawn.columns[:-2]:
-        column.no_wrap = True
-    console.print(drawn)
-    if ranking.note:
-        console.print(ranking.note, style="dim", markup=False)
-
-
-def _print_cells(console: Console, table: ReportTable) -> None:
-    same, texts = table.split()
-    texts = texts.drop(columns=[name for name in LEFT_OUT if name in texts])
-    console.out(", ".join(f"{name} {text}" for name, text in same.items() if name not in LEFT_OUT))
-    counts = table.frame["count"]
-    texts["seeds"] = counts
-    footnotes = Footnotes()
-    if "note" in texts:
-        texts["note"] = [footnotes.mark(text) for text in texts["note"].head(MAX_ROWS)] + [
-            *texts["note"][MAX_ROWS:]
-        ]
-    drawn = text_table(map(str, texts), texts.head(MAX_ROWS).to_numpy().tolist())
+def print_table(console: Console, table: ReportTable) -> None:
+    """Caption, rows and note."""
+    console.print(f"\n{table.caption}", markup=False, soft_wrap=True)
+    texts = table.frame.head(MAX_ROWS)
+    drawn = text_table(texts.columns, texts.to_numpy().tolist())
     for name, column in zip(texts, drawn.columns, strict=True):
         widest = int(texts[name].str.len().max())
         column.min_width = min(LEAST_WIDTH, widest) if name in WRAPPED else widest
     console.print(drawn, soft_wrap=True)
-    footnotes.print(console)
-    if counts.str.contains("/").any():
-        console.out(f"seeds: finished/wanted, {COUNT_MARKS}", style="dim")
+    if len(table.frame) > MAX_ROWS:
+        console.out(f"... and {len(table.frame) - MAX_ROWS} more rows in tables/{table.name}.csv")
     if table.note:
         console.print(table.note, style="dim", markup=False)
-    if len(texts) > MAX_ROWS:
-        console.out(f"... and {len(texts) - MAX_ROWS} more rows in tables/{table.name}.md")
 
 
 def print_evaluations(

@@ -1,7 +1,7 @@
 """Estimates with confidence intervals for a handful of seeds, as pure functions on arrays.
 
-Every function takes values over seeds, (num_runs,), or pairs of them matched by seed, and returns
-an `Interval`. Where the values allow no interval, both bounds are None.
+Every function takes values over seeds, (num_runs,), and returns an `Interval`. Where the values
+allow no interval, both bounds are None.
 
 **Equal values are not certainty.** An accuracy is a count divided by the size of the test set, so a
 few seeds may agree to the last digit. Where values repeat, one squared `step` is added to the sum
@@ -20,12 +20,11 @@ tests/stats/test_stats_coverage.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import betaincinv, stdtrit
+from scipy.special import stdtrit
 
 Array = NDArray[np.float64]
 Bounds = tuple[float, float]
@@ -54,6 +53,13 @@ class Interval:
     df: float | None = None
     error: float | None = None
     over_seeds: tuple[float, float] | None = None
+
+    @property
+    def t_tests(self) -> list[tuple[float, float]]:
+        """Degrees of freedom and standard error of each t test that a verdict must pass."""
+        if self.df is None or self.error is None:
+            raise ValueError("only a t interval has the p value of a t test")
+        return [(self.df, self.error), *([self.over_seeds] if self.over_seeds else [])]
 
     def __neg__(self) -> Interval:
         if self.estimate is None:
@@ -95,24 +101,6 @@ def mean(
     step = smallest_step(sample) if step is None else step
     error = math.sqrt((squares + step**2) / (n * (n - 1))) if n > 1 else 0.0
     return t_interval(float(sample.mean()), error, n - 1, n=n, bounds=bounds, level=level)
-
-
-def paired_difference(
-    a: ArrayLike,
-    b: ArrayLike,
-    *,
-    step: float | None = None,
-    limit: float = math.inf,
-    level: float = LEVEL,
-) -> Interval:
-    """Mean of a - b, (n,) each and matched by seed, with the interval of scipy.stats.ttest_rel.
-
-    step: by default the `smallest_step` of a and b together
-    limit: largest possible difference, at which the bounds are cut
-    """
-    differences = _differences(a, b)
-    step = smallest_step(np.concatenate([a, b])) if step is None else step
-    return cut(mean(differences, step=step, level=level), limit)
 
 
 def crossed_mean(
@@ -165,66 +153,6 @@ def crossed_mean(
     return cut(both, limit)
 
 
-def stratified_mean(strata: Sequence[ArrayLike]) -> Interval:
-    """Mean over K data sets of the mean over seeds; every data set weighs the same.
-
-    strata: values over seeds, one array per data set; n may differ.
-    d = sum_k d_k / K, error = sqrt(sum_k v_k) / K with v_k = s_k^2 / n_k, and a t interval with
-    (sum v)^2 / sum(v_k^2 / (n_k - 1)) degrees of freedom (Welch 1947, Satterthwaite 1946).
-    No estimate if a data set has no value, no bounds if one has a single value or no spread. The
-    interval says nothing about other data sets.
-    """
-    samples = [as_sample(values) for values in strata]
-    counts = np.array([len(sample) for sample in samples], dtype=np.intp)
-    n = int(counts.sum())
-    if n == 0 or counts.min() == 0:
-        return Interval(None, None, None, LEVEL, n)
-    estimate = float(np.mean([sample.mean() for sample in samples]))
-    if counts.min() == 1:
-        return Interval(estimate, None, None, LEVEL, n)
-    variances = np.array([sample.var(ddof=1) for sample in samples]) / counts
-    if variances.min() <= (ROUNDING * estimate) ** 2:
-        return Interval(estimate, None, None, LEVEL, n)
-    shares = variances / variances.sum()
-    df = 1 / float((shares**2 / (counts - 1)).sum())
-    return t_interval(estimate, math.sqrt(variances.sum()) / len(counts), df, n=n)
-
-
-def log_ratio(a: ArrayLike, b: ArrayLike) -> Array:
-    """Values over seeds whose mean is log(mean a / mean b) and whose spread gives its error.
-
-    These are log(mean a / mean b) + a_i / mean a - b_i / mean b, the delta method for pairs. a and
-    b: positive means, such as losses or error rates; empty if one is 0.
-    """
-    first, second = as_sample(a), as_sample(b)
-    if not len(first) or min(first.mean(), second.mean()) <= 0:
-        return np.empty(0)
-    centre = math.log(first.mean() / second.mean())
-    return centre + _differences(first / first.mean(), second / second.mean())
-
-
-def paired_improvement(a: ArrayLike, b: ArrayLike, *, higher_is_better: bool) -> Interval:
-    """P(A beats B under the same seed): the share of pairs that A wins; a tie counts 1/2.
-
-    With w wins out of n, the bounds are Clopper and Pearson's (1934): the (1-level)/2 quantile of
-    Beta(w, n-w+1) and the (1+level)/2 quantile of Beta(w+1, n-w). They never cover less than the
-    level and, with few pairs, often more (n = 8, p = 1/2: .992). Wilson's interval would call 7
-    wins of 8 a win, and be wrong in 7 % of ties. Five pairs can never exclude 1/2 at 95 %. One pair
-    has no bounds.
-    """
-    differences = _differences(a, b) if higher_is_better else _differences(b, a)
-    n = len(differences)
-    if n == 0:
-        return Interval(None, None, None, LEVEL, 0)
-    wins = float((differences > 0).sum() + 0.5 * (differences == 0).sum())
-    if n == 1:
-        return Interval(wins, None, None, LEVEL, 1)
-    tail = (1 - LEVEL) / 2
-    low = float(betaincinv(wins, n - wins + 1, tail)) if wins > 0 else 0.0
-    high = float(betaincinv(wins + 1, n - wins, 1 - tail)) if wins < n else 1.0
-    return Interval(wins / n, low, high, LEVEL, n)
-
-
 def t_interval(
     estimate: float,
     error: float,
@@ -266,13 +194,6 @@ def as_sample(values: ArrayLike) -> Array:
     if not np.isfinite(sample).all():
         raise ValueError("values hold NaN or infinity; leave missing seeds out and report them")
     return sample
-
-
-def _differences(a: ArrayLike, b: ArrayLike) -> Array:
-    first, second = as_sample(a), as_sample(b)
-    if len(first) != len(second):
-        raise ValueError(f"{len(first)} and {len(second)} values; pair them by seed first")
-    return first - second
 
 
 def cut(interval: Interval, limit: float) -> Interval:

@@ -22,7 +22,6 @@ from normexp.records.history import (
 )
 from normexp.records.paths import STUDY_FILE
 from normexp.records.result import Status
-from normexp.reporting.metric import RULE
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +104,7 @@ class StudyLog:
             if cell.config is not None:
                 attempts = cell.config["max_attempts"] if cell.config["retry_failed"] else 1
         words = [*self.words]
-        entry = CommandEntry(self.command_id, words, code_version(), attempts, asked, rule=RULE)
+        entry = CommandEntry(self.command_id, words, code_version(), attempts, asked)
         with user_error_if_denied(study_dir, "take another study=..."):
             append_entries(study_dir, [entry])
         self._begun.add(study_dir)

@@ -44,7 +44,6 @@ NEVER_CALLED = (
     "on_before_optimizer_step",
 )
 SECONDS_BETWEEN_REPORTS = 0.25
-SECONDS_BETWEEN_LINES = 10.0  # without a terminal
 
 
 def check_callback(callback: pl.Callback, name: str, metrics: Sequence[str]) -> None:
@@ -118,19 +117,10 @@ class StepReports(pl.Callback):
 
 
 class TrainingProgress(pl.Callback):
-    """Shows epoch, loss and score on stderr: a live bar on a terminal, else occasional lines."""
+    """Shows epoch, loss and score as a live bar, if stderr is a terminal."""
 
     def __init__(self, title: str) -> None:
         self.title = title
-        self.bar: Progress | None = None
-        self._row: Any = None
-        self._last_line = time.monotonic()
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        del trainer
-        if not sys.stderr.isatty():
-            return
-        assert isinstance(pl_module, TrainingModule)
         self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
@@ -139,8 +129,12 @@ class TrainingProgress(pl.Callback):
             TimeRemainingColumn(),
             console=Console(stderr=True),
             transient=True,
+            disable=not sys.stderr.isatty(),
         )
-        self._row = self.bar.add_task(self._describe(pl_module), total=pl_module.total_steps)
+        self._row = self.bar.add_task(title, total=None)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        del trainer, pl_module
         self.bar.start()
 
     def on_train_batch_end(
@@ -148,26 +142,19 @@ class TrainingProgress(pl.Callback):
     ) -> None:
         del trainer
         assert isinstance(pl_module, TrainingModule)
-        step = pl_module.step
-        if self.bar is not None:
-            self.bar.update(self._row, completed=step, description=self._describe(pl_module))
-        elif time.monotonic() - self._last_line > SECONDS_BETWEEN_LINES:
-            self._last_line = time.monotonic()
-            line = f"{self._describe(pl_module)}  step {step}/{pl_module.total_steps}"
-            print(line, file=sys.stderr)
+        step, total = pl_module.step, pl_module.total_steps
+        self.bar.update(
+            self._row, completed=step, total=total, description=self._describe(pl_module)
+        )
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         del trainer, pl_module, stage
-        if self.bar is not None:
-            self.bar.stop()
-            self.bar = None
+        self.bar.stop()
 
     def _describe(self, module: TrainingModule) -> str:
         parts = [self.title, f"epoch {module.position(module.step).epoch + 1}/{module.num_epochs}"]
-        scores = {
-            name: module.metrics.get(name, []) for name in ("val/accuracy", "val/bits_per_byte")
-        }
-        for name, column in {"loss": module.losses.latest, **scores}.items():
-            if math.isfinite(mean := finite_mean(column)):
+        columns = {"loss": module.losses.latest} | module.metrics
+        for name in ("loss", "val/accuracy", "val/bits_per_byte"):
+            if math.isfinite(mean := finite_mean(columns.get(name, []))):
                 parts.append(f"{name} {mean:.3f}")
         return "  ".join(parts)

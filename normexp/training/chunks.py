@@ -15,11 +15,10 @@ from normexp.batching.processes import Processes
 class ChunkLoader:
     """Yields the chunks of an epoch as slices of optimizer steps, from the current step on.
 
-    A chunk ends with the epoch and with the last step at the latest. Within
-    these bounds its size doubles from one step until a chunk takes `target_seconds`: small steps
-    then pay little for Lightning's loop, and large ones still show progress and can be interrupted.
-    The size of chunks does not change any result. (Slices, because Lightning unpacks a range into
-    its items.)
+    A chunk ends with the epoch and with the last step at the latest. Within these bounds its size
+    doubles from one step until a chunk takes `target_seconds`: small steps then pay little for
+    Lightning's loop, and large ones still show progress and can be interrupted. The size of chunks
+    does not change any result. (Slices, because Lightning unpacks a range into its items.)
 
     Args:
         current_step: returns the number of optimizer steps done so far.
@@ -77,61 +76,39 @@ class LossHistory:
         self.num_steps = 0
         self.latest: list[float] = []
         self.diverged_at: list[int | None] = [None] * num_replicas
-        self._pending: list[Tensor] = []  # (S,) each, since the last row
+        self._unread: list[Tensor] = []  # (S,) each, on the device
+        self._row: list[Tensor] = []  # float64 (S,) each, on the CPU, since the last row
 
     @property
     def all_diverged(self) -> bool:
         return None not in self.diverged_at
 
-    def check_divergence(self) -> bool:
-        """True if all replicas have diverged; waits for the device."""
-        self._read(len(self._pending))
-        return self.all_diverged
-
     def add(self, losses: Tensor) -> None:
         """Adds the losses (S,) of one optimizer step; does not wait for the device."""
-        self._pending.append(losses)
+        self._unread.append(losses)
         self.num_steps += 1
 
-    def take_rows(self) -> Iterator[tuple[int, list[float]]]:
-        """Yields each complete row once: its last step, and the mean loss of each replica."""
-        first = self.num_steps - len(self._pending)  # steps before the pending ones
-        num_whole = self.num_steps // self.every * self.every - first
-        if num_whole <= 0:
+    def read(self) -> Iterator[tuple[int, list[float]]]:
+        """Reads what was added; yields each complete row: its last step, each replica's mean."""
+        if not self._unread:
             return
-        losses = self._read(num_whole)
-        del self._pending[:num_whole]
-        begin = first
-        for end in range((first // self.every + 1) * self.every, self.num_steps + 1, self.every):
-            self.latest = losses[begin - first : end - first].mean(dim=0).tolist()
-            yield end, self.latest
-            begin = end
-
-    def finish(self) -> None:
-        """Checks the steps after the last row for divergence; they get no row of their own."""
-        self._read(len(self._pending))
-        self._pending = []
-
-    def _read(self, num_steps: int) -> Tensor:
-        """Returns the first pending losses, float64 (num_steps, S); notes where they diverged."""
-        first = self.num_steps - len(self._pending)
-        if num_steps == 0:
-            return torch.empty(0)
-        losses = torch.stack(self._pending[:num_steps]).double().cpu()
-        bad = ~torch.isfinite(losses)
-        for index in bad.any(dim=0).nonzero().flatten().tolist():
-            if self.diverged_at[index] is None:
-                self.diverged_at[index] = first + int(bad[:, index].float().argmax()) + 1
-        return losses
+        first = self.num_steps - len(self._unread) + 1
+        losses, self._unread = torch.stack(self._unread).double().cpu(), []
+        for index, bad in enumerate((~losses.isfinite()).T):
+            if self.diverged_at[index] is None and bad.any():
+                self.diverged_at[index] = first + int(bad.float().argmax())
+        for step, of_step in enumerate(losses, start=first):
+            self._row.append(of_step)
+            if step % self.every == 0:
+                self.latest = torch.stack(self._row).mean(dim=0).tolist()
+                self._row = []
+                yield step, self.latest
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "num_steps": self.num_steps,
-            "pending": [losses.cpu() for losses in self._pending],
-            "diverged_at": list(self.diverged_at),
-        }
+        """What `load_state_dict` takes; everything must have been read."""
+        return {"num_steps": self.num_steps, "row": self._row, "diverged_at": self.diverged_at}
 
-    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.num_steps = state["num_steps"]
-        self._pending = [losses.to(device) for losses in state["pending"]]
+        self._row = list(state["row"])
         self.diverged_at = list(state["diverged_at"])

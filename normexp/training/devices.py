@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +52,9 @@ def device_type(accelerator: str) -> str:
     return "cuda" if accelerator == "gpu" else accelerator
 
 
-def set_gpu_arithmetic(devices: Devices) -> None:
-    """Sets how a GPU multiplies float32, and makes equal steps equal to the bit.
+@contextmanager
+def gpu_arithmetic(devices: Devices) -> Iterator[None]:
+    """Sets how a GPU multiplies float32 inside the block, and makes equal steps equal to the bit.
 
     `highest` is float32; `high` is TF32 with 10 bits of mantissa, and `medium` less, on tensor
     cores. By default torch uses TF32 for convolutions but not for matrix products; here both follow
@@ -61,10 +64,17 @@ def set_gpu_arithmetic(devices: Devices) -> None:
     training would not end as one that was never interrupted.
     """
     if devices.type != "cuda":
+        yield
         return
+    cudnn, matmul = torch.backends.cudnn, torch.get_float32_matmul_precision()
+    before = cudnn.allow_tf32, cudnn.deterministic
     torch.set_float32_matmul_precision(devices.matmul_precision)
-    torch.backends.cudnn.allow_tf32 = devices.matmul_precision != "highest"
-    torch.backends.cudnn.deterministic = True
+    cudnn.allow_tf32, cudnn.deterministic = devices.matmul_precision != "highest", True
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(matmul)
+        cudnn.allow_tf32, cudnn.deterministic = before
 
 
 def trainer_options(devices: Devices, stop: StopRequest) -> dict[str, Any]:

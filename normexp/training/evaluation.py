@@ -23,7 +23,7 @@ from normexp.batching.replicas import Batch, Measurements, Replicas
 from normexp.data.dataset import Data
 from normexp.norms.state import write_state
 from normexp.training.recipe import Recipe
-from normexp.training.recorder import Columns, finite_mean
+from normexp.training.recorder import Columns
 from normexp.training.statistics import (
     Population,
     batch_statistics,
@@ -255,27 +255,6 @@ class Evaluator:
             for kind, rows in self.samples.items()
             if math.isfinite(metrics["test/loss" + suffix_of(kind)][index])
         }
-
-    def log_gaps(self) -> None:
-        """Logs where running averages are farthest from the population, by means over runs."""
-        gaps = [] if self.population is None else self.population.gaps
-        sites = list(dict.fromkeys(site for of_replica in gaps for site in of_replica))
-        off: dict[str, dict[str, float]] = {
-            kind: {
-                site: finite_mean([gap[site][kind]["mean"] for gap in gaps if site in gap])
-                for site in sites
-            }
-            for kind in ("mean_shift", "log2_var_ratio")
-        }
-        if not sites:
-            return
-        mean_at, var_at = (
-            max(sites, key=lambda site, kind=kind: abs(off[kind][site])) for kind in off
-        )
-        logger.info(
-            "running averages, at worst: mean off by %.2f sd (%s), log2 of variance by %+.2f (%s)",
-            *(off["mean_shift"][mean_at], mean_at, off["log2_var_ratio"][var_at], var_at),
-        )
 
 
 def suffix_of(kind: str) -> str:

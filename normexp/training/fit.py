@@ -7,7 +7,6 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,14 @@ from pytorch_lightning.callbacks import Checkpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
 from normexp.errors import UserError
-from normexp.records.files import open_atomic, write_json
-from normexp.records.paths import PROGRESS_FILE
+from normexp.records.files import open_atomic
 from normexp.training.callbacks import why_stopped
-from normexp.training.devices import set_gpu_arithmetic, trainer_options
+from normexp.training.devices import gpu_arithmetic, trainer_options
 from normexp.training.module import TrainingModule
 from normexp.training.stopping import Interrupted, StopRequest
 
 SECONDS_BETWEEN_SAVES = 60.0
+STOP = 2  # a wish for a checkpoint that also ends the training
 OUT_OF_MEMORY = "out of memory; try fewer replicas, stack=false or a smaller micro_batch_size"
 # Parts of the Trainer that are not used: progress and results are our own.
 BARE: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False}
@@ -52,17 +51,17 @@ def fit(
         KeyboardInterrupt: a second request, which stops at once.
     """
     stop = stop or StopRequest()
-    set_gpu_arithmetic(module.recipe.devices)
-    with quiet_lightning(), stop.listening():
+    devices = module.recipe.devices
+    with quiet_lightning(), gpu_arithmetic(devices), stop.listening():
         trainer = pl.Trainer(
             max_epochs=module.num_epochs,
             check_val_every_n_epoch=module.recipe.val_every_epochs,
             num_sanity_val_steps=0,
-            logger=list(module.recorder.loggers) or False,
+            logger=False,
             callbacks=[*callbacks, Checkpointer(checkpoint, stop)],
             plugins=[AtomicCheckpointIO()],
             **BARE,
-            **trainer_options(module.recipe.devices, stop),
+            **trainer_options(devices, stop),
         )
         resume = str(checkpoint) if checkpoint.is_file() else None
         try:
@@ -87,9 +86,9 @@ def fit(
 
 def evaluate(module: TrainingModule) -> None:
     """Validates and tests a module without training; fills `module.metrics`."""
-    set_gpu_arithmetic(module.recipe.devices)
-    options = trainer_options(module.recipe.devices, StopRequest())
-    with quiet_lightning():
+    devices = module.recipe.devices
+    options = trainer_options(devices, StopRequest())
+    with quiet_lightning(), gpu_arithmetic(devices):
         trainer = pl.Trainer(logger=False, enable_checkpointing=False, **BARE, **options)
         trainer.validate(module, verbose=False)
         trainer.test(module, verbose=False)
@@ -107,14 +106,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         del storage_options  # for remote file systems
         with open_atomic(Path(path)) as file:
             torch.save(checkpoint, file)
-
-
-class SaveReason(IntEnum):
-    """Why to write a checkpoint; with several processes the highest counts."""
-
-    NONE = 0
-    DUE = 1
-    STOP = 2
 
 
 class Checkpointer(Checkpoint):
@@ -156,23 +147,13 @@ class Checkpointer(Checkpoint):
         if trainer.should_stop or module.has_ended:
             return
         is_due = time.monotonic() - self._saved_at >= SECONDS_BETWEEN_SAVES
-        reason = (
-            SaveReason.STOP
-            if self.stop.requested
-            else SaveReason.DUE
-            if is_due
-            else SaveReason.NONE
-        )
+        wish = STOP if self.stop.requested else int(is_due)
         if module.processes is not None:  # signals and clocks differ between processes
-            reason = module.processes.maximum(reason)
-        if reason == SaveReason.NONE:
-            return
-        trainer.save_checkpoint(self.path, weights_only=False)
-        if trainer.is_global_zero:  # for people; training resumes from the checkpoint alone
-            progress = {"step": module.step, "total_steps": module.total_steps}
-            write_json(self.path.with_name(PROGRESS_FILE), progress)
-        self._saved_at = time.monotonic()
-        if reason == SaveReason.STOP:
+            wish = module.processes.maximum(wish)
+        if wish:
+            trainer.save_checkpoint(self.path, weights_only=False)
+            self._saved_at = time.monotonic()
+        if wish == STOP:
             raise Interrupted
 
 

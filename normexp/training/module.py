@@ -26,10 +26,6 @@ from normexp.training.recipe import Recipe
 from normexp.training.recorder import Columns, Position, Recorder, finite_mean
 from normexp.training.step import StepGradient
 
-# Training ends early if all replicas have diverged. Checked at fixed steps, not at chunk ends, so
-# that the last step does not depend on chunks.
-STEPS_BETWEEN_CHECKS = 25
-
 
 class TrainingModule(pl.LightningModule):
     """Trains and evaluates S replicas on one data set.
@@ -155,13 +151,12 @@ class TrainingModule(pl.LightningModule):
             self._take_step(step, batch, optimizer)
             if self.step % self.recipe.log_every == 0:
                 gradient_norms[self.step] = self.replicas.gradient_norms()
-            if self.step % STEPS_BETWEEN_CHECKS == 0 and self.losses.check_divergence():
-                self.trainer.should_stop = True
-                break
-        for end, losses in self.losses.take_rows():
+        for end, losses in self.losses.read():
             norms = gradient_norms.get(end)  # None if a resumed training has another log_every
             known = {} if norms is None else {"train/grad_norm": norms.tolist()}
-            self.recorder.record(self.position(end), {"train/loss": losses} | known)
+            self._record(end, {"train/loss": losses} | known)
+        # What follows is recorded of no run, so it does not matter at which chunk this is seen.
+        self.trainer.should_stop |= self.losses.all_diverged
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # for the time measured here and by ChunkLoader
         elapsed = time.perf_counter() - started
@@ -183,10 +178,7 @@ class TrainingModule(pl.LightningModule):
         else:
             self._rates.step(optimizer)
         if recipe.schedule.build is not None and recipe.schedule.monitor is None:
-            self._scheduler().step()
-
-    def _scheduler(self) -> Any:
-        return self.lr_schedulers()
+            self.lr_schedulers().step()
 
     def _track(self, chunk: slice, elapsed: float, lr: float) -> None:
         """Sends loggers the values of a chunk's last step that metrics.csv does not hold."""
@@ -198,9 +190,15 @@ class TrainingModule(pl.LightningModule):
         }
         self.recorder.track(position, values)
 
-    def on_train_end(self) -> None:
-        self.losses.finish()
-        self.recorder.flush()
+    def _record(self, step: int, values: Columns) -> Columns:
+        """Records values after `step`; returns them without those of runs that diverged before."""
+        ends = [step if at is None else at for at in self.losses.diverged_at]
+        values = {
+            name: [v if step <= end else math.nan for v, end in zip(column, ends, strict=True)]
+            for name, column in values.items()
+        }
+        self.recorder.record(self.position(step), values)
+        return values
 
     # Evaluation. Lightning's loop gets a single batch, which stands for the whole split.
 
@@ -218,7 +216,7 @@ class TrainingModule(pl.LightningModule):
         # For callbacks only: `recorder` serves the loggers. All processes have equal means.
         self.log_dict(means, logger=False, batch_size=1, sync_dist=True)
         if self.recipe.schedule.monitor is not None and self.trainer.state.fn == "fit":
-            self._scheduler().step(means[self.recipe.schedule.monitor])
+            self.lr_schedulers().step(means[self.recipe.schedule.monitor])
 
     def test_step(self, _: int) -> None:
         """Evaluates the test split, and whatever remains for the end on the val split."""
@@ -227,31 +225,28 @@ class TrainingModule(pl.LightningModule):
         self._record_metrics(
             self.evaluator.with_other_statistics(["test"] if val_is_done else ["val", "test"])
         )
-        self.evaluator.log_gaps()
-        self.recorder.flush()
+        self.recorder.write()
 
     def _record_metrics(self, metrics: Columns) -> None:
-        if metrics:
-            self.metrics.update(metrics)
-            self.recorder.record(self.position(self.step), metrics)
+        self.metrics.update(self._record(self.step, metrics))
 
     # Checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.recorder.flush()
+        self.recorder.write()
         checkpoint["normexp"] = {
             "losses": self.losses.state_dict(),
             "train_seconds": self.train_seconds,
             "validated_at": self.validated_at,
             "is_stacked": self.replicas.is_stacked,
             "metrics": self.metrics,
+            "rows": self.recorder.state_dict(),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["normexp"]
-        # The networks are not on this device yet: Lightning moves them later.
-        self.losses.load_state_dict(state["losses"], self.trainer.strategy.root_device)
+        self.losses.load_state_dict(state["losses"])
+        self.recorder.load_state_dict(state["rows"])
         self.train_seconds = state["train_seconds"]
         self.validated_at = state["validated_at"]
         self.metrics = state["metrics"]
-        self.recorder.truncate_after(self.step)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.loggers import Logger
 
 from normexp.batching.replicas import Replicas
 from normexp.batching.sizes import Sizes
 from normexp.training.devices import Devices
 from normexp.training.optim import OptimizerFactory, parameter_groups
-from normexp.training.recorder import Loggers
 from normexp.training.schedule import Schedule
 
 
@@ -55,7 +56,7 @@ class Recipe:
     # What watches and records
     callbacks: Callable[[], list[Callback]]  # the user's
     log_every: int  # optimizer steps per row of train/loss
-    loggers: Loggers
+    loggers: Callable[[Mapping[str, Any]], list[Logger]]  # of one run, from its names and folders
 
     # Of one training
     lr_scales: tuple[float, ...] | None = None  # each replica's learning rate, as a share of `lr`

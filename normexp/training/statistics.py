@@ -5,7 +5,6 @@ Everything here that changes a network is a context manager that changes it back
 
 from __future__ import annotations
 
-import itertools
 import logging
 import re
 from collections.abc import Iterator
@@ -20,8 +19,9 @@ from torch import Tensor, nn
 from normexp.batching.draws import generator
 from normexp.batching.replicas import Batch, InTurn, Replicas, model_arguments
 from normexp.data.dataset import Data
-from normexp.norms.contract import DeclaresVariance, HasMomentum, MergesState, State
+from normexp.norms.contract import DeclaresVariance, HasMomentum, State
 from normexp.norms.moment_sites import (
+    BATCH,
     NormSite,
     can_be_shown,
     find_sites,
@@ -29,7 +29,7 @@ from normexp.norms.moment_sites import (
     with_moments,
 )
 from normexp.norms.moment_sites import Population as SiteMoments
-from normexp.norms.moments import Moments, pool, unbiased
+from normexp.norms.moments import Moments, pool
 from normexp.norms.site import named_sites
 from normexp.norms.state import install_state, merge_state, read_state, write_state
 
@@ -168,19 +168,16 @@ class Population:
 
 @torch.no_grad()
 def measure_population(
-    replicas: Replicas,
-    data: Data,
-    *,
-    num_samples: int,
-    group_size: int,
+    replicas: Replicas, data: Data, *, num_samples: int, group_size: int
 ) -> Population | None:
     """Pools the moments of training samples over many forwards in training mode.
 
     Every norm sees groups of `group_size` samples, as in training. With mean m_i and biased
     variance v_i of the n_i values of group i, and w_i = n_i / sum n_i, the population has
     mean = sum w_i m_i and var = sum w_i (v_i + (m_i - mean)^2): the correction n / (n - 1) of
-    running variances is undone (arXiv:2105.07576). Norms with other kinds of state pool it by
-    their own `merge_state`, at momentum 1, or by its mean.
+    running variances is undone (arXiv:2105.07576). Torch's own batch norms get these moments of
+    what enters them. Norms with other kinds of state pool it by their own `merge_state`, at
+    momentum 1, or by its mean.
 
     Args:
         num_samples: upper limit, 2 or more; taken from a random order of the training split,
@@ -196,31 +193,77 @@ def measure_population(
         logger.info(
             "precise statistics leave out the last sample, which would be alone in its group"
         )
-    group = gather(replicas, data, "train", indices[:group_size])
-    with batch_statistics(replicas, group_size), _poolable(replicas, group):
-        moved = _replaced_buffers(replicas, group)
+    with batch_statistics(replicas, group_size), _momentum_of_one(replicas):
+        moved = _replaced_buffers(replicas, gather(replicas, data, "train", indices[:group_size]))
         if not moved:
             return None
-        start, ends, shares = read_state(replicas), [], []
+        start, ends, shares, entered = read_state(replicas), [], [], []
         for block in indices.split(block_size(replicas, group_size)):
             write_state(replicas, start)  # for norms whose forward uses their running state
-            _forward(replicas, gather(replicas, data, "train", block))
+            entered.append(_forward(replicas, gather(replicas, data, "train", block)))
             ends.append(read_state(replicas))
             shares.append(len(block) / len(indices))
         write_state(replicas, merge_state(replicas, start, ends, shares))
         _undo_bessel(replicas)
+        write_state(replicas, _pooled(replicas, entered))
         after = read_state(replicas)
         state = {name: after[name] for name in moved}
     return Population(state, len(indices), moment_gaps(replicas, state))
 
 
-def _forward(replicas: Replicas, batch: Batch) -> None:
-    """Runs a forward only for its effect on the buffers."""
+Entered = dict[str, Moments]  # (S, C) each, by the name of a norm within its network
 
-    def nothing(output: Tensor, _: Batch) -> Tensor:
-        return output.new_zeros(())
 
-    replicas.measure(batch, nothing, shared=True)
+def _forward(replicas: Replicas, batch: Batch) -> Entered:
+    """Runs a forward for its effect on the buffers; returns what entered torch's batch norms."""
+    inputs: dict[str, list[Tensor]] = {}
+    counts: dict[str, int] = {}
+
+    def keep(_: nn.Module, args: tuple[Tensor, ...], name: str) -> None:
+        inputs.setdefault(name, []).append(args[0])
+
+    def moments(output: Tensor, _: Batch) -> dict[str, Tensor]:
+        found = {"": output.new_zeros(())}
+        for name, calls in inputs.items():
+            values = torch.cat([x.transpose(0, 1).flatten(1) for x in calls], dim=1).double()
+            counts[name] = values.shape[1]
+            found[f"{name}.mean"] = values.mean(dim=1)
+            found[f"{name}.var"] = values.var(dim=1, correction=0)
+        inputs.clear()  # of this replica
+        return found
+
+    with ExitStack() as hooks:
+        for tree in replicas.trees:
+            for name, norm in _torch_norms(tree):
+                handle = norm.register_forward_pre_hook(partial(keep, name=name))
+                hooks.callback(handle.remove)
+        found = replicas.measure(batch, moments, shared=True)
+    return {
+        name: Moments(found[f"{name}.mean"], found[f"{name}.var"], count)
+        for name, count in counts.items()
+    }
+
+
+def _torch_norms(tree: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Torch's batch norms with running averages that sites hold; one that they share once."""
+    inside = {module for _, site in named_sites(tree) for module in site.modules()}
+    for name, module in tree.named_modules():
+        if module in inside and isinstance(module, BATCH) and module.running_mean is not None:
+            yield name, module
+
+
+def _pooled(replicas: Replicas, entered: list[Entered]) -> State:
+    """The buffers of torch's batch norms over all forwards."""
+    state: State = {}
+    for name in entered[0]:
+        means, variances = (torch.stack([e[name][i] for e in entered]) for i in (0, 1))
+        counts = torch.tensor([float(e[name].count) for e in entered], device=means.device)
+        mean, var, _ = pool(Moments(means, variances, counts.double().view(-1, 1, 1)), dim=0)
+        for index in range(len(replicas.trees)):
+            rows = slice(None) if replicas.is_stacked else index
+            prefix = f"trees.{index}.{name}.running_"
+            state |= {f"{prefix}mean": mean[0, rows], f"{prefix}var": var[0, rows]}
+    return state
 
 
 def _replaced_buffers(replicas: Replicas, batch: Batch) -> list[str]:
@@ -250,64 +293,17 @@ def _replaced_buffers(replicas: Replicas, batch: Batch) -> list[str]:
 
 
 @contextmanager
-def _poolable(replicas: Replicas, group: Batch) -> Iterator[None]:
-    """Sets every norm's momentum to 1, and lets foreign norms with moments be pooled exactly.
-
-    A norm like torch.nn.BatchNorm borrows what the shipped ones have: a counter, `merge_state` and
-    `unbiased_running_var`.
-
-    Args:
-        group: samples that share statistics, to try these norms on.
-    """
-    with ExitStack() as borrowed:
-        for norm in _norms(replicas):
-            if isinstance(norm, HasMomentum):
-                borrowed.callback(setattr, norm, "momentum", norm.momentum)
-                norm.momentum = 1.0
-        kinds = itertools.cycle(_kinds_of_variance(replicas.replica(0), group))
-        for norm in list(_foreign_norms(replicas)):  # each replica has the same ones
-            if (is_unbiased := next(kinds)) is None:
-                continue
-            count = torch.zeros_like(norm.running_mean[..., 0], dtype=torch.int64)  # () or (S,)
-            norm.register_buffer("num_values", count, persistent=False)
-            norm.unbiased_running_var = is_unbiased
-            norm.merge_state = partial(_pool_moments, is_unbiased)
-            for name in ("num_values", "unbiased_running_var", "merge_state"):
-                borrowed.callback(delattr, norm, name)
-            borrowed.callback(norm.register_forward_pre_hook(_count_values).remove)
+def _momentum_of_one(replicas: Replicas) -> Iterator[None]:
+    """Inside the block a forward replaces running averages."""
+    norms = [norm for norm in _norms(replicas) if isinstance(norm, HasMomentum)]
+    before = [norm.momentum for norm in norms]
+    try:
+        for norm in norms:
+            norm.momentum = 1.0
         yield
-
-
-def _kinds_of_variance(network: nn.Module, group: Batch) -> list[bool | None]:
-    """For each foreign norm of a network: is its running variance that of all values, unbiased?
-
-    None if it is another, such as the mean of the samples' own variances in InstanceNorm.
-    """
-    norms, inputs = list(_foreign_norms(network)), {}
-    hooks = [n.register_forward_pre_hook(lambda n, x: inputs.setdefault(n, x[0])) for n in norms]
-    if norms:
-        network(*model_arguments(group))
-    for hook in hooks:
-        hook.remove()
-    return [_kind_of_variance(norm, inputs[norm]) if norm in inputs else None for norm in norms]
-
-
-def _kind_of_variance(norm: nn.Module, x: Tensor) -> bool | None:
-    """Compares the state after a forward on two inputs with the states after each, merged."""
-    start, ends = read_state(norm), []
-    first = x.to(start["running_var"].dtype)  # that of the training; a norm may know no other
-    second = 1 + 2 * first
-    for given in (first, second, torch.cat([first, second])):
-        write_state(norm, start)
-        norm(given)
-        num = torch.tensor(given.numel() // start["running_mean"].numel(), device=given.device)
-        ends.append({**read_state(norm), "num_values": num})
-    *parts, whole = (end["running_var"] for end in ends)
-    merged: dict[bool | None, Tensor] = {
-        kind: _pool_moments(kind, {}, ends[:2], [])["running_var"] for kind in (True, False)
-    }
-    merged[None] = torch.stack(parts).mean(dim=0)
-    return min(merged, key=lambda kind: float((merged[kind] - whole).norm()))
+    finally:
+        for norm, momentum in zip(norms, before, strict=True):
+            norm.momentum = momentum
 
 
 def _norms(network: nn.Module) -> list[Any]:
@@ -316,46 +312,11 @@ def _norms(network: nn.Module) -> list[Any]:
     return list(dict.fromkeys(inside))
 
 
-def _foreign_norms(network: nn.Module) -> Iterator[Any]:
-    """Norms with running moments that the project does not know."""
-    return (n for n in _norms(network) if _has_moments(n) and not isinstance(n, MergesState))
-
-
-def _has_moments(module: nn.Module, *others: str) -> bool:
-    """True if its buffers are running mean, running variance and the `others`, or more."""
-    names = {name for name, _ in module.named_buffers(recurse=False)}
-    return {"running_mean", "running_var", *others} <= names
-
-
-def _count_values(norm: Any, inputs: tuple[Tensor, ...]) -> None:
-    norm.num_values.fill_(inputs[0].numel() // norm.running_mean.shape[-1])
-
-
-def _pool_moments(
-    is_unbiased: bool, start: State, parts: list[State], shares: list[float]
-) -> State:
-    """Merges the moments of parts, each left by one forward at momentum 1."""
-    del start, shares  # each part knows its number of values
-    names = ("running_mean", "running_var", "num_values")
-    means, variances, counts = (torch.stack([part[name] for part in parts]) for name in names)
-    num = counts[..., None].to(means.dtype)  # (parts, ..., 1)
-    biased = variances * (num - 1) / num if is_unbiased else variances
-    mean, var, total = pool(Moments(means, biased, num), dim=0)
-    assert isinstance(total, Tensor)
-    return {
-        "running_mean": mean[0],
-        "running_var": (unbiased(var, total) if is_unbiased else var)[0],
-        "num_values": counts.sum(dim=0),
-    }
-
-
 def _undo_bessel(replicas: Replicas) -> None:
-    """Turns the unbiased variances that running averages hold into population variances.
-
-    A norm that averages biased variances has the attribute `unbiased_running_var = False`.
-    """
+    """Turns the unbiased variances that shipped norms average into population variances."""
     for norm in _norms(replicas):
-        if _has_moments(norm, "num_values") and not _averages_biased(norm):
+        names = {name for name, _ in norm.named_buffers(recurse=False)}
+        if {"running_mean", "running_var", "num_values"} <= names and not _averages_biased(norm):
             num = norm.num_values[..., None].to(norm.running_var.dtype)
             norm.running_var.mul_(torch.where(num > 1, (num - 1) / num, 1))
 

@@ -33,7 +33,7 @@ def test_a_logger_of_ones_own_gets_every_run(tmp_path: Path):
     assert train(tmp_path, *words, "logger.custom.flush_logs_every_n_steps=1") == 0
     (cell,) = (tmp_path / "s").glob("group-*")
     for seed in (0, 1):
-        (file,) = (cell / f"seed-{seed}").glob(f"**/seed-{seed}/metrics.csv")
+        file = tmp_path / "s" / "custom" / cell.name / f"seed-{seed}" / "metrics.csv"
         logged = {
             name: {int(row["step"]): float(row[name]) for row in rows_of(file) if row[name]}
             for name in (*RECORDED, *TRACKED)
@@ -53,64 +53,37 @@ def test_a_logger_of_ones_own_gets_every_run(tmp_path: Path):
         assert params["seed"] == seed and params["study"] == "s"
 
 
-def test_a_logger_per_cell_gets_the_mean_and_says_so(tmp_path: Path):
-    words = ("logger=custom", f"logger.custom._target_={CSV_LOGGER}", "logger.custom.per=cell")
-    assert train(tmp_path, *words) == 0
-    (file,) = tmp_path.glob("default/*/*/mean-of-seeds-0-to-1/metrics.csv")
-    mean = [float(row["train/loss"]) for row in rows_of(file) if row["train/loss"]]
-    single = [
-        [float(row["value"]) for row in rows_of(path) if row["name"] == "train/loss"]
-        for path in sorted(tmp_path.glob("default/*/seed-*/metrics.csv"))
-    ]
-    assert mean == pytest.approx([sum(pair) / 2 for pair in zip(*single, strict=True)])
-
-
-def test_tensorboard_has_hyperparameters_and_says_what_a_curve_is_the_mean_of(tmp_path: Path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    assert train(tmp_path, "logger=tensorboard", "norm_batch_size=8", norm="batch") == 0
-    (folder,) = tmp_path.glob("default/*/tensorboard/mean-of-seeds-0-to-1")
-    events = EventAccumulator(str(folder)).Reload()
-    assert {"train/loss", "train/lr", "train/grad_norm"} <= set(events.Tags()["scalars"])
-    assert "custom_scalars__config__" in events.Tags()["tensors"]
-    params = yaml.safe_load((folder / "hparams.yaml").read_text())
-    assert params["norm_batch_size"] == 8 and params["curves"] == "mean of seeds 0 to 1"
-
-
 @pytest.mark.slow
 def test_wandb_runs_of_one_process_stay_apart_and_know_their_study(tmp_path: Path, capsys):
-    words = ("logger=wandb", "logger.wandb.mode=offline", "tags=[baseline]", "notes=first try")
-    assert train(tmp_path, *words, "study=mine", "logger.wandb.name=short") == 0
+    words = ("logger=wandb", "logger.wandb.offline=true", "tags=[baseline]", "notes=first try")
+    assert train(tmp_path, *words, "study=mine", "logger.wandb.group=short") == 0
     assert capsys.readouterr().err.count("wandb sync") == 1
-    (log,) = tmp_path.glob("mine/*/stacks/*/run.log")
-    assert log.read_text().count("wandb sync") == 1
     folders = sorted((tmp_path / "mine" / "wandb").glob("offline-run-*"))
     texts = [json.dumps(wandb_records(folder)) for folder in folders]
     assert len(texts) == 2
     for seed in (0, 1):
-        (own,) = [text for text in texts if f"short/seed-{seed}" in text]
+        (own,) = [text for text in texts if f"/seed-{seed}" in text]
         for said in ("baseline", "first try", "mine", "train/lr", "train/samples_per_second"):
             assert said in own
         assert "norm_batch_size" in own and '"norm_batch_size": null' not in own
 
 
-def test_wandb_runs_that_opened_are_finished_where_the_next_one_cannot(tmp_path, monkeypatch):
-    finished = []
+def test_tensorboard_has_a_curve_per_seed(tmp_path: Path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    class Run:
-        mode = "disabled"
+    assert train(tmp_path, "logger=tensorboard", "norm_batch_size=8", norm="batch") == 0
+    folders = sorted(tmp_path.glob("default/tensorboard/*/seed-*"))
+    assert [folder.name for folder in folders] == ["seed-0", "seed-1"]
+    for seed, folder in enumerate(folders):
+        events = EventAccumulator(str(folder)).Reload()
+        assert {"train/loss", "train/lr", "train/grad_norm"} <= set(events.Tags()["scalars"])
+        params = yaml.safe_load((folder / "hparams.yaml").read_text())
+        assert params["norm_batch_size"] == 8 and params["seed"] == seed
 
-        def __init__(self, *, config: dict, **_: object) -> None:
-            self.seed = config["seed"]
-            if self.seed == 2:
-                raise OSError("no connection")
 
-        def finish(self, *, failed: bool) -> None:
-            finished.append((self.seed, failed))
-
-    monkeypatch.setattr("normexp.cells.assembly.WandbRun", Run)
-    words = ["norm=none", "steps=1", "replicas=3", "logger=wandb", f"runs_dir={tmp_path}"]
-    assert main(words) == 1
-    # Those of the stack; then each run is tried alone.
-    assert sorted(finished[:2]) == [(0, True), (1, True)]
+def test_a_missing_package_is_a_mistake_of_the_command(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setattr("normexp.config.compose.find_spec", lambda _: None)
+    assert main(["-m", "norm=group,batch", "logger=wandb", f"runs_dir={tmp_path}"]) == 2
+    assert "pip install 'normexp[wandb]'" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

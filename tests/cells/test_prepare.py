@@ -181,7 +181,6 @@ REFUSED = {
         "logger=custom logger.custom._target_=pytorch_lightning.loggers.CSVLogger "
         "logger.custom.nam=x"
     ): "logger.custom.nam",
-    "logger=custom logger.custom._target_=a.B logger.custom.per=seed": "logger.custom.per",
 }
 
 

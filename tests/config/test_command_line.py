@@ -135,7 +135,7 @@ def test_code_that_ends_the_program_is_named(tmp_path: Path, monkeypatch, capsys
         ("run", [["norm=group", 3]], "overrides=[norm=group,3]: must be a"),
         ("run", ["norm=group"], "overrides=norm=group: must be a"),
         ("run", [["norm=group"], -1], "workers=-1: must be greater than or equal to 0"),
-        ("load_study", [["mine"]], "study=[mine]: must be a string"),
+        ("load_study", [[]], "study=[]: must have at least 1 item"),
         ("load_report", [[]], "study=[]: must have at least 1 item"),
     ],
 )

@@ -150,13 +150,6 @@ KEEPS = {
     "trainer.devices": "1",
     "trainer.num_nodes": "1",
     "trainer.strategy": "ddp",
-    "logger.wandb.project": "mine logger=wandb",
-    "logger.wandb.entity": "me logger=wandb",
-    "logger.wandb.name": "short logger=wandb",
-    "logger.wandb.group": "short logger=wandb",
-    "logger.custom._target_": "a.B logger=custom",
-    "logger.custom.per": "cell logger=custom logger.custom._target_=a.B",
-    "logger.wandb.mode": "offline logger=wandb",
 }
 
 

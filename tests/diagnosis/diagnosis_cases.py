@@ -67,8 +67,6 @@ def _trained(kind: str) -> nn.Module:
         return train(network(drop=0.2))
     if kind == "group":
         return train(network(lambda width: nn.GroupNorm(4, width)))
-    if kind == "small":
-        return train(network(), size=2, epochs=1, lr=0.02)
     assert kind == "none"
     return train(network(lambda _: nn.Identity()), lr=0.02)
 

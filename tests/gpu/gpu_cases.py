@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from training_cases import CPU, MemorySink, recipe_for
+from training_cases import recipe_for
 
 from normexp.batching.replicas import InTurn, Replicas, Stacked
 from normexp.batching.sizes import Sizes
@@ -25,7 +24,6 @@ from normexp.config.spec import norm_of
 from normexp.data.augment import Augmentation
 from normexp.data.batches import TrainingBatches
 from normexp.data.dataset import Data, Examples, Windows
-from normexp.training.devices import set_gpu_arithmetic
 from normexp.training.module import TrainingModule
 from normexp.training.recorder import Recorder
 from normexp.training.step import StepGradient
@@ -113,12 +111,13 @@ def build(
     recipe = recipe_for(data, sizes, **choices)
     seeds = list(range(NUM_REPLICAS))
     batches = TrainingBatches(data, seeds, sizes.batch_size, drop_last=recipe.drop_last)
-    return TrainingModule(replicas, batches, recipe, Recorder([[MemorySink()] for _ in seeds]))
+    return TrainingModule(replicas, batches, recipe, Recorder([None] * len(seeds)))
 
 
 def place(module: TrainingModule, device: str) -> None:
     """Moves networks and data, with the arithmetic of matmul_precision=highest."""
-    set_gpu_arithmetic(replace(CPU, accelerator=device))
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic = False, True
     module.replicas.to(device)
     module.batches = module.batches.to(device)
     module.evaluator = module.evaluator.on(module.batches.data)

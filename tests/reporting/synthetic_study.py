@@ -1,4 +1,4 @@
-"""Synthetic studies with known effects, written as a training writes them."""
+"""Synthetic studies with known effects: in memory, or written as a training writes them."""
 
 from __future__ import annotations
 
@@ -10,23 +10,20 @@ from typing import Any
 import numpy as np
 
 from normexp.records.files import write_text
-from normexp.records.history import CommandEntry, append_entries, read_history
 from normexp.records.metrics import MetricsWriter
-from normexp.records.paths import list_seeds
-from normexp.records.result import Result, write_result
-from normexp.reporting.metric import RULE
-from normexp.reporting.model import CellRow, Slice
-from normexp.reporting.report import Report, read_report
-from normexp.reporting.sentences import Answer
+from normexp.records.result import Result, Status, write_result
+from normexp.records.samples import write_samples
+from normexp.reporting.compare import Comparison
+from normexp.reporting.report import Report, read_report, report_on
+from normexp.reporting.runs import Records, RunRow, flat_config
 
 TIMING = {"step_ms": 5.0, "stack_size": 8.0, "samples_per_second": 25600.0, "train_seconds": 9.0}
 ENVIRONMENT = {"python": "3.11", "code_version": "one"}
 
 
-def write_cell(
-    root: Path,
+def cell_of(
     norm: str,
-    accuracies: Mapping[int, float | None],
+    accuracies: Mapping[int, float | None] | Sequence[float | None],
     *,
     study: str = "synthetic",
     batch_size: int = 128,
@@ -35,19 +32,21 @@ def write_cell(
     failed: Collection[int] = (),
     knobs: Mapping[str, Any] | None = None,
     metrics: Mapping[str, float] | None = None,
-    with_history: bool = False,
+    samples: Mapping[int, np.ndarray] | None = None,
     result: Mapping[str, Any] | None = None,
     identity: Mapping[str, Any] | None = None,
     **config: Any,
-) -> Path:
-    """Writes the runs of one cell and returns its folder.
+) -> list[RunRow]:
+    """The runs of one cell.
 
     accuracies: in 0..1 by seed, None for a seed that diverged
     mixes_samples: True for batch unless given
     metrics: instead of those that follow from the accuracy
+    samples: right or not for each test sample, by seed; its mean is the accuracy
     identity: parts of the recorded recipe, besides the knobs of the norm
     result, config: override fields of the result, and values of its config
     """
+    by_seed = accuracies if isinstance(accuracies, Mapping) else dict(enumerate(accuracies))
     mixes = norm == "batch" if mixes_samples is None else mixes_samples
     record = {
         "norm": norm,
@@ -60,35 +59,75 @@ def write_cell(
         "epochs": 3,
         "lr": 0.1,
         "mixes_samples": mixes,
+        "chance_accuracy": 0.1,
         **config,
         "recipe": {
             "norm": {"_target_": f"normexp.norms.{norm}.Norm", **(knobs or {})},
             **(identity or {}),
         },
     }
-    size = norm_batch_size if mixes else None
-    names = [norm, record["model"], record["data"], f"b{batch_size}", f"n{size}"]
+    names = [norm, record["model"], record["data"], f"b{batch_size}", f"n{norm_batch_size}"]
     own = {**config, **(knobs or {}), **(identity or {})}
     names += [f"{key}{value}" for key, value in sorted(own.items())]
-    cell = root / study / re.sub(r"[/ {}':]", "_", "-".join(map(str, names)))
-    for seed, accuracy in accuracies.items():
-        status = "failed" if seed in failed else "diverged" if accuracy is None else "finished"
-        own = _metrics_of(accuracy) if metrics is None and accuracy is not None else metrics
+    cell_id = re.sub(r"[/ {}':]", "_", "-".join(map(str, names)))
+    runs = []
+    for seed, accuracy in by_seed.items():
+        status = Status.DIVERGED if accuracy is None else Status.FINISHED
+        status = Status.FAILED if seed in failed else status
+        if status == Status.FINISHED:
+            known = _metrics_of(accuracy or 0.0) if metrics is None else dict(metrics)
         content: dict[str, Any] = {
-            "metrics": dict(own or {}) if status == "finished" else {},
-            "diverged_at_step": 40 if status == "diverged" else None,
-            "error": "CUDA out of memory" if status == "failed" else None,
+            "metrics": known if status == Status.FINISHED else {},
+            "diverged_at_step": 40 if status == Status.DIVERGED else None,
+            "error": "CUDA out of memory" if status == Status.FAILED else None,
             "timing": TIMING,
             "environment": ENVIRONMENT,
             **(result or {}),
         }
-        folder = cell / f"seed-{seed}"
+        own_samples = {"running": samples[seed]} if samples and seed in samples else {}
+        runs.append(
+            RunRow(
+                study,
+                Path("runs", study, cell_id, f"seed-{seed}"),
+                Result(cell_id=cell_id, seed=seed, status=status, config=record, **content),
+                flat_config(record),
+                content["metrics"],
+                lambda own_samples=own_samples: own_samples,
+            )
+        )
+    return runs
+
+
+def report_of_cells(*cells: Sequence[RunRow], **options: Any) -> Report:
+    """The report of cells in memory; options: asked, searched, refused, metric, reference."""
+    of_records = {
+        key: options.pop(key) for key in ("asked", "searched", "refused") if key in options
+    }
+    runs = [run for cell in cells for run in cell]
+    records = Records(runs, **of_records)
+    return report_on(records, Path("runs"), records.studies, **options)
+
+
+def find(report: Report, norm: str, against: str = "batch") -> Comparison:
+    """The comparison of this name."""
+    (one,) = [c for c in report.comparisons if (c.norm, c.against) == (norm, against)]
+    return one
+
+
+def write_cell(
+    root: Path, norm: str, accuracies: Any, *, with_history: bool = False, **more: Any
+) -> Path:
+    """Writes the runs of `cell_of` and returns the folder of the cell."""
+    runs = cell_of(norm, accuracies, **more)
+    cell = root / runs[0].study / runs[0].directory.parent.name
+    for run in runs:
+        folder = cell / f"seed-{run.seed}"
         folder.mkdir(parents=True)
         if with_history:
-            _write_history(folder, accuracy or 0.5)
-        write_result(
-            folder, Result(cell_id=cell.name, seed=seed, status=status, config=record, **content)
-        )
+            _write_history(folder, run.metrics.get("test/accuracy", 0.5))
+        if samples := run.load_samples():
+            write_samples(folder, dict(samples))
+        write_result(folder, run.result)
     write_text(cell / "config.yaml", f"norm: {norm}\n")
     return cell
 
@@ -112,69 +151,19 @@ def write_study(
     def draw(level: float) -> dict[int, float | None]:
         return dict(enumerate((level + effect + rng.normal(0, 0.004, num_seeds)).tolist()))
 
-    (root / study).mkdir(parents=True)
-    append_entries(root / study, [CommandEntry("c", ["normexp-train", "-m"], "one", 3, {})])
     largest, smallest = max(sizes), min(sizes)
     place: dict[str, Any] = {"study": study, "with_history": True}
     for size in sizes:
         share = np.log2(largest / size) / np.log2(largest / smallest)
         write_cell(root, "batch", draw(0.9 - drop * share), norm_batch_size=size, **place)
     for norm in level:
-        write_cell(root, norm, draw(0.9), norm_batch_size=smallest, **place)
-    declare(root, study)
-
-
-def write_sizes(
-    root: Path,
-    values: Mapping[int, Mapping[int, float | None]],
-    norm: str = "batch",
-    *,
-    axis: str = "norm_batch_size",
-    **options: Any,
-) -> list[Path]:
-    """Writes a cell for each size with the accuracies of its seeds; options: of `write_cell`."""
-    return [write_cell(root, norm, own, **{axis: size}, **options) for size, own in values.items()]
-
-
-def declare(root: Path, *names: str, count: int = 0) -> None:
-    """Declares all cells of the studies, unless a command did.
-
-    With the seeds 0 to count - 1, or with those that they have.
-    """
-    for name in names:
-        study = root / name
-        if any(command.cells for command in read_history(study).commands if command.id != "d"):
-            continue
-        if (path := study / "study.jsonl").exists():
-            lines = path.read_text().splitlines(keepends=True)
-            path.write_text("".join(line for line in lines if '"id": "d"' not in line))
-        known = {cell.name: seeds for cell in study.glob("*") if (seeds := list_seeds(cell))}
-        cells = {cell: [("", list(range(count)) or seeds)] for cell, seeds in known.items()}
-        if cells:
-            command_id = "declared" if count else "d"
-            command = CommandEntry(command_id, ["normexp-train", "-m"], "one", 3, cells, RULE)
-            append_entries(study, [command])
+        write_cell(root, norm, draw(0.9), **place)
+    (root / study / "study.jsonl").touch()
 
 
 def report_of(root: Path, *names: str, **options: Any) -> Report:
-    """The report of the written studies, declared; options: metric and tolerance."""
-    declare(root, *(names or ["synthetic"]))
+    """The report of written studies; options: metric, tolerance and reference."""
     return read_report(root, names or ["synthetic"], **options)
-
-
-def cells_of(root: Path, *names: str) -> Sequence[CellRow]:
-    return report_of(root, *names).cells
-
-
-def slices_of(root: Path, *names: str) -> Sequence[Slice]:
-    return report_of(root, *names).slices
-
-
-def answers_of(root: Path, *names: str, **options: Any) -> list[Answer]:
-    """The answers about each slice, by budget."""
-    sections = report_of(root, *names, **options).sections
-    answers = [answer for section in sections for answer in section.answers]
-    return [answer for answer in answers if len(answer.parts) == 1]
 
 
 def _metrics_of(accuracy: float) -> dict[str, float]:
@@ -194,6 +183,4 @@ def _write_history(folder: Path, final: float) -> None:
             rows = {"train/loss": float(2.3 * np.exp(-step / 100) + 1 - final)}
             if step % 100 == 0:
                 rows["val/accuracy"] = final * step / 200
-            if step == 200:
-                rows |= {f"diagnostics/block{i}.norm1/output_rms": 1 + 0.1 * i for i in range(4)}
             writer.add(step, step // 100, step * 128, rows)

@@ -6,19 +6,12 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from normexp.stats.family import (
-    decide,
-    distances_to,
-    equivalence_p,
-    p_value,
-    seeds_for,
-    smallest_difference,
-)
+from normexp.stats.family import decide, difference, p_value, smallest_difference, tie_p
 from normexp.stats.interval import Interval, mean, t_interval
 
 
 def verdict(gap: Interval, margin: float, family_size: int) -> str:
-    return decide(gap, distances=distances_to(margin, gap), family_size=family_size)
+    return decide(gap, margin=margin, family_size=family_size)
 
 
 def member(estimate: float, error: float = 0.1, n: int = 8) -> Interval:
@@ -29,20 +22,20 @@ def test_equivalence_p_equals_two_one_sided_tests_of_scipy():
     values = np.random.default_rng(0).normal(0.3, 0.5, 8)
     lower = scipy_stats.ttest_1samp(values, -1, alternative="greater").pvalue
     upper = scipy_stats.ttest_1samp(values, 1, alternative="less").pvalue
-    assert equivalence_p(distances_to(1.0, mean(values))) == pytest.approx(max(lower, upper))
+    assert tie_p(mean(values), 1.0) == pytest.approx(max(lower, upper))
 
 
 @pytest.mark.parametrize(
     ("estimate", "family_size", "expected"),
     [
-        (1.5, 1, "above"),
-        (-1.5, 1, "below"),
-        (0.5, 1, "above"),  # shown before it is said to be within
-        (0.1, 1, "within"),
-        (0.7, 10, "above"),
-        (0.3, 1, "above"),
-        (0.3, 10, "within"),  # ten times the p
-        (0.3, 1000, "open"),
+        (1.5, 1, "better"),
+        (-1.5, 1, "worse"),
+        (0.5, 1, "better"),  # shown before it is said to be within
+        (0.1, 1, "tie"),
+        (0.7, 10, "better"),
+        (0.3, 1, "better"),
+        (0.3, 10, "tie"),  # ten times the p
+        (0.3, 1000, "undecided"),
     ],
 )
 def test_verdicts(estimate, family_size, expected):
@@ -50,9 +43,9 @@ def test_verdicts(estimate, family_size, expected):
 
 
 def test_no_bounds_and_no_margin_give_no_verdict():
-    assert verdict(mean([1.0]), 1.0, 1) == "open"
-    assert verdict(mean([]), 1.0, 1) == "open"
-    assert verdict(member(0.0), 0.0, 1) == "open"
+    assert verdict(mean([1.0]), 1.0, 1) == "undecided"
+    assert verdict(mean([]), 1.0, 1) == "undecided"
+    assert verdict(member(0.0), 0.0, 1) == "undecided"
 
 
 @pytest.mark.parametrize("truth", [0.0, 0.5, 1.0, -1.0, 3.0])
@@ -61,8 +54,8 @@ def test_one_member_errs_in_at_most_its_level_whatever_the_truth(truth, error):
     """All three sentences share one level: family of 2, so 2.5 %."""
     rng = np.random.default_rng(1)
     noise, chi = rng.normal(size=4000), rng.chisquare(7, 4000)
-    wrong = {"within"} if abs(truth) >= 1 else set()
-    wrong |= ({"above"} if truth <= 0 else set()) | ({"below"} if truth >= 0 else set())
+    wrong = {"tie"} if abs(truth) >= 1 else set()
+    wrong |= ({"better"} if truth <= 0 else set()) | ({"worse"} if truth >= 0 else set())
     found = [
         verdict(member(truth + error * z, error * np.sqrt(c / 7)), 1.0, 2)
         for z, c in zip(noise, chi, strict=True)
@@ -78,12 +71,23 @@ def test_smallest_difference_has_a_power_of_four_fifths():
     assert smallest_difference(1, 0.92, 7) == np.inf
 
 
-@pytest.mark.parametrize(("difference", "family_size"), [(1.0, 7), (2.0, 19), (0.5, 1)])
-def test_seeds_for_a_difference_are_the_fewest_that_show_it(difference, family_size):
-    n = seeds_for(difference, 0.92, family_size)
-    assert smallest_difference(n, 0.92, family_size) <= difference
-    assert smallest_difference(n - 1, 0.92, family_size) > difference
-    assert seeds_for(1e-3, 0.92, 1) is None
+def test_a_difference_is_paired_and_equals_scipys():
+    rng = np.random.default_rng(2)
+    a, b = rng.normal(0.5, 1, 8), rng.normal(size=8)
+    got, test = difference(a, b), scipy_stats.ttest_rel(a, b)
+    assert (got.low, got.high) == pytest.approx(tuple(test.confidence_interval(0.95)))
+    assert p_value(got) == pytest.approx(test.pvalue)
+    assert (difference([90.0, 12.0], [3.0, 8.0], limit=100).high) == 100
+    with pytest.raises(ValueError, match="pair outcomes"):
+        difference(a, b[:3])
+
+
+def test_a_difference_of_tables_is_over_seeds_and_samples():
+    rng = np.random.default_rng(3)
+    hard = rng.normal(size=200)
+    a, b = ((hard + rng.normal(size=(5, 200)) > 0) * 100.0 for _ in range(2))
+    both, alone = difference(a, b), difference(a.mean(axis=1), b.mean(axis=1))
+    assert both.estimate == pytest.approx(alone.estimate) and both.error > alone.error
 
 
 def test_only_a_t_interval_has_a_p():
@@ -97,4 +101,4 @@ def test_a_verdict_over_test_samples_holds_over_seeds_alone_too():
     alone = (2.0, 0.1)
     both = Interval(1.0, 0.7, 1.3, 0.95, 3, df=100.0, error=0.13, over_seeds=alone)
     assert p_value(both) == pytest.approx(2 * scipy_stats.t.sf(1 / 0.1, 2))
-    assert equivalence_p([both]) == pytest.approx(scipy_stats.t.sf(1 / 0.1, 2))
+    assert tie_p(both, 2.0) == pytest.approx(scipy_stats.t.sf(1 / 0.1, 2))

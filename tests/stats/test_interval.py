@@ -11,12 +11,8 @@ from normexp.stats.interval import (
     Interval,
     as_sample,
     crossed_mean,
-    log_ratio,
     mean,
-    paired_difference,
-    paired_improvement,
     smallest_step,
-    stratified_mean,
 )
 
 DISTINCT = np.array([71.2, 70.4, 72.9, 69.8, 73.5, 70.5, 74.1, 72.0])  # without a tie
@@ -97,12 +93,6 @@ def test_in_the_middle_of_the_range_it_is_the_t_interval():
     np.testing.assert_allclose(bounds(got), bounds(plain), atol=0.002)
 
 
-def test_a_difference_is_cut_at_the_largest_possible():
-    got = paired_difference([90.0, 12.0], [3.0, 8.0], limit=100)
-    assert (got.low, got.high) == (-100, 100)
-    assert p_value(got) == pytest.approx(scipy_stats.ttest_rel([90, 12], [3, 8]).pvalue)
-
-
 # Location
 
 
@@ -111,45 +101,6 @@ def test_mean_interval_equals_scipy():
     expected = scipy_stats.ttest_1samp(DISTINCT, 0).confidence_interval(0.95)
     np.testing.assert_allclose(bounds(got), expected, rtol=1e-12)
     assert (got.n, got.level, got.df) == (8, 0.95, 7)
-
-
-# Differences
-
-
-def test_paired_difference_and_its_p_equal_scipy(rng):
-    for n in (2, 5, 8):
-        a, b = rng.normal(0.5, 1, n), rng.normal(size=n)
-        got, test = paired_difference(a, b), scipy_stats.ttest_rel(a, b)
-        np.testing.assert_allclose(bounds(got), test.confidence_interval(0.95), rtol=1e-12)
-        assert (got.n, p_value(got)) == (n, pytest.approx(test.pvalue))
-
-
-def test_two_data_sets_equal_welchs_interval_and_p(rng):
-    # (d1 + d2) / 2 is half of the difference d1 - (-d2), for which scipy has Welch's test
-    first, second = rng.normal(1, 1, size=5), rng.normal(3, 4, size=9)
-    got = stratified_mean([first, second])
-    welch = scipy_stats.ttest_ind(first, -second, equal_var=False)
-    expected = np.array(welch.confidence_interval(0.95)) / 2
-    np.testing.assert_allclose(bounds(got), expected, rtol=1e-12)
-    assert (got.n, p_value(got)) == (14, pytest.approx(welch.pvalue))
-
-
-def test_a_data_set_with_one_value_leaves_no_bounds_and_one_without_no_estimate():
-    one = stratified_mean([[1.0, 2.0, 4.0], [3.0]])
-    assert (one.estimate, *bounds(one), one.n) == (pytest.approx((7 / 3 + 3) / 2), None, None, 4)
-    assert stratified_mean([[1.0, 2.0, 4.0], [3.0, 3.0]]).low is None  # no spread in one
-    assert stratified_mean([[1.0, 2.0], []]).estimate is None
-    assert stratified_mean([]).estimate is None
-
-
-def test_log_ratio_equals_the_delta_method(rng):
-    a, b = rng.uniform(2, 3, 6), rng.uniform(4, 5, 6)
-    got = mean(log_ratio(a, b))
-    assert got.estimate == pytest.approx(np.log(a.mean() / b.mean()))
-    ratio = a.mean() / b.mean()
-    error = (a - ratio * b).std(ddof=1) / np.sqrt(6) / b.mean() / ratio  # of a ratio estimator
-    assert got.error == pytest.approx(error)
-    assert log_ratio([0.0, 0.0], [1.0, 2.0]).size == 0
 
 
 # Seeds and test samples
@@ -201,36 +152,3 @@ def test_test_samples_widen_the_interval_and_one_seed_has_none(rng):
     assert crossed_mean(correct).error > mean(correct.mean(axis=1)).error
     assert crossed_mean(correct[:1]).low is None
     assert crossed_mean(np.ones((3, 50))).low is None
-
-
-# Probability of improvement
-
-
-def test_improvement_equals_scipys_exact_interval():
-    for wins in range(9):
-        a = np.r_[np.ones(wins), -np.ones(8 - wins)]
-        got = paired_improvement(a, np.zeros(8), higher_is_better=True)
-        expected = scipy_stats.binomtest(wins, 8).proportion_ci(0.95, "exact")
-        assert got.estimate == wins / 8
-        np.testing.assert_allclose(bounds(got), expected, atol=1e-12)
-
-
-def test_ties_count_one_half_and_lower_may_be_better():
-    a, b = [1.0, 0.0, 2.0, 5.0], [1.0] * 4
-    assert paired_improvement(a, b, higher_is_better=True).estimate == 2.5 / 4
-    assert paired_improvement(a, b, higher_is_better=False).estimate == 1.5 / 4
-
-
-def test_five_pairs_never_exclude_one_half_and_one_has_no_bounds():
-    lows = [
-        paired_improvement(np.ones(n), np.zeros(n), higher_is_better=True).low for n in (1, 5, 6)
-    ]
-    assert lows[0] is None and lows[1] < 0.5 < lows[2]
-    assert paired_improvement([], [], higher_is_better=True).estimate is None
-
-
-@pytest.mark.parametrize("statistic", [paired_difference, paired_improvement])
-def test_unmatched_samples_are_refused(statistic):
-    words = {} if statistic is paired_difference else {"higher_is_better": True}
-    with pytest.raises(ValueError, match="pair them by seed"):
-        statistic([1.0, 2.0], [1.0], **words)

@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scipy import stats as scipy_stats
 
-from normexp.stats.interval import (
-    crossed_mean,
-    mean,
-    paired_difference,
-    paired_improvement,
-    stratified_mean,
-)
-from normexp.stats.sensitivity import batch_size_sensitivity
+from normexp.stats.interval import crossed_mean, mean
 
 SIMULATIONS = 4000
 LOW, HIGH = 0.93, 0.97  # 4,000 simulations have a standard error of .0034
@@ -36,54 +28,6 @@ def rng(n):
 def test_location_intervals_hold_their_coverage(n, rng):
     intervals = [mean(row) for row in rng.normal(size=(SIMULATIONS, n))]
     assert LOW <= covered(intervals, 0.0) <= HIGH
-
-
-def test_paired_difference_holds_its_coverage(n, rng):
-    shared = 10 * rng.normal(size=(SIMULATIONS, n))
-    a, b = shared + rng.normal(1, 2, size=shared.shape), shared + rng.normal(size=shared.shape)
-    intervals = [paired_difference(x, y) for x, y in zip(a, b, strict=True)]
-    assert LOW <= covered(intervals, 1.0) <= HIGH
-
-
-def test_stratified_mean_holds_its_coverage_with_unequal_spread_and_n(n, rng):
-    wide, narrow = rng.normal(1, 4, (SIMULATIONS, n)), rng.normal(2, 1, (SIMULATIONS, n - 1))
-    intervals = [stratified_mean(pair) for pair in zip(wide, narrow, strict=True)]
-    assert LOW <= covered(intervals, 1.5) <= HIGH
-
-
-def test_paired_improvement_never_covers_less_than_its_level(n):
-    # no simulation: the number of wins is binomial, so the coverage is a sum
-    wins = np.arange(n + 1)
-    intervals = [
-        paired_improvement(np.r_[np.ones(w), -np.ones(n - w)], np.zeros(n), higher_is_better=True)
-        for w in wins
-    ]
-    for truth in np.linspace(0.01, 0.99, 99):
-        holds = np.array([i.low <= truth <= i.high for i in intervals])
-        assert scipy_stats.binom.pmf(wins, n, truth)[holds].sum() >= 0.95
-
-
-@pytest.mark.slow
-def test_sensitivity_numbers_hold_their_coverage(n, rng):
-    sizes, curve = [2, 8, 64], np.array([88.0, 90.0, 92.5])
-    tables = curve + rng.normal(size=(SIMULATIONS, n, 1)) + rng.normal(size=(SIMULATIONS, n, 3))
-    results = [
-        batch_size_sensitivity(t, sizes, higher_is_better=True, tolerance=1.0) for t in tables
-    ]
-    assert LOW <= covered([r.drop for r in results], 4.5) <= HIGH
-    assert covered([r.slope for r in results], np.polyfit(np.log2(sizes), curve, 1)[0]) >= LOW
-    assert covered([r.regret for r in results], 4.5) >= LOW  # of the best size, not known before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("truth", [0.0, 1.0])
-def test_regret_covers_however_many_sizes_are_equally_good(n, rng, truth):
-    tables = np.array([90.0 - truth, 90, 90, 90]) + rng.normal(size=(SIMULATIONS, n, 4))
-    results = [
-        batch_size_sensitivity(t, [2, 8, 32, 128], higher_is_better=True, tolerance=1.0)
-        for t in tables
-    ]
-    assert covered([r.regret for r in results], truth) >= 0.95 - 0.012
 
 
 # Accuracies: counts of a test set, near 100 % and with ties

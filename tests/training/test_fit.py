@@ -17,7 +17,7 @@ from normexp.errors import UserError
 from normexp.models.convnet import ConvNet
 from normexp.training import devices
 from normexp.training.chunks import ChunkLoader
-from normexp.training.devices import set_gpu_arithmetic, trainer_options
+from normexp.training.devices import gpu_arithmetic, trainer_options
 from normexp.training.stopping import StopRequest
 
 
@@ -102,26 +102,19 @@ def test_bf16_trains_float32_parameters_to_nearly_the_same_loss(tmp_path: Path):
     assert mixed.metrics["val/loss"] != full.metrics["val/loss"]
 
 
-@pytest.fixture
-def gpu_arithmetic():
+def test_arithmetic_is_set_for_a_gpu_inside_the_block_and_left_alone_on_a_cpu():
     cudnn = torch.backends.cudnn
-    before = torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.deterministic
-    yield
-    torch.set_float32_matmul_precision(before[0])
-    cudnn.allow_tf32, cudnn.deterministic = before[1:]
 
+    def settings() -> tuple[str, bool, bool]:
+        return torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.deterministic
 
-@pytest.mark.usefixtures("gpu_arithmetic")
-def test_arithmetic_is_set_for_a_gpu_and_left_alone_on_a_cpu():
-    before = torch.get_float32_matmul_precision()
-    set_gpu_arithmetic(replace(CPU, matmul_precision="medium"))
-    assert torch.get_float32_matmul_precision() == before
-    assert not torch.backends.cudnn.deterministic
+    before = settings()
+    with gpu_arithmetic(replace(CPU, matmul_precision="medium")):
+        assert settings() == before
     for precision, tf32 in (("high", True), ("highest", False)):
-        set_gpu_arithmetic(replace(CPU, accelerator="cuda", matmul_precision=precision))
-        assert torch.get_float32_matmul_precision() == precision
-        assert torch.backends.cudnn.allow_tf32 is tf32
-        assert torch.backends.cudnn.deterministic
+        with gpu_arithmetic(replace(CPU, accelerator="cuda", matmul_precision=precision)):
+            assert settings() == (precision, tf32, True)
+        assert settings() == before
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import gc
 import math
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import pytorch_lightning as pl
@@ -83,16 +82,6 @@ def test_stop_at_the_end_of_training_comes_too_late(tmp_path: Path):
     assert not checkpoint.exists()  # a run resumed there would skip the test
 
 
-def test_losses_of_a_checkpoint_are_loaded_to_the_device_of_the_training(monkeypatch):
-    module, checkpoint, devices = build_module(), {}, []
-    module.on_save_checkpoint(checkpoint)
-    gpu = torch.device("cuda", 1)  # Lightning has not moved the networks there yet
-    module.trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=gpu))  # type: ignore[assignment]
-    monkeypatch.setattr(module.losses, "load_state_dict", lambda _, device: devices.append(device))
-    module.on_load_checkpoint(checkpoint)
-    assert devices == [gpu]
-
-
 @in_both_forms
 def test_diverged_replica_is_noted_and_leaves_the_others_alone(tmp_path: Path, stacked: bool):
     healthy, broken = (build_module(seeds=(0, 1), stacked=stacked) for _ in range(2))
@@ -109,17 +98,20 @@ def test_diverged_replica_is_noted_and_leaves_the_others_alone(tmp_path: Path, s
 
 
 @in_both_forms
-def test_training_whose_replicas_all_diverged_ends_at_a_step_that_no_chunk_moves(
+def test_a_diverged_run_ends_at_its_own_step_whatever_its_neighbours_and_chunks(
     tmp_path: Path, stacked: bool
 ):
     data = image_data(400)  # 50 steps an epoch
-    common = {"data": data, "seeds": (0, 1), "stacked": stacked, "lr": 1e30}
-    for max_chunk, log_every in ((1, 3), (7, 10), (64, 50)):
-        module = build_module(**common, max_chunk=max_chunk, log_every=log_every)
+    common = {"data": data, "stacked": stacked, "lr": 1e30, "seeds": (0, 1), "log_every": 1}
+    found = []
+    for max_chunk, scales in ((1, (1.0, 1.0)), (7, (1.0, 1.0)), (7, (1.0, 1e-32))):
+        module = build_module(**common, lr_scales=scales, max_chunk=max_chunk)
         train(module, tmp_path / "a.ckpt", precision="32-true")
-        assert module.step == 25
-        assert all(step is not None and step < 25 for step in module.losses.diverged_at)
+        assert module.has_ended == (scales[1] < 1)
         assert math.isnan(module.metrics["test/accuracy"][0])  # not the share of class 0
+        found.append((module.losses.diverged_at[0], rows_of(module)))
+    assert found[0] == found[1] == found[2]
+    assert max(row[0] for row in found[0][1]) < found[0][0] < 25
 
 
 def test_rows_of_the_loss_end_at_multiples_of_log_every_and_count_samples(tmp_path: Path):

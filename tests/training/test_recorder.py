@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from pytorch_lightning.loggers import Logger
-from training_cases import MemorySink
 
+from normexp.records.metrics import read_metrics
 from normexp.training import chunks
 from normexp.training.chunks import ChunkLoader, LossHistory
-from normexp.training.recorder import Position, Recorder, resolve_mode
+from normexp.training.loggers import is_logged_out
+from normexp.training.recorder import Position, Recorder
 
 
-class MeanLogger(Logger):
-    name, version = "mean", 0
+class KeepingLogger(Logger):
+    name, version = "keeping", 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,25 +30,34 @@ class MeanLogger(Logger):
         pass
 
 
-def test_each_run_gets_its_own_finite_values_and_loggers_the_mean():
-    sinks, logger = [MemorySink(), MemorySink()], MeanLogger()
-    recorder = Recorder([[sink] for sink in sinks], [logger])
+def test_each_run_gets_its_own_finite_values_in_its_file_and_its_logger(tmp_path: Path):
+    files, loggers = [tmp_path / "a.csv", None], [KeepingLogger(), KeepingLogger()]
+    recorder = Recorder(files, [[logger] for logger in loggers])
     recorder.record(Position(6, 1, 48), {"val/loss": [1.0, 3.0]})
-    missing = {"val/loss": [math.inf, 3.0], "val/accuracy": [math.nan] * 2}
-    recorder.record(Position(7, 1, 56), missing)
-    assert sinks[0].rows == [(6, 1, 48, {"val/loss": 1.0}), (7, 1, 56, {})]
-    assert sinks[1].rows == [(6, 1, 48, {"val/loss": 3.0}), (7, 1, 56, {"val/loss": 3.0})]
-    assert logger.rows == [(6, {"val/loss": 2.0}), (7, {"val/loss": 3.0})]
+    recorder.record(
+        Position(7, 1, 56), {"val/loss": [math.inf, 4.0], "val/accuracy": [math.nan] * 2}
+    )
+    recorder.track(Position(7, 1, 56), {"train/lr": [0.1, 0.2]})
+    recorder.write()
+    assert read_metrics(tmp_path / "a.csv") == [(6, 1, 48, "val/loss", 1.0)]
+    assert [(step, row.get("val/loss")) for step, row in loggers[1].rows] == [
+        (6, 3),
+        (7, 4),
+        (7, None),
+    ]
+    assert loggers[0].rows[-1] == (7, {"train/lr": 0.1, "epoch": 1, "samples_seen": 56})
+    again = Recorder(files)
+    again.load_state_dict(recorder.state_dict())
+    assert again.rows == recorder.rows
 
 
 def test_wandb_is_offline_without_a_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert resolve_mode("auto") == "offline"
+    assert is_logged_out()
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    assert resolve_mode("auto") == "online"
-    assert resolve_mode("disabled") == "disabled"
+    assert not is_logged_out()
 
 
 @pytest.fixture
@@ -88,10 +98,9 @@ def test_rows_do_not_depend_on_when_they_are_taken_or_saved():
         for step, loss in enumerate(losses, start=1):
             history.add(loss)
             if step % interval == 0:
-                rows += list(history.take_rows())
+                rows += list(history.read())
                 state, history = history.state_dict(), LossHistory(2, every=3)
-                history.load_state_dict(state, torch.device("cpu"))
-        history.finish()
+                history.load_state_dict(state)
         found.append((rows, history.num_steps, history.diverged_at))
     rows = [(3, [2.0, -2.0]), (6, [5.0, -5.0])]
     assert found == [(rows, 8, [None, 7])] * 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from normexp.training.devices import Devices
 from normexp.training.fit import fit
 from normexp.training.module import TrainingModule
 from normexp.training.recipe import Recipe
-from normexp.training.recorder import Loggers, Recorder
+from normexp.training.recorder import Recorder
 from normexp.training.schedule import count_steps_per_epoch, named_schedule
 from normexp.training.stopping import Interrupted, StopRequest
 
@@ -36,22 +36,6 @@ Row = tuple[int, int, int, dict[str, float]]
 EPOCHS = 2
 PLACES = ("key", "first_sample")  # each part of a step has its own place in dropout
 SGD = partial(torch.optim.SGD, momentum=0.9, fused=True)
-
-
-class MemorySink:
-    """Rows of one run, in memory."""
-
-    def __init__(self) -> None:
-        self.rows: list[Row] = []
-
-    def add(self, step: int, epoch: int, samples_seen: int, metrics: Mapping[str, float]) -> None:
-        self.rows.append((step, epoch, samples_seen, dict(metrics)))
-
-    def flush(self) -> None:
-        pass
-
-    def truncate_after(self, step: int) -> None:
-        self.rows = [row for row in self.rows if row[0] <= step]
 
 
 def image_data(num_train: int = 40, size: int = 8) -> Data:
@@ -145,7 +129,7 @@ def recipe_for(data: Data, sizes: Sizes, **choices: Any) -> Recipe:
         "allow_leak": False,
         "callbacks": list,
         "log_every": 3,
-        "loggers": Loggers(None, False, None, False, {}, (), None),
+        "loggers": lambda _: [],
     }
     return Recipe(**{**values, **choices})
 
@@ -170,7 +154,7 @@ def build_module(
     replicas: Replicas = Stacked(networks) if stacked else InTurn(networks)
     recipe = recipe_for(data, sizes, **choices)
     batches = TrainingBatches(data, list(seeds), sizes.batch_size, drop_last=recipe.drop_last)
-    return TrainingModule(replicas, batches, recipe, Recorder([[MemorySink()] for _ in seeds]))
+    return TrainingModule(replicas, batches, recipe, Recorder([None] * len(seeds)))
 
 
 def train(
@@ -188,9 +172,13 @@ def train(
 
 
 def rows_of(module: TrainingModule, replica: int = 0) -> list[Row]:
-    sink = module.recorder.sinks[replica][0]
-    assert isinstance(sink, MemorySink)
-    return sink.rows
+    """The rows of one run, those of a position and a split together."""
+    rows: dict[tuple[int, int, int, str], dict[str, float]] = {}
+    for step, epoch, seen, name, value in module.recorder.rows[replica]:
+        values = rows.setdefault((step, epoch, seen, name.split("/")[0]), {})
+        assert name not in values
+        values[name] = value
+    return [(*where[:3], values) for where, values in rows.items()]
 
 
 def state_of(module: TrainingModule, replica: int = 0) -> dict[str, torch.Tensor]:
@@ -237,7 +225,4 @@ def stopped_and_resumed(
         own = [*callbacks(), stopper]
         train(first, checkpoint, own, precision=precision, stop=stopper.request)
     assert stop_at <= first.step < 10
-    for sink, old in zip(second.recorder.sinks, first.recorder.sinks, strict=True):
-        beyond = (first.step + 1, 0, 0, {"train/loss": 0.0})  # of a kill after the checkpoint
-        sink[0].rows = [*old[0].rows, beyond]
     return train(second, checkpoint, callbacks(), precision=precision)

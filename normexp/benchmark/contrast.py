@@ -16,9 +16,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from normexp.stats.family import Verdict, decide, distances_to
+from normexp.benchmark.family import Verdict, decide, distances_to
+from normexp.benchmark.outliers import lies_apart
 from normexp.stats.interval import Array, Interval, crossed_mean, mean, smallest_step
-from normexp.stats.outliers import lies_apart
 
 Seeds = Literal["undeclared", "incomplete", "complete", "extended"]
 
@@ -43,7 +43,7 @@ class Assessment:
 
     gap: the difference, over all seeds
     distances: from the gap to each margin, positive within
-    num_apart: seeds whose difference lies apart (normexp.stats.outliers)
+    num_apart: seeds whose difference lies apart (normexp.benchmark.outliers)
     without_apart: the same without those seeds; None where no seed lies apart
     """
 

@@ -1,0 +1,150 @@
+"""Which differences a report states, and when it gives a verdict on them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from synthetic_study import cell_of, find, report_of_cells
+
+from normexp.reporting.slices import Grid
+
+SEEDS = np.random.default_rng(3).normal(0, 0.002, 8)
+NOISE = np.random.default_rng(4).normal(0, 0.001, (4, 8))
+
+
+def level(mean: float, noise: int = 0) -> list[float]:
+    return (mean + SEEDS + NOISE[noise]).tolist()
+
+
+@pytest.mark.parametrize(("mean", "verdict"), [(0.93, "better"), (0.87, "worse"), (0.9, "tie")])
+def test_a_norm_against_the_reference(mean: float, verdict: str):
+    report = report_of_cells(cell_of("batch", level(0.9)), cell_of("group", level(mean, 1)))
+    one = find(report, "group")
+    assert (one.verdict, one.why, one.gap.n) == (verdict, "", 8)
+    assert one.gap.estimate == pytest.approx(100 * (np.mean(level(mean, 1)) - np.mean(level(0.9))))
+    assert one.row.verdict == verdict and one.row.difference.startswith(("+", "-"))
+
+
+def test_noise_is_undecided_and_one_seed_has_no_verdict():
+    wide = (0.9 + 20 * SEEDS).tolist()
+    report = report_of_cells(cell_of("batch", level(0.9)), cell_of("group", wide))
+    assert find(report, "group").verdict == "undecided"
+    report = report_of_cells(cell_of("batch", [0.9]), cell_of("group", [0.8]))
+    assert (find(report, "group").verdict, find(report, "group").why) == (None, "one seed")
+
+
+def test_the_smallest_size_is_compared_with_the_largest_and_losses_turn_the_sign():
+    small, large = (
+        cell_of("batch", level(mean, noise), norm_batch_size=size)
+        for noise, (mean, size) in enumerate(((0.8, 2), (0.9, 128)))
+    )
+    report = report_of_cells(small, large)
+    assert find(report, "batch at 2", "batch at 128").verdict == "worse"
+    report = report_of_cells(small, large, metric="test/loss")
+    assert find(report, "batch at 2", "batch at 128").verdict == "worse"  # of a loss, too
+
+
+def test_a_diverged_run_counts_as_chance_level_whatever_else_was_trained():
+    """B2: the difference of two norms does not depend on a third."""
+    cells = [cell_of("batch", level(0.9)), cell_of("group", [None, *level(0.92)[1:]])]
+    alone = find(report_of_cells(*cells), "group")
+    with_third = find(report_of_cells(*cells, cell_of("instance", level(0.6))), "group")
+    assert alone.gap == with_third.gap
+    assert alone.gap.estimate == pytest.approx(
+        100 * (np.mean([0.1, *level(0.92)[1:]]) - np.mean(level(0.9)))
+    )
+    assert alone.why == "group: 1 diverged" and alone.verdict == "undecided"
+
+
+def test_a_diverged_seed_counts_as_chance_level_at_every_learning_rate():
+    """B1: also where only some of the seeds choose the learning rate at which it diverged."""
+
+    def grid(lost: float | None) -> Grid:
+        near = cell_of("group", level(0.949, 1), lr=0.1)
+        best = cell_of("group", [lost, *level(0.95, 2)[1:]], lr=0.3)
+        (part,) = report_of_cells(near, best).slices
+        return part.lines["group"][128]
+
+    diverged, finished = grid(None), grid(0.95)
+    assert diverged.fit is not None and 0 < diverged.fit.shares[1] < finished.fit.shares[1]
+    assert (diverged.mean.estimate or 0.0) < 90 < (finished.mean.estimate or 0.0)
+    assert diverged.lost == "1 diverged"
+
+
+def test_until_every_seed_has_ended_there_is_no_verdict():
+    group = cell_of("group", level(0.95, 1))[:5]
+    asked = {("synthetic", group[0].directory.parent.name): [range(8)]}
+    one = find(report_of_cells(cell_of("batch", level(0.9)), group, asked=asked), "group")
+    assert (one.verdict, one.why) == (None, "5 of 8 seeds of group")
+    assert one.gap.low is not None  # its interval is shown
+
+
+def test_seeds_that_were_added_later_have_a_mark():
+    cells = [cell_of("batch", level(0.9)), cell_of("group", level(0.95, 1))]
+    asked = {("synthetic", cell[0].directory.parent.name): [range(4), range(8)] for cell in cells}
+    report = report_of_cells(*cells, asked=asked)
+    assert find(report, "group").row.verdict == "better†"
+    assert any("seeds were added" in table.note for table in report.tables)
+
+
+def test_cells_that_differ_in_another_key_have_a_row_that_says_so():
+    cells = [
+        cell_of(norm, level(0.9), identity={"optim": {"weight_decay": decay}})
+        for norm, decay in (("batch", 5e-4), ("group", 0))
+    ]
+    one = find(report_of_cells(*cells), "group")
+    assert one.why == "not compared: optim.weight_decay 0 and 0.0005"
+    assert one.verdict is None and one.row.difference == "-" and not one.is_comparable
+
+
+def test_norms_with_other_learning_rates_are_not_compared():
+    cells = [cell_of("batch", level(0.9), lr=lr) for lr in (0.1, 0.3)]
+    cells += [cell_of("group", level(0.9), lr=lr) for lr in (0.1, 0.3, 1.0)]
+    assert find(report_of_cells(*cells), "group").why == "not compared: lr not searched alike"
+
+
+def test_one_search_and_then_fresh_seeds_has_no_verdict():
+    cells = [cell_of("batch", level(0.9), lr=0.1), cell_of("group", level(0.95), lr=0.3)]
+    searched = {"synthetic": frozenset({"lr"})}
+    one = find(report_of_cells(*cells, searched=searched), "group")
+    assert (one.verdict, one.why) == (None, "lr chosen by one search")
+
+
+def test_the_family_is_a_table():
+    """Another data set does not change the number of comparisons, another norm does."""
+
+    def size(*norms: str, data: tuple[str, ...] = ("cifar10",)) -> int:
+        cells = [cell_of(norm, level(0.9), data=name) for norm in norms for name in data]
+        return report_of_cells(*cells).comparisons[0].family_size
+
+    assert size("batch", "group") == size("batch", "group", data=("a", "b")) == 1
+    assert size("batch", "group", "layer") == 3  # two, and the choice of the best
+
+
+def test_samples_widen_intervals_and_those_of_texts_are_blocks():
+    """B3: sequences of a text count, by contiguous blocks, and are scaled to bits per byte."""
+    rng = np.random.default_rng(0)
+    topic = np.repeat(rng.normal(0, 0.3, 20), 10)
+
+    def gpt(norm: str, shift: float) -> list:
+        runs = []
+        for seed in range(4):
+            loss = (1.5 + shift + topic + 0.01 * rng.normal(size=200)).astype(np.float32)
+            metrics = {"test/bits_per_byte": 2 * float(loss.mean()), "test/loss": loss.mean()}
+            metrics = {name: float(value) for name, value in metrics.items()}
+            runs += cell_of(norm, {seed: 0.5}, metrics=metrics, samples={seed: loss}, data="text",
+                            chance_accuracy=None)  # fmt: skip
+        return runs
+
+    one = find(report_of_cells(gpt("batch", 0.0), gpt("group", -0.1)), "group")
+    assert one.num_samples == 20 and one.verdict == "better"
+    assert one.gap.estimate == pytest.approx(0.2, abs=0.02)
+
+
+def test_a_diverged_language_model_has_uniform_bits():
+    metrics = {"test/bits_per_byte": 1.5}
+    cells = [
+        cell_of(norm, seeds, metrics=metrics, chance_accuracy=None)
+        for norm, seeds in (("batch", [0.9, 0.9]), ("group", [0.9, None]))
+    ]
+    assert report_of_cells(*cells).slices[0].lines["group"][128].values == {0: 1.5, 1: 8.0}

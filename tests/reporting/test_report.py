@@ -1,0 +1,196 @@
+"""What a report prints: headlines, tables, JSON; and numbers that may not move."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats as scipy_stats
+from synthetic_study import cell_of, find, report_of, report_of_cells, write_cell, write_study
+
+import normexp
+from normexp.errors import UserError
+from normexp.records.history import CommandEntry, append_entries
+from normexp.reporting.report import Report, read_report, to_json
+from normexp.reporting.tables import write_tables
+from normexp.reporting.terminal import print_report
+
+# Of the report at 3c1ad04, where every verdict was a sentence.
+GOLDEN = {
+    ("batch", 2): (86.92794018501206, 86.39046122901435, 87.4561910254061),
+    ("batch", 128): (90.40387632046505, 89.81979887960529, 90.9724819361508),
+    ("layer", 2): (90.56913832568549, 89.90885349717118, 91.20933830823023),
+}
+GOLDEN_GAPS = {
+    ("batch at 2", "batch at 128"): (-3.475936135452983, -3.7559828416801633, -3.1958894292258027),
+    ("layer", "batch"): (3.6411981406734277, 3.1823851376550945, 4.100011143691761),
+    ("group", "batch"): (3.454884387096854, 3.007346675917467, 3.902422098276241),
+}
+
+TUNED_MEAN = (88.11249999999994, 84.88415699376841, 90.99985157718673)
+TUNED_GAP = (-0.07083333333334584, -4.412192903546021, 4.270526236879329)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    root = tmp_path_factory.mktemp("runs")
+    write_study(root, np.random.default_rng(0))
+    return report_of(root)
+
+
+def test_means_and_differences_are_those_of_before(report: Report):
+    (part,) = report.slices
+    for (norm, size), expected in GOLDEN.items():
+        found = part.lines[norm][size].mean
+        assert (found.estimate, found.low, found.high) == pytest.approx(expected, abs=1e-9)
+    for names, expected in GOLDEN_GAPS.items():
+        gap = find(report, *names).gap
+        assert (gap.estimate, gap.low, gap.high) == pytest.approx(expected, abs=1e-9)
+
+
+def test_tuned_means_over_test_samples_are_those_of_before():
+    rng, hard, cells = np.random.default_rng(1), None, []
+    hard = rng.normal(size=400)
+    for norm in ("batch", "group"):
+        for place, lr in enumerate((0.03, 0.1, 0.3)):
+            effect = rng.normal(0, 0.1, 6)
+            rights = {
+                seed: (1.5 + 0.2 * (place == 1) + effect[seed] + hard + rng.normal(size=400)) > 0
+                for seed in range(6)
+            }
+            means = {seed: float(right.mean()) for seed, right in rights.items()}
+            cells.append(cell_of(norm, means, lr=lr, samples=rights))
+    report = report_of_cells(*cells)
+    gap, mean = find(report, "group").gap, report.slices[0].lines["batch"][128].mean
+    assert (mean.estimate, mean.low, mean.high) == pytest.approx(TUNED_MEAN, abs=1e-9)
+    assert (gap.estimate, gap.low, gap.high) == pytest.approx(TUNED_GAP, abs=1e-9)
+
+
+def test_the_terminal_answers_the_sweep_first_in_25_lines(capsys):
+    rng = np.random.default_rng(6)
+    sizes = {2: 0.85, 8: 0.88, 32: 0.89, 64: 0.895, 128: 0.9}
+    cells = [
+        cell_of("batch", (mean + 0.002 * rng.normal(size=4)).tolist(), norm_batch_size=size)
+        for size, mean in sizes.items()
+    ]
+    norms = ("layer", "group", "instance")
+    cells += [cell_of(norm, (0.9 + 0.002 * rng.normal(size=4)).tolist()) for norm in norms]
+    print_report(report_of_cells(*cells))
+    first, scope, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith("batch drops by 5.") and "from norm batch size 128 to 2" in first
+    assert "resnet on cifar10, batch size 128" in scope and "n = 4 seeds" in scope
+    assert len(lines) + 2 <= 25, "\n".join(lines)
+
+
+def test_where_batch_norm_shows_no_drop_the_headline_says_at_what_budget():
+    rng = np.random.default_rng(7)
+    cells = [
+        cell_of("batch", (0.9 + 0.001 * rng.normal(size=8)).tolist(), norm_batch_size=size)
+        for size in (2, 128)
+    ]
+    report = report_of_cells(*cells)
+    headline = report.headline(report.slices[0])
+    assert "batch shows no drop from norm batch size 128 to 2" in headline
+    assert "that is at epochs=3 and lr=0.1; experiment=why_size_2" in headline
+
+
+def test_page_files_and_json_hold_the_rows_of_the_terminal(report: Report, tmp_path: Path):
+    content = json.loads(json.dumps(to_json(report), allow_nan=False))
+    rows = [(one["norm"], one["against"], one["verdict"]) for one in content["comparisons"]]
+    assert rows == [(one.norm, one.against, one.verdict) for one in report.comparisons]
+    assert content["slices"][0]["headline"] == report.headline(report.slices[0])
+    write_tables(tmp_path, report.tables)
+    for table in report.tables_of(report.slices[0]):
+        for name, row in zip(table.frame["norm"], table.frame.to_numpy(), strict=True):
+            assert name in (tmp_path / f"{table.name}.tex").read_text()
+            assert ",".join(row)[:8] in (tmp_path / f"{table.name}.csv").read_text().replace(
+                '"', ""
+            )
+            assert name in table.to_html()
+    assert len(repr(report)) < 100
+
+
+def test_text_from_configs_is_escaped():
+    evil = "<img src=x onerror=alert(1)>_%&"
+    (table, *_) = report_of_cells(cell_of(evil, [0.8, 0.9])).tables
+    assert "<img" not in table.to_html() and r"\_\%\&" in table.to_latex()
+
+
+def test_what_is_lost_has_a_row_with_its_reason(capsys):
+    cells = [
+        cell_of("batch", [0.9, None, 0.1, 0.9], failed=[3]),
+        cell_of("group", [0.9, 0.9, 0.92, 0.93]),
+    ]
+    report = report_of_cells(*cells)
+    (lost,) = [table for table in report.tables if table.name == "lost"]
+    rows = dict(zip(lost.frame["what"], lost.frame["why"], strict=True))
+    assert rows == {"failed": "CUDA out of memory", "diverged": "", "at chance": ""}
+    print_report(report)
+    assert "at chance" in capsys.readouterr().out
+    assert "1 failed" in report.counts
+
+
+def test_causes_of_a_drop_are_three_numbers_that_add_up():
+    def at(size: int, running: float, precise: float, own_share: float) -> list:
+        return [
+            run
+            for seed in range(4)
+            for run in cell_of(
+                "batch",
+                {seed: 0.5},
+                norm_batch_size=size,
+                metrics={
+                    "test/accuracy": running + 0.001 * seed,
+                    "test/accuracy@precise": precise + 0.001 * seed,
+                    "test/accuracy@own_share": own_share + 0.001 * seed**2,
+                },
+            )
+        ]
+
+    report = report_of_cells(at(2, 0.8, 0.83, 0.87), at(128, 0.9, 0.9, 0.9))
+    (causes,) = report.causes
+    terms = {name: term.estimate for name, term in causes.terms.items()}
+    expected = {"training noise": 3.0, "own share": 4.0, "averages": 3.0}
+    assert terms == pytest.approx(expected)
+    assert sum(terms.values()) == pytest.approx(causes.drop.estimate)
+    assert "causes" in [table.name for table in report.tables]
+
+
+def test_seeds_of_a_later_command_are_those_that_were_added(tmp_path: Path):
+    for norm, mean in (("batch", 0.9), ("group", 0.95)):
+        noise = np.random.default_rng(int(100 * mean)).normal(0, 0.002, 4)
+        write_cell(tmp_path, norm, dict(enumerate(mean + noise)))
+    cells = [path.name for path in (tmp_path / "synthetic").glob("*-*")]
+    for number, seeds in enumerate(([0, 1], [0, 1, 2, 3])):
+        asked = {cell: [("", seeds)] for cell in cells}
+        entry = CommandEntry(str(number), ["normexp-train"], "one", 1, asked)
+        append_entries(tmp_path / "synthetic", [entry])
+    one = find(normexp.load_report("synthetic", tmp_path), "group")
+    assert one.is_extended and one.verdict == "better"
+
+
+def test_bad_input_is_one_message(tmp_path: Path):
+    write_cell(tmp_path, "batch", {0: 0.8, 1: 0.9})
+    for options, words in (
+        ({"metric": "test/acuracy"}, "no run has it; the runs have test/accuracy"),
+        ({"reference": "layer"}, "no cell has this norm; the norms are batch"),
+    ):
+        with pytest.raises(UserError, match=words):
+            read_report(tmp_path, ["synthetic"], **options)
+
+
+@pytest.mark.slow
+def test_comparisons_of_a_real_study_are_those_of_scipy(tmp_path: Path):
+    sweep = ["-m", "norm=batch,group", "norm_batch_size=2,32", "steps=10,30", "replicas=4"]
+    normexp.run([*sweep, "study=real", f"runs_dir={tmp_path}"])
+    report = normexp.load_report("real", tmp_path)
+    assert len(report.comparisons) == 4 and report.counts == "6 cells, 24 runs: 24 finished"
+    for one in report.comparisons:
+        first, second = (
+            np.array([*one_grid.values.values()]) for one_grid in (one.first, one.second)
+        )
+        test = scipy_stats.ttest_rel(first, second).confidence_interval(0.95)
+        assert one.gap.estimate == pytest.approx((first - second).mean())
+        assert one.gap.low <= test.low + 1e-9 and one.num_samples > 100  # over test samples too
