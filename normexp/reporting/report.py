@@ -93,7 +93,7 @@ class Report:
         if part.axis == "norm_batch_size" and flat and flat[0].verdict in ("tie", "undecided"):
             at = flat[0].first
             budget = at.best.budget
-            words.append(f"that is at {budget} and {at.rate_words}; {WHY_SIZE_2}")
+            words.append(f"that is at {budget} and lr {at.rate_words}; {WHY_SIZE_2}")
         words += [_best_claim(one) for one in self.rankings if one.part is part and one.best]
         return f"{'; '.join(words)}." if words else f"{part.heading}: no comparison."
 

@@ -168,10 +168,10 @@ class Grid:
 
     @property
     def rate_words(self) -> str:
-        """`lr=0.1`, or `lr tuned over 5, 0.1 most often`, and whether the best is at an edge."""
+        """`0.1`, or `tuned over 5, 0.1 most often`, and whether the best is at an edge."""
         if self.fit is None:
             one_of = f", best of {len(self.cells)}" if len(self.cells) > 1 else ""
-            return "" if self.best.lr is None else f"lr={self.best.lr:g}{one_of}"
+            return "" if self.best.lr is None else f"{self.best.lr:g}{one_of}"
         lr = self.cells[int(self.fit.shares.argmax())].lr or 0.0
         edge = ""
         if self.fit.is_at_edge and len(self.cells) > 2:
@@ -179,7 +179,7 @@ class Grid:
             rates = [rate or 0.0 for rate in self.rates]
             further = rates[0] ** 2 / rates[1] if is_low else rates[-1] ** 2 / rates[-2]
             edge = f" (at the edge: add {further:.2g})"
-        return f"lr tuned over {len(self.cells)}, {lr:g} most often{edge}"
+        return f"tuned over {len(self.cells)}, {lr:g} most often{edge}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -106,10 +106,9 @@ def mean_table(part: Slice) -> Table:
         row = {"norm": norm}
         for size in part.sizes:
             head = str(size) if len(part.sizes) > 1 else part.metric.label
-            if norm in part.independent and size != part.sizes[0]:
-                row[head] = "same"
-            elif size in line:
-                row[head] = format_mean(line[size].mean, part.metric)
+            is_same = norm in part.independent and size != part.sizes[0]
+            mean = format_mean(line[size].mean, part.metric) if size in line else ""
+            row[head] = "same" if is_same else mean
         first = next(iter(line.values()))
         words = dict.fromkeys(grid.lost for grid in line.values() if grid.lost)
         row["lr"] = "; ".join(dict.fromkeys(grid.rate_words for grid in line.values()))

@@ -93,7 +93,7 @@ def test_where_batch_norm_shows_no_drop_the_headline_says_at_what_budget():
     report = report_of_cells(*cells)
     headline = report.headline(report.slices[0])
     assert "batch shows no drop from norm batch size 128 to 2" in headline
-    assert "that is at epochs=3 and lr=0.1; experiment=why_size_2" in headline
+    assert "that is at epochs=3 and lr 0.1; experiment=why_size_2" in headline
 
 
 def test_page_files_and_json_hold_the_rows_of_the_terminal(report: Report, tmp_path: Path):
@@ -110,6 +110,13 @@ def test_page_files_and_json_hold_the_rows_of_the_terminal(report: Report, tmp_p
             )
             assert name in table.to_html()
     assert len(repr(report)) < 100
+
+
+def test_sizes_stand_in_order_also_where_a_norm_lacks_one():
+    cells = [cell_of("batch", [0.8, 0.9], norm_batch_size=size) for size in (2, 32)]
+    cells += [cell_of("other", [0.8, 0.9], norm_batch_size=8, mixes_samples=True)]
+    table, *_ = report_of_cells(*cells).tables
+    assert list(table.frame) == ["norm", "2", "8", "32", "n"]
 
 
 def test_text_from_configs_is_escaped():
