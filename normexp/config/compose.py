@@ -59,10 +59,7 @@ PATHS = {
 }
 FEW = 12  # most choices that a message lists
 
-# Launchers of Hydra that run a sweep's cells, and the extra of normexp that installs each.
-LAUNCHERS = {"ray": "ray", "ray_aws": "ray", "submitit_local": "slurm", "submitit_slurm": "slurm"}
 AS_BUILT = "normexp.norms.as_built.AsBuilt"  # of norm=as_built, which has no YAML
-GRID_KEYS = r"hydra\.(mode|sweeper\.params\b)"  # keys of Hydra that define a sweep
 
 
 def compose_config(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> dict[str, Any]:
@@ -120,10 +117,6 @@ def refuse_missing_files(config: Mapping[str, Any]) -> None:
         path = Path(str(_select(config, key)))
         if _select(config, "data._target_") == target and not path.exists():
             raise UserError(f"{key}={path} does not exist; {needs.format(path)}")
-    for key in ("data_dir", "data.root"):
-        path = _select(config, key)
-        if isinstance(path, str) and Path(path).is_file():
-            raise UserError(f"{key}={path} is a file, must be a folder")
 
 
 def refuse_missing_targets(config: Mapping[str, Any]) -> None:
@@ -174,15 +167,7 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     parsed = []
     for text in overrides:
         key, equals, value = text.partition("=")
-        if text.startswith("~"):
-            key = key.lstrip("~")
-            raise UserError(f"{text}: a key cannot be removed; give it a value, as {key}=...")
-        if equals and value.endswith(","):
-            raise UserError(
-                f"{text} names nothing after its last comma: write values without blanks, as "
-                "norm=batch,group"
-            )
-        if not key or not equals:
+        if not key or not equals or key.startswith("~"):
             raise UserError(f"{text!r} is not key=value, as in norm=group or batch_size=8")
         try:
             parsed += parser.parse_overrides([name_as_text(text)])
@@ -190,10 +175,7 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
             raise _unreadable(key, value) from None
         swept = parsed[-1].value()
         if key in CUSTOM_GROUPS and isinstance(swept, str) and names_target(swept):
-            target = f"{key}._target_={swept}"
-            if other := [word for word in overrides if word.startswith(f"{key}._target_=")]:
-                raise UserError(f"{text} and {other[0]} both name a {key}; drop one of them")
-            parsed[-1:] = parser.parse_overrides([f"{key}=custom", target])
+            parsed[-1:] = parser.parse_overrides([f"{key}=custom", f"{key}._target_={swept}"])
     return parsed
 
 
@@ -253,9 +235,7 @@ class ComposedChoices:
     @cached_property
     def launcher(self) -> str | None:
         """The Hydra launcher that runs the cells; None for normexp's own workers."""
-        name = str(self.choices["hydra/launcher"])
-        if name not in ("basic", *LAUNCHERS):
-            raise _unknown_launcher(name)
+        name = self.choices["hydra/launcher"]
         return None if name == "basic" else name
 
     @cached_property
@@ -277,13 +257,7 @@ def compose_choices(parsed: Sequence[Override], config_dirs: Sequence[str] = ())
     for override in chosen:
         _check_choice(override, config_dirs)
     words = tuple(str(override.input_line) for override in chosen)
-    base = _compose(words, tuple(config_dirs), _modified_at(config_dirs))
-    if base.launcher is not None:
-        return base
-    for key in [override.key_or_group for override in chosen]:
-        if key not in (*GROUPS, "hydra/launcher") and not re.match(GRID_KEYS, key):
-            raise UserError(f"{key}: this key of Hydra has no effect without hydra/launcher=...")
-    return base
+    return _compose(words, tuple(config_dirs), _modified_at(config_dirs))
 
 
 def _modified_at(config_dirs: Sequence[str]) -> tuple[tuple[Path, int], ...]:
@@ -375,10 +349,8 @@ def shipped_config() -> dict[str, Any]:
 def _check_choice(override: Override, config_dirs: Sequence[str]) -> None:
     """Refuses a group without a name, or added with +."""
     key, text = override.key_or_group, override.input_line
-    if key == "hydra.searchpath":  # Hydra reads one of these, and --config-dir is it
-        raise UserError(f"{text}: name each folder with --config-dir")
-    if key.startswith("hydra.sweeper.params") and text != "hydra.sweeper.params=null":
-        raise UserError(f"{text}: type the keys themselves, as -m lr=0.1,1")
+    if key.startswith("hydra.sweeper.params.") or key == "hydra.searchpath":
+        raise UserError(f"{text}: type the keys themselves, as -m lr=0.1,1, and --config-dir")
     if key not in GROUPS:
         return
     if override.is_add() or override.is_force_add():
@@ -412,29 +384,15 @@ def _unknown_choice(file: str, config_dirs: Sequence[str]) -> UserError:
     group, _, name = file.partition("/")
     if group not in GROUPS:
         group, _, name = file.rpartition("/")
-        if group == "hydra/launcher":
-            return _unknown_launcher(name)
-        return UserError(f"{group}={name}: no such config")
+        extras = "; pip install 'normexp[ray]' or 'normexp[slurm]'" * (group == "hydra/launcher")
+        return UserError(f"{group}={name}: no such config{extras}")
     hint = suggest(name, group_choices(group, config_dirs), most=3, cutoff=0.5)
     remedies = [_describe_choices(group, config_dirs)]
-    if group == "schedule":
-        remedies.append("a shape by name: optim.schedule=...")
-    if group == "model":
-        word = name if re.fullmatch(r"[\w.]+", name) else "NAME"
-        remedies.append(f"of torchvision or timm: model=torchvision model.name={word}")
     if group in CUSTOM_GROUPS:
         remedies.append(f"your own: {group}=custom {group}._target_=...")
     return UnknownChoice(
         f"{group}={name}: no such {group}{hint and f'; {hint}'} ({'; '.join(remedies)})"
     )
-
-
-def _unknown_launcher(name: str) -> UserError:
-    if name in LAUNCHERS:
-        remedy = f"pip install 'normexp[{LAUNCHERS[name]}]'"
-        return UserError(f"hydra/launcher={name} is not installed; {remedy}")
-    known = ", ".join(["basic", *LAUNCHERS])
-    return UserError(f"hydra/launcher={name}: no such launcher (choices: {known})")
 
 
 def _describe_choices(group: str, config_dirs: Sequence[str]) -> str:
@@ -483,12 +441,9 @@ def _refuse_second_budget(plain: Mapping[str, Any], typed: Sequence[str]) -> Non
     """Refuses a typed budget beside another one, which would win unseen."""
     budgets = [key for key in ("steps", "samples") if plain.get(key) is not None]
     budgets += ["epochs"] * ("epochs" in typed)
-    given = [key for key in budgets if key in typed]
-    if len(budgets) > 1 and given:
+    if len(budgets) > 1 and set(budgets).intersection(typed):
         words = " and ".join(f"{key}={as_typed(plain[key])}" for key in sorted(budgets))
-        other = next((key for key in budgets if key not in typed), None)
-        remedy = "keep one of them" if other is None else f"to replace it, add {other}=null"
-        raise UserError(f"{words}: a training has one budget; {remedy}")
+        raise UserError(f"{words}: a training has one budget; keep one, and set the other to null")
 
 
 def _unknown_key(key: str, base: ComposedChoices) -> UserError:

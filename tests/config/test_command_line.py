@@ -68,7 +68,6 @@ REFUSED = [
     ("train", "norm=group.yaml", "norm=group.yaml: no such norm; did you mean group"),
     ("train", "hydra.sweeper.params.lr=3", "params.lr=3: type the keys themselves"),
     ("train", "-m lr=range(0,1,0)", "lr=range(0,1,0): range() arg 3 must not be zero"),
-    ("train", f"data=cifar10 data_dir={__file__}", f"data_dir={__file__} is a file, must be a fo"),
     ("tune", "lr=intervall(0.1,1)", "lr=intervall(0.1,1): the value cannot be read"),
     ("tune", "lr=choice(1,2) tune.metric=val/f1", "tune.metric=val/f1: no such metric"),
     ("tune", "norm=batch", "nothing to search"),
