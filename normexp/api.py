@@ -51,13 +51,11 @@ def run(overrides: Sequence[str], workers: int = 0) -> list[Result]:
 
     from normexp.sweeps.sweep import raise_if_stopped, train_cells
 
-    outcomes = train_cells(cells, ["normexp.run", *overrides], workers=workers)
-    raise_if_stopped(cells, outcomes)
-    refused = [outcome.error for outcome in outcomes if outcome.status == "refused"]
-    if refused:
+    states = train_cells(cells, ["normexp.run", *overrides], workers=workers)
+    raise_if_stopped(cells, states)
+    if refused := [state.refused for state in states if state.refused]:
         raise UserError(refused[0])
-    results = {(result.cell_id, result.seed): result for end in outcomes for result in end.results}
-    return list(results.values())
+    return [result for state in states for result in state.results]
 
 
 def load(run_dir: str | Path) -> nn.Module:

@@ -185,7 +185,6 @@ def measure_norm(norm: NormSpec, *, contract_only: bool = False) -> Card:
         name=norm.name,
         target=target.path,
         eps=norm.eps,
-        slots=resolve({}, reserved),
         sees_texts=reserved.get("view") == "sequence",
         contract_only=contract_only,
     )

@@ -25,13 +25,13 @@ def main(words: list[str]) -> int:
     norms = compose_norms(parse_command(overrides))  # mistakes are refused before torch is imported
 
     with importing_torch():
-        from normexp.checks.card import as_json, as_markdown, print_cards
+        from normexp.checks.card import as_json, print_cards
 
     cards = _measure(norms, contract_only=options["part"] == "contract")
     if options["format"] == "table":
         print_cards(open_console(), cards)
     else:
-        print(as_json(cards) if options["format"] == "json" else as_markdown(cards))
+        print(as_json(cards))
     return 1 if any(card.failures for card in cards) else 0
 
 

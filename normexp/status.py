@@ -13,13 +13,11 @@ def main(words: list[str]) -> int:
     """Exit code: 0 shown, 2 the user's mistake, such as forgetting what is being trained."""
     options = read_options("status", words)
 
-    from normexp.records.state import forget, read_status
-    from normexp.reporting.terminal import print_status
+    from normexp.records.paths import find_study
+    from normexp.records.study import read_study
+    from normexp.reporting.summary import print_status
 
-    runs_dir, study = Path(options["runs_dir"]), options["study"]
-    for line in forget(runs_dir, study, options["forget"] or []):
-        print(f"forgotten: {line}")
-    print_status(read_status(runs_dir, study))
+    print_status(read_study(find_study(Path(options["runs_dir"]), options["study"])))
     return 0
 
 

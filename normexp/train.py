@@ -6,7 +6,6 @@ import sys
 from functools import partial
 
 from normexp.cli import entry, parse_command, show_config
-from normexp.records.logs import messages_to_stderr
 
 
 @entry("train")
@@ -16,24 +15,21 @@ def main(words: list[str]) -> int:
     if command.shows_config:
         return show_config(words)
     line = ["normexp-train", *words]
-    from normexp.config.grid import compose_cells, launcher_of
-    from normexp.config.spec import rank_for
+    from normexp.config.grid import compose_cells
+    from normexp.config.process import started_processes
 
-    launcher = launcher_of(command)
-    with messages_to_stderr():
-        cells = compose_cells(command)  # mistakes are refused before torch is imported
-    from normexp.sweeps.sweep import print_outcomes, run_cells
+    cells = compose_cells(command)  # mistakes are refused before torch is imported
+    from normexp.sweeps.launch import launch_of
+    from normexp.sweeps.sweep import run_cells
 
-    if launcher is not None:
-        from normexp.sweeps.launch import launch_cells
-
-        return print_outcomes(cells, launch_cells(command, launcher, cells, line), line)
-    rank = rank_for(cells)
-    if rank is not None:  # one of the processes that srun or torchrun started
+    train = partial(run_cells, cells, line, launch_of(command))
+    rank, count = started_processes()
+    if count > 1 and len(cells) == 1:
         from normexp.cells.devices import run_as_rank
+        from normexp.cells.run import follow_stack
 
-        return run_as_rank(cells, rank, partial(run_cells, cells, line))
-    return run_cells(cells, line)
+        return run_as_rank(cells, rank, train, follow_stack)
+    return train()
 
 
 if __name__ == "__main__":

@@ -14,17 +14,13 @@ def main(words: list[str]) -> int:
     command = parse_command(words)
     if command.shows_config:
         return show_config(words)
-    from normexp.config.grid import launcher_of
     from normexp.search.points import plan_searches
     from normexp.search.select import tune
+    from normexp.sweeps.launch import launch_of
     from normexp.sweeps.sweep import train_cells
 
-    train = train_cells
-    if (launcher := launcher_of(command)) is not None:
-        from normexp.sweeps.launch import launch_cells
-
-        train = partial(launch_cells, command, launcher)
     searches = plan_searches(command)
+    train = partial(train_cells, launch=launch_of(command))
     return tune(searches, ["normexp-tune", *words], train)
 
 

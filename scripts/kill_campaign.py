@@ -29,8 +29,9 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from normexp.errors import UserError
 from normexp.records.history import read_history
+
+from normexp.errors import UserError
 from normexp.records.metrics import read_metrics
 from normexp.records.paths import list_runs
 from normexp.sweeps import worker_process

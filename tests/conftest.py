@@ -40,13 +40,6 @@ def pytest_runtest_setup() -> None:
         torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True)
-def _without_reloading(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainings do not reload their weights in a new process, but in the tests of just that."""
-    if stack := sys.modules.get("normexp.cells.stack"):
-        monkeypatch.setattr(stack, "fault_of_reloaded", lambda *_: None)
-
-
 def pytest_unconfigure() -> None:
     SHARED.close()
     gc.unfreeze()

@@ -122,7 +122,7 @@ def test_heavy_or_optional_packages_are_imported_where_they_are_used(trees: dict
 
 def test_a_card_and_a_reloaded_network_need_no_lightning(trees: dict[Path, ast.Module]):
     files = {module_of(file): tree for file, tree in trees.items()}
-    waiting = ["normexp.checks.card", "normexp.build", "normexp.cells.reloading"]
+    waiting = ["normexp.checks.card", "normexp.build"]
     loaded = set[str]()
     while waiting:
         words = waiting.pop().split(".")

@@ -31,7 +31,7 @@ def train_grid(
 
     recipe: of `experiment`, as the words change it
     """
-    from normexp.sweeps.sweep import print_outcomes, raise_if_stopped, train_cells
+    from normexp.sweeps.sweep import print_states, raise_if_stopped, train_cells
 
     cells, words = compose_grid(experiment, runs_dir, words)
     outcomes = train_cells(cells, words)
@@ -40,7 +40,7 @@ def train_grid(
         raise_if_stopped(cells, outcomes)
         code = 0
     else:
-        code = print_outcomes(cells, outcomes, words)
+        code = print_states(outcomes, words, cells)
     if invalid := next((result.invalid for result in results if result.invalid), None):
         raise UserError(f"{label} cannot stand in the table, its runs are INVALID: {invalid}")
     ids = {result.cell_id for result in results}
@@ -62,14 +62,14 @@ def print_cost(
     benchmark: str, workloads: Sequence[str], runs_dir: Path, words: Sequence[str]
 ) -> int:
     """Prints what an entry would train, as the dry run of one command; returns the exit code."""
-    from normexp.sweeps.sweep import print_outcomes, train_cells
+    from normexp.sweeps.sweep import run_cells
 
     cells = [
         replace(cell, title=f"{workload} {cell.title}")
         for workload in workloads
         for cell in compose_grid(f"{benchmark}/{workload}", runs_dir, words)[0]
     ]
-    return print_outcomes(cells, train_cells(cells, words), words)
+    return run_cells(cells, words)
 
 
 def minutes_words(seconds: float) -> str:

@@ -26,8 +26,6 @@ from normexp.cells.refusals import (
     check_slots,
     why_alone,
 )
-from normexp.checks.dependence import OUTSIDE, where_samples_mix
-from normexp.checks.network import BuiltNetwork
 from normexp.checks.preflight import Traits, examine
 from normexp.config.identity import may_mix_samples
 from normexp.config.rules import validate
@@ -119,8 +117,10 @@ def prepare_cell(spec: CellSpec, *, traits: Traits | None = None) -> Cell:
         data, recipe, build, network = _build_parts(spec)
         if traits is None:
             traits = _probe(spec, network, data, recipe)
+        if traits.norms_mix_samples and not may_mix_samples(spec.values):
+            where = traits.mixing
+            raise UserError(f"norm.mixes_samples=false: samples are mixed at {where}; drop the key")
         if traits.mixes_samples:
-            _check_declaration(spec, network, data, recipe)
             check_norm_batch_size(spec.sizes["norm_batch_size"], recipe)
         check_optimizer_step(recipe, network)
         alone = why_alone(recipe)
@@ -228,15 +228,6 @@ def _probe(spec: CellSpec, network: nn.Module, data: Data, recipe: Recipe) -> Tr
     if _probed is not None:
         _probed[key] = traits, messages
     return traits
-
-
-def _check_declaration(spec: CellSpec, network: nn.Module, data: Data, recipe: Recipe) -> None:
-    """Refuses a norm that is declared not to mix samples, and does."""
-    if may_mix_samples(spec.values):
-        return
-    built = BuiltNetwork(network, data, recipe.sizes, drop_last=recipe.drop_last)
-    if (where := where_samples_mix(built, True)) not in (None, OUTSIDE):
-        raise UserError(f"norm.mixes_samples=false: samples are mixed at {where}; drop the key")
 
 
 def _probe_key(spec: CellSpec, recipe: Recipe) -> str:

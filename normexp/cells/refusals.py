@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from normexp.batching.replicas import model_arguments
-from normexp.checks.integrity import check_optimizer
+from normexp.checks.network import name_some, probe_batch
 from normexp.checks.preflight import Traits
 from normexp.checks.probe import fixed_draws
-from normexp.checks.sites import name_some, probe_batch
+from normexp.checks.wiring import check_optimizer
 from normexp.config.rules import as_typed
 from normexp.config.spec import CellSpec
 from normexp.data.dataset import Data

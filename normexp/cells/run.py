@@ -1,291 +1,362 @@
-"""Trains cells that may be one stack: claims them, trains their missing runs, and records them.
-
-The cells are one, or several that differ only in learning rate. A stack that has begun keeps its
-members until all of them have results, whichever command claims them, so that interruptions change
-no number. If a stack fails, its runs are trained one by one, so that one failure takes no other run
-with it.
-"""
+"""Trains a stack: from its claim, through its attempts, to the commit of its results."""
 
 from __future__ import annotations
 
 import logging
-import statistics
-import time
+import math
+import shutil
 import traceback
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
-from normexp.batching.replicas import model_arguments
+import torch
+from omegaconf import OmegaConf
+from pytorch_lightning.callbacks import Callback
+
+from normexp.batching.sizes import SIZES
 from normexp.batching.speed import suitable_threads
-from normexp.cells.assembly import can_stack_rates
+from normexp.cells.assembly import (
+    build_callbacks,
+    build_module,
+    can_stack_rates,
+    resume_replicas,
+    run_loggers,
+)
 from normexp.cells.cell import Cell, prepare_cell
-from normexp.cells.devices import RankDied, train_on_devices
-from normexp.cells.stack import (
-    Run,
-    Stack,
-    create_stack,
-    record_failure,
-    restore_stack,
+from normexp.cells.devices import training_together
+from normexp.cells.stack import Run, Stack, claimed, commit, remove, settle
+from normexp.config.spec import CellSpec, one_line, title_of
+from normexp.errors import Halted, UserError
+from normexp.norms.site import state_as_built
+from normexp.records.environment import describe_environment
+from normexp.records.files import full_disk_message, open_atomic, write_json, write_text
+from normexp.records.logs import messages_to_file
+from normexp.records.paths import (
+    CHECKPOINT_FILE,
+    CONFIG_FILE,
+    EVALUATION_FILE,
+    LOG_FILE,
+    METRICS_FILE,
+    PROGRESS_FILE,
+    WEIGHTS_FILE,
+    seed_dir,
 )
-from normexp.checks.sites import probe_batch
-from normexp.config.outcome import (
-    Outcome,
-    missing_seeds,
-    recorded_outcome,
-    records_of,
-)
-from normexp.config.spec import CellSpec, one_line
-from normexp.errors import UserError
-from normexp.records.files import (
-    ensure_writable,
-    file_lock,
-    full_disk_message,
-    remove_leftovers,
-)
-from normexp.records.history import AttemptEntry, append_entries, read_history
-from normexp.records.paths import LOCK_FILE, LOG_FILE
-from normexp.records.result import Status
+from normexp.records.result import Result, Status
+from normexp.records.samples import write_samples
 from normexp.records.sources import source_line_of
-from normexp.records.stacks import Member, StackRecord, end_stack, list_stacks
+from normexp.records.study import (
+    Attempts,
+    CommandEntry,
+    Refusal,
+    append_entry,
+    read_attempts,
+    refused_by,
+    write_attempts,
+)
+from normexp.training.callbacks import StepReports, why_stopped
+from normexp.training.fit import fit
+from normexp.training.module import TrainingModule
+from normexp.training.recorder import Recorder
 from normexp.training.stopping import Interrupted, TrainingControl
 
 logger = logging.getLogger(__name__)
 
-# Of the estimate in a dry run: steps at most, and seconds after which it begins no other.
-TIMED_STEPS, TIMED_SECONDS = 6, 2.0
-
-OnBegin = Callable[[StackRecord], None]
+DIED = "its process died twice without a new checkpoint (out of memory?)"
 
 
-class Busy(Exception):
-    """Another process trains one of the cells."""
-
-
-def run_task(
-    specs: Sequence[CellSpec], on_begin: OnBegin, control: TrainingControl
-) -> dict[str, str]:
-    """Claims cells, trains their missing runs, and records them.
-
-    If the cells turn out not to stack, it trains nothing, and the caller walks its list again: each
-    now has a stack, and may be claimed by itself.
-
-    Args:
-        on_begin: called before a stack trains, with its record.
+def train_stack(stack: Stack, command: CommandEntry, control: TrainingControl) -> bool:
+    """Claims a stack, trains what is left of it, and commits the results.
 
     Returns:
-        The first error of each cell whose runs have failed, by id.
+        False if another process trains one of its cells.
 
     Raises:
-        Busy: another process trains one of the cells.
-        UserError: a cell that cannot be trained.
         Interrupted: stopped, with a checkpoint.
-        Exception: any error of a user's code before a training.
+        Halted: nothing more can be trained in this process.
     """
-    study_dir, ids = specs[0].directory.parent, {spec.id for spec in specs}
-    begun = list_stacks(study_dir, ids)
-    members = {cell_id for record in begun for cell_id, _ in record.members}
-    with claimed([study_dir / cell_id for cell_id in ids | members]) as folders:
-        if list_stacks(study_dir, ids) != begun:  # changed before we had the locks
-            raise Busy
-        for folder in folders:  # temporary files of killed processes
-            for path in (folder, *folder.glob("seed-*")):
-                remove_leftovers(path)
-        return StackRunner(specs, on_begin, control).run(begun)
+    refused = refused_by(stack.study_dir, command.id)
+    directories = {spec.id: spec.directory for spec, _ in stack.left(refused)}
+    if not directories:
+        return True
+    with claimed(directories.values()) as is_mine:
+        if is_mine:
+            settle(stack.study_dir, directories.keys())
+            runs = [run for run in stack.left(refused) if run[0].id in directories]
+            if runs:
+                StackRunner(stack, runs, command, control).run()
+    return is_mine
 
 
-@dataclass(frozen=True)
 class StackRunner:
-    """Trains the missing runs of cells whose locks this process holds, and records them.
+    """Trains the runs that are left of a stack, whose locks this process holds."""
 
-    Attributes:
-        cells: those prepared so far, by id.
-        errors: by cell id, the first failure of its runs.
-    """
-
-    specs: Sequence[CellSpec]
-    on_begin: OnBegin
-    control: TrainingControl
-    cells: dict[str, Cell] = field(default_factory=dict)
-    errors: dict[str, str] = field(default_factory=dict)
+    def __init__(
+        self, stack: Stack, runs: Sequence[Run], command: CommandEntry, control: TrainingControl
+    ) -> None:
+        self.stack, self.runs = stack, runs
+        self.command, self.control = command, control
+        self.folder = stack.folder
+        self.specs = list({spec.id: spec for spec, _ in runs}.values())
+        self.members = [(spec.id, seed) for spec, seed in runs]
+        self.cells: dict[str, Cell] = {}
 
     @property
-    def study_dir(self) -> Path:
-        return self.specs[0].directory.parent
+    def checkpoint(self) -> Path:
+        return self.folder / CHECKPOINT_FILE
 
-    def run(self, begun: Sequence[StackRecord]) -> dict[str, str]:
-        """Trains first the begun stacks, unchanged, then all other runs; returns `errors`."""
-        missing = {(spec.id, seed) for spec in self.specs for seed in missing_seeds(spec)}
-        waiting: deque[Stack] = deque()
-        for record in begun:
-            members = set(record.members)
-            if all(record.has_ended(self.study_dir, member) for member in members):
-                end_stack(record)  # its process was killed before it could
-            elif missing & members:
-                known = [self._prepare(spec) for spec in self.specs if spec.id in record.rates]
-                waiting.append(restore_stack(record, known))
-            missing -= members
-        new = [spec for spec in self.specs if any(spec.id == cell_id for cell_id, _ in missing)]
-        stacks = self._arrange(new, missing)
-        if len(new) > 1 and all(len(stack.record.rates) == 1 for stack in stacks):
-            return {}  # each cell may now be claimed by itself
-        waiting.extend(stacks)
-        with self.control.stop.listening():
-            while waiting:
-                waiting.extendleft(reversed(self._train(waiting.popleft())))
-        return self.errors
-
-    def _prepare(self, spec: CellSpec) -> Cell:
-        if spec.id not in self.cells:
-            self.cells[spec.id] = prepare_cell(spec)
-        return self.cells[spec.id]
-
-    def _arrange(self, specs: Sequence[CellSpec], missing: Collection[Member]) -> list[Stack]:
-        """New stacks: each run that failed or must train alone, and all others in as few as fit."""
-        stacks: list[Stack] = []
-        together: list[list[Run]] = []
-        for cell, spec in [(self._prepare(spec), spec) for spec in specs]:
-            failed = {run.seed: run for run in records_of(spec).failed}
-            together.append([])
-            for seed in (seed for seed in spec.seeds if (cell.spec.id, seed) in missing):
-                if (last := failed.get(seed)) is not None:
-                    run = [(cell, seed)]
-                    stacks.append(create_stack(run, apart=last.apart, attempts=last.attempts))
-                elif cell.alone is not None:
-                    stacks.append(create_stack([(cell, seed)]))
-                else:
-                    together[-1].append((cell, seed))
-        if len(specs) > 1:
-            count = sum(len(spec.seeds) for spec in specs)
-            if can_stack_rates(self._prepare(specs[0]), count):
-                together = [[run for runs in together for run in runs]]
-        return [*stacks, *(create_stack(runs) for runs in together if runs)]
-
-    def _train(self, stack: Stack) -> list[Stack]:
-        """Trains and records a stack. If a stack of several runs fails, returns each by itself."""
-        error = self._earlier_failure(stack.record) or self._try(stack)
-        if error is None:
-            return []
-        if len(stack.runs) > 1:
-            logger.warning(
-                "each run of %s is now trained by itself: %s", stack.record.directory, error
-            )
-            apart = [create_stack([run], apart=error) for run in stack.open_runs()]
-            end_stack(stack.record)
-            return apart
-        record_failure(stack, error)
-        where = f"{error} (see {stack.record.directory / LOG_FILE})"
-        self.errors.setdefault(stack.cell.spec.id, where)
-        return []
-
-    def _earlier_failure(self, record: StackRecord) -> str | None:
-        """Why a stack must not be tried again unchanged; None if it may.
-
-        It raised, or its process died without progress: once for a single run, twice for several.
-        """
-        attempts = [
-            attempt
-            for attempt in read_history(self.study_dir).attempts
-            if attempt.stack == record.id
-        ]
-        deaths = [
-            attempt for attempt in attempts if attempt.checkpointed_at == record.checkpointed_at
-        ]
-        has_raised = any(not attempt.died for attempt in attempts)
-        is_lost = has_raised or len(deaths) >= min(2, len(record.members))
-        return attempts[-1].error if is_lost else None
-
-    def _try(self, stack: Stack) -> str | None:
-        """Trains and records a stack; returns why it failed, None if it did not."""
-        record = stack.record
-        self.on_begin(record)
+    def run(self) -> None:
+        """Trains and commits, or says in the folder, or in study.jsonl, why not."""
+        attempts = self._count()
+        if attempts.count > 2:
+            self._give_up(attempts, DIED)
+            return
         try:
-            train_on_devices(stack, self.control)
-        except UserError:
-            if not record.checkpoint.is_file():  # with one, the corrected command resumes there
-                end_stack(record)
+            for spec in self.specs:
+                self._prepare(spec)
+            attempts.parts = self._parts()
+            if attempts.parts:
+                write_attempts(self.folder, attempts)
+                return
+            append_entry(self.stack.study_dir, self.command)
+            with training_together((self.runs, self.folder, attempts.threads)):
+                results = self._train(attempts.threads)
+            commit(self.folder, results)
+        except UserError as error:
+            self._refuse(attempts, str(error))
+        except (Interrupted, KeyboardInterrupt):
+            attempts.count -= 1
+            self._leave(attempts)
             raise
-        except (Interrupted, RankDied):  # the checkpoint stays
-            raise
-        except Exception as error:
-            if full_disk_message(error, record.directory):
-                raise
-            with open(record.directory / LOG_FILE, "a", encoding="utf-8") as file:
+        except Exception as error:  # user code may raise anything
+            if full := full_disk_message(error, self.folder):
+                raise Halted(full) from error
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with open(self.folder / LOG_FILE, "a", encoding="utf-8") as file:
                 traceback.print_exception(error, file=file)
-            reason, at = one_line(error) + source_line_of(error), record.checkpointed_at
-            attempt = AttemptEntry(record.id, reason, died=False, checkpointed_at=at)
-            append_entries(self.study_dir, [attempt])
-            return reason
-        return None
+            self._give_up(attempts, _reason(error))
+            if "CUDA error" in str(error):
+                raise Halted(
+                    f"the GPU failed ({one_line(error)}), and this process cannot use it any more; "
+                    "the same command continues"
+                ) from error
+
+    def _count(self) -> Attempts:
+        """Counts this attempt in attempts.json, so that the death of this process counts too."""
+        attempts = read_attempts(self.folder)
+        if attempts.members != self.members:  # new, or some of its runs have ended elsewhere
+            remove(self.folder)
+            attempts = Attempts(self.members, torch.get_num_threads())
+        path = self.checkpoint
+        at = path.stat().st_mtime_ns if path.is_file() else 0
+        attempts.count = 1 + (attempts.count if at == attempts.checkpointed_at else 0)
+        attempts.checkpointed_at = at
+        write_attempts(self.folder, attempts)
+        return attempts
+
+    def _leave(self, attempts: Attempts) -> None:
+        """Keeps the folder if it holds a checkpoint."""
+        if self.checkpoint.is_file():
+            write_attempts(self.folder, attempts)
+        else:
+            remove(self.folder)
+
+    def _prepare(self, spec: CellSpec) -> None:
+        try:
+            self.cells[spec.id] = prepare_cell(spec)
+        except UserError as error:
+            if not self.cells:  # the others differ in lr alone
+                raise
+            self.specs = [spec]
+            raise UserError(str(error)) from error
+
+    def _parts(self) -> str:
+        """What must be trained by itself."""
+        first, count = self.cells[self.specs[0].id], len(self.stack.runs)
+        if len(self.specs) > 1 and not can_stack_rates(first, count):
+            return "cells"
+        return "runs" if first.alone is not None and len(self.runs) > 1 else ""
+
+    def _refuse(self, attempts: Attempts, error: str) -> None:
+        """Notes that the cells cannot be trained; a checkpoint waits for a corrected command."""
+        for spec in self.specs:
+            title, seeds = title_of(spec), list(spec.seeds)
+            append_entry(
+                self.stack.study_dir, Refusal(spec.id, title, seeds, self.command.id, error)
+            )
+        attempts.count -= 1
+        self._leave(attempts)
+
+    def _give_up(self, attempts: Attempts, reason: str) -> None:
+        """Has each run trained by itself; records a single one as failed."""
+        if len(self.runs) > 1:
+            logger.warning("each run of %s is now trained by itself: %s", self.folder, reason)
+            attempts.parts, attempts.why = "runs", reason
+            self.checkpoint.unlink(missing_ok=True)
+            write_attempts(self.folder, attempts)
+            return
+        ((spec, seed),) = self.runs
+        append_entry(self.stack.study_dir, self.command)
+        run_dir = seed_dir(spec.directory, seed)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if (log := self.folder / LOG_FILE).exists():
+            shutil.copy(log, run_dir / LOG_FILE)
+        cell = self.cells.get(spec.id)
+        config = _described(spec) if cell is None else cell.description
+        environment = describe_environment(threads=attempts.threads)
+        failed = Result(spec.id, seed, Status.FAILED, config, {}, environment, error=reason)
+        commit(self.folder, [failed])
+
+    # --- Training ---------------------------------------------------------------------------------
+
+    @property
+    def cell(self) -> Cell:
+        """The first cell; all share everything but id, description and learning rate."""
+        return self.cells[self.specs[0].id]
+
+    def _train(self, threads: int) -> list[Result]:
+        """Trains the runs and writes their files; returns what result.json will hold."""
+        for spec, seed in self.runs:
+            run_dir = seed_dir(spec.directory, seed)
+            run_dir.mkdir(exist_ok=True)
+            config = OmegaConf.to_yaml(OmegaConf.create(spec.values))
+            write_text(spec.directory / CONFIG_FILE, config)
+        if torch.cuda.is_initialized():  # asking would wake a GPU that is not in use
+            torch.cuda.reset_peak_memory_stats()
+        with ExitStack() as opened:
+            opened.enter_context(messages_to_file(self.folder / LOG_FILE))
+            for message in self.cell.messages:
+                logger.info(message)
+            opened.enter_context(threads_of(self.cell, threads))
+            opened.enter_context(self.control.stop.listening())
+            files = [seed_dir(spec.directory, seed) / METRICS_FILE for spec, seed in self.runs]
+            loggers = [
+                opened.enter_context(run_loggers(self.cells[spec.id], seed))
+                for spec, seed in self.runs
+            ]
+            recorder = Recorder(files, loggers)
+            reports = StepReports(self._report)
+            callbacks = [*build_callbacks(self.cell, self.control), reports]
+            module = _fit(self.runs, self.cells, self.folder, recorder, callbacks, self.control)
+            return self._record(module)
+
+    def _report(self, step: int, total: int) -> None:
+        write_json(self.folder / PROGRESS_FILE, {"step": step, "total": total})
+
+    def _record(self, module: TrainingModule) -> list[Result]:
+        device, source = module.trainer.strategy.root_device, self.cell.data.source_version
+        timing, gpu = _timing(module), None
+        if device.type == "cuda":  # on a CPU only the peak of the whole process is known
+            gpu = torch.cuda.get_device_name(device)
+            timing["peak_memory_mb"] = torch.cuda.max_memory_allocated(device) / 1e6
+        environment = describe_environment(gpu, threads=torch.get_num_threads())
+        environment |= {"data_source": source} if source else {}
+        results = []
+        for index, (spec, seed) in enumerate(self.runs):
+            cell, run_dir = self.cells[spec.id], seed_dir(spec.directory, seed)
+            if cell.recipe.save_weights and module.losses.diverged_at[index] is None:
+                with open_atomic(run_dir / WEIGHTS_FILE) as file:
+                    torch.save(state_as_built(module.replicas.replica(index).cpu()), file)
+            if cell.recipe.evaluations:
+                content = module.evaluator.content(module.metrics, index)
+                write_json(run_dir / EVALUATION_FILE, content)
+            write_samples(run_dir, module.evaluator.samples_of(module.metrics, index))
+            results.append(self._result(module, index, environment, timing))
+        return results
+
+    def _result(
+        self,
+        module: TrainingModule,
+        index: int,
+        environment: dict[str, Any],
+        timing: dict[str, float],
+    ) -> Result:
+        spec, seed = self.runs[index]
+        cell = self.cells[spec.id]
+        metrics = {name: column[index] for name, column in module.metrics.items()}
+        diverged_at = module.losses.diverged_at[index]
+        if diverged_at is None and not all(map(math.isfinite, metrics.values())):
+            diverged_at = module.step  # the last update broke the network, after its loss was taken
+        return Result(
+            cell_id=spec.id,
+            seed=seed,
+            status=Status.FINISHED if diverged_at is None else Status.DIVERGED,
+            config=cell.description | {"stacked": module.replicas.is_stacked},
+            metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
+            environment=environment,
+            diverged_at_step=diverged_at,
+            steps=module.losses.diverged_at[index] or module.step,
+            num_parameters=cell.num_parameters,
+            timing=timing,
+            invalid=cell.invalid,
+            apart=self.stack.apart or None,
+            stopped=why_stopped(module.trainer) if module.step < cell.recipe.num_steps else None,
+        )
 
 
-def seconds_of_step(cell: Cell, threads: int | None = None) -> float:
-    """The time of one forward and backward pass over a batch of one run, on a CPU; 0 elsewhere.
-
-    The median of some micro-batches after the first, times their number. A stack of small networks
-    takes less per run.
-
-    Args:
-        threads: the most CPU threads that the training gets; None: all of this process.
-    """
-    if cell.recipe.devices.type != "cpu":
-        return 0.0
-    sizes, network = cell.recipe.sizes, cell.build(cell.spec.seeds[0]).train()
-    batch, seconds = probe_batch(cell.data, sizes.micro), list[float]()
-    with suitable_threads(cell.elements_per_forward, threads), suppress(Exception):  # user code
-        while len(seconds) < 2 or (len(seconds) < TIMED_STEPS and sum(seconds) < TIMED_SECONDS):
-            start = time.perf_counter()
-            network(*model_arguments(batch)).float().square().mean().backward()
-            seconds.append(time.perf_counter() - start)
-    timed = seconds[1:] or seconds  # the first also allocates
-    return statistics.median(timed) * sizes.batch_size / sizes.micro if timed else 0.0
+def follow_stack(runs: Sequence[Run], folder: Path, threads: int) -> None:
+    """Trains along with rank 0, in the other processes of a training; writes nothing."""
+    cells = {spec.id: prepare_cell(spec) for spec, _ in runs}
+    cell = cells[runs[0][0].id]
+    with threads_of(cell, threads):
+        _fit(
+            runs,
+            cells,
+            folder,
+            Recorder([]),
+            cell.recipe.callbacks(),
+            TrainingControl(),
+        )
 
 
-def plan_cell(spec: CellSpec, planned: dict[str, Outcome], threads: int | None = None) -> Outcome:
-    """The outcome of a cell in a dry run, which writes nothing. Raises as `prepare_cell`.
+def _fit(
+    runs: Sequence[Run],
+    cells: Mapping[str, Cell],
+    folder: Path,
+    recorder: Recorder,
+    callbacks: Sequence[Callback],
+    control: TrainingControl,
+) -> TrainingModule:
+    """Trains, from the checkpoint if there is one."""
+    cell, checkpoint = cells[runs[0][0].id], folder / CHECKPOINT_FILE
+    seeds = [seed for _, seed in runs]
+    replicas = resume_replicas(cell, seeds, checkpoint)
+    lrs = [cells[spec.id].recipe.lr for spec, _ in runs] if len(cells) > 1 else None
+    module = build_module(cell, seeds, replicas, recorder, lrs)
+    fit(module, checkpoint=checkpoint, callbacks=[*callbacks], stop=control.stop)
+    return module
 
-    Args:
-        planned: the outcomes of the command's cells so far, by folder.
-        threads: the most CPU threads that the training gets; None: all of this process.
-    """
-    if spec.config is not None and (same := planned.get(str(spec.directory))) is not None:
-        return same
-    cell = prepare_cell(spec)
-    outcome = recorded_outcome(cell.spec, Status.PLANNED)
-    outcome.description, outcome.invalid = cell.description, cell.invalid
-    outcome.step_seconds = seconds_of_step(cell, threads) if outcome.missing else 0.0
-    planned[str(cell.spec.directory)] = outcome
-    return outcome
+
+def _described(spec: CellSpec) -> dict[str, Any]:
+    """The config of a run that failed before it was prepared."""
+    return {**spec.choices, **{key: spec.values[key] for key in SIZES}, "lr": spec.lr}
+
+
+def _reason(error: Exception) -> str:
+    memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    remedy = "; try a smaller micro_batch_size" if memory else ""
+    return one_line(error) + source_line_of(error) + remedy
 
 
 @contextmanager
-def claimed(folders: Iterable[Path]) -> Iterator[list[Path]]:
-    """Holds the locks of cells inside the block. Afterwards removes folders that are empty.
-
-    Args:
-        folders: of the cells, all of one study.
-
-    Raises:
-        Busy: another process holds one of the locks; then this one holds none.
-    """
-    ordered = sorted(folders)  # alike in all processes
-    ensure_writable(ordered[0].parent)
-    with ExitStack() as held:
-        try:
-            for folder in ordered:
-                missing = [path for path in folder.parents if not path.exists()]
-                for path in [*reversed(missing), folder]:
-                    held.callback(_remove_if_empty, path)
-                    path.mkdir(exist_ok=True)
-                if not held.enter_context(file_lock(folder / LOCK_FILE)):
-                    raise Busy
-        except FileNotFoundError as error:  # another process has just removed an empty folder
-            raise Busy from error
-        yield ordered
+def threads_of(cell: Cell, threads: int) -> Iterator[None]:
+    """Trains a cell with the CPU threads that it began with, on which its last digits depend."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with suitable_threads(cell.elements_per_forward):
+            yield
+    finally:
+        torch.set_num_threads(before)
 
 
-def _remove_if_empty(folder: Path) -> None:
-    with suppress(OSError):
-        folder.rmdir()
+def _timing(module: TrainingModule) -> dict[str, float]:
+    num_replicas, seconds = module.replicas.num_replicas, module.train_seconds
+    samples = module.batches.num_samples_before(module.step) * num_replicas
+    return {
+        "train_seconds": seconds,
+        "step_ms": 1000 * seconds / max(module.step, 1),
+        "stack_size": num_replicas,
+        "samples_per_second": samples / max(seconds, 1e-9),
+    }

@@ -1,281 +1,206 @@
-"""A stack: runs that are trained together, resumed from their checkpoint, and recorded."""
+"""Which runs are trained together, and who trains them: claims and commits. Imports no torch."""
 
 from __future__ import annotations
 
-import logging
-import math
-from collections.abc import Iterable
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-import torch
-from omegaconf import OmegaConf
-from torch import nn
-
-from normexp.batching.speed import suitable_threads
-from normexp.cells.assembly import (
-    build_callbacks,
-    build_module,
-    resume_replicas,
-    run_loggers,
+from normexp.config.spec import CellSpec
+from normexp.records.files import (
+    ensure_writable,
+    file_lock,
+    read_json,
+    remove_leftovers,
+    write_json,
 )
-from normexp.cells.cell import Cell, prepare_cell
-from normexp.cells.reloading import fault_of_reloaded
-from normexp.config.spec import title_of
-from normexp.data.prediction import Preprocessing
-from normexp.errors import UserError
-from normexp.norms.site import state_as_built
-from normexp.records.environment import describe_environment
-from normexp.records.files import open_atomic, remove_leftovers, write_json, write_text
-from normexp.records.logs import messages_to_file
 from normexp.records.paths import (
-    CONFIG_FILE,
-    EVALUATION_FILE,
-    LOG_FILE,
-    METRICS_FILE,
-    PREPROCESSING_FILE,
-    WEIGHTS_FILE,
+    ATTEMPTS_FILE,
+    LOCK_FILE,
+    RESULT_FILE,
+    RESULTS_FILE,
+    STACKS,
     seed_dir,
+    subfolders,
 )
-from normexp.records.result import Result, Status, write_result
-from normexp.records.samples import write_samples
-from normexp.records.stacks import StackRecord, begin_stack, end_stack
-from normexp.training.callbacks import why_stopped
-from normexp.training.fit import fit
-from normexp.training.module import TrainingModule
-from normexp.training.recorder import Recorder
-from normexp.training.stopping import Interrupted, StopRequest, TrainingControl
+from normexp.records.result import Result, Status, read_result, result_of, write_result
+from normexp.records.study import read_attempts
 
-logger = logging.getLogger(__name__)
+# The most runs in a stack: on a CPU larger ones gain little, and a grid of learning rates still
+# keeps several workers busy.
+MOST_RUNS, MOST_RUNS_ON_GPU = 16, 64
 
-Run = tuple[Cell, int]  # a cell and a seed
+Run = tuple[CellSpec, int]  # a cell and a seed
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Runs that are trained together, and their record on disk."""
+    """Runs that one worker claims: of one cell, or of several that differ in `lr` alone.
 
-    runs: list[Run]  # one per replica; their cells differ only in `lr`
-    record: StackRecord
+    Attributes:
+        runs: all that a command asks for, ended or not, so that after an interruption the same
+            command finds the same folder.
+        apart: why its run is trained apart from others; empty if it is not.
+    """
+
+    runs: tuple[Run, ...]
+    apart: str = ""
+
+    @cached_property
+    def specs(self) -> list[CellSpec]:
+        return list({spec.id: spec for spec, _ in self.runs}.values())
 
     @property
-    def cell(self) -> Cell:
-        """The first cell; all cells share everything except id, description and learning rate."""
-        return self.runs[0][0]
+    def study_dir(self) -> Path:
+        return self.specs[0].directory.parent
 
-    @property
-    def seeds(self) -> list[int]:
-        return [seed for _, seed in self.runs]
+    @cached_property
+    def folder(self) -> Path:
+        members = json.dumps([(spec.id, seed) for spec, seed in self.runs])
+        return self.study_dir / STACKS / hashlib.sha256(members.encode()).hexdigest()[:16]
 
-    @property
-    def lrs(self) -> list[float] | None:
-        """The learning rate of each replica; None if they share the cell's."""
-        is_one_cell = len({cell.spec.id for cell, _ in self.runs}) == 1
-        return None if is_one_cell else [cell.recipe.lr for cell, _ in self.runs]
-
-    def open_runs(self) -> list[Run]:
-        """The runs that have no result from this stack yet."""
+    def left(self, refused: Collection[str]) -> list[Run]:
+        """The runs without a result, of cells that were not refused."""
         return [
-            (cell, seed)
-            for cell, seed in self.runs
-            if not self.record.has_ended(cell.study_dir, (cell.spec.id, seed))
+            (spec, seed)
+            for spec, seed in self.runs
+            if spec.id not in refused and not has_ended(self.study_dir, spec.id, seed)
         ]
 
-
-def create_stack(runs: list[Run], *, apart: str | None = None, attempts: int = 0) -> Stack:
-    """Begins a stack and writes its members to disk. The caller must hold the locks of its cells.
-
-    Args:
-        apart: why the run is trained apart from its former stack.
-        attempts: of a stack of one: how often its run has failed.
-    """
-    members = [(cell.spec.id, seed) for cell, seed in runs]
-    rates = {cell.spec.id: cell.spec.lr for cell, _ in runs}
-    study_dir = runs[0][0].study_dir
-    return Stack(runs, begin_stack(study_dir, members, rates, apart=apart, attempts=attempts))
-
-
-def restore_stack(record: StackRecord, cells: Iterable[Cell]) -> Stack:
-    """The stack of a record; prepares those of its cells that only an earlier command named.
-
-    Args:
-        cells: prepared cells, at least one of them in the stack.
-
-    Raises:
-        UserError: another cell has changed since the stack began.
-    """
-    known = {cell.spec.id: cell for cell in cells}
-    template = next(known[cell_id] for cell_id in record.rates if cell_id in known)
-    for cell_id in sorted(record.rates.keys() - known.keys()):
-        spec = template.spec.with_values({"lr": record.rates[cell_id]})
-        known[cell_id] = prepare_cell(spec)
-        if known[cell_id].spec.id != cell_id:
-            raise UserError(
-                f"{record.directory}: cannot repeat its cell {cell_id}; remove the folder"
-            )
-    return Stack([(known[cell_id], seed) for cell_id, seed in record.members], record)
+    def parts(self) -> list[Stack]:
+        """The stacks to train: this one, or what its folder says to train by itself."""
+        attempts = read_attempts(self.folder)
+        if attempts.parts == "cells":
+            groups = [[run for run in self.runs if run[0].id == spec.id] for spec in self.specs]
+        elif attempts.parts == "runs":
+            groups = [[run] for run in self.runs]
+        else:
+            return [self]
+        whole = [Stack(tuple(group), attempts.why) for group in groups]
+        return [part for stack in whole for part in stack.parts()]
 
 
-def train_stack(stack: Stack, control: TrainingControl) -> None:
-    """Trains a stack, from its checkpoint if there is one, and writes the records of its runs.
-
-    Raises:
-        Interrupted: stopped with a checkpoint, from which the next call resumes.
-    """
-    remove_leftovers(stack.record.directory)
-    for cell, seed in stack.runs:
-        config = OmegaConf.to_yaml(OmegaConf.create(cell.spec.values))
-        write_text(cell.directory / CONFIG_FILE, config)
-        seed_dir(cell.directory, seed).mkdir(exist_ok=True)
-    with messages_to_file(stack.record.directory / LOG_FILE):
-        if words := stack.record.resumes_at:
-            logger.info("%s %s", title_of(stack.cell.spec), words)
-        for message in stack.cell.messages:
-            logger.info(message)
-        with suitable_threads(stack.cell.elements_per_forward), control.stop.listening():
-            _train(stack, control)
-
-
-def follow_stack(stack: Stack, stop: StopRequest) -> None:
-    """Trains along with `train_stack` in the processes other than rank 0; writes nothing."""
-    with suitable_threads(stack.cell.elements_per_forward):
-        control = TrainingControl(stop, on_steps=lambda *_: None)
-        _fit(stack, Recorder([]), control)
-
-
-def _train(stack: Stack, control: TrainingControl) -> None:
-    if torch.cuda.is_initialized():  # asking would wake a GPU that is not in use
-        torch.cuda.reset_peak_memory_stats()
-    still_open = stack.open_runs()  # runs that ended before a kill keep their files
-    with ExitStack() as opened:
-        files = [
-            seed_dir(run[0].directory, run[1]) / METRICS_FILE if run in still_open else None
-            for run in stack.runs
-        ]
-        loggers = [opened.enter_context(run_loggers(*run)) for run in stack.runs]
-        module, must_stop = _fit(stack, Recorder(files, loggers), control)
-        _record(stack, module)
-    if must_stop:
-        raise Interrupted
-
-
-def _fit(stack: Stack, recorder: Recorder, control: TrainingControl) -> tuple[TrainingModule, bool]:
-    """The trained module, and whether a stop was requested too late for a checkpoint."""
-    cell = stack.cell
-    replicas = resume_replicas(cell, stack.seeds, stack.record.checkpoint)
-    module = build_module(cell, stack.seeds, replicas, recorder, stack.lrs)
-    must_stop = fit(
-        module,
-        checkpoint=stack.record.checkpoint,
-        callbacks=build_callbacks(cell, control),
-        stop=control.stop,
-    )
-    return module, must_stop
-
-
-def _record(stack: Stack, module: TrainingModule) -> None:
-    """Writes the files of every run, result.json last: its presence means ended."""
-    device, source = module.trainer.strategy.root_device, stack.cell.data.source_version
-    timing, gpu = _timing(module), None
-    if device.type == "cuda":  # on a CPU only the peak of the whole process is known
-        gpu = torch.cuda.get_device_name(device)
-        timing["peak_memory_mb"] = torch.cuda.max_memory_allocated(device) / 1e6
-    environment = describe_environment(gpu) | ({"data_source": source} if source else {})
-    still_open, results = stack.open_runs(), []
-    for index, (cell, seed) in enumerate(stack.runs):
-        if (cell, seed) not in still_open:
+def cut_stacks(cells: Iterable[CellSpec], most: int = MOST_RUNS) -> list[Stack]:
+    """The stacks of a command: cells that differ in `lr` alone share one, up to `most` runs."""
+    stacks: list[list[Run]] = []
+    last: dict[str, list[Run]] = {}  # of cells that may share it
+    for spec in cells:
+        runs, shared = [(spec, seed) for seed in spec.seeds], _shared(spec)
+        known = last.get(shared) if shared else None
+        if known is not None and len(known) + len(runs) <= most:
+            known += runs
             continue
-        run_dir = seed_dir(cell.directory, seed)
-        if cell.recipe.save_weights and module.losses.diverged_at[index] is None:
-            _save_weights(run_dir / WEIGHTS_FILE, module.replicas.replica(index))
-            if (preprocessing := Preprocessing.of(stack.cell.data)) is not None:
-                write_json(run_dir / PREPROCESSING_FILE, asdict(preprocessing))
-        if cell.recipe.evaluations:
-            content = module.evaluator.content(module.metrics, index)
-            write_json(run_dir / EVALUATION_FILE, content)
-        write_samples(run_dir, module.evaluator.samples_of(module.metrics, index))
-        results.append((run_dir, _result_of(stack, module, index, environment, timing)))
-    fault = _fault_of_reloaded(stack, module)
-    for run_dir, result in results:
-        if fault is not None:
-            result = replace(result, invalid=result.invalid or fault)
-        write_result(run_dir, result)
-    end_stack(stack.record)
+        stacks.append(runs)
+        if shared:
+            last[shared] = runs
+    return [Stack(tuple(runs)) for runs in stacks]
 
 
-def _fault_of_reloaded(stack: Stack, module: TrainingModule) -> str | None:
-    """Why saved weights of foreign code do not give the numbers again; None if they do."""
-    saved = [seed_dir(cell.directory, seed) / WEIGHTS_FILE for cell, seed in stack.runs]
-    index = next((i for i, path in enumerate(saved) if path.is_file()), None)
-    if index is None or not stack.cell.is_foreign:
-        return None
-    cell, _ = stack.runs[index]
-    fault = fault_of_reloaded(
-        module.replicas, index, cell.data, cell.spec, cell.recipe, saved[index]
-    )
-    if fault is not None:
-        logger.warning("%s; every number is marked INVALID", fault)
-    return fault
+def _shared(spec: CellSpec) -> str:
+    """Equal for cells that may be stacked; empty for one that may not."""
+    config = spec.values
+    if config["stack"] is False or not isinstance(config["lr"], int | float) or config["lr"] <= 0:
+        return ""
+    values = {key: value for key, value in config.items() if key not in ("lr", "seed", "replicas")}
+    return json.dumps([values, dict(spec.choices)], sort_keys=True, default=str)
 
 
-def record_failure(stack: Stack, reason: str) -> None:
-    """Writes the failed result of a stack of one."""
-    ((cell, seed),) = stack.runs
-    run_dir = seed_dir(cell.directory, seed)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    failed = Result(
-        *(cell.spec.id, seed, Status.FAILED, cell.description, {}, describe_environment()),
-        error=reason,
-        attempts=stack.record.attempts + 1,
-        apart=stack.record.apart,
-    )
-    write_result(run_dir, failed)
-    end_stack(stack.record)
+def has_ended(study_dir: Path, cell_id: str, seed: int) -> bool:
+    """True if a run has a result, of whatever kind."""
+    return (seed_dir(study_dir / cell_id, seed) / RESULT_FILE).exists()
 
 
-def _save_weights(path: Path, network: nn.Module) -> None:
-    with open_atomic(path) as file:
-        torch.save(state_as_built(network.cpu()), file)
+@contextmanager
+def claimed(folders: Iterable[Path]) -> Iterator[bool]:
+    """Holds the locks of cells of one study inside the block; yields False if others have one.
+
+    Afterwards removes those folders that are empty.
+    """
+    ordered = sorted(set(folders))  # alike in all processes
+    ensure_writable(ordered[0].parent)
+    with ExitStack() as held:
+        try:
+            for folder in ordered:
+                missing = [path for path in folder.parents if not path.exists()]
+                for path in [*reversed(missing), folder]:
+                    held.callback(_remove_if_empty, path)
+                    path.mkdir(exist_ok=True)
+                if not held.enter_context(file_lock(folder / LOCK_FILE)):
+                    yield False
+                    return
+        except FileNotFoundError:  # another process has just removed an empty folder
+            yield False
+            return
+        for folder in ordered:  # temporary files of killed processes
+            for path in (folder, *folder.glob("seed-*")):
+                remove_leftovers(path)
+        yield True
 
 
-def _result_of(
-    stack: Stack,
-    module: TrainingModule,
-    index: int,
-    environment: dict[str, Any],
-    timing: dict[str, float],
-) -> Result:
-    cell, seed = stack.runs[index]
-    metrics = {name: column[index] for name, column in module.metrics.items()}
-    diverged_at = module.losses.diverged_at[index]
-    if diverged_at is None and not all(map(math.isfinite, metrics.values())):
-        diverged_at = module.step  # the last update broke the network, after its loss was taken
-    has_stopped = module.step < cell.recipe.num_steps
-    return Result(
-        cell_id=cell.spec.id,
-        seed=seed,
-        status=Status.FINISHED if diverged_at is None else Status.DIVERGED,
-        config=cell.description | {"stacked": module.replicas.is_stacked},
-        metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
-        environment=environment,
-        diverged_at_step=diverged_at,
-        steps=module.losses.diverged_at[index] or module.step,
-        num_parameters=cell.num_parameters,
-        timing=timing,
-        invalid=cell.invalid,
-        apart=stack.record.apart,
-        stopped=why_stopped(module.trainer) if has_stopped else None,
-    )
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
-def _timing(module: TrainingModule) -> dict[str, float]:
-    num_replicas, seconds = module.replicas.num_replicas, module.train_seconds
-    samples = module.batches.num_samples_before(module.step) * num_replicas
-    return {
-        "train_seconds": seconds,
-        "step_ms": 1000 * seconds / max(module.step, 1),
-        "stack_size": num_replicas,
-        "samples_per_second": samples / max(seconds, 1e-9),
-    }
+def commit(folder: Path, results: Sequence[Result]) -> None:
+    """Ends all runs of a stack at once. The caller holds the locks of its cells."""
+    write_json(folder / RESULTS_FILE, {"results": [result.to_dict() for result in results]})
+    settle(folder.parents[1], {result.cell_id for result in results})
+
+
+def settle(study_dir: Path, held: Collection[str]) -> None:
+    """Writes the result.json of committed runs, and removes the folders of ended stacks.
+
+    Whoever finds them does, as after a kill.
+
+    Args:
+        held: the cells whose locks this process holds.
+    """
+    for folder in subfolders(study_dir / STACKS):
+        if (path := folder / RESULTS_FILE).exists():
+            for content in read_json(path)["results"]:
+                result = result_of(content, path)
+                run_dir = seed_dir(study_dir / result.cell_id, result.seed)
+                if result.cell_id in held and not (run_dir / RESULT_FILE).exists():
+                    write_result(run_dir, result)
+        members = read_attempts(folder).members
+        if members and all(has_ended(study_dir, *member) for member in members):
+            remove(folder)
+
+
+def remove(folder: Path) -> None:
+    """Removes the folder of a stack; attempts.json goes last, so that a kill leaves no orphan."""
+    for path in sorted(folder.glob("*"), key=lambda path: path.name == ATTEMPTS_FILE):
+        path.unlink(missing_ok=True)
+    _remove_if_empty(folder)
+    _remove_if_empty(folder.parent)
+
+
+def remove_failed(specs: Iterable[CellSpec]) -> None:
+    """Removes failed results, so that a new command tries them again; also tidies the study.
+
+    Leaves cells alone that another process trains.
+    """
+    for spec in specs:
+        study_dir = spec.directory.parent
+        if not spec.directory.is_dir():
+            continue
+        ended = [seed for seed in spec.seeds if has_ended(study_dir, spec.id, seed)]
+        runs = [seed_dir(spec.directory, seed) for seed in ended]
+        failed = [path for path in runs if _has_failed(path)]
+        if failed or (study_dir / STACKS).is_dir():
+            with claimed([spec.directory]) as is_mine:
+                if is_mine:
+                    settle(study_dir, {spec.id})
+                    for run_dir in failed:
+                        (run_dir / RESULT_FILE).unlink(missing_ok=True)
+
+
+def _has_failed(run_dir: Path) -> bool:
+    with suppress(ValueError):  # a UserError: unreadable, which the closing table says
+        return read_result(run_dir).status is Status.FAILED
+    return False

@@ -1,5 +1,5 @@
 """Measures a network before it trains, and a norm by itself: its card."""
 
-from normexp.checks.contract import assert_contract
+from normexp.checks.card import assert_contract
 
 __all__ = ["assert_contract"]

@@ -1,23 +1,27 @@
-"""The card of a norm: contract, traits, compatibility and cost; as table, JSON or Markdown."""
+"""The card of a norm, contract and traits, as a table or JSON; and the contract as an assertion."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from torch import nn
 
-from normexp.checks.asking import SECTIONS, Answer
-from normexp.checks.contract import open_and_measure
-from normexp.norms.slots import Slots
+from normexp.checks import contract
+from normexp.checks.norm import Answer, open_norm
+from normexp.checks.questions import BUILT, CONTRACT, OF_NORMS, ask_norm
+from normexp.errors import UserError
 
-SCHEMA = 1
-CAUSALITY = "leaks the future"  # breaks no contract, and rules out causal models
+SCHEMA = 2
+CAUSALITY = "reads the future"  # breaks no contract, and rules out causal models
 STYLES = {"pass": "green", "fail": "bold red", "value": "", "skipped": "dim"}
 CELL_WIDTH = 12  # minimum width of a norm's column in a comparison
 NAME_WIDTH = 31  # width of the column with the names of lines
@@ -45,7 +49,7 @@ class Card:
     @property
     def failures(self) -> list[Answer]:
         """The lines of the contract that failed."""
-        return [line for line in self.lines if line.section == "contract" and line.status == "fail"]
+        return [line for line in self.lines if line.status == "fail"]
 
     @property
     def headline(self) -> str:
@@ -55,17 +59,14 @@ class Card:
 
     @property
     def verdict(self) -> str:
-        count = len(self.failures)
-        if not count:
-            return f"{self.name}: the contract holds{self._causality()}"
-        return f"{self.name}: {count} {'line' if count == 1 else 'lines'} of the contract failed"
-
-    def _causality(self) -> str:
-        """That a norm reads later tokens, which those that see single tokens cannot."""
-        leaks = next((line.value for line in self.lines if line.name == CAUSALITY), "no")
-        if not self.sees_texts or leaks not in ("yes", "in evaluation"):
-            return ""
-        return "; it reads later tokens, so causal models such as model=gpt refuse it"
+        if count := len(self.failures):
+            lines = "line" if count == 1 else "lines"
+            return f"{self.name}: {count} {lines} of the contract failed"
+        reads_later = {line.value for line in self.lines if line.name == CAUSALITY}
+        if self.sees_texts and reads_later & {"yes", "in evaluation"}:
+            remark = "; it reads later tokens, so causal models such as model=gpt refuse it"
+            return f"{self.name}: the contract holds{remark}"
+        return f"{self.name}: the contract holds"
 
 
 def measure_card(
@@ -73,30 +74,102 @@ def measure_card(
     *,
     name: str,
     target: str,
-    eps: float,
-    slots: Slots,
+    eps: float | None = None,
+    num_features: int | None = None,
     sees_texts: bool = False,
     contract_only: bool = False,
 ) -> Card:
     """Measures every line of a norm's card; each question builds the norm afresh.
 
+    If no input is taken, or outputs are not finite, the rest is skipped.
+
     Args:
         make: a class or partial with the user's knobs bound.
-        contract_only: leaves out traits, compatibility and cost.
+        contract_only: leaves out the traits.
 
     Raises:
         UserError: not callable, an unknown knob, an argument that is not set, no nn.Module.
     """
-    sections = SECTIONS[:1] if contract_only else SECTIONS
-    also = (CAUSALITY,) if sees_texts else ()
-    norm, lines = open_and_measure(make, sections, also, target=target, eps=eps, slots=slots)
-    if norm is None:
-        return Card(name, target, 0, "no input", tuple(lines))
+    try:
+        norm = open_norm(make, target=target, eps=eps, num_features=num_features)
+    except UserError as error:
+        if error.__cause__ is None or isinstance(error.__cause__, TypeError | UserError):
+            raise
+        line = Answer("contract", BUILT, "fail", detail=str(error))
+        return Card(name, target, 0, "no input", (line,))
+    asked = [
+        question
+        for question in OF_NORMS
+        if question.section == "contract"
+        or not contract_only
+        or (sees_texts and question.name == CAUSALITY)
+    ]
+    opening, rest = (asked[:2], asked[2:]) if norm.problem else (asked[:3], asked[3:])
+    lines = [Answer("contract", BUILT), *ask_norm(opening, norm)]
+    why = ""
+    if norm.problem:
+        why = "no input is taken"
+    elif lines[-1].status == "fail" and contract.ON_CONSTANTS not in lines[-1].detail:
+        why = "outputs are not finite"
+    if why:
+        lines += [Answer(q.section, q.name, "skipped", detail=why) for q in rest]
+    else:
+        lines += ask_norm(rest, norm)
     return Card(name, target, norm.num_features, norm.takes, tuple(lines), sees_texts)
 
 
+def assert_contract(
+    factory: Callable[..., Any],
+    num_features: int | None = None,
+    *,
+    eps: float | None = None,
+    except_for: Collection[str] = (),
+) -> None:
+    """Raises AssertionError naming each line of the contract that a norm breaks.
+
+    Args:
+        factory: an nn.Module class, a partial of one, or a `NormFactory`; the argument that takes
+            the number of features is found by name.
+        num_features: channels of the inputs; by default 64, or 8 if it refuses those.
+        eps: passed if the signature has one and nothing has set it.
+        except_for: names of lines that may fail, as `("gradient",)`.
+
+    Raises:
+        UserError: an argument that is not set, something that makes no nn.Module, or a name in
+            `except_for` that no line has.
+    """
+    if isinstance(factory, nn.Module) or not callable(factory):
+        raise UserError(f"factory={factory!r}: must be a class, as in assert_contract(MyNorm)")
+    waived = {except_for} if isinstance(except_for, str) else set(except_for)
+    for name in sorted(waived.difference(CONTRACT)):
+        near = get_close_matches(name, CONTRACT, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(CONTRACT)}"
+        raise UserError(f"except_for: the contract has no line {name!r}; {hint}")
+    named: Any = factory
+    while isinstance(named, partial):
+        named = named.func
+    named = named if hasattr(named, "__qualname__") else type(named)
+    target = f"{named.__module__}.{named.__qualname__}"
+    card = measure_card(
+        *(factory,),
+        name=target,
+        target=target,
+        eps=eps,
+        num_features=num_features,
+        contract_only=True,
+    )
+    failures = [
+        f"  {line.name}: {line.detail}" for line in card.failures if line.name not in waived
+    ]
+    if failures:
+        raise AssertionError("\n".join([f"{target} breaks the contract:", *failures]))
+
+
+# ---------------------------------------------------------------- output
+
+
 def as_json(cards: Sequence[Card]) -> str:
-    """{"schema": 1, "torch": ..., "cards": [{"name", "target", ..., "passes", "lines": [...]}]}."""
+    """{"schema": 2, "torch": ..., "cards": [{"name", "target", ..., "passes", "lines": [...]}]}."""
     body = {
         "schema": SCHEMA,
         "torch": str(torch.__version__),
@@ -105,54 +178,8 @@ def as_json(cards: Sequence[Card]) -> str:
     return json.dumps(body, indent=2)
 
 
-def as_markdown(cards: Sequence[Card]) -> str:
-    """The failures, then every line: one card with its details, several side by side."""
-    alone = len(cards) == 1
-    titles = [cards[0].name, "shown by"] if alone else [card.name for card in cards]
-    rows = [["", *titles], ["---", *["---"] * len(titles)]]
-    for section, lines in side_by_side(cards):
-        rows.append([f"**{section}**", *[""] * len(titles)])
-        for name, answers in lines:
-            details = [answers[0].detail] if alone and answers[0] else []
-            rows.append([name, *map(outcome, answers), *details])
-    table = ["| " + " | ".join(c.replace("|", "\\|") for c in row) + " |" for row in rows]
-    failures = [f"- {card.name}, {line.name}: {line.detail}" for card, line in failures_of(cards)]
-    head = [card.headline if alone else card.verdict for card in cards]
-    blocks = [head, failures, table]
-    return "\n\n".join("\n".join(block) for block in blocks if block)
-
-
-def outcome(line: Answer | None) -> str:
-    """The result of a line in a word or a number; `-` if there is none."""
-    if line is None or line.status == "skipped":
-        return "-"
-    if line.status == "value":
-        return f"{line.value:,}" if isinstance(line.value, int) else str(line.value)
-    return "FAIL" if line.status == "fail" else "pass"
-
-
-Rows = list[tuple[str, list[Answer | None]]]
-
-
-def side_by_side(cards: Sequence[Card]) -> list[tuple[str, Rows]]:
-    """Groups the lines of all cards by section and name; None where a card lacks the line."""
-    sections: dict[str, dict[str, None]] = {}
-    for line in (line for card in cards for line in card.lines):
-        sections.setdefault(line.section, {})[line.name] = None
-    by_name = [{(line.section, line.name): line for line in card.lines} for card in cards]
-    return [
-        (section, [(name, [lines.get((section, name)) for lines in by_name]) for name in names])
-        for section, names in sections.items()
-    ]
-
-
-def failures_of(cards: Sequence[Card]) -> list[tuple[Card, Answer]]:
-    """Every failed line of any section."""
-    return [(card, line) for card in cards for line in card.lines if line.status == "fail"]
-
-
 def print_cards(console: Console, cards: Sequence[Card]) -> None:
-    """Prints verdicts and failures, then traits and whatever says more than `pass`, then counts.
+    """Prints verdicts and failures, then traits, then how many lines of the contract hold.
 
     One card has its details; several have a column each, in several tables if the terminal is too
     narrow for one.
@@ -161,10 +188,11 @@ def print_cards(console: Console, cards: Sequence[Card]) -> None:
         if len(cards) == 1:
             console.print(card.headline, markup=False)
         console.print(card.verdict, markup=False, style="bold red" if card.failures else "green")
-    for card, line in failures_of(cards):
-        question = f" ({line.question})" if line.question else ""
-        said = f"  FAIL {card.name}, {line.name}: {line.detail}{question}"
-        console.print(said, markup=False, style="red")
+    for card in cards:
+        for line in card.failures:
+            question = f" ({line.question})" if line.question else ""
+            said = f"  FAIL {card.name}, {line.name}: {line.detail}{question}"
+            console.print(said, markup=False, style="red")
     fitting = max(1, (console.width - NAME_WIDTH) // (CELL_WIDTH + 2))
     for first in range(0, len(cards), fitting):
         console.print(_table(cards[first : first + fitting], alone=len(cards) == 1))
@@ -174,38 +202,23 @@ def _table(cards: Sequence[Card], *, alone: bool) -> Table:
     table = Table(box=None, pad_edge=False, show_header=not alone)
     table.add_column("", no_wrap=True)
     for card in cards:
-        table.add_column(
-            Text(card.name), min_width=CELL_WIDTH, justify="left" if alone else "right"
-        )
-    if alone:
-        table.add_column(style="dim", overflow="fold")
-    sections = dict(side_by_side(cards))
-    for section in sorted(sections, key=lambda name: name != "traits"):
-        shown = [row for row in sections[section] if not all(map(_is_plain, row[1]))]
-        if shown:
-            table.add_row(Text(f"\n{section}", style="bold"))
-        for name, answers in shown:
-            details = [Text(line.detail) for line in answers[:1] if alone and line]
-            table.add_row(Text(f"  {name}"), *map(_cell, answers), *details)
-    rows = [answers for lines in sections.values() for _, answers in lines]
-    plain = [answers for answers in rows if all(map(_is_plain, answers))]
-    if plain:
-        passes = [
-            sum(line.status == "pass" for line in lines if line)
-            for lines in zip(*plain, strict=True)
-        ]
-        marks = [Text(f"\n{count} pass", style=STYLES["pass"]) for count in passes]
-        hint = ["\nthe others do not apply; format=markdown lists all"] if alone else []
-        table.add_row(Text(f"\n{len(plain)} more lines"), *marks, *hint)
+        justify = "left" if alone else "right"
+        table.add_column(Text(card.name), min_width=CELL_WIDTH, justify=justify)
+    table.add_column(style="dim", overflow="fold")
+    found = [{line.name: line for line in card.lines} for card in cards]
+    for name in dict.fromkeys(name for lines in found for name in lines):
+        answers = [lines.get(name) for lines in found]
+        if any(line and (line.section == "traits" or line.status == "fail") for line in answers):
+            detail = Text(answers[0].detail if alone and answers[0] else "")
+            table.add_row(Text(name), *map(_cell, answers), detail)
+    held = [sum(line.status == "pass" for line in card.lines) for card in cards]
+    table.add_row(Text("\nlines of the contract that hold"), *(f"\n{count}" for count in held))
     return table
 
 
-def _is_plain(line: Answer | None) -> bool:
-    """True if the line need not be shown: skipped, or passed without a remark."""
-    if line is None or line.section == "traits":
-        return False
-    return line.status == "skipped" or (line.status == "pass" and not line.detail)
-
-
 def _cell(line: Answer | None) -> Text:
-    return Text(outcome(line), style=STYLES[line.status] if line else "dim")
+    if line is None or line.status == "skipped":
+        return Text("-", style="dim")
+    value = f"{line.value:,}" if isinstance(line.value, int) else str(line.value)
+    said = {"value": value, "fail": "FAIL", "pass": "pass"}[line.status]
+    return Text(said, style=STYLES[line.status])

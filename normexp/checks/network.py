@@ -1,74 +1,166 @@
-"""A built network under examination: its sites, and the few samples that it is probed on."""
+"""A built network under examination: its sites one by one, and the samples that it is probed on."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from normexp.batching.replicas import Batch, model_arguments
 from normexp.batching.sizes import Sizes
-from normexp.checks.probe import Probe, in_float64, is_foreign
-from normexp.checks.sites import (
-    PROBE_SAMPLES,
-    EnteredSite,
-    enter_sites,
-    expose_branches,
-    probe_batch,
-    shorten,
+from normexp.checks.probe import (
+    Probe,
+    after_many_steps,
+    fixed_draws,
+    in_float64,
+    source,
 )
+from normexp.config.spec import one_line
 from normexp.data.dataset import Data
-from normexp.norms.site import named_sites
+from normexp.errors import UserError
+from normexp.norms.site import Site, as_maps, input_and_mask, named_sites
+from normexp.records.sources import source_line_of
 
-MAX_ELEMENTS = 2**15  # that reach a network's sites, where many samples are probed
-MANY_SAMPLES = 13  # of foreign code, which may treat more than 8, or odd numbers, otherwise
+SHOWN_NAMES = 3  # sites that a message spells out
+PROBE_SAMPLES = 4
+SHORT_TEXT = 16  # positions
 NETWORK_CUTS = 4  # of a text, into before and after
 
 Value = TypeVar("Value")
 
 
-class Case(Protocol):
-    """A module with an input, which one question may ask of a norm, a site and a network."""
-
-    def probes(self, training: bool) -> Iterator[Probe]:
-        """Of each stage of a training in which it may answer otherwise."""
-        ...
-
-    def to_save(self) -> tuple[nn.Module, tuple[Tensor, ...]]:
-        """The module in training mode, and its inputs."""
-        ...
+def probe_batch(data: Data, num_samples: int) -> Batch:
+    """The first training samples, as a model receives them."""
+    batch = data.train.gather(torch.arange(min(num_samples, len(data.train))))
+    batch["inputs"] = data.model_inputs(batch["inputs"])
+    return batch
 
 
-@dataclass(frozen=True)
-class WholeNetwork:
-    """A network with a batch. A fault that it has, and no site, lies outside of its norms."""
+class SiteOnMaps(nn.Module):
+    """Adapts a site of any view to (N, C, P) -> (N, C, P)."""
 
-    module: nn.Module
-    batch: Batch
-    vocab_size: int | None
-    is_foreign: bool = False
+    def __init__(self, site: Site, positions: torch.Size) -> None:
+        super().__init__()
+        self.site = site
+        self.positions = positions
 
-    def probes(self, training: bool) -> Iterator[Probe]:
-        module, inputs = self.module.train(training), model_arguments(self.batch)
-        if self.is_foreign:
-            module, inputs = in_float64(module, *inputs) or (module, inputs)
-        yield Probe(
-            module,
-            *inputs,
-            vocab_size=self.vocab_size,
-            ways=1,
-            position_axis=1,
-            max_cuts=NETWORK_CUTS,
-            is_sensitive=self.is_foreign,
-        )
+    def forward(self, values: Tensor, mask: Tensor | None = None) -> Tensor:
+        shown = values.transpose(1, 2)
+        if self.site.view == "map":
+            shown = values.unflatten(-1, self.positions) if self.positions else values[..., 0]
+        return as_maps(self.site(shown, mask), self.site)
 
-    def to_save(self) -> tuple[nn.Module, tuple[Tensor, ...]]:
-        return self.module.train(), model_arguments(self.batch)
+
+@dataclass(eq=False)
+class EnteredSite:
+    """A site with the shape (N, C, P) and the mask (N, P) that reached it in a forward.
+
+    Attributes:
+        names: of this site and of all equal ones, which need no probe of their own; a name
+            repeats for each time that its site was entered.
+        is_frozen: the network keeps the site in evaluation mode while it trains.
+        writes_input: its forward changed the input in place.
+    """
+
+    names: list[str]
+    module: SiteOnMaps
+    shape: torch.Size
+    mask: Tensor | None
+    is_frozen: bool = False
+    writes_input: bool = False
+
+    def values(self) -> Tensor:
+        """Fixed random numbers (N, C, P) of either sign and magnitude 0.5 to 1.5."""
+        draws = source()
+        size = 0.5 + torch.rand(self.shape, generator=draws)
+        return size * (1 - 2 * torch.randint(2, self.shape, generator=draws))
+
+    @cached_property
+    def _wide(self) -> tuple[nn.Module, Tensor, float]:
+        return in_float64(self.module, self.values())
+
+    def probe(self, training: bool, *mask: Tensor) -> Probe:
+        """A probe of a copy, on `values`; in float64 where it computes so."""
+        module, x, tolerance = self._wide
+        module = copy.deepcopy(module).train(training and not self.is_frozen)
+        return Probe(module, (x, *mask), tolerance=tolerance)
+
+    def copied(self) -> nn.Module:
+        """A copy as it is while the network trains."""
+        return copy.deepcopy(self.module).train(not self.is_frozen)
+
+    @contextmanager
+    def naming_errors(self) -> Iterator[None]:
+        """Turns any exception into a UserError that names the site."""
+        try:
+            yield
+        except Exception as error:  # of foreign code, any kind
+            where = f"norm at {name_some(self.names)}"
+            raise _refusal(where, self.shape[0], error) from error
+
+    def later(self) -> list[EnteredSite]:
+        """The same site late in a training, if it counts steps and differs then."""
+        with self.naming_errors():
+            late = after_many_steps(self.copied(), self.values())
+        return [] if late is None else [replace(self, module=late)]
+
+
+def _refusal(where: str, num_samples: int, error: Exception) -> UserError:
+    """Of a norm that explains itself, or of code that fails on the few samples of a probe."""
+    if isinstance(error, UserError):
+        return UserError(f"{where}: {error}")
+    return UserError(f"probing the {where} on {num_samples} samples fails: {explain(error)}")
+
+
+def enter_sites(network: nn.Module, batch: Batch) -> list[EnteredSite]:
+    """The sites that a training forward on `batch` enters, in that order, per input shape.
+
+    Sites of one class, settings and shapes are one entry with several names.
+
+    Raises:
+        UserError: an error of a norm or the model, with the name of the site.
+    """
+    entered: dict[Any, EnteredSite] = {}
+    inside: list[tuple[str, EnteredSite, Tensor, Tensor]] = []
+
+    def enter(name: str, site: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+        x, mask = input_and_mask(args, kwargs)
+        shapes = [(key, value.shape) for key, value in site.state_dict().items()]
+        content = repr((type(site.norm), site, site.training, shapes, x.shape))
+        if content not in entered:
+            positions = x.shape[2:] if site.view == "map" else x.shape[1:2]
+            shape, module = as_maps(x, site).shape, SiteOnMaps(site, positions)
+            entered[content] = EnteredSite([], module, shape, mask, not site.training)
+        entered[content].names.append(name)
+        inside.append((name, entered[content], x, x.detach().clone()))
+
+    def leave(*_arguments: Any) -> None:
+        _name, site, x, before = inside.pop()
+        same = (x == before) | (before != before)  # NaN
+        site.writes_input |= not bool(same.all())
+
+    handles: list[Any] = []
+    for name, site in named_sites(network):
+        hook = partial(enter, name)
+        handles.append(site.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
+        handles.append(site.register_forward_hook(leave))
+    try:
+        Probe(network.train(), model_arguments(batch)).observe()
+    except Exception as error:  # of foreign code, any kind
+        if not inside and isinstance(error, UserError):
+            raise
+        where = f"norm at site {inside[-1][0]}" if inside else f"model {type(network).__name__}"
+        raise _refusal(where, len(batch["inputs"]), error) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return list(entered.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +177,7 @@ class BuiltNetwork:
     sizes: Sizes
     drop_last: bool
     allow_leak: bool = False
+    _answers: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def group_size(self) -> int:
@@ -101,8 +194,15 @@ class BuiltNetwork:
 
     @cached_property
     def short(self) -> Batch:
-        """The batch, with texts cut short."""
-        return shorten(self.exposed.train(), self.batch)
+        """The batch, with texts cut short if the model takes them so."""
+        if self.batch["inputs"].is_floating_point():
+            return self.batch
+        short = {n: v[:, :SHORT_TEXT] if v.ndim == 2 else v for n, v in self.batch.items()}
+        try:
+            Probe(self.exposed.train(), model_arguments(short)).observe()
+        except Exception:  # a model for one length
+            return self.batch
+        return short
 
     @cached_property
     def sites(self) -> list[EnteredSite]:
@@ -110,101 +210,55 @@ class BuiltNetwork:
 
     @cached_property
     def stages(self) -> list[EnteredSite]:
-        """The sites as they start and, where they differ then, as they are later in a training."""
-        return [*self.sites, *(stage for site in self.sites for stage in site.later())]
+        """The sites as they are at first, and as they are after their warm-up."""
+        return [stage for site in self.sites for stage in (site, *site.later())]
 
-    @cached_property
-    def crowded_stages(self) -> list[EnteredSite]:
-        """The stages on larger batches, up to that of a forward in training."""
-        sites = (site.crowded(self.sizes.micro) for site in self.stages)
-        return [site for site in sites if site is not None]
-
-    @cached_property
+    @property
     def elements_per_sample(self) -> int:
-        """The number of values per sample that reach the sites in a forward as in training.
+        """Values of one sample that reach all sites."""
+        values = sum(len(site.names) * site.shape.numel() for site in self.sites)
+        return values // len(self.batch["targets"])
 
-        Raises:
-            UserError: an error of a norm or the model, with the name of the site.
-        """
-        network = copy.deepcopy(self.network)
-        for _, site in named_sites(network):
-            site.norm_batch_size = self.sizes.norm_batch_size
-        batch = probe_batch(self.data, min(self.group_size, PROBE_SAMPLES))
-        sites = enter_sites(network, batch)
-        return sum(len(e.names) * e.shape.numel() for e in sites) // len(batch["targets"])
-
-    def whole(self, batch: Batch) -> WholeNetwork:
-        return WholeNetwork(self.exposed, batch, self.data.vocab_size, self.has_foreign_model)
-
-    @cached_property
-    def has_foreign_model(self) -> bool:
-        """True if a module outside of the norms is neither torch's nor ours."""
-        norms = {id(m) for _, site in named_sites(self.network) for m in site.norm.modules()}
-        return is_foreign(*(m for m in self.network.modules() if id(m) not in norms))
-
-    @cached_property
-    def is_foreign(self) -> bool:
-        """True if any module is neither torch's nor ours."""
-        return is_foreign(*self.network.modules())
+    def whole(self, batch: Batch, training: bool) -> Probe:
+        """A probe of all of it. A fault that it has, and no site, lies outside of its norms."""
+        return Probe(
+            *(self.exposed.train(training), model_arguments(batch)),
+            vocab_size=self.data.vocab_size,
+            position_axis=1,
+            max_cuts=NETWORK_CUTS,
+        )
 
     @cached_property
     def bare(self) -> BuiltNetwork:
         """The network with identities as norms, whose faults are those of the model."""
-        return replace(self, network=without_norms(self.network))
-
-    @cached_property
-    def many_samples(self) -> Batch:
-        """As many samples as a forward in training has, if the network is small enough."""
-        fitting = max(PROBE_SAMPLES, MAX_ELEMENTS // max(self.elements_per_sample, 1))
-        return shorten(self.exposed, probe_batch(self.data, min(self.sizes.micro, fitting)))
-
-    @property
-    def padded_batches(self) -> Iterator[Batch]:
-        """Batches with padding, if the data have any.
-
-        With foreign code also one of many rows, and one whose first row has no padding.
-        """
-        batch = padded_batch(self.data, PROBE_SAMPLES)
-        if batch is None:
-            return
-        yield batch
-        if self.is_foreign:
-            many = padded_batch(self.data, MANY_SAMPLES)
-            assert many is not None
-            yield many
-            mask = batch["mask"].clone()
-            mask[0] = True
-            yield {**batch, "mask": mask}
+        bare = copy.deepcopy(self.network)
+        for _, site in named_sites(bare):
+            site.norm, site.takes_mask = nn.Identity(), False
+        return replace(self, network=bare, _answers={})
 
     def once(self, ask: Callable[..., Value], *arguments: Any) -> Value:
         """The answer of ask(self, *arguments), computed once."""
-        answers = self._answers
-        if (ask, *arguments) not in answers:
-            answers[ask, *arguments] = ask(self, *arguments)
-        return answers[ask, *arguments]
-
-    @cached_property
-    def _answers(self) -> dict[Any, Any]:
-        return {}
+        if (ask, *arguments) not in self._answers:
+            self._answers[ask, *arguments] = ask(self, *arguments)
+        return self._answers[ask, *arguments]
 
 
-def without_norms(network: nn.Module) -> nn.Module:
-    """A copy with the identity at every site."""
-    bare = copy.deepcopy(network)
-    for _, site in named_sites(bare):
-        site.norm, site.takes_mask = nn.Identity(), False
-    return bare
+def expose_branches(network: nn.Module) -> nn.Module:
+    """A copy without parameters that are all zero, which would hide a branch from probes.
 
-
-def places_where(
-    ask: Callable[[EnteredSite, bool], Any], sites: Sequence[EnteredSite], *, training: bool
-) -> Iterator[EnteredSite]:
-    """The sites for which a question finds something. Raises UserError with the site's name."""
-    for site in sites:
-        with site.naming_errors():
-            is_such = ask(site, training)
-        if is_such:
-            yield site
+    All samples of a forward share statistics.
+    """
+    exposed = copy.deepcopy(network)
+    with fixed_draws(), torch.no_grad():
+        for _, site in named_sites(exposed):
+            site.norm_batch_size = None
+            for parameter in site.parameters():
+                if not parameter.any():
+                    parameter.fill_(1)  # a scale of zero hides all dependence
+        for parameter in exposed.parameters():
+            if not parameter.any():
+                parameter.normal_(std=0.1)
+    return exposed
 
 
 def smallest_group(sizes: Sizes, num_samples: int, *, drop_last: bool) -> int:
@@ -225,3 +279,16 @@ def padded_batch(data: Data, num_samples: int) -> Batch | None:
     order = order[mask[order].logical_not().any(dim=1)]
     places = torch.linspace(0, (len(order) - 1) / 2, num_samples).long()
     return data.train.gather(order[places])
+
+
+def explain(error: Exception) -> str:
+    """The message of an error; of foreign code also its type, file and line."""
+    return str(error) if isinstance(error, UserError) else one_line(error) + source_line_of(error)
+
+
+def name_some(names: Sequence[str]) -> str:
+    """`a, b, c and 6 more`, for messages."""
+    unique = list(dict.fromkeys(names))
+    shown = ", ".join(unique[:SHOWN_NAMES])
+    rest = len(unique) - SHOWN_NAMES
+    return f"{shown} and {rest} more" if rest > 0 else shown

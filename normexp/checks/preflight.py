@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from normexp.batching.sizes import Sizes
-from normexp.checks.asking import ask_network
-from normexp.checks.dependence import Reach
-from normexp.checks.network import BuiltNetwork
+from normexp.checks.network import BuiltNetwork, explain
 from normexp.checks.questions import OF_NETWORKS
+from normexp.checks.reading import OUTSIDE, Reach
 from normexp.data.dataset import Data
+from normexp.errors import UserError
+from normexp.records.sources import source_line_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -20,8 +25,8 @@ class Traits:
     """Properties of a built network, measured before its training; each is a row of the table.
 
     Attributes:
-        mixes_samples: in training, a sample's output or gradient, or the running state, depends on
-            other samples.
+        mixing: where, in training, a sample's output or gradient, or the running state, depends on
+            other samples; None if nowhere.
         mixes_samples_in_evaluation: a sample's output in evaluation depends on other samples.
         leak: where a later position moves an earlier output in evaluation; language models only.
         leaks_future_in_training: a later position moves an earlier output in training.
@@ -31,7 +36,7 @@ class Traits:
         reaches: the sites whose norm takes a statistic, and how far it reaches.
     """
 
-    mixes_samples: bool
+    mixing: str | None
     mixes_samples_in_evaluation: bool
     leak: str | None
     leaks_future_in_training: bool
@@ -39,6 +44,15 @@ class Traits:
     stacking_obstacle: str | None
     elements_per_sample: int
     reaches: Mapping[str, Reach]
+
+    @property
+    def mixes_samples(self) -> bool:
+        return self.mixing is not None
+
+    @property
+    def norms_mix_samples(self) -> bool:
+        """True if it is a norm that mixes them."""
+        return self.mixing not in (None, OUTSIDE)
 
     @property
     def leaks_future(self) -> bool:
@@ -60,9 +74,24 @@ def examine(
     """Probes a network on a few training samples, at the sizes of its training.
 
     Raises:
-        UserError: a forward fails, returns NaN or ignores its input; a statistic is over one value;
-            padding is read; a sequential state would be split; a language model reads the future,
-            unless `allow_leak`. Names the sites.
+        UserError: a forward fails or returns NaN; no norm has an effect; a statistic is over one
+            value; padding is read; a checkpoint would lack state; a sequential state would be
+            split; a language model reads the future, unless `allow_leak`. Names the sites.
     """
     built = BuiltNetwork(network, data, sizes, drop_last=drop_last, allow_leak=allow_leak)
-    return Traits(**ask_network(OF_NETWORKS, built))
+    traits: dict[str, Any] = {}
+    for question in OF_NETWORKS:
+        try:
+            reply = question.ask(built)
+        except Exception as error:
+            if isinstance(error, UserError) or not source_line_of(error):
+                raise  # a refusal, or a fault that is not of the user's code
+            raise UserError(f"probing the model fails: {explain(error)}") from error
+        if question.follows == "trait":
+            traits[question.name] = reply
+        elif reply is not None:
+            if question.follows == "refusal":
+                raise UserError(reply)
+            level = logging.WARNING if question.follows == "warning" else logging.INFO
+            logger.log(level, "%s", reply)
+    return Traits(**traits)

@@ -5,14 +5,90 @@ A new question is one row.
 
 from __future__ import annotations
 
-import operator
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, Literal
 
-from normexp.checks import agreement, behaviour, dependence, foreign, integrity
-from normexp.checks.asking import Question
-from normexp.checks.lone_norm import LoneNorm, Shape
-from normexp.checks.probe import MODES
-from normexp.norms.adapt import PROBED_DIMS
+from normexp.checks import contract, reading, traits, wiring
+from normexp.checks.network import BuiltNetwork, explain
+from normexp.checks.norm import Answer, LoneNorm, Reply, Shape, measured, mode_name, show, skipped
+from normexp.checks.probe import MODES, fixed_draws
+
+Section = Literal["contract", "traits"]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A row about a norm by itself: a line of its card.
+
+    Attributes:
+        ask: answers; the first line of its docstring is the question. It is called with the
+            `LoneNorm` or, if `shapes` is set, with one `NormCase` per shape, followed by true for
+            training and false for evaluation if `modes` is set.
+        shapes: the inputs (N, C, *) to ask about.
+        says: the answer over all shapes and modes. "fault": the first fault, else the first
+            answer. "works": the same, as yes or no. "moves", "same": the modes in which something
+            or nothing moves.
+    """
+
+    name: str
+    ask: Callable[..., Any]
+    section: Section = "contract"
+    shapes: Callable[[LoneNorm], Sequence[Shape]] | None = None
+    modes: tuple[bool, ...] = ()
+    says: Literal["fault", "works", "moves", "same"] = "fault"
+
+    def answer(self, norm: LoneNorm) -> Answer:
+        """The line of a card; an exception is a fault. Starts from a fixed random state."""
+        function = self.ask.func if isinstance(self.ask, partial) else self.ask
+        question = (function.__doc__ or "").partition("\n")[0]
+        with fixed_draws(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                found = (self._modes if self.says in ("moves", "same") else self._first)(norm)
+            except Exception as error:  # of foreign code, any kind
+                found = Answer(status="fail", detail=explain(error))
+                if norm.shapes and not norm.takes_float64:  # the line "dtype kept" says so
+                    found = skipped("asks in float64, in which the norm fails")
+        if self.says == "works" and found.status in ("pass", "fail"):
+            found = measured("yes" if found.status == "pass" else "no", found.detail)
+        elif self.section == "traits" and found.status == "fail":
+            found = skipped(found.detail)
+        return replace(found, section=self.section, name=self.name, question=question)
+
+    def _first(self, norm: LoneNorm) -> Answer:
+        if self.shapes is None:
+            reply: Reply = self.ask(norm)
+            fault = Answer(status="fail", detail=str(reply))
+            return fault if isinstance(reply, str) else reply or Answer()
+        shapes, first = self.shapes(norm), None
+        modes = [(training,) for training in self.modes] or [()]
+        for shape, mode in itertools.product(shapes, modes):
+            reply = self.ask(norm.at(shape), *mode)
+            if isinstance(reply, str):
+                said = ", ".join([reply, *map(mode_name, mode), show(shape)])
+                return Answer(status="fail", detail=said)
+            first = first or reply
+        return first or (Answer() if shapes else skipped("takes no input that can show this"))
+
+    def _modes(self, norm: LoneNorm) -> Answer:
+        """The value is "yes", "no" or a mode; the detail is where it moves."""
+        assert self.shapes is not None
+        shown: dict[bool, str] = {}
+        for training, shape in itertools.product(MODES, self.shapes(norm)):
+            reply: Reply = None if training in shown else self.ask(norm.at(shape), training)
+            if isinstance(reply, Answer):
+                return reply
+            if reply:
+                shown[training] = f"moves the {reply} {mode_name(training)}, {show(shape)}"
+        if not self.shapes(norm):
+            return skipped("takes no input that can show this")
+        modes = [mode for mode in MODES if (mode in shown) is (self.says == "moves")]
+        value = mode_name(modes[0]) if len(modes) == 1 else "yes" if modes else "no"
+        return measured(value, next(iter(shown.values()), ""))
 
 
 def every(norm: LoneNorm) -> list[Shape]:
@@ -27,138 +103,85 @@ def largest(norm: LoneNorm) -> list[Shape]:
     return list(norm.shapes[-1:])
 
 
-contract = partial(Question, follows="contract")
-trait = partial(Question, follows="traits")
-moves = partial(trait, says="moves")  # the modes in which something moves
-same = partial(trait, says="same")  # the modes in which nothing moves
-works = partial(Question, follows="compatibility")
-of_network = partial(Question, follows="trait")  # a field of `Traits`
-refuses = partial(Question, follows="refusal")
-warns = partial(Question, follows="warning")
+trait = partial(Question, section="traits")
+moves = partial(trait, says="moves")
+same = partial(trait, says="same", shapes=every)
+works = partial(trait, says="works")
 
-BY_SCALE = tuple(partial(operator.mul, factor) for factor in dependence.SCALES)
-BY_SHIFT = tuple(partial(operator.add, by) for by in dependence.SHIFTS)
-# Scaling all channels alike is a special case.
-BY_CHANNEL = (dependence.scaled_by_channel, *BY_SCALE)
-FINITE_ON = {
-    "finite on constants": lambda x: 0 * x + agreement.CONSTANT,
-    "finite at scale 1e-12": lambda x: 1e-12 * x,
-    "finite at scale 1e12": lambda x: 1e12 * x,
-}
-
-# Asked first of a norm by itself: which inputs does it take?
-INPUTS = (
-    contract("an input is taken", behaviour.takes_an_input),
-    *(contract(f"{n}-D inputs", partial(behaviour.takes_dims, n)) for n in PROBED_DIMS),
-    contract("finite outputs", behaviour.finite, shapes=every, modes=MODES),
-)
+BUILT = "can be built"  # answered by opening the norm
 OF_NORMS = (
-    contract("dtype kept", behaviour.keeps_dtype),
-    contract("any strides", behaviour.takes_any_strides, shapes=every, modes=MODES),
-    contract("input unchanged", behaviour.leaves_input_alone, shapes=every, modes=MODES),
-    contract("parameters made at once", behaviour.makes_parameters_at_once),
-    contract("gradient for every parameter", behaviour.reaches_parameters, shapes=largest),
-    contract("no graph kept", behaviour.holds_no_graph, shapes=smallest),
-    contract("buffers keep shape and dtype", behaviour.keeps_buffers, shapes=every, modes=MODES),
-    contract("state_dict round trip", integrity.unsaved_state, shapes=every),
-    contract("deterministic in evaluation", behaviour.is_deterministic, shapes=every),
-    contract("evaluation changes no state", behaviour.keeps_state_in_evaluation, shapes=smallest),
-    contract("running averages", behaviour.averages_as_torch, shapes=largest),
-    contract("evaluation by averages", behaviour.evaluates_by_averages, shapes=every),
-    contract("statistics wide in bfloat16", agreement.keeps_digits_in_half, shapes=every),
-    contract("gradient in training", agreement.gradient_is_right, shapes=every, modes=(True,)),
-    contract("gradient in evaluation", agreement.gradient_is_right, shapes=every, modes=(False,)),
-    contract("exact at mean 1e4", agreement.keeps_digits_far_from_zero, shapes=every),
-    *(
-        contract(name, partial(agreement.is_finite_on, transform), shapes=every, modes=MODES)
-        for name, transform in FINITE_ON.items()
-    ),
-    *(
-        contract(name, agreement.handles_few_values, shapes=shapes, modes=MODES)
-        for name, shapes in (
-            ("one sample", agreement.one_sample),
-            ("one position", agreement.one_position),
-            ("empty batch", agreement.no_sample),
-        )
-    ),
-    contract("no argument swallowed", behaviour.uses_arguments),
-    moves("mixes samples", dependence.mixes_samples, shapes=dependence.with_many_samples),
-    moves("pools channels", dependence.pools_channels, shapes=every),
-    moves("pools positions", dependence.pools_positions, shapes=dependence.with_positions),
-    moves("leaks the future", dependence.leaks_future, shapes=dependence.texts),
-    moves("reads padding", dependence.reads_masked, shapes=dependence.padded_text),
-    trait("channels_last kept", behaviour.keeps_channels_last, shapes=behaviour.own_maps),
-    trait(
-        "instance norm at one sample",
-        dependence.equals_instance_norm,
-        shapes=dependence.most_positions,
-    ),
-    trait("running state", dependence.has_running_state, shapes=largest),
-    *(
-        same(f"ignores {what}", partial(dependence.changes_output, changes), shapes=every)
-        for what, changes in (
-            ("input scale", BY_SCALE),
-            ("input shift", BY_SHIFT),
-            ("channel scales", BY_CHANNEL),
-        )
-    ),
-    same(
-        "ignores scale of weights", dependence.changes_with_weights, shapes=dependence.behind_layer
-    ),
-    trait("effect of eps x10, std 0.001", dependence.effect_of_eps, shapes=largest),
-    *(
-        trait(f"{name}, batch of {n}", ask, shapes=partial(dependence.batch_of, n))
-        for name, ask in (
-            ("output size", dependence.output_size),
-            ("train/eval gap", dependence.gap_between_modes),
-        )
-        for n in dependence.BATCHES
-    ),
-    works("torch.compile in training", agreement.compiles, shapes=largest, modes=(True,)),
-    works("torch.compile in evaluation", agreement.compiles, shapes=largest, modes=(False,)),
-    works("replicas under vmap", agreement.stacks, shapes=every),
-    works("ghost = accumulated", agreement.splits, shapes=agreement.batch_to_split),
-    works("state of a split step", agreement.state_of_split, shapes=agreement.batch_to_split),
-    works("float64", behaviour.computes_in_float64),
-    works("autocast to bfloat16", agreement.takes_autocast, shapes=every),
-    Question("bytes kept for backward", agreement.bytes_kept, "cost"),
+    Question("parameters made at once", contract.makes_parameters_at_once),
+    Question("shape kept", contract.keeps_shape),
+    Question("finite", contract.is_finite, shapes=every, modes=MODES),
+    Question("dtype kept", contract.keeps_dtype),
+    Question("any strides", contract.takes_any_strides, shapes=every, modes=MODES),
+    Question("gradient for every parameter", contract.reaches_parameters, shapes=largest),
+    Question("gradient", contract.gradient_is_right, shapes=every, modes=MODES),
+    Question("no graph kept", contract.holds_no_graph, shapes=smallest),
+    Question("buffers saved", contract.saves_state, shapes=every),
+    Question("deterministic in evaluation", contract.is_deterministic, shapes=every),
+    Question("evaluation changes no state", contract.keeps_state_in_evaluation, shapes=smallest),
+    Question("running averages", contract.averages_as_torch, shapes=largest),
+    Question("statistics wide in bfloat16", contract.keeps_digits_in_half, shapes=every),
+    moves("mixes samples", traits.mixes_samples, shapes=every),
+    moves("pools channels", traits.pools_channels, shapes=every),
+    moves("pools positions", traits.pools_positions, shapes=traits.with_positions),
+    moves("reads the future", traits.reads_future, shapes=traits.texts),
+    moves("reads padding", traits.reads_masked, shapes=traits.padded_text),
+    same("ignores input scale", partial(traits.changes_output, traits.SCALES)),
+    same("ignores input shift", partial(traits.changes_output, traits.SHIFTS)),
+    trait("running state", traits.has_running_state, shapes=largest),
+    trait("bytes kept for backward", traits.bytes_kept),
+    works("replicas under vmap", traits.stacks, shapes=every),
+    works("ghost = accumulated", traits.splits, shapes=traits.batch_to_split),
+    works("autocast to bfloat16", traits.takes_autocast, shapes=every),
 )
-# Of a network before its training, in this order: the first refusal ends it.
+CONTRACT = (BUILT, *(question.name for question in OF_NORMS if question.section == "contract"))
+
+
+@dataclass(frozen=True)
+class NetworkQuestion:
+    """A row about a network before its training.
+
+    Attributes:
+        name: of a field of `Traits` if a trait follows.
+        ask: returns the value of a trait, else a message for the user or None.
+    """
+
+    name: str
+    ask: Callable[[BuiltNetwork], Any]
+    follows: Literal["trait", "note", "warning", "refusal"] = "trait"
+
+
+refuses = partial(NetworkQuestion, follows="refusal")
+warns = partial(NetworkQuestion, follows="warning")
+
+# In this order: the first refusal ends it.
 OF_NETWORKS = (
-    of_network("elements_per_sample", operator.attrgetter("elements_per_sample")),
-    refuses("a norm site", integrity.lacks_sites),
-    refuses("effect of any norm", integrity.no_site_matters),
-    warns("effect of every norm", integrity.idle_sites),
-    warns("gradient for every parameter", integrity.untrained_parameters),
-    warns("every norm at a site", integrity.other_norms),
-    warns("parameters of each site", integrity.shared_modules),
-    refuses("mergeable state", integrity.splits_sequential_state),
-    warns("one use in a forward", integrity.state_of_several_uses),
-    of_network("reaches", dependence.reaches_of),
-    refuses("statistics over one value", dependence.statistics_over_one_value),
-    warns("statistics over few values", dependence.statistics_over_few_values),
-    refuses("outputs depend on inputs", integrity.every_output_is_the_same),
-    refuses("reads padding", dependence.padding_is_read),
-    Question("float64", foreign.runs_in_float32_alone, "note", only_foreign=True),
-    refuses("equal copies", foreign.copies_differ, only_foreign=True),
-    refuses("parameters of the network", foreign.parameters_outside, only_foreign=True),
-    warns("trained parameters", foreign.freezes_parameters, only_foreign=True),
-    refuses("input unchanged", foreign.input_written, only_foreign=True),
-    refuses("gradient of the input", foreign.input_gradient_is_missing, only_foreign=True),
-    warns("slope of the input", foreign.input_gradient_is_wrong, only_foreign=True),
-    warns("global random states", foreign.seeds_draws, only_foreign=True),
-    refuses("state_dict round trip", integrity.state_that_checkpoints_lack),
-    refuses("deterministic in evaluation", integrity.draws_in_evaluation),
-    of_network("leak", dependence.leak),
-    of_network("leaks_future_in_training", dependence.future_leaks_in_training),
-    refuses("leaks the future in evaluation", dependence.future_leaks_in_evaluation),
-    Question("leaks the future in training", dependence.future_leaks_in_training_alone, "note"),
-    of_network("draws_for_itself", integrity.draws_for_itself),
-    of_network("mixes_samples", dependence.samples_mix),
-    of_network("mixes_samples_in_evaluation", dependence.samples_mix_in_evaluation),
-    warns("mixes samples outside norms", dependence.samples_mix_outside_norms),
-    refuses("first axis of sub-batches", dependence.other_first_axis),
-    of_network("stacking_obstacle", integrity.stacking_obstacle),
+    NetworkQuestion("elements_per_sample", lambda network: network.elements_per_sample),
+    refuses("a norm site", wiring.lacks_sites),
+    refuses("effect of any norm", wiring.no_site_matters),
+    warns("effect of every norm", wiring.idle_sites),
+    warns("every norm at a site", wiring.other_norms),
+    refuses("parameters of the network", wiring.parameters_outside),
+    warns("gradient for every parameter", wiring.untrained_parameters),
+    refuses("input unchanged", wiring.input_written),
+    refuses("mergeable state", wiring.splits_sequential_state),
+    NetworkQuestion("reaches", lambda network: network.once(reading.reaches_of)),
+    refuses("statistics over one value", reading.statistics_over_one_value),
+    refuses("reads padding", reading.padding_is_read),
+    refuses("state saved", wiring.state_that_checkpoints_lack),
+    NetworkQuestion("leak", reading.leak),
+    NetworkQuestion("leaks_future_in_training", reading.future_leaks_in_training),
+    refuses("reads the future", reading.future_leaks_in_evaluation),
+    NetworkQuestion("reads the future in training", reading.future_leaks_in_training_alone, "note"),
+    NetworkQuestion("draws_for_itself", lambda network: network.once(wiring.draws_for_itself)),
+    NetworkQuestion("mixing", reading.mixing),
+    NetworkQuestion("mixes_samples_in_evaluation", reading.samples_mix_in_evaluation),
+    warns("mixes samples outside norms", reading.samples_mix_outside_norms),
+    NetworkQuestion("stacking_obstacle", wiring.stacking_obstacle),
 )
-QUESTIONS = INPUTS + OF_NORMS + OF_NETWORKS
-CONTRACT = tuple(question for question in QUESTIONS if question.follows == "contract")
+
+
+def ask_norm(questions: Iterable[Question], norm: LoneNorm) -> list[Answer]:
+    return [question.answer(norm) for question in questions]

@@ -14,13 +14,12 @@ from contextlib import contextmanager
 VARIABLES = (("WORLD_SIZE", "RANK", "RANK"), ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_ID"))
 
 
-def rank_among(num_processes: int) -> int | None:
-    """The rank of this process if torchrun or srun started `num_processes`; None otherwise."""
+def started_processes() -> tuple[int, int]:
+    """The rank of this process, and how many torchrun or srun has started; (0, 1) without them."""
     for size, index, proof in VARIABLES:
-        is_started = os.environ.get(size) == str(num_processes) and proof in os.environ
-        if num_processes > 1 and is_started and index in os.environ:
-            return int(os.environ[index])
-    return None
+        if proof in os.environ and index in os.environ:
+            return int(os.environ[index]), int(os.environ.get(size, 1))
+    return 0, 1
 
 
 @contextmanager

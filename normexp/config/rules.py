@@ -24,7 +24,6 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from normexp.batching.sizes import Sizes
-from normexp.config.process import rank_among
 from normexp.errors import UserError
 from normexp.norms.slots import Act, Conv, Placement
 
@@ -183,8 +182,6 @@ class Training(Slots):
     dry_run: Annotated[bool, PLACE]
     workers: Annotated[Index | None, PLACE]
     fail_fast: Annotated[bool, PLACE]
-    retry_failed: Annotated[bool, PLACE]
-    max_attempts: Annotated[Count, "attempts", PLACE]
     runs_dir: Annotated[Text, PLACE]
     data_dir: Annotated[Text, PLACE]
     eps: Annotated[float, Field(ge=0, le=1000)]
@@ -221,7 +218,7 @@ SLOT_KEYS = tuple(Slots.model_fields)
 # The keys of the entries without a config; conf/entries.yaml has their defaults and meanings.
 OPTIONS: dict[str, dict[str, Any]] = {
     "benchmark": {"reference": Text, "workloads": Names | None, "runs_dir": Text},
-    "check": {"part": Literal["all", "contract"], "format": Literal["table", "json", "markdown"]},
+    "check": {"part": Literal["all", "contract"], "format": Literal["table", "json"]},
     "evaluate": {
         "run": Text,
         "evaluate_with": Statistics | None,
@@ -236,7 +233,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "reference": Text | None,
         "watch": bool,
     },
-    "status": {"study": Name, "runs_dir": Text, "forget": Names | None},
+    "status": {"study": Name, "runs_dir": Text},
 }
 
 
@@ -325,16 +322,11 @@ def unknown_key(key: str, known: Iterable[str]) -> UserError:
 
 
 def _num_devices(trainer: Mapping[str, Any]) -> int:
-    """Devices on all nodes. Refuses several devices without a strategy or a process for each."""
+    """Devices on all nodes. Refuses several devices without a strategy."""
     devices, num_nodes = trainer["devices"], trainer["num_nodes"]
     if devices * num_nodes > 1 and trainer["strategy"] != "ddp":
         key = "devices" if devices > 1 else "num_nodes"
         raise UserError(f"trainer.{key}={trainer[key]}: several devices need trainer=ddp")
-    if num_nodes > 1 and rank_among(devices * num_nodes) is None:
-        raise UserError(
-            f"trainer.num_nodes={num_nodes}: start this line on every node with srun or torchrun, "
-            f"as {devices * num_nodes} processes in all"
-        )
     return devices * num_nodes
 
 

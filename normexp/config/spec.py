@@ -9,11 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from shlex import join
 from typing import Any
 
 from normexp.batching.sizes import SIZES
-from normexp.config.process import rank_among
+from normexp.config.process import started_processes
 from normexp.config.rules import in_identity, sees_validations
+from normexp.errors import UserError
 from normexp.norms.slots import SLOTS
 
 
@@ -186,23 +188,22 @@ def norm_of(config: Mapping[str, Any], name: str = "") -> NormSpec:
     return NormSpec(name, config["norm"], config["eps"], slots)
 
 
-def rank_for(cells: Sequence[CellSpec]) -> int | None:
-    """The rank of this process if torchrun or srun started several for these cells; else None."""
+def check_processes(cells: Sequence[CellSpec], words: Sequence[str]) -> None:
+    """Raises UserError unless torchrun or srun has started a process for each device of a cell."""
+    _, started = started_processes()
     for trainer in (cell.config["trainer"] for cell in cells if cell.config is not None):
         devices, num_nodes = trainer["devices"], trainer["num_nodes"]
-        if not (isinstance(devices, int) and isinstance(num_nodes, int)):
-            continue  # refused when the cell is validated
-        index = rank_among(devices * num_nodes)
-        if index is not None:
-            return index
-    return None
-
-
-def norm_and_data(cell: CellSpec) -> str:
-    """Norm and data of a cell, as in the closing table."""
-    if cell.config is None:
-        return cell.title
-    return f"{cell.choices['norm']} on {cell.choices['data']}"
+        if devices * num_nodes == started:
+            continue
+        nodes = f"--nnodes {num_nodes} " if num_nodes > 1 else ""
+        line = f"torchrun {nodes}--nproc-per-node {devices} -m normexp.train {join(words[1:])}"
+        raise UserError(
+            f"trainer.devices={devices}, trainer.num_nodes={num_nodes}: needs as many processes, "
+            f"and this command has {started}; "
+            + (f"type {line}" if devices * num_nodes > 1 else "drop torchrun or srun")
+        )
+    if started > 1 and len(cells) > 1:
+        raise UserError(f"{len(cells)} cells in one torchrun or srun: start one cell each")
 
 
 def title_of(cell: CellSpec) -> str:

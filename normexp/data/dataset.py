@@ -222,8 +222,8 @@ def _problems(data: Data) -> Iterator[str]:
             yield from _tensor_problems(f"{split}.tokens", part.tokens, torch.int64, size, limit)
         else:
             yield from _example_problems(data, split, part)
-    if data.vocab_size is None:
-        yield from _statistics_problems(data)
+    if data.vocab_size is None and len(data.input_shape) != 3:
+        yield f"input_shape={data.input_shape} of images must be (C, H, W)"
     if data.num_outputs < 2:
         named = f" ({data.class_names[0]})" if data.class_names else ""
         yield f"num_outputs={data.num_outputs}{named} leaves nothing to predict, must be 2 or more"
@@ -246,15 +246,6 @@ def _example_problems(data: Data, split: str, part: Examples) -> Iterator[str]:
         yield from _tensor_problems(f"{split}.mask", part.mask, torch.bool, shape)
         if not part.mask.any(dim=1).all():
             yield f"{split}.mask has a sample without a real token"
-
-
-def _statistics_problems(data: Data) -> Iterator[str]:
-    if len(data.input_shape) != 3:
-        yield f"input_shape={data.input_shape} of images must be (C, H, W)"
-    num_channels = data.input_shape[0]
-    for key, values in (("mean", data.mean), ("std", data.std)):
-        if values is None or len(values) != num_channels:
-            yield f"{key}={values} needs one value for each of {num_channels} channels"
 
 
 def _tensor_problems(

@@ -47,29 +47,15 @@ class Preprocessing:
         Raises:
             UserError: another shape, or values outside of their range.
         """
-        try:
-            raw = torch.as_tensor(images)
-        except (TypeError, ValueError, RuntimeError) as error:  # such as a name of a file
-            shape = str(tuple(self.input_shape))[1:]
-            raise UserError(
-                f"images are a {type(images).__name__}, must be a tensor or array (N, {shape}"
-            ) from error
+        raw = torch.as_tensor(images)
         raw = raw.unsqueeze(0) if raw.ndim == len(self.input_shape) else raw
-        wanted = tuple(self.input_shape)
-        if tuple(raw.shape[1:]) != wanted:
-            hint = ""
-            if raw.ndim == 4 and raw.shape[1] == wanted[0]:
-                hint = (
-                    "; resize them, as torch.nn.functional.interpolate(images, "
-                    f'{wanted[1:]}, mode="bilinear", antialias=True)'
-                )
-            raise UserError(f"images are {tuple(raw.shape)}, must be (N, {str(wanted)[1:]}{hint}")
         most = 1 if raw.is_floating_point() else 255
-        if raw.numel() and not (raw.min() >= 0 and raw.max() <= most):
-            low, high = raw.min().item(), raw.max().item()
+        in_range = not raw.numel() or (raw.min() >= 0 and raw.max() <= most)
+        if list(raw.shape[1:]) != list(self.input_shape) or not in_range:
             raise UserError(
-                f"images have values from {low:g} to {high:g}, must be whole numbers 0 to 255 or "
-                "floats 0 to 1, as they are before they are normalised"
+                f"images are {tuple(raw.shape)}: must be (N, C, H, W) with C, H, W = "
+                f"{', '.join(map(str, self.input_shape))}, of whole numbers 0 to 255 or floats 0 "
+                "to 1, as they are before they are normalised"
             )
         mean, std = (torch.tensor(value).view(-1, 1, 1) for value in (self.mean, self.std))
         return (raw.float() / most - mean) / std
@@ -84,15 +70,12 @@ class Prediction:
 
     @torch.no_grad()
     def __call__(self, images: Any) -> list[str]:
-        inputs = self.preprocessing.inputs(images)
-        first = next(self.network.parameters(), inputs)
+        parts = self.preprocessing.inputs(images).split(MOST_AT_ONCE)
+        weight = next(self.network.parameters())
         was_training = self.network.training
         self.network.eval()
-        try:
-            parts = inputs.to(first.device, first.dtype).split(MOST_AT_ONCE)
-            classes = [int(index) for part in parts for index in self.network(part).argmax(1)]
-        finally:
-            self.network.train(was_training)
+        classes = [i for part in parts for i in self.network(part.to(weight)).argmax(1).tolist()]
+        self.network.train(was_training)
         return [self.preprocessing.class_names[index] for index in classes]
 
 

@@ -25,12 +25,9 @@ def split_off_val(num_samples: int, val_fraction: float, split_seed: int) -> tup
     """
     num_val = round(num_samples * val_fraction)
     if not 0 < num_val < num_samples:
-        remedy = "try data.val_fraction=0.1"
-        if not 0 < round(num_samples * 0.1) < num_samples:
-            remedy = "give more samples" if num_samples < 2 else "try data.val_fraction=0.5"
         raise UserError(
             f"data.val_fraction={val_fraction} takes {num_val} of {num_samples} training samples "
-            f"for validation; {remedy}"
+            "for validation; try data.val_fraction=0.1, or give more samples"
         )
     order = torch.randperm(num_samples, generator=generator(split_seed, "split"))
     return order[num_val:].sort().values, order[:num_val].sort().values

@@ -23,11 +23,12 @@ CGROUP_LIMITS = (  # quota and period in microseconds: cgroups 2, then 1
 )
 
 
-def describe_environment(gpu: str | None = None) -> dict[str, Any]:
+def describe_environment(gpu: str | None = None, threads: int | None = None) -> dict[str, Any]:
     """Returns plain values for result.json; unknown ones are absent.
 
     Args:
-        gpu: name of the GPU; an argument because this package does not import torch.
+        gpu: its name; an argument because this package does not import torch.
+        threads: CPU threads of the training.
     """
     values = {
         "python": platform.python_version(),
@@ -35,6 +36,7 @@ def describe_environment(gpu: str | None = None) -> dict[str, Any]:
         "cpu": _cpu_model(),
         "cpu_count": usable_cores(),
         "gpu": gpu,
+        "threads": threads,
         **{name: _version(name) for name in DISTRIBUTIONS},
         "git_commit": git_commit(),
         "code_version": code_version(),

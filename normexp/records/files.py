@@ -16,6 +16,9 @@ from typing import Any, BinaryIO
 
 from normexp.errors import UserError
 
+WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+LEAST_FREE = 64 * 1024  # bytes; with less, torch's write errors mean a full disk
+
 
 @contextmanager
 def open_atomic(path: Path) -> Iterator[BinaryIO]:
@@ -78,7 +81,107 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-# Appended lines.
+@contextmanager
+def user_error_if_denied(path: Path, remedy: str) -> Iterator[None]:
+    """Turns an error for lack of permission into a UserError of one line."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        reason = os.strerror(error.errno)
+        raise UserError(f"{error.filename or path}: {reason}; {remedy}") from error
+
+
+def ensure_writable(directory: Path) -> None:
+    """Raises UserError if nothing can be written to a directory, or to its nearest parent."""
+    existing = directory.absolute()
+    try:
+        while not existing.exists():
+            existing = existing.parent
+        tempfile.TemporaryFile(dir=existing).close()  # has no name that others could see
+    except OSError as error:
+        raise UserError(
+            f"runs_dir={directory} cannot be written ({error.strerror}: {existing}); "
+            "try another folder with runs_dir=..."
+        ) from error
+
+
+# --- Locks ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def file_lock(path: Path) -> Iterator[bool]:
+    """Holds an exclusive lock by `flock` inside the block (Linux and macOS, not Windows).
+
+    Yields False, without waiting, if another holder has the lock. The kernel releases the lock when
+    its holder dies, so the file of a killed process locks nothing. A forked child shares the lock,
+    a spawned one does not. The file holds the holder's process id, and goes at the end.
+
+    Raises:
+        UserError: the file cannot be written, or its file system knows no locks.
+    """
+    descriptor = _open_locked(path, waits=False)
+    try:
+        if descriptor is not None:
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, str(os.getpid()).encode())
+        yield descriptor is not None
+    finally:
+        if descriptor is not None:
+            if _is_at(path, descriptor):
+                path.unlink()
+            os.close(descriptor)
+
+
+def holder_of(path: Path) -> int | None:
+    """The process that holds a lock at this moment; None if none does. Creates nothing."""
+    try:
+        with open(path) as file:
+            if _lock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB):
+                return None
+            return int(file.read() or 0)
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _open_locked(path: Path, *, waits: bool) -> int | None:
+    """The descriptor of a file that is there and locked; None if another process has the lock."""
+    while True:
+        with user_error_if_denied(path, "make it readable and writable"):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        is_locked = _lock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        if is_locked and _is_at(path, descriptor):
+            return descriptor
+        os.close(descriptor)
+        if not is_locked:
+            return None  # else its last holder removed the file, so this lock has no effect
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """True if the file at the path is the one that was opened."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in WITHOUT_LOCKS:
+            raise
+        raise UserError(
+            f"runs_dir is on a file system without flock ({error.strerror}), so two commands could "
+            "train the same run; take a local folder with runs_dir=..."
+        ) from error
+    return True
+
+
+# --- Appended lines -------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -88,9 +191,9 @@ def appending(path: Path) -> Iterator[list[str]]:
     Other writers wait meanwhile. A last line that a killed writer left incomplete is removed. After
     an OSError, such as a full disk, none of the lines is written.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+    descriptor = _open_locked(path, waits=True)
+    assert descriptor is not None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)  # released by close
         end = os.fstat(descriptor).st_size
         if end and os.pread(descriptor, 1, end - 1) != b"\n":
             end = os.pread(descriptor, end, 0).rfind(b"\n") + 1
@@ -114,137 +217,7 @@ def read_lines(path: Path) -> list[str]:
     return path.read_bytes().decode(errors="replace").split("\n")[:-1]
 
 
-# Permissions.
-
-
-def ensure_writable(directory: Path) -> None:
-    """Raises UserError if nothing can be written to a directory. Creates nothing.
-
-    If the directory does not exist, its nearest existing parent is tried.
-    """
-    existing = directory.absolute()
-    try:
-        while not existing.exists():
-            existing = existing.parent
-        tempfile.TemporaryFile(dir=existing).close()  # has no name that others could see
-    except OSError as error:
-        raise UserError(
-            f"runs_dir={directory} cannot be written ({error.strerror}: {existing}); "
-            "try another folder with runs_dir=..."
-        ) from error
-
-
-@contextmanager
-def user_error_if_denied(path: Path, remedy: str) -> Iterator[None]:
-    """Turns an error for lack of permission into a UserError of one line."""
-    try:
-        yield
-    except OSError as error:
-        if not is_denied(error):
-            raise
-        reason = os.strerror(error.errno or errno.EACCES)
-        raise UserError(f"{error.filename or path}: {reason}; {remedy}") from error
-
-
-def is_denied(error: OSError) -> bool:
-    """True for lack of permission and for a read-only file system."""
-    return error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
-
-
-# Locks.
-
-LOCK_REMEDY = (
-    "it is the lock of a cell: make it readable and writable, or remove it if nothing runs"
-)
-
-
-@contextmanager
-def file_lock(path: Path) -> Iterator[bool]:
-    """Holds an exclusive lock by `flock` inside the block (Linux and macOS, not Windows).
-
-    Yields False, without waiting, if another holder has the lock. The kernel releases the lock when
-    its holder dies, so the file of a killed process locks nothing. A forked child shares the lock,
-    a spawned one does not. The file holds the holder's process id, and goes at the end.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    while True:
-        with user_error_if_denied(path, LOCK_REMEDY):
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        is_free = _lock(descriptor, fcntl.LOCK_EX)
-        if not is_free or _is_current(path, descriptor):
-            break
-        os.close(descriptor)  # its last holder removed the file, so this lock has no effect
-    try:
-        if is_free:
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, str(os.getpid()).encode())
-        yield is_free
-    finally:
-        if is_free and _is_current(path, descriptor):
-            path.unlink()
-        os.close(descriptor)
-
-
-def _is_current(path: Path, descriptor: int) -> bool:
-    """True if the file at the path is still the one that was opened."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
-        return False
-
-
-def holder_of(path: Path) -> int | None:
-    """The process id in the file of a lock, for a message; None without one."""
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def is_held(path: Path) -> bool:
-    """True if a process holds the lock at this moment. Creates nothing.
-
-    Takes a shared lock for an instant; a process that tries to acquire then finds the lock held.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
-    try:
-        with user_error_if_denied(path, LOCK_REMEDY):
-            descriptor = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return False
-    try:
-        return not _lock(descriptor, fcntl.LOCK_SH)
-    finally:
-        os.close(descriptor)
-
-
-def _lock(descriptor: int, kind: int) -> bool:
-    """Locks without waiting; returns False if another process has the lock.
-
-    Raises:
-        UserError: the file system knows no locks.
-    """
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
-            raise
-        raise UserError(
-            f"runs_dir is on a file system without flock ({error.strerror}), so two commands could "
-            "train the same run; take a local folder with runs_dir=..."
-        ) from error
-    return True
-
-
-# A full disk.
-
-LEAST_FREE = 64 * 1024  # bytes; with less, torch's write errors mean a full disk
+# --- A full disk ----------------------------------------------------------------------------------
 
 
 def full_disk_message(error: BaseException, directory: Path | None) -> str | None:
@@ -252,9 +225,7 @@ def full_disk_message(error: BaseException, directory: Path | None) -> str | Non
     where = f" below {directory}" if directory is not None else ""
     message = f"the disk is full{where}: free some space, then run the same command to continue"
     chain: BaseException | None = error
-    seen: set[int] = set()
-    while chain is not None and id(chain) not in seen:
-        seen.add(id(chain))
+    while chain is not None:
         if isinstance(chain, OSError) and chain.errno in (errno.ENOSPC, errno.EDQUOT):
             return message
         chain = chain.__cause__ or chain.__context__

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -15,7 +15,7 @@ _cell: ContextVar[str] = ContextVar("cell", default="")
 
 @contextmanager
 def messages_about(cell: str) -> Iterator[None]:
-    """Messages logged inside the block are about a cell, see `CellFilter`."""
+    """Messages logged inside the block are about a cell, see `about`."""
     token = _cell.set(cell)
     try:
         yield
@@ -23,47 +23,19 @@ def messages_about(cell: str) -> Iterator[None]:
         _cell.reset(token)
 
 
-class CellFilter(logging.Filter):
-    """Notes the cell that a message is about, which may be "", as `record.cell`."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        vars(record).setdefault("cell", _cell.get())
-        return True
+def about() -> str:
+    """The cell that messages are about now; "" if none."""
+    return _cell.get()
 
 
 @contextmanager
 def collected_messages() -> Iterator[list[str]]:
     """Yields a list that receives every message logged inside the block."""
     messages: list[str] = []
-
-    class Collector(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.append(record.getMessage())
-
-    handler = Collector()
-    PACKAGE.addHandler(handler)
-    try:
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    with messages_to(handler, alone=False):
         yield messages
-    finally:
-        PACKAGE.removeHandler(handler)
-
-
-class OnceFilter(logging.Filter):
-    """Passes each message once, because the cells and runs of a command repeat many.
-
-    Args:
-        known: messages that are not passed at all.
-    """
-
-    def __init__(self, known: Iterable[str] = ()) -> None:
-        super().__init__()
-        self._known = set(known)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        is_new = message not in self._known
-        self._known.add(message)
-        return is_new
 
 
 @contextmanager
@@ -82,11 +54,16 @@ def messages_to(handler: logging.Handler, *, alone: bool = True) -> Iterator[Non
 
 
 @contextmanager
-def messages_to_stderr(known: Iterable[str] = ()) -> Iterator[None]:
-    """Prints each message once, on a line of stderr, except for those that are `known`."""
+def messages_to_stderr() -> Iterator[None]:
+    """Prints each message once, on a line of stderr."""
+    known: set[str] = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        return message not in known and known.add(message) is None
+
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    handler.addFilter(OnceFilter(known))
+    handler.addFilter(is_new)
     with messages_to(handler):
         yield
 

@@ -1,7 +1,4 @@
-"""The layout of a study: runs/<study>/<cell_id>/seed-<k>/ and stacks/<first>-<last>/.
-
-A stack that spans several cells has its folder in runs/<study>/stacks/<digest of its members>/.
-"""
+"""The layout of a study: runs/<study>/<cell_id>/seed-<k>/, and runs/<study>/stacks/<digest>/."""
 
 from __future__ import annotations
 
@@ -21,8 +18,10 @@ PREPROCESSING_FILE = "preprocessing.json"
 EVALUATION_FILE = "evaluation.json"
 SAMPLES_FILE = "samples.npz"
 CHECKPOINT_FILE = "last.ckpt"
-PROGRESS_FILE = "progress.json"  # step and total_steps, at the checkpoint
-MEMBERS_FILE = "members.json"
+STACKS = "stacks"  # the folders of those in training
+ATTEMPTS_FILE = "attempts.json"
+PROGRESS_FILE = "progress.json"  # step and total
+RESULTS_FILE = "results.json"  # of all runs of a stack
 LOG_FILE = "run.log"
 LOCK_FILE = ".lock"
 

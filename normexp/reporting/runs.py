@@ -15,7 +15,6 @@ import numpy as np
 from normexp.config.rules import format_count
 from normexp.errors import UserError
 from normexp.records.files import read_json
-from normexp.records.history import History, read_history
 from normexp.records.metrics import MetricRow, read_metrics
 from normexp.records.paths import (
     EVALUATION_FILE,
@@ -26,7 +25,7 @@ from normexp.records.paths import (
 )
 from normexp.records.result import Result, Status, read_result
 from normexp.records.samples import read_samples
-from normexp.records.state import refused_cells
+from normexp.records.study import read_study
 from normexp.reporting.metric import Metric, is_at_chance
 
 SEARCHED = ("", "-search")  # ends of the names of studies that hold the searches of a study
@@ -172,10 +171,10 @@ def read_studies(runs_dir: Path, names: Sequence[str]) -> Records:
 
 def _read_study(runs_dir: Path, name: str) -> Records:
     root = find_study(runs_dir, name)
-    history, search = (_history(runs_dir / f"{name}{end}") for end in SEARCHED)
+    study, search = (read_study(runs_dir / f"{name}{end}") for end in SEARCHED)
     refused = [
-        Refused(name, end.cell, end.title, f"{end.status}: {end.error}")
-        for end in refused_cells(root, history)
+        Refused(name, one.cell, one.title, f"refused: {one.error}")
+        for one in study.refusals.values()
     ]
     runs, problems, begun = [], [], {}
     for run_dir in list_runs(root):
@@ -193,17 +192,11 @@ def _read_study(runs_dir: Path, name: str) -> Records:
         if cell not in ended:
             problems.append(f"{cell.name}: {format_count(len(waiting), 'run')} begun, none ended")
     asked: dict[tuple[str, str], list[list[int]]] = {}
-    for command in sorted(history.commands, key=lambda command: command.time):
+    for command in study.commands:
         for cell in command.cells:
             asked.setdefault((name, cell), []).append(sorted(command.seeds_of(cell)))
-    keys = frozenset(k for one in (history, search) for s in one.searches.values() for k in s.keys)
+    keys = frozenset(k for one in (study, search) for s in one.searches for k in s.keys)
     return Records(runs, asked, {name: keys}, refused, problems)
-
-
-def _history(study: Path) -> History:
-    with suppress(UserError):  # a report is written without the history too
-        return read_history(study)
-    return History()
 
 
 def read_run(study: str, run_dir: Path) -> RunRow:

@@ -1,256 +1,231 @@
-"""What a training command prints at its end: results with their spread, and what to type next."""
+"""What training commands and status print: the states of cells, with results and their spread."""
 
 from __future__ import annotations
 
-import math
 import re
+import shlex
 import statistics
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from shlex import join, quote
 
-from normexp.config.outcome import Outcome
 from normexp.config.rules import format_count
-from normexp.config.spec import CellSpec, study_words
+from normexp.config.spec import split_shared_words, study_words
 from normexp.records.paths import LOG_FILE, seed_dir
-from normexp.records.result import DONE, Result, Status, values_of
+from normexp.records.result import ENDED, Result, Status, values_of
 from normexp.records.samples import count_samples
-from normexp.records.state import shared_words
+from normexp.records.study import STATES, CellState, CommandEntry, Study
 from normexp.reporting.metric import LOWER, chance_words, is_at_chance
 from normexp.reporting.terminal import Footnotes, open_console, text_table
 
 SHOWN = ("test/accuracy", "test/bits_per_byte", "test/loss", "val/accuracy", "val/bits_per_byte")
-STATUSES = (
-    *(Status.FINISHED, Status.SKIPPED, Status.DIVERGED, Status.REFUSED, Status.FAILED),
-    Status.STOPPED,
-)
-WIDE = 110  # terminal width from which the folder of each cell is shown
-# Norms to compare with: for images, and for language models (these do not read future tokens).
-OF_IMAGES = ("batch", "layer", "instance", "group")
-OF_LANGUAGE = ("batch", "layer", "causal_instance", "causal_group")
 MAIN = ("test/accuracy", "test/bits_per_byte", "test/loss")
+STATUSES = ("finished", "skipped", "diverged", "refused", "failed", "stopped")
+WIDE = 110  # terminal width from which the folder of each cell is shown
+ENTRIES = {"normexp-train": "python -m normexp.train", "normexp-tune": "python -m normexp.tune"}
 
 
-def print_summary(outcome: Outcome, words: Sequence[str]) -> None:
+def print_summary(state: CellState, words: Sequence[str]) -> None:
     """Prints the metrics of one cell over its seeds, its directory, and commands to type next.
 
     Args:
         words: the typed command, program first.
     """
-    if outcome.status is Status.FAILED:
-        print(f"failed: {outcome.error}", file=sys.stderr)
-    if outcome.status not in DONE:
+    for error in state.failures:
+        print(f"failed: {error}", file=sys.stderr)
+    console, ended = open_console(), [run for run in state.results if run.status in ENDED]
+    if not ended:
         return
-    console = open_console()
-    how = {Status.SKIPPED: "already recorded", Status.FINISHED: "trained"}
-    count = format_count(len(outcome.results), "seed")
-    console.out(f"\n{outcome.title}: {how[outcome.status]}, n = {count}")
-    if outcome.invalid:
-        console.out(f"INVALID, every number: {outcome.invalid}")
+    how = "already recorded" if state.was_over else "trained"
+    name = f"{ended[0].config['norm']} on {ended[0].config['data']}"
+    console.out(f"\n{name}: {how}, n = {format_count(len(ended), 'seed')}")
+    if state.invalid:
+        console.out(f"INVALID, every number: {state.invalid}")
     rows = []
-    for name in shown_metrics(outcome.results):
-        values = values_of(outcome.results, name)
+    for metric in _shown_metrics(ended):
+        values = values_of(ended, metric)
         spread = f"{statistics.stdev(values):.4f}" if len(values) > 1 else "-"
         mean, least, most = (f"{f(values):.4f}" for f in (statistics.mean, min, max))
-        stamp = " INVALID" if outcome.invalid else ""
-        rows.append([name + stamp, mean, spread, least, most, str(len(values))])
+        stamp = " INVALID" if state.invalid else ""
+        rows.append([metric + stamp, mean, spread, least, most, str(len(values))])
     if rows:  # unless all have diverged
         heads = ("metric", "mean", "sd over seeds", "lowest", "highest", "n")
         console.print(text_table(heads, rows))
-    for result in outcome.results:
-        if result.status == Status.DIVERGED:
-            console.out(f"seed {result.seed} diverged at step {result.diverged_at_step}")
-    for result in outcome.results:
-        if result.stopped:
-            console.out(f"seed {result.seed} ended at step {result.steps}: {result.stopped}")
-    seconds = max(result.timing.get("train_seconds", 0.0) for result in outcome.results)
-    steps = outcome.results[0].timing.get("step_ms", 0.0)
-    console.out(f"trained in {seconds:.1f} s, {steps:.2f} ms per step of the whole stack")
-    console.out(f"run directory: {outcome.directory}")
-    for note in notes_on(outcome):
+    for run in ended:
+        if run.status == Status.DIVERGED:
+            console.out(f"seed {run.seed} diverged at step {run.diverged_at_step}")
+        if run.stopped:
+            console.out(f"seed {run.seed} ended at step {run.steps}: {run.stopped}")
+    timing = ended[0].timing
+    seconds, step = timing.get("train_seconds", 0.0), timing.get("step_ms", 0.0)
+    console.out(f"trained in {seconds:.1f} s, {step:.2f} ms per step of the whole stack")
+    console.out(f"run directory: {state.directory}")
+    for note in _notes_on(state):
         console.out(note)
+    rest = [word for word in words[1:] if not word.startswith("norm=") and word != "-m"]
     console.out("next:")
-    for command in next_commands(outcome, words):
+    console.out(f"  python -m normexp.train -m norm=batch,group {shlex.join(rest)}".rstrip())
+    console.out("  python -m normexp.train --help")
+
+
+def print_closing_table(states: Sequence[CellState]) -> None:
+    """Prints a row per cell of a sweep, on a narrow terminal without the cells' folders."""
+    console, table, footnotes = open_console(), [], Footnotes()
+    names = {_main_metric(state.results) for state in states} - {""}
+    metric, has_place = names.pop() if len(names) == 1 else "", console.width >= WIDE
+    for state in states:
+        shown = footnotes.mark(_shown(state, in_header=metric))
+        count = len(values_of(state.results, _main_metric(state.results)))
+        table.append([state.status, state.title, shown, str(count or "")])
+        table[-1] += [state.id] * has_place
+    heads = ["status", "cell", metric or "result", "n", *["where"] * has_place]
+    console.print(text_table(heads, table))
+    footnotes.print(console)
+    counts = Counter(state.status for state in states)
+    console.out(", ".join(f"{counts[name]} {name}" for name in STATUSES if counts[name]))
+    for state in states:
+        for note in _notes_on(state):
+            console.print(f"{state.title}: {note}", markup=False)  # wrapped
+    for command in commands_to_look(states):
         console.out(f"  {command}")
 
 
-def notes_on(outcome: Outcome) -> list[str]:
+def commands_to_look(states: Sequence[CellState]) -> list[str]:
+    """Commands that show the log of a failure, the status and the report of the study."""
+    failed = [run for state in states for run in state.results if run.status is Status.FAILED]
+    folders = {state.id: state.directory for state in states if state.states and not state.refused}
+    logs = [seed_dir(folders[run.cell_id], run.seed) / LOG_FILE for run in failed[:1]]
+    where = [
+        shlex.join(study_words(study)) for study in sorted({f.parent for f in folders.values()})
+    ]
+    has_more = any(state.status in ("failed", "refused", "stopped") for state in states)
+    status = [f"python -m normexp.status {words}" for words in where] if has_more else []
+    return [
+        *(f"less {shlex.quote(str(log))}" for log in logs),
+        *status,
+        *(f"python -m normexp.report {words}" for words in where),
+    ]
+
+
+def _notes_on(state: CellState) -> list[str]:
     """Warnings about results: seeds no better than chance, or all runs diverged."""
-    notes, chance = [], outcome.description.get("chance_accuracy")
+    ended = [run for run in state.results if run.status in ENDED]
+    if not ended:
+        return []
+    config, notes = ended[0].config, []
+    chance = config.get("chance_accuracy")
     at_chance = [
         run
-        for run in outcome.results
-        if is_at_chance(run.metrics.get(MAIN[0]), chance, _num_samples(outcome, run))
+        for run in ended
+        if is_at_chance(
+            run.metrics.get(MAIN[0]), chance, count_samples(seed_dir(state.directory, run.seed))
+        )
     ]
-    if chance == 1 and values_of(outcome.results, MAIN[0]):
-        notes.append("the test split has one class, so every network is right")
     if chance is not None and at_chance:
-        words = chance_words(len(at_chance), len(outcome.results), chance)
-        notes.append(f"{words}: no better than always naming the most frequent class; {LOWER}")
-    if _status_of(outcome) is Status.DIVERGED:
-        lr = outcome.description["lr"]
-        notes.append(f"every run diverged; try a smaller lr than {lr:g}, such as lr={_below(lr)}")
+        notes.append(f"{chance_words(len(at_chance), len(ended), chance)}: {LOWER}")
+    if all(run.status is Status.DIVERGED for run in ended):
+        notes.append(f"every run diverged; try lr={min(config['lr'] / 10, 0.1):g}")
     return notes
 
 
-def _num_samples(outcome: Outcome, run: Result) -> int:
-    """Of the test split."""
-    return count_samples(seed_dir(outcome.directory, run.seed)) if outcome.directory else 0
-
-
-def _below(lr: float) -> str:
-    return f"{min(lr / 10, 0.1):g}"
-
-
-def shown_metrics(results: Sequence[Result]) -> list[str]:
+def _shown_metrics(results: Sequence[Result]) -> list[str]:
     """The metrics that get a row, each followed by its variants with other statistics (`@...`)."""
     names = {name for result in results for name in result.metrics}
     return [name for base in SHOWN for name in sorted(names) if name.partition("@")[0] == base]
 
 
-def next_commands(outcome: Outcome, words: Sequence[str]) -> list[str]:
-    """Commands that repeat the training with other norms and other norm batch sizes.
-
-    The sizes are the smallest above 1, a middle and the largest that divide a device's samples.
-
-    Args:
-        words: the typed command, program first; all is kept but the norm and its knobs.
-    """
-    description = outcome.description
-    kept = [word for word in words[1:] if not re.match(r"\+*norm[.=]|(-m|--multirun)$", word)]
-    knobs = [word for word in words if re.match(r"\+*norm\.(?!_target_)", word)]
-    paths = [re.fullmatch(r"norm(?:\._target_)?=(\w+(?:\.\w+)+)", word) for word in words]
-    names = [*(path[1] for path in paths if path), description["norm"]]
-    this_norm = [] if knobs else names[:1]  # a list of norms drops knobs
-    is_text = any("test/bits_per_byte" in result.metrics for result in outcome.results)
-    ours = OF_LANGUAGE if is_text else OF_IMAGES
-    norms = list(dict.fromkeys([*this_norm, *ours]))
-    lines = [[f"norm={','.join(norms)}", *kept]]
-    share = (description["micro_batch_size"] or description["batch_size"]) // description["devices"]
-    sizes = [size for size in range(2, share + 1) if share % size == 0]
-    if len(sizes) > 1:
-        rest = [word for word in kept if not word.startswith("norm_batch_size=")]
-        chosen = sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
-        values = ",".join(map(str, chosen))
-        lines.append([f"norm={ours[0]},{ours[-1]}", f"norm_batch_size={values}", *rest])
-    return [
-        *(f"python -m normexp.train -m {join(line)}" for line in lines),
-        "python -m normexp.train --help",
-    ]
+def _main_metric(results: Sequence[Result]) -> str:
+    return next((name for name in MAIN if values_of(results, name)), "")
 
 
-def print_closing_table(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> None:
-    """Prints a row per cell of a sweep; grid points that are one cell share a row.
-
-    On a narrow terminal without the cells' folders.
-    """
-    console = open_console()
-    rows = by_cell(cells, outcomes)
-    names = {_main_metric(outcome) for outcome in outcomes} - {""}
-    metric = names.pop() if len(names) == 1 else ""
-    has_place = console.width >= WIDE
-    table, footnotes = [], Footnotes()
-    has_sizes = any("norm_batch_size=" in cell.title for cell in cells)
-    for title, outcome in rows:
-        values = values_of(outcome.results, _main_metric(outcome))
-        if has_sizes and outcome.description.get("mixes_samples") is False:
-            title += " (any norm_batch_size: does not mix samples)"
-        shown, count = _shown(outcome, in_header=metric), len(values) if outcome.results else ""
-        row = [_status_of(outcome), title, footnotes.mark(shown), str(count)]
-        row += [outcome.cell_id] * has_place
-        table.append(row)
-    heads = ["status", "cell", metric or "result", "n", *["where"] * has_place]
-    console.print(text_table(heads, table))
-    footnotes.print(console)
-    counts = Counter(_status_of(outcome) for _, outcome in rows)
-    merged = f" (of {len(cells)} points of the grid, some are one cell)"
-    merged = merged if len(rows) < len(cells) else ""
-    console.out(", ".join(f"{counts[name]} {name}" for name in STATUSES if counts[name]) + merged)
-    for note in _notes_on_rows(rows):
-        console.print(note, markup=False)  # wrapped
-    for command in commands_to_look(outcomes):
-        console.out(f"  {command}")
-
-
-def _notes_on_rows(rows: Sequence[tuple[str, Outcome]]) -> list[str]:
-    """The warnings about the cells of a sweep, each with its cell.
-
-    Of cells that differ in the rate alone, a smaller one is advised once, unless one has trained.
-    """
-    notes, lowest, trained = list[str](), dict[str, float](), set[str]()
-    for title, outcome in rows:
-        rest = re.sub(r"(^| )lr=\S+", "", title).strip()
-        if _status_of(outcome) is Status.DIVERGED:
-            lowest[rest] = min(lowest.get(rest, math.inf), outcome.description["lr"])
-        else:
-            trained |= {rest} if outcome.results else set()
-            notes += [f"{title}: {note}" for note in notes_on(outcome)]
-    for rest, lr in lowest.items():
-        if rest not in trained:
-            cell = f"{rest}: " if rest else ""
-            notes.append(f"{cell}every run diverged, from lr={lr:g} up; try lr={_below(lr)}")
-    return notes
-
-
-def by_cell(cells: Sequence[CellSpec], outcomes: Sequence[Outcome]) -> list[tuple[str, Outcome]]:
-    """Each distinct cell of a command: the title of its grid points, and its outcome.
-
-    Points that share no word, as sizes without effect, have the title of the outcome. A cell that
-    the command trained for one of its points was not skipped.
-    """
-    rows: dict[tuple[str, str], tuple[list[str], Outcome]] = {}
-    for position, (cell, outcome) in enumerate(zip(cells, outcomes, strict=True)):
-        key = (str(outcome.directory), outcome.cell_id or str(position))
-        titles, known = rows.get(key, ([], outcome))
-        shown = outcome if known.status is Status.SKIPPED else known
-        rows[key] = ([*titles, cell.title], shown)
-    return [(shared_words(titles) or outcome.title, outcome) for titles, outcome in rows.values()]
-
-
-def _main_metric(outcome: Outcome) -> str:
-    return next((name for name in MAIN if values_of(outcome.results, name)), "")
-
-
-def _shown(outcome: Outcome, *, in_header: str) -> str:
+def _shown(state: CellState, *, in_header: str) -> str:
     """The main metric, or why it is missing."""
-    name = _main_metric(outcome)
-    values = values_of(outcome.results, name)
+    name = _main_metric(state.results)
+    values = values_of(state.results, name)
     label = "" if name == in_header else f"{name} "
     spread = f" (sd {statistics.stdev(values):.4f})" if len(values) > 1 else ""
     parts = [f"{label}{statistics.mean(values):.4f}{spread}"] if values else []
-    parts += [re.sub(r" \(see \S+\)$", "", outcome.error)] if outcome.error else []
-    diverged = [
-        run.diverged_at_step or 0 for run in outcome.results if run.status == Status.DIVERGED
-    ]
-    stopped = [run.steps for run in outcome.results if run.stopped]
-    for end, runs, steps in (
-        ("diverged", diverged, sorted(set(diverged))),
-        ("ended early", stopped, stopped),
-    ):
-        if runs:
-            where = ", ".join(map(str, steps))
-            parts.append(f"{len(runs)} of {len(outcome.results)} {end}, at step {where}")
+    parts += [state.refused] if state.refused else state.failures
+    if diverged := [run for run in state.results if run.status is Status.DIVERGED]:
+        steps = ", ".join(map(str, sorted({run.diverged_at_step or 0 for run in diverged})))
+        parts.append(f"{len(diverged)} of {len(state.results)} diverged, at step {steps}")
+    if stopped := [str(run.steps) for run in state.results if run.stopped]:
+        count = f"{len(stopped)} of {len(state.results)}"
+        parts.append(f"{count} ended early, at step {', '.join(stopped)}")
     shown = "; ".join(parts)
-    return f"INVALID {shown}" if outcome.invalid else shown
+    return f"INVALID {shown}" if state.invalid else shown
 
 
-def _status_of(outcome: Outcome) -> Status:
-    """The status of the outcome; `diverged` if all of its runs have diverged."""
-    ended = {run.status for run in outcome.results} - {Status.FAILED}
-    is_lost = outcome.status in DONE and ended == {Status.DIVERGED}
-    return Status.DIVERGED if is_lost else outcome.status
+# --- Status ---------------------------------------------------------------------------------------
 
 
-def commands_to_look(outcomes: Sequence[Outcome]) -> list[str]:
-    """Commands that show the log of each failure, the status and the report of the study."""
-    logs = [
-        f"less {quote(str(outcome.directory))}/stacks/*/{LOG_FILE}"
-        for outcome in outcomes
-        if outcome.status is Status.FAILED and outcome.directory is not None
+def print_status(study: Study) -> None:
+    """Prints a row per cell, the commands so far, and the command to type next."""
+    console, footnotes, cells = open_console(), Footnotes(), list(study.cells.values())
+    states = [state for state in STATES if study.runs[state]]
+    shared, titles = split_shared_words([cell.title for cell in cells])
+    rows = []
+    for cell, title in zip(cells, titles, strict=True):
+        counts = Counter(cell.states.values()) if not cell.refused else Counter[Status]()
+        notes = [f"refused: {cell.refused}"] if cell.refused else [*cell.failures, *_at_work(cell)]
+        shown = "; ".join(map(footnotes.mark, notes))
+        rows.append([title, *(str(counts[state] or "-") for state in states), shown])
+    caption = f"all with {shared}" if shared else None
+    console.print(text_table(["cell", *states, ""], rows, caption=caption, caption_justify="left"))
+    footnotes.print(console)
+    refused = sum(bool(cell.refused) for cell in cells)
+    can_train = format_count(len(cells) - refused, "cell")
+    total = f"{format_count(study.runs.total(), 'run')} of {can_train}"
+    counts = ", ".join(f"{study.runs[state]} {state}" for state in states)
+    end = f"; {format_count(refused, 'cell')} refused" if refused else ""
+    console.out(f"{study.directory}: {total}: {counts}{end}")
+    typed: dict[str, list[str]] = {}  # times of each command
+    for command in study.commands:
+        typed.setdefault(_as_typed(command, study), []).append(command.time)
+    console.out("commands so far:")
+    for line, times in typed.items():
+        more = f" (typed {len(times)} times)" if len(times) > 1 else ""
+        console.out(f"  {times[0]}  {line}{more}")
+    for line in _next(study):
+        console.out(line)
+
+
+def _at_work(cell: CellState) -> list[str]:
+    """The process that trains a cell, or where it was interrupted."""
+    steps = [f"step {stack.step} of {stack.total}" for stack in cell.stacks if stack.total]
+    if cell.process is not None:
+        return [", ".join([f"process {cell.process}", *steps])]
+    return [f"interrupted at {step}" for step in steps]
+
+
+def _next(study: Study) -> list[str]:
+    """The commands that finish the study, or that report on a finished one."""
+    if all(state in ENDED for state in study.runs):
+        return ["next:", f"  python -m normexp.report {shlex.join(study_words(study.directory))}"]
+    lacking = {
+        (cell.id, seed)
+        for cell in study.cells.values()
+        for seed, state in cell.states.items()
+        if state not in ENDED and not cell.refused
+    }
+    again = [
+        f"  {_as_typed(command, study)}"
+        for command in study.commands
+        if command.is_search
+        or any((cell, seed) in lacking for cell in command.cells for seed in command.seeds_of(cell))
     ]
-    studies = {outcome.directory.parent for outcome in outcomes if outcome.directory is not None}
-    where = [join(study_words(study)) for study in sorted(studies)]
-    has_more = any(outcome.status not in DONE for outcome in outcomes)
-    status = [f"python -m normexp.status {words}" for words in where] if has_more else []
-    return [*logs, *status, *(f"python -m normexp.report {words}" for words in where)]
+    running = study.runs[Status.RUNNING]
+    purpose = "running now; if that stops" if running else "to finish"
+    return [f"{purpose}, type again:", *dict.fromkeys(again)]
+
+
+def _as_typed(command: CommandEntry, study: Study) -> str:
+    """A recorded command, for the study's present folder and name."""
+    program, *words = command.command
+    kept = [word for word in words if not re.match(r"\+*(study|runs_dir)=", word)]
+    name = study.directory
+    if command.is_search:  # trials go to a study named after the report's
+        name = name.with_name(name.name.removesuffix("-search"))
+    if name.name != "default" or any(word.startswith("experiment=") for word in kept):
+        kept += study_words(name)
+    return f"{ENTRIES.get(program, program)} {shlex.join(kept)}"

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
-import shlex
 import statistics
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -16,10 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from normexp.config.rules import format_count
-from normexp.config.spec import split_shared_words, study_words
-from normexp.records.history import CommandEntry
-from normexp.records.result import Status
-from normexp.records.state import STATES, StudyStatus, commands_by_number, is_search
 
 if TYPE_CHECKING:
     from normexp.reporting.report import Report
@@ -63,7 +55,7 @@ class Footnotes:
         if len(text) <= SHORT:
             return text
         head, colon, rest = text.partition(": ")
-        if not colon or head not in (Status.REFUSED, Status.FAILED):
+        if not colon or head != "refused":
             head, rest = "", text
         if rest not in self._texts:
             self._texts.append(rest)
@@ -141,126 +133,3 @@ def _spread(contents: Contents, kind: str, name: str) -> str:
 
 
 # The status of a study
-
-
-def print_status(status: StudyStatus) -> None:
-    """Prints a row per cell, the commands so far, and the command to type next."""
-    console, runs = open_console(), status.runs
-    footnotes = Footnotes()
-    console.print(_status_table(status, footnotes))
-    footnotes.print(console)
-    counts = ", ".join(f"{runs[state]} {state}" for state in STATES if runs[state])
-    num_refused = sum(bool(cell.refused) for cell in status.cells)
-    refused = f"; {format_count(num_refused, 'cell')} refused" if num_refused else ""
-    total = f"{format_count(sum(runs.values()), 'run')} of {_count_cells(status)}"
-    console.out(f"{status.root}: {total}: {counts}{refused}")
-    if status.history.typed:
-        console.out("commands so far:")
-    for number, (command, *again) in commands_by_number(status.history).items():
-        mark = "forgotten: " if command.id in status.history.forgotten else ""
-        last = f" (typed {len(again) + 1} times, last at {again[-1].time})" if again else ""
-        console.out(f"  {number}  {command.time}  {mark}{_as_typed(command.command)}{last}")
-    if status.ignored:
-        count = format_count(len(status.ignored), "run")
-        console.out(f"only forgotten commands asked for {count}, which no report counts; remove")
-        console.out("these folders if nobody needs them, or type the command again to keep them:")
-    for folder in status.ignored:
-        console.out(f"  {folder}")
-    for line in _next(status):
-        console.out(line)
-
-
-def _count_cells(status: StudyStatus) -> str:
-    """`30 cells`, without those refused."""
-    return format_count(sum(not cell.refused for cell in status.cells), "cell")
-
-
-def _status_table(status: StudyStatus, footnotes: Footnotes) -> Table:
-    """A row per cell; what all titles share is the caption."""
-    states = [state for state in STATES if status.runs[state]]
-    named = [cell.title for cell in status.cells if cell.is_asked and not cell.refused]
-    shared, apart = split_shared_words(named)
-    short_titles = dict(zip(named, apart, strict=True))
-    rows = []
-    for cell in status.cells:
-        title = short_titles.get(cell.title, cell.title)
-        if cell.refused:
-            title = " ".join(w for w in title.split() if w not in shared.split()) or title
-        count = Counter(cell.states.values())
-        notes = [cell.refused, *cell.notes] if cell.refused else cell.notes
-        shown = "; ".join(map(footnotes.mark, notes))
-        rows.append([title, *(str(count[state] or "-") for state in states), shown])
-    caption = Text(f"all with {shared}") if shared else None
-    return text_table(["cell", *states, ""], rows, caption=caption, caption_justify="left")
-
-
-def _as_typed(command: Sequence[str]) -> str:
-    return " ".join([ENTRIES.get(command[0], command[0]), shlex.join(command[1:])])
-
-
-def _again(root: Path, command: CommandEntry, *, max_attempts: int | None) -> str:
-    """A recorded command, adapted to the study's present folder and name.
-
-    Args:
-        max_attempts: how often a run may fail; None keeps the typed value.
-    """
-    keys = "study|runs_dir" if max_attempts is None else "study|runs_dir|max_attempts|retry_failed"
-    typed = command.command
-    words = [word for word in typed if not re.match(rf"\+*({keys})=", word)]
-    name = root.name
-    if is_search(command) and not any(re.match(r"study=.*-search$", word) for word in typed):
-        name = name.removesuffix("-search")  # trials go to a study named after the report's
-    is_default = name == "default" and not any(word.startswith("experiment=") for word in typed)
-    words += study_words(root.with_name(name))[is_default:]
-    return _as_typed(words if max_attempts is None else [*words, f"max_attempts={max_attempts}"])
-
-
-def _next(status: StudyStatus) -> list[str]:
-    """The commands that finish the study, or that report on a finished one."""
-    if status.is_complete:
-        words = shlex.join(study_words(status.root))
-        refused = [cell.title for cell in status.cells if cell.refused]
-        lines = ["complete; next:", f"  python -m normexp.report {words}"]
-        if not refused:
-            return lines
-        return [
-            f"complete but for {format_count(len(refused), 'refused cell')}: {'; '.join(refused)}",
-            "correct the command, or drop them from the study:",
-            f"  python -m normexp.status {words} forget=REFUSED",
-            "next:",
-            *lines[1:],
-        ]
-    commands, purpose, tries = status.unfinished_commands(with_exhausted=False), "to finish", None
-    most = max((n for cell in status.cells for n in cell.attempts.values()), default=0)
-    if status.runs[Status.RUNNING]:
-        purpose = "running now; if that stops"
-    elif not commands and most:
-        commands, tries = status.unfinished_commands(with_exhausted=True), most + 1
-        purpose = "runs have failed as often as max_attempts allows; to try once more"
-    again = [
-        _again(status.root, command, max_attempts=tries)
-        for command in commands or status.history.commands
-    ]
-    if not again:
-        return ["incomplete, and study.jsonl holds no command to type again"]
-    lines = [f"{purpose}, type again:", *(f"  {line}" for line in dict.fromkeys(again))]
-    if purpose != "to finish":
-        return lines
-    return [*_what_is_left(status), *lines]
-
-
-def _what_is_left(status: StudyStatus) -> list[str]:
-    """What the same command does about failed runs and refused cells."""
-    lines = []
-    if failed := status.runs[Status.FAILED]:
-        most = max((command.max_attempts for command in status.history.commands), default=1)
-        lines.append(
-            f"{format_count(failed, 'failed run')}: tried again, up to max_attempts={most} times"
-        )
-    if refused := sum(bool(cell.refused) for cell in status.cells):
-        words = shlex.join(study_words(status.root))
-        lines.append(
-            f"{format_count(refused, 'refused cell')}: not trained unless the cause is corrected; "
-            f"python -m normexp.status {words} forget=REFUSED drops them"
-        )
-    return lines

@@ -10,7 +10,6 @@ from typing import Any
 
 from normexp.config.compose import compose_cell, compose_config, refuse_missing_targets
 from normexp.config.grid import is_searched, read_grid
-from normexp.config.process import rank_among
 from normexp.config.rules import KEYS, in_identity, join_or, validate_keys
 from normexp.config.space import Space, read_space
 from normexp.config.spec import CellSpec, Command, config_dir_words
@@ -123,12 +122,7 @@ def check_settings(config: Mapping[str, Any]) -> None:
     validate_keys(config, [key for key in KEYS if key.startswith("tune.")])
     validate_keys(config, ["seed", "replicas", "study", "runs_dir", "evaluate_with"])
     validate_keys(config, ["trainer.devices", "trainer.num_nodes"])
-    trainer, tune = config["trainer"], config["tune"]
-    if rank_among(trainer["devices"] * trainer["num_nodes"]) is not None:
-        raise UserError(
-            "a search starts the processes of each training itself: run normexp.tune without "
-            "srun or torchrun"
-        )
+    tune = config["tune"]
     metric = tune["metric"]
     name, at, statistics = (metric or VALIDATION[0]).partition("@")
     kind = statistics.rstrip("0123456789")  # batch32 is a kind of batch

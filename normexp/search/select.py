@@ -10,20 +10,21 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from normexp.config.outcome import Outcome
 from normexp.config.rules import in_identity
 from normexp.config.spec import CellSpec
 from normexp.errors import UserError
-from normexp.records.history import SearchEntry, append_entries, read_history
 from normexp.records.paths import seed_dir
-from normexp.records.result import DONE, Status
+from normexp.records.result import ENDED
 from normexp.records.samples import count_samples
+from normexp.records.study import CellState, SearchEntry, append_entry, read_entries
 from normexp.reporting.metric import Metric, choose_metric, describe_metric, format_interval
 from normexp.reporting.summary import commands_to_look
 from normexp.reporting.terminal import open_console, text_table
 from normexp.search.points import VALIDATION, Point, Search, words_of
 from normexp.stats.interval import mean
 from normexp.sweeps.sweep import raise_if_stopped, run_cells
+
+Train = Callable[[Sequence[CellSpec], Sequence[str]], list[CellState]]
 
 
 @dataclass
@@ -37,8 +38,8 @@ class SearchResult:
 
     search: Search
     cells: Sequence[CellSpec]
-    outcomes: Sequence[Outcome]
-    fresh: Outcome | None = None
+    outcomes: Sequence[CellState]
+    fresh: CellState | None = None
 
     @cached_property
     def metric(self) -> Metric:
@@ -65,14 +66,16 @@ class SearchResult:
         values = [
             (point, self.metric.mean_over(outcome.results))
             for point, outcome in zip(self.search.points, self.outcomes, strict=True)
-            if outcome.status in DONE
+            if _has_ended(outcome)
         ]
         known = [(point, value) for point, value in values if value != self.metric.worst]
         choose = max if self.metric.higher_is_better else min
         return choose(known, key=lambda pair: pair[1], default=None)
 
 
-Train = Callable[[Sequence[CellSpec], Sequence[str]], list[Outcome]]
+def _has_ended(state: CellState) -> bool:
+    """True if all runs of a cell finished or diverged."""
+    return bool(state.states) and all(one in ENDED for one in state.states.values())
 
 
 def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
@@ -90,14 +93,14 @@ def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
     if searches[0].base["dry_run"]:
         return run_cells([*flat, *map(_planned_report, searches)], words)
     outcomes = _train(flat, words, train)
-    if all(outcome.status is Status.REFUSED for outcome in outcomes):
-        raise UserError(outcomes[0].error)
+    if all(outcome.refused for outcome in outcomes):
+        raise UserError(outcomes[0].refused)
     ends = iter(outcomes)
     results = _distinct(
         SearchResult(search, cells_of_search, [next(ends) for _ in cells_of_search])
         for search, cells_of_search in zip(searches, points, strict=True)
     )
-    lost = any(outcome.status not in DONE for outcome in outcomes)
+    lost = not all(map(_has_ended, outcomes))
     if lost and searches[0].base["fail_fast"]:
         print("fail_fast: the search ends here, and no fresh seeds are trained", file=sys.stderr)
     else:
@@ -110,7 +113,7 @@ def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
         for result, outcome in zip(chosen, fresh, strict=True):
             result.fresh = outcome
     print_table(results)
-    reported = [result.fresh is not None and result.fresh.status in DONE for result in results]
+    reported = [result.fresh is not None and _has_ended(result.fresh) for result in results]
     return 1 if lost or not all(reported) else 0
 
 
@@ -121,17 +124,18 @@ def _planned_report(search: Search) -> CellSpec:
     return replace(next(begun, cells[0]), title=f"{search.title} at its best point, fresh seeds")
 
 
-def _train(cells: Sequence[CellSpec], words: Sequence[str], train: Train) -> list[Outcome]:
-    outcomes = train(cells, words)
-    raise_if_stopped(cells, outcomes)
-    return outcomes
+def _train(cells: Sequence[CellSpec], words: Sequence[str], train: Train) -> list[CellState]:
+    """The state of each cell; points that are one cell have the same."""
+    states = {state.id: state for state in train(cells, words)}
+    raise_if_stopped(cells, [*states.values()])
+    return [states[cell.id] for cell in cells]
 
 
 def _distinct(results: Iterable[SearchResult]) -> list[SearchResult]:
     """Drops results with the same cells as an earlier one, as for sizes without effect."""
     distinct: dict[tuple[str, ...], SearchResult] = {}
     for result in results:
-        ids = [outcome.cell_id or result.search.title for outcome in result.outcomes]
+        ids = [outcome.id for outcome in result.outcomes]
         distinct.setdefault(tuple(ids), result)
     return list(distinct.values())
 
@@ -142,11 +146,11 @@ def _record(results: Sequence[SearchResult]) -> None:
         base, search = result.search.base, result.search
         keys = {word: re.split("[/@=]", word.lstrip("+~"))[0] for word in search.fixed}
         words = [w for w, key in keys.items() if in_identity(key) or key == "experiment"]
-        cells = [outcome.cell_id for outcome in result.outcomes if outcome.status in DONE]
+        cells = [outcome.id for outcome in result.outcomes if _has_ended(outcome)]
         entry = SearchEntry(search.title, words, list(search.space.keys), result.metric.name, cells)
         study_dir = Path(base["runs_dir"]) / search.study
-        if cells and entry not in read_history(study_dir).searches.values():
-            append_entries(study_dir, [entry])
+        if cells and entry not in read_entries(study_dir):
+            append_entry(study_dir, entry)
 
 
 def print_table(results: Sequence[SearchResult]) -> None:
@@ -159,7 +163,7 @@ def print_table(results: Sequence[SearchResult]) -> None:
     console.print(text_table(heads, rows))
     warnings = [line for result in results for line in _warnings(result)]
     best = [f"  {result.search.command(result.best[0])}" for result in results if result.best]
-    fresh = [result.fresh for result in results if result.fresh and result.fresh.status in DONE]
+    fresh = [result.fresh for result in results if result.fresh and _has_ended(result.fresh)]
     for line in [*warnings, *(["to repeat the best:", *best] if best else [])]:
         console.out(line)
     if fresh:
@@ -170,7 +174,7 @@ def print_table(results: Sequence[SearchResult]) -> None:
 
 def _cells(result: SearchResult) -> list[str]:
     counts = Counter(outcome.status for outcome in result.outcomes)
-    lost = [f"{count} {status}" for status, count in counts.items() if status not in DONE]
+    lost = [f"{counts[name]} {name}" for name in ("failed", "refused") if counts[name]]
     count = ", ".join([str(len(result.outcomes)), *lost])
     if result.best is None:
         return ["none finished", count, "-", "-", "0"]
@@ -182,8 +186,8 @@ def _cells(result: SearchResult) -> list[str]:
 def _fresh(result: SearchResult) -> list[str]:
     """The main metric over the fresh seeds, and their number."""
     outcome = result.fresh
-    if outcome is None or outcome.status not in DONE:
-        return [outcome.error if outcome is not None else "-", "0"]
+    if outcome is None or not _has_ended(outcome):
+        return ["; ".join(outcome.failures) if outcome is not None else "-", "0"]
     name = choose_metric({name for run in outcome.results for name in run.metrics}, None)
     if name is None:
         return ["all diverged", "0"]
@@ -192,7 +196,7 @@ def _fresh(result: SearchResult) -> list[str]:
     finished = [run for run in runs if run.status == "finished" and name in run.metrics]
     values = [metric.scale * run.metrics[name] for run in finished]
     step = None
-    if name == "test/accuracy" and outcome.directory is not None:  # as in the report
+    if name == "test/accuracy":  # as in the report
         counts = (count_samples(seed_dir(outcome.directory, run.seed)) for run in finished)
         num_samples = max(counts, default=0)
         step = metric.scale / num_samples if num_samples else None
@@ -213,7 +217,7 @@ def _warnings(result: SearchResult) -> list[str]:
         f"{search.title}: study={study} also has runs at {' '.join(words_of(other))}, another "
         "point of this search; the result above does not include them"
         for other, outcome in zip(search.points, result.outcomes, strict=True)
-        if other != point and outcome.cell_id and (folder / outcome.cell_id).is_dir()
+        if other != point and (folder / outcome.id).is_dir()
     ]
     return others + [
         f"{search.title}: the best {dimension.key}={point[dimension.key]} lies at the edge of what "

@@ -1,293 +1,157 @@
-"""A worker: walks the cells of a command and trains each stack whose locks are free.
+"""A worker: walks the stacks of a command, takes the first that is free, trains it, commits it.
 
-Nothing is assigned. Every worker of every command walks the same list: it skips what is recorded,
-refused or busy, takes the first stack that it can lock, trains and records it, and walks again. A
-walk that finds nothing left to do is the last. A command without worker processes runs the same
-loop itself.
+Workers of this command, of another terminal and of a launcher's job do the same, and learn from the
+files of the study what is left.
 """
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import os
+import signal
 import sys
+import tempfile
+import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
+from multiprocessing import connection, parent_process, resource_tracker
+from multiprocessing.connection import Connection
+from pathlib import Path
 
-from normexp.config.outcome import Outcome, missing_seeds, recorded_outcome
+from normexp.cells.stack import MOST_RUNS, Stack, cut_stacks
 from normexp.config.process import importing_torch
-from normexp.config.spec import CellSpec, norm_and_data, one_line
-from normexp.errors import UserError
-from normexp.records.files import full_disk_message, holder_of, is_held
-from normexp.records.logs import messages_about
+from normexp.config.spec import CellSpec, one_line
+from normexp.errors import FAILED, INTERRUPTED, Halted, UserError
+from normexp.records.files import holder_of
+from normexp.records.logs import about, messages_about, messages_to
 from normexp.records.paths import LOCK_FILE
-from normexp.records.result import Status
-from normexp.records.stacks import StackRecord
+from normexp.records.study import CellState, CommandEntry, read_cell, read_stacks, refused_by
 from normexp.sweeps.machine import WorkerSlot
-from normexp.sweeps.walk import Positions, Walk, failed_outcome
 from normexp.training.stopping import Interrupted, StopRequest, TrainingControl
 
 logger = logging.getLogger(__name__)
 
-TICK = 0.5  # seconds between walks while other processes train, or this worker's slot is taken
+SPAWN = multiprocessing.get_context("spawn")  # a fork would share torch's threads and locks
+TICK = 0.2  # seconds between two walks that found nothing free
 
 
 @dataclass(frozen=True)
-class WorkerReady:
-    """The worker has imported everything."""
-
-
-@dataclass(frozen=True)
-class StackTaken:
-    """The worker prepares cells that may be one stack."""
-
-    positions: Positions
-
-
-@dataclass(frozen=True)
-class StackBegan:
-    """A stack of these cells begins to train."""
-
-    record: StackRecord
-
-
-@dataclass(frozen=True)
-class StepsDone:
-    """The optimizer steps that the stack in training has done."""
-
-    done: int
-    total: int
-
-
-@dataclass(frozen=True)
-class StackEnded:
-    """The worker has left the cells that it took; the outcome of each that has one."""
-
-    outcomes: dict[int, Outcome]  # by position
-
-
-@dataclass(frozen=True)
-class WorkerWaits:
-    """Other processes train all that is left; one of them, and the cell that it trains."""
-
-    holder: int | None
-    cell_id: str
-
-
-@dataclass(frozen=True)
-class WalkEnded:
-    """The worker found nothing left to do."""
-
-
-Event = (
-    WorkerReady
-    | StackTaken
-    | StackBegan
-    | StepsDone
-    | StackEnded
-    | WorkerWaits
-    | WalkEnded
-    | logging.LogRecord
-)
-
-
-Report = Callable[[Event], None]
-
-
-class WorkerState:
-    """What a sweep knows of a worker, which is a process of its own or this process.
+class Job:
+    """What a command asks of its workers.
 
     Attributes:
-        is_ready: it has imported everything.
-        has_ended: it found nothing left to do.
-        taken: the positions of the cells that it prepares or trains; () while idle.
-        stack: the last stack of these cells that began to train.
-        steps: of that stack: done, and in all.
-        since: when it took the cells.
+        cells: that compose.
+        commands: its line in each study.
+        most: runs in a stack.
     """
 
-    def __init__(self) -> None:
-        self.is_ready = self.has_ended = False
-        self.take(())
+    cells: Sequence[CellSpec]
+    commands: Mapping[Path, CommandEntry]
+    most: int = MOST_RUNS
 
-    def take(self, positions: Positions) -> None:
-        self.taken = positions
-        self.stack: StackRecord | None = None
-        self.steps: tuple[int, int] = (0, 0)
-        self.since = time.monotonic()
+    @cached_property
+    def stacks(self) -> list[Stack]:
+        return cut_stacks(self.cells, self.most)
+
+    def refused(self) -> dict[Path, dict[str, str]]:
+        """Why cells of each study were refused, by their ids."""
+        return {study: refused_by(study, command.id) for study, command in self.commands.items()}
+
+    def left(self) -> list[Stack]:
+        """The stacks with runs that lack a result, in order."""
+        refused = self.refused()
+        return [
+            part
+            for stack in self.stacks
+            if stack.left(refused[stack.study_dir])
+            for part in stack.parts()
+            if part.left(refused[stack.study_dir])
+        ]
+
+    def states(self) -> list[CellState]:
+        """The state of each cell, of the runs that the command asks for."""
+        refused = self.refused()
+        stacks = {study: read_stacks(study) for study in self.commands}
+        return [
+            read_cell(study, cell.id, cell.title, cell.seeds, stacks[study], error)
+            for cell in self.cells
+            for study in [cell.directory.parent]
+            for error in [refused[study].get(cell.id, "")]
+        ]
 
 
 def work(
-    walk: Walk, slot: WorkerSlot, report: Report, stop: StopRequest, *, shows_bar: bool = False
-) -> bool:
-    """Walks until nothing is left to do, a stop is requested, or a failure may affect the next.
-
-    Returns:
-        True if nothing is left to do.
+    job: Job,
+    slot: WorkerSlot,
+    control: TrainingControl,
+    after: Callable[[], None] = lambda: None,
+) -> None:
+    """Walks until nothing is left, or a stop is requested.
 
     Args:
-        report: called with each event.
-        shows_bar: show a progress bar instead of reporting `StepsDone`.
+        after: called after each walk.
+
+    Raises:
+        Halted: nothing more can be trained in this process.
     """
-    on_steps = None if shows_bar else lambda done, total: report(StepsDone(done, total))
-    control = TrainingControl(stop, on_steps)
-    was_busy: set[Positions] = set()  # during the last walk
-    has_said = False  # that it waits
-    while not stop.requested and not walk.is_over:
-        busy, has_taken = set(), False
+    from normexp.cells.run import train_stack
+
+    told: set[str] = set()
+    while not control.stop.requested and (left := job.left()):
+        has_trained = False
         with slot.claim() as is_free:
-            if not is_free and not has_said:
-                has_said = True
-                _refuse_mistakes(walk, report, stop)
-                if walk.is_over or stop.requested:
-                    return True
-                logger.info(
-                    "waiting, as with any number of workers: other commands use every core or GPU "
-                    "of this machine (%s); workers=0 does not wait",
-                    "; ".join(slot.commands()),
-                )
-            for cells in walk if is_free else ():
-                positions = tuple(cells)
-                if _are_busy(cells.values()):
-                    busy.add(positions)
-                # If its process has just ended, that process's command first records how.
-                elif positions not in was_busy:
-                    has_taken = True
-                    report(StackTaken(positions))
-                    outcomes = _train(walk, cells, report, control)
-                    report(StackEnded(outcomes))
-                    if _may_affect_next(outcomes.values()):
-                        return False
+            for stack in left if is_free else ():
+                try:
+                    with messages_about(_title(stack)):
+                        has_trained = train_stack(stack, job.commands[stack.study_dir], control)
+                except Interrupted:
+                    return
+                except UserError as error:  # a record that cannot be read or written
+                    raise Halted(str(error)) from error
+                if has_trained:
                     break
-        was_busy = busy
-        if not has_taken:
-            _report_busy(walk, busy, report)
+        after()
+        if not has_trained:
+            why = _why_waiting(left, slot, is_free=is_free)
+            if why and why not in told:
+                logger.info(why)
+                told.add(why)
             time.sleep(TICK)
-    return walk.is_over
 
 
-def _refuse_mistakes(walk: Walk, report: Report, stop: StopRequest) -> None:
-    """Builds what is left, so that a mistake is refused before it waits for a core.
-
-    Not where the user's own files are loaded, which a training notes as it loads them.
-    """
-    from normexp.cells.cell import check_cell
-
-    for cells in walk:
-        for position, cell in cells.items():
-            if cell.sources or stop.requested:
-                continue
-            try:
-                check_cell(cell)
-            except Exception as error:  # user code may raise anything
-                report(StackEnded({position: _record_error(error, cell, walk)}))
+def _title(stack: Stack) -> str:
+    first, *others = stack.specs
+    return f"{first.title} and {len(others)} more" if others else first.title
 
 
-def _are_busy(cells: Iterable[CellSpec]) -> bool:
-    """True if another process trains one of the cells."""
-    with suppress(UserError, OSError):  # a lock that cannot be read, which `run_task` refuses
-        return any(is_held(cell.directory / LOCK_FILE) for cell in cells)
-    return False
+def _why_waiting(left: Sequence[Stack], slot: WorkerSlot, *, is_free: bool) -> str:
+    if not is_free:
+        commands = "; ".join(slot.commands())
+        return (
+            f"workers=0 would train at once; this waits until another command ends: {commands}"
+            if commands
+            else ""
+        )
+    for spec in (spec for stack in left for spec in stack.specs):
+        holder = holder_of(spec.directory / LOCK_FILE)
+        parents = os.getpid(), os.getppid()
+        if holder is not None and not {holder, _parent_of(holder)}.intersection(parents):
+            return f"waiting for process {holder}, which trains {spec.title or spec.id}"
+    return ""
 
 
-def _report_busy(walk: Walk, busy: Collection[Positions], report: Report) -> None:
-    """Names one of the processes that train what is left."""
-    for position in (position for positions in busy for position in positions):
-        cell = walk.log.cells[position]
-        if (holder := holder_of(cell.directory / LOCK_FILE)) is not None:
-            report(WorkerWaits(holder, cell.id))
-            return
-
-
-def _train(
-    walk: Walk, cells: Mapping[int, CellSpec], report: Report, control: TrainingControl
-) -> dict[int, Outcome]:
-    """Trains cells as one stack if they can; returns the outcomes of those that have ended.
-
-    Args:
-        cells: by position.
-    """
-    from normexp.cells.run import Busy, run_task
-
-    def begin(record: StackRecord) -> None:
-        walk.log.begin(next(iter(cells.values())).directory.parent)
-        report(StackBegan(record))
-
-    started = time.monotonic()
-    missing = {position for position, cell in cells.items() if _lacks(cell)}
+def _parent_of(process: int) -> int:
+    """Of the workers of one command, which do not wait for each other in words."""
     try:
-        with messages_about(_name(cells.values())):
-            errors = run_task([*cells.values()], begin, control)
-        status = Status.FINISHED
-    except Busy:  # another process was faster
-        return {}
-    except Interrupted:
-        errors, status = {}, Status.STOPPED
-    except Exception as error:  # user code may raise anything, and the other cells go on
-        if len(cells) > 1 and full_disk_message(error, None) is None:  # one of them is at fault
-            outcomes = {}
-            for position, cell in cells.items():
-                outcomes |= _train(walk, {position: cell}, report, control)
-            return outcomes
-        return {position: _record_error(error, cell, walk) for position, cell in cells.items()}
-    outcomes = {}
-    for position in missing:
-        cell = cells[position]
-        if (error := errors.get(cell.id)) is not None:
-            walk.log.end(cell, Status.FAILED, error)
-            outcomes[position] = recorded_outcome(cell, Status.FAILED, error)
-        elif not _lacks(cell):
-            outcomes[position] = recorded_outcome(cell, Status.FINISHED)
-        elif status is Status.STOPPED:
-            outcomes[position] = recorded_outcome(cell, status)
-    for outcome in outcomes.values():
-        outcome.seconds = (time.monotonic() - started) / len(outcomes)
-    return outcomes
-
-
-def _name(cells: Iterable[CellSpec]) -> str:
-    first, *others = (cell.title for cell in cells)
-    return f"{first} and {len(others)} more" if others else first
-
-
-def _record_error(error: Exception, cell: CellSpec, walk: Walk) -> Outcome:
-    """Like `outcome_of_error`; tells the other workers, except of a full disk."""
-    outcome = outcome_of_error(error, cell)
-    if not outcome.halts:
-        walk.log.end(cell, outcome.status, outcome.error)
-    return outcome
-
-
-def outcome_of_error(error: Exception, cell: CellSpec) -> Outcome:
-    """The outcome of a cell that raised an error; logs the traceback of an unexpected one."""
-    from normexp.cells.devices import RankDied
-
-    folder = None if cell.config is None else cell.directory
-    if (full := full_disk_message(error, folder)) is not None:
-        return Outcome(Status.FAILED, norm_and_data(cell), error=full, halts=True)
-    if isinstance(error, UserError):
-        return Outcome(Status.REFUSED, norm_and_data(cell), error=str(error))
-    if not isinstance(error, RankDied):  # which has no traceback worth reading
-        logger.error("%s: %s", cell.title, "".join(traceback.format_exception(error)))
-    return failed_outcome(cell, Status.FAILED, one_line(error))
-
-
-def _lacks(cell: CellSpec) -> bool:
-    try:
-        return bool(missing_seeds(cell))
-    except UserError:  # an unreadable result, which `run_task` refuses
-        return True
-
-
-def _may_affect_next(outcomes: Iterable[Outcome]) -> bool:
-    """True for a failure on a GPU, whose context may be broken, or for lack of memory."""
-    errors = [outcome.error.lower() for outcome in outcomes if outcome.status is Status.FAILED]
-    torch = sys.modules.get("torch")
-    has_gpu = torch is not None and torch.cuda.is_initialized()
-    return bool(errors) and (has_gpu or any("memory" in error for error in errors))
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 @contextmanager
@@ -301,3 +165,92 @@ def ready_to_train() -> Iterator[None]:
 
     with keeping_data(), sharing_probes():
         yield
+
+
+# --- Worker processes -----------------------------------------------------------------------------
+
+
+class Worker:
+    """One worker process, seen from its command."""
+
+    def __init__(self, slot: WorkerSlot, job: Job) -> None:
+        self.slot = slot
+        self._shown = 0
+        self.ready = SPAWN.Event()  # once it has imported everything
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the worker
+        # A Connection, because multiprocessing can pass one; the worker uses only its descriptor.
+        with Connection(os.dup(self._output.fileno()), readable=False) as output:
+            self.process = SPAWN.Process(target=main, args=(self.ready, output, job, slot))
+            # The child inherits this block, so that Ctrl-C cannot reach it while it starts. The
+            # start of the tracker unblocks signals, so it must not happen with the first worker's.
+            resource_tracker.ensure_running()
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                with slot.environment():
+                    self.process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+    def new_output(self) -> list[str]:
+        """The lines that the worker has printed or logged since the last call."""
+        descriptor = self._output.fileno()
+        text = os.pread(descriptor, os.fstat(descriptor).st_size - self._shown, self._shown)
+        if self.process.is_alive():
+            text = text[: text.rfind(b"\n") + 1]
+        self._shown += len(text)
+        return text.decode(errors="replace").splitlines()
+
+    def describe_death(self) -> str:
+        """Why the worker ended, in a few words."""
+        code = self.process.exitcode or 0
+        if code < 0:
+            memory = " (out of memory?)" if -code == signal.SIGKILL else ""
+            return f"killed by signal {-code}, {signal.Signals(-code).name}{memory}"
+        return f"ended with code {code}"
+
+    def close(self) -> None:
+        """Kills the worker if it has not ended."""
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join()
+        self._output.close()
+
+
+def main(ready: object, output: Connection, job: Job, slot: WorkerSlot) -> None:
+    """Runs `work` in this process. If the parent dies, stops, with a checkpoint if it trains.
+
+    Args:
+        output: the file for everything printed and logged; only its descriptor is used.
+    """
+    os.setsid()  # only the parent gets Ctrl-C, and passes it on as SIGTERM
+    stop = StopRequest()
+    signal.signal(signal.SIGTERM, stop.stop_at_once)
+    for stream in (1, 2):
+        os.dup2(output.fileno(), stream)
+    logging.raiseExceptions = False  # a log on a full disk must not fill the screen as well
+    threading.Thread(target=_stop_with_parent, daemon=True).start()
+    handler = logging.StreamHandler()
+    handler.format = lambda record: f"{about()}\t{record.getMessage()}"  # type: ignore[method-assign]
+    try:
+        with messages_to(handler), ready_to_train():
+            sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+            ready.set()  # type: ignore[attr-defined]
+            work(job, slot, TrainingControl(stop, lambda *_: None))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except Exception as error:  # but Halted, a fault of ours, which another worker would meet too
+        if not isinstance(error, Halted):
+            traceback.print_exc()
+        print(f"{HALTED}{error if isinstance(error, Halted) else one_line(error)}", flush=True)
+        sys.exit(FAILED)
+
+
+HALTED = "\t\t"  # begins the last line of a worker that nothing can follow
+
+
+def _stop_with_parent() -> None:
+    """Once the parent has died, stops this process by the signal that the parent would send."""
+    parent = parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -46,8 +46,6 @@ class Net(nn.Module):
             raise RuntimeError("boom")
         y = self.norm(x)
         y = self.head((x if self.fault == "drops" else y).flatten(1))
-        if self.fault == "draws":
-            return nn.functional.dropout(y)
         return (y, y) if self.fault == "tuple" else y
 
 class Scores(nn.Sequential):
@@ -151,7 +149,6 @@ REFUSED = {
     "model._target_=own.Net model.fault=outputs": r"own.Net returns \(2, 11\) .* \(2, 10\)",
     "model._target_=own.Net model.fault=tuple": "own.Net returns a tuple .*return the scores",
     "model._target_=own.Net model.fault=no_copy": "own.Net fails: RuntimeError: Only Tensors",
-    "model._target_=own.Net model.fault=draws": "draws random numbers in evaluation.*self.training",
     "model._target_=own.Net model.depth=3": "model.depth: own.Net has no such argument",
     "model._target_=own.Net model.fault=ignores": "no norm site, so `norm` has no effect",
     "model._target_=own.Net model.fault=drops": "norm at norm has no effect",
@@ -298,7 +295,7 @@ def test_other_values_and_files_are_other_data(loaded: list[object], tmp_path: P
 
 
 def test_cells_that_differ_in_rate_seed_or_budget_are_probed_once(monkeypatch):
-    examined, traits = [], prepare("norm=batch").traits
+    examined, traits = [], prepare("norm=group").traits
     monkeypatch.setattr(cell_module, "examine", lambda *_, **__: examined.append(1) or traits)
 
     def probes(*words: str) -> int:

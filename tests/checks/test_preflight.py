@@ -32,16 +32,13 @@ from torch import Tensor, nn
 from train_cases import prepare
 
 from normexp.batching.sizes import Sizes
-from normexp.build import NetworkBuilder
-from normexp.checks.dependence import measure_reaches
-from normexp.checks.integrity import cannot_stack, check_optimizer, draws_in_evaluation
 from normexp.checks.network import BuiltNetwork, padded_batch, smallest_group
 from normexp.checks.preflight import Traits, examine
-from normexp.checks.sites import enter_sites, expose_branches, probe_batch
-from normexp.config.target import Target
+from normexp.checks.reading import OUTSIDE, reaches_of
+from normexp.checks.wiring import cannot_stack, check_optimizer
 from normexp.data.dataset import Data
 from normexp.errors import UserError
-from normexp.norms.batch import BatchNorm, FrozenBatchNorm
+from normexp.norms.batch import BatchNorm
 from normexp.norms.factory import NormFactory
 from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d
 from normexp.norms.none import NoNorm
@@ -96,35 +93,27 @@ def test_norm_that_is_frozen_mixes_no_samples():
     assert not traits.mixes_samples and not traits.pools
 
 
-@pytest.mark.parametrize("distance", [1, 7, 16, 31])
-def test_neighbour_at_any_distance_below_the_batch_is_found(distance: int):
-    norm = NormFactory(lambda _: broken.ReadsFurther(0, distance))
-    for network in (FlatNet(norm), convnet(norm)):
-        traits = traits_of(network, sizes=32)
-        assert traits.mixes_samples and traits.mixes_samples_in_evaluation
-
-
 def around(before: Callable[..., Tensor], after: Callable[..., Tensor]) -> nn.Module:
     return Model(lambda m, inputs: after(m.net(before(inputs))), net=FlatNet(NONE))
 
 
-# The last is a network too large to run on as many samples: its sites are.
 @pytest.mark.parametrize(
-    ("network", "data", "size"),
+    ("network", "where"),
     [
-        (FlatNet(norm_of(lambda x: x - x[:4].mean(0, keepdim=True))), image_data(), 16),
-        (FlatNet(norm_of(lambda x: x - x[-4:].mean(0, keepdim=True))), image_data(), 16),
-        (FlatNet(norm_of(lambda x: x - x[::2].mean(0, keepdim=True))), image_data(), 16),
-        (around(broken.ReadsFurther(0, 9), nn.Identity()), image_data(), 32),
-        (around(nn.Identity(), lambda out: out - out.mean(0)), image_data(), 32),
-        (convnet(norm_of(broken.ReadsFurther(0, 50))), image_data(64), 64),
-        (FlatNet(POOLS_LATE), image_data(), 16),
+        (FlatNet(norm_of(lambda x: x - x[:2].mean(0, keepdim=True))), "norm1"),
+        (FlatNet(norm_of(broken.ReadsFurther(0, 3))), "norm1"),
+        (convnet(norm_of(broken.ReadsFurther(0, 1))), "norm1, norm2, norm3"),
+        (FlatNet(NormFactory(lambda _: broken.MixesInBackward())), "norm1"),
+        (FlatNet(POOLS_LATE), "norm1"),
+        (around(broken.ReadsFurther(0, 2), nn.Identity()), OUTSIDE),
+        (around(nn.Identity(), lambda out: out - out.mean(0)), OUTSIDE),
     ],
-    ids=["first", "last", "each second", "before a norm", "after a norm", "far", "late"],
+    ids=["first", "far", "next", "gradient", "late", "before a norm", "after a norm"],
 )
-def test_samples_mixed_anywhere_are_found(network: nn.Module, data: Data, size: int):
-    traits = traits_of(network, data, size)
-    assert traits.mixes_samples and traits.mixes_samples_in_evaluation
+def test_samples_mixed_anywhere_are_found(network: nn.Module, where: str):
+    traits = traits_of(network)
+    assert traits.mixing == where and traits.mixes_samples
+    assert traits.norms_mix_samples == (where != OUTSIDE)
 
 
 # ---------------------------------------------------------------- refusals
@@ -165,11 +154,6 @@ class Frozen(FlatNet):
         return self
 
 
-def twice(m: Any, inputs: Tensor) -> Tensor:
-    """One norm at two places."""
-    return m.head(m.norm(torch.relu(m.norm(m.hidden(inputs.flatten(1))))))
-
-
 class Exploding(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -177,20 +161,7 @@ class Exploding(nn.Module):
         return x * torch.ones(())
 
 
-def windows(m: Any, images: Tensor) -> Tensor:
-    """The norm sees the halves of each image as separate rows."""
-    halves = images[:, 0].unflatten(1, (2, -1)).flatten(0, 1)  # (2 N, H / 2, W)
-    return m.head(m.norm(halves[:, None]).reshape(len(images), -1))
-
-
-def mean_over_positions(m: Any, inputs: Tensor) -> Tensor:
-    """Of what is centred over positions: its bias."""
-    return m.head(m.final_norm(m.conv(inputs)).mean(dim=(2, 3)))
-
-
 STREAMING = NormFactory(lambda _: broken.Streaming())
-WINDOWS = Model(windows, norm=BATCH(1), head=nn.Linear(64, 3))
-ENDS = {"conv": nn.Conv2d(1, 4, 3), "head": nn.Linear(4, 3)}
 REFUSED: dict[str, tuple[nn.Module, str]] = {
     "no site": (with_own_norm(ignores), "no norm site.*has no effect"),
     "dropped site": (with_own_norm(drops, norm2=LAYER(WIDTH)), "at norm2 has no effect"),
@@ -203,18 +174,18 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
         convnet(NormFactory(lambda _: Exploding())),
         r"norm1 on 4 samples fails: RuntimeError: no statistics \(test_p",
     ),
-    "backward": (FlatNet(norm_of(lambda x: x.exp().add_(1))), "backward pass fails: .*inplace"),
-    "erased input": (
-        Model(mean_over_positions, final_norm=NormFactory(InstanceNorm)(4), **ENDS),
-        "norm=layer",
+    "parameters in a list": (
+        FlatNet(NormFactory(broken.PlainList)),
+        "require a gradient but are no parameters",
     ),
+    "writes its input": (FlatNet(NormFactory(broken.CentresInPlace)), "norm1 writes to its input"),
+    "backward": (FlatNet(norm_of(lambda x: x.exp().add_(1))), "backward pass fails: .*inplace"),
 }
 # With the sizes at which they are refused, and not without.
 REFUSED_IN_PARTS = [
     (FlatNet(STREAMING), Sizes(8, 4), "micro_batch_size=4 .* norm1 "),
     (FlatNet(STREAMING), Sizes(8, None, 2), "norm_batch_size=2 .* norm1 "),
     (FlatNet(NormFactory(broken.StartsFromItsBatch)), Sizes(8, None, 4), "norm1 .*parameters"),
-    (WINDOWS, Sizes(8, None, 4), "norm_batch_size=4: norm get 8 rows for 4 samples"),
 ]
 
 
@@ -230,24 +201,6 @@ def test_network_that_cannot_be_split_is_refused_with_the_key(network, sizes, me
     with pytest.raises(UserError, match=message):
         traits_of(network, sizes=sizes)
     traits_of(network)
-
-
-class CentredByAverage(nn.Module):
-    """Moves its average in evaluation, too."""
-
-    def __init__(self, num_features: int) -> None:
-        super().__init__()
-        self.register_buffer("average", torch.zeros(num_features))
-
-    def forward(self, x: Tensor) -> Tensor:  # (N, C)
-        self.average.lerp_(x.detach().mean(dim=0), 0.1)
-        return x - self.average
-
-
-def test_state_that_moves_in_evaluation_is_not_taken_for_random_numbers():
-    network = FlatNet(NormFactory(CentredByAverage))
-    built = BuiltNetwork(network, image_data(), Sizes(8), drop_last=True)
-    assert draws_in_evaluation(built) is None
 
 
 def test_ragged_last_batch_of_one_sample_is_refused():
@@ -276,20 +229,6 @@ def test_head_that_starts_at_zero_does_not_look_as_if_the_input_were_erased():
     nn.init.zeros_(network.head.bias)
     traits = traits_of(network)
     assert not traits.mixes_samples and not traits.pools
-
-
-@pytest.mark.parametrize("variance", [1e-6, 1e6])
-def test_fixed_statistics_of_any_scale_erase_nothing(variance: float):
-    norms = [NormFactory(FrozenBatchNorm)(4) for _ in range(12)]
-    network = Model(
-        lambda m, images: m.head(torch.relu(m.norms(m.conv(images))).mean(dim=(2, 3))),
-        norms=nn.Sequential(*norms),
-        **ENDS,
-    )
-    for buffer in (b for name, b in network.named_buffers() if name.endswith("running_var")):
-        buffer.fill_(variance)
-    traits = traits_of(network)
-    assert not traits.pools and not traits.mixes_samples
 
 
 def test_statistics_are_seen_in_channels_of_weight_near_zero():
@@ -336,12 +275,6 @@ NOTED = {
         image_data(),
         "WARNING.*norm1.norm.weight, norm1.norm.unused",
     ),
-    "used twice": (
-        Model(twice, hidden=nn.Linear(64, 8), norm=BATCH(8), head=nn.Linear(8, 3)),
-        image_data(),
-        "uses norm more than once in a forward, with one running state",
-    ),
-    "few values": (FlatNet(BATCH), image_data(), "WARNING.*2 values at norm1"),
     "mixed outside": (
         around(nn.Identity(), lambda x: x - x.mean(0)),
         image_data(),
@@ -355,25 +288,9 @@ NOTED = {
 def test_doubtful_network_is_noted(name: str, caplog: pytest.LogCaptureFixture):
     network, data, said = NOTED[name]
     with caplog.at_level(logging.INFO):
-        traits_of(network, data, Sizes(8, None, 2) if name == "few values" else 8)
+        traits_of(network, data)
     assert re.search(said, caplog.text)
     assert all(parameter.grad is None for parameter in network.parameters())
-
-
-def test_modules_that_sites_share_are_noted_and_seeds_do_not_share_them(
-    caplog: pytest.LogCaptureFixture,
-):
-    shared = LayerNorm(WIDTH)
-
-    def make(norm: NormFactory) -> nn.Module:
-        return nn.Sequential(nn.Flatten(), nn.Linear(64, WIDTH), norm(WIDTH), norm(WIDTH))
-
-    build = NetworkBuilder(Target("model", "make", partial(make, NormFactory(lambda _: shared))))
-    first, second = build(0), build(1)
-    traits_of(nn.Sequential(first, nn.Linear(WIDTH, 3)))
-    assert "0.2, 0.3 share a module" in caplog.text
-    pointers = [{id(p) for p in network.parameters()} for network in (first, second)]
-    assert not pointers[0] & pointers[1] and len(pointers[0]) == 4
 
 
 # ---------------------------------------------------------------- values per statistic
@@ -409,9 +326,8 @@ def silent(norm: Any) -> nn.Module:
 @pytest.mark.parametrize("size", [3, 128])
 def test_values_per_statistic_are_of_the_formula(make, view: Any, values, by_group, size: int):
     on_map, norm = view == "map", NormFactory(make, view=view)
-    network = expose_branches((convnet if on_map else encoder)(norm))
-    batch = probe_batch(image_data() if on_map else padded_data(), 4)
-    reaches = measure_reaches(enter_sites(network, batch)).values()
+    network, data = (convnet, image_data()) if on_map else (encoder, padded_data())
+    reaches = reaches_of(BuiltNetwork(network(norm), data, Sizes(8), drop_last=True)).values()
     expected = [count * (size if by_group else 1) for count in values]
     assert [reach.num_values(size) for reach in reaches] == expected
 
@@ -436,7 +352,6 @@ def test_smallest_group_counts_a_ragged_last_batch(sizes, num_samples, drop_last
 # ---------------------------------------------------------------- later positions
 
 SITES = "blocks.0.attn_norm, blocks.0.mlp_norm, final_norm"
-OUTSIDE = "the model outside its norms"
 
 
 def unmasked(start: float | None) -> nn.Module:

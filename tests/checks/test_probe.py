@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from normexp.checks.probe import Probe, after_many_steps, cuts, holds, moves
+from normexp.checks.probe import (
+    EVERYWHERE,
+    Probe,
+    after_many_steps,
+    cuts,
+    holds,
+    in_float64,
+    moves,
+)
 from normexp.norms.batch import BatchNorm, FrozenBatchNorm
 from normexp.norms.causal import CausalGroupNorm
 from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm
@@ -107,23 +115,22 @@ def inputs(num_samples: int = 4, num_positions: int = 12) -> Tensor:
     return torch.randn(num_samples, 6, num_positions, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("ways", [1, 2])
 @pytest.mark.parametrize("name", MIXING)
-def test_other_samples_are_found_in_training(name: str, ways: int):
-    moved = Probe(MIXING[name].train(), inputs(), ways=ways).reads_samples(gradients=True)
+def test_other_samples_are_found_in_training(name: str):
+    moved = Probe(MIXING[name].train(), (inputs(),)).reads_samples(gradients=True)
     assert moved == MOVED.get(name, moved or "anything")
 
 
 @pytest.mark.parametrize("name", SEPARATE)
 def test_nothing_is_found_where_no_sample_is_read(name: str):
     for training in (True, False):
-        probe = Probe(SEPARATE[name].train(training), inputs())
+        probe = Probe(SEPARATE[name].train(training), (inputs(),))
         assert probe.reads_samples(gradients=training) is None
 
 
 def test_running_state_is_no_mixing_in_evaluation():
     for name in ("batch", "renorm", "state"):
-        assert Probe(MIXING[name].eval(), inputs()).reads_samples(gradients=False) is None
+        assert Probe(MIXING[name].eval(), (inputs(),)).reads_samples(gradients=False) is None
 
 
 def in_chunks(size: int) -> nn.Module:
@@ -136,18 +143,18 @@ def in_chunks(size: int) -> nn.Module:
 def test_later_positions_are_found_however_far(length: int):
     x = inputs(num_positions=length)
     for distance in {1, 2, length // 2, length - 2, length - 1}:
-        assert Probe(broken.ReadsFurther(2, distance), x).reads_later() is not None, distance
+        assert Probe(broken.ReadsFurther(2, distance), (x,)).reads_later() is not None, distance
     for size in (2, 3, 4, length // 2, length):
-        assert Probe(in_chunks(size), x).reads_later() is not None, size
+        assert Probe(in_chunks(size), (x,)).reads_later() is not None, size
     for sound in (CausalGroupNorm(6, num_groups=3), NoNorm(6)):
-        assert Probe(sound, x).reads_later() is None
+        assert Probe(sound, (x,)).reads_later() is None
 
 
 @pytest.mark.parametrize("distance", [1, 5, 11])
 def test_positions_and_channels_are_told_apart(distance: int):
     positions, channels = (
-        Probe(broken.ReadsFurther(2, distance), inputs()),
-        Probe(reads(lambda x: x.roll(1, 1)), inputs()),
+        Probe(broken.ReadsFurther(2, distance), (inputs(),)),
+        Probe(reads(lambda x: x.roll(1, 1)), (inputs(),)),
     )
     assert positions.reads_across(2) and not positions.reads_across(1)
     assert channels.reads_across(1) and not channels.reads_across(2)
@@ -163,15 +170,61 @@ def test_holds_separate_every_pair(count: int):
     assert len(set(cuts(count))) == count - 1
 
 
-def test_runs_do_not_disturb_each_other():
-    """Whatever a forward writes: parameters, buffers, attributes, lists."""
-    in_list, _ = broken.UNSAVED["a list of means"]
-    for make in (broken.WritesItsParameters, in_list, broken.HiddenState, broken.KeptGraph):
-        probe = Probe(make(6).train(), inputs())
-        first, again = (probe.observe(upstream=torch.ones(1).bool()) for _ in range(2))
+def test_runs_leave_the_module_and_each_other_alone():
+    for make in (broken.Averaging, broken.KeptGraph, broken.StartsFromItsBatch):
+        module = make(6).train()
+        start = {name: value.clone() for name, value in module.state_dict().items()}
+        probe = Probe(module, (inputs(),))
+        first, again = (probe.observe(upstream=EVERYWHERE) for _ in range(2))
         assert torch.equal(first.output, again.output)
         assert all(torch.equal(v, again.state[n]) for n, v in first.state.items())
-    assert Probe(broken.WritesItsParameters(6), inputs()).reads_samples(gradients=True) is None
+        assert all(torch.equal(v, start[n]) for n, v in module.state_dict().items())
+        assert all(p.grad is None for p in module.parameters())
+
+
+class Gated(nn.Module):
+    """Adds a little of the batch mean, behind a gate."""
+
+    def __init__(self, gate: float) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) + self.gate * torch.tanh(x).mean(0, keepdim=True)
+
+
+class OnlyFloat32(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            raise TypeError("takes float32")
+        return super().forward(x)
+
+
+class CastsToFloat32(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float()).to(x.dtype)
+
+
+@pytest.mark.parametrize("gate", [1e-7, 1e-2, 0.0])
+def test_weak_dependence_shows_in_float64_where_a_module_computes_so(gate: float):
+    for make in (Gated, OnlyFloat32, CastsToFloat32):
+        module, x, tolerance = in_float64(make(gate), inputs())
+        assert x.dtype == (torch.float32 if make is OnlyFloat32 else torch.float64)
+        moved = Probe(module, (x,), tolerance=tolerance).reads_samples(gradients=True)
+        assert (moved is not None) == (gate > (0 if make is Gated else 1e-4))
+
+
+def test_rounding_of_a_fourier_transform_is_no_dependence():
+    def past(x: Tensor) -> Tensor:
+        """Divides by a fading average of the positions so far."""
+        length, square = x.shape[2], x.square().mean(dim=1, keepdim=True)
+        decay = 0.5 ** torch.arange(length, dtype=x.dtype)
+        product = torch.fft.rfft(square, n=2 * length) * torch.fft.rfft(decay, n=2 * length)
+        average = torch.fft.irfft(product, n=2 * length)[..., :length].clamp(min=0)
+        return x * torch.rsqrt(average + 1e-5)
+
+    module, x, tolerance = in_float64(broken.Applies(past), inputs())
+    assert Probe(module, (x,), tolerance=tolerance).reads_later() is None
 
 
 def test_nan_equals_nan_and_no_number():

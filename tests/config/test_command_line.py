@@ -78,7 +78,7 @@ REFUSED = [
     ("check", "norm=group norm.nun_groups=3", "did you mean norm.num_groups"),
     ("check", "formt=json", "did you mean format?"),
     ("check", "norm=as_built", "norm=as_built: a card is of one norm"),
-    ("check", "format=csv", "format=csv: must be 'table', 'json' or 'markdown'"),
+    ("check", "format=csv", "format=csv: must be 'table' or 'json'"),
     ("check", "batch_size=4", "batch_size=4: a card has no such key"),
     ("evaluate", "", "run is missing"),
     ("evaluate", "run=a evaluate_wth=[batch]", "did you mean evaluate_with?"),

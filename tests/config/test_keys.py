@@ -124,8 +124,6 @@ KEEPS = {
     "dry_run": "true",
     "workers": "2",
     "fail_fast": "true",
-    "retry_failed": "false",
-    "max_attempts": "9",
     "runs_dir": "elsewhere",
     "data_dir": "elsewhere",
     "val_every_epochs": "2",

@@ -27,7 +27,7 @@ from normexp.norms.kernel import normalize_groups
 from normexp.training.statistics import measure_population
 
 NORMS = [name for name in group_choices("norm") if name not in ("custom", "as_built")]
-TRAITS = Traits(True, False, None, False, False, None, 0, {})
+TRAITS = Traits("norm1", False, None, False, False, None, 0, {})
 FEW = ("batch", "group", "layer")  # on a CPU
 FORMS = {"cpu": [True], "cuda": [False, True]}  # whether replicas are stacked
 EVERY = [

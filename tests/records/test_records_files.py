@@ -19,7 +19,6 @@ from normexp.records.files import (
     file_lock,
     full_disk_message,
     holder_of,
-    is_held,
     open_atomic,
     read_json,
     read_lines,
@@ -184,12 +183,12 @@ def test_lock_excludes_other_processes_until_its_holder_is_killed(tmp_path: Path
         assert has_lock == "True"
         with file_lock(path) as held:
             assert not held
-        assert is_held(path) and holder_of(path) == holder.pid
+        assert holder_of(path) == holder.pid
     finally:
         kill(holder)
-    assert path.exists() and not is_held(path)  # the file is left and locks nothing
+    assert path.exists() and holder_of(path) is None  # the file is left and locks nothing
     with file_lock(path) as held:
-        assert held and holder_of(path) == os.getpid()
+        assert held and path.read_text() == str(os.getpid())
         refused, has_lock = start_holder(path)
         kill(refused)
         assert has_lock == "False"
@@ -228,6 +227,5 @@ def test_lock_file_that_cannot_be_opened_is_named(tmp_path: Path, monkeypatch: p
 
     path = tmp_path / ".lock"
     monkeypatch.setattr(os, "open", denied)
-    for ask in (is_held, lambda path: file_lock(path).__enter__()):
-        with pytest.raises(UserError, match=f"{path}: Permission denied"):
-            ask(path)
+    with pytest.raises(UserError, match=f"{path}: Permission denied"):
+        file_lock(path).__enter__()

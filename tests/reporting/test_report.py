@@ -12,7 +12,7 @@ from synthetic_study import cell_of, find, report_of, report_of_cells, write_cel
 
 import normexp
 from normexp.errors import UserError
-from normexp.records.history import CommandEntry, append_entries
+from normexp.records.study import Asked, CommandEntry, append_entry
 from normexp.reporting.report import Report, read_report, to_json
 from normexp.reporting.tables import write_tables
 from normexp.reporting.terminal import print_report
@@ -171,9 +171,9 @@ def test_seeds_of_a_later_command_are_those_that_were_added(tmp_path: Path):
         write_cell(tmp_path, norm, dict(enumerate(mean + noise)))
     cells = [path.name for path in (tmp_path / "synthetic").glob("*-*")]
     for number, seeds in enumerate(([0, 1], [0, 1, 2, 3])):
-        asked = {cell: [("", seeds)] for cell in cells}
-        entry = CommandEntry(str(number), ["normexp-train"], "one", 1, asked)
-        append_entries(tmp_path / "synthetic", [entry])
+        asked = {cell: Asked("", seeds) for cell in cells}
+        entry = CommandEntry(str(number), ["normexp-train"], "one", asked)
+        append_entry(tmp_path / "synthetic", entry)
     one = find(normexp.load_report("synthetic", tmp_path), "group")
     assert one.is_extended and one.verdict == "better"
 

@@ -11,14 +11,25 @@ from typing import Literal
 import pytest
 
 import normexp
-from normexp.config.outcome import Outcome
 from normexp.config.spec import CellSpec
-from normexp.records.history import read_history
 from normexp.records.result import Result, Status
+from normexp.records.study import CellState, read_study
 from normexp.sweeps import sweep
 from normexp.tune import main
 
 README = Path(__file__).parents[2] / "README.md"
+
+
+def lost(cell: CellSpec, how: str) -> CellState:
+    """The state of a cell that failed, was refused, or was stopped."""
+    state = CellState(cell.id, cell.title, cell.directory)
+    state.refused = "it broke" if how == "refused" else ""
+    failed = Result(cell.id, 0, Status.FAILED, {}, {}, {}, error="it broke")
+    state.results = [failed] if how == "failed" else []
+    state.states = dict.fromkeys(
+        cell.seeds, Status.FAILED if how == "failed" else Status.NOT_STARTED
+    )
+    return state
 
 
 class Trainer:
@@ -29,18 +40,22 @@ class Trainer:
         self.sweeps: list[list[CellSpec]] = []
         self.statuses: dict[float, Literal["failed", "stopped", "refused"]] = {}
 
-    def __call__(self, cells: Sequence[CellSpec], words: Sequence[str]) -> list[Outcome]:
+    def __call__(
+        self, cells: Sequence[CellSpec], words: Sequence[str], **_: object
+    ) -> list[CellState]:
         assert words[0] == "normexp-tune"
         self.sweeps.append(list(cells))
         return [self.train(cell) for cell in cells]
 
-    def train(self, cell: CellSpec) -> Outcome:
+    def train(self, cell: CellSpec) -> CellState:
         assert cell.study_dir is not None
         cell.study_dir.mkdir(parents=True, exist_ok=True)
         if cell.lr in self.statuses:
-            return Outcome(Status(self.statuses[cell.lr]), cell.title, error="it broke")
+            return lost(cell, self.statuses[cell.lr])
         results = [self.result(cell.lr, seed) for seed in cell.seeds]
-        return Outcome(Status.FINISHED, cell.title, cell.id, cell.study_dir, results=results)
+        state = CellState(cell.id, cell.title, cell.directory, results=results)
+        state.states = {result.seed: Status(result.status) for result in results}
+        return state
 
     def result(self, lr: float, seed: int) -> Result:
         value = self.accuracy(lr, seed)
@@ -133,7 +148,7 @@ def test_longer_search_adds_points_and_replaces_the_shorter_in_the_history(
         assert tune(tmp_path, "lr=interval(1e-3,1)", f"tune.points={count}") == 0
     rates = [[c.lr for c in trainer.sweeps[i]] for i in (0, 2)]
     assert rates[1][:3] == rates[0] and len(set(rates[1])) == 7
-    (search,) = read_history(tmp_path / "s-search").searches.values()
+    (search,) = read_study(tmp_path / "s-search").searches
     assert (search.keys, search.metric) == (["lr"], "val/accuracy")
     assert search.points == [cell.id for cell in trainer.sweeps[2]]
 
@@ -149,9 +164,7 @@ def test_sizes_that_come_to_one_cell_share_a_search(tmp_path: Path, capsys):
 
 def test_stop_while_fresh_seeds_train_is_told_as_one(tmp_path: Path, trainer: Trainer, capsys):
     train = trainer.train
-    trainer.train = lambda cell: (
-        Outcome(Status.STOPPED, cell.title) if cell.seeds[0] == 0 else train(cell)
-    )
+    trainer.train = lambda cell: lost(cell, "stopped") if cell.seeds[0] == 0 else train(cell)
     assert tune(tmp_path, "lr=choice(0.1,0.2)") == 130
     told = capsys.readouterr()
     assert "stopped" in told.err and told.out == ""

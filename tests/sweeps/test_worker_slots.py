@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from normexp.sweeps.walk import group_cells
 
 from normexp.config.spec import CellSpec
 from normexp.records import environment
 from normexp.records.environment import usable_cores, visible_gpus
 from normexp.sweeps import machine
 from normexp.sweeps.machine import WorkerSlot, own_slot, worker_slots
-from normexp.sweeps.walk import group_cells
 
 
 def on(workers: int | None = None, **trainer: object) -> CellSpec:

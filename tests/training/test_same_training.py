@@ -30,8 +30,8 @@ from wild_norms import StrangerNorm
 
 from normexp.batching.sizes import Sizes
 from normexp.build import build_norm
-from normexp.checks.integrity import cannot_stack
-from normexp.checks.sites import probe_batch
+from normexp.checks.network import probe_batch
+from normexp.checks.wiring import cannot_stack
 from normexp.config.compose import compose_config
 from normexp.config.help import group_choices
 from normexp.config.spec import norm_of

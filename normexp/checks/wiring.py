@@ -1,0 +1,417 @@
+"""A network's parts: does every norm matter, is all state saved, can it be split and stacked?"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from normexp.batching.replicas import Batch, InTurn, Stacked, model_arguments
+from normexp.checks.network import BuiltNetwork, EnteredSite, explain, name_some
+from normexp.checks.probe import EVERYWHERE, MANY_STEPS, Probe, change, fixed_draws, moves, normal
+from normexp.checks.reading import names_where
+from normexp.errors import UserError, first_line
+from normexp.norms.contract import State
+from normexp.norms.site import Site, named_sites
+from normexp.norms.state import is_sequential as declares_order
+from normexp.norms.state import merge_state, read_state, write_state
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """What one backward of the loss reaches.
+
+    Attributes:
+        sites: all, by name.
+        idle: the sites whose output the loss does not depend on.
+        untrained: parameters of other sites that require a gradient and get none.
+        outside: shapes of tensors that get a gradient and are no parameters.
+    """
+
+    sites: list[str]
+    idle: list[str]
+    untrained: list[str]
+    outside: list[tuple[int, ...]]
+
+
+def wiring_of(network: BuiltNetwork) -> Wiring:
+    """Raises UserError if the backward pass fails."""
+    model = copy.deepcopy(network.exposed).train()
+    sites = dict(named_sites(model))
+    added: defaultdict[str, list[Tensor]] = defaultdict(list)
+
+    def add_zeros(name: str, _: nn.Module, __: Any, output: Tensor) -> Tensor:
+        added[name].append(torch.zeros_like(output, requires_grad=True))
+        return output + added[name][-1]
+
+    for name, site in sites.items():
+        site.register_forward_hook(partial(add_zeros, name))
+    batch = network.short
+    with fixed_draws(), torch.enable_grad():
+        output = model(*model_arguments(batch))  # (N, classes) or (B, T, V)
+        known = {id(p) for p in model.parameters()} | {id(z) for zs in added.values() for z in zs}
+        outside = [tuple(t.shape) for t in _leaves_of(output) if id(t) not in known]
+        loss = functional.cross_entropy(output.flatten(0, -2), batch["targets"].flatten())
+        try:
+            loss.backward()
+        except Exception as error:  # of foreign code, any kind
+            raise UserError(f"the backward pass fails: {explain(error)}") from error
+    reached = lambda zeros: zeros.grad is not None and bool(zeros.grad.any())  # noqa: E731
+    idle = [name for name in sites if not any(map(reached, added[name]))]
+    untrained = [
+        f"{name}.{parameter_name}"
+        for name, site in sites.items()
+        for parameter_name, parameter in site.named_parameters()
+        if parameter.requires_grad and parameter.grad is None and name not in idle
+    ]
+    return Wiring(list(sites), idle, untrained, outside)
+
+
+def _leaves_of(output: Tensor) -> list[Tensor]:
+    """The leaves that a backward of `output` would give a gradient."""
+    stack, known, leaves = [output.grad_fn], set(), []
+    while stack:
+        node = stack.pop()
+        if node is None or node in known:
+            continue
+        known.add(node)
+        leaf = getattr(node, "variable", None)  # of an accumulation of gradients
+        if leaf is not None:
+            leaves.append(leaf)
+        stack += [following for following, _ in node.next_functions]
+    return leaves
+
+
+def lacks_sites(network: BuiltNetwork) -> str | None:
+    """Has the model a site for the norm?"""
+    if network.once(wiring_of).sites:
+        return None
+    return (
+        "the model has no norm site, so `norm` has no effect; build each norm with the "
+        "argument `norm` that the model receives, as self.norm1 = norm(width)"
+    )
+
+
+def no_site_matters(network: BuiltNetwork) -> str | None:
+    """Does any norm have an effect on the loss?"""
+    wiring = network.once(wiring_of)
+    if len(wiring.idle) < len(wiring.sites):
+        return None
+    return (
+        f"the norm at {name_some(wiring.idle)} has no effect on the model's output, so every norm "
+        "would give the same numbers; use what the norm returns"
+    )
+
+
+def idle_sites(network: BuiltNetwork) -> str | None:
+    """Does every norm have an effect on the loss?"""
+    idle = network.once(wiring_of).idle
+    return f"the norm at {name_some(idle)} has no effect on the model's output" if idle else None
+
+
+def untrained_parameters(network: BuiltNetwork) -> str | None:
+    """Does a gradient reach every parameter of the norms?"""
+    names = network.once(wiring_of).untrained
+    return (
+        f"no gradient reaches {name_some(names)} of the norm: it is not trained" if names else None
+    )
+
+
+def parameters_outside(network: BuiltNetwork) -> str | None:
+    """Is every tensor that takes a gradient a parameter of the network?"""
+    outside = network.once(wiring_of).outside
+    if not outside:
+        return None
+    return (
+        f"the network uses {len(outside)} tensors that require a gradient but are no parameters of "
+        f"it, of shape {', '.join(map(str, outside[:3]))}: they are not trained; hold them as "
+        "nn.Parameter, nn.ParameterList or nn.ModuleList in attributes of the module"
+    )
+
+
+def other_norms(network: BuiltNetwork) -> str | None:
+    """Is every norm at a site?"""
+    model = network.exposed
+    inside = {id(m) for _, site in named_sites(model) for m in site.modules()}
+    around = {id(m) for m in model.modules() if any(isinstance(c, Site) for c in m.modules())}
+    others = [
+        f"{path} ({type(module).__name__})"
+        for path, module in model.named_modules()
+        if "norm" in type(module).__name__.lower()
+        and not type(module).__name__.startswith("_")  # torch's weight norms
+        and id(module) not in inside | around
+    ]
+    if not others:
+        return None
+    return (
+        f"the model has norms that `norm` does not replace: {name_some(others)}; build them with "
+        "the argument `norm`, or name their classes in model.replace; otherwise they stay the same "
+        "for every norm that you compare"
+    )
+
+
+def input_written(network: BuiltNetwork) -> str | None:
+    """Does a norm leave its input as it is?"""
+    where = names_where(network.sites, lambda site: site.writes_input)
+    if not where:
+        return None
+    return (
+        f"the norm at {where} writes to its input in place, which other layers read; "
+        "let it work on x.clone()"
+    )
+
+
+def check_optimizer(network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raises UserError for a parameter that requires a gradient but is in no group.
+
+    Args:
+        optimizer: built for the parameters of this network.
+    """
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [n for n, p in network.named_parameters() if p.requires_grad and id(p) not in held]
+    if missing:
+        raise UserError(
+            f"parameter {name_some(missing)} requires a gradient but is not in the optimizer; "
+            "try another optim, or set requires_grad=False on what is not to be trained"
+        )
+
+
+# ---------------------------------------------------------------- state that is not saved
+
+STATE_STEPS = 3  # training steps in which hidden state may show
+PLAIN = (bool, int, float, list, dict, Tensor)  # attributes that may be a state
+
+
+def state_that_checkpoints_lack(network: BuiltNetwork) -> str | None:
+    """Does a training restored from a checkpoint go on as before?"""
+    remedy = (
+        "a resumed run would differ; keep state in persistent buffers, made in __init__ with "
+        "self.register_buffer(...), and draw with torch's functions"
+    )
+    for site in network.sites:
+        with site.naming_errors():
+            fault = state_not_saved(site.copied(), (site.values(),))
+        if fault:
+            fault = fault.replace("site.norm.", "")  # the path in the probe's wrapper
+            return f"the norm at {name_some(site.names)} {fault}; {remedy}"
+    fault = state_not_saved(network.exposed.train(), model_arguments(network.short))
+    return f"the model {fault}; {remedy}" if fault else None
+
+
+def state_not_saved(module: nn.Module, inputs: tuple[Tensor, ...]) -> str | None:
+    """Says which state outside of the state_dict moves outputs or gradients; None if none does.
+
+    Compares the trained module with a copy restored from its state_dict, in both modes. Counters
+    that differ are also set to a large value: they may matter only after a warm-up.
+    """
+    trained, restored = copy.deepcopy(module), copy.deepcopy(module)
+    with fixed_draws():
+        for step in range(STATE_STEPS):
+            _run(trained, inputs, step)
+        restored.load_state_dict(trained.state_dict())
+        unlike = _unlike_attributes(trained, restored)
+        unsaved = sorted(dict(trained.named_buffers()).keys() - trained.state_dict().keys())
+        later = copy.deepcopy(trained) if unlike else trained
+        for path in unlike:
+            owner, _, name = path.rpartition(".")
+            setattr(later.get_submodule(owner), name, _advanced(attrgetter(path)(later)))
+        expected = _run(restored, inputs, STATE_STEPS)
+        for stage in (trained, later) if unlike else (trained,):
+            found = _run(stage, inputs, STATE_STEPS)
+            if any(moves(*pair) for pair in zip(expected, found, strict=True)):
+                named = name_some([*unlike, *unsaved])
+                named = named or "an attribute, or random numbers that torch does not seed"
+                return f"keeps state that its state_dict lacks: {named}"
+    return None
+
+
+def _unlike_attributes(module: nn.Module, other: nn.Module) -> list[str]:
+    """The paths of plain attributes, tensors or numbers, that differ between two modules."""
+
+    def are_unlike(value: Any, other: Any) -> bool:
+        if isinstance(value, Tensor) and isinstance(other, Tensor):
+            return not torch.equal(value, other)
+        return isinstance(value, PLAIN) and repr(value) != repr(other)
+
+    internal, twins = vars(nn.Module()), dict(other.named_modules())
+    return [
+        f"{path}.{name}".lstrip(".")
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if name not in internal and are_unlike(value, vars(twins[path]).get(name))
+    ]
+
+
+def _run(module: nn.Module, inputs: tuple[Tensor, ...], step: int) -> list[Tensor]:
+    """Outputs of an evaluation, of a training step with its gradients, and of an evaluation."""
+    torch.default_generator.manual_seed(step)
+    x, *mask = inputs
+    x = x * (1 + 0.2 * step) + 0.1 * step if x.is_floating_point() else x.roll(step, -1)
+    seen = []
+    for training in (False, True, False):
+        module.train(training).zero_grad()
+        with torch.set_grad_enabled(training):
+            out = module(x, *mask)
+        seen.append(out.detach().clone())
+        if out.requires_grad:
+            (out * normal(out.shape).to(out.dtype)).sum().backward()
+            seen += [p.grad.clone() for p in module.parameters() if p.grad is not None]
+    return seen
+
+
+def _advanced(value: Any) -> Any:
+    """Adds MANY_STEPS to a number; anything else stays."""
+    is_number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)
+    return value + MANY_STEPS if is_number else value
+
+
+# ---------------------------------------------------------------- parts and replicas
+
+OUTPUT_SCALE, MIN_GRADIENT = 1e-2, 1e-3  # smaller outputs, and gradients or state, count as these
+STACKING_TOLERANCE = 1e-3  # of the largest gradient, in float32
+
+
+def splits_sequential_state(network: BuiltNetwork) -> str | None:
+    """Can the states of the parts of a step be merged?
+
+    The parts all begin from the same state; a sequential state cannot be merged.
+    """
+    sizes = network.sizes
+    if sizes.norm == sizes.batch_size:
+        return None
+    where = names_where(network.sites, is_sequential)
+    if not where:
+        return None
+    key = "norm_batch_size" if sizes.norm < sizes.micro else "micro_batch_size"
+    return (
+        f"{key}={getattr(sizes, key)} splits a step of {sizes.batch_size} samples, and the "
+        f"state of the norm at {where} is sequential, as declared or because "
+        f"its forward writes parameters; try {key}=null"
+    )
+
+
+def is_sequential(site: EnteredSite) -> bool:
+    """True if the norm declares that its state is, or writes parameters in its forward."""
+    module = site.copied()
+    with fixed_draws(), torch.no_grad():
+        before = [parameter.clone() for parameter in module.parameters()]
+        module(site.values())
+        writes = not all(map(torch.equal, before, module.parameters()))
+    return writes or declares_order(module)
+
+
+def draws_for_itself(network: BuiltNetwork) -> bool:
+    """Does a module use torch's global random state?"""
+    return network.whole(network.short, training=True).observe().drew
+
+
+def stacking_obstacle(network: BuiltNetwork) -> str | None:
+    """Why can replicas not run under vmap?"""
+    if network.once(draws_for_itself):
+        return "a module draws its own random numbers"
+    return cannot_stack(network.network, network.short)
+
+
+def cannot_stack(network: nn.Module, batch: Batch) -> str | None:
+    """Says why replicas cannot run under vmap; None if two of them train as each alone does.
+
+    Asks in float64 where the network computes so, as gradients of few samples lose digits.
+    """
+    wide = copy.deepcopy(network).train().double()
+    inputs = batch["inputs"].double() if batch["inputs"].is_floating_point() else batch["inputs"]
+    try:
+        Probe(wide, model_arguments({**batch, "inputs": inputs})).observe(upstream=EVERYWHERE)
+    except Exception:  # foreign code: a kernel of one dtype
+        wide, inputs = copy.deepcopy(network).train(), batch["inputs"]
+    networks = [copy.deepcopy(wide) for _ in range(2)]
+    batch = {**batch, "inputs": inputs}
+    batches = {name: torch.stack([value] * 2) for name, value in batch.items()}
+    return find_stacking_fault(networks, batches, tolerance=STACKING_TOLERANCE)
+
+
+def find_stacking_fault(
+    networks: Sequence[nn.Module], batch: Batch, *, tolerance: float
+) -> str | None:
+    """Says why these networks cannot run under vmap; None if they train as each alone does.
+
+    Moves the parameters of each by another amount.
+
+    Args:
+        batch: of each network, (S, N, ...).
+    """
+    with torch.no_grad():
+        for seed, network in enumerate(networks):
+            for index, parameter in enumerate(network.parameters()):
+                parameter += 0.1 * normal(parameter.shape, 100 * seed + index).to(parameter.dtype)
+    steps: list[State] = []
+    for form in (InTurn, Stacked):
+        try:  # foreign code and vmap may raise anything; training in turn is exact
+            replicas = form([*map(copy.deepcopy, networks)])
+            steps.append(training_step(replicas, batch))
+        except Exception as error:
+            return first_line(error)
+        try:
+            parameters = {id(p): p for p in replicas.parameters()}
+            copy.deepcopy(replicas, parameters)  # which are as they were
+        except Exception:  # a tensor of vmap, or foreign code
+            return "a module keeps a tensor of its forward outside its buffers"
+    alone, stacked = steps
+    moved = first_difference(alone, stacked, tolerance)
+    return f"{moved} differs under vmap" if moved else None
+
+
+def training_step(replicas: InTurn | Stacked, batch: Batch, num_parts: int = 1) -> State:
+    """Outputs, gradients and final state of a step in equal parts, by name.
+
+    Every result is (S, ...). Inputs that require a gradient have theirs among the results.
+    """
+    inputs = batch["inputs"]
+    inputs.grad = None
+    start, outputs, ends = read_state(replicas), [], []
+    with fixed_draws(), torch.enable_grad():
+        for index in range(num_parts):
+            write_state(replicas, start)
+            part = {name: value.chunk(num_parts, 1)[index] for name, value in batch.items()}
+            outputs.append(replicas.measure(part, lambda output, _: output))
+            if outputs[-1].requires_grad:
+                weights = normal((*inputs.shape[:2], *outputs[-1].shape[2:]), 1)
+                weights = weights.chunk(num_parts, 1)[index].to(outputs[-1].dtype)
+                (outputs[-1] * weights).sum().backward()
+            ends.append(read_state(replicas))
+    if num_parts > 1:
+        shares = [1 / num_parts] * num_parts
+        write_state(replicas, merge_state(replicas, start, ends, shares))
+    results = {"the output": torch.cat(outputs, 1).detach()}
+    if inputs.grad is not None:
+        results["the gradient of the input"] = inputs.grad
+    of_trees = []
+    for tree in replicas.trees:
+        slopes = {f"the gradient of {name}": p.grad for name, p in tree.named_parameters()}
+        of_trees.append({n: g for n, g in slopes.items() if g is not None} | read_state(tree))
+    if replicas.is_stacked:
+        return results | of_trees[0]
+    return results | {name: torch.stack([t[name] for t in of_trees]) for name in of_trees[0]}
+
+
+def first_difference(before: State, after: State, tolerance: float) -> str | None:
+    """The first result that differs or is missing.
+
+    Outputs and state are compared on their usual scales, gradients on that of the largest.
+    """
+    largest = max(
+        (float(g.abs().max()) for n, g in before.items() if "gradient of" in n), default=0
+    )
+    for name, value in before.items():
+        scale = OUTPUT_SCALE if name == "the output" else MIN_GRADIENT
+        scale = max(scale, largest) if "gradient of" in name else scale
+        if name not in after or change(value, after[name], scale=scale) > tolerance:
+            return name
+    return None

@@ -1,0 +1,233 @@
+"""A stack: cut from what a command asks, resumed bit for bit, committed at once, or split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from normexp.batching import speed
+from normexp.cells import run as run_module
+from normexp.cells import stack as stack_module
+from normexp.cells.run import train_stack
+from normexp.cells.stack import Stack, cut_stacks, remove_failed, settle
+from normexp.cli import parse_command
+from normexp.config.grid import compose_cells
+from normexp.config.spec import CellSpec
+from normexp.errors import Halted
+from normexp.records.files import file_lock
+from normexp.records.paths import CHECKPOINT_FILE, LOCK_FILE, STACKS
+from normexp.records.result import Result, Status, read_result
+from normexp.records.study import (
+    CommandEntry,
+    Refusal,
+    read_attempts,
+    read_entries,
+    write_attempts,
+)
+from normexp.training.stopping import Interrupted, TrainingControl
+
+QUICK = ["steps=6", "log_every=2", "trainer=cpu", "norm_batch_size=2", "batch_size=8"]
+
+
+def specs_of(runs_dir: Path, *words: str, replicas: int = 2) -> list[CellSpec]:
+    own = [f"replicas={replicas}", f"runs_dir={runs_dir}", "study=s"]
+    return compose_cells(parse_command(["-m", *QUICK, *words, *own]))
+
+
+def command(name: str = "1") -> CommandEntry:
+    return CommandEntry(name, ["normexp-train"], "code", {})
+
+
+def walk(specs: list[CellSpec], name: str = "1", stop_at: int | None = None) -> None:
+    """Trains cells as a worker does, until nothing is left."""
+    control = TrainingControl(on_steps=lambda *_: None)
+    stops = stopper(control, stop_at)
+    while left := [p for s in cut_stacks(specs) for p in s.parts() if p.left(refused_ids(s, name))]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(run_module, "build_callbacks", stops)
+            assert train_stack(left[0], command(name), control)
+
+
+def refused_ids(stack: Stack, name: str) -> set[str]:
+    entries = read_entries(stack.study_dir)
+    return {e.cell for e in entries if isinstance(e, Refusal) and e.command == name}
+
+
+def stopper(control: TrainingControl, stop_at: int | None) -> Callable[..., list[Any]]:
+    from pytorch_lightning import Callback
+
+    class Stop(Callback):
+        def on_train_batch_end(self, _trainer: Any, pl_module: Any, *_: Any) -> None:
+            if stop_at is not None and pl_module.step >= stop_at:
+                control.stop.requested = True
+
+    return lambda *_: [Stop()]
+
+
+def kill_twice(stack: Stack) -> None:
+    """Leaves what two processes do that were killed after the last checkpoint."""
+    attempts = read_attempts(stack.folder)
+    attempts.checkpointed_at = (stack.folder / CHECKPOINT_FILE).stat().st_mtime_ns
+    attempts.count = 2
+    write_attempts(stack.folder, attempts)
+
+
+def files_of(runs_dir: Path) -> dict[str, Any]:
+    """The numbers of each run, in all their digits."""
+    found: dict[str, Any] = {}
+    for path in sorted(runs_dir.glob("s/*/seed-*/result.json")):
+        result = read_result(path)
+        weights = torch.load(path.parent / "weights.pt", weights_only=True)
+        rows = (path.parent / "metrics.csv").read_text()
+        found[str(path.relative_to(runs_dir))] = (
+            result.status,
+            result.metrics,
+            rows,
+            {name: tensor.numpy().tobytes() for name, tensor in weights.items()},
+        )
+    return found
+
+
+def results_of(runs_dir: Path) -> list[Result]:
+    return [read_result(path) for path in sorted(runs_dir.glob("s/*/seed-*/result.json"))]
+
+
+def test_stacks_are_a_function_of_what_a_command_asks(tmp_path: Path):
+    specs = specs_of(tmp_path, "norm=batch,group", "lr=0.1,0.3", replicas=3)
+    first, second = cut_stacks(specs)
+    assert [(s.lr, seed) for s, seed in first.runs] == [
+        (r, k) for r in (0.1, 0.3) for k in range(3)
+    ]
+    assert {s.choices["norm"] for s, _ in second.runs} == {"group"}
+    assert cut_stacks(specs)[0].folder == first.folder != second.folder
+    assert len(cut_stacks(specs, most=4)) == 4
+    assert len(cut_stacks(specs_of(tmp_path, "lr=0.1,0.3", "stack=false"))) == 2
+
+
+def test_an_interrupted_stack_resumes_to_the_same_bits(tmp_path: Path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    walk(specs_of(whole, "lr=0.1,0.3"))
+    with pytest.raises(Interrupted):
+        walk(specs_of(cut, "lr=0.1,0.3"), stop_at=3)
+    (folder,) = (cut / "s" / STACKS).iterdir()
+    assert (folder / CHECKPOINT_FILE).is_file() and read_attempts(folder).count == 0
+    walk(specs_of(cut, "lr=0.1,0.3"), name="2")
+    assert files_of(cut) == files_of(whole)
+    assert not (cut / "s" / STACKS).exists() and not list(cut.rglob(LOCK_FILE))
+
+
+def test_the_threads_of_the_first_training_are_those_of_its_resumption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(speed, "SMALL_FORWARD", 0)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        with pytest.raises(Interrupted):
+            walk(specs_of(tmp_path), stop_at=3)
+        torch.set_num_threads(1)
+        walk(specs_of(tmp_path))
+    finally:
+        torch.set_num_threads(before)
+    assert [result.environment["threads"] for result in results_of(tmp_path)] == [2, 2]
+
+
+def test_a_run_that_ended_elsewhere_starts_the_others_again(tmp_path: Path):
+    with pytest.raises(Interrupted):
+        walk(specs_of(tmp_path, replicas=3), stop_at=3)
+    walk(specs_of(tmp_path, replicas=1))  # another command: a stack of its own
+    walk(specs_of(tmp_path, replicas=3))
+    assert [result.seed for result in results_of(tmp_path)] == [0, 1, 2]
+    assert not (tmp_path / "s" / STACKS).exists()
+
+
+def test_a_commit_that_was_killed_is_finished_by_whoever_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (spec,) = specs_of(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(stack_module, "write_result", lambda *_: (_ for _ in ()).throw(SystemExit))
+        with pytest.raises(SystemExit):
+            walk([spec])
+    assert results_of(tmp_path) == []
+    settle(tmp_path / "s", {"another"})
+    assert results_of(tmp_path) == []  # its lock is not held
+    monkeypatch.setattr(run_module, "prepare_cell", lambda *_: pytest.fail("trained again"))
+    assert train_stack(*cut_stacks([spec]), command(), TrainingControl())
+    assert [result.seed for result in results_of(tmp_path)] == [0, 1]
+    assert not (tmp_path / "s" / STACKS).exists()
+
+
+def test_cells_that_others_train_are_left_to_them(tmp_path: Path):
+    (stack,) = cut_stacks(specs_of(tmp_path, "lr=0.1,0.3"))
+    stack.specs[1].directory.mkdir(parents=True)
+    with file_lock(stack.specs[1].directory / LOCK_FILE):
+        assert not train_stack(stack, command(), TrainingControl())
+    assert not stack.specs[0].directory.exists()
+
+
+def test_a_stack_that_raises_is_trained_run_by_run_and_takes_no_other_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    trains = run_module._fit
+
+    def raises(runs: Any, *others: Any) -> Any:
+        if len(runs) > 1 or runs[0] == (specs[1], 1):
+            raise RuntimeError("not in a stack" if len(runs) > 1 else "exploded")
+        return trains(runs, *others)
+
+    monkeypatch.setattr(run_module, "_fit", raises)
+    specs = specs_of(tmp_path, "lr=0.1,0.3")
+    walk(specs)
+    ends = {(result.config["lr"], result.seed): result for result in results_of(tmp_path)}
+    failed = ends.pop((0.3, 1))
+    assert failed.status is Status.FAILED and "RuntimeError: exploded" in str(failed.error)
+    assert "exploded" in (specs[1].directory / "seed-1" / "run.log").read_text()
+    assert len(ends) == 3 and {end.status for end in ends.values()} == {Status.FINISHED}
+    assert all("not in a stack" in str(end.apart) for end in ends.values())
+    walk(specs)  # the same command does not try again
+    assert len(results_of(tmp_path)) == 4
+    remove_failed(specs)  # a new one does
+    assert len(results_of(tmp_path)) == 3
+
+
+def test_a_stack_that_died_twice_is_trained_run_by_run(tmp_path: Path):
+    (stack,) = cut_stacks(specs_of(tmp_path))
+    with pytest.raises(Interrupted):
+        walk([stack.specs[0]], stop_at=3)
+    kill_twice(stack)
+    walk([stack.specs[0]])
+    apart = [result.apart for result in results_of(tmp_path)]
+    assert len(apart) == 2 and all("died twice" in str(why) for why in apart)
+
+
+def test_a_run_that_died_twice_has_failed(tmp_path: Path):
+    (stack,) = cut_stacks(specs_of(tmp_path, replicas=1))
+    with pytest.raises(Interrupted):
+        walk([stack.specs[0]], stop_at=3)
+    kill_twice(stack)
+    walk([stack.specs[0]])
+    (result,) = results_of(tmp_path)
+    assert result.status is Status.FAILED and "died twice" in str(result.error)
+
+
+def test_a_refusal_is_a_line_with_the_id_of_its_command(tmp_path: Path):
+    (spec,) = specs_of(tmp_path, "norm=group", "norm.num_groups=3")
+    walk([spec], name="7")
+    (entry,) = read_entries(tmp_path / "s")
+    assert isinstance(entry, Refusal) and (entry.cell, entry.command) == (spec.id, "7")
+    assert not spec.directory.exists() and not (tmp_path / "s" / STACKS).exists()
+
+
+def test_a_full_disk_halts_and_counts_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_module, "_fit", full)
+    with pytest.raises(Halted, match="the disk is full"):
+        walk(specs_of(tmp_path))
+    assert results_of(tmp_path) == []
