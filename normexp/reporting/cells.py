@@ -28,6 +28,7 @@ NOT_COMPARED = (
 )
 # Defaults of keys that are recorded only if they differ from them.
 UNRECORDED = {**asdict(Slots()), "val_every_epochs": 1}
+FOLLOWS = ("norm.momentum", "micro_batch_size")  # may follow from the norm batch size
 SHOWN = {"num_steps": "steps"}
 
 
@@ -72,13 +73,6 @@ class CellRow:
         return self.directory.name
 
     @property
-    def protocol(self) -> str:
-        """How the norm batch size comes about: `full`, `accumulated` or `ghost`."""
-        if self.norm_batch_size < self.micro_batch_size:
-            return "ghost"
-        return "accumulated" if self.micro_batch_size < self.batch_size else "full"
-
-    @property
     def finished(self) -> int:
         return len(self.seeds_with(Status.FINISHED))
 
@@ -112,8 +106,9 @@ class CellRow:
     @property
     def budget(self) -> str:
         """`epochs=12`, or `steps=300`."""
-        key = next((key for key in BUDGET if self.config.get(key) == int_of(self.config, key)), "")
-        return setting_words(key, self.config[key]) if key else ""
+        known = {key: self.config.get(key) for key in BUDGET}
+        whole = [key for key, value in known.items() if value is not None and value == int(value)]
+        return setting_words(whole[0], known[whole[0]]) if whole else ""
 
     def seeds_with(self, *statuses: Status) -> set[int]:
         return {run.seed for run in self.runs if run.status in statuses}
@@ -232,39 +227,34 @@ def _with_norms(cells: Sequence[CellRow]) -> list[CellRow]:
     groups: dict[str, list[CellRow]] = {}
     for cell in cells:
         groups.setdefault(cell.norm, []).append(cell)
-    labelled = {}
+    varying: dict[str, list[str]] = {}
     for label, same in groups.items():
         keys = sorted({key for cell in same for key in cell.config if is_norm_key(key)})
-        varying = [key for key in keys if len({comparable(c.config.get(key)) for c in same}) > 1]
-        if "norm.momentum" in varying and not _is_free(same, "norm.momentum"):
-            varying.remove("norm.momentum")  # it follows from the size
-        for cell in same:
-            name, mark, study = label.partition(" · ")
-            words = [
-                f"{key.removeprefix('norm.')}={as_typed(_known(cell, key))}" for key in varying
-            ]
-            words += ["INVALID"] if cell.invalid else []
-            labelled[cell] = replace(cell, norm=" ".join([name, *words]) + mark + study)
-    places: dict[Hashable, set[str]] = {}
-    for cell in labelled.values():
-        places.setdefault(_place(cell), set()).add(cell.protocol)
-    named = {_place(c)[0] for c in labelled.values() if len(places[_place(c)]) > 1}
-    return [
-        replace(cell, norm=f"{cell.norm} {cell.protocol}") if cell.norm in named else cell
-        for cell in map(labelled.__getitem__, cells)
-    ]
+        varying[label] = [
+            key
+            for key in (*keys, "micro_batch_size")
+            if len({comparable(cell.config.get(key)) for cell in same}) > 1
+            and (key not in FOLLOWS or _is_free(same, key))
+        ]
 
+    def label_of(cell: CellRow) -> str:
+        name, mark, study = cell.norm.partition(" · ")
+        words = [
+            f"{key.removeprefix('norm.')}={as_typed(_known(cell, key))}"
+            for key in varying[cell.norm]
+        ]
+        return " ".join([name, *words, *(["INVALID"] if cell.invalid else [])]) + mark + study
 
-def _place(cell: CellRow) -> tuple[Hashable, ...]:
-    size = cell.norm_batch_size if cell.mixes_samples else 0
-    return (cell.norm, settings_key(cell), cell.batch_size, size, cell.lr)
+    return [replace(cell, norm=label_of(cell)) for cell in cells]
 
 
 def _is_free(cells: Sequence[CellRow], key: str) -> bool:
-    """True if cells of equal sizes differ in the key."""
-    sizes = {(cell.batch_size, cell.norm_batch_size) for cell in cells}
-    pairs = {(c.batch_size, c.norm_batch_size, comparable(c.config.get(key))) for c in cells}
-    return len(pairs) > len(sizes)
+    """True if cells that agree in sizes, learning rate and settings differ in the key."""
+    places = [
+        (cell.batch_size, cell.norm_batch_size, cell.lr, settings_key(cell)) for cell in cells
+    ]
+    values = [comparable(cell.config.get(key)) for cell in cells]
+    return len({*zip(places, values, strict=True)}) > len({*places})
 
 
 def unlike(
@@ -323,11 +313,6 @@ def setting_words(key: str, value: Any) -> str:
     """`epochs=12`."""
     whole = int(value) if isinstance(value, float) and value.is_integer() else value
     return f"{SHOWN.get(key, key)}={as_typed(whole)}"
-
-
-def int_of(config: Config, key: str) -> int | None:
-    value = config.get(key)
-    return int(value) if isinstance(value, int | float) and value == int(value) else None
 
 
 def is_norm_key(key: str) -> bool:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from glob import escape, glob
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
-from normexp.errors import UserError
 from normexp.records.paths import EVALUATION_FILE, RESULT_FILE
 from normexp.reporting.page import replace_folder, write_page
 from normexp.reporting.report import Report, read_report, to_json
@@ -20,47 +19,41 @@ from normexp.reporting.terminal import print_report
 
 LOOK_EVERY = 2.0  # seconds between checks for new results
 RELOAD_EVERY = 10  # seconds between reloads of a watched page
+PAGE = "index.html"
 
 
-def publish(
-    runs_dir: Path,
-    names: Sequence[str],
-    *,
-    metric: str | None,
-    tolerance: float | None,
-    watch: bool,
-    reference: str | None = None,
-) -> None:
+def publish(runs_dir: Path, names: Sequence[str], *, watch: bool, **options: Any) -> None:
     """Writes and prints the report of the studies.
 
-    With `watch`, waits for the first result and writes it again whenever results appear, until
-    Ctrl-C; the page reloads itself.
+    With `watch`, writes it whenever results appear, also the first, until Ctrl-C; the page reloads
+    itself.
+
+    options: as of `read_report`
 
     Raises:
         UserError: a study that is missing or empty, a metric that no run has, a folder that cannot
             be written.
     """
-
-    def write(reload_seconds: int | None) -> Report:
-        options = {"metric": metric, "tolerance": tolerance, "reference": reference}
+    if not watch:
         report = read_report(runs_dir, names, **options)
-        write_report(report, reload_seconds)
-        return report
-
-    if watch:
-        _wait_for_result(runs_dir, names)
-    seen = _stamp(runs_dir, names)
-    report = write(RELOAD_EVERY if watch else None)
-    print_report(report)
-    print(f"report: {report.directory / 'index.html'}")
-    if watch:
-        print("watching for new results; Ctrl-C stops", flush=True)
-        try:
-            _watch(runs_dir, names, seen, lambda: write(RELOAD_EVERY))
-        except KeyboardInterrupt:
-            print()
-            write(None)  # the final page does not reload itself
-            raise
+        write_report(report)
+        print_report(report)
+        print(f"report: {report.directory / PAGE}")
+        return
+    print(f"watching {', '.join(names)} for results; Ctrl-C stops", flush=True)
+    seen, report = set[tuple[str, int]](), None
+    try:
+        while True:
+            if (stamp := _stamp(runs_dir, names)) != seen:
+                seen, report = stamp, read_report(runs_dir, names, **options)
+                write_report(report, RELOAD_EVERY)
+                words = f"{report.counts}: {report.directory / PAGE}"
+                print(f"{time.strftime('%H:%M:%S')} {words}", flush=True)
+            time.sleep(LOOK_EVERY)
+    except KeyboardInterrupt:
+        if report is not None:
+            write_report(report)  # the final page does not reload itself
+        raise
 
 
 def write_report(report: Report, reload_seconds: int | None = None) -> None:
@@ -74,28 +67,6 @@ def write_report(report: Report, reload_seconds: int | None = None) -> None:
         write_page(folder, report, reload_seconds)
 
     replace_folder(report.directory, write)
-
-
-def _wait_for_result(runs_dir: Path, names: Sequence[str]) -> None:
-    if not _stamp(runs_dir, names):
-        print(f"waiting for the first result of {', '.join(names)}; Ctrl-C stops", flush=True)
-    while not _stamp(runs_dir, names):
-        time.sleep(LOOK_EVERY)
-
-
-def _watch(
-    runs_dir: Path, names: Sequence[str], seen: set[tuple[str, int]], write: Callable[[], Report]
-) -> NoReturn:
-    """Writes whenever the studies have a result that is not in `seen`."""
-    while True:
-        time.sleep(LOOK_EVERY)
-        before, seen = seen, _stamp(runs_dir, names)
-        if seen == before:
-            continue
-        try:
-            print(f"{time.strftime('%H:%M:%S')} {write().counts}", flush=True)
-        except UserError as error:  # as without any ended run; the last page stands
-            print(f"normexp: {error}", flush=True)
 
 
 def _stamp(runs_dir: Path, names: Sequence[str]) -> set[tuple[str, int]]:

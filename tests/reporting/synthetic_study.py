@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from normexp.records.files import write_text
-from normexp.records.metrics import MetricsWriter
+from normexp.records.metrics import MetricRow, write_metrics
 from normexp.records.result import Result, Status, write_result
 from normexp.records.samples import write_samples
 from normexp.reporting.compare import Comparison
@@ -178,9 +178,11 @@ def _metrics_of(accuracy: float) -> dict[str, float]:
 
 
 def _write_history(folder: Path, final: float) -> None:
-    with MetricsWriter(folder / "metrics.csv") as writer:
-        for step in range(20, 201, 20):
-            rows = {"train/loss": float(2.3 * np.exp(-step / 100) + 1 - final)}
-            if step % 100 == 0:
-                rows["val/accuracy"] = final * step / 200
-            writer.add(step, step // 100, step * 128, rows)
+    rows = []
+    for step in range(20, 201, 20):
+        values = {"train/loss": float(2.3 * np.exp(-step / 100) + 1 - final)}
+        if step % 100 == 0:
+            values["val/accuracy"] = final * step / 200
+        place = (step, step // 100, step * 128)
+        rows += [MetricRow(*place, name, value) for name, value in values.items()]
+    write_metrics(folder / "metrics.csv", rows)

@@ -23,11 +23,14 @@ def test_a_momentum_that_follows_from_the_size_is_no_knob():
     assert report_of_cells(*cells).slices[0].norms == ["batch"]
 
 
-def test_cells_of_two_protocols_are_two_lines():
+def test_accumulated_and_ghost_sub_batches_of_one_size_are_two_lines():
     cells = [
         cell_of("batch", FLAT, norm_batch_size=8, micro_batch_size=micro) for micro in (8, None)
     ]
-    assert report_of_cells(*cells).slices[0].norms == ["batch accumulated", "batch ghost"]
+    assert report_of_cells(*cells).slices[0].norms == [
+        "batch micro_batch_size=8",
+        "batch micro_batch_size=null",
+    ]
 
 
 def test_studies_stand_in_labels():

@@ -13,6 +13,7 @@ from synthetic_study import cell_of, find, report_of, report_of_cells, write_cel
 import normexp
 from normexp.errors import UserError
 from normexp.records.study import Asked, CommandEntry, append_entry
+from normexp.report import main
 from normexp.reporting.report import Report, read_report, to_json
 from normexp.reporting.tables import write_tables
 from normexp.reporting.terminal import print_report
@@ -201,3 +202,24 @@ def test_comparisons_of_a_real_study_are_those_of_scipy(tmp_path: Path):
         test = scipy_stats.ttest_rel(first, second).confidence_interval(0.95)
         assert one.gap.estimate == pytest.approx((first - second).mean())
         assert one.gap.low <= test.low + 1e-9 and one.num_samples > 100  # over test samples too
+
+
+def test_a_watched_report_is_written_anew_until_ctrl_c(tmp_path: Path, monkeypatch, capsys):
+    pages = []
+
+    def later(_seconds: float) -> None:
+        page = tmp_path / "synthetic" / "report" / "index.html"
+        pages.append(page.read_text() if page.exists() else "")
+        if len(pages) == 1:  # waits for the first result
+            write_cell(tmp_path, "batch", {0: 0.8, 1: 0.9})
+        elif len(pages) == 2:
+            write_cell(tmp_path, "group", {0: 0.7, 1: 0.75})
+        else:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", later)
+    assert main(["study=synthetic", f"runs_dir={tmp_path}", "watch=true"]) == 130
+    assert pages[0] == "" and ">group<" not in pages[1] and ">group<" in pages[2]
+    assert 'http-equiv="refresh"' in pages[2]
+    final = (tmp_path / "synthetic" / "report" / "index.html").read_text()
+    assert 'http-equiv="refresh"' not in final and "2 cells, 4 runs" in capsys.readouterr().out
