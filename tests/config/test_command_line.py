@@ -209,7 +209,7 @@ def test_torch_is_imported_without_the_collector(monkeypatch: pytest.MonkeyPatch
 def test_a_command_that_imports_torch_ends_without_a_report_of_leaks(tmp_path: Path):
     words = ["-m", "normexp.train", "dry_run=true", f"runs_dir={tmp_path}"]
     run = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True)
-    assert run.stdout.splitlines()[1].startswith(" batch on digits")
+    assert "600" in run.stdout  # steps
     assert "leaked" not in run.stdout + run.stderr
 
 
