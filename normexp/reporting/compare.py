@@ -111,10 +111,11 @@ def judge(comparison: Comparison, family_size: int) -> Comparison:
         return known
     margin = comparison.part.metric.tolerance
     verdict = decide(comparison.gap, margin=margin, family_size=family_size)
-    lost = "; ".join(dict.fromkeys(filter(None, map(_lost_words, (known.first, known.second)))))
+    words = [*map(_lost_words, (known.first, known.second))]
+    words += ["over seeds alone"] if known.part.has_samples and not known.num_samples else []
     if known.gap.low is None:
         return replace(known, why="one seed" if known.gap.n == 1 else "same value for every seed")
-    return replace(known, verdict=verdict, why=lost)
+    return replace(known, verdict=verdict, why="; ".join(filter(None, dict.fromkeys(words))))
 
 
 def _lost_words(grid: Grid) -> str:

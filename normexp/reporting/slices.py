@@ -156,9 +156,8 @@ class Grid:
     @property
     def lost(self) -> str:
         """`1 diverged, 2 at chance`, of the rates that some split chooses."""
-        shares = [1.0] * len(self.cells) if self.fit is None else self.fit.shares
-        cells = [cell for cell, share in zip(self.cells, shares, strict=True) if share > 0]
-        cells = [self.best] if self.fit is None else cells
+        shares = [] if self.fit is None else self.fit.shares.tolist()
+        cells = [c for c, share in zip(self.cells, shares, strict=False) if share] or [self.best]
         counts = {
             "failed": sum(cell.failed for cell in cells),
             "diverged": sum(cell.diverged for cell in cells),
@@ -229,6 +228,11 @@ class Slice:
         """By norm, the grids that are compared with each other."""
         return {norm: line[self.at] for norm, line in self.lines.items() if self.at in line}
 
+    @cached_property
+    def has_samples(self) -> bool:
+        """True if test samples are recorded; a comparison without any says so."""
+        return any(grid.outcomes.ndim == 2 for grid in self.grids)
+
     @property
     def scope(self) -> str:
         """What every number of the slice has in common, in words."""
@@ -248,9 +252,8 @@ class Slice:
         words += [", ".join(sorted(filter(None, places)))] if places - {None} else []
         counts = sorted({len(grid.seeds) for grid in self.grids})
         n = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
-        has_samples = all(grid.outcomes.ndim == 2 for grid in self.grids)
-        over = "new seeds and test samples" if has_samples else "new seeds on these test samples"
-        return f"{', '.join(words)}; n = {n} seeds, differences over {over}"
+        samples = "and test samples" if self.has_samples else "on these test samples"
+        return f"{', '.join(words)}; n = {n} seeds, differences over new seeds {samples}"
 
 
 def build_slices(

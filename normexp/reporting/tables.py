@@ -16,6 +16,7 @@ from normexp.reporting.compare import ADDED, Comparison, Row
 from normexp.reporting.metric import (
     PREFERRED,
     Metric,
+    choose_metric,
     describe_metric,
     format_interval,
     format_mean,
@@ -247,8 +248,7 @@ def cell_table(cells: Sequence[CellRow], metric: str | None, tolerance: float | 
     """A row per cell: its sizes, the mean with its interval, the worst seed, and every count."""
     rows = []
     for cell in cells:
-        names = metric_names([cell])
-        name = metric or next((name for name in PREFERRED if name in names), PREFERRED[0])
+        name = metric or choose_metric(metric_names([cell]), None) or PREFERRED[0]
         described = describe_metric(name, tolerance)
         values = cell.values(described).values()
         worst = (min if described.higher_is_better else max)(values, default=None)

@@ -148,3 +148,21 @@ def test_a_diverged_language_model_has_uniform_bits():
         for norm, seeds in (("batch", [0.9, 0.9]), ("group", [0.9, None]))
     ]
     assert report_of_cells(*cells).slices[0].lines["group"][128].values == {0: 1.5, 1: 8.0}
+
+
+def test_where_a_chosen_rate_has_no_samples_the_row_says_that_it_is_over_seeds_alone():
+    rights = {seed: np.random.default_rng(seed).random(100) < 0.9 for seed in range(8)}
+    means = {seed: float(right.mean()) for seed, right in rights.items()}
+    batch = cell_of("batch", means, samples=rights)
+    one = find(report_of_cells(batch, cell_of("group", level(0.8))), "group")
+    assert (one.num_samples, one.why) == (0, "over seeds alone") and one.verdict == "worse"
+    assert "over new seeds and test samples" in one.part.scope
+
+
+def test_a_best_rate_at_an_edge_names_the_one_to_add():
+    cells = [
+        cell_of("batch", level(mean, noise), lr=lr)
+        for noise, (lr, mean) in enumerate(((0.01, 0.8), (0.1, 0.85), (1.0, 0.9)))
+    ]
+    grid = report_of_cells(*cells).slices[0].lines["batch"][128]
+    assert grid.rate_words == "tuned over 3, 1 most often (at the edge: add 10)"
