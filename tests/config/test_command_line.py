@@ -82,7 +82,7 @@ REFUSED = [
     ("check", "batch_size=4", "batch_size=4: a card has no such key"),
     ("evaluate", "", "run is missing"),
     ("evaluate", "run=a evaluate_wth=[batch]", "did you mean evaluate_with?"),
-    ("evaluate", f"run={__file__}", f"{__file__} is a file; give the folder of a run"),
+    ("evaluate", f"run={__file__}", f"{__file__} is no cell"),
     ("evaluate", "model=convnet run=a", "run=a: its own model is evaluated; drop it"),
     ("evaluate", "model=convnet,vit", "2 cells: a diagnosis is of one network"),
     ("evaluate", "run=a evaluate_with=[exact]", "evaluate_with=[exact]: must be"),
