@@ -135,11 +135,7 @@ normexp.report turns a study into tables, figures, a page and verdicts.
 normexp.status says which runs of a study have ended, which are missing, and why some failed.
 
   python -m normexp.status study=NAME          also while it is running, from another terminal
-  python -m normexp.status study=NAME forget=2               takes back command 2, as numbered here
-  python -m normexp.status study=NAME 'forget=norm=layer'    drops its cells that have no folder
 
-What only a forgotten command asked for is counted no longer, so the report is as before. Trained
-runs stay on disk, and status lists their folders. The same command again brings them back.
 """,
 }
 ENDINGS = {
