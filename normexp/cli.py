@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from normexp.config.help import USAGE, conf_dir, help_text, option_defaults
-from normexp.config.rules import OPTIONS, Rule, suggest
+from normexp.config.rules import OPTIONS, check_value, name_as_text, suggest
 from normexp.config.spec import Command
 from normexp.errors import FAILED, INTERRUPTED, USER_MISTAKE, Halted, UserError
 from normexp.records.files import full_disk_message
@@ -182,22 +181,29 @@ def split_options(name: str, words: Sequence[str]) -> tuple[list[str], list[str]
 def read_options(name: str, words: Sequence[str]) -> dict[str, Any]:
     """The value of every key in `OPTIONS[name]`: as given, or its default.
 
-    Lists are `[a,b]` or a single value; quotes keep commas and brackets in a text.
-
     Raises:
-        UserError: an unknown, doubled or missing key, or a value that its rule refuses.
+        UserError: an unknown, doubled or missing key, or a value that its type refuses.
     """
+    from omegaconf import OmegaConf
+    from yaml import YAMLError
+
     _refuse_repeated(words)
-    options = OPTIONS[name]
-    given: dict[str, Any] = {}
+    options, words = (
+        OPTIONS[name],
+        [name_as_text(w) if "[" in w or "," not in w else w for w in words],
+    )
     for word in words:
-        key, equals, text = word.partition("=")
+        key, equals, _ = word.partition("=")
         if not equals:
             raise UserError(f"{word!r} is not key=value, as in {next(iter(options))}={word}")
         if key not in options:
             hint = suggest(key, options) or f"{name} takes {', '.join(options)}"
             raise UserError(f"{key}: unknown key; {hint}")
-        given[key] = _read(key, text, options[key])
+    try:
+        read: Any = OmegaConf.to_container(OmegaConf.from_dotlist(words))
+    except YAMLError as error:
+        raise UserError(f"{' '.join(words)}: a value cannot be read; quote texts") from error
+    given = {key: check_value(key, value, options[key]) for key, value in read.items()}
     values = option_defaults(name) | given
     for key, value in values.items():
         if value == "???":
@@ -219,29 +225,3 @@ def _candidates(key: str, runs_dir: str) -> str:
     names = [folder.name if key == "study" else str(folder) for folder in found[:MOST_NAMED]]
     more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
     return f": give {example} with one of {', '.join(names)}{more}"
-
-
-def _read(key: str, text: str, rule: Rule) -> Any:
-    """The first interpretation that the rule accepts: a scalar, a list, or the text itself."""
-    is_list = text.startswith("[") and text.endswith("]")
-    inner = text[1:-1] if is_list else text
-    items = [part.strip() for part in re.findall(r"'[^']*'|\"[^\"]*\"|[^,]+", inner)]
-    value = [_scalar(item) for item in items] if is_list else _scalar(text)
-    names = [item.strip("'\"") for item in items]
-    for reading in (value, [_scalar(item) for item in items], names, text.strip("'\"")):
-        if rule.holds(reading):
-            return reading
-    raise UserError(f"{key}={text}: must be {rule.wanted}")
-
-
-def _scalar(text: str) -> Any:
-    """null, true, false or a number; otherwise the text without quotes."""
-    words = {"null": None, "true": True, "false": False}
-    if text.lower() in words:
-        return words[text.lower()]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text.strip("'\"")

@@ -16,15 +16,15 @@ def main(words: list[str]) -> int:
         return show_config(words)
     line = ["normexp-train", *words]
     from normexp.config.grid import compose_cells
-    from normexp.config.process import started_processes
+    from normexp.config.spec import check_processes
 
     cells = compose_cells(command)  # mistakes are refused before torch is imported
+    rank = check_processes(cells, line)
     from normexp.sweeps.launch import launch_of
     from normexp.sweeps.sweep import run_cells
 
     train = partial(run_cells, cells, line, launch_of(command))
-    rank, count = started_processes()
-    if count > 1 and len(cells) == 1:
+    if rank is not None:  # torchrun or srun has started several
         from normexp.cells.devices import run_as_rank
         from normexp.cells.run import follow_stack
 

@@ -1,229 +1,179 @@
-"""The verdicts on the declared claims, from the table alone."""
+"""Claims of the literature as declared comparisons; all of them share one error rate.
+
+A comparison holds if its verdict is the expected one. It fails with the opposite one, or, where a
+tie is expected, with a difference that is shown to be larger than the margin.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal
 
-from normexp.benchmark.contrast import Assessment, verdict_on
-from normexp.benchmark.family import ALPHA, p_value, seeds_for, spread_of
-from normexp.benchmark.protocol import claims, recipe_at
-from normexp.benchmark.score import Tuned, compare, tune
-from normexp.benchmark.table import Table
+import yaml
+
+from normexp.benchmark.table import Table as RunTable
+from normexp.benchmark.table import recipes
+from normexp.config.help import conf_dir
+from normexp.reporting.cells import CellRow, build_cells
+from normexp.reporting.compare import paired
+from normexp.reporting.metric import Metric, describe_metric, format_interval
+from normexp.reporting.slices import Grid
+from normexp.reporting.tables import Table, table_of
+from normexp.stats.family import ALPHA, Verdict, decide, difference, p_value
 from normexp.stats.interval import Interval
 
-EXPECTED = {
-    "below": "below",
-    "above": "above",
-    "below_margin": "below by more than the margin",
-    "above_margin": "above by more than the margin",
-    "within": "within the margin",
-}
-Outcome = Literal["holds", "fails", "undecided", "not testable here"]
+Outcome = Literal["holds", "fails", "undecided", "no runs", "nothing to explain"]
+OPPOSITE = {"better": "worse", "worse": "better"}
+NOTE = (
+    "Each claim: holds if all of its comparisons do (or any, where it says so), fails if one does. "
+    "Differences at learning rates tuned by cross-fitting; positive: the first is better."
+)
 
 
 @dataclass(frozen=True, eq=False)
 class Tested:
-    """One comparison of a claim at one budget, or one answer of a probe.
+    """A declared comparison at one budget; gap and verdict are None without runs."""
 
-    words: `batch at 2 minus batch, convnet at the long budget`
-    needed: seeds that would decide it; None if not known, or more than 1,000
-    measured: of a probe of the built network, which has no error rate; None: a comparison
-    """
-
-    words: str
-    expect: str
+    norm: str
+    against: str
+    workload: str
+    expected: str
     outcome: Outcome
-    assessment: Assessment | None = None
-    unit: str = ""
-    needed: int | None = None
-    measured: bool | None = None
+    gap: Interval | None = None
+    verdict: Verdict | None = None
+    metric: Metric | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class Beside:
-    """Comparisons that are shown beside a verdict and are no part of it.
-
-    declared: `what` differs there, and, if known, `source` and `published`
-    """
-
-    declared: Mapping[str, Any]
-    tested: tuple[Tested, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Verdict:
+class Claim:
     """What the runs say of one claim."""
 
     name: str
-    claim: Mapping[str, Any]
+    statement: str
+    source: str
     outcome: Outcome
     tested: tuple[Tested, ...]
-    reason: str = ""
-    beside: tuple[Beside, ...] = ()
 
 
-def judge(table: Table) -> list[Verdict]:
-    """The verdict on every claim; all comparisons share one error rate."""
-    declared = claims()
-    family = sum(len(c["budgets"]) for claim in declared for c in claim["comparisons"])
-    return [_judge(table, claim, family) for claim in declared]
+@cache
+def declared_claims() -> list[dict[str, Any]]:
+    """conf/experiment/claims.yaml, which explains its keys."""
+    text = (conf_dir() / "experiment" / "claims.yaml").read_text(encoding="utf-8")
+    return yaml.safe_load(text)["claims"]
 
 
-def _judge(table: Table, claim: Mapping[str, Any], family: int) -> Verdict:
-    def test(comparisons: Sequence[Mapping[str, Any]]) -> tuple[Tested, ...]:
-        return tuple(
-            _test(table, comparison, budget, family)
-            for comparison in comparisons
-            for budget in comparison["budgets"]
-        )
+def judge_claims(table: RunTable) -> list[Claim]:
+    """The outcome of every claim."""
+    declared = declared_claims()
+    family = sum(len(one["budgets"]) for claim in declared for one in claim["comparisons"])
+    cells: dict[str, list[CellRow]] = {}
+    for name in recipes(table.about["benchmark"]):
+        cells[name] = build_cells(table.records([name]))
 
-    tested = (*test(claim["comparisons"]), *_probed(table, claim))
-    outcome, reason = _decide(tested, claim.get("rule") == "any")
-    if outcome != "not testable here" and (needs := claim.get("requires")) is not None:
-        fall = test([needs])
-        if not any(one.outcome == "holds" for one in fall):
-            outcome = "not testable here"
-            reason = "there is no fall to give back at any budget: " + "; ".join(
-                f"{one.words}: {words_of(one)}" for one in fall
-            )
-    beside = tuple(
-        Beside(declared, test(declared["comparisons"])) for declared in claim.get("beside", [])
-    )
-    return Verdict(claim["name"], claim, outcome, tested, reason, beside)
+    def test(comparison: Mapping[str, Any]) -> list[Tested]:
+        return [_test(cells, comparison, budget, family) for budget in comparison["budgets"]]
+
+    judged = []
+    for claim in declared:
+        tested = tuple(one for comparison in claim["comparisons"] for one in test(comparison))
+        outcomes: list[Outcome] = [one.outcome for one in tested]
+        outcome = _outcome_of(outcomes, needs_any=claim.get("rule") == "any")
+        needs = test(claim["requires"]) if "requires" in claim else []
+        if needs and outcome != "no runs" and all(one.outcome != "holds" for one in needs):
+            outcome = "nothing to explain"
+        judged.append(Claim(claim["name"], claim["statement"], claim["source"], outcome, tested))
+    return judged
 
 
-def _decide(tested: Sequence[Tested], needs_any: bool) -> tuple[Outcome, str]:
-    """The outcome of a claim by those of its comparisons, and what is missing."""
-    outcomes = [one.outcome for one in tested]
-    known = [outcome for outcome in outcomes if outcome != "not testable here"]
-    if "fails" not in known and not any(one.assessment for one in tested):
-        return "not testable here", "it has no runs"  # whatever its probes have confirmed
-    missing = len(outcomes) - len(known)
-    reason = f"{missing} of {len(outcomes)} comparisons have no runs" if missing else ""
-    # One comparison refutes a claim that needs all, and proves one that needs any.
+def _outcome_of(outcomes: list[Outcome], *, needs_any: bool) -> Outcome:
+    known = {*outcomes} - {"no runs"}
+    if not known:
+        return "no runs"
     decides, otherwise = ("holds", "fails") if needs_any else ("fails", "holds")
     if decides in known:
-        return decides, reason
-    if not missing and "undecided" not in known:
-        return otherwise, reason
-    return "undecided", reason
+        return decides
+    return otherwise if {*outcomes} == {otherwise} else "undecided"
 
 
-def _test(table: Table, comparison: Mapping[str, Any], budget: str, family: int) -> Tested:
-    first, second = comparison["first"], comparison["second"]
-    workload, expect = comparison["workload"], comparison["expect"]
-    words = f"{_words(first)} minus {_words(second)}, {workload} at the {budget} budget"
-    a, b = (
-        _tuned(table, recipe_at(side.get("workload", workload), budget), side)
-        for side in (first, second)
+def _test(
+    cells: Mapping[str, list[CellRow]], comparison: Mapping[str, Any], budget: str, family: int
+) -> Tested:
+    workload, expected = comparison["workload"], comparison["expect"]
+    sides = [comparison["first"], comparison["second"]]
+    grids = [_grid(cells, side, side.get("workload", workload), budget) for side in sides]
+    unknown = Tested(
+        _words(sides[0]), _words(sides[1]), f"{workload}, {budget}", expected, "no runs"
     )
-    if a is None or b is None:
-        return Tested(words, expect, "not testable here")
-    assessment = compare(a, b)
-    unit = "points" if b.is_accuracy else "bits per byte saved"
-    outcome = _outcome(assessment, expect, family)
-    needed = None
-    if outcome == "undecided":
-        needed = _seeds_to_decide(assessment.gap, b, expect, family)
-    return Tested(words, expect, outcome, assessment, unit, needed)
+    first, second = grids
+    if first is None or second is None or not all(len(one.seeds) > 1 for one in (first, second)):
+        return unknown
+    a, b = paired(first, second)
+    if not a.size:
+        return unknown
+    metric = second.metric
+    gap = difference(a, b, step=second.best.step(metric), limit=metric.limit)
+    verdict = decide(gap, margin=metric.tolerance, family_size=family)
+    outcome: Outcome = "undecided"
+    if verdict == expected:
+        outcome = "holds"
+    elif verdict == OPPOSITE.get(expected) or (
+        expected == "tie" and _is_beyond(gap, metric.tolerance, family)
+    ):
+        outcome = "fails"
+    return replace(unknown, outcome=outcome, gap=gap, verdict=verdict, metric=metric)
 
 
-def _probed(table: Table, claim: Mapping[str, Any]) -> Iterator[Tested]:
-    """What probes of the built networks say, from the table."""
-    probe = claim.get("measured_by_probe", {"norms": []})
-    for norm in probe["norms"]:
-        workload, trait, expect = probe["workload"], probe["trait"], probe["expect"]
-        measured = table.traits.get(workload, {}).get(norm, {}).get(trait)
-        words = f"{norm} {trait.replace('_', ' ')}, {workload}"
-        if measured is None:
-            yield Tested(words, str(expect), "not testable here")
-        else:
-            outcome = "holds" if measured == expect else "fails"
-            yield Tested(words, str(expect), outcome, measured=measured)
+def _is_beyond(gap: Interval, margin: float, family: int) -> bool:
+    """Whether the difference is shown to be larger than the margin."""
+    estimate = abs(gap.estimate or 0.0) - margin
+    return estimate > 0 and family * p_value(replace(gap, estimate=estimate)) <= ALPHA
 
 
-def _seeds_to_decide(gap: Interval, reference: Tuned, expect: str, family: int) -> int | None:
-    """Seeds that tell the difference from zero, or from the margin if the claim names it."""
-    spread = spread_of(gap)
-    if gap.estimate is None or spread is None:
+def _grid(
+    cells: Mapping[str, list[CellRow]], side: Mapping[str, Any], workload: str, budget: str
+) -> Grid | None:
+    """The complete grid of learning rates of a side; None if it has no runs."""
+    short = f"{workload}_short"
+    recipe = short if budget == "short" and short in cells else workload
+    size = side.get("norm_batch_size")
+    own = [
+        cell
+        for cell in cells.get(recipe, ())
+        if cell.norm == side["norm"]
+        and (not cell.mixes_samples or cell.norm_batch_size == (size or cell.batch_size))
+    ]
+    if not own:
         return None
-    distance = abs(gap.estimate)
-    if expect == "within" or expect.endswith("_margin"):
-        margin, level = reference.margin.cap, reference.mean.estimate
-        if reference.margin.share and level is not None:
-            margin = min(margin, reference.margin.share * (reference.margin.perfect - level))
-        distance = abs(margin - distance)
-    return seeds_for(distance, spread[0], family, spread[1])
+    kind = "accuracy" if own[0].config["chance_accuracy"] is not None else "bits_per_byte"
+    statistics = f"@{side['statistics']}" if "statistics" in side else ""
+    grid = Grid(side["norm"], sorted(own, key=lambda cell: cell.lr or 0.0),
+                describe_metric(f"test/{kind}{statistics}"))  # fmt: skip
+    return grid if grid.fit is not None else None
 
 
 def _words(side: Mapping[str, Any]) -> str:
     size, kind = side.get("norm_batch_size"), side.get("statistics")
     batch = f" at batch size {side['batch_size']}" if "batch_size" in side else ""
-    words = f"{side['norm']}" + (f" at {size}" if size else "") + batch
-    return words + (f" with {kind} statistics" if kind else "")
+    words = f"{side['norm']}{batch}" + (f" at {size}" if size else "")
+    return words + (f", {kind} statistics" if kind else "")
 
 
-def _tuned(table: Table, recipe: str, side: Mapping[str, Any]) -> Tuned | None:
-    if recipe not in table.recipes:
-        return None
-    cells = table.rates_of(recipe, side["norm"], side.get("norm_batch_size"))
-    kind = side.get("statistics", "running")
-    name = "test/accuracy" + ("" if kind == "running" else f"@{kind}")
-    if not cells or (kind != "running" and any(name not in cell.metrics for cell in cells)):
-        return None
-    return tune(cells, kind)
-
-
-def _outcome(assessment: Assessment, expect: str, family: int) -> Outcome:
-    """What a comparison says of the sign or margin that a claim expects."""
-    verdict, _ = verdict_on(assessment, family)
-    side = "below" if expect.startswith("below") else "above"
-    other = "above" if side == "below" else "below"
-    if expect == "within":
-        if verdict == "within":
-            return "holds"
-        return "fails" if _is_beyond(assessment, verdict, family) else "undecided"
-    if expect.endswith("_margin"):
-        if verdict in (other, "within"):
-            return "fails"
-        return "holds" if verdict == side and _is_beyond(assessment, side, family) else "undecided"
-    if verdict == side:
-        return "holds"
-    return "fails" if verdict == other else "undecided"
-
-
-def _is_beyond(assessment: Assessment, verdict: str, family: int) -> bool:
-    """Whether the difference is shown to be beyond a margin, on the side of its verdict.
-
-    Distances are pairs: from the gap to the margin above it, and to the one below.
-    """
-    if verdict not in ("above", "below"):
-        return False
-    with_outliers = [assessment, *filter(None, [assessment.without_apart])]
-    return all(_has_beyond(one, verdict, family) for one in with_outliers)
-
-
-def _has_beyond(assessment: Assessment, verdict: str, family: int) -> bool:
-    distances = assessment.distances[0 if verdict == "above" else 1 :: 2]
-    return any(_is_negative(distance, family) for distance in distances)
-
-
-def _is_negative(distance: Interval, family: int) -> bool:
-    estimate = distance.estimate
-    return estimate is not None and estimate < 0 and family * p_value(distance) <= ALPHA
-
-
-def words_of(tested: Tested) -> str:
-    """`-1.2 [-2.0, -0.4] points, claimed below: holds`."""
-    if tested.measured is not None:
-        return f"{'yes' if tested.measured else 'no'}, measured by a probe: {tested.outcome}"
-    if tested.assessment is None:
-        return "no runs"
-    gap = tested.assessment.gap
-    shown = f"{gap.estimate:.2f}"
-    if gap.low is not None and gap.high is not None:
-        shown += f" [{gap.low:.2f}, {gap.high:.2f}]"
-    more = f", n = {tested.needed} would decide" if tested.needed else ""
-    return f"{shown} {tested.unit}, claimed {EXPECTED[tested.expect]}: {tested.outcome}{more}"
+def claims_table(claims: list[Claim]) -> Table:
+    """A row for each claim, followed by its comparisons."""
+    rows = []
+    for claim in claims:
+        words = f"{claim.statement} ({claim.source})"
+        rows.append({"claim": claim.name.replace("_", " "), "outcome": claim.outcome, "why": words})
+        for one in claim.tested:
+            shown = "" if one.gap is None or one.metric is None else (
+                f"{format_interval(one.gap, one.metric.digits)} {one.metric.unit}")  # fmt: skip
+            where = f"– {one.norm} against {one.against}, {one.workload}"
+            rows.append(
+                {"claim": where, "difference [95 %]": shown, "verdict": one.verdict}
+                | {"expected": one.expected, "outcome": one.outcome}
+            )
+    count = sum(len(claim.tested) for claim in claims)
+    note = f"{NOTE} Verdicts are corrected for {count} comparisons (5 % for all claims)."
+    return table_of("claims", "Claims of the literature", rows, note=note)

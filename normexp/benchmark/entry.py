@@ -1,93 +1,81 @@
-"""`python -m normexp.benchmark norm=custom norm._target_=...`: a norm in the shipped table."""
+"""`python -m normexp.benchmark [norm=X]`: the shipped table of runs, with your norm in it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from normexp.cli import entry, parse_command, read_options, split_options
-from normexp.config.rules import KEYS, OPTIONS, SLOT_KEYS, in_identity, is_read, suggest
+from normexp.config.rules import in_identity
 from normexp.errors import UserError
+from normexp.norms.slots import SLOTS
 
 if TYPE_CHECKING:
     from normexp.benchmark.table import Table, TableCell
 
-FIXED = ("seed", "replicas", "study", "experiment", "cells")
+FIXED = ("seed", "replicas", "study", "experiment")
 
 
 @entry("benchmark")
 def main(words: list[str]) -> int:
     """Exit code: 0, 1 a failed training, 2, 130."""
-    from normexp.benchmark.report import BenchmarkReport
-    from normexp.benchmark.show import print_report
-    from normexp.benchmark.table import read_table, shipped_path
+    from normexp.benchmark.claims import claims_table, judge_claims
+    from normexp.benchmark.table import BENCHMARK, WORKLOADS, read_table, shipped_path
+    from normexp.reporting.publish import write_report
+    from normexp.reporting.report import report_on
+    from normexp.reporting.terminal import print_report
 
     option_words, overrides = split_options("benchmark", words)
     options = read_options("benchmark", option_words)
-    reference = read_table(shipped_path(options["reference"]))
-    if not overrides:
-        if options["workloads"]:
-            raise UserError("workloads: nothing reads it without norm=...")
-        print_report(BenchmarkReport(reference))
-        return 0
-    code, cells = _train(reference, overrides, options)
-    if cells:
-        print_report(BenchmarkReport(reference.with_entry(cells), cells[0].norm))
+    table, code = read_table(shipped_path(options["reference"])), 0
+    benchmark, runs_dir = table.about["benchmark"], Path(options["runs_dir"])
+    name = benchmark
+    if overrides:
+        code, cells = _train(table, overrides, options)
+        if not cells:  # a dry run, or nothing but failures
+            return code
+        table, name = table.with_entry(cells), f"{benchmark}-{cells[0].norm}"
+    report = report_on(table.records(WORKLOADS), runs_dir, [name], at_largest=True)
+    if benchmark == BENCHMARK and not overrides:
+        report = replace(report, declared=[claims_table(judge_claims(table))])
+    write_report(report)
+    print_report(report)
+    print(f"report: {report.directory / 'index.html'}")
     return code
 
 
 def _train(
-    reference: Table, overrides: list[str], options: dict[str, Any]
+    table: Table, overrides: list[str], options: dict[str, Any]
 ) -> tuple[int, list[TableCell]]:
-    """Trains the grid of each workload; exit code and cells, none of a dry run."""
-    from normexp.benchmark.trainings import is_dry, norm_of_words, print_cost, train_grid
-
-    name, workloads = _workloads_of(reference, options)
-    command = parse_command(overrides)
-    for word in command.overrides:
-        key = word.partition("=")[0].lstrip("+~")
-        if not is_read(key) and key not in FIXED:
-            hint = suggest(key, ["norm", *OPTIONS["benchmark"], *KEYS]) or "see --help"
-            raise UserError(f"{word}: unknown key; {hint}")
-        if _is_frozen(key):
-            raise UserError(f"{word}: frozen by the rules; an entry sets its norm and its slots")
-    norm = norm_of_words(command.overrides, command.config_dirs)
-    runs_dir = Path(options["runs_dir"])
-    if is_dry(overrides):
-        return print_cost(name, workloads, runs_dir, overrides), []
-    code, cells = 0, []
-    for workload in workloads:
-        recipe = reference.recipes[workload]
-        more, trained = train_grid(f"{name}/{workload}", recipe, runs_dir, overrides, norm.name)
-        code, cells = max(code, more), [*cells, *trained]
-    return code, cells
-
-
-def _workloads_of(reference: Table, options: dict[str, Any]) -> tuple[str, list[str]]:
-    """The benchmark's name, and the workloads to enter.
+    """Trains what is missing of the grid of each workload; the exit code and the cells.
 
     Raises:
-        UserError: other rules than those of the reference, or a workload that it lacks.
+        UserError: not one norm, a key that the rules fix, or runs that are INVALID.
     """
-    from normexp.benchmark.protocol import digest
-    from normexp.benchmark.score import rank_all
+    from normexp.benchmark.table import WORKLOADS, cells_below, digest, recipes
+    from normexp.config.grid import compose_cells
+    from normexp.sweeps.sweep import run_cells
 
-    name = reference.about["benchmark"]
-    if reference.about["rules"] != digest(name):
-        raise UserError(
-            f"the rules in conf/experiment/{name} are not those of the reference "
-            f"({digest(name)}, {reference.about['rules']}); an entry takes them unchanged"
-        )
-    known = [one.recipe.name for one in rank_all(reference)]
-    workloads = options["workloads"] or known
-    for workload in workloads:
+    benchmark, runs_dir = table.about["benchmark"], Path(options["runs_dir"])
+    if table.about["rules"] != digest(benchmark):
+        raise UserError(f"conf/experiment/{benchmark} is not what the table was trained with")
+    for word in parse_command(overrides).overrides:
+        key = word.partition("=")[0].lstrip("+~")
+        is_of_norm = key.partition(".")[0] in ("norm", *SLOTS)
+        if key in FIXED or (in_identity(key) and not is_of_norm):
+            raise UserError(f"{word}: frozen by the rules; an entry sets its norm and its slots")
+    if len([word for word in overrides if word.startswith("norm=") and "," not in word]) != 1:
+        raise UserError("an entry is one norm: norm=NAME, or norm=my_package.MyNorm")
+    known = [name for name in WORKLOADS if name in {cell.recipe for cell in table.cells}]
+    code, entered = 0, []
+    for workload in options["workloads"] or known:
         if workload not in known:
-            raise UserError(f"workloads={workload}: the reference has {', '.join(known)}")
-    return name, workloads
-
-
-def _is_frozen(key: str) -> bool:
-    """True for a key that defines a training, or names its runs, and is no part of a norm."""
-    if key in FIXED:
-        return True
-    return in_identity(key) and key.partition(".")[0] != "norm" and key not in SLOT_KEYS
+            raise UserError(f"workloads={workload}: the table has {', '.join(known)}")
+        words = [f"experiment={benchmark}/{workload}", f"runs_dir={runs_dir}", *overrides]
+        cells = compose_cells(parse_command(words))
+        code = max(code, run_cells(cells, ["normexp-benchmark", *words]))
+        ids = {cell.id for cell in cells}
+        recipe = recipes(benchmark)[workload]
+        entered += [one for one in cells_below(runs_dir, [recipe]) if one.about["id"] in ids]
+    return code, entered

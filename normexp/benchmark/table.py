@@ -1,45 +1,135 @@
-"""The runs of the benchmark as one table: read from records, written to one compressed file.
+"""The runs of the benchmark as one table: packed from studies, unpacked into a report's own rows.
 
-A cell of the table has the results of all seeds of one recipe, norm, norm batch size and rate. The
-file is a .npz of arrays and a JSON text; it holds no code. What is right or wrong for each test
-sample is kept as packed bits; losses of language models as float16, at rates that seeds choose.
+The file is a .npz of arrays and a JSON text; it holds no code. A cell has all seeds of one recipe,
+norm, norm batch size and learning rate. What is right or wrong for each test sample is kept as
+packed bits; losses of language models as float16, at learning rates that seeds choose.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 
-from normexp.benchmark.protocol import BENCHMARK, WorkloadRecipe, digest, recipes
+from normexp.config.help import conf_dir
 from normexp.errors import UserError
 from normexp.records.files import open_atomic
-from normexp.records.paths import RESULT_FILE, list_seeds, seed_dir
+from normexp.records.paths import RESULT_FILE, list_runs, list_seeds, seed_dir
 from normexp.records.result import Result, Status, read_result
 from normexp.records.samples import read_samples
+from normexp.reporting.runs import Records, RunRow
 
-Array = NDArray[np.float64]
+BENCHMARK = "benchmark1"
+WORKLOADS = ("convnet", "vit", "encoder", "gpt")  # recipes at the long budget, where norms rank
 METRICS = ("accuracy", "bits_per_byte", "loss")
 SCHEMA = 1
+Arrays = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class BenchmarkRecipe:
+    """A recipe of conf/experiment/<benchmark>: a workload at one budget.
+
+    study: the folder of its runs
+    shared: what all of its cells record: sizes, budget, model, data
+    """
+
+    name: str
+    study: str
+    shared: Mapping[str, Any]
+    norms: tuple[str, ...]
+    alphas: tuple[float, ...]
+    lrs: tuple[float, ...]
+    num_seeds: int
+
+    def trains(self, config: Mapping[str, Any]) -> bool:
+        """True for a cell of this recipe, from the `config` of its results."""
+        recipe = config.get("recipe") or {}
+        known = {**config, "model.width": (recipe.get("model") or {}).get("width")}
+        keys = ("batch_size", "epochs", "num_steps", "model.width")
+        if any(known.get(key) != self.shared[key] for key in keys if key in self.shared):
+            return False
+        if self.alphas and (recipe.get("norm") or {}).get("alpha_init") not in self.alphas:
+            return False
+        is_open = self.name in WORKLOADS  # to other norms too
+        return config["lr"] in self.lrs and (is_open or config["norm"] in self.norms)
+
+
+@cache
+def recipes(benchmark: str = BENCHMARK) -> dict[str, BenchmarkRecipe]:
+    """By name; a cell belongs to the first that trains it, those with an alpha of their own first.
+
+    Raises:
+        UserError: there is no such benchmark.
+    """
+    read = [_recipe(name, values) for name, values in _rules(benchmark).items()]
+    if not read:
+        raise UserError(
+            f"reference={benchmark}: no such rules; {BENCHMARK} and benchmark0 have some"
+        )
+    return {one.name: one for one in sorted(read, key=lambda one: (not one.alphas, one.name))}
+
+
+@cache
+def digest(benchmark: str = BENCHMARK) -> str:
+    """12 hex digits over the recipes in which norms are ranked, and those at a short budget."""
+    ranked = {*WORKLOADS, *(f"{name}_short" for name in WORKLOADS)}
+    rules = {name: values for name, values in _rules(benchmark).items() if name in ranked}
+    return hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _rules(benchmark: str) -> dict[str, Any]:
+    files = sorted((conf_dir() / "experiment" / benchmark).glob("*.yaml"))
+    return {file.stem: yaml.safe_load(file.read_text(encoding="utf-8")) for file in files}
+
+
+def _recipe(name: str, values: Mapping[str, Any]) -> BenchmarkRecipe:
+    params = values["hydra"]["sweeper"]["params"]
+
+    def listed(key: str) -> list[str]:
+        return [word for word in str(params.get(key, "")).replace(",", " ").split() if word]
+
+    groups = {
+        key: value
+        for one in values.get("defaults", [])
+        if isinstance(one, dict)
+        for key, value in one.items()
+    }
+    budget = {"epochs": values.get("epochs"), "num_steps": values.get("steps")}
+    shared = {
+        "model": name.partition("_")[0],
+        "data": groups.get("override /data", "digits"),
+        "batch_size": values["batch_size"],
+        **{key: value for key, value in budget.items() if value is not None},
+        **{
+            f"model.{key}": value
+            for key, value in values.get("model", {}).items()
+            if key == "width"
+        },
+    }
+    alphas = tuple(float(alpha) for alpha in listed("norm.alpha_init"))
+    lrs = tuple(float(lr) for lr in listed("lr"))
+    seeds = values["replicas"]
+    return BenchmarkRecipe(name, values["study"], shared, tuple(listed("norm")), alphas, lrs, seeds)
 
 
 @dataclass(frozen=True, eq=False)
 class TableCell:
     """The runs of one cell.
 
-    norm: with its knobs where a recipe varies them, as `dyt alpha_init=2.0`
+    norm: with its knob where a recipe varies it, as `dyt alpha_init=2.0`
     norm_batch_size: None if the norm mixes no samples, or takes the whole batch
-    about: cell id, versions of the code, machine, number of parameters, step time in ms
-    diverged: (n,)
+    about: cell id, versions of the code, machine, number of parameters
     metrics: by name, (n,); NaN where missing
     samples: by kind of statistics, (n, N): right or not, or the loss of each test sequence
     """
@@ -51,244 +141,156 @@ class TableCell:
     about: Mapping[str, Any]
     seeds: tuple[int, ...]
     diverged: NDArray[np.bool_]
-    metrics: Mapping[str, Array]
-    samples: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-
-    @property
-    def is_accuracy(self) -> bool:
-        """Whether accuracy is compared, not bits per byte; known also where every run diverged."""
-        return self.about["chance"] is not None
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a norm costs in the network of a workload, as multiples of batch norm's.
-
-    step: median time of a training step, in turns in one process
-    kept: bytes that a forward keeps for its backward
-    """
-
-    step: float
-    kept: float
-
-
-Costs = Mapping[str, Mapping[str, Cost]]  # by workload and norm
-Traits = Mapping[str, Mapping[str, Mapping[str, bool]]]  # by workload, norm and trait
+    metrics: Arrays
+    samples: Arrays
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """All cells of the benchmark that have runs.
+    """All cells of a benchmark that have runs.
 
-    about: benchmark, digest of its rules, commits, time; `machine` on which costs were measured
-    traits: of the built networks that claims ask about, measured by a probe
+    about: its name, the digest of its rules, commits, time
     """
 
     about: Mapping[str, Any]
     cells: tuple[TableCell, ...]
-    costs: Costs = field(default_factory=dict)
-    traits: Traits = field(default_factory=dict)
-
-    @property
-    def recipes(self) -> Mapping[str, WorkloadRecipe]:
-        return recipes(self.about["benchmark"])
-
-    @cached_property
-    def groups(self) -> Mapping[tuple[str, str, int | None], list[TableCell]]:
-        """By recipe, norm and norm batch size: the cells in order of their rates."""
-        groups: dict[tuple[str, str, int | None], list[TableCell]] = {}
-        for cell in sorted(self.cells, key=lambda cell: cell.lr):
-            groups.setdefault((cell.recipe, cell.norm, cell.norm_batch_size), []).append(cell)
-        return groups
-
-    def rates_of(self, recipe: str, norm: str, size: int | None = None) -> list[TableCell]:
-        """The complete grid of rates of a norm, the smallest rate first; empty if one is missing.
-
-        A norm that does not mix samples has one grid for all sizes.
-        """
-        cells = self.groups.get((recipe, norm, size)) or self.groups.get((recipe, norm, None), [])
-        if size is not None and cells and cells[0].about["mixes_samples"]:
-            cells = self.groups.get((recipe, norm, size), [])
-        known = self.recipes[recipe]
-        complete = [cell for cell in cells if len(cell.seeds) >= known.num_seeds]
-        is_grid = {cell.lr for cell in complete} >= set(known.rates)
-        return complete if is_grid else []
-
-    def norms_of(self, recipe: str) -> list[str]:
-        """The norms that have runs of a recipe, in the order of the recipe."""
-        norms = dict.fromkeys(cell.norm for cell in self.cells if cell.recipe == recipe)
-        order = self.recipes[recipe].norms
-        return sorted(norms, key=lambda norm: order.index(norm) if norm in order else len(order))
-
-    def seconds_per_run(self, recipe: str) -> float:
-        """Core-seconds of a run of the reference norm where the table was made."""
-        cells = self.rates_of(recipe, self.recipes[recipe].reference)
-        return sum(cell.about["seconds"] for cell in cells) / len(cells)
-
-    def cost_of(self, workload: str, norm: str) -> Cost | None:
-        return self.costs.get(workload, {}).get(norm)
 
     def with_entry(self, cells: Sequence[TableCell]) -> Table:
         """This table with the cells of an entry, instead of those of the same recipes."""
         entered = {(cell.recipe, cell.norm) for cell in cells}
-        others = tuple(cell for cell in self.cells if (cell.recipe, cell.norm) not in entered)
+        others = [cell for cell in self.cells if (cell.recipe, cell.norm) not in entered]
         return replace(self, cells=(*others, *cells))
 
+    def records(self, names: Iterable[str]) -> Records:
+        """The runs of some recipes as a report reads them."""
+        known, wanted = recipes(self.about["benchmark"]), set(names)
+        cells = [cell for cell in self.cells if cell.recipe in wanted]
+        return Records([run for cell in cells for run in _runs_of(cell, known[cell.recipe].shared)])
 
-def read_runs(runs_dir: Path, benchmark: str = BENCHMARK, first_seed: int = 0) -> Table:
-    """The runs of a benchmark below `runs_dir`, with as many seeds as its recipes have.
 
-    first_seed: other than 0 for a repetition with other seeds
-
-    Raises:
-        UserError: no run of the benchmark is there.
-    """
-    known = recipes(benchmark)
-    if not known:
-        raise UserError(
-            f"reference={benchmark}: no such rules; benchmark0 and benchmark1 have some"
+def _runs_of(cell: TableCell, shared: Mapping[str, Any]) -> Iterator[RunRow]:
+    norm, _, knob = cell.norm.partition(" alpha_init=")
+    config = {
+        **shared,
+        "norm": norm,
+        **({"norm.alpha_init": float(knob)} if knob else {}),
+        "norm_batch_size": cell.norm_batch_size,
+        "lr": cell.lr,
+        "mixes_samples": cell.about["mixes_samples"],
+        "chance_accuracy": cell.about["chance"],
+    }
+    folder = Path(cell.recipe, f"{cell.norm}-{cell.norm_batch_size}-{cell.lr:g}")
+    environment = {"cpu": cell.about["cpu"]} if "cpu" in cell.about else {}
+    for place, seed in enumerate(cell.seeds):
+        known = {name: float(values[place]) for name, values in cell.metrics.items()}
+        metrics = {name: value for name, value in known.items() if np.isfinite(value)}
+        status, step = (Status.DIVERGED, 0) if cell.diverged[place] else (Status.FINISHED, None)
+        result = Result(
+            cell.about["id"], seed, status, config, metrics, environment, diverged_at_step=step
         )
-    cells = tuple(cells_below(runs_dir, known.values(), first_seed))
-    if not cells:
-        raise UserError(
-            f"runs_dir={runs_dir}: no run of {benchmark} is there; train its recipes, as python -m "
-            f"normexp.train experiment={benchmark}/{next(iter(known))}"
-        )
-    commits = sorted({str(cell.about["commit"]) for cell in cells})
-    now = datetime.now(UTC).isoformat(timespec="minutes")
-    about = {"schema": SCHEMA, "benchmark": benchmark, "rules": digest(benchmark)}
-    return Table(about | {"commits": commits, "time": now}, cells)
+        run_dir = folder / f"seed-{seed}"
+        load = partial(_samples_at, cell.samples, place)
+        yield RunRow(BENCHMARK, run_dir, result, config, metrics, load)
 
 
-def cells_below(
-    runs_dir: Path, known: Collection[WorkloadRecipe], first_seed: int
-) -> Iterator[TableCell]:
-    """The cells of the studies of some recipes, with their seeds from `first_seed` on."""
+def _samples_at(samples: Arrays, place: int) -> dict[str, NDArray[Any]]:
+    return {kind: values[place] for kind, values in samples.items()}
+
+
+# From studies
+
+
+def cells_below(runs_dir: Path, known: Iterable[BenchmarkRecipe]) -> Iterator[TableCell]:
+    """The cells of the studies of some recipes, with the seeds of their recipe."""
+    known = list(known)
     for study in sorted({recipe.study for recipe in known}):
         candidates = [recipe for recipe in known if recipe.study == study]
-        for cell_dir in sorted(path for path in (runs_dir / study).glob("*-*") if path.is_dir()):
-            cell = _read_cell(cell_dir, candidates, first_seed)
-            if cell is not None:
-                yield cell
+        for cell_dir in sorted({run.parent for run in list_runs(runs_dir / study)}):
+            folders = [seed_dir(cell_dir, seed) for seed in list_seeds(cell_dir)]
+            results = [read_result(path) for path in folders if (path / RESULT_FILE).is_file()]
+            results = [one for one in results if one.status != Status.FAILED]
+            if not results or any(one.invalid for one in results):
+                continue
+            trained = (one for one in candidates if one.trains(results[0].config))
+            if (recipe := next(trained, None)) is not None:
+                own = [one for one in results if one.seed < recipe.num_seeds]
+                if own:
+                    yield _pack(cell_dir, recipe, own)
 
 
-def _read_cell(
-    cell_dir: Path, candidates: Iterable[WorkloadRecipe], first_seed: int
-) -> TableCell | None:
-    folders = [seed_dir(cell_dir, seed) for seed in list_seeds(cell_dir)]
-    results = [read_result(path) for path in folders if (path / RESULT_FILE).is_file()]
-    results = [one for one in results if one.status in (Status.FINISHED, Status.DIVERGED)]
-    if not results:
-        return None
-    config = results[0].config
-    recipe = next((one for one in candidates if one.trains(config)), None)
-    if recipe is None or config["lr"] not in recipe.rates or any(one.invalid for one in results):
-        return None
-    seeds = range(first_seed, first_seed + recipe.num_seeds)
-    results = [one for one in results if one.seed in seeds]
-    if not results:
-        return None
+def _pack(cell_dir: Path, recipe: BenchmarkRecipe, results: Sequence[Result]) -> TableCell:
+    first, config = results[0], results[0].config
+    alpha = config["recipe"]["norm"].get("alpha_init")
     names = sorted({name for one in results for name in one.metrics})
-    metrics = {
-        name: np.array([one.metrics.get(name, np.nan) for one in results])
-        for name in names
-        if name.partition("/")[2].partition("@")[0] in METRICS
-    }
+    read = [read_samples(seed_dir(cell_dir, one.seed)) for one in results]
+    shapes = {kind: values for samples in read for kind, values in samples.items()}
+    environment = {"git_commit": "commit", "python": "python", "torch": "torch", "cpu": "cpu",
+                   "data_source": "data_source", "code_version": "code_version"}  # fmt: skip
+    about = {name: first.environment.get(key) for key, name in environment.items()}
     return TableCell(
         recipe=recipe.name,
-        norm=_label(recipe, config),
-        norm_batch_size=config["norm_batch_size"] if config["mixes_samples"] else None,
+        norm=f"{config['norm']} alpha_init={alpha}" if recipe.alphas else config["norm"],
+        norm_batch_size=config.get("norm_batch_size"),
         lr=config["lr"],
-        about=_about(results),
+        about={
+            "id": first.cell_id,
+            **{name: value for name, value in about.items() if value is not None},
+            "mixes_samples": config.get("mixes_samples") is not False,
+            "chance": config.get("chance_accuracy"),
+            "num_parameters": first.num_parameters,
+        },
         seeds=tuple(one.seed for one in results),
         diverged=np.array([one.status == Status.DIVERGED for one in results]),
-        metrics=metrics,
-        samples=_samples_of([seed_dir(cell_dir, one.seed) for one in results]),
+        metrics={
+            name: np.array([one.metrics.get(name, np.nan) for one in results])
+            for name in names
+            if name.partition("/")[2].partition("@")[0] in METRICS
+        },
+        samples={
+            kind: np.stack([samples.get(kind, np.zeros_like(values)) for samples in read])
+            for kind, values in shapes.items()
+        },
     )
 
 
-def _label(recipe: WorkloadRecipe, config: Mapping[str, Any]) -> str:
-    alpha = config["recipe"]["norm"].get("alpha_init")
-    return f"{config['norm']} alpha_init={alpha}" if recipe.alphas else config["norm"]
-
-
-def _about(results: list[Result]) -> dict[str, Any]:
-    first = results[0]
-    environment = first.environment
-    kept = ("python", "torch", "cpu", "data_source", "code_version")
-    timing = first.timing
-    return {
-        "id": first.cell_id,
-        "commit": environment.get("git_commit"),
-        **{key: environment[key] for key in kept if key in environment},
-        "mixes_samples": first.config["mixes_samples"],
-        "chance": first.config.get("chance_accuracy"),
-        "num_parameters": first.num_parameters,
-        "seconds": round(timing.get("train_seconds", 0.0) / timing.get("stack_size", 1), 2),
-    }
-
-
-def _samples_of(folders: Iterable[Path]) -> dict[str, NDArray[Any]]:
-    """By kind, (n, N), of the kinds that every run has, and of a run without any a row of zeros."""
-    read = [read_samples(folder) for folder in folders]
-    shapes = {kind: values for samples in read for kind, values in samples.items()}
-    return {
-        kind: np.stack([samples.get(kind, np.zeros_like(values)) for samples in read])
-        for kind, values in shapes.items()
-    }
-
-
-# --- The file ------------------------------------------------------------------------------------
+# The file
 
 
 def write_table(table: Table, path: Path) -> None:
-    """Writes a table; losses of language models are kept at the rates that any seeds choose."""
+    """Writes a table; losses of language models are kept at the two best learning rates."""
     arrays: dict[str, Any] = {}
     rows = []
     for number, cell in enumerate(table.cells):
         kinds = {}
         for kind, values in cell.samples.items():
-            name = f"{number}/{kind}"
             if values.dtype == bool:  # wrong ones: few, so they compress better
-                arrays[name] = np.packbits(~values, axis=1)
+                arrays[f"{number}/{kind}"] = np.packbits(~values, axis=1)
                 kinds[kind] = values.shape[1]
             elif _is_chosen(table, cell):
-                arrays[name] = values.astype(np.float16)
+                arrays[f"{number}/{kind}"] = values.astype(np.float16)
                 kinds[kind] = 0
+        own = {key: getattr(cell, key) for key in ("recipe", "norm", "norm_batch_size", "lr")}
+        lost = [seed for seed, one in zip(cell.seeds, cell.diverged, strict=True) if one]
+        metrics = {
+            name: [None if np.isnan(value) else round(float(value), 6) for value in values]
+            for name, values in cell.metrics.items()
+        }
         rows.append(
-            {
-                "recipe": cell.recipe,
-                "norm": cell.norm,
-                "norm_batch_size": cell.norm_batch_size,
-                "lr": cell.lr,
-                "about": dict(cell.about),
-                "seeds": list(cell.seeds),
-                "diverged": [
-                    seed for seed, is_lost in zip(cell.seeds, cell.diverged, strict=True) if is_lost
-                ],
-                "metrics": {
-                    name: [None if np.isnan(value) else round(float(value), 6) for value in values]
-                    for name, values in cell.metrics.items()
-                },
-                "samples": kinds,
-            }
+            {**own, "about": dict(cell.about), "seeds": list(cell.seeds), "diverged": lost}
+            | {"metrics": metrics, "samples": kinds}
         )
-    costs = {
-        workload: {norm: [cost.step, cost.kept] for norm, cost in of_norms.items()}
-        for workload, of_norms in table.costs.items()
-    }
-    content = {"about": dict(table.about), "costs": costs, "traits": table.traits, "cells": rows}
-    text = json.dumps(content, separators=(",", ":"))
+    text = json.dumps({"about": dict(table.about), "cells": rows}, separators=(",", ":"))
     arrays["table"] = np.frombuffer(text.encode(), dtype=np.uint8)
     with open_atomic(path) as file:
         np.savez_compressed(file, **arrays)
 
 
 def _is_chosen(table: Table, cell: TableCell) -> bool:
-    """Whether a cell has the best or second best rate of its grid by the mean on validation."""
-    group = table.groups[cell.recipe, cell.norm, cell.norm_batch_size]
-    known = [other for other in group if "val/loss" in other.metrics]
-    best = sorted(known, key=lambda other: float(np.nanmean(other.metrics["val/loss"])))
+    """Whether a cell has the best or second best learning rate by the mean on validation."""
+    place = (cell.recipe, cell.norm, cell.norm_batch_size)
+    grid = [one for one in table.cells if (one.recipe, one.norm, one.norm_batch_size) == place]
+    known = [one for one in grid if "val/loss" in one.metrics]
+    best = sorted(known, key=lambda one: float(np.nanmean(one.metrics["val/loss"])))
     return cell in best[:2]
 
 
@@ -302,65 +304,49 @@ def read_table(path: Path) -> Table:
         with np.load(path) as content:
             text = json.loads(bytes(content["table"]))
             cells = tuple(_cell_of(n, row, content) for n, row in enumerate(text["cells"]))
-        costs = {
-            workload: {norm: Cost(*values) for norm, values in of_norms.items()}
-            for workload, of_norms in text.get("costs", {}).items()
-        }
+            return Table(text["about"], cells)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{path} is not a table of the benchmark ({error})") from error
-    return Table(text["about"], cells, costs, text.get("traits", {}))
 
 
-def _cell_of(number: int, row: Mapping[str, Any], content: Mapping[str, Any]) -> TableCell:
+def _cell_of(number: int, row: Mapping[str, Any], content: Arrays) -> TableCell:
     def samples(kind: str, count: int) -> NDArray[Any]:
         values = content[f"{number}/{kind}"]
         if not count:
             return values.astype(np.float64)
         return ~np.unpackbits(values, axis=1, count=count).astype(bool)
 
-    seeds = tuple(row["seeds"])
+    own = {key: row[key] for key in ("recipe", "norm", "norm_batch_size", "lr", "about")}
     return TableCell(
-        recipe=row["recipe"],
-        norm=row["norm"],
-        norm_batch_size=row["norm_batch_size"],
-        lr=row["lr"],
-        about=row["about"],
-        seeds=seeds,
-        diverged=np.array([seed in row["diverged"] for seed in seeds]),
-        metrics={
-            name: np.array([np.nan if value is None else value for value in values])
-            for name, values in row["metrics"].items()
-        },
+        **own,
+        seeds=tuple(row["seeds"]),
+        diverged=np.isin(row["seeds"], row["diverged"]),
+        metrics={name: np.array(values, dtype=float) for name, values in row["metrics"].items()},
         samples={kind: samples(kind, count) for kind, count in row["samples"].items()},
     )
 
 
 def shipped_path(name: str) -> Path:
-    """The file of a shipped reference, such as benchmark1; a name that ends in .npz is a path.
+    """The file of a shipped table, such as benchmark1; a name that ends in .npz is a path.
 
     Raises:
         UserError: there is none of that name.
     """
-    if name.endswith(".npz"):
-        return Path(name)
-    folder = Path(__file__).parent
-    known = sorted(path.stem for path in folder.glob("*.npz"))
-    if re.fullmatch(r"\w+", name) and name in known:
-        return folder / f"{name}.npz"
-    message = f"reference={name}: shipped are {', '.join(known) or 'none'}"
-    if recipes(name):
-        message = (
-            f"reference={name}: its rules ship and its table does not; train its recipes, as "
-            f"experiment={name}/{next(iter(recipes(name)))}"
-        )
-    raise UserError(message)
+    path = Path(name) if name.endswith(".npz") else Path(__file__).parent / f"{name}.npz"
+    if not path.is_file():
+        remedy = "a file made by python -m normexp.benchmark.table RUNS_DIR FILE"
+        raise UserError(f"reference={name}: no such table; {BENCHMARK}, or {remedy}")
+    return path
 
 
-def main() -> None:
-    """`python -m normexp.benchmark.table RUNS_DIR FILE`: the table of the runs there."""
-    runs_dir, file = map(Path, sys.argv[1:])
-    write_table(read_runs(runs_dir), file)
+def main(runs_dir: Path, file: Path, benchmark: str = BENCHMARK) -> None:
+    """Writes the table of the runs of a benchmark."""
+    about = {"schema": SCHEMA, "benchmark": benchmark, "rules": digest(benchmark)}
+    cells = tuple(cells_below(runs_dir, recipes(benchmark).values()))
+    commits = sorted({str(cell.about.get("commit")) for cell in cells})
+    now = datetime.now(UTC).isoformat(timespec="minutes")
+    write_table(Table(about | {"commits": commits, "time": now}, cells), file)
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

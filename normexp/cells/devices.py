@@ -53,7 +53,8 @@ class Ranks:
     def follow(self, train: Follow) -> None:
         """Trains the stacks that rank 0 sends until its command ends."""
         with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
-            while (job := self.fabric.broadcast(None)) is not None:
+            nothing: Any = None  # else the type of what is received
+            while (job := self.fabric.broadcast(nothing)) is not None:
                 train(*job)
 
 

@@ -148,8 +148,7 @@ class StackRunner:
         if attempts.members != self.members:  # new, or some of its runs have ended elsewhere
             remove(self.folder)
             attempts = Attempts(self.members, torch.get_num_threads())
-        path = self.checkpoint
-        at = path.stat().st_mtime_ns if path.is_file() else 0
+        at = self.checkpoint.stat().st_mtime_ns if self.checkpoint.is_file() else 0
         attempts.count = 1 + (attempts.count if at == attempts.checkpointed_at else 0)
         attempts.checkpointed_at = at
         write_attempts(self.folder, attempts)

@@ -20,7 +20,7 @@ from typing import Any
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, RangeSweep
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
@@ -35,16 +35,13 @@ from normexp.config.help import (
     group_choices,
 )
 from normexp.config.rules import (
-    FOREIGN_KEYS,
-    KEYS,
     MISSING,
     OPTIONAL_GROUPS,
-    PARTS,
     as_typed,
-    is_read,
-    join_or,
+    name_as_text,
     refuse_type_change,
     suggest,
+    unknown_key,
 )
 from normexp.errors import UserError
 from normexp.records.sources import refuse_without_file, why_missing
@@ -62,10 +59,7 @@ PATHS = {
 }
 FEW = 12  # most choices that a message lists
 
-# Launchers of Hydra that run a sweep's cells, and the extra of normexp that installs each.
-LAUNCHERS = {"ray": "ray", "ray_aws": "ray", "submitit_local": "slurm", "submitit_slurm": "slurm"}
 AS_BUILT = "normexp.norms.as_built.AsBuilt"  # of norm=as_built, which has no YAML
-GRID_KEYS = r"hydra\.(mode|sweeper\.params\b)"  # keys of Hydra that define a sweep
 
 
 def compose_config(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> dict[str, Any]:
@@ -123,10 +117,6 @@ def refuse_missing_files(config: Mapping[str, Any]) -> None:
         path = Path(str(_select(config, key)))
         if _select(config, "data._target_") == target and not path.exists():
             raise UserError(f"{key}={path} does not exist; {needs.format(path)}")
-    for key in ("data_dir", "data.root"):
-        path = _select(config, key)
-        if isinstance(path, str) and Path(path).is_file():
-            raise UserError(f"{key}={path} is a file, must be a folder")
 
 
 def refuse_missing_targets(config: Mapping[str, Any]) -> None:
@@ -177,51 +167,16 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     parsed = []
     for text in overrides:
         key, equals, value = text.partition("=")
-        if text.startswith("~"):
-            key = key.lstrip("~")
-            raise UserError(f"{text}: a key cannot be removed; give it a value, as {key}=...")
-        if equals and value.endswith(","):
-            raise UserError(
-                f"{text} names nothing after its last comma: write values without blanks, as "
-                "norm=batch,group"
-            )
-        if not key or not equals:
+        if not key or not equals or key.startswith("~"):
             raise UserError(f"{text!r} is not key=value, as in norm=group or batch_size=8")
         try:
-            parsed += parser.parse_overrides([_with_study_as_text(text)])
+            parsed += parser.parse_overrides([name_as_text(text)])
         except HydraException:
             raise _unreadable(key, value) from None
-        if _has_decimal_commas(key, value):
-            typed = re.sub(r"0,(\d+)", r"0.\1", value)
-            raise UserError(
-                f"{text}: commas separate values, and {key}=0 is not allowed; write decimals with "
-                f"a point, as {key}={typed}"
-            )
         swept = parsed[-1].value()
-        if isinstance(swept, RangeSweep) and not swept.step:
-            raise UserError(f"{text}: the step of a range must not be 0")
-        if isinstance(swept, RangeSweep) and _has_one_fraction(swept):
-            raise UserError(
-                f"{text}: it holds a single value; give a step, as in {key}=range(0.1,0.5,0.1)"
-            )
         if key in CUSTOM_GROUPS and isinstance(swept, str) and names_target(swept):
-            target = f"{key}._target_={swept}"
-            if other := [word for word in overrides if word.startswith(f"{key}._target_=")]:
-                raise UserError(f"{text} and {other[0]} both name a {key}; drop one of them")
-            parsed[-1:] = parser.parse_overrides([f"{key}=custom", target])
+            parsed[-1:] = parser.parse_overrides([f"{key}=custom", f"{key}._target_={swept}"])
     return parsed
-
-
-def _has_decimal_commas(key: str, value: str) -> bool:
-    """True for lr=0,1 or lr=0,1,0,3: zeros, which the key does not take, before each comma."""
-    rule = KEYS[key].rule if key in KEYS else None
-    takes_fractions = rule is not None and rule.holds(0.1) and not rule.holds(0)
-    return takes_fractions and re.fullmatch(r"0,\d+(,0,\d+)*", value) is not None
-
-
-def _has_one_fraction(swept: RangeSweep) -> bool:
-    """True for range(0.1,0.3), whose step of 1 leaves a single value."""
-    return isinstance(swept.start, float) and len([*swept.range()]) < 2
 
 
 def names_target(choice: str) -> bool:
@@ -231,26 +186,10 @@ def names_target(choice: str) -> bool:
 
 
 def _unreadable(key: str, value: str) -> UserError:
-    """The error for a value that Hydra's grammar does not allow; quotes help texts alone."""
-    if re.fullmatch(r"\w+\(.*\)", value):
-        raise UserError(
-            f"{key}={value}: cannot be read; several values are a,b, choice(a,b) or "
-            "range(0,10,2), and those of a search also interval(low,high)"
-        )
-    if key in KEYS and not KEYS[key].rule.holds(value):
-        return UserError(f"{key}={value}: must be {KEYS[key].rule.wanted}")
-    if key in GROUPS:
-        return _unknown_choice(f"{key}/{value}", ())
+    """The error for a value that Hydra's grammar does not allow."""
     text = quoted(value) if {'"', "\\"} & set(value) else f'"{value}"'
     typed = shlex.quote(f"{key}={text}")
     return UserError(f"{key}={value}: the value cannot be read; quote it, as in {typed}")
-
-
-def _with_study_as_text(word: str) -> str:
-    """The word, with quotes for studies that Hydra would read as numbers: 2026_11 as 202611."""
-    if not re.fullmatch(r"study=[\w.+,-]*", word):
-        return word
-    return re.sub(r"(?<=[=,])[\d.][\w.+-]*", lambda name: quoted(name[0]), word)
 
 
 def quoted(text: str) -> str:
@@ -269,12 +208,11 @@ def _is_choice(override: Override) -> bool:
 
 def _missing_multirun(override: Override) -> UserError:
     """The error for several values without -m."""
-    remedy = "add -m to run each"
     key, _, value = str(override.input_line).partition("=")
-    is_list = key not in KEYS or "list" in KEYS[key].rule.wanted
-    if is_list and "," in value and "(" not in value and (key not in GROUPS or key == "logger"):
-        remedy += f", or write {key}=[{value}] for one list"
-    return UserError(f"{override.input_line} names several values: {remedy}")
+    return UserError(
+        f"{override.input_line} names several values: add -m to run each, or write "
+        f"{key}=[{value}] for one list"
+    )
 
 
 # --- choices -------------------------------------------------------------------------------------
@@ -297,9 +235,7 @@ class ComposedChoices:
     @cached_property
     def launcher(self) -> str | None:
         """The Hydra launcher that runs the cells; None for normexp's own workers."""
-        name = str(self.choices["hydra/launcher"])
-        if name not in ("basic", *LAUNCHERS):
-            raise _unknown_launcher(name)
+        name = self.choices["hydra/launcher"]
         return None if name == "basic" else name
 
     @cached_property
@@ -321,13 +257,7 @@ def compose_choices(parsed: Sequence[Override], config_dirs: Sequence[str] = ())
     for override in chosen:
         _check_choice(override, config_dirs)
     words = tuple(str(override.input_line) for override in chosen)
-    base = _compose(words, tuple(config_dirs), _modified_at(config_dirs))
-    if base.launcher is not None:
-        return base
-    for key in [override.key_or_group for override in chosen]:
-        if key not in (*GROUPS, "hydra/launcher") and not re.match(GRID_KEYS, key):
-            raise UserError(f"{key}: this key of Hydra has no effect without hydra/launcher=...")
-    return base
+    return _compose(words, tuple(config_dirs), _modified_at(config_dirs))
 
 
 def _modified_at(config_dirs: Sequence[str]) -> tuple[tuple[Path, int], ...]:
@@ -419,10 +349,8 @@ def shipped_config() -> dict[str, Any]:
 def _check_choice(override: Override, config_dirs: Sequence[str]) -> None:
     """Refuses a group without a name, or added with +."""
     key, text = override.key_or_group, override.input_line
-    if key == "hydra.searchpath":  # Hydra reads one of these, and --config-dir is it
-        raise UserError(f"{text}: name each folder with --config-dir")
-    if key.startswith("hydra.sweeper.params") and text != "hydra.sweeper.params=null":
-        raise UserError(f"{text}: type the keys themselves, as -m lr=0.1,1")
+    if key.startswith("hydra.sweeper.params.") or key == "hydra.searchpath":
+        raise UserError(f"{text}: type the keys themselves, as -m lr=0.1,1, and --config-dir")
     if key not in GROUPS:
         return
     if override.is_add() or override.is_force_add():
@@ -443,10 +371,6 @@ def _explain(error: Exception, config_dirs: Sequence[str]) -> UserError:
     if isinstance(error, MarkedYAMLError) and error.problem_mark:
         mark = error.problem_mark
         return UserError(f"{mark.name}, line {mark.line + 1}: not valid YAML ({error.problem})")
-    if isinstance(error, UnicodeDecodeError):
-        files = (file for file, _ in _modified_at(config_dirs) if file.is_file())
-        file = next((file for file in files if not _is_utf8(file)), "a YAML")
-        return UserError(f"{file} is not UTF-8 ({error.reason}); save it as UTF-8")
     lines = [*str(error).splitlines(), *str(cause or "").splitlines()]
     shown = [line.strip() for line in lines if line.strip()] or [repr(error)]
     return UserError(" ".join(shown[:2]) if shown[0].endswith(":") else shown[0])
@@ -456,41 +380,19 @@ class UnknownChoice(UserError):
     """A group has no such choice, as in `norm=gruop` or `norm=my_norm.LpNrom`."""
 
 
-def _is_utf8(file: Path) -> bool:
-    try:
-        file.read_text("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
 def _unknown_choice(file: str, config_dirs: Sequence[str]) -> UserError:
     group, _, name = file.partition("/")
     if group not in GROUPS:
         group, _, name = file.rpartition("/")
-        if group == "hydra/launcher":
-            return _unknown_launcher(name)
-        return UserError(f"{group}={name}: no such config")
+        extras = "; pip install 'normexp[ray]' or 'normexp[slurm]'" * (group == "hydra/launcher")
+        return UserError(f"{group}={name}: no such config{extras}")
     hint = suggest(name, group_choices(group, config_dirs), most=3, cutoff=0.5)
     remedies = [_describe_choices(group, config_dirs)]
-    if group == "schedule":
-        remedies.append("a shape by name: optim.schedule=...")
-    if group == "model":
-        word = name if re.fullmatch(r"[\w.]+", name) else "NAME"
-        remedies.append(f"of torchvision or timm: model=torchvision model.name={word}")
     if group in CUSTOM_GROUPS:
         remedies.append(f"your own: {group}=custom {group}._target_=...")
     return UnknownChoice(
         f"{group}={name}: no such {group}{hint and f'; {hint}'} ({'; '.join(remedies)})"
     )
-
-
-def _unknown_launcher(name: str) -> UserError:
-    if name in LAUNCHERS:
-        remedy = f"pip install 'normexp[{LAUNCHERS[name]}]'"
-        return UserError(f"hydra/launcher={name} is not installed; {remedy}")
-    known = ", ".join(["basic", *LAUNCHERS])
-    return UserError(f"hydra/launcher={name}: no such launcher (choices: {known})")
 
 
 def _describe_choices(group: str, config_dirs: Sequence[str]) -> str:
@@ -527,71 +429,32 @@ def _set_value(config: DictConfig, override: Override, base: ComposedChoices) ->
 
 
 def _refuse_unread(plain: dict[str, Any], base: ComposedChoices) -> None:
-    """Refuses a key that nothing reads, whether it was typed or stands in a YAML of the user's."""
-    if not plain.keys() >= {*PARTS}:  # a YAML has its keys at the top: `validate` refuses it
-        return
+    """Refuses a recipe whose keys stand below `experiment`, where nothing reads them."""
     if "experiment" in plain and (recipe := base.choices.get("experiment")):
         raise UserError(
             f"experiment={recipe}: nothing reads its keys; let its YAML begin with the line "
             "`# @package _global_`"
         )
-    for group in GROUPS[:-1]:
-        value = plain.get(group)
-        if not isinstance(value, dict) and (value is not None or group not in OPTIONAL_GROUPS):
-            raise UserError(
-                f"{group}={as_typed(value)}: must be a group of keys; a YAML chooses one below "
-                f"`defaults:`, as `- override /{group}: NAME`"
-            )
-    for key in dotted_keys(plain):
-        if not is_read(key):
-            raise _unknown_key(key, base)
 
 
 def _refuse_second_budget(plain: Mapping[str, Any], typed: Sequence[str]) -> None:
     """Refuses a typed budget beside another one, which would win unseen."""
     budgets = [key for key in ("steps", "samples") if plain.get(key) is not None]
     budgets += ["epochs"] * ("epochs" in typed)
-    given = [key for key in budgets if key in typed]
-    if len(budgets) > 1 and given:
+    if len(budgets) > 1 and set(budgets).intersection(typed):
         words = " and ".join(f"{key}={as_typed(plain[key])}" for key in sorted(budgets))
-        other = next((key for key in budgets if key not in typed), None)
-        remedy = "keep one of them" if other is None else f"to replace it, add {other}=null"
-        raise UserError(f"{words}: a training has one budget; {remedy}")
+        raise UserError(f"{words}: a training has one budget; keep one, and set the other to null")
 
 
 def _unknown_key(key: str, base: ComposedChoices) -> UserError:
-    """The error for a key that is not there, with the key or the choice that may be meant."""
-    parent, _, leaf = key.rpartition(".")
-    names = [name for name in base.keys if is_read(name)]
-    same = [name for name in names if _leaf(name) == leaf]
-    if key in OPTIONAL_GROUPS:  # `key` itself or a key below it was set
-        rest = f", or did you mean {join_or(same)}?" if same else ""
-        return UserError(f"{key}: this training has no {key}; choose one, as {key}=custom{rest}")
-    if remedy := FOREIGN_KEYS.get(leaf) or _missing_line(key):
-        return UserError(f"{key}: unknown key; {remedy}")
-    siblings = [_leaf(name) for name in names if name.rpartition(".")[0] == parent]
-    if parent and not siblings:
-        return UserError(f"{key}: unknown key; {parent} has no keys below it")
-    hint = "" if same else suggest(leaf, siblings, prefix=f"{parent}." if parent else "")
-    alike = same or [name for name in names if suggest(leaf, [_leaf(name)], cutoff=0.8)]
-    if hint or alike:
-        return UserError(f"{key}: unknown key; {hint or f'did you mean {join_or(alike)}?'}")
-    if not parent:
-        return UserError(f"{key}: unknown key; --help lists the keys of a training")
-    listed = ", ".join(name for name in siblings if not name.startswith("_")) or "none"
-    if parent in CUSTOM_GROUPS:  # its keys depend on its choice
-        parent = f"{parent}={base.choices.get(parent)}"
-        listed += f"; +{key}=... passes it on"
-    return UserError(f"{key}: unknown key ({parent} has {listed})")
-
-
-def _missing_line(key: str) -> str:
-    """Which of the two lines of a new knob is missing; empty if both are."""
-    if key in dotted_keys(shipped_config()):
-        return "conf/config.yaml has it; add its rule to KEYS in normexp/config/rules.py"
-    if key in KEYS and key.partition(".")[0] in ("tune", key):
-        return "normexp/config/rules.py has its rule; add its default to conf/config.yaml"
-    return ""
+    """The error for a key that does not exist; a knob of a part may be new to its YAML."""
+    group = key.partition(".")[0]
+    if key in OPTIONAL_GROUPS:
+        return UserError(f"{key}: this training has no {key}; choose one, as {key}=custom")
+    error = unknown_key(key, [name for name in base.keys if name.rpartition(".")[2][0] != "_"])
+    if group in CUSTOM_GROUPS and group != key:
+        return UserError(f"{error}; +{key}=... passes a new one on to the {group}")
+    return error
 
 
 # --- trees ---------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from typing import Any
 from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, RangeSweep
 from hydra.types import RunMode
 
-from normexp.batching.sizes import SIZES
 from normexp.config.compose import (
     UnknownChoice,
     compose_cell,
@@ -53,7 +52,6 @@ def compose_cells(command: Command) -> list[CellSpec]:
         title, choices = " ".join(words), dict[str, str]()
         try:
             config, choices = compose_cell(line, command.config_dirs)
-            title = " ".join(_with_number(word, config) for word in words)
             refuse_missing_targets(config)
             validate(config)
             refuse_missing_files(config)
@@ -97,30 +95,16 @@ def _join(first: CellSpec, *others: CellSpec) -> CellSpec:
     )
 
 
-def _with_number(word: str, config: dict[str, Any]) -> str:
-    """`norm_batch_size=32` for norm_batch_size=null: the next larger size that is set."""
-    key, _, value = word.lstrip("+").partition("=")
-    if value != "null" or key not in SIZES:
-        return word
-    larger = [config[size] for size in SIZES[: SIZES.index(key)]]
-    return f"{key}={[size for size in larger if size is not None][-1]}"
-
-
 def list_cells(command: Command) -> list[list[str]]:
     """The overrides of each cell of a command.
 
-    Without -m there is one, unless its experiment sets hydra.mode=MULTIRUN.
+    Without -m there is one, unless its experiment sweeps keys.
 
     Raises:
         UserError: a sweep without a list of values, or an experiment that normexp.tune must search.
     """
     grid = read_grid(command)
     if not (command.multirun or grid.is_multirun):
-        if grid.untyped:
-            raise UserError(
-                f"the experiment sweeps {', '.join(grid.untyped)}: add -m, or let its YAML set "
-                "hydra.mode: MULTIRUN"
-            )
         return [list(command.overrides)]
     for override in grid.overrides:
         if is_searched(override) and override.input_line not in command.overrides:
@@ -139,13 +123,11 @@ class Grid:
     Attributes:
         overrides: those typed and those in `hydra.sweeper.params`, one per key.
         is_multirun: the config asks for several cells, even without -m.
-        untyped: the keys that only `hydra.sweeper.params` of the experiment sets.
         config_dirs: folders with the user's own choices.
     """
 
     overrides: list[Override]
     is_multirun: bool
-    untyped: list[str]
     config_dirs: Sequence[str]
 
     def lines(self, overrides: Sequence[Override]) -> list[list[str]]:
@@ -165,12 +147,7 @@ def read_grid(command: Command) -> Grid:
     last = {override.get_key_element(): override for override in parse_overrides(words)}
     return Grid(
         list(last.values()),
-        base.hydra.mode == RunMode.MULTIRUN,
-        [
-            key
-            for key in params
-            if not any(word.startswith(f"{key}=") for word in command.overrides)
-        ],
+        bool(params) or base.hydra.mode == RunMode.MULTIRUN,
         command.config_dirs,
     )
 
@@ -199,7 +176,10 @@ def _words_of(override: Override, config_dirs: Sequence[str]) -> Iterator[str]:
     elif isinstance(value, Glob):
         names = _matches(value, group_choices(override.key_or_group, config_dirs))
     else:
-        names = list(override.sweep_string_iterator())
+        try:
+            names = list(override.sweep_string_iterator())
+        except ValueError as error:  # a range without a step
+            raise UserError(f"{override.input_line}: {error}") from error
     if not names:
         raise UserError(f"{override.input_line}: matches nothing")
     yield from (f"{key}={name}" for name in names)

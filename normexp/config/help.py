@@ -93,16 +93,17 @@ is recorded; a larger tune.points adds the difference. What is searched, and wha
   batch_size=range(8,65,8)         searched, as a choice
   norm=batch,group                 a grid: one search for each
 All other keys are those of normexp.train. The runs of the search go to the study <study>-search,
-the fresh seeds to <study>. Its report shows how good the best of k points is expected to be.
+the fresh seeds to <study>.
 """,
     "benchmark": """\
 normexp.benchmark trains a norm by frozen rules, and says where it stands among the reference.
 
-  python -m normexp.benchmark                  the reference: ranking, cost, claims; trains nothing
+  python -m normexp.benchmark                  the table: ranking and claims; trains nothing
   python -m normexp.benchmark norm=custom norm._target_=my_package.MyNorm
   python -m normexp.benchmark norm=custom norm._target_=my_package.MyNorm dry_run=true    its cost
 Needs pip install 'normexp[mnist]'. The same line again resumes. Rates, sizes, seeds and budgets are
-those of conf/experiment/benchmark1.
+those of conf/experiment/benchmark1. A table of runs of your own: python -m
+normexp.benchmark.table RUNS_DIR FILE.npz, then reference=FILE.npz.
 """,
     "check": """\
 normexp.check prints the card of a norm: its properties, as measured and not as declared.
@@ -134,11 +135,7 @@ normexp.report turns a study into tables, figures, a page and verdicts.
 normexp.status says which runs of a study have ended, which are missing, and why some failed.
 
   python -m normexp.status study=NAME          also while it is running, from another terminal
-  python -m normexp.status study=NAME forget=2               takes back command 2, as numbered here
-  python -m normexp.status study=NAME 'forget=norm=layer'    drops its cells that have no folder
 
-What only a forgotten command asked for is counted no longer, so the report is as before. Trained
-runs stay on disk, and status lists their folders. The same command again brings them back.
 """,
 }
 ENDINGS = {

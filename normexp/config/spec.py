@@ -188,22 +188,30 @@ def norm_of(config: Mapping[str, Any], name: str = "") -> NormSpec:
     return NormSpec(name, config["norm"], config["eps"], slots)
 
 
-def check_processes(cells: Sequence[CellSpec], words: Sequence[str]) -> None:
-    """Raises UserError unless torchrun or srun has started a process for each device of a cell."""
-    _, started = started_processes()
+def check_processes(cells: Sequence[CellSpec], words: Sequence[str]) -> int | None:
+    """The rank of this process; None if it is alone.
+
+    Raises:
+        UserError: torchrun or srun has not started a process for each device of the only cell.
+    """
+    rank, started = started_processes()
     for trainer in (cell.config["trainer"] for cell in cells if cell.config is not None):
         devices, num_nodes = trainer["devices"], trainer["num_nodes"]
         if devices * num_nodes == started:
             continue
-        nodes = f"--nnodes {num_nodes} " if num_nodes > 1 else ""
-        line = f"torchrun {nodes}--nproc-per-node {devices} -m normexp.train {join(words[1:])}"
+        place = f"--nnodes {num_nodes} --nproc-per-node {devices}".replace("--nnodes 1 ", "")
         raise UserError(
             f"trainer.devices={devices}, trainer.num_nodes={num_nodes}: needs as many processes, "
             f"and this command has {started}; "
-            + (f"type {line}" if devices * num_nodes > 1 else "drop torchrun or srun")
+            + (
+                f"type torchrun {place} -m normexp.train {join(words[1:])}"
+                if devices * num_nodes > 1
+                else "drop torchrun or srun"
+            )
         )
     if started > 1 and len(cells) > 1:
         raise UserError(f"{len(cells)} cells in one torchrun or srun: start one cell each")
+    return rank if started > 1 else None
 
 
 def title_of(cell: CellSpec) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -153,16 +152,6 @@ def _find_target(values: Mapping[str, Any], key: str) -> Target:
 def _explain_import(target: str, key: str, error: ImportError) -> str:
     """Explains in one line why Hydra could not import a target."""
     cause = error.__cause__ or error
-    package, parent = target.partition(".")[0], target.rpartition(".")[0]
-    if reason := why_missing(target):
-        pass
-    elif isinstance(cause, ModuleNotFoundError) and cause.name == package:
-        reason = f"there is no module {package}; install it, or add its folder to PYTHONPATH"
-    elif isinstance(cause, ModuleNotFoundError) and cause.name == target:
-        name = target[len(parent) + 1 :]
-        near = suggest(name, dir(sys.modules[parent]), most=3) if parent in sys.modules else ""
-        reason = f"{parent} has no {name}" + (f"; {near}" if near else "")
-    else:
-        first = (str(cause).splitlines() or [""])[0]
-        reason = f"importing it fails with {type(cause).__name__}: {first}"
+    first = (str(cause).splitlines() or [""])[0]
+    reason = why_missing(target) or f"importing it fails with {type(cause).__name__}: {first}"
     return f"{key}._target_={target}: {reason}"

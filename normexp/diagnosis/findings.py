@@ -121,7 +121,6 @@ def row_of(site: NormSite, batches: Sequence[Sequence[Moments]]) -> SiteRow:
         state = "initial" if after < 0.5 * before else state
     return SiteRow(
         name=site.name,
-        kind=type(site.norm).__name__,
         momentum=site.momentum,
         updates=site.counter,
         initial_share=site.initial_share,
@@ -247,8 +246,7 @@ def _of_terms(case: Case) -> Iterator[Finding]:
     norms, unknown = _paths(case.seen.active), tuple(case.seen.unknown)
     sites = {"rest": (), "not_analysed": unknown}
     for term, (cause, remedy) in OF_TERM.items():
-        is_mistake = term == "dropout_shift"
-        if cost := case.cost(case.terms[term]) if is_mistake else case.share(term):
+        if cost := case.cost(case.terms[term]) if term == "dropout_shift" else case.share(term):
             if term == "own_share" and not any(s.pools_samples for s in case.seen.active):
                 cause = "in training each sample has statistics of its own, in evaluation averages"
                 remedy = "set track_running_stats=False, so that both modes use the sample's"

@@ -61,24 +61,23 @@ def training_modes(model: nn.Module) -> Modes:
 
     In a model that was handed over in evaluation mode, norms whose weights are frozen stay so.
     """
-    before = modes_of(model)
-    if not model.training:
-        model.train()
-        for module in model.modules():
-            parameters = list(module.parameters(recurse=False))
-            has_averages = "running_mean" in dict(module.named_buffers(recurse=False))
-            if has_averages and parameters and not any(p.requires_grad for p in parameters):
-                module.training = False
-    modes = modes_of(model)
-    set_modes(before)
+    modes = _modes_after(model.train, model) if not model.training else modes_of(model)
+    for module in model.modules() if not model.training else ():
+        parameters = list(module.parameters(recurse=False))
+        has_averages = "running_mean" in dict(module.named_buffers(recurse=False))
+        if has_averages and parameters and not any(p.requires_grad for p in parameters):
+            modes[module] = False
     return modes
 
 
 def evaluation_modes(model: nn.Module) -> Modes:
     """The modes in which the model is evaluated: as they are, or after `eval()` if it trains."""
+    return _modes_after(model.eval, model) if model.training else modes_of(model)
+
+
+def _modes_after(change: Callable[[], object], model: nn.Module) -> Modes:
     before = modes_of(model)
-    if model.training:
-        model.eval()
+    change()
     modes = modes_of(model)
     set_modes(before)
     return modes

@@ -93,7 +93,6 @@ class SiteRow:
     """
 
     name: str
-    kind: str
     momentum: float | None
     updates: int | None
     initial_share: float | None

@@ -91,22 +91,13 @@ def find_cell(run: Path) -> Path:
     """Returns `run` if it is the folder of a cell. Raises UserError, with near names, if not."""
     if (run / CONFIG_FILE).is_file():
         return run
-    if run.is_dir() and seed_of(run) is not None and (run.parent / CONFIG_FILE).is_file():
+    if seed_of(run) is not None and (run.parent / CONFIG_FILE).is_file():
         raise UserError(f"{run} is one seed of a cell; give the cell, {run.parent}")
-    if run.is_dir():
-        cells = [path.name for path in list_cells(run)]
-        inside = f"; it is a study with the runs {_some(cells)}" if cells else ""
-        raise UserError(f"{run} is not a run: it has no {CONFIG_FILE}{inside}")
-    if run.is_file():
-        raise UserError(f"{run} is a file; give the folder of a run, {run.parent}")
-    if (study := Path("runs", run)).is_dir() and (cells := list_cells(study)):
-        named = _some([str(cell) for cell in cells])
-        raise UserError(f"{run} is a study; give a cell of it, one of {named}")
-    folder = run.parent
-    known = [path.name for path in subfolders(folder)]
-    near = difflib.get_close_matches(run.name, known, n=3, cutoff=0.4) or sorted(known)[:3]
-    hint = f"nearest: {_some([str(folder / name) for name in near])}"
-    raise UserError(f"{run} does not exist; {hint if near else f'nor is there a run in {folder}'}")
+    folder = run if run.is_dir() else run.parent
+    known = [path.name for path in list_cells(folder)]
+    near = difflib.get_close_matches(run.name, known, n=3, cutoff=0.4) or known
+    names = _some([str(folder / name) for name in near])
+    raise UserError(f"{run} is no cell, as it has no {CONFIG_FILE}; nearest: {names or 'none'}")
 
 
 def find_run(run_dir: Path) -> tuple[Path, int]:

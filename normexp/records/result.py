@@ -129,7 +129,8 @@ def result_of(content: dict[str, Any], path: Path) -> Result:
             "or take another study=..."
         )
     try:
-        return Result(**content | {"status": Status(content["status"])})
+        content["status"] = Status(content["status"])
+        return Result(**content)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{path} was edited by hand: {error}; remove it, and the same command trains the run "

@@ -403,10 +403,6 @@ class Study:
         cells = (cell for cell in self.cells.values() if not cell.refused)
         return Counter(state for cell in cells for state in cell.states.values())
 
-    def declared_seeds(self, cell: str) -> set[int]:
-        """The seeds in the first command for a cell; none if no command asked for it."""
-        return next((one.seeds_of(cell) for one in self.commands if cell in one.cells), set())
-
 
 def read_study(directory: Path) -> Study:
     """Reads a study, also while it runs.

@@ -76,7 +76,7 @@ def of_norms(styles: Styles) -> tuple[alt.Color, alt.Shape, alt.StrokeDash]:
     )
 
 
-def dots_and_means(x: alt.X, y: alt.Y, *channels: Any) -> alt.LayerChart:
+def dots_and_means(x: alt.X, y: alt.Y, *channels: Any) -> Any:
     """Every seed as a dot, each mean as a mark with its 95 % interval; colour is the first channel.
 
     x or y is the column `value`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import Any
 
 import altair as alt
 
@@ -93,8 +94,8 @@ def draw_by_norm(part: Slice, styles: Styles) -> Figure:
     colour, shape, _ = of_norms(styles)
     chart = dots_and_means(x, y, colour.legend(None), shape.legend(None))
     chart = chart.properties(width="container", height=alt.Step(LINE))
-    title = f"{part.metric.label} by norm"
-    return Figure(f"by_norm_{part.slug}", title, f"{_dots_words(part)}", chart, rows)
+    name, title = f"by_norm_{part.slug}", f"{part.metric.label} by norm"
+    return Figure(name, title, _dots_words(part), chart, rows)
 
 
 def _norm_axis(norms: Sequence[str]) -> alt.Y:
@@ -103,8 +104,7 @@ def _norm_axis(norms: Sequence[str]) -> alt.Y:
 
 def draw_rates(part: Slice, styles: Styles) -> Figure:
     """The error at each learning rate; a panel per size where sizes vary."""
-    best = part.metric.bounds[1] if part.metric.bounds else 0.0
-    sign = -1 if part.metric.bounds else 1
+    best, sign = (part.metric.bounds[1], -1) if part.metric.bounds else (0.0, 1)
     rows: list[Row] = []
     for norm, line in part.lines.items():
         for size in dict.fromkeys((part.sizes[0], part.sizes[-1])):
@@ -112,32 +112,31 @@ def draw_rates(part: Slice, styles: Styles) -> Figure:
                 keys = {"norm": norm, "lr": cell.lr, "panel": f"{AXIS_WORDS[part.axis]} {size}"}
                 values = cell.values(part.metric)
                 errors = {seed: best + sign * value for seed, value in values.items()}
-                low, high = (0.0, best) if part.metric.bounds else (None, None)
-                bounds = None if low is None or high is None else (low, high)
-                interval = mean(list(errors.values()), step=cell.step(part.metric), bounds=bounds)
+                step, bounds = cell.step(part.metric), part.metric.bounds
+                interval = mean(list(errors.values()), step=step, bounds=bounds)
                 rows += interval_row(interval, **keys) + seed_rows(errors, **keys)
     rows = [row for row in rows if row["value"] > 0 and row["lr"] is not None]  # log axes
     floor = min((row["value"] for row in rows), default=1.0)
     rows = [row | {"low": max(row["low"] or row["value"], floor)} if "low" in row else row
             for row in rows]  # fmt: skip
-    kind = part.metric.label.replace("accuracy", "error") if best else part.metric.label
+    kind = part.metric.label.replace("accuracy", "error")
     x = (
         alt.X("lr:Q", title="learning rate")
         .scale(type="log")
         .axis(format="~g", tickCount=5, grid=False)
     )
-    y = alt.Y("value:Q", title=kind).scale(type="log", nice=False, padding=9)
-    y = y.axis(format="~g", tickCount=6)
+    y = alt.Y("value:Q", title=kind).axis(format="~g", tickCount=6)
+    y = y.scale(type="log", nice=False, padding=9)
     colour, shape, dash = of_norms(styles)
     line = alt.Chart().mark_line(strokeWidth=1.5).encode(x, y, colour, dash)
     points = dots_and_means(x, y, colour, shape)
     chart = alt.layer(line.transform_filter("datum.kind == 'mean'"), points)
     words = f"{DOTS}. A diverged run or one at chance counts as chance level."
-    name = f"rates_{part.slug}"
-    return Figure(name, f"{kind} against learning rate", words, _panels(chart, rows), rows)
+    title = f"{kind} against learning rate"
+    return Figure(f"rates_{part.slug}", title, words, _panels(chart, rows), rows)
 
 
-def _panels(chart: alt.LayerChart, rows: Sequence[Row]) -> alt.Chart | alt.FacetChart:
+def _panels(chart: Any, rows: Sequence[Row]) -> Any:
     """One chart, or a panel with the same axes for each value of `panel`."""
     panels = list(dict.fromkeys(row["panel"] for row in rows))
     if len(panels) < 2:
@@ -182,8 +181,7 @@ def draw_curves(part: Slice, styles: Styles) -> Iterator[Figure]:
         if by_size:
             words += f" Lines of a panel: {AXIS_WORDS[part.axis]}."
         title, file = f"{metric.label} during training", name.replace("/", "_")
-        chart = _panels(chart, rows)
-        yield Figure(f"curves_{file}_{part.slug}", title, words, chart, rows)
+        yield Figure(f"curves_{file}_{part.slug}", title, words, _panels(chart, rows), rows)
 
 
 def _curve(curves: Sequence[Sequence[tuple[int, float]]], scale: float, keys: Row) -> list[Row]:
@@ -222,8 +220,9 @@ def draw_ranking(ranking: Ranking, slug: str) -> Figure:
             rows += interval_row(gap, **keys)
     label = f"difference to {ranking.reference} ({ranking.part.metric.unit})" if ranking.part else (
         f"error as a multiple of that of {ranking.reference}")  # fmt: skip
-    scale = {"zero": False} if ranking.part else {"type": "log", "nice": False, "padding": 9}
-    x = alt.X("value:Q", title=label).scale(**scale)
+    x = alt.X("value:Q", title=label)
+    is_ratio = ranking.part is None
+    x = x.scale(type="log", nice=False, padding=9) if is_ratio else x.scale(zero=False)
     y = _norm_axis([place.norm for place in ranking.places])
     colour = alt.Color("verdict:N").scale(domain=list(VERDICTS), range=list(VERDICTS.values()))
     shape = alt.Shape("best:N", legend=None).scale(domain=[True, False], range=["circle", "square"])
@@ -233,9 +232,11 @@ def draw_ranking(ranking: Ranking, slug: str) -> Figure:
     even = alt.Chart().mark_rule(strokeDash=[3, 3], color="#8c8c8c")
     even = even.encode(x=alt.X(datum=0 if ranking.part else 1))
     chart = alt.layer(even, *rules, base.mark_point().encode(shape))
-    better = "Right of the dashed line is better" if ranking.part else "Left of 1 is better"
-    words = f"{better}; 95 % intervals, one at a time, while verdicts (colours) are corrected for "
-    words += f"{ranking.family_size} comparisons. A circle: may be the best."
+    words = (
+        f"{'Left' if is_ratio else 'Right'} of the dashed line is better; 95 % intervals, one at a "
+        f"time, while verdicts (colours) are corrected for {ranking.family_size} comparisons. "
+        "A circle: may be the best."
+    )
     chart = chart.properties(width="container", height=alt.Step(LINE))
     return Figure(f"ranking_{slug}", f"Ranking {ranking.title}", words, chart, rows)
 
@@ -257,7 +258,9 @@ def draw_cost(part: Slice) -> Figure:
     y = _norm_axis(list(dict.fromkeys(row["norm"] for row in rows)))
     dots = alt.Chart().mark_point(size=30, opacity=0.5)
     chart = dots.encode(x, y, tooltip=tooltip("norm", "lr", "seed", "value"))
-    words = "Training time of an optimizer step over the number of runs trained together, a dot "
-    words += "per run: as noisy as the machine."
+    words = (
+        "Training time of an optimizer step over the number of runs trained together, a dot per "
+        "run: as noisy as the machine."
+    )
     chart = chart.properties(width="container", height=alt.Step(LINE))
     return Figure(f"cost_{part.slug}", "Time of a training step", words, chart, rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ class Report:
     comparisons: every difference that the report states
     rankings: of each slice where two or more norms meet
     over_slices: the ranking over several models or data sets; None of one
+    declared: comparisons beyond those of the slices
     counts: `12 cells, 90 runs: 84 finished, 6 diverged`
     """
 
@@ -58,6 +59,7 @@ class Report:
     rankings: Sequence[Ranking]
     over_slices: Ranking | None
     causes: Sequence[Causes]
+    declared: Sequence[Table] = ()
 
     def __repr__(self) -> str:
         return f"Report({self.title}: {self.counts}; {len(self.comparisons)} comparisons)"
@@ -103,6 +105,7 @@ class Report:
         tables = [
             ranking_table(one, self.comparisons) for one in [self.over_slices] if one is not None
         ]
+        tables += self.declared
         for part in self.slices:
             tables += self.tables_of(part)
         tables += [
@@ -178,11 +181,17 @@ def report_on(
     metric: str | None = None,
     tolerance: float | None = None,
     reference: str | None = None,
+    at_largest: bool = False,
 ) -> Report:
-    """The report of records from anywhere; see `read_report`."""
+    """The report of records from anywhere; see `read_report`.
+
+    at_largest: norms are compared at the largest size, not at the smallest
+    """
     cells = build_cells(records)
     require_metric(metric, metric_names(cells))
     slices = build_slices(cells, metric=metric, tolerance=tolerance)
+    if at_largest:
+        slices = [replace(part, at=part.sizes[-1]) for part in slices]
     reference = _label_of(reference, slices)
     comparisons = compare(slices, reference)
     places = [(part.title.partition(",")[0], part) for part in slices]

@@ -10,7 +10,7 @@ from contextlib import suppress
 from normexp.batching.replicas import model_arguments
 from normexp.batching.speed import suitable_threads
 from normexp.cells.cell import Cell, prepare_cell
-from normexp.checks.sites import probe_batch
+from normexp.checks.network import probe_batch
 from normexp.config.spec import CellSpec, one_line
 from normexp.errors import FAILED, USER_MISTAKE, UserError
 from normexp.records.logs import messages_to_stderr

@@ -221,7 +221,7 @@ REMEDY = "remove the cell's folder and train it again"
 REFUSED: dict[str, tuple[Callable[[Path], None] | None, list[str], str]] = {
     "far": (None, ["run=/nowhere/at/all"], "/nowhere/at/all does not exist"),
     "near": (None, ["run={cell}x"], "{cell}x does not exist; nearest: {cell}"),
-    "study": (None, ["run={study}"], "{study} is not a run"),
+    "study": (None, ["run={study}"], "{study} is no cell"),
     "seed": (None, ["run={cell}/seed-0"], "is one seed of a cell; give the cell, {cell}"),
     "large": (None, ["run={cell}", "evaluate_batch_sizes=[145]"], "145 is more than the 144 sam"),
     "no weights": (without("weights.pt"), [], "none of its seeds kept its weights (save_weights="),

@@ -368,22 +368,6 @@ def test_an_unknown_norm_is_reported_as_not_analysed():
     assert diagnosis.terms["averages"].value == 0
 
 
-@pytest.mark.parametrize(
-    "shape, norm",
-    [
-        ((8, 4), nn.BatchNorm1d(4)),
-        ((8, 4, 5), nn.BatchNorm1d(4)),
-        ((8, 4, 3, 3, 3), nn.BatchNorm3d(4)),
-    ],
-)
-def test_shapes(shape, norm):
-    pairs = [(x, x) for x in normal(20, *shape)]
-    diagnosis = diagnose(averaged(nn.Sequential(norm), pairs), pairs, not_of_variance_one)
-    assert not diagnosis.not_analysed
-    (row,) = diagnosis.sites
-    assert row.mean_distance is not None and row.mean_distance < 0.2
-
-
 class TwoInputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -450,12 +434,3 @@ def test_a_diagnosis_is_plain_data():
     content = json.loads(json.dumps(examine(poisoned()).to_dict(), allow_nan=False))
     assert content["findings"][0]["kind"] == "not_finite"
     assert content["evaluation"] is None
-
-
-def test_small_batches_are_many():
-    torch.manual_seed(1)
-    images, classes = torch.randn(400, 1, 8, 8), torch.randint(10, (400,))
-    pairs = list(zip(images.split(2), classes.split(2), strict=True))
-    model = nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(64, 10))
-    diagnosis = diagnose(model, pairs, F.cross_entropy)
-    assert "128 batches of 2" in diagnosis.summary

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from normexp.errors import UserError
-from normexp.records.metrics import HEADER, MetricRow, fault_of, read_metrics, write_metrics
+from normexp.records.metrics import HEADER, MetricRow, read_metrics, write_metrics
 from normexp.records.samples import read_samples, write_samples
 
 
@@ -34,23 +34,6 @@ def test_rows_come_back_with_every_digit_below_one_header(path: Path):
     write_metrics(path, rows)
     assert path.read_text().splitlines()[:2] == [HEADER, "3,1,96,train/loss,0.30000000000000004"]
     assert read_metrics(path) == rows
-
-
-@pytest.mark.parametrize(
-    ("content", "fault"),
-    [
-        (f"{HEADER}\n1,0,32,train/loss,0.5\n2,0,64,train/loss,nan\n", ""),
-        ("", "is empty"),
-        (f"{HEADER}\n1,0,32,train/loss,0.5\n2,0,64,train/lo", "is torn at line 3"),
-        (f"{HEADER}\noops\n2,0,64,train/loss,0.5\n", "is torn at line 2"),
-        ("step,ep\n2,0,64,train/loss,0.5\n", "is torn at line 1"),
-        (f"{HEADER}\n1,0,32,train/loss,0.5\n", "ends at step 1 of 2"),
-        (f"{HEADER}\n", "ends at step 0 of 2"),
-    ],
-)
-def test_fault_of_a_file_that_lost_rows(path: Path, content: str, fault: str):
-    path.write_text(content)
-    assert fault_of(path, 2) == fault
 
 
 # --- samples.npz ---------------------------------------------------------------------------------

@@ -77,12 +77,12 @@ def test_each_run_has_the_state_that_its_files_tell(tmp_path: Path):
         assert cell.states[4] is Status.RUNNING and cell.states[5] is Status.NOT_STARTED
 
 
-def test_the_first_command_declares_seeds_and_the_last_of_alike_ones_asks(tmp_path: Path):
+def test_of_commands_that_are_typed_alike_the_last_one_asks(tmp_path: Path):
     append_entry(tmp_path, command("1", {"a": [0, 1]}, "norm=mine"))
     append_entry(tmp_path, command("2", {"a": [0, 1, 2]}, "norm=a"))
     append_entry(tmp_path, command("3", {"b": [0]}, "norm=mine"))  # its source was edited
     study = read_study(tmp_path)
-    assert study.declared_seeds("a") == {0, 1} and study.declared_seeds("c") == set()
+    assert study.commands[0].seeds_of("a") == {0, 1} and not study.commands[0].seeds_of("c")
     assert list(study.cells["a"].states) == [0, 1, 2] and list(study.cells["b"].states) == [0]
     append_entry(tmp_path, command("4", {"c": [0]}, "norm=a"))
     assert list(read_study(tmp_path).cells) == ["b", "c"]  # nobody asks for a, which has no folder

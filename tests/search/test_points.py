@@ -76,7 +76,7 @@ def test_training_of_a_recipe_to_be_searched_names_the_command(tmp_path: Path):
         ([LR, "tune.metric=train/loss"], "nothing is chosen on test"),
         ([LR, "tune.first_seed=2"], "overlap: a result must come from fresh seeds"),
         ([LR, "tune.first_seed=3", "replicas=4"], "try tune.first_seed=4"),
-        ([LR, "tune.seeds=1"], "tune.seeds=1: must be a whole number above 1"),
+        ([LR, "tune.seeds=1"], "tune.seeds=1: must be greater than 1"),
         ([LR, "tune.points=0"], "tune.points=0"),
         ([LR, "tune.metric=val/accuracy@precise"], "evaluate_with=[running,precise]"),
         (["lr=interval(0,1)"], "lr=interval(0,1): a log scale begins above 0"),

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from normexp.sweeps.walk import group_cells
 
 from normexp.config.spec import CellSpec
 from normexp.records import environment
@@ -181,29 +180,6 @@ MIXED = [cell(0.1), cell(None), cell(0.1, "group"), cell(1.0), cell(1.0, "group"
 MIXED += [cell(3.0, batch_size=16), cell(3.0)]
 
 
-@pytest.mark.parametrize(
-    ("cells", "groups"),
-    [
-        (MIXED, [(0, 3, 6), (1,), (2, 4), (5,)]),
-        ([cell(0.1 + i, replicas=8) for i in range(5)], [(0, 1), (2, 3), (4,)]),  # 16 runs at most
-        ([cell(0.1 + i, replicas=9) for i in range(2)], [(0,), (1,)]),
-        ([cell(0.1), cell(0.1)], [(0,), (1,)]),  # not stacked with itself
-        *(
-            ([cell(0.1, **own), cell(1.0, **own)], [(0,), (1,)])
-            for own in (
-                {"stack": False},
-                {"dry_run": True},
-                {"trainer": {"devices": 2}},
-                {"logger": {"csv": {}, "tensorboard": {}}},
-            )
-        ),
-    ],
-)
-def test_cells_that_differ_in_lr_alone_are_one_group(cells: list[CellSpec], groups: list[object]):
-    assert group_cells(cells) == groups
-
-
-@pytest.mark.slow
 def test_threads_that_wait_do_not_keep_a_core_busy():
     """The OpenMP library itself says how its threads wait."""
     words = (
