@@ -38,7 +38,7 @@ def main(words: list[str]) -> int:
 
 def _diagnose(words: list[str]) -> int:
     """Prints the diagnosis of a network with weights from a file."""
-    from normexp.config.grid import compose_cells
+    from normexp.config.cells import compose_cells
 
     command = parse_command(words)
     if run := [word for word in command.overrides if word.startswith("run=")]:

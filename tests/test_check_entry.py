@@ -11,7 +11,7 @@ import pytest
 
 from normexp.check import main
 from normexp.cli import parse_command
-from normexp.config.grid import compose_norms
+from normexp.config.cells import compose_norms
 
 CONTRACT = "part=contract"
 MODULE = """

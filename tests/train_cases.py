@@ -11,7 +11,7 @@ from typing import Any
 
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.config.compose import compose_cell
-from normexp.config.spec import CellSpec
+from normexp.config.cells import CellSpec
 from normexp.records.result import Result, read_result
 from normexp.train import main
 

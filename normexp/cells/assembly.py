@@ -16,7 +16,7 @@ from torch import nn
 from normexp.batching.replicas import InTurn, Replicas, Stacked
 from normexp.batching.speed import stacking_pays
 from normexp.cells.cell import Cell
-from normexp.config.spec import one_line
+from normexp.config.words import one_line
 from normexp.data.batches import TrainingBatches
 from normexp.records.paths import seed_dir
 from normexp.records.result import hyperparameters

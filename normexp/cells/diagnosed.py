@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from normexp.batching.replicas import Batch, model_arguments
 from normexp.build import keeping_data, load_data
 from normexp.cells.cell import make_builder, make_recipe
-from normexp.config.rules import format_count
-from normexp.config.spec import CellSpec
+from normexp.config.words import format_count
+from normexp.config.cells import CellSpec
 from normexp.data.batches import TrainingBatches
 from normexp.data.dataset import Data
 from normexp.diagnosis import TERMS, Diagnosis, decompose, diagnose

@@ -19,9 +19,9 @@ from normexp.cells.assembly import arrange_replicas, build_module
 from normexp.cells.cell import Cell, make_builder, make_recipe, prepare_cell
 from normexp.cells.description import choices_in
 from normexp.cells.diagnosed import decompose_runs, decomposition_lines
-from normexp.config.compose import refuse_missing_files, shipped_config, shipped_defaults
-from normexp.config.rules import PARTS
-from normexp.config.spec import CellSpec
+from normexp.config.compose import refuse_missing, shipped_config, shipped_defaults
+from normexp.config.schema import PARTS
+from normexp.config.cells import CellSpec
 from normexp.data.prediction import attach_prediction, without_samples
 from normexp.errors import UserError, first_line
 from normexp.norms.site import load_as_built
@@ -151,7 +151,7 @@ def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
     results = finished_results(cell_dir)
     description = results[0].config
     spec = recorded_spec(cell_dir, description, options)
-    refuse_missing_files(spec.values)
+    refuse_missing(spec.values)
     if results[0].cell_id != spec.id:
         raise UserError(
             f"{cell_dir}: its norm, model or data has changed since it was trained, and the same "

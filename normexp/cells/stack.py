@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from normexp.config.spec import CellSpec
+from normexp.config.cells import CellSpec
 from normexp.records.files import (
     ensure_writable,
     file_lock,

@@ -13,9 +13,8 @@ from typing import Any, TypeVar
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
-from normexp.config.compose import refuse_missing_values
-from normexp.config.rules import suggest
-from normexp.config.spec import one_line
+from normexp.config.compose import dotted_keys
+from normexp.config.words import one_line, suggest
 from normexp.errors import UserError
 from normexp.records.sources import source_line_of, why_missing
 

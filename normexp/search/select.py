@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from normexp.config.rules import in_identity
-from normexp.config.spec import CellSpec
+from normexp.config.schema import in_identity
+from normexp.config.cells import CellSpec
 from normexp.errors import UserError
 from normexp.records.paths import seed_dir
 from normexp.records.result import ENDED

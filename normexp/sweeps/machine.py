@@ -12,7 +12,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from normexp.config.spec import CellSpec
+from normexp.config.cells import CellSpec
 from normexp.errors import UserError
 from normexp.records.environment import command_of, usable_cores, visible_gpus
 from normexp.records.files import file_lock, holder_of

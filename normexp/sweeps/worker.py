@@ -26,7 +26,8 @@ from pathlib import Path
 
 from normexp.cells.stack import MOST_RUNS, Stack, cut_stacks
 from normexp.config.process import importing_torch
-from normexp.config.spec import CellSpec, one_line
+from normexp.config.cells import CellSpec
+from normexp.config.words import one_line
 from normexp.errors import FAILED, INTERRUPTED, Halted, UserError
 from normexp.records.files import holder_of
 from normexp.records.logs import about, messages_about, messages_to

@@ -17,9 +17,9 @@ from normexp.cells import cell as cell_module
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cli import parse_command
 from normexp.config.compose import compose_cell
-from normexp.config.grid import compose_cells
-from normexp.config.rules import validate
-from normexp.config.spec import CellSpec
+from normexp.config.cells import compose_cells
+from normexp.config.schema import validate
+from normexp.config.cells import CellSpec
 from normexp.errors import UserError
 
 OWN = """

@@ -16,7 +16,7 @@ import normexp
 from normexp.cli import entry, parse_command, read_options
 from normexp.config.help import GROUPS, USAGE, group_choices, help_text
 from normexp.config.process import importing_torch
-from normexp.config.rules import KEYS, OPTIONS
+from normexp.config.schema import KEYS, OPTIONS
 from normexp.errors import UserError
 from normexp.norms.slots import PLACEMENTS
 from normexp.records.files import write_text

@@ -12,9 +12,9 @@ import pytest
 
 from normexp.cli import parse_command
 from normexp.config.compose import compose_cell, compose_config
-from normexp.config.grid import compose_cells, list_cells
+from normexp.config.cells import compose_cells, list_cells
 from normexp.config.help import GROUPS, conf_dir, group_choices
-from normexp.config.rules import validate
+from normexp.config.schema import validate
 from normexp.errors import UserError
 
 REFUSED = {

@@ -12,8 +12,8 @@ import pytest
 import normexp
 from normexp.config.compose import compose_cell, compose_config, shipped_config
 from normexp.config.help import config_lines, option_defaults
-from normexp.config.rules import KEYS, OPTIONS, check_value, in_identity, validate_keys
-from normexp.config.spec import CellSpec
+from normexp.config.schema import KEYS, OPTIONS, check_value, in_identity, validate_keys
+from normexp.config.cells import CellSpec
 
 PACKAGE = Path(normexp.__file__).parent
 GROUPED = ("norm.", "model.", "data.", "optim.", "trainer.", "logger.")  # a choice's YAML has these

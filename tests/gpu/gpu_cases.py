@@ -20,7 +20,7 @@ from normexp.batching.replicas import InTurn, Replicas, Stacked
 from normexp.batching.sizes import Sizes
 from normexp.build import build_network, build_norm
 from normexp.config.compose import compose_config
-from normexp.config.spec import norm_of
+from normexp.config.cells import norm_of
 from normexp.data.augment import Augmentation
 from normexp.data.batches import TrainingBatches
 from normexp.data.dataset import Data, Examples, Windows

@@ -9,7 +9,7 @@ import pytest
 
 from normexp.cli import parse_command
 from normexp.config.compose import parse_overrides
-from normexp.config.grid import compose_cells, list_cells
+from normexp.config.cells import compose_cells, list_cells
 from normexp.config.space import Choice, Range, Space, read_space
 from normexp.errors import UserError
 from normexp.search.points import Search, plan_searches

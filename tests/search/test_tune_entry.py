@@ -11,7 +11,7 @@ from typing import Literal
 import pytest
 
 import normexp
-from normexp.config.spec import CellSpec
+from normexp.config.cells import CellSpec
 from normexp.records.result import Result, Status
 from normexp.records.study import CellState, read_study
 from normexp.sweeps import sweep

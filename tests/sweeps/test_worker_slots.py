@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from normexp.config.spec import CellSpec
+from normexp.config.cells import CellSpec
 from normexp.records import environment
 from normexp.records.environment import usable_cores, visible_gpus
 from normexp.sweeps import machine
