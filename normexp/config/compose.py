@@ -238,7 +238,7 @@ def register_custom() -> None:
     """Makes `<group>=custom` a choice that takes any knob: `norm=custom norm._target_=my.Norm`.
 
     A YAML file could not do this, since Hydra refuses unknown keys in configs from files.
-    conf/README.md says what each target is called with.
+    The guides in conf/ say what each target is called with.
     """
     own = {"_target_": MISSING}
     optim = {"default_lr": None, "weight_decay": 0.0, "decay_norm": False, **DEFAULT_SCHEDULE}
