@@ -15,6 +15,7 @@ from shlex import join
 from typing import Any
 
 from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
+from hydra.errors import HydraException
 
 from normexp.batching.sizes import SIZES
 from normexp.config.compose import (
@@ -36,7 +37,8 @@ from normexp.config.identity import (
     sources_of,
 )
 from normexp.config.process import started_processes
-from normexp.config.schema import SLOTS, in_identity, sees_validations, unknown_key, validate
+from normexp.config.schema import OPTIONS, SLOTS, in_identity, sees_validations, validate
+from normexp.config.words import suggest
 from normexp.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -116,8 +118,8 @@ def _words_of(override: Override, config_dirs: Sequence[str]) -> list[str]:
             names += deep.filter([c for c in choices if "/" in c])
         else:
             names = list(override.sweep_string_iterator())
-    except (ValueError, AssertionError) as error:  # an interval, or a range without a step
-        raise UserError(f"{word}: {error or 'no list of values'}; use a,b or range(...)") from error
+    except (ValueError, HydraException) as error:  # a range without a step, or an interval
+        raise UserError(f"{word}: {error}; use a,b or range(...)") from error
     if not names:
         raise UserError(f"{word}: matches nothing")
     return [f"{key}={name}" for name in names]
@@ -322,7 +324,9 @@ def compose_norms(command: Command) -> list[NormSpec]:
         key = word.lstrip("+").partition("=")[0]
         has_no_effect = key in ("norm.view", "norm.half_life") or word == "norm=as_built"
         if has_no_effect or key.partition(".")[0] not in ("norm", "eps"):
-            raise unknown_key(word, ["norm", "eps", "part", "format"])
+            takes = ["norm", "eps", *OPTIONS["check"]]
+            hint = suggest(key, takes) or "a card takes a norm, its knobs and eps"
+            raise UserError(f"{word}: has no effect on a card; {hint}")
     norms = []
     for line in list_cells(replace(command, multirun=True)):
         config, choices = compose_cell(line, command.config_dirs)

@@ -75,11 +75,14 @@ def compose_cell(
             raise UserError(f"{override.input_line} names several values: add -m, or quote a text")
     tree: Any = OmegaConf.to_container(compose_choices(parsed, config_dirs))
     choices = tree.pop("hydra")["runtime"]["choices"]
-    config, known = OmegaConf.create(tree), list(dotted_keys(tree))
-    typed = {one.key_or_group: one for one in parsed if not _is_choice(one)}
+    config, known = OmegaConf.create(tree), [key for key in dotted_keys(tree) if is_read(key)]
+    typed = {one.get_key_element().lstrip("+"): one for one in parsed if not _is_choice(one)}
     for key, override in typed.items():
-        group = key.partition(".")[0]
+        group, _, name = key.partition(".")
         is_open = choices.get(group) == "custom" or key.startswith("logger.custom.")
+        if name == "_target_" and value_at(tree, key) not in (None, MISSING):
+            chosen = choices.get(group)  # records would name it for another class
+            raise UserError(f"{key}: {group}={chosen} has one; add {group}=custom")
         if not (key in known or is_open or override.is_add() or override.is_force_add()):
             raise unknown_key(key, known)
         OmegaConf.update(config, key, override.value(), merge=False, force_add=True)
@@ -87,7 +90,10 @@ def compose_cell(
         plain: Any = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key}: {_explain(error)}") from error
-    plain["experiment"] = plain.get("experiment", choices.get("experiment"))  # for the loggers
+    recipe = choices.get("experiment")
+    if "experiment" in plain:
+        raise UserError(f"experiment={recipe}: its YAML must begin with `# @package _global_`")
+    plain["experiment"] = recipe  # for the loggers
     for key in dotted_keys(plain):
         if not is_read(key):
             raise unknown_key(key, known)
@@ -106,12 +112,17 @@ def refuse_missing(config: Mapping[str, Any]) -> None:
     Raises:
         UserError: a required key without a value, or a file or folder that is not there.
     """
-    for key in dotted_keys(config):
-        if value_at(config, key) == MISSING:
-            raise UserError(f"{key} is not set; give {key}=...")
+    refuse_missing_values(config)
     knob = FILES.get(config["data"]["_target_"])
     if knob is not None and not Path(config["data"][knob]).exists():
-        raise UserError(f"data.{knob}={config['data'][knob]} does not exist")
+        raise UserError(f"data.{knob}={config['data'][knob]} does not exist; set data.{knob}=...")
+
+
+def refuse_missing_values(tree: Mapping[str, Any], prefix: str = "") -> None:
+    """Raises UserError for a `???` in a config, or in its part at the dotted key `prefix`."""
+    for key in dotted_keys(tree):
+        if value_at(tree, key) == MISSING:
+            raise UserError(f"{prefix}{key} is not set; give {prefix}{key}=...")
 
 
 def refuse_missing_targets(config: Mapping[str, Any]) -> None:
@@ -228,9 +239,10 @@ def _no_such_choice(file: str, config_dirs: Sequence[str]) -> UserError:
         extras = "; pip install 'normexp[ray]' or 'normexp[slurm]'" * (group == "hydra/launcher")
         return UserError(f"{group}={name}: no such config{extras}")
     choices = group_choices(group, config_dirs)
-    hint = suggest(name, choices, most=3)
-    listed = "normexp.train --help lists all" if len(choices) > FEW else ", ".join(choices)
-    return Mistyped(f"{group}={name}: no such {group}; {hint or f'choices: {listed}'}")
+    hint = f"it takes {', '.join(choices)}"
+    if len(choices) > FEW:
+        hint = suggest(name, choices, most=3) or "normexp.train --help lists all"
+    return Mistyped(f"{group}={name}: no such {group}; {hint}")
 
 
 @lru_cache(maxsize=1)

@@ -91,8 +91,6 @@ SLOTS: dict[str, Any] = {
     **dict.fromkeys(("qk_norm", "v_norm"), bool | None),
 }
 KEYS = {
-    **{group: Key(Group) for group in PARTS},
-    **{f"{group}._target_": Key(Annotated[str, AfterValidator(_target)]) for group in PARTS},
     "batch_size": Key(Count, "samples"),
     "micro_batch_size": Key(Count | None, "samples"),
     "norm_batch_size": Key(Count | None, "samples"),
@@ -128,7 +126,6 @@ KEYS = {
     "evaluate_batch_sizes": Key(Counts | None, "samples", in_id=False),
     "evaluate_every_epoch": Key(bool, in_id=False),
     "allow_leak": Key(bool, in_id=False),
-    "tune": Key(Group, in_id=False),
     "tune.points": Key(Count, in_id=False),
     "tune.seeds": Key(Several, in_id=False),
     "tune.first_seed": Key(Index, in_id=False),
@@ -152,16 +149,20 @@ KEYS = {
     "optim.fused": Key(bool | None),
     "optim.schedule": Key(Literal["constant", "cosine", "linear", "wsd", "one_cycle"]),
     "optim.warmup": Key(Fraction),
-    "trainer": Key(Group),
     "trainer.accelerator": Key(Literal["auto", "cpu", "gpu", "cuda"], in_id=False),
     "trainer.devices": Key(Count, in_id=False),  # counted in norm_batch_size: a share of a
     "trainer.num_nodes": Key(Count, in_id=False),  # forward pass is a ghost sub-batch
     "trainer.strategy": Key(Literal["auto", "ddp"], in_id=False),
     "trainer.precision": Key(Literal["32-true", "bf16-mixed", "64-true"]),
+}
+TREES = {  # keys above others
+    **{group: Key(Group) for group in (*PARTS, "trainer")},
+    **{f"{group}._target_": Key(Annotated[str, AfterValidator(_target)]) for group in PARTS},
     **{group: Key(Group | None) for group in OPTIONAL_GROUPS},
-    "logger": Key(Group, in_id=False),
+    **{group: Key(Group, in_id=False) for group in ("logger", "tune")},
     "experiment": Key(Text | None, in_id=False),
 }
+_ALL = TREES | KEYS
 
 # The keys of the entries without a config; conf/entries.yaml has their defaults and meanings.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -187,12 +188,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def is_read(key: str) -> bool:
     """True if something reads a dotted key: normexp, or the target of its group."""
-    return key in KEYS or key.partition(".")[0] in OPEN
+    return key in _ALL or key.partition(".")[0] in OPEN
 
 
 def in_identity(key: str) -> bool:
     """True if a dotted key, of normexp or of a user's module, is part of the identity."""
-    return KEYS[key].in_id if key in KEYS else key.partition(".")[0] not in NOT_IN_IDENTITY
+    return _ALL[key].in_id if key in _ALL else key.partition(".")[0] not in NOT_IN_IDENTITY
 
 
 def value_at(tree: Any, key: str) -> Any:
@@ -213,10 +214,10 @@ def validate(config: Mapping[str, Any]) -> None:
     Sizes(*map(config.get, sizes)).shared_by(devices)
 
 
-def validate_keys(config: Mapping[str, Any], keys: Iterable[str] = KEYS) -> None:
+def validate_keys(config: Mapping[str, Any], keys: Iterable[str] = _ALL) -> None:
     """Checks the values of these keys. Raises UserError for the first that is refused."""
     for key in keys:
-        check_value(key, value_at(config, key), KEYS[key].kind, KEYS[key].unit)
+        check_value(key, value_at(config, key), _ALL[key].kind, _ALL[key].unit)
 
 
 def check_value(key: str, value: Any, kind: Any, unit: str = "") -> Any:
@@ -225,8 +226,8 @@ def check_value(key: str, value: Any, kind: Any, unit: str = "") -> Any:
         return _adapter(kind).validate_python(value)
     except ValidationError as invalid:
         said = invalid.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
-    said = re.sub(r"^\w+ should", "must", said).replace("a valid ", "a ")
-    said = said.replace("a dictionary", "a group of keys").replace("an integer", "a whole number")
+    said = re.sub(r"^\w+ should", "must", said).replace("a valid integer", "a whole number")
+    said = said.replace("a valid dictionary", "a group of keys").replace("a valid ", "a ")
     remedy = f"; set {key}=..." if value is None else ""
     raise UserError(f"{key}={as_typed(value)}: {said}{unit and f' ({unit})'}{remedy}")
 

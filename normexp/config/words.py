@@ -31,7 +31,7 @@ def format_duration(seconds: float) -> str:
 
 def suggest(word: str, known: Iterable[str], *, most: int = 1) -> str:
     """`did you mean a or b?` with the known words nearest to `word`; empty if none is near."""
-    near = get_close_matches(word, list(known), most)
+    near = get_close_matches(word, list(known), most, cutoff=0.5)
     return f"did you mean {join_or(near)}?" if near else ""
 
 
