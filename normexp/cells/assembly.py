@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.loggers import Logger
 from torch import nn
 
@@ -20,10 +19,8 @@ from normexp.config.spec import one_line
 from normexp.data.batches import TrainingBatches
 from normexp.records.paths import seed_dir
 from normexp.records.result import hyperparameters
-from normexp.training.callbacks import StepReports, TrainingProgress
 from normexp.training.module import TrainingModule
 from normexp.training.recorder import Recorder
-from normexp.training.stopping import TrainingControl
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +40,6 @@ def build_module(
         scales = tuple(lr / max(lrs) for lr in lrs)
         recipe = replace(recipe, lr=max(lrs), lr_scales=scales)
     return TrainingModule(replicas, batches, recipe, recorder)
-
-
-def build_callbacks(cell: Cell, control: TrainingControl) -> list[Callback]:
-    """The callbacks of a training: progress, and the user's."""
-    follow = control.on_steps
-    progress = TrainingProgress(cell.title) if follow is None else StepReports(follow)
-    return [progress, *cell.recipe.callbacks()]
 
 
 # --- Replicas ------------------------------------------------------------------------------------
@@ -86,10 +76,9 @@ def will_stack(cell: Cell, num_replicas: int, *, is_stacked: bool | None = None)
 def can_stack_rates(cell: Cell, num_replicas: int) -> bool:
     """True if runs that differ from a cell in `lr` alone may share its stack.
 
-    At every step the rate must be proportional to `lr`. A scheduler may set rates of its own, such
-    as the `max_lr` of OneCycleLR.
+    At every step the rate must be proportional to `lr`.
     """
-    return cell.recipe.schedule.build is None and will_stack(cell, num_replicas)
+    return cell.recipe.schedule.follows_lr and will_stack(cell, num_replicas)
 
 
 def resume_replicas(cell: Cell, seeds: list[int], checkpoint: Path) -> Replicas:
@@ -108,7 +97,7 @@ def resume_replicas(cell: Cell, seeds: list[int], checkpoint: Path) -> Replicas:
             raise ValueError("it belongs to other networks")
         optimizer = cell.recipe.build_optimizer(replicas)
         optimizer.load_state_dict(content["optimizer_states"][0])  # raises if it does not fit
-        step = state["losses"]["num_steps"]
+        step = state["step"]
     except Exception as error:  # torch raises many kinds
         with suppress(FileNotFoundError):  # another process of this training was faster
             aside = checkpoint.replace(checkpoint.with_suffix(".unreadable"))

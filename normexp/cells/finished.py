@@ -221,7 +221,6 @@ def save_evaluations(cell_dir: Path, contents: Contents, samples: Samples) -> No
         with user_error_if_denied(path, "the numbers are printed, but not saved"):
             write_samples(path.parent, read_samples(path.parent) | samples[seed])
             before = read_json(path) if path.exists() else {}
-            content["asked"] = before.get("asked", {}) | content["asked"]
             write_json(path, before | content)
 
 

@@ -18,7 +18,6 @@ from pytorch_lightning.callbacks import Callback
 from normexp.batching.sizes import SIZES
 from normexp.batching.speed import suitable_threads
 from normexp.cells.assembly import (
-    build_callbacks,
     build_module,
     can_stack_rates,
     resume_replicas,
@@ -235,13 +234,13 @@ class StackRunner:
                 for spec, seed in self.runs
             ]
             recorder = Recorder(files, loggers)
-            reports = StepReports(self._report)
-            callbacks = [*build_callbacks(self.cell, self.control), reports]
+            callbacks = [StepReports(self._report), *self.cell.recipe.callbacks()]
             module = _fit(self.runs, self.cells, self.folder, recorder, callbacks, self.control)
             return self._record(module)
 
     def _report(self, step: int, total: int) -> None:
         write_json(self.folder / PROGRESS_FILE, {"step": step, "total": total})
+        self.control.on_steps()
 
     def _record(self, module: TrainingModule) -> list[Result]:
         device, source = module.trainer.strategy.root_device, self.cell.data.source_version
@@ -257,8 +256,8 @@ class StackRunner:
             if cell.recipe.save_weights and module.losses.diverged_at[index] is None:
                 with open_atomic(run_dir / WEIGHTS_FILE) as file:
                     torch.save(state_as_built(module.replicas.replica(index).cpu()), file)
-            if cell.recipe.evaluations:
-                content = module.evaluator.content(module.metrics, index)
+            content = module.evaluator.content(module.metrics, index)
+            if content.keys() - {"running"}:
                 write_json(run_dir / EVALUATION_FILE, content)
             write_samples(run_dir, module.evaluator.samples_of(module.metrics, index))
             results.append(self._result(module, index, environment, timing))

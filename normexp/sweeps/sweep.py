@@ -175,7 +175,7 @@ class Sweep:
                 self._train_in_workers()
             else:
                 with ready_to_train(), own_slot(self.slots) as slot:
-                    work(self.job, slot, TrainingControl(self.request), self._look)
+                    work(self.job, slot, TrainingControl(self.request, self._look))
             self._look()
 
     def _look(self) -> None:

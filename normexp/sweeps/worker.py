@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -90,12 +90,8 @@ def work(
     job: Job,
     slot: WorkerSlot,
     control: TrainingControl,
-    after: Callable[[], None] = lambda: None,
 ) -> None:
     """Walks until nothing is left, or a stop is requested.
-
-    Args:
-        after: called after each walk.
 
     Raises:
         Halted: nothing more can be trained in this process.
@@ -116,7 +112,7 @@ def work(
                     raise Halted(str(error)) from error
                 if has_trained:
                     break
-        after()
+        control.on_steps()
         if not has_trained:
             why = _why_waiting(left, slot, is_free=is_free)
             if why and why not in told:
@@ -235,7 +231,7 @@ def main(ready: object, output: Connection, job: Job, slot: WorkerSlot) -> None:
         with messages_to(handler), ready_to_train():
             sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
             ready.set()  # type: ignore[attr-defined]
-            work(job, slot, TrainingControl(stop, lambda *_: None))
+            work(job, slot, TrainingControl(stop))
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except Exception as error:  # but Halted, a fault of ours, which another worker would meet too

@@ -44,11 +44,11 @@ def command(name: str = "1") -> CommandEntry:
 
 def walk(specs: list[CellSpec], name: str = "1", stop_at: int | None = None) -> None:
     """Trains cells as a worker does, until nothing is left."""
-    control = TrainingControl(on_steps=lambda *_: None)
+    control = TrainingControl()
     stops = stopper(control, stop_at)
     while left := [p for s in cut_stacks(specs) for p in s.parts() if p.left(refused_ids(s, name))]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(run_module, "build_callbacks", stops)
+            patch.setattr(run_module, "StepReports", stops)
             assert train_stack(left[0], command(name), control)
 
 
@@ -57,7 +57,7 @@ def refused_ids(stack: Stack, name: str) -> set[str]:
     return {e.cell for e in entries if isinstance(e, Refusal) and e.command == name}
 
 
-def stopper(control: TrainingControl, stop_at: int | None) -> Callable[..., list[Any]]:
+def stopper(control: TrainingControl, stop_at: int | None) -> Callable[..., Any]:
     from pytorch_lightning import Callback
 
     class Stop(Callback):
@@ -65,7 +65,7 @@ def stopper(control: TrainingControl, stop_at: int | None) -> Callable[..., list
             if stop_at is not None and pl_module.step >= stop_at:
                 control.stop.requested = True
 
-    return lambda *_: [Stop()]
+    return lambda *_: Stop()
 
 
 def kill_twice(stack: Stack) -> None:
