@@ -97,7 +97,8 @@ def find_cell(run: Path) -> Path:
     known = [path.name for path in list_cells(folder)]
     near = difflib.get_close_matches(run.name, known, n=3, cutoff=0.4) or known
     names = _some([str(folder / name) for name in near])
-    raise UserError(f"{run} is no cell, as it has no {CONFIG_FILE}; nearest: {names or 'none'}")
+    lacks = f"is no cell, as it has no {CONFIG_FILE}" if run.exists() else "does not exist"
+    raise UserError(f"{run} {lacks}{names and f'; nearest: {names}'}")
 
 
 def find_run(run_dir: Path) -> tuple[Path, int]:
@@ -105,11 +106,11 @@ def find_run(run_dir: Path) -> tuple[Path, int]:
     seed = seed_of(run_dir)
     if seed is not None and run_dir.is_dir():
         return find_cell(run_dir.parent), seed
-    cell_dir = find_cell(run_dir)
+    cell_dir = find_cell(run_dir if seed is None else run_dir.parent)
     seeds = list_seeds(cell_dir)
-    if len(seeds) != 1:
+    if len(seeds) != 1 or seed is not None:
         names = _some([f"seed-{seed}" for seed in seeds]) or "none"
-        raise UserError(f"{cell_dir} is a cell, not one run; give one of its seeds: {names}")
+        raise UserError(f"{run_dir} is not one run; give one of its seeds: {names}")
     return cell_dir, seeds[0]
 
 

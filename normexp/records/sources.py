@@ -89,8 +89,11 @@ def why_missing(target: str) -> str:
         return ""
     content = _read(file)
     nodes = list(ast.walk(_parse(content)))
-    kinds = ast.ClassDef | ast.FunctionDef
-    defined = [node.name for node in nodes if isinstance(node, kinds) and node.name[0] != "_"]
+    defined = [
+        node.name
+        for node in nodes
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name[0] != "_"
+    ]
     if name.encode() in content or b"import *" in content or hasattr(sys.modules.get(module), name):
         return ""
     near = get_close_matches(name, defined, 3) or defined[:4]
