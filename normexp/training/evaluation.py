@@ -151,7 +151,8 @@ class Evaluator:
             with own_share(population, few, size) as copies:
                 if copies is None:
                     logger.info("no own share: it is defined for running mean and variance")
-                for split in splits if copies is not None else ():
+                    return metrics
+                for split in splits:
                     metrics |= self._score(copies, "own_share", split, size)
         return metrics
 

@@ -168,7 +168,7 @@ def own_schedule(
     if not is_scheduler:
         for step in {*range(0, total_steps, max(1, total_steps // 100)), total_steps - 1}:
             factor = make(step, total_steps)
-            if not isinstance(factor, Real) or not 0 <= factor < math.inf:
+            if not isinstance(factor, Real) or not 0 <= float(factor) < math.inf:
                 raise UserError(
                     f"{name} returns {factor!r} at step {step} of {total_steps}; return a number, "
                     "0 or more: the factor on lr"

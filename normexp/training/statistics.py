@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from normexp.batching.draws import generator
 from normexp.batching.replicas import Batch, InTurn, Replicas, model_arguments
 from normexp.data.dataset import Data
-from normexp.norms.contract import DeclaresVariance, HasMomentum
+from normexp.norms.contract import HasMomentum
 from normexp.norms.moment_sites import (
     BATCH,
     NormSite,
@@ -126,9 +126,9 @@ def with_population(
 
 def _undo_bessel(norm: Any) -> None:
     """Turns the unbiased variances that shipped norms average into population variances."""
-    is_biased = isinstance(norm, DeclaresVariance) and not norm.unbiased_running_var
     names = {name for name, _ in norm.named_buffers(recurse=False)}
-    if {"running_mean", "running_var", "num_values"} <= names and not is_biased:
+    is_unbiased = getattr(norm, "unbiased_running_var", True)
+    if is_unbiased and {"running_mean", "running_var", "num_values"} <= names:
         num = norm.num_values[..., None].to(norm.running_var.dtype)
         norm.running_var.mul_(torch.where(num > 1, (num - 1) / num, 1))
 
