@@ -138,8 +138,9 @@ def first_step(
     state = {name: p.grad for name, p in replicas.named_parameters() if p.grad is not None}
     state |= dict(replicas.named_buffers())
     for index in range(NUM_REPLICAS):
-        own = replicas.state_of(index, state)
-        values |= {f"{index} {name}": value for name, value in own.items()}
+        tree = f"trees.{0 if replicas.is_stacked else index}."
+        own = {name.removeprefix(tree): v for name, v in state.items() if name.startswith(tree)}
+        values |= {f"{index} {n}": v[index] if replicas.is_stacked else v for n, v in own.items()}
     return {name: value.detach().cpu() for name, value in values.items()}
 
 
