@@ -25,10 +25,11 @@ from normexp.records.study import (
     CommandEntry,
     Refusal,
     read_attempts,
+    read_cell,
     read_entries,
     write_attempts,
 )
-from normexp.training.stopping import Interrupted, TrainingControl
+from normexp.training.stopping import Interrupted, StopRequest
 
 QUICK = ["steps=6", "log_every=2", "trainer=cpu", "norm_batch_size=2", "batch_size=8"]
 
@@ -44,12 +45,11 @@ def command(name: str = "1") -> CommandEntry:
 
 def walk(specs: list[CellSpec], name: str = "1", stop_at: int | None = None) -> None:
     """Trains cells as a worker does, until nothing is left."""
-    control = TrainingControl(on_steps=lambda *_: None)
-    stops = stopper(control, stop_at)
+    stop = StopRequest()
     while left := [p for s in cut_stacks(specs) for p in s.parts() if p.left(refused_ids(s, name))]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(run_module, "build_callbacks", stops)
-            assert train_stack(left[0], command(name), control)
+            patch.setattr(run_module, "TrainingProgress", stopper(stop, stop_at))
+            assert train_stack(left[0], command(name), stop)
 
 
 def refused_ids(stack: Stack, name: str) -> set[str]:
@@ -57,15 +57,15 @@ def refused_ids(stack: Stack, name: str) -> set[str]:
     return {e.cell for e in entries if isinstance(e, Refusal) and e.command == name}
 
 
-def stopper(control: TrainingControl, stop_at: int | None) -> Callable[..., list[Any]]:
+def stopper(stop: StopRequest, stop_at: int | None) -> Callable[..., Any]:
     from pytorch_lightning import Callback
 
     class Stop(Callback):
         def on_train_batch_end(self, _trainer: Any, pl_module: Any, *_: Any) -> None:
             if stop_at is not None and pl_module.step >= stop_at:
-                control.stop.requested = True
+                stop.requested = True
 
-    return lambda *_: [Stop()]
+    return lambda *_: Stop()
 
 
 def kill_twice(stack: Stack) -> None:
@@ -157,7 +157,7 @@ def test_a_commit_that_was_killed_is_finished_by_whoever_finds_it(
     settle(tmp_path / "s", {"another"})
     assert results_of(tmp_path) == []  # its lock is not held
     monkeypatch.setattr(run_module, "prepare_cell", lambda *_: pytest.fail("trained again"))
-    assert train_stack(*cut_stacks([spec]), command(), TrainingControl())
+    assert train_stack(*cut_stacks([spec]), command(), StopRequest())
     assert [result.seed for result in results_of(tmp_path)] == [0, 1]
     assert not (tmp_path / "s" / STACKS).exists()
 
@@ -166,7 +166,7 @@ def test_cells_that_others_train_are_left_to_them(tmp_path: Path):
     (stack,) = cut_stacks(specs_of(tmp_path, "lr=0.1,0.3"))
     stack.specs[1].directory.mkdir(parents=True)
     with file_lock(stack.specs[1].directory / LOCK_FILE):
-        assert not train_stack(stack, command(), TrainingControl())
+        assert not train_stack(stack, command(), StopRequest())
     assert not stack.specs[0].directory.exists()
 
 
@@ -191,7 +191,8 @@ def test_a_stack_that_raises_is_trained_run_by_run_and_takes_no_other_with_it(
     assert all("not in a stack" in str(end.apart) for end in ends.values())
     walk(specs)  # the same command does not try again
     assert len(results_of(tmp_path)) == 4
-    remove_failed(specs)  # a new one does
+    folder = tmp_path / "s"
+    remove_failed([read_cell(folder, one.id, "", one.seeds, []) for one in specs])  # a new one does
     assert len(results_of(tmp_path)) == 3
 
 
