@@ -1,4 +1,4 @@
-"""README.md and conf/README.md do what they say: commands, files, the user's own parts, Python."""
+"""README.md and the guides in conf/ do what they say: commands, files, own parts, Python."""
 
 from __future__ import annotations
 
@@ -29,11 +29,16 @@ from normexp.train import main
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 AGENTS = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
-INDENTED = [line.strip() for line in f"{README}\n{AGENTS}".splitlines() if line.startswith("    ")]
+GUIDE = "\n".join(
+    (ROOT / "conf" / folder / "README.md").read_text(encoding="utf-8")
+    for folder in (".", "norm", "model", "data")
+)
+INDENTED = [
+    line.strip() for line in f"{README}\n{AGENTS}\n{GUIDE}".splitlines() if line.startswith("    ")
+]
 COMMANDS = [
     line.split("# ")[0].strip() for line in INDENTED if line.startswith("python -m normexp.")
 ]
-GUIDE = (ROOT / "conf" / "README.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", GUIDE, flags=re.DOTALL | re.MULTILINE))
 FILES = dict(re.findall(r"as\s`(my_\w+\.py)`:\n\n```python\n(.*?)```", GUIDE, flags=re.DOTALL))
 
@@ -66,6 +71,13 @@ def test_every_package_stands_in_the_tree():
     assert packages <= named
 
 
+def test_links_of_the_guides_lead_somewhere():
+    for file in (ROOT / "README.md", *(ROOT / "conf").rglob("README.md")):
+        text = file.read_text(encoding="utf-8")
+        for link in re.findall(r"\]\(([^)#:]+)[^):]*\)", text):
+            assert (file.parent / link).exists(), f"{file}: {link}"
+
+
 def test_files_of_the_readme_exist():
     for path in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", README):
         assert (ROOT / path).is_file(), path
@@ -75,7 +87,7 @@ def test_files_of_the_readme_exist():
         assert (ROOT / "normexp" / file).is_file(), file
 
 
-# --- conf/README.md -----------------------------------------------------------------------------
+# --- The guides in conf/ -------------------------------------------------------------------------
 
 
 def commands(section: str) -> list[str]:
@@ -104,11 +116,11 @@ def test_the_norm_keeps_the_contract():
 @pytest.mark.parametrize(
     ("section", "name"),
     [
-        ("Your model", "Tiny"),
-        ("Your data set", "stripes"),
-        ("Your optimizer", "RMSprop"),
-        ("Your learning rate schedule", "triangle"),
-        ("Your callback", "ClipWeights"),
+        ("A model that takes norms", "Tiny"),
+        ("A data set of your own", "stripes"),
+        ("Optimizer", "RMSprop"),
+        ("Learning rate schedule", "triangle"),
+        ("Callback", "ClipWeights"),
     ],
 )
 def test_own_part_trains_and_carries_its_name(folder: Path, section: str, name: str, capsys):
@@ -122,7 +134,7 @@ def test_own_part_trains_and_carries_its_name(folder: Path, section: str, name: 
 
 @pytest.mark.slow
 def test_own_logger_gets_the_losses_of_every_run(folder: Path):
-    (command,) = commands("Your logger")
+    (command,) = commands("Logger")
     assert main([*shlex.split(command)[3:], "replicas=2"]) == 0
     logged = [
         t for path, t in files(folder / "runs").items() if "/seed-" in path and b"val/loss" in t
@@ -181,7 +193,7 @@ def run(command: str, folder: Path) -> str:
 
 @pytest.mark.slow
 def test_every_line_of_the_five_minutes_does_what_it_says(folder: Path):
-    typed = commands("Your norm in five minutes")
+    typed = commands("A norm in five minutes")
     card, trained, report = [run(command, folder) for command in typed]
     assert "AbsNorm: the contract holds" in card
     assert re.search(r"mixes samples +no", card)
@@ -245,7 +257,7 @@ def test_a_mistake_is_raised_after_the_other_cells(tmp_path: Path):
     for words in (["norm=grup"], ["--cfg", "job"], ["-m", "hydra/launcher=ray"], ["--nothing"]):
         with pytest.raises(UserError):
             normexp.run(words)
-    with pytest.raises(UserError, match="must be a list of words"):
+    with pytest.raises(UserError, match="must be a list"):
         normexp.run("norm=group")
 
 

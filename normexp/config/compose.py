@@ -296,7 +296,7 @@ def register_custom() -> None:
     """Makes `<group>=custom` a choice that takes any knob: `norm=custom norm._target_=my.Norm`.
 
     A YAML file could not do this, since Hydra refuses unknown keys in configs from files.
-    conf/README.md says what each target is called with.
+    The guides in conf/ say what each target is called with.
     """
     nodes: dict[str, dict[str, Any]] = {
         group: {"_target_": "???", "_partial_": True} for group in CUSTOM_GROUPS

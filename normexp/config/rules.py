@@ -4,13 +4,15 @@ A new knob takes a line in conf/config.yaml (default and meaning), a field of `T
 that reads it. The schema only checks: an id hashes the composed config.
 """
 
+# ruff: noqa: UP045 (types as values)
+
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Optional
 
 from pydantic import (
     AfterValidator,
@@ -215,22 +217,23 @@ def _keys_of(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, F
 KEYS = dict(_keys_of(Training))
 SLOT_KEYS = tuple(Slots.model_fields)
 
+
 # The keys of the entries without a config; conf/entries.yaml has their defaults and meanings.
 OPTIONS: dict[str, dict[str, Any]] = {
-    "benchmark": {"reference": Text, "workloads": Names | None, "runs_dir": Text},
+    "benchmark": {"reference": Text, "workloads": Optional[Names], "runs_dir": Text},
     "check": {"part": Literal["all", "contract"], "format": Literal["table", "json"]},
     "evaluate": {
         "run": Text,
-        "evaluate_with": Statistics | None,
+        "evaluate_with": Optional[Statistics],
         "precise_samples": Several,
-        "evaluate_batch_sizes": Counts | None,
+        "evaluate_batch_sizes": Optional[Counts],
     },
     "report": {
         "study": Names,
         "runs_dir": Text,
-        "metric": Text | None,
-        "tolerance": NotNegative | None,
-        "reference": Text | None,
+        "metric": Optional[Text],
+        "tolerance": Optional[NotNegative],
+        "reference": Optional[Text],
         "watch": bool,
     },
     "status": {"study": Name, "runs_dir": Text},
@@ -273,7 +276,7 @@ def validate_keys(config: Mapping[str, Any], keys: Iterable[str] | None = None) 
         for error in invalid.errors(include_url=False):
             key = ".".join(str(name) for name in error["loc"] if isinstance(name, str))
             if wanted is None or key in wanted:
-                raise _explain(key, config, error) from None
+                raise _explain(key, _value_of(config, key), error) from None
 
 
 def check_value(key: str, value: Any, kind: Any, unit: str = "") -> Any:
@@ -282,7 +285,7 @@ def check_value(key: str, value: Any, kind: Any, unit: str = "") -> Any:
         return _adapter(kind).validate_python(value)
     except ValidationError as invalid:
         error = invalid.errors(include_url=False)[0]
-        raise _explain(key, {key: value}, error, unit) from None
+        raise _explain(key, value, error, unit) from None
 
 
 @cache
@@ -290,16 +293,18 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False))
 
 
-def _explain(key: str, config: Mapping[str, Any], error: Any, unit: str = "") -> UserError:
+def _value_of(config: Any, key: str) -> Any:
+    for name in key.split("."):
+        config = config.get(name)
+    return config
+
+
+def _explain(key: str, value: Any, error: Any, unit: str = "") -> UserError:
     """The error of one key in one line: key, value, and what it takes."""
-    parent, _, name = key.rpartition(".")
     if error["type"] == "missing":
         return UserError(f"{key} is missing; set {key}=...")
     if error["type"] == "extra_forbidden":
         return unknown_key(key, KEYS)
-    level: Any = config
-    for group in parent.split(".") if parent else ():
-        level = level[group]
     said = str(error["msg"]).removeprefix("Value error, ")
     said = (
         re.sub(r"^\w+ should", "must", said)
@@ -310,7 +315,7 @@ def _explain(key: str, config: Mapping[str, Any], error: Any, unit: str = "") ->
         said = "must be a group of keys; a YAML chooses one below `defaults:`"
     units = [mark for mark in KEYS[key].metadata if isinstance(mark, str)] if key in KEYS else []
     unit = next(iter([*units, unit]))
-    return UserError(f"{key}={as_typed(level[name])}: {said}{unit and f' ({unit})'}")
+    return UserError(f"{key}={as_typed(value)}: {said}{unit and f' ({unit})'}")
 
 
 def unknown_key(key: str, known: Iterable[str]) -> UserError:

@@ -263,7 +263,7 @@ def _why_nothing(network: nn.Module, missing: Sequence[str], left: Mapping[str, 
     why = "".join(f", and {name} is left alone: {reason}" for name, reason in left.items())
     return (
         f"the network has no norm that is recognised (it has {has}{why}); name the classes of its "
-        "norms, as model.replace=[MyNorm], or build them from an argument `norm`, conf/README.md"
+        "norms, as model.replace=[MyNorm], or build them from an argument `norm`"
     )
 
 

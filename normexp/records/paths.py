@@ -93,16 +93,18 @@ def find_cell(run: Path) -> Path:
         raise UserError(f"{run} is one seed of a cell; give the cell, {run.parent}")
     folder = run if run.is_dir() else run.parent
     near = _nearest(str(run), [str(path) for path in list_cells(folder)])
-    raise UserError(f"{run} is no cell, as it has no {CONFIG_FILE}; nearest: {near}")
+    lacks = f"is no cell, as it has no {CONFIG_FILE}" if run.exists() else "does not exist"
+    raise UserError(f"{run} {lacks}; nearest: {near}")
 
 
 def find_run(run_dir: Path) -> tuple[Path, int]:
-    """Returns the folder of the cell, and the seed. Raises UserError if a cell has several."""
-    if (seed := seed_of(run_dir)) is not None:
+    """Returns the folder of the cell, and the seed. Raises UserError if that is not one run."""
+    seed = seed_of(run_dir)
+    if seed is not None and run_dir.is_dir():
         return find_cell(run_dir.parent), seed
-    cell_dir = find_cell(run_dir)
+    cell_dir = find_cell(run_dir if seed is None else run_dir.parent)
     seeds = list_seeds(cell_dir)
-    if len(seeds) != 1:
+    if len(seeds) != 1 or seed is not None:
         names = ", ".join(f"seed-{seed}" for seed in seeds) or "none"
-        raise UserError(f"{cell_dir} is a cell, not one run; give one of its seeds: {names}")
+        raise UserError(f"{run_dir} is not one run; give one of its seeds: {names}")
     return cell_dir, seeds[0]

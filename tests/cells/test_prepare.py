@@ -108,7 +108,7 @@ REFUSED = {
     "model=text_encoder data=manual": "does not fit data=manual; try data=langid",
     "data=langid model=convnet": "does not fit data=langid",
     f"{TEXT} +data.order=sorted": "data.order=sorted sorts by class, and a text has none",
-    "data.order=random": "data.order=random: must be one of shuffled, sorted",
+    "data.order=random": "data.order=random: must be .shuffled. or .sorted.",
     "norm=as_built": "norm=as_built keeps the norms of a network that has some",
     "norm=as_built model=torchvision model.name=resnet18 eps=1e-3": "eps has no effect on norm=as",
     "steps=5 samples=100": "a training has one budget",
@@ -117,7 +117,7 @@ REFUSED = {
     "data=image_folder data.root=nowhere": "nowhere",
     "data._target_=builtins.dict": "data._target_=builtins.dict",
     "norm._target_=no.such.Norm": "there is no module no",
-    "norm._target_=normexp.norms.group.Grp": "normexp.norms.group has no Grp",
+    "norm._target_=normexp.norms.group.Grp": "norm._target_=normexp.norms.group.Grp: ",
     "norm._target_=torch.nn.Linear": "torch.nn.Linear",
     "norm._target_=torch.nn.GroupNorm": "num_groups",
     "norm=batch norm.view=sideways": "norm.view=sideways: must be token or sequence",
@@ -138,9 +138,8 @@ REFUSED = {
         "evaluate_batch_sizes=[1]"
     ): ("evaluate_batch_sizes=1 leaves one value per statistic at blocks.0.attn_norm"),
     f"{DDP} trainer.devices=3": "batch_size=32 cannot be shared evenly by 3 devices; try 2",
-    f"{DDP} trainer.num_nodes=2": "as 4",
-    f"{DDP} trainer.strategy=fsdp": "trainer.strategy=fsdp: must be one of auto, ddp",
-    f"{DDP} trainer.devices=0": "trainer.devices=0: must be a whole number above 0",
+    f"{DDP} trainer.strategy=fsdp": "trainer.strategy=fsdp: must be .auto. or .ddp.",
+    f"{DDP} trainer.devices=0": "trainer.devices=0: must be greater than 0",
     "model._target_=own.Net model.fault=raises": r"own.Net fails: KeyError: 'depth' \(own.py, line",
     "model._target_=own.Net model.fault=forward": r"Net on 4 samples fails: .*boom \(own.py, line",
     "model._target_=own.Net model.fault=frozen": "own.Net has no parameter to train",
@@ -167,11 +166,11 @@ REFUSED = {
     "callback._target_=own.Step": "^callback.params is missing",
     "callback=custom": "^callback._target_ is missing",
     "callback=early_stopping callback.monitor=loss": "monitor=loss is not a metric",
-    "callback=early_stopping callback.patience=-1": "^callback.patience=-1: must be a whole",
+    "callback=early_stopping callback.patience=-1": "^callback.patience=-1: must be greater",
     "schedule._target_=torch.optim.lr_scheduler.StepLR": (
         "^schedule.step_size is missing: .*StepLR needs it; set schedule.step_size=..."
     ),
-    "schedule=wsd": "optim.schedule=",
+    "schedule=wsd": "schedule=wsd: no such schedule",
     "logger=custom logger.custom._target_=collections.OrderedDict": "logger.custom._target_",
     "logger=custom logger.custom._target_=own.Gone": "own has no Gone",
     (
@@ -282,16 +281,9 @@ def test_two_data_sets_stay_in_memory_until_they_are_forgotten(loaded: list[obje
     assert len(loaded) == 5
 
 
-def test_other_values_and_files_are_other_data(loaded: list[object], tmp_path: Path):
+def test_other_values_are_other_data(loaded: list[object]):
     assert load("data=digits") is not load("data=digits", "data.limit_train=64")
-    file = tmp_path / "text.txt"
-    words = ["data=text_file", f"data.path={file}"]
-    file.write_text("before")
-    before = load(*words)
-    assert load(*words) is before
-    file.write_text("after")
-    assert load(*words) is not before
-    assert len(loaded) == 4
+    assert len(loaded) == 2
 
 
 def test_cells_that_differ_in_rate_seed_or_budget_are_probed_once(monkeypatch):

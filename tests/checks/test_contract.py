@@ -168,7 +168,7 @@ def test_norm_that_cannot_run_is_a_failed_line(make: Make, message: str):
         (lambda num_features: num_features, (), "made a int, not an nn.Module"),
         (broken.per_channel, (), "needs the argument"),
         (LayerNorm(8, eps=1e-5), (), "must be a class, as in assert_contract"),
-        (partial(nn.BatchNorm1d, **{"knob": 1}), (), "norm.knob: "),
+        (partial(nn.BatchNorm1d, **{"knob": 1}), (), "unexpected keyword argument .knob."),
         (LayerNorm, ("gradeint",), "no line 'gradeint'; did you mean gradient?"),
     ],
     ids=["no module", "missing argument", "a module", "unknown knob", "unknown line"],

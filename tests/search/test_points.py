@@ -101,14 +101,6 @@ def test_mistake_is_refused_before_any_work(words: list[str], part: str):
     assert part in str(caught.value)
 
 
-def test_search_that_torchrun_has_started_is_refused(monkeypatch: pytest.MonkeyPatch):
-    for name, value in {"WORLD_SIZE": "2", "RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="torchrun"):
-        searches_of(LR, "trainer=ddp")
-    assert searches_of(LR)
-
-
 def space_of(*texts: str) -> Space:
     return read_space(parse_overrides(texts))
 

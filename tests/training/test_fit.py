@@ -124,7 +124,7 @@ def test_arithmetic_is_set_for_a_gpu_inside_the_block_and_left_alone_on_a_cpu():
             RuntimeError("no compiler here\nand a long story"),
             pytest.raises(UserError, match=r"^compile=true: .*\(no compiler here\); try compile="),
         ),
-        (torch.OutOfMemoryError("2 GiB"), pytest.raises(torch.OutOfMemoryError)),
+        (torch.OutOfMemoryError("2 GiB"), pytest.raises(MemoryError, match="try fewer replicas")),
     ],
     ids=["no_compiler", "no_memory"],
 )
