@@ -86,7 +86,7 @@ def test_full_disk_is_found_behind_other_errors():
     if os.path.exists("/dev/full"):
         import torch
 
-        with pytest.raises(Exception, match="") as caught, open("/dev/full", "wb") as file:
+        with pytest.raises(OSError, match="No space") as caught, open("/dev/full", "wb") as file:
             torch.save(torch.zeros(10_000), file)
         assert is_full_disk(caught.value)
 

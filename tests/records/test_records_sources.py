@@ -122,7 +122,8 @@ def test_an_edit_after_the_import_is_refused(folder: Path):
         ("torch.nn.Norm", ""),  # not the user's: its import says so
     ],
 )
-def test_a_target_that_is_not_there_is_told_with_near_names(target: str, why: str, folder: Path):
+@pytest.mark.usefixtures("folder")
+def test_a_target_that_is_not_there_is_told_with_near_names(target: str, why: str):
     assert why_missing(target)[: len(why) or None] == why
 
 
