@@ -75,10 +75,9 @@ def will_stack(cell: Cell, num_replicas: int, *, is_stacked: bool | None = None)
 def can_stack_rates(cell: Cell, num_replicas: int) -> bool:
     """True if runs that differ from a cell in `lr` alone may share its stack.
 
-    At every step the rate must be proportional to `lr`. A scheduler may set rates of its own, such
-    as the `max_lr` of OneCycleLR.
+    At every step the rate must be proportional to `lr`.
     """
-    return cell.recipe.schedule.build is None and will_stack(cell, num_replicas)
+    return cell.recipe.schedule.follows_lr and will_stack(cell, num_replicas)
 
 
 def resume_replicas(cell: Cell, seeds: list[int], checkpoint: Path) -> Replicas:
@@ -87,8 +86,8 @@ def resume_replicas(cell: Cell, seeds: list[int], checkpoint: Path) -> Replicas:
     if not checkpoint.is_file():
         return arrange_replicas(cell, networks)
     state = torch.load(checkpoint, map_location="cpu", weights_only=True)["normexp"]
-    step, of = state["losses"]["num_steps"], cell.recipe.num_steps
-    logger.info("%s continues from step %d of %d", cell.title, step, of)
+    step = state["step"]
+    logger.info("%s continues from step %d of %d", cell.title, step, cell.recipe.num_steps)
     return arrange_replicas(cell, networks, is_stacked=state["is_stacked"])
 
 

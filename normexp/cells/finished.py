@@ -213,5 +213,4 @@ def save_evaluations(cell_dir: Path, contents: Contents, samples: Samples) -> No
         path = seed_dir(cell_dir, seed) / EVALUATION_FILE
         write_samples(path.parent, read_samples(path.parent) | samples[seed])
         before = read_json(path) if path.exists() else {}
-        asked = before.get("asked", {}) | content["asked"]
-        write_json(path, before | content | {"asked": asked})
+        write_json(path, before | content)

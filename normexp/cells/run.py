@@ -48,18 +48,18 @@ from normexp.records.study import (
     refused_by,
     write_attempts,
 )
-from normexp.training.callbacks import StepReports, TrainingProgress, why_stopped
+from normexp.training.callbacks import StepReports, why_stopped
 from normexp.training.fit import fit
 from normexp.training.module import TrainingModule
 from normexp.training.recorder import Recorder
-from normexp.training.stopping import Interrupted, StopRequest
+from normexp.training.stopping import Interrupted, StopRequest, TrainingControl
 
 logger = logging.getLogger(__name__)
 
 DIED = "its process died twice without a new checkpoint (out of memory?)"
 
 
-def train_stack(stack: Stack, command: CommandEntry, stop: StopRequest) -> bool:
+def train_stack(stack: Stack, command: CommandEntry, control: TrainingControl) -> bool:
     """Claims a stack, trains what is left of it, and commits the results.
 
     Returns:
@@ -75,7 +75,7 @@ def train_stack(stack: Stack, command: CommandEntry, stop: StopRequest) -> bool:
         if is_mine:
             settle(stack.study_dir, cells.keys())
             if runs := [run for run in stack.left(refused) if run[0].id in cells]:
-                Trial(stack, runs, command, stop).run()
+                Trial(stack, runs, command, control).run()
     return is_mine
 
 
@@ -83,9 +83,10 @@ class Trial:
     """An attempt to train the runs that are left of a stack, whose locks this process holds."""
 
     def __init__(
-        self, stack: Stack, runs: Sequence[Run], command: CommandEntry, stop: StopRequest
+        self, stack: Stack, runs: Sequence[Run], command: CommandEntry, control: TrainingControl
     ) -> None:
-        self.stack, self.runs, self.command, self.stop = stack, runs, command, stop
+        self.stack, self.runs = stack, runs
+        self.command, self.control = command, control
         self.folder, self.checkpoint = stack.folder, stack.folder / CHECKPOINT_FILE
         self.specs = list({spec.id: spec for spec, _ in runs}.values())
         self.cells: dict[str, Cell] = {}
@@ -204,17 +205,20 @@ class Trial:
                 logger.info(message)
             size, threads = self.cell.elements_per_forward, self.attempts.threads
             opened.enter_context(suitable_threads(size, threads))  # its last digits depend on them
-            opened.enter_context(self.stop.listening())
+            stop = self.control.stop
+            opened.enter_context(stop.listening())
             loggers = [
                 opened.enter_context(run_loggers(self.cells[spec.id], seed))
                 for spec, seed in self.runs
             ]
             recorder = Recorder([run_dir / METRICS_FILE for run_dir in run_dirs], loggers)
-            path = self.folder / PROGRESS_FILE
-            reports = StepReports(lambda step, n: write_json(path, {"step": step, "total": n}))
-            callbacks = [TrainingProgress(self.cell.title), reports, *self.cell.recipe.callbacks()]
-            module = _fit(self.runs, self.cells, self.folder, recorder, callbacks, self.stop)
+            callbacks = [StepReports(self._report), *self.cell.recipe.callbacks()]
+            module = _fit(self.runs, self.cells, self.folder, recorder, callbacks, stop)
             return self._record(module)
+
+    def _report(self, step: int, total: int) -> None:
+        write_json(self.folder / PROGRESS_FILE, {"step": step, "total": total})
+        self.control.on_steps()
 
     def _record(self, module: TrainingModule) -> list[Result]:
         device, source = module.trainer.strategy.root_device, self.cell.data.source_version
@@ -230,8 +234,8 @@ class Trial:
             if cell.recipe.save_weights and module.losses.diverged_at[index] is None:
                 with open_atomic(run_dir / WEIGHTS_FILE) as file:
                     torch.save(state_as_built(module.replicas.replica(index).cpu()), file)
-            if cell.recipe.evaluations:
-                content = module.evaluator.content(module.metrics, index)
+            content = module.evaluator.content(module.metrics, index)
+            if content.keys() - {"running"}:
                 write_json(run_dir / EVALUATION_FILE, content)
             write_samples(run_dir, module.evaluator.samples_of(module.metrics, index))
             results.append(self._result(module, index, environment, timing))

@@ -108,10 +108,8 @@ def print_evaluations(
         why_nothing: printed if there is no number.
         invalid: why the numbers must not be compared; None if they may.
     """
-    recorded = dict.fromkeys(kind for c in contents.values() for kind in c)
-    kinds = [kind for kind in recorded if kind not in ("asked", "gap")]
+    kinds = list(dict.fromkeys(kind for c in contents.values() for kind in c))
     names = dict.fromkeys(name for c in contents.values() for k in kinds for name in c.get(k, {}))
-    names.pop("num_samples", None)
     console = open_console()
     if invalid:
         console.out(f"INVALID, every number below: {invalid}")

@@ -30,7 +30,7 @@ from normexp.reporting.summary import print_closing_table, print_summary
 from normexp.sweeps.display import Display
 from normexp.sweeps.machine import own_slot, shared_value, worker_slots
 from normexp.sweeps.worker import TICK, Job, Worker, ready_to_train, work
-from normexp.training.stopping import StopRequest
+from normexp.training.stopping import StopRequest, TrainingControl
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ class Sweep:
             else:
                 slot = own_slot(self.slots)
                 with ready_to_train():
-                    work(self.job, slot, self.request, self._look)
+                    work(self.job, slot, TrainingControl(self.request, self._look))
             self._look()
 
     def _look(self) -> None:

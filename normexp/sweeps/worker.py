@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,7 +33,7 @@ from normexp.records.logs import messages_to_stderr
 from normexp.records.paths import LOCK_FILE
 from normexp.records.study import CellState, CommandEntry, read_cell, read_stacks, refused_by
 from normexp.sweeps.machine import WorkerSlot
-from normexp.training.stopping import Interrupted, StopRequest
+from normexp.training.stopping import Interrupted, StopRequest, TrainingControl
 
 logger = logging.getLogger(__name__)
 
@@ -86,13 +86,8 @@ class Job:
         ]
 
 
-def work(
-    job: Job, slot: WorkerSlot, stop: StopRequest, after: Callable[[], None] = lambda: None
-) -> None:
+def work(job: Job, slot: WorkerSlot, control: TrainingControl) -> None:
     """Walks until nothing is left, or a stop is requested.
-
-    Args:
-        after: called after each walk.
 
     Raises:
         Halted: nothing more can be trained in this process.
@@ -100,19 +95,19 @@ def work(
     from normexp.cells.run import train_stack
 
     told = ""
-    while not stop.requested and (left := job.left()):
+    while not control.stop.requested and (left := job.left()):
         has_trained = False
         with slot.claim() as is_free:
             for stack in left if is_free else ():
                 try:
-                    has_trained = train_stack(stack, job.commands[stack.study_dir], stop)
+                    has_trained = train_stack(stack, job.commands[stack.study_dir], control)
                 except Interrupted:
                     return
                 except UserError as error:  # a record that cannot be read or written
                     raise Halted(str(error)) from error
                 if has_trained:
                     break
-        after()
+        control.on_steps()
         if not has_trained:
             if (why := _why_waiting(left, slot, is_free=is_free)) not in ("", told):
                 logger.info(told := why)
@@ -198,7 +193,7 @@ def main(output: Connection, job: Job, slot: WorkerSlot) -> None:
     try:
         with messages_to_stderr(), ready_to_train():
             sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-            work(job, slot, stop)
+            work(job, slot, TrainingControl(stop))
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except Exception as error:  # but Halted, a fault of ours, which another worker would meet too

@@ -1,10 +1,11 @@
-"""Requests to stop a training. Imports no torch: parents of workers use it too."""
+"""Stop requests and progress of a training. Imports no torch: parents of workers use it too."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -54,3 +55,16 @@ class StopRequest:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
+
+
+@dataclass(frozen=True)
+class TrainingControl:
+    """Stops a training and follows its progress, from the caller's side.
+
+    Attributes:
+        stop: requests to stop, by Ctrl-C or by another thread.
+        on_steps: called once a second while it trains.
+    """
+
+    stop: StopRequest = field(default_factory=StopRequest)
+    on_steps: Callable[[], None] = lambda: None

@@ -29,7 +29,7 @@ from normexp.records.study import (
     read_entries,
     write_attempts,
 )
-from normexp.training.stopping import Interrupted, StopRequest
+from normexp.training.stopping import Interrupted, StopRequest, TrainingControl
 
 QUICK = ["steps=6", "log_every=2", "trainer=cpu", "norm_batch_size=2", "batch_size=8"]
 
@@ -45,11 +45,11 @@ def command(name: str = "1") -> CommandEntry:
 
 def walk(specs: list[CellSpec], name: str = "1", stop_at: int | None = None) -> None:
     """Trains cells as a worker does, until nothing is left."""
-    stop = StopRequest()
+    control = TrainingControl()
     while left := [p for s in cut_stacks(specs) for p in s.parts() if p.left(refused_ids(s, name))]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(run_module, "TrainingProgress", stopper(stop, stop_at))
-            assert train_stack(left[0], command(name), stop)
+            patch.setattr(run_module, "StepReports", stopper(control.stop, stop_at))
+            assert train_stack(left[0], command(name), control)
 
 
 def refused_ids(stack: Stack, name: str) -> set[str]:
@@ -157,7 +157,7 @@ def test_a_commit_that_was_killed_is_finished_by_whoever_finds_it(
     settle(tmp_path / "s", {"another"})
     assert results_of(tmp_path) == []  # its lock is not held
     monkeypatch.setattr(run_module, "prepare_cell", lambda *_: pytest.fail("trained again"))
-    assert train_stack(*cut_stacks([spec]), command(), StopRequest())
+    assert train_stack(*cut_stacks([spec]), command(), TrainingControl())
     assert [result.seed for result in results_of(tmp_path)] == [0, 1]
     assert not (tmp_path / "s" / STACKS).exists()
 
@@ -166,7 +166,7 @@ def test_cells_that_others_train_are_left_to_them(tmp_path: Path):
     (stack,) = cut_stacks(specs_of(tmp_path, "lr=0.1,0.3"))
     stack.specs[1].directory.mkdir(parents=True)
     with file_lock(stack.specs[1].directory / LOCK_FILE):
-        assert not train_stack(stack, command(), StopRequest())
+        assert not train_stack(stack, command(), TrainingControl())
     assert not stack.specs[0].directory.exists()
 
 

@@ -120,7 +120,7 @@ def place(module: TrainingModule, device: str) -> None:
     torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic = False, True
     module.replicas.to(device)
     module.batches = module.batches.to(device)
-    module.evaluator = module.evaluator.on(module.batches.data)
+    module.evaluator.data = module.batches.data
 
 
 def first_step(

@@ -24,7 +24,7 @@ from normexp.data.batches import TrainingBatches
 from normexp.errors import UserError
 from normexp.norms.affine import Affine
 from normexp.norms.kernel import normalize_groups
-from normexp.training.statistics import measure_population
+from normexp.training.statistics import with_population
 
 NORMS = [name for name in group_choices("norm") if name not in ("custom", "as_built")]
 TRAITS = Traits("norm1", False, None, False, False, None, 0, {})
@@ -115,8 +115,8 @@ def test_precise_statistics_are_those_of_the_cpu(device: str, norm: str):
         place(module, where)
         module.replicas.train()
         sizes = {"num_samples": 40, "group_size": 16}
-        population = measure_population(module.replicas, module.batches.data, **sizes)
-        states.append({} if population is None else population.state)
+        population = with_population(module.replicas, module.batches.data, **sizes)
+        states.append({} if population is None else dict(population.named_buffers()))
     assert states[0].keys() == states[1].keys()
     assert bool(states[0]) is (name != "frozen")  # it has no running averages
     for name, value in states[0].items():

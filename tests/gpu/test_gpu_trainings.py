@@ -30,7 +30,6 @@ from normexp.norms import kernel
 from normexp.records.result import read_result
 from normexp.train import main
 from normexp.training import devices
-from normexp.training.chunks import ChunkLoader
 from normexp.training.module import TrainingModule
 from normexp.training.stopping import Interrupted
 
@@ -170,18 +169,18 @@ def test_no_step_waits_for_the_device(
     module = build(model, "batch", *words, stacked=stacked, **choices)
     take_step, num_watched = TrainingModule._take_step, 0
 
-    def watched(self: TrainingModule, step: int, *given) -> None:
+    def watched(self: TrainingModule, *given) -> None:
         nonlocal num_watched
-        if step == 0:  # allocates, and chooses kernels
-            take_step(self, step, *given)
+        if self.step == 0:  # allocates, and chooses kernels
+            take_step(self, *given)
             return
         num_watched += 1
         with no_waiting(device):
-            take_step(self, step, *given)
+            take_step(self, *given)
 
     monkeypatch.setattr(TrainingModule, "_take_step", watched)
     train(module, tmp_path / "a.ckpt", precision="32-true", accelerator=device)
-    assert num_watched == module.total_steps - 1 > 0
+    assert num_watched == module.recipe.num_steps - 1 > 0
 
 
 @on_each_device
@@ -199,7 +198,7 @@ def test_compiled_steps_equal_eager_ones_whatever_the_chunks(
         monkeypatch.setattr(
             devices.torch, "compile", lambda run, **_: compile_(run, backend="aot_eager")
         )
-    monkeypatch.setattr(ChunkLoader, "target_seconds", 1e9)  # 1, 2, 4, 8 and 5 or 6 steps
+    monkeypatch.setattr("normexp.training.module.SECONDS_PER_CHUNK", 1e9)
     counters.clear()
     module = build_module(**choices, compile=True)
     train(module, tmp_path / "compiled.ckpt", accelerator=device)

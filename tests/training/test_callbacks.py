@@ -47,7 +47,7 @@ def test_callback_finds_the_means_of_the_stack_after_each_validation(tmp_path: P
 def test_training_that_early_stopping_ends_is_complete_and_says_why(tmp_path: Path):
     early = shipped.EarlyStopping("val/loss", stopping_threshold=100.0)
     module = train(build_module(), tmp_path / "a.ckpt", [early])
-    assert module.step == 5 < module.recipe.schedule.total_steps
+    assert module.step == 5 < module.recipe.num_steps
     assert "test/loss" in module.metrics
     assert "val/loss" in (why_stopped(module.trainer) or "")
 
