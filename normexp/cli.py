@@ -15,7 +15,7 @@ from normexp.config.help import USAGE, conf_dir, help_text, option_defaults
 from normexp.config.rules import OPTIONS, check_value, name_as_text, suggest
 from normexp.config.spec import Command
 from normexp.errors import FAILED, INTERRUPTED, USER_MISTAKE, Halted, UserError
-from normexp.records.files import full_disk_message
+from normexp.records.files import FULL_DISK, is_full_disk
 from normexp.records.paths import list_cells, list_studies
 from normexp.records.sources import source_line_of
 
@@ -88,10 +88,9 @@ def _run(name: str, words: list[str], act: Callable[[list[str]], int]) -> int:
         print(f"normexp: {error.filename}: {error.strerror}", file=sys.stderr)
         return USER_MISTAKE
     except (Halted, OSError) as error:
-        message = str(error) if isinstance(error, Halted) else full_disk_message(error, None)
-        if message is None:
+        if not isinstance(error, Halted) and not is_full_disk(error):
             raise
-        print(f"normexp: {message}", file=sys.stderr)
+        print(f"normexp: {FULL_DISK if is_full_disk(error) else error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt as stop:
         with suppress(KeyboardInterrupt):  # from one more Ctrl-C

@@ -44,7 +44,7 @@ from normexp.config.rules import (
     unknown_key,
 )
 from normexp.errors import UserError
-from normexp.records.sources import refuse_without_file, why_missing
+from normexp.records.sources import why_missing
 
 # Hydra 1.3 warns without a version_base, 1.4 warns about one.
 VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
@@ -99,9 +99,6 @@ def compose_cell(
     config["experiment"] = base.choices.get("experiment")  # for the loggers
     if isinstance(config.get("study"), int | float):  # study: 2026 in a YAML names a folder
         config["study"] = as_typed(config["study"])
-    for group in CUSTOM_GROUPS:
-        for part in parts_with_target(config.get(group)):
-            refuse_without_file(group, part["_target_"])
     return config, _names_of(config, base.choices)
 
 

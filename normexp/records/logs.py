@@ -5,27 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 
 PACKAGE = logging.getLogger("normexp")
-
-_cell: ContextVar[str] = ContextVar("cell", default="")
-
-
-@contextmanager
-def messages_about(cell: str) -> Iterator[None]:
-    """Messages logged inside the block are about a cell, see `about`."""
-    token = _cell.set(cell)
-    try:
-        yield
-    finally:
-        _cell.reset(token)
-
-
-def about() -> str:
-    """The cell that messages are about now; "" if none."""
-    return _cell.get()
 
 
 @contextmanager

@@ -193,8 +193,8 @@ def print_status(study: Study) -> None:
 def _at_work(cell: CellState) -> list[str]:
     """The process that trains a cell, or where it was interrupted."""
     steps = [f"step {stack.step} of {stack.total}" for stack in cell.stacks if stack.total]
-    if cell.process is not None:
-        return [", ".join([f"process {cell.process}", *steps])]
+    if cell.process:
+        return [", ".join([cell.process, *steps])]
     return [f"interrupted at {step}" for step in steps]
 
 
@@ -211,8 +211,8 @@ def _next(study: Study) -> list[str]:
     again = [
         f"  {_as_typed(command, study)}"
         for command in study.commands
-        if command.is_search
-        or any((cell, seed) in lacking for cell in command.cells for seed in command.seeds_of(cell))
+        if command.searched
+        or any((cell, seed) in lacking for cell, one in command.cells.items() for seed in one.seeds)
     ]
     running = study.runs[Status.RUNNING]
     purpose = "running now; if that stops" if running else "to finish"
@@ -224,7 +224,7 @@ def _as_typed(command: CommandEntry, study: Study) -> str:
     program, *words = command.command
     kept = [word for word in words if not re.match(r"\+*(study|runs_dir)=", word)]
     name = study.directory
-    if command.is_search:  # trials go to a study named after the report's
+    if command.searched:  # trials go to a study named after the report's
         name = name.with_name(name.name.removesuffix("-search"))
     if name.name != "default" or any(word.startswith("experiment=") for word in kept):
         kept += study_words(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +11,7 @@ from normexp.config.compose import compose_cell, compose_config, refuse_missing_
 from normexp.config.grid import is_searched, read_grid
 from normexp.config.rules import KEYS, in_identity, join_or, validate_keys
 from normexp.config.space import Space, read_space
-from normexp.config.spec import CellSpec, Command, config_dir_words
+from normexp.config.spec import CellSpec, Command
 from normexp.errors import UserError
 
 Point = Mapping[str, str]  # key to value, as typed on the command line
@@ -52,10 +51,10 @@ class Search:
     def points(self) -> list[dict[str, str]]:
         return self.space.points(self.base["tune"]["points"])
 
-    def cell(self, point: Point, *, is_report: bool) -> CellSpec:
+    def cell(self, point: Point, *, is_report: bool, title: str = "") -> CellSpec:
         """The cell of a point; unless `is_report`, with the seeds and the study of the search."""
         words = words_of(point)
-        title = " ".join([*self.grid, *words])
+        title = title or " ".join([*self.grid, *words])
         overrides = (*self.fixed, *words)
         try:
             config, choices = compose_cell(overrides, self.config_dirs)
@@ -67,12 +66,6 @@ class Search:
             if "@" not in (tune["metric"] or ""):
                 config["evaluate_with"] = ["running"]
         return CellSpec(config, choices, title, overrides=overrides)
-
-    def command(self, point: Point) -> str:
-        """The command that trains the report's cell again."""
-        words = [word for word in self.fixed if not word.startswith("tune.")]
-        line = [*config_dir_words(self.config_dirs), *words, *words_of(point)]
-        return f"python -m normexp.train {shlex.join(line)}"
 
 
 def plan_searches(command: Command) -> list[Search]:

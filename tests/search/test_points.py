@@ -47,13 +47,6 @@ def test_cell_of_a_point_is_the_cell_of_the_same_line(key: str):
     assert search.cell({key: value}, is_report=True).choices == cell.choices
 
 
-def test_command_repeats_the_report_and_quotes_for_the_shell():
-    (plan,) = searches_of(LR, "tune.seeds=2", "+optim.betas=[1,2]", "norm=group", "study=mine")
-    assert plan.command({"lr": "0.02"}) == (
-        "python -m normexp.train '+optim.betas=[1,2]' norm=group study=mine lr=0.02"
-    )
-
-
 def test_training_of_a_recipe_to_be_searched_names_the_command(tmp_path: Path):
     recipe = tmp_path / "experiment" / "searched.yaml"
     recipe.parent.mkdir()
