@@ -117,9 +117,9 @@ def _notes_on(state: CellState) -> list[str]:
     at_chance = [
         run
         for run in ended
-        if is_at_chance(
-            run.metrics.get(MAIN[0]), chance, count_samples(seed_dir(state.directory, run.seed))
-        )
+        for accuracy in [run.metrics.get(MAIN[0])]
+        if is_at_chance(accuracy, chance, 1)  # else the samples need not be read
+        and is_at_chance(accuracy, chance, count_samples(seed_dir(state.directory, run.seed)))
     ]
     if chance is not None and at_chance:
         notes.append(f"{chance_words(len(at_chance), len(ended), chance)}: {LOWER}")

@@ -73,7 +73,7 @@ def test_training_of_a_recipe_to_be_searched_names_the_command(tmp_path: Path):
         ([LR, "tune.points=0"], "tune.points=0"),
         ([LR, "tune.metric=val/accuracy@precise"], "evaluate_with=[running,precise]"),
         (["lr=interval(0,1)"], "lr=interval(0,1): a log scale begins above 0"),
-        (["optim.momentum=interval(0.5,1.5)"], "optim.momentum=1.5"),
+        (["optim.momentum=interval(0.5,1.5)"], "optim.momentum=1."),
         (["seed=choice(1,2)"], "seed=choice(1,2)"),
         ([LR, "study=a,b"], "study=a,b"),
         ([LR, "tune.point=3"], "did you mean tune.points"),
