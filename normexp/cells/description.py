@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from normexp.batching.sizes import SIZES, Sizes
+from normexp.batching.sizes import SIZES
 from normexp.build import NetworkBuilder
 from normexp.cells.recipe import OPTIM_SCHEDULE
 from normexp.checks.preflight import Traits
@@ -42,7 +42,6 @@ def describe_cell(
         **{key: spec.defining[key] for key in ("lr_rule", "eps", "drop_last")},
         **sizes,
         "devices": recipe.devices.count,
-        "split": Sizes(**sizes).label,
         "epochs": recipe.num_epochs,
         "num_steps": recipe.num_steps,
         "lr": recipe.lr,

@@ -38,18 +38,13 @@ class Devices:
 
     @property
     def type(self) -> str:
-        """See `device_type`."""
-        return device_type(self.accelerator)
+        """`cuda` or `cpu`; any other accelerator is left for Lightning to check.
 
-
-def device_type(accelerator: str) -> str:
-    """Returns "cuda" or "cpu"; any other accelerator is left for Lightning to check.
-
-    `auto` is never "mps", which has no float64 for sums over a data set.
-    """
-    if accelerator == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return "cuda" if accelerator == "gpu" else accelerator
+        `auto` is never "mps", which has no float64 for sums over a data set.
+        """
+        if self.accelerator == "auto":
+            return "cuda" if torch.cuda.is_available() else "cpu"
+        return "cuda" if self.accelerator == "gpu" else self.accelerator
 
 
 @contextmanager

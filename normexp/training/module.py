@@ -140,10 +140,8 @@ class TrainingModule(pl.LightningModule):
         optimizer.step()
         self.step += 1
         if self.recipe.schedule.monitor is None:
-            self._scheduler().step()
-
-    def _scheduler(self) -> Any:
-        return self.lr_schedulers()
+            scheduler: Any = self.lr_schedulers()
+            scheduler.step()
 
     def _record(self, step: int, values: Columns) -> Columns:
         """Records values after `step`; returns them without those of runs that diverged before."""
@@ -173,7 +171,8 @@ class TrainingModule(pl.LightningModule):
         # For callbacks only: `recorder` serves the loggers. All processes have equal means.
         self.log_dict(means, logger=False, batch_size=1, sync_dist=True)
         if self.recipe.schedule.monitor is not None and self.trainer.state.fn == "fit":
-            self._scheduler().step(means[self.recipe.schedule.monitor])
+            scheduler: Any = self.lr_schedulers()
+            scheduler.step(means[self.recipe.schedule.monitor])
 
     def test_step(self, _: int) -> None:
         """Evaluates the test split, and whatever remains for the end on the val split."""

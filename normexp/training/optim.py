@@ -26,13 +26,11 @@ def parameter_groups(
         decay_bias: whether all other biases do.
     """
     of_norms = {id(p) for p in norm_parameters(model)}
-    spared = set() if decay_norm else set(of_norms)
-    if not decay_bias:
-        biases = {id(p) for name, p in model.named_parameters() if name.endswith("bias")}
-        spared |= biases - of_norms
-    trained = [p for p in model.parameters() if p.requires_grad]
-    decayed = [p for p in trained if id(p) not in spared]
-    kept = [p for p in trained if id(p) in spared]
+    decayed, kept = list[nn.Parameter](), list[nn.Parameter]()
+    for name, parameter in model.named_parameters():
+        decays = decay_norm if id(parameter) in of_norms else decay_bias or name[-4:] != "bias"
+        if parameter.requires_grad:
+            (decayed if decays else kept).append(parameter)
     groups: list[dict[str, object]] = [{"params": decayed, "weight_decay": weight_decay}]
     return [*groups, {"params": kept, "weight_decay": 0.0}] if kept else groups
 

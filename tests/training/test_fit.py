@@ -132,6 +132,7 @@ def test_each_network_of_a_process_is_compiled(tmp_path: Path, graphs):
         assert len(graphs) > before, index
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
 def test_a_step_is_compiled_once_and_trains_the_same_whatever_the_chunks(
     tmp_path: Path, graphs, monkeypatch

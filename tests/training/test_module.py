@@ -26,7 +26,6 @@ from training_cases import (
 from normexp.batching.sizes import Sizes
 from normexp.training.step import StepGradient
 
-ADAMW = partial(torch.optim.AdamW, fused=True)
 in_both_forms = pytest.mark.parametrize("stacked", [False, True], ids=["in_turn", "stacked"])
 
 
@@ -64,7 +63,7 @@ def test_resumed_run_equals_an_undisturbed_one_to_the_bit(
         )
 
     undisturbed = train(build(), tmp_path / "whole.ckpt", precision=precision)
-    for stop_at in (1, 5, 8):
+    for stop_at in (5, 8):
         resumed = stopped_and_resumed(build, stop_at, tmp_path / f"{stop_at}.ckpt", precision)
         for replica in (0, 1):
             assert_same_state(undisturbed, resumed, 0, replica=replica)
@@ -76,7 +75,7 @@ def test_resumed_run_equals_an_undisturbed_one_to_the_bit(
 def test_a_diverged_run_ends_at_its_own_step_whatever_its_neighbours_and_chunks(
     tmp_path: Path, stacked: bool
 ):
-    data = image_data(400)  # 50 steps an epoch
+    data = image_data(200)  # 25 steps an epoch
     common = {"data": data, "stacked": stacked, "lr": 1e30, "seeds": (0, 1), "log_every": 1}
     found, healthy = [], build_module(data=data, seeds=(1,), lr=1e-2, log_every=1)
     for max_chunk, scales in ((1, (1.0, 1.0)), (7, (1.0, 1e-32))):
@@ -123,14 +122,13 @@ def test_training_equals_a_loop_written_by_hand(tmp_path: Path):
 
 
 class CountTensors(pl.Callback):
-    """Elements of all live tensors at some steps."""
+    """Elements of all live tensors at the ends of rows."""
 
-    def __init__(self, steps: tuple[int, ...]) -> None:
-        self.steps = steps
+    def __init__(self) -> None:
         self.elements: list[int] = []
 
     def on_train_batch_end(self, trainer, pl_module, *args):  # noqa: ARG002
-        if pl_module.step in self.steps:
+        if pl_module.step in (12, 15, 18):  # of the second epoch
             gc.collect()
             things = (o for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter))
             # torch.compile keeps meta tensors of what it traced.
@@ -144,7 +142,7 @@ def test_live_tensors_do_not_grow_with_the_steps(tmp_path: Path, stacked: bool):
     module = build_module(
         data=image_data(80), seeds=(0, 1), stacked=stacked, sizes=sizes, max_chunk=1
     )
-    count = CountTensors(steps=(12, 15, 18))  # of the second epoch, at the ends of rows
+    count = CountTensors()
     train(module, tmp_path / "a.ckpt", [count], precision="32-true")
     assert len(count.elements) == 3
     assert len(set(count.elements)) == 1, count.elements
