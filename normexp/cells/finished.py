@@ -5,24 +5,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 import numpy as np
 import torch
 from omegaconf import OmegaConf
-from torch import nn
+from torch import Tensor, nn
 from yaml import YAMLError
 
-from normexp.batching.replicas import Replicas
+from normexp.batching.replicas import Batch, Replicas, model_arguments
 from normexp.build import keeping_data
 from normexp.cells.assembly import arrange_replicas, build_module
 from normexp.cells.cell import Cell, make_builder, make_recipe, prepare_cell
 from normexp.cells.description import choices_in
-from normexp.cells.diagnosed import decompose_runs, decomposition_lines
 from normexp.config.compose import refuse_missing_files, shipped_defaults
-from normexp.config.rules import PARTS
+from normexp.config.rules import PARTS, format_count
 from normexp.config.spec import CellSpec
 from normexp.data.prediction import attach_prediction, without_samples
+from normexp.diagnosis import TERMS, decompose
+from normexp.diagnosis.network import num_batches_of
 from normexp.errors import UserError, first_line
 from normexp.norms.site import load_as_built
 from normexp.records.files import read_json, write_json
@@ -39,8 +41,10 @@ from normexp.records.paths import (
 from normexp.records.result import Result, read_result
 from normexp.records.samples import read_samples, write_samples
 from normexp.reporting.terminal import print_evaluations
+from normexp.training.evaluation import criterion_of
 from normexp.training.fit import evaluate
 from normexp.training.recorder import Recorder
+from normexp.training.statistics import shuffled
 
 logger = logging.getLogger(__name__)
 
@@ -175,13 +179,44 @@ def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
 
 
 def _decompose(cell: Cell, replicas: Replicas) -> list[dict[str, float]]:
-    """What carries the test loss of each run from training to evaluation mode; see `diagnosis`."""
-    networks = [replicas.replica(index) for index in range(replicas.num_replicas)]
+    """The terms of each run's test loss from training to evaluation mode; see `decompose`.
+
+    Over `num_samples` of the split in whole batches of the size of training, in a random order,
+    without augmentation; none for a norm that fails on these batches.
+    """
+    data, size, criterion = cell.data, cell.recipe.sizes.micro, criterion_of(cell.data)
+    parts = [
+        p for p in shuffled(data, "test").split(size)[: num_batches_of(size)] if len(p) == size
+    ]
+    dtype, pairs = next(replicas.parameters()).dtype, []
+    for batch in map(data.test.gather, parts):
+        batch["inputs"] = data.model_inputs(batch["inputs"], dtype)
+        pairs.append((model_arguments(batch), batch))
+
+    def loss(output: Tensor, batch: Batch) -> Tensor:
+        return criterion.loss(output, batch) / batch["targets"].numel()
+
+    count, networks = {"num_samples": len(parts) * size}, range(replicas.num_replicas)
     try:
-        return decompose_runs(networks, cell.data, cell.recipe)
-    except UserError as error:  # such as a norm that fails on these batches
+        return [decompose(replicas.replica(i), pairs, loss) | count for i in networks]
+    except UserError as error:
         logger.info("the test loss is not decomposed: %s", error)
         return []
+
+
+def decomposition_lines(rows: Sequence[Mapping[str, float]], num_test_samples: int) -> list[str]:
+    """A table of the mean and standard deviation over seeds."""
+    samples = f"{rows[0]['num_samples']:,} of {num_test_samples:,} test samples, whole batches"
+    seeds = format_count(len(rows), "seed")
+    lines = [f"test loss from training to evaluation mode, over {samples}: n = {seeds}"]
+    modes = {"training": "training mode", "evaluation": "evaluation mode"}
+    for name in ("training", *TERMS, "evaluation"):
+        values = [row[name] for row in rows]
+        if any(values) or name in modes:
+            words, sign = (modes[name], "") if name in modes else (TERMS[name].words, "+")
+            spread = f" ({stdev(values):.4f})" if len(rows) > 1 else ""
+            lines.append(f"  {words:<50}{mean(values):{sign}.4f}{spread}")
+    return lines
 
 
 def _load_replicas(cell: Cell, cell_dir: Path, seeds: Sequence[int]) -> Replicas:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,8 +27,6 @@ from normexp.config.identity import may_mix_samples
 from normexp.config.rules import OPTIONS, suggest, validate
 from normexp.config.spec import CellSpec, Command, NormSpec, config_dir_words, norm_of
 from normexp.errors import UserError
-
-logger = logging.getLogger(__name__)
 
 NOT_GLOBBED = ("custom", "as_built")  # the first needs a target, the second certain models
 
@@ -65,10 +62,7 @@ def compose_cells(command: Command) -> list[CellSpec]:
             errors.append(error)
     if len(errors) == len(cells):
         raise errors[0]
-    distinct = join_points(cells)
-    if len(distinct) < len(cells):
-        logger.info("%d points of the grid, %d cells", len(cells), len(distinct))
-    return distinct
+    return join_points(cells)
 
 
 def join_points(cells: Sequence[CellSpec]) -> list[CellSpec]:
@@ -92,6 +86,7 @@ def _join(first: CellSpec, *others: CellSpec) -> CellSpec:
         title=" ".join(title) or first.title,
         overrides=shared(first.overrides, [other.overrides for other in others]),
         more_seeds=[seed for other in others for seed in other.seeds],
+        num_points=1 + len(others),
     )
 
 

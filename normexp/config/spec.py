@@ -63,6 +63,7 @@ class CellSpec:
         title: the overrides that distinguish it in its sweep: `norm=batch norm_batch_size=2`.
         overrides: all its typed overrides, one value per key.
         more_seeds: of other points of its grid that are the same cell.
+        num_points: of its grid that are this cell.
     """
 
     config: dict[str, Any] | None
@@ -71,6 +72,7 @@ class CellSpec:
     error: str = ""
     overrides: Sequence[str] = ()
     more_seeds: Sequence[int] = ()
+    num_points: int = 1
 
     @cached_property
     def identity(self) -> dict[str, Any]:

@@ -6,14 +6,14 @@ import os
 import platform
 import subprocess
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from normexp.records.sources import digest_of_package, is_installed
+from normexp.records.sources import digest_of, is_installed
 
 PACKAGE = Path(__file__).resolve().parents[1]
-DISTRIBUTIONS = ("normexp", "torch", "pytorch-lightning", "torchvision", "numpy", "hydra-core")
+DISTRIBUTIONS = ("torch", "pytorch-lightning", "torchvision", "numpy", "hydra-core")
 
 
 def describe_environment(gpu: str | None = None, threads: int | None = None) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def describe_environment(gpu: str | None = None, threads: int | None = None) -> 
         "cpu_count": usable_cores(),
         "gpu": gpu,
         "threads": threads,
-        **{name: _version(name) for name in DISTRIBUTIONS},
+        **{name: version(name) for name in DISTRIBUTIONS},
         "git_commit": git_commit(),
         "code_version": code_version(),
     }
@@ -40,7 +40,7 @@ def describe_environment(gpu: str | None = None, threads: int | None = None) -> 
 @cache
 def code_version() -> str:
     """Digest of normexp's own sources: runs with the same digest were made by the same code."""
-    return digest_of_package(PACKAGE)
+    return digest_of(b"".join(path.read_bytes() for path in sorted(PACKAGE.rglob("*.py"))))
 
 
 @cache
@@ -60,7 +60,7 @@ def usable_cores() -> int:
 
 def visible_gpus() -> list[str]:
     """The GPUs as CUDA_VISIBLE_DEVICES names them; none if torch was built without CUDA."""
-    if (_version("torch") or "").endswith("+cpu"):  # None if built from source
+    if version("torch").endswith("+cpu"):
         return []
     lines = [line for line in _output_of("nvidia-smi", "-L").splitlines() if line[:4] == "GPU "]
     if not lines or (asked := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
@@ -76,13 +76,6 @@ def _output_of(*command: str) -> str:
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
 
 
 def _cpu_model() -> str | None:

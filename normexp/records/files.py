@@ -36,15 +36,12 @@ def open_atomic(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename == str(temporary):
+            error.filename = str(path)  # which messages name
         if temporary.exists():
             temporary.unlink()
         raise
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)  # the rename survives a power cut
-    finally:
-        os.close(descriptor)
 
 
 def write_text(path: Path, text: str) -> None:

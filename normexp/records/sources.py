@@ -46,13 +46,13 @@ def digest_of(content: bytes) -> str:
 def source_digest(target: str) -> str | None:
     """A digest of the user's own source behind a target; None if it is not the user's own."""
     files = sorted(source_files(target).items())
-    parts = [f"{name}\0{digest_of(_read(path))}\0" for name, path in files]
+    parts = [f"{name}\0{digest_of(path.read_bytes())}\0" for name, path in files]
     return digest_of("".join(parts).encode()) if parts else None
 
 
 def digests_of(files: Mapping[str, Path]) -> dict[str, str]:
     """The digest of each file's content, by its path."""
-    return {str(path): digest_of(_read(path)) for path in files.values()}
+    return {str(path): digest_of(path.read_bytes()) for path in files.values()}
 
 
 _first_digests: dict[str, str] = {}  # by path
@@ -65,7 +65,7 @@ def refuse_edited(hashed: Mapping[str, str]) -> None:
         hashed: digests of files by path, from when the id of a cell was computed.
     """
     for path, digest in hashed.items():
-        if digest_of(_read(Path(path))) != _first_digests.setdefault(path, digest):
+        if digest_of(Path(path).read_bytes()) != _first_digests.setdefault(path, digest):
             raise UserError(
                 f"{path} was edited after the command began, or after this process imported it; "
                 "run the command again, in a notebook after restarting its kernel"
@@ -77,10 +77,10 @@ def why_missing(target: str) -> str:
     module, _, name = target.rpartition(".")
     if _find(target.partition(".")[0]) is None:
         return f"there is no module {target.partition('.')[0]}; install it, or set PYTHONPATH"
-    file = _own_file(module or name)
-    if file is None or file.suffix != ".py" or _find(target) is not None:
+    file = _file_of(module or name)
+    if file is None or is_installed(file) or _find(target) is not None:
         return ""
-    nodes = list(ast.walk(_parse(_read(file))))
+    nodes = list(ast.walk(_tree_of(file)))
     defined = [node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)]
     names = [node.id for node in nodes if isinstance(node, ast.Name)]
     names += [node.asname or node.name for node in nodes if isinstance(node, ast.alias)]
@@ -109,19 +109,16 @@ def is_installed(path: Path) -> bool:
     return not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
 
 
-def digest_of_package(folder: Path) -> str:
-    """16 hex digits of sha256 of the names and bytes of the Python files below a folder."""
-    files = sorted(folder.rglob("*.py"))
-    parts = [f"{file.relative_to(folder)}\0{digest_of(file.read_bytes())}\0" for file in files]
-    return digest_of("".join(parts).encode())
-
-
 def _own_file(name: str) -> Path | None:
     """The file of a module, if it is the user's own; None for a package without a file."""
-    spec = _find(name)
-    file = spec.origin if spec is not None and spec.has_location else None
-    path = None if file is None else Path(file).resolve()
+    path = _file_of(name)
     return path if path is not None and is_own(path) else None
+
+
+def _file_of(name: str) -> Path | None:
+    spec = _find(name)
+    origin = spec.origin if spec is not None and spec.has_location else None
+    return None if origin is None else Path(origin).resolve()
 
 
 def _find(name: str) -> ModuleSpec | None:
@@ -144,7 +141,7 @@ def _find(name: str) -> ModuleSpec | None:
 def _imported(module: str, path: Path) -> Iterator[str]:
     """The names of all modules that a file may import, and of their parents."""
     parents = module.split(".")
-    for node in ast.walk(_parse(_read(path))) if path.suffix == ".py" else ():
+    for node in ast.walk(_tree_of(path)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield from _with_parents(alias.name)
@@ -155,20 +152,13 @@ def _imported(module: str, path: Path) -> Iterator[str]:
                 yield from _with_parents(".".join([*base, alias.name]))
 
 
-def _parse(content: bytes) -> ast.Module:
+def _tree_of(path: Path) -> ast.Module:
     try:
-        return ast.parse(content)
-    except (SyntaxError, ValueError):  # raised again by the import
+        return ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):  # raised again by the import; a compiled module, too
         return ast.Module([], [])
 
 
 def _with_parents(name: str) -> Iterator[str]:
     parts = name.split(".")
     yield from (".".join(parts[: count + 1]) for count in range(len(parts)) if parts[0])
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:  # raised again by the import
-        return b""

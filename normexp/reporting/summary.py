@@ -25,12 +25,8 @@ WIDE = 110  # terminal width from which the folder of each cell is shown
 ENTRIES = {"normexp-train": "python -m normexp.train", "normexp-tune": "python -m normexp.tune"}
 
 
-def print_summary(state: CellState, words: Sequence[str]) -> None:
-    """Prints the metrics of one cell over its seeds, its directory, and commands to type next.
-
-    Args:
-        words: the typed command, program first.
-    """
+def print_summary(state: CellState) -> None:
+    """Prints the metrics of one cell over its seeds, its directory, and commands to type next."""
     for error in state.failures:
         print(f"failed: {error}", file=sys.stderr)
     console, ended = open_console(), [run for run in state.results if run.status in ENDED]
@@ -60,12 +56,8 @@ def print_summary(state: CellState, words: Sequence[str]) -> None:
     seconds, step = timing.get("train_seconds", 0.0), timing.get("step_ms", 0.0)
     console.out(f"trained in {seconds:.1f} s, {step:.2f} ms per step of the whole stack")
     console.out(f"run directory: {state.directory}")
-    for note in _notes_on(state):
-        console.out(note)
-    rest = [word for word in words[1:] if not word.startswith("norm=") and word != "-m"]
-    console.out("next:")
-    console.out(f"  python -m normexp.train -m norm=batch,group {shlex.join(rest)}".rstrip())
-    console.out("  python -m normexp.train --help")
+    for line in [*_notes_on(state), "next:", *commands_to_look([state])]:
+        console.out(line)
 
 
 def print_closing_table(states: Sequence[CellState]) -> None:
@@ -87,7 +79,7 @@ def print_closing_table(states: Sequence[CellState]) -> None:
         for note in _notes_on(state):
             console.print(f"{state.title}: {note}", markup=False)  # wrapped
     for command in commands_to_look(states):
-        console.out(f"  {command}")
+        console.out(command)
 
 
 def commands_to_look(states: Sequence[CellState]) -> list[str]:
@@ -100,11 +92,12 @@ def commands_to_look(states: Sequence[CellState]) -> list[str]:
     ]
     has_more = any(state.status in ("failed", "refused", "stopped") for state in states)
     status = [f"python -m normexp.status {words}" for words in where] if has_more else []
-    return [
+    lines = [
         *(f"less {shlex.quote(str(log))}" for log in logs),
         *status,
         *(f"python -m normexp.report {words}" for words in where),
     ]
+    return [f"  {line}" for line in lines]
 
 
 def _notes_on(state: CellState) -> list[str]:
@@ -117,9 +110,9 @@ def _notes_on(state: CellState) -> list[str]:
     at_chance = [
         run
         for run in ended
-        if is_at_chance(
-            run.metrics.get(MAIN[0]), chance, count_samples(seed_dir(state.directory, run.seed))
-        )
+        for accuracy in [run.metrics.get(MAIN[0])]
+        if is_at_chance(accuracy, chance, 1)  # else the samples need not be read
+        and is_at_chance(accuracy, chance, count_samples(seed_dir(state.directory, run.seed)))
     ]
     if chance is not None and at_chance:
         notes.append(f"{chance_words(len(at_chance), len(ended), chance)}: {LOWER}")

@@ -42,30 +42,28 @@ class Search:
     def title(self) -> str:
         return " ".join(self.grid) or "search"
 
-    @property
-    def study(self) -> str:
-        """The study of the search's runs; fresh seeds go to `study` itself."""
-        return f"{self.base['study']}-search"
-
     @cached_property
-    def points(self) -> list[dict[str, str]]:
-        return self.space.points(self.base["tune"]["points"])
+    def trials(self) -> list[tuple[Point, CellSpec]]:
+        """Each point, with its cell in the study `...-search`; fresh seeds go to the study itself.
+
+        Raises:
+            UserError: a value that cannot be used.
+        """
+        points = self.space.points(self.base["tune"]["points"])
+        return [(point, self.cell(point, is_report=False)) for point in points]
 
     def cell(self, point: Point, *, is_report: bool, title: str = "") -> CellSpec:
         """The cell of a point; unless `is_report`, with the seeds and the study of the search."""
         words = words_of(point)
-        title = title or " ".join([*self.grid, *words])
-        overrides = (*self.fixed, *words)
-        try:
-            config, choices = compose_cell(overrides, self.config_dirs)
-        except UserError as error:
-            return CellSpec(None, {}, title, str(error), overrides)
+        config, choices = compose_cell([*self.fixed, *words], self.config_dirs)
+        validate_keys(config, [key for key in self.space.keys if key in KEYS])
         if not is_report:
-            tune = self.base["tune"]
-            config |= {"study": self.study, "seed": tune["first_seed"], "replicas": tune["seeds"]}
+            tune, study = self.base["tune"], f"{self.base['study']}-search"
+            config |= {"study": study, "seed": tune["first_seed"], "replicas": tune["seeds"]}
             if "@" not in (tune["metric"] or ""):
                 config["evaluate_with"] = ["running"]
-        return CellSpec(config, choices, title, overrides=overrides)
+        title = title or " ".join([*self.grid, *words])
+        return CellSpec(config, choices, title, overrides=(*self.fixed, *words))
 
 
 def plan_searches(command: Command) -> list[Search]:
@@ -96,18 +94,9 @@ def plan_searches(command: Command) -> list[Search]:
         check_settings(base)
         grid_words = tuple(word for word in line if word not in shared)
         search = Search(tuple(line), grid_words, space, base, tuple(command.config_dirs))
+        assert search.trials  # composes each, to find a mistake before the first training
         searches.append(search)
-    _check_values(searches[0])
     return searches
-
-
-def _check_values(search: Search) -> None:
-    """Composes each choice and each end once, to find a mistake before the first training."""
-    for dimension in search.space.dimensions:
-        for text in dimension.ends:
-            point = search.space.first | {dimension.key: text}
-            config, _ = compose_cell([*search.fixed, *words_of(point)], search.config_dirs)
-            validate_keys(config, [key for key in search.space.keys if key in KEYS])
 
 
 def check_settings(config: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from normexp.records.study import CellState
 from normexp.reporting.metric import Metric, describe_metric
 from normexp.reporting.summary import print_closing_table
 from normexp.reporting.terminal import open_console, text_table
-from normexp.search.points import VALIDATION, Point, Search, words_of
+from normexp.search.points import VALIDATION, Search, words_of
 from normexp.sweeps.sweep import raise_if_stopped, run_cells
 
 Train = Callable[..., list[CellState]]  # as `train_cells`
@@ -27,10 +27,10 @@ def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
         Halted, KeyboardInterrupt: as `raise_if_stopped`.
     """
     base, keys = searches[0].base, searches[0].space.keys
-    points = join_points([s.cell(point, is_report=False) for s in searches for point in s.points])
+    cells = join_points([cell for search in searches for _, cell in search.trials])
     if base["dry_run"]:
-        return run_cells([*points, *map(_planned_report, searches)], words)
-    states = _train(train, points, words, keys)
+        return run_cells([*cells, *map(_planned_report, searches)], words)
+    states = _train(train, cells, words, keys)
     if all(state.refused for state in states.values()):
         raise UserError(next(iter(states.values())).refused)
     lost = not all(map(_has_ended, states.values()))
@@ -40,24 +40,27 @@ def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
     chosen, rows, notes = list[CellSpec](), list[list[str]](), list[str]()
     for search in searches:
         metric = _metric_of(search, states)
-        values = _values(search, states, metric)
-        best = (max if metric.higher_is_better else min)(values, key=values.__getitem__, default="")
-        count = f"{len(values)} of {len(search.points)}"
-        if not best:
+        means = [
+            (metric.mean_over(states[cell.id].results), point)
+            for point, cell in search.trials
+            if _has_ended(states[cell.id])
+        ]
+        known = [pair for pair in means if pair[0] != metric.worst]
+        count = f"{len(known)} of {len(search.trials)}"
+        if not known:
             rows.append([search.title, "none", count, "-"])
             continue
-        point = next(p for p in search.points if " ".join(words_of(p)) == best)
-        shown = f"{metric.scale * values[best]:.{metric.digits}f} {metric.label}"
-        rows.append([search.title, best, count, shown])
-        chosen.append(search.cell(point, is_report=True))
+        value, best = (max if metric.higher_is_better else min)(known, key=lambda pair: pair[0])
+        shown = f"{metric.scale * value:.{metric.digits}f} {metric.label}"
+        rows.append([search.title, " ".join(words_of(best)), count, shown])
+        chosen.append(search.cell(best, is_report=True))
         notes += [
-            f"{search.title}: the best {each.key}={point[each.key]} lies at the edge of what was "
+            f"{search.title}: the best {each.key}={best[each.key]} lies at the edge of what was "
             "searched; a wider range may be better"
             for each in search.space.dimensions
-            if each.is_at_edge(point[each.key])
+            if each.is_at_edge(best[each.key])
         ]
-    cells = join_points(chosen)
-    fresh = _train(train, cells, words, keys) if cells else {}
+    fresh = _train(train, join_points(chosen), words, keys) if chosen else {}
     console = open_console()
     console.print(text_table(["search", "best", "points with a value", "search seeds"], rows))
     for note in notes:
@@ -71,7 +74,7 @@ def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
 def _planned_report(search: Search) -> CellSpec:
     """The cell of the fresh seeds, at any point."""
     title = f"{search.title} at its best point, fresh seeds"
-    return search.cell(search.points[0], is_report=True, title=title)
+    return search.cell(search.trials[0][0], is_report=True, title=title)
 
 
 def _train(
@@ -103,14 +106,3 @@ def _metric_of(search: Search, states: Mapping[str, CellState]) -> Metric:
     return describe_metric(
         asked or next((name for name in VALIDATION if name in known), VALIDATION[-1])
     )
-
-
-def _values(search: Search, states: Mapping[str, CellState], metric: Metric) -> dict[str, float]:
-    """The mean over seeds at each point that has one, by its words."""
-    known = {" ".join(words_of(p)): _state_at(search, p, states) for p in search.points}
-    means = {p: metric.mean_over(s.results) for p, s in known.items() if _has_ended(s)}
-    return {point: value for point, value in means.items() if value != metric.worst}
-
-
-def _state_at(search: Search, point: Point, states: Mapping[str, CellState]) -> CellState:
-    return states[search.cell(point, is_report=False).id]

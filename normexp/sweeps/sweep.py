@@ -51,19 +51,17 @@ def run_cells(cells: Sequence[CellSpec], words: Sequence[str], launch: Launch | 
         from normexp.sweeps.plan import print_plan_of  # torch
 
         return print_plan_of(cells)
-    return print_states(train_cells(cells, words, launch=launch), words, cells)
+    return print_states(train_cells(cells, words, launch=launch), cells)
 
 
-def print_states(
-    states: Sequence[CellState], words: Sequence[str], cells: Sequence[CellSpec]
-) -> int:
+def print_states(states: Sequence[CellState], cells: Sequence[CellSpec]) -> int:
     """Prints what came of a command; returns the exit code. Raises as `run_cells`."""
     refused = list(dict.fromkeys(state.refused for state in states if state.refused))
     is_mistaken = all(state.refused for state in states)
     if is_mistaken and len(refused) == 1:
         raise UserError(refused[0])
     if len(states) == 1:
-        print_summary(states[0], words)
+        print_summary(states[0])
     else:
         print_closing_table(states)
     raise_if_stopped(cells, states)
