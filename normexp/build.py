@@ -21,11 +21,11 @@ from normexp.batching.sizes import Sizes
 from normexp.batching.speed import suitable_threads
 from normexp.checks.card import Card, measure_card
 from normexp.config import identity
+from normexp.config.cells import CellSpec, NormSpec
 from normexp.config.compose import AS_BUILT, shipped_config, shipped_defaults, shipped_targets
 from normexp.config.schema import Index, check_value
-from normexp.config.words import as_typed
-from normexp.config.cells import CellSpec, NormSpec
 from normexp.config.target import Target, read_target
+from normexp.config.words import as_typed
 from normexp.data.dataset import Data, limit_train, validate
 from normexp.errors import UserError
 from normexp.models import timm, torchvision

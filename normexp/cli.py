@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from normexp.config.help import help_text, option_defaults
 from normexp.config.schema import MISSING, OPTIONS, check_value, name_as_text, unknown_key
 from normexp.errors import FAILED, INTERRUPTED, USER_MISTAKE, Halted, UserError
-from normexp.records.files import full_disk_message
+from normexp.records.files import FULL_DISK, is_full_disk
 from normexp.records.paths import list_cells, list_studies
 from normexp.records.sources import source_line_of
 
@@ -92,7 +92,7 @@ def _explain(error: BaseException) -> tuple[int, str | None]:
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, str(error) or "interrupted"
     if isinstance(error, OSError):
-        return FAILED, full_disk_message(error, None)
+        return FAILED, FULL_DISK if is_full_disk(error) else None
     return FAILED, str(error) if isinstance(error, Halted) else None
 
 

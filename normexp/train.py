@@ -15,8 +15,7 @@ def main(words: list[str]) -> int:
     if command.shows_config:
         return show_config(command)
     line = ["normexp-train", *words]
-    from normexp.config.cells import compose_cells
-    from normexp.config.cells import check_processes
+    from normexp.config.cells import check_processes, compose_cells
 
     cells = compose_cells(command)  # mistakes are refused before torch is imported
     rank = check_processes(cells, line)

@@ -9,10 +9,11 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+
+from normexp.records import sources
 
 # Tests run on small tensors, where more threads only wait; read when torch is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,17 +22,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 SLOTS = os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="normexp-tests-")
 
 
-SHARED = ExitStack()
-
-
 def pytest_collection_finish() -> None:
-    """Freezes imported modules during the tests, which spares the garbage collector time.
-
-    Cells that several tests train are probed once, as those of one command are.
-    """
+    """Freezes imported modules during the tests, which spares the garbage collector time."""
     gc.freeze()
-    if cell := sys.modules.get("normexp.cells.cell"):
-        SHARED.enter_context(cell.sharing_probes())
 
 
 def pytest_runtest_setup() -> None:
@@ -41,7 +34,6 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_unconfigure() -> None:
-    SHARED.close()
     gc.unfreeze()
     shutil.rmtree(SLOTS, ignore_errors=True)
 
@@ -56,6 +48,7 @@ def own_module(
     def write(name: str, source: str) -> Path:
         names.add(name)
         sys.modules.pop(name, None)
+        sources._first_digests.pop(str(tmp_path / f"{name}.py"), None)
         (tmp_path / f"{name}.py").write_text(source)
         importlib.invalidate_caches()
         return tmp_path / f"{name}.py"

@@ -42,26 +42,22 @@ class Processes:
         """
         trained = [p for p in replicas.parameters() if p.requires_grad]
         if 0 in counts:  # a process without samples cannot know which parameters get a gradient
-            trained = self._used(trained)
-        trained = [p for p in trained if p.grad is not None]
-        gradients: list[Tensor] = [p.grad for p in trained if p.grad is not None]
-        for group in _by_dtype([*gradients, losses]):
-            whole = torch.cat([tensor.reshape(-1) for tensor in group])
-            distributed.all_reduce(whole)
-            parts = whole.split([tensor.numel() for tensor in group])
-            for tensor, part in zip(group, parts, strict=True):
-                tensor.copy_(part.view_as(tensor))
+            self._fill_missing(trained)
+        tensors = [losses, *(p.grad for p in trained if p.grad is not None)]
+        whole = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        distributed.all_reduce(whole)
+        parts = whole.split([tensor.numel() for tensor in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part.view_as(tensor))
         return losses
 
-    def _used(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-        """The parameters with a gradient in the first process; sets missing gradients to zero."""
+    def _fill_missing(self, parameters: list[nn.Parameter]) -> None:
+        """Sets missing gradients that the first process has to zero."""
         flags = torch.tensor([p.grad is not None for p in parameters], device=self.device).int()
         distributed.broadcast(flags, 0)
-        used = [p for p, flag in zip(parameters, flags.tolist(), strict=True) if flag]
-        for parameter in used:
-            if parameter.grad is None:
+        for parameter, flag in zip(parameters, flags.tolist(), strict=True):
+            if flag and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        return used
 
     @torch.no_grad()
     def merge_buffers(self, replicas: Replicas, start: State, counts: list[int]) -> None:
@@ -79,17 +75,12 @@ class Processes:
 
     def _gather(self, state: State) -> list[State]:
         """Returns the buffers of each process."""
-        gathered: list[State] = [{} for _ in range(self.share.count)]
-        for dtype in dict.fromkeys(value.dtype for value in state.values()):
-            group = {name: value for name, value in state.items() if value.dtype == dtype}
-            flat = torch.cat([value.reshape(-1) for value in group.values()])
-            rows = [torch.empty_like(flat) for _ in gathered]
-            distributed.all_gather(rows, flat)
-            for of_process, row in zip(gathered, rows, strict=True):
-                parts = row.split([value.numel() for value in group.values()])
-                for (name, value), part in zip(group.items(), parts, strict=True):
-                    of_process[name] = part.view_as(value)
-        return gathered
+        rows: State = {}
+        for name, value in state.items():
+            flat = value.new_empty(self.share.count * value.numel())
+            distributed.all_gather_into_tensor(flat, value.reshape(-1))
+            rows[name] = flat.view(-1, *value.shape)
+        return [{name: row[k] for name, row in rows.items()} for k in range(self.share.count)]
 
 
 def spans_devices(norm: object) -> bool:
@@ -102,10 +93,3 @@ def _of_spanning(replicas: Replicas, state: State) -> State:
     """Returns the buffers that belong to norms that span devices."""
     paths = [f"{path}." for path, module in replicas.named_modules() if spans_devices(module)]
     return {name: value for name, value in state.items() if name.startswith(tuple(paths))}
-
-
-def _by_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
-    groups: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault(tensor.dtype, []).append(tensor)
-    return list(groups.values())

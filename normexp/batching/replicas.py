@@ -36,6 +36,7 @@ class Replicas(nn.Module, ABC):
     Attributes:
         trees: the modules that hold the tensors: one per network, or one for the whole stack.
         has_foreign_draws: a module draws from torch's global generator in its training forward.
+        num_dropouts: active dropout modules in one network.
     """
 
     is_stacked: bool
@@ -48,6 +49,7 @@ class Replicas(nn.Module, ABC):
         self._dropouts = [  # of each tree; without those with p = 0, which draw nothing
             [m for m in tree.modules() if isinstance(m, Dropout) and m.p > 0] for tree in trees
         ]
+        self.num_dropouts = len(self._dropouts[0])
 
     @abstractmethod
     def measure(self, batch: Batch, function: Measure[T], *, shared: bool = False) -> T:
@@ -66,14 +68,6 @@ class Replicas(nn.Module, ABC):
     def replica(self, index: int) -> nn.Module:
         """A copy of replica `index` as a plain module."""
 
-    def state_of(self, index: int, state: State) -> State:
-        """The state of replica `index` within that of all, by the names in its own network."""
-        prefix = "trees.0." if self.is_stacked else f"trees.{index}."
-        of_tree = {n.removeprefix(prefix): v for n, v in state.items() if n.startswith(prefix)}
-        return (
-            {name: value[index] for name, value in of_tree.items()} if self.is_stacked else of_tree
-        )
-
     @abstractmethod
     def clip_gradients(self, max_norm: float) -> None:
         """Scales each replica's gradient to at most `max_norm` (2-norm over its parameters)."""
@@ -81,21 +75,6 @@ class Replicas(nn.Module, ABC):
     @abstractmethod
     def gradient_norms(self) -> Tensor:
         """The 2-norm of each replica's gradient over its parameters, (S,)."""
-
-    @torch.no_grad()
-    def make_channels_last(self) -> None:
-        """Stores parameters (O, I, H, W) in the memory order (O, H, W, I); no value changes.
-
-        Activations follow the weights.
-        """
-        for parameter in self.parameters():
-            if parameter.ndim == 4:
-                parameter.data = parameter.contiguous(memory_format=torch.channels_last)
-
-    @property
-    def num_dropouts(self) -> int:
-        """Active dropout modules in one network."""
-        return len(self._dropouts[0])
 
     def set_dropout(self, keys: Tensor, first_sample: int) -> None:
         """Sets the noise of the next forward.
@@ -164,12 +143,8 @@ class Stacked(Replicas):
     def __init__(self, networks: list[nn.Module]) -> None:
         super().__init__([stack_networks(networks)], len(networks))
 
-    @property
-    def network(self) -> nn.Module:
-        return self.trees[0]
-
     def measure(self, batch: Batch, function: Measure[T], *, shared: bool = False) -> T:
-        network = self.network
+        network = self.trees[0]
         buffers = dict(network.named_buffers())
         tensors = {**dict(network.named_parameters()), **buffers}
 
@@ -190,7 +165,7 @@ class Stacked(Replicas):
         return measured
 
     def replica(self, index: int) -> nn.Module:
-        copied = copy.deepcopy(self.network)
+        copied = copy.deepcopy(self.trees[0])
         copied.zero_grad()  # gradients of the whole stack
         for _, tensor in _named_tensors(copied):
             tensor.data = tensor.detach()[index].clone()
@@ -200,11 +175,11 @@ class Stacked(Replicas):
     def clip_gradients(self, max_norm: float) -> None:
         # The formula of clip_grad_norm_.
         scale = (max_norm / (self.gradient_norms() + 1e-6)).clamp(max=1.0)
-        for gradient in _gradients(self.network):
+        for gradient in _gradients(self.trees[0]):
             gradient.mul_(scale.view(-1, *[1] * (gradient.ndim - 1)))
 
     def gradient_norms(self) -> Tensor:
-        squares = [g.reshape(len(g), -1).square().sum(dim=1) for g in _gradients(self.network)]
+        squares = [g.reshape(len(g), -1).square().sum(dim=1) for g in _gradients(self.trees[0])]
         return torch.stack(squares).sum(dim=0).sqrt()
 
 

@@ -53,14 +53,6 @@ class Sizes:
         """Samples per set of batch statistics."""
         return self.norm_batch_size or self.micro
 
-    @property
-    def label(self) -> str:
-        """The literature's name: full, accumulated, ghost or accumulated ghost."""
-        accumulated, ghost = self.micro < self.batch_size, self.norm < self.micro
-        if accumulated and ghost:
-            return "accumulated ghost"
-        return "accumulated" if accumulated else "ghost" if ghost else "full"
-
     def shared_by(self, count: int, *, synchronized: bool = False) -> Sizes:
         """Returns the sizes with which one process trains exactly like `count` devices.
 

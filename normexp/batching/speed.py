@@ -26,17 +26,17 @@ def stacking_pays(device_type: str, num_replicas: int, elements_per_forward: int
 
 
 @contextmanager
-def suitable_threads(elements_per_forward: int, most: int | None = None) -> Iterator[None]:
+def suitable_threads(elements_per_forward: int, threads: int | None = None) -> Iterator[None]:
     """Limits torch to one CPU thread inside the block if the network is too small for several.
 
     Args:
-        most: threads for a larger network, if that is less than torch has.
+        threads: of a larger network; None: those of torch.
     """
     before = torch.get_num_threads()
     if elements_per_forward <= SMALL_FORWARD:
         torch.set_num_threads(1)
-    elif most is not None:
-        torch.set_num_threads(min(before, most))
+    elif threads is not None:
+        torch.set_num_threads(threads)
     try:
         yield
     finally:

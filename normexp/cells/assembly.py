@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.loggers import Logger
 from torch import nn
 
 from normexp.batching.replicas import InTurn, Replicas, Stacked
 from normexp.batching.speed import stacking_pays
 from normexp.cells.cell import Cell
-from normexp.config.words import one_line
 from normexp.data.batches import TrainingBatches
 from normexp.records.paths import seed_dir
 from normexp.records.result import hyperparameters
-from normexp.training.callbacks import StepReports, TrainingProgress
 from normexp.training.module import TrainingModule
 from normexp.training.recorder import Recorder
-from normexp.training.stopping import TrainingControl
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +39,6 @@ def build_module(
         scales = tuple(lr / max(lrs) for lr in lrs)
         recipe = replace(recipe, lr=max(lrs), lr_scales=scales)
     return TrainingModule(replicas, batches, recipe, recorder)
-
-
-def build_callbacks(cell: Cell, control: TrainingControl) -> list[Callback]:
-    """The callbacks of a training: progress, and the user's."""
-    follow = control.on_steps
-    progress = TrainingProgress(cell.title) if follow is None else StepReports(follow)
-    return [progress, *cell.recipe.callbacks()]
 
 
 # --- Replicas ------------------------------------------------------------------------------------
@@ -79,50 +68,27 @@ def will_stack(cell: Cell, num_replicas: int, *, is_stacked: bool | None = None)
     if devices.count > 1 and devices.shares_statistics:  # no communication under vmap
         obstacle = "the norm takes statistics over all devices"
     if obstacle is not None:
-        logger.info("replicas run one after another: %s", obstacle)
+        logger.info("%s: replicas run one after another: %s", cell.title, obstacle)
     return obstacle is None
 
 
 def can_stack_rates(cell: Cell, num_replicas: int) -> bool:
     """True if runs that differ from a cell in `lr` alone may share its stack.
 
-    At every step the rate must be proportional to `lr`. A scheduler may set rates of its own, such
-    as the `max_lr` of OneCycleLR.
+    At every step the rate must be proportional to `lr`.
     """
-    return cell.recipe.schedule.build is None and will_stack(cell, num_replicas)
+    return cell.recipe.schedule.follows_lr and will_stack(cell, num_replicas)
 
 
 def resume_replicas(cell: Cell, seeds: list[int], checkpoint: Path) -> Replicas:
-    """New networks, stacked as those in the checkpoint, from which Lightning loads their weights.
-
-    A checkpoint that is torn or does not fit is renamed, with a warning.
-    """
+    """New networks, stacked as those in the checkpoint, which Lightning loads into them."""
     networks = [cell.build(seed) for seed in seeds]
     if not checkpoint.is_file():
         return arrange_replicas(cell, networks)
-    try:
-        content = torch.load(checkpoint, map_location="cpu", weights_only=True)
-        state = content["normexp"]
-        replicas = arrange_replicas(cell, networks, is_stacked=state["is_stacked"])
-        if _shapes(content["state_dict"]) != _shapes(replicas.state_dict(prefix="replicas.")):
-            raise ValueError("it belongs to other networks")
-        optimizer = cell.recipe.build_optimizer(replicas)
-        optimizer.load_state_dict(content["optimizer_states"][0])  # raises if it does not fit
-        step = state["losses"]["num_steps"]
-    except Exception as error:  # torch raises many kinds
-        with suppress(FileNotFoundError):  # another process of this training was faster
-            aside = checkpoint.replace(checkpoint.with_suffix(".unreadable"))
-            logger.warning(
-                "%s cannot be used (%s); it is kept as %s and the stack starts over",
-                *(checkpoint, one_line(error), aside.name),
-            )
-        return arrange_replicas(cell, networks)
+    state = torch.load(checkpoint, map_location="cpu", weights_only=True)["normexp"]
+    step = state["step"]
     logger.info("%s continues from step %d of %d", cell.title, step, cell.recipe.num_steps)
-    return replicas
-
-
-def _shapes(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
-    return {name: value.shape for name, value in weights.items()}
+    return arrange_replicas(cell, networks, is_stacked=state["is_stacked"])
 
 
 # --- Loggers besides metrics.csv ------------------------------------------------------------------
@@ -139,11 +105,11 @@ def run_loggers(cell: Cell, seed: int) -> Iterator[list[Logger]]:
     labels += [*(config["tags"] or []), cell.invalid and "INVALID"]
     loggers = cell.recipe.loggers(
         {
-            "save_dir": str(cell.study_dir),
+            "save_dir": str(cell.directory.parent),
             "run_dir": str(folder),
             "name": cell.spec.id,
             "version": version,
-            "experiment_name": cell.study_dir.name,
+            "experiment_name": cell.directory.parent.name,
             "run_name": f"{cell.spec.id}/{version}",
             "labels": list(dict.fromkeys(str(label) for label in labels if label)),
             "notes": config["notes"],

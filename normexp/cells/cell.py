@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
@@ -21,14 +20,13 @@ from normexp.cells.refusals import (
     check_norm_batch_size,
     check_optimizer_step,
     check_outputs,
-    check_placement,
     check_slots,
     why_alone,
 )
 from normexp.checks.preflight import Traits, examine
+from normexp.config.cells import CellSpec
 from normexp.config.identity import may_mix_samples
 from normexp.config.schema import validate
-from normexp.config.cells import CellSpec
 from normexp.data.dataset import Data
 from normexp.errors import UserError
 from normexp.records.logs import collected_messages
@@ -46,10 +44,8 @@ NOT_PROBED = {
     *("epochs", "steps", "samples", "val_every_epochs"),
 }
 
-T = TypeVar("T")
-
-# Answers that cells have in common, and what was logged; None outside `sharing_probes`.
-_known: dict[str, tuple[Any, list[str]]] | None = None
+# What cells have in common: their traits, and what was logged.
+_probes: dict[str, tuple[Traits, list[str]]] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,17 +75,8 @@ class Cell:
         return f"{self.description['norm']} on {self.description['data']}"
 
     @property
-    def study_dir(self) -> Path:
-        assert self.spec.study_dir is not None
-        return self.spec.study_dir
-
-    @property
     def directory(self) -> Path:
-        return self.study_dir / self.spec.id
-
-    @property
-    def is_foreign(self) -> bool:
-        return is_foreign(self.spec)
+        return self.spec.directory
 
     @property
     def elements_per_forward(self) -> int:
@@ -104,19 +91,25 @@ class Cell:
 
 
 @suitable_threads(0)  # probes are too small for a second thread to pay
-def prepare_cell(spec: CellSpec, *, traits: Traits | None = None) -> Cell:
+def prepare_cell(spec: CellSpec) -> Cell:
     """Builds and probes a cell, and refuses every mistake that can be found before training.
-
-    Args:
-        traits: what another process measured of this cell, which is then not probed again.
 
     Raises:
         UserError: a value that cannot be trained, with the key and the remedy.
     """
+    if spec.config is None:
+        raise UserError(spec.error)
     with collected_messages() as messages:
-        data, recipe, build, network = _build_parts(spec)
-        if traits is None:
-            traits = _probe(spec, network, data, recipe)
+        validate(spec.config)
+        check_devices(devices_of(spec))
+        data = load_data(spec)
+        recipe = make_recipe(spec, data)
+        build = make_builder(spec, recipe, data)
+        network = build(spec.seeds[0])
+        refuse_edited(spec.sources)
+        check_slots(spec, build)
+        check_outputs(network, data, build.target.path)
+        traits = _probe(spec, network, data, recipe)
         if traits.norms_mix_samples and not may_mix_samples(spec.values):
             where = traits.mixing
             raise UserError(f"norm.mixes_samples=false: samples are mixed at {where}; drop the key")
@@ -124,56 +117,25 @@ def prepare_cell(spec: CellSpec, *, traits: Traits | None = None) -> Cell:
             check_norm_batch_size(spec.sizes["norm_batch_size"], recipe)
         alone = why_alone(recipe, check_optimizer_step(recipe, network))
         check_evaluation(recipe, data, traits)
-        num_parameters = sum(p.numel() for p in network.parameters())
-        for note in [
-            *deviations(spec, recipe, len(data.train)),
-            *_findings(spec, recipe, traits, alone),
-        ]:
+        notes = _findings(spec, recipe, traits, alone)
+        for note in [*deviations(spec, recipe, len(data.train)), *notes]:
             logger.info(note)
         description = describe_cell(spec, recipe, build, data, traits)
-        assert spec.directory is not None
         check_joins(spec.directory, description)
-        recipe = recipe.for_norm(
-            mixes_samples=traits.mixes_samples,
-            mixes_in_evaluation=traits.mixes_samples_in_evaluation,
-        )
         return Cell(
             spec=spec,
-            recipe=recipe,
+            recipe=recipe.for_norm(
+                mixes_samples=traits.mixes_samples,
+                mixes_in_evaluation=traits.mixes_samples_in_evaluation,
+            ),
             data=data,
             build=build if traits.mixes_samples else build.unsplit(),
             traits=traits,
-            num_parameters=num_parameters,
+            num_parameters=sum(p.numel() for p in network.parameters()),
             alone=alone,
             description=description,
             messages=messages,
         )
-
-
-def check_cell(spec: CellSpec) -> None:
-    """Builds a cell, and probes nothing. Raises UserError as `prepare_cell`."""
-    _build_parts(spec)
-
-
-def _build_parts(spec: CellSpec) -> tuple[Data, Recipe, NetworkBuilder, nn.Module]:
-    """The parts of a cell, with the network of its first seed, checked but not probed."""
-    if spec.config is None:
-        raise UserError(spec.error)
-    validate(spec.config)
-    check_devices(devices_of(spec))
-    data = load_data(spec)
-    recipe = make_recipe(spec, data)
-    build = make_builder(spec, recipe, data)
-    network = build(spec.seeds[0])
-    refuse_edited(spec.sources)
-    _check_network(spec, build, network, data)
-    return data, recipe, build, network
-
-
-def is_foreign(spec: CellSpec) -> bool:
-    """True if the norm or the model of a cell is neither torch's nor ours."""
-    targets = [spec.values[group]["_target_"] for group in ("norm", "model")]
-    return not all(target.startswith(("normexp.", "torch.")) for target in targets)
 
 
 def make_recipe(spec: CellSpec, data: Data) -> Recipe:
@@ -189,60 +151,33 @@ def make_builder(spec: CellSpec, recipe: Recipe, data: Data) -> NetworkBuilder:
     return build_network(spec.values["model"], norm, data)
 
 
-def _check_network(spec: CellSpec, build: NetworkBuilder, network: nn.Module, data: Data) -> None:
-    assert build.norm is not None
-    check_slots(spec, build.norm)
-    check_placement(spec.choices, build.norm, network)
-    check_outputs(network, data, build.target.path)
-
-
-@contextmanager
-def sharing_probes() -> Iterator[None]:
-    """Asks questions that cells have in common once inside the outermost block."""
-    global _known
-    before, _known = _known, {} if _known is None else _known
-    try:
-        yield
-    finally:
-        _known = before
-
-
-def _once(key: str, ask: Callable[[], T]) -> T:
-    """The answer to a question, which is asked once inside `sharing_probes`."""
-    if _known is None:
-        return ask()
-    if key not in _known:
-        with collected_messages() as messages:
-            _known[key] = ask(), messages
-        return _known[key][0]
-    answer, messages = _known[key]
-    for message in messages:  # for the log of this cell's stack; a screen shows them once
-        logger.info("%s", message)
-    return answer
-
-
 def _probe(spec: CellSpec, network: nn.Module, data: Data, recipe: Recipe) -> Traits:
-    """Measures what the network mixes and leaks. Raises UserError if it must not be trained."""
-    kind = {"drop_last": recipe.drop_last, "allow_leak": recipe.allow_leak}
-    return _once(_probe_key(spec, recipe), lambda: examine(network, data, recipe.sizes, **kind))
+    """What the network mixes and leaks, measured once for all cells that differ in `NOT_PROBED`.
 
-
-def _probe_key(spec: CellSpec, recipe: Recipe) -> str:
-    """Equal for cells whose probes give the same answers: all of the identity but `NOT_PROBED`."""
+    Raises UserError if it must not be trained.
+    """
     content = {key: value for key, value in spec.identity.items() if key not in NOT_PROBED}
     norm, _ = norm_target(spec.norm)
-    if "num_training_steps" in norm.arguments:
-        content["num_steps"] = recipe.num_steps
-    return json.dumps([content, recipe.allow_leak], sort_keys=True, default=str)
+    steps = recipe.num_steps if "num_training_steps" in norm.arguments else None
+    key = json.dumps([content, steps, recipe.allow_leak, data.digest], sort_keys=True, default=str)
+    if key in _probes:
+        for message in _probes[key][1]:  # for the log of this cell's stack; a screen shows it once
+            logger.info("%s", message)
+        return _probes[key][0]
+    kind = {"drop_last": recipe.drop_last, "allow_leak": recipe.allow_leak}
+    with collected_messages() as messages:
+        traits = examine(network, data, recipe.sizes, **kind)
+    _probes[key] = traits, messages
+    return traits
 
 
 def _findings(spec: CellSpec, recipe: Recipe, traits: Traits, alone: str | None) -> list[str]:
     """What was found about the network that changes how it is trained or evaluated."""
-    notes = list[str]()
+    norm, notes = spec.choices["norm"], list[str]()
     if "batch" in recipe.statistics and not traits.mixes_samples:
-        notes.append("no batch statistics to evaluate with: the norm does not mix samples")
+        notes.append(f"no batch statistics to evaluate with: norm={norm} does not mix samples")
     if alone is not None and len(spec.seeds) > 1:
-        notes.append(f"each seed trains by itself: {alone}")
+        notes.append(f"each seed of norm={norm} trains by itself: {alone}")
     if traits.mixes_samples and recipe.sizes.norm == 1:
         notes.append(
             "norm_batch_size=1: in training each sample has statistics of its own (batch norm is "
@@ -251,7 +186,7 @@ def _findings(spec: CellSpec, recipe: Recipe, traits: Traits, alone: str | None)
         )
     if not traits.mixes_samples and spec.sizes["norm_batch_size"] is not None:
         notes.append(
-            f"norm={spec.choices['norm']} does not mix samples, so norm_batch_size has no effect; "
+            f"norm={norm} does not mix samples, so norm_batch_size has no effect; "
             "declare norm.mixes_samples=false, and it is trained once for all sizes"
         )
     return notes

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from normexp.batching.sizes import SIZES, Sizes
+from normexp.batching.sizes import SIZES
 from normexp.build import NetworkBuilder
 from normexp.cells.recipe import OPTIM_SCHEDULE
 from normexp.checks.preflight import Traits
+from normexp.config.cells import CellSpec
 from normexp.config.compose import parts_with_target
 from normexp.config.identity import canonical_sizes
 from normexp.config.schema import OPTIONAL_GROUPS, PARTS
-from normexp.config.cells import CellSpec
 from normexp.data.dataset import Data
 from normexp.data.prediction import describe_data
 from normexp.norms.slots import SLOTS, changed
@@ -42,7 +42,6 @@ def describe_cell(
         **{key: spec.defining[key] for key in ("lr_rule", "eps", "drop_last")},
         **sizes,
         "devices": recipe.devices.count,
-        "split": Sizes(**sizes).label,
         "epochs": recipe.num_epochs,
         "num_steps": recipe.num_steps,
         "lr": recipe.lr,

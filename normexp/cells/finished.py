@@ -5,27 +5,30 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig, OmegaConf
-from torch import nn
+from omegaconf import OmegaConf
+from torch import Tensor, nn
 from yaml import YAMLError
 
-from normexp.batching.replicas import Replicas
+from normexp.batching.replicas import Batch, Replicas, model_arguments
 from normexp.build import keeping_data
 from normexp.cells.assembly import arrange_replicas, build_module
 from normexp.cells.cell import Cell, make_builder, make_recipe, prepare_cell
 from normexp.cells.description import choices_in
-from normexp.cells.diagnosed import decompose_runs, decomposition_lines
-from normexp.config.compose import refuse_missing, shipped_config, shipped_defaults
-from normexp.config.schema import PARTS
 from normexp.config.cells import CellSpec
+from normexp.config.compose import refuse_missing, shipped_defaults
+from normexp.config.schema import PARTS
+from normexp.config.words import format_count
 from normexp.data.prediction import attach_prediction, without_samples
+from normexp.diagnosis import TERMS, decompose
+from normexp.diagnosis.network import num_batches_of
 from normexp.errors import UserError, first_line
 from normexp.norms.site import load_as_built
-from normexp.records.files import read_json, user_error_if_denied, write_json
+from normexp.records.files import read_json, write_json
 from normexp.records.paths import (
     CONFIG_FILE,
     EVALUATION_FILE,
@@ -39,16 +42,16 @@ from normexp.records.paths import (
 from normexp.records.result import Result, read_result
 from normexp.records.samples import read_samples, write_samples
 from normexp.reporting.terminal import print_evaluations
+from normexp.training.evaluation import criterion_of
 from normexp.training.fit import evaluate
-from normexp.training.recipe import Recipe
 from normexp.training.recorder import Recorder
+from normexp.training.statistics import shuffled
 
 logger = logging.getLogger(__name__)
 
 Contents = dict[int, dict[str, Any]]  # the content of evaluation.json by seed
 Samples = dict[int, dict[str, np.ndarray]]  # the content of samples.npz by seed
 
-REQUIRED_PARTS = (*PARTS, "trainer")
 # Values of a config for loading a network: none of what trained it need exist any more.
 WITHOUT_TRAINING: dict[str, Any] = {
     "model.weights": None,  # the run's own weights replace those it started from
@@ -58,7 +61,6 @@ WITHOUT_TRAINING: dict[str, Any] = {
     "logger": {},
     "lr_rule": "none",
 }
-REMEDY = "remove the cell's folder and train it again"
 
 
 def load_run(run_dir: Path) -> nn.Module:
@@ -87,9 +89,7 @@ def load_run(run_dir: Path) -> nn.Module:
 def recorded_spec(
     cell_dir: Path, description: Mapping[str, Any], changes: Mapping[str, Any]
 ) -> CellSpec:
-    """The cell of a folder; keys that are newer than its training have defaults.
-
-    A shipped choice gets its present `_target_`, since its class may have moved.
+    """The cell of a folder.
 
     Args:
         description: the config in a result of the cell.
@@ -98,23 +98,19 @@ def recorded_spec(
     Raises:
         UserError: a torn or foreign file.
     """
-    path, choices = cell_dir / CONFIG_FILE, choices_in(description)
+    path = cell_dir / CONFIG_FILE
     try:
-        cfg = OmegaConf.load(path)
-    except (YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid YAML; {REMEDY}") from error
-    lacking = [key for key in REQUIRED_PARTS if key not in cfg]
-    if not isinstance(cfg, DictConfig) or lacking:
-        raise UserError(f"{path} has no {lacking[0]}; {REMEDY}")
-    groups = {group: shipped_defaults(group, choices[group]) or {} for group in PARTS}
-    targets = {
-        group: {"_target_": values["_target_"]} for group, values in groups.items() if values
-    }
-    merged = OmegaConf.merge(shipped_config(), groups, cfg, targets)
-    for key, value in changes.items():
-        OmegaConf.update(merged, key, value, merge=False)
-    config: Any = OmegaConf.to_container(merged, resolve=True)
-    return CellSpec(config, choices, cell_dir.name)
+        config = OmegaConf.load(path)
+        for key, value in changes.items():
+            OmegaConf.update(config, key, value, merge=False)
+        values: Any = OmegaConf.to_container(config, resolve=True)
+        assert all(values[part] for part in (*PARTS, "trainer"))
+    except (YAMLError, UnicodeDecodeError, AssertionError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} cannot be read ({first_line(error)}); remove the cell's folder and train it "
+            "again"
+        ) from error
+    return CellSpec(values, choices_in(description), cell_dir.name)
 
 
 def load_weights(network: nn.Module, path: Path, *, precision: str) -> None:
@@ -170,7 +166,11 @@ def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
     evaluator, metrics = module.evaluator, module.metrics
     contents = {seed: evaluator.content(metrics, index) for index, seed in enumerate(seeds)}
     samples = {seed: evaluator.samples_of(metrics, index) for index, seed in enumerate(seeds)}
-    why = why_nothing(cell.recipe)
+    asked = f"evaluate_with=[{','.join(cell.recipe.statistics)}]"
+    why = (
+        f"nothing to evaluate with {asked}: the norm does not mix samples, keeps no running "
+        "moments or gave no finite number; try evaluate_with=[running]"
+    )
     print_evaluations(contents, cell.title, why_nothing=why, invalid=cell.invalid)
     if description["mixes_samples"] and (rows := _decompose(cell, replicas)):
         print("\n".join(decomposition_lines(rows, len(cell.data.test))))
@@ -180,13 +180,44 @@ def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
 
 
 def _decompose(cell: Cell, replicas: Replicas) -> list[dict[str, float]]:
-    """What carries the test loss of each run from training to evaluation mode; see `diagnosis`."""
-    networks = [replicas.replica(index) for index in range(replicas.num_replicas)]
+    """The terms of each run's test loss from training to evaluation mode; see `decompose`.
+
+    Over `num_samples` of the split in whole batches of the size of training, in a random order,
+    without augmentation; none for a norm that fails on these batches.
+    """
+    data, size, criterion = cell.data, cell.recipe.sizes.micro, criterion_of(cell.data)
+    parts = [
+        p for p in shuffled(data, "test").split(size)[: num_batches_of(size)] if len(p) == size
+    ]
+    dtype, pairs = next(replicas.parameters()).dtype, []
+    for batch in map(data.test.gather, parts):
+        batch["inputs"] = data.model_inputs(batch["inputs"], dtype)
+        pairs.append((model_arguments(batch), batch))
+
+    def loss(output: Tensor, batch: Batch) -> Tensor:
+        return criterion.loss(output, batch) / batch["targets"].numel()
+
+    count, networks = {"num_samples": len(parts) * size}, range(replicas.num_replicas)
     try:
-        return decompose_runs(networks, cell.data, cell.recipe)
-    except UserError as error:  # such as a norm that fails on these batches
+        return [decompose(replicas.replica(i), pairs, loss) | count for i in networks]
+    except UserError as error:
         logger.info("the test loss is not decomposed: %s", error)
         return []
+
+
+def decomposition_lines(rows: Sequence[Mapping[str, float]], num_test_samples: int) -> list[str]:
+    """A table of the mean and standard deviation over seeds."""
+    samples = f"{rows[0]['num_samples']:,} of {num_test_samples:,} test samples, whole batches"
+    seeds = format_count(len(rows), "seed")
+    lines = [f"test loss from training to evaluation mode, over {samples}: n = {seeds}"]
+    modes = {"training": "training mode", "evaluation": "evaluation mode"}
+    for name in ("training", *TERMS, "evaluation"):
+        values = [row[name] for row in rows]
+        if any(values) or name in modes:
+            words, sign = (modes[name], "") if name in modes else (TERMS[name].words, "+")
+            spread = f" ({stdev(values):.4f})" if len(rows) > 1 else ""
+            lines.append(f"  {words:<50}{mean(values):{sign}.4f}{spread}")
+    return lines
 
 
 def _load_replicas(cell: Cell, cell_dir: Path, seeds: Sequence[int]) -> Replicas:
@@ -200,16 +231,14 @@ def _load_replicas(cell: Cell, cell_dir: Path, seeds: Sequence[int]) -> Replicas
 def finished_results(cell_dir: Path) -> list[Result]:
     """The results of the runs that can be evaluated: finished, with weights."""
     folders = [seed_dir(cell_dir, seed) for seed in list_seeds(cell_dir)]
-    ended = [folder for folder in folders if (folder / RESULT_FILE).is_file()]
-    results = [read_result(folder) for folder in ended if (folder / WEIGHTS_FILE).is_file()]
+    ended = [path for path in folders if (path / RESULT_FILE).is_file()]
+    results = [read_result(path) for path in ended if (path / WEIGHTS_FILE).is_file()]
     finished = [result for result in results if result.status == "finished"]
     if not finished:
-        why = "kept its weights (save_weights=true)" if ended else "has ended: train it first"
-        raise UserError(f"{cell_dir} has no finished run: none of its seeds {why}")
-    if len(finished) < len(folders):
+        raise UserError(f"{cell_dir} has no finished run with weights (save_weights=true)")
+    if skipped := len(folders) - len(finished):
         logger.info(
-            "skipping %d of %d runs: not finished, or without weights",
-            *(len(folders) - len(finished), len(folders)),
+            "skipping %d of %d runs: not finished, or without weights", skipped, len(folders)
         )
     return finished
 
@@ -218,17 +247,6 @@ def save_evaluations(cell_dir: Path, contents: Contents, samples: Samples) -> No
     """Adds to the evaluation.json and samples.npz of each run."""
     for seed, content in contents.items():
         path = seed_dir(cell_dir, seed) / EVALUATION_FILE
-        with user_error_if_denied(path, "the numbers are printed, but not saved"):
-            write_samples(path.parent, read_samples(path.parent) | samples[seed])
-            before = read_json(path) if path.exists() else {}
-            content["asked"] = before.get("asked", {}) | content["asked"]
-            write_json(path, before | content)
-
-
-def why_nothing(recipe: Recipe) -> str:
-    """Explains why the requested statistics gave no number."""
-    asked = f"evaluate_with=[{','.join(recipe.statistics)}]"
-    return (
-        f"nothing to evaluate with {asked}: the norm does not mix samples, keeps no running "
-        "moments or gave no finite number; try evaluate_with=[running]"
-    )
+        write_samples(path.parent, read_samples(path.parent) | samples[seed])
+        before = read_json(path) if path.exists() else {}
+        write_json(path, before | content)

@@ -3,63 +3,36 @@
 from __future__ import annotations
 
 import copy
-import logging
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from normexp.batching.replicas import model_arguments
+from normexp.build import NetworkBuilder
 from normexp.checks.network import name_some, probe_batch
 from normexp.checks.preflight import Traits
 from normexp.checks.probe import fixed_draws
 from normexp.checks.wiring import check_optimizer
-from normexp.config.words import as_typed
 from normexp.config.cells import CellSpec
+from normexp.config.words import as_typed
 from normexp.data.dataset import Data
 from normexp.errors import UserError, first_line
-from normexp.norms.factory import NormFactory
-from normexp.norms.none import NoNorm
-from normexp.norms.site import named_sites
 from normexp.norms.slots import PLACES, set_but_unused
 from normexp.records.sources import source_line_of
 from normexp.training.callbacks import describe_monitor
 from normexp.training.optim import can_train_a_stack, parameter_groups
 from normexp.training.recipe import Recipe
 
-logger = logging.getLogger(__name__)
-
-WITHOUT_NORM = ("pre", "parallel")  # placements that differ even without norms
-
-
 # --- The network ---------------------------------------------------------------------------------
 
 
-def check_slots(spec: CellSpec, norm: NormFactory) -> None:
-    """Refuses slots that the command sets and the model lacks; logs those that the norm sets."""
-    model, typed, values = spec.choices["model"], spec.norm.slots, spec.norm.values
-    for key in set_but_unused(typed, norm.used):
-        lacks, fits = PLACES[key]
-        raise UserError(f"{key}={as_typed(typed[key])}: model={model} has {lacks}; try {fits}")
-    for key in set_but_unused(values, norm.used):
-        lacks, _ = PLACES[key]
-        logger.info(
-            "the norm's %s=%s has no effect: model=%s has %s",
-            *(key, as_typed(values[key]), model, lacks),
-        )
-
-
-def check_placement(choices: Mapping[str, str], norm: NormFactory, network: nn.Module) -> None:
-    """Refuses a placement that, without norms, would be the network of placement=pre again."""
-    placement = norm.slots.placement
-    if "placement" not in norm.used or placement in WITHOUT_NORM:
-        return
-    if all(isinstance(site.norm, NoNorm) for _, site in named_sites(network)):
-        raise UserError(
-            f"placement={placement}: norm={choices['norm']} has no norm to place; try "
-            "placement=null, or norm=rms"
-        )
+def check_slots(spec: CellSpec, build: NetworkBuilder) -> None:
+    """Refuses slots that the command sets and the model lacks."""
+    assert build.norm is not None
+    for key in set_but_unused(spec.norm.slots, build.norm.used):
+        value, (lacks, fits) = as_typed(spec.norm.slots[key]), PLACES[key]
+        raise UserError(f"{key}={value}: model={spec.choices['model']} has {lacks}; try {fits}")
 
 
 def check_outputs(network: nn.Module, data: Data, target: str) -> None:

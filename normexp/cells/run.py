@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-import shutil
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +16,16 @@ from pytorch_lightning.callbacks import Callback
 
 from normexp.batching.sizes import SIZES
 from normexp.batching.speed import suitable_threads
-from normexp.cells.assembly import (
-    build_callbacks,
-    build_module,
-    can_stack_rates,
-    resume_replicas,
-    run_loggers,
-)
+from normexp.cells.assembly import build_module, can_stack_rates, resume_replicas, run_loggers
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.devices import training_together
 from normexp.cells.stack import Run, Stack, claimed, commit, remove, settle
-from normexp.config.cells import CellSpec, title_of
+from normexp.config.cells import title_of
 from normexp.config.words import one_line
 from normexp.errors import Halted, UserError
 from normexp.norms.site import state_as_built
 from normexp.records.environment import describe_environment
-from normexp.records.files import full_disk_message, open_atomic, write_json, write_text
+from normexp.records.files import FULL_DISK, is_full_disk, open_atomic, write_json, write_text
 from normexp.records.logs import messages_to_file
 from normexp.records.paths import (
     CHECKPOINT_FILE,
@@ -60,7 +53,7 @@ from normexp.training.callbacks import StepReports, why_stopped
 from normexp.training.fit import fit
 from normexp.training.module import TrainingModule
 from normexp.training.recorder import Recorder
-from normexp.training.stopping import Interrupted, TrainingControl
+from normexp.training.stopping import Interrupted, StopRequest, TrainingControl
 
 logger = logging.getLogger(__name__)
 
@@ -78,65 +71,53 @@ def train_stack(stack: Stack, command: CommandEntry, control: TrainingControl) -
         Halted: nothing more can be trained in this process.
     """
     refused = refused_by(stack.study_dir, command.id)
-    directories = {spec.id: spec.directory for spec, _ in stack.left(refused)}
-    if not directories:
-        return True
-    with claimed(directories.values()) as is_mine:
+    cells = {spec.id: spec.directory for spec, _ in stack.left(refused)}
+    with claimed(cells.values()) as is_mine:
         if is_mine:
-            settle(stack.study_dir, directories.keys())
-            runs = [run for run in stack.left(refused) if run[0].id in directories]
-            if runs:
-                StackRunner(stack, runs, command, control).run()
+            settle(stack.study_dir, cells.keys())
+            if runs := [run for run in stack.left(refused) if run[0].id in cells]:
+                Trial(stack, runs, command, control).run()
     return is_mine
 
 
-class StackRunner:
-    """Trains the runs that are left of a stack, whose locks this process holds."""
+class Trial:
+    """An attempt to train the runs that are left of a stack, whose locks this process holds."""
 
     def __init__(
         self, stack: Stack, runs: Sequence[Run], command: CommandEntry, control: TrainingControl
     ) -> None:
         self.stack, self.runs = stack, runs
         self.command, self.control = command, control
-        self.folder = stack.folder
+        self.folder, self.checkpoint = stack.folder, stack.folder / CHECKPOINT_FILE
         self.specs = list({spec.id: spec for spec, _ in runs}.values())
-        self.members = [(spec.id, seed) for spec, seed in runs]
         self.cells: dict[str, Cell] = {}
-
-    @property
-    def checkpoint(self) -> Path:
-        return self.folder / CHECKPOINT_FILE
+        self.attempts = self._count()
 
     def run(self) -> None:
         """Trains and commits, or says in the folder, or in study.jsonl, why not."""
-        attempts = self._count()
-        if attempts.count > 2:
-            self._give_up(attempts, DIED)
+        if self.attempts.count > 2:
+            self._give_up(DIED)
             return
         try:
             for spec in self.specs:
-                self._prepare(spec)
-            attempts.parts = self._parts()
-            if attempts.parts:
-                write_attempts(self.folder, attempts)
+                self.cells[spec.id] = prepare_cell(spec)
+            if self._must_split():
+                self._split("")
                 return
             append_entry(self.stack.study_dir, self.command)
-            with training_together((self.runs, self.folder, attempts.threads)):
-                results = self._train(attempts.threads)
+            with training_together((self.runs, self.folder, self.attempts.threads)):
+                results = self._train()
             commit(self.folder, results)
         except UserError as error:
-            self._refuse(attempts, str(error))
+            self._refuse(str(error))
+            self._leave()
         except (Interrupted, KeyboardInterrupt):
-            attempts.count -= 1
-            self._leave(attempts)
+            self._leave()
             raise
         except Exception as error:  # user code may raise anything
-            if full := full_disk_message(error, self.folder):
-                raise Halted(full) from error
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with open(self.folder / LOG_FILE, "a", encoding="utf-8") as file:
-                traceback.print_exception(error, file=file)
-            self._give_up(attempts, _reason(error))
+            if is_full_disk(error):
+                raise Halted(FULL_DISK) from error
+            self._give_up(_reason(error), "".join(traceback.format_exception(error)))
             if "CUDA error" in str(error):
                 raise Halted(
                     f"the GPU failed ({one_line(error)}), and this process cannot use it any more; "
@@ -145,66 +126,61 @@ class StackRunner:
 
     def _count(self) -> Attempts:
         """Counts this attempt in attempts.json, so that the death of this process counts too."""
+        members = [(spec.id, seed) for spec, seed in self.runs]
         attempts = read_attempts(self.folder)
-        if attempts.members != self.members:  # new, or some of its runs have ended elsewhere
+        if attempts.members != members:  # new, or some of its runs have ended elsewhere
             remove(self.folder)
-            attempts = Attempts(self.members, torch.get_num_threads())
+            attempts = Attempts(members, torch.get_num_threads())
         at = self.checkpoint.stat().st_mtime_ns if self.checkpoint.is_file() else 0
         attempts.count = 1 + (attempts.count if at == attempts.checkpointed_at else 0)
         attempts.checkpointed_at = at
         write_attempts(self.folder, attempts)
         return attempts
 
-    def _leave(self, attempts: Attempts) -> None:
-        """Keeps the folder if it holds a checkpoint."""
+    def _leave(self) -> None:
+        """Keeps the folder if it holds a checkpoint; this attempt does not count."""
+        self.attempts.count -= 1
         if self.checkpoint.is_file():
-            write_attempts(self.folder, attempts)
+            write_attempts(self.folder, self.attempts)
         else:
             remove(self.folder)
 
-    def _prepare(self, spec: CellSpec) -> None:
-        try:
-            self.cells[spec.id] = prepare_cell(spec)
-        except UserError as error:
-            if not self.cells:  # the others differ in lr alone
-                raise
-            self.specs = [spec]
-            raise UserError(str(error)) from error
-
-    def _parts(self) -> str:
-        """What must be trained by itself."""
+    def _must_split(self) -> bool:
+        """True if the runs cannot train together."""
         first, count = self.cells[self.specs[0].id], len(self.stack.runs)
-        if len(self.specs) > 1 and not can_stack_rates(first, count):
-            return "cells"
-        return "runs" if first.alone is not None and len(self.runs) > 1 else ""
+        has_rates = len(self.specs) > 1
+        return count > 1 and (
+            first.alone is not None or has_rates and not can_stack_rates(first, count)
+        )
 
-    def _refuse(self, attempts: Attempts, error: str) -> None:
-        """Notes that the cells cannot be trained; a checkpoint waits for a corrected command."""
-        for spec in self.specs:
-            title, seeds = title_of(spec), list(spec.seeds)
-            append_entry(
-                self.stack.study_dir, Refusal(spec.id, title, seeds, self.command.id, error)
-            )
-        attempts.count -= 1
-        self._leave(attempts)
+    def _split(self, why: str) -> None:
+        """Has each run trained by itself."""
+        self.attempts.is_apart, self.attempts.why = True, why
+        self.checkpoint.unlink(missing_ok=True)
+        write_attempts(self.folder, self.attempts)
 
-    def _give_up(self, attempts: Attempts, reason: str) -> None:
-        """Has each run trained by itself; records a single one as failed."""
+    def _refuse(self, error: str) -> None:
+        """Notes which cells cannot be trained: all, or one that was refused after the first."""
+        unprepared = self.specs[len(self.cells) :]
+        for spec in unprepared[:1] if self.cells and unprepared else self.specs:
+            refusal = Refusal(spec.id, title_of(spec), spec.seeds, self.command.id, error)
+            append_entry(self.stack.study_dir, refusal)
+
+    def _give_up(self, reason: str, trace: str = "") -> None:
+        """Splits a stack; records a single run as failed."""
         if len(self.runs) > 1:
             logger.warning("each run of %s is now trained by itself: %s", self.folder, reason)
-            attempts.parts, attempts.why = "runs", reason
-            self.checkpoint.unlink(missing_ok=True)
-            write_attempts(self.folder, attempts)
+            self._split(reason)
             return
         ((spec, seed),) = self.runs
         append_entry(self.stack.study_dir, self.command)
         run_dir = seed_dir(spec.directory, seed)
         run_dir.mkdir(parents=True, exist_ok=True)
-        if (log := self.folder / LOG_FILE).exists():
-            shutil.copy(log, run_dir / LOG_FILE)
-        cell = self.cells.get(spec.id)
-        config = _described(spec) if cell is None else cell.description
-        environment = describe_environment(threads=attempts.threads)
+        write_text(run_dir / LOG_FILE, trace or reason)
+        config = {**spec.choices, **{key: spec.values[key] for key in SIZES}, "lr": spec.lr}
+        if spec.id in self.cells:
+            config = self.cells[spec.id].description
+        environment = describe_environment(threads=self.attempts.threads)
         failed = Result(spec.id, seed, Status.FAILED, config, {}, environment, error=reason)
         commit(self.folder, [failed])
 
@@ -215,10 +191,10 @@ class StackRunner:
         """The first cell; all share everything but id, description and learning rate."""
         return self.cells[self.specs[0].id]
 
-    def _train(self, threads: int) -> list[Result]:
+    def _train(self) -> list[Result]:
         """Trains the runs and writes their files; returns what result.json will hold."""
-        for spec, seed in self.runs:
-            run_dir = seed_dir(spec.directory, seed)
+        run_dirs = [seed_dir(spec.directory, seed) for spec, seed in self.runs]
+        for (spec, _), run_dir in zip(self.runs, run_dirs, strict=True):
             run_dir.mkdir(exist_ok=True)
             config = OmegaConf.to_yaml(OmegaConf.create(spec.values))
             write_text(spec.directory / CONFIG_FILE, config)
@@ -228,21 +204,22 @@ class StackRunner:
             opened.enter_context(messages_to_file(self.folder / LOG_FILE))
             for message in self.cell.messages:
                 logger.info(message)
-            opened.enter_context(threads_of(self.cell, threads))
-            opened.enter_context(self.control.stop.listening())
-            files = [seed_dir(spec.directory, seed) / METRICS_FILE for spec, seed in self.runs]
+            size, threads = self.cell.elements_per_forward, self.attempts.threads
+            opened.enter_context(suitable_threads(size, threads))  # its last digits depend on them
+            stop = self.control.stop
+            opened.enter_context(stop.listening())
             loggers = [
                 opened.enter_context(run_loggers(self.cells[spec.id], seed))
                 for spec, seed in self.runs
             ]
-            recorder = Recorder(files, loggers)
-            reports = StepReports(self._report)
-            callbacks = [*build_callbacks(self.cell, self.control), reports]
-            module = _fit(self.runs, self.cells, self.folder, recorder, callbacks, self.control)
+            recorder = Recorder([run_dir / METRICS_FILE for run_dir in run_dirs], loggers)
+            callbacks = [StepReports(self._report), *self.cell.recipe.callbacks()]
+            module = _fit(self.runs, self.cells, self.folder, recorder, callbacks, stop)
             return self._record(module)
 
     def _report(self, step: int, total: int) -> None:
         write_json(self.folder / PROGRESS_FILE, {"step": step, "total": total})
+        self.control.on_steps()
 
     def _record(self, module: TrainingModule) -> list[Result]:
         device, source = module.trainer.strategy.root_device, self.cell.data.source_version
@@ -258,8 +235,8 @@ class StackRunner:
             if cell.recipe.save_weights and module.losses.diverged_at[index] is None:
                 with open_atomic(run_dir / WEIGHTS_FILE) as file:
                     torch.save(state_as_built(module.replicas.replica(index).cpu()), file)
-            if cell.recipe.evaluations:
-                content = module.evaluator.content(module.metrics, index)
+            content = module.evaluator.content(module.metrics, index)
+            if content.keys() - {"running"}:
                 write_json(run_dir / EVALUATION_FILE, content)
             write_samples(run_dir, module.evaluator.samples_of(module.metrics, index))
             results.append(self._result(module, index, environment, timing))
@@ -299,15 +276,8 @@ def follow_stack(runs: Sequence[Run], folder: Path, threads: int) -> None:
     """Trains along with rank 0, in the other processes of a training; writes nothing."""
     cells = {spec.id: prepare_cell(spec) for spec, _ in runs}
     cell = cells[runs[0][0].id]
-    with threads_of(cell, threads):
-        _fit(
-            runs,
-            cells,
-            folder,
-            Recorder([]),
-            cell.recipe.callbacks(),
-            TrainingControl(),
-        )
+    with suitable_threads(cell.elements_per_forward, threads):
+        _fit(runs, cells, folder, Recorder([]), cell.recipe.callbacks(), StopRequest())
 
 
 def _fit(
@@ -316,7 +286,7 @@ def _fit(
     folder: Path,
     recorder: Recorder,
     callbacks: Sequence[Callback],
-    control: TrainingControl,
+    stop: StopRequest,
 ) -> TrainingModule:
     """Trains, from the checkpoint if there is one."""
     cell, checkpoint = cells[runs[0][0].id], folder / CHECKPOINT_FILE
@@ -324,31 +294,14 @@ def _fit(
     replicas = resume_replicas(cell, seeds, checkpoint)
     lrs = [cells[spec.id].recipe.lr for spec, _ in runs] if len(cells) > 1 else None
     module = build_module(cell, seeds, replicas, recorder, lrs)
-    fit(module, checkpoint=checkpoint, callbacks=[*callbacks], stop=control.stop)
+    fit(module, checkpoint=checkpoint, callbacks=[*callbacks], stop=stop)
     return module
-
-
-def _described(spec: CellSpec) -> dict[str, Any]:
-    """The config of a run that failed before it was prepared."""
-    return {**spec.choices, **{key: spec.values[key] for key in SIZES}, "lr": spec.lr}
 
 
 def _reason(error: Exception) -> str:
     memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     remedy = "; try a smaller micro_batch_size" if memory else ""
     return one_line(error) + source_line_of(error) + remedy
-
-
-@contextmanager
-def threads_of(cell: Cell, threads: int) -> Iterator[None]:
-    """Trains a cell with the CPU threads that it began with, on which its last digits depend."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with suitable_threads(cell.elements_per_forward):
-            yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _timing(module: TrainingModule) -> dict[str, float]:

@@ -11,13 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from normexp.config.cells import CellSpec
-from normexp.records.files import (
-    ensure_writable,
-    file_lock,
-    read_json,
-    remove_leftovers,
-    write_json,
-)
+from normexp.records.files import file_lock, read_json, write_json
 from normexp.records.paths import (
     ATTEMPTS_FILE,
     LOCK_FILE,
@@ -27,8 +21,8 @@ from normexp.records.paths import (
     seed_dir,
     subfolders,
 )
-from normexp.records.result import Result, Status, read_result, result_of, write_result
-from normexp.records.study import read_attempts
+from normexp.records.result import Result, Status, result_of, write_result
+from normexp.records.study import CellState, read_attempts
 
 # The most runs in a stack: on a CPU larger ones gain little, and a grid of learning rates still
 # keeps several workers busy.
@@ -72,16 +66,9 @@ class Stack:
         ]
 
     def parts(self) -> list[Stack]:
-        """The stacks to train: this one, or what its folder says to train by itself."""
+        """What to train: this stack, or each of its runs if its folder says so."""
         attempts = read_attempts(self.folder)
-        if attempts.parts == "cells":
-            groups = [[run for run in self.runs if run[0].id == spec.id] for spec in self.specs]
-        elif attempts.parts == "runs":
-            groups = [[run] for run in self.runs]
-        else:
-            return [self]
-        whole = [Stack(tuple(group), attempts.why) for group in groups]
-        return [part for stack in whole for part in stack.parts()]
+        return [Stack((run,), attempts.why) for run in self.runs] if attempts.is_apart else [self]
 
 
 def cut_stacks(cells: Iterable[CellSpec], most: int = MOST_RUNS) -> list[Stack]:
@@ -90,21 +77,18 @@ def cut_stacks(cells: Iterable[CellSpec], most: int = MOST_RUNS) -> list[Stack]:
     last: dict[str, list[Run]] = {}  # of cells that may share it
     for spec in cells:
         runs, shared = [(spec, seed) for seed in spec.seeds], _shared(spec)
-        known = last.get(shared) if shared else None
-        if known is not None and len(known) + len(runs) <= most:
-            known += runs
-            continue
-        stacks.append(runs)
-        if shared:
-            last[shared] = runs
+        if shared not in last or len(last[shared]) + len(runs) > most:
+            last[shared] = []
+            stacks.append(last[shared])
+        last[shared] += runs
     return [Stack(tuple(runs)) for runs in stacks]
 
 
 def _shared(spec: CellSpec) -> str:
-    """Equal for cells that may be stacked; empty for one that may not."""
-    config = spec.values
-    if config["stack"] is False or not isinstance(config["lr"], int | float) or config["lr"] <= 0:
-        return ""
+    """Equal for cells that may be stacked."""
+    config, lr = spec.values, spec.values["lr"]
+    if config["stack"] is False or not isinstance(lr, int | float) or lr <= 0:
+        return spec.id
     values = {key: value for key, value in config.items() if key not in ("lr", "seed", "replicas")}
     return json.dumps([values, dict(spec.choices)], sort_keys=True, default=str)
 
@@ -120,24 +104,13 @@ def claimed(folders: Iterable[Path]) -> Iterator[bool]:
 
     Afterwards removes those folders that are empty.
     """
-    ordered = sorted(set(folders))  # alike in all processes
-    ensure_writable(ordered[0].parent)
     with ExitStack() as held:
-        try:
-            for folder in ordered:
-                missing = [path for path in folder.parents if not path.exists()]
-                for path in [*reversed(missing), folder]:
-                    held.callback(_remove_if_empty, path)
-                    path.mkdir(exist_ok=True)
-                if not held.enter_context(file_lock(folder / LOCK_FILE)):
-                    yield False
-                    return
-        except FileNotFoundError:  # another process has just removed an empty folder
-            yield False
-            return
-        for folder in ordered:  # temporary files of killed processes
-            for path in (folder, *folder.glob("seed-*")):
-                remove_leftovers(path)
+        for folder in sorted(set(folders)):  # alike in all processes
+            folder.mkdir(parents=True, exist_ok=True)
+            held.callback(_remove_if_empty, folder)
+            if not held.enter_context(file_lock(folder / LOCK_FILE)):
+                yield False
+                return
         yield True
 
 
@@ -180,27 +153,16 @@ def remove(folder: Path) -> None:
     _remove_if_empty(folder.parent)
 
 
-def remove_failed(specs: Iterable[CellSpec]) -> None:
+def remove_failed(states: Iterable[CellState]) -> None:
     """Removes failed results, so that a new command tries them again; also tidies the study.
 
     Leaves cells alone that another process trains.
     """
-    for spec in specs:
-        study_dir = spec.directory.parent
-        if not spec.directory.is_dir():
-            continue
-        ended = [seed for seed in spec.seeds if has_ended(study_dir, spec.id, seed)]
-        runs = [seed_dir(spec.directory, seed) for seed in ended]
-        failed = [path for path in runs if _has_failed(path)]
-        if failed or (study_dir / STACKS).is_dir():
-            with claimed([spec.directory]) as is_mine:
+    for state in states:
+        failed = [run.seed for run in state.results if run.status is Status.FAILED]
+        if failed or state.stacks:
+            with claimed([state.directory]) as is_mine:
                 if is_mine:
-                    settle(study_dir, {spec.id})
-                    for run_dir in failed:
-                        (run_dir / RESULT_FILE).unlink(missing_ok=True)
-
-
-def _has_failed(run_dir: Path) -> bool:
-    with suppress(ValueError):  # a UserError: unreadable, which the closing table says
-        return read_result(run_dir).status is Status.FAILED
-    return False
+                    settle(state.directory.parent, {state.id})
+                    for seed in failed:
+                        (seed_dir(state.directory, seed) / RESULT_FILE).unlink(missing_ok=True)

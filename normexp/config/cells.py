@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +21,6 @@ from normexp.config.compose import (
     Mistyped,
     compose_cell,
     compose_choices,
-    compose_config,
     parse_overrides,
     refuse_missing,
     refuse_missing_targets,
@@ -40,8 +38,6 @@ from normexp.config.process import started_processes
 from normexp.config.schema import OPTIONS, SLOTS, in_identity, sees_validations, validate
 from normexp.config.words import suggest
 from normexp.errors import UserError
-
-logger = logging.getLogger(__name__)
 
 NOT_GLOBBED = ("custom", "as_built")  # the first needs a target, the second certain models
 
@@ -162,6 +158,7 @@ class CellSpec:
         title: the overrides that distinguish it in its sweep: `norm=batch norm_batch_size=2`.
         overrides: all its typed overrides, one value per key.
         more_seeds: of other points of its grid that are the same cell.
+        num_points: of its grid that are this cell.
     """
 
     config: dict[str, Any] | None
@@ -170,6 +167,7 @@ class CellSpec:
     error: str = ""
     overrides: Sequence[str] = ()
     more_seeds: Sequence[int] = ()
+    num_points: int = 1
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -264,11 +262,14 @@ def compose_cells(command: Command) -> list[CellSpec]:
     cells = [_compose(line, shared, command.config_dirs) for line in lines]
     if all(cell.error for cell in cells):
         raise UserError(cells[0].error)
+    return join_points(cells)
+
+
+def join_points(cells: Sequence[CellSpec]) -> list[CellSpec]:
+    """Each cell once, with the seeds of all of its points."""
     points: dict[tuple[Path | None, str], list[CellSpec]] = {}
     for cell in cells:
         points.setdefault((cell.study_dir, cell.id), []).append(cell)
-    if len(points) < len(cells):
-        logger.info("%d points of the grid, %d cells", len(cells), len(points))
     return [_join(*same) for same in points.values()]
 
 
@@ -299,6 +300,7 @@ def _join(first: CellSpec, *others: CellSpec) -> CellSpec:
         title=" ".join(title) or first.title,
         overrides=[w for w in first.overrides if all(w in other.overrides for other in others)],
         more_seeds=[seed for other in others for seed in other.seeds],
+        num_points=1 + len(others),
     )
 
 

@@ -34,7 +34,7 @@ from normexp.config.help import (
 from normexp.config.schema import MISSING, is_read, name_as_text, unknown_key, value_at
 from normexp.config.words import as_typed, suggest
 from normexp.errors import UserError
-from normexp.records.sources import refuse_without_file, why_missing
+from normexp.records.sources import why_missing
 
 # Hydra 1.3 warns without a version_base, 1.4 warns about one.
 VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
@@ -97,10 +97,7 @@ def compose_cell(
     for key in dotted_keys(plain):
         if not is_read(key):
             raise unknown_key(key, known)
-    _refuse_second_budget(plain, typed.keys())
-    for group in CUSTOM_GROUPS:
-        for part in parts_with_target(plain.get(group)):
-            refuse_without_file(group, part["_target_"])
+    _refuse_second_budget(plain, list(typed))
     names = {group: str(name) for group in GROUPS if (name := choices.get(group)) is not None}
     own = [group for group in names if names[group] == "custom" and group != "logger"]
     return plain, names | {group: _name_of(group, plain[group]) for group in own}
@@ -167,7 +164,7 @@ def parse_overrides(words: Sequence[str]) -> list[Override]:
     parser, parsed = OverridesParser.create(), list[Override]()
     for word in words:
         key, equals, value = word.partition("=")
-        if not key or not equals or key.startswith("~"):
+        if not key or not equals or key.startswith(("~", "hydra.sweeper.params")):
             raise UserError(f"{word!r} is not key=value, as in norm=group or batch_size=8")
         is_path = key in CUSTOM_GROUPS and re.fullmatch(r"[^\W\d]\w*(\.\w+)+", value)
         given = [f"{key}=custom", f"{key}._target_={value}"] if is_path else [name_as_text(word)]
@@ -192,6 +189,13 @@ def compose_choices(parsed: Sequence[Override], config_dirs: Sequence[str] = ())
     Its key `hydra` has Hydra's own. Raises UserError.
     """
     chosen = [one for one in parsed if _is_choice(one) and not one.is_sweep_override()]
+    for one in chosen:
+        if (
+            isinstance(one.value(), list)
+            and one.key_or_group in GROUPS
+            and one.key_or_group != "logger"
+        ):
+            raise UserError(f"{one.input_line}: takes one name; add -m and write a,b for several")
     folders = [Path(folder, group) for folder in config_dirs for group in GROUPS]
     files = [file for folder in folders for file in sorted(folder.rglob("*.yaml"))]
     edited = tuple((file, file.stat().st_mtime_ns) for file in files)
@@ -216,9 +220,6 @@ def _compose(
         raise _no_such_choice(str(error.missing_cfg_file), config_dirs) from error
     except (HydraException, YAMLError, ValueError) as error:
         raise _explain(error) from error
-    for group, name in config.hydra.runtime.choices.items():
-        if group in GROUPS and not isinstance(name, str | None) and group != "logger":
-            raise UserError(f"{group}={as_typed(name)}: takes one name")
     return config
 
 
@@ -239,9 +240,8 @@ def _no_such_choice(file: str, config_dirs: Sequence[str]) -> UserError:
         extras = "; pip install 'normexp[ray]' or 'normexp[slurm]'" * (group == "hydra/launcher")
         return UserError(f"{group}={name}: no such config{extras}")
     choices = group_choices(group, config_dirs)
-    hint = f"it takes {', '.join(choices)}"
-    if len(choices) > FEW:
-        hint = suggest(name, choices, most=3) or "normexp.train --help lists all"
+    few = f"it takes {', '.join(choices)}" if len(choices) <= FEW else "--help lists all"
+    hint = suggest(name, choices, most=3) or few
     return Mistyped(f"{group}={name}: no such {group}; {hint}")
 
 

@@ -116,14 +116,9 @@ normexp.check prints the card of a norm: its properties, as measured and not as 
 normexp.evaluate evaluates the finished runs of a cell again, from the weights they kept.
 
   python -m normexp.evaluate run=runs/<study>/<cell_id>
-  python -m normexp.evaluate model=torchvision model.name=resnet18 model.weights=FILE data=...
 
 Results go to evaluation.json beside each run's result.json, and to a table, with what carries the
-test loss from training to evaluation mode. Averaged weights (ema=...) are evaluated too;
-normexp.load(run, ema=True) returns them. The second line takes the keys of normexp.train,
-writes nothing, and says why a network evaluates worse than it trains (normexp.diagnose): on
-batches of the training split, which are not augmented unless the command names keys such as
-data.augmentation.flip=true.
+test loss from training to evaluation mode.
 """,
     "report": """\
 normexp.report turns a study into tables, figures, a page and verdicts.

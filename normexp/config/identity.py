@@ -1,7 +1,8 @@
 """The canonical content of a composed config, which the id of a cell hashes, and that id.
 
-Computed from the config and the user's own source, without torch. Leaves out shipped keys at their defaults and names
-a shipped class by its choice, so that a new key or a moved class does not change recorded ids.
+Computed from the config and the user's own source, without torch. Leaves out shipped keys at their
+defaults and names a shipped class by its choice, so that a new key or a moved class does not change
+recorded ids.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from normexp.config.compose import (
     shipped_defaults,
     shipped_targets,
 )
-from normexp.config.schema import OPTIONAL_GROUPS, PARTS, SLOTS, in_identity, sees_validations, value_at
+from normexp.config.schema import (
+    OPTIONAL_GROUPS,
+    PARTS,
+    SLOTS,
+    in_identity,
+    sees_validations,
+    value_at,
+)
 from normexp.errors import UserError
 from normexp.records.sources import digests_of, source_digest, source_files
 

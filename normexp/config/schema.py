@@ -4,17 +4,26 @@ A new key takes a line in conf/config.yaml (default and meaning), one in `KEYS`,
 it. Knobs of norms, models and data are checked by the signatures that they go to.
 """
 
+# ruff: noqa: UP045 (types as values)
+
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Optional
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)
 
-from normexp.batching.sizes import Sizes
+from normexp.batching.sizes import SIZES, Sizes
 from normexp.config.words import as_typed, join_or, suggest
 from normexp.errors import UserError
 from normexp.norms.slots import Act, Conv, Placement
@@ -166,20 +175,20 @@ _ALL = TREES | KEYS
 
 # The keys of the entries without a config; conf/entries.yaml has their defaults and meanings.
 OPTIONS: dict[str, dict[str, Any]] = {
-    "benchmark": {"reference": Text, "workloads": Names | None, "runs_dir": Text},
+    "benchmark": {"reference": Text, "workloads": Optional[Names], "runs_dir": Text},
     "check": {"part": Literal["all", "contract"], "format": Literal["table", "json"]},
     "evaluate": {
         "run": Text,
-        "evaluate_with": Statistics | None,
+        "evaluate_with": Optional[Statistics],
         "precise_samples": Several,
-        "evaluate_batch_sizes": Counts | None,
+        "evaluate_batch_sizes": Optional[Counts],
     },
     "report": {
         "study": Names,
         "runs_dir": Text,
-        "metric": Text | None,
-        "tolerance": NotNegative | None,
-        "reference": Text | None,
+        "metric": Optional[Text],
+        "tolerance": Optional[NotNegative],
+        "reference": Optional[Text],
         "watch": bool,
     },
     "status": {"study": Name, "runs_dir": Text},
@@ -206,12 +215,12 @@ def value_at(tree: Any, key: str) -> Any:
 def validate(config: Mapping[str, Any]) -> None:
     """Checks the values of a cell that need neither data nor model. Raises UserError."""
     validate_keys(config)
-    trainer, sizes = config["trainer"], ("batch_size", "micro_batch_size", "norm_batch_size")
+    trainer = config["trainer"]
     devices = trainer["devices"] * trainer["num_nodes"]
     if devices > 1 and trainer["strategy"] != "ddp":
         typed = f"trainer.devices={trainer['devices']} trainer.num_nodes={trainer['num_nodes']}"
         raise UserError(f"{typed}: several devices need trainer=ddp")
-    Sizes(*map(config.get, sizes)).shared_by(devices)
+    Sizes(*(config[key] for key in SIZES)).shared_by(devices)
 
 
 def validate_keys(config: Mapping[str, Any], keys: Iterable[str] = _ALL) -> None:

@@ -5,27 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 
 PACKAGE = logging.getLogger("normexp")
-
-_cell: ContextVar[str] = ContextVar("cell", default="")
-
-
-@contextmanager
-def messages_about(cell: str) -> Iterator[None]:
-    """Messages logged inside the block are about a cell, see `about`."""
-    token = _cell.set(cell)
-    try:
-        yield
-    finally:
-        _cell.reset(token)
-
-
-def about() -> str:
-    """The cell that messages are about now; "" if none."""
-    return _cell.get()
 
 
 @contextmanager
@@ -56,14 +38,9 @@ def messages_to(handler: logging.Handler, *, alone: bool = True) -> Iterator[Non
 @contextmanager
 def messages_to_stderr() -> Iterator[None]:
     """Prints each message once, on a line of stderr."""
-    known: set[str] = set()
-
-    def is_new(record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        return message not in known and known.add(message) is None
-
-    handler = logging.StreamHandler()
-    handler.addFilter(is_new)
+    known, handler = set[str](), logging.StreamHandler()
+    handler.addFilter(lambda record: record.getMessage() not in known)
+    handler.addFilter(lambda record: known.add(record.getMessage()) is None)
     with messages_to(handler):
         yield
 

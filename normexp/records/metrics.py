@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from normexp.errors import UserError
-from normexp.records.files import read_lines, write_text
+from normexp.records.files import write_text
 
 HEADER = "step,epoch,samples_seen,name,value"
 
@@ -29,25 +29,14 @@ def write_metrics(path: Path, rows: Iterable[MetricRow]) -> None:
 
 
 def read_metrics(path: Path) -> list[MetricRow]:
-    """Reads the rows of a metrics.csv.
-
-    Raises:
-        UserError: the file is missing or not a metrics.csv, or has a broken line.
-    """
-    if not path.exists():
-        raise UserError(f"{path} does not exist: its run has not started")
-    header, *lines = read_lines(path) or [""]
-    if header != HEADER:
-        raise UserError(f"{path} is not a metrics.csv: line 1 is not {HEADER}; move the file away")
-    return [_parse(path, number, line) for number, line in enumerate(lines, start=2)]
-
-
-def _parse(path: Path, number: int, line: str) -> MetricRow:
+    """Reads the rows of a metrics.csv. Raises UserError if it is missing or was edited."""
     try:
-        step, epoch, samples_seen, name, value = line.split(",")
-        return MetricRow(int(step), int(epoch), int(samples_seen), name, float(value))
-    except ValueError as error:
+        _, *lines = path.read_text().splitlines()
+        return [
+            MetricRow(int(step), int(epoch), int(seen), name, float(value))
+            for step, epoch, seen, name, value in (line.split(",") for line in lines)
+        ]
+    except (OSError, ValueError) as error:
         raise UserError(
-            f"{path} line {number} is not {HEADER}: {line[:60]!r}; "
-            f"remove the folder {path.parent} and run again"
+            f"{path} cannot be read ({error}); remove the folder {path.parent} and run again"
         ) from error

@@ -49,8 +49,6 @@ def list_runs(study_dir: Path) -> list[Path]:
 
 def list_studies(runs_dir: Path) -> list[str]:
     """The names of the studies in a folder, sorted. Raises UserError if it has none."""
-    if not runs_dir.is_dir():
-        raise UserError(f"runs_dir={runs_dir} does not exist; train a study first")
     folders = subfolders(runs_dir)
     known = [path.name for path in folders if (path / STUDY_FILE).exists() or list_cells(path)]
     if not known:
@@ -60,14 +58,14 @@ def list_studies(runs_dir: Path) -> list[str]:
 
 def find_study(runs_dir: Path, name: str) -> Path:
     """Returns the directory of a study. Raises UserError, with near names, if it is missing."""
-    try:
-        known = list_studies(runs_dir)
-    except UserError as error:
-        raise UserError(f"study={name} not found: {error}") from None
-    if name in known:
-        return runs_dir / name
-    nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known[:5]
-    raise UserError(f"study={name} not found in {runs_dir}; nearest: {', '.join(nearest)}")
+    known = list_studies(runs_dir)
+    if name not in known:
+        raise UserError(f"study={name} not found in {runs_dir}; nearest: {_nearest(name, known)}")
+    return runs_dir / name
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    return ", ".join(difflib.get_close_matches(name, known, 3, 0.4) or known[:5]) or "none"
 
 
 def seed_dir(cell_dir: Path, seed: int) -> Path:
@@ -94,25 +92,19 @@ def find_cell(run: Path) -> Path:
     if seed_of(run) is not None and (run.parent / CONFIG_FILE).is_file():
         raise UserError(f"{run} is one seed of a cell; give the cell, {run.parent}")
     folder = run if run.is_dir() else run.parent
-    known = [path.name for path in list_cells(folder)]
-    near = difflib.get_close_matches(run.name, known, n=3, cutoff=0.4) or known
-    names = _some([str(folder / name) for name in near])
+    near = _nearest(str(run), [str(path) for path in list_cells(folder)])
     lacks = f"is no cell, as it has no {CONFIG_FILE}" if run.exists() else "does not exist"
-    raise UserError(f"{run} {lacks}{names and f'; nearest: {names}'}")
+    raise UserError(f"{run} {lacks}; nearest: {near}")
 
 
 def find_run(run_dir: Path) -> tuple[Path, int]:
-    """Returns the folder of the cell, and the seed."""
+    """Returns the folder of the cell, and the seed. Raises UserError if that is not one run."""
     seed = seed_of(run_dir)
     if seed is not None and run_dir.is_dir():
         return find_cell(run_dir.parent), seed
     cell_dir = find_cell(run_dir if seed is None else run_dir.parent)
     seeds = list_seeds(cell_dir)
     if len(seeds) != 1 or seed is not None:
-        names = _some([f"seed-{seed}" for seed in seeds]) or "none"
+        names = ", ".join(f"seed-{seed}" for seed in seeds) or "none"
         raise UserError(f"{run_dir} is not one run; give one of its seeds: {names}")
     return cell_dir, seeds[0]
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

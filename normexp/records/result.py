@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -12,7 +11,7 @@ from typing import Any
 
 from normexp.errors import UserError
 from normexp.records.files import read_json, write_json
-from normexp.records.paths import RESULT_FILE, list_seeds, seed_dir, seed_of
+from normexp.records.paths import RESULT_FILE, list_seeds, seed_dir
 
 SCHEMA = 1
 
@@ -30,7 +29,6 @@ class Status(StrEnum):
 
 
 ENDED = (Status.FINISHED, Status.DIVERGED)  # runs that no command trains again
-RECORDED = (*ENDED, Status.FAILED)  # in a result.json
 
 
 @dataclass(frozen=True)
@@ -48,9 +46,6 @@ class Result:
             samples_per_second; on a GPU also peak_memory_mb of the whole stack, in 10^6 bytes.
         invalid: why the numbers must not be compared, such as a model that reads future tokens.
         apart: why the run was trained apart from its stack: its last digits may differ.
-
-    Raises:
-        ValueError: an unknown status, a status without its reason, or a number that is not finite.
     """
 
     cell_id: str
@@ -68,23 +63,11 @@ class Result:
     apart: str | None = None
     stopped: str | None = None
 
-    def __post_init__(self) -> None:
-        if self.status not in RECORDED:
-            raise ValueError(f"status={self.status!r} is not one of {', '.join(RECORDED)}")
-        for name, status in (("diverged_at_step", Status.DIVERGED), ("error", Status.FAILED)):
-            if (getattr(self, name) is None) == (self.status == status):
-                raise ValueError(f"{name} must be set exactly if status={status}")
-        for name, value in {**self.metrics, **self.timing}.items():
-            if not isinstance(value, int | float) or not math.isfinite(value):
-                raise ValueError(f"{name}={value!r} is not a finite number; leave it out")
-
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values for JSON: metrics sorted by name, missing values absent."""
         metrics = {name: float(self.metrics[name]) for name in sorted(self.metrics)}
         content = {"schema": SCHEMA} | vars(self) | {"metrics": metrics, "status": str(self.status)}
-        absent = {name for name, value in content.items() if value is None}
-        absent |= {"timing"} if not self.timing else set()
-        return {name: value for name, value in content.items() if name not in absent}
+        return {name: value for name, value in content.items() if value is not None}
 
 
 def write_result(run_dir: Path, result: Result) -> None:
@@ -93,14 +76,13 @@ def write_result(run_dir: Path, result: Result) -> None:
 
 
 def read_result(path: Path) -> Result:
-    """Reads a result and checks that it belongs to its directory.
+    """Reads a result.
 
     Args:
         path: result.json, or the run directory that holds it.
 
     Raises:
-        UserError: a missing, torn or foreign file, one that was edited by hand, or the result of
-            another run.
+        UserError: a missing, torn or foreign file, or one that was edited by hand.
     """
     path = path / RESULT_FILE if path.is_dir() else path
     if not path.exists():
@@ -111,14 +93,7 @@ def read_result(path: Path) -> Result:
 
 @cache  # a study is read every second while it is trained
 def _read(path: Path, _inode: int, _time: int) -> Result:
-    run_dir = path.parent
-    result = result_of(read_json(path), path)
-    if (result.cell_id, result.seed) != (run_dir.parent.name, seed_of(run_dir)):
-        raise UserError(
-            f"{run_dir} holds the result of cell {result.cell_id}, seed {result.seed}: was it "
-            "moved or copied? Move it away, and the same command trains the run again"
-        )
-    return result
+    return result_of(read_json(path), path)
 
 
 def result_of(content: dict[str, Any], path: Path) -> Result:

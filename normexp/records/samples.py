@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zipfile import BadZipFile
-
-import numpy as np
 
 from normexp.errors import UserError
 from normexp.records.files import open_atomic
 from normexp.records.paths import SAMPLES_FILE
+
+if TYPE_CHECKING:
+    import numpy as np
 
 NUM_SAMPLES = "num_samples"  # of packed bits, which are padded to whole bytes
 
@@ -28,6 +29,8 @@ def write_samples(run_dir: Path, samples: Mapping[str, np.ndarray]) -> None:
     Args:
         samples: by kind of statistics, bool or float32 (N,), with the same N.
     """
+    import numpy as np
+
     arrays: dict[str, Any] = {}
     for kind, values in samples.items():
         if values.dtype == bool:
@@ -53,6 +56,8 @@ def read_samples(run_dir: Path) -> dict[str, np.ndarray]:
     Raises:
         UserError: the file is torn or not from normexp.
     """
+    import numpy as np
+
     path = run_dir / SAMPLES_FILE
     if not path.exists():
         return {}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
-import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
@@ -47,31 +46,26 @@ def digest_of(content: bytes) -> str:
 def source_digest(target: str) -> str | None:
     """A digest of the user's own source behind a target; None if it is not the user's own."""
     files = sorted(source_files(target).items())
-    parts = [f"{name}\0{digest_of(_read(path))}\0" for name, path in files]
+    parts = [f"{name}\0{digest_of(path.read_bytes())}\0" for name, path in files]
     return digest_of("".join(parts).encode()) if parts else None
 
 
 def digests_of(files: Mapping[str, Path]) -> dict[str, str]:
     """The digest of each file's content, by its path."""
-    return {str(path): digest_of(_read(path)) for path in files.values()}
+    return {str(path): digest_of(path.read_bytes()) for path in files.values()}
 
 
-_imported_as: dict[str, tuple[ModuleSpec, str]] = {}  # by path: the module, and its digest
+_first_digests: dict[str, str] = {}  # by path
 
 
 def refuse_edited(hashed: Mapping[str, str]) -> None:
-    """Raises UserError if this process has imported another content of a file than was hashed.
+    """Raises UserError if a file has changed since this process first trained with it.
 
     Args:
         hashed: digests of files by path, from when the id of a cell was computed.
     """
-    for module in [*sys.modules.values()]:
-        path, spec = str(getattr(module, "__file__", None)), getattr(module, "__spec__", None)
-        if path not in hashed or spec is None:
-            continue
-        if path not in _imported_as or _imported_as[path][0] is not spec:
-            _imported_as[path] = spec, digest_of(_read(Path(path)))
-        if _imported_as[path][1] != hashed[path]:
+    for path, digest in hashed.items():
+        if digest_of(Path(path).read_bytes()) != _first_digests.setdefault(path, digest):
             raise UserError(
                 f"{path} was edited after the command began, or after this process imported it; "
                 "run the command again, in a notebook after restarting its kernel"
@@ -81,40 +75,19 @@ def refuse_edited(hashed: Mapping[str, str]) -> None:
 def why_missing(target: str) -> str:
     """Why a dotted target cannot be imported, as far as its files tell; empty if they do not."""
     module, _, name = target.rpartition(".")
-    top = target.partition(".")[0]
-    if top not in sys.modules and _find(top) is None:
-        return f"there is no module {top}; install it, or add its folder to PYTHONPATH"
-    file = _own_file(module or name)
-    if file is None or file.suffix != ".py" or file.name == "__init__.py":
+    if _find(target.partition(".")[0]) is None:
+        return f"there is no module {target.partition('.')[0]}; install it, or set PYTHONPATH"
+    file = _file_of(module or name)
+    if file is None or is_installed(file) or _find(target) is not None:
         return ""
-    content = _read(file)
-    nodes = list(ast.walk(_parse(content)))
-    defined = [
-        node.name
-        for node in nodes
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name[0] != "_"
-    ]
-    if name.encode() in content or b"import *" in content or hasattr(sys.modules.get(module), name):
+    nodes = list(ast.walk(_tree_of(file)))
+    defined = [node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    names = [node.id for node in nodes if isinstance(node, ast.Name)]
+    names += [node.asname or node.name for node in nodes if isinstance(node, ast.alias)]
+    if {name, "*", "__getattr__", "globals"}.intersection(defined + names):
         return ""
-    near = get_close_matches(name, defined, 3) or defined[:4]
-    if name == "py" or not module:
-        example = f", as {module or name}.{near[0]}" if near else ""
-        return f"name a class or function in {file.name}{example}"
-    return f"{module} has no {name}" + (f"; it has {', '.join(near)}" if near else "")
-
-
-def refuse_without_file(key: str, target: str) -> None:
-    """Raises UserError for a class of a notebook or of a program on stdin, which has no file."""
-    name, class_name = target.partition(".")[0], target.rpartition(".")[2]
-    module = sys.modules.get(name)
-    if module is None or (name in sys.stdlib_module_names and name != "__main__"):
-        return
-    has_spec = name != "__main__" and getattr(module, "__spec__", None) is not None
-    if not has_spec and not Path(getattr(module, "__file__", None) or "<stdin>").is_file():
-        raise UserError(
-            f"{key}._target_={target}: {name} has no file, so results could not be told from those "
-            f"of an edit; put the class in a file, as {key}._target_=my_file.{class_name}"
-        )
+    near = ", ".join(get_close_matches(name, defined, 3) or defined[:4])
+    return f"{module or name} has no {name}" + (f"; it has {near}" if near else "")
 
 
 def source_line_of(error: BaseException) -> str:
@@ -136,45 +109,39 @@ def is_installed(path: Path) -> bool:
     return not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
 
 
-def digest_of_package(folder: Path) -> str:
-    """16 hex digits of sha256 of the names and bytes of the Python files below a folder."""
-    files = sorted(folder.rglob("*.py"))
-    parts = [f"{file.relative_to(folder)}\0{digest_of(file.read_bytes())}\0" for file in files]
-    return digest_of("".join(parts).encode())
-
-
 def _own_file(name: str) -> Path | None:
     """The file of a module, if it is the user's own; None for a package without a file."""
-    if name == "__main__":
-        file = getattr(sys.modules[name], "__file__", None)
-    else:
-        spec = _find(name)
-        file = spec.origin if spec is not None and spec.has_location else None
-    path = None if file is None else Path(file).resolve()
+    path = _file_of(name)
     return path if path is not None and is_own(path) else None
+
+
+def _file_of(name: str) -> Path | None:
+    spec = _find(name)
+    origin = spec.origin if spec is not None and spec.has_location else None
+    return None if origin is None else Path(origin).resolve()
 
 
 def _find(name: str) -> ModuleSpec | None:
     """The spec of a module, without importing its parents; None if there is none."""
     top, *rest = name.split(".")
-    if top in sys.stdlib_module_names:
-        return None
+    if top == "__main__":
+        raise UserError(f"_target_={name}.*: put the class in a file, as my_file.MyNorm")
     try:
         spec = importlib.util.find_spec(top)  # of a top-level name: imports nothing
-    except (ImportError, ValueError, AttributeError):  # __main__, or a broken finder
+    except (ImportError, ValueError, AttributeError):  # a broken finder
         return None
     for part in rest:
         if spec is None or spec.submodule_search_locations is None:
             return None
-        top = f"{top}.{part}"
-        spec = PathFinder.find_spec(top, list(spec.submodule_search_locations))
+        folders = list(spec.submodule_search_locations)
+        spec = PathFinder.find_spec(f"{spec.name}.{part}", folders)
     return spec
 
 
 def _imported(module: str, path: Path) -> Iterator[str]:
     """The names of all modules that a file may import, and of their parents."""
     parents = module.split(".")
-    for node in ast.walk(_parse(_read(path))) if path.suffix == ".py" else ():
+    for node in ast.walk(_tree_of(path)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield from _with_parents(alias.name)
@@ -185,20 +152,13 @@ def _imported(module: str, path: Path) -> Iterator[str]:
                 yield from _with_parents(".".join([*base, alias.name]))
 
 
-def _parse(content: bytes) -> ast.Module:
+def _tree_of(path: Path) -> ast.Module:
     try:
-        return ast.parse(content)
-    except (SyntaxError, ValueError):  # raised again by the import
+        return ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):  # raised again by the import; a compiled module, too
         return ast.Module([], [])
 
 
 def _with_parents(name: str) -> Iterator[str]:
     parts = name.split(".")
     yield from (".".join(parts[: count + 1]) for count in range(len(parts)) if parts[0])
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:  # raised again by the import
-        return b""

@@ -15,14 +15,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 
 from normexp.errors import UserError
-from normexp.records.files import (
-    appending,
-    holder_of,
-    read_json,
-    read_lines,
-    user_error_if_denied,
-    write_json,
-)
+from normexp.records.files import file_lock, holder_of, read_json, write_json, write_text
 from normexp.records.paths import (
     ATTEMPTS_FILE,
     CHECKPOINT_FILE,
@@ -39,14 +32,8 @@ from normexp.records.paths import (
 from normexp.records.result import ENDED, Result, Status, read_result
 
 Member = tuple[str, int]  # the id of a cell, and a seed
-# The states of runs, in the order of tables.
-STATES = (
-    *(*ENDED, Status.FAILED, Status.RUNNING, Status.INTERRUPTED, Status.NOT_STARTED),
-    Status.UNREADABLE,
-)
-
-
 UNENDED = (Status.RUNNING, Status.INTERRUPTED, Status.NOT_STARTED)
+STATES = (*ENDED, Status.FAILED, *UNENDED, Status.UNREADABLE)  # in the order of tables
 
 
 def _now() -> str:
@@ -70,23 +57,16 @@ class CommandEntry:
 
     Attributes:
         command: the words that were typed, program first.
-        cells: by id.
+        cells: by id; a search adds cells that its line does not list.
+        searched: the keys whose values it searches.
     """
 
     id: str
     command: list[str]
     code_version: str
     cells: dict[str, Asked]
+    searched: list[str] = field(default_factory=list)
     time: str = field(default_factory=_now)
-
-    @property
-    def is_search(self) -> bool:
-        """True for a search, which adds cells that its line does not list."""
-        return self.command[:1] == ["normexp-tune"]
-
-    def seeds_of(self, cell: str) -> set[int]:
-        """The seeds that the command asks of a cell."""
-        return set(self.cells[cell].seeds) if cell in self.cells else set()
 
 
 @dataclass(frozen=True)
@@ -105,82 +85,50 @@ class Refusal:
     time: str = field(default_factory=_now)
 
 
-@dataclass(frozen=True)
-class SearchEntry:
-    """The cells that a search has tried, for its tuning curve.
-
-    Attributes:
-        words: the overrides that all points share, as typed.
-        keys: the keys that were searched.
-        metric: the name of the validation metric that points are compared by.
-        points: the ids of the cells.
-    """
-
-    title: str
-    words: list[str]
-    keys: list[str]
-    metric: str
-    points: list[str]
-
-    @property
-    def norm(self) -> str:
-        """The norm that it is for; empty if no word names one."""
-        words = (word.lstrip("+").partition("norm=") for word in self.words)
-        return next((name for before, _, name in words if name and not before), "")
-
-
-Entry = CommandEntry | Refusal | SearchEntry
-_KINDS = {"command": CommandEntry, "refusal": Refusal, "search": SearchEntry}
+Entry = CommandEntry | Refusal
 
 
 def append_entry(study_dir: Path, entry: Entry) -> None:
-    """Appends a line, and makes the study; a command that is there already is not added again.
+    """Appends a line, and makes the study; a command that is there already is not added again."""
+    kind = "command" if isinstance(entry, CommandEntry) else "refusal"
+    study_dir.mkdir(parents=True, exist_ok=True)
+    with file_lock(study_dir / LOCK_FILE, waits=True):
+        known = read_entries(study_dir)
+        if isinstance(entry, CommandEntry) and any(e.id == entry.id for e in commands_in(known)):
+            return
+        path = study_dir / STUDY_FILE
+        before = path.read_text() if path.exists() else ""
+        write_text(path, before + json.dumps({"line": kind} | asdict(entry)) + "\n")
 
-    Raises:
-        UserError: the file cannot be written.
-    """
-    kind = next(name for name, known in _KINDS.items() if isinstance(entry, known))
-    line = json.dumps({"line": kind} | asdict(entry), allow_nan=False)
-    path = study_dir / STUDY_FILE
-    with user_error_if_denied(study_dir, "take another study=..."):
-        while True:
-            study_dir.mkdir(parents=True, exist_ok=True)
-            try:
-                with appending(path) as lines:
-                    known = read_entries(study_dir)
-                    is_new = all(getattr(e, "id", "") != getattr(entry, "id", None) for e in known)
-                    lines += [line] * is_new
-                return
-            except FileNotFoundError:  # another process has just removed the empty folder
-                continue
+
+def commands_in(entries: Iterable[Entry]) -> list[CommandEntry]:
+    return [entry for entry in entries if isinstance(entry, CommandEntry)]
 
 
 def read_entries(study_dir: Path) -> tuple[Entry, ...]:
     """The lines of study.jsonl; none without the file.
 
     Raises:
-        UserError: the file cannot be read, or a line of it was edited by hand.
+        UserError: a line was edited by hand.
     """
     path = study_dir / STUDY_FILE
-    try:
-        stat = path.stat()
-    except FileNotFoundError:
+    if not path.exists():
         return ()
+    stat = path.stat()
     return _entries(path, stat.st_ino, stat.st_size)
 
 
 @lru_cache(maxsize=8)  # a study is read every second while it is trained
 def _entries(path: Path, _inode: int, _size: int) -> tuple[Entry, ...]:
-    with user_error_if_denied(path, "make it readable (results do not depend on it)"):
-        lines = read_lines(path)
     entries: list[Entry] = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
         try:
             content = json.loads(line)
-            kind = _KINDS[content.pop("line")]
-            if kind is CommandEntry:
-                content["cells"] = {key: Asked(**asked) for key, asked in content["cells"].items()}
-            entries.append(kind(**content))
+            if content.pop("line") == "refusal":
+                entries.append(Refusal(**content))
+                continue
+            content["cells"] = {key: Asked(**asked) for key, asked in content["cells"].items()}
+            entries.append(CommandEntry(**content))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"{path} line {number} was not written by normexp; correct the line, or move the "
@@ -197,18 +145,15 @@ def refused_by(study_dir: Path, command: str) -> dict[str, str]:
 
 def remove_refused(study_dir: Path, command: str) -> None:
     """Removes a study that holds nothing but refusals of one command, its author's mistakes."""
-    path = study_dir / STUDY_FILE
-    if not path.exists():
+    if not study_dir.is_dir():
         return
-    with appending(path):  # so that nobody else writes
-        known = [path, *(folder for folder in subfolders(study_dir) if not any(folder.iterdir()))]
+    with file_lock(study_dir / LOCK_FILE, waits=True):
+        is_empty = {path.name for path in study_dir.iterdir()} <= {STUDY_FILE, LOCK_FILE}
         entries = read_entries(study_dir)
-        if set(study_dir.iterdir()) == set(known) and all(
-            isinstance(entry, Refusal) and entry.command == command for entry in entries
-        ):
-            path.unlink()
-            for folder in [*known[1:], study_dir]:
-                folder.rmdir()
+        if is_empty and len(refused_by(study_dir, command)) == len(entries):
+            (study_dir / STUDY_FILE).unlink(missing_ok=True)
+    if not any(study_dir.iterdir()):
+        study_dir.rmdir()
 
 
 # --- Stacks ---------------------------------------------------------------------------------------
@@ -223,7 +168,7 @@ class Attempts:
         threads: CPU threads of its first training, on which its last digits depend.
         count: trainings that have begun since the last checkpoint, and that nobody interrupted.
         checkpointed_at: when the last of them began; 0 without a checkpoint.
-        parts: what is trained by itself instead: "cells" or "runs"; empty for the whole stack.
+        is_apart: each run is trained by itself instead.
         why: the failure of the whole stack, if that is the reason.
     """
 
@@ -231,21 +176,16 @@ class Attempts:
     threads: int = 0
     count: int = 0
     checkpointed_at: int = 0
-    parts: str = ""
+    is_apart: bool = False
     why: str = ""
 
 
 def read_attempts(folder: Path) -> Attempts:
     """Those of a stack; without the file, none."""
     path = folder / ATTEMPTS_FILE
-    if not path.exists():
-        return Attempts()
-    content = read_json(path)
-    try:
-        content["members"] = [(str(cell), int(seed)) for cell, seed in content["members"]]
-        return Attempts(**content)
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} was not written by normexp; remove the folder") from error
+    attempts = Attempts(**(read_json(path) if path.exists() else {}))
+    attempts.members = [(cell, seed) for cell, seed in attempts.members]
+    return attempts
 
 
 def write_attempts(folder: Path, attempts: Attempts) -> None:
@@ -262,22 +202,17 @@ class StackState:
     step: int = 0
     total: int = 0
 
-    @property
-    def has_checkpoint(self) -> bool:
-        return (self.folder / CHECKPOINT_FILE).is_file()
-
 
 def read_stacks(study_dir: Path) -> list[StackState]:
-    """The stacks that have begun, except those whose parts are trained instead."""
+    """The stacks that have begun, except those whose runs are trained by themselves."""
     states = []
     for folder in subfolders(study_dir / STACKS):
         try:
-            attempts = read_attempts(folder)
-            path = folder / PROGRESS_FILE
+            attempts, path = read_attempts(folder), folder / PROGRESS_FILE
             progress = read_json(path) if path.exists() else {}
         except UserError:  # removed meanwhile; else the process that trains it says so
             continue
-        if attempts.members and not attempts.parts:
+        if not attempts.is_apart:
             states.append(StackState(folder, attempts.members, **progress))
     return states
 
@@ -296,7 +231,7 @@ class CellState:
         results: of ended and failed runs, in the order of seeds.
         problems: results that cannot be read.
         refused: why it cannot be trained; empty if it can.
-        process: that trains it now.
+        process: that trains it now, with its command; empty if none does.
         stacks: that have begun with a run of it.
         was_over: before the command that asks began.
     """
@@ -308,7 +243,7 @@ class CellState:
     results: list[Result] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     refused: str = ""
-    process: int | None = None
+    process: str = ""
     stacks: list[StackState] = field(default_factory=list)
     was_over: bool = False
 
@@ -363,7 +298,7 @@ def read_cell(
     state.stacks = [one for one in stacks if any(cell == cell_id for cell, _ in one.members)]
     for seed in sorted(set(seeds)):
         run_dir, mine = seed_dir(directory, seed), (cell_id, seed)
-        stack = next((one for one in state.stacks if mine in one.members), None)
+        state.states[seed] = Status.NOT_STARTED
         if (run_dir / RESULT_FILE).exists():
             try:
                 state.results.append(read_result(run_dir))
@@ -371,12 +306,12 @@ def read_cell(
             except UserError as error:
                 state.problems.append(str(error))
                 state.states[seed] = Status.UNREADABLE
-        elif stack is not None and state.process is not None:
-            state.states[seed] = Status.RUNNING
-        elif stack is not None and stack.has_checkpoint:
-            state.states[seed] = Status.INTERRUPTED
-        else:
-            state.states[seed] = Status.NOT_STARTED
+            continue
+        for stack in (one for one in state.stacks if mine in one.members):
+            if state.process:
+                state.states[seed] = Status.RUNNING
+            elif (stack.folder / CHECKPOINT_FILE).is_file():
+                state.states[seed] = Status.INTERRUPTED
     return state
 
 
@@ -386,14 +321,12 @@ class Study:
 
     Attributes:
         commands: in the order of their lines.
-        searches: the latest of each space.
         refusals: of cells that cannot be trained, by id; a later command has not asked for them.
         cells: those asked for by a command as it was last typed, and those on disk; by id.
     """
 
     directory: Path
     commands: Sequence[CommandEntry]
-    searches: Sequence[SearchEntry]
     refusals: dict[str, Refusal]
     cells: dict[str, CellState]
 
@@ -410,51 +343,40 @@ def read_study(directory: Path) -> Study:
     Raises:
         UserError: study.jsonl cannot be read.
     """
-    entries = read_entries(directory)
-    commands = [entry for entry in entries if isinstance(entry, CommandEntry)]
-    searches = {
-        json.dumps([entry.words, entry.keys]): entry
-        for entry in entries
-        if isinstance(entry, SearchEntry)
-    }
-    on_disk = {folder.name for folder in list_cells(directory)}
+    entries, stacks = read_entries(directory), read_stacks(directory)
+    commands = commands_in(entries)
+    on_disk = {folder.name: list_seeds(folder) for folder in list_cells(directory)}
     refusals = _refusals(entries, on_disk)
-    titles, seeds = dict[str, str](), dict[str, set[int]]()
-    asking = {tuple(command.command): command for command in commands}.values()
-    for command in [*asking, *(one for one in commands if one not in asking)]:
-        for cell, asked in command.cells.items():
-            if command in asking or cell in on_disk:
-                titles.setdefault(cell, asked.title)
-                seeds.setdefault(cell, set()).update(asked.seeds)
-    for cell, refusal in refusals.items():
-        titles[cell] = refusal.title
-        seeds.setdefault(cell, set()).update(refusal.seeds)
-    for cell in sorted(on_disk):
-        titles.setdefault(cell, cell)  # copied here
-        seeds.setdefault(cell, set()).update(list_seeds(directory / cell))
-    stacks = read_stacks(directory)
+    asked = dict[str, Asked]()
+    last_typed = {tuple(command.command): command for command in commands}.values()
+    for command in commands:
+        for cell, one in command.cells.items():
+            if command in last_typed or cell in on_disk:
+                before = asked[cell].seeds if cell in asked else []
+                asked[cell] = Asked(one.title, [*before, *one.seeds])
+    asked |= {cell: Asked(one.title, one.seeds) for cell, one in refusals.items()}
+    for cell, seeds in on_disk.items():
+        asked.setdefault(cell, Asked(cell, seeds))  # copied here
     cells = {
         cell: read_cell(
-            directory,
-            cell,
-            title,
-            seeds[cell],
-            stacks,
-            refusals[cell].error if cell in refusals else "",
+            *(directory, cell, one.title, one.seeds, stacks),
+            refused=refusals[cell].error if cell in refusals else "",
         )
-        for cell, title in titles.items()
+        for cell, one in asked.items()
     }
-    return Study(directory, commands, list(searches.values()), refusals, cells)
+    return Study(directory, commands, refusals, cells)
 
 
-def _refusals(entries: Sequence[Entry], on_disk: set[str]) -> dict[str, Refusal]:
+def _refusals(entries: Sequence[Entry], on_disk: Iterable[str]) -> dict[str, Refusal]:
     """Those that no later command has reopened, of cells without a folder."""
     refusals: dict[str, Refusal] = {}
     for entry in entries:
-        if isinstance(entry, Refusal) and entry.cell not in on_disk:
+        if isinstance(entry, Refusal):
             refusals[entry.cell] = entry
-        elif isinstance(entry, CommandEntry):
-            for cell in entry.cells:
-                if cell in refusals and refusals[cell].command != entry.id:
-                    del refusals[cell]
-    return refusals
+        else:
+            refusals = {
+                cell: one
+                for cell, one in refusals.items()
+                if cell not in entry.cells or one.command == entry.id
+            }
+    return {cell: one for cell, one in refusals.items() if cell not in on_disk}

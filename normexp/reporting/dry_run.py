@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from normexp.config.words import format_count
-from normexp.config.words import format_duration
+from normexp.config.words import format_count, format_duration
 from normexp.records.result import Result, Status
 from normexp.records.study import CellState
 from normexp.reporting.metric import choose_metric, describe_metric
@@ -37,7 +36,7 @@ class Plan:
         return self.step_seconds * self.config["num_steps"] * len(self.state.missing)
 
 
-def print_plan(plans: Sequence[Plan], *, num_workers: int) -> None:
+def print_plan(plans: Sequence[Plan], *, num_workers: int, num_points: int) -> None:
     """Prints a row per cell, the totals, and the smallest difference that a report would detect."""
     console, footnotes, rows = open_console(), Footnotes(), []
     for plan in plans:
@@ -50,6 +49,8 @@ def print_plan(plans: Sequence[Plan], *, num_workers: int) -> None:
         rows.append([state.title, str(len(state.missing)), str(done), f"{steps:,}", time])
     console.print(text_table(("cell", "runs to do", "done", "steps", "time"), rows))
     footnotes.print(console)
+    if num_points > len(plans):
+        console.out(f"{num_points} points of the grid, {format_count(len(plans), 'cell')}")
     known = [plan for plan in plans if not plan.state.refused]
     todo = [plan for plan in known if plan.state.missing]
     seconds, count = sum(plan.seconds for plan in todo), sum(len(p.state.missing) for p in todo)

@@ -28,7 +28,6 @@ from normexp.records.samples import read_samples
 from normexp.records.study import read_study
 from normexp.reporting.metric import Metric, is_at_chance
 
-SEARCHED = ("", "-search")  # ends of the names of studies that hold the searches of a study
 PARTS = ("norm", "model", "data", "optim")  # recorded by name, beside their recipes
 RECORDED_TWICE = ("batch_size", "micro_batch_size", "norm_batch_size", "trainer")
 NUM_BLOCKS = 20  # of a test text: its sequences are not independent
@@ -171,7 +170,7 @@ def read_studies(runs_dir: Path, names: Sequence[str]) -> Records:
 
 def _read_study(runs_dir: Path, name: str) -> Records:
     root = find_study(runs_dir, name)
-    study, search = (read_study(runs_dir / f"{name}{end}") for end in SEARCHED)
+    study = read_study(root)
     refused = [
         Refused(name, one.cell, one.title, f"refused: {one.error}")
         for one in study.refusals.values()
@@ -193,9 +192,9 @@ def _read_study(runs_dir: Path, name: str) -> Records:
             problems.append(f"{cell.name}: {format_count(len(waiting), 'run')} begun, none ended")
     asked: dict[tuple[str, str], list[list[int]]] = {}
     for command in study.commands:
-        for cell in command.cells:
-            asked.setdefault((name, cell), []).append(sorted(command.seeds_of(cell)))
-    keys = frozenset(k for one in (study, search) for s in one.searches for k in s.keys)
+        for cell, one in command.cells.items():
+            asked.setdefault((name, cell), []).append(sorted(one.seeds))
+    keys = frozenset(key for command in study.commands for key in command.searched)
     return Records(runs, asked, {name: keys}, refused, problems)
 
 

@@ -9,8 +9,8 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 
-from normexp.config.words import format_count
 from normexp.config.cells import split_shared_words, study_words
+from normexp.config.words import format_count
 from normexp.records.paths import LOG_FILE, seed_dir
 from normexp.records.result import ENDED, Result, Status, values_of
 from normexp.records.samples import count_samples
@@ -25,12 +25,8 @@ WIDE = 110  # terminal width from which the folder of each cell is shown
 ENTRIES = {"normexp-train": "python -m normexp.train", "normexp-tune": "python -m normexp.tune"}
 
 
-def print_summary(state: CellState, words: Sequence[str]) -> None:
-    """Prints the metrics of one cell over its seeds, its directory, and commands to type next.
-
-    Args:
-        words: the typed command, program first.
-    """
+def print_summary(state: CellState) -> None:
+    """Prints the metrics of one cell over its seeds, its directory, and commands to type next."""
     for error in state.failures:
         print(f"failed: {error}", file=sys.stderr)
     console, ended = open_console(), [run for run in state.results if run.status in ENDED]
@@ -60,12 +56,8 @@ def print_summary(state: CellState, words: Sequence[str]) -> None:
     seconds, step = timing.get("train_seconds", 0.0), timing.get("step_ms", 0.0)
     console.out(f"trained in {seconds:.1f} s, {step:.2f} ms per step of the whole stack")
     console.out(f"run directory: {state.directory}")
-    for note in _notes_on(state):
-        console.out(note)
-    rest = [word for word in words[1:] if not word.startswith("norm=") and word != "-m"]
-    console.out("next:")
-    console.out(f"  python -m normexp.train -m norm=batch,group {shlex.join(rest)}".rstrip())
-    console.out("  python -m normexp.train --help")
+    for line in [*_notes_on(state), "next:", *commands_to_look([state])]:
+        console.out(line)
 
 
 def print_closing_table(states: Sequence[CellState]) -> None:
@@ -87,7 +79,7 @@ def print_closing_table(states: Sequence[CellState]) -> None:
         for note in _notes_on(state):
             console.print(f"{state.title}: {note}", markup=False)  # wrapped
     for command in commands_to_look(states):
-        console.out(f"  {command}")
+        console.out(command)
 
 
 def commands_to_look(states: Sequence[CellState]) -> list[str]:
@@ -100,11 +92,12 @@ def commands_to_look(states: Sequence[CellState]) -> list[str]:
     ]
     has_more = any(state.status in ("failed", "refused", "stopped") for state in states)
     status = [f"python -m normexp.status {words}" for words in where] if has_more else []
-    return [
+    lines = [
         *(f"less {shlex.quote(str(log))}" for log in logs),
         *status,
         *(f"python -m normexp.report {words}" for words in where),
     ]
+    return [f"  {line}" for line in lines]
 
 
 def _notes_on(state: CellState) -> list[str]:
@@ -117,9 +110,9 @@ def _notes_on(state: CellState) -> list[str]:
     at_chance = [
         run
         for run in ended
-        if is_at_chance(
-            run.metrics.get(MAIN[0]), chance, count_samples(seed_dir(state.directory, run.seed))
-        )
+        for accuracy in [run.metrics.get(MAIN[0])]
+        if is_at_chance(accuracy, chance, 1)  # else the samples need not be read
+        and is_at_chance(accuracy, chance, count_samples(seed_dir(state.directory, run.seed)))
     ]
     if chance is not None and at_chance:
         notes.append(f"{chance_words(len(at_chance), len(ended), chance)}: {LOWER}")
@@ -193,8 +186,8 @@ def print_status(study: Study) -> None:
 def _at_work(cell: CellState) -> list[str]:
     """The process that trains a cell, or where it was interrupted."""
     steps = [f"step {stack.step} of {stack.total}" for stack in cell.stacks if stack.total]
-    if cell.process is not None:
-        return [", ".join([f"process {cell.process}", *steps])]
+    if cell.process:
+        return [", ".join([cell.process, *steps])]
     return [f"interrupted at {step}" for step in steps]
 
 
@@ -211,8 +204,8 @@ def _next(study: Study) -> list[str]:
     again = [
         f"  {_as_typed(command, study)}"
         for command in study.commands
-        if command.is_search
-        or any((cell, seed) in lacking for cell in command.cells for seed in command.seeds_of(cell))
+        if command.searched
+        or any((cell, seed) in lacking for cell, one in command.cells.items() for seed in one.seeds)
     ]
     running = study.runs[Status.RUNNING]
     purpose = "running now; if that stops" if running else "to finish"
@@ -224,7 +217,7 @@ def _as_typed(command: CommandEntry, study: Study) -> str:
     program, *words = command.command
     kept = [word for word in words if not re.match(r"\+*(study|runs_dir)=", word)]
     name = study.directory
-    if command.is_search:  # trials go to a study named after the report's
+    if command.searched:  # trials go to a study named after the report's
         name = name.with_name(name.name.removesuffix("-search"))
     if name.name != "default" or any(word.startswith("experiment=") for word in kept):
         kept += study_words(name)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from normexp.config.cells import CellSpec, Command, is_searched
 from normexp.config.compose import compose_cell, compose_config, refuse_missing_targets
-from normexp.config.cells import is_searched
 from normexp.config.schema import KEYS, in_identity, validate_keys
-from normexp.config.words import join_or
 from normexp.config.space import Space, read_space
-from normexp.config.cells import CellSpec, Command, config_dir_words
+from normexp.config.words import join_or
 from normexp.errors import UserError
 
 Point = Mapping[str, str]  # key to value, as typed on the command line
@@ -44,36 +42,28 @@ class Search:
     def title(self) -> str:
         return " ".join(self.grid) or "search"
 
-    @property
-    def study(self) -> str:
-        """The study of the search's runs; fresh seeds go to `study` itself."""
-        return f"{self.base['study']}-search"
-
     @cached_property
-    def points(self) -> list[dict[str, str]]:
-        return self.space.points(self.base["tune"]["points"])
+    def trials(self) -> list[tuple[Point, CellSpec]]:
+        """Each point, with its cell in the study `...-search`; fresh seeds go to the study itself.
 
-    def cell(self, point: Point, *, is_report: bool) -> CellSpec:
+        Raises:
+            UserError: a value that cannot be used.
+        """
+        points = self.space.points(self.base["tune"]["points"])
+        return [(point, self.cell(point, is_report=False)) for point in points]
+
+    def cell(self, point: Point, *, is_report: bool, title: str = "") -> CellSpec:
         """The cell of a point; unless `is_report`, with the seeds and the study of the search."""
         words = words_of(point)
-        title = " ".join([*self.grid, *words])
-        overrides = (*self.fixed, *words)
-        try:
-            config, choices = compose_cell(overrides, self.config_dirs)
-        except UserError as error:
-            return CellSpec(None, {}, title, str(error), overrides)
+        config, choices = compose_cell([*self.fixed, *words], self.config_dirs)
+        validate_keys(config, [key for key in self.space.keys if key in KEYS])
         if not is_report:
-            tune = self.base["tune"]
-            config |= {"study": self.study, "seed": tune["first_seed"], "replicas": tune["seeds"]}
+            tune, study = self.base["tune"], f"{self.base['study']}-search"
+            config |= {"study": study, "seed": tune["first_seed"], "replicas": tune["seeds"]}
             if "@" not in (tune["metric"] or ""):
                 config["evaluate_with"] = ["running"]
-        return CellSpec(config, choices, title, overrides=overrides)
-
-    def command(self, point: Point) -> str:
-        """The command that trains the report's cell again."""
-        words = [word for word in self.fixed if not word.startswith("tune.")]
-        line = [*config_dir_words(self.config_dirs), *words, *words_of(point)]
-        return f"python -m normexp.train {shlex.join(line)}"
+        title = title or " ".join([*self.grid, *words])
+        return CellSpec(config, choices, title, overrides=(*self.fixed, *words))
 
 
 def plan_searches(command: Command) -> list[Search]:
@@ -94,7 +84,8 @@ def plan_searches(command: Command) -> list[Search]:
         if override.is_sweep_override() and not in_identity(key) and key != "experiment":
             raise UserError(f"{override.input_line}: {key} cannot be searched; give it one value")
     space = read_space(searched)
-    lines = command.points([override for override in overrides if not is_searched(override)])
+    rest = [override for override in overrides if not is_searched(override)]
+    lines = command.points(rest)
     shared = set(lines[0]).intersection(*map(set, lines))
     searches = []
     for line in lines:
@@ -103,18 +94,9 @@ def plan_searches(command: Command) -> list[Search]:
         check_settings(base)
         grid_words = tuple(word for word in line if word not in shared)
         search = Search(tuple(line), grid_words, space, base, tuple(command.config_dirs))
+        assert search.trials  # composes each, to find a mistake before the first training
         searches.append(search)
-    _check_values(searches[0])
     return searches
-
-
-def _check_values(search: Search) -> None:
-    """Composes each choice and each end once, to find a mistake before the first training."""
-    for dimension in search.space.dimensions:
-        for text in dimension.ends:
-            point = search.space.first | {dimension.key: text}
-            config, _ = compose_cell([*search.fixed, *words_of(point)], search.config_dirs)
-            validate_keys(config, [key for key in search.space.keys if key in KEYS])
 
 
 def check_settings(config: Mapping[str, Any]) -> None:

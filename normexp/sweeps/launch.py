@@ -15,10 +15,9 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from normexp.config.cells import Command
 from normexp.config.compose import VERSION_BASE
 from normexp.config.help import conf_dir
-from normexp.config.cells import Command
-from normexp.sweeps.machine import environment
 from normexp.sweeps.sweep import Launch, Sweep
 from normexp.sweeps.worker import Job
 
@@ -52,11 +51,11 @@ def launch_workers(command: Command, launcher: str, job: Job, count: int) -> str
 
     import hydra
 
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # raises errors instead of exiting
     program = sys.argv  # Hydra reads its command line there
     sys.argv = [program[0], "-m", *search, *overrides]
     try:
-        with environment({"HYDRA_FULL_ERROR": "1"}):  # raises errors instead of exiting
-            hydra.main(config_path=str(conf_dir()), config_name="config", **VERSION_BASE)(run)()
+        hydra.main(config_path=str(conf_dir()), config_name="config", **VERSION_BASE)(run)()
     except Exception as error:  # a job died, or the launcher itself failed
         return (str(error).strip() or type(error).__name__).splitlines()[0]
     finally:

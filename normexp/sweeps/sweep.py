@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,10 +12,11 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from normexp.cells.stack import MOST_RUNS_ON_GPU, remove_failed
-from normexp.config.schema import validate_keys
 from normexp.config.cells import CellSpec, check_processes, title_of
+from normexp.config.schema import validate_keys
 from normexp.errors import FAILED, USER_MISTAKE, Halted, UserError
 from normexp.records.environment import code_version
+from normexp.records.files import ensure_writable
 from normexp.records.result import Status
 from normexp.records.study import (
     Asked,
@@ -22,19 +24,17 @@ from normexp.records.study import (
     CommandEntry,
     Refusal,
     append_entry,
-    read_entries,
     remove_refused,
 )
 from normexp.reporting.summary import print_closing_table, print_summary
 from normexp.sweeps.display import Display
 from normexp.sweeps.machine import own_slot, shared_value, worker_slots
-from normexp.sweeps.worker import HALTED, TICK, Job, Worker, ready_to_train, work
+from normexp.sweeps.worker import TICK, Job, Worker, ready_to_train, work
 from normexp.training.stopping import StopRequest, TrainingControl
 
 logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_LOOKS = 1.0  # at the files of the study
-FAILED_STARTS = 3  # consecutive failed starts of workers after which the sweep gives up
 COMMAND_KEYS = ("study", "workers", "fail_fast", "dry_run")
 Launch = Callable[[Job, int], str]  # trains in this many workers elsewhere; returns an error
 
@@ -51,19 +51,17 @@ def run_cells(cells: Sequence[CellSpec], words: Sequence[str], launch: Launch | 
         from normexp.sweeps.plan import print_plan_of  # torch
 
         return print_plan_of(cells)
-    return print_states(train_cells(cells, words, launch=launch), words, cells)
+    return print_states(train_cells(cells, words, launch=launch), cells)
 
 
-def print_states(
-    states: Sequence[CellState], words: Sequence[str], cells: Sequence[CellSpec]
-) -> int:
+def print_states(states: Sequence[CellState], cells: Sequence[CellSpec]) -> int:
     """Prints what came of a command; returns the exit code. Raises as `run_cells`."""
     refused = list(dict.fromkeys(state.refused for state in states if state.refused))
     is_mistaken = all(state.refused for state in states)
     if is_mistaken and len(refused) == 1:
         raise UserError(refused[0])
     if len(states) == 1:
-        print_summary(states[0], words)
+        print_summary(states[0])
     else:
         print_closing_table(states)
     raise_if_stopped(cells, states)
@@ -88,6 +86,7 @@ def train_cells(
     *,
     workers: int | None = None,
     launch: Launch | None = None,
+    searched: Sequence[str] = (),
 ) -> list[CellState]:
     """Trains the missing runs of each cell; returns the states of all, in order.
 
@@ -95,9 +94,10 @@ def train_cells(
         words: the command, as study.jsonl records it.
         workers: number of stacks trained at once, 0 for this process; overrides the config.
         launch: starts the workers elsewhere.
+        searched: the keys whose values the command searches.
 
     Raises:
-        UserError: a study that is a file, or that cannot be read.
+        UserError: a study that cannot be written or read.
         Halted: nothing more can be trained.
         KeyboardInterrupt: a second Ctrl-C.
     """
@@ -105,46 +105,44 @@ def train_cells(
     for cell in composed:
         validate_keys(cell.values, COMMAND_KEYS)
     check_processes(composed, words)
-    job = _job_of(composed, words)
-    for study_dir in job.commands:
-        if study_dir.is_file():
-            raise UserError(f"study={study_dir.name}: {study_dir} is a file; take another name")
-        read_entries(study_dir)
-    before = {state.directory for state in job.states() if state.is_over}
-    remove_failed(composed)
+    job = _job_of(composed, words, searched)
+    before = job.states()
+    over = {one.directory for one in before if one.is_over and one.status != "failed"}
+    remove_failed(before)
     try:
         for cell in (cell for cell in cells if cell.config is None):
             for study_dir, command in list(job.commands.items())[:1]:
                 refusal = Refusal(cell.id, title_of(cell), cell.seeds, command.id, cell.error)
                 append_entry(study_dir, refusal)
         if left := job.left():  # else torch is not imported
+            for study_dir in job.commands:
+                ensure_writable(study_dir)
             if launch is None:
                 Sweep(job, workers).train()
             elif error := launch(job, shared_value(cells, "workers") or len(left)):
                 logger.warning("the launcher stopped: %s", error)
-        states = {state.directory: state for state in job.states()}
+        states = iter(job.states())
     finally:
         for study_dir, command in job.commands.items():
             remove_refused(study_dir, command.id)
-    for cell in (cell for cell in cells if cell.config is None):
-        states[Path(cell.id)] = CellState(cell.id, cell.title, refused=cell.error)
-    for directory in before & states.keys():
-        states[directory].was_over = states[directory].is_over
     return [
-        states[Path(cell.id) if cell.config is None else cell.directory]
-        for cell in {(cell.study_dir, cell.id): cell for cell in cells}.values()
+        CellState(cell.id, cell.title, refused=cell.error)
+        if cell.config is None
+        else replace(next(states), was_over=cell.directory in over)
+        for cell in cells
     ]
 
 
-def _job_of(cells: Sequence[CellSpec], words: Sequence[str]) -> Job:
+def _job_of(cells: Sequence[CellSpec], words: Sequence[str], searched: Sequence[str]) -> Job:
     command_id, commands = secrets.token_hex(8), dict[Path, CommandEntry]()
     for study_dir in dict.fromkeys(cell.directory.parent for cell in cells):
         asked = {
-            cell.id: Asked(title_of(cell), list(cell.seeds))
+            cell.id: Asked(title_of(cell), cell.seeds)
             for cell in cells
             if cell.directory.parent == study_dir
         }
-        commands[study_dir] = CommandEntry(command_id, list(words), code_version(), asked)
+        command = CommandEntry(command_id, [*words], code_version(), asked, [*searched])
+        commands[study_dir] = command
     return Job(cells, commands)
 
 
@@ -160,7 +158,6 @@ class Sweep:
         self.workers: list[Worker] = []
         self.request = StopRequest()
         self.is_stopping = False
-        self._failed_starts = 0
         self._looked_at = 0.0
 
     def train(self) -> None:
@@ -174,8 +171,9 @@ class Sweep:
             if self.num_workers:
                 self._train_in_workers()
             else:
-                with ready_to_train(), own_slot(self.slots) as slot:
-                    work(self.job, slot, TrainingControl(self.request), self._look)
+                slot = own_slot(self.slots)
+                with ready_to_train():
+                    work(self.job, slot, TrainingControl(self.request, self._look))
             self._look()
 
     def _look(self) -> None:
@@ -201,7 +199,8 @@ class Sweep:
                         self._stop()
                     if self.is_stopping and not self.workers:
                         break
-                    self._start_workers(min(self.num_workers, len(left)))
+                    if not self.is_stopping:
+                        self._start_workers(min(self.num_workers, len(left)))
                     wait([worker.process.sentinel for worker in self.workers], TICK)
                     for worker in [*self.workers]:
                         self._read(worker)
@@ -212,39 +211,27 @@ class Sweep:
                 worker.close()
 
     def _start_workers(self, wanted: int) -> None:
-        """Starts workers in free slots."""
-        if self.is_stopping:
-            return
+        """Starts workers in slots that none of them has."""
         free = list(self.slots)
         for worker in self.workers:
             free.remove(worker.slot)
-        free.sort(key=lambda slot: slot.gpu is not None and slot.is_taken())
+        free.sort(key=lambda slot: slot.gpu is not None and not slot.is_free())
         for slot in free[: max(0, wanted - len(self.workers))]:
             self.workers.append(Worker(slot, self.job))
 
     def _read(self, worker: Worker) -> None:
         """Prints what a worker has printed and logged; handles its end."""
-        has_ended = not worker.process.is_alive()
+        code = worker.process.exitcode  # before its last lines are read
         lines = worker.new_output()
-        halted = ""
+        why = lines.pop() if code == FAILED and lines else ""
         for line in lines:
-            cell, tab, message = line.partition("\t")
-            if line.startswith(HALTED):
-                halted = line.removeprefix(HALTED)
-            elif tab:
-                self.display.print_message(cell, message)
-            else:
-                self.display.print(line)
-        if not has_ended:
+            self.display.print(line)
+        if code is None:
             return
         self.workers.remove(worker)
-        worker.process.join()
-        if halted:
-            raise Halted(halted)
-        if worker.process.exitcode and not self.is_stopping:
-            self._failed_starts = 0 if worker.ready.is_set() else self._failed_starts + 1
-            death = worker.describe_death()
-            if self._failed_starts == FAILED_STARTS:
-                raise Halted(f"no worker process starts: {(lines or [death])[-1]}")
-            logger.warning("a worker was lost: %s; another goes on", death)
         worker.close()
+        if code == FAILED:
+            raise Halted(why or "no worker process starts")
+        if code and not self.is_stopping:
+            memory = " (out of memory?)" if code == -signal.SIGKILL else ""
+            logger.warning("a worker was lost, with code %d%s; another goes on", code, memory)

@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,12 +25,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from normexp.cells.stack import MOST_RUNS, Stack, cut_stacks
-from normexp.config.process import importing_torch
 from normexp.config.cells import CellSpec
+from normexp.config.process import importing_torch
 from normexp.config.words import one_line
 from normexp.errors import FAILED, INTERRUPTED, Halted, UserError
-from normexp.records.files import holder_of
-from normexp.records.logs import about, messages_about, messages_to
+from normexp.records.files import holder_of, this_command
+from normexp.records.logs import messages_to_stderr
 from normexp.records.paths import LOCK_FILE
 from normexp.records.study import CellState, CommandEntry, read_cell, read_stacks, refused_by
 from normexp.sweeps.machine import WorkerSlot
@@ -87,84 +87,53 @@ class Job:
         ]
 
 
-def work(
-    job: Job,
-    slot: WorkerSlot,
-    control: TrainingControl,
-    after: Callable[[], None] = lambda: None,
-) -> None:
+def work(job: Job, slot: WorkerSlot, control: TrainingControl) -> None:
     """Walks until nothing is left, or a stop is requested.
-
-    Args:
-        after: called after each walk.
 
     Raises:
         Halted: nothing more can be trained in this process.
     """
     from normexp.cells.run import train_stack
 
-    told: set[str] = set()
+    told = ""
     while not control.stop.requested and (left := job.left()):
         has_trained = False
         with slot.claim() as is_free:
             for stack in left if is_free else ():
                 try:
-                    with messages_about(_title(stack)):
-                        has_trained = train_stack(stack, job.commands[stack.study_dir], control)
+                    has_trained = train_stack(stack, job.commands[stack.study_dir], control)
                 except Interrupted:
                     return
                 except UserError as error:  # a record that cannot be read or written
                     raise Halted(str(error)) from error
                 if has_trained:
                     break
-        after()
+        control.on_steps()
         if not has_trained:
-            why = _why_waiting(left, slot, is_free=is_free)
-            if why and why not in told:
-                logger.info(why)
-                told.add(why)
+            if (why := _why_waiting(left, slot, is_free=is_free)) not in ("", told):
+                logger.info(told := why)
             time.sleep(TICK)
 
 
-def _title(stack: Stack) -> str:
-    first, *others = stack.specs
-    return f"{first.title} and {len(others)} more" if others else first.title
-
-
 def _why_waiting(left: Sequence[Stack], slot: WorkerSlot, *, is_free: bool) -> str:
-    if not is_free:
-        commands = "; ".join(slot.commands())
-        return (
-            f"workers=0 would train at once; this waits until another command ends: {commands}"
-            if commands
-            else ""
-        )
-    for spec in (spec for stack in left for spec in stack.specs):
-        holder = holder_of(spec.directory / LOCK_FILE)
-        parents = os.getpid(), os.getppid()
-        if holder is not None and not {holder, _parent_of(holder)}.intersection(parents):
-            return f"waiting for process {holder}, which trains {spec.title or spec.id}"
-    return ""
-
-
-def _parent_of(process: int) -> int:
-    """Of the workers of one command, which do not wait for each other in words."""
-    try:
-        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0
+    """What another command holds; empty if it is a worker of this one."""
+    cells = [spec.directory / LOCK_FILE for stack in left for spec in stack.specs]
+    holders = [holder_of(path) for path in (cells if is_free else slot.paths())]
+    others = "; ".join(dict.fromkeys(one for one in holders if one not in ("", this_command())))
+    if is_free or not others:
+        return others and f"waiting for what others train: {others}"
+    return f"workers=0 would train at once; this waits until another command ends: {others}"
 
 
 @contextmanager
 def ready_to_train() -> Iterator[None]:
-    """Imports torch and what trains; caches data sets and answers of probes inside the block."""
+    """Imports torch and what trains; caches data sets inside the block."""
     warnings.filterwarnings("ignore", "There is a performance drop")  # of vmap, over attention
     with importing_torch():
         import normexp.cells.run  # noqa: F401
         from normexp.build import keeping_data
-        from normexp.cells.cell import sharing_probes
 
-    with keeping_data(), sharing_probes():
+    with keeping_data():
         yield
 
 
@@ -177,18 +146,16 @@ class Worker:
     def __init__(self, slot: WorkerSlot, job: Job) -> None:
         self.slot = slot
         self._shown = 0
-        self.ready = SPAWN.Event()  # once it has imported everything
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the worker
         # A Connection, because multiprocessing can pass one; the worker uses only its descriptor.
         with Connection(os.dup(self._output.fileno()), readable=False) as output:
-            self.process = SPAWN.Process(target=main, args=(self.ready, output, job, slot))
+            self.process = SPAWN.Process(target=main, args=(output, job, slot))
             # The child inherits this block, so that Ctrl-C cannot reach it while it starts. The
             # start of the tracker unblocks signals, so it must not happen with the first worker's.
             resource_tracker.ensure_running()
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
-                with slot.environment():
-                    self.process.start()
+                self.process.start()
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
@@ -201,24 +168,17 @@ class Worker:
         self._shown += len(text)
         return text.decode(errors="replace").splitlines()
 
-    def describe_death(self) -> str:
-        """Why the worker ended, in a few words."""
-        code = self.process.exitcode or 0
-        if code < 0:
-            memory = " (out of memory?)" if -code == signal.SIGKILL else ""
-            return f"killed by signal {-code}, {signal.Signals(-code).name}{memory}"
-        return f"ended with code {code}"
-
     def close(self) -> None:
         """Kills the worker if it has not ended."""
-        if self.process.is_alive():
-            self.process.kill()
+        self.process.kill()
         self.process.join()
         self._output.close()
 
 
-def main(ready: object, output: Connection, job: Job, slot: WorkerSlot) -> None:
+def main(output: Connection, job: Job, slot: WorkerSlot) -> None:
     """Runs `work` in this process. If the parent dies, stops, with a checkpoint if it trains.
+
+    The last line of a worker that fails is why no other could go on.
 
     Args:
         output: the file for everything printed and logged; only its descriptor is used.
@@ -230,23 +190,18 @@ def main(ready: object, output: Connection, job: Job, slot: WorkerSlot) -> None:
         os.dup2(output.fileno(), stream)
     logging.raiseExceptions = False  # a log on a full disk must not fill the screen as well
     threading.Thread(target=_stop_with_parent, daemon=True).start()
-    handler = logging.StreamHandler()
-    handler.format = lambda record: f"{about()}\t{record.getMessage()}"  # type: ignore[method-assign]
+    os.environ.update(slot.variables())
     try:
-        with messages_to(handler), ready_to_train():
+        with messages_to_stderr(), ready_to_train():
             sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-            ready.set()  # type: ignore[attr-defined]
-            work(job, slot, TrainingControl(stop, lambda *_: None))
+            work(job, slot, TrainingControl(stop))
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except Exception as error:  # but Halted, a fault of ours, which another worker would meet too
         if not isinstance(error, Halted):
             traceback.print_exc()
-        print(f"{HALTED}{error if isinstance(error, Halted) else one_line(error)}", flush=True)
+        print(error if isinstance(error, Halted) else one_line(error), flush=True)
         sys.exit(FAILED)
-
-
-HALTED = "\t\t"  # begins the last line of a worker that nothing can follow
 
 
 def _stop_with_parent() -> None:

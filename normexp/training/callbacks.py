@@ -1,4 +1,4 @@
-"""Callbacks: checks of the user's own, and those that report progress.
+"""Callbacks: checks of the user's own, and the one that reports progress.
 
 Lightning calls them at the start and end of training, of each epoch, of each validation and of the
 test, and when a checkpoint is written or read. A callback that acts on training batches gets one
@@ -9,19 +9,15 @@ the last validation, as means over the stack.
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning import callbacks as shipped
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from normexp.errors import UserError
 from normexp.training.module import TrainingModule
-from normexp.training.recorder import finite_mean
 
 # Callbacks of Lightning that cannot be used, and what to use instead.
 UNSUPPORTED: dict[type, str] = {
@@ -43,7 +39,7 @@ NEVER_CALLED = (
     *("on_before_zero_grad", "on_before_backward", "on_after_backward"),
     "on_before_optimizer_step",
 )
-SECONDS_BETWEEN_REPORTS = 0.25
+SECONDS_BETWEEN_REPORTS = 1.0
 
 
 def check_callback(callback: pl.Callback, name: str, metrics: Sequence[str]) -> None:
@@ -100,7 +96,7 @@ def _own_hooks(callback: pl.Callback, hooks: Sequence[str]) -> list[str]:
 
 
 class StepReports(pl.Callback):
-    """Calls `on_steps(step, total_steps)` a few times a second at most."""
+    """Calls `on_steps(step, num_steps)` once a second at most."""
 
     def __init__(self, on_steps: Callable[[int, int], None]) -> None:
         self.on_steps = on_steps
@@ -113,48 +109,4 @@ class StepReports(pl.Callback):
         assert isinstance(pl_module, TrainingModule)
         if time.monotonic() - self._reported_at > SECONDS_BETWEEN_REPORTS:
             self._reported_at = time.monotonic()
-            self.on_steps(pl_module.step, pl_module.total_steps)
-
-
-class TrainingProgress(pl.Callback):
-    """Shows epoch, loss and score as a live bar, if stderr is a terminal."""
-
-    def __init__(self, title: str) -> None:
-        self.title = title
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("steps"),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-            transient=True,
-            disable=not sys.stderr.isatty(),
-        )
-        self._row = self.bar.add_task(title, total=None)
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        del trainer, pl_module
-        self.bar.start()
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any
-    ) -> None:
-        del trainer
-        assert isinstance(pl_module, TrainingModule)
-        step, total = pl_module.step, pl_module.total_steps
-        self.bar.update(
-            self._row, completed=step, total=total, description=self._describe(pl_module)
-        )
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        del trainer, pl_module, stage
-        self.bar.stop()
-
-    def _describe(self, module: TrainingModule) -> str:
-        parts = [self.title, f"epoch {module.position(module.step).epoch + 1}/{module.num_epochs}"]
-        columns = {"loss": module.losses.latest} | module.metrics
-        for name in ("loss", "val/accuracy", "val/bits_per_byte"):
-            if math.isfinite(mean := finite_mean(columns.get(name, []))):
-                parts.append(f"{name} {mean:.3f}")
-        return "  ".join(parts)
+            self.on_steps(pl_module.step, pl_module.recipe.num_steps)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from normexp.batching.replicas import Batch, Loss, Replicas, backward
 from normexp.batching.sizes import Sizes
-from normexp.errors import UserError, first_line
+from normexp.errors import UserError
 from normexp.training.step import AddGradient
 from normexp.training.stopping import StopRequest
 
@@ -38,18 +38,13 @@ class Devices:
 
     @property
     def type(self) -> str:
-        """See `device_type`."""
-        return device_type(self.accelerator)
+        """`cuda` or `cpu`; any other accelerator is left for Lightning to check.
 
-
-def device_type(accelerator: str) -> str:
-    """Returns "cuda" or "cpu"; any other accelerator is left for Lightning to check.
-
-    `auto` is never "mps", which has no float64 for sums over a data set.
-    """
-    if accelerator == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return "cuda" if accelerator == "gpu" else accelerator
+        `auto` is never "mps", which has no float64 for sums over a data set.
+        """
+        if self.accelerator == "auto":
+            return "cuda" if torch.cuda.is_available() else "cpu"
+        return "cuda" if self.accelerator == "gpu" else self.accelerator
 
 
 @contextmanager
@@ -133,31 +128,14 @@ def compiled_gradient(replicas: Replicas, sizes: Sizes, device: torch.device) ->
 
     On a GPU a step of one forward is replayed as a CUDA graph (mode `reduce-overhead`). Not with
     accumulation: gradients in a graph's memory must not outlive its next replay.
-
-    Raises, when called:
-        UserError: the first call failed: this network cannot be compiled here.
     """
     torch.compiler.reset()  # its limit of recompilations counts over all networks of a process
     replays = device.type == "cuda" and sizes.micro == sizes.batch_size
     measure = torch.compile(replicas.measure, mode="reduce-overhead" if replays else None)
-    has_worked = False
 
     def add_gradient(batch: Batch, loss: Loss, weight: float) -> Tensor:
-        nonlocal has_worked
         if replays:
             torch.compiler.cudagraph_mark_step_begin()
-        try:
-            losses = backward(measure(batch, loss), weight)  # compiled with its backward
-        except (UserError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            if has_worked:
-                raise
-            raise UserError(
-                f"compile=true: this network cannot be compiled here ({first_line(error)}); "
-                "try compile=false"
-            ) from error
-        has_worked = True
-        return losses
+        return backward(measure(batch, loss), weight)  # compiled with its backward
 
     return add_gradient

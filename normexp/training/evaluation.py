@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,66 +19,51 @@ from torch.nn import functional
 
 from normexp.batching.replicas import Batch, Measurements, Replicas
 from normexp.data.dataset import Data
-from normexp.norms.state import write_state
 from normexp.training.recipe import Recipe
 from normexp.training.recorder import Columns
 from normexp.training.statistics import (
-    Population,
-    batch_statistics,
     block_size,
-    evaluation_mode,
     gather,
-    measure_population,
     own_share,
     shuffled,
+    with_batch_statistics,
+    with_population,
 )
 
 logger = logging.getLogger(__name__)
 
 
-class Criterion(ABC):
-    """The loss of one replica's output, and the metrics of a split."""
+class Classification:
+    """Cross-entropy in nats, and accuracy as the share of samples classified correctly.
 
-    metrics: tuple[str, ...]  # names of what `summarise` returns
-
-    @abstractmethod
-    def loss(self, output: Tensor, batch: Batch) -> Tensor:
-        """Returns the loss summed over the batch's targets."""
-
-    @abstractmethod
-    def measure(self, output: Tensor, batch: Batch) -> Measurements:
-        """Returns `loss`, and `per_sample`: what samples.npz keeps of each sample (N,)."""
-
-    @abstractmethod
-    def summarise(self, split: str, loss: Tensor, per_sample: Tensor) -> Measurements:
-        """Returns metrics (S,) from the mean loss over targets (S,) and `per_sample` (S, N)."""
-
-
-class Classification(Criterion):
-    """Cross-entropy in nats, and accuracy as the share of samples classified correctly."""
+    Attributes:
+        metrics: names of what `summarise` returns.
+    """
 
     metrics = ("loss", "accuracy")
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
+        """Returns the loss summed over the batch's targets."""
         # output (N, num_classes), targets (N,)
         return functional.cross_entropy(output, batch["targets"], reduction="sum")
 
     def measure(self, output: Tensor, batch: Batch) -> Measurements:
-        """Each sample is right or not, bool."""
+        """Returns `loss`, and `per_sample`: whether each sample is right (N,), for samples.npz."""
         return {
             "loss": self.loss(output, batch),
             "per_sample": output.argmax(dim=-1) == batch["targets"],
         }
 
     def summarise(self, split: str, loss: Tensor, per_sample: Tensor) -> Measurements:
+        """Returns metrics (S,) from the mean loss over targets (S,) and `per_sample` (S, N)."""
         del split
         # argmax of NaN is class 0
         accuracy = torch.where(loss.isfinite(), per_sample.double().mean(dim=1), torch.nan)
         return {"loss": loss, "accuracy": accuracy}
 
 
-class LanguageModeling(Criterion):
-    """Cross-entropy in nats per token, and in bits per byte of UTF-8 text.
+class LanguageModeling:
+    """Cross-entropy in nats per token, and in bits per byte of UTF-8 text; as `Classification`.
 
     Args:
         bytes_per_token: of each split.
@@ -109,6 +92,9 @@ class LanguageModeling(Criterion):
         return {"loss": loss, "bits_per_byte": loss / math.log(2) / self.bytes_per_token[split]}
 
 
+Criterion = Classification | LanguageModeling
+
+
 def criterion_of(data: Data) -> Criterion:
     """Returns the criterion of a data set's task."""
     if data.task == "classification":
@@ -121,29 +107,18 @@ class Evaluator:
     """Computes metrics of replicas on the val and test split.
 
     Attributes:
+        data: on the device of the replicas.
         samples: what samples.npz keeps of each test sample (S, N), by kind of statistics.
-        population: the latest precise statistics; None before they are measured, or if the norm
-            has no running state.
     """
 
     def __init__(
-        self,
-        replicas: Replicas,
-        data: Data,
-        criterion: Criterion,
-        recipe: Recipe,
+        self, replicas: Replicas, data: Data, criterion: Criterion, recipe: Recipe
     ) -> None:
         self.replicas = replicas
         self.data = data
         self.criterion = criterion
         self.recipe = recipe
         self.samples: dict[str, Tensor] = {}
-        self.population: Population | None = None
-        self._lacks_running_state = False
-
-    def on(self, data: Data) -> Evaluator:
-        """Returns the same evaluator for a copy of the data on another device."""
-        return Evaluator(self.replicas, data, self.criterion, self.recipe)
 
     def running(self, split: str) -> Columns:
         """Returns the metrics of a split; the replicas must be in evaluation mode."""
@@ -152,44 +127,34 @@ class Evaluator:
 
     def with_other_statistics(self, splits: Sequence[str]) -> Columns:
         """Returns the metrics of the splits with every other kind of statistics of the recipe."""
-        metrics: Columns = {}
-        statistics = self.recipe.statistics
-        if {"precise", "own_share"} & {*statistics} and not self._lacks_running_state:
-            self.population = self._measure_population(self.replicas)
-            self._lacks_running_state = self.population is None
-            if self.population is None:
-                logger.info("no precise statistics: the norm has no running averages")
-            else:
-                with evaluation_mode(self.replicas):
-                    write_state(self.replicas, self.population.state)
-                    for split in splits if "precise" in statistics else ():
-                        metrics |= self._score(self.replicas, "precise", split)
-                    if "own_share" in statistics:
-                        metrics |= self._with_own_share(splits)
-        for size in self.recipe.evaluation_batch_sizes:
-            with batch_statistics(self.replicas, size):
-                for split in splits:
-                    metrics |= self._score(self.replicas, f"batch{size}", split, size)
-        return metrics
-
-    def _with_own_share(self, splits: Sequence[str]) -> Columns:
-        """Returns metrics; the running state of the replicas must be precise."""
-        metrics: Columns = {}
-        size = self.recipe.sizes.norm
-        few = gather(self.replicas, self.data, "train", torch.arange(2))
-        with own_share(self.replicas, few, size) as copies:
-            if copies is None:
-                logger.info("no own share: it is defined for norms with running mean and variance")
-                return {}
+        recipe, metrics = self.recipe, Columns()
+        if {"precise", "own_share"} & {*recipe.statistics}:
+            metrics |= self._with_population(splits)
+        for size in recipe.evaluation_batch_sizes:
+            copies = with_batch_statistics(self.replicas, size)
             for split in splits:
-                metrics |= self._score(copies, "own_share", split, size)
+                metrics |= self._score(copies, f"batch{size}", split, size)
         return metrics
 
-    def _measure_population(self, replicas: Replicas) -> Population | None:
-        recipe = self.recipe
-        return measure_population(
-            replicas, self.data, num_samples=recipe.precise_samples, group_size=recipe.sizes.norm
+    def _with_population(self, splits: Sequence[str]) -> Columns:
+        recipe, metrics, size = self.recipe, Columns(), self.recipe.sizes.norm
+        population = with_population(
+            self.replicas, self.data, num_samples=recipe.precise_samples, group_size=size
         )
+        if population is None:
+            logger.info("no precise statistics: the norm has no running averages")
+            return metrics
+        for split in splits if "precise" in recipe.statistics else ():
+            metrics |= self._score(population, "precise", split)
+        if "own_share" in recipe.statistics:
+            few = gather(population, self.data, "train", torch.arange(2))
+            with own_share(population, few, size) as copies:
+                if copies is None:
+                    logger.info("no own share: it is defined for running mean and variance")
+                    return metrics
+                for split in splits:
+                    metrics |= self._score(copies, "own_share", split, size)
+        return metrics
 
     @torch.no_grad()
     def _score(
@@ -231,21 +196,14 @@ class Evaluator:
         suffix = suffix_of(kind)
         return {f"{split}/{name}{suffix}": value.tolist() for name, value in summary.items()}
 
-    def content(self, metrics: Columns, index: int) -> dict[str, Any]:
-        """Returns evaluation.json of replica `index`: its finite metrics by kind of statistics.
-
-        `precise` also has num_samples, `gap` compares running averages with it, by site, and
-        `asked` names what was evaluated, also where the norm or its numbers gave nothing.
-        """
-        content: dict[str, Any] = {"asked": self.recipe.evaluations}
+    def content(self, metrics: Columns, index: int) -> dict[str, dict[str, float]]:
+        """Returns evaluation.json of replica `index`: its finite metrics by kind of statistics."""
+        content: dict[str, dict[str, float]] = {}
         for name, column in metrics.items():
             metric, _, suffix = name.partition("@")
             kind = "batch" if suffix.startswith("batch") else suffix or "running"
             if kind in self.recipe.statistics and math.isfinite(column[index]):
                 content.setdefault(suffix or "running", {})[metric] = column[index]
-        if self.population is not None and "precise" in content:
-            content["precise"]["num_samples"] = self.population.num_samples
-            content["gap"] = self.population.gaps[index]
         return content
 
     def samples_of(self, metrics: Columns, index: int) -> dict[str, np.ndarray]:

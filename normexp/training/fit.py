@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import warnings
 from collections.abc import Iterator
@@ -35,26 +36,24 @@ def fit(
     checkpoint: Path,
     callbacks: list[pl.Callback],
     stop: StopRequest | None = None,
-) -> bool:
+) -> None:
     """Trains, validates at intervals, and tests once at the end; fills `module.metrics`.
 
     Args:
         checkpoint: file to save to, and to resume from if it exists.
         stop: a stop request that other threads can set too.
 
-    Returns:
-        True if a stop was requested too late, after the last step: the training is complete.
-
     Raises:
         UserError: anything but an EarlyStopping ended the training before its last step.
-        Interrupted: a stop was requested and the checkpoint written.
+        Interrupted: a stop was requested before the last step, and the checkpoint written.
+        MemoryError: with what to change.
         KeyboardInterrupt: a second request, which stops at once.
     """
     stop = stop or StopRequest()
     devices = module.recipe.devices
     with quiet_lightning(), gpu_arithmetic(devices), stop.listening():
         trainer = pl.Trainer(
-            max_epochs=module.num_epochs,
+            max_epochs=math.ceil(module.recipe.num_steps / module.batches.steps_per_epoch),
             check_val_every_n_epoch=module.recipe.val_every_epochs,
             num_sanity_val_steps=0,
             logger=False,
@@ -66,9 +65,10 @@ def fit(
         resume = str(checkpoint) if checkpoint.is_file() else None
         try:
             trainer.fit(module, ckpt_path=resume, weights_only=True)
-            if not (module.has_ended or module.losses.all_diverged or why_stopped(trainer)):
+            all_diverged = None not in module.losses.diverged_at
+            if not (module.has_ended or all_diverged or why_stopped(trainer)):
                 raise UserError(
-                    f"the training ended after {module.step} of {module.total_steps} steps, "
+                    f"the training ended after {module.step} of {module.recipe.num_steps} steps, "
                     "because of a callback or an option of the trainer; drop it, and set steps or "
                     "epochs to train less, or callback=early_stopping"
                 )
@@ -81,7 +81,6 @@ def fit(
             raise
         except SystemExit:  # Lightning's translation of the second request's KeyboardInterrupt
             raise KeyboardInterrupt from None
-    return stop.requested
 
 
 def evaluate(module: TrainingModule) -> None:

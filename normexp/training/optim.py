@@ -26,19 +26,19 @@ def parameter_groups(
         decay_bias: whether all other biases do.
     """
     of_norms = {id(p) for p in norm_parameters(model)}
-    spared = set() if decay_norm else set(of_norms)
-    if not decay_bias:
-        biases = {id(p) for name, p in model.named_parameters() if name.endswith("bias")}
-        spared |= biases - of_norms
-    trained = [p for p in model.parameters() if p.requires_grad]
-    decayed = [p for p in trained if id(p) not in spared]
-    kept = [p for p in trained if id(p) in spared]
+    decayed, kept = list[nn.Parameter](), list[nn.Parameter]()
+    for name, parameter in model.named_parameters():
+        decays = decay_norm if id(parameter) in of_norms else decay_bias or name[-4:] != "bias"
+        if parameter.requires_grad:
+            (decayed if decays else kept).append(parameter)
     groups: list[dict[str, object]] = [{"params": decayed, "weight_decay": weight_decay}]
     return [*groups, {"params": kept, "weight_decay": 0.0}] if kept else groups
 
 
-class ReplicaRates:
-    """Trains each replica of a stack at its own learning rate with one optimizer.
+def train_at_own_rates(
+    optimizer: torch.optim.Optimizer, replicas: Replicas, scales: Sequence[float]
+) -> None:
+    """Makes an optimizer train each replica of a stack at its own learning rate.
 
     The optimizer steps at the common rate lr, then replica r keeps the share s_r of its update:
     p_r = old_r + s_r (new_r - old_r). This equals a step at the rate s_r lr for every optimizer
@@ -49,26 +49,28 @@ class ReplicaRates:
     Args:
         scales: s_r in (0, 1]. The common rate is the largest, so rounding is never magnified.
     """
+    device = next(replicas.parameters()).device
+    factors = torch.tensor(scales, dtype=torch.float64, device=device)
+    trees = [factors] if replicas.is_stacked else list(factors)
+    scaled = [  # with a scale () or (S, 1, ...)
+        (p, scale.to(p.dtype).view(scale.shape + (1,) * (p.ndim - scale.ndim)))
+        for tree, scale in zip(replicas.trees, trees, strict=True)
+        for p in tree.parameters()
+        if p.requires_grad
+    ]
+    before: list[torch.Tensor] = []
 
-    def __init__(self, replicas: Replicas, scales: Sequence[float]) -> None:
-        assert len(scales) == replicas.num_replicas and all(0 < scale <= 1 for scale in scales)
-        device = next(replicas.parameters()).device
-        factors = torch.tensor(scales, dtype=torch.float64, device=device)
-        trees = [factors] if replicas.is_stacked else list(factors)
-        self._scaled = [  # with a scale () or (S, 1, ...)
-            (p, scale.to(p.dtype).view(scale.shape + (1,) * (p.ndim - scale.ndim)))
-            for tree, scale in zip(replicas.trees, trees, strict=True)
-            for p in tree.parameters()
-            if p.requires_grad
-        ]
+    def keep(*_: object) -> None:
+        before[:] = [parameter.detach().clone() for parameter, _ in scaled]
 
     @torch.no_grad()
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Takes a step of the optimizer, and scales it for each replica."""
-        before = [parameter.detach().clone() for parameter, _ in self._scaled]
-        optimizer.step()
-        for old, (parameter, scale) in zip(before, self._scaled, strict=True):
+    def scale_update(*_: object) -> None:
+        for old, (parameter, scale) in zip(before, scaled, strict=True):
             parameter.copy_(old.lerp_(parameter, scale))  # exact to the bit for a scale of 1
+        before.clear()
+
+    optimizer.register_step_pre_hook(keep)
+    optimizer.register_step_post_hook(scale_update)
 
 
 # They update each value from its own history alone, by a step that is linear in the rate.

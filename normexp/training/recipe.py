@@ -13,7 +13,7 @@ from pytorch_lightning.loggers import Logger
 from normexp.batching.replicas import Replicas
 from normexp.batching.sizes import Sizes
 from normexp.training.devices import Devices
-from normexp.training.optim import OptimizerFactory, parameter_groups
+from normexp.training.optim import OptimizerFactory, parameter_groups, train_at_own_rates
 from normexp.training.schedule import Schedule
 
 
@@ -70,14 +70,6 @@ class Recipe:
     def num_epochs(self) -> float:
         return self.num_steps / self.steps_per_epoch
 
-    @property
-    def evaluations(self) -> dict[str, int]:
-        """What evaluation.json holds as `asked`: each kind to its number of samples."""
-        pooled = [kind for kind in ("precise", "own_share") if kind in self.statistics]
-        return dict.fromkeys(pooled, self.precise_samples) | {
-            f"batch{size}": size for size in self.evaluation_batch_sizes
-        }
-
     def for_norm(self, *, mixes_samples: bool, mixes_in_evaluation: bool) -> Recipe:
         """The recipe for a norm that was probed: what does not depend on batches is left out."""
         return replace(
@@ -94,4 +86,7 @@ class Recipe:
             decay_norm=self.decay_norm,
             decay_bias=self.decay_bias,
         )
-        return self.optimizer(groups, lr=self.lr)
+        optimizer = self.optimizer(groups, lr=self.lr)
+        if self.lr_scales is not None:
+            train_at_own_rates(optimizer, replicas, self.lr_scales)
+        return optimizer

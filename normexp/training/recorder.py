@@ -4,79 +4,50 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pytorch_lightning.loggers import Logger
 
 from normexp.records.metrics import MetricRow, write_metrics
 
 Columns = dict[str, list[float]]  # a value per replica, by metric
-
-
-@dataclass(frozen=True)
-class Position:
-    """A position in training; `step` counts optimizer steps done."""
-
-    step: int
-    epoch: int
-    samples_seen: int
+Position = tuple[int, int, int]  # optimizer steps done, epoch, samples seen
 
 
 class Recorder:
     """Keeps the rows of each run, which go into checkpoints, and passes them to its loggers.
 
     Args:
-        files: metrics.csv of each run; None: not written.
+        files: metrics.csv of each run; None: not written. Empty for a process that records nothing.
         loggers: Lightning loggers of each run.
+
+    Attributes:
+        rows: of each run, (step, epoch, samples seen, name, value).
     """
 
     def __init__(
-        self, files: Sequence[Path | None], loggers: Sequence[Sequence[Logger]] = ()
+        self, files: Sequence[Path | None], loggers: Sequence[Sequence[Logger]] | None = None
     ) -> None:
         self.files = files
-        self.loggers = loggers
-        self.rows: list[list[MetricRow]] = [[] for _ in files]
-
-    @property
-    def tracks(self) -> bool:
-        """True if tracked values have a receiver."""
-        return any(self.loggers)
+        self.loggers = loggers or [[] for _ in files]
+        self.rows: list[list[tuple[int, int, int, str, float]]] = [[] for _ in files]
 
     def record(self, position: Position, values: Columns) -> None:
         """Records a value per replica for each metric, except those that are not finite."""
-        where = position.step, position.epoch, position.samples_seen
-        for index, rows in enumerate(self.rows):
-            named = _finite(values, index)
-            rows += [MetricRow(*where, name, value) for name, value in named.items()]
-        self.track(position, values)
-
-    def track(self, position: Position, values: Columns) -> None:
-        """Logs values that metrics.csv must not have, since a repetition would not repeat them."""
-        more = {"epoch": position.epoch, "samples_seen": position.samples_seen}
+        step, epoch, samples_seen = position
         for index, loggers in enumerate(self.loggers):
-            if named := _finite(values, index):
-                for logger in loggers:
-                    logger.log_metrics({**named, **more}, step=position.step)
+            of_run = {name: column[index] for name, column in values.items()}
+            of_run = {name: value for name, value in of_run.items() if math.isfinite(value)}
+            self.rows[index] += [(*position, name, value) for name, value in of_run.items()]
+            more = {"epoch": epoch, "samples_seen": samples_seen}
+            for logger in loggers if of_run else ():
+                logger.log_metrics({**of_run, **more}, step=step)
 
     def write(self) -> None:
         """Writes the rows so far to metrics.csv."""
-        for path, rows in zip(self.files, self.rows, strict=True):
+        for path, rows in zip(self.files, self.rows, strict=False):
             if path is not None:
-                write_metrics(path, rows)
-
-    def state_dict(self) -> list[list[tuple[Any, ...]]]:
-        return [[tuple(row) for row in rows] for rows in self.rows]
-
-    def load_state_dict(self, state: list[list[tuple[Any, ...]]]) -> None:
-        if self.files:  # a process that writes nothing has no rows
-            self.rows = [[MetricRow(*row) for row in rows] for rows in state]
-
-
-def _finite(values: Columns, index: int) -> dict[str, float]:
-    row = {name: column[index] for name, column in values.items()}
-    return {name: value for name, value in row.items() if math.isfinite(value)}
+                write_metrics(path, [MetricRow(*row) for row in rows])
 
 
 def finite_mean(column: Sequence[float]) -> float:

@@ -6,12 +6,13 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from normexp.errors import UserError
 
@@ -87,21 +88,32 @@ def momentum_of_half_life(half_life: float, batch_size: int) -> float:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate over a training: a factor on `lr`, or whatever a scheduler sets.
+    """The learning rate over a training, as a scheduler of torch sets it.
 
     Attributes:
-        factor: of the step, counted from 0; None if a scheduler sets the rate.
-        build: makes that scheduler, which steps after each optimizer step, or at each validation
-            if it monitors a metric.
+        build: makes the scheduler, which steps after each optimizer step, or at each validation if
+            it monitors a metric.
+        follows_lr: at every step the rate is proportional to `lr`; not known of schedulers that
+            are not ours, such as OneCycleLR with its `max_lr`.
         monitor: the name of that metric.
-        name: of the class of that scheduler.
+        name: of the class of the scheduler.
     """
 
     total_steps: int
-    factor: Callable[[int], float] | None = None
-    build: Callable[[Optimizer], LRScheduler] | None = None
+    build: Callable[[Optimizer], LRScheduler]
+    follows_lr: bool = False
     monitor: str | None = None
     name: str | None = None
+
+
+def schedule_by_factor(factor: Callable[[int], float], total_steps: int) -> Schedule:
+    """The schedule whose rate at a step, counted from 0, is `lr` times a factor."""
+
+    def build(optimizer: Optimizer) -> LRScheduler:
+        # After the last step the scheduler asks for the rate of one more.
+        return LambdaLR(optimizer, lambda step: factor(min(step, total_steps - 1)))
+
+    return Schedule(total_steps, build, follows_lr=True)
 
 
 def named_schedule(kind: str, warmup: float, total_steps: int) -> Schedule:
@@ -133,7 +145,7 @@ def named_schedule(kind: str, warmup: float, total_steps: int) -> Schedule:
         cosine = (1 + math.cos(math.pi * (step - warmup_steps) / rest)) / 2
         return max(cosine, 1e-4) if kind == "one_cycle" else cosine
 
-    return Schedule(total_steps, factor)
+    return schedule_by_factor(factor, total_steps)
 
 
 def own_schedule(
@@ -156,23 +168,16 @@ def own_schedule(
     if not is_scheduler:
         for step in {*range(0, total_steps, max(1, total_steps // 100)), total_steps - 1}:
             factor = make(step, total_steps)
-            if not _is_factor(factor):
+            if not isinstance(factor, Real) or not 0 <= float(factor) < math.inf:
                 raise UserError(
-                    f"{name} returns {factor!r} at step {step} of {total_steps}; return a factor "
-                    "on lr, 0 or more"
+                    f"{name} returns {factor!r} at step {step} of {total_steps}; return a number, "
+                    "0 or more: the factor on lr"
                 )
-        return Schedule(total_steps, lambda step: float(make(step, total_steps)))
+        return schedule_by_factor(lambda step: float(make(step, total_steps)), total_steps)
     trial = SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
     scheduler = make(trial)
     if not takes_metric:
         trial.step()
         scheduler.step()
     watched = (monitor or "val/loss") if takes_metric else None
-    return Schedule(total_steps, build=make, monitor=watched, name=target.__name__)
-
-
-def _is_factor(factor: Any) -> bool:
-    try:
-        return bool(math.isfinite(factor) and factor >= 0)
-    except (TypeError, ValueError, RuntimeError):  # of a tensor, for one
-        return False
+    return Schedule(total_steps, make, monitor=watched, name=target.__name__)

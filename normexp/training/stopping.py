@@ -63,8 +63,8 @@ class TrainingControl:
 
     Attributes:
         stop: requests to stop, by Ctrl-C or by another thread.
-        on_steps: called with (step, num_steps) at times; None shows a progress bar.
+        on_steps: called once a second while it trains.
     """
 
     stop: StopRequest = field(default_factory=StopRequest)
-    on_steps: Callable[[int, int], None] | None = None
+    on_steps: Callable[[], None] = lambda: None

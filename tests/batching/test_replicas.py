@@ -32,9 +32,10 @@ def test_stacked_tensors_lead_with_the_replicas_and_a_replica_is_the_network_tha
         network.append(nn.Linear(5, 2).double())
         network[3].weight = network[2].weight  # shared
     stacked = Stacked(given)
-    assert stacked.network[0].weight.shape == (3, 5, 4)
-    assert stacked.network[1].running_mean.shape == (3, 5)
-    assert stacked.network[3].weight is stacked.network[2].weight
+    (tree,) = stacked.trees
+    assert tree[0].weight.shape == (3, 5, 4)
+    assert tree[1].running_mean.shape == (3, 5)
+    assert tree[3].weight is tree[2].weight
     assert all(p.is_leaf and p.requires_grad for p in stacked.parameters())
     replica = stacked.replica(1)
     assert replica[3].weight is replica[2].weight
@@ -49,17 +50,13 @@ def test_clipping_of_a_stack_is_clipping_of_each_replica():
     for replicas in (stacked, in_turn):
         replicas.eval()  # torch's batch norm cannot write its running mean under vmap
         replicas.add_gradient(whole, loss, 1.0)
-    by_hand = [
-        torch.cat([p.grad.flatten() for p in own.parameters() if p.grad is not None]).norm()
-        for own in in_turn.trees
-    ]
-    for replicas in (stacked, in_turn):
+        before = replicas.gradient_norms()
         replicas.clip_gradients(1e3)  # below it nothing is scaled
-        torch.testing.assert_close(replicas.gradient_norms(), torch.stack(by_hand))
+        torch.testing.assert_close(replicas.gradient_norms(), before)
         replicas.clip_gradients(0.5)
     for index, network in enumerate(in_turn.trees):
         for name, parameter in network.named_parameters():
-            mine = dict(stacked.network.named_parameters())[name]
+            mine = dict(stacked.trees[0].named_parameters())[name]
             assert mine.grad is not None and parameter.grad is not None
             torch.testing.assert_close(mine.grad[index], parameter.grad, rtol=1e-12, atol=1e-14)
         norm = torch.stack([p.grad.norm() for p in network.parameters()]).norm()
@@ -74,21 +71,16 @@ def test_shared_batch_reaches_every_replica():
     torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_rule_of_stacking():
-    assert not stacking_pays("cpu", 1, 10)
-    assert stacking_pays("cpu", 4, SMALL_FORWARD)
-    assert not stacking_pays("cpu", 4, SMALL_FORWARD + 1)
-    assert stacking_pays("cuda", 4, SMALL_FORWARD + 1)
-
-
-def test_small_network_gets_one_thread_and_gives_it_back():
+def test_a_small_network_is_stacked_and_gets_one_thread_for_its_training():
+    sizes = (SMALL_FORWARD, SMALL_FORWARD + 1)
+    assert [stacking_pays("cpu", 4, size) for size in sizes] == [True, False]
+    assert stacking_pays("cuda", 4, SMALL_FORWARD + 1) and not stacking_pays("cpu", 1, 10)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        with suitable_threads(SMALL_FORWARD):
-            assert torch.get_num_threads() == 1
-        with suitable_threads(SMALL_FORWARD + 1):
+        for size, threads in zip(sizes, (1, 2), strict=True):
+            with suitable_threads(size):
+                assert torch.get_num_threads() == threads
             assert torch.get_num_threads() == 2
-        assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

@@ -5,25 +5,21 @@ On a CPU a check proves little about a GPU, but it proves that the check itself 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from training_cases import recipe_for
+from training_cases import image_data, recipe_for, text_data
 
 from normexp.batching.replicas import InTurn, Replicas, Stacked
 from normexp.batching.sizes import Sizes
 from normexp.build import build_network, build_norm
-from normexp.config.compose import compose_config
 from normexp.config.cells import norm_of
-from normexp.data.augment import Augmentation
+from normexp.config.compose import compose_config
 from normexp.data.batches import TrainingBatches
-from normexp.data.dataset import Data, Examples, Windows
+from normexp.data.dataset import Data, Windows
 from normexp.training.module import TrainingModule
 from normexp.training.recorder import Recorder
 from normexp.training.step import StepGradient
@@ -34,7 +30,6 @@ NEEDS_GPU = [
 ]
 ON_GPU = pytest.param("cuda", marks=NEEDS_GPU)
 on_each_device = pytest.mark.parametrize("device", ["cpu", ON_GPU])
-on_gpu = pytest.mark.parametrize("device", [ON_GPU])
 # In turn on the CPU is what trainings on a GPU are compared with.
 in_each_form = pytest.mark.parametrize(
     ("device", "stacked"),
@@ -44,43 +39,22 @@ in_each_form = pytest.mark.parametrize(
         pytest.param("cuda", True, id="cuda-stacked", marks=NEEDS_GPU),
     ],
 )
-NUM_REPLICAS = 2
+SEEDS = [0, 1]
 
 
-def images(augmentation: Augmentation | None = None) -> Data:
-    """Noise of 3 x 8 x 8 pixels."""
-    generator = torch.Generator().manual_seed(0)
-
-    def examples(count: int) -> Examples:
-        shape = (count, 3, 8, 8)
-        inputs = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-        return Examples(inputs, torch.randint(0, 4, (count,), generator=generator))
-
-    splits = [examples(count) for count in (48, 16, 16)]
-    facts = {"mean": (0.5,) * 3, "std": (0.25,) * 3, "augmentation": augmentation}
-    return Data("noise", "classification", *splits, 4, (3, 8, 8), **facts)
+def images() -> Data:
+    return image_data(48)
 
 
 def strings() -> Data:
-    """Padded strings of 12 tokens, with masks."""
-    generator = torch.Generator().manual_seed(0)
-
-    def examples(count: int) -> Examples:
-        tokens = torch.randint(1, 20, (count, 12), generator=generator)
-        mask = torch.arange(12) < torch.randint(2, 13, (count, 1), generator=generator)
-        return Examples(tokens * mask, torch.randint(0, 5, (count,), generator=generator), mask)
-
-    splits = [examples(count) for count in (48, 16, 16)]
-    return Data("strings", "classification", *splits, 5, (12,), vocab_size=20)
+    """Padded strings of 7 tokens, with masks."""
+    return text_data(48)
 
 
 def text() -> Data:
     """Random tokens in windows of 16."""
-    generator = torch.Generator().manual_seed(0)
-    splits = [
-        Windows(torch.randint(0, 30, (length,), generator=generator), 16)
-        for length in (900, 300, 300)
-    ]
+    noise = torch.Generator().manual_seed(0)
+    splits = [Windows(torch.randint(0, 30, (n,), generator=noise), 16) for n in (900, 300, 300)]
     per_token = dict.fromkeys(("train", "val", "test"), 1.0)
     facts = {"vocab_size": 30, "bytes_per_token": per_token}
     return Data("text", "language_modeling", *splits, 30, (16,), **facts)
@@ -106,12 +80,11 @@ def build(
     config = compose_config([f"norm={norm}", f"model={model}", *words])
     factory = build_norm(norm_of(config), sizes, data, num_steps=20)
     make = build_network(config["model"], factory, data)
-    networks = [make(seed) for seed in range(NUM_REPLICAS)]
+    networks = [make(seed) for seed in SEEDS]
     replicas: Replicas = Stacked(networks) if stacked else InTurn(networks)
     recipe = recipe_for(data, sizes, **choices)
-    seeds = list(range(NUM_REPLICAS))
-    batches = TrainingBatches(data, seeds, sizes.batch_size, drop_last=recipe.drop_last)
-    return TrainingModule(replicas, batches, recipe, Recorder([None] * len(seeds)))
+    batches = TrainingBatches(data, SEEDS, sizes.batch_size, drop_last=recipe.drop_last)
+    return TrainingModule(replicas, batches, recipe, Recorder([None] * len(SEEDS)))
 
 
 def place(module: TrainingModule, device: str) -> None:
@@ -120,26 +93,22 @@ def place(module: TrainingModule, device: str) -> None:
     torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic = False, True
     module.replicas.to(device)
     module.batches = module.batches.to(device)
-    module.evaluator = module.evaluator.on(module.batches.data)
+    module.evaluator.data = module.batches.data
 
 
-def first_step(
-    module: TrainingModule, device: str, dtype: torch.dtype = torch.float64
-) -> dict[str, Tensor]:
+def first_step(module: TrainingModule, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """Losses, gradients and buffers after the first forward and backward, on the CPU."""
     module.replicas.to(dtype)
     place(module, device)
-    module.replicas.train()
-    seeds = module.batches.seeds
-    gradient = StepGradient(module.replicas, module.criterion.loss, module.recipe.sizes, seeds)
+    replicas = module.replicas.train()
+    gradient = StepGradient(replicas, module.criterion.loss, module.recipe.sizes, SEEDS)
     (batch,) = module.batches.chunk(0, 1, dtype)
     values = {"loss": gradient.add(0, batch)}
-    replicas = module.replicas
     state = {name: p.grad for name, p in replicas.named_parameters() if p.grad is not None}
-    state |= dict(replicas.named_buffers())
-    for index in range(NUM_REPLICAS):
-        own = replicas.state_of(index, state)
-        values |= {f"{index} {name}": value for name, value in own.items()}
+    for name, value in {**state, **dict(replicas.named_buffers())}.items():
+        _, tree, own = name.split(".", 2)
+        rows = value if replicas.is_stacked else [value]
+        values |= {f"{int(tree) + index} {own}": row for index, row in enumerate(rows)}
     return {name: value.detach().cpu() for name, value in values.items()}
 
 
@@ -152,28 +121,3 @@ def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: flo
     for name, value in expected.items():
         scale = max(1.0, float(value.abs().max())) if value.numel() else 1.0
         torch.testing.assert_close(found[name], value, rtol=rtol, atol=rtol * scale, msg=name)
-
-
-class NoReads(TorchDispatchMode):
-    """Fails where the CPU would wait for a GPU to know a value; a copy to it passes."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ARG002
-        name = func.name().removeprefix("aten::").split(".")[0]
-        if name in ("_local_scalar_dense", "nonzero", "equal", "masked_select"):
-            raise RuntimeError(f"{name} waits for the device")
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def no_waiting(device: str) -> Iterator[None]:
-    """Fails if the CPU waits for the device inside the block."""
-    if device != "cuda":
-        with NoReads():
-            yield
-        return
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)

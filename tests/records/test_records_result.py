@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -49,31 +48,11 @@ def test_result_round_trip_is_exact(tmp_path: Path, result: Result):
 
 def test_missing_values_are_absent_and_metrics_are_sorted():
     failed = make_result(**FAILED, num_parameters=None).to_dict()
-    keys = ["schema", "cell_id", "seed", "status", "config", "metrics", "environment", "error"]
-    assert list(failed) == keys
+    keys = {"schema", "cell_id", "seed", "status", "config", "metrics", "environment", "error"}
+    assert failed.keys() == keys | {"timing"}
     assert (failed["schema"], failed["config"]["micro_batch_size"]) == (1, None)
     names = ["val/loss", "test/loss"]
     assert list(make_result(metrics=dict.fromkeys(names, 1)).to_dict()["metrics"]) == names[::-1]
-
-
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [
-        *(
-            ({"metrics": {"val/loss": value}}, "val/loss=")
-            for value in (float("nan"), float("inf"), None, "0.9")
-        ),
-        ({"timing": {"step_ms": float("nan")}}, "step_ms=nan"),
-        ({"status": "done"}, "status='done'"),
-        ({"status": "diverged"}, "diverged_at_step"),
-        ({"diverged_at_step": 3}, "diverged_at_step"),
-        ({"status": "failed"}, "error"),
-        ({"error": "x"}, "error"),
-    ],
-)
-def test_result_that_contradicts_itself_is_refused(changes: dict[str, Any], name: str):
-    with pytest.raises(ValueError, match=name):
-        make_result(**changes)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +62,6 @@ def test_result_that_contradicts_itself_is_refused(changes: dict[str, Any], name
         ({"schema": ...}, "schema=None"),
         ({"cell_id": ...}, "missing.*'cell_id'"),
         ({"status": "done"}, "'done' is not a valid Status"),
-        ({"timing": 3}, "edited by hand"),
         ({"timings": {}}, "'timings'"),
     ],
 )
@@ -107,18 +85,8 @@ def add_run(study: Path, cell: str, seed: int, **changes: Any) -> Path:
     return directory
 
 
-def test_result_of_another_run_is_named(tmp_path: Path):
-    run_dir = add_run(tmp_path, "c", 1)
-    assert read_result(run_dir).seed == 1
-    shutil.copytree(run_dir, seed_dir(tmp_path / "c", 0))
-    with pytest.raises(UserError, match=r"seed-0 holds the result of cell c, seed 1"):
-        read_result(seed_dir(tmp_path / "c", 0))
-    with pytest.raises(UserError, match="cell c, seed 1"):
-        read_result((tmp_path / "c").rename(tmp_path / "d") / "seed-1")
-
-
 def test_study_is_found_or_its_nearest_names_are_told(tmp_path: Path):
-    with pytest.raises(UserError, match="study=sweep not found: .*/runs does not exist"):
+    with pytest.raises(UserError, match="runs_dir=.*/runs has no studies yet"):
         find_study(tmp_path / "runs", "sweep")
     add_run(tmp_path / "sensitivity", "cell", 0)
     (tmp_path / "default").mkdir()

@@ -14,6 +14,7 @@ from normexp.records.sources import (
     refuse_edited,
     source_digest,
     source_files,
+    why_missing,
 )
 
 FILES = {
@@ -61,7 +62,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("torch.nn.BatchNorm2d", ""),
         ("normexp.norms.group.GroupNorm", ""),
         ("collections.Counter", ""),
-        ("__main__.Norm", ""),
     ],
 )
 def test_files_behind_a_target(target: str, names: str, folder: Path):
@@ -102,12 +102,31 @@ def test_the_digest_is_of_names_and_content_and_not_of_the_place(folder: Path, m
 
 def test_an_edit_after_the_import_is_refused(folder: Path):
     hashed = digests_of(source_files("second.Norm"))
-    module = importlib.import_module("second")
+    refuse_edited(hashed)
     refuse_edited(hashed)
     (folder / "second.py").write_text("x = 22\n")
-    refuse_edited(hashed)
-    with pytest.raises(UserError, match="was edited after the command began, or after this"):
-        refuse_edited(digests_of(source_files("second.Norm")))
-    importlib.reload(module)
-    refuse_edited(digests_of(source_files("second.Norm")))
-    del sys.modules["second"]
+    for digests in (hashed, digests_of(source_files("second.Norm"))):
+        with pytest.raises(UserError, match="was edited after the command began, or after this"):
+            refuse_edited(digests)
+
+
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        ("nowhere_at_all.Norm", "there is no module nowhere_at_all"),
+        ("helper.Lat", "helper has no Lat; it has late"),
+        ("helper.late", ""),
+        ("pack.sub.leaf.y", ""),
+        ("pack.part", ""),  # a module
+        ("alone.thing", ""),  # imported there
+        ("torch.nn.Norm", ""),  # not the user's: its import says so
+    ],
+)
+@pytest.mark.usefixtures("folder")
+def test_a_target_that_is_not_there_is_told_with_near_names(target: str, why: str):
+    assert why_missing(target)[: len(why) or None] == why
+
+
+def test_a_class_without_a_file_is_refused():
+    with pytest.raises(UserError, match="put the class in a file"):
+        source_files("__main__.Norm")

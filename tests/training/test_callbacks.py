@@ -47,13 +47,12 @@ def test_callback_finds_the_means_of_the_stack_after_each_validation(tmp_path: P
 def test_training_that_early_stopping_ends_is_complete_and_says_why(tmp_path: Path):
     early = shipped.EarlyStopping("val/loss", stopping_threshold=100.0)
     module = train(build_module(), tmp_path / "a.ckpt", [early])
-    assert module.step == 5 < module.recipe.schedule.total_steps
+    assert module.step == 5 < module.recipe.num_steps
     assert "test/loss" in module.metrics
     assert "val/loss" in (why_stopped(module.trainer) or "")
 
 
-@pytest.mark.parametrize("stop_at", [5, 7])  # at the end of an epoch, and within one
-def test_state_of_a_callback_is_resumed(tmp_path: Path, stop_at: int):
+def test_state_of_a_callback_is_resumed(tmp_path: Path):
     counts: list[int] = []
 
     class Watches(shipped.EarlyStopping):
@@ -68,6 +67,7 @@ def test_state_of_a_callback_is_resumed(tmp_path: Path, stop_at: int):
         return [Watches("val/loss", patience=9, min_delta=100.0)]
 
     whole = train(build(), tmp_path / "whole.ckpt", watching())
+    stop_at = 5  # the end of an epoch
     resumed = stopped_and_resumed(build, stop_at, tmp_path / "a.ckpt", "64-true", watching)
     assert counts == [0, 1, 0, 1]  # the second training neither began again nor missed a check
     assert_same_state(whole, resumed, 0)
@@ -77,11 +77,7 @@ def test_state_of_a_callback_is_resumed(tmp_path: Path, stop_at: int):
     ("callback", "message"),
     [
         (shipped.ModelCheckpoint(), "cannot be used: .*weights.pt"),
-        (shipped.TQDMProgressBar(), "progress"),
-        (shipped.StochasticWeightAveraging(0.1), "the weights of the last step"),
         (shipped.GradientAccumulationScheduler({0: 2}), "set micro_batch_size="),
-        (shipped.Timer("00:00:01:00"), "set steps="),
-        (shipped.LearningRateFinder(), "normexp.tune"),
         (Gradients(), "on_after_backward is never called"),
         (shipped.LambdaCallback(on_before_zero_grad=print), "on_before_zero_grad is never called"),
         (shipped.EarlyStopping("val_loss"), "monitor=val_loss .* try val/loss, val/accuracy"),

@@ -1,7 +1,8 @@
-"""Running, precise and batch statistics against passes by hand; state is restored."""
+"""Running, precise and batch statistics and own shares, against passes by hand."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from functools import partial
 from pathlib import Path
@@ -22,24 +23,17 @@ from training_cases import (
     train,
 )
 
+from normexp.batching.replicas import Replicas
 from normexp.batching.sizes import Sizes
 from normexp.data.dataset import Data, Examples, Windows
 from normexp.models.gpt import GPT
 from normexp.norms.batch import BatchNorm
-from normexp.norms.factory import NormFactory
-from normexp.norms.moments import Moments
 from normexp.norms.site import named_sites
-from normexp.norms.state import write_state
 from normexp.norms.zoo.batch import EvalNorm
 from normexp.norms.zoo.deviations import BatchNormBiasedAverage
 from normexp.training import statistics
 from normexp.training.module import TrainingModule
-from normexp.training.statistics import (
-    Population,
-    gather,
-    measure_population,
-    shuffled,
-)
+from normexp.training.statistics import gather, shuffled, with_population
 
 FORMS = {
     "one": {"seeds": (0,)},
@@ -48,25 +42,6 @@ FORMS = {
 }
 in_every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
 TEXT = {"model": text_encoder, "data": text_data(40)}
-
-
-class BiasedAverage(nn.Module):
-    """Batch norm that averages the biased variance, unlike torch, without declaring it."""
-
-    def __init__(self, num_features: int) -> None:
-        super().__init__()
-        self.momentum = 0.1
-        self.register_buffer("running_mean", torch.zeros(num_features))
-        self.register_buffer("running_var", torch.ones(num_features))
-
-    def forward(self, x: Tensor) -> Tensor:  # (N, C, H, W)
-        averages = (self.running_mean, self.running_var)
-        if self.training:
-            moments = x.mean((0, 2, 3)), x.var((0, 2, 3), correction=0)
-            for average, moment in zip(averages, moments, strict=True):
-                average.mul_(1 - self.momentum).add_(self.momentum * moment.detach())
-            averages = moments
-        return functional.batch_norm(x, *averages)
 
 
 def measuring(
@@ -104,26 +79,11 @@ def trained(**choices) -> TrainingModule:
     return module
 
 
-def population_of(module: TrainingModule, num_samples: int, group_size: int) -> Population:
+def population_of(module: TrainingModule, num_samples: int, group_size: int) -> Replicas:
     data, sizes = module.batches.data, {"num_samples": num_samples, "group_size": group_size}
-    found = measure_population(module.replicas, data, **sizes)
+    found = with_population(module.replicas, data, **sizes)
     assert found is not None
     return found
-
-
-def states_of(module: TrainingModule, population: Population, index: int) -> dict[str, Tensor]:
-    return module.replicas.state_of(index, population.state)
-
-
-def snapshot(module: TrainingModule) -> dict[str, object]:
-    """All state of the replicas that evaluation changes temporarily."""
-    modules = dict(module.replicas.named_modules())
-    taken: dict[str, object] = {f"{n}.training": m.training for n, m in modules.items()}
-    taken |= {f"{n}.momentum": getattr(m, "momentum", None) for n, m in modules.items()}
-    taken |= {f"{n}.size": getattr(m, "norm_batch_size", None) for n, m in modules.items()}
-    taken |= {f"{n}.names": tuple(sorted(vars(m))) for n, m in modules.items()}
-    taken |= {n: (id(b), b.tolist()) for n, b in module.replicas.named_buffers()}
-    return taken
 
 
 def moments_by_hand(
@@ -153,106 +113,43 @@ def moments_by_hand(
     return moments
 
 
-@in_every_form
 @pytest.mark.parametrize(
-    ("num_samples", "choices"),
+    ("num_samples", "choices", "form"),
     [
-        (37, {}),
-        (3, {}),
-        (37, {"make_norm": torch_norm}),
-        (37, {"make_norm": lambda c: BatchNormBiasedAverage(c)}),
-        (37, TEXT),
+        (37, {}, "one"),
+        (37, {}, "stacked"),
+        (3, {}, "in_turn"),
+        (37, {"make_norm": torch_norm}, "in_turn"),
+        (37, {"make_norm": torch_norm}, "stacked"),
+        (37, {"make_norm": lambda c: BatchNormBiasedAverage(c)}, "stacked"),
+        (37, TEXT, "stacked"),
     ],
-    ids=["shipped", "few", "torch", "biased", "padded_text"],
 )
 def test_precise_statistics_equal_one_pass_over_all_values(monkeypatch, num_samples, choices, form):
     monkeypatch.setattr(statistics, "STACK_SAMPLES", 16)  # several blocks
-    module = trained(**choices, **form)
+    module = trained(**choices, **FORMS[form])
     found = population_of(module, num_samples, group_size=4)
     used = num_samples - (num_samples % 4 == 1)  # without a single last sample
-    assert found.num_samples == used
     indices = shuffled(module.batches.data, "train")[:used]
-    for index in range(len(form["seeds"])):
+    for index in range(module.replicas.num_replicas):
         expected = moments_by_hand(module, index, indices, 4)
-        states = states_of(module, found, index)
-        assert states.keys() == expected.keys()
+        state = dict(found.replica(index).named_buffers())
+        assert expected
         for name, value in expected.items():
-            torch.testing.assert_close(states[name], value, rtol=0, atol=1e-10)
+            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-10)
 
 
-class SharesItsNorm(nn.Module):
-    def __init__(self, norm: NormFactory) -> None:
+class Decays(nn.Module):
+    """A norm that moves its averages at a rate of another name, or by the weight of the old one."""
+
+    def __init__(self, num_features: int, name: str) -> None:
         super().__init__()
-        self.first, self.second, self.head = norm(1), norm(1), nn.Linear(64, 4)
-        self.second.norm = self.first.norm
-
-    def forward(self, images: Tensor) -> Tensor:  # (N, 1, 8, 8)
-        return self.head(self.second(self.first(images).tanh()).flatten(1))
-
-
-def test_precise_statistics_leave_a_norm_that_two_sites_share_as_it_was():
-    module = trained(model=SharesItsNorm, make_norm=torch_norm, **FORMS["in_turn"])
-    before = snapshot(module)
-    population_of(module, 36, group_size=4)
-    assert snapshot(module) == before
-
-
-class OnlyFloat32(BiasedAverage):
-    def forward(self, x: Tensor) -> Tensor:
-        assert x.dtype == torch.float32
-        return super().forward(x)
-
-
-def test_a_foreign_norm_is_tried_in_the_precision_of_its_training():
-    module = build_module(**ALL_KINDS, make_norm=OnlyFloat32, **FORMS["in_turn"])
-    population_of(module, 36, group_size=4)
-
-
-@in_every_form
-def test_precise_statistics_of_instance_norm_average_over_samples(monkeypatch, form):
-    monkeypatch.setattr(statistics, "STACK_SAMPLES", 16)
-    make = lambda c: nn.InstanceNorm2d(c, track_running_stats=True)  # noqa: E731
-    module = trained(make_norm=make, **form)
-    found = population_of(module, 36, group_size=4)
-    indices = shuffled(module.batches.data, "train")[:36]
-    for index in range(len(form["seeds"])):
-        network, batch = (
-            module.replicas.replica(index),
-            gather(module.replicas, module.batches.data, "train", indices),
-        )
-        maps = network.get_submodule("conv1")(batch["inputs"]).flatten(2)  # (N, C, P)
-        states = states_of(module, found, index)
-        for name, value in (("mean", maps.mean((0, 2))), ("var", maps.var(2).mean(0))):
-            torch.testing.assert_close(states[f"norm1.norm.running_{name}"], value)
-
-
-@in_every_form
-def test_gap_compares_running_with_population_moments_per_site(form):
-    module, index = trained(**form), len(form["seeds"]) - 1
-    found = population_of(module, 40, group_size=8)
-    assert found.gaps[index].keys() == {"norm1", "norm2", "norm3"}
-    gap, precise = found.gaps[index]["norm2"], states_of(module, found, index)
-    norm = module.replicas.replica(index).get_submodule("norm2.norm")
-    mean, var = precise["norm2.norm.running_mean"], precise["norm2.norm.running_var"]
-    shift = (norm.running_mean - mean).abs() / var.sqrt()  # type: ignore[operator]
-    ratio = (norm.running_var / var).log2()  # type: ignore[operator]
-    largest = {"mean": shift.mean().item(), "max": shift.max().item()}
-    assert gap["mean_shift"] == pytest.approx(largest)
-    assert gap["log2_var_ratio"]["mean"] == pytest.approx(ratio.mean().item())
-    assert abs(gap["log2_var_ratio"]["max"]) == pytest.approx(ratio.abs().max().item())
-
-
-class WeightOfTheOld(nn.Module):
-    """A norm whose momentum is the weight of the old value."""
-
-    def __init__(self, num_features: int) -> None:
-        super().__init__()
-        self.momentum = 0.9
+        setattr(self, name, 0.9)
         self.register_buffer("running_mean", torch.zeros(num_features))
         self.register_buffer("running_var", torch.ones(num_features))
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = 1 - self.momentum
+        weight = 1 - getattr(self, "momentum", 0.9)
         return functional.batch_norm(
             x, self.running_mean, self.running_var, training=self.training, momentum=weight
         )
@@ -260,17 +157,19 @@ class WeightOfTheOld(nn.Module):
 
 @pytest.mark.parametrize(
     "make_norm",
-    [group_norm, WeightOfTheOld, lambda c: BatchNorm(c, track_running_stats=False)],
-    ids=["none", "opposite_momentum", "not_tracked"],
+    [
+        group_norm,
+        partial(Decays, name="momentum"),
+        partial(Decays, name="decay"),
+        lambda c: BatchNorm(c, track_running_stats=False),
+    ],
+    ids=["none", "opposite_momentum", "no_momentum", "not_tracked"],
 )
 def test_without_replaceable_running_state_there_are_no_precise_statistics(make_norm, caplog):
     module = trained(make_norm=make_norm, **measuring("precise"))
-    before = snapshot(module)
     with caplog.at_level("INFO", "normexp"):
-        for _ in range(2):
-            assert module.evaluator.with_other_statistics(["val"]) == {}
+        assert module.evaluator.with_other_statistics(["val"]) == {}
     assert len(caplog.messages) == 1
-    assert snapshot(module) == before
 
 
 def in_groups(network: nn.Module, inputs: Tensor, order: Tensor, size: int) -> Tensor:
@@ -285,31 +184,37 @@ def in_groups(network: nn.Module, inputs: Tensor, order: Tensor, size: int) -> T
 @in_every_form
 def test_own_share_is_what_eval_norm_evaluates_with(form):
     kinds: dict[str, Any] = {"statistics": ("precise", "own_share"), "sizes": Sizes(8, None, 4)}
-    batch = trained(**{**form, **kinds}).evaluator.with_other_statistics(["test"])
+    module = trained(**{**form, **kinds})
+    batch = module.evaluator.with_other_statistics(["test"])
     eval_norm = trained(**{**form, **kinds, "make_norm": partial(EvalNorm, eps=1e-5)})
     expected = eval_norm.evaluator.with_other_statistics(["test"])
     assert batch["test/loss@own_share"] == pytest.approx(expected["test/loss@precise"], rel=1e-9)
     assert batch["test/loss@own_share"] != pytest.approx(batch["test/loss@precise"], rel=1e-3)
     assert not [name for name in expected if "own_share" in name]  # it is there already
+    if module.replicas.num_replicas > 1:  # a diverged run takes it from no other
+        weight = next(module.replicas.parameters())
+        (weight.data[0] if module.replicas.is_stacked else weight.data).fill_(torch.nan)
+        beside = module.evaluator.with_other_statistics(["test"])
+        assert beside["test/loss@own_share"][1] == batch["test/loss@own_share"][1]
 
 
-@in_every_form
-@pytest.mark.parametrize("stack_samples", [10, 512])
+@pytest.mark.parametrize(("form", "stack_samples"), [("in_turn", 10), ("stacked", 512)])
 @torch.no_grad()
-def test_each_kind_scores_every_sample_once_by_its_statistics(monkeypatch, form, stack_samples):
+def test_each_kind_scores_every_sample_once_and_changes_nothing(monkeypatch, form, stack_samples):
     monkeypatch.setattr(statistics, "STACK_SAMPLES", stack_samples)
-    module = trained(**form)
+    module = trained(**FORMS[form])
+    before = copy.deepcopy(module.replicas)
     data, evaluator = module.batches.data, module.evaluator
     metrics = evaluator.running("test") | evaluator.with_other_statistics(["test"])
     inputs, order = data.model_inputs(data.test.inputs, torch.float64), shuffled(data, "test")
-    assert evaluator.population is not None
-    for index in range(len(form["seeds"])):
+    torch.testing.assert_close(module.replicas.state_dict(), before.state_dict(), rtol=0, atol=0)
+    population = population_of(module, 1000, module.recipe.sizes.norm)
+    for index in range(2):
         samples = evaluator.samples_of(metrics, index)
         assert samples.keys() == {"running", "precise", "batch5"}
         for kind in samples:
-            network, suffix = module.replicas.replica(index), f"@{kind}".removesuffix("@running")
-            if kind == "precise":
-                write_state(network, states_of(module, evaluator.population, index))
+            replicas = population if kind == "precise" else module.replicas
+            network, suffix = replicas.replica(index), f"@{kind}".removesuffix("@running")
             network.train(kind == "batch5")
             scores = in_groups(network, inputs, order, 5 if kind == "batch5" else 12)
             loss = functional.cross_entropy(scores, data.test.targets).item()
@@ -321,11 +226,10 @@ def test_each_kind_scores_every_sample_once_by_its_statistics(monkeypatch, form,
     assert evaluator.samples_of(metrics, 0).keys() == {"precise", "batch5"}
 
 
-@pytest.mark.parametrize("group", [5, 20])
 def test_norm_without_running_averages_is_scored_in_groups_whatever_order_and_neighbours(
-    tmp_path: Path, group: int
+    tmp_path: Path,
 ):
-    data = image_data()
+    data, group = image_data(), 5
     ascending = torch.argsort(data.test.targets, stable=True)
     by_class = Examples(data.test.inputs[ascending], data.test.targets[ascending])
     data = dataclasses.replace(data, test=by_class)
@@ -343,57 +247,6 @@ def test_norm_without_running_averages_is_scored_in_groups_whatever_order_and_ne
     assert alone.metrics["test/loss"][0] == pytest.approx(expected, abs=1e-12)
 
 
-def test_dropout_stays_off_under_batch_statistics():
-    module = trained(model=partial(text_encoder, dropout=0.5), data=text_data())
-    scores = []
-    for key in (1, 2):
-        module.replicas.set_dropout(torch.full((3, 1), key), 0)
-        scores.append(module.evaluator.with_other_statistics(["val"]))
-    assert scores[0] == scores[1] != {}
-
-
-class Breaks(BatchNorm):
-    """Raises in its `limit`-th forward in training mode."""
-
-    limit = 1_000_000
-    forwards = 0
-
-    def kernel_moves_averages(self, x: Tensor) -> bool:
-        del x
-        return False  # so that `advance` is called
-
-    def advance(self, moments: Moments) -> None:
-        super().advance(moments)
-        Breaks.forwards += 1
-        if Breaks.forwards == Breaks.limit:
-            raise RuntimeError("broken")
-
-
-@in_every_form
-@pytest.mark.parametrize(
-    ("own", "limit"),
-    [
-        (measuring("precise"), 1),
-        (measuring("precise"), 13),
-        (measuring("batch", batch_sizes=(3,)), 5),
-        (ALL_KINDS, None),
-    ],
-    ids=["probing", "pooling", "batch", "nothing"],
-)
-def test_everything_is_given_back_also_if_a_forward_raises(monkeypatch, own, limit, form):
-    monkeypatch.setattr(statistics, "STACK_SAMPLES", 16)
-    module = trained(make_norm=Breaks, **own, **form)
-    before = snapshot(module)
-    monkeypatch.setattr(Breaks, "forwards", 0)
-    if limit is None:
-        module.evaluator.with_other_statistics(["val", "test"])
-    else:
-        monkeypatch.setattr(Breaks, "limit", limit)
-        with pytest.raises(RuntimeError, match="broken"):
-            module.evaluator.with_other_statistics(["val", "test"])
-    assert snapshot(module) == before
-
-
 @pytest.mark.parametrize("every_epoch", [False, True])
 def test_training_records_each_kind_when_asked_and_changes_no_weight(tmp_path: Path, every_epoch):
     choices = {"seeds": (0, 1), "stacked": True}
@@ -405,11 +258,9 @@ def test_training_records_each_kind_when_asked_and_changes_no_weight(tmp_path: P
         assert steps == ([5, 10] if every_epoch else [10])
     assert [step for step, name in rows if name == "test/loss@batch4"] == [10]
     content = module.evaluator.content(module.metrics, 1)
-    assert content["asked"] == {"precise": 1000, "batch4": 4}
-    assert content["precise"]["num_samples"] == 40
     assert content["batch4"]["val/loss"] == module.metrics["val/loss@batch4"][1]
     assert content["running"]["test/loss"] == module.metrics["test/loss"][1]
-    assert content["gap"].keys() == {"norm1", "norm2", "norm3"}
+    assert content.keys() == {"running", "precise", "batch4"}
     plain = train(build_module(**choices), tmp_path / "b.ckpt")
     assert_same_state(module, plain, 0, replica=1)
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from functools import partial
 from pathlib import Path
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from torch import nn
 from training_cases import (
-    StopAt,
     assert_same_state,
     build_module,
     image_data,
@@ -27,7 +24,6 @@ from training_cases import (
 from normexp.batching.sizes import Sizes
 from normexp.training.step import StepGradient
 
-ADAMW = partial(torch.optim.AdamW, fused=True)
 in_both_forms = pytest.mark.parametrize("stacked", [False, True], ids=["in_turn", "stacked"])
 
 
@@ -51,8 +47,7 @@ def test_each_step_has_its_own_draws_and_each_part_knows_its_place(monkeypatch):
     assert len(set(foreign)) == len(foreign) == 2 * 2 * 2  # steps, parts, replicas
 
 
-@pytest.mark.parametrize("precision", ["32-true", pytest.param("64-true", marks=pytest.mark.slow)])
-@in_both_forms
+@pytest.mark.parametrize(("stacked", "precision"), [(False, "64-true"), (True, "32-true")])
 def test_resumed_run_equals_an_undisturbed_one_to_the_bit(
     tmp_path: Path, stacked: bool, precision: str
 ):
@@ -66,7 +61,7 @@ def test_resumed_run_equals_an_undisturbed_one_to_the_bit(
         )
 
     undisturbed = train(build(), tmp_path / "whole.ckpt", precision=precision)
-    for stop_at in (1, 5, 8):
+    for stop_at in (5, 8):
         resumed = stopped_and_resumed(build, stop_at, tmp_path / f"{stop_at}.ckpt", precision)
         for replica in (0, 1):
             assert_same_state(undisturbed, resumed, 0, replica=replica)
@@ -74,44 +69,23 @@ def test_resumed_run_equals_an_undisturbed_one_to_the_bit(
         assert resumed.metrics == undisturbed.metrics
 
 
-def test_stop_at_the_end_of_training_comes_too_late(tmp_path: Path):
-    stopper, checkpoint = StopAt(10), tmp_path / "last.ckpt"
-    module = train(build_module(), checkpoint, [stopper], stop=stopper.request)
-    assert module.step == 10
-    assert "test/loss" in module.metrics
-    assert not checkpoint.exists()  # a run resumed there would skip the test
-
-
-@in_both_forms
-def test_diverged_replica_is_noted_and_leaves_the_others_alone(tmp_path: Path, stacked: bool):
-    healthy, broken = (build_module(seeds=(0, 1), stacked=stacked) for _ in range(2))
-    tree = broken.replicas.trees[0]
-    with torch.no_grad():
-        weight = tree.head.weight[0] if stacked else tree.head.weight  # of replica 0
-        weight.fill_(torch.inf)
-    train(healthy, tmp_path / "a.ckpt")
-    train(broken, tmp_path / "b.ckpt")
-    assert broken.losses.diverged_at == [1, None]
-    assert_same_state(broken, healthy, 1e-12, replica=1)
-    assert rows_of(broken, 1) == rows_of(healthy, 1)
-    assert all("train/loss" not in values for _, _, _, values in rows_of(broken, 0))
-
-
 @in_both_forms
 def test_a_diverged_run_ends_at_its_own_step_whatever_its_neighbours_and_chunks(
     tmp_path: Path, stacked: bool
 ):
-    data = image_data(400)  # 50 steps an epoch
+    data = image_data(200)  # 25 steps an epoch
     common = {"data": data, "stacked": stacked, "lr": 1e30, "seeds": (0, 1), "log_every": 1}
-    found = []
-    for max_chunk, scales in ((1, (1.0, 1.0)), (7, (1.0, 1.0)), (7, (1.0, 1e-32))):
+    found, healthy = [], build_module(data=data, seeds=(1,), lr=1e-2, log_every=1)
+    for max_chunk, scales in ((1, (1.0, 1.0)), (7, (1.0, 1e-32))):
         module = build_module(**common, lr_scales=scales, max_chunk=max_chunk)
         train(module, tmp_path / "a.ckpt", precision="32-true")
         assert module.has_ended == (scales[1] < 1)
         assert math.isnan(module.metrics["test/accuracy"][0])  # not the share of class 0
         found.append((module.losses.diverged_at[0], rows_of(module)))
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
     assert max(row[0] for row in found[0][1]) < found[0][0] < 25
+    train(healthy, tmp_path / "b.ckpt", precision="32-true")
+    assert_same_state(module, healthy, 1e-4, replica=1, other=0)
 
 
 def test_rows_of_the_loss_end_at_multiples_of_log_every_and_count_samples(tmp_path: Path):
@@ -131,10 +105,10 @@ def test_training_equals_a_loop_written_by_hand(tmp_path: Path):
     norms = [p for n, p in network.named_parameters() if "norm" in n]
     others = [p for n, p in network.named_parameters() if "norm" not in n]
     groups = [{"params": others, "weight_decay": 1e-3}, {"params": norms, "weight_decay": 0.0}]
-    optimizer = torch.optim.SGD(groups, lr=1.0, momentum=0.9)
+    optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
     for step, batch in enumerate(batch for chunk in chunks for batch in chunk):
-        for group in optimizer.param_groups:
-            group["lr"] = 0.05 * module.recipe.schedule.factor(step)
+        for group in optimizer.param_groups:  # warm-up of a step, then a cosine over nine
+            group["lr"] = 0.05 * (1 + math.cos(math.pi * max(0, step - 1) / 9)) / 2
         optimizer.zero_grad()
         output = network(batch["inputs"][0])  # of the only replica
         nn.functional.cross_entropy(output, batch["targets"][0]).backward()
@@ -143,61 +117,3 @@ def test_training_equals_a_loop_written_by_hand(tmp_path: Path):
     expected = {**dict(network.named_parameters()), **dict(network.named_buffers())}
     for name, value in state_of(module).items():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12, msg=name)
-
-
-class CountTensors(pl.Callback):
-    """Elements of all live tensors at some steps."""
-
-    def __init__(self, steps: tuple[int, ...]) -> None:
-        self.steps = steps
-        self.elements: list[int] = []
-
-    def on_train_batch_end(self, trainer, pl_module, *args):  # noqa: ARG002
-        if pl_module.step in self.steps:
-            gc.collect()
-            things = (o for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter))
-            # torch.compile keeps meta tensors of what it traced.
-            self.elements.append(sum(t.numel() for t in things if t.device.type != "meta"))
-
-
-@pytest.mark.slow
-@in_both_forms
-def test_live_tensors_do_not_grow_with_the_steps(tmp_path: Path, stacked: bool):
-    sizes = Sizes(8, 4, 2)
-    module = build_module(
-        data=image_data(80), seeds=(0, 1), stacked=stacked, sizes=sizes, max_chunk=1
-    )
-    count = CountTensors(steps=(12, 15, 18))  # of the second epoch, at the ends of rows
-    train(module, tmp_path / "a.ckpt", [count], precision="32-true")
-    assert len(count.elements) == 3
-    assert len(set(count.elements)) == 1, count.elements
-
-
-class CountGraphs(nn.Module):
-    """The identity; counts its outputs whose backward has not run yet."""
-
-    alive = 0
-    most = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.is_grad_enabled():
-            CountGraphs.alive += 1
-            CountGraphs.most = max(CountGraphs.most, CountGraphs.alive)
-            x = x.clone()
-            x.register_hook(self._backward)
-        return x
-
-    def _backward(self, gradient: torch.Tensor) -> None:
-        del gradient
-        CountGraphs.alive -= 1
-
-
-def test_replicas_in_turn_hold_the_activations_of_one_network(monkeypatch):
-    monkeypatch.setattr(CountGraphs, "most", 0)
-    module = build_module(
-        model=lambda _: nn.Sequential(nn.Flatten(), nn.Linear(64, 4), CountGraphs()),
-        seeds=(0, 1, 2),
-    )
-    gradient = StepGradient(module.replicas, module.criterion.loss, Sizes(8, 4), [0, 1, 2])
-    gradient.add(0, module.batches.chunk(0, 1)[0])
-    assert (CountGraphs.most, CountGraphs.alive) == (1, 0)

@@ -12,9 +12,9 @@ from normexp.batching.replicas import Stacked, stack_networks
 from normexp.norms.factory import NormFactory
 from normexp.training.optim import (
     ELEMENTWISE,
-    ReplicaRates,
     can_train_a_stack,
     parameter_groups,
+    train_at_own_rates,
 )
 
 
@@ -27,12 +27,9 @@ class TableNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(num_features))
 
 
-@pytest.mark.parametrize("decay_norm", [False, True])
-@pytest.mark.parametrize("decay_bias", [False, True])
+@pytest.mark.parametrize(("decay_norm", "decay_bias"), [(False, False), (True, False), (False, 1)])
 @pytest.mark.parametrize("stacked", [False, True])
-def test_weight_decay_goes_by_owner_and_name_and_not_by_dimensions(
-    decay_norm: bool, decay_bias: bool, stacked: bool
-):
+def test_weight_decay_goes_by_owner_and_name_and_not_by_dimensions(decay_norm, decay_bias, stacked):
     def build() -> nn.Module:
         parts = {"norm1": NormFactory(TableNorm)(3), "head": nn.Linear(3, 2)}
         return nn.ModuleDict(parts | {"attention": nn.MultiheadAttention(2, 1)})
@@ -40,18 +37,9 @@ def test_weight_decay_goes_by_owner_and_name_and_not_by_dimensions(
     model = stack_networks([build(), build()]) if stacked else build()
     groups = parameter_groups(model, weight_decay=0.1, decay_norm=decay_norm, decay_bias=decay_bias)
     decays = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
-    of_norm, of_bias = 0.1 * decay_norm, 0.1 * decay_bias
-    expected = {
-        "norm1.norm.weight": of_norm,
-        "norm1.norm.bias": of_norm,
-        "head.weight": 0.1,
-        "head.bias": of_bias,
-        "attention.in_proj_weight": 0.1,
-        "attention.in_proj_bias": of_bias,
-        "attention.out_proj.weight": 0.1,
-        "attention.out_proj.bias": of_bias,
-    }
-    assert {name: decays[id(p)] for name, p in model.named_parameters()} == expected
+    for name, parameter in model.named_parameters():
+        kept = not decay_norm if "norm" in name else not decay_bias and name.endswith("bias")
+        assert decays[id(parameter)] == (0.0 if kept else 0.1), name
 
 
 def test_an_optimizer_that_acts_on_each_value_trains_a_stack_as_each_run_alone():
@@ -60,13 +48,14 @@ def test_an_optimizer_that_acts_on_each_value_trains_a_stack_as_each_run_alone()
         noise = torch.Generator().manual_seed(0)
         alone = [nn.ParameterList([torch.randn(3, 4, generator=noise).double()]) for _ in range(2)]
         stack, scales = Stacked(list(alone)), (1.0, 0.5)
-        rates, optimizers = ReplicaRates(stack, scales), [make(stack.parameters(), lr=0.1)]
+        optimizers = [make(stack.parameters(), lr=0.1)]
+        train_at_own_rates(optimizers[0], stack, scales)
         optimizers += [make(n.parameters(), lr=0.1 * s) for n, s in zip(alone, scales, strict=True)]
         assert can_train_a_stack(optimizers[0])
         for _ in range(5):
             gradient = torch.randn(2, 3, 4, generator=noise).double()
             next(stack.parameters()).grad = gradient.clone()
-            rates.step(optimizers[0])
+            optimizers[0].step()
             for network, own, optimizer in zip(alone, gradient, optimizers[1:], strict=True):
                 network[0].grad = own.clone()
                 optimizer.step()

@@ -8,18 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.optim import lr_scheduler
-from training_cases import (
-    assert_same_state,
-    build_module,
-    rows_of,
-    stopped_and_resumed,
-    train,
-)
+from torch.optim import SGD, lr_scheduler
+from training_cases import assert_same_state, build_module, rows_of, stopped_and_resumed, train
 
 from normexp.errors import UserError
 from normexp.training.module import TrainingModule
 from normexp.training.schedule import (
+    Schedule,
     count_steps,
     count_steps_per_epoch,
     momentum_of_half_life,
@@ -28,34 +23,36 @@ from normexp.training.schedule import (
     scale_learning_rate,
 )
 
-STEPS = 10
 
-
-def factors(kind: str, warmup: float, total: int = 20) -> list[float]:
-    factor = named_schedule(kind, warmup, total).factor
-    assert factor is not None
-    return [factor(step) for step in range(total)]
+def rates(schedule: Schedule) -> list[float]:
+    """The rate of each step for an `lr` of one."""
+    optimizer, found = SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0), []
+    scheduler = schedule.build(optimizer)
+    for _ in range(schedule.total_steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
 
 
 def test_schedules_follow_their_formulas():
-    assert factors("constant", 0.2) == pytest.approx([0.25, 0.5, 0.75, *[1.0] * 17])
+    assert rates(named_schedule("constant", 0.2, 20)) == pytest.approx([0.25, 0.5, 0.75, *[1] * 17])
     cosine = [(1 + math.cos(math.pi * k / 20)) / 2 for k in range(20)]
-    assert factors("cosine", 0.0) == pytest.approx(cosine)
-    one_cycle = factors("one_cycle", 0.25)
+    assert rates(named_schedule("cosine", 0.0, 20)) == pytest.approx(cosine)
+    one_cycle = rates(named_schedule("one_cycle", 0.25, 20))
     assert one_cycle[0] == pytest.approx(1 / 25 + 24 / 25 / 5)
     assert max(one_cycle) == one_cycle[4] == one_cycle[5] == pytest.approx(1.0)
     assert 1e-4 <= one_cycle[-1] < 0.02
-    assert factors("linear", 0.2, 10) == pytest.approx([0.5, 1, *(1 - k / 8 for k in range(8))])
-    assert factors("wsd", 0.1, 20) == pytest.approx([0.5, 1, *[1.0] * 15, 0.75, 0.5, 0.25])
-
-
-@pytest.mark.parametrize(
-    ("kind", "warmup", "message"),
-    [("triangle", 0.1, r"optim\.schedule=triangle"), ("cosine", 1.0, r"optim\.warmup=1\.0")],
-)
-def test_schedule_refuses(kind: str, warmup: float, message: str):
-    with pytest.raises(UserError, match=message):
-        named_schedule(kind, warmup, 10)
+    linear = [0.5, 1, *(1 - k / 8 for k in range(8))]
+    assert rates(named_schedule("linear", 0.2, 10)) == pytest.approx(linear)
+    wsd = [0.5, 1, *[1.0] * 15, 0.75, 0.5, 0.25]
+    assert rates(named_schedule("wsd", 0.1, 20)) == pytest.approx(wsd)
+    for kind, warmup, message in (
+        ("triangle", 0.1, "schedule=triangle"),
+        ("cosine", 1, "warmup=1"),
+    ):
+        with pytest.raises(UserError, match=rf"optim\.{message}"):
+            named_schedule(kind, warmup, 10)
 
 
 @pytest.mark.parametrize(
@@ -76,17 +73,10 @@ def test_rule_at_four_times_the_base_batch(rule: str, lr: float, momentum: float
             scale_learning_rate(rule, lr=0.1, momentum=None, **sizes)
 
 
-@pytest.mark.parametrize("batch_size", [2, 10, 100])
-def test_half_life_halves_the_past_at_every_batch_size(batch_size: int):
-    momentum = momentum_of_half_life(100, batch_size)
-    assert (1 - momentum) ** (100 / batch_size) == pytest.approx(0.5)
-
-
-def test_steps_of_an_epoch_with_and_without_its_ragged_end():
-    assert count_steps_per_epoch(70, 32, drop_last=True) == 2
-    assert count_steps_per_epoch(70, 32, drop_last=False) == 3
-    with pytest.raises(UserError, match="batch_size=80 is more than the 70 training samples"):
-        count_steps_per_epoch(70, 80, drop_last=True)
+def test_half_life_halves_the_past_at_every_batch_size():
+    for batch_size in (2, 10, 100):
+        momentum = momentum_of_half_life(100, batch_size)
+        assert (1 - momentum) ** (100 / batch_size) == pytest.approx(0.5)
 
 
 def test_length_in_epochs_steps_or_samples():
@@ -94,9 +84,12 @@ def test_length_in_epochs_steps_or_samples():
         budget = {"epochs": 3, "steps": steps, "samples": samples}
         return count_steps(steps_per_epoch, 32, **budget, samples_per_epoch=per_epoch)
 
+    assert [count_steps_per_epoch(70, 32, drop_last=drop) for drop in (True, False)] == [2, 3]
     assert [count(None, None), count(7, None), count(None, 100)] == [30, 7, 3]
     # Two epochs of 70 samples in batches of 32, 32 and 6 are six steps.
     assert count(None, 140, steps_per_epoch=3, per_epoch=70) == 6
+    with pytest.raises(UserError, match="batch_size=80 is more than the 70 training samples"):
+        count_steps_per_epoch(70, 80, drop_last=True)
     with pytest.raises(UserError, match="steps=7 and samples=100 are both set"):
         count(7, 100)
     with pytest.raises(UserError, match="samples=20 is less than one batch_size=32"):
@@ -104,7 +97,7 @@ def test_length_in_epochs_steps_or_samples():
 
 
 STEP_LR = own_schedule(
-    partial(lr_scheduler.StepLR, step_size=3, gamma=0.5), lr_scheduler.StepLR, STEPS, None, "step"
+    partial(lr_scheduler.StepLR, step_size=3, gamma=0.5), lr_scheduler.StepLR, 10, None, "step"
 )
 # Nothing improves by 10, so each validation but the first halves the rate.
 PLATEAU = own_schedule(
@@ -112,7 +105,7 @@ PLATEAU = own_schedule(
         lr_scheduler.ReduceLROnPlateau, patience=0, factor=0.5, threshold=10.0, threshold_mode="abs"
     ),
     lr_scheduler.ReduceLROnPlateau,
-    STEPS,
+    10,
     "val/loss",
     "plateau",
 )
@@ -124,16 +117,12 @@ def test_resumed_scheduler_goes_on_to_the_bit(tmp_path: Path, schedule):
         return build_module(schedule=schedule, max_chunk=2)
 
     whole = train(build(), tmp_path / "whole.ckpt", precision="32-true")
-    for stop_at in (4, 5, 7):
+    (group,) = (g for g in whole.trainer.optimizers[0].param_groups if g["weight_decay"])
+    assert group["lr"] == pytest.approx(0.05 / (2 if schedule is PLATEAU else 8))
+    for stop_at in (5, 7):
         resumed = stopped_and_resumed(build, stop_at, tmp_path / f"{stop_at}.ckpt", "32-true")
         assert_same_state(whole, resumed, 0)
         assert rows_of(resumed) == rows_of(whole)
-
-
-def test_scheduler_that_looks_at_a_metric_steps_at_each_validation(tmp_path: Path):
-    module = train(build_module(schedule=PLATEAU), tmp_path / "a.ckpt")
-    optimizer = module.trainer.optimizers[0]
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05 / 2)  # of two validations
 
 
 @pytest.mark.parametrize("value", [None, math.nan, -0.1, "half", torch.ones(2)])
@@ -148,4 +137,4 @@ def test_factor_that_is_no_number_is_refused(value: object):
 def test_monitor_of_what_looks_at_no_metric_is_refused():
     for target in (math.exp, lr_scheduler.StepLR):
         with pytest.raises(UserError, match="^schedule.monitor=val/loss: "):
-            own_schedule(target, target, STEPS, "val/loss", "mine")
+            own_schedule(target, target, 10, "val/loss", "mine")
