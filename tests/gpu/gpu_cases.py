@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from training_cases import recipe_for
+from training_cases import image_data, recipe_for, text_data
 
 from normexp.batching.replicas import InTurn, Replicas, Stacked
 from normexp.batching.sizes import Sizes
 from normexp.build import build_network, build_norm
 from normexp.config.compose import compose_config
 from normexp.config.spec import norm_of
-from normexp.data.augment import Augmentation
 from normexp.data.batches import TrainingBatches
-from normexp.data.dataset import Data, Examples, Windows
+from normexp.data.dataset import Data, Windows
 from normexp.training.module import TrainingModule
 from normexp.training.recorder import Recorder
 from normexp.training.step import StepGradient
@@ -41,34 +40,15 @@ in_each_form = pytest.mark.parametrize(
     ],
 )
 SEEDS = [0, 1]
-SPLITS = (48, 16, 16)
 
 
-def images(augmentation: Augmentation | None = None) -> Data:
-    """Noise of 3 x 8 x 8 pixels."""
-    noise = torch.Generator().manual_seed(0)
-    splits = [
-        Examples(
-            torch.randint(0, 256, (count, 3, 8, 8), dtype=torch.uint8, generator=noise),
-            torch.randint(0, 4, (count,), generator=noise),
-        )
-        for count in SPLITS
-    ]
-    facts = {"mean": (0.5,) * 3, "std": (0.25,) * 3, "augmentation": augmentation}
-    return Data("noise", "classification", *splits, 4, (3, 8, 8), **facts)
+def images() -> Data:
+    return image_data(48)
 
 
 def strings() -> Data:
-    """Padded strings of 12 tokens, with masks."""
-    noise = torch.Generator().manual_seed(0)
-
-    def examples(count: int) -> Examples:
-        tokens = torch.randint(1, 20, (count, 12), generator=noise)
-        mask = torch.arange(12) < torch.randint(2, 13, (count, 1), generator=noise)
-        return Examples(tokens * mask, torch.randint(0, 5, (count,), generator=noise), mask)
-
-    splits = [examples(count) for count in SPLITS]
-    return Data("strings", "classification", *splits, 5, (12,), vocab_size=20)
+    """Padded strings of 7 tokens, with masks."""
+    return text_data(48)
 
 
 def text() -> Data:

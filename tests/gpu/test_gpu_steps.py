@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from gpu_cases import DATA, ON_GPU, assert_near, build, first_step, images, on_each_device, place
@@ -50,9 +52,8 @@ def test_a_step_is_that_of_the_cpu(device: str, model: str, norm: str, sizes: Si
 
 @on_each_device
 def test_draws_are_those_of_the_cpu_to_the_bit(device: str):
-    data = images(Augmentation(crop_padding=2, flip=True, cutout=3))
-    augmentation = data.augmentation
-    assert augmentation is not None
+    augmentation = Augmentation(crop_padding=2, flip=True, cutout=3)
+    data = replace(images(), augmentation=augmentation)
     draws = augmentation.draw(seed=3, step=7, num_samples=len(data.train))
     inputs = data.train.tensors[0]
     on_device = {name: draw.to(device) for name, draw in draws.items()}

@@ -247,15 +247,6 @@ def test_norm_without_running_averages_is_scored_in_groups_whatever_order_and_ne
     assert alone.metrics["test/loss"][0] == pytest.approx(expected, abs=1e-12)
 
 
-def test_dropout_stays_off_under_batch_statistics():
-    module = trained(model=partial(text_encoder, dropout=0.5), data=text_data())
-    scores = []
-    for key in (1, 2):
-        module.replicas.set_dropout(torch.full((3, 1), key), 0)
-        scores.append(module.evaluator.with_other_statistics(["val"]))
-    assert scores[0] == scores[1] != {}
-
-
 @pytest.mark.parametrize("every_epoch", [False, True])
 def test_training_records_each_kind_when_asked_and_changes_no_weight(tmp_path: Path, every_epoch):
     choices = {"seeds": (0, 1), "stacked": True}

@@ -14,7 +14,6 @@ from training_cases import CPU, StopAt, assert_same_state, build_module, image_d
 
 from normexp.batching.sizes import Sizes
 from normexp.errors import UserError
-from normexp.models.convnet import ConvNet
 from normexp.training import devices, module
 from normexp.training.devices import gpu_arithmetic, trainer_options
 from normexp.training.stopping import StopRequest
@@ -73,21 +72,6 @@ def test_out_of_memory_says_what_to_change(tmp_path: Path, monkeypatch):
         train(build_module(), tmp_path / "a.ckpt")
 
 
-def test_bf16_trains_float32_parameters_to_nearly_the_same_loss(tmp_path: Path):
-    """In turn; of a stack, see test_gpu_trainings.py."""
-    mixed, full = (
-        train(
-            build_module(seeds=(0, 1), sizes=Sizes(8, 4, 2)),
-            tmp_path / f"{precision}.ckpt",
-            precision=precision,
-        )
-        for precision in ("bf16-mixed", "32-true")
-    )
-    assert {p.dtype for p in mixed.replicas.parameters()} == {torch.float32}
-    assert mixed.metrics["val/loss"] == pytest.approx(full.metrics["val/loss"], rel=0.05)
-    assert mixed.metrics["val/loss"] != full.metrics["val/loss"]
-
-
 def test_arithmetic_is_set_for_a_gpu_inside_the_block_and_left_alone_on_a_cpu(monkeypatch):
     cudnn = torch.backends.cudnn
 
@@ -106,38 +90,20 @@ def test_arithmetic_is_set_for_a_gpu_inside_the_block_and_left_alone_on_a_cpu(mo
         assert replace(CPU, accelerator="auto").type == taken  # never "mps"
 
 
-@pytest.fixture
-def graphs(monkeypatch) -> list[object]:
-    """The graphs that torch.compile makes, which run as they are."""
-    found: list[object] = []
-
-    def backend(graph, inputs):
-        del inputs
-        found.append(graph)
-        return graph.forward
-
-    compile_ = torch.compile
-    monkeypatch.setattr(devices.torch, "compile", lambda run, **_: compile_(run, backend=backend))
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
-def test_each_network_of_a_process_is_compiled(tmp_path: Path, graphs):
-    for index in range(10):  # torch gives up on a function that it compiled 8 times
-        before = len(graphs)
-        width = 4 + index
-        model = lambda norm, width=width: ConvNet(norm, (1, 8, 8), 4, width=width)  # noqa: E731
-        train(build_module(model=model, compile=True), tmp_path / f"{index}.ckpt")
-        assert len(graphs) > before, index
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
 def test_a_step_is_compiled_once_and_trains_the_same_whatever_the_chunks(
-    tmp_path: Path, graphs, monkeypatch
+    tmp_path: Path, monkeypatch
 ):
     """Of one replica; of a stack, see test_gpu_trainings.py."""
+    graphs, compile_ = [], torch.compile
+
+    def backend(graph, inputs):
+        del inputs
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(devices.torch, "compile", lambda run, **_: compile_(run, backend=backend))
     monkeypatch.setattr(module, "SECONDS_PER_CHUNK", 1e9)
     choices = {"data": image_data(22), "sizes": Sizes(4), "drop_last": False, "max_chunk": 4}
     trained = train(build_module(**choices, compile=True), tmp_path / "a.ckpt")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from functools import partial
 from pathlib import Path
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from torch import nn
 from training_cases import (
@@ -119,60 +117,3 @@ def test_training_equals_a_loop_written_by_hand(tmp_path: Path):
     expected = {**dict(network.named_parameters()), **dict(network.named_buffers())}
     for name, value in state_of(module).items():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12, msg=name)
-
-
-class CountTensors(pl.Callback):
-    """Elements of all live tensors at the ends of rows."""
-
-    def __init__(self) -> None:
-        self.elements: list[int] = []
-
-    def on_train_batch_end(self, trainer, pl_module, *args):  # noqa: ARG002
-        if pl_module.step in (12, 15, 18):  # of the second epoch
-            gc.collect()
-            things = (o for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter))
-            # torch.compile keeps meta tensors of what it traced.
-            self.elements.append(sum(t.numel() for t in things if t.device.type != "meta"))
-
-
-@pytest.mark.slow
-@in_both_forms
-def test_live_tensors_do_not_grow_with_the_steps(tmp_path: Path, stacked: bool):
-    sizes = Sizes(8, 4, 2)
-    module = build_module(
-        data=image_data(80), seeds=(0, 1), stacked=stacked, sizes=sizes, max_chunk=1
-    )
-    count = CountTensors()
-    train(module, tmp_path / "a.ckpt", [count], precision="32-true")
-    assert len(count.elements) == 3
-    assert len(set(count.elements)) == 1, count.elements
-
-
-class CountGraphs(nn.Module):
-    """The identity; counts its outputs whose backward has not run yet."""
-
-    alive = 0
-    most = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.is_grad_enabled():
-            CountGraphs.alive += 1
-            CountGraphs.most = max(CountGraphs.most, CountGraphs.alive)
-            x = x.clone()
-            x.register_hook(self._backward)
-        return x
-
-    def _backward(self, gradient: torch.Tensor) -> None:
-        del gradient
-        CountGraphs.alive -= 1
-
-
-def test_replicas_in_turn_hold_the_activations_of_one_network(monkeypatch):
-    monkeypatch.setattr(CountGraphs, "most", 0)
-    module = build_module(
-        model=lambda _: nn.Sequential(nn.Flatten(), nn.Linear(64, 4), CountGraphs()),
-        seeds=(0, 1, 2),
-    )
-    gradient = StepGradient(module.replicas, module.criterion.loss, Sizes(8, 4), [0, 1, 2])
-    gradient.add(0, module.batches.chunk(0, 1)[0])
-    assert (CountGraphs.most, CountGraphs.alive) == (1, 0)
