@@ -83,12 +83,12 @@ def why_missing(target: str) -> str:
     if file is None or file.suffix != ".py" or is_installed(file):
         return ""
     text = file.read_text(encoding="utf-8", errors="replace")
-    is_named = re.search(rf"\b({name}|__getattr__|globals|import \*)(?!\w)", text)
-    if is_named or _find(target) is not None:
+    if re.search(rf"\b({name}|__getattr__|globals|import \*)(?!\w)", text):
         return ""
     defined = re.findall(r"^(?:class|def) (\w+)", text, re.MULTILINE)
     near = ", ".join(get_close_matches(name, defined, 3) or defined[:4])
-    return f"{module or name} has no {name}" + (f"; it has {near}" if near else "")
+    fault = f"{module} has no {name}" if _find(target) is None else f"{target} is a module"
+    return f"{fault}; it has {near}" if near else fault
 
 
 def source_line_of(error: BaseException) -> str:
