@@ -43,7 +43,7 @@ def run_cells(cells: Sequence[CellSpec], words: Sequence[str], launch: Launch | 
     """Trains the missing runs of each cell and prints what came of it; returns the exit code.
 
     Raises:
-        UserError: all cells are refused for the same reason; otherwise a refusal is a row.
+        UserError: all cells are refused; otherwise a refusal is a row.
         Halted: nothing more can be trained.
         KeyboardInterrupt: the user stopped the command.
     """
