@@ -95,12 +95,3 @@ def test_callback_that_raises_fails_the_run_with_the_line(tmp_path: Path, capsys
     (result,) = results(tmp_path).values()
     assert result.error == f"KeyError: 'trees' ({MODULE}.py, line 10)"
     assert "KeyError: 'trees'" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_rates_that_a_scheduler_sets_do_not_depend_on_the_cells_beside(tmp_path: Path):
-    target = "schedule._target_=torch.optim.lr_scheduler.OneCycleLR"
-    words = ["schedule=custom", target, "schedule.max_lr=0.5", "steps=3", "stack=true", "workers=0"]
-    assert main(["-m", "lr=0.5,0.05", *QUICK, "replicas=2", *words, f"runs_dir={tmp_path}"]) == 0
-    first, _, second, _ = results(tmp_path).values()
-    assert first.metrics["val/loss"] == second.metrics["val/loss"]  # max_lr takes the place of lr

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
-
 import pytest
 
 from normexp.cli import parse_command
 from normexp.config.compose import parse_overrides
-from normexp.config.grid import list_cells
 from normexp.config.space import Choice, Range, Space, read_space
 from normexp.errors import UserError
 from normexp.search.points import Search, plan_searches
@@ -35,19 +31,6 @@ def test_search_and_report_differ_in_study_and_seeds_alone():
     assert (report.values["study"], report.seeds) == ("mine", [0, 1, 2, 3, 4])
     assert search.id == report.id
     assert search.lr == 0.02
-
-
-def test_training_of_a_recipe_to_be_searched_names_the_command(tmp_path: Path):
-    recipe = tmp_path / "experiment" / "searched.yaml"
-    recipe.parent.mkdir()
-    grid = "{norm: 'batch,group', lr: 'choice(0.1,0.3)'}"
-    recipe.write_text(
-        f"# @package _global_\nhydra: {{mode: MULTIRUN, sweeper: {{params: {grid}}}}}\n"
-    )
-    words = ["--config-dir", str(tmp_path), "experiment=searched"]
-    with pytest.raises(UserError, match="normexp.tune .* experiment=searched"):
-        list_cells(parse_command(words))
-    assert len(list_cells(parse_command([*words, "lr=0.1"]))) == 2  # nothing is left to search
 
 
 @pytest.mark.parametrize(
@@ -136,14 +119,3 @@ def test_longer_search_keeps_the_points_of_a_shorter_one(space: Space):
 def test_points_are_the_same_in_every_process_and_release():
     """A search goes on after an update only if the sequence stays as it is."""
     assert texts(space_of(*MIXED), 3) == GOLDEN
-
-
-def test_edge_is_a_twentieth_of_the_interval_on_its_own_scale():
-    log = Range("lr", 1e-4, 1.0, log=True, whole=False)
-    for fraction, is_edge in ((0.04, True), (0.06, False), (0.94, False), (0.96, True)):
-        assert log.is_at_edge(repr(math.exp(math.log(1e-4) * (1 - fraction)))) is is_edge
-    assert not Range("lr", 0.0, 1.0, log=False, whole=False).is_at_edge("0.06")
-    choice = Choice("lr", ("0.3", "0.1", "1.0"))
-    assert [choice.is_at_edge(text) for text in choice.texts] == [False, True, True]
-    assert not Choice("optim", ("sgd", "adamw", "rmsprop")).is_at_edge("sgd")
-    assert not Choice("lr", ("0.1", "1.0")).is_at_edge("0.1")  # two choices are all edge

@@ -148,7 +148,7 @@ def test_a_killed_worker_is_replaced_and_a_killed_command_stops_its_workers(tmp_
         lines = {int(pid): Path(f"/proc/{pid}/cmdline").read_text() for pid in text.split()}
         return [pid for pid, line in lines.items() if "spawn_main" in line]
 
-    wait_until(lambda: sum(bool(state.process) for state in states()) == 2, command)
+    wait_until(lambda: len([*tmp_path.glob("s/stacks/*/progress.json")]) == 2, command)
     first, _ = workers()
     os.kill(first, signal.SIGKILL)
     wait_until(lambda: len(set(workers()) - {first}) == 2, command)
