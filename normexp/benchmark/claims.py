@@ -165,7 +165,7 @@ def claims_table(claims: list[Claim]) -> Table:
     rows = []
     for claim in claims:
         words = f"{claim.statement} ({claim.source})"
-        rows.append({"claim": claim.name.replace("_", " "), "outcome": claim.outcome, "why": words})
+        rows.append({"claim": words, "outcome": claim.outcome})
         for one in claim.tested:
             shown = "" if one.gap is None or one.metric is None else (
                 f"{format_interval(one.gap, one.metric.digits)} {one.metric.unit}")  # fmt: skip

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -56,9 +56,9 @@ class Comparison:
     is_extended: seeds were added after those that the first command declared
     """
 
-    part: Slice
-    first: Grid
-    second: Grid
+    part: Slice = field(repr=False)
+    first: Grid = field(repr=False)
+    second: Grid = field(repr=False)
     sizes: tuple[int, int]
     gap: Interval
     num_samples: int

@@ -193,8 +193,7 @@ def format_mean(interval: Interval, metric: Metric) -> str:
     if not SMALL < max(map(abs, values)) < LARGE:
         return format_interval(interval, digits)
     digits += interval.high - interval.low < 10**-digits
-    estimate, low, high = (f"{value:z.{digits}f}" for value in values)
-    return f"{estimate} [{low}, {high}]"
+    return "{} [{}, {}]".format(*(f"{value:z.{digits}f}" for value in values))
 
 
 def _digits_of(low: float, high: float, digits: int) -> int:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from normexp.reporting.tables import Table as ReportTable
 
 PIPE_WIDTH = 100  # characters, without a terminal and without COLUMNS
-WRAPPED = ("why", "lost", "lr")
+WRAPPED = ("why", "lost", "lr", "claim")
 LEAST_WIDTH = 30  # characters of a column that wraps
-MAX_ROWS = 40
+MAX_ROWS = {"lost": 10, "claims": 80}  # of a table; else 40
 SHORT = 60  # characters of a text that a table shows itself
 ENTRIES = {"normexp-train": "python -m normexp.train", "normexp-tune": "python -m normexp.tune"}
 Contents = Mapping[int, Mapping[str, Any]]  # the content of evaluation.json by seed
@@ -87,14 +87,15 @@ def print_report(report: Report) -> None:
 def print_table(console: Console, table: ReportTable) -> None:
     """Caption, rows and note."""
     console.print(f"\n{table.caption}", markup=False, soft_wrap=True)
-    texts = table.frame.head(MAX_ROWS)
+    most = MAX_ROWS.get(table.name, 40)
+    texts = table.frame.head(most)
     drawn = text_table(texts.columns, texts.to_numpy().tolist())
     for name, column in zip(texts, drawn.columns, strict=True):
         widest = int(texts[name].str.len().max())
         column.min_width = min(LEAST_WIDTH, widest) if name in WRAPPED else widest
     console.print(drawn, soft_wrap=True)
-    if len(table.frame) > MAX_ROWS:
-        console.out(f"... and {len(table.frame) - MAX_ROWS} more rows in tables/{table.name}.csv")
+    if len(table.frame) > most:
+        console.out(f"... and {len(table.frame) - most} more rows in tables/{table.name}.csv")
     if table.note:
         console.print(table.note, style="dim", markup=False)
 

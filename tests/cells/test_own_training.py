@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from torch.optim import SGD
 from train_cases import prepare, results
 
 from normexp.train import main
@@ -63,30 +61,6 @@ def test_schedule_and_callback_are_part_of_the_id_with_their_source(
     own_module(MODULE, SOURCE + "# edited\n")
     after = [id_of(*line) for line in lines]
     assert [a == b for a, b in zip(before, after, strict=True)] == [True] * 3 + [False] * 5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("line", "differs"),
-    [
-        ("callback=early_stopping", True),
-        (PLATEAU, True),
-        ("schedule=custom schedule._target_=torch.optim.lr_scheduler.ConstantLR", True),
-        ("optim.schedule=cosine", False),
-    ],
-)
-def test_epochs_between_validations_are_part_of_the_id_where_something_sees_them(line, differs):
-    each, third = (id_of(*line.split(), *more) for more in ([], ["val_every_epochs=3"]))
-    assert (each != third) == differs
-
-
-def test_scheduler_class_with_a_knob_is_given_the_number_of_steps():
-    target = "schedule._target_=torch.optim.lr_scheduler.OneCycleLR"
-    build = prepare(
-        "schedule=custom", target, "schedule.max_lr=0.5", "steps=7"
-    ).recipe.schedule.build
-    assert build is not None
-    assert build(SGD([torch.ones(1, requires_grad=True)], lr=0.1)).total_steps == 7  # type: ignore[attr-defined]
 
 
 def test_seeds_that_early_stopping_ends_train_apart_and_say_why(tmp_path: Path, capsys):

@@ -9,7 +9,7 @@ import pytest
 
 from normexp.cli import parse_command
 from normexp.config.compose import parse_overrides
-from normexp.config.grid import compose_cells, list_cells
+from normexp.config.grid import list_cells
 from normexp.config.space import Choice, Range, Space, read_space
 from normexp.errors import UserError
 from normexp.search.points import Search, plan_searches
@@ -35,17 +35,6 @@ def test_search_and_report_differ_in_study_and_seeds_alone():
     assert (report.values["study"], report.seeds) == ("mine", [0, 1, 2, 3, 4])
     assert search.id == report.id
     assert search.lr == 0.02
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("key", ["batch_size", "optim", "optim.momentum", "norm.num_groups"])
-def test_cell_of_a_point_is_the_cell_of_the_same_line(key: str):
-    value, other = ("adamw", "sgd") if key == "optim" else ("0.5", "0.9")
-    value, other = ("4", "2") if key in ("batch_size", "norm.num_groups") else (value, other)
-    (search,) = searches_of(f"{key}=choice({other},{value})", "norm=group")
-    (cell,) = compose_cells(parse_command([f"{key}={value}", "norm=group"]))
-    assert search.cell({key: value}, is_report=True).id == cell.id
-    assert search.cell({key: value}, is_report=True).choices == cell.choices
 
 
 def test_training_of_a_recipe_to_be_searched_names_the_command(tmp_path: Path):
@@ -144,21 +133,9 @@ def test_longer_search_keeps_the_points_of_a_shorter_one(space: Space):
         assert space.points(count) == longest[:count]
 
 
-def test_space_with_fewer_points_than_asked_for_gives_all_of_them():
-    assert sorted(texts(space_of("epochs=int(interval(1,3))"), 20)) == [("1",), ("2",), ("3",)]
-
-
 def test_points_are_the_same_in_every_process_and_release():
     """A search goes on after an update only if the sequence stays as it is."""
     assert texts(space_of(*MIXED), 3) == GOLDEN
-
-
-def test_values_have_four_digits_and_stay_between_the_ends():
-    dimension = Range("lr", 0.0123456, 0.987654, log=True, whole=False)
-    assert dimension.text_of(0.1234567) == "0.1235"
-    assert dimension.text_of(0.0123456) == "0.01235"
-    assert dimension.text_of(0.987654) == "0.987654"
-    assert Range("epochs", 1, 9, log=False, whole=True).text_of(3) == "3"
 
 
 def test_edge_is_a_twentieth_of_the_interval_on_its_own_scale():
