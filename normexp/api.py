@@ -68,8 +68,6 @@ def load(run_dir: str | Path) -> nn.Module:
 
         names = normexp.load("runs/mine/CELL/seed-0").predict(images)  # (N, C, H, W) or (C, H, W)
 
-    Args:
-
     Raises:
         normexp.errors.UserError: no such run, several seeds, no weights, or weights that do not
             fit.

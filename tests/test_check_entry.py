@@ -111,7 +111,7 @@ def test_contract_that_fails_is_exit_code_1_with_its_line(mine: str, capsys):
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("no_such_package.Norm", "there is no module no_such_package; install it, or add"),
+        ("no_such_package.Norm", "there is no module no_such_package; install it, or set"),
         ("{mine}.Missing", "{mine} has no Missing"),
         ("{mine}.nothing", "made a NoneType, not an nn.Module"),
         ("{mine}.Needs", "needs the argument depth; set norm.depth=..."),

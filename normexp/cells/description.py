@@ -91,15 +91,10 @@ def _describe_training(
     acts_on_validations = "callback" in values or recipe.schedule.monitor is not None
     if "val_every_epochs" in spec.identity and acts_on_validations:
         values["val_every_epochs"] = recipe.val_every_epochs
-    _add_sources(values)
-    return values
-
-
-def _add_sources(values: dict[str, Any]) -> None:
-    """Adds to each part of a recipe the digest of the user's own source that its target is from."""
     for part in parts_with_target(values):
         if digest := source_digest(part["_target_"]):
             part["source_digest"] = digest
+    return values
 
 
 def _slots(build: NetworkBuilder) -> dict[str, Any]:

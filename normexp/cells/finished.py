@@ -236,10 +236,6 @@ def finished_results(cell_dir: Path) -> list[Result]:
     finished = [result for result in results if result.status == "finished"]
     if not finished:
         raise UserError(f"{cell_dir} has no finished run with weights (save_weights=true)")
-    if skipped := len(folders) - len(finished):
-        logger.info(
-            "skipping %d of %d runs: not finished, or without weights", skipped, len(folders)
-        )
     return finished
 
 

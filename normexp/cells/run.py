@@ -117,7 +117,9 @@ class Trial:
         except Exception as error:  # user code may raise anything
             if is_full_disk(error):
                 raise Halted(FULL_DISK) from error
-            self._give_up(_reason(error), "".join(traceback.format_exception(error)))
+            self._give_up(
+                one_line(error) + source_line_of(error), "".join(traceback.format_exception(error))
+            )
             if "CUDA error" in str(error):
                 raise Halted(
                     f"the GPU failed ({one_line(error)}), and this process cannot use it any more; "
@@ -296,12 +298,6 @@ def _fit(
     module = build_module(cell, seeds, replicas, recorder, lrs)
     fit(module, checkpoint=checkpoint, callbacks=[*callbacks], stop=stop)
     return module
-
-
-def _reason(error: Exception) -> str:
-    memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    remedy = "; try a smaller micro_batch_size" if memory else ""
-    return one_line(error) + source_line_of(error) + remedy
 
 
 def _timing(module: TrainingModule) -> dict[str, float]:

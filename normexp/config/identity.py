@@ -75,8 +75,8 @@ def identity_of(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[s
     rest = {key: value for key, value in values.items() if key not in groups}
     rest |= sizes_of(config)
     content = differences(defaults | rest, defaults)  # always has lr, whose default is a reference
-    devices, spans = num_devices_of(config), spans_devices(config.get("norm") or {})
-    if devices is None or (may_mix_samples(config) and devices > 1 and spans is None):
+    devices, norm = num_devices_of(config), config.get("norm") or {}
+    if devices is None or devices > 1 and may_mix_samples(config) and spans_devices(norm) is None:
         content["devices"] = devices
     if sees_validations(config):
         content["val_every_epochs"] = config["val_every_epochs"]

@@ -15,7 +15,6 @@ from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Overrid
 
 from normexp.errors import UserError
 
-EDGE = 0.05  # the fraction of an interval at each end that counts as its edge
 DIGITS = 4  # significant digits of a value that is drawn from an interval
 SCRAMBLE = 0  # seed of the Sobol sequence: every search of a space has the same points
 LOGARITHMIC = ("lr",)  # keys whose intervals have a log scale without a tag
@@ -36,14 +35,6 @@ class Choice:
     def at(self, fraction: float) -> str:
         """The choice at a fraction in [0, 1) of the list."""
         return self.texts[int(fraction * len(self.texts))]
-
-    def is_at_edge(self, text: str) -> bool:
-        """True for the least and the greatest of at least three numbers; words have no edge."""
-        try:
-            numbers = sorted(float(value) for value in self.texts)
-            return len(numbers) > 2 and float(text) in (numbers[0], numbers[-1])
-        except ValueError:
-            return False
 
 
 @dataclass(frozen=True)
@@ -73,12 +64,6 @@ class Range:
             return str(min(int(value), int(self.high)))
         rounded = float(f"{value:.{DIGITS}g}")
         return repr(min(max(rounded, self.low), self.high))
-
-    def is_at_edge(self, text: str) -> bool:
-        """True if a value lies in the outermost 5 % of the interval, on the interval's scale."""
-        scale = math.log if self.log else float
-        low, high, value = scale(self.low), scale(self.high), scale(float(text))
-        return not EDGE <= (value - low) / (high - low) <= 1 - EDGE
 
 
 Dimension = Choice | Range

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
+import re
 import traceback
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
@@ -75,19 +76,19 @@ def refuse_edited(hashed: Mapping[str, str]) -> None:
 def why_missing(target: str) -> str:
     """Why a dotted target cannot be imported, as far as its files tell; empty if they do not."""
     module, _, name = target.rpartition(".")
-    if _find(target.partition(".")[0]) is None:
-        return f"there is no module {target.partition('.')[0]}; install it, or set PYTHONPATH"
+    top = target.partition(".")[0]
+    if _find(top) is None:
+        return f"there is no module {top}; install it, or set PYTHONPATH"
     file = _file_of(module or name)
-    if file is None or is_installed(file) or _find(target) is not None:
+    if file is None or file.suffix != ".py" or is_installed(file):
         return ""
-    nodes = list(ast.walk(_tree_of(file)))
-    defined = [node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)]
-    names = [node.id for node in nodes if isinstance(node, ast.Name)]
-    names += [node.asname or node.name for node in nodes if isinstance(node, ast.alias)]
-    if {name, "*", "__getattr__", "globals"}.intersection(defined + names):
+    text = file.read_text(encoding="utf-8", errors="replace")
+    if re.search(rf"\b({name}|__getattr__|globals|import \*)(?!\w)", text):
         return ""
+    defined = re.findall(r"^(?:class|def) (\w+)", text, re.MULTILINE)
     near = ", ".join(get_close_matches(name, defined, 3) or defined[:4])
-    return f"{module or name} has no {name}" + (f"; it has {near}" if near else "")
+    fault = f"{module} has no {name}" if _find(target) is None else f"{target} is a module"
+    return f"{fault}; it has {near}" if near else fault
 
 
 def source_line_of(error: BaseException) -> str:

@@ -111,8 +111,7 @@ def check_settings(config: Mapping[str, Any]) -> None:
     if at and kind not in config["evaluate_with"]:
         raise UserError(f"tune.metric={metric}: needs evaluate_with=[running,{kind or '...'}]")
     if name not in VALIDATION:
-        is_validation = name.startswith("val/")
-        why = "no such metric" if is_validation else "nothing is chosen on test or training data"
+        why = "nothing is chosen on test or training data"
         raise UserError(f"tune.metric={metric}: {why}; try {join_or(VALIDATION)}")
     search = range(tune["first_seed"], tune["first_seed"] + tune["seeds"])
     report = range(config["seed"], config["seed"] + config["replicas"])

@@ -36,7 +36,7 @@ def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
     if lost and base["fail_fast"]:
         print("fail_fast: the search ends here, and no fresh seeds are trained", file=sys.stderr)
         return FAILED
-    chosen, rows, notes = list[CellSpec](), list[list[str]](), list[str]()
+    chosen, rows = list[CellSpec](), list[list[str]]()
     for search in searches:
         metric = _metric_of(search, states)
         means = [
@@ -53,17 +53,9 @@ def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
         shown = f"{metric.scale * value:.{metric.digits}f} {metric.label}"
         rows.append([search.title, " ".join(words_of(best)), count, shown])
         chosen.append(search.cell(best, is_report=True))
-        notes += [
-            f"{search.title}: the best {each.key}={best[each.key]} lies at the edge of what was "
-            "searched; a wider range may be better"
-            for each in search.space.dimensions
-            if each.is_at_edge(best[each.key])
-        ]
     fresh = _train(train, join_points(chosen), words, keys) if chosen else {}
     console = open_console()
     console.print(text_table(["search", "best", "points with a value", "search seeds"], rows))
-    for note in notes:
-        console.out(note)
     console.out("fresh seeds at the best points:")
     print_closing_table([*fresh.values()])
     is_whole = len(chosen) == len(searches) and all(map(_has_ended, fresh.values()))

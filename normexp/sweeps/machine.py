@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -75,11 +74,6 @@ def worker_slots(
     cores = usable_cores()
     count = max(1, min(asked or (len(gpus) or cores), len(cells)))
     num_workers = 0 if len(cells) == 1 or asked == 0 else count
-    if num_workers and getattr(sys.modules["__main__"], "__file__", None) == "<stdin>":
-        raise UserError(
-            f"workers={num_workers}: worker processes import the program that starts them, and one "
-            "on stdin cannot be imported; save it as a file, or set workers=0"
-        )
     threads = max(1, cores // count)
     if not gpus:
         locks = [f"core-{i}" for i in range(max(cores, count))]

@@ -11,7 +11,7 @@ from normexp.cells.cell import Cell, prepare_cell
 from normexp.checks.network import probe_batch
 from normexp.config.cells import CellSpec
 from normexp.config.words import one_line
-from normexp.errors import FAILED, USER_MISTAKE, UserError
+from normexp.errors import FAILED, UserError
 from normexp.records.logs import messages_to_stderr
 from normexp.records.study import CellState, read_cell
 from normexp.reporting.dry_run import Plan, print_plan
@@ -23,16 +23,16 @@ def print_plan_of(cells: Sequence[CellSpec]) -> int:
     """Prints what the cells would need; returns the exit code.
 
     Raises:
-        UserError: all cells are refused for the same reason.
+        UserError: all cells are refused.
     """
     with messages_to_stderr(), ready_to_train(), suitable_threads(0):
         plans = [_plan(cell) for cell in cells]
-    refused = [plan.state.refused for plan in plans if plan.state.refused]
-    if len(set(refused)) == 1 and len(refused) == len(plans):
-        raise UserError(refused[0])
+    refused = dict.fromkeys(plan.state.refused for plan in plans)
+    if "" not in refused:
+        raise UserError("; ".join(refused))
     _, num_workers = worker_slots([cell for cell in cells if cell.config is not None])
     print_plan(plans, num_workers=num_workers, num_points=sum(cell.num_points for cell in cells))
-    return 0 if not refused else USER_MISTAKE if len(refused) == len(plans) else FAILED
+    return FAILED if len(refused) > 1 else 0
 
 
 def _plan(spec: CellSpec) -> Plan:

@@ -14,7 +14,7 @@ from pathlib import Path
 from normexp.cells.stack import MOST_RUNS_ON_GPU, remove_failed
 from normexp.config.cells import CellSpec, check_processes, title_of
 from normexp.config.schema import validate_keys
-from normexp.errors import FAILED, USER_MISTAKE, Halted, UserError
+from normexp.errors import FAILED, Halted, UserError
 from normexp.records.environment import code_version
 from normexp.records.files import ensure_writable
 from normexp.records.result import Status
@@ -43,7 +43,7 @@ def run_cells(cells: Sequence[CellSpec], words: Sequence[str], launch: Launch | 
     """Trains the missing runs of each cell and prints what came of it; returns the exit code.
 
     Raises:
-        UserError: all cells are refused for the same reason; otherwise a refusal is a row.
+        UserError: all cells are refused; otherwise a refusal is a row.
         Halted: nothing more can be trained.
         KeyboardInterrupt: the user stopped the command.
     """
@@ -56,18 +56,15 @@ def run_cells(cells: Sequence[CellSpec], words: Sequence[str], launch: Launch | 
 
 def print_states(states: Sequence[CellState], cells: Sequence[CellSpec]) -> int:
     """Prints what came of a command; returns the exit code. Raises as `run_cells`."""
-    refused = list(dict.fromkeys(state.refused for state in states if state.refused))
-    is_mistaken = all(state.refused for state in states)
-    if is_mistaken and len(refused) == 1:
-        raise UserError(refused[0])
+    refused = dict.fromkeys(state.refused for state in states)
+    if "" not in refused:
+        raise UserError("; ".join(refused))
     if len(states) == 1:
         print_summary(states[0])
     else:
         print_closing_table(states)
     raise_if_stopped(cells, states)
-    if is_mistaken:
-        return USER_MISTAKE
-    return FAILED if refused or any(state.status == "failed" for state in states) else 0
+    return FAILED if any(state.status in ("failed", "refused") for state in states) else 0
 
 
 def raise_if_stopped(cells: Sequence[CellSpec], states: Sequence[CellState]) -> None:

@@ -39,7 +39,6 @@ NEVER_CALLED = (
     *("on_before_zero_grad", "on_before_backward", "on_after_backward"),
     "on_before_optimizer_step",
 )
-SECONDS_BETWEEN_REPORTS = 1.0
 
 
 def check_callback(callback: pl.Callback, name: str, metrics: Sequence[str]) -> None:
@@ -96,17 +95,18 @@ def _own_hooks(callback: pl.Callback, hooks: Sequence[str]) -> list[str]:
 
 
 class StepReports(pl.Callback):
-    """Calls `on_steps(step, num_steps)` once a second at most."""
+    """Calls `on_steps(step, num_steps)` once a second, in at most 5 % of the time."""
 
     def __init__(self, on_steps: Callable[[int, int], None]) -> None:
         self.on_steps = on_steps
-        self._reported_at = -math.inf
+        self._due_at = -math.inf
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any
     ) -> None:
         del trainer
         assert isinstance(pl_module, TrainingModule)
-        if time.monotonic() - self._reported_at > SECONDS_BETWEEN_REPORTS:
-            self._reported_at = time.monotonic()
+        if (started := time.monotonic()) >= self._due_at:
             self.on_steps(pl_module.step, pl_module.recipe.num_steps)
+            now = time.monotonic()
+            self._due_at = now + max(1.0, 20 * (now - started))

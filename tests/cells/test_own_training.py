@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from torch.optim import SGD
 from train_cases import prepare, results
 
 from normexp.train import main
@@ -65,30 +63,6 @@ def test_schedule_and_callback_are_part_of_the_id_with_their_source(
     assert [a == b for a, b in zip(before, after, strict=True)] == [True] * 3 + [False] * 5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("line", "differs"),
-    [
-        ("callback=early_stopping", True),
-        (PLATEAU, True),
-        ("schedule=custom schedule._target_=torch.optim.lr_scheduler.ConstantLR", True),
-        ("optim.schedule=cosine", False),
-    ],
-)
-def test_epochs_between_validations_are_part_of_the_id_where_something_sees_them(line, differs):
-    each, third = (id_of(*line.split(), *more) for more in ([], ["val_every_epochs=3"]))
-    assert (each != third) == differs
-
-
-def test_scheduler_class_with_a_knob_is_given_the_number_of_steps():
-    target = "schedule._target_=torch.optim.lr_scheduler.OneCycleLR"
-    build = prepare(
-        "schedule=custom", target, "schedule.max_lr=0.5", "steps=7"
-    ).recipe.schedule.build
-    assert build is not None
-    assert build(SGD([torch.ones(1, requires_grad=True)], lr=0.1)).total_steps == 7  # type: ignore[attr-defined]
-
-
 def test_seeds_that_early_stopping_ends_train_apart_and_say_why(tmp_path: Path, capsys):
     words = [*QUICK, "callback=early_stopping", "+callback.stopping_threshold=99", "epochs=5"]
     words += ["replicas=2", f"runs_dir={tmp_path}"]
@@ -121,12 +95,3 @@ def test_callback_that_raises_fails_the_run_with_the_line(tmp_path: Path, capsys
     (result,) = results(tmp_path).values()
     assert result.error == f"KeyError: 'trees' ({MODULE}.py, line 10)"
     assert "KeyError: 'trees'" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_rates_that_a_scheduler_sets_do_not_depend_on_the_cells_beside(tmp_path: Path):
-    target = "schedule._target_=torch.optim.lr_scheduler.OneCycleLR"
-    words = ["schedule=custom", target, "schedule.max_lr=0.5", "steps=3", "stack=true", "workers=0"]
-    assert main(["-m", "lr=0.5,0.05", *QUICK, "replicas=2", *words, f"runs_dir={tmp_path}"]) == 0
-    first, _, second, _ = results(tmp_path).values()
-    assert first.metrics["val/loss"] == second.metrics["val/loss"]  # max_lr takes the place of lr

@@ -195,24 +195,20 @@ def test_a_stack_that_raises_is_trained_run_by_run_and_takes_no_other_with_it(
     assert len(results_of(tmp_path)) == 3
 
 
-def test_a_stack_that_died_twice_is_trained_run_by_run(tmp_path: Path):
-    (stack,) = cut_stacks(specs_of(tmp_path))
+@pytest.mark.parametrize("replicas", [2, 1])
+def test_a_stack_that_died_twice_is_trained_run_by_run_and_a_run_has_failed(
+    tmp_path: Path, replicas: int
+):
+    (stack,) = cut_stacks(specs_of(tmp_path, replicas=replicas))
     with pytest.raises(Interrupted):
-        walk([stack.specs[0]], stop_at=3)
+        walk(stack.specs, stop_at=3)
     kill_twice(stack)
-    walk([stack.specs[0]])
-    apart = [result.apart for result in results_of(tmp_path)]
-    assert len(apart) == 2 and all("died twice" in str(why) for why in apart)
-
-
-def test_a_run_that_died_twice_has_failed(tmp_path: Path):
-    (stack,) = cut_stacks(specs_of(tmp_path, replicas=1))
-    with pytest.raises(Interrupted):
-        walk([stack.specs[0]], stop_at=3)
-    kill_twice(stack)
-    walk([stack.specs[0]])
-    (result,) = results_of(tmp_path)
-    assert result.status is Status.FAILED and "died twice" in str(result.error)
+    walk(stack.specs)
+    results = results_of(tmp_path)
+    assert len(results) == replicas
+    for result in results:
+        assert (result.status is Status.FAILED) == (replicas == 1)
+        assert "died twice" in str(result.apart or result.error)
 
 
 def test_a_refusal_is_a_line_with_the_id_of_its_command(tmp_path: Path):

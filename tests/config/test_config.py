@@ -121,6 +121,7 @@ _hidden = LpNorm
 MISSING = {
     "norm=my_own.LpNrm": "my_own has no LpNrm; it has LpNorm",
     "norm=my_own.py": "my_own has no py; it has LpNorm",
+    "norm=custom norm._target_=my_own": "my_own is a module; it has LpNorm",
     "norm=no_such.LpNorm": "there is no module no_such",
     "data=image_folder": "data.root is not set; give data.root=...",
     "data=image_folder data.root=nowhere": "data.root=nowhere does not exist; set data.root",

@@ -209,6 +209,11 @@ def test_data_and_weights_count_as_typed_whatever_is_there(tmp_path: Path, monke
         assert id_of(" ".join([*words, other])) != before
 
 
+def test_a_class_without_a_file_is_refused():
+    with pytest.raises(UserError, match="__main__.*: put the class in a file, as my_file.MyNorm"):
+        id_of("norm=custom norm._target_=__main__.Mine")
+
+
 def test_ids_need_no_torch():
     program = (
         "import sys; from normexp.config.compose import compose_cell;"

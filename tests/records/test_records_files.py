@@ -139,12 +139,3 @@ def test_lock_excludes_other_processes_until_its_holder_is_killed(tmp_path: Path
         kill(refused)
         assert has_lock == "False"
     assert list(tmp_path.iterdir()) == []
-
-
-def test_lock_on_a_removed_file_is_no_lock_on_its_successor(tmp_path: Path):
-    path = tmp_path / ".lock"
-    old = file_lock(path)
-    assert old.__enter__()
-    path.unlink()
-    with file_lock(path) as new, file_lock(path) as other:
-        assert new and not other

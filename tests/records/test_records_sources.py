@@ -117,7 +117,7 @@ def test_an_edit_after_the_import_is_refused(folder: Path):
         ("helper.Lat", "helper has no Lat; it has late"),
         ("helper.late", ""),
         ("pack.sub.leaf.y", ""),
-        ("pack.part", ""),  # a module
+        ("pack.part", "pack.part is a module"),
         ("alone.thing", ""),  # imported there
         ("torch.nn.Norm", ""),  # not the user's: its import says so
     ],

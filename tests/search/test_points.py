@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
-
 import pytest
 
 from normexp.cli import parse_command
-from normexp.config.cells import compose_cells, list_cells
 from normexp.config.compose import parse_overrides
 from normexp.config.space import Choice, Range, Space, read_space
 from normexp.errors import UserError
@@ -35,30 +31,6 @@ def test_search_and_report_differ_in_study_and_seeds_alone():
     assert (report.values["study"], report.seeds) == ("mine", [0, 1, 2, 3, 4])
     assert search.id == report.id
     assert search.lr == 0.02
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("key", ["batch_size", "optim", "optim.momentum", "norm.num_groups"])
-def test_cell_of_a_point_is_the_cell_of_the_same_line(key: str):
-    value, other = ("adamw", "sgd") if key == "optim" else ("0.5", "0.9")
-    value, other = ("4", "2") if key in ("batch_size", "norm.num_groups") else (value, other)
-    (search,) = searches_of(f"{key}=choice({other},{value})", "norm=group")
-    (cell,) = compose_cells(parse_command([f"{key}={value}", "norm=group"]))
-    assert search.cell({key: value}, is_report=True).id == cell.id
-    assert search.cell({key: value}, is_report=True).choices == cell.choices
-
-
-def test_training_of_a_recipe_to_be_searched_names_the_command(tmp_path: Path):
-    recipe = tmp_path / "experiment" / "searched.yaml"
-    recipe.parent.mkdir()
-    grid = "{norm: 'batch,group', lr: 'choice(0.1,0.3)'}"
-    recipe.write_text(
-        f"# @package _global_\nhydra: {{mode: MULTIRUN, sweeper: {{params: {grid}}}}}\n"
-    )
-    words = ["--config-dir", str(tmp_path), "experiment=searched"]
-    with pytest.raises(UserError, match="normexp.tune .* experiment=searched"):
-        list_cells(parse_command(words))
-    assert len(list_cells(parse_command([*words, "lr=0.1"]))) == 2  # nothing is left to search
 
 
 @pytest.mark.parametrize(
@@ -144,29 +116,6 @@ def test_longer_search_keeps_the_points_of_a_shorter_one(space: Space):
         assert space.points(count) == longest[:count]
 
 
-def test_space_with_fewer_points_than_asked_for_gives_all_of_them():
-    assert sorted(texts(space_of("epochs=int(interval(1,3))"), 20)) == [("1",), ("2",), ("3",)]
-
-
 def test_points_are_the_same_in_every_process_and_release():
     """A search goes on after an update only if the sequence stays as it is."""
     assert texts(space_of(*MIXED), 3) == GOLDEN
-
-
-def test_values_have_four_digits_and_stay_between_the_ends():
-    dimension = Range("lr", 0.0123456, 0.987654, log=True, whole=False)
-    assert dimension.text_of(0.1234567) == "0.1235"
-    assert dimension.text_of(0.0123456) == "0.01235"
-    assert dimension.text_of(0.987654) == "0.987654"
-    assert Range("epochs", 1, 9, log=False, whole=True).text_of(3) == "3"
-
-
-def test_edge_is_a_twentieth_of_the_interval_on_its_own_scale():
-    log = Range("lr", 1e-4, 1.0, log=True, whole=False)
-    for fraction, is_edge in ((0.04, True), (0.06, False), (0.94, False), (0.96, True)):
-        assert log.is_at_edge(repr(math.exp(math.log(1e-4) * (1 - fraction)))) is is_edge
-    assert not Range("lr", 0.0, 1.0, log=False, whole=False).is_at_edge("0.06")
-    choice = Choice("lr", ("0.3", "0.1", "1.0"))
-    assert [choice.is_at_edge(text) for text in choice.texts] == [False, True, True]
-    assert not Choice("optim", ("sgd", "adamw", "rmsprop")).is_at_edge("sgd")
-    assert not Choice("lr", ("0.1", "1.0")).is_at_edge("0.1")  # two choices are all edge

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -147,7 +148,7 @@ def test_a_killed_worker_is_replaced_and_a_killed_command_stops_its_workers(tmp_
         lines = {int(pid): Path(f"/proc/{pid}/cmdline").read_text() for pid in text.split()}
         return [pid for pid, line in lines.items() if "spawn_main" in line]
 
-    wait_until(lambda: sum(bool(state.process) for state in states()) == 2, command)
+    wait_until(lambda: len([*tmp_path.glob("s/stacks/*/progress.json")]) == 2, command)
     first, _ = workers()
     os.kill(first, signal.SIGKILL)
     wait_until(lambda: len(set(workers()) - {first}) == 2, command)
@@ -159,12 +160,16 @@ def test_a_killed_worker_is_replaced_and_a_killed_command_stops_its_workers(tmp_
     assert Status.INTERRUPTED in ends and Status.RUNNING not in ends
 
 
-def test_ctrl_c_saves_and_says_what_continues(tmp_path: Path):
-    command = start(tmp_path, "norm=group", "steps=100000", "workers=0")
-    wait_until(lambda: [*tmp_path.glob("s/stacks/*/progress.json")], command)
-    command.send_signal(signal.SIGINT)
-    out = command.communicate()[0]
-    assert command.returncode == 130 and "the same command continues" in out
+def test_ctrl_c_saves_and_says_what_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    def press() -> None:
+        while not [*tmp_path.glob("s/stacks/*/progress.json")]:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press, daemon=True).start()
+    words = ["norm=group", "steps=100000", "workers=0", "trainer=cpu", "study=s"]
+    assert main([*words, f"runs_dir={tmp_path}"]) == 130
+    assert "the same command continues" in capsys.readouterr().err
     assert [*tmp_path.glob("s/stacks/*/last.ckpt")]
 
 
