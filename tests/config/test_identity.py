@@ -16,6 +16,7 @@ from normexp.config.cells import CellSpec
 from normexp.config.compose import compose_cell
 from normexp.config.help import group_choices
 from normexp.config.identity import canonical_sizes, cell_id, differences
+from normexp.errors import UserError
 
 # Recorded results are found by these. A change of one orphans them: a changed default or meaning
 # raises a number in `VERSIONS` instead.
