@@ -116,7 +116,7 @@ def read_target(values: Mapping[str, Any], key: str) -> Target:
         call = instantiate({**values, "_partial_": True}, _convert_="all")
     except InstantiationException as error:
         raise _explain(error, values["_target_"], key) from error
-    target = Target(key, values["_target_"], partial(call))
+    target = Target(key, values["_target_"], partial(call.func, *call.args, **call.keywords))
     names = target.arguments
     unknown = [] if not names or "**" in names else sorted(target.knobs.keys() - names)
     if unknown:

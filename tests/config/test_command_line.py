@@ -69,7 +69,7 @@ REFUSED = [
     ("train", "hydra.sweeper.params.lr=3", "is not key=value"),
     ("train", "-m lr=range(0,1,0)", "lr=range(0,1,0): range() arg 3 must not be zero"),
     ("tune", "lr=intervall(0.1,1)", "lr=intervall(0.1,1): the value cannot be read"),
-    ("tune", "lr=choice(1,2) tune.metric=val/f1", "tune.metric=val/f1: no such metric"),
+    ("tune", "lr=choice(1,2) tune.metric=val/f1", "tune.metric=val/f1: nothing is chosen"),
     ("tune", "norm=batch", "nothing to search"),
     ("tune", "lr=choice(1,2) tune.metric=val/loss@", "tune.metric=val/loss@: needs evaluate_with"),
     ("check", "norm=grup", "did you mean group"),
