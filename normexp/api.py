@@ -38,14 +38,14 @@ def run(overrides: Sequence[str], workers: int = 0) -> list[Result]:
         KeyboardInterrupt: after Ctrl-C; the same call resumes.
     """
     from normexp.cli import parse_command
-    from normexp.config.grid import compose_cells, launcher_of
-    from normexp.config.rules import INDEX, WORDS, check_value
+    from normexp.config.cells import compose_cells
+    from normexp.config.schema import Index, Words, check_value
     from normexp.errors import UserError
 
-    check_value("overrides", overrides, WORDS)
-    check_value("workers", workers, INDEX)
+    check_value("overrides", overrides, Words)
+    check_value("workers", workers, Index)
     command = parse_command(overrides)
-    if command.shows_config or launcher_of(command) is not None:
+    if command.shows_config or command.launcher is not None:
         raise UserError(f"overrides={overrides}: --cfg, --info and launchers work only in a shell")
     cells = compose_cells(command)
 
@@ -87,7 +87,7 @@ def load_study(study: str | Sequence[str], runs_dir: str | Path = "runs") -> pd.
     Raises:
         normexp.errors.UserError: no such study (names the nearest), or one without an ended run.
     """
-    from normexp.config.rules import OPTIONS, check_value
+    from normexp.config.schema import OPTIONS, check_value
     from normexp.reporting.runs import read_studies
     from normexp.reporting.tables import run_frame
 
@@ -119,7 +119,7 @@ def load_report(
         normexp.errors.UserError: a study that is missing or has no ended run, or a metric that no
             run has.
     """
-    from normexp.config.rules import OPTIONS, check_value
+    from normexp.config.schema import OPTIONS, check_value
     from normexp.reporting.report import read_report
 
     names = [study] if isinstance(study, str) else study

@@ -21,10 +21,11 @@ from normexp.batching.sizes import Sizes
 from normexp.batching.speed import suitable_threads
 from normexp.checks.card import Card, measure_card
 from normexp.config import identity
+from normexp.config.cells import CellSpec, NormSpec
 from normexp.config.compose import AS_BUILT, shipped_config, shipped_defaults, shipped_targets
-from normexp.config.rules import INDEX, as_typed, check_value
-from normexp.config.spec import CellSpec, NormSpec
+from normexp.config.schema import Index, check_value
 from normexp.config.target import Target, read_target
+from normexp.config.words import as_typed
 from normexp.data.dataset import Data, limit_train, validate
 from normexp.errors import UserError
 from normexp.models import timm, torchvision
@@ -387,7 +388,7 @@ def build_callbacks(values: Mapping[str, Any] | None, metrics: Sequence[str]) ->
         callback = target.make(Callback)
         check_callback(callback, target.name, metrics)
         if isinstance(callback, EarlyStopping):
-            check_value(f"{key}.patience", callback.patience, INDEX, "validations")
+            check_value(f"{key}.patience", callback.patience, Index, "validations")
         callbacks.append(callback)
     if not callbacks:
         raise UserError(f"callback._target_ is missing: name a class, as in {CALLBACK_EXAMPLE}")

@@ -12,7 +12,7 @@ from normexp.reporting.terminal import open_console
 
 if TYPE_CHECKING:
     from normexp.checks.card import Card
-    from normexp.config.spec import NormSpec
+    from normexp.config.cells import NormSpec
 
 
 @entry("check")
@@ -20,7 +20,7 @@ def main(words: list[str]) -> int:
     """Exit code: 0, 1 if the contract fails, 2 the user's mistake, 130 interrupted."""
     option_words, overrides = split_options("check", words)
     options = read_options("check", option_words)
-    from normexp.config.grid import compose_norms
+    from normexp.config.cells import compose_norms
 
     norms = compose_norms(parse_command(overrides))  # mistakes are refused before torch is imported
 

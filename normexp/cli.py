@@ -5,22 +5,21 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from normexp.config.help import USAGE, conf_dir, help_text, option_defaults
-from normexp.config.rules import OPTIONS, check_value, name_as_text, suggest
-from normexp.config.spec import Command
+from normexp.config.help import help_text, option_defaults
+from normexp.config.schema import MISSING, OPTIONS, check_value, name_as_text, unknown_key
 from normexp.errors import FAILED, INTERRUPTED, USER_MISTAKE, Halted, UserError
 from normexp.records.files import FULL_DISK, is_full_disk
 from normexp.records.paths import list_cells, list_studies
 from normexp.records.sources import source_line_of
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
+    from normexp.config.cells import Command
 
 
 UNUSABLE_FILE = (PermissionError, NotADirectoryError, IsADirectoryError)
@@ -57,48 +56,47 @@ def _import_from_current_folder() -> None:
 
 
 def _run(name: str, words: list[str], act: Callable[[list[str]], int]) -> int:
-    """Returns the exit code of `act`, or 0 after --help.
+    """Returns the exit code of `act`, or 0 after --help; prints what ended it in one line.
 
-    Prints one line for a full disk (returns 1), a user's mistake (2), such as a file in place of a
-    folder or `sys.exit` in the user's code, and Ctrl-C (130). Other exceptions pass through: a
-    traceback, and exit code 1.
+    Exceptions that are nobody's mistake pass through: a traceback, and exit code 1.
     """
     try:
-        if name in USAGE and {"--help", "-h"} & set(words):
-            config_dirs = parse_command(words).config_dirs if name in TAKES_OVERRIDES else ()
-            print(help_text(name, config_dirs), flush=True)
+        if {"--help", "-h"} & set(words):
+            folders = _parse(words).config_dir if name in TAKES_OVERRIDES else ()
+            print(help_text(name, folders), flush=True)
             return 0
         code = act(words)
         sys.stdout.flush()
         return code
-    except UserError as error:
-        print(f"normexp: {error}", file=sys.stderr)
-        return USER_MISTAKE
-    except SystemExit as stop:
-        if not (line := source_line_of(stop)):
-            raise
-        print(f"normexp: your own code ends the program, by sys.exit{line}", file=sys.stderr)
-        return USER_MISTAKE
     except BrokenPipeError:  # as in `... | head`; Python flushes stdout once more, at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except UNUSABLE_FILE as error:
-        if error.filename is None:
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        code, message = _explain(error)
+        if not message:
             raise
-        print(f"normexp: {error.filename}: {error.strerror}", file=sys.stderr)
-        return USER_MISTAKE
-    except (Halted, OSError) as error:
-        if not isinstance(error, Halted) and not is_full_disk(error):
-            raise
-        print(f"normexp: {FULL_DISK if is_full_disk(error) else error}", file=sys.stderr)
-        return FAILED
-    except KeyboardInterrupt as stop:
         with suppress(KeyboardInterrupt):  # from one more Ctrl-C
-            print(f"normexp: {str(stop) or 'interrupted'}", file=sys.stderr)
-        return INTERRUPTED
+            print(f"normexp: {message}", file=sys.stderr)
+        return code
 
 
-# --- train, tune, check: Hydra's overrides ------------------------------------------------------
+def _explain(error: BaseException) -> tuple[int, str | None]:
+    """The exit code and one line for a mistake, an interruption or a full disk; else None."""
+    if isinstance(error, UserError):
+        return USER_MISTAKE, str(error)
+    if isinstance(error, SystemExit):
+        line = source_line_of(error)
+        return USER_MISTAKE, line and f"your own code ends the program, by sys.exit{line}"
+    if isinstance(error, UNUSABLE_FILE) and error.filename is not None:
+        return USER_MISTAKE, f"{error.filename}: {error.strerror}"
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, str(error) or "interrupted"
+    if isinstance(error, OSError):
+        return FAILED, FULL_DISK if is_full_disk(error) else None
+    return FAILED, str(error) if isinstance(error, Halted) else None
+
+
+# --- train, tune, check, benchmark: Hydra's overrides ---------------------------------------------
 
 TAKES_OVERRIDES = ("train", "tune", "check", "benchmark")
 
@@ -109,66 +107,46 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; {hint}see --help")
 
 
-def parse_command(words: Sequence[str]) -> Command:
-    """Separates overrides from options, in any order. Raises UserError for an unknown option."""
+def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(prog="normexp", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("--config-dir", "-cd", action="append", default=[])
-    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
-    parser.add_argument("--resolve", action="store_true")
-    parser.add_argument("--package", "-p")
-    parser.add_argument("--info", "-i", nargs="?", const="all")
-    options = parser.parse_intermixed_args(list(words))
+    parser.add_argument("--cfg", "-c", choices=["job"])
+    return parser.parse_intermixed_args(list(words))
+
+
+def parse_command(words: Sequence[str]) -> Command:
+    """Separates overrides from options, in any order. Raises UserError for an unknown option."""
+    from normexp.config.cells import Command
+
+    options = _parse(words)
     _refuse_repeated(options.overrides)
-    shows = options.cfg is not None or options.info is not None
-    if shows and options.multirun:
-        raise UserError("--cfg and --info show one cell: drop -m and name one value per key")
-    return Command(
-        overrides=options.overrides,
-        multirun=options.multirun,
-        config_dirs=options.config_dir,
-        shows_config=shows,
-    )
+    if options.cfg and options.multirun:
+        raise UserError("--cfg shows one cell: drop -m and name one value per key")
+    shows_config = options.cfg is not None
+    return Command(options.overrides, options.multirun, options.config_dir, shows_config)
 
 
 def _refuse_repeated(words: Sequence[str]) -> None:
-    given: dict[str, str] = {}
-    for word in words:
-        key = word.partition("=")[0].lstrip("+~")
-        if key in given:
-            raise UserError(f"{key} is given twice, as {given[key]} and {word}; name it once")
-        given[key] = word
+    keys = [word.partition("=")[0].lstrip("+~") for word in words]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise UserError(f"{key} is given twice; name it once")
 
 
-def show_config(words: Sequence[str]) -> int:
-    """Lets Hydra answer --cfg or --info; trains and writes nothing.
+def show_config(command: Command) -> int:
+    """Prints the config of a cell; trains and writes nothing."""
+    from omegaconf import OmegaConf
 
-    Raises:
-        UserError: the config to show does not compose.
-    """
-    import hydra
+    from normexp.config.compose import compose_config
 
-    from normexp.config.compose import VERSION_BASE, compose_config, register_custom
-
-    command = parse_command(words)
-    compose_config(command.overrides, command.config_dirs)
-    register_custom()
-    before = sys.argv
-    sys.argv = [before[0], *words]
-    try:
-        hydra.main(config_path=str(conf_dir()), config_name="config", **VERSION_BASE)(_show)()
-    finally:
-        sys.argv = before
+    print(OmegaConf.to_yaml(compose_config(command.overrides, command.config_dirs)), end="")
     return 0
 
 
-def _show(config: DictConfig) -> None:
-    raise AssertionError(f"Hydra answers by itself and runs no job ({list(config)})")
-
-
-# --- evaluate, report, status, and check's own keys: plain key=value ----------------------------
+# --- evaluate, report, status, and check's own keys: plain key=value ------------------------------
 
 
 def split_options(name: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -187,40 +165,34 @@ def read_options(name: str, words: Sequence[str]) -> dict[str, Any]:
     from yaml import YAMLError
 
     _refuse_repeated(words)
-    options, words = (
-        OPTIONS[name],
-        [name_as_text(w) if "[" in w or "," not in w else w for w in words],
-    )
+    kinds = OPTIONS[name]
     for word in words:
         key, equals, _ = word.partition("=")
         if not equals:
-            raise UserError(f"{word!r} is not key=value, as in {next(iter(options))}={word}")
-        if key not in options:
-            hint = suggest(key, options) or f"{name} takes {', '.join(options)}"
-            raise UserError(f"{key}: unknown key; {hint}")
+            raise UserError(f"{word!r} is not key=value, as in {next(iter(kinds))}={word}")
+        if key not in kinds:
+            raise unknown_key(key, kinds)
     try:
-        read: Any = OmegaConf.to_container(OmegaConf.from_dotlist(words))
+        given: Any = OmegaConf.to_container(OmegaConf.from_dotlist([*map(name_as_text, words)]))
     except YAMLError as error:
         raise UserError(f"{' '.join(words)}: a value cannot be read; quote texts") from error
-    given = {key: check_value(key, value, options[key]) for key, value in read.items()}
     values = option_defaults(name) | given
     for key, value in values.items():
-        if value == "???":
-            raise UserError(f"{key} is missing{_candidates(key, values.get('runs_dir', 'runs'))}")
+        if value == MISSING:
+            raise UserError(f"{key} is missing; set {key}=...{_latest(key, values)}")
+        values[key] = check_value(key, value, kinds[key])
     return values
 
 
-def _candidates(key: str, runs_dir: str) -> str:
+def _latest(key: str, values: Mapping[str, Any]) -> str:
     """The values that a missing `study` or `run` may have, the latest first."""
+    runs_dir = Path(values.get("runs_dir", "runs"))
     try:
-        studies = [Path(runs_dir, name) for name in list_studies(Path(runs_dir))]
+        found = [runs_dir / name for name in list_studies(runs_dir)]
     except UserError as error:
         return f", and {error}"
-    if key == "study":
-        found, example = studies, "study=STUDY"
-    else:
-        found, example = [cell for study in studies for cell in list_cells(study)], "run=FOLDER"
+    if key == "run":
+        found = [cell for study in found for cell in list_cells(study)]
     found.sort(key=lambda folder: folder.stat().st_mtime, reverse=True)
-    names = [folder.name if key == "study" else str(folder) for folder in found[:MOST_NAMED]]
-    more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
-    return f": give {example} with one of {', '.join(names)}{more}"
+    names = [str(folder) if key == "run" else folder.name for folder in found[:MOST_NAMED]]
+    return f": {', '.join(names)}{' ...' * (len(found) > MOST_NAMED)}"

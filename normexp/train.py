@@ -13,10 +13,9 @@ def main(words: list[str]) -> int:
     """Exit code: 0 finished or diverged, 1 failed, 2 the user's mistake, 130 interrupted."""
     command = parse_command(words)
     if command.shows_config:
-        return show_config(words)
+        return show_config(command)
     line = ["normexp-train", *words]
-    from normexp.config.grid import compose_cells
-    from normexp.config.spec import check_processes
+    from normexp.config.cells import check_processes, compose_cells
 
     cells = compose_cells(command)  # mistakes are refused before torch is imported
     rank = check_processes(cells, line)

@@ -13,7 +13,7 @@ def main(words: list[str]) -> int:
     """Exit code: 0 searched and reported, 1 something failed, 2 a mistake, 130 interrupted."""
     command = parse_command(words)
     if command.shows_config:
-        return show_config(words)
+        return show_config(command)
     from normexp.search.points import plan_searches
     from normexp.search.select import tune
     from normexp.sweeps.launch import launch_of

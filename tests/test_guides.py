@@ -17,10 +17,10 @@ from train_cases import QUICK, files
 import normexp
 from normexp.checks import assert_contract
 from normexp.cli import parse_command, read_options, split_options
+from normexp.config.cells import compose_norms, list_cells
 from normexp.config.compose import compose_config
-from normexp.config.grid import compose_norms, list_cells
 from normexp.config.help import help_text
-from normexp.config.rules import validate
+from normexp.config.schema import validate
 from normexp.errors import UserError
 from normexp.records.result import Result
 from normexp.search.points import plan_searches

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from normexp.cli import entry, parse_command, read_options, split_options
-from normexp.config.rules import in_identity
+from normexp.config.schema import in_identity
 from normexp.errors import UserError
 from normexp.norms.slots import SLOTS
 
@@ -54,7 +54,7 @@ def _train(
         UserError: not one norm, a key that the rules fix, or runs that are INVALID.
     """
     from normexp.benchmark.table import WORKLOADS, cells_below, digest, recipes
-    from normexp.config.grid import compose_cells
+    from normexp.config.cells import compose_cells
     from normexp.sweeps.sweep import run_cells
 
     benchmark, runs_dir = table.about["benchmark"], Path(options["runs_dir"])

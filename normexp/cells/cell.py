@@ -24,9 +24,9 @@ from normexp.cells.refusals import (
     why_alone,
 )
 from normexp.checks.preflight import Traits, examine
+from normexp.config.cells import CellSpec
 from normexp.config.identity import may_mix_samples
-from normexp.config.rules import validate
-from normexp.config.spec import CellSpec
+from normexp.config.schema import validate
 from normexp.data.dataset import Data
 from normexp.errors import UserError
 from normexp.records.logs import collected_messages

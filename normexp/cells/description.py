@@ -9,10 +9,10 @@ from normexp.batching.sizes import SIZES
 from normexp.build import NetworkBuilder
 from normexp.cells.recipe import OPTIM_SCHEDULE
 from normexp.checks.preflight import Traits
+from normexp.config.cells import CellSpec
 from normexp.config.compose import parts_with_target
 from normexp.config.identity import canonical_sizes
-from normexp.config.rules import OPTIONAL_GROUPS, PARTS
-from normexp.config.spec import CellSpec
+from normexp.config.schema import OPTIONAL_GROUPS, PARTS
 from normexp.data.dataset import Data
 from normexp.data.prediction import describe_data
 from normexp.norms.slots import SLOTS, changed

@@ -15,9 +15,9 @@ from normexp.build import (
     logger_targets,
     synchronized,
 )
+from normexp.config.cells import CellSpec
 from normexp.config.compose import DEFAULT_SCHEDULE, shipped_defaults
-from normexp.config.rules import as_typed
-from normexp.config.spec import CellSpec
+from normexp.config.words import as_typed
 from normexp.errors import UserError
 from normexp.training.callbacks import act_on_batches
 from normexp.training.devices import Devices

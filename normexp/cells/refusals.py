@@ -14,8 +14,8 @@ from normexp.checks.network import name_some, probe_batch
 from normexp.checks.preflight import Traits
 from normexp.checks.probe import fixed_draws
 from normexp.checks.wiring import check_optimizer
-from normexp.config.rules import as_typed
-from normexp.config.spec import CellSpec
+from normexp.config.cells import CellSpec
+from normexp.config.words import as_typed
 from normexp.data.dataset import Data
 from normexp.errors import UserError, first_line
 from normexp.norms.slots import PLACES, set_but_unused

@@ -20,7 +20,8 @@ from normexp.cells.assembly import build_module, can_stack_rates, resume_replica
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.devices import training_together
 from normexp.cells.stack import Run, Stack, claimed, commit, remove, settle
-from normexp.config.spec import one_line, title_of
+from normexp.config.cells import title_of
+from normexp.config.words import one_line
 from normexp.errors import Halted, UserError
 from normexp.norms.site import state_as_built
 from normexp.records.environment import describe_environment

@@ -19,7 +19,7 @@ from normexp.checks.probe import (
     fixed_draws,
     source,
 )
-from normexp.config.spec import one_line
+from normexp.config.words import one_line
 from normexp.data.dataset import Data
 from normexp.errors import UserError
 from normexp.norms.site import Site, as_maps, input_and_mask, named_sites

@@ -1,16 +1,17 @@
 """The canonical content of a composed config, which the id of a cell hashes, and that id.
 
-Computed from the config alone, without torch. Leaves out shipped keys at their defaults and names
-a shipped class by its choice, so that a new key or a moved class does not change recorded ids.
+Computed from the config and the user's own source, without torch. Leaves out shipped keys at their
+defaults and names a shipped class by its choice, so that a new key or a moved class does not change
+recorded ids.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 from normexp.batching.sizes import SIZES, Sizes
@@ -20,9 +21,15 @@ from normexp.config.compose import (
     shipped_defaults,
     shipped_targets,
 )
-from normexp.config.rules import OPTIONAL_GROUPS, PARTS, in_identity, sees_validations
+from normexp.config.schema import (
+    OPTIONAL_GROUPS,
+    PARTS,
+    SLOTS,
+    in_identity,
+    sees_validations,
+    value_at,
+)
 from normexp.errors import UserError
-from normexp.norms.slots import SLOTS
 from normexp.records.sources import digests_of, source_digest, source_files
 
 # Versions of choices, raised when a default or the meaning of a choice changes: {"norm/group": 2}.
@@ -32,6 +39,12 @@ VERSIONS: dict[str, int] = {
     "model/torchvision": 2,  # sites keep the eps and momentum of the norms that they replace
     # 2: warm-ups and ramps are shares of the training; they were steps
     **dict.fromkeys(("norm/batch_renorm", "norm/moving_average_batch", "norm/power"), 2),
+}
+
+# Of texts that other packages hold; recorded ids contain them. Loaded data are compared besides.
+TEXT_DIGESTS = {
+    "normexp.data.text.load_manual": "71f2ff5d99bdc1f9",
+    "normexp.data.langid.load_langid": "135064382cc0a164",
 }
 
 # Keys that only say how a value of the config came about, or how a target is called.
@@ -106,14 +119,13 @@ def sizes_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def may_mix_samples(config: Mapping[str, Any]) -> bool:
     """False if the norm is declared not to mix samples, so that nothing splits its statistics."""
-    return (config.get("norm") or {}).get("mixes_samples") is not False
+    return value_at(config, "norm.mixes_samples") is not False
 
 
 def num_devices_of(config: Mapping[str, Any]) -> int | None:
     """The number of devices that train a cell together, over all nodes; None if not a number."""
-    trainer = config.get("trainer") or {}
-    counts = [trainer.get(key, 1) for key in ("devices", "num_nodes")]
-    return counts[0] * counts[1] if all(isinstance(count, int) for count in counts) else None
+    counts = [value_at(config, key) for key in ("trainer.devices", "trainer.num_nodes")]
+    return math.prod(counts) if all(isinstance(count, int) for count in counts) else None
 
 
 def spans_devices(norm: Mapping[str, Any]) -> bool | None:
@@ -133,20 +145,20 @@ def spans_devices(norm: Mapping[str, Any]) -> bool | None:
 def defining_values(config: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a config that define the training."""
 
-    def counts(key: str) -> bool:
-        return in_identity(key) and key not in NOT_HASHED
+    def counted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+        keys = {f"{prefix}{name}": name for name in values}
+        return {
+            name: values[name]
+            for key, name in keys.items()
+            if in_identity(key)
+            and key not in NOT_HASHED
+            and (key, values[name]) not in IMPLIED_VALUES.items()
+        }
 
-    defining = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            value = {
-                name: item
-                for name, item in value.items()
-                if counts(path := f"{key}.{name}") and (path, item) not in IMPLIED_VALUES.items()
-            }
-        if counts(key):
-            defining[key] = value
-    return defining
+    return {
+        key: counted(value, f"{key}.") if isinstance(value, Mapping) else value
+        for key, value in counted(config).items()
+    }
 
 
 def sources_of(config: Mapping[str, Any]) -> dict[str, str]:
@@ -157,59 +169,19 @@ def sources_of(config: Mapping[str, Any]) -> dict[str, str]:
     return digests
 
 
-def _with_content(values: Any) -> Any:
+def _with_content(tree: Any) -> Any:
     """The values with digests of the source of the user's targets, and of shipped texts."""
-
-    def with_sources(tree: Any) -> Any:
-        if isinstance(tree, Mapping):
-            tree = {key: with_sources(value) for key, value in tree.items()}
-            if isinstance(target := tree.get("_target_"), str) and (
-                digest := source_digest(target)
-            ):
-                tree["source_digest"] = digest
-        return [with_sources(item) for item in tree] if isinstance(tree, list) else tree
-
-    values = with_sources(values)
-    data = values.get("data")
-    if isinstance(data, dict):
-        if _is_shipped(data, "manual"):
-            data["text_digest"] = _digest_of_manual()
-        elif _is_shipped(data, "langid"):
-            languages = data.get("languages"), data.get("max_length")
-            data["text_digest"] = _digest_of_langid(json.dumps(languages))
-    return values
-
-
-def _is_shipped(data: Mapping[str, Any], choice: str) -> bool:
-    """True if a data set is read by the function of a shipped choice."""
-    return data.get("_target_") == (shipped_defaults("data", choice) or {}).get("_target_")
-
-
-@cache
-def _digest_of_manual() -> str | None:
-    """Digest of the text of data=manual, which is part of Python and may change with it."""
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:  # some distributions leave it out
-        return None
-    text = "\n\n".join(topics[title] for title in sorted(topics))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-@cache
-def _digest_of_langid(arguments: str) -> str | None:
-    """Digest of the strings of data=langid, which are part of Babel and may change with it.
-
-    Args:
-        arguments: languages and max_length, as JSON.
-    """
-    from normexp.data.languages import read_own_strings
-
-    try:
-        strings = read_own_strings(*json.loads(arguments))
-    except Exception:  # bad values, or no Babel: refused when the data are loaded
-        return None
-    return hashlib.sha256(json.dumps(strings).encode()).hexdigest()[:16]
+    if isinstance(tree, list):
+        return [_with_content(item) for item in tree]
+    if not isinstance(tree, Mapping):
+        return tree
+    content = {key: _with_content(value) for key, value in tree.items()}
+    if isinstance(target := tree.get("_target_"), str):
+        if digest := source_digest(target):
+            content["source_digest"] = digest
+        if digest := TEXT_DIGESTS.get(target):
+            content["text_digest"] = digest
+    return content
 
 
 def _content_of(group: str, choice: str, values: dict[str, Any]) -> dict[str, Any]:

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from typing import Any, TypeVar
 
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
 from normexp.config.compose import refuse_missing_values
-from normexp.config.rules import suggest
-from normexp.config.spec import one_line
+from normexp.config.words import join_or, one_line, suggest
 from normexp.errors import UserError
 from normexp.records.sources import source_line_of, why_missing
 
 logging.getLogger("hydra").addHandler(logging.NullHandler())  # Hydra also logs what it raises
 
-REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # *args, **kwargs
 Made = TypeVar("Made")
 
 
@@ -32,12 +32,12 @@ class Target:
     Attributes:
         key: where the config names it, such as `data` or `logger.custom`.
         path: its dotted path.
-        call: the class or function, or a partial of it with its knobs.
+        call: a partial of the class or function with its knobs.
     """
 
     key: str
     path: str
-    call: Callable[..., Any]
+    call: partial[Any]
 
     @property
     def name(self) -> str:
@@ -46,32 +46,23 @@ class Target:
     @property
     def unwrapped(self) -> Any:
         """The class or function itself, without knobs."""
-        call = self.call
-        while isinstance(call, partial):  # nested: Hydra's partial does not merge with ours
-            call = call.func
-        return call
+        return self.call.func
+
+    @property
+    def knobs(self) -> Mapping[str, Any]:
+        return self.call.keywords
 
     @property
     def arguments(self) -> set[str]:
         """The names of its arguments; `**` if it takes any other."""
-        try:
-            parameters = inspect.signature(self.unwrapped).parameters
-            return {"**" if p.kind is p.VAR_KEYWORD else name for name, p in parameters.items()}
-        except (TypeError, ValueError):  # not callable, or written in C
-            return set()
-
-    @property
-    def knobs(self) -> Mapping[str, Any]:
-        call, knobs = self.call, {}
-        while isinstance(call, partial):
-            call, knobs = call.func, {**call.keywords, **knobs}
-        return knobs
+        names = _parameters(self.unwrapped)
+        return {"**" if p.kind is p.VAR_KEYWORD else name for name, p in names.items()}
 
     def filled_in(self, available: Mapping[str, Any]) -> Target:
         """A copy with every `available` argument that its signature has and no knob sets."""
         free = self.arguments - self.knobs.keys()
         wanted = {name: value for name, value in available.items() if name in free}
-        return replace(self, call=partial(self.call, **wanted)) if wanted else self
+        return replace(self, call=partial(self.call, **wanted))
 
     def require(self, num_given: int, *given: str) -> None:
         """Raises UserError for an argument that neither a knob nor the caller sets.
@@ -80,11 +71,9 @@ class Target:
             num_given: how many arguments the caller passes by position.
             given: the names of those that it passes by keyword.
         """
-        try:
-            free = inspect.signature(self.call).parameters.values()
-        except (TypeError, ValueError):  # not callable, or written in C
-            return
-        names = [p.name for p in free if p.default is p.empty and p.kind not in REST]
+        free = _parameters(self.call)
+        rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        names = [name for name, p in free.items() if p.default is p.empty and p.kind not in rest]
         for name in names[num_given:]:
             if name not in given:
                 key = f"{self.key}.{name}"
@@ -123,35 +112,38 @@ def read_target(values: Mapping[str, Any], key: str) -> Target:
         UserError: a missing value, or a knob that the target does not take.
     """
     refuse_missing_values(values, f"{key}.")
-    target = _find_target(values, key)
+    try:
+        call = instantiate({**values, "_partial_": True}, _convert_="all")
+    except InstantiationException as error:
+        raise _explain(error, values["_target_"], key) from error
+    target = Target(key, values["_target_"], partial(call.func, *call.args, **call.keywords))
     names = target.arguments
     unknown = [] if not names or "**" in names else sorted(target.knobs.keys() - names)
     if unknown:
-        hint = suggest(unknown[0], names) or f"it takes {', '.join(sorted(names)) or 'nothing'}"
+        hint = suggest(unknown[0], names) or f"it takes {join_or(sorted(names))}"
         raise UserError(f"{key}.{unknown[0]}: {target.path} has no such argument; {hint}")
     return target
 
 
-def _find_target(values: Mapping[str, Any], key: str) -> Target:
-    """The target with its knobs, unchecked. Raises UserError if it is not found."""
+def _parameters(call: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
-        call = instantiate({**values, "_partial_": True}, _convert_="all")
-        return Target(key, values["_target_"], call)
-    except InstantiationException as error:
-        cause = error.__cause__
-        if isinstance(cause, UserError):
-            raise cause from None
-        if isinstance(cause, ImportError):
-            raise UserError(_explain_import(values["_target_"], key, cause)) from error
-        reason = str(cause or error).strip() or type(cause).__name__
-        first, *rest = reason.splitlines()
-        message = " ".join([first, *rest[:1]]) if first.endswith(":") else first
-        raise UserError(f"{key}._target_={values['_target_']}: {message}") from error
+        return inspect.signature(call).parameters
+    except (TypeError, ValueError):  # not callable, or written in C
+        return {}
 
 
-def _explain_import(target: str, key: str, error: ImportError) -> str:
-    """Explains in one line why Hydra could not import a target."""
+def _explain(error: InstantiationException, path: str, key: str) -> UserError:
+    """What is wrong with a target, or with one below it, in one line."""
     cause = error.__cause__ or error
-    first = (str(cause).splitlines() or [""])[0]
-    reason = why_missing(target) or f"importing it fails with {type(cause).__name__}: {first}"
-    return f"{key}._target_={target}: {reason}"
+    if isinstance(cause, UserError):
+        return cause
+    reason = str(cause).strip().partition("\n")[0] or type(cause).__name__
+    if located := re.search(r"Error locating target '([^']+)'", str(error)):
+        path = located[1]
+        module, _, name = path.rpartition(".")
+        try:
+            names = dir(import_module(module))
+            reason = f"{module} has no {name}; {suggest(name, names) or 'name another'}"
+        except Exception as failed:  # user code may raise anything
+            reason = why_missing(path) or f"importing it fails with {one_line(failed)}"
+    return UserError(f"{key}._target_={path}: {reason}")

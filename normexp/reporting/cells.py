@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from normexp.config.rules import as_typed
+from normexp.config.words import as_typed
 from normexp.norms.slots import SLOTS, Slots
 from normexp.records.result import Status
 from normexp.reporting.metric import Metric

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from normexp.config.rules import as_typed
+from normexp.config.words import as_typed
 from normexp.reporting.cells import SHOWN, unlike
 from normexp.reporting.metric import format_interval
 from normexp.reporting.slices import AXIS_WORDS, Grid, Slice

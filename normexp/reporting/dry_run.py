@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from normexp.config.rules import format_count
-from normexp.config.spec import format_duration
+from normexp.config.words import format_count, format_duration
 from normexp.records.result import Result, Status
 from normexp.records.study import CellState
 from normexp.reporting.metric import choose_metric, describe_metric

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from normexp.config.rules import format_count
+from normexp.config.words import format_count
 from normexp.errors import UserError
 from normexp.reporting.causes import Causes, measure_causes
 from normexp.reporting.cells import CellRow, build_cells, metric_names

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from normexp.config.rules import format_count
+from normexp.config.words import format_count
 from normexp.errors import UserError
 from normexp.records.files import read_json
 from normexp.records.metrics import MetricRow, read_metrics

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from normexp.config.rules import format_count
+from normexp.config.words import format_count
 from normexp.records.result import Status
 from normexp.reporting.cells import (
     CellRow,

@@ -9,8 +9,8 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 
-from normexp.config.rules import format_count
-from normexp.config.spec import split_shared_words, study_words
+from normexp.config.cells import split_shared_words, study_words
+from normexp.config.words import format_count
 from normexp.records.paths import LOG_FILE, seed_dir
 from normexp.records.result import ENDED, Result, Status, values_of
 from normexp.records.samples import count_samples

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from normexp.config.rules import format_count
+from normexp.config.words import format_count
 from normexp.reporting.causes import Causes
 from normexp.reporting.cells import CellRow, metric_names
 from normexp.reporting.compare import ADDED, Comparison, Row

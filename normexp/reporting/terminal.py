@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from normexp.config.rules import format_count
+from normexp.config.words import format_count
 
 if TYPE_CHECKING:
     from normexp.reporting.report import Report

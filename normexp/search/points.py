@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from normexp.config.cells import CellSpec, Command, is_searched
 from normexp.config.compose import compose_cell, compose_config, refuse_missing_targets
-from normexp.config.grid import is_searched, read_grid
-from normexp.config.rules import KEYS, in_identity, join_or, validate_keys
+from normexp.config.schema import KEYS, in_identity, validate_keys
 from normexp.config.space import Space, read_space
-from normexp.config.spec import CellSpec, Command
+from normexp.config.words import join_or
 from normexp.errors import UserError
 
 Point = Mapping[str, str]  # key to value, as typed on the command line
@@ -72,20 +72,20 @@ def plan_searches(command: Command) -> list[Search]:
     Raises:
         UserError: nothing to search, a value that cannot be used, overlapping seeds.
     """
-    grid = read_grid(command)
-    searched = [override for override in grid.overrides if is_searched(override)]
+    overrides = command.grid()
+    searched = [override for override in overrides if is_searched(override)]
     if not searched:
         raise UserError(
             "nothing to search: write lr=interval(1e-3,1) or lr=choice(0.03,0.1,0.3); "
             "a list such as lr=0.03,0.1 makes one search for each value"
         )
-    for override in grid.overrides:
+    for override in overrides:
         key = override.key_or_group
         if override.is_sweep_override() and not in_identity(key) and key != "experiment":
             raise UserError(f"{override.input_line}: {key} cannot be searched; give it one value")
     space = read_space(searched)
-    rest = [override for override in grid.overrides if not is_searched(override)]
-    lines = grid.lines(rest)
+    rest = [override for override in overrides if not is_searched(override)]
+    lines = command.points(rest)
     shared = set(lines[0]).intersection(*map(set, lines))
     searches = []
     for line in lines:

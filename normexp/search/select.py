@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from normexp.config.grid import join_points
-from normexp.config.spec import CellSpec
+from normexp.config.cells import CellSpec, join_points
 from normexp.errors import FAILED, UserError
 from normexp.records.result import Status
 from normexp.records.study import CellState

@@ -11,7 +11,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from normexp.config.spec import format_duration
+from normexp.config.words import format_duration
 from normexp.records.logs import messages_to
 from normexp.records.result import Status
 from normexp.records.study import CellState

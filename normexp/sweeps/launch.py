@@ -5,6 +5,7 @@ A job does what a worker does, so it needs access to the folder of the study.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -14,10 +15,9 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from normexp.config.compose import VERSION_BASE, quoted
-from normexp.config.grid import launcher_of
+from normexp.config.cells import Command
+from normexp.config.compose import VERSION_BASE
 from normexp.config.help import conf_dir
-from normexp.config.spec import Command
 from normexp.sweeps.sweep import Launch, Sweep
 from normexp.sweeps.worker import Job
 
@@ -27,7 +27,7 @@ FOLDER = "launched"  # in a study: the files of Hydra, the launcher and the jobs
 
 def launch_of(command: Command) -> Launch | None:
     """Trains through the launcher that a command names; None for our own workers."""
-    launcher = launcher_of(command)
+    launcher = command.launcher
     return None if launcher is None else partial(launch_workers, command, launcher)
 
 
@@ -36,11 +36,11 @@ def launch_workers(command: Command, launcher: str, job: Job, count: int) -> str
     hydra_words = [word for word in command.overrides if re.match(LAUNCHER_WORDS, word)]
     folder = (next(iter(job.commands)) / FOLDER).resolve()
     numbers = ",".join(map(str, range(count)))
-    overrides = [*hydra_words, f"+worker={numbers}", f"hydra.sweep.dir={quoted(str(folder))}"]
+    overrides = [*hydra_words, f"+worker={numbers}", f"hydra.sweep.dir={json.dumps(str(folder))}"]
     overrides.append("hydra.sweeper.params=null")  # of an experiment
     if launcher == "ray":  # the plugin sets a value that a running cluster refuses
         overrides.append("+hydra.launcher.ray.init.object_store_memory=null")
-    folders = [quoted(f"file://{Path(path).resolve()}") for path in command.config_dirs]
+    folders = [json.dumps(f"file://{Path(path).resolve()}") for path in command.config_dirs]
     search = [f"hydra.searchpath=[{','.join(folders)}]"] if folders else []
     cwd = Path.cwd()
 

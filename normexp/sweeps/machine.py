@@ -11,7 +11,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from normexp.config.spec import CellSpec
+from normexp.config.cells import CellSpec
 from normexp.errors import UserError
 from normexp.records.environment import usable_cores, visible_gpus
 from normexp.records.files import file_lock

@@ -9,7 +9,8 @@ from normexp.batching.replicas import model_arguments
 from normexp.batching.speed import suitable_threads
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.checks.network import probe_batch
-from normexp.config.spec import CellSpec, one_line
+from normexp.config.cells import CellSpec
+from normexp.config.words import one_line
 from normexp.errors import FAILED, UserError
 from normexp.records.logs import messages_to_stderr
 from normexp.records.study import CellState, read_cell

@@ -12,8 +12,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from normexp.cells.stack import MOST_RUNS_ON_GPU, remove_failed
-from normexp.config.rules import validate_keys
-from normexp.config.spec import CellSpec, check_processes, title_of
+from normexp.config.cells import CellSpec, check_processes, title_of
+from normexp.config.schema import validate_keys
 from normexp.errors import FAILED, Halted, UserError
 from normexp.records.environment import code_version
 from normexp.records.files import ensure_writable

@@ -25,8 +25,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from normexp.cells.stack import MOST_RUNS, Stack, cut_stacks
+from normexp.config.cells import CellSpec
 from normexp.config.process import importing_torch
-from normexp.config.spec import CellSpec, one_line
+from normexp.config.words import one_line
 from normexp.errors import FAILED, INTERRUPTED, Halted, UserError
 from normexp.records.files import holder_of, this_command
 from normexp.records.logs import messages_to_stderr

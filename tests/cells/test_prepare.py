@@ -15,10 +15,9 @@ from train_cases import NO_RECORDS
 from normexp.cells import cell as cell_module
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cli import parse_command
+from normexp.config.cells import CellSpec, compose_cells
 from normexp.config.compose import compose_cell
-from normexp.config.grid import compose_cells
-from normexp.config.rules import validate
-from normexp.config.spec import CellSpec
+from normexp.config.schema import validate
 from normexp.errors import UserError
 
 OWN = """

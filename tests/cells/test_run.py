@@ -15,8 +15,7 @@ from normexp.cells import stack as stack_module
 from normexp.cells.run import train_stack
 from normexp.cells.stack import Stack, cut_stacks, remove_failed, settle
 from normexp.cli import parse_command
-from normexp.config.grid import compose_cells
-from normexp.config.spec import CellSpec
+from normexp.config.cells import CellSpec, compose_cells
 from normexp.errors import Halted
 from normexp.records.files import file_lock
 from normexp.records.paths import CHECKPOINT_FILE, LOCK_FILE, STACKS

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from normexp.batching.sizes import Sizes
 from normexp.build import build_norm
+from normexp.config.cells import NormSpec, norm_of
 from normexp.config.compose import compose_config
-from normexp.config.spec import NormSpec, norm_of
 from normexp.data import Data, Examples, build_text_data
 from normexp.models.convnet import ConvNet
 from normexp.models.gpt import GPT

@@ -16,9 +16,9 @@ from normexp.checks.card import Card, measure_card
 from normexp.checks.network import BuiltNetwork
 from normexp.checks.preflight import examine
 from normexp.checks.reading import padding_is_read
+from normexp.config.cells import norm_of
 from normexp.config.compose import compose_config, shipped_defaults
 from normexp.config.help import group_choices
-from normexp.config.spec import norm_of
 from normexp.norms.site import View
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from pathlib import Path
@@ -11,45 +10,42 @@ from pathlib import Path
 import pytest
 
 from normexp.cli import parse_command
+from normexp.config.cells import compose_cells, list_cells
 from normexp.config.compose import compose_cell, compose_config
-from normexp.config.grid import compose_cells, list_cells
 from normexp.config.help import GROUPS, conf_dir, group_choices
-from normexp.config.rules import validate
+from normexp.config.schema import validate
 from normexp.errors import UserError
 
 REFUSED = {
     # Composing.
     "model=convent": "model=convent: no such model; did you mean convnet",
-    "optim=xyz": "optim=xyz: no such optim (choices: adamw, custom, sgd",
-    "norm=xyz": "norm=xyz: no such norm (normexp.train --help lists all",
+    "optim=xyz": "optim=xyz: no such optim; it takes adamw, custom, sgd",
+    "norm=xyz": "norm=xyz: no such norm; --help lists all",
     "logger=[wandb,neptune]": "logger=neptune: no such logger",
     "btch_size=3": "btch_size: unknown key; did you mean batch_size",
     "weight_decay=0.1": "did you mean optim.weight_decay?",
     "norm.foo=1": "norm.foo: unknown key; did you mean",
     "lr.x=3": "lr.x: unknown key",
-    "evaluate_with.x=batch": "evaluate_with.x=batch: ",
+    "evaluate_with.x=batch": "evaluate_with.x: unknown key",
     "hydra.foo=3": "hydra.foo: unknown key",
     "batch_size": "'batch_size' is not key=value",
     "=3": "'=3' is not key=value",
-    "data_dir=a=b": "quote it, as in 'data_dir=\"a=b\"'",
+    "data_dir=a=b": "data_dir=a=b: the value cannot be read; quote",
     "seed=1,2": "seed=1,2 names several values: add -m",
-    "optim=[sgd,adamw]": "optim takes one name (choices: adamw, custom, sgd)",
+    "optim=[sgd,adamw]": "optim=[sgd,adamw]: takes one name",
     "~model": "'~model' is not key=value",
-    "+optim=sgd": "+optim=sgd: optim already exists",
-    "+batch_size=3": "+batch_size=3: the key already exists; drop the +",
     "lr@x=3": "lr",
-    "batch_size=abc": "batch_size=abc: must be of the type of its default, 32",
-    "dry_run=1": "dry_run=1: must be of the type of its default, false",
-    "optim=adamw optim.betas=3": "optim.betas=3: must be of the type of its default",
+    "batch_size=abc": "batch_size=abc: must be a whole number",
+    "dry_run=1": "dry_run=1: must be a boolean",
     "lr=${optim.defualt_lr}": "lr: Interpolation key 'optim.defualt_lr'",
     "hydra/launcher=foo": "hydra/launcher=foo: no such config; pip install",
     # Keys that nothing reads.
     "+foo=1": "foo: unknown key; --help lists",
-    "schedule.peak=0.2": "schedule: this training has no schedule; choose one, as schedule=custom",
+    "schedule.peak=0.2": "schedule.peak: unknown key",
     "weights=w.pt": "weights: unknown key; did you mean model.weights?",
     "+tune.x=1": "tune.x: unknown key",
-    "optim._target_=torch.optim.Adam": "try optim=custom optim._target_=...",
-    "optim=custom optim._target_=torch.optim.Adam": "this optimizer has no default; set lr=...",
+    "optim._target_=torch.optim.Adam": "optim._target_: optim=sgd has one; add optim=custom",
+    "optim=custom optim._target_=torch.optim.Adam": "lr=null: must be a number; set lr=...",
     # Validating.
     "batch_size=null": "batch_size=null: must be a whole number (samples)",
     "norm_batch_size=1.5": "norm_batch_size=1.5: must be a whole number (samples)",
@@ -59,12 +55,12 @@ REFUSED = {
     "eps=-1e-5": "eps=-1e-05: must be greater than or equal to 0",
     f"study={'n' * 201}": "of at most 200 bytes",
     "optim.warmup=1.0": "optim.warmup=1.0: must be less than 1",
-    "trainer.devices=2": "trainer.devices=2: several devices need trainer=ddp",
+    "trainer.devices=2": "several devices need trainer=ddp",
     "+norm.placement=mid": "norm.placement=mid: must be 'pre', 'post'",
     "norm=custom": "norm._target_=???: must name a class or function",
     "lr=[0": "lr=[0: the value cannot be read",
     "epochs=2 steps=4": "epochs=2 and steps=4: a training has one budget; keep one",
-    "samples=9 steps=4": "samples=9 and steps=4: a training has one budget",
+    "samples=9 steps=4": "steps=4 and samples=9: a training has one budget",
     "experiment=debug epochs=2": "epochs=2 and steps=100: a training has one budget",
 }
 
@@ -85,7 +81,6 @@ def test_a_mistake_is_one_line_with_its_key(line: str, part: str):
         ("lr=1 micro_batch_size=8 stack=false", {"lr": 1, "micro_batch_size": 8, "stack": False}),
         ("study=2026 eps=0 stack=true", {"study": "2026", "eps": 0, "stack": True}),
         ("study=2026_11", {"study": "2026_11"}),
-        ("study=${seed} seed=3", {"study": "3"}),
         ("optim=adamw batch_size=6 norm_batch_size=3", {"lr": 1e-3, "norm_batch_size": 3}),
     ],
 )
@@ -95,16 +90,6 @@ def test_a_line_sets_its_values_and_leaves_the_defaults(line: str, values: dict[
     assert {key: config[key] for key in values} == values
     assert choices["optim"] == ("adamw" if "adamw" in line else "sgd")
     assert "hydra" not in config and "experiment" not in choices
-
-
-@pytest.mark.parametrize(
-    "text", ["a, b (c", "it's [a", 'say "it\'s" {', "back\\slash, [", "a' \\ {\\"]
-)
-def test_the_advised_quotes_work_when_typed(text: str):
-    with pytest.raises(UserError, match="quote it, as in ") as caught:
-        compose_config([f"notes={text}"])
-    (word,) = shlex.split(str(caught.value).partition("as in ")[2])
-    assert compose_config([word])["notes"] == text
 
 
 @pytest.mark.parametrize("key", ["norm", "model", "data", "optim", "schedule", "callback"])
@@ -139,8 +124,8 @@ MISSING = {
     "norm=custom norm._target_=my_own": "my_own is a module; it has LpNorm",
     "norm=no_such.LpNorm": "there is no module no_such",
     "data=image_folder": "data.root is not set; give data.root=...",
-    "data=image_folder data.root=nowhere": "data.root=nowhere does not exist; name a folder with",
-    "data=text_file data.path=no.txt": "data.path=no.txt does not exist; name a text file",
+    "data=image_folder data.root=nowhere": "data.root=nowhere does not exist; set data.root",
+    "data=text_file data.path=no.txt": "data.path=no.txt does not exist; set data.path",
 }
 
 
@@ -205,18 +190,22 @@ def test_users_file_may_pick_a_model(tmp_path: Path):
         (
             "data/mine.yaml",
             "# @package _global_\nval_fraction: 0.2\n",
-            "data is missing; set",
+            "val_fraction: unknown key",
         ),
         ("experiment/mine.yaml", "# @package _global_\nepoch: 3\n", "epoch: unknown key; did you"),
         (
             "experiment/mine.yaml",
             "# @package _global_\nnorm: rms\n",
-            "a YAML chooses one",
+            "norm=rms: must be a group of keys",
         ),
         ("experiment/mine.yaml", "# @package _global_\ntrainer: null\n", "trainer=null: must be"),
-        ("experiment/mine.yaml", "epochs: 3\n", "experiment=mine: nothing reads its keys; let its"),
+        ("experiment/mine.yaml", "epochs: 3\n", "experiment=mine: its YAML must begin with"),
         ("trainer/mine.yaml", "defaults: [auto]\nmax_steps: 3\n", "trainer.max_steps: unknown key"),
-        ("optim/mine.yaml", "_target_: my.Sgd\ndefault_lr: 1\n", "optim.weight_decay is missing"),
+        (
+            "optim/mine.yaml",
+            "_target_: my.Sgd\ndefault_lr: 1\n",
+            "optim.weight_decay=null: must be",
+        ),
         ("optim/sgd.yaml", "momentum: 0.5\n", "sgd.yaml: normexp has optim=sgd itself; rename"),
         ("norm/mine.yaml", "_target_: my.Norm\nk: [1, 2\n", "mine.yaml, line 3: not valid YAML"),
         (

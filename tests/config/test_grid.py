@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from normexp.cli import parse_command
-from normexp.config.grid import compose_cells, list_cells
-from normexp.config.spec import title_of
+from normexp.config.cells import compose_cells, list_cells, title_of
 from normexp.errors import UserError
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from normexp.config import identity
+from normexp.config.cells import CellSpec
 from normexp.config.compose import compose_cell
 from normexp.config.help import group_choices
 from normexp.config.identity import canonical_sizes, cell_id, differences
-from normexp.config.spec import CellSpec
 from normexp.errors import UserError
 
 # Recorded results are found by these. A change of one orphans them: a changed default or meaning
@@ -218,7 +218,7 @@ def test_a_class_without_a_file_is_refused():
 def test_ids_need_no_torch():
     program = (
         "import sys; from normexp.config.compose import compose_cell;"
-        "from normexp.config.spec import CellSpec;"
+        "from normexp.config.cells import CellSpec;"
         "CellSpec(*compose_cell(['data=manual', 'norm=group'])).id;"
         "assert not {'torch', 'numpy'} & sys.modules.keys()"
     )

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import normexp
+from normexp.config.cells import CellSpec
 from normexp.config.compose import compose_cell, compose_config, shipped_config
 from normexp.config.help import config_lines, option_defaults
-from normexp.config.rules import KEYS, OPTIONS, check_value, in_identity, validate_keys
-from normexp.config.spec import CellSpec
+from normexp.config.schema import KEYS, OPTIONS, check_value, in_identity, validate_keys
 
 PACKAGE = Path(normexp.__file__).parent
 GROUPED = ("norm.", "model.", "data.", "optim.", "trainer.", "logger.")  # a choice's YAML has these
@@ -48,8 +48,7 @@ def test_every_comment_names_the_unit_of_the_table():
     comments = {line.partition("=")[0]: text for line, text in config_lines()}
     assert set(comments) == {key for key in KEYS if "." not in key}
     for key, comment in comments.items():
-        for unit in (mark for mark in KEYS[key].metadata if isinstance(mark, str)):
-            assert unit in comment, f"{key}: {unit} in its comment"
+        assert KEYS[key].unit in comment, f"{key}: {KEYS[key].unit} in its comment"
 
 
 SOURCES = [file.read_text() for file in PACKAGE.rglob("*.py") if file.parent.name != "config"]

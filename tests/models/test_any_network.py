@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from normexp.batching.sizes import Sizes
 from normexp.build import NetworkBuilder, build_network, build_norm
+from normexp.config.cells import norm_of
 from normexp.config.compose import compose_config
-from normexp.config.spec import norm_of
 from normexp.data import Data, Examples, build_image_data, build_text_data
 from normexp.norms.site import named_sites
 

@@ -17,8 +17,8 @@ from normexp import norms
 from normexp.batching.sizes import Sizes
 from normexp.build import build_data, build_network, build_norm, norm_target
 from normexp.cells.cell import make_builder, make_recipe
+from normexp.config.cells import norm_of
 from normexp.config.compose import compose_config
-from normexp.config.spec import norm_of
 from normexp.norms.site import named_sites
 
 TEXTS: Any = SimpleNamespace(input_shape=(16,))  # all that `build_norm` asks of data

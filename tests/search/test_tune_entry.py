@@ -1,23 +1,19 @@
-"""normexp.tune as a user runs it: seeds, the table, a stop, a failure, kills; and Optuna."""
+"""normexp.tune as a user runs it: seeds, the table, a stop, a failure."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
-import normexp
-from normexp.config.spec import CellSpec
+from normexp.config.cells import CellSpec
 from normexp.records.result import Result, Status
 from normexp.records.study import CellState, CommandEntry, read_entries
 from normexp.sweeps import sweep
 from normexp.tune import main
-
-README = Path(__file__).parents[2] / "README.md"
 
 
 def lost(cell: CellSpec, how: str) -> CellState:
@@ -171,22 +167,3 @@ def test_failure_under_fail_fast_trains_no_fresh_seeds(tmp_path: Path, trainer: 
     assert tune(tmp_path, "lr=choice(0.01,0.1,1.0)", "fail_fast=true") == 1
     assert trainer.rates("s") == []
     assert "fail_fast" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_lines_of_the_readme_let_an_optuna_study_drive_run(tmp_path: Path, monkeypatch, capsys):
-    pytest.importorskip("optuna").logging.set_verbosity(40)
-    (lines,) = [
-        code
-        for code in re.findall("```python\n(.+?)```", README.read_text(), re.S)
-        if "ask()" in code
-    ]
-    assert len(lines.splitlines()) <= 10
-    monkeypatch.chdir(tmp_path)
-    exec(
-        lines.replace("range(20)", "range(2)").replace('"seed=1000"', '"seed=1000", "steps=4"'), {}
-    )
-    assert re.fullmatch(r"\{'lr': [\d.]+\}", capsys.readouterr().out.splitlines()[-1])
-    runs = normexp.load_study("adaptive")
-    assert len(runs) == 2 * 4 and runs["lr"].nunique() == 2
-    assert set(runs["seed"]) == {1000, 1001, 1002, 1003}

@@ -32,9 +32,9 @@ from normexp.batching.sizes import Sizes
 from normexp.build import build_norm
 from normexp.checks.network import probe_batch
 from normexp.checks.wiring import cannot_stack
+from normexp.config.cells import norm_of
 from normexp.config.compose import compose_config
 from normexp.config.help import group_choices
-from normexp.config.spec import norm_of
 from normexp.norms.factory import NormFactory
 from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm
 from normexp.norms.rms import RMSNorm

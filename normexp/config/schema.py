@@ -1,0 +1,267 @@
+"""Every key of the command line: its type and range, its unit, and whether an id contains it.
+
+A new key takes a line in conf/config.yaml (default and meaning), one in `KEYS`, and code that reads
+it. Knobs of norms, models and data are checked by the signatures that they go to.
+"""
+
+# ruff: noqa: UP045 (types as values)
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, Optional
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)
+
+from normexp.batching.sizes import SIZES, Sizes
+from normexp.config.words import as_typed, join_or, suggest
+from normexp.errors import UserError
+from normexp.norms.slots import Act, Conv, Placement
+
+MISSING = "???"  # in a config: a value that must be given
+PARTS = ("norm", "model", "data", "optim")  # of every cell; their targets say what they take
+OPTIONAL_GROUPS = ("schedule", "callback")  # a training may have none
+OPEN = (*PARTS, *OPTIONAL_GROUPS, "logger", "experiment")  # groups of any keys
+NOT_IN_IDENTITY = ("hydra", "experiment", "logger", "tune")  # groups that define no training
+LONGEST_NAME = 200  # bytes; file systems allow 255, and derived names are longer
+
+
+def _distinct(values: list[Any]) -> list[Any]:
+    if len(set(values)) < len(values):
+        raise ValueError("must be a list of different values")
+    return values
+
+
+def _target(path: str) -> str:
+    if path in ("", MISSING):
+        raise ValueError("must name a class or function, as my_package.MyClass")
+    return path
+
+
+def _name(text: str) -> str:
+    if not re.fullmatch(r"\w[\w.+-]*", text) or len(text.encode()) > LONGEST_NAME:
+        raise ValueError(
+            "must be a folder name of letters, digits, dot, plus, dash and underscore, of at most "
+            f"{LONGEST_NAME} bytes"
+        )
+    return text
+
+
+Count = Annotated[int, Field(gt=0)]
+Several = Annotated[int, Field(gt=1)]
+Index = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
+Name = Annotated[str, AfterValidator(_name)]
+Counts = Annotated[list[Count], Field(min_length=1), AfterValidator(_distinct)]
+Texts = Annotated[list[Text], Field(min_length=1), AfterValidator(_distinct)]
+Statistic = Literal["running", "precise", "own_share", "batch"]
+Statistics = Annotated[list[Statistic], Field(min_length=1), AfterValidator(_distinct)]
+Names = Annotated[
+    list[Name],
+    Field(min_length=1),
+    AfterValidator(_distinct),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+]
+Words = list[str]
+Group = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of the config; one that a YAML leaves out is null.
+
+    Attributes:
+        kind: a type of pydantic, checked strictly.
+        unit: as in the key's comment in config.yaml.
+        in_id: False for where, when or how a cell is trained.
+    """
+
+    kind: Any
+    unit: str = ""
+    in_id: bool = True
+
+
+SLOTS: dict[str, Any] = {
+    **{"act": Act | None, "conv": Conv | None, "placement": Placement | None},
+    **dict.fromkeys(("residual_scale", "layer_scale"), float | None),
+    **dict.fromkeys(("qk_norm", "v_norm"), bool | None),
+}
+KEYS = {
+    "batch_size": Key(Count, "samples"),
+    "micro_batch_size": Key(Count | None, "samples"),
+    "norm_batch_size": Key(Count | None, "samples"),
+    "epochs": Key(Count),
+    "steps": Key(Count | None, "optimizer steps"),
+    "samples": Key(Count | None, "samples"),
+    "lr": Key(Positive),
+    "lr_rule": Key(Literal["none", "linear", "sqrt", "momentum_aware"]),
+    "base_batch_size": Key(Count, "samples"),
+    "max_grad_norm": Key(Positive | None),
+    "seed": Key(Index, in_id=False),
+    "replicas": Key(Annotated[int, Field(gt=0, le=10**6)], in_id=False),
+    "study": Key(Name, in_id=False),
+    "tags": Key(Texts | None, in_id=False),
+    "notes": Key(Text | None, in_id=False),
+    "dry_run": Key(bool, in_id=False),
+    "workers": Key(Index | None, in_id=False),
+    "fail_fast": Key(bool, in_id=False),
+    "runs_dir": Key(Text, in_id=False),
+    "data_dir": Key(Text, in_id=False),
+    "eps": Key(Annotated[float, Field(ge=0, le=1000)]),
+    **{slot: Key(kind) for slot, kind in SLOTS.items()},
+    "matmul_precision": Key(Literal["highest", "high", "medium"]),
+    "drop_last": Key(bool),
+    "val_every_epochs": Key(Count, "epochs", in_id=False),
+    "log_every": Key(Count, "optimizer steps", in_id=False),
+    "chunk": Key(Count, "optimizer steps", in_id=False),
+    "stack": Key(Literal["auto", True, False], in_id=False),
+    "compile": Key(bool, in_id=False),
+    "save_weights": Key(bool, in_id=False),
+    "evaluate_with": Key(Statistics, in_id=False),
+    "precise_samples": Key(Several, "samples", in_id=False),
+    "evaluate_batch_sizes": Key(Counts | None, "samples", in_id=False),
+    "evaluate_every_epoch": Key(bool, in_id=False),
+    "allow_leak": Key(bool, in_id=False),
+    "tune.points": Key(Count, in_id=False),
+    "tune.seeds": Key(Several, in_id=False),
+    "tune.first_seed": Key(Index, in_id=False),
+    "tune.metric": Key(Text | None, in_id=False),
+    "norm.half_life": Key(Positive | None, "samples"),
+    "norm.mixes_samples": Key(bool | None, in_id=False),  # both count in norm_batch_size
+    "norm.synchronized": Key(bool | None, in_id=False),
+    **{f"norm.{slot}": Key(kind) for slot, kind in SLOTS.items()},
+    "model.weights": Key(Text | None),
+    "model.replace": Key(Texts | None),
+    "data.limit_train": Key(Count | None, "samples, for texts blocks"),
+    "data.order": Key(Literal["shuffled", "sorted"] | None),
+    "data.data_dir": Key(Text | None, in_id=False),
+    "data.path": Key(Text | None),
+    "data.root": Key(Text | None),
+    "optim.momentum": Key(Fraction | None),
+    "optim.nesterov": Key(bool | None),
+    "optim.weight_decay": Key(NotNegative),
+    "optim.decay_norm": Key(bool),
+    "optim.decay_bias": Key(bool | None),
+    "optim.fused": Key(bool | None),
+    "optim.schedule": Key(Literal["constant", "cosine", "linear", "wsd", "one_cycle"]),
+    "optim.warmup": Key(Fraction),
+    "trainer.accelerator": Key(Literal["auto", "cpu", "gpu", "cuda"], in_id=False),
+    "trainer.devices": Key(Count, in_id=False),  # counted in norm_batch_size: a share of a
+    "trainer.num_nodes": Key(Count, in_id=False),  # forward pass is a ghost sub-batch
+    "trainer.strategy": Key(Literal["auto", "ddp"], in_id=False),
+    "trainer.precision": Key(Literal["32-true", "bf16-mixed", "64-true"]),
+}
+TREES = {  # keys above others
+    **{group: Key(Group) for group in (*PARTS, "trainer")},
+    **{f"{group}._target_": Key(Annotated[str, AfterValidator(_target)]) for group in PARTS},
+    **{group: Key(Group | None) for group in OPTIONAL_GROUPS},
+    **{group: Key(Group, in_id=False) for group in ("logger", "tune")},
+    "experiment": Key(Text | None, in_id=False),
+}
+_ALL = TREES | KEYS
+
+# The keys of the entries without a config; conf/entries.yaml has their defaults and meanings.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "benchmark": {"reference": Text, "workloads": Optional[Names], "runs_dir": Text},
+    "check": {"part": Literal["all", "contract"], "format": Literal["table", "json"]},
+    "evaluate": {
+        "run": Text,
+        "evaluate_with": Optional[Statistics],
+        "precise_samples": Several,
+        "evaluate_batch_sizes": Optional[Counts],
+    },
+    "report": {
+        "study": Names,
+        "runs_dir": Text,
+        "metric": Optional[Text],
+        "tolerance": Optional[NotNegative],
+        "reference": Optional[Text],
+        "watch": bool,
+    },
+    "status": {"study": Name, "runs_dir": Text},
+}
+
+
+def is_read(key: str) -> bool:
+    """True if something reads a dotted key: normexp, or the target of its group."""
+    return key in _ALL or key.partition(".")[0] in OPEN
+
+
+def in_identity(key: str) -> bool:
+    """True if a dotted key, of normexp or of a user's module, is part of the identity."""
+    return _ALL[key].in_id if key in _ALL else key.partition(".")[0] not in NOT_IN_IDENTITY
+
+
+def value_at(tree: Any, key: str) -> Any:
+    """The value at a dotted key of nested dicts; None if there is none."""
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, Mapping) else None
+    return tree
+
+
+def validate(config: Mapping[str, Any]) -> None:
+    """Checks the values of a cell that need neither data nor model. Raises UserError."""
+    validate_keys(config)
+    trainer = config["trainer"]
+    devices = trainer["devices"] * trainer["num_nodes"]
+    if devices > 1 and trainer["strategy"] != "ddp":
+        typed = f"trainer.devices={trainer['devices']} trainer.num_nodes={trainer['num_nodes']}"
+        raise UserError(f"{typed}: several devices need trainer=ddp")
+    Sizes(*(config[key] for key in SIZES)).shared_by(devices)
+
+
+def validate_keys(config: Mapping[str, Any], keys: Iterable[str] = _ALL) -> None:
+    """Checks the values of these keys. Raises UserError for the first that is refused."""
+    for key in keys:
+        check_value(key, value_at(config, key), _ALL[key].kind, _ALL[key].unit)
+
+
+def check_value(key: str, value: Any, kind: Any, unit: str = "") -> Any:
+    """The value, as a type of this module. Raises UserError for one that the type refuses."""
+    try:
+        return _adapter(kind).validate_python(value)
+    except ValidationError as invalid:
+        said = invalid.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+    said = re.sub(r"^\w+ should", "must", said).replace("a valid integer", "a whole number")
+    said = said.replace("a valid dictionary", "a group of keys").replace("a valid ", "a ")
+    remedy = f"; set {key}=..." if value is None else ""
+    raise UserError(f"{key}={as_typed(value)}: {said}{unit and f' ({unit})'}{remedy}")
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False))
+
+
+def unknown_key(key: str, known: Iterable[str]) -> UserError:
+    """The error for a key that nothing reads, with the nearest known ones."""
+    known, leaf = list(known), key.rpartition(".")[2]
+    same = [name for name in known if name.rpartition(".")[2] == leaf]
+    hint = f"did you mean {join_or(same)}?" if same else suggest(key, known, most=2)
+    return UserError(f"{key}: unknown key; {hint or '--help lists the keys'}")
+
+
+def sees_validations(config: Mapping[str, Any]) -> bool:
+    """True if a callback or schedule may act on validations, and they skip epochs."""
+    acts = any(config.get(group) is not None for group in OPTIONAL_GROUPS)
+    return acts and config["val_every_epochs"] != 1
+
+
+def name_as_text(word: str) -> str:
+    """The word, with quotes for names of studies that would be read as numbers, as 2026_11."""
+    if not re.fullmatch(r"study=[\[\w.+,\]-]*", word):
+        return word
+    return re.sub(r"(?<=[=,\[])[\d.][\w.+-]*", lambda name: f"'{name[0]}'", word)
