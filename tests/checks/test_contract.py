@@ -45,8 +45,7 @@ def test_fault_is_caught_by_its_line(norm: str):
     assert words in line.detail
 
 
-def test_contract_has_fourteen_lines_and_each_has_a_norm_that_breaks_it():
-    assert len(CONTRACT) == 14
+def test_each_line_has_a_norm_that_breaks_it():
     assert {name for _, name, _ in broken.CAUGHT_BY.values()} == {*CONTRACT} - {"can be built"}
 
 
@@ -104,8 +103,6 @@ def test_contract_fails_by_the_lines_that_are_broken_and_by_no_other(name: str):
 
 # The norm, a line, its result and words of its detail.
 LINES = [
-    *((norm, "running averages", "pass", "") for norm in (broken.Averaging, nn.BatchNorm2d)),
-    (LayerNorm, "running averages", "skipped", ""),
     (broken.KeepsItsMean, "buffers saved", "pass", ""),
     (InSingle, "gradient", "pass", "below float64"),
     (lambda _: NoHalf(), "dtype kept", "pass", "bfloat16"),
