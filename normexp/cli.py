@@ -169,7 +169,10 @@ def read_options(name: str, words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         key, equals, _ = word.partition("=")
         if not equals:
-            raise UserError(f"{word!r} is not key=value, as in {next(iter(kinds))}={word}")
+            example = (
+                f"study={Path(word).name}" if "study" in kinds else f"{next(iter(kinds))}={word}"
+            )
+            raise UserError(f"{word!r} is not key=value, as in {example}")
         if key not in kinds:
             raise unknown_key(key, kinds)
     try:
