@@ -14,7 +14,6 @@ from normexp.checks.norm import (
     LoneNorm,
     NormCase,
     Reply,
-    arguments_of,
     show,
     skipped,
 )
@@ -23,7 +22,6 @@ from normexp.checks.wiring import name_some, state_not_saved
 from normexp.errors import first_line
 from normexp.norms.state import read_state
 
-STEPS = 3  # of training
 ON_CONSTANTS = " on a constant input"
 CONSTANT = 3.5  # its sums and means are exact, so a variance is 0
 HALF_MEAN = 30.0  # squares in bfloat16 then keep no digit of a variance of 1
@@ -34,8 +32,6 @@ BEND = 0.05  # share of an output's change over the step; outputs that bend more
 # Step of the difference, relative and absolute tolerance: for float64, and for norms that always
 # compute in float32.
 FINE, COARSE = (1e-6, 1e-3, 1e-6), (1e-3, 1e-2, 1e-2)
-MOMENTUM = 0.3  # far from 1 - MOMENTUM
-EXACT = 1e-4  # relative, of an average that follows a statistic
 
 
 def keeps_shape(norm: LoneNorm) -> Reply:
@@ -159,35 +155,6 @@ def is_deterministic(case: NormCase) -> Reply:
     return "two forwards of one input differ" if moves(first, again, tolerance=0) else None
 
 
-@torch.no_grad()
-def keeps_state_in_evaluation(case: NormCase) -> Reply:
-    """Does evaluation leave the buffers alone?"""
-    norm = case.trained(torch.float32).eval()
-    before = read_state(norm)
-    norm(case.values())
-    after = read_state(norm)
-    changed = [n for n, b in before.items() if moves(b, after[n], tolerance=0)]
-    if changed:
-        return f"evaluation changes {changed[0]}"
-    return None if before else skipped("has no buffers")
-
-
-def takes_any_strides(case: NormCase, training: bool) -> Reply:
-    """Does an input that is not contiguous give the output of its contiguous copy?"""
-    x = case.values()
-    others = [x.transpose(0, -1).contiguous().transpose(0, -1)]
-    if x.ndim == 4:
-        others.append(x.contiguous(memory_format=torch.channels_last))
-    out = case.build().train(training)(x)
-    for strided in others:
-        other = case.build().train(training)(strided.requires_grad_())
-        if other.requires_grad:
-            other.sum().backward()
-        if moves(out, other) and not case.lone.draws:  # in another order
-            return f"strides {strided.stride()} change the output"
-    return None
-
-
 def keeps_digits_in_half(case: NormCase) -> Reply:
     """Do bfloat16 inputs at mean 30 give the outputs of float64, up to rounding?
 
@@ -214,7 +181,7 @@ def keeps_digits_in_half(case: NormCase) -> Reply:
 
 def makes_parameters_at_once(norm: LoneNorm) -> Reply:
     """Does __init__ make every parameter, in time for the optimizer?"""
-    case = norm.at(norm.shapes[0] if norm.shapes else (STEPS, norm.num_features))
+    case = norm.at(norm.shapes[0] if norm.shapes else (3, norm.num_features))
     module = case.build()
     before = dict(module.named_parameters())
     with suppress(Exception):  # no input may be taken
@@ -222,62 +189,3 @@ def makes_parameters_at_once(norm: LoneNorm) -> Reply:
     made = [name for name, p in module.named_parameters() if p is not before.get(name)]
     made = [name for name, p in before.items() if is_lazy(p)] or made
     return f"{made[0]} is made in the forward, too late for an optimizer" if made else None
-
-
-def holds_no_graph(case: NormCase) -> Reply:
-    """Are the tensors that the norm stores, as buffers or attributes, detached?"""
-    norm = case.build()
-    for seed in range(STEPS):
-        norm(case.values(seed=seed).requires_grad_())
-    kept = dict(norm.named_buffers())
-    for path, module in norm.named_modules():
-        kept |= {f"{path}.{name}".lstrip("."): value for name, value in vars(module).items()}
-    for name, tensor in kept.items():
-        is_kept = isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter)
-        if is_kept and (tensor.requires_grad or tensor.grad_fn is not None):
-            return f"{name} keeps the graph of {STEPS} forwards, and memory grows; detach it"
-    return None
-
-
-def averages_as_torch(case: NormCase) -> Reply:
-    """Are the running averages those of torch's batch norm?
-
-    One step shows what a buffer with a value per channel averages. A buffer that averages
-    something other than moments of the batch is another design, and no fault.
-    """
-    knobs = {"momentum": MOMENTUM} if "momentum" in arguments_of(case.lone.make) else {}
-    spread = torch.linspace(0.5, 2.0, case.shape[1], dtype=torch.float64)
-    spread = spread.view(-1, *[1] * (len(case.shape) - 2))
-    inputs = [spread * (case.values(torch.float64, seed) + seed) for seed in (1, 2)]
-    norm = case.build(torch.float64, **knobs)
-    with torch.no_grad():
-        norm(inputs[0])
-        before = read_state(norm)
-        norm(inputs[1])
-    rows = inputs[1].transpose(0, 1).flatten(1)
-    statistics = {
-        "mean": rows.mean(1),
-        "unbiased variance": rows.var(1),
-        "biased variance": rows.var(1, correction=0),
-        "standard deviation": rows.std(1),
-    }
-    recognized, faults = [], []
-    for name, new in read_state(norm).items():
-        old = before[name]
-        if old.numel() != case.shape[1] or torch.equal(old, new):
-            continue
-        moved = (new - old).double().flatten()
-        for what, statistic in statistics.items():
-            way = statistic - old.flatten()
-            weight = (moved @ way) / (way @ way)
-            if (moved - weight * way).norm() >= EXACT * moved.norm():
-                continue
-            recognized.append(name)
-            if what not in ("mean", "unbiased variance"):
-                faults.append(f"{name} averages the {what}, not the unbiased variance")
-            if knobs and abs(weight + MOMENTUM - 1) < EXACT:
-                faults.append(f"momentum={MOMENTUM} is the weight of the old {name}")
-            break
-    if faults:
-        return "; ".join(faults)
-    return None if recognized else skipped("keeps no averages of batch mean or variance")

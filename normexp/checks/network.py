@@ -16,9 +16,7 @@ from normexp.batching.replicas import Batch, model_arguments
 from normexp.batching.sizes import Sizes
 from normexp.checks.probe import (
     Probe,
-    after_many_steps,
     fixed_draws,
-    in_float64,
     source,
 )
 from normexp.config.words import one_line
@@ -29,6 +27,7 @@ from normexp.records.sources import source_line_of
 
 SHOWN_NAMES = 3  # sites that a message spells out
 PROBE_SAMPLES = 4
+HIDING = 1e-3  # scales below it hide how outputs depend on inputs
 SHORT_TEXT = 16  # positions
 NETWORK_CUTS = 4  # of a text, into before and after
 
@@ -65,7 +64,6 @@ class EnteredSite:
         names: of this site and of all equal ones, which need no probe of their own; a name
             repeats for each time that its site was entered.
         is_frozen: the network keeps the site in evaluation mode while it trains.
-        writes_input: its forward changed the input in place.
     """
 
     names: list[str]
@@ -73,7 +71,6 @@ class EnteredSite:
     shape: torch.Size
     mask: Tensor | None
     is_frozen: bool = False
-    writes_input: bool = False
 
     def values(self) -> Tensor:
         """Fixed random numbers (N, C, P) of either sign and magnitude 0.5 to 1.5."""
@@ -81,15 +78,10 @@ class EnteredSite:
         size = 0.5 + torch.rand(self.shape, generator=draws)
         return size * (1 - 2 * torch.randint(2, self.shape, generator=draws))
 
-    @cached_property
-    def _wide(self) -> tuple[nn.Module, Tensor, float]:
-        return in_float64(self.module, self.values())
-
     def probe(self, training: bool, *mask: Tensor) -> Probe:
-        """A probe of a copy, on `values`; in float64 where it computes so."""
-        module, x, tolerance = self._wide
-        module = copy.deepcopy(module).train(training and not self.is_frozen)
-        return Probe(module, (x, *mask), tolerance=tolerance)
+        """A probe of a copy, on `values`."""
+        module = copy.deepcopy(self.module).train(training and not self.is_frozen)
+        return Probe(module, (self.values(), *mask))
 
     def copied(self) -> nn.Module:
         """A copy as it is while the network trains."""
@@ -103,12 +95,6 @@ class EnteredSite:
         except Exception as error:  # of foreign code, any kind
             where = f"norm at {name_some(self.names)}"
             raise _refusal(where, self.shape[0], error) from error
-
-    def later(self) -> list[EnteredSite]:
-        """The same site late in a training, if it counts steps and differs then."""
-        with self.naming_errors():
-            late = after_many_steps(self.copied(), self.values())
-        return [] if late is None else [replace(self, module=late)]
 
 
 def _refusal(where: str, num_samples: int, error: Exception) -> UserError:
@@ -127,7 +113,7 @@ def enter_sites(network: nn.Module, batch: Batch) -> list[EnteredSite]:
         UserError: an error of a norm or the model, with the name of the site.
     """
     entered: dict[Any, EnteredSite] = {}
-    inside: list[tuple[str, EnteredSite, Tensor, Tensor]] = []
+    inside: list[str] = []
 
     def enter(name: str, site: Any, args: tuple[Any, ...], kwargs: Any) -> None:
         x, mask = input_and_mask(args, kwargs)
@@ -138,24 +124,19 @@ def enter_sites(network: nn.Module, batch: Batch) -> list[EnteredSite]:
             shape, module = as_maps(x, site).shape, SiteOnMaps(site, positions)
             entered[content] = EnteredSite([], module, shape, mask, not site.training)
         entered[content].names.append(name)
-        inside.append((name, entered[content], x, x.detach().clone()))
-
-    def leave(*_arguments: Any) -> None:
-        _name, site, x, before = inside.pop()
-        same = (x == before) | (before != before)  # NaN
-        site.writes_input |= not bool(same.all())
+        inside.append(name)
 
     handles: list[Any] = []
     for name, site in named_sites(network):
         hook = partial(enter, name)
         handles.append(site.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
-        handles.append(site.register_forward_hook(leave))
+        handles.append(site.register_forward_hook(lambda *_: inside.pop() and None))
     try:
         Probe(network.train(), model_arguments(batch)).observe()
     except Exception as error:  # of foreign code, any kind
         if not inside and isinstance(error, UserError):
             raise
-        where = f"norm at site {inside[-1][0]}" if inside else f"model {type(network).__name__}"
+        where = f"norm at site {inside[-1]}" if inside else f"model {type(network).__name__}"
         raise _refusal(where, len(batch["inputs"]), error) from error
     finally:
         for handle in handles:
@@ -208,11 +189,6 @@ class BuiltNetwork:
     def sites(self) -> list[EnteredSite]:
         return enter_sites(self.exposed, self.batch)
 
-    @cached_property
-    def stages(self) -> list[EnteredSite]:
-        """The sites as they are at first, and as they are after their warm-up."""
-        return [stage for site in self.sites for stage in (site, *site.later())]
-
     @property
     def elements_per_sample(self) -> int:
         """Values of one sample that reach all sites."""
@@ -244,7 +220,7 @@ class BuiltNetwork:
 
 
 def expose_branches(network: nn.Module) -> nn.Module:
-    """A copy without parameters that are all zero, which would hide a branch from probes.
+    """A copy without branches at zero and scales of norms near it, which would hide from probes.
 
     All samples of a forward share statistics.
     """
@@ -253,8 +229,8 @@ def expose_branches(network: nn.Module) -> nn.Module:
         for _, site in named_sites(exposed):
             site.norm_batch_size = None
             for parameter in site.parameters():
-                if not parameter.any():
-                    parameter.fill_(1)  # a scale of zero hides all dependence
+                near_zero = parameter.abs() < HIDING
+                parameter.masked_fill_(near_zero, 1)  # a scale of zero hides all dependence
         for parameter in exposed.parameters():
             if not parameter.any():
                 parameter.normal_(std=0.1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from normexp.checks.probe import (
     MODES,
     Probe,
-    after_many_steps,
     fixed_draws,
-    in_float64,
     moves,
     normal,
 )
@@ -146,6 +144,10 @@ class NormCase:
         torch.default_generator.manual_seed(0)
         return self.lone.layout.present(self.bare(**knobs)).to(dtype).train()
 
+    def probe(self, training: bool) -> Probe:
+        """Of the trained norm."""
+        return Probe(self.trained(torch.float32).train(training), (self.values(),))
+
     def trained(self, dtype: torch.dtype = torch.float64, **knobs: Any) -> nn.Module:
         """The norm after two training forwards; see `_fill_hiding_zeros` for zeros."""
         norm = self.build(dtype, **knobs)
@@ -154,13 +156,6 @@ class NormCase:
             for seed in (1, 2):
                 norm(0.5 + 1.5 * self.values(dtype, seed))
         return norm
-
-    def probes(self, training: bool) -> Iterator[Probe]:
-        """Of the trained norm, in float64 if it computes so, and of it after its warm-up."""
-        norm, x, tolerance = in_float64(self.trained(torch.float32), self.values())
-        late = after_many_steps(norm, x)
-        for stage in (norm,) if late is None else (norm, late):
-            yield Probe(stage.train(training), (x,), tolerance=tolerance)
 
 
 @torch.no_grad()

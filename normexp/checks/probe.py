@@ -7,7 +7,6 @@ one tensor: a norm, a site or a whole network.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,11 +23,9 @@ from normexp.norms.contract import State
 from normexp.norms.state import read_state
 
 TOLERANCE = 1e-4  # relative; float32 rounding moves results by less
-FINE_TOLERANCE, TINY_STEP = 1e-9, 1e-12  # in float64; a tiny step moves outputs by less
 MIN_SCALE = 1e-6  # values below are compared on this scale
 MODES = (True, False)  # training and evaluation
 MAX_CUTS = 64  # of one sequence
-MANY_STEPS = 10**6  # added to a counter, to pass any warm-up
 REFUSALS = (RuntimeError, ValueError, AssertionError, IndexError)  # of an input that is too small
 EVERYWHERE = torch.ones(1, dtype=torch.bool)  # an upstream gradient
 INPUT = "the input"
@@ -49,11 +46,6 @@ class Observation:
     drew: bool
     gradients: State
 
-    def of_samples(self, keep: Tensor) -> Observation:
-        """The observation restricted to the samples `keep` (N,)."""
-        gradients = {n: g[keep] if n == INPUT else g for n, g in self.gradients.items()}
-        return replace(self, output=self.output[keep], gradients=gradients)
-
 
 @dataclass(frozen=True)
 class Probe:
@@ -68,7 +60,6 @@ class Probe:
         vocab_size: for a module with token inputs.
         position_axis: the axis of positions in x and in the output, if there is one.
         max_cuts: of one sequence into before and after.
-        tolerance: the relative change above which a result counts as changed.
     """
 
     module: nn.Module
@@ -76,21 +67,16 @@ class Probe:
     vocab_size: int | None = None
     position_axis: int = 2
     max_cuts: int = MAX_CUTS
-    tolerance: float = TOLERANCE
 
-    def observe(
-        self, *inputs: Tensor, upstream: Tensor | None = None, only: Tensor | None = None
-    ) -> Observation:
+    def observe(self, *inputs: Tensor, upstream: Tensor | None = None) -> Observation:
         """One forward and, given `upstream`, one backward.
 
         Args:
             inputs: x and maybe a mask, in place of the probe's own.
             upstream: a mask over leading axes of the output; multiplies random upstream gradients.
-            only: boolean (N,), runs only these samples.
         """
         inputs = inputs or self.inputs
-        num_samples = len(inputs[0])
-        x, *mask = inputs if only is None else (tensor[only] for tensor in inputs)
+        x, *mask = inputs
         x = x.detach().clone()
         tensors = read_state(self.module)
         state_names = [*tensors]
@@ -106,8 +92,7 @@ class Probe:
             if upstream is not None and out.requires_grad:
                 wanted = {INPUT: x} if x.requires_grad else {}
                 wanted |= {name: tensors[name] for name in parameters}
-                weights = cached_normal((num_samples, *out.shape[1:]), 7) * fit(upstream, out)
-                weights = weights if only is None else weights[only]
+                weights = cached_normal(out.shape, 7) * fit(upstream, out)
                 slopes = torch.autograd.grad(
                     *(out, [*wanted.values()], weights.to(out.dtype)),
                     allow_unused=True,
@@ -133,7 +118,7 @@ class Probe:
         x, *mask = self.inputs
         changed = torch.where(fit(keep, x), x, self.replacement(x, way))
         after = self.observe(changed, *mask, upstream=keep if before.gradients else None)
-        return difference(before, after, keep, state=state, tolerance=self.tolerance)
+        return difference(before, after, keep, state=state)
 
     def replacement(self, x: Tensor, way: int) -> Tensor:
         """Random values of the dtype of `x`, different everywhere; large and moderate in turn.
@@ -165,30 +150,14 @@ class Probe:
             before = self.observe(upstream=keep) if gradients else whole
             others = replace(whole, gradients=of_input)
             moved = self.influence(keep, before=before, state=state, way=index % 4)
-            moved = moved or difference(before, others, keep, tolerance=self.tolerance)
+            moved = moved or difference(before, others, keep)
             if moved is not None:
                 return moved
         return None
 
     def reads_samples(self, *, gradients: bool) -> str | None:
-        """Names a result that depends on the content or number of other samples.
-
-        Compares outputs and state, and `gradients` if asked to: those of a training.
-        """
-        moved = self.reads_across(0, gradients=gradients, state=True)
-        if moved is not None or len(self.inputs[0]) < 2:
-            return moved
-        keep = holds(len(self.inputs[0]))[0]
-        upstream = keep if gradients else None
-        before = self.observe(upstream=upstream)
-        if before.drew:  # the draws depend on the number of samples
-            return None
-        try:
-            alone = self.observe(upstream=upstream, only=keep)
-        except Exception:  # foreign code: refuses so few samples
-            return None
-        before = before.of_samples(keep)
-        return difference(before, alone, keep[keep], tolerance=self.tolerance)
+        """Names a result, as an output or running state, that depends on other samples."""
+        return self.reads_across(0, gradients=gradients, state=True)
 
     def reads_later(self) -> int | None:
         """A position such that changes from there on move an earlier output; None if none do."""
@@ -220,60 +189,7 @@ class Probe:
             return False
         after = replace(after, output=after.output[:, :, :length])
         plain = self.observe()  # a backward may move state as well
-        return difference(plain, after, real, state=True, tolerance=self.tolerance) is not None
-
-
-def in_float64(module: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor, float]:
-    """A copy and its input in float64, where it computes so, with the tolerance of its results."""
-    wide, x64 = copy.deepcopy(module).double(), x.double()
-    is_fine = True
-    try:
-        for mode in MODES:
-            probe = Probe(wide.train(mode), (x64,))
-            before = probe.observe(upstream=EVERYWHERE).output
-            after = probe.observe(x64 * (1 + TINY_STEP * cached_normal(x.shape))).output
-            is_fine &= 0 < change(before, after) < FINE_TOLERANCE
-    except Exception:  # foreign code: a kernel of one dtype
-        return copy.deepcopy(module), x, TOLERANCE
-    wide.train(module.training)
-    return wide, x64, FINE_TOLERANCE if is_fine else TOLERANCE
-
-
-def after_many_steps(module: nn.Module, x: Tensor) -> nn.Module | None:
-    """A copy whose counters stand as after MANY_STEPS training forwards; None if it acts the same.
-
-    A counter is a buffer that a training forward moves, such as the number of steps or a gate that
-    closes: of one value, or of integers that move alike. The move is extrapolated. None also if
-    the norm cannot run so late.
-    """
-    if not any(map(_may_count, module.buffers())):
-        return None
-    early = copy.deepcopy(module).train()
-    start = read_state(early)
-    with fixed_draws(), torch.no_grad():
-        early(x)
-        late = copy.deepcopy(early)
-        for name, counter in late.named_buffers():
-            step = counter - start[name] if _may_count(counter) else torch.zeros(1)
-            if bool((step == step.flatten()[0]).all()):
-                counter += (MANY_STEPS * step).to(counter.dtype)
-    try:
-        for mode in MODES:
-            before, after = (
-                Probe(stage.train(mode), (x,)).observe(upstream=EVERYWHERE)
-                for stage in (early, late)
-            )
-            if difference(before, after, EVERYWHERE) is not None:
-                return late
-    except Exception:  # foreign code: a table for fewer steps
-        return None
-    return None
-
-
-def _may_count(buffer: Tensor) -> bool:
-    if buffer.dtype == torch.bool or not buffer.numel():
-        return False
-    return buffer.numel() == 1 or not (buffer.is_floating_point() or buffer.is_complex())
+        return difference(plain, after, real, state=True) is not None
 
 
 def holds(count: int) -> list[Tensor]:
@@ -307,14 +223,13 @@ def difference(
     keep: Tensor,
     *,
     state: bool = False,
-    tolerance: float = TOLERANCE,
 ) -> str | None:
     """The name of a result that differs between two observations; None if none does.
 
     Outputs and input gradients are compared where `keep` is true; gradients only if both have them.
     """
     kept = lambda values: torch.where(fit(keep, values), values, 0)  # noqa: E731
-    if change(kept(before.output), kept(after.output)) > tolerance:
+    if change(kept(before.output), kept(after.output)) > TOLERANCE:
         return "output"
     slopes = [g for name, g in before.gradients.items() if name != INPUT]
     # Rounding errors scale with the largest of all parameter gradients.
@@ -322,10 +237,10 @@ def difference(
     for name in before.gradients.keys() & after.gradients.keys():
         pair = before.gradients[name], after.gradients[name]
         far = change(*map(kept, pair)) if name == INPUT else change(*pair, scale=scale)
-        if far > tolerance:
+        if far > TOLERANCE:
             return f"gradient of {name}"
     for name, old in before.state.items() if state else ():
-        if change(old, after.state[name]) > tolerance:
+        if change(old, after.state[name]) > TOLERANCE:
             return name
     return None
 

@@ -114,14 +114,10 @@ OF_NORMS = (
     Question("shape kept", contract.keeps_shape),
     Question("finite", contract.is_finite, shapes=every, modes=MODES),
     Question("dtype kept", contract.keeps_dtype),
-    Question("any strides", contract.takes_any_strides, shapes=every, modes=MODES),
     Question("gradient for every parameter", contract.reaches_parameters, shapes=largest),
     Question("gradient", contract.gradient_is_right, shapes=every, modes=MODES),
-    Question("no graph kept", contract.holds_no_graph, shapes=smallest),
     Question("buffers saved", contract.saves_state, shapes=every),
     Question("deterministic in evaluation", contract.is_deterministic, shapes=every),
-    Question("evaluation changes no state", contract.keeps_state_in_evaluation, shapes=smallest),
-    Question("running averages", contract.averages_as_torch, shapes=largest),
     Question("statistics wide in bfloat16", contract.keeps_digits_in_half, shapes=every),
     moves("mixes samples", traits.mixes_samples, shapes=every),
     moves("pools channels", traits.pools_channels, shapes=every),
@@ -134,7 +130,6 @@ OF_NORMS = (
     trait("bytes kept for backward", traits.bytes_kept),
     works("replicas under vmap", traits.stacks, shapes=every),
     works("ghost = accumulated", traits.splits, shapes=traits.batch_to_split),
-    works("autocast to bfloat16", traits.takes_autocast, shapes=every),
 )
 CONTRACT = (BUILT, *(question.name for question in OF_NORMS if question.section == "contract"))
 
@@ -165,7 +160,6 @@ OF_NETWORKS = (
     warns("every norm at a site", wiring.other_norms),
     refuses("parameters of the network", wiring.parameters_outside),
     warns("gradient for every parameter", wiring.untrained_parameters),
-    refuses("input unchanged", wiring.input_written),
     refuses("mergeable state", wiring.splits_sequential_state),
     NetworkQuestion("reaches", lambda network: network.once(reading.reaches_of)),
     refuses("statistics over one value", reading.statistics_over_one_value),

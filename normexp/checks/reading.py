@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -14,14 +14,13 @@ from normexp.checks.network import (
     PROBE_SAMPLES,
     BuiltNetwork,
     EnteredSite,
-    SiteOnMaps,
     enter_sites,
     name_some,
     padded_batch,
 )
 from normexp.checks.probe import EVERYWHERE, MODES, TOLERANCE, difference
 from normexp.errors import UserError
-from normexp.norms.site import Site, named_sites
+from normexp.norms.site import named_sites
 
 EXTRA_POSITIONS = 3  # of padding, appended to ask about its amount
 OUTSIDE = "the model outside its norms"
@@ -52,7 +51,7 @@ def _blame(network: BuiltNetwork, *, bare_does: bool) -> str:
 def where_samples_mix(network: BuiltNetwork, training: bool) -> str | None:
     """The norms, or else the model outside of them, that let samples influence each other."""
     reads = lambda site: site.probe(training).reads_samples(gradients=training) is not None  # noqa: E731
-    if sites := names_where(network.stages, reads):
+    if sites := names_where(network.sites, reads):
         return sites
     asked = network.short
     if network.whole(asked, training).reads_samples(gradients=training) is None:
@@ -109,7 +108,7 @@ def reach_of(site: EnteredSite) -> Reach | None:
     (x,), before = probe.inputs, probe.observe().output
     if not before.isfinite().all():
         raise UserError("returns NaN or infinity in training for inputs of size 1")
-    least = probe.tolerance * before.abs().max()
+    least = TOLERANCE * before.abs().max()
     by_sign = (before - probe.observe(-x).output).abs().amax(dim=(0, 2), keepdim=True)  # (1, C, 1)
     reaches: list[Reach] = []
     for sample, channel in ((0, 0), (len(x) - 1, x.shape[1] - 1)):
@@ -172,7 +171,7 @@ def where_future_leaks(network: BuiltNetwork, training: bool) -> str | None:
 
 def _sites_of_texts(network: BuiltNetwork) -> list[EnteredSite]:
     length = network.batch["inputs"].shape[1]
-    return [site for site in network.stages if site.shape[2] == length]
+    return [site for site in network.sites if site.shape[2] == length]
 
 
 def leak(network: BuiltNetwork) -> str | None:
@@ -190,9 +189,14 @@ def future_leaks_in_evaluation(network: BuiltNetwork) -> str | None:
     where = leak(network)
     if not where or network.allow_leak:
         return None
+    remedy = (
+        "mask its attention, or use model=gpt"
+        if where == OUTSIDE
+        else "norm.view=token, norm=causal_instance, norm=causal_group or norm=batch_per_position"
+    )
     return (
         f"a later position moves an earlier output at {where}, so the loss is "
-        f"meaningless; try {find_remedy(network)}, or allow_leak=true to train it with "
+        f"meaningless; try {remedy}, or allow_leak=true to train it with "
         "every number marked INVALID"
     )
 
@@ -206,26 +210,6 @@ def future_leaks_in_training_alone(network: BuiltNetwork) -> str | None:
         f"in training a later position moves an earlier output at {where}, so train/loss is "
         "meaningless; evaluation with running statistics is not affected"
     )
-
-
-def find_remedy(network: BuiltNetwork) -> str:
-    """Suggests a replacement for the first norm that leaks, from what it pools in evaluation."""
-    probes = ((site, site.probe(False)) for site in _sites_of_texts(network))
-    leaking = ((site, probe) for site, probe in probes if probe.reads_later() is not None)
-    entered, probe = next(leaking, (None, None))
-    if entered is None or probe is None:
-        return "mask its attention, or use model=gpt"
-    if probe.reads_across(0):
-        return "norm=batch with norm.track_running_stats=true, or norm=batch_per_position"
-    if not probe.reads_across(1):
-        return "norm=causal_instance"
-    remedy, site = "norm=causal_group", entered.module.site
-    if site.view == "sequence":
-        as_tokens = SiteOnMaps(Site(site.norm, "token", None), entered.module.positions)
-        with suppress(Exception):  # of a norm that needs positions
-            if replace(entered, module=as_tokens).probe(False).reads_later() is None:
-                return f"{remedy} or norm.view=token"
-    return remedy
 
 
 # ---------------------------------------------------------------- padding

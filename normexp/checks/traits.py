@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from normexp.batching.replicas import InTurn
-from normexp.checks.contract import HALF_TOLERANCE
 from normexp.checks.network import EnteredSite, SiteOnMaps
 from normexp.checks.norm import Answer, LoneNorm, NormCase, Reply, Shape, measured, show, skipped
 from normexp.checks.probe import Probe, kept_for_backward, moves
@@ -42,27 +41,22 @@ def with_positions(norm: LoneNorm) -> list[Shape]:
 
 def mixes_samples(case: NormCase, training: bool) -> Reply:
     """Do other samples move an output, a gradient or a running state?"""
-    return _first(probe.reads_samples(gradients=training) for probe in case.probes(training))
+    return case.probe(training).reads_samples(gradients=training)
 
 
 def pools_channels(case: NormCase, training: bool) -> Reply:
     """Do other channels move an output or a gradient?"""
-    return _first(probe.reads_across(1, gradients=training) for probe in case.probes(training))
+    return case.probe(training).reads_across(1, gradients=training)
 
 
 def pools_positions(case: NormCase, training: bool) -> Reply:
     """Do other positions move an output or a gradient?"""
-    return _first(probe.reads_across(2, gradients=training) for probe in case.probes(training))
+    return case.probe(training).reads_across(2, gradients=training)
 
 
 def reads_future(case: NormCase, training: bool) -> Reply:
     """Do later positions of a text (N, C, T) move an earlier output?"""
-    later = (probe.reads_later() for probe in case.probes(training))
-    return "output" if any(cut is not None for cut in later) else None
-
-
-def _first(answers: Any) -> str | None:
-    return next((answer for answer in answers if answer is not None), None)
+    return "output" if case.probe(training).reads_later() is not None else None
 
 
 def padded_text(norm: LoneNorm) -> list[Shape]:
@@ -151,23 +145,3 @@ def batch_to_split(norm: LoneNorm) -> list[Shape]:
 
 def _site(case: NormCase, norm_batch_size: int | None = None) -> Site:
     return Site(case.trained(), "map", norm_batch_size)
-
-
-def takes_autocast(case: NormCase) -> Reply:
-    """Are outputs behind a linear layer under autocast finite, and close to float32's?"""
-    norm = case.build()
-    layer = nn.Linear(case.shape[1], case.shape[1])
-    x = case.values().movedim(1, -1)
-    with torch.no_grad():
-        plain = case.build()(layer(x).movedim(-1, 1))
-    with torch.autocast("cpu", torch.bfloat16):
-        out = norm(layer(x).movedim(-1, 1))
-    out.float().sum().backward()
-    # The median: where two samples are close, their difference keeps few digits.
-    scale = plain.square().mean().sqrt().clamp(min=1e-6)
-    moved = float((out.float() - plain).detach().abs().median() / scale)
-    moved = 0.0 if case.lone.draws else moved  # other draws in each dtype
-    gradients = [p.grad for p in norm.parameters() if p.grad is not None]
-    if not all(t.isfinite().all() for t in (out, *gradients)) or moved > HALF_TOLERANCE:
-        return f"off by {moved:.2g} of the output's size"
-    return None

@@ -78,11 +78,6 @@ class Command:
         return None if name == "basic" else name
 
 
-def config_dir_words(config_dirs: Sequence[str]) -> list[str]:
-    """The folders as words of a command line."""
-    return [word for folder in config_dirs for word in ("--config-dir", folder)]
-
-
 def study_words(study_dir: Path) -> list[str]:
     """The words that name a study in any command, quoted where Hydra could not read them."""
     named = {"study": study_dir.name, "runs_dir": str(study_dir.parent)}

@@ -68,13 +68,6 @@ class HasMomentum(Protocol):
 
 
 @runtime_checkable
-class DeclaresVariance(Protocol):
-    """False: `running_var` averages biased variances, and not n / (n - 1) times those."""
-
-    unbiased_running_var: bool
-
-
-@runtime_checkable
 class HasRamp(Protocol):
     """It changes over a training of `num_training_steps` optimizer steps, which it counts."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from normexp.norms.contract import DeclaresOrder, MergesState, State
 
@@ -22,15 +22,15 @@ def merge_state(module: nn.Module, start: State, parts: list[State], shares: lis
             first, *ends = (_below(prefix, state) for state in (start, *parts))
             values = child.merge_state(first, ends, shares)
             merged |= {prefix + name: value for name, value in values.items()}
-    for name, first in parts[0].items():
-        if name in merged:
-            continue
-        if first.is_floating_point():
-            weighted = [part[name] * share for part, share in zip(parts, shares, strict=True)]
-            merged[name] = torch.stack(weighted).sum(dim=0)
-        else:
-            merged[name] = first
+    for name in parts[0].keys() - merged.keys():
+        merged[name] = _mean([part[name] for part in parts], shares)
     return merged
+
+
+def _mean(values: list[Tensor], shares: list[float]) -> Tensor:
+    if not values[0].is_floating_point():
+        return values[0]
+    return torch.stack([value * share for value, share in zip(values, shares, strict=True)]).sum(0)
 
 
 def _below(prefix: str, state: State) -> State:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from normexp.norms.zoo.deviations import BatchNormBiasedAverage, BatchNormNoEps
+from normexp.norms.zoo.deviations import BatchNormNoEps
 
 EPS = 1e-5
 Make = TypeVar("Make", bound=Callable[..., Any])
@@ -78,7 +78,6 @@ class Affine(nn.Module):
 # ---------------------------------------------------------------- faults of the forward
 
 caught_by("finite", "on a constant input")(BatchNormNoEps)
-caught_by("running averages", "biased variance")(BatchNormBiasedAverage)
 
 
 @caught_by("statistics wide in bfloat16")
@@ -89,17 +88,6 @@ class NarrowStatistics(Affine):
         mean = x.sum(pooled(x)) / (x.numel() / x.shape[1])
         centred = x - per_channel(mean, x)
         return self.scaled(x, mean, centred.square().mean(pooled(x)))
-
-
-@caught_by("any strides")
-class ViewOfMaps(Affine):
-    """Layer norm by `view`, which a channels_last input does not allow."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        flat = x.view(x.shape[0], -1)
-        centred = flat - flat.mean(-1, keepdim=True)
-        out = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + EPS)
-        return out.view(x.shape) * per_channel(self.weight, x) + per_channel(self.bias, x)
 
 
 @caught_by("shape kept", "on an input")
@@ -195,7 +183,7 @@ class UnusedParameter(Affine):
 
 
 class Averaging(Affine):
-    """Batch norm written with torch's functions; each subclass changes one step."""
+    """Batch norm written with torch's functions."""
 
     running_mean: Tensor
     running_var: Tensor
@@ -214,40 +202,20 @@ class Averaging(Affine):
 
     @torch.no_grad()
     def update(self, x: Tensor) -> None:
-        self.running_mean.lerp_(x.mean(pooled(x)), self.weight_of_new())
-        self.running_var.lerp_(x.var(pooled(x)), self.weight_of_new())
+        self.running_mean.lerp_(x.mean(pooled(x)), self.momentum)
+        self.running_var.lerp_(x.var(pooled(x)), self.momentum)
 
     def evaluate(self, x: Tensor) -> Tensor:
         return self.scaled(x, self.running_mean, self.running_var)
 
-    def weight_of_new(self) -> float:
-        return self.momentum
 
-
-@caught_by("no graph kept", "running_mean")
-class KeptGraph(Averaging):
-    """Moves its running averages outside of no_grad."""
-
-    def update(self, x: Tensor) -> None:
-        self.running_mean = 0.9 * self.running_mean + 0.1 * x.mean(pooled(x))
-        self.running_var = 0.9 * self.running_var + 0.1 * self.spread(x)
-
-
-@caught_by("evaluation changes no state", "running_mean")
+@caught_by("deterministic in evaluation")
 class EvaluationLearns(Averaging):
     """Moves its running averages in evaluation."""
 
     def evaluate(self, x: Tensor) -> Tensor:
         self.update(x)
         return super().evaluate(x)
-
-
-@caught_by("running averages", "weight of the old")
-class OppositeMomentum(Averaging):
-    """Momentum as flax has it: the weight of the old value."""
-
-    def weight_of_new(self) -> float:
-        return 1 - self.momentum
 
 
 # ---------------------------------------------------------------- state that checkpoints lack
@@ -281,17 +249,6 @@ class Unsaved(Affine):
         if self.training:
             self.mean.lerp_(x.detach().mean(pooled(x)), 0.1)
         return self.scaled(x, self.mean, torch.ones_like(self.mean))
-
-
-@unsaved("steps")
-class WarmUp(Affine):
-    """Counts its steps in a number, and changes after a thousand."""
-
-    steps = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.steps += self.training
-        return super().forward(x) if self.steps > 1000 else torch.tanh(x)
 
 
 @unsaved("torch does not seed")
@@ -348,21 +305,6 @@ class MixesInBackward(nn.Module):
         return out
 
 
-class PoolsLate(nn.Module):
-    """After 50 training steps, centres over samples and positions, in both modes."""
-
-    steps: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("steps", torch.tensor(0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.steps += 1
-        return torch.tanh(x - torch.where(self.steps > 50, x.mean(pooled(x), keepdim=True), 0))
-
-
 class StartsFromItsBatch(Affine):
     """Sets its weight by the first batch, as ActNorm does."""
 
@@ -389,12 +331,3 @@ class PlainList(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * per_channel(self.weights[0], x)
-
-
-class CentresInPlace(Affine):
-    """Subtracts the mean from the tensor that it is given."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            x -= x.mean(dim=1, keepdim=True)
-        return super().forward(x)

@@ -82,11 +82,6 @@ def test_pooling_and_invariance_are_those_of_the_formula(name: str):
     assert tuple(values_of(MAKE[name], *MIXED, *IGNORED)) == sum(POOLS[name], ())
 
 
-def test_what_is_pooled_after_a_warm_up_counts():
-    make = lambda num_features: broken.PoolsLate()  # noqa: E731, ARG005
-    assert tuple(values_of(make, *MIXED)) == (YES, NO, YES, YES)
-
-
 def test_eps_that_is_no_argument_hides_no_invariance():
     class OneGroup(nn.GroupNorm):
         def __init__(self, num_channels: int, **others: Any) -> None:
@@ -108,11 +103,11 @@ def test_running_state_lists_the_buffers_that_move():
     assert values_of(LayerNorm, "running state") == ["no"]
 
 
-def test_sound_norm_is_stacked_split_and_cast():
-    names = ("replicas under vmap", "ghost = accumulated", "autocast to bfloat16")
+def test_sound_norm_is_stacked_and_split():
+    names = ("replicas under vmap", "ghost = accumulated")
     for make in (MAKE["batch"], MAKE["group"]):
-        assert values_of(make, *names) == [YES] * 3
-    assert values_of(broken.NoisyTraining, *names[1:]) == [YES] * 2
+        assert values_of(make, *names) == [YES] * 2
+    assert values_of(broken.NoisyTraining, names[1]) == [YES]
 
 
 def test_leaving_torch_breaks_vmap():
@@ -143,7 +138,7 @@ def test_failures_come_first_then_traits_and_brackets_are_text(
         Answer("contract", "one [/x]", "fail", detail="raises"),
         Answer("traits", "mixes samples", "value", "no"),
         Answer("traits", "replicas under vmap", "value", "no"),
-        Answer("contract", "running averages", "skipped"),
+        Answer("contract", "gradient", "skipped"),
     )
     print_cards(Console(width=100), [Card("mine", "a.B", 8, "(B, C)", lines)])
     out = capsys.readouterr().out
@@ -176,7 +171,7 @@ NORMS: dict[str, tuple[Any, tuple[str, ...], set[str]]] = {
     "layer": (nn.LayerNorm, CHANNELS, set()),
     "layer 2d": (LayerNormOfMaps, CHANNELS, set()),
     "rms": (nn.RMSNorm, CHANNELS, set()),
-    "local response": (partial(nn.LocalResponseNorm, size=5), CHANNELS, {"any strides"}),
+    "local response": (partial(nn.LocalResponseNorm, size=5), CHANNELS, set()),
     "instance 1d": (nn.InstanceNorm1d, OF_SAMPLE, {IN_HALF}),
     "instance 2d that tracks": (
         partial(nn.InstanceNorm2d, track_running_stats=True),

@@ -45,8 +45,7 @@ def test_fault_is_caught_by_its_line(norm: str):
     assert words in line.detail
 
 
-def test_contract_has_fourteen_lines_and_each_has_a_norm_that_breaks_it():
-    assert len(CONTRACT) == 14
+def test_each_line_has_a_norm_that_breaks_it():
     assert {name for _, name, _ in broken.CAUGHT_BY.values()} == {*CONTRACT} - {"can be built"}
 
 
@@ -104,15 +103,12 @@ def test_contract_fails_by_the_lines_that_are_broken_and_by_no_other(name: str):
 
 # The norm, a line, its result and words of its detail.
 LINES = [
-    *((norm, "running averages", "pass", "") for norm in (broken.Averaging, nn.BatchNorm2d)),
-    (LayerNorm, "running averages", "skipped", ""),
     (broken.KeepsItsMean, "buffers saved", "pass", ""),
     (InSingle, "gradient", "pass", "below float64"),
     (lambda _: NoHalf(), "dtype kept", "pass", "bfloat16"),
     (lambda _: NoHalf(), "statistics wide in bfloat16", "skipped", ""),
     # A backward that moves state is measured after its warm-up.
     (partial(PowerNorm, warmup=0.01), "gradient", "fail", "gradient of the input"),
-    (partial(PowerNorm, warmup=1), "gradient", "pass", ""),
 ]
 
 
@@ -169,7 +165,7 @@ def test_norm_that_cannot_run_is_a_failed_line(make: Make, message: str):
         (broken.per_channel, (), "needs the argument"),
         (LayerNorm(8, eps=1e-5), (), "must be a class, as in assert_contract"),
         (partial(nn.BatchNorm1d, **{"knob": 1}), (), "unexpected keyword argument .knob."),
-        (LayerNorm, ("gradeint",), "no line 'gradeint'; did you mean gradient?"),
+        (LayerNorm, ("gradeint",), "no line 'gradeint'; there are can be built, "),
     ],
     ids=["no module", "missing argument", "a module", "unknown knob", "unknown line"],
 )

@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from normexp.checks.probe import (
     EVERYWHERE,
     Probe,
-    after_many_steps,
     cuts,
     holds,
-    in_float64,
     moves,
 )
 from normexp.norms.batch import BatchNorm, FrozenBatchNorm
@@ -88,7 +86,6 @@ MIXING = {
     "last": reads(lambda x: x[-1:]),
     "largest": reads(lambda x: x.amax(0, keepdim=True)),
     "bounded": reads(lambda x: torch.tanh(x).mean(0, keepdim=True)),
-    "number of samples": reads(lambda x: x / len(x)),
     "gradient of others": broken.MixesInBackward(),
     "gradient of a parameter": WeightSlope(),
     "state": StateOnly(),
@@ -171,7 +168,7 @@ def test_holds_separate_every_pair(count: int):
 
 
 def test_runs_leave_the_module_and_each_other_alone():
-    for make in (broken.Averaging, broken.KeptGraph, broken.StartsFromItsBatch):
+    for make in (broken.Averaging, broken.StartsFromItsBatch):
         module = make(6).train()
         start = {name: value.clone() for name, value in module.state_dict().items()}
         probe = Probe(module, (inputs(),))
@@ -180,38 +177,6 @@ def test_runs_leave_the_module_and_each_other_alone():
         assert all(torch.equal(v, again.state[n]) for n, v in first.state.items())
         assert all(torch.equal(v, start[n]) for n, v in module.state_dict().items())
         assert all(p.grad is None for p in module.parameters())
-
-
-class Gated(nn.Module):
-    """Adds a little of the batch mean, behind a gate."""
-
-    def __init__(self, gate: float) -> None:
-        super().__init__()
-        self.gate = gate
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x) + self.gate * torch.tanh(x).mean(0, keepdim=True)
-
-
-class OnlyFloat32(Gated):
-    def forward(self, x: Tensor) -> Tensor:
-        if x.dtype != torch.float32:
-            raise TypeError("takes float32")
-        return super().forward(x)
-
-
-class CastsToFloat32(Gated):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.float()).to(x.dtype)
-
-
-@pytest.mark.parametrize("gate", [1e-7, 1e-2, 0.0])
-def test_weak_dependence_shows_in_float64_where_a_module_computes_so(gate: float):
-    for make in (Gated, OnlyFloat32, CastsToFloat32):
-        module, x, tolerance = in_float64(make(gate), inputs())
-        assert x.dtype == (torch.float32 if make is OnlyFloat32 else torch.float64)
-        moved = Probe(module, (x,), tolerance=tolerance).reads_samples(gradients=True)
-        assert (moved is not None) == (gate > (0 if make is Gated else 1e-4))
 
 
 def test_rounding_of_a_fourier_transform_is_no_dependence():
@@ -223,8 +188,7 @@ def test_rounding_of_a_fourier_transform_is_no_dependence():
         average = torch.fft.irfft(product, n=2 * length)[..., :length].clamp(min=0)
         return x * torch.rsqrt(average + 1e-5)
 
-    module, x, tolerance = in_float64(broken.Applies(past), inputs())
-    assert Probe(module, (x,), tolerance=tolerance).reads_later() is None
+    assert Probe(broken.Applies(past), (inputs(),)).reads_later() is None
 
 
 def test_nan_equals_nan_and_no_number():
@@ -233,27 +197,3 @@ def test_nan_equals_nan_and_no_number():
     assert moves(missing, torch.tensor([1.0, 0.0, torch.inf]))
     assert moves(torch.tensor([1.0, 0.0, torch.inf]), missing)
     assert not moves(torch.tensor([1.0, 0.0]), torch.tensor([1.00001, 0.0]))
-
-
-class ReadsTable(nn.Module):
-    """Looks its scale up in a table of 50 steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("step", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = torch.linspace(1, 2, 50).tolist()[int(self.step)]
-        self.step += self.training
-        return scale * x
-
-
-def test_module_without_a_later_stage_is_not_probed_there():
-    x = torch.randn(4, 4, 3)
-    for norm in (LayerNorm(4), nn.BatchNorm1d(4), ReadsTable()):
-        assert after_many_steps(norm, x) is None
-    calls = []
-    plain = LayerNorm(4)
-    plain.register_forward_hook(lambda *_: calls.append(1) and None)
-    after_many_steps(plain, x)
-    assert not calls  # it has no counter, so nothing has to run

@@ -123,7 +123,6 @@ def card_of(name: str, *, contract_only: bool = False) -> Card:
 
 # Deviations that are shipped to be seen, and backwards that are an approximation by definition.
 BREAKS = {
-    "deviations/bn_biased_ema": {"running averages"},
     "deviations/no_eps": {"finite"},
     "deviations/ln_no_eps": {"finite"},
     "moving_average_batch": {"gradient"},
