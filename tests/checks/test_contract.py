@@ -109,7 +109,6 @@ LINES = [
     (lambda _: NoHalf(), "statistics wide in bfloat16", "skipped", ""),
     # A backward that moves state is measured after its warm-up.
     (partial(PowerNorm, warmup=0.01), "gradient", "fail", "gradient of the input"),
-    (partial(PowerNorm, warmup=1), "gradient", "pass", ""),
 ]
 
 
@@ -166,7 +165,7 @@ def test_norm_that_cannot_run_is_a_failed_line(make: Make, message: str):
         (broken.per_channel, (), "needs the argument"),
         (LayerNorm(8, eps=1e-5), (), "must be a class, as in assert_contract"),
         (partial(nn.BatchNorm1d, **{"knob": 1}), (), "unexpected keyword argument .knob."),
-        (LayerNorm, ("gradeint",), "no line 'gradeint'; did you mean gradient?"),
+        (LayerNorm, ("gradeint",), "no line 'gradeint'; there are can be built, "),
     ],
     ids=["no module", "missing argument", "a module", "unknown knob", "unknown line"],
 )
