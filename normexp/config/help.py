@@ -138,7 +138,7 @@ ENDINGS = {
 Options:
   -m, --multirun        several values per key (a,b or range(1,4)), every combination
   --config-dir FOLDER   your own YAMLs, e.g. FOLDER/norm/mine.yaml for norm=mine; may be repeated
-  --cfg job             show the config instead of training; --info shows where it comes from
+  --cfg job             show the config instead of training
 
 Exit code: 0 finished or diverged, 1 a cell failed or was refused (the others are trained), 2 a
 mistake in the command (nothing is trained), 130 interrupted with a checkpoint.
