@@ -169,10 +169,7 @@ def read_options(name: str, words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         key, equals, _ = word.partition("=")
         if not equals:
-            example = (
-                f"study={Path(word).name}" if "study" in kinds else f"{next(iter(kinds))}={word}"
-            )
-            raise UserError(f"{word!r} is not key=value, as in {example}")
+            raise UserError(f"{word!r} is not key=value, as in study=NAME or run=FOLDER")
         if key not in kinds:
             raise unknown_key(key, kinds)
     try:

@@ -85,7 +85,7 @@ REFUSED = [
     ("evaluate", f"run={__file__}", f"{__file__} is no cell"),
     ("evaluate", "run=a evaluate_with=[exact]", "evaluate_with=[exact]: must be"),
     ("evaluate", "run=a evaluate_batch_sizes=[0]", "evaluate_batch_sizes=[0]: must be"),
-    ("report", "runs/mine", "'runs/mine' is not key=value, as in study=mine"),
+    ("report", "runs/mine", "'runs/mine' is not key=value, as in study=NAME"),
     ("report", "study=a serve=true", "serve: unknown key"),
     ("report", "study=[a,a]", "study=[a,a]: must be a list of different values"),
     ("report", "study=a study=b", "study is given twice"),
