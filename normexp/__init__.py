@@ -1,6 +1,7 @@
 """Which normalization layer, and how much does it depend on the batch size?
 
     normexp.run(["norm=group"])                  trains, and returns the results
+    normexp.module(["norm=group"])               the LightningModule, for a Trainer of your own
     normexp.load("runs/STUDY/CELL/seed-0")       a trained network
     normexp.load_study("STUDY")                  a table of runs
     normexp.load_report("STUDY")                 what their report says: comparisons with verdicts
@@ -11,6 +12,6 @@ Importing normexp imports neither torch nor pandas.
 """
 
 from normexp import norms
-from normexp.api import diagnose, load, load_report, load_study, run
+from normexp.api import diagnose, load, load_report, load_study, module, run
 
-__all__ = ["diagnose", "load", "load_report", "load_study", "norms", "run"]
+__all__ = ["diagnose", "load", "load_report", "load_study", "module", "norms", "run"]

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pandas as pd
+    from pytorch_lightning import LightningModule
     from torch import nn
 
+    from normexp.config.cells import CellSpec
     from normexp.diagnosis import Diagnosis
     from normexp.diagnosis.network import Loss
     from normexp.records.result import Result
@@ -37,17 +39,11 @@ def run(overrides: Sequence[str], workers: int = 0) -> list[Result]:
         normexp.errors.Halted: no cell can be trained any more, as on a full disk.
         KeyboardInterrupt: after Ctrl-C; the same call resumes.
     """
-    from normexp.cli import parse_command
-    from normexp.config.cells import compose_cells
-    from normexp.config.schema import Index, Words, check_value
+    from normexp.config.schema import Index, check_value
     from normexp.errors import UserError
 
-    check_value("overrides", overrides, Words)
     check_value("workers", workers, Index)
-    command = parse_command(overrides)
-    if command.shows_config or command.launcher is not None:
-        raise UserError(f"overrides={overrides}: --cfg, --info and launchers work only in a shell")
-    cells = compose_cells(command)
+    cells = _compose(overrides)
 
     from normexp.sweeps.sweep import raise_if_stopped, train_cells
 
@@ -56,6 +52,38 @@ def run(overrides: Sequence[str], workers: int = 0) -> list[Result]:
     if refused := [state.refused for state in states if state.refused]:
         raise UserError(refused[0])
     return [result for state in states for result in state.results]
+
+
+def module(overrides: Sequence[str]) -> LightningModule:
+    """The module that trains these words, with its data, for a Trainer of your own.
+
+        module = normexp.module(["norm=group", "norm_batch_size=8", "epochs=3"])
+        trainer = pytorch_lightning.Trainer(max_epochs=3)
+        trainer.fit(module)
+        trainer.test(module)
+        network = module.replicas.replica(0)
+
+    It trains seed 0 unless the words say more; several seeds train side by side, and metrics are
+    their means. `epochs` is the length of the learning rate schedule, after which training ends.
+    Loggers, checkpoints, precision and the device (one) are those of the Trainer. A batch is an
+    optimizer step. Nothing is written to `runs_dir`.
+
+    Args:
+        overrides: as on the command line, of one cell.
+
+    Raises:
+        normexp.errors.UserError: a mistake in the overrides, or several cells.
+    """
+    from normexp.errors import UserError
+
+    cells = _compose(overrides, default="replicas=1")
+    if len(cells) > 1:
+        raise UserError(f"{len(cells)} cells in one module; drop -m and name one value per key")
+
+    from normexp.cells.assembly import module_of
+    from normexp.cells.cell import prepare_cell
+
+    return module_of(prepare_cell(cells[0]))
 
 
 def load(run_dir: str | Path) -> nn.Module:
@@ -167,6 +195,25 @@ def diagnose(
     from normexp.diagnosis import diagnose
 
     return diagnose(model, batches, loss, max_batches=max_batches, tolerance=tolerance)
+
+
+def _compose(overrides: Sequence[str], default: str = "") -> list[CellSpec]:
+    """The cells of a command line that trains here. Raises UserError.
+
+    default: a word for a key that is not typed
+    """
+    from normexp.cli import parse_command
+    from normexp.config.cells import compose_cells
+    from normexp.config.schema import Words, check_value
+    from normexp.errors import UserError
+
+    check_value("overrides", overrides, Words)
+    key = default.partition("=")[0]
+    is_typed = any(word.partition("=")[0] == key for word in overrides)
+    command = parse_command([*overrides] if is_typed or not key else [*overrides, default])
+    if command.shows_config or command.launcher is not None:
+        raise UserError(f"overrides={overrides}: --cfg, --info and launchers work only in a shell")
+    return compose_cells(command)
 
 
 def _warn(lines: Sequence[str]) -> None:

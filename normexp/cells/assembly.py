@@ -16,6 +16,7 @@ from normexp.batching.replicas import InTurn, Replicas, Stacked
 from normexp.batching.speed import stacking_pays
 from normexp.cells.cell import Cell
 from normexp.data.batches import TrainingBatches
+from normexp.errors import UserError
 from normexp.records.paths import seed_dir
 from normexp.records.result import hyperparameters
 from normexp.training.module import TrainingModule
@@ -39,6 +40,18 @@ def build_module(
         scales = tuple(lr / max(lrs) for lr in lrs)
         recipe = replace(recipe, lr=max(lrs), lr_scales=scales)
     return TrainingModule(replicas, batches, recipe, recorder)
+
+
+def module_of(cell: Cell) -> TrainingModule:
+    """The module of a cell's seeds for a Trainer of the user's own, whose batches are its steps."""
+    seeds = cell.spec.seeds
+    if len(seeds) > 1 and cell.alone is not None:
+        raise UserError(f"replicas={len(seeds)}: {cell.alone}; set replicas=1")
+    cell = replace(cell, recipe=replace(cell.recipe, max_chunk=1))
+    replicas = arrange_replicas(cell, [cell.build(seed) for seed in seeds])
+    module = build_module(cell, seeds, replicas, Recorder([]))
+    module.configure_callbacks = cell.recipe.callbacks
+    return module
 
 
 # --- Replicas ------------------------------------------------------------------------------------

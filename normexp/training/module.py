@@ -20,6 +20,7 @@ from normexp.batching.processes import Processes
 from normexp.batching.replicas import Batch, Replicas
 from normexp.batching.sizes import Share
 from normexp.data.batches import TrainingBatches
+from normexp.errors import UserError
 from normexp.training.devices import compiled_gradient
 from normexp.training.evaluation import Evaluator, criterion_of
 from normexp.training.recipe import Recipe
@@ -78,7 +79,9 @@ class TrainingModule(pl.LightningModule):
         del stage
         # Lightning converts too, but only after it has loaded a checkpoint into these tensors.
         self.trainer.precision_plugin.convert_module(self)
-        device = self.trainer.strategy.root_device
+        device, wanted = self.trainer.strategy.root_device, self.recipe.devices.count
+        if self.trainer.world_size != wanted:
+            raise UserError(f"a Trainer with {self.trainer.world_size} devices; set devices={wanted}")
         self.batches = self.batches.to(device)
         self.evaluator.data = self.batches.data
         is_image = len(self.batches.data.input_shape) == 3
@@ -107,9 +110,8 @@ class TrainingModule(pl.LightningModule):
     def training_step(self, chunk: slice) -> None:
         """Takes the optimizer steps of a chunk."""
         started, num_steps = time.perf_counter(), chunk.stop - chunk.start
-        # Without Lightning's wrapper, which costs 5 % of a small step: it counts steps, as `step`
-        # does already, and scales float16 gradients, which are not supported.
-        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        # Lightning's wrapper counts steps for callbacks on batches, at 5 % of a small step.
+        optimizer: Any = self.optimizers(use_pl_optimizer=self.recipe.max_chunk == 1)
         dtype = next(self.replicas.parameters()).dtype
         batches = self.batches.chunk(chunk.start, num_steps, dtype)
         assert self._gradient is not None
@@ -124,8 +126,9 @@ class TrainingModule(pl.LightningModule):
         for end, losses in self.losses.read(self.step):
             norms = gradient_norms[end].tolist()
             self._record(end, {"train/loss": losses, "train/grad_norm": norms})
+            self.log("train/loss", finite_mean(losses), prog_bar=True)
         # What follows is recorded of no run, so it does not matter at which chunk this is seen.
-        self.trainer.should_stop |= None not in self.losses.diverged_at
+        self.trainer.should_stop |= self.has_ended or None not in self.losses.diverged_at
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # for the time measured here
         seconds = time.perf_counter() - started
@@ -161,25 +164,33 @@ class TrainingModule(pl.LightningModule):
 
     test_dataloader = val_dataloader
 
+    def _measured(self, values: Columns) -> dict[str, float]:
+        """Records metrics, and logs their means over the stack, which it returns.
+
+        Logs are for callbacks and for the loggers of a Trainer of the user's own; `recorder` serves
+        those of runs. All processes have equal means.
+        """
+        values = self._record(self.step, values)
+        self.metrics |= values
+        means = {name: finite_mean(column) for name, column in values.items()}
+        self.log_dict(means, batch_size=1, sync_dist=True)
+        return means
+
     def validation_step(self, _: int) -> None:
-        self.metrics |= self._record(self.step, self.evaluator.running("val"))
+        means = self._measured(self.evaluator.running("val"))
         if self.recipe.evaluates_every_epoch:
-            others = self.evaluator.with_other_statistics(["val"])
-            self.metrics |= self._record(self.step, others)
+            self._measured(self.evaluator.with_other_statistics(["val"]))
         self.validated_at = self.step
-        means = {name: finite_mean(column) for name, column in self.metrics.items()}
-        # For callbacks only: `recorder` serves the loggers. All processes have equal means.
-        self.log_dict(means, logger=False, batch_size=1, sync_dist=True)
-        if self.recipe.schedule.monitor is not None and self.trainer.state.fn == "fit":
+        monitor, is_in_training = self.recipe.schedule.monitor, self.trainer.state.fn == "fit"
+        if monitor is not None and is_in_training and not self.trainer.sanity_checking:
             scheduler: Any = self.lr_schedulers()
-            scheduler.step(means[self.recipe.schedule.monitor])
+            scheduler.step(means[monitor])
 
     def test_step(self, _: int) -> None:
         """Evaluates the test split, and whatever remains for the end on the val split."""
         splits = ["test"] if self.recipe.evaluates_every_epoch else ["val", "test"]
-        self.metrics |= self._record(self.step, self.evaluator.running("test"))
-        others = self.evaluator.with_other_statistics(splits)
-        self.metrics |= self._record(self.step, others)
+        self._measured(self.evaluator.running("test"))
+        self._measured(self.evaluator.with_other_statistics(splits))
         self.recorder.write()
 
     # Checkpoints
