@@ -34,7 +34,7 @@ from normexp.config.help import (
 from normexp.config.schema import MISSING, is_read, name_as_text, unknown_key, value_at
 from normexp.config.words import as_typed, suggest
 from normexp.errors import UserError
-from normexp.records.sources import why_missing
+from normexp.records.provenance import why_missing
 
 # Hydra 1.3 warns without a version_base, 1.4 warns about one.
 VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}

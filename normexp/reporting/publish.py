@@ -11,7 +11,7 @@ from glob import escape, glob
 from pathlib import Path
 from typing import Any
 
-from normexp.records.paths import EVALUATION_FILE, RESULT_FILE
+from normexp.records.result import EVALUATION_FILE, RESULT_FILE
 from normexp.reporting.page import replace_folder, write_page
 from normexp.reporting.report import Report, read_report, to_json
 from normexp.reporting.tables import write_tables

@@ -7,16 +7,26 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
 
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from normexp.batching.replicas import model_arguments, suitable_threads
+from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.stack import MOST_RUNS_ON_GPU, remove_failed
+from normexp.checks.network import probe_batch
 from normexp.config.cells import CellSpec, check_processes, title_of
 from normexp.config.schema import validate_keys
+from normexp.config.words import format_duration, one_line
 from normexp.errors import FAILED, Halted, UserError
-from normexp.records.environment import code_version
 from normexp.records.files import ensure_writable
+from normexp.records.logs import messages_to, messages_to_stderr
+from normexp.records.provenance import code_version
 from normexp.records.result import Status
 from normexp.records.study import (
     Asked,
@@ -24,10 +34,11 @@ from normexp.records.study import (
     CommandEntry,
     Refusal,
     append_entry,
+    read_cell,
     remove_refused,
 )
+from normexp.reporting.dry_run import Plan, print_plan
 from normexp.reporting.summary import print_closing_table, print_summary
-from normexp.sweeps.display import Display
 from normexp.sweeps.machine import own_slot, shared_value, worker_slots
 from normexp.sweeps.worker import TICK, Job, Worker, ready_to_train, work
 from normexp.training.stopping import StopRequest, TrainingControl
@@ -48,7 +59,7 @@ def run_cells(cells: Sequence[CellSpec], words: Sequence[str], launch: Launch | 
         KeyboardInterrupt: the user stopped the command.
     """
     if shared_value(cells, "dry_run"):
-        from normexp.sweeps.plan import print_plan_of  # torch
+        from normexp.sweeps.sweep import print_plan_of  # torch
 
         return print_plan_of(cells)
     return print_states(train_cells(cells, words, launch=launch), cells)
@@ -232,3 +243,114 @@ class Sweep:
         if code and not self.is_stopping:
             memory = " (out of memory?)" if code == -signal.SIGKILL else ""
             logger.warning("a worker was lost, with code %d%s; another goes on", code, memory)
+
+
+# --- A dry run: what a command would train, and how long ------------------------------------------
+
+
+def print_plan_of(cells: Sequence[CellSpec]) -> int:
+    """Prints what the cells would need; returns the exit code.
+
+    Raises:
+        UserError: all cells are refused.
+    """
+    with messages_to_stderr(), ready_to_train(), suitable_threads(0):
+        plans = [_plan(cell) for cell in cells]
+    refused = dict.fromkeys(plan.state.refused for plan in plans)
+    if "" not in refused:
+        raise UserError("; ".join(refused))
+    _, num_workers = worker_slots([cell for cell in cells if cell.config is not None])
+    print_plan(plans, num_workers=num_workers, num_points=sum(cell.num_points for cell in cells))
+    return FAILED if len(refused) > 1 else 0
+
+
+def _plan(spec: CellSpec) -> Plan:
+    if spec.config is None:
+        return Plan(CellState(spec.id, spec.title, refused=spec.error), {}, 0.0)
+    state = read_cell(spec.directory.parent, spec.id, spec.title, spec.seeds, [])
+    try:
+        cell = prepare_cell(spec)
+        return Plan(state, cell.description, _seconds_of_step(cell) if state.missing else 0.0)
+    except Exception as error:  # user code may raise anything
+        state.refused = str(error) if isinstance(error, UserError) else one_line(error)
+        return Plan(state, {}, 0.0)
+
+
+def _seconds_of_step(cell: Cell) -> float:
+    """The time of a forward and backward pass over a batch of one run, after the first."""
+    sizes, device = cell.recipe.sizes, cell.recipe.devices.type
+    network = cell.build(cell.spec.seeds[0]).train().to(device)
+    batch, times = probe_batch(cell.data, sizes.micro), [time.perf_counter()]
+    for _ in range(3):
+        outputs = network(*(value.to(device) for value in model_arguments(batch)))
+        outputs.float().square().mean().backward()
+        outputs.sum().item()  # waits for the device
+        times.append(time.perf_counter())
+    return (times[-1] - times[1]) / 2 * sizes.batch_size / sizes.micro
+
+
+# --- What a sweep shows while it runs -------------------------------------------------------------
+
+SECONDS_BETWEEN_LINES = 60.0  # between progress lines without a terminal
+
+
+class Display(logging.Handler):
+    """Prints the cells that end, what trains now, and other lines, each once. Writes to stderr.
+
+    Args:
+        states: of the cells before anything trains.
+    """
+
+    def __init__(self, states: Sequence[CellState]) -> None:
+        super().__init__()
+        self.ended = {state.id for state in states if state.is_over}
+        self.begun_with = sum(len(state.results) for state in states)
+        self.printed: set[str] = set()
+        self.began = self._line_at = time.monotonic()
+        self.console = Console(stderr=True, highlight=False, emoji=False)
+        self.live = Live(console=self.console, transient=True, auto_refresh=False)
+        self._open = ExitStack()  # what the `with` block closes
+
+    def __enter__(self) -> Display:
+        self._open.enter_context(messages_to(self))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._open.close()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.print(record.getMessage())
+
+    def print(self, text: str) -> None:
+        """Prints a new line above the live view; of a progress bar only its last state."""
+        if text not in self.printed:
+            self.printed.add(text)
+            self.console.print(text.rstrip("\r").rpartition("\r")[2], markup=False, soft_wrap=True)
+
+    def update(self, states: Sequence[CellState]) -> None:
+        """Prints the cells that have ended since the last call, and shows what trains."""
+        done = sum(len(state.results) for state in states)
+        total = sum(len(state.states) for state in states if not state.refused)
+        for state in states:
+            if state.is_over and state.id not in self.ended and len(states) > 1:
+                reason = state.refused or "; ".join(state.failures)
+                error = f": {reason}" if reason else ""
+                self.print(f"[{done}/{total} runs] {state.status:<8} {state.title}{error}")
+        self.ended |= {state.id for state in states if state.is_over}
+        running = [state for state in states if Status.RUNNING in state.states.values()]
+        stacks = {one.folder: (one, state.title) for state in running for one in state.stacks}
+        elapsed = time.monotonic() - self.began
+        head = f"{done}/{total} runs, {format_duration(elapsed)} elapsed"
+        parts = sum(len(one.members) * one.step / max(one.total, 1) for one, _ in stacks.values())
+        if trained := done - self.begun_with + parts:  # the mean time of a run so far
+            left = format_duration(elapsed * (total - done - parts) / trained)
+            head += f", {left} left"
+        rows = [f"  {title}  step {one.step}/{one.total}" for one, title in stacks.values()]
+        if self.console.is_terminal and rows:
+            if not self.live.is_started:
+                self._open.enter_context(self.live)
+            texts = [Text(line, no_wrap=True, overflow="ellipsis") for line in [head, *rows]]
+            self.live.update(Group(*texts), refresh=True)
+        elif rows and time.monotonic() - self._line_at > SECONDS_BETWEEN_LINES:
+            self._line_at = time.monotonic()
+            self.print(f"{head}: " + "; ".join(row.strip() for row in rows))

@@ -23,7 +23,7 @@ from normexp.data.batches import TrainingBatches
 from normexp.training.devices import compiled_gradient
 from normexp.training.evaluation import Evaluator, criterion_of
 from normexp.training.recipe import Recipe
-from normexp.training.recorder import Columns, Recorder, finite_mean
+from normexp.training.record import Columns, Recorder, finite_mean
 from normexp.training.step import StepGradient
 
 SECONDS_PER_CHUNK = 0.25
