@@ -305,10 +305,10 @@ def read_metrics(path: Path) -> list[MetricRow]:
 
 # --- samples.npz ----------------------------------------------------------------------------------
 
-# A run's score on each test sample, so that runs can be compared sample by sample. One array for each
-# kind of test statistics (`running`, `precise`, `batch32`), in the order of the test split. For
-# classification: correct or not, stored as packed bits beside their number. For a language model:
-# the mean loss per token of each sequence, float32.
+# A run's score on each test sample, so that runs can be compared sample by sample. One array for
+# each kind of test statistics (`running`, `precise`, `batch32`), in the order of the test split.
+# For classification: correct or not, stored as packed bits beside their number. For a language
+# model: the mean loss per token of each sequence, float32.
 NUM_SAMPLES = "num_samples"  # of packed bits, which are padded to whole bytes
 
 

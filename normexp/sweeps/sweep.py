@@ -16,16 +16,13 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from normexp.batching.replicas import model_arguments, suitable_threads
-from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.stack import MOST_RUNS_ON_GPU, remove_failed
-from normexp.checks.network import probe_batch
 from normexp.config.cells import CellSpec, check_processes, title_of
 from normexp.config.schema import validate_keys
-from normexp.config.words import format_duration, one_line
+from normexp.config.words import format_duration
 from normexp.errors import FAILED, Halted, UserError
 from normexp.records.files import ensure_writable
-from normexp.records.logs import messages_to, messages_to_stderr
+from normexp.records.logs import messages_to
 from normexp.records.provenance import code_version
 from normexp.records.result import Status
 from normexp.records.study import (
@@ -34,10 +31,8 @@ from normexp.records.study import (
     CommandEntry,
     Refusal,
     append_entry,
-    read_cell,
     remove_refused,
 )
-from normexp.reporting.dry_run import Plan, print_plan
 from normexp.reporting.summary import print_closing_table, print_summary
 from normexp.sweeps.machine import own_slot, shared_value, worker_slots
 from normexp.sweeps.worker import TICK, Job, Worker, ready_to_train, work
@@ -59,7 +54,7 @@ def run_cells(cells: Sequence[CellSpec], words: Sequence[str], launch: Launch | 
         KeyboardInterrupt: the user stopped the command.
     """
     if shared_value(cells, "dry_run"):
-        from normexp.sweeps.sweep import print_plan_of  # torch
+        from normexp.sweeps.plan import print_plan_of  # torch
 
         return print_plan_of(cells)
     return print_states(train_cells(cells, words, launch=launch), cells)
@@ -243,50 +238,6 @@ class Sweep:
         if code and not self.is_stopping:
             memory = " (out of memory?)" if code == -signal.SIGKILL else ""
             logger.warning("a worker was lost, with code %d%s; another goes on", code, memory)
-
-
-# --- A dry run: what a command would train, and how long ------------------------------------------
-
-
-def print_plan_of(cells: Sequence[CellSpec]) -> int:
-    """Prints what the cells would need; returns the exit code.
-
-    Raises:
-        UserError: all cells are refused.
-    """
-    with messages_to_stderr(), ready_to_train(), suitable_threads(0):
-        plans = [_plan(cell) for cell in cells]
-    refused = dict.fromkeys(plan.state.refused for plan in plans)
-    if "" not in refused:
-        raise UserError("; ".join(refused))
-    _, num_workers = worker_slots([cell for cell in cells if cell.config is not None])
-    print_plan(plans, num_workers=num_workers, num_points=sum(cell.num_points for cell in cells))
-    return FAILED if len(refused) > 1 else 0
-
-
-def _plan(spec: CellSpec) -> Plan:
-    if spec.config is None:
-        return Plan(CellState(spec.id, spec.title, refused=spec.error), {}, 0.0)
-    state = read_cell(spec.directory.parent, spec.id, spec.title, spec.seeds, [])
-    try:
-        cell = prepare_cell(spec)
-        return Plan(state, cell.description, _seconds_of_step(cell) if state.missing else 0.0)
-    except Exception as error:  # user code may raise anything
-        state.refused = str(error) if isinstance(error, UserError) else one_line(error)
-        return Plan(state, {}, 0.0)
-
-
-def _seconds_of_step(cell: Cell) -> float:
-    """The time of a forward and backward pass over a batch of one run, after the first."""
-    sizes, device = cell.recipe.sizes, cell.recipe.devices.type
-    network = cell.build(cell.spec.seeds[0]).train().to(device)
-    batch, times = probe_batch(cell.data, sizes.micro), [time.perf_counter()]
-    for _ in range(3):
-        outputs = network(*(value.to(device) for value in model_arguments(batch)))
-        outputs.float().square().mean().backward()
-        outputs.sum().item()  # waits for the device
-        times.append(time.perf_counter())
-    return (times[-1] - times[1]) / 2 * sizes.batch_size / sizes.micro
 
 
 # --- What a sweep shows while it runs -------------------------------------------------------------

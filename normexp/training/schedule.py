@@ -1,4 +1,4 @@
-"""How long a training is, how its rate follows the batch size, and the rate of each step; the optimizer of a stack."""
+"""The length of a training, the learning rate of each step, and the optimizer of a stack."""
 
 from __future__ import annotations
 
