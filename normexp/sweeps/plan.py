@@ -1,0 +1,59 @@
+"""A dry run: what a command would train, and how long. Writes nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from normexp.batching.replicas import model_arguments, suitable_threads
+from normexp.cells.cell import Cell, prepare_cell
+from normexp.checks.network import probe_batch
+from normexp.config.cells import CellSpec
+from normexp.config.words import one_line
+from normexp.errors import FAILED, UserError
+from normexp.records.logs import messages_to_stderr
+from normexp.records.study import CellState, read_cell
+from normexp.reporting.dry_run import Plan, print_plan
+from normexp.sweeps.machine import worker_slots
+from normexp.sweeps.worker import ready_to_train
+
+
+def print_plan_of(cells: Sequence[CellSpec]) -> int:
+    """Prints what the cells would need; returns the exit code.
+
+    Raises:
+        UserError: all cells are refused.
+    """
+    with messages_to_stderr(), ready_to_train(), suitable_threads(0):
+        plans = [_plan(cell) for cell in cells]
+    refused = dict.fromkeys(plan.state.refused for plan in plans)
+    if "" not in refused:
+        raise UserError("; ".join(refused))
+    _, num_workers = worker_slots([cell for cell in cells if cell.config is not None])
+    print_plan(plans, num_workers=num_workers, num_points=sum(cell.num_points for cell in cells))
+    return FAILED if len(refused) > 1 else 0
+
+
+def _plan(spec: CellSpec) -> Plan:
+    if spec.config is None:
+        return Plan(CellState(spec.id, spec.title, refused=spec.error), {}, 0.0)
+    state = read_cell(spec.directory.parent, spec.id, spec.title, spec.seeds, [])
+    try:
+        cell = prepare_cell(spec)
+        return Plan(state, cell.description, _seconds_of_step(cell) if state.missing else 0.0)
+    except Exception as error:  # user code may raise anything
+        state.refused = str(error) if isinstance(error, UserError) else one_line(error)
+        return Plan(state, {}, 0.0)
+
+
+def _seconds_of_step(cell: Cell) -> float:
+    """The time of a forward and backward pass over a batch of one run, after the first."""
+    sizes, device = cell.recipe.sizes, cell.recipe.devices.type
+    network = cell.build(cell.spec.seeds[0]).train().to(device)
+    batch, times = probe_batch(cell.data, sizes.micro), [time.perf_counter()]
+    for _ in range(3):
+        outputs = network(*(value.to(device) for value in model_arguments(batch)))
+        outputs.float().square().mean().backward()
+        outputs.sum().item()  # waits for the device
+        times.append(time.perf_counter())
+    return (times[-1] - times[1]) / 2 * sizes.batch_size / sizes.micro
