@@ -80,8 +80,8 @@ def module(overrides: Sequence[str]) -> LightningModule:
     if len(cells) > 1:
         raise UserError(f"{len(cells)} cells in one module; drop -m and name one value per key")
 
-    from normexp.cells.assembly import module_of
     from normexp.cells.cell import prepare_cell
+    from normexp.cells.run import module_of
 
     return module_of(prepare_cell(cells[0]))
 
@@ -198,10 +198,7 @@ def diagnose(
 
 
 def _compose(overrides: Sequence[str], default: str = "") -> list[CellSpec]:
-    """The cells of a command line that trains here. Raises UserError.
-
-    default: a word for a key that is not typed
-    """
+    """The cells of a command line that trains here; `default` is a word for a key if not typed."""
     from normexp.cli import parse_command
     from normexp.config.cells import compose_cells
     from normexp.config.schema import Words, check_value
@@ -212,7 +209,7 @@ def _compose(overrides: Sequence[str], default: str = "") -> list[CellSpec]:
     is_typed = any(word.partition("=")[0] == key for word in overrides)
     command = parse_command([*overrides] if is_typed or not key else [*overrides, default])
     if command.shows_config or command.launcher is not None:
-        raise UserError(f"overrides={overrides}: --cfg, --info and launchers work only in a shell")
+        raise UserError(f"overrides={overrides}: --cfg and launchers work only in a shell")
     return compose_cells(command)
 
 

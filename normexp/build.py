@@ -17,8 +17,8 @@ from torch import nn
 
 from normexp.batching.draws import derive_seed
 from normexp.batching.processes import spans_devices
+from normexp.batching.replicas import suitable_threads
 from normexp.batching.sizes import Sizes
-from normexp.batching.speed import suitable_threads
 from normexp.checks.card import Card, measure_card
 from normexp.config import identity
 from normexp.config.cells import CellSpec, NormSpec

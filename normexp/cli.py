@@ -15,8 +15,8 @@ from normexp.config.help import help_text, option_defaults
 from normexp.config.schema import MISSING, OPTIONS, check_value, name_as_text, unknown_key
 from normexp.errors import FAILED, INTERRUPTED, USER_MISTAKE, Halted, UserError
 from normexp.records.files import FULL_DISK, is_full_disk
-from normexp.records.paths import list_cells, list_studies
-from normexp.records.sources import source_line_of
+from normexp.records.provenance import source_line_of
+from normexp.records.result import list_cells, list_studies
 
 if TYPE_CHECKING:
     from normexp.config.cells import Command

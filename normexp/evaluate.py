@@ -7,7 +7,7 @@ from pathlib import Path
 
 from normexp.cli import entry, read_options
 from normexp.config.process import importing_torch
-from normexp.records.paths import find_cell
+from normexp.records.result import find_cell
 
 
 @entry("evaluate")

@@ -1,4 +1,7 @@
-"""`python -m normexp.report study=NAME`: tables, figures, a page and the verdicts of a study."""
+"""`python -m normexp.report study=NAME`: tables, figures, a page and the verdicts of a study.
+
+Without a study: a page that lists all studies.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import sys
 from pathlib import Path
 
 from normexp.cli import entry, read_options
+from normexp.errors import UserError
 
 
 @entry("report")
@@ -13,7 +17,15 @@ def main(words: list[str]) -> int:
     """Exit code: 0 written, 2 the user's mistake, 130 after Ctrl-C, which ends a watch."""
     options = read_options("report", words)
 
-    from normexp.reporting.publish import publish
+    unread = [word for word in words if not word.startswith(("study=", "runs_dir="))]
+    if options["study"] is None and unread:
+        raise UserError(f"{unread[0]}: set study=... too; without it, all studies are listed")
+
+    from normexp.reporting.publish import publish, publish_index
+
+    if options["study"] is None:
+        publish_index(Path(options["runs_dir"]))
+        return 0
 
     keys = ("watch", "metric", "tolerance", "reference")
     asked = {key: options[key] for key in keys}

@@ -13,7 +13,7 @@ def main(words: list[str]) -> int:
     """Exit code: 0 shown, 2 the user's mistake, such as forgetting what is being trained."""
     options = read_options("status", words)
 
-    from normexp.records.paths import find_study
+    from normexp.records.result import find_study
     from normexp.records.study import read_study
     from normexp.reporting.summary import print_status
 

@@ -24,9 +24,16 @@ from numpy.typing import NDArray
 from normexp.config.help import conf_dir
 from normexp.errors import UserError
 from normexp.records.files import open_atomic
-from normexp.records.paths import RESULT_FILE, list_runs, list_seeds, seed_dir
-from normexp.records.result import Result, Status, read_result
-from normexp.records.samples import read_samples
+from normexp.records.result import (
+    RESULT_FILE,
+    Result,
+    Status,
+    list_runs,
+    list_seeds,
+    read_result,
+    read_samples,
+    seed_dir,
+)
 from normexp.reporting.runs import Records, RunRow
 
 BENCHMARK = "benchmark1"

@@ -1,7 +1,8 @@
-"""Prepares a cell: builds its parts, probes its network and refuses mistakes. Writes nothing."""
+"""Prepares a cell: builds its parts, probes its network, refuses mistakes. Writes nothing."""
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Sequence
@@ -9,32 +10,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from normexp.batching.speed import suitable_threads
+from normexp.batching.replicas import model_arguments, suitable_threads
 from normexp.build import NetworkBuilder, build_network, build_norm, load_data, norm_target
-from normexp.cells.description import describe_cell
-from normexp.cells.recipe import deviations, devices_of, recipe_of
-from normexp.cells.refusals import (
-    check_evaluation,
-    check_norm_batch_size,
-    check_optimizer_step,
-    check_outputs,
-    check_slots,
-    why_alone,
-)
+from normexp.cells.recipe import describe_cell, deviations, devices_of, recipe_of
+from normexp.checks.network import name_some, probe_batch
 from normexp.checks.preflight import Traits, examine
+from normexp.checks.probe import fixed_draws
+from normexp.checks.wiring import check_optimizer
 from normexp.config.cells import CellSpec
 from normexp.config.identity import may_mix_samples
 from normexp.config.schema import validate
+from normexp.config.words import as_typed
 from normexp.data.dataset import Data
-from normexp.errors import UserError
+from normexp.errors import UserError, first_line
+from normexp.norms.slots import PLACES, set_but_unused
 from normexp.records.logs import collected_messages
+from normexp.records.provenance import refuse_edited, source_line_of
 from normexp.records.result import check_joins
-from normexp.records.sources import refuse_edited
+from normexp.training.callbacks import describe_monitor
 from normexp.training.devices import check_devices
 from normexp.training.evaluation import criterion_of
 from normexp.training.recipe import Recipe
+from normexp.training.schedule import can_train_a_stack, parameter_groups
 
 logger = logging.getLogger(__name__)
 
@@ -190,3 +191,120 @@ def _findings(spec: CellSpec, recipe: Recipe, traits: Traits, alone: str | None)
             "declare norm.mixes_samples=false, and it is trained once for all sizes"
         )
     return notes
+
+
+# --- The network ---------------------------------------------------------------------------------
+
+
+def check_slots(spec: CellSpec, build: NetworkBuilder) -> None:
+    """Refuses slots that the command sets and the model lacks."""
+    assert build.norm is not None
+    for key in set_but_unused(spec.norm.slots, build.norm.used):
+        value, (lacks, fits) = as_typed(spec.norm.slots[key]), PLACES[key]
+        raise UserError(f"{key}={value}: model={spec.choices['model']} has {lacks}; try {fits}")
+
+
+def check_outputs(network: nn.Module, data: Data, target: str) -> None:
+    """Refuses a model without parameters to train, or without a score of every class or token.
+
+    Args:
+        target: what `model._target_` names.
+    """
+    if not any(parameter.requires_grad for parameter in network.parameters()):
+        raise UserError(
+            f"model._target_={target} has no parameter to train; give it a layer with some"
+        )
+    batch = probe_batch(data, 2)
+    try:
+        with fixed_draws(), torch.no_grad():
+            output = copy.deepcopy(network).eval()(*model_arguments(batch))
+    except Exception:  # foreign code may raise anything; the probes that follow name the site
+        return
+    wanted = (*batch["targets"].shape, data.num_outputs)
+    if isinstance(output, Tensor):
+        shape = tuple(output.shape)
+        remedy = "set the last size, or take it from an argument `num_outputs` or `num_classes`"
+    else:
+        shape, remedy = f"a {type(output).__name__}", "return the scores alone"
+    if shape != wanted:
+        raise UserError(
+            f"model._target_={target} returns {shape} for inputs of shape "
+            f"{tuple(batch['inputs'].shape)}; data={data.name} needs {wanted}: {remedy}"
+        )
+
+
+# --- The training --------------------------------------------------------------------------------
+
+
+def check_optimizer_step(recipe: Recipe, network: nn.Module) -> Optimizer:
+    """Takes a step with the training's optimizer, and checks that it holds every parameter."""
+    network = copy.deepcopy(network)
+    decay = {"weight_decay": recipe.weight_decay, "decay_norm": recipe.decay_norm}
+    try:
+        optimizer = recipe.optimizer(parameter_groups(network, **decay), lr=recipe.lr)
+        if not isinstance(optimizer, Optimizer):
+            kind = type(optimizer).__name__
+            raise UserError(
+                f"optim._target_={recipe.optimizer_target} returned a {kind}, not a "
+                "torch.optim.Optimizer"
+            )
+        check_optimizer(network, optimizer)
+        for parameter in network.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        return optimizer
+    except UserError:
+        raise
+    except Exception as error:  # user code may raise anything
+        line = source_line_of(error)
+        name = recipe.optimizer_target
+        raise UserError(f"optim._target_={name}: {first_line(error)}{line}") from error
+
+
+def why_alone(recipe: Recipe, optimizer: Optimizer) -> str | None:
+    """Why each seed must train by itself; None if seeds may share a stack."""
+    watching, schedule = describe_monitor(recipe.callbacks()), recipe.schedule
+    if schedule.monitor is not None:
+        watching = f"{schedule.name} acts on {schedule.monitor}"
+    if watching is not None:
+        return f"{watching}, and seeds that train together would all follow their mean"
+    if can_train_a_stack(optimizer):
+        return None
+    return f"{type(optimizer).__name__} may look at more than one value at a time"
+
+
+def check_norm_batch_size(typed: int | None, recipe: Recipe) -> None:
+    """Refuses a norm that mixes samples and would need statistics over several devices."""
+    most, devices = recipe.sizes.norm, recipe.devices
+    if typed is not None and typed > most:
+        raise UserError(
+            f"norm_batch_size={typed}: each of {devices.count} devices has {most} samples of each "
+            f"forward; try norm_batch_size={most}, or norm=sync"
+        )
+
+
+def check_evaluation(recipe: Recipe, data: Data, traits: Traits) -> None:
+    """Refuses a batch larger than a split, and statistics without meaning."""
+    sizes = recipe.evaluation_batch_sizes
+    if traits.leaks_future_in_training:
+        takes_own_share = traits.mixes_samples and "own_share" in recipe.statistics
+        for kind in [*(["batch"] if sizes else []), *(["own_share"] if takes_own_share else [])]:
+            raise UserError(
+                f"evaluate_with={kind}: these statistics of this norm include later positions of "
+                "the text, so the loss is meaningless; try evaluate_with=[running,precise]"
+            )
+    if not sizes:
+        return
+    for split in ("val", "test"):
+        num_samples = len(getattr(data, split))
+        if max(sizes) > num_samples:
+            raise UserError(
+                f"evaluate_batch_sizes: {max(sizes)} is more than the {num_samples} samples "
+                f"of {split}; try evaluate_batch_sizes=[{num_samples}] or less"
+            )
+    single = traits.single_valued(min(sizes)) if traits.mixes_samples else []
+    if single:
+        raise UserError(
+            f"evaluate_batch_sizes={min(sizes)} leaves one value per statistic at "
+            f"{name_some(single)}; try evaluate_batch_sizes=[{2 * min(sizes)}]"
+        )

@@ -16,9 +16,9 @@ from yaml import YAMLError
 
 from normexp.batching.replicas import Batch, Replicas, model_arguments
 from normexp.build import keeping_data
-from normexp.cells.assembly import arrange_replicas, build_module
 from normexp.cells.cell import Cell, make_builder, make_recipe, prepare_cell
-from normexp.cells.description import choices_in
+from normexp.cells.recipe import choices_in
+from normexp.cells.run import arrange_replicas, build_module
 from normexp.config.cells import CellSpec
 from normexp.config.compose import refuse_missing, shipped_defaults
 from normexp.config.schema import PARTS
@@ -29,22 +29,24 @@ from normexp.diagnosis.network import num_batches_of
 from normexp.errors import UserError, first_line
 from normexp.norms.site import load_as_built
 from normexp.records.files import read_json, write_json
-from normexp.records.paths import (
+from normexp.records.result import (
     CONFIG_FILE,
     EVALUATION_FILE,
     RESULT_FILE,
     WEIGHTS_FILE,
+    Result,
     find_cell,
     find_run,
     list_seeds,
+    read_result,
+    read_samples,
     seed_dir,
+    write_samples,
 )
-from normexp.records.result import Result, read_result
-from normexp.records.samples import read_samples, write_samples
 from normexp.reporting.terminal import print_evaluations
 from normexp.training.evaluation import criterion_of
 from normexp.training.fit import evaluate
-from normexp.training.recorder import Recorder
+from normexp.training.record import Recorder
 from normexp.training.statistics import shuffled
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from normexp.config.words import one_line
 from normexp.data.dataset import Data
 from normexp.errors import UserError
 from normexp.norms.site import Site, as_maps, input_and_mask, named_sites
-from normexp.records.sources import source_line_of
+from normexp.records.provenance import source_line_of
 
 SHOWN_NAMES = 3  # sites that a message spells out
 PROBE_SAMPLES = 4

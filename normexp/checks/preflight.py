@@ -15,7 +15,7 @@ from normexp.checks.questions import OF_NETWORKS
 from normexp.checks.reading import OUTSIDE, Reach
 from normexp.data.dataset import Data
 from normexp.errors import UserError
-from normexp.records.sources import source_line_of
+from normexp.records.provenance import source_line_of
 
 logger = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from normexp.config.help import (
 from normexp.config.schema import MISSING, is_read, name_as_text, unknown_key, value_at
 from normexp.config.words import as_typed, suggest
 from normexp.errors import UserError
-from normexp.records.sources import why_missing
+from normexp.records.provenance import why_missing
 
 # Hydra 1.3 warns without a version_base, 1.4 warns about one.
 VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
@@ -128,7 +128,7 @@ def refuse_missing_targets(config: Mapping[str, Any]) -> None:
         for part in parts_with_target(config.get(group)):
             if reason := why_missing(part["_target_"]):
                 raise Mistyped(f"{group}._target_={part['_target_']}: {reason}")
-    for name in ("wandb", "tensorboard"):
+    for name in ("wandb", "tensorboard", "mlflow"):
         if name in config["logger"] and find_spec(name) is None:
             raise Mistyped(f"logger={name} needs a package; pip install 'normexp[{name}]'")
 

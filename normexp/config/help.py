@@ -123,6 +123,7 @@ test loss from training to evaluation mode.
     "report": """\
 normexp.report turns a study into tables, figures, a page and verdicts.
 
+  python -m normexp.report                     writes runs/index.html: every study and its headline
   python -m normexp.report study=NAME          writes runs/NAME/report/, also while it is running
   python -m normexp.report study=[a,b]         two studies of one grid: differences, paired by seed
 """,

@@ -30,7 +30,7 @@ from normexp.config.schema import (
     value_at,
 )
 from normexp.errors import UserError
-from normexp.records.sources import digests_of, source_digest, source_files
+from normexp.records.provenance import digests_of, source_digest, source_files
 
 # Versions of choices, raised when a default or the meaning of a choice changes: {"norm/group": 2}.
 # "config" stands for the top-level keys of conf/config.yaml. Versions are hashed, so that trainings

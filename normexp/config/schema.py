@@ -184,7 +184,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "evaluate_batch_sizes": Optional[Counts],
     },
     "report": {
-        "study": Names,
+        "study": Optional[Names],
         "runs_dir": Text,
         "metric": Optional[Text],
         "tolerance": Optional[NotNegative],

@@ -18,7 +18,7 @@ from hydra.utils import instantiate
 from normexp.config.compose import refuse_missing_values
 from normexp.config.words import join_or, one_line, suggest
 from normexp.errors import UserError
-from normexp.records.sources import source_line_of, why_missing
+from normexp.records.provenance import source_line_of, why_missing
 
 logging.getLogger("hydra").addHandler(logging.NullHandler())  # Hydra also logs what it raises
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from normexp.errors import UserError
-from normexp.records.sources import source_line_of
+from normexp.records.provenance import source_line_of
 
 logger = logging.getLogger(__name__)
 

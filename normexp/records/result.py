@@ -1,17 +1,24 @@
-"""One ended run: the content of its result.json, schema 1."""
+"""A run in its study: folders and files, result.json (schema 1), metrics.csv and samples.npz."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+from zipfile import BadZipFile
 
 from normexp.errors import UserError
-from normexp.records.files import read_json, write_json
-from normexp.records.paths import RESULT_FILE, list_seeds, seed_dir
+from normexp.records.files import open_atomic, read_json, write_json, write_text
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SCHEMA = 1
 
@@ -156,3 +163,202 @@ def hyperparameters(config: Mapping[str, Any], **names: str | None) -> dict[str,
     micro = config["micro_batch_size"] or config["batch_size"]
     sizes = {"micro_batch_size": micro, "norm_batch_size": config["norm_batch_size"] or micro}
     return {**config, **sizes, "recipe": {**config.get("recipe", {}), **sizes}, **names}
+
+
+# --- The layout of a study: <study>/<cell_id>/seed-<k>/, <study>/stacks/<digest>/ -----------------
+
+STUDY_FILE = "study.jsonl"
+CONFIG_FILE = "config.yaml"
+RESULT_FILE = "result.json"
+METRICS_FILE = "metrics.csv"
+WEIGHTS_FILE = "weights.pt"
+EVALUATION_FILE = "evaluation.json"
+SAMPLES_FILE = "samples.npz"
+CHECKPOINT_FILE = "last.ckpt"
+STACKS = "stacks"  # the folders of those in training
+ATTEMPTS_FILE = "attempts.json"
+PROGRESS_FILE = "progress.json"  # step and total
+RESULTS_FILE = "results.json"  # of all runs of a stack
+LOG_FILE = "run.log"
+LOCK_FILE = ".lock"
+
+_SEED_DIR = re.compile(r"seed-(0|[1-9][0-9]*)")
+
+
+def subfolders(folder: Path) -> list[Path]:
+    """The folders in a folder, sorted; none if it is missing or another process has removed it."""
+    try:
+        names = sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [folder / name for name in names if (folder / name).is_dir()]
+
+
+def list_cells(study_dir: Path) -> list[Path]:
+    """The folders of a study that hold a config or a run, sorted by name."""
+    folders = subfolders(study_dir)
+    return [path for path in folders if (path / CONFIG_FILE).exists() or list_seeds(path)]
+
+
+def list_runs(study_dir: Path) -> list[Path]:
+    """The run directories of all cells, ended or not, sorted by cell and seed."""
+    return [seed_dir(cell, seed) for cell in list_cells(study_dir) for seed in list_seeds(cell)]
+
+
+def list_studies(runs_dir: Path) -> list[str]:
+    """The names of the studies in a folder, sorted. Raises UserError if it has none."""
+    folders = subfolders(runs_dir)
+    known = [path.name for path in folders if (path / STUDY_FILE).exists() or list_cells(path)]
+    if not known:
+        raise UserError(f"runs_dir={runs_dir} has no studies yet; train one first")
+    return known
+
+
+def find_study(runs_dir: Path, name: str) -> Path:
+    """Returns the directory of a study. Raises UserError, with near names, if it is missing."""
+    known = list_studies(runs_dir)
+    if name not in known:
+        raise UserError(f"study={name} not found in {runs_dir}; nearest: {_nearest(name, known)}")
+    return runs_dir / name
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    return ", ".join(difflib.get_close_matches(name, known, 3, 0.4) or known[:5]) or "none"
+
+
+def seed_dir(cell_dir: Path, seed: int) -> Path:
+    """The directory of the run (cell, seed)."""
+    return cell_dir / f"seed-{seed}"
+
+
+def seed_of(run_dir: Path) -> int | None:
+    """The seed in the name of a run directory; None for any other name."""
+    match = _SEED_DIR.fullmatch(run_dir.name)
+    return int(match[1]) if match else None
+
+
+def list_seeds(cell_dir: Path) -> list[int]:
+    """The seeds that have a run directory, in ascending order."""
+    seeds = [seed_of(path) for path in subfolders(cell_dir)]
+    return sorted(seed for seed in seeds if seed is not None)
+
+
+def find_cell(run: Path) -> Path:
+    """Returns `run` if it is the folder of a cell. Raises UserError, with near names, if not."""
+    if (run / CONFIG_FILE).is_file():
+        return run
+    if seed_of(run) is not None and (run.parent / CONFIG_FILE).is_file():
+        raise UserError(f"{run} is one seed of a cell; give the cell, {run.parent}")
+    folder = run if run.is_dir() else run.parent
+    near = _nearest(str(run), [str(path) for path in list_cells(folder)])
+    lacks = f"is no cell, as it has no {CONFIG_FILE}" if run.exists() else "does not exist"
+    raise UserError(f"{run} {lacks}; nearest: {near}")
+
+
+def find_run(run_dir: Path) -> tuple[Path, int]:
+    """Returns the folder of the cell, and the seed. Raises UserError if that is not one run."""
+    seed = seed_of(run_dir)
+    if seed is not None and run_dir.is_dir():
+        return find_cell(run_dir.parent), seed
+    cell_dir = find_cell(run_dir if seed is None else run_dir.parent)
+    seeds = list_seeds(cell_dir)
+    if len(seeds) != 1 or seed is not None:
+        names = ", ".join(f"seed-{seed}" for seed in seeds) or "none"
+        raise UserError(f"{run_dir} is not one run; give one of its seeds: {names}")
+    return cell_dir, seeds[0]
+
+
+# --- metrics.csv: a history in long form, one value per line --------------------------------------
+
+HEADER = "step,epoch,samples_seen,name,value"
+
+
+class MetricRow(NamedTuple):
+    """One value after `step` optimizer steps; `epoch` counts finished epochs."""
+
+    step: int
+    epoch: int
+    samples_seen: int
+    name: str
+    value: float
+
+
+def write_metrics(path: Path, rows: Iterable[MetricRow]) -> None:
+    """Replaces metrics.csv atomically. Values keep every digit; a loss may be nan or inf here."""
+    lines = [f"{step},{epoch},{seen},{name},{value!r}" for step, epoch, seen, name, value in rows]
+    write_text(path, "\n".join([HEADER, *lines, ""]))
+
+
+def read_metrics(path: Path) -> list[MetricRow]:
+    """Reads the rows of a metrics.csv. Raises UserError if it is missing or was edited."""
+    try:
+        _, *lines = path.read_text().splitlines()
+        return [
+            MetricRow(int(step), int(epoch), int(seen), name, float(value))
+            for step, epoch, seen, name, value in (line.split(",") for line in lines)
+        ]
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path} cannot be read ({error}); remove the folder {path.parent} and run again"
+        ) from error
+
+
+# --- samples.npz ----------------------------------------------------------------------------------
+
+# A run's score on each test sample, so that runs can be compared sample by sample. One array for
+# each kind of test statistics (`running`, `precise`, `batch32`), in the order of the test split.
+# For classification: correct or not, stored as packed bits beside their number. For a language
+# model: the mean loss per token of each sequence, float32.
+NUM_SAMPLES = "num_samples"  # of packed bits, which are padded to whole bytes
+
+
+def write_samples(run_dir: Path, samples: Mapping[str, np.ndarray]) -> None:
+    """Replaces samples.npz atomically; write it before result.json.
+
+    Args:
+        samples: by kind of statistics, bool or float32 (N,), with the same N.
+    """
+    import numpy as np
+
+    arrays: dict[str, Any] = {}
+    for kind, values in samples.items():
+        if values.dtype == bool:
+            arrays |= {kind: np.packbits(values), NUM_SAMPLES: len(values)}
+        else:
+            arrays[kind] = values.astype(np.float32)
+    with open_atomic(run_dir / SAMPLES_FILE) as file:
+        np.savez_compressed(file, **arrays)
+
+
+def count_samples(run_dir: Path) -> int:
+    """The number of test samples of a run; 0 if none or no readable ones are recorded."""
+    with suppress(UserError):
+        return max(map(len, read_samples(run_dir).values()), default=0)
+    return 0
+
+
+def read_samples(run_dir: Path) -> dict[str, np.ndarray]:
+    """Returns the arrays given to `write_samples`; none for a run without the file.
+
+    A kind whose metrics are not finite is absent.
+
+    Raises:
+        UserError: the file is torn or not from normexp.
+    """
+    import numpy as np
+
+    path = run_dir / SAMPLES_FILE
+    if not path.exists():
+        return {}
+    try:
+        with open(path, "rb") as file, np.load(file) as content:
+            arrays = dict(content)
+        count = arrays.pop(NUM_SAMPLES, None)
+        if count is None:
+            return arrays
+        return {
+            kind: np.unpackbits(bits, count=int(count)).astype(bool)
+            for kind, bits in arrays.items()
+        }
+    except (OSError, EOFError, BadZipFile, TypeError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}); remove it") from error

@@ -6,9 +6,10 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -16,10 +17,11 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 import vl_convert
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from normexp.errors import UserError
+from normexp.records.files import write_text
 from normexp.reporting.charts import Figure
 from normexp.reporting.figures import draw_figures, draw_ranking
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 PACKAGE = "normexp.reporting"
 PNG_SCALE = 2.0  # pixels per point of the figure
+STUDY_COLUMNS = ("last result", "size", "what its report says")
 SHOWN_ROWS = 1000  # of a table; the others are in its CSV
 
 
@@ -67,15 +70,8 @@ def write_page(folder: Path, report: Report, reload_seconds: int | None = None) 
         list(pool.map(lambda figure: _write_figure(folder / "figures", figure), figures))
     shown = {table.name for _, tables, _ in sections for table in tables}
     others = [table for table in report.tables if table.name not in shown]
-    environment = Environment(
-        loader=PackageLoader(PACKAGE, "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     specs = json.dumps({figure.name: figure.spec for figure in figures}, allow_nan=False)
-    page = environment.get_template("page.html.j2").render(
+    page = _template("page.html.j2").render(
         report=report,
         sections=sections,
         over=over,
@@ -88,6 +84,36 @@ def write_page(folder: Path, report: Report, reload_seconds: int | None = None) 
         js=_asset("page.js"),
     )
     (folder / "index.html").write_text(page, encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class StudyRow:
+    """A study in the list of all: name, page (None if it has none), date, size and headline."""
+
+    study: str
+    page: str | None
+    texts: Sequence[str]
+
+
+def write_index(path: Path, title: str, rows: Sequence[StudyRow]) -> None:
+    """Replaces the page that lists studies."""
+    columns = ("study", *STUDY_COLUMNS)
+    page = _template("index.html.j2").render(
+        title=title, columns=columns, rows=rows, css=_asset("page.css")
+    )
+    write_text(path, page)
+
+
+def _template(name: str) -> Template:
+    loader = PackageLoader(PACKAGE, ".")
+    environment = Environment(
+        loader=loader,
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(name)
 
 
 def _write_figure(folder: Path, figure: Figure) -> None:

@@ -1,4 +1,4 @@
-"""Writes a report's folder: page, figures and tables, once or whenever new results appear."""
+"""Writes a report's folder: page, figures and tables, once or whenever results appear; an index."""
 
 from __future__ import annotations
 
@@ -10,16 +10,28 @@ from contextlib import suppress
 from glob import escape, glob
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from normexp.records.paths import EVALUATION_FILE, RESULT_FILE
-from normexp.reporting.page import replace_folder, write_page
+from rich.console import Console
+from rich.progress import track
+
+from normexp.errors import UserError
+from normexp.records.result import EVALUATION_FILE, RESULT_FILE, list_studies
+from normexp.reporting.page import (
+    STUDY_COLUMNS,
+    StudyRow,
+    replace_folder,
+    write_index,
+    write_page,
+)
 from normexp.reporting.report import Report, read_report, to_json
 from normexp.reporting.tables import write_tables
-from normexp.reporting.terminal import print_report
+from normexp.reporting.terminal import open_console, print_report, text_table
 
 LOOK_EVERY = 2.0  # seconds between checks for new results
 RELOAD_EVERY = 10  # seconds between reloads of a watched page
 PAGE = "index.html"
+REPORT = "report.json"
 
 
 def publish(runs_dir: Path, names: Sequence[str], *, watch: bool, **options: Any) -> None:
@@ -62,11 +74,41 @@ def write_report(report: Report, reload_seconds: int | None = None) -> None:
     def write(folder: Path) -> None:
         folder.mkdir()
         content = json.dumps(to_json(report), indent=1, allow_nan=False)
-        (folder / "report.json").write_text(content, encoding="utf-8")
+        (folder / REPORT).write_text(content, encoding="utf-8")
         write_tables(folder / "tables", report.tables)
         write_page(folder, report, reload_seconds)
 
     replace_folder(report.directory, write)
+
+
+def publish_index(runs_dir: Path) -> None:
+    """Writes and prints runs_dir/index.html: every study, linked to its page, the latest first.
+
+    The report of each study is made anew unless it is newer than all of its results.
+
+    Raises:
+        UserError: a folder without studies, or one that cannot be written.
+    """
+    stamps = {name: _stamp(runs_dir, [name]) for name in list_studies(runs_dir)}
+    latest = {name: max((time for _, time in stamps[name]), default=0) for name in stamps}
+    rows = []
+    newest_first = sorted(stamps, key=lambda name: -latest[name])
+    for name in track(newest_first, "reading", console=Console(stderr=True), transient=True):
+        folder = runs_dir / name / "report"
+        try:
+            if not (file := folder / REPORT).is_file() or file.stat().st_mtime_ns < latest[name]:
+                write_report(read_report(runs_dir, [name]))
+            content = json.loads(file.read_text(encoding="utf-8"))
+            texts = (content["counts"], " ".join(one["headline"] for one in content["slices"]))
+            page = f"{quote(name)}/report/{PAGE}"
+        except UserError as error:
+            page, texts = None, ("", str(error))
+        date = time.strftime("%Y-%m-%d %H:%M", time.localtime(latest[name] / 1e9))
+        rows.append(StudyRow(name, page, (date if latest[name] else "", *texts)))
+    write_index(runs_dir / PAGE, f"studies in {runs_dir}", rows)
+    table = [(row.study, *row.texts) for row in rows]
+    open_console().print(text_table(("study", *STUDY_COLUMNS), table))
+    print(f"index: {runs_dir / PAGE}")
 
 
 def _stamp(runs_dir: Path, names: Sequence[str]) -> set[tuple[str, int]]:

@@ -15,16 +15,19 @@ import numpy as np
 from normexp.config.words import format_count
 from normexp.errors import UserError
 from normexp.records.files import read_json
-from normexp.records.metrics import MetricRow, read_metrics
-from normexp.records.paths import (
+from normexp.records.result import (
     EVALUATION_FILE,
     METRICS_FILE,
     RESULT_FILE,
+    MetricRow,
+    Result,
+    Status,
     find_study,
     list_runs,
+    read_metrics,
+    read_result,
+    read_samples,
 )
-from normexp.records.result import Result, Status, read_result
-from normexp.records.samples import read_samples
 from normexp.records.study import read_study
 from normexp.reporting.metric import Metric, is_at_chance
 
@@ -33,7 +36,7 @@ RECORDED_TWICE = ("batch_size", "micro_batch_size", "norm_batch_size", "trainer"
 NUM_BLOCKS = 20  # of a test text: its sequences are not independent
 ROUNDED = 1e-4  # relative; a mean over float32 samples may differ from the metric by this much
 Config = Mapping[str, Any]  # plain values, nested keys joined by dots (`norm.num_groups`)
-Samples = Mapping[str, np.ndarray]  # by kind of statistics, see normexp.records.samples
+Samples = Mapping[str, np.ndarray]  # by kind of statistics, see normexp.records.result
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,9 +11,15 @@ from collections.abc import Sequence
 
 from normexp.config.cells import split_shared_words, study_words
 from normexp.config.words import format_count
-from normexp.records.paths import LOG_FILE, seed_dir
-from normexp.records.result import ENDED, Result, Status, values_of
-from normexp.records.samples import count_samples
+from normexp.records.result import (
+    ENDED,
+    LOG_FILE,
+    Result,
+    Status,
+    count_samples,
+    seed_dir,
+    values_of,
+)
 from normexp.records.study import STATES, CellState, CommandEntry, Study
 from normexp.reporting.metric import LOWER, chance_words, is_at_chance
 from normexp.reporting.terminal import Footnotes, open_console, text_table

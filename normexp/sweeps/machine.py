@@ -13,8 +13,8 @@ from typing import Any
 
 from normexp.config.cells import CellSpec
 from normexp.errors import UserError
-from normexp.records.environment import usable_cores, visible_gpus
 from normexp.records.files import file_lock
+from normexp.records.provenance import usable_cores, visible_gpus
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from normexp.batching.replicas import model_arguments
-from normexp.batching.speed import suitable_threads
+from normexp.batching.replicas import model_arguments, suitable_threads
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.checks.network import probe_batch
 from normexp.config.cells import CellSpec

@@ -31,7 +31,7 @@ from normexp.config.words import one_line
 from normexp.errors import FAILED, INTERRUPTED, Halted, UserError
 from normexp.records.files import holder_of, this_command
 from normexp.records.logs import messages_to_stderr
-from normexp.records.paths import LOCK_FILE
+from normexp.records.result import LOCK_FILE
 from normexp.records.study import CellState, CommandEntry, read_cell, read_stacks, refused_by
 from normexp.sweeps.machine import WorkerSlot
 from normexp.training.stopping import Interrupted, StopRequest, TrainingControl

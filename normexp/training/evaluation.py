@@ -20,7 +20,7 @@ from torch.nn import functional
 from normexp.batching.replicas import Batch, Measurements, Replicas
 from normexp.data.dataset import Data
 from normexp.training.recipe import Recipe
-from normexp.training.recorder import Columns
+from normexp.training.record import Columns
 from normexp.training.statistics import (
     block_size,
     gather,

@@ -24,7 +24,7 @@ from normexp.errors import UserError
 from normexp.training.devices import compiled_gradient
 from normexp.training.evaluation import Evaluator, criterion_of
 from normexp.training.recipe import Recipe
-from normexp.training.recorder import Columns, Recorder, finite_mean
+from normexp.training.record import Columns, Recorder, finite_mean
 from normexp.training.step import StepGradient
 
 SECONDS_PER_CHUNK = 0.25
@@ -81,7 +81,7 @@ class TrainingModule(pl.LightningModule):
         self.trainer.precision_plugin.convert_module(self)
         device, wanted = self.trainer.strategy.root_device, self.recipe.devices.count
         if self.trainer.world_size != wanted:
-            raise UserError(f"a Trainer with {self.trainer.world_size} devices; set devices={wanted}")
+            raise UserError(f"Trainer(devices={self.trainer.world_size}): set devices={wanted}")
         self.batches = self.batches.to(device)
         self.evaluator.data = self.batches.data
         is_image = len(self.batches.data.input_shape) == 3

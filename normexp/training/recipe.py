@@ -13,8 +13,12 @@ from pytorch_lightning.loggers import Logger
 from normexp.batching.replicas import Replicas
 from normexp.batching.sizes import Sizes
 from normexp.training.devices import Devices
-from normexp.training.optim import OptimizerFactory, parameter_groups, train_at_own_rates
-from normexp.training.schedule import Schedule
+from normexp.training.schedule import (
+    OptimizerFactory,
+    Schedule,
+    parameter_groups,
+    train_at_own_rates,
+)
 
 
 @dataclass(frozen=True)

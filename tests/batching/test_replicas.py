@@ -3,8 +3,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from normexp.batching.replicas import InTurn, Stacked
-from normexp.batching.speed import SMALL_FORWARD, stacking_pays, suitable_threads
+from normexp.batching.replicas import (
+    SMALL_FORWARD,
+    InTurn,
+    Stacked,
+    stacking_pays,
+    suitable_threads,
+)
 from normexp.norms.parts import ResidualScale
 
 

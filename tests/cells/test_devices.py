@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from train_cases import spec_of
 
+from normexp.cells.cell import check_norm_batch_size
 from normexp.cells.recipe import recipe_of
-from normexp.cells.refusals import check_norm_batch_size
 from normexp.config.process import started_processes
 from normexp.errors import UserError
 from normexp.records.result import read_result

@@ -20,10 +20,7 @@ from normexp.cells import finished
 from normexp.data.images import load_digits
 from normexp.errors import UserError
 from normexp.evaluate import main
-from normexp.records.metrics import read_metrics
-from normexp.records.paths import seed_dir
-from normexp.records.result import read_result
-from normexp.records.samples import read_samples
+from normexp.records.result import read_metrics, read_result, read_samples, seed_dir
 from normexp.train import main as train
 
 ALL = "evaluate_with=[running,precise,batch]"

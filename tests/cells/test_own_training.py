@@ -6,8 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import pytorch_lightning as pl
 from train_cases import prepare, results
 
+import normexp
+from normexp.errors import UserError
 from normexp.train import main
 
 MODULE = "own_training_of_a_test"
@@ -95,3 +98,21 @@ def test_callback_that_raises_fails_the_run_with_the_line(tmp_path: Path, capsys
     (result,) = results(tmp_path).values()
     assert result.error == f"KeyError: 'trees' ({MODULE}.py, line 10)"
     assert "KeyError: 'trees'" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec", "ignore:.*num_workers")
+def test_a_trainer_of_the_users_own_trains_the_module_like_the_entry(tmp_path: Path):
+    words = ["norm=layer", "steps=40", "seed=3", *QUICK]
+    (result,) = normexp.run([*words, "replicas=1", f"runs_dir={tmp_path}", "study=s"])
+    module = normexp.module(words)
+    trainer = pl.Trainer(
+        max_steps=40, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module)
+    assert trainer.global_step == 40 and "train/loss" in trainer.callback_metrics
+    (metrics,) = trainer.test(module, verbose=False)
+    assert metrics == pytest.approx({k: result.metrics[k] for k in metrics}, rel=1e-6)
+    assert "test/accuracy" in metrics
+    with pytest.raises(UserError, match="2 cells in one module; drop -m"):
+        normexp.module(["-m", "norm=batch,group"])

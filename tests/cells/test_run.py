@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from normexp.batching import speed
+from normexp.batching import replicas
 from normexp.cells import run as run_module
 from normexp.cells import stack as stack_module
 from normexp.cells.run import train_stack
@@ -18,8 +18,7 @@ from normexp.cli import parse_command
 from normexp.config.cells import CellSpec, compose_cells
 from normexp.errors import Halted
 from normexp.records.files import file_lock
-from normexp.records.paths import CHECKPOINT_FILE, LOCK_FILE, STACKS
-from normexp.records.result import Result, Status, read_result
+from normexp.records.result import CHECKPOINT_FILE, LOCK_FILE, STACKS, Result, Status, read_result
 from normexp.records.study import (
     CommandEntry,
     Refusal,
@@ -122,7 +121,7 @@ def test_an_interrupted_stack_resumes_to_the_same_bits(tmp_path: Path):
 def test_the_threads_of_the_first_training_are_those_of_its_resumption(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(speed, "SMALL_FORWARD", 0)
+    monkeypatch.setattr(replicas, "SMALL_FORWARD", 0)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)

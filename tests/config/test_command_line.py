@@ -95,7 +95,8 @@ REFUSED = [
     ("status", "", "study is missing"),
     ("status", "studdy=s", "did you mean study"),
     ("status", "study=nowhere", "runs_dir=runs has no studies yet"),
-    ("report", "", "study is missing"),
+    ("report", "", "runs_dir=runs has no studies yet"),
+    ("report", "watch=true", "watch=true: set study=... too"),
     ("report", "runs_dir=nowhere", "runs_dir=nowhere has no studies yet"),
     ("evaluate", "run=nowhere/x", "nowhere/x does not exist"),
     ("status", "study=../up", "study=../up: must be a folder name"),
@@ -148,7 +149,6 @@ def test_a_missing_study_or_run_names_those_there_are(tmp_path: Path, monkeypatc
     cell.mkdir(parents=True)
     (cell / "config.yaml").touch()
     for name, part in (
-        ("report", "study is missing; set study=...: mine"),
         ("status", "study is missing; set study=...: mine"),
         ("evaluate", "run is missing; set run=...: runs/mine/a-cell"),
     ):
@@ -252,7 +252,13 @@ def test_help_lists_every_choice_and_the_norms_by_family(tmp_path: Path):
         (
             [
                 *("train norm=nrom", "train batch_size=0", "train --cfg job norm=nrom"),
-                *("tune norm=batch", "check norm=grup", "evaluate run=a b=c", "status", "report"),
+                *(
+                    "tune norm=batch",
+                    "check norm=grup",
+                    "evaluate run=a b=c",
+                    "status",
+                    "report watch=true",
+                ),
             ],
             {"torch", "pandas"},
         ),

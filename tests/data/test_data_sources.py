@@ -17,7 +17,7 @@ from torchvision import datasets
 from normexp.data import Data, Examples, Windows, build_text_data, mnist5k, moons, sources, text
 from normexp.data.dataset import validate
 from normexp.data.images import load_cifar10, load_cifar100
-from normexp.data.languages import read_own_strings
+from normexp.data.langid import read_own_strings
 from normexp.errors import UserError
 
 CONF = Path(__file__).parents[2] / "conf" / "data"

@@ -21,7 +21,7 @@ from normexp.config.compose import compose_config
 from normexp.data.batches import TrainingBatches
 from normexp.data.dataset import Data, Windows
 from normexp.training.module import TrainingModule
-from normexp.training.recorder import Recorder
+from normexp.training.record import Recorder
 from normexp.training.step import StepGradient
 
 NEEDS_GPU = [

@@ -9,8 +9,14 @@ import numpy as np
 import pytest
 
 from normexp.errors import UserError
-from normexp.records.metrics import HEADER, MetricRow, read_metrics, write_metrics
-from normexp.records.samples import read_samples, write_samples
+from normexp.records.result import (
+    HEADER,
+    MetricRow,
+    read_metrics,
+    read_samples,
+    write_metrics,
+    write_samples,
+)
 
 
 @pytest.fixture

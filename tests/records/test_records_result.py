@@ -9,8 +9,17 @@ from typing import Any
 import pytest
 
 from normexp.errors import UserError
-from normexp.records.paths import find_study, list_cells, list_runs, list_seeds, seed_dir, seed_of
-from normexp.records.result import Result, read_result, write_result
+from normexp.records.result import (
+    Result,
+    find_study,
+    list_cells,
+    list_runs,
+    list_seeds,
+    read_result,
+    seed_dir,
+    seed_of,
+    write_result,
+)
 
 FAILED: dict[str, Any] = {"status": "failed", "error": "x", "metrics": {}, "timing": {}}
 

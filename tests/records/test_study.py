@@ -8,8 +8,15 @@ import pytest
 
 from normexp.errors import UserError
 from normexp.records.files import file_lock
-from normexp.records.paths import CHECKPOINT_FILE, LOCK_FILE, STACKS, seed_dir
-from normexp.records.result import Result, Status, write_result
+from normexp.records.result import (
+    CHECKPOINT_FILE,
+    LOCK_FILE,
+    STACKS,
+    Result,
+    Status,
+    seed_dir,
+    write_result,
+)
 from normexp.records.study import (
     Asked,
     Attempts,

@@ -10,9 +10,14 @@ from typing import Any
 import numpy as np
 
 from normexp.records.files import write_text
-from normexp.records.metrics import MetricRow, write_metrics
-from normexp.records.result import Result, Status, write_result
-from normexp.records.samples import write_samples
+from normexp.records.result import (
+    MetricRow,
+    Result,
+    Status,
+    write_metrics,
+    write_result,
+    write_samples,
+)
 from normexp.reporting.compare import Comparison
 from normexp.reporting.report import Report, read_report, report_on
 from normexp.reporting.runs import Records, RunRow, flat_config

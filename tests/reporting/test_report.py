@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from html import escape
 from pathlib import Path
 
 import numpy as np
@@ -223,3 +224,19 @@ def test_a_watched_report_is_written_anew_until_ctrl_c(tmp_path: Path, monkeypat
     assert 'http-equiv="refresh"' in pages[2]
     final = (tmp_path / "synthetic" / "report" / "index.html").read_text()
     assert 'http-equiv="refresh"' not in final and "2 cells, 4 runs" in capsys.readouterr().out
+
+
+def test_without_a_study_the_report_lists_all_and_links_their_pages(tmp_path: Path):
+    write_study(tmp_path, np.random.default_rng(0))
+    (name,) = [path.name for path in tmp_path.iterdir()]
+    broken = tmp_path / "broken" / "cell" / "seed-0" / "result.json"
+    broken.parent.mkdir(parents=True)
+    broken.write_text("{")
+    assert main([f"runs_dir={tmp_path}"]) == 0
+    page, report = (tmp_path / "index.html").read_text(), tmp_path / name / "report"
+    headline = json.loads((report / "report.json").read_text())["slices"][0]["headline"]
+    assert f'<a href="{name}/report/index.html">' in page and escape(headline) in page
+    assert "broken has no readable result" in page and 'href="broken' not in page
+    made = (report / "index.html").stat().st_mtime_ns
+    assert main([f"runs_dir={tmp_path}"]) == 0
+    assert (report / "index.html").stat().st_mtime_ns == made  # up to date

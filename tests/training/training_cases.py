@@ -28,7 +28,7 @@ from normexp.training.devices import Devices
 from normexp.training.fit import fit
 from normexp.training.module import TrainingModule
 from normexp.training.recipe import Recipe
-from normexp.training.recorder import Recorder
+from normexp.training.record import Recorder
 from normexp.training.schedule import count_steps_per_epoch, named_schedule
 from normexp.training.stopping import Interrupted, StopRequest
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from pytorch_lightning.loggers import Logger
 
-from normexp.records.metrics import read_metrics
+from normexp.records.result import read_metrics
 from normexp.training.module import LossHistory
-from normexp.training.recorder import Recorder
+from normexp.training.record import Recorder
 
 
 class KeepingLogger(Logger):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from normexp.errors import UserError
-from normexp.records.sources import (
+from normexp.records.provenance import (
     digests_of,
     refuse_edited,
     source_digest,
