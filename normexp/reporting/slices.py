@@ -276,6 +276,9 @@ def build_slices(
 
 def _slices_of(cells: Sequence[CellRow], metric: Metric) -> list[Slice]:
     """Slices along the norm batch size and along the batch size, each if it varies."""
+    # An undeclared norm that does not mix samples was trained at every size, each time the same.
+    twins = {(cell.norm, cell.lr, cell.batch_size, cell.norm_batch_size): cell for cell in cells}
+    cells = [cell for cell in cells if cell.mixes_samples or cell in twins.values()]
     independent = {cell.norm for cell in cells} - {c.norm for c in cells if c.mixes_samples}
     mixing = [cell for cell in cells if cell.norm not in independent] or cells
     sizes = {

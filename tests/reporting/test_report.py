@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 
@@ -119,6 +120,16 @@ def test_sizes_stand_in_order_also_where_a_norm_lacks_one():
     cells += [cell_of("other", [0.8, 0.9], norm_batch_size=8, mixes_samples=True)]
     table, *_ = report_of_cells(*cells).tables
     assert list(table.frame) == ["norm", "2", "8", "32", "n"]
+
+
+def test_an_undeclared_norm_that_mixes_nothing_is_compared_once_per_size():
+    scores = np.linspace(0.8, 0.82, 8)
+    batch = [cell_of("batch", [*scores], norm_batch_size=size, lr=0.1) for size in (2, 32)]
+    own = cell_of("own", [*(0.1 + scores**1.1)], lr=0.1)
+    place = own[0].directory.parents[1] / "own-n2"
+    twin = [replace(run, directory=place / run.directory.name) for run in own]
+    one = find(report_of_cells(*batch, own, twin), "own")
+    assert one.verdict == "better" and one.gap.n == 8
 
 
 def test_text_from_configs_is_escaped():
