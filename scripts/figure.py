@@ -1,4 +1,4 @@
-"""Draws .pictures/batch_size.png, the first figure of the README, from its runs and the shipped table.
+"""Draws .pictures/batch_size.png, the first figure of the README, from runs and the shipped table.
 
     python scripts/figure.py runs
 

@@ -106,10 +106,12 @@ def folder(
     return tmp_path
 
 
-def test_the_norm_keeps_the_contract():
-    names: dict[str, type] = {}
-    exec(FILES["my_norm.py"], names)
-    assert_contract(names["AbsNorm"])
+def test_the_norms_of_guide_and_readme_keep_the_contract():
+    (short,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    for source in (FILES["my_norm.py"], short):
+        names: dict[str, type] = {}
+        exec(source, names)
+        assert_contract(names["AbsNorm"])
 
 
 @pytest.mark.slow
@@ -140,6 +142,14 @@ def test_own_logger_gets_the_losses_of_every_run(folder: Path):
         t for path, t in files(folder / "runs").items() if "/seed-" in path and b"val/loss" in t
     ]
     assert len([text for text in logged if b"train/loss" in text and b"train/lr" not in text]) >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*LeafSpec", "ignore:.*num_workers")
+def test_a_trainer_of_ones_own_trains_the_module_of_the_guide(capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", SECTIONS["With a Trainer of your own"], re.DOTALL)
+    exec(code, {})
+    assert re.search(r"tensor\(0\.[5-9]", capsys.readouterr().out)
 
 
 @pytest.mark.slow
