@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from normexp.config.help import help_text, option_defaults
 from normexp.config.schema import MISSING, OPTIONS, check_value, name_as_text, unknown_key
@@ -26,16 +26,13 @@ UNUSABLE_FILE = (PermissionError, NotADirectoryError, IsADirectoryError)
 MOST_NAMED = 5  # studies or cells in a message
 
 
-class EntryPoint(Protocol):
-    """The `main` of an entry: from words, by default those of this process, to an exit code."""
+def entry(name: str) -> Callable[[Callable[[list[str]], int]], Callable[..., int]]:
+    """Decorates the `main` of `python -m normexp.<name>` with --help, messages and exit codes.
 
-    def __call__(self, argv: Sequence[str] | None = None, /) -> int: ...
+    It takes words, by default those of this process, and returns an exit code.
+    """
 
-
-def entry(name: str) -> Callable[[Callable[[list[str]], int]], EntryPoint]:
-    """Decorates the `main` of `python -m normexp.<name>` with --help, messages and exit codes."""
-
-    def decorate(act: Callable[[list[str]], int]) -> EntryPoint:
+    def decorate(act: Callable[[list[str]], int]) -> Callable[..., int]:
         @wraps(act)
         def main(argv: Sequence[str] | None = None, /) -> int:
             if argv is not None:
