@@ -39,7 +39,7 @@ class Gradients(pl.Callback):
 def test_callback_finds_the_means_of_the_stack_after_each_validation(tmp_path: Path):
     sees = Sees()
     module = train(build_module(seeds=(0, 1), stacked=True), tmp_path / "a.ckpt", [sees])
-    assert [set(found) for found in sees.found] == [{"val/loss", "val/accuracy"}] * 2
+    assert [set(found) for found in sees.found] == [{"train/loss", "val/loss", "val/accuracy"}] * 2
     mean = sum(module.metrics["val/loss"]) / 2
     assert sees.found[-1]["val/loss"] == pytest.approx(mean, rel=1e-6)  # Lightning's are float32
 
