@@ -104,7 +104,10 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("entry", "line", "part"), REFUSED, ids=lambda value: value or "nothing")
-def test_a_mistake_is_one_line_and_exit_code_2(entry: str, line: str, part: str, capsys):
+def test_a_mistake_is_one_line_and_exit_code_2(
+    entry: str, line: str, part: str, capsys, tmp_path: Path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
     assert importlib.import_module(f"normexp.{entry}").main(line.split()) == 2
     out, err = capsys.readouterr()
     assert err.startswith("normexp: ") and err.count("\n") == 1 and out == ""
