@@ -21,8 +21,8 @@ from normexp.batching.replicas import suitable_threads
 from normexp.batching.sizes import Sizes
 from normexp.checks.card import Card, measure_card
 from normexp.config import identity
-from normexp.config.cells import CellSpec, NormSpec
-from normexp.config.compose import AS_BUILT, shipped_config, shipped_defaults, shipped_targets
+from normexp.config.cells import CellSpec
+from normexp.config.compose import shipped_config, shipped_defaults, shipped_targets
 from normexp.config.schema import Index, check_value
 from normexp.config.target import Target, read_target
 from normexp.config.words import as_typed
@@ -33,6 +33,7 @@ from normexp.models.common import refuse_misfit
 from normexp.models.surgery import replace_norms
 from normexp.models.weights import Weights, load_fitting, open_weights
 from normexp.norms.adapt import foreign_factory
+from normexp.norms.as_built import AsBuilt
 from normexp.norms.factory import NormFactory, is_shipped
 from normexp.norms.slots import SLOTS, resolve
 from normexp.norms.zoo.ramps import NUM_TRAINING_STEPS
@@ -99,7 +100,7 @@ def keeping_data() -> Iterator[None]:
 
 
 def build_norm(
-    norm: NormSpec,
+    config: Mapping[str, Any],
     sizes: Sizes,
     data: Data,
     *,
@@ -109,17 +110,18 @@ def build_norm(
     """The factory that builds the norm of every site, and the parts around it that slots set.
 
     Args:
+        config: of a cell: its norm, eps and slots.
         num_steps: of the training.
         momentum: of running averages, if the norm sets a half-life instead.
     """
     length = data.input_shape[-1]  # of a text, for a norm that keeps state per position
     available = {"num_training_steps": num_steps, "num_positions": length}
-    target, reserved = norm_target(norm, available, momentum=momentum)
+    target, reserved = norm_target(config["norm"], available, momentum=momentum)
     view = reserved.get("view", "token")
     if view not in ("token", "sequence"):
         raise UserError(f"norm.view={view}: must be token or sequence")
-    fixed = _changed_settings(norm) | ({"momentum"} if momentum is not None else set())
-    keeps_norms = norm.values["_target_"] == AS_BUILT
+    fixed = _changed_settings(config) | ({"momentum"} if momentum is not None else set())
+    keeps_norms = target.unwrapped is AsBuilt
     if keeps_norms and fixed:
         key = "eps" if "eps" in fixed else "norm.half_life"
         raise UserError(f"{key} has no effect on norm=as_built, which keeps the norms as they are")
@@ -127,7 +129,7 @@ def build_norm(
     @cache
     def build(settings: tuple[tuple[str, Any], ...]) -> Callable[[int], nn.Module]:
         values = dict(settings)
-        eps = values.pop("eps", norm.eps)
+        eps = values.pop("eps", config["eps"])
         known = {key: value for key, value in values.items() if key in target.arguments}
         make = partial(target.call, **known) if known else target.call
         if not is_shipped(target.path):
@@ -146,31 +148,35 @@ def build_norm(
         make_norm,
         view=view,
         norm_batch_size=sizes.norm_batch_size,
-        slots=resolve(norm.slots, reserved),
+        slots=resolve({slot: config[slot] for slot in SLOTS}, reserved),
         keeps_norms=keeps_norms,
     )
 
 
-def _changed_settings(norm: NormSpec) -> set[str]:
+def _changed_settings(config: Mapping[str, Any]) -> set[str]:
     """Those of eps, momentum and affine whose values differ from the shipped ones."""
-    shipped: Mapping[str, Any] = {}
-    if choice := shipped_targets("norm").get(norm.values["_target_"]):
+    values, shipped = config["norm"], dict[str, Any]()
+    if choice := shipped_targets("norm").get(values["_target_"]):
         shipped = shipped_defaults("norm", choice.partition("/")[2]) or {}
-    changed = {key for key in ("eps", "momentum", "affine") if key in norm.values}
-    changed = {key for key in changed if key not in shipped or norm.values[key] != shipped[key]}
-    return changed | ({"eps"} if norm.eps != shipped_config()["eps"] else set())
+    changed = {key for key in ("eps", "momentum", "affine") if key in values}
+    changed = {key for key in changed if key not in shipped or values[key] != shipped[key]}
+    return changed | ({"eps"} if config["eps"] != shipped_config()["eps"] else set())
 
 
 def norm_target(
-    norm: NormSpec, available: Mapping[str, Any] = NO_TRAINING, *, momentum: float | None = None
+    values: Mapping[str, Any],
+    available: Mapping[str, Any] = NO_TRAINING,
+    *,
+    momentum: float | None = None,
 ) -> tuple[Target, dict[str, Any]]:
     """The norm with the knobs of its YAML, and the YAML's reserved keys.
 
     Args:
+        values: of the group `norm`.
         available: arguments from the training, for a norm whose signature names them.
         momentum: of running averages, if the norm sets a half-life instead.
     """
-    values = dict(norm.values)
+    values = dict(values)
     reserved = {key: values.pop(key) for key in RESERVED_NORM_KEYS if key in values}
     if momentum is not None:
         values["momentum"] = momentum
@@ -178,14 +184,14 @@ def norm_target(
 
 
 @suitable_threads(0)  # probes are too small for a second thread to pay
-def measure_norm(norm: NormSpec, *, contract_only: bool = False) -> Card:
+def measure_norm(name: str, config: Mapping[str, Any], *, contract_only: bool = False) -> Card:
     """The card of a norm, see `measure_card`."""
-    target, reserved = norm_target(norm)
+    target, reserved = norm_target(config["norm"])
     return measure_card(
         target.call,
-        name=norm.name,
+        name=name,
         target=target.path,
-        eps=norm.eps,
+        eps=config["eps"],
         sees_texts=reserved.get("view") == "sequence",
         contract_only=contract_only,
     )
@@ -202,7 +208,6 @@ class NetworkBuilder:
             replaced.
         classes: names of the classes that `norm` replaces; empty: all recognised norms.
         weights: the weights that every seed starts from.
-        preprocessing: of the images that the network gets, said where it starts from weights.
         logged: messages logged so far; networks of other seeds would only repeat them.
     """
 
@@ -211,7 +216,6 @@ class NetworkBuilder:
     takes_norm: bool = False
     classes: Sequence[str] = ()
     weights: Weights | None = None
-    preprocessing: str = ""
     logged: set[str] = field(default_factory=set)
 
     @property
@@ -252,8 +256,6 @@ class NetworkBuilder:
             for note in surgery.notes():
                 self._say(note)
             load_fitting(network, rest)
-        if self.weights and self.preprocessing:
-            self._say(self.preprocessing)
 
     def _say(self, note: str) -> None:
         if note not in self.logged:
@@ -273,7 +275,7 @@ def build_network(values: Mapping[str, Any], norm: NormFactory, data: Data) -> N
     find = NAMED_WEIGHTS.get(target.path)
     download = None if find is None else partial(find, values["name"])
     weights = None if start is None else open_weights(start, download)
-    builder = partial(NetworkBuilder, weights=weights, preprocessing=_explain_inputs(data))
+    builder = partial(NetworkBuilder, weights=weights)
     available = {
         "input_shape": data.input_shape,
         "num_outputs": data.num_outputs,
@@ -297,17 +299,6 @@ def build_network(values: Mapping[str, Any], norm: NormFactory, data: Data) -> N
         )
     refuse_misfit(target.unwrapped, names, data)
     return builder(target.filled_in(available), norm, takes_norm=True)
-
-
-def _explain_inputs(data: Data) -> str:
-    """How images are preprocessed, with the keys that change it; "" for tokens."""
-    said = data.preprocessing
-    if said and data.has_own_moments:
-        said += (
-            "; if the weights were trained with another mean and deviation, as ImageNet's, set "
-            "data.mean and data.std (data=image_folder)"
-        )
-    return said
 
 
 def _take_scores(_: nn.Module, __: Any, output: Any) -> Any:
@@ -428,15 +419,15 @@ def build_loggers(values: Mapping[str, Any], available: Mapping[str, Any]) -> li
     ]
 
 
-def synchronized(norm: NormSpec) -> bool:
+def synchronized(values: Mapping[str, Any]) -> bool:
     """True if the norm computes its statistics over all devices.
 
     As its YAML says (`synchronized`); a foreign norm may also say it by `spans_devices`.
     """
-    from_config = identity.spans_devices(norm.values)
+    from_config = identity.spans_devices(values)
     if from_config is not None:
         return from_config
     try:
-        return spans_devices(get_object(norm.values["_target_"]))
+        return spans_devices(get_object(values["_target_"]))
     except Exception:  # a user's module may raise anything on import: `build_norm` reports it
         return False

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from normexp.cli import entry, parse_command, read_options, split_options
 from normexp.config.process import importing_torch
@@ -12,7 +12,6 @@ from normexp.reporting.terminal import open_console
 
 if TYPE_CHECKING:
     from normexp.checks.card import Card
-    from normexp.config.cells import NormSpec
 
 
 @entry("check")
@@ -35,17 +34,17 @@ def main(words: list[str]) -> int:
     return 1 if any(card.failures for card in cards) else 0
 
 
-def _measure(norms: Sequence[NormSpec], *, contract_only: bool) -> list[Card]:
+def _measure(norms: Mapping[str, Mapping[str, Any]], *, contract_only: bool) -> list[Card]:
     """The card of each norm, in order; a terminal shows which one is being measured."""
     from normexp.build import measure_norm, norm_target
 
-    for norm in norms:
-        norm_target(norm)  # import errors come first
+    for config in norms.values():
+        norm_target(config["norm"])  # import errors come first
     cards = []
-    for norm in norms:
+    for name, config in norms.items():
         if sys.stderr.isatty():
-            print(f"measuring {norm.name} ...", file=sys.stderr)
-        cards.append(measure_norm(norm, contract_only=contract_only))
+            print(f"measuring {name} ...", file=sys.stderr)
+        cards.append(measure_norm(name, config, contract_only=contract_only))
     return cards
 
 

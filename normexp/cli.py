@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import wraps
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from normexp.config.help import help_text, option_defaults
@@ -16,14 +15,12 @@ from normexp.config.schema import MISSING, OPTIONS, check_value, name_as_text, u
 from normexp.errors import FAILED, INTERRUPTED, USER_MISTAKE, Halted, UserError
 from normexp.records.files import FULL_DISK, is_full_disk
 from normexp.records.provenance import source_line_of
-from normexp.records.result import list_cells, list_studies
 
 if TYPE_CHECKING:
     from normexp.config.cells import Command
 
 
 UNUSABLE_FILE = (PermissionError, NotADirectoryError, IsADirectoryError)
-MOST_NAMED = 5  # studies or cells in a message
 
 
 def entry(name: str) -> Callable[[Callable[[list[str]], int]], Callable[..., int]]:
@@ -176,20 +173,8 @@ def read_options(name: str, words: Sequence[str]) -> dict[str, Any]:
     values = option_defaults(name) | given
     for key, value in values.items():
         if value == MISSING:
-            raise UserError(f"{key} is missing; set {key}=...{_latest(key, values)}")
+            raise UserError(
+                f"{key} is missing; set {key}=...; python -m normexp.report lists studies"
+            )
         values[key] = check_value(key, value, kinds[key])
     return values
-
-
-def _latest(key: str, values: Mapping[str, Any]) -> str:
-    """The values that a missing `study` or `run` may have, the latest first."""
-    runs_dir = Path(values.get("runs_dir", "runs"))
-    try:
-        found = [runs_dir / name for name in list_studies(runs_dir)]
-    except UserError as error:
-        return f", and {error}"
-    if key == "run":
-        found = [cell for study in found for cell in list_cells(study)]
-    found.sort(key=lambda folder: folder.stat().st_mtime, reverse=True)
-    names = [str(folder) if key == "run" else folder.name for folder in found[:MOST_NAMED]]
-    return f": {', '.join(names)}{' ...' * (len(found) > MOST_NAMED)}"

@@ -148,7 +148,7 @@ def make_recipe(spec: CellSpec, data: Data) -> Recipe:
 def make_builder(spec: CellSpec, recipe: Recipe, data: Data) -> NetworkBuilder:
     """The builder of a cell's networks."""
     num_steps, momentum = recipe.num_steps, recipe.norm_momentum
-    norm = build_norm(spec.norm, recipe.sizes, data, num_steps=num_steps, momentum=momentum)
+    norm = build_norm(spec.values, recipe.sizes, data, num_steps=num_steps, momentum=momentum)
     return build_network(spec.values["model"], norm, data)
 
 
@@ -158,7 +158,7 @@ def _probe(spec: CellSpec, network: nn.Module, data: Data, recipe: Recipe) -> Tr
     Raises UserError if it must not be trained.
     """
     content = {key: value for key, value in spec.identity.items() if key not in NOT_PROBED}
-    norm, _ = norm_target(spec.norm)
+    norm, _ = norm_target(spec.values["norm"])
     steps = recipe.num_steps if "num_training_steps" in norm.arguments else None
     key = json.dumps([content, steps, recipe.allow_leak, data.digest], sort_keys=True, default=str)
     if key in _probes:
@@ -199,8 +199,8 @@ def _findings(spec: CellSpec, recipe: Recipe, traits: Traits, alone: str | None)
 def check_slots(spec: CellSpec, build: NetworkBuilder) -> None:
     """Refuses slots that the command sets and the model lacks."""
     assert build.norm is not None
-    for key in set_but_unused(spec.norm.slots, build.norm.used):
-        value, (lacks, fits) = as_typed(spec.norm.slots[key]), PLACES[key]
+    for key in set_but_unused(spec.slots, build.norm.used):
+        value, (lacks, fits) = as_typed(spec.slots[key]), PLACES[key]
         raise UserError(f"{key}={value}: model={spec.choices['model']} has {lacks}; try {fits}")
 
 

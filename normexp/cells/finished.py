@@ -20,7 +20,7 @@ from normexp.cells.cell import Cell, make_builder, make_recipe, prepare_cell
 from normexp.cells.recipe import choices_in
 from normexp.cells.run import arrange_replicas, build_module
 from normexp.config.cells import CellSpec
-from normexp.config.compose import refuse_missing, shipped_defaults
+from normexp.config.compose import refuse_missing_values, shipped_defaults
 from normexp.config.schema import PARTS
 from normexp.config.words import format_count
 from normexp.data.prediction import attach_prediction, without_samples
@@ -149,7 +149,7 @@ def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
     results = finished_results(cell_dir)
     description = results[0].config
     spec = recorded_spec(cell_dir, description, options)
-    refuse_missing(spec.values)
+    refuse_missing_values(spec.values)
     if results[0].cell_id != spec.id:
         raise UserError(
             f"{cell_dir}: its norm, model or data has changed since it was trained, and the same "

@@ -139,7 +139,7 @@ def devices_of(spec: CellSpec) -> Devices:
         strategy=trainer["strategy"],
         precision=trainer["precision"],
         matmul_precision=spec.values["matmul_precision"],
-        shares_statistics=synchronized(spec.norm),
+        shares_statistics=synchronized(spec.values["norm"]),
     )
 
 
@@ -244,7 +244,7 @@ def describe_cell(
 
     Does not depend on which of several equivalent command lines trained the cell.
     """
-    chance, slots = data.chance_accuracy, {slot: spec.norm.values.get(slot) for slot in SLOTS}
+    chance, slots = data.chance_accuracy, {slot: spec.values["norm"].get(slot) for slot in SLOTS}
     trained = _describe_training(spec, recipe, build, data, mixes_samples=traits.mixes_samples)
     sizes = {key: trained[key] for key in SIZES}
     return {

@@ -22,8 +22,8 @@ from normexp.config.compose import (
     compose_cell,
     compose_choices,
     parse_overrides,
-    refuse_missing,
     refuse_missing_targets,
+    refuse_missing_values,
 )
 from normexp.config.help import group_choices
 from normexp.config.identity import (
@@ -104,9 +104,9 @@ def _words_of(override: Override, config_dirs: Sequence[str]) -> list[str]:
     try:
         if isinstance(value, Glob):
             choices = group_choices(override.key_or_group, config_dirs)
-            deep = Glob([text for text in value.include if "/" in text], value.exclude)
-            names = value.filter([c for c in choices if "/" not in c and c not in NOT_GLOBBED])
-            names += deep.filter([c for c in choices if "/" in c])
+            deep = "/" in word  # deviations only where a pattern names their folder
+            choices = [c for c in choices if c not in NOT_GLOBBED and (deep or "/" not in c)]
+            names = value.filter(choices)
         else:
             names = list(override.sweep_string_iterator())
     except (ValueError, HydraException) as error:  # a range without a step, or an interval
@@ -117,29 +117,6 @@ def _words_of(override: Override, config_dirs: Sequence[str]) -> list[str]:
 
 
 # --- Cells ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class NormSpec:
-    """A norm as a command asks for it.
-
-    Attributes:
-        name: its choice or class; on a card, with the knobs from the command line.
-        values: of the group `norm`: its target, its knobs and reserved keys.
-        eps: of all norms that have one.
-        slots: those of the command, by name, see `norms.slots`; None where it sets none.
-    """
-
-    name: str
-    values: Mapping[str, Any]
-    eps: float
-    slots: Mapping[str, Any]
-
-
-def norm_of(config: Mapping[str, Any], name: str = "") -> NormSpec:
-    """The norm of a composed config."""
-    slots = {slot: config[slot] for slot in SLOTS}
-    return NormSpec(name, config["norm"], config["eps"], slots)
 
 
 @dataclass(frozen=True)
@@ -210,8 +187,9 @@ class CellSpec:
         return self.config
 
     @property
-    def norm(self) -> NormSpec:
-        return norm_of(self.values, self.choices["norm"])
+    def slots(self) -> dict[str, Any]:
+        """The slots of the command, see `norms.slots`; None where it sets none."""
+        return {slot: self.values[slot] for slot in SLOTS}
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -274,7 +252,7 @@ def _compose(line: list[str], shared: set[str], config_dirs: Sequence[str]) -> C
         config, choices = compose_cell(line, config_dirs)
         refuse_missing_targets(config)
         validate(config)
-        refuse_missing(config)
+        refuse_missing_values(config)
     except Mistyped:
         raise
     except UserError as error:
@@ -311,8 +289,8 @@ def list_cells(command: Command) -> list[list[str]]:
 # --- The norms of normexp.check -------------------------------------------------------------------
 
 
-def compose_norms(command: Command) -> list[NormSpec]:
-    """The norms of a command of normexp.check, one for each combination of its values.
+def compose_norms(command: Command) -> dict[str, dict[str, Any]]:
+    """The config of each norm of a command of normexp.check, by its name and typed knobs.
 
     Raises:
         UserError: a key that has no effect on a card, or a norm that does not compose.
@@ -324,14 +302,14 @@ def compose_norms(command: Command) -> list[NormSpec]:
             takes = ["norm", "eps", *OPTIONS["check"]]
             hint = suggest(key, takes) or "a card takes a norm, its knobs and eps"
             raise UserError(f"{word}: has no effect on a card; {hint}")
-    norms = []
+    norms = {}
     for line in list_cells(replace(command, multirun=True)):
         config, choices = compose_cell(line, command.config_dirs)
         validate(config)
         refuse_missing_targets(config)
         words = [word.lstrip("+").removeprefix("norm.") for word in line]
         knobs = [word for word in words if not word.startswith(("norm=", "_target_="))]
-        norms.append(norm_of(config, " ".join([choices["norm"], *knobs])))
+        norms[" ".join([choices["norm"], *knobs])] = config
     return norms
 
 

@@ -39,10 +39,7 @@ from normexp.records.provenance import why_missing
 # Hydra 1.3 warns without a version_base, 1.4 warns about one.
 VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
 DEFAULT_SCHEDULE = {"schedule": "cosine", "warmup": 0.1}  # of an optimizer that has none
-AS_BUILT = "normexp.norms.as_built.AsBuilt"  # of norm=as_built, which has no YAML
 BUDGETS = ("epochs", "steps", "samples")
-FILES = {"normexp.data.image_folder.load_image_folder": "root"}
-FILES |= {"normexp.data.text.load_text_file": "path"}  # the knob that names the user's own files
 FEW = 12  # most choices that a message lists
 
 
@@ -101,18 +98,6 @@ def compose_cell(
     names = {group: str(name) for group in GROUPS if (name := choices.get(group)) is not None}
     own = [group for group in names if names[group] == "custom" and group != "logger"]
     return plain, names | {group: _name_of(group, plain[group]) for group in own}
-
-
-def refuse_missing(config: Mapping[str, Any]) -> None:
-    """Refuses what the building of a cell would refuse, without torch and in no time.
-
-    Raises:
-        UserError: a required key without a value, or a file or folder that is not there.
-    """
-    refuse_missing_values(config)
-    knob = FILES.get(config["data"]["_target_"])
-    if knob is not None and not Path(config["data"][knob]).exists():
-        raise UserError(f"data.{knob}={config['data'][knob]} does not exist; set data.{knob}=...")
 
 
 def refuse_missing_values(tree: Mapping[str, Any], prefix: str = "") -> None:
@@ -257,7 +242,6 @@ def register_custom() -> None:
     nodes: dict[str, Any] = {group: own | {"_partial_": True} for group in CUSTOM_GROUPS}
     nodes |= {"data": own, "callback": {}, "optim": nodes["optim"] | optim, "logger": own}
     store = ConfigStore.instance().store
-    store("as_built", shipped_defaults("norm", "as_built"), "norm", provider="normexp")
     for group, node in nodes.items():
         package = "logger.custom" if group == "logger" else None
         content = DictConfig(node, flags={"struct": False})
@@ -270,8 +254,6 @@ def register_custom() -> None:
 @lru_cache(maxsize=256)
 def shipped_defaults(group: str, choice: str) -> dict[str, Any] | None:
     """The values in conf/<group>/<choice>.yaml; None for a choice that normexp does not ship."""
-    if (group, choice) == ("norm", "as_built"):
-        return {"_target_": AS_BUILT, "_partial_": True}
     if choice not in choice_files(group, ()):
         return None
     tree: Any = OmegaConf.to_container(OmegaConf.load(conf_dir() / group / f"{choice}.yaml"))

@@ -34,12 +34,8 @@ def conf_dir() -> Path:
 
 
 def group_choices(group: str, config_dirs: Sequence[str] = ()) -> list[str]:
-    """The names that `group=` takes, sorted: shipped files, those of `config_dirs`, `custom`.
-
-    And `as_built` among norms.
-    """
+    """The names that `group=` takes, sorted: shipped files, those of `config_dirs`, `custom`."""
     names = {"custom"} if group in (*CUSTOM_GROUPS, "logger") else set()
-    names |= {"as_built"} if group == "norm" else set()
     return sorted(names | choice_files(group, config_dirs).keys())
 
 
@@ -164,7 +160,6 @@ In a test of your own: from normexp.checks import assert_contract; assert_contra
 }
 GROUPS_FOOTER = """\
   A choice has knobs, as in norm.num_groups=4; its YAML in conf/ explains them.
-  norm=as_built keeps the norms of a network that has its own: torchvision, timm, yours.
   norm=custom takes norm._target_=... and its knobs; all groups with `custom` likewise.
   trainer.precision is 32-true, 64-true, or bf16-mixed, which trainer=gpu sets and every norm and
   model takes; 16-mixed is refused, because losses are not scaled.

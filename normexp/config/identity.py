@@ -33,8 +33,7 @@ from normexp.errors import UserError
 from normexp.records.provenance import digests_of, source_digest, source_files
 
 # Versions of choices, raised when a default or the meaning of a choice changes: {"norm/group": 2}.
-# "config" stands for the top-level keys of conf/config.yaml. Versions are hashed, so that trainings
-# before and after the change are different cells.
+# Versions are hashed, so that trainings before and after the change are different cells.
 VERSIONS: dict[str, int] = {
     "model/torchvision": 2,  # sites keep the eps and momentum of the norms that they replace
     # 2: warm-ups and ramps are shares of the training; they were steps
@@ -80,8 +79,6 @@ def identity_of(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[s
         content["devices"] = devices
     if sees_validations(config):
         content["val_every_epochs"] = config["val_every_epochs"]
-    if version := VERSIONS.get("config"):
-        content["version"] = version
     for group in groups:
         content[group] = _content_of(group, choices.get(group, "custom"), values[group])
     return content

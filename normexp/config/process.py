@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -24,12 +22,9 @@ def started_processes() -> tuple[int, int]:
 
 @contextmanager
 def importing_torch() -> Iterator[None]:
-    """Pauses the garbage collector inside the block, and shows a line on a terminal.
+    """Shows a line on a terminal inside the block, and lets idle threads sleep.
 
-    Collections would take a fifth of the time of the import. The imported modules never become
-    garbage, so they are frozen: later collections skip them.
-
-    Threads of torch then sleep while they wait for each other, unless OMP_WAIT_POLICY says
+    Threads of torch sleep while they wait for each other, unless OMP_WAIT_POLICY says
     otherwise. By default they spin, and keep a busy core from the thread that they wait for. On
     four cores with a load of 12, a step of the convnet for MNIST-5k took 3.5 s on four threads that
     spin, 0.06 s on four that sleep and 0.013 s on one (medians, n = 3). No result depends on it.
@@ -41,12 +36,8 @@ def importing_torch() -> Iterator[None]:
     shows = sys.stderr.isatty()
     if shows:
         print("importing torch ...", end="\r", file=sys.stderr, flush=True)
-    gc.disable()
     try:
         yield
     finally:
-        gc.enable()
-        gc.freeze()
-        atexit.register(gc.unfreeze)  # else torch's libraries report leaks at exit
         if shows:
             print("\x1b[2K", end="", file=sys.stderr, flush=True)

@@ -92,7 +92,6 @@ class Data:
         augmentation: applied to training images; None for none.
         symbols: the text of each token.
         class_names: the name of each class; None: its number.
-        has_own_moments: mean and std are those of the train split, not given by the user.
         order: of the samples within a training batch. `sorted` by class gives the parts of a batch,
             as ghost sub-batches and devices see them, different classes; batches hold the same
             samples in both.
@@ -116,7 +115,6 @@ class Data:
     source_version: str = ""
     digest: str = ""
     class_names: tuple[str, ...] | None = None
-    has_own_moments: bool = True
     order: Literal["shuffled", "sorted"] = "shuffled"
 
     def __post_init__(self) -> None:
@@ -130,18 +128,6 @@ class Data:
             return None
         targets = self.test.tensors[1]
         return torch.bincount(targets).max().item() / len(targets)
-
-    @property
-    def preprocessing(self) -> str:
-        """How images reach a model, in words for users; "" for tokens."""
-        if self.mean is None or self.std is None:
-            return ""
-        mean, std = ([round(number, 3) for number in values] for values in (self.mean, self.std))
-        origin = "computed from these training images" if self.has_own_moments else "as given"
-        return (
-            f"images are normalized by mean {mean} and standard deviation {std}, {origin}; "
-            f"training images are augmented by {self.augmentation or 'nothing'}"
-        )
 
     @cached_property
     def _scale_and_shift(self) -> tuple[Tensor, Tensor]:

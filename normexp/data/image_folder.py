@@ -112,7 +112,7 @@ def _given_moments(
                 f"red, green and blue, as ImageNet's data.{key}={example}"
             )
     assert mean is not None and std is not None
-    return {"mean": tuple(mean), "std": tuple(std), "has_own_moments": False}
+    return {"mean": tuple(mean), "std": tuple(std)}
 
 
 def _list_images(root: str, folder: Path) -> ImageFolder:

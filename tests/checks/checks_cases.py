@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from normexp.batching.sizes import Sizes
 from normexp.build import build_norm
-from normexp.config.cells import NormSpec, norm_of
 from normexp.config.compose import compose_config
 from normexp.data import Data, Examples, build_text_data
 from normexp.models.convnet import ConvNet
@@ -72,13 +71,13 @@ def _classes(train: Examples, val: Examples, **others: Any) -> Data:
 
 def shipped(name: str, data: Data, view: View) -> NormFactory:
     """The norm of conf/norm/<name>.yaml in a view, for WIDTH features."""
-    return build_norm(_norm_of(name, view), Sizes(8), data)
+    return build_norm(_config_of(name, view), Sizes(8), data)
 
 
 @cache
-def _norm_of(name: str, view: View) -> NormSpec:
+def _config_of(name: str, view: View) -> dict[str, Any]:
     groups = ["norm.num_groups=4"] if "group" in name and name != "group1" else []
-    return norm_of(compose_config([f"norm={name}", f"norm.view={view}", *groups]))
+    return compose_config([f"norm={name}", f"norm.view={view}", *groups])
 
 
 def gpt(norm: NormFactory) -> nn.Module:

@@ -11,12 +11,11 @@ from checks_cases import convnet, encoder, gpt, image_data, padded_data, shipped
 from torch.nn import functional
 
 from normexp.batching.sizes import Sizes
-from normexp.build import build_norm, norm_target
-from normexp.checks.card import Card, measure_card
+from normexp.build import build_norm, measure_norm
+from normexp.checks.card import Card
 from normexp.checks.network import BuiltNetwork
 from normexp.checks.preflight import examine
 from normexp.checks.reading import padding_is_read
-from normexp.config.cells import norm_of
 from normexp.config.compose import compose_config, shipped_defaults
 from normexp.config.help import group_choices
 from normexp.norms.site import View
@@ -110,15 +109,8 @@ def test_no_shipped_norm_reads_padding(name: str, view: View):
 
 
 def card_of(name: str, *, contract_only: bool = False) -> Card:
-    norm = norm_of(compose_config([f"norm={name}"]))
-    target, _ = norm_target(norm)
-    return measure_card(
-        target.call,
-        name=name,
-        target=target.path,
-        eps=norm.eps,
-        contract_only=contract_only,
-    )
+    config = compose_config([f"norm={name}"])
+    return measure_norm(name, config, contract_only=contract_only)
 
 
 # Deviations that are shipped to be seen, and backwards that are an approximation by definition.
@@ -161,7 +153,7 @@ def test_a_shipped_norm_learns_in_a_network(name: str):
     is_text = "per_position" in name or name.startswith("causal")
     data = padded_data() if is_text else image_data()
     own = shipped_defaults("norm", name)
-    norm = build_norm(norm_of({**defaults(), "norm": own}), Sizes(8), data)
+    norm = build_norm({**defaults(), "norm": own}, Sizes(8), data)
     network, batch = (encoder if is_text else convnet)(norm), data.train.gather(torch.arange(6))
     scores = network(data.model_inputs(batch["inputs"]), *([batch["mask"]] if is_text else []))
     functional.cross_entropy(scores, batch["targets"]).backward()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
 import re
@@ -16,7 +15,6 @@ import normexp
 from normexp import train
 from normexp.cli import entry, parse_command, read_options
 from normexp.config.help import GROUPS, USAGE, group_choices, help_text
-from normexp.config.process import importing_torch
 from normexp.config.schema import KEYS, OPTIONS
 from normexp.errors import UserError
 from normexp.norms.slots import PLACEMENTS
@@ -146,19 +144,6 @@ def test_a_mistake_in_python_is_one_line(function: str, arguments: list, part: s
     assert part in str(caught.value)
 
 
-def test_a_missing_study_or_run_names_those_there_are(tmp_path: Path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    cell = tmp_path / "runs" / "mine" / "a-cell"
-    cell.mkdir(parents=True)
-    (cell / "config.yaml").touch()
-    for name, part in (
-        ("status", "study is missing; set study=...: mine"),
-        ("evaluate", "run is missing; set run=...: runs/mine/a-cell"),
-    ):
-        assert importlib.import_module(f"normexp.{name}").main([]) == 2
-        assert part in capsys.readouterr().err
-
-
 def test_a_console_script_imports_from_the_current_folder(tmp_path: Path):
     (tmp_path / "my_own.py").write_text("class Mine: ...\n")
     script = tmp_path / "bin" / "normexp-train"
@@ -197,21 +182,6 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().err.splitlines() == [f"normexp: {text}" for text in said]
     with pytest.raises(ZeroDivisionError):
         entry("status")(raises(ZeroDivisionError()))(["a"])
-
-
-def test_torch_is_imported_without_the_collector(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delitem(sys.modules, "torch", raising=False)
-    with importing_torch():
-        assert not gc.isenabled()
-    assert gc.isenabled()
-
-
-@pytest.mark.slow
-def test_a_command_that_imports_torch_ends_without_a_report_of_leaks(tmp_path: Path):
-    words = ["-m", "normexp.train", "dry_run=true", f"runs_dir={tmp_path}"]
-    run = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True)
-    assert "600" in run.stdout  # steps
-    assert "leaked" not in run.stdout + run.stderr
 
 
 # --- help ---------------------------------------------------------------------------------------

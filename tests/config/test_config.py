@@ -124,13 +124,11 @@ MISSING = {
     "norm=custom norm._target_=my_own": "my_own is a module; it has LpNorm",
     "norm=no_such.LpNorm": "there is no module no_such",
     "data=image_folder": "data.root is not set; give data.root=...",
-    "data=image_folder data.root=nowhere": "data.root=nowhere does not exist; set data.root",
-    "data=text_file data.path=no.txt": "data.path=no.txt does not exist; set data.path",
 }
 
 
 @pytest.mark.parametrize(("line", "part"), MISSING.items(), ids=MISSING.keys())
-def test_missing_modules_and_files_are_found_without_torch(
+def test_missing_modules_are_found_without_torch(
     line: str, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "my_own.py").write_text(OWN)

@@ -103,8 +103,6 @@ def test_given_mean_and_deviation_replace_those_of_the_images(root: Path):
     data = load(root, mean=[0.5, 0.25, 0.0], std=[0.5, 0.5, 2 / 255])
     white = data.model_inputs(torch.full((3, 1, 1), 255, dtype=torch.uint8)).flatten()
     torch.testing.assert_close(white, torch.tensor([1.0, 1.5, 127.5]))
-    assert "as given" in data.preprocessing
-    assert "computed from these training images" in load(root).preprocessing
 
 
 @pytest.mark.parametrize(

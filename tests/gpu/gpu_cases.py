@@ -16,7 +16,6 @@ from training_cases import image_data, recipe_for, text_data
 from normexp.batching.replicas import InTurn, Replicas, Stacked
 from normexp.batching.sizes import Sizes
 from normexp.build import build_network, build_norm
-from normexp.config.cells import norm_of
 from normexp.config.compose import compose_config
 from normexp.data.batches import TrainingBatches
 from normexp.data.dataset import Data, Windows
@@ -78,7 +77,7 @@ def build(
     """The module of a shipped model and norm in float32, on the CPU."""
     data, sizes = data_for(model), sizes or Sizes(16)
     config = compose_config([f"norm={norm}", f"model={model}", *words])
-    factory = build_norm(norm_of(config), sizes, data, num_steps=20)
+    factory = build_norm(config, sizes, data, num_steps=20)
     make = build_network(config["model"], factory, data)
     networks = [make(seed) for seed in SEEDS]
     replicas: Replicas = Stacked(networks) if stacked else InTurn(networks)

@@ -11,7 +11,6 @@ from torch.nn import functional
 
 from normexp.batching.sizes import Sizes
 from normexp.build import NetworkBuilder, build_network, build_norm
-from normexp.config.cells import norm_of
 from normexp.config.compose import compose_config
 from normexp.data import Data, Examples, build_image_data, build_text_data
 from normexp.norms.site import named_sites
@@ -53,7 +52,7 @@ def text() -> Data:
 
 def builder_of(words: list[str], data: Data) -> NetworkBuilder:
     config, sizes = compose_config(words), Sizes(4, None, None)
-    return build_network(config["model"], build_norm(norm_of(config), sizes, data), data)
+    return build_network(config["model"], build_norm(config, sizes, data), data)
 
 
 def train(network: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:

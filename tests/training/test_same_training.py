@@ -32,7 +32,6 @@ from normexp.batching.sizes import Sizes
 from normexp.build import build_norm
 from normexp.checks.network import probe_batch
 from normexp.checks.wiring import cannot_stack
-from normexp.config.cells import norm_of
 from normexp.config.compose import compose_config
 from normexp.config.help import group_choices
 from normexp.norms.factory import NormFactory
@@ -192,7 +191,7 @@ def choices_of(name: str, sizes: Sizes, num_train: int) -> dict[str, Any]:
     data = image_data(num_train) if on_maps else text_data(num_train)
 
     def model(_: NormFactory) -> nn.Module:
-        norm = build_norm(norm_of(config), sizes, data)
+        norm = build_norm(config, sizes, data)
         return convnet(norm) if on_maps else text_encoder(norm, dropout=0.3)
 
     obstacle = cannot_stack(model(NormFactory(nn.Identity)), probe_batch(data, 4))
@@ -207,7 +206,7 @@ def choices_of(name: str, sizes: Sizes, num_train: int) -> dict[str, Any]:
     ],
 )
 def test_replica_of_a_stack_trains_as_the_seed_alone(tmp_path: Path, name, num_train: int):
-    norm = build_norm(norm_of(compose_config([f"norm={name}"])), FULL, image_data()).make(8)
+    norm = build_norm(compose_config([f"norm={name}"]), FULL, image_data()).make(8)
     splits = [BOTH] if num_train == 24 else [FULL, BOTH]
     if getattr(norm, "sequential_state", False):  # sees samples one after another
         splits = [FULL]
