@@ -104,7 +104,7 @@ def _words_of(override: Override, config_dirs: Sequence[str]) -> list[str]:
     try:
         if isinstance(value, Glob):
             choices = group_choices(override.key_or_group, config_dirs)
-            deep = "/" in word  # deviations only where a pattern names their folder
+            deep = "/" in str(word)  # deviations only where a pattern names their folder
             choices = [c for c in choices if c not in NOT_GLOBBED and (deep or "/" not in c)]
             names = value.filter(choices)
         else:
