@@ -152,8 +152,7 @@ def remove(folder: Path) -> None:
     """Removes the folder of a stack; attempts.json goes last, so that a kill leaves no orphan."""
     for path in sorted(folder.glob("*"), key=lambda path: path.name == ATTEMPTS_FILE):
         path.unlink(missing_ok=True)
-    _remove_if_empty(folder)
-    _remove_if_empty(folder.parent)
+    _remove_if_empty(folder)  # never its parent, in which others may be making theirs
 
 
 def remove_failed(states: Iterable[CellState]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property, lru_cache
@@ -150,6 +151,8 @@ def remove_refused(study_dir: Path, command: str) -> None:
     """Removes a study that holds nothing but refusals of one command, its author's mistakes."""
     if not study_dir.is_dir():
         return
+    with suppress(OSError):
+        (study_dir / STACKS).rmdir()
     with file_lock(study_dir / LOCK_FILE, waits=True):
         is_empty = {path.name for path in study_dir.iterdir()} <= {STUDY_FILE, LOCK_FILE}
         entries = read_entries(study_dir)

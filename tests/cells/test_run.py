@@ -13,7 +13,7 @@ from normexp.batching import replicas
 from normexp.cells import run as run_module
 from normexp.cells import stack as stack_module
 from normexp.cells.run import train_stack
-from normexp.cells.stack import Stack, cut_stacks, remove_failed, settle
+from normexp.cells.stack import Stack, cut_stacks, remove, remove_failed, settle
 from normexp.cli import parse_command
 from normexp.config.cells import CellSpec, compose_cells
 from normexp.errors import Halted
@@ -94,6 +94,13 @@ def results_of(runs_dir: Path) -> list[Result]:
     return [read_result(path) for path in sorted(runs_dir.glob("s/*/seed-*/result.json"))]
 
 
+def test_a_stack_that_goes_leaves_the_folder_in_which_others_make_theirs(tmp_path: Path):
+    folder = tmp_path / STACKS / "x"
+    folder.mkdir(parents=True)
+    remove(folder)
+    assert [*(tmp_path / STACKS).iterdir()] == []
+
+
 def test_stacks_are_a_function_of_what_a_command_asks(tmp_path: Path):
     specs = specs_of(tmp_path, "norm=batch,group", "lr=0.1,0.3", replicas=3)
     first, second = cut_stacks(specs)
@@ -115,7 +122,7 @@ def test_an_interrupted_stack_resumes_to_the_same_bits(tmp_path: Path):
     assert (folder / CHECKPOINT_FILE).is_file() and read_attempts(folder).count == 0
     walk(specs_of(cut, "lr=0.1,0.3"), name="2")
     assert files_of(cut) == files_of(whole)
-    assert not (cut / "s" / STACKS).exists() and not list(cut.rglob(LOCK_FILE))
+    assert not [*(cut / "s" / STACKS).glob("*")] and not list(cut.rglob(LOCK_FILE))
 
 
 def test_the_threads_of_the_first_training_are_those_of_its_resumption(
@@ -140,7 +147,7 @@ def test_a_run_that_ended_elsewhere_starts_the_others_again(tmp_path: Path):
     walk(specs_of(tmp_path, replicas=1))  # another command: a stack of its own
     walk(specs_of(tmp_path, replicas=3))
     assert [result.seed for result in results_of(tmp_path)] == [0, 1, 2]
-    assert not (tmp_path / "s" / STACKS).exists()
+    assert not [*(tmp_path / "s" / STACKS).glob("*")]
 
 
 def test_a_commit_that_was_killed_is_finished_by_whoever_finds_it(
@@ -157,7 +164,7 @@ def test_a_commit_that_was_killed_is_finished_by_whoever_finds_it(
     monkeypatch.setattr(run_module, "prepare_cell", lambda *_: pytest.fail("trained again"))
     assert train_stack(*cut_stacks([spec]), command(), TrainingControl())
     assert [result.seed for result in results_of(tmp_path)] == [0, 1]
-    assert not (tmp_path / "s" / STACKS).exists()
+    assert not [*(tmp_path / "s" / STACKS).glob("*")]
 
 
 def test_cells_that_others_train_are_left_to_them(tmp_path: Path):
@@ -215,7 +222,7 @@ def test_a_refusal_is_a_line_with_the_id_of_its_command(tmp_path: Path):
     walk([spec], name="7")
     (entry,) = read_entries(tmp_path / "s")
     assert isinstance(entry, Refusal) and (entry.cell, entry.command) == (spec.id, "7")
-    assert not spec.directory.exists() and not (tmp_path / "s" / STACKS).exists()
+    assert not spec.directory.exists() and not [*(tmp_path / "s" / STACKS).glob("*")]
 
 
 def test_a_full_disk_halts_and_counts_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
