@@ -53,8 +53,15 @@ def block_size(replicas: Replicas, group_size: int) -> int:
 
 
 def gather(replicas: Replicas, data: Data, split: str, indices: Tensor) -> Batch:
-    """Returns the samples at `indices` (N,) as model inputs, without augmentation."""
+    """Returns the samples at `indices` (N,) as model inputs; those of `train` are augmented.
+
+    How a sample is augmented depends on its index alone.
+    """
     batch = getattr(data, split).gather(indices)
+    if split == "train" and data.augmentation is not None:
+        draws = data.augmentation.draw(0, 0, len(data.train))
+        chosen = {name: draw[indices.cpu()] for name, draw in draws.items()}
+        batch["inputs"] = data.augmentation.apply(batch["inputs"], chosen)
     batch["inputs"] = data.model_inputs(batch["inputs"], next(replicas.parameters()).dtype)
     return batch
 
@@ -86,7 +93,7 @@ def with_population(
 
     Args:
         num_samples: upper limit, 2 or more; taken from a random order of the training split,
-            without augmentation. The last group may be shorter, but a single last sample is
+            augmented as in training. The last group may be shorter, but a single last sample is
             left out.
 
     Returns:

@@ -25,6 +25,7 @@ from training_cases import (
 
 from normexp.batching.replicas import Replicas
 from normexp.batching.sizes import Sizes
+from normexp.data.augment import Augmentation
 from normexp.data.dataset import Data, Examples, Windows
 from normexp.models.gpt import GPT
 from normexp.norms.batch import BatchNorm
@@ -137,6 +138,17 @@ def test_precise_statistics_equal_one_pass_over_all_values(monkeypatch, num_samp
         assert expected
         for name, value in expected.items():
             torch.testing.assert_close(state[name], value, rtol=0, atol=1e-10)
+
+
+def test_precise_statistics_are_of_augmented_samples():
+    module = trained()
+    data = dataclasses.replace(module.batches.data, augmentation=Augmentation(crop_padding=2))
+    indices = torch.arange(6)
+    several = gather(module.replicas, data, "train", indices)["inputs"]
+    one = gather(module.replicas, data, "train", indices[3:4])["inputs"]
+    plain = gather(module.replicas, module.batches.data, "train", indices)["inputs"]
+    torch.testing.assert_close(several[3], one[0], rtol=0, atol=0)
+    assert (several != plain).any()
 
 
 class Decays(nn.Module):
