@@ -2,8 +2,9 @@
 
     python scripts/figure.py runs
 
-The folder has the study of experiment=batch_size_cifar. The panel of text is the encoder of the
-benchmark's table of runs, at the two sizes that it has.
+The folder has the study of experiment=batch_size_cifar, and encoder_at_8, which adds a size to the
+encoder of the benchmark's table of runs, the panel of text; conf/experiment/README.md has the
+commands.
 """
 
 from __future__ import annotations
@@ -31,20 +32,22 @@ def main() -> None:
     texts = report_on(records, Path("runs"), [BENCHMARK])
     (images,) = cifar.slices
     (text,) = [part for part in texts.slices if part.heading.startswith("encoder on langid")]
+    (eight,) = normexp.load_report("encoder_at_8", runs_dir=sys.argv[1]).slices
     panels = [
-        _panel(images, "Residual network, CIFAR-10 at 16 x 16"),
-        _panel(text, "Transformer encoder, language identification"),
+        _panel([images], "Residual network, CIFAR-10 at 16 x 16"),
+        _panel([text, eight], "Transformer encoder, language identification"),
     ]
     chart = alt.hconcat(*panels).resolve_scale(color="shared").configure(**CONFIG)
     chart.save(PICTURE, scale_factor=2)
 
 
-def _panel(part: Slice, title: str) -> Any:
+def _panel(parts: list[Slice], title: str) -> Any:
+    sizes = sorted(size for part in parts for size in part.sizes)
     x = alt.X("size:Q", title="norm batch size (samples per statistic)")
-    x = x.axis(values=list(part.sizes), format="d", grid=False).scale(type="log", base=2, padding=8)
+    x = x.axis(values=sizes, format="d", grid=False).scale(type="log", base=2, padding=8)
     y = alt.Y("error:Q", title="test error (%)").scale(zero=False)
     colour = alt.Color("norm:N", scale=alt.Scale(domain=[*NORMS], range=[*NORMS.values()]))
-    base = alt.Chart(alt.Data(values=[*_rows(part)])).encode(x, colour)
+    base = alt.Chart(alt.Data(values=[row for part in parts for row in _rows(part)])).encode(x, colour)
     band = base.mark_area(opacity=0.18).encode(
         alt.Y("low:Q", title="test error (%)"), alt.Y2("high:Q")
     )
