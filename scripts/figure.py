@@ -47,7 +47,9 @@ def _panel(parts: list[Slice], title: str) -> Any:
     x = x.axis(values=sizes, format="d", grid=False).scale(type="log", base=2, padding=8)
     y = alt.Y("error:Q", title="test error (%)").scale(zero=False)
     colour = alt.Color("norm:N", scale=alt.Scale(domain=[*NORMS], range=[*NORMS.values()]))
-    base = alt.Chart(alt.Data(values=[row for part in parts for row in _rows(part)])).encode(x, colour)
+    base = alt.Chart(alt.Data(values=[row for part in parts for row in _rows(part)])).encode(
+        x, colour
+    )
     band = base.mark_area(opacity=0.18).encode(
         alt.Y("low:Q", title="test error (%)"), alt.Y2("high:Q")
     )

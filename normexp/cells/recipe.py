@@ -285,8 +285,8 @@ def _describe_training(
     norm = {k: value for k, value in values["norm"].items() if k not in DERIVED_KEYS_OF_NORM}
     optim, model, content = dict(values["optim"]), dict(values["model"]), dict(values["data"])
     content["digest"] = data.digest
-    if build.weights_digest is not None:
-        model["weights_digest"] = build.weights_digest
+    if build.weights is not None:
+        model["weights_digest"] = build.weights.digest
     if recipe.optimizer_momentum is not None:
         optim["momentum"] = recipe.optimizer_momentum
     if recipe.norm_momentum is not None:
