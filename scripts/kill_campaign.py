@@ -216,7 +216,7 @@ def differing(study: Path, whole: Path) -> list[str]:
 
 def left_over(study: Path) -> list[Path]:
     """The files that are there only while something trains."""
-    return [path for name in (".lock", ".*.tmp", "stacks") for path in study.rglob(name)]
+    return [path for name in (".lock", ".*.tmp", "stacks/*") for path in study.rglob(name)]
 
 
 def torn_files(study: Path) -> list[str]:
