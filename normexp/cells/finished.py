@@ -112,7 +112,7 @@ def recorded_spec(
             f"{path} cannot be read ({first_line(error)}); remove the cell's folder and train it "
             "again"
         ) from error
-    return CellSpec(values, choices_in(description), cell_dir.name)
+    return CellSpec(values, choices_in(description))
 
 
 def load_weights(network: nn.Module, path: Path, *, precision: str) -> None:

@@ -22,7 +22,6 @@ from normexp.batching.sizes import SIZES
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.devices import training_together
 from normexp.cells.stack import Run, Stack, claimed, commit, remove, settle
-from normexp.config.cells import title_of
 from normexp.config.words import one_line
 from normexp.data.batches import TrainingBatches
 from normexp.errors import Halted, UserError
@@ -169,7 +168,7 @@ class Trial:
         """Notes which cells cannot be trained: all, or one that was refused after the first."""
         unprepared = self.specs[len(self.cells) :]
         for spec in unprepared[:1] if self.cells and unprepared else self.specs:
-            refusal = Refusal(spec.id, title_of(spec), spec.seeds, self.command.id, error)
+            refusal = Refusal(spec.id, spec.title, spec.seeds, self.command.id, error)
             append_entry(self.stack.study_dir, refusal)
 
     def _give_up(self, reason: str, trace: str = "") -> None:

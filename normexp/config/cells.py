@@ -127,15 +127,13 @@ class CellSpec:
         config: the values of all keys; None if it cannot be trained, and `error` says why.
         choices: the choice in each config group, as `compose_cell` returns them; {} if it does not
             compose.
-        title: the overrides that distinguish it in its sweep: `norm=batch norm_batch_size=2`.
-        overrides: all its typed overrides, one value per key.
+        overrides: its typed words, one value per key.
         more_seeds: of other points of its grid that are the same cell.
         num_points: of its grid that are this cell.
     """
 
     config: dict[str, Any] | None
     choices: Mapping[str, str]
-    title: str = ""
     error: str = ""
     overrides: Sequence[str] = ()
     more_seeds: Sequence[int] = ()
@@ -148,7 +146,7 @@ class CellSpec:
         Of a cell that does not compose: its words.
         """
         if self.config is None:
-            return {"overrides": list(self.overrides) or [self.title]}
+            return {"overrides": list(self.overrides)}
         return identity_of(self.values, self.choices)
 
     @cached_property
@@ -179,6 +177,24 @@ class CellSpec:
                 level = level[group]
             level[name] = value
         return replace(self, config=config)
+
+    @property
+    def title(self) -> str:
+        """Its norm, sizes and other words: `norm=batch batch_size=32 norm_batch_size=2 epochs=3`.
+
+        Independent of the other cells of the command; leaves out the study, folders and seeds.
+        """
+        named = {"norm": self.choices.get("norm"), **({} if self.config is None else self.sizes)}
+        words = [f"{key}={value}" for key, value in named.items() if value is not None]
+        typed = {text.lstrip("+").partition("=")[0]: text for text in self.overrides}
+        counted = {
+            key for key in typed if key != "trainer" and in_identity(re.split("[/@]", key)[0])
+        }
+        if self.config is not None and sees_validations(self.config):
+            counted.add("val_every_epochs")
+        named = named if words else {}
+        words += [text for key, text in typed.items() if key in counted and key not in named]
+        return " ".join(words or self.overrides)
 
     @property
     def values(self) -> dict[str, Any]:
@@ -230,24 +246,32 @@ def compose_cells(command: Command) -> list[CellSpec]:
         UserError: the single cell, or every cell of a sweep, is refused; or a value is mistyped, so
             that a group has no such choice or the user's file no such class.
     """
-    lines = list_cells(command)
-    shared = set(lines[0]).intersection(*lines) if len(lines) > 1 else set()
-    cells = [_compose(line, shared, command.config_dirs) for line in lines]
+    cells = [_compose(line, command.config_dirs) for line in list_cells(command)]
     if all(cell.error for cell in cells):
         raise UserError(cells[0].error)
     return join_points(cells)
 
 
 def join_points(cells: Sequence[CellSpec]) -> list[CellSpec]:
-    """Each cell once, with the seeds of all of its points."""
+    """Each cell once, with the seeds of all of its points and the words that they share."""
     points: dict[tuple[Path | None, str], list[CellSpec]] = {}
     for cell in cells:
         points.setdefault((cell.study_dir, cell.id), []).append(cell)
-    return [_join(*same) for same in points.values()]
+    return [
+        replace(
+            first,
+            overrides=[
+                word for word in first.overrides if all(word in o.overrides for o in others)
+            ],
+            more_seeds=[seed for other in others for seed in other.seeds],
+            num_points=1 + len(others),
+        )
+        for first, *others in points.values()
+    ]
 
 
-def _compose(line: list[str], shared: set[str], config_dirs: Sequence[str]) -> CellSpec:
-    title, choices = " ".join([word for word in line if word not in shared] or line), {}
+def _compose(line: list[str], config_dirs: Sequence[str]) -> CellSpec:
+    choices: dict[str, str] = {}
     try:
         config, choices = compose_cell(line, config_dirs)
         refuse_missing_targets(config)
@@ -256,25 +280,10 @@ def _compose(line: list[str], shared: set[str], config_dirs: Sequence[str]) -> C
     except Mistyped:
         raise
     except UserError as error:
-        return CellSpec(None, choices, title, str(error), line)
+        return CellSpec(None, choices, str(error), line)
     if not may_mix_samples(config):
         config["norm_batch_size"] = None
-    return CellSpec(config, choices, title, overrides=line)
-
-
-def _join(first: CellSpec, *others: CellSpec) -> CellSpec:
-    """One cell with the seeds of all of its points, and the words that they share."""
-    if not others:
-        return first
-    titles = [other.title.split() for other in others]
-    title = [word for word in first.title.split() if all(word in other for other in titles)]
-    return replace(
-        first,
-        title=" ".join(title) or first.title,
-        overrides=[w for w in first.overrides if all(w in other.overrides for other in others)],
-        more_seeds=[seed for other in others for seed in other.seeds],
-        num_points=1 + len(others),
-    )
+    return CellSpec(config, choices, overrides=line)
 
 
 def list_cells(command: Command) -> list[list[str]]:
@@ -313,7 +322,7 @@ def compose_norms(command: Command) -> dict[str, dict[str, Any]]:
     return norms
 
 
-# --- What a cell is called, and who trains it -----------------------------------------------------
+# --- Who trains it --------------------------------------------------------------------------------
 
 
 def check_processes(cells: Sequence[CellSpec], words: Sequence[str]) -> int | None:
@@ -337,29 +346,3 @@ def check_processes(cells: Sequence[CellSpec], words: Sequence[str]) -> int | No
     if started > 1 and len(cells) > 1:
         raise UserError(f"{len(cells)} cells in one torchrun or srun: start one cell each")
     return rank if started > 1 else None
-
-
-def title_of(cell: CellSpec) -> str:
-    """The norm, the sizes and the typed overrides of a cell.
-
-    For example `norm=batch batch_size=32 norm_batch_size=2 epochs=3`. Independent of the other
-    cells of the command; leaves out the study, folders and seeds.
-    """
-    named = {"norm": cell.choices.get("norm"), **({} if cell.config is None else cell.sizes)}
-    words = [f"{key}={value}" for key, value in named.items() if value is not None]
-    typed = {text.lstrip("+").partition("=")[0]: text for text in cell.overrides}
-    typed = {key: text for key, text in typed.items() if not words or key not in named}
-    counted = {"val_every_epochs"} if cell.config and sees_validations(cell.config) else set()
-    counted |= {key for key in typed if key != "trainer" and in_identity(re.split("[/@]", key)[0])}
-    return " ".join([*words, *(typed[key] for key in typed if key in counted)]) or cell.title
-
-
-def split_shared_words(titles: Sequence[str]) -> tuple[str, list[str]]:
-    """The words that all titles share, and each title without them; norms stay in the titles."""
-    rows = [title.split() for title in titles]
-    if len(rows) < 2:
-        return "", list(titles)
-    same = set(rows[0]).intersection(*rows)
-    shared = [word for word in rows[0] if word in same and not word.startswith("norm=")]
-    rest = [" ".join(word for word in row if word not in shared) for row in rows]
-    return " ".join(shared), [text or title for text, title in zip(rest, titles, strict=True)]

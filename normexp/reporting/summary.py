@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 
-from normexp.config.cells import split_shared_words, study_words
+from normexp.config.cells import study_words
 from normexp.config.words import format_count
 from normexp.records.result import (
     ENDED,
@@ -22,12 +22,11 @@ from normexp.records.result import (
 )
 from normexp.records.study import STATES, CellState, CommandEntry, Study
 from normexp.reporting.metric import LOWER, chance_words, is_at_chance
-from normexp.reporting.terminal import Footnotes, open_console, text_table
+from normexp.reporting.terminal import Footnotes, cell_table, open_console, text_table
 
 SHOWN = ("test/accuracy", "test/bits_per_byte", "test/loss", "val/accuracy", "val/bits_per_byte")
 MAIN = ("test/accuracy", "test/bits_per_byte", "test/loss")
 STATUSES = ("finished", "skipped", "diverged", "refused", "failed", "stopped")
-WIDE = 110  # terminal width from which the folder of each cell is shown
 ENTRIES = {"normexp-train": "python -m normexp.train", "normexp-tune": "python -m normexp.tune"}
 
 
@@ -67,17 +66,15 @@ def print_summary(state: CellState) -> None:
 
 
 def print_closing_table(states: Sequence[CellState]) -> None:
-    """Prints a row per cell of a sweep, on a narrow terminal without the cells' folders."""
+    """Prints a row per cell of a sweep."""
     console, table, footnotes = open_console(), [], Footnotes()
     names = {_main_metric(state.results) for state in states} - {""}
-    metric, has_place = names.pop() if len(names) == 1 else "", console.width >= WIDE
+    metric = names.pop() if len(names) == 1 else ""
     for state in states:
         shown = footnotes.mark(_shown(state, in_header=metric))
         count = len(values_of(state.results, _main_metric(state.results)))
         table.append([state.status, state.title, shown, str(count or "")])
-        table[-1] += [state.id] * has_place
-    heads = ["status", "cell", metric or "result", "n", *["where"] * has_place]
-    console.print(text_table(heads, table))
+    console.print(cell_table(["status", "cell", metric or "result", "n"], table))
     footnotes.print(console)
     counts = Counter(state.status for state in states)
     console.out(", ".join(f"{counts[name]} {name}" for name in STATUSES if counts[name]))
@@ -162,15 +159,13 @@ def print_status(study: Study) -> None:
     """Prints a row per cell, the commands so far, and the command to type next."""
     console, footnotes, cells = open_console(), Footnotes(), list(study.cells.values())
     states = [state for state in STATES if study.runs[state]]
-    shared, titles = split_shared_words([cell.title for cell in cells])
     rows = []
-    for cell, title in zip(cells, titles, strict=True):
+    for cell in cells:
         counts = Counter(cell.states.values()) if not cell.refused else Counter[Status]()
         notes = [f"refused: {cell.refused}"] if cell.refused else [*cell.failures, *_at_work(cell)]
         shown = "; ".join(map(footnotes.mark, notes))
-        rows.append([title, *(str(counts[state] or "-") for state in states), shown])
-    caption = f"all with {shared}" if shared else None
-    console.print(text_table(["cell", *states, ""], rows, caption=caption, caption_justify="left"))
+        rows.append([cell.title, *(str(counts[state] or "-") for state in states), shown])
+    console.print(cell_table(["cell", *states, ""], rows))
     footnotes.print(console)
     refused = sum(bool(cell.refused) for cell in cells)
     can_train = format_count(len(cells) - refused, "cell")
@@ -178,15 +173,9 @@ def print_status(study: Study) -> None:
     counts = ", ".join(f"{study.runs[state]} {state}" for state in states)
     end = f"; {format_count(refused, 'cell')} refused" if refused else ""
     console.out(f"{study.directory}: {total}: {counts}{end}")
-    typed: dict[str, list[str]] = {}  # times of each command
-    for command in study.commands:
-        typed.setdefault(_as_typed(command, study), []).append(command.time)
-    console.out("commands so far:")
-    for line, times in typed.items():
-        more = f" (typed {len(times)} times)" if len(times) > 1 else ""
-        console.out(f"  {times[0]}  {line}{more}")
-    for line in _next(study):
-        console.out(line)
+    typed = {_as_typed(command, study): command.time for command in study.commands}
+    lines = [f"  {time}  {line}" for line, time in typed.items()]
+    console.out("\n".join(["commands so far, with their last time:", *lines, *_next(study)]))
 
 
 def _at_work(cell: CellState) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -42,6 +42,23 @@ def text_table(columns: Iterable[str], rows: Iterable[Iterable[str]], **options:
     for row in rows:
         table.add_row(*map(Text, row))
     return table
+
+
+def cell_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table of cells; below it stand the words that all titles in its column `cell` share.
+
+    The norm stays in every title.
+    """
+    at = columns.index("cell")
+    titles = [row[at].split() for row in rows]
+    first, others = [] if len(titles) < 2 else titles[0], titles[1:]
+    shared = [w for w in first if not w.startswith("norm=") and all(w in one for one in others)]
+    rests = [" ".join(word for word in title if word not in shared) for title in titles]
+    shown = [
+        [*row[:at], rest or row[at], *row[at + 1 :]] for row, rest in zip(rows, rests, strict=True)
+    ]
+    caption = f"all with {' '.join(shared)}" if shared else None
+    return text_table(columns, shown, caption=caption, caption_justify="left")
 
 
 class Footnotes:

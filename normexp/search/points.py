@@ -52,7 +52,7 @@ class Search:
         points = self.space.points(self.base["tune"]["points"])
         return [(point, self.cell(point, is_report=False)) for point in points]
 
-    def cell(self, point: Point, *, is_report: bool, title: str = "") -> CellSpec:
+    def cell(self, point: Point, *, is_report: bool) -> CellSpec:
         """The cell of a point; unless `is_report`, with the seeds and the study of the search."""
         words = words_of(point)
         config, choices = compose_cell([*self.fixed, *words], self.config_dirs)
@@ -62,8 +62,7 @@ class Search:
             config |= {"study": study, "seed": tune["first_seed"], "replicas": tune["seeds"]}
             if "@" not in (tune["metric"] or ""):
                 config["evaluate_with"] = ["running"]
-        title = title or " ".join([*self.grid, *words])
-        return CellSpec(config, choices, title, overrides=(*self.fixed, *words))
+        return CellSpec(config, choices, overrides=(*self.fixed, *words))
 
 
 def plan_searches(command: Command) -> list[Search]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from normexp.config.cells import CellSpec, join_points
 from normexp.errors import FAILED, UserError
@@ -64,8 +65,8 @@ def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
 
 def _planned_report(search: Search) -> CellSpec:
     """The cell of the fresh seeds, at any point."""
-    title = f"{search.title} at its best point, fresh seeds"
-    return search.cell(search.trials[0][0], is_report=True, title=title)
+    words = [*search.fixed, *(f"{key}=best" for key in search.space.keys)]
+    return replace(search.cell(search.trials[0][0], is_report=True), overrides=words)
 
 
 def _train(

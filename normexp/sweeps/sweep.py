@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from normexp.cells.stack import MOST_RUNS_ON_GPU, remove_failed
-from normexp.config.cells import CellSpec, check_processes, title_of
+from normexp.config.cells import CellSpec, check_processes
 from normexp.config.schema import validate_keys
 from normexp.config.words import format_duration
 from normexp.errors import FAILED, Halted, UserError
@@ -115,7 +115,7 @@ def train_cells(
     try:
         for cell in (cell for cell in cells if cell.config is None):
             for study_dir, command in list(job.commands.items())[:1]:
-                refusal = Refusal(cell.id, title_of(cell), cell.seeds, command.id, cell.error)
+                refusal = Refusal(cell.id, cell.title, cell.seeds, command.id, cell.error)
                 append_entry(study_dir, refusal)
         if left := job.left():  # else torch is not imported
             for study_dir in job.commands:
@@ -140,7 +140,7 @@ def _job_of(cells: Sequence[CellSpec], words: Sequence[str], searched: Sequence[
     command_id, commands = secrets.token_hex(8), dict[Path, CommandEntry]()
     for study_dir in dict.fromkeys(cell.directory.parent for cell in cells):
         asked = {
-            cell.id: Asked(title_of(cell), cell.seeds)
+            cell.id: Asked(cell.title, cell.seeds)
             for cell in cells
             if cell.directory.parent == study_dir
         }

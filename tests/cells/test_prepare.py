@@ -92,7 +92,7 @@ def prepare(*words: str) -> Cell:
     custom = [f"{word.partition('.')[0]}=custom" for word in words if "._target_=" in word]
     config, choices = compose_cell([NO_RECORDS, *custom, *words])
     validate(config)
-    return prepare_cell(CellSpec(config, choices, ""))
+    return prepare_cell(CellSpec(config, choices))
 
 
 TEXT = "data=manual model.width=16 model.depth=1"

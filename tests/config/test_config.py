@@ -107,7 +107,7 @@ def test_a_sweep_takes_shipped_and_own_norms_in_one_list(
     words = ["-m", "norm=batch,my_pkg.LpNorm", "lr=1"]
     cells = compose_cells(parse_command(words))
     assert [cell.choices["norm"] for cell in cells] == ["batch", "LpNorm"]
-    assert cells[1].title == "norm=my_pkg.LpNorm"
+    assert cells[1].title == "norm=LpNorm batch_size=32 lr=1"
 
 
 OWN = """\

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from normexp.cli import parse_command
-from normexp.config.cells import compose_cells, list_cells, title_of
+from normexp.config.cells import compose_cells, list_cells
 from normexp.errors import UserError
 
 
@@ -112,7 +112,7 @@ def test_a_value_that_cannot_be_trained_is_a_row_of_a_sweep_and_refused_if_all_h
         compose_cells(parse_command(["norm_batch_size=3"]))
     good, bad = compose_cells(parse_command(["-m", "norm_batch_size=2,3"]))
     assert not good.error and "norm_batch_size=3 does not divide" in bad.error
-    assert title_of(bad) == "norm=batch norm_batch_size=3"
+    assert bad.title == "norm=batch norm_batch_size=3"
     for words in (["norm=group"], ["-m", "norm=batch,group"], ["-m", "norm=group", "lr=1,2"]):
         with pytest.raises(UserError, match="replicas=0: must be"):
             compose_cells(parse_command([*words, "replicas=0"]))
@@ -123,6 +123,6 @@ def test_points_of_a_grid_with_one_id_are_one_cell_of_a_study_with_all_seeds():
     cells = compose_cells(parse_command(line))
     assert len(cells) == 6 and len({cell.id for cell in cells}) == 3
     assert {tuple(cell.seeds) for cell in cells} == {tuple(range(8))}
-    assert cells[-1].title == "norm=group study=b"
+    assert cells[-1].title == "norm=group batch_size=32"
     (cell,) = compose_cells(parse_command(["-m", "replicas=2,4"]))
     assert cell.seeds == [0, 1, 2, 3]

@@ -136,7 +136,7 @@ def test_a_cell_that_will_be_refused_has_an_id_too(words: list[str]):
     try:
         spec = spec_of(*words)
     except Exception as error:
-        spec = CellSpec(None, {}, "", str(error), words)
+        spec = CellSpec(None, {}, str(error), words)
     assert spec.id != id_of("norm=batch")
 
 
