@@ -2,9 +2,9 @@
 
     python scripts/figure.py runs
 
-The folder has the study of experiment=batch_size_cifar, and encoder_at_8, which adds a size to the
-encoder of the benchmark's table of runs, the panel of text; conf/experiment/README.md has the
-commands.
+The folder has the study of experiment=batch_size_cifar, batch_size_cifar_long with all images
+(dashed), and encoder_at_8, which adds a size to the encoder of the benchmark's table of runs, the
+panel of text; conf/experiment/README.md has the commands.
 """
 
 from __future__ import annotations
@@ -27,26 +27,33 @@ PICTURE = Path(__file__).parents[1] / ".pictures" / "batch_size.png"
 
 
 def main() -> None:
-    cifar = normexp.load_report("batch_size_cifar", runs_dir=sys.argv[1])
     records = read_table(shipped_path(BENCHMARK)).records(WORKLOADS)
     texts = report_on(records, Path("runs"), [BENCHMARK])
-    (images,) = cifar.slices
+    images, more_images, eight = map(
+        _only_slice, ("batch_size_cifar", "batch_size_cifar_long", "encoder_at_8")
+    )
     (text,) = [part for part in texts.slices if part.heading.startswith("encoder on langid")]
-    (eight,) = normexp.load_report("encoder_at_8", runs_dir=sys.argv[1]).slices
     panels = [
-        _panel([images], "Residual network, CIFAR-10 at 16 x 16"),
+        _panel([images], "Residual network, CIFAR-10 at 16 x 16", more_images),
         _panel([text, eight], "Transformer encoder, language identification"),
     ]
     chart = alt.hconcat(*panels).resolve_scale(color="shared").configure(**CONFIG)
     chart.save(PICTURE, scale_factor=2)
 
 
-def _panel(parts: list[Slice], title: str) -> Any:
+def _only_slice(study: str) -> Slice:
+    (part,) = normexp.load_report(study, runs_dir=sys.argv[1]).slices
+    return part
+
+
+def _panel(parts: list[Slice], title: str, thin: Slice | None = None) -> Any:
+    """A line per norm with its 95 % band; dashed: `thin`, of a larger budget."""
     sizes = sorted(size for part in parts for size in part.sizes)
     x = alt.X("size:Q", title="norm batch size (samples per statistic)")
     x = x.axis(values=sizes, format="d", grid=False).scale(type="log", base=2, padding=8)
     y = alt.Y("error:Q", title="test error (%)").scale(zero=False)
-    colour = alt.Color("norm:N", scale=alt.Scale(domain=[*NORMS], range=[*NORMS.values()]))
+    colour = alt.Color("norm:N").legend(columns=len(NORMS))
+    colour = colour.scale(domain=[*NORMS], range=[*NORMS.values()])
     base = alt.Chart(alt.Data(values=[row for part in parts for row in _rows(part)])).encode(
         x, colour
     )
@@ -54,6 +61,9 @@ def _panel(parts: list[Slice], title: str) -> Any:
         alt.Y("low:Q", title="test error (%)"), alt.Y2("high:Q")
     )
     chart = alt.layer(band, base.mark_line(point=True).encode(y))
+    if thin is not None:
+        more = alt.Chart(alt.Data(values=[*_rows(thin)])).encode(x, colour)
+        chart += more.mark_line(strokeWidth=1.2, strokeDash=[4, 3]).encode(y)
     return chart.properties(width=330, height=260, title=title)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
-from graphlib import CycleError, TopologicalSorter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -93,10 +93,7 @@ def test_a_part_imports_only_parts_listed_above_it(trees: dict[Path, ast.Module]
 def test_no_two_files_import_each_other_in_a_loop(trees: dict[Path, ast.Module]):
     modules = {module_of(file): tree for file, tree in trees.items()}
     graph = {name: set(imported(tree)) & modules.keys() - {name} for name, tree in modules.items()}
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        pytest.fail(" -> ".join(error.args[1]))
+    assert {*TopologicalSorter(graph).static_order()} == modules.keys()  # a loop raises CycleError
 
 
 def test_only_some_parts_know_hydra(trees: dict[Path, ast.Module]):

@@ -147,8 +147,8 @@ def _split_off_test(root: str, images: Examples) -> tuple[Examples, Examples]:
     )
     if len(test.targets.unique()) < len(train.targets.unique()):
         raise UserError(
-            f"data.root={root}: a class has fewer than three images, of which none can be the test "
-            "split; add some"
+            f"data.root={root}: a class has fewer than three images, too few to keep any for the "
+            "test split; add some"
         )
     log.info(
         "data.root=%s has no train/ and test/: a fifth of each class is the test split, the same "

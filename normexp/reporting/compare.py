@@ -49,7 +49,7 @@ class Comparison:
 
     sizes: of the first and of the second, along the axis of the slice
     gap: in the unit of the metric
-    verdict: None where none is allowed; `why` says for what reason
+    verdict: None where none is allowed; `why` says why
     num_samples: test samples; 0: not recorded for every run, so the gap is over seeds alone
     is_comparable: the two recipes are alike, so it belongs to the family
     family_size: the number of differences that share the error rate

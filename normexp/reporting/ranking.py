@@ -1,8 +1,8 @@
 """The ranking of norms, of a study and of the benchmark: a flat table sorted by estimate.
 
 A norm may be the best unless another one is shown to be better. The best norm is left out by
-mistake if any other is found to be better than it: k - 1 one-sided tests, of which two count as one
-member of the family. That is at most 5 % together with the verdicts against the reference.
+mistake if any other is found to be better than it: k - 1 one-sided tests, two of which count as one
+member of the family. Together with the verdicts against the reference, that is at most 5 %.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def _job_of(cells: Sequence[CellSpec], words: Sequence[str], searched: Sequence[
 
 
 class Sweep:
-    """The workers of a command, of which this process may be the only one."""
+    """The workers of a command; this process may be the only one."""
 
     def __init__(self, job: Job, workers: int | None = None) -> None:
         self.slots, self.num_workers = worker_slots(job.cells, workers)
