@@ -82,7 +82,8 @@ def adapt(make: Callable[..., Any], *, target: str, eps: float | None) -> Build:
         UserError: a required argument that is not set; when called, an error of the constructor, or
             a result that is not an nn.Module.
     """
-    call = bind_eps(make, eps)
+    eps_names = [p.name for p in _free_arguments(make) if p.name in EPS_NAMES]
+    call = make if eps is None or not eps_names else partial(make, **{eps_names[0]: eps})
     free = _free_arguments(call)
     known = [p for name in FEATURE_NAMES for p in free if p.name == name]
     required = [p for p in free if p.default is p.empty and p.kind not in VARIADIC]
@@ -116,12 +117,6 @@ def adapt(make: Callable[..., Any], *, target: str, eps: float | None) -> Build:
         return norm
 
     return construct
-
-
-def bind_eps(make: Callable[..., Any], eps: float | None) -> Callable[..., Any]:
-    """Returns `make` with `eps` bound under its name in the signature, unless it is set."""
-    names = [p.name for p in _free_arguments(make) if p.name in EPS_NAMES]
-    return make if eps is None or not names else partial(make, **{names[0]: eps})
 
 
 def _free_arguments(make: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -61,8 +61,7 @@ class BatchNorm(RunningMomentsNorm):
 
     def _kernel_takes(self, x: Tensor, mask: Tensor | None) -> bool:
         """True if the whole forward is torch's kernel, which needs no wide copy of `x`."""
-        whole = self.training and mask is None and x.numel() > 0
-        return whole and self.kernel_moves_averages(x)
+        return self.training and mask is None and x.numel() > 0 and self.kernel_moves_averages(x)
 
     def kernel_moves_averages(self, x: Tensor) -> bool:
         return self.track_running_stats and super().kernel_moves_averages(x)
@@ -79,9 +78,6 @@ class BatchNorm(RunningMomentsNorm):
 
     def merge_state(self, start: State, parts: list[State], shares: list[float]) -> State:
         return super().merge_state(start, parts, shares) if self.track_running_stats else {}
-
-
-# For a normal distribution, the standard deviation over the mean absolute deviation.
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

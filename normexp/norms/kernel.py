@@ -75,7 +75,9 @@ def _batch_norm(
         mean, var = running_mean.new_zeros(2, group.shape[1])  # with momentum 1: the group's own
         return torch.batch_norm(group, *affine, mean, var, True, 1.0, *rest), mean, var
 
-    out, means, variances = _by_group(kernel, x.unflatten(0, (num_groups, -1)), weight, bias)
+    out, means, variances = _by_group(
+        kernel, x.unflatten(0, (num_groups, -1)), Affine(weight, bias)
+    )
     count = x[:, 0].numel()  # of all groups
     group_count = count / num_groups
     with torch.no_grad():
@@ -98,21 +100,17 @@ def normalize_groups(
         return affine.apply(centred, torch.rsqrt(moments.var + eps), axis=2), moments
 
     def kernel(group: Tensor, affine: Affine) -> tuple[Tensor, Tensor, Tensor]:
-        weight, bias = affine
-        return torch.native_batch_norm(group, weight, bias, None, None, True, 0.0, eps)
+        return torch.native_batch_norm(group, *affine, None, None, True, 0.0, eps)
 
-    out, mean, scale = _by_group(kernel, x, *affine)
+    out, mean, scale = _by_group(kernel, x, affine)
     shape = (len(x), 1, x.shape[2], *[1] * (x.ndim - 3))
     var = (scale.detach().pow(-2) - eps).clamp(min=0)  # the kernel's scale is 1 / sqrt(var + eps)
     count = x.shape[1] * x.shape[3:].numel()
     return out, Moments(mean.detach().view(shape), var.view(shape), count)
 
 
-def _by_group(
-    kernel: Kernel, x: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _by_group(kernel: Kernel, x: Tensor, affine: Affine) -> tuple[Tensor, Tensor, Tensor]:
     """Runs a kernel on each group of x (G, N, C, *); returns outputs and rows (G, C)."""
-    affine = Affine(weight, bias)
     num_groups, _, num_channels = x.shape[:3]
     if num_groups == 1:
         out, *rows = kernel(x.squeeze(0), affine)

@@ -17,12 +17,14 @@ from normexp.norms.running import RunningMomentsNorm
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class PositionwiseNorm(RunningMomentsNorm):
-    """Abstract: (x_t - mean_t) / sqrt(var_t + eps), moments over the samples at position t.
+class BatchNormPerPosition(RunningMomentsNorm):
+    """(x_t - mean_t) / sqrt(var_t + eps) * weight + bias, moments over the samples at position t.
 
     Shape (N, C, T) in and out. No position looks at another, in training or in evaluation. Running
     averages are (T, C), a row per position; a shorter input moves the first rows, and a mask (N, T)
-    leaves out padding. A subclass defines which weight and bias each position gets.
+    leaves out padding. Batch norm of C * T features (arXiv:1502.03167), but with a weight and a
+    bias per channel like every norm here: otherwise it would learn T times as much as the norms it
+    is compared with.
 
     Computed as batch norm of T * C features in position order, the order in which sites hold
     tokens. If only one sample is real at a position, its variance is zero: training outputs the
@@ -50,7 +52,7 @@ class PositionwiseNorm(RunningMomentsNorm):
 
     def affine_of_features(self, x: Tensor, affine: Affine) -> Affine:
         """Returns weight and bias (T * C,) of the features of x (..., C, T), in its dtype."""
-        raise NotImplementedError
+        return Affine(*[None if v is None else v.repeat(x.shape[-1]) for v in affine])
 
     def forward_groups(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if x.numel() == 0:
@@ -64,7 +66,13 @@ class PositionwiseNorm(RunningMomentsNorm):
         if surplus <= 0:
             return super().forward_groups(x, mask)
         padding = None if mask is None else mask[..., self.num_positions :]
-        refuse_real_positions(padding, x.shape[-1], self.num_positions)
+        if padding is None or bool(padding.any()):
+            raise UserError(
+                f"a sequence of {x.shape[-1]} positions is longer than "
+                f"num_positions={self.num_positions} of batch norm per position; set "
+                f"+norm.num_positions={x.shape[-1]}, or qk_norm=false if it is true: there each "
+                "head of a token is a position"
+            )
         known = None if mask is None else mask[..., : self.num_positions]
         return F.pad(super().forward_groups(x[..., : self.num_positions], known), (0, surplus))
 
@@ -91,8 +99,7 @@ class PositionwiseNorm(RunningMomentsNorm):
         mean, var = (rows[:length].flatten().to(x.dtype) for rows in averages)
         affine = self.affine_of_features(x, affine)
         features = x.flatten(0, 1).mT.flatten(-2)  # (G * N, T * C)
-        form = {"is_stacked": self.is_stacked}
-        out = batch_norm(features, affine, (mean, var), None, self.eps, **form)
+        out = batch_norm(features, affine, (mean, var), None, self.eps, is_stacked=self.is_stacked)
         return out.unflatten(-1, (length, -1)).mT.unflatten(0, x.shape[:2])
 
     @torch.no_grad()
@@ -115,24 +122,3 @@ class PositionwiseNorm(RunningMomentsNorm):
         known = merged["num_values"][..., None] > 1
         merged["running_var"] = torch.where(known, merged["running_var"], start["running_var"])
         return merged
-
-
-class BatchNormPerPosition(PositionwiseNorm):
-    """(x_t - mean_t) / sqrt(var_t + eps) * weight + bias, moments over the samples at position t.
-
-    Batch norm of C * T features (arXiv:1502.03167), but with a weight and a bias per channel like
-    every norm here: otherwise it would learn T times as much as the norms it is compared with.
-    """
-
-    def affine_of_features(self, x: Tensor, affine: Affine) -> Affine:
-        return Affine(*[None if v is None else v.repeat(x.shape[-1]) for v in affine])
-
-
-def refuse_real_positions(padding: Tensor | None, length: int, num_positions: int) -> None:
-    """Raises UserError unless the mask marks all positions beyond `num_positions` as padding."""
-    if padding is None or bool(padding.any()):
-        raise UserError(
-            f"a sequence of {length} positions is longer than num_positions={num_positions} of "
-            f"batch norm per position; set +norm.num_positions={length}, or qk_norm=false if it is "
-            "true: there each head of a token is a position"
-        )

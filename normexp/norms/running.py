@@ -187,8 +187,11 @@ class RunningMomentsNorm(RunningNorm):
         self.num_batches_tracked.add_(1)
         self.num_values.fill_(x[:, 0].numel())
         averages = (self.running_mean, self.running_var)
-        form = {"num_groups": num_groups, "is_stacked": self.is_stacked}
-        return batch_norm(x, affine, averages, self.momentum, self.eps, **form)
+        return batch_norm(
+            *(x, affine, averages, self.momentum, self.eps),
+            num_groups=num_groups,
+            is_stacked=self.is_stacked,
+        )
 
     @torch.no_grad()
     def advance(self, groups: Moments) -> None:

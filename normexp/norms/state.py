@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from normexp.norms.contract import DeclaresOrder, MergesState, State
 
@@ -23,14 +23,10 @@ def merge_state(module: nn.Module, start: State, parts: list[State], shares: lis
             values = child.merge_state(first, ends, shares)
             merged |= {prefix + name: value for name, value in values.items()}
     for name in parts[0].keys() - merged.keys():
-        merged[name] = _mean([part[name] for part in parts], shares)
+        weighted = [part[name] * share for part, share in zip(parts, shares, strict=True)]
+        is_mean = parts[0][name].is_floating_point()
+        merged[name] = torch.stack(weighted).sum(0) if is_mean else parts[0][name]
     return merged
-
-
-def _mean(values: list[Tensor], shares: list[float]) -> Tensor:
-    if not values[0].is_floating_point():
-        return values[0]
-    return torch.stack([value * share for value, share in zip(values, shares, strict=True)]).sum(0)
 
 
 def _below(prefix: str, state: State) -> State:

@@ -73,18 +73,6 @@ class CellRow:
         return self.directory.name
 
     @property
-    def finished(self) -> int:
-        return len(self.seeds_with(Status.FINISHED))
-
-    @property
-    def diverged(self) -> int:
-        return len(self.seeds_with(Status.DIVERGED))
-
-    @property
-    def failed(self) -> int:
-        return len(self.seeds_with(Status.FAILED))
-
-    @property
     def missing(self) -> int:
         return len(self.wanted - {run.seed for run in self.runs})
 
@@ -112,6 +100,9 @@ class CellRow:
 
     def seeds_with(self, *statuses: Status) -> set[int]:
         return {run.seed for run in self.runs if run.status in statuses}
+
+    def count(self, status: Status) -> int:
+        return len(self.seeds_with(status))
 
     def values(self, metric: Metric) -> dict[int, float]:
         """The metric as shown, by seed; diverged runs count as chance level."""

@@ -27,20 +27,9 @@ from normexp.stats.family import Verdict, decide, difference
 from normexp.stats.interval import LEVEL, Array, Interval
 
 REFERENCES = ("batch", "as_built")  # unless one is named: the first that a slice has
+DIFFERENCE = "difference [95 %]"
 ADDED = "†"  # some of the seeds were added by a later command
 NOTHING = Interval(None, None, None, LEVEL, 0)
-
-
-@dataclass(frozen=True)
-class Row:
-    """A difference as every table prints it."""
-
-    norm: str
-    against: str
-    difference: str
-    verdict: str
-    why: str
-    n: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,12 +73,14 @@ class Comparison:
         return f"{grid.norm} at {self.sizes[place]}" if self.is_along_sizes else grid.norm
 
     @property
-    def row(self) -> Row:
+    def row(self) -> dict[str, str]:
+        """The difference as every table prints it."""
         metric = self.part.metric
         shown = format_interval(self.gap, metric.digits) if self.is_comparable else "-"
         shown = shown if shown.startswith("-") else f"+{shown}"
         verdict = (self.verdict or "-") + ADDED * (self.is_extended and self.verdict is not None)
-        return Row(self.norm, self.against, shown, verdict, self.why, str(self.gap.n or "-"))
+        row = {"norm": self.norm, "against": self.against, DIFFERENCE: shown, "verdict": verdict}
+        return row | {"why": self.why, "n": str(self.gap.n or "-")}
 
 
 def compare(slices: Sequence[Slice], reference: str | None = None) -> list[Comparison]:
@@ -111,15 +102,11 @@ def judge(comparison: Comparison, family_size: int) -> Comparison:
         return known
     margin = comparison.part.metric.tolerance
     verdict = decide(comparison.gap, margin=margin, family_size=family_size)
-    words = [*map(_lost_words, (known.first, known.second))]
+    words = [f"{one.norm}: {one.lost}" for one in (known.first, known.second) if one.lost]
     words += ["over seeds alone"] if known.part.has_samples and not known.num_samples else []
     if known.gap.low is None:
         return replace(known, why="one seed" if known.gap.n == 1 else "same value for every seed")
-    return replace(known, verdict=verdict, why="; ".join(filter(None, dict.fromkeys(words))))
-
-
-def _lost_words(grid: Grid) -> str:
-    return f"{grid.norm}: {grid.lost}" if grid.lost else ""
+    return replace(known, verdict=verdict, why="; ".join(dict.fromkeys(words)))
 
 
 def reference_of(norms: Sequence[str], wanted: str | None = None) -> str:

@@ -10,7 +10,7 @@ from itertools import combinations
 from typing import Any
 
 from normexp.config.words import format_count, format_duration
-from normexp.records.result import Result, Status
+from normexp.records.result import Status
 from normexp.records.study import CellState
 from normexp.reporting.metric import choose_metric, describe_metric
 from normexp.reporting.terminal import Footnotes, cell_table, open_console
@@ -86,14 +86,13 @@ def _power(plans: Sequence[Plan]) -> str:
 
 def _spread(plans: Sequence[Plan], metric: str) -> float | None:
     """The standard deviation over seeds of a difference of two cells, pooled over their pairs."""
-    values = [_by_seed(plan.state.results, metric) for plan in plans]
+    values = [
+        {run.seed: run.metrics[metric] for run in plan.state.results if metric in run.metrics}
+        for plan in plans
+    ]
     variances = [
         statistics.variance([first[seed] - second[seed] for seed in shared])
         for first, second in combinations(values, 2)
         if len(shared := first.keys() & second.keys()) > 1
     ]
     return math.sqrt(statistics.mean(variances)) if variances else None
-
-
-def _by_seed(results: Sequence[Result], metric: str) -> dict[int, float]:
-    return {run.seed: run.metrics[metric] for run in results if metric in run.metrics}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from normexp.reporting.tables import (
     ranking_table,
     run_table,
 )
-from normexp.stats.interval import Interval
 
 SCHEMA = 3  # of report.json
 MOST_NAMED = 4  # norms in a headline
@@ -94,8 +93,7 @@ class Report:
         flat = [one for one in along if base_of(one.first.norm) == "batch"]
         if part.axis == "norm_batch_size" and flat and flat[0].verdict in ("tie", "undecided"):
             at = flat[0].first
-            budget = at.best.budget
-            words.append(f"that is at {budget} and lr {at.rate_words}; {WHY_SIZE_2}")
+            words.append(f"that is at {at.best.budget} and lr {at.rate_words}; {WHY_SIZE_2}")
         words += [_best_claim(one) for one in self.rankings if one.part is part and one.best]
         return f"{'; '.join(words)}." if words else f"{part.heading}: no comparison."
 
@@ -244,13 +242,15 @@ def to_json(report: Report) -> dict[str, Any]:
             for part in report.slices
         ],
         "comparisons": [
-            asdict(one.row)
-            | {
+            {
+                "norm": one.norm,
+                "against": one.against,
+                "why": one.why,
                 "slice": one.part.heading,
                 "axis": one.part.axis,
                 "sizes": list(one.sizes),
                 "metric": one.part.metric.name,
-                "difference": _interval_values(one.gap),
+                "difference": {key: getattr(one.gap, key) for key in ("estimate", "low", "high")},
                 "verdict": one.verdict,
                 "n": one.gap.n,
                 "test_samples": one.num_samples,
@@ -262,7 +262,3 @@ def to_json(report: Report) -> dict[str, Any]:
         "tables": {table.name: table.to_json() for table in report.tables if table.name != "runs"},
         "problems": list(report.problems),
     }
-
-
-def _interval_values(interval: Interval) -> dict[str, Any]:
-    return {"estimate": interval.estimate, "low": interval.low, "high": interval.high}

@@ -58,7 +58,9 @@ class Grid:
 
         def score(place: int) -> tuple[int, float]:
             values = list(self.scores[place].values())
-            return -self.cells[place].failed, float(np.mean(values)) if values else -np.inf
+            return -self.cells[place].count(Status.FAILED), float(
+                np.mean(values)
+            ) if values else -np.inf
 
         return self.cells[max(range(len(self.cells)), key=score)]
 
@@ -159,8 +161,8 @@ class Grid:
         shares = [] if self.fit is None else self.fit.shares.tolist()
         cells = [c for c, share in zip(self.cells, shares, strict=False) if share] or [self.best]
         counts = {
-            "failed": sum(cell.failed for cell in cells),
-            "diverged": sum(cell.diverged for cell in cells),
+            "failed": sum(cell.count(Status.FAILED) for cell in cells),
+            "diverged": sum(cell.count(Status.DIVERGED) for cell in cells),
             "at chance": sum(len(cell.at_chance) for cell in cells),
         }
         return ", ".join(f"{count} {words}" for words, count in counts.items() if count)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from normexp.config.words import format_count
+from normexp.records.result import Status
 from normexp.reporting.causes import Causes
 from normexp.reporting.cells import CellRow, metric_names
-from normexp.reporting.compare import ADDED, Comparison, Row
+from normexp.reporting.compare import ADDED, DIFFERENCE, Comparison
 from normexp.reporting.metric import (
     PREFERRED,
     Metric,
@@ -26,8 +27,6 @@ from normexp.reporting.runs import Refused, RunRow, flatten
 from normexp.reporting.slices import AXIS_WORDS, Slice
 from normexp.stats.ratio import as_ratio
 
-HEADS = {"norm": "norm", "against": "against", "difference": "difference [95 %]",
-         "verdict": "verdict", "why": "why", "n": "n"}  # fmt: skip
 ADDED_NOTE = (
     f"{ADDED} seeds were added after the first command: adding seeds until a verdict appears makes "
     "a false one more likely than 5 %."
@@ -110,11 +109,9 @@ def mean_table(part: Slice) -> Table:
             is_same = norm in part.independent and size != part.sizes[0]
             mean = format_mean(line[size].mean, part.metric) if size in line else ""
             row[head] = "same" if is_same else mean
-        first = next(iter(line.values()))
-        words = dict.fromkeys(grid.lost for grid in line.values() if grid.lost)
         row["lr"] = "; ".join(dict.fromkeys(grid.rate_words for grid in line.values()))
-        row["lost"] = "; ".join(words)
-        row["n"] = str(len(first.seeds))
+        row["lost"] = "; ".join(dict.fromkeys(grid.lost for grid in line.values() if grid.lost))
+        row["n"] = str(len(next(iter(line.values())).seeds))
         rows.append(row)
     if len({row["lr"] for row in rows}) == 1:
         rows = [{key: value for key, value in row.items() if key != "lr"} for row in rows]
@@ -129,17 +126,13 @@ def difference_table(
 ) -> Table:
     """The comparisons along the sizes of a slice; without a note where a ranking follows."""
     own = [one for one in comparisons if one.part is part and one.is_along_sizes]
-    rows = [_row_of(one.row) for one in own]
+    rows = [one.row for one in own]
     return table_of(
         f"sizes_{part.slug}",
         f"{part.metric.label}, smallest against largest {AXIS_WORDS[part.axis]}",
         rows,
         note=_family_note(part.metric, own) if has_note else "",
     )
-
-
-def _row_of(row: Row) -> dict[str, str]:
-    return {HEADS[field.name]: getattr(row, field.name) for field in fields(row)}
 
 
 def _family_note(metric: Metric, comparisons: Sequence[Comparison]) -> str:
@@ -181,7 +174,7 @@ def _place_row(place: Place, ranking: Ranking, part: Slice) -> dict[str, str]:
         "norm": place.norm,
         "": BEST * bool(place.may_be_best),
         part.metric.label: format_mean(place.value, part.metric),
-        HEADS["difference"]: gap if gap.startswith("-") or not gap else f"+{gap}",
+        DIFFERENCE: gap if gap.startswith("-") or not gap else f"+{gap}",
         "verdict": "reference" if is_reference else _verdict_words(place),
         "why": place.why,
         "n": str(place.n),
@@ -228,8 +221,8 @@ def lost_table(cells: Sequence[CellRow], refused: Sequence[Refused]) -> Table:
     for cell in cells:
         errors = [run.result.error for run in cell.runs if run.result.error]
         found = {
-            "failed": (cell.failed, *errors[:1]),
-            "diverged": (cell.diverged,),
+            "failed": (cell.count(Status.FAILED), *errors[:1]),
+            "diverged": (cell.count(Status.DIVERGED),),
             "at chance": (len(cell.at_chance),),
             "missing": (cell.missing,),
             "INVALID": (len(cell.runs) if cell.invalid else 0, cell.invalid),
@@ -256,8 +249,9 @@ def cell_table(cells: Sequence[CellRow], metric: str | None, tolerance: float | 
             _labels_of(cell)
             | {described.label: format_mean(cell.mean(described), described)}
             | {"worst seed": None if worst is None else f"{worst:.{described.digits}f}"}
-            | {"finished": cell.finished, "diverged": cell.diverged or None}
-            | {"failed": cell.failed or None, "missing": cell.missing or None}
+            | {"finished": cell.count(Status.FINISHED)}
+            | {str(lost): cell.count(lost) or None for lost in (Status.DIVERGED, Status.FAILED)}
+            | {"missing": cell.missing or None}
             | {"id": cell.cell_id}
         )
     note = "One row per learning rate. Tuned numbers elsewhere are cross-validated: half of the "

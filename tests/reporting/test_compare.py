@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from synthetic_study import cell_of, find, report_of_cells
 
+from normexp.reporting.compare import DIFFERENCE
 from normexp.reporting.slices import Grid
 
 SEEDS = np.random.default_rng(3).normal(0, 0.002, 8)
@@ -22,7 +23,7 @@ def test_a_norm_against_the_reference(mean: float, verdict: str):
     one = find(report, "group")
     assert (one.verdict, one.why, one.gap.n) == (verdict, "", 8)
     assert one.gap.estimate == pytest.approx(100 * (np.mean(level(mean, 1)) - np.mean(level(0.9))))
-    assert one.row.verdict == verdict and one.row.difference.startswith(("+", "-"))
+    assert one.row["verdict"] == verdict and one.row[DIFFERENCE].startswith(("+", "-"))
 
 
 def test_noise_is_undecided_and_one_seed_has_no_verdict():
@@ -83,7 +84,7 @@ def test_seeds_that_were_added_later_have_a_mark():
     cells = [cell_of("batch", level(0.9)), cell_of("group", level(0.95, 1))]
     asked = {("synthetic", cell[0].directory.parent.name): [range(4), range(8)] for cell in cells}
     report = report_of_cells(*cells, asked=asked)
-    assert find(report, "group").row.verdict == "better†"
+    assert find(report, "group").row["verdict"] == "better†"
     assert any("seeds were added" in table.note for table in report.tables)
 
 
@@ -94,7 +95,7 @@ def test_cells_that_differ_in_another_key_have_a_row_that_says_so():
     ]
     one = find(report_of_cells(*cells), "group")
     assert one.why == "not compared: optim.weight_decay 0 and 0.0005"
-    assert one.verdict is None and one.row.difference == "-" and not one.is_comparable
+    assert one.verdict is None and one.row[DIFFERENCE] == "-" and not one.is_comparable
 
 
 def test_norms_with_other_learning_rates_are_not_compared():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from normexp.errors import UserError
 from normexp.norms.affine import Affine, AffineNorm
 from normexp.norms.moments import Moments, centre, measure, measure_mean, unbiased
-from normexp.norms.per_position import PositionwiseNorm
+from normexp.norms.per_position import BatchNormPerPosition
 from normexp.norms.running import RunningMomentsNorm, group_dims
 
 
@@ -100,7 +100,7 @@ class BatchNormNoEps(DeviatingBatchNorm):
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class BatchNormFlattened(PositionwiseNorm):
+class BatchNormFlattened(BatchNormPerPosition):
     """Batch norm of C * T features: each position has its own statistics, weight and bias.
 
     Batch norm over the first axis of (N, T, C): 2 * C * T parameters instead of 2 * C, statistics
