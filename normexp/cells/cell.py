@@ -199,8 +199,8 @@ def _findings(spec: CellSpec, recipe: Recipe, traits: Traits, alone: str | None)
 def check_slots(spec: CellSpec, build: NetworkBuilder) -> None:
     """Refuses slots that the command sets and the model lacks."""
     assert build.norm is not None
-    for key in set_but_unused(spec.slots, build.norm.used):
-        value, (lacks, fits) = as_typed(spec.slots[key]), PLACES[key]
+    for key in set_but_unused(spec.values, build.norm.used):
+        value, (lacks, fits) = as_typed(spec.values[key]), PLACES[key]
         raise UserError(f"{key}={value}: model={spec.choices['model']} has {lacks}; try {fits}")
 
 

@@ -58,11 +58,6 @@ class Traits:
     def leaks_future(self) -> bool:
         return self.leak is not None
 
-    @property
-    def pools(self) -> bool:
-        """True if a norm takes statistics; otherwise it acts on each value by itself."""
-        return bool(self.reaches) or self.mixes_samples
-
     def single_valued(self, group_size: int) -> list[str]:
         """Sites with statistics over a single value if `group_size` samples share them."""
         return [name for name, r in self.reaches.items() if r.num_values(group_size) == 1]

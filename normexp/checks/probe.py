@@ -26,7 +26,6 @@ TOLERANCE = 1e-4  # relative; float32 rounding moves results by less
 MIN_SCALE = 1e-6  # values below are compared on this scale
 MODES = (True, False)  # training and evaluation
 MAX_CUTS = 64  # of one sequence
-REFUSALS = (RuntimeError, ValueError, AssertionError, IndexError)  # of an input that is too small
 EVERYWHERE = torch.ones(1, dtype=torch.bool)  # an upstream gradient
 INPUT = "the input"
 

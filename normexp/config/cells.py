@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import re
@@ -35,7 +34,7 @@ from normexp.config.identity import (
     sources_of,
 )
 from normexp.config.process import started_processes
-from normexp.config.schema import OPTIONS, SLOTS, in_identity, sees_validations, validate
+from normexp.config.schema import OPTIONS, in_identity, sees_validations, validate
 from normexp.config.words import suggest
 from normexp.errors import UserError
 
@@ -167,17 +166,6 @@ class CellSpec:
         """The digest of each of the user's own source files that the id counts, by path."""
         return {} if self.config is None else sources_of(self.values)
 
-    def with_values(self, values: Mapping[str, Any]) -> CellSpec:
-        """The same cell with other values, by dotted key: `{"lr": 0.1}`."""
-        config = copy.deepcopy(self.values)
-        for key, value in values.items():
-            *groups, name = key.split(".")
-            level = config
-            for group in groups:
-                level = level[group]
-            level[name] = value
-        return replace(self, config=config)
-
     @property
     def title(self) -> str:
         """Its norm, sizes and other words: `norm=batch batch_size=32 norm_batch_size=2 epochs=3`.
@@ -201,11 +189,6 @@ class CellSpec:
         """The config of a cell that composes."""
         assert self.config is not None, self.error
         return self.config
-
-    @property
-    def slots(self) -> dict[str, Any]:
-        """The slots of the command, see `norms.slots`; None where it sets none."""
-        return {slot: self.values[slot] for slot in SLOTS}
 
     @property
     def sizes(self) -> dict[str, Any]:

@@ -28,10 +28,6 @@ class Choice:
     key: str
     texts: tuple[str, ...]
 
-    @property
-    def ends(self) -> tuple[str, ...]:
-        return self.texts
-
     def at(self, fraction: float) -> str:
         """The choice at a fraction in [0, 1) of the list."""
         return self.texts[int(fraction * len(self.texts))]
@@ -46,10 +42,6 @@ class Range:
     high: float
     log: bool
     whole: bool
-
-    @property
-    def ends(self) -> tuple[str, ...]:
-        return self.text_of(self.low), self.text_of(self.high)
 
     def at(self, fraction: float) -> str:
         """The value at a fraction in [0, 1) of the interval, on its scale."""

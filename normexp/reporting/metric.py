@@ -32,7 +32,6 @@ MARGINS = {"accuracy": 1.0, "bits_per_byte": 0.02, "loss": 0.05}
 UNIFORM_BITS = 8.0  # per byte, of a diverged language model
 LOWER_IS_BETTER = ("loss", "bits_per_byte", "perplexity", "error")
 LOWER = "lower its learning rate, search it, or train longer"  # the remedy at chance
-COUNT_MARKS = "×k diverged, !k failed, ?k missing, ~k at chance"  # after finished/wanted
 MAX_DIGITS = 4
 NOISE, SMALL, LARGE = 1e-12, 1e-4, 1e6  # between SMALL and LARGE numbers have no exponent
 

@@ -44,21 +44,15 @@ class CrossFit:
 
     values: pseudo-values over seeds, (n,) or (n, N) with test samples; see the top of this file
     shares: how often each rate was chosen, (num_rates,), sum 1
-    num_choosing: k, the seeds that choose
     """
 
     values: Array
     shares: Array
-    num_choosing: int
-
-    @property
-    def share_at_edges(self) -> float:
-        """How often the lowest or the highest rate was chosen: a better one may lie outside."""
-        return float(self.shares[0] + self.shares[-1]) if len(self.shares) > 1 else 0.0
 
     @property
     def is_at_edge(self) -> bool:
-        return self.share_at_edges >= AT_EDGE
+        """True if the lowest or the highest rate was chosen often: a better one may lie outside."""
+        return len(self.shares) > 1 and self.shares[0] + self.shares[-1] >= AT_EDGE
 
 
 def cross_fit(scores: ArrayLike, outcomes: ArrayLike) -> CrossFit:
@@ -101,7 +95,7 @@ def cross_fit(scores: ArrayLike, outcomes: ArrayLike) -> CrossFit:
         further = (by_halves / error - 1) * (of_seeds - of_seeds.mean())
         values = values + further.reshape(n, *[1] * (values.ndim - 1))
     shares = np.array([len(rows) for rows in by_rate]) / len(chooses)
-    return CrossFit(values, shares, k)
+    return CrossFit(values, shares)
 
 
 def _error_by_halves(scores: Array, outcomes: Array) -> float:

@@ -78,7 +78,7 @@ def test_batch_norm_on_images():
     traits = traits_of(convnet(BATCH))
     assert traits.mixes_samples and not traits.mixes_samples_in_evaluation
     assert not traits.leaks_future and not traits.leaks_future_in_training
-    assert traits.pools and traits.stacking_obstacle is None and not traits.draws_for_itself
+    assert traits.reaches and traits.stacking_obstacle is None and not traits.draws_for_itself
     assert traits.elements_per_sample == 8 * 64 + 16 * 16 + 16 * 16
 
 
@@ -89,7 +89,7 @@ def test_norm_behind_a_gate_that_starts_at_zero_mixes_samples():
 
 def test_norm_that_is_frozen_mixes_no_samples():
     traits = traits_of(Frozen(BATCH), sizes=Sizes(8, None, 4))
-    assert not traits.mixes_samples and not traits.pools
+    assert not traits.mixes_samples and not traits.reaches
 
 
 def around(before: Callable[..., Tensor], after: Callable[..., Tensor]) -> nn.Module:
@@ -225,7 +225,7 @@ def test_head_that_starts_at_zero_does_not_look_as_if_the_input_were_erased():
     nn.init.zeros_(network.head.weight)
     nn.init.zeros_(network.head.bias)
     traits = traits_of(network)
-    assert not traits.mixes_samples and not traits.pools
+    assert not traits.mixes_samples and not traits.reaches
 
 
 def test_statistics_are_seen_in_channels_of_weight_near_zero():

@@ -113,14 +113,6 @@ def test_a_norm_declared_not_to_mix_samples_has_one_id_for_all_norm_batch_sizes(
     assert id_of(f"{foreign} norm_batch_size=2") != id_of(foreign)  # not declared
 
 
-def test_other_values_of_a_cell_are_those_of_a_line_with_them():
-    spec = spec_of("norm=group", "lr=0.2")
-    assert spec.with_values({"lr": 0.5, "optim.momentum": 0.8}).id == id_of(
-        "norm=group lr=0.5 optim.momentum=0.8"
-    )
-    assert spec.id == id_of("norm=group lr=0.2")
-
-
 @pytest.mark.parametrize(
     "words",
     [
