@@ -58,7 +58,7 @@ class Command:
     shows_config: bool = False
 
     def grid(self) -> list[Override]:
-        """The words of the line and of its experiment; a typed key replaces that of the experiment."""
+        """The words of the line and of its experiment; a typed key replaces the other."""
         base = compose_choices(parse_overrides(self.overrides), self.config_dirs)
         params: Mapping[str, Any] = base.hydra.sweeper.get("params") or {}
         words = [*(f"{key}={value}" for key, value in params.items()), *self.overrides]
