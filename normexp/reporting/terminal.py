@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
@@ -34,9 +34,9 @@ def open_console() -> Console:
     return Console(highlight=False, width=PIPE_WIDTH)
 
 
-def text_table(columns: Iterable[str], rows: Iterable[Iterable[str]], **options: Any) -> Table:
+def text_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
     """A table without rules, whose texts may hold brackets."""
-    table = Table(box=None, **options)
+    table = Table(box=None)
     for column in columns:
         table.add_column(Text(column), overflow="fold")
     for row in rows:
@@ -44,7 +44,7 @@ def text_table(columns: Iterable[str], rows: Iterable[Iterable[str]], **options:
     return table
 
 
-def cell_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+def cell_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table | Group:
     """A table of cells; below it stand the words that all titles in its column `cell` share.
 
     The norm stays in every title.
@@ -57,8 +57,8 @@ def cell_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     shown = [
         [*row[:at], rest or row[at], *row[at + 1 :]] for row, rest in zip(rows, rests, strict=True)
     ]
-    caption = f"all with {' '.join(shared)}" if shared else None
-    return text_table(columns, shown, caption=caption, caption_justify="left")
+    table = text_table(columns, shown)
+    return Group(table, Text(f"all with {' '.join(shared)}")) if shared else table
 
 
 class Footnotes:
