@@ -216,6 +216,7 @@ def test_comparisons_of_a_real_study_are_those_of_scipy(tmp_path: Path):
         assert one.gap.low <= test.low + 1e-9 and one.num_samples > 100  # over test samples too
 
 
+@pytest.mark.slow
 def test_a_watched_report_is_written_anew_until_ctrl_c(tmp_path: Path, monkeypatch, capsys):
     pages = []
 

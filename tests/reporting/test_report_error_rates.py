@@ -62,6 +62,7 @@ def tuned(rng: np.random.Generator) -> Iterator[list[RunRow]]:
                     yield cell_of(norm, {seed: test}, metrics=metrics, **place)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("design", [heavy_tails, images, tuned])
 def test_equal_norms_have_few_false_verdicts(design: Draw):
     found = [
