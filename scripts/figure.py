@@ -46,8 +46,8 @@ def _only_slice(study: str) -> Slice:
     return part
 
 
-def _panel(parts: list[Slice], title: str, thin: Slice | None = None) -> Any:
-    """A line per norm with its 95 % band; dashed: `thin`, of a larger budget."""
+def _panel(parts: list[Slice], title: str, dashed: Slice | None = None) -> Any:
+    """A line per norm with its 95 % band; `dashed` is of a larger budget."""
     sizes = sorted(size for part in parts for size in part.sizes)
     x = alt.X("size:Q", title="norm batch size (samples per statistic)")
     x = x.axis(values=sizes, format="d", grid=False).scale(type="log", base=2, padding=8)
@@ -61,8 +61,8 @@ def _panel(parts: list[Slice], title: str, thin: Slice | None = None) -> Any:
         alt.Y("low:Q", title="test error (%)"), alt.Y2("high:Q")
     )
     chart = alt.layer(band, base.mark_line(point=True).encode(y))
-    if thin is not None:
-        more = alt.Chart(alt.Data(values=[*_rows(thin)])).encode(x, colour)
+    if dashed is not None:
+        more = alt.Chart(alt.Data(values=[*_rows(dashed)])).encode(x, colour)
         chart += more.mark_line(strokeWidth=1.2, strokeDash=[4, 3]).encode(y)
     return chart.properties(width=330, height=260, title=title)
 

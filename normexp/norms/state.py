@@ -23,9 +23,9 @@ def merge_state(module: nn.Module, start: State, parts: list[State], shares: lis
             values = child.merge_state(first, ends, shares)
             merged |= {prefix + name: value for name, value in values.items()}
     for name in parts[0].keys() - merged.keys():
-        weighted = [part[name] * share for part, share in zip(parts, shares, strict=True)]
-        is_mean = parts[0][name].is_floating_point()
-        merged[name] = torch.stack(weighted).sum(0) if is_mean else parts[0][name]
+        first = parts[0][name]
+        weighted = (part[name] * share for part, share in zip(parts, shares, strict=True))
+        merged[name] = torch.stack([*weighted]).sum(0) if first.is_floating_point() else first
     return merged
 
 

@@ -13,7 +13,7 @@ from normexp.config.words import format_count, format_duration
 from normexp.records.result import Status
 from normexp.records.study import CellState
 from normexp.reporting.metric import choose_metric, describe_metric
-from normexp.reporting.terminal import Footnotes, cell_table, open_console
+from normexp.reporting.terminal import Footnotes, open_console, titled_table
 from normexp.stats.family import smallest_difference
 
 
@@ -47,7 +47,7 @@ def print_plan(plans: Sequence[Plan], *, num_workers: int, num_points: int) -> N
         time = format_duration(plan.seconds) if state.missing else "-"
         done, steps = len(state.states) - len(state.missing), plan.config["num_steps"]
         rows.append([state.title, str(len(state.missing)), str(done), f"{steps:,}", time])
-    console.print(cell_table(("cell", "runs to do", "done", "steps", "time"), rows))
+    console.print(titled_table(("cell", "runs to do", "done", "steps", "time"), rows))
     footnotes.print(console)
     if num_points > len(plans):
         console.out(f"{num_points} points of the grid, {format_count(len(plans), 'cell')}")

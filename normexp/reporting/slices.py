@@ -57,10 +57,8 @@ class Grid:
         """The cell with the best mean on validation."""
 
         def score(place: int) -> tuple[int, float]:
-            values = list(self.scores[place].values())
-            return -self.cells[place].count(Status.FAILED), float(
-                np.mean(values)
-            ) if values else -np.inf
+            values, cell = list(self.scores[place].values()), self.cells[place]
+            return -cell.count(Status.FAILED), float(np.mean(values)) if values else -np.inf
 
         return self.cells[max(range(len(self.cells)), key=score)]
 

@@ -22,7 +22,7 @@ from normexp.records.result import (
 )
 from normexp.records.study import STATES, CellState, CommandEntry, Study
 from normexp.reporting.metric import LOWER, chance_words, is_at_chance
-from normexp.reporting.terminal import Footnotes, cell_table, open_console, text_table
+from normexp.reporting.terminal import Footnotes, open_console, text_table, titled_table
 
 SHOWN = ("test/accuracy", "test/bits_per_byte", "test/loss", "val/accuracy", "val/bits_per_byte")
 MAIN = ("test/accuracy", "test/bits_per_byte", "test/loss")
@@ -74,7 +74,7 @@ def print_closing_table(states: Sequence[CellState]) -> None:
         shown = footnotes.mark(_shown(state, in_header=metric))
         count = len(values_of(state.results, _main_metric(state.results)))
         table.append([state.status, state.title, shown, str(count or "")])
-    console.print(cell_table(["status", "cell", metric or "result", "n"], table))
+    console.print(titled_table(["status", "cell", metric or "result", "n"], table))
     footnotes.print(console)
     counts = Counter(state.status for state in states)
     console.out(", ".join(f"{counts[name]} {name}" for name in STATUSES if counts[name]))
@@ -165,7 +165,7 @@ def print_status(study: Study) -> None:
         notes = [f"refused: {cell.refused}"] if cell.refused else [*cell.failures, *_at_work(cell)]
         shown = "; ".join(map(footnotes.mark, notes))
         rows.append([cell.title, *(str(counts[state] or "-") for state in states), shown])
-    console.print(cell_table(["cell", *states, ""], rows))
+    console.print(titled_table(["cell", *states, ""], rows))
     footnotes.print(console)
     refused = sum(bool(cell.refused) for cell in cells)
     can_train = format_count(len(cells) - refused, "cell")

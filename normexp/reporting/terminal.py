@@ -44,7 +44,7 @@ def text_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
     return table
 
 
-def cell_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table | Group:
+def titled_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table | Group:
     """A table of cells; below it stand the words that all titles in its column `cell` share.
 
     The norm stays in every title.
