@@ -76,7 +76,8 @@ def module(overrides: Sequence[str]) -> LightningModule:
     """
     from normexp.errors import UserError
 
-    cells = _compose(overrides, default="replicas=1")
+    says_more = any(word.startswith("replicas=") for word in overrides)
+    cells = _compose(overrides if says_more else [*overrides, "replicas=1"])
     if len(cells) > 1:
         raise UserError(f"{len(cells)} cells in one module; drop -m and name one value per key")
 
@@ -197,17 +198,15 @@ def diagnose(
     return diagnose(model, batches, loss, max_batches=max_batches, tolerance=tolerance)
 
 
-def _compose(overrides: Sequence[str], default: str = "") -> list[CellSpec]:
-    """The cells of a command line that trains here; `default` is a word for a key if not typed."""
+def _compose(overrides: Sequence[str]) -> list[CellSpec]:
+    """The cells of a command line that trains here."""
     from normexp.cli import parse_command
     from normexp.config.cells import compose_cells
     from normexp.config.schema import Words, check_value
     from normexp.errors import UserError
 
     check_value("overrides", overrides, Words)
-    key = default.partition("=")[0]
-    is_typed = any(word.partition("=")[0] == key for word in overrides)
-    command = parse_command([*overrides] if is_typed or not key else [*overrides, default])
+    command = parse_command(overrides)
     if command.shows_config or command.launcher is not None:
         raise UserError(f"overrides={overrides}: --cfg and launchers work only in a shell")
     return compose_cells(command)

@@ -61,7 +61,6 @@ NAMED_WEIGHTS: dict[str, Callable[[str, str], Any]] = {
 }
 # Arguments from a training, for a norm that is built outside one.
 NO_TRAINING = {"num_training_steps": NUM_TRAINING_STEPS}
-CALLBACK_EXAMPLE = "callback=custom callback._target_=my_package.MyCallback"
 MAX_KEPT = 2  # data sets kept in memory at once
 OUTPUTS = ("logits", "out")  # where the scores are, in a model that returns more than a tensor
 
@@ -82,7 +81,7 @@ def build_data(values: Mapping[str, Any]) -> Data:
 
 def load_data(spec: CellSpec) -> Data:
     """The data set of a cell, see `build_data`; cached, so do not write to its tensors."""
-    return _load_data(yaml.safe_dump(spec.values["data"]))
+    return _load_data(yaml.safe_dump(spec.config["data"]))
 
 
 @lru_cache(maxsize=MAX_KEPT)
@@ -370,7 +369,7 @@ def build_callbacks(values: Mapping[str, Any] | None, metrics: Sequence[str]) ->
     callbacks = []
     for key, part in parts.items():
         if not isinstance(part, dict) or not isinstance(part.get("_target_"), str):
-            raise UserError(f"{key}._target_ is missing: name a class, as in {CALLBACK_EXAMPLE}")
+            raise UserError(f"{key}._target_ is missing: as in callback=my_package.MyCallback")
         target = read_target(part, key)
         callback = target.make(Callback)
         check_callback(callback, target.name, metrics)

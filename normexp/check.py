@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from normexp.cli import entry, parse_command, read_options, split_options
-from normexp.config.process import importing_torch
 from normexp.reporting.terminal import open_console
 
 if TYPE_CHECKING:
@@ -20,6 +19,7 @@ def main(words: list[str]) -> int:
     option_words, overrides = split_options("check", words)
     options = read_options("check", option_words)
     from normexp.config.cells import compose_norms
+    from normexp.sweeps.machine import importing_torch
 
     norms = compose_norms(parse_command(overrides))  # mistakes are refused before torch is imported
 

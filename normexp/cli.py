@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from normexp.config.help import help_text, option_defaults
-from normexp.config.schema import MISSING, OPTIONS, check_value, name_as_text, unknown_key
+from normexp.config.schema import (
+    GROUPS,
+    MISSING,
+    OPTIONS,
+    check_value,
+    group_choices,
+    name_as_text,
+    unknown_key,
+)
 from normexp.errors import FAILED, INTERRUPTED, USER_MISTAKE, Halted, UserError
 from normexp.records.files import FULL_DISK, is_full_disk
-from normexp.records.provenance import source_line_of
 
 if TYPE_CHECKING:
     from normexp.config.cells import Command
@@ -56,8 +65,7 @@ def _run(name: str, words: list[str], act: Callable[[list[str]], int]) -> int:
     """
     try:
         if {"--help", "-h"} & set(words):
-            folders = _parse(words).config_dir if name in TAKES_OVERRIDES else ()
-            print(help_text(name, folders), flush=True)
+            print(help_text(name), flush=True)
             return 0
         code = act(words)
         sys.stdout.flush()
@@ -65,7 +73,7 @@ def _run(name: str, words: list[str], act: Callable[[list[str]], int]) -> int:
     except BrokenPipeError:  # as in `... | head`; Python flushes stdout once more, at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt) as error:
         code, message = _explain(error)
         if not message:
             raise
@@ -78,9 +86,6 @@ def _explain(error: BaseException) -> tuple[int, str | None]:
     """The exit code and one line for a mistake, an interruption or a full disk; else None."""
     if isinstance(error, UserError):
         return USER_MISTAKE, str(error)
-    if isinstance(error, SystemExit):
-        line = source_line_of(error)
-        return USER_MISTAKE, line and f"your own code ends the program, by sys.exit{line}"
     if isinstance(error, UNUSABLE_FILE) and error.filename is not None:
         return USER_MISTAKE, f"{error.filename}: {error.strerror}"
     if isinstance(error, KeyboardInterrupt):
@@ -92,8 +97,6 @@ def _explain(error: BaseException) -> tuple[int, str | None]:
 
 # --- train, tune, check, benchmark: Hydra's overrides ---------------------------------------------
 
-TAKES_OVERRIDES = ("train", "tune", "check", "benchmark")
-
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -104,7 +107,6 @@ class _Parser(argparse.ArgumentParser):
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(prog="normexp", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("--config-dir", "-cd", action="append", default=[])
     parser.add_argument("--cfg", "-c", choices=["job"])
@@ -119,8 +121,26 @@ def parse_command(words: Sequence[str]) -> Command:
     _refuse_repeated(options.overrides)
     if options.cfg and options.multirun:
         raise UserError("--cfg shows one cell: drop -m and name one value per key")
-    shows_config = options.cfg is not None
-    return Command(options.overrides, options.multirun, options.config_dir, shows_config)
+    overrides = [*_search_path(options.config_dir), *options.overrides]
+    return Command(overrides, options.multirun, shows_config=options.cfg is not None)
+
+
+def _search_path(folders: Sequence[str]) -> list[str]:
+    """The word by which Hydra also finds the YAMLs in these folders.
+
+    Raises:
+        UserError: a missing folder, or a file with the name of a shipped choice, which Hydra would
+            take instead.
+    """
+    for folder in map(Path, folders):
+        if not folder.is_dir():
+            raise UserError(f"--config-dir {folder}: no such folder")
+        for group in GROUPS:
+            for name in {*group_choices(group)}.intersection(group_choices(group, folder)):
+                file = folder / group / f"{name}.yaml"
+                raise UserError(f"{file}: normexp has {group}={name} itself; rename yours")
+    paths = [json.dumps(f"file://{Path(folder).resolve()}") for folder in folders]
+    return [f"hydra.searchpath=[{','.join(paths)}]"] if paths else []
 
 
 def _refuse_repeated(words: Sequence[str]) -> None:
@@ -136,7 +156,7 @@ def show_config(command: Command) -> int:
 
     from normexp.config.compose import compose_config
 
-    print(OmegaConf.to_yaml(compose_config(command.overrides, command.config_dirs)), end="")
+    print(OmegaConf.to_yaml(compose_config(command.overrides)), end="")
     return 0
 
 

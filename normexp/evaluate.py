@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 from normexp.cli import entry, read_options
-from normexp.config.process import importing_torch
 from normexp.records.result import find_cell
 
 
@@ -18,6 +17,8 @@ def main(words: list[str]) -> int:
     if options["evaluate_with"] is None:
         batch = ["batch"] if options["evaluate_batch_sizes"] else []
         options["evaluate_with"] = ["running", "precise", *batch]
+
+    from normexp.sweeps.machine import importing_torch
 
     with importing_torch():
         from normexp.cells.finished import evaluate_run

@@ -19,10 +19,9 @@ def main(words: list[str]) -> int:
 
     cells = compose_cells(command)  # mistakes are refused before torch is imported
     rank = check_processes(cells, line)
-    from normexp.sweeps.launch import launch_of
     from normexp.sweeps.sweep import run_cells
 
-    train = partial(run_cells, cells, line, launch_of(command))
+    train = partial(run_cells, cells, line, command)
     if rank is not None:  # torchrun or srun has started several
         from normexp.cells.devices import run_as_rank
         from normexp.cells.run import follow_stack

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 
 from normexp.cli import entry, parse_command, show_config
 
@@ -16,12 +15,8 @@ def main(words: list[str]) -> int:
         return show_config(command)
     from normexp.search.points import plan_searches
     from normexp.search.select import tune
-    from normexp.sweeps.launch import launch_of
-    from normexp.sweeps.sweep import train_cells
 
-    searches = plan_searches(command)
-    train = partial(train_cells, launch=launch_of(command))
-    return tune(searches, ["normexp-tune", *words], train)
+    return tune(plan_searches(command), ["normexp-tune", *words])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import yaml
 
 from normexp.benchmark.table import Table as RunTable
 from normexp.benchmark.table import recipes
-from normexp.config.help import conf_dir
+from normexp.config.schema import conf_dir
 from normexp.reporting.cells import CellRow, build_cells
 from normexp.reporting.compare import paired
 from normexp.reporting.metric import Metric, describe_metric, format_interval

@@ -21,7 +21,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from normexp.config.help import conf_dir
+from normexp.config.schema import conf_dir
 from normexp.errors import UserError
 from normexp.records.files import open_atomic
 from normexp.records.result import (

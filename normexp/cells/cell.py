@@ -23,7 +23,6 @@ from normexp.checks.probe import fixed_draws
 from normexp.checks.wiring import check_optimizer
 from normexp.config.cells import CellSpec
 from normexp.config.identity import may_mix_samples
-from normexp.config.schema import validate
 from normexp.config.words import as_typed
 from normexp.data.dataset import Data
 from normexp.errors import UserError, first_line
@@ -98,10 +97,9 @@ def prepare_cell(spec: CellSpec) -> Cell:
     Raises:
         UserError: a value that cannot be trained, with the key and the remedy.
     """
-    if spec.config is None:
+    if spec.error:
         raise UserError(spec.error)
     with collected_messages() as messages:
-        validate(spec.config)
         check_devices(devices_of(spec))
         data = load_data(spec)
         recipe = make_recipe(spec, data)
@@ -111,7 +109,7 @@ def prepare_cell(spec: CellSpec) -> Cell:
         check_slots(spec, build)
         check_outputs(network, data, build.target.path)
         traits = _probe(spec, network, data, recipe)
-        if traits.norms_mix_samples and not may_mix_samples(spec.values):
+        if traits.norms_mix_samples and not may_mix_samples(spec.config):
             where = traits.mixing
             raise UserError(f"norm.mixes_samples=false: samples are mixed at {where}; drop the key")
         if traits.mixes_samples:
@@ -148,8 +146,8 @@ def make_recipe(spec: CellSpec, data: Data) -> Recipe:
 def make_builder(spec: CellSpec, recipe: Recipe, data: Data) -> NetworkBuilder:
     """The builder of a cell's networks."""
     num_steps, momentum = recipe.num_steps, recipe.norm_momentum
-    norm = build_norm(spec.values, recipe.sizes, data, num_steps=num_steps, momentum=momentum)
-    return build_network(spec.values["model"], norm, data)
+    norm = build_norm(spec.config, recipe.sizes, data, num_steps=num_steps, momentum=momentum)
+    return build_network(spec.config["model"], norm, data)
 
 
 def _probe(spec: CellSpec, network: nn.Module, data: Data, recipe: Recipe) -> Traits:
@@ -158,7 +156,7 @@ def _probe(spec: CellSpec, network: nn.Module, data: Data, recipe: Recipe) -> Tr
     Raises UserError if it must not be trained.
     """
     content = {key: value for key, value in spec.identity.items() if key not in NOT_PROBED}
-    norm, _ = norm_target(spec.values["norm"])
+    norm, _ = norm_target(spec.config["norm"])
     steps = recipe.num_steps if "num_training_steps" in norm.arguments else None
     key = json.dumps([content, steps, recipe.allow_leak, data.digest], sort_keys=True, default=str)
     if key in _probes:
@@ -199,8 +197,8 @@ def _findings(spec: CellSpec, recipe: Recipe, traits: Traits, alone: str | None)
 def check_slots(spec: CellSpec, build: NetworkBuilder) -> None:
     """Refuses slots that the command sets and the model lacks."""
     assert build.norm is not None
-    for key in set_but_unused(spec.values, build.norm.used):
-        value, (lacks, fits) = as_typed(spec.values[key]), PLACES[key]
+    for key in set_but_unused(spec.config, build.norm.used):
+        value, (lacks, fits) = as_typed(spec.config[key]), PLACES[key]
         raise UserError(f"{key}={value}: model={spec.choices['model']} has {lacks}; try {fits}")
 
 

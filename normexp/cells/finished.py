@@ -149,7 +149,7 @@ def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
     results = finished_results(cell_dir)
     description = results[0].config
     spec = recorded_spec(cell_dir, description, options)
-    refuse_missing_values(spec.values)
+    refuse_missing_values(spec.config)
     if results[0].cell_id != spec.id:
         raise UserError(
             f"{cell_dir}: its norm, model or data has changed since it was trained, and the same "

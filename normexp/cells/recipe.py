@@ -19,7 +19,7 @@ from normexp.build import (
 from normexp.checks.preflight import Traits
 from normexp.config.cells import CellSpec
 from normexp.config.compose import DEFAULT_SCHEDULE, parts_with_target, shipped_defaults
-from normexp.config.identity import canonical_sizes
+from normexp.config.identity import canonical_sizes, defining_values
 from normexp.config.schema import OPTIONAL_GROUPS, PARTS
 from normexp.config.words import as_typed
 from normexp.data.dataset import Data
@@ -50,7 +50,7 @@ def recipe_of(spec: CellSpec, *, num_train: int, metrics: Sequence[str]) -> Reci
     Raises:
         UserError: values that contradict each other, or a part that cannot be built.
     """
-    config, optim = spec.values, spec.values["optim"]
+    config, optim = spec.config, spec.config["optim"]
     drop_last = config["drop_last"]
     devices = devices_of(spec)
     sizes = _sizes_of(Sizes(**spec.sizes), devices, num_train, drop_last=drop_last)
@@ -115,7 +115,7 @@ def recipe_of(spec: CellSpec, *, num_train: int, metrics: Sequence[str]) -> Reci
 
 def deviations(spec: CellSpec, recipe: Recipe, num_train: int) -> list[str]:
     """How a training differs from what was typed, in sentences."""
-    config, size, notes = spec.values, recipe.sizes.batch_size, list[str]()
+    config, size, notes = spec.config, recipe.sizes.batch_size, list[str]()
     if (left_out := num_train - recipe.steps_per_epoch * size) > 0:
         notes.append(f"drop_last=true drops {left_out} of {num_train} samples per epoch")
     if recipe.lr != spec.lr:
@@ -131,15 +131,15 @@ def deviations(spec: CellSpec, recipe: Recipe, num_train: int) -> list[str]:
 
 def devices_of(spec: CellSpec) -> Devices:
     """The devices that train a cell, before its data are known."""
-    trainer = spec.values["trainer"]
+    trainer = spec.config["trainer"]
     return Devices(
         accelerator=trainer["accelerator"],
         per_node=trainer["devices"],
         num_nodes=trainer["num_nodes"],
         strategy=trainer["strategy"],
         precision=trainer["precision"],
-        matmul_precision=spec.values["matmul_precision"],
-        shares_statistics=synchronized(spec.values["norm"]),
+        matmul_precision=spec.config["matmul_precision"],
+        shares_statistics=synchronized(spec.config["norm"]),
     )
 
 
@@ -244,12 +244,12 @@ def describe_cell(
 
     Does not depend on which of several equivalent command lines trained the cell.
     """
-    chance, slots = data.chance_accuracy, {slot: spec.values["norm"].get(slot) for slot in SLOTS}
+    chance, slots = data.chance_accuracy, {slot: spec.config["norm"].get(slot) for slot in SLOTS}
     trained = _describe_training(spec, recipe, build, data, mixes_samples=traits.mixes_samples)
     sizes = {key: trained[key] for key in SIZES}
     return {
         **choices_in(spec.choices),
-        **{key: spec.defining[key] for key in ("lr_rule", "eps", "drop_last")},
+        **{key: spec.config[key] for key in ("lr_rule", "eps", "drop_last")},
         **sizes,
         "devices": recipe.devices.count,
         "epochs": recipe.num_epochs,
@@ -281,7 +281,9 @@ def _describe_training(
 
     Has digests of the data, of weights and of the user's own modules.
     """
-    values = {key: value for key, value in spec.defining.items() if key not in DERIVED_KEYS}
+    values = {
+        key: value for key, value in defining_values(spec.config).items() if key not in DERIVED_KEYS
+    }
     norm = {k: value for k, value in values["norm"].items() if k not in DERIVED_KEYS_OF_NORM}
     optim, model, content = dict(values["optim"]), dict(values["model"]), dict(values["data"])
     content["digest"] = data.digest

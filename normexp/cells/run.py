@@ -182,7 +182,7 @@ class Trial:
         run_dir = seed_dir(spec.directory, seed)
         run_dir.mkdir(parents=True, exist_ok=True)
         write_text(run_dir / LOG_FILE, trace or reason)
-        config = {**spec.choices, **{key: spec.values[key] for key in SIZES}, "lr": spec.lr}
+        config = {**spec.choices, **{key: spec.config[key] for key in SIZES}, "lr": spec.lr}
         if spec.id in self.cells:
             config = self.cells[spec.id].description
         environment = describe_environment(threads=self.attempts.threads)
@@ -201,7 +201,7 @@ class Trial:
         run_dirs = [seed_dir(spec.directory, seed) for spec, seed in self.runs]
         for (spec, _), run_dir in zip(self.runs, run_dirs, strict=True):
             run_dir.mkdir(exist_ok=True)
-            config = OmegaConf.to_yaml(OmegaConf.create(spec.values))
+            config = OmegaConf.to_yaml(OmegaConf.create(spec.config))
             write_text(spec.directory / CONFIG_FILE, config)
         if torch.cuda.is_initialized():  # asking would wake a GPU that is not in use
             torch.cuda.reset_peak_memory_stats()
@@ -402,7 +402,7 @@ def resume_replicas(cell: Cell, seeds: list[int], checkpoint: Path) -> Replicas:
 @contextmanager
 def run_loggers(cell: Cell, seed: int) -> Iterator[list[Logger]]:
     """The loggers of one run; finishes them at the end, as failed if the block raises."""
-    config, folder, version = cell.spec.values, seed_dir(cell.directory, seed), f"seed-{seed}"
+    config, folder, version = cell.spec.config, seed_dir(cell.directory, seed), f"seed-{seed}"
     params = hyperparameters(
         cell.description, study=config["study"], experiment=config.get("experiment")
     )

@@ -89,7 +89,7 @@ def cut_stacks(cells: Iterable[CellSpec], most: int = MOST_RUNS) -> list[Stack]:
 
 def _shared(spec: CellSpec) -> str:
     """Equal for cells that may be stacked."""
-    config, lr = spec.values, spec.values["lr"]
+    config, lr = spec.config, spec.config["lr"]
     if config["stack"] is False or not isinstance(lr, int | float) or lr <= 0:
         return spec.id
     values = {key: value for key, value in config.items() if key not in ("lr", "seed", "replicas")}

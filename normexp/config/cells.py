@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,28 +18,18 @@ from hydra.errors import HydraException
 
 from normexp.batching.sizes import SIZES
 from normexp.config.compose import (
-    Mistyped,
+    Composed,
     compose_cell,
     compose_choices,
     parse_overrides,
-    refuse_missing_targets,
-    refuse_missing_values,
+    refuse_missing,
 )
-from normexp.config.help import group_choices
-from normexp.config.identity import (
-    cell_id,
-    defining_values,
-    id_of,
-    identity_of,
-    may_mix_samples,
-    sources_of,
-)
-from normexp.config.process import started_processes
-from normexp.config.schema import OPTIONS, in_identity, sees_validations, validate
+from normexp.config.identity import id_of, identity_of, may_mix_samples, sources_of
+from normexp.config.schema import OPTIONS, group_choices, in_identity, validate
 from normexp.config.words import suggest
 from normexp.errors import UserError
 
-NOT_GLOBBED = ("custom", "as_built")  # the first needs a target, the second certain models
+NOT_GLOBBED = "as_built"  # fits certain models
 
 
 @dataclass(frozen=True)
@@ -48,33 +39,57 @@ class Command:
     Attributes:
         overrides: its `key=value` words, in order.
         multirun: -m was given: train every combination of the values.
-        config_dirs: folders with the user's own YAMLs.
         shows_config: --cfg was given: the config is printed, nothing trains.
+        composed: what its cells share.
     """
 
     overrides: list[str]
     multirun: bool = False
-    config_dirs: list[str] = field(default_factory=list)
     shows_config: bool = False
+    composed: Composed = field(default_factory=dict)
+
+    @cached_property
+    def hydra(self) -> dict[str, Any]:
+        """Hydra's own config of the command."""
+        return compose_choices(parse_overrides(self.overrides), self.composed)["hydra"]
+
+    @property
+    def launcher(self) -> str | None:
+        """The Hydra launcher, typed or of an experiment; None for our own workers."""
+        name = self.hydra["runtime"]["choices"]["hydra/launcher"]
+        return None if name == "basic" else name
 
     def grid(self) -> list[Override]:
         """The words of the line and of its experiment; a typed key replaces the other."""
-        base = compose_choices(parse_overrides(self.overrides), self.config_dirs)
-        params: Mapping[str, Any] = base.hydra.sweeper.get("params") or {}
+        params = self.hydra["sweeper"].get("params") or {}
         words = [*(f"{key}={value}" for key, value in params.items()), *self.overrides]
         return [*{one.get_key_element(): one for one in parse_overrides(words)}.values()]
 
     def points(self, overrides: Sequence[Override]) -> list[list[str]]:
         """The words of each point of a grid; the first override varies slowest."""
-        values = [_words_of(override, self.config_dirs) for override in overrides]
-        return [list(point) for point in itertools.product(*values)]
+        return [list(point) for point in itertools.product(*map(_words_of, overrides))]
 
-    @property
-    def launcher(self) -> str | None:
-        """The Hydra launcher, typed or of an experiment; None for our own workers."""
-        base = compose_choices(parse_overrides(self.overrides), self.config_dirs)
-        name = base.hydra.runtime.choices["hydra/launcher"]
-        return None if name == "basic" else name
+    def lines(self) -> list[list[str]]:
+        """The words of each point of its grid: one without -m, unless a recipe sweeps."""
+        sweeps = self.hydra["sweeper"].get("params") or str(self.hydra["mode"]).endswith("MULTIRUN")
+        return self.points(self.grid()) if self.multirun or sweeps else [[*self.overrides]]
+
+    def cell(self, words: Sequence[str]) -> CellSpec:
+        """The cell of a point. Values that cannot be trained together are its `error`.
+
+        Raises:
+            UserError: a word that is wrong in itself: an unknown key, choice or class.
+        """
+        config, choices = compose_cell(words, self.composed)
+        refuse_missing(config)
+        error = ""
+        try:
+            validate(config)
+            if not may_mix_samples(config):
+                config["norm_batch_size"] = None
+        except UserError as refused:
+            error = str(refused)
+        return CellSpec(config, choices, error, words)
 
 
 def study_words(study_dir: Path) -> list[str]:
@@ -95,17 +110,18 @@ def is_searched(override: Override) -> bool:
     return override.is_sweep_override() and not is_list
 
 
-def _words_of(override: Override, config_dirs: Sequence[str]) -> list[str]:
+def _words_of(override: Override) -> list[str]:
     """A word for each value of an override. A glob names a folder of choices, or leaves it out."""
     key, value, word = override.get_key_element(), override.value(), override.input_line
     if not override.is_sweep_override():
         return [f"{key}={override.get_value_element_as_str()}"]
     try:
         if isinstance(value, Glob):
-            choices = group_choices(override.key_or_group, config_dirs)
+            choices = group_choices(override.key_or_group)
             deep = "/" in str(word)  # deviations only where a pattern names their folder
-            choices = [c for c in choices if c not in NOT_GLOBBED and (deep or "/" not in c)]
-            names = value.filter(choices)
+            names = value.filter(
+                [c for c in choices if c != NOT_GLOBBED and (deep or "/" not in c)]
+            )
         else:
             names = list(override.sweep_string_iterator())
     except (ValueError, HydraException) as error:  # a range without a step, or an interval
@@ -123,16 +139,16 @@ class CellSpec:
     """One cell as a command line specifies it.
 
     Attributes:
-        config: the values of all keys; None if it cannot be trained, and `error` says why.
-        choices: the choice in each config group, as `compose_cell` returns them; {} if it does not
-            compose.
+        config: the values of all keys.
+        choices: the choice in each config group, as `compose_cell` returns them.
+        error: why it cannot be trained; empty if it can.
         overrides: its typed words, one value per key.
         more_seeds: of other points of its grid that are the same cell.
         num_points: of its grid that are this cell.
     """
 
-    config: dict[str, Any] | None
-    choices: Mapping[str, str]
+    config: dict[str, Any]
+    choices: dict[str, str]
     error: str = ""
     overrides: Sequence[str] = ()
     more_seeds: Sequence[int] = ()
@@ -140,31 +156,21 @@ class CellSpec:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """The canonical content of the cell, which its id hashes; see `config.identity`.
-
-        Of a cell that does not compose: its words.
-        """
-        if self.config is None:
+        """The canonical content of the cell, which its id hashes; if refused, its words."""
+        if self.error:
             return {"overrides": list(self.overrides)}
-        return identity_of(self.values, self.choices)
-
-    @cached_property
-    def defining(self) -> dict[str, Any]:
-        """The values that define the training, as the config has them."""
-        return defining_values(self.values)
+        return identity_of(self.config, self.choices)
 
     @cached_property
     def id(self) -> str:
         """The id of the cell: a readable slug and a hash of its identity."""
-        if self.config is None:
-            return cell_id(self.identity, [])
         _ = self.sources  # of the same moment
-        return id_of(self.values, self.choices, self.identity)
+        return id_of(self.config, self.choices, self.identity)
 
     @cached_property
     def sources(self) -> dict[str, str]:
         """The digest of each of the user's own source files that the id counts, by path."""
-        return {} if self.config is None else sources_of(self.values)
+        return sources_of(self.config)
 
     @property
     def title(self) -> str:
@@ -172,64 +178,52 @@ class CellSpec:
 
         Independent of the other cells of the command; leaves out the study, folders and seeds.
         """
-        named = {"norm": self.choices.get("norm"), **({} if self.config is None else self.sizes)}
-        words = [f"{key}={value}" for key, value in named.items() if value is not None]
+        named = {"norm": self.choices["norm"], **self.sizes}
         typed = {text.lstrip("+").partition("=")[0]: text for text in self.overrides}
-        counted = {
-            key for key in typed if key != "trainer" and in_identity(re.split("[/@]", key)[0])
-        }
-        if self.config is not None and sees_validations(self.config):
-            counted.add("val_every_epochs")
-        named = named if words else {}
-        words += [text for key, text in typed.items() if key in counted and key not in named]
-        return " ".join(words or self.overrides)
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """The config of a cell that composes."""
-        assert self.config is not None, self.error
-        return self.config
+        words = [f"{key}={value}" for key, value in named.items() if value is not None]
+        words += [
+            text
+            for key, text in typed.items()
+            if key not in (*named, "trainer") and in_identity(re.split("[/@]", key)[0])
+        ]
+        return " ".join(words)
 
     @property
     def sizes(self) -> dict[str, Any]:
         """The three sizes as typed."""
-        return {key: self.values[key] for key in SIZES}
+        return {key: self.config[key] for key in SIZES}
 
     @property
     def lr(self) -> float:
         """The learning rate as typed; `lr_rule` may scale it."""
-        return float(self.values["lr"])
+        return float(self.config["lr"])
 
     @property
     def seeds(self) -> list[int]:
-        """The seeds to train; none if the config does not compose."""
-        if self.config is None:
-            return []
+        """The seeds to train; none if the cell is refused."""
         first, replicas = self.config["seed"], self.config["replicas"]
-        return sorted({*range(first, first + replicas), *self.more_seeds})
+        return [] if self.error else sorted({*range(first, first + replicas), *self.more_seeds})
 
     @property
-    def study_dir(self) -> Path | None:
-        return None if self.config is None else Path(self.config["runs_dir"], self.config["study"])
+    def study_dir(self) -> Path:
+        return Path(self.config["runs_dir"], str(self.config["study"]))
 
     @property
     def directory(self) -> Path:
-        """The folder of the cell in its study. The config must compose."""
-        assert self.study_dir is not None
+        """The folder of the cell in its study."""
         return self.study_dir / self.id
 
 
 def compose_cells(command: Command) -> list[CellSpec]:
     """Every cell of a command once, with its config and its title.
 
-    Points of the grid with one id are one cell. A cell that does not compose or cannot be trained
-    becomes a row of the sweep, and the other cells are trained.
+    Points of the grid with one id are one cell. A cell whose values cannot be trained becomes a row
+    of the sweep, and the other cells are trained.
 
     Raises:
-        UserError: the single cell, or every cell of a sweep, is refused; or a value is mistyped, so
-            that a group has no such choice or the user's file no such class.
+        UserError: the single cell, or every cell of a sweep, is refused; or a word is wrong.
     """
-    cells = [_compose(line, command.config_dirs) for line in list_cells(command)]
+    cells = [command.cell(line) for line in command.lines()]
     if all(cell.error for cell in cells):
         raise UserError(cells[0].error)
     return join_points(cells)
@@ -237,11 +231,13 @@ def compose_cells(command: Command) -> list[CellSpec]:
 
 def join_points(cells: Sequence[CellSpec]) -> list[CellSpec]:
     """Each cell once, with the seeds of all of its points and the words that they share."""
-    points: dict[tuple[Path | None, str], list[CellSpec]] = {}
+    points: dict[Path, list[CellSpec]] = {}
     for cell in cells:
-        points.setdefault((cell.study_dir, cell.id), []).append(cell)
+        points.setdefault(cell.directory, []).append(cell)
     return [
-        replace(
+        first
+        if not others
+        else replace(
             first,
             overrides=[
                 word for word in first.overrides if all(word in o.overrides for o in others)
@@ -253,34 +249,6 @@ def join_points(cells: Sequence[CellSpec]) -> list[CellSpec]:
     ]
 
 
-def _compose(line: list[str], config_dirs: Sequence[str]) -> CellSpec:
-    choices: dict[str, str] = {}
-    try:
-        config, choices = compose_cell(line, config_dirs)
-        refuse_missing_targets(config)
-        validate(config)
-        refuse_missing_values(config)
-    except Mistyped:
-        raise
-    except UserError as error:
-        return CellSpec(None, choices, str(error), line)
-    if not may_mix_samples(config):
-        config["norm_batch_size"] = None
-    return CellSpec(config, choices, overrides=line)
-
-
-def list_cells(command: Command) -> list[list[str]]:
-    """The overrides of each point of a command's grid: one without -m, unless a recipe sweeps."""
-    parsed = parse_overrides(command.overrides)
-    hydra = compose_choices(parsed, command.config_dirs).hydra
-    if command.multirun or hydra.sweeper.get("params") or str(hydra.mode).endswith("MULTIRUN"):
-        return command.points(command.grid())
-    return [list(command.overrides)]
-
-
-# --- The norms of normexp.check -------------------------------------------------------------------
-
-
 def compose_norms(command: Command) -> dict[str, dict[str, Any]]:
     """The config of each norm of a command of normexp.check, by its name and typed knobs.
 
@@ -290,22 +258,31 @@ def compose_norms(command: Command) -> dict[str, dict[str, Any]]:
     for word in command.overrides:
         key = word.lstrip("+").partition("=")[0]
         has_no_effect = key in ("norm.view", "norm.half_life") or word == "norm=as_built"
-        if has_no_effect or key.partition(".")[0] not in ("norm", "eps"):
+        if has_no_effect or key.partition(".")[0] not in ("norm", "eps", "hydra"):
             takes = ["norm", "eps", *OPTIONS["check"]]
             hint = suggest(key, takes) or "a card takes a norm, its knobs and eps"
             raise UserError(f"{word}: has no effect on a card; {hint}")
     norms = {}
-    for line in list_cells(replace(command, multirun=True)):
-        config, choices = compose_cell(line, command.config_dirs)
-        validate(config)
-        refuse_missing_targets(config)
-        words = [word.lstrip("+").removeprefix("norm.") for word in line]
-        knobs = [word for word in words if not word.startswith(("norm=", "_target_="))]
-        norms[" ".join([choices["norm"], *knobs])] = config
+    for spec in compose_cells(replace(command, multirun=True)):
+        knobs = [w.lstrip("+").removeprefix("norm.") for w in spec.overrides]
+        knobs = [w for w in knobs if not w.startswith(("norm=", "_target_=", "hydra"))]
+        norms[" ".join([spec.choices["norm"], *knobs])] = spec.config
     return norms
 
 
 # --- Who trains it --------------------------------------------------------------------------------
+
+# Variables of torchrun and of srun: number of processes, index of this process, and a variable that
+# only a started process has. (SLURM also sets the first two in a batch script.)
+VARIABLES = (("WORLD_SIZE", "RANK", "RANK"), ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_ID"))
+
+
+def started_processes() -> tuple[int, int]:
+    """The rank of this process, and how many torchrun or srun has started; (0, 1) without them."""
+    for size, index, proof in VARIABLES:
+        if proof in os.environ and index in os.environ:
+            return int(os.environ[index]), int(os.environ.get(size, 1))
+    return 0, 1
 
 
 def check_processes(cells: Sequence[CellSpec], words: Sequence[str]) -> int | None:
@@ -315,17 +292,14 @@ def check_processes(cells: Sequence[CellSpec], words: Sequence[str]) -> int | No
         UserError: torchrun or srun has not started a process for each device of the only cell.
     """
     rank, started = started_processes()
-    for trainer in (cell.config["trainer"] for cell in cells if cell.config is not None):
+    for trainer in (cell.config["trainer"] for cell in cells if not cell.error):
         devices, num_nodes = trainer["devices"], trainer["num_nodes"]
-        if devices * num_nodes == started:
-            continue
-        place = f"--nnodes {num_nodes} --nproc-per-node {devices}".replace("--nnodes 1 ", "")
-        remedy = f"type torchrun {place} -m normexp.train {join(words[1:])}"
-        raise UserError(
-            f"trainer.devices={devices}, trainer.num_nodes={num_nodes}: needs as many processes, "
-            f"and this command has {started}; "
-            + (remedy if devices * num_nodes > 1 else "drop torchrun or srun")
-        )
+        if devices * num_nodes != started:
+            raise UserError(
+                f"trainer.devices={devices}, trainer.num_nodes={num_nodes}: needs as many "
+                f"processes, and this command has {started}; type torchrun --nnodes {num_nodes} "
+                f"--nproc-per-node {devices} -m normexp.train {join(words[1:])}"
+            )
     if started > 1 and len(cells) > 1:
         raise UserError(f"{len(cells)} cells in one torchrun or srun: start one cell each")
     return rank if started > 1 else None

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import hydra
@@ -23,15 +22,17 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from normexp.config.help import (
+from normexp.config.schema import (
     CUSTOM_GROUPS,
     GROUPS,
-    check_config_dirs,
-    choice_files,
+    MISSING,
     conf_dir,
     group_choices,
+    is_read,
+    name_as_text,
+    unknown_key,
+    value_at,
 )
-from normexp.config.schema import MISSING, is_read, name_as_text, unknown_key, value_at
 from normexp.config.words import as_typed, suggest
 from normexp.errors import UserError
 from normexp.records.provenance import why_missing
@@ -42,47 +43,45 @@ DEFAULT_SCHEDULE = {"schedule": "cosine", "warmup": 0.1}  # of an optimizer that
 BUDGETS = ("epochs", "steps", "samples")
 FEW = 12  # most choices that a message lists
 
-
-class Mistyped(UserError):
-    """A group has no such choice, or the user's file no such class: no cell is trained."""
+Composed = dict[tuple[str, ...], dict[str, Any]]  # what Hydra composed, by its words
 
 
-def compose_config(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> dict[str, Any]:
+def compose_config(words: Sequence[str]) -> dict[str, Any]:
     """The config of one cell; see `compose_cell`."""
-    return compose_cell(overrides, config_dirs)[0]
+    return compose_cell(words)[0]
 
 
 def compose_cell(
-    overrides: Sequence[str], config_dirs: Sequence[str] = ()
+    words: Sequence[str], composed: Composed | None = None
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The values of one cell, and its choice in each config group: {"norm": "batch", ...}.
 
     No DictConfig goes further: interpolations are resolved, and `???` stands for a missing value.
 
     Args:
-        overrides: `key=value` words of a command line, one value per key.
-        config_dirs: folders with the user's own YAMLs, besides the shipped ones.
+        words: `key=value` of a command line, one value per key.
+        composed: what the cells of a command share; is added to.
 
     Raises:
         UserError: an unknown choice or key, a word that cannot be read.
     """
-    parsed = parse_overrides(overrides)
-    for override in parsed:
-        if override.is_sweep_override():
-            raise UserError(f"{override.input_line} names several values: add -m, or quote a text")
-    tree: Any = OmegaConf.to_container(compose_choices(parsed, config_dirs))
+    parsed = parse_overrides(words)
+    for one in parsed:
+        if one.is_sweep_override():
+            raise UserError(f"{one.input_line} names several values: add -m, or quote a text")
+    tree = dict(compose_choices(parsed, {} if composed is None else composed))
     choices = tree.pop("hydra")["runtime"]["choices"]
     config, known = OmegaConf.create(tree), [key for key in dotted_keys(tree) if is_read(key)]
     typed = {one.get_key_element().lstrip("+"): one for one in parsed if not _is_choice(one)}
-    for key, override in typed.items():
+    for key, one in typed.items():
         group, _, name = key.partition(".")
         is_open = choices.get(group) == "custom" or key.startswith("logger.custom.")
         if name == "_target_" and value_at(tree, key) not in (None, MISSING):
             chosen = choices.get(group)  # records would name it for another class
             raise UserError(f"{key}: {group}={chosen} has one; add {group}=custom")
-        if not (key in known or is_open or override.is_add() or override.is_force_add()):
+        if not (key in known or is_open or one.is_add() or one.is_force_add()):
             raise unknown_key(key, known)
-        OmegaConf.update(config, key, override.value(), merge=False, force_add=True)
+        OmegaConf.update(config, key, one.value(), merge=False, force_add=True)
     try:
         plain: Any = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
@@ -94,37 +93,15 @@ def compose_cell(
     for key in dotted_keys(plain):
         if not is_read(key):
             raise unknown_key(key, known)
-    _refuse_second_budget(plain, list(typed))
+    budgets = [key for key in BUDGETS if plain[key] is not None]
+    if "epochs" not in typed:
+        budgets.remove("epochs")
+    if len(budgets) > 1:  # one would win unseen
+        given = " and ".join(f"{key}={as_typed(plain[key])}" for key in budgets)
+        raise UserError(f"{given}: a training has one budget; keep one, and set the other to null")
     names = {group: str(name) for group in GROUPS if (name := choices.get(group)) is not None}
     own = [group for group in names if names[group] == "custom" and group != "logger"]
     return plain, names | {group: _name_of(group, plain[group]) for group in own}
-
-
-def refuse_missing_values(tree: Mapping[str, Any], prefix: str = "") -> None:
-    """Raises UserError for a `???` in a config, or in its part at the dotted key `prefix`."""
-    for key in dotted_keys(tree):
-        if value_at(tree, key) == MISSING:
-            raise UserError(f"{prefix}{key} is not set; give {prefix}{key}=...")
-
-
-def refuse_missing_targets(config: Mapping[str, Any]) -> None:
-    """Raises Mistyped for a class or function of the user, or a logger, that is not there."""
-    for group in CUSTOM_GROUPS:
-        for part in parts_with_target(config.get(group)):
-            if reason := why_missing(part["_target_"]):
-                raise Mistyped(f"{group}._target_={part['_target_']}: {reason}")
-    for name in ("wandb", "tensorboard", "mlflow"):
-        if name in config["logger"] and find_spec(name) is None:
-            raise Mistyped(f"logger={name} needs a package; pip install 'normexp[{name}]'")
-
-
-def _refuse_second_budget(config: Mapping[str, Any], typed: Sequence[str]) -> None:
-    """Refuses a typed budget beside another one, which would win unseen."""
-    set_keys = [key for key in BUDGETS if config[key] is not None]
-    budgets = [key for key in set_keys if key != "epochs" or key in typed]
-    if len(budgets) > 1 and not set(budgets).isdisjoint(typed):
-        words = " and ".join(f"{key}={as_typed(config[key])}" for key in budgets)
-        raise UserError(f"{words}: a training has one budget; keep one, and set the other to null")
 
 
 def _name_of(group: str, values: Mapping[str, Any]) -> str:
@@ -137,7 +114,26 @@ def _name_of(group: str, values: Mapping[str, Any]) -> str:
     return target if name in group_choices(group) else name
 
 
-# --- Choices --------------------------------------------------------------------------------------
+def refuse_missing(config: Mapping[str, Any]) -> None:
+    """Raises UserError for a missing value, a missing class of the user, or a missing logger."""
+    refuse_missing_values(config)
+    for group in CUSTOM_GROUPS:
+        for part in parts_with_target(config.get(group)):
+            if reason := why_missing(part["_target_"]):
+                raise UserError(f"{group}._target_={part['_target_']}: {reason}")
+    for name in ("wandb", "tensorboard", "mlflow"):
+        if name in config["logger"] and find_spec(name) is None:
+            raise UserError(f"logger={name} needs a package; pip install 'normexp[{name}]'")
+
+
+def refuse_missing_values(tree: Mapping[str, Any], prefix: str = "") -> None:
+    """Raises UserError for a `???` in a config, or in its part at the dotted key `prefix`."""
+    for key in dotted_keys(tree):
+        if value_at(tree, key) == MISSING:
+            raise UserError(f"{prefix}{key} is not set; give {prefix}{key}=...")
+
+
+# --- Words and choices ----------------------------------------------------------------------------
 
 
 def parse_overrides(words: Sequence[str]) -> list[Override]:
@@ -146,21 +142,23 @@ def parse_overrides(words: Sequence[str]) -> list[Override]:
     A dotted path is a choice of every group that takes the user's own classes:
     `norm=my_norm.LpNorm` becomes `norm=custom norm._target_=my_norm.LpNorm`.
     """
-    parser, parsed = OverridesParser.create(), list[Override]()
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not key or not equals or key.startswith(("~", "hydra.sweeper.params")):
-            raise UserError(f"{word!r} is not key=value, as in norm=group or batch_size=8")
-        is_path = key in CUSTOM_GROUPS and re.fullmatch(r"[^\W\d]\w*(\.\w+)+", value)
-        given = [f"{key}=custom", f"{key}._target_={value}"] if is_path else [name_as_text(word)]
-        try:
-            parsed += parser.parse_overrides(given)
-        except HydraException:
-            raise UserError(
-                f"{word}: the value cannot be read; quote a text with special characters, as in "
-                f"'{key}=\"...\"'"
-            ) from None
-    return parsed
+    return [override for word in words for override in _parse(word)]
+
+
+@lru_cache(maxsize=1024)  # the points of a grid share most words
+def _parse(word: str) -> list[Override]:
+    key, equals, value = word.partition("=")
+    if not key or not equals or key.startswith(("~", "hydra.sweeper.params")):
+        raise UserError(f"{word!r} is not key=value, as in norm=group or batch_size=8")
+    is_path = key in CUSTOM_GROUPS and re.fullmatch(r"[^\W\d]\w*(\.\w+)+", value)
+    given = [f"{key}=custom", f"{key}._target_={value}"] if is_path else [name_as_text(word)]
+    try:
+        return OverridesParser.create().parse_overrides(given)
+    except HydraException:
+        raise UserError(
+            f"{word}: the value cannot be read; quote a text with special characters, as in "
+            f"'{key}=\"...\"'"
+        ) from None
 
 
 def _is_choice(override: Override) -> bool:
@@ -168,44 +166,35 @@ def _is_choice(override: Override) -> bool:
     return override.key_or_group in GROUPS or override.key_or_group.startswith("hydra")
 
 
-def compose_choices(parsed: Sequence[Override], config_dirs: Sequence[str] = ()) -> DictConfig:
+def compose_choices(parsed: Sequence[Override], composed: Composed) -> dict[str, Any]:
     """The config of the choices among the words that are not swept; do not write to it.
 
     Its key `hydra` has Hydra's own. Raises UserError.
     """
     chosen = [one for one in parsed if _is_choice(one) and not one.is_sweep_override()]
     for one in chosen:
-        if (
-            isinstance(one.value(), list)
-            and one.key_or_group in GROUPS
-            and one.key_or_group != "logger"
-        ):
+        if isinstance(one.value(), list) and one.key_or_group in {*GROUPS} - {"logger"}:
             raise UserError(f"{one.input_line}: takes one name; add -m and write a,b for several")
-    folders = [Path(folder, group) for folder in config_dirs for group in GROUPS]
-    files = [file for folder in folders for file in sorted(folder.rglob("*.yaml"))]
-    edited = tuple((file, file.stat().st_mtime_ns) for file in files)
-    return _compose(tuple(str(one.input_line) for one in chosen), tuple(config_dirs), edited)
+    words = tuple(str(one.input_line) for one in chosen)
+    if words not in composed:
+        composed[words] = _compose(words)
+    return composed[words]
 
 
 _composing = threading.Lock()  # Hydra has one state for all threads
 
 
-@lru_cache(maxsize=64)
-def _compose(
-    words: tuple[str, ...], config_dirs: tuple[str, ...], _: tuple[tuple[Path, int], ...]
-) -> DictConfig:
-    check_config_dirs(config_dirs)
+def _compose(words: Sequence[str]) -> dict[str, Any]:
     register_custom()
-    folders = ",".join(f"'file://{Path(folder).resolve()}'" for folder in config_dirs)
     try:
         with _composing, hydra.initialize_config_dir(str(conf_dir()), **VERSION_BASE):
-            search = [f"hydra.searchpath=[{folders}]"]
-            config = hydra.compose("config", [*search, *words], return_hydra_config=True)
+            config = hydra.compose("config", [*words], return_hydra_config=True)
     except MissingConfigException as error:
-        raise _no_such_choice(str(error.missing_cfg_file), config_dirs) from error
+        raise _no_such_choice(error) from error
     except (HydraException, YAMLError, ValueError) as error:
         raise _explain(error) from error
-    return config
+    tree: Any = OmegaConf.to_container(config)
+    return tree
 
 
 def _explain(error: Exception) -> UserError:
@@ -219,15 +208,15 @@ def _explain(error: Exception) -> UserError:
     return UserError(" ".join(lines[:2]) if lines[0].endswith(":") else lines[0])
 
 
-def _no_such_choice(file: str, config_dirs: Sequence[str]) -> UserError:
-    group, _, name = file.partition("/") if file.split("/")[0] in GROUPS else file.rpartition("/")
+def _no_such_choice(error: MissingConfigException) -> UserError:
+    group, _, name = str(error.missing_cfg_file).partition("/")
     if group not in GROUPS:
-        extras = "; pip install 'normexp[ray]' or 'normexp[slurm]'" * (group == "hydra/launcher")
-        return UserError(f"{group}={name}: no such config{extras}")
-    choices = group_choices(group, config_dirs)
+        extras = "; for a launcher, pip install 'normexp[ray]' or 'normexp[slurm]'"
+        return UserError(f"{error.missing_cfg_file}: no such config{extras}")
+    choices = sorted({*group_choices(group), *(error.options or ())})
     few = f"it takes {', '.join(choices)}" if len(choices) <= FEW else "--help lists all"
     hint = suggest(name, choices, most=3) or few
-    return Mistyped(f"{group}={name}: no such {group}; {hint}")
+    return UserError(f"{group}={name}: no such {group}; {hint}")
 
 
 @lru_cache(maxsize=1)
@@ -241,11 +230,10 @@ def register_custom() -> None:
     optim = {"default_lr": None, "weight_decay": 0.0, "decay_norm": False, **DEFAULT_SCHEDULE}
     nodes: dict[str, Any] = {group: own | {"_partial_": True} for group in CUSTOM_GROUPS}
     nodes |= {"data": own, "callback": {}, "optim": nodes["optim"] | optim, "logger": own}
-    store = ConfigStore.instance().store
     for group, node in nodes.items():
         package = "logger.custom" if group == "logger" else None
         content = DictConfig(node, flags={"struct": False})
-        store("custom", content, group, package, provider="normexp")
+        ConfigStore.instance().store("custom", content, group, package, provider="normexp")
 
 
 # --- The shipped YAMLs ----------------------------------------------------------------------------
@@ -254,7 +242,7 @@ def register_custom() -> None:
 @lru_cache(maxsize=256)
 def shipped_defaults(group: str, choice: str) -> dict[str, Any] | None:
     """The values in conf/<group>/<choice>.yaml; None for a choice that normexp does not ship."""
-    if choice not in choice_files(group, ()):
+    if choice not in group_choices(group):
         return None
     tree: Any = OmegaConf.to_container(OmegaConf.load(conf_dir() / group / f"{choice}.yaml"))
     return tree["data"] if group == "data" else tree  # data files also set top-level keys

@@ -6,62 +6,16 @@ family, as `# family: batch`.
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from textwrap import fill, shorten
+from collections.abc import Iterable
+from itertools import takewhile
+from textwrap import fill
 from typing import Any
 
-from normexp.errors import UserError
+from normexp.config.schema import GROUPS, conf_dir, group_choices
 from normexp.norms.slots import PLACEMENTS
 
-GROUPS = (
-    *("norm", "model", "data", "optim", "schedule", "callback"),
-    *("trainer", "logger", "experiment"),
-)
-CUSTOM_GROUPS = GROUPS[:6]  # take `<group>=custom <group>._target_=...`
-WIDTH = 100
-
-
-def conf_dir() -> Path:
-    """The folder of the shipped YAMLs: inside the package in a wheel, beside it in a checkout."""
-    package = Path(__file__).resolve().parents[1]
-    for folder in (package / "conf", package.parent / "conf"):
-        if (folder / "config.yaml").is_file():
-            return folder
-    raise FileNotFoundError(f"normexp is installed without its conf folder (beside {package})")
-
-
-def group_choices(group: str, config_dirs: Sequence[str] = ()) -> list[str]:
-    """The names that `group=` takes, sorted: shipped files, those of `config_dirs`, `custom`."""
-    names = {"custom"} if group in (*CUSTOM_GROUPS, "logger") else set()
-    return sorted(names | choice_files(group, config_dirs).keys())
-
-
-def check_config_dirs(config_dirs: Sequence[str]) -> None:
-    """Refuses a missing folder, and a file with the name of a shipped choice or of `custom`."""
-    for config_dir in config_dirs:
-        if not Path(config_dir).is_dir():
-            raise UserError(f"--config-dir {config_dir}: no such folder")
-        for group in GROUPS:
-            folder = Path(config_dir, group)
-            for name in sorted(_names_in(folder) & set(group_choices(group))):
-                raise UserError(
-                    f"{folder / name}.yaml: normexp has {group}={name} itself; rename yours"
-                )
-
-
-def choice_files(group: str, config_dirs: Sequence[str]) -> dict[str, Path]:
-    """The YAML file of each choice of a group."""
-    folders = [folder / group for folder in (conf_dir(), *map(Path, config_dirs))]
-    return {name: folder / f"{name}.yaml" for folder in folders for name in _names_in(folder)}
-
-
-def _names_in(folder: Path) -> set[str]:
-    files = folder.rglob("*.yaml")
-    names = {file.relative_to(folder).with_suffix("").as_posix() for file in files}
-    return names - {"claims"}  # conf/experiment/claims.yaml, which is read and not trained
+WIDTH, HEADS = 100, 28  # characters of a line, and of the heads in it
 
 
 USAGE = {
@@ -160,7 +114,8 @@ In a test of your own: from normexp.checks import assert_contract; assert_contra
 }
 GROUPS_FOOTER = """\
   A choice has knobs, as in norm.num_groups=4; its YAML in conf/ explains them.
-  norm=custom takes norm._target_=... and its knobs; all groups with `custom` likewise.
+  Groups but trainer and experiment also take a class of yours: model=my_package.MyModel, or
+  model=custom model._target_=my_package.MyModel, and its knobs.
   trainer.precision is 32-true, 64-true, or bf16-mixed, which trainer=gpu sets and every norm and
   model takes; 16-mixed is refused, because losses are not scaled.
 """
@@ -171,38 +126,35 @@ CHECK_KEYS = (
 VALUES = "Values (key=value) and their defaults"
 
 
-def help_text(entry: str, config_dirs: Sequence[str] = ()) -> str:
-    """The help of `train`, `tune`, `check`, `evaluate`, `report` or `status`.
-
-    Raises:
-        UserError: a missing folder among `config_dirs`.
-    """
-    check_config_dirs(config_dirs)
+def help_text(entry: str) -> str:
+    """The help of `train`, `tune`, `check`, `benchmark`, `evaluate`, `report` or `status`."""
     if entry == "train":
-        title = f"{VALUES}; data and experiment files may set their own:"
-        placements = _table(
-            "Placements (placement=NAME) of norms in a transformer block:", [*PLACEMENTS.items()]
-        )
-        keys = _table(title, config_lines())
-        choices = [(group, ", ".join(group_choices(group, config_dirs))) for group in GROUPS[1:]]
-        groups = _table("Groups (group=choice):", choices, width=12) + GROUPS_FOOTER
-        parts = [_norms(config_dirs), groups, placements, keys]
+        choices = [(group, ", ".join(group_choices(group))) for group in GROUPS[1:]]
+        parts = [
+            _norms(),
+            _table("Groups (group=choice):", choices) + GROUPS_FOOTER,
+            _table(
+                "Placements (placement=NAME) of norms in a transformer block:", PLACEMENTS.items()
+            ),
+            _table(f"{VALUES}; data and experiment files may set their own:", config_lines()),
+        ]
     elif entry == "tune":
-        lines = config_lines("tune")
-        parts = [_table(f"{VALUES}:", [(f"tune.{setting}", text) for setting, text in lines])]
+        parts = [
+            _table(f"{VALUES}:", ((f"tune.{key}", text) for key, text in config_lines("tune")))
+        ]
     else:
         known = CHECK_KEYS if entry == "check" else ()
         parts = [_table(f"{VALUES}:", [*known, *config_lines(entry, "entries.yaml")])]
-    return "\n".join([USAGE[entry], *parts, *filter(None, [ENDINGS.get(entry)])]).rstrip("\n")
+    return "\n".join([USAGE[entry], *parts, ENDINGS.get(entry, "")]).rstrip("\n")
 
 
-def config_lines(section: str = "", file: str = "config.yaml") -> Iterator[tuple[str, str]]:
+def config_lines(section: str = "", file: str = "config.yaml") -> list[tuple[str, str]]:
     """`key=default` and comment of each value in a YAML of conf/, at the top or under one key."""
     text, indent = (conf_dir() / file).read_text(encoding="utf-8"), ""
     if section:
         text, indent = text.partition(f"\n{section}:\n")[2].partition("\n\n")[0], "  "
-    for match in re.finditer(rf"^{indent}(\w+): (.+?)  # (.+)$", text, re.MULTILINE):
-        yield f"{match[1]}={match[2].replace('???', '')}", match[3]
+    found = re.findall(rf"^{indent}(\w+): (.+?)  # (.+)$", text, re.MULTILINE)
+    return [(f"{key}={default.replace('???', '')}", comment) for key, default, comment in found]
 
 
 def option_defaults(entry: str) -> dict[str, Any]:
@@ -212,42 +164,25 @@ def option_defaults(entry: str) -> dict[str, Any]:
     return yaml.safe_load((conf_dir() / "entries.yaml").read_text(encoding="utf-8"))[entry]
 
 
-def _norms(config_dirs: Sequence[str]) -> str:
-    """The norms by family, with a phrase each; those in subfolders are counted, not listed."""
+def _norms() -> str:
+    """The norms by family, with a phrase each, from the comments at the top of their YAMLs."""
     families: dict[str, list[tuple[str, str]]] = {}
-    folders: dict[str, int] = {}
-    for name, path in sorted(choice_files("norm", config_dirs).items()):
-        if "/" in name:
-            folder = name.partition("/")[0]
-            folders[folder] = folders.get(folder, 0) + 1
-        else:
-            family, phrase = _read_header(path)
-            families.setdefault(family, []).append((name, phrase))
-    lines = ["Norms (norm=NAME) by family; `over` says what their statistics pool:"]
-    for family in sorted(families, key=lambda name: (name == "other", name)):
-        lines.append(f"  {family}")
-        for name, phrase in families[family]:
-            lines.append(f"    {name:<22}{shorten(phrase, WIDTH - 26, placeholder=' ...')}")
-    for folder, count in folders.items():
-        lines.append(f"  {folder}/NAME: {count} more, each explained in conf/norm/{folder}/")
-    return "\n".join(lines) + "\n"
-
-
-def _read_header(path: Path) -> tuple[str, str]:
-    """Family and phrase of a norm, from the comments at the top of its YAML."""
-    header = itertools.takewhile(
-        lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines()
+    for name in (name for name in group_choices("norm") if "/" not in name):
+        lines = (conf_dir() / "norm" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+        header = [line.lstrip("# ") for line in takewhile(lambda line: line[:1] == "#", lines)]
+        phrase = re.sub(r" \(arXiv:[^)]*\)", "", header[0]).rstrip(".")
+        families.setdefault(header[-1].removeprefix("family: "), []).append((name, phrase))
+    tables = [_table(f"  {family}", rows, "    ") for family, rows in sorted(families.items())]
+    title = "Norms (norm=NAME) by family; `over` says what their statistics pool:\n"
+    return (
+        title + "".join(tables) + "  and NAME of conf/norm/deviations: the errors of other code\n"
     )
-    lines = [line.lstrip("# ") for line in header] or [""]
-    family = lines[-1].removeprefix("family: ") if "family: " in lines[-1] else "other"
-    return family, re.sub(r" \(arXiv:[^)]*\)", "", lines[0]).rstrip(".")
 
 
-def _table(title: str, rows: Iterable[tuple[str, str]], width: int = 28) -> str:
-    """Rows of a head and a text, side by side; `width` characters for the heads."""
+def _table(title: str, rows: Iterable[tuple[str, str]], indent: str = "  ") -> str:
+    """Rows of a head and a text, side by side."""
     lines = [title]
     for head, text in rows:
-        first = f"  {head:<{width}}" if len(head) < width else f"  {head}  "
-        rest = " " * (width + 2)
+        first, rest = f"{indent}{head}".ljust(HEADS) + "  ", " " * (HEADS + 2)
         lines.append(fill(text, WIDTH, initial_indent=first, subsequent_indent=rest))
     return "\n".join(lines) + "\n"

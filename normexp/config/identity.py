@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,11 +25,8 @@ from normexp.config.schema import (
     PARTS,
     SLOTS,
     in_identity,
-    sees_validations,
-    value_at,
 )
-from normexp.errors import UserError
-from normexp.records.provenance import digests_of, source_digest, source_files
+from normexp.records.provenance import digest_of, source_digest, source_files
 
 # Versions of choices, raised when a default or the meaning of a choice changes: {"norm/group": 2}.
 # Versions are hashed, so that trainings before and after the change are different cells.
@@ -61,11 +57,10 @@ IMPLIED_VALUES = {
 def identity_of(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[str, Any]:
     """Everything in a config that defines a training except its seed, in canonical form.
 
-    Values that differ from the shipped defaults, with numbers by value; `lr` always. Does not
-    check the config: one that `validate` refuses has an identity too.
+    Values that differ from the shipped defaults, with numbers by value; `lr` always.
 
     Args:
-        config: composed and resolved, as plain values.
+        config: composed, resolved and valid, as plain values.
         choices: the choice in each config group, as `compose_cell` returns them.
     """
     defaults = defining_values(shipped_config() | {"trainer": shipped_defaults("trainer", "auto")})
@@ -74,10 +69,11 @@ def identity_of(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[s
     rest = {key: value for key, value in values.items() if key not in groups}
     rest |= sizes_of(config)
     content = differences(defaults | rest, defaults)  # always has lr, whose default is a reference
-    devices, norm = num_devices_of(config), config.get("norm") or {}
-    if devices is None or devices > 1 and may_mix_samples(config) and spans_devices(norm) is None:
+    devices, norm = num_devices_of(config), config["norm"]
+    if devices > 1 and may_mix_samples(config) and spans_devices(norm) is None:
         content["devices"] = devices
-    if sees_validations(config):
+    acts = any(config.get(group) is not None for group in OPTIONAL_GROUPS)
+    if acts and config["val_every_epochs"] != 1:  # a callback or schedule sees validations
         content["val_every_epochs"] = config["val_every_epochs"]
     for group in groups:
         content[group] = _content_of(group, choices.get(group, "custom"), values[group])
@@ -91,38 +87,31 @@ def id_of(
     sizes = {key: identity.get(key, shipped_config()[key]) for key in SIZES}
     names = [_label(group, choices, config) for group in PARTS[:3]]
     shown = [f"{key[0]}{value}" for key, value in sizes.items() if value]  # b32, m8, n4
-    lr = identity["lr"]
+    lr = config["lr"]
     shown.append(f"lr{lr:.6g}" if isinstance(lr, int | float) else f"lr{lr}")
     return cell_id(identity, [*names, *shown])
 
 
-def sizes_of(config: Mapping[str, Any]) -> dict[str, Any]:
+def sizes_of(config: Mapping[str, Any]) -> dict[str, int | None]:
     """The three sizes with which one device trains like those of the config, in canonical form.
 
-    A device's share of a forward pass is a ghost sub-batch, unless the norm spans devices. Sizes
-    that do not fit each other or the devices are as typed.
+    A device's share of a forward pass is a ghost sub-batch, unless the norm spans devices.
     """
-    typed: dict[str, Any] = {key: config.get(key) for key in SIZES}
-    devices = num_devices_of(config) or 1
-    try:
-        sizes = Sizes(**typed)
-        if devices > 1 and (spans := spans_devices(config.get("norm") or {})) is not None:
-            sizes = sizes.shared_by(devices, synchronized=spans)
-    except (UserError, TypeError):  # refused when the cell is validated
-        return typed
+    sizes, devices = Sizes(*(config[key] for key in SIZES)), num_devices_of(config)
+    if devices > 1 and (spans := spans_devices(config["norm"])) is not None:
+        sizes = sizes.shared_by(devices, synchronized=spans)
     values = [getattr(sizes, key) for key in SIZES]
     return canonical_sizes(*values, mixes_samples=may_mix_samples(config))
 
 
 def may_mix_samples(config: Mapping[str, Any]) -> bool:
     """False if the norm is declared not to mix samples, so that nothing splits its statistics."""
-    return value_at(config, "norm.mixes_samples") is not False
+    return config["norm"].get("mixes_samples") is not False
 
 
-def num_devices_of(config: Mapping[str, Any]) -> int | None:
-    """The number of devices that train a cell together, over all nodes; None if not a number."""
-    counts = [value_at(config, key) for key in ("trainer.devices", "trainer.num_nodes")]
-    return math.prod(counts) if all(isinstance(count, int) for count in counts) else None
+def num_devices_of(config: Mapping[str, Any]) -> int:
+    """The number of devices that train a cell together, over all nodes."""
+    return config["trainer"]["devices"] * config["trainer"]["num_nodes"]
 
 
 def spans_devices(norm: Mapping[str, Any]) -> bool | None:
@@ -132,11 +121,11 @@ def spans_devices(norm: Mapping[str, Any]) -> bool | None:
     """
     if norm.get("synchronized") is not None:
         return bool(norm["synchronized"])
-    choice = shipped_targets("norm").get(str(norm.get("_target_", "")))
+    choice = shipped_targets("norm").get(norm["_target_"])
     if choice is None:
         return None
     shipped = shipped_defaults("norm", choice.partition("/")[2]) or {}
-    return bool(shipped.get("synchronized", False))
+    return bool(shipped.get("synchronized"))
 
 
 def defining_values(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,7 +151,8 @@ def sources_of(config: Mapping[str, Any]) -> dict[str, str]:
     """The digest of each of the user's own source files that the identity counts, by path."""
     digests: dict[str, str] = {}
     for part in parts_with_target(defining_values(config)):
-        digests |= digests_of(source_files(part["_target_"]))
+        for path in source_files(part["_target_"]).values():
+            digests[str(path)] = digest_of(path.read_bytes())
     return digests
 
 

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal, Optional
 
 from pydantic import (
@@ -31,7 +32,9 @@ from normexp.norms.slots import Act, Conv, Placement
 MISSING = "???"  # in a config: a value that must be given
 PARTS = ("norm", "model", "data", "optim")  # of every cell; their targets say what they take
 OPTIONAL_GROUPS = ("schedule", "callback")  # a training may have none
-OPEN = (*PARTS, *OPTIONAL_GROUPS, "logger", "experiment")  # groups of any keys
+CUSTOM_GROUPS = (*PARTS, *OPTIONAL_GROUPS)  # take `<group>=custom <group>._target_=...`
+GROUPS = (*CUSTOM_GROUPS, "trainer", "logger", "experiment")
+OPEN = (*CUSTOM_GROUPS, "logger", "experiment")  # groups of any keys
 NOT_IN_IDENTITY = ("hydra", "experiment", "logger", "tune")  # groups that define no training
 LONGEST_NAME = 200  # bytes; file systems allow 255, and derived names are longer
 
@@ -254,14 +257,27 @@ def unknown_key(key: str, known: Iterable[str]) -> UserError:
     return UserError(f"{key}: unknown key; {hint or '--help lists the keys'}")
 
 
-def sees_validations(config: Mapping[str, Any]) -> bool:
-    """True if a callback or schedule may act on validations, and they skip epochs."""
-    acts = any(config.get(group) is not None for group in OPTIONAL_GROUPS)
-    return acts and config["val_every_epochs"] != 1
-
-
 def name_as_text(word: str) -> str:
     """The word, with quotes for names of studies that would be read as numbers, as 2026_11."""
     if not re.fullmatch(r"study=[\[\w.+,\]-]*", word):
         return word
     return re.sub(r"(?<=[=,\[])[\d.][\w.+-]*", lambda name: f"'{name[0]}'", word)
+
+
+# --- The shipped YAMLs ----------------------------------------------------------------------------
+
+
+def conf_dir() -> Path:
+    """The folder of the shipped YAMLs: inside the package in a wheel, beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "conf", package.parent / "conf"):
+        if (folder / "config.yaml").is_file():
+            return folder
+    raise FileNotFoundError(f"normexp is installed without its conf folder (beside {package})")
+
+
+def group_choices(group: str, folder: Path | None = None) -> list[str]:
+    """The names that `group=` takes, sorted; those of another folder of YAMLs, if given."""
+    folder = (folder or conf_dir()) / group
+    names = {file.relative_to(folder).with_suffix("").as_posix() for file in folder.rglob("*.yaml")}
+    return sorted(names - {"claims"})  # conf/experiment/claims.yaml is read and not trained

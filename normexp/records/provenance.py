@@ -37,7 +37,9 @@ def source_files(target: str) -> dict[str, Path]:
     imported.
     """
     files: dict[str, Path] = {}
-    waiting, tried = [*_with_parents(target)], set[str]()
+    package = _file_of(target.partition(".")[0])
+    is_foreign = package is not None and not is_own(package)
+    waiting, tried = [] if is_foreign else [*_with_parents(target)], set[str]()
     while waiting:
         name = waiting.pop()
         if name not in tried and (file := _own_file(name)) is not None:
@@ -57,11 +59,6 @@ def source_digest(target: str) -> str | None:
     files = sorted(source_files(target).items())
     parts = [f"{name}\0{digest_of(path.read_bytes())}\0" for name, path in files]
     return digest_of("".join(parts).encode()) if parts else None
-
-
-def digests_of(files: Mapping[str, Path]) -> dict[str, str]:
-    """The digest of each file's content, by its path."""
-    return {str(path): digest_of(path.read_bytes()) for path in files.values()}
 
 
 _first_digests: dict[str, str] = {}  # by path

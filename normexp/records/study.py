@@ -97,16 +97,12 @@ def append_entry(study_dir: Path, entry: Entry) -> None:
     kind = "command" if isinstance(entry, CommandEntry) else "refusal"
     study_dir.mkdir(parents=True, exist_ok=True)
     with file_lock(study_dir / LOCK_FILE, waits=True):
-        known = read_entries(study_dir)
-        if isinstance(entry, CommandEntry) and any(e.id == entry.id for e in commands_in(known)):
+        known = [one.id for one in read_entries(study_dir) if isinstance(one, CommandEntry)]
+        if isinstance(entry, CommandEntry) and entry.id in known:
             return
         path = study_dir / STUDY_FILE
         before = path.read_text() if path.exists() else ""
         write_text(path, before + json.dumps({"line": kind} | asdict(entry)) + "\n")
-
-
-def commands_in(entries: Iterable[Entry]) -> list[CommandEntry]:
-    return [entry for entry in entries if isinstance(entry, CommandEntry)]
 
 
 def read_entries(study_dir: Path) -> tuple[Entry, ...]:
@@ -350,7 +346,7 @@ def read_study(directory: Path) -> Study:
         UserError: study.jsonl cannot be read.
     """
     entries, stacks = read_entries(directory), read_stacks(directory)
-    commands = commands_in(entries)
+    commands = [entry for entry in entries if isinstance(entry, CommandEntry)]
     on_disk = {folder.name: list_seeds(folder) for folder in list_cells(directory)}
     refusals = _refusals(entries, on_disk)
     asked = dict[str, Asked]()

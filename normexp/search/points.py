@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from normexp.config.cells import CellSpec, Command, is_searched
-from normexp.config.compose import compose_cell, compose_config, refuse_missing_targets
 from normexp.config.schema import KEYS, in_identity, validate_keys
-from normexp.config.space import Space, read_space
 from normexp.config.words import join_or
 from normexp.errors import UserError
+from normexp.search.space import Space, read_space
 
 Point = Mapping[str, str]  # key to value, as typed on the command line
 VALIDATION = ("val/accuracy", "val/bits_per_byte", "val/loss")  # the first that a task has
@@ -36,7 +35,7 @@ class Search:
     grid: tuple[str, ...]
     space: Space
     base: Mapping[str, Any]
-    config_dirs: tuple[str, ...]
+    command: Command
 
     @property
     def title(self) -> str:
@@ -55,14 +54,15 @@ class Search:
     def cell(self, point: Point, *, is_report: bool) -> CellSpec:
         """The cell of a point; unless `is_report`, with the seeds and the study of the search."""
         words = words_of(point)
-        config, choices = compose_cell([*self.fixed, *words], self.config_dirs)
-        validate_keys(config, [key for key in self.space.keys if key in KEYS])
-        if not is_report:
-            tune, study = self.base["tune"], f"{self.base['study']}-search"
-            config |= {"study": study, "seed": tune["first_seed"], "replicas": tune["seeds"]}
-            if "@" not in (tune["metric"] or ""):
-                config["evaluate_with"] = ["running"]
-        return CellSpec(config, choices, overrides=(*self.fixed, *words))
+        cell = self.command.cell([*self.fixed, *words])
+        validate_keys(cell.config, [key for key in self.space.keys if key in KEYS])
+        if is_report:
+            return cell
+        tune, study = self.base["tune"], f"{self.base['study']}-search"
+        own = {"study": study, "seed": tune["first_seed"], "replicas": tune["seeds"]}
+        if "@" not in (tune["metric"] or ""):
+            own["evaluate_with"] = ["running"]
+        return replace(cell, config=cell.config | own)
 
 
 def plan_searches(command: Command) -> list[Search]:
@@ -88,11 +88,10 @@ def plan_searches(command: Command) -> list[Search]:
     shared = set(lines[0]).intersection(*map(set, lines))
     searches = []
     for line in lines:
-        base = compose_config([*line, *words_of(space.first)], command.config_dirs)
-        refuse_missing_targets(base)
+        base = command.cell([*line, *words_of(space.first)]).config
         check_settings(base)
         grid_words = tuple(word for word in line if word not in shared)
-        search = Search(tuple(line), grid_words, space, base, tuple(command.config_dirs))
+        search = Search(tuple(line), grid_words, space, base, command)
         assert search.trials  # composes each, to find a mistake before the first training
         searches.append(search)
     return searches

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from normexp.config.cells import CellSpec, join_points
@@ -14,23 +14,21 @@ from normexp.reporting.metric import Metric, describe_metric
 from normexp.reporting.summary import print_closing_table
 from normexp.reporting.terminal import open_console, text_table
 from normexp.search.points import VALIDATION, Search, words_of
-from normexp.sweeps.sweep import raise_if_stopped, run_cells
-
-Train = Callable[..., list[CellState]]  # as `train_cells`
+from normexp.sweeps.sweep import raise_if_stopped, run_cells, train_cells
 
 
-def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
+def tune(searches: Sequence[Search], words: Sequence[str]) -> int:
     """Searches, trains fresh seeds at the best points, prints both; returns the exit code.
 
     Raises:
         UserError: all points are refused, or no run has the metric.
         Halted, KeyboardInterrupt: as `raise_if_stopped`.
     """
-    base, keys = searches[0].base, searches[0].space.keys
+    base = searches[0].base
     cells = join_points([cell for search in searches for _, cell in search.trials])
     if base["dry_run"]:
         return run_cells([*cells, *map(_planned_report, searches)], words)
-    states = _train(train, cells, words, keys)
+    states = _train(searches[0], cells, words)
     if all(state.refused for state in states.values()):
         raise UserError(next(iter(states.values())).refused)
     lost = not all(map(_has_ended, states.values()))
@@ -54,7 +52,7 @@ def tune(searches: Sequence[Search], words: Sequence[str], train: Train) -> int:
         shown = f"{metric.scale * value:.{metric.digits}f} {metric.label}"
         rows.append([search.title, " ".join(words_of(best)), count, shown])
         chosen.append(search.cell(best, is_report=True))
-    fresh = _train(train, join_points(chosen), words, keys) if chosen else {}
+    fresh = _train(searches[0], join_points(chosen), words) if chosen else {}
     console = open_console()
     console.print(text_table(["search", "best", "points with a value", "search seeds"], rows))
     console.out("fresh seeds at the best points:")
@@ -69,11 +67,9 @@ def _planned_report(search: Search) -> CellSpec:
     return replace(search.cell(search.trials[0][0], is_report=True), overrides=words)
 
 
-def _train(
-    train: Train, cells: Sequence[CellSpec], words: Sequence[str], searched: Sequence[str]
-) -> dict[str, CellState]:
-    """The state of each cell, by id."""
-    states = train(cells, words, searched=searched)
+def _train(search: Search, cells: Sequence[CellSpec], words: Sequence[str]) -> dict[str, CellState]:
+    """The state of each cell of a search, or of several from one command, by id."""
+    states = train_cells(cells, words, command=search.command, searched=search.space.keys)
     raise_if_stopped(cells, states)
     return {state.id: state for state in states}
 

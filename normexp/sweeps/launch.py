@@ -9,51 +9,41 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from omegaconf import DictConfig
 
 from normexp.config.cells import Command
 from normexp.config.compose import VERSION_BASE
-from normexp.config.help import conf_dir
-from normexp.sweeps.sweep import Launch, Sweep
-from normexp.sweeps.worker import Job
+from normexp.config.schema import conf_dir
 
 LAUNCHER_WORDS = r"experiment=|\+*hydra(/|\.(?!sweeper|mode))"  # words that configure the launcher
 FOLDER = "launched"  # in a study: the files of Hydra, the launcher and the jobs
 
 
-def launch_of(command: Command) -> Launch | None:
-    """Trains through the launcher that a command names; None for our own workers."""
-    launcher = command.launcher
-    return None if launcher is None else partial(launch_workers, command, launcher)
-
-
-def launch_workers(command: Command, launcher: str, job: Job, count: int) -> str:
-    """Runs this many workers of a command by Hydra's multirun; returns the launcher's error."""
+def launch_workers(command: Command, study_dir: Path, count: int, act: Callable[[], None]) -> str:
+    """Calls `act` in this many jobs of Hydra's multirun; returns the launcher's error."""
     hydra_words = [word for word in command.overrides if re.match(LAUNCHER_WORDS, word)]
-    folder = (next(iter(job.commands)) / FOLDER).resolve()
+    folder = (study_dir / FOLDER).resolve()
     numbers = ",".join(map(str, range(count)))
     overrides = [*hydra_words, f"+worker={numbers}", f"hydra.sweep.dir={json.dumps(str(folder))}"]
     overrides.append("hydra.sweeper.params=null")  # of an experiment
-    if launcher == "ray":  # the plugin sets a value that a running cluster refuses
+    if command.launcher == "ray":  # the plugin sets a value that a running cluster refuses
         overrides.append("+hydra.launcher.ray.init.object_store_memory=null")
-    folders = [json.dumps(f"file://{Path(path).resolve()}") for path in command.config_dirs]
-    search = [f"hydra.searchpath=[{','.join(folders)}]"] if folders else []
     cwd = Path.cwd()
 
-    def run(_: DictConfig) -> None:  # pickled by value, with the job
+    def run(_: DictConfig) -> None:
         with suppress(OSError):  # on another machine, relative folders start where the job does
             os.chdir(cwd)
-        Sweep(job, workers=0).train()
+        act()
 
     import hydra
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raises errors instead of exiting
     program = sys.argv  # Hydra reads its command line there
-    sys.argv = [program[0], "-m", *search, *overrides]
+    sys.argv = [program[0], "-m", *overrides]
     try:
         hydra.main(config_path=str(conf_dir()), config_name="config", **VERSION_BASE)(run)()
     except Exception as error:  # a job died, or the launcher itself failed

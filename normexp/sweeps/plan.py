@@ -29,13 +29,13 @@ def print_plan_of(cells: Sequence[CellSpec]) -> int:
     refused = dict.fromkeys(plan.state.refused for plan in plans)
     if "" not in refused:
         raise UserError("; ".join(refused))
-    _, num_workers = worker_slots([cell for cell in cells if cell.config is not None])
+    _, num_workers = worker_slots([cell for cell in cells if not cell.error])
     print_plan(plans, num_workers=num_workers, num_points=sum(cell.num_points for cell in cells))
     return FAILED if len(refused) > 1 else 0
 
 
 def _plan(spec: CellSpec) -> Plan:
-    if spec.config is None:
+    if spec.error:
         return Plan(CellState(spec.id, spec.title, refused=spec.error), {}, 0.0)
     state = read_cell(spec.directory.parent, spec.id, spec.title, spec.seeds, [])
     try:

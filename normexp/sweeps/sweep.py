@@ -6,7 +6,7 @@ import logging
 import secrets
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.connection import wait
@@ -17,8 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from normexp.cells.stack import MOST_RUNS_ON_GPU, remove_failed
-from normexp.config.cells import CellSpec, check_processes
-from normexp.config.schema import validate_keys
+from normexp.config.cells import CellSpec, Command, check_processes
 from normexp.config.words import format_duration
 from normexp.errors import FAILED, Halted, UserError
 from normexp.records.files import ensure_writable
@@ -34,6 +33,7 @@ from normexp.records.study import (
     remove_refused,
 )
 from normexp.reporting.summary import print_closing_table, print_summary
+from normexp.sweeps.launch import launch_workers
 from normexp.sweeps.machine import own_slot, shared_value, worker_slots
 from normexp.sweeps.worker import TICK, Job, Worker, ready_to_train, work
 from normexp.training.stopping import StopRequest, TrainingControl
@@ -41,12 +41,15 @@ from normexp.training.stopping import StopRequest, TrainingControl
 logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_LOOKS = 1.0  # at the files of the study
-COMMAND_KEYS = ("study", "workers", "fail_fast", "dry_run")
-Launch = Callable[[Job, int], str]  # trains in this many workers elsewhere; returns an error
 
 
-def run_cells(cells: Sequence[CellSpec], words: Sequence[str], launch: Launch | None = None) -> int:
+def run_cells(
+    cells: Sequence[CellSpec], words: Sequence[str], command: Command | None = None
+) -> int:
     """Trains the missing runs of each cell and prints what came of it; returns the exit code.
+
+    Args:
+        words, command: see `train_cells`.
 
     Raises:
         UserError: all cells are refused; otherwise a refusal is a row.
@@ -57,7 +60,7 @@ def run_cells(cells: Sequence[CellSpec], words: Sequence[str], launch: Launch | 
         from normexp.sweeps.plan import print_plan_of  # torch
 
         return print_plan_of(cells)
-    return print_states(train_cells(cells, words, launch=launch), cells)
+    return print_states(train_cells(cells, words, command=command), cells)
 
 
 def print_states(states: Sequence[CellState], cells: Sequence[CellSpec]) -> int:
@@ -88,7 +91,7 @@ def train_cells(
     words: Sequence[str],
     *,
     workers: int | None = None,
-    launch: Launch | None = None,
+    command: Command | None = None,
     searched: Sequence[str] = (),
 ) -> list[CellState]:
     """Trains the missing runs of each cell; returns the states of all, in order.
@@ -96,7 +99,7 @@ def train_cells(
     Args:
         words: the command, as study.jsonl records it.
         workers: number of stacks trained at once, 0 for this process; overrides the config.
-        launch: starts the workers elsewhere.
+        command: with the launcher that starts the workers elsewhere, if it names one.
         searched: the keys whose values the command searches.
 
     Raises:
@@ -104,33 +107,36 @@ def train_cells(
         Halted: nothing more can be trained.
         KeyboardInterrupt: a second Ctrl-C.
     """
-    composed = [cell for cell in cells if cell.config is not None]
-    for cell in composed:
-        validate_keys(cell.values, COMMAND_KEYS)
-    check_processes(composed, words)
-    job = _job_of(composed, words, searched)
+    check_processes(cells, words)
+    job = _job_of([cell for cell in cells if not cell.error], words, searched)
     before = job.states()
     over = {one.directory for one in before if one.is_over and one.status != "failed"}
     remove_failed(before)
     try:
-        for cell in (cell for cell in cells if cell.config is None):
-            for study_dir, command in list(job.commands.items())[:1]:
-                refusal = Refusal(cell.id, cell.title, cell.seeds, command.id, cell.error)
+        for cell in (cell for cell in cells if cell.error):
+            for study_dir, entry in list(job.commands.items())[:1]:
+                refusal = Refusal(cell.id, cell.title, cell.seeds, entry.id, cell.error)
                 append_entry(study_dir, refusal)
         if left := job.left():  # else torch is not imported
             for study_dir in job.commands:
                 ensure_writable(study_dir)
-            if launch is None:
+            if command is None or command.launcher is None:
                 Sweep(job, workers).train()
-            elif error := launch(job, shared_value(cells, "workers") or len(left)):
-                logger.warning("the launcher stopped: %s", error)
+            else:
+
+                def act() -> None:  # pickled by value, with the job
+                    Sweep(job, workers=0).train()
+
+                count = shared_value(cells, "workers") or len(left)
+                if error := launch_workers(command, next(iter(job.commands)), count, act):
+                    logger.warning("the launcher stopped: %s", error)
         states = iter(job.states())
     finally:
-        for study_dir, command in job.commands.items():
-            remove_refused(study_dir, command.id)
+        for study_dir, entry in job.commands.items():
+            remove_refused(study_dir, entry.id)
     return [
         CellState(cell.id, cell.title, refused=cell.error)
-        if cell.config is None
+        if cell.error
         else replace(next(states), was_over=cell.directory in over)
         for cell in cells
     ]

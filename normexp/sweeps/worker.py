@@ -26,14 +26,13 @@ from pathlib import Path
 
 from normexp.cells.stack import MOST_RUNS, Stack, cut_stacks
 from normexp.config.cells import CellSpec
-from normexp.config.process import importing_torch
 from normexp.config.words import one_line
 from normexp.errors import FAILED, INTERRUPTED, Halted, UserError
 from normexp.records.files import holder_of, this_command
 from normexp.records.logs import messages_to_stderr
 from normexp.records.result import LOCK_FILE
 from normexp.records.study import CellState, CommandEntry, read_cell, read_stacks, refused_by
-from normexp.sweeps.machine import WorkerSlot
+from normexp.sweeps.machine import WorkerSlot, importing_torch
 from normexp.training.stopping import Interrupted, StopRequest, TrainingControl
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from train_cases import spec_of
 
 from normexp.cells.cell import check_norm_batch_size
 from normexp.cells.recipe import recipe_of
-from normexp.config.process import started_processes
+from normexp.config.cells import started_processes
 from normexp.errors import UserError
 from normexp.records.result import read_result
 from normexp.train import main
@@ -51,12 +51,14 @@ def test_a_plain_process_says_the_line_to_type(
 ):
     words = [*DDP, "trainer.devices=2", f"runs_dir={tmp_path}"]
     assert main(words) == 2
-    line = f"torchrun --nproc-per-node 2 -m normexp.train {' '.join(words)}"
+    line = f"torchrun --nnodes 1 --nproc-per-node 2 -m normexp.train {' '.join(words)}"
     assert line in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "0")
     assert main([f"runs_dir={tmp_path}"]) == 2
-    assert "this command has 4; drop torchrun or srun" in capsys.readouterr().err
+    assert (
+        "this command has 4; type torchrun --nnodes 1 --nproc-per-node 1" in capsys.readouterr().err
+    )
     assert list(tmp_path.iterdir()) == []
 
 

@@ -17,7 +17,7 @@ from normexp.checks.network import BuiltNetwork
 from normexp.checks.preflight import examine
 from normexp.checks.reading import padding_is_read
 from normexp.config.compose import compose_config, shipped_defaults
-from normexp.config.help import group_choices
+from normexp.config.schema import group_choices
 from normexp.norms.site import View
 
 

@@ -10,7 +10,7 @@ from gpu_cases import DATA, ON_GPU, assert_near, build, first_step, images, on_e
 
 from normexp.batching.draws import Dropout
 from normexp.batching.sizes import Sizes
-from normexp.config.help import group_choices
+from normexp.config.schema import group_choices
 from normexp.data.augment import Augmentation
 from normexp.data.batches import TrainingBatches
 from normexp.errors import UserError

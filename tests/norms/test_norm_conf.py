@@ -56,7 +56,7 @@ class Fades(nn.Identity):
 def test_a_norm_receives_the_number_of_steps_of_its_training(words, key, expected, own_module):
     own_module("fades", OWN_NORM)
     spec = spec_of(*words)
-    data = build_data(spec.values["data"])
+    data = build_data(spec.config["data"])
     network = make_builder(spec, make_recipe(spec, data), data)(0)
     norms = [m for m in network.modules() if hasattr(m, key)]
     assert [getattr(norm, key) for norm in norms] == [expected] * 3

@@ -10,7 +10,7 @@ import pytest
 
 from normexp.errors import UserError
 from normexp.records.provenance import (
-    digests_of,
+    digest_of,
     refuse_edited,
     source_digest,
     source_files,
@@ -101,11 +101,15 @@ def test_the_digest_is_of_names_and_content_and_not_of_the_place(folder: Path, m
 
 
 def test_an_edit_after_the_import_is_refused(folder: Path):
-    hashed = digests_of(source_files("second.Norm"))
+    def digests_of_second() -> dict[str, str]:
+        files = source_files("second.Norm").values()
+        return {str(path): digest_of(path.read_bytes()) for path in files}
+
+    hashed = digests_of_second()
     refuse_edited(hashed)
     refuse_edited(hashed)
     (folder / "second.py").write_text("x = 22\n")
-    for digests in (hashed, digests_of(source_files("second.Norm"))):
+    for digests in (hashed, digests_of_second()):
         with pytest.raises(UserError, match="was edited after the command began, or after this"):
             refuse_edited(digests)
 

@@ -12,7 +12,7 @@ import pytest
 from normexp.config.cells import CellSpec
 from normexp.records.result import Result, Status
 from normexp.records.study import CellState, CommandEntry, read_entries
-from normexp.sweeps import sweep
+from normexp.search import select
 from normexp.tune import main
 
 
@@ -63,7 +63,7 @@ class Trainer:
 
     def rates(self, study: str) -> list[float]:
         cells = [cell for sweep in self.sweeps for cell in sweep]
-        return [c.lr for c in cells if c.values["study"] == study]
+        return [c.lr for c in cells if c.config["study"] == study]
 
 
 def peak(lr: float, seed: int) -> float:
@@ -73,7 +73,7 @@ def peak(lr: float, seed: int) -> float:
 @pytest.fixture
 def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
     replaced = Trainer(peak)
-    monkeypatch.setattr(sweep, "train_cells", replaced)
+    monkeypatch.setattr(select, "train_cells", replaced)
     return replaced
 
 

@@ -126,7 +126,7 @@ def test_gpus_are_named_as_the_environment_names_them(
 def test_threads_that_wait_do_not_keep_a_core_busy():
     """The OpenMP library itself says how its threads wait."""
     words = (
-        "from normexp.config.process import importing_torch\nwith importing_torch():\n import torch"
+        "from normexp.sweeps.machine import importing_torch\nwith importing_torch():\n import torch"
     )
     variables = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
     shown = subprocess.run(

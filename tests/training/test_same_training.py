@@ -33,7 +33,7 @@ from normexp.build import build_norm
 from normexp.checks.network import probe_batch
 from normexp.checks.wiring import cannot_stack
 from normexp.config.compose import compose_config
-from normexp.config.help import group_choices
+from normexp.config.schema import group_choices
 from normexp.norms.factory import NormFactory
 from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm
 from normexp.norms.rms import RMSNorm

@@ -1,0 +1,113 @@
+"""The space of a search, read from Hydra's sweep grammar, and its points.
+
+All points are known in advance: a grid of choices, or the first points of one scrambled Sobol
+sequence (Owen, 1998), so that a longer search extends a shorter one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
+
+from normexp.errors import UserError
+
+DIGITS = 4  # significant digits of a value that is drawn from an interval
+SCRAMBLE = 0  # seed of the Sobol sequence: every search of a space has the same points
+LOGARITHMIC = ("lr",)  # keys whose intervals have a log scale without a tag
+DRAWN = 8  # points drawn for each one wanted, since rounded values and choices repeat
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """What one key may be: one of the `texts`, or a number from `low` to `high`.
+
+    Attributes:
+        log: numbers are drawn uniformly in log(x).
+    """
+
+    key: str
+    texts: Sequence[str] = ()
+    low: float = 0.0
+    high: float = 0.0
+    log: bool = False
+
+    def at(self, fraction: float) -> str:
+        """The value at a fraction in [0, 1) of the list or the interval, as typed."""
+        if self.texts:
+            return self.texts[int(fraction * len(self.texts))]
+        low, high = self.low, self.high
+        value = low * (high / low) ** fraction if self.log else low + fraction * (high - low)
+        return repr(min(max(float(f"{value:.{DIGITS}g}"), low), high))
+
+
+@dataclass(frozen=True)
+class Space:
+    """The dimensions of a search; at least one."""
+
+    dimensions: tuple[Dimension, ...]
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(dimension.key for dimension in self.dimensions)
+
+    @property
+    def first(self) -> dict[str, str]:
+        return {dimension.key: dimension.at(0) for dimension in self.dimensions}
+
+    def points(self, count: int) -> list[dict[str, str]]:
+        """At most `count` different points; fewer if the space has fewer.
+
+        All combinations in order, if only choices are searched and there are no more of them;
+        otherwise points of the Sobol sequence.
+        """
+        rows = itertools.product(*(dimension.texts for dimension in self.dimensions))
+        sizes = [len(dimension.texts) for dimension in self.dimensions]
+        if not 0 < math.prod(sizes) <= count:
+            drawn = _sobol(len(sizes), DRAWN * count)
+            rows = (
+                tuple(d.at(u) for d, u in zip(self.dimensions, row, strict=True)) for row in drawn
+            )
+        unique = itertools.islice(dict.fromkeys(rows), count)
+        return [dict(zip(self.keys, row, strict=True)) for row in unique]
+
+
+def _sobol(num_dimensions: int, count: int) -> list[list[float]]:
+    """At least `count` points of one sequence in [0, 1)^d; more points begin with the same ones."""
+    from scipy.stats import qmc
+
+    sequence = qmc.Sobol(num_dimensions, scramble=True, rng=SCRAMBLE)
+    return sequence.random_base2(math.ceil(math.log2(count))).tolist()
+
+
+def read_space(overrides: Sequence[Override]) -> Space:
+    """Reads the space of the searched overrides. Raises UserError for one without values."""
+    return Space(tuple(map(_dimension, overrides)))
+
+
+def _dimension(override: Override) -> Dimension:
+    value: Any = override.value()
+    key, text = override.get_key_element(), override.input_line
+    is_interval = isinstance(value, IntervalSweep)
+    if value.tags - ({"log"} if is_interval else set()):
+        raise UserError(f"{text}: the only tag is log, of an interval")
+    if is_interval:
+        low, high, log = value.start, value.end, "log" in value.tags or key in LOGARITHMIC
+        if low is None or high is None or not -math.inf < low < high < math.inf:
+            raise UserError(f"{text}: low must be below high, as in {key}=interval(0.1,1)")
+        if log and low <= 0:
+            raise UserError(f"{text}: a log scale begins above 0, not at {low:g}")
+        return Dimension(key, (), float(low), float(high), log)
+    if isinstance(value, RangeSweep):  # without the digits of 0.1 + 0.2
+        numbers = list(value.range())
+        texts = [str(x if isinstance(x, int) else float(f"{x:.12g}")) for x in numbers]
+    else:
+        texts = list(override.sweep_string_iterator())
+    unique = tuple(dict.fromkeys(texts))
+    if len(unique) < 2:
+        raise UserError(f"{text}: {len(unique)} values to search; name two or more, or {key}=...")
+    return Dimension(key, unique)
