@@ -33,10 +33,9 @@ from normexp.models.common import refuse_misfit
 from normexp.models.surgery import replace_norms
 from normexp.models.weights import Weights, load_fitting, open_weights
 from normexp.norms.adapt import foreign_factory
-from normexp.norms.as_built import AsBuilt
-from normexp.norms.factory import NormFactory, is_shipped
+from normexp.norms.factory import AsBuilt, NormFactory, is_shipped
+from normexp.norms.running import NUM_TRAINING_STEPS
 from normexp.norms.slots import SLOTS, resolve
-from normexp.norms.zoo.ramps import NUM_TRAINING_STEPS
 from normexp.training.schedule import Schedule, named_schedule, own_schedule
 
 # Lightning takes seconds to import, and neither a card nor a reloaded network needs it.

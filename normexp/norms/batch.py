@@ -18,10 +18,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from normexp.norms.affine import Affine, AffineNorm
+from normexp.norms.base import (
+    Affine,
+    AffineNorm,
+    Moments,
+    at_least_one,
+    centre,
+    count_values,
+    widen,
+)
 from normexp.norms.contract import State
 from normexp.norms.kernel import batch_norm
-from normexp.norms.moments import Moments, at_least_one, centre, count_values, widen
 from normexp.norms.running import (
     RunningMomentsNorm,
     group_dims,

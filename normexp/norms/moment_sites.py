@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from normexp.norms.moments import Moments, measure, pool, unbiased, widen
+from normexp.norms.base import Moments, measure, pool, unbiased, widen
 from normexp.norms.site import Site, as_maps, input_and_mask
 
 INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)

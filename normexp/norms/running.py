@@ -6,6 +6,12 @@
 Values come in groups, x (G, N, C, *): the samples of a group share statistics, and all groups of
 one forward move the running averages together, once. A plain forward is one group; a site that
 splits its batch into ghost sub-batches hands over several. `real` is the mask as (G, N, 1, *).
+
+A norm that changes over a training, by a warm-up or a ramp, takes an argument `num_training_steps`,
+which receives the number of optimizer steps. The bounds of its ramps are shares of that number,
+like the warm-up of the learning rate, so they mean the same in a training of any length;
+`+norm.num_training_steps=N` makes them shares of N steps. For a norm built outside a training, as
+for a card, the number is 1000.
 """
 
 from __future__ import annotations
@@ -17,10 +23,19 @@ import torch
 from torch import Tensor
 
 from normexp.errors import UserError
-from normexp.norms.affine import Affine, AffineNorm, over_channels
+from normexp.norms.base import (
+    Affine,
+    AffineNorm,
+    Moments,
+    measure,
+    over_channels,
+    pool,
+    pool_mean,
+    unbiased,
+    wide_dtype,
+)
 from normexp.norms.contract import State
 from normexp.norms.kernel import batch_norm, normalize_groups
-from normexp.norms.moments import Moments, measure, pool, pool_mean, unbiased, wide_dtype
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -125,7 +140,7 @@ class RunningNorm(AffineNorm):
         return self.momentum if self.momentum is not None else 1 / step.to(dtype)
 
     def merge_state(self, start: State, parts: list[State], shares: list[float]) -> State:
-        """Returns each floating-point buffer averaged over the parts of a step; see `norms.state`.
+        """Returns each floating-point buffer averaged over the parts of a step; see `norms.site`.
 
         The weights are the parts' own `num_values`, which count real positions, and not `shares`.
         Without a real value in any part, the buffer keeps its start.
@@ -241,3 +256,36 @@ def group_dims(x: Tensor) -> tuple[int, ...]:
 def measure_samples(x: Tensor, real: Tensor | None) -> Moments:
     """Returns the moments (G, N, C, 1, ...) over the positions of each channel of a sample."""
     return measure(x, real, tuple(range(3, x.ndim)))
+
+
+NUM_TRAINING_STEPS = 1000  # of a norm that is built outside a training
+
+
+def before_step(state: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns `state` as it is before this step writes it, even in the backward of compiled code.
+
+    The partitioner of torch.compile ignores that the forward writes a buffer, and recomputes cheap
+    operations on it in the backward, from the new value. A cumulative sum over an axis of size one
+    changes nothing, and is not recomputed.
+    """
+    return state.to(dtype)[None].cumsum(dim=0)[0]
+
+
+def shares_to_steps(num_training_steps: int, **shares: float) -> list[int]:
+    """Converts shares of a training to numbers of steps, rounded.
+
+    Raises:
+        UserError: a share outside [0, 1], under the name of its knob.
+    """
+    for key, share in shares.items():
+        if not 0 <= share <= 1:
+            raise UserError(
+                f"norm.{key}={share} must be a share of the training, from 0 to 1; try "
+                f"norm.{key}=0.1"
+            )
+    return [round(share * num_training_steps) for share in shares.values()]
+
+
+def linear_ramp(step: Tensor, start: int, end: int) -> Tensor:
+    """Returns 0 until the `start`-th step, counted from 1, rising linearly to 1 at the `end`-th."""
+    return ((step - start) / max(end - start, 1)).clamp(0, 1)

@@ -10,7 +10,7 @@ from normexp.batching.replicas import (
     stacking_pays,
     suitable_threads,
 )
-from normexp.norms.parts import ResidualScale
+from normexp.norms.factory import ResidualScale
 
 
 def networks(count: int = 3) -> list[nn.Module]:

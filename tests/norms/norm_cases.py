@@ -17,7 +17,7 @@ from torch.func import functional_call, stack_module_state, vmap
 from torch.testing import assert_close
 
 from normexp.build import RESERVED_NORM_KEYS
-from normexp.norms.state import read_state, write_state
+from normexp.norms.site import read_state, write_state
 
 Norm = TypeVar("Norm", bound=nn.Module)
 

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from normexp.norms.batch import BatchNorm, FrozenBatchNorm
-from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d
-from normexp.norms.per_position import BatchNormPerPosition
-from normexp.norms.rms import RMSNorm
+from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d, RMSNorm
+from normexp.norms.sequence import BatchNormPerPosition
 
 BATCH = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 

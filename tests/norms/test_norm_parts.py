@@ -14,17 +14,17 @@ from timm.layers.std_conv import ScaledStdConv2d, StdConv2d
 from torch import nn
 from torch.testing import assert_close
 
-from normexp.norms.factory import NormFactory
-from normexp.norms.parts import (
+from normexp.norms.factory import (
     ACTIVATIONS,
     TLU,
+    NormFactory,
     ResidualScale,
     ScaledWeightStandardizedConv2d,
     WeightStandardizedConv2d,
 )
 from normexp.norms.site import norm_parameters
 from normexp.norms.slots import PLACES, SLOTS, Slots, changed, resolve, set_but_unused
-from normexp.norms.zoo.response import FilterResponseNorm
+from normexp.norms.zoo.nonlinear import FilterResponseNorm
 
 
 @pytest.mark.parametrize(

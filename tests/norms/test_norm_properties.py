@@ -32,8 +32,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.testing import assert_close
 
-from normexp.norms.site import Site
-from normexp.norms.state import merge_state, read_state
+from normexp.norms.site import Site, merge_state, read_state
 
 ALL = pytest.mark.parametrize("name", SHIPPED)
 IN_EVALUATION = [(name, False) for name in SHIPPED if name in RUNNING]  # others are the same

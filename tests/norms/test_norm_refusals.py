@@ -16,8 +16,7 @@ from normexp.norms.group import GroupNorm
 from normexp.norms.zoo.batch import BatchRenorm
 from normexp.norms.zoo.mixtures import ModeNorm
 from normexp.norms.zoo.power import MovingAverageBatchNorm, PowerNorm
-from normexp.norms.zoo.rms import BHyT, GatedRMSNorm
-from normexp.norms.zoo.taper import TaperNorm
+from normexp.norms.zoo.rms import BHyT, GatedRMSNorm, TaperNorm
 
 RENORM = {"r_max": 3, "d_max": 5, "warmup": 0, "r_ramp_end": 0, "d_ramp_end": 0}
 RENORM["num_training_steps"] = 10

@@ -26,7 +26,7 @@ from normexp.norms import kernel
 from normexp.norms.batch import BatchNorm, FrozenBatchNorm
 from normexp.norms.factory import NormFactory
 from normexp.norms.group import LayerNorm
-from normexp.norms.per_position import BatchNormPerPosition
+from normexp.norms.sequence import BatchNormPerPosition
 from normexp.norms.site import Site
 
 

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from normexp.norms.batch import BatchNorm, GhostBatchNorm
-from normexp.norms.site import Site
-from normexp.norms.state import read_state
+from normexp.norms.site import Site, read_state
 from normexp.norms.zoo.batch import BatchRenorm, EvalNorm
 from normexp.norms.zoo.power import MovingAverageBatchNorm, PowerNorm
-from normexp.norms.zoo.taper import TaperNorm
+from normexp.norms.zoo.rms import TaperNorm
 
 SHARES = {"num_training_steps": 10}
 

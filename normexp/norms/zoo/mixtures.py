@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from normexp.norms.affine import NO_AFFINE, Affine, over_channels
+from normexp.norms.base import NO_AFFINE, Affine, Moments, count_values, over_channels, pool
 from normexp.norms.group import group_norm, refuse_one_position
-from normexp.norms.moments import Moments, count_values, pool
 from normexp.norms.running import RunningMomentsNorm, RunningNorm, group_dims, measure_samples
 
 
