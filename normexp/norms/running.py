@@ -248,6 +248,26 @@ class RunningMomentsNorm(RunningNorm):
         }
 
 
+class OwnMomentsNorm(RunningMomentsNorm):
+    """Abstract: it takes the moments of each sample's channels besides those of all samples.
+
+    A subclass defines `combine`. In evaluation the running averages stand for all samples.
+    """
+
+    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        per_sample = measure_samples(x, real)
+        batch = pool(per_sample, dim=1)
+        self.advance(batch)
+        return self.combine(x, per_sample, batch.mean, batch.var, affine)
+
+    def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        return self.combine(x, measure_samples(x, real), *self.averages_like(x), affine)
+
+    def combine(self, x: Tensor, own: Moments, mean: Tensor, var: Tensor, affine: Affine) -> Tensor:
+        """Returns the output by each sample's own moments (G, N, C, 1, ...), and those of all."""
+        raise NotImplementedError
+
+
 def group_dims(x: Tensor) -> tuple[int, ...]:
     """Returns the axes of x (G, N, C, *) that batch statistics pool: samples and positions."""
     return (1, *range(3, x.ndim))

@@ -178,6 +178,15 @@ def named_sites(model: nn.Module) -> Iterator[tuple[str, Site]]:
             yield name, module
 
 
+def modules_outside_sites(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields the module and its descendants, without sites and their contents."""
+    if isinstance(module, Site):
+        return
+    yield module
+    for child in module.children():
+        yield from modules_outside_sites(child)
+
+
 def names_as_built(model: nn.Module) -> dict[str, str]:
     """Maps each name in the model's state_dict to its name in the network as its authors build it.
 
@@ -221,9 +230,12 @@ def norm_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
             yield from (module.get_parameter(name) for name in module.norm_parameters)
 
 
-def as_maps(x: Tensor, site: Site) -> Tensor:
-    """Reshapes an input or output of a site, (N, C, *) or (N, *, C), to (N, C, P), P positions."""
-    if site.view != "map":
+def as_maps(x: Tensor, site: nn.Module) -> Tensor:
+    """Reshapes an input or output of a site, (N, C, *) or (N, *, C), to (N, C, P), P positions.
+
+    Any other module has channels first.
+    """
+    if isinstance(site, Site) and site.view != "map":
         return x.reshape(len(x), -1, x.shape[-1]).transpose(1, 2)
     return x.flatten(2) if x.ndim > 2 else x.unsqueeze(-1)
 

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from model_cases import VOCAB_SIZE, build, layer_norm
 from torch import Tensor, nn
 
-from normexp.models.resnet import ResidualBlock
 from normexp.models.transformer import EQUATIONS, Attention
-from normexp.models.vit import ViT
+from normexp.models.vision import ResidualBlock, ViT
 from normexp.norms.factory import NormFactory
 from normexp.norms.site import named_sites
 from normexp.norms.slots import Slots

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
 from normexp.errors import UserError
-from normexp.models.common import modules_outside_sites
 from normexp.norms.factory import NormFactory
-from normexp.norms.site import named_sites
+from normexp.norms.site import modules_outside_sites, named_sites
 from normexp.norms.slots import PLACEMENTS, SLOTS, Slots
 
 CHANGED: dict[str, Any] = {

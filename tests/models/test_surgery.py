@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from wild_norms import LlamaRMSNorm
 
 from normexp.errors import UserError
+from normexp.models.packages import build_timm_model, build_torchvision_model
 from normexp.models.surgery import replace_norms
-from normexp.models.timm import build_timm_model
-from normexp.models.torchvision import build_torchvision_model
 from normexp.norms.adapt import foreign_factory
 from normexp.norms.factory import NormFactory
 from normexp.norms.site import load_as_built, named_sites, state_as_built

@@ -7,9 +7,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from normexp.norms.base import Affine, AffineNorm, measure, measure_mean, over_channels, pool
+from normexp.norms.base import (
+    Affine,
+    AffineNorm,
+    Moments,
+    measure,
+    measure_mean,
+    over_channels,
+)
 from normexp.norms.group import ChannelGroupsNorm, refuse_one_position
-from normexp.norms.running import RunningMomentsNorm, measure_samples
+from normexp.norms.running import OwnMomentsNorm
 
 LEARNED_EPS_INIT = 1e-4  # the paper's
 
@@ -68,7 +75,7 @@ class GlobalResponseNorm(AffineNorm):
         return torch.addcmul(shift, x, 1 + response * g)
 
 
-class EvoNormB0(RunningMomentsNorm):
+class EvoNormB0(OwnMomentsNorm):
     """x / max(sqrt(var_batch + eps), v * x + sqrt(var_own + eps)) * weight + bias.
 
     Both variances are biased and per channel: var_batch over all samples and positions, in
@@ -84,19 +91,10 @@ class EvoNormB0(RunningMomentsNorm):
         super().add_state()
         self.v = nn.Parameter(torch.ones(self.num_features))
 
-    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        per_sample = measure_samples(x, real)
-        batch = pool(per_sample, dim=1)
-        self.advance(batch)
-        return self._divide(x, per_sample.var, batch.var, affine)
-
-    def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        per_sample = measure_samples(x, real)
-        return self._divide(x, per_sample.var, over_channels(self.running_var, x, axis=2), affine)
-
-    def _divide(self, x: Tensor, sample_var: Tensor, batch_var: Tensor, affine: Affine) -> Tensor:
-        of_sample = over_channels(self.v, x, axis=2) * x + torch.sqrt(sample_var + self.eps)
-        of_batch = torch.sqrt(batch_var + self.eps)
+    def combine(self, x: Tensor, own: Moments, mean: Tensor, var: Tensor, affine: Affine) -> Tensor:
+        del mean
+        of_sample = over_channels(self.v, x, axis=2) * x + torch.sqrt(own.var + self.eps)
+        of_batch = torch.sqrt(var + self.eps)
         # Not torch.maximum: its backward, which halves ties, takes several times as long.
         return affine.apply(x / torch.where(of_sample < of_batch, of_batch, of_sample), axis=2)
 
