@@ -187,8 +187,7 @@ def limit_train(data: Data, num_samples: int, seed: int) -> Data:
 
 def validate(data: Data) -> None:
     """Raises UserError for the first inconsistency in `data`."""
-    problem = next(_problems(data), None)
-    if problem:
+    if problem := next(_problems(data), None):
         raise UserError(f"data={data.name}: {problem}")
 
 
@@ -210,7 +209,16 @@ def _problems(data: Data) -> Iterator[str]:
             size = (len(part.tokens),)
             yield from _tensor_problems(f"{split}.tokens", part.tokens, torch.int64, size, limit)
         else:
-            yield from _example_problems(data, split, part)
+            targets, outputs = f"{split}.targets", ("num_outputs", data.num_outputs)
+            size = (len(part.inputs),)
+            yield from _tensor_problems(targets, part.targets, torch.int64, size, outputs)
+            shape, limit = (len(part), *data.input_shape), ("vocab_size", data.vocab_size)
+            dtype = torch.uint8 if data.vocab_size is None else torch.int64
+            yield from _tensor_problems(f"{split}.inputs", part.inputs, dtype, shape, limit)
+            if part.mask is not None:
+                yield from _tensor_problems(f"{split}.mask", part.mask, torch.bool, shape)
+                if not part.mask.any(dim=1).all():
+                    yield f"{split}.mask has a sample without a real token"
     if data.vocab_size is None and len(data.input_shape) != 3:
         yield f"input_shape={data.input_shape} of images must be (C, H, W)"
     if data.num_outputs < 2:
@@ -223,18 +231,6 @@ def _problems(data: Data) -> Iterator[str]:
             f"{'x'.join(map(str, data.input_shape[1:]))} pixels; try "
             f"{max(1, min(data.input_shape[1:]) // 8)}"
         )
-
-
-def _example_problems(data: Data, split: str, part: Examples) -> Iterator[str]:
-    targets, outputs = f"{split}.targets", ("num_outputs", data.num_outputs)
-    yield from _tensor_problems(targets, part.targets, torch.int64, (len(part.inputs),), outputs)
-    shape, limit = (len(part), *data.input_shape), ("vocab_size", data.vocab_size)
-    dtype = torch.uint8 if data.vocab_size is None else torch.int64
-    yield from _tensor_problems(f"{split}.inputs", part.inputs, dtype, shape, limit)
-    if part.mask is not None:
-        yield from _tensor_problems(f"{split}.mask", part.mask, torch.bool, shape)
-        if not part.mask.any(dim=1).all():
-            yield f"{split}.mask has a sample without a real token"
 
 
 def _tensor_problems(

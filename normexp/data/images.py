@@ -71,7 +71,7 @@ def build_image_data(
         input_shape=tuple(train.inputs.shape[1:]),
         mean=mean,
         std=std,
-        augmentation=augmentation if augmentation and augmentation.is_on else None,
+        augmentation=augmentation if augmentation and any(vars(augmentation).values()) else None,
         source_version=source_version,
         class_names=None if class_names is None else tuple(class_names),
     )
@@ -245,9 +245,6 @@ def _draw(num_points: int, noise: float, part: int) -> Examples:
     lower = torch.stack([1 - angle.cos(), 0.5 - angle.sin()], dim=1)
     points = torch.where(targets[:, None] == 0, upper, lower)
     points = points + noise * torch.randn(num_points, 2, generator=draws)
-    return Examples(_as_pixels(points), targets)
-
-
-def _as_pixels(points: Tensor) -> Tensor:
     scaled = (points - MOONS_LOW) / (MOONS_HIGH - MOONS_LOW) * 255
-    return scaled.round().clamp(0, 255).to(torch.uint8)[:, :, None, None]
+    pixels = scaled.round().clamp(0, 255).to(torch.uint8)[:, :, None, None]
+    return Examples(pixels, targets)

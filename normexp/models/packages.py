@@ -57,7 +57,7 @@ def build_torchvision_model(
     def build() -> nn.Module:
         network = builder(weights=None, num_classes=num_outputs, **knobs)
         adapt_channels(network, channels)
-        return resizing(network, image_size)
+        return network
 
     return build_for_images(build, name, input_shape, image_size)
 
@@ -137,10 +137,15 @@ def shape_after(
 def build_for_images(
     build: Callable[[], nn.Module], name: str, input_shape: tuple[int, ...], image_size: int | None
 ) -> nn.Module:
-    """Builds the network and runs a copy on images; UserError if either fails."""
+    """Builds the network, which resizes images if `image_size` is given, and runs a copy on some.
+
+    Raises UserError if either fails.
+    """
     key, shape = f"model.name={name}", "x".join(map(str, input_shape))
     try:
         network = build()
+        if image_size is not None:
+            network.register_forward_pre_hook(partial(_resize, image_size))
         with torch.no_grad():  # a copy: no forward of the network itself has run
             copy.deepcopy(network).eval()(torch.zeros(2, *input_shape))
         return network
@@ -152,13 +157,6 @@ def build_for_images(
         ) from error
     except TypeError as error:
         raise UserError(f"{key} cannot be built: {first_line(error)}") from error
-
-
-def resizing(network: nn.Module, image_size: int | None) -> nn.Module:
-    """The network, with its images resized if `image_size` is given."""
-    if image_size is not None:
-        network.register_forward_pre_hook(partial(_resize, image_size))
-    return network
 
 
 def _resize(size: int, _: nn.Module, args: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -192,12 +190,11 @@ def build_timm_model(
 
     def build() -> nn.Module:
         try:
-            network = timm.create_model(name, **{"img_size": (height, width)} | knobs)
+            return timm.create_model(name, **{"img_size": (height, width)} | knobs)
         except TypeError as error:
             if "img_size" not in str(error):
                 raise
-            network = timm.create_model(name, **knobs)
-        return resizing(network, image_size)
+            return timm.create_model(name, **knobs)
 
     return build_for_images(build, name, input_shape, image_size)
 
