@@ -212,20 +212,9 @@ class AffineNorm(nn.Module):
         return ", ".join(f"{name}={getattr(self, name)}" for name in knobs)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        if x.numel() == 0:
-            return self.pass_empty(x)
         real = None if mask is None else mask.unsqueeze(self.channel_axis)  # (N, 1, *)
         wide = zero_padding(widen(x), real)
         return zero_padding(self.normalize(wide, real, self.affine_like(wide)), real).to(x.dtype)
-
-    def pass_empty(self, x: Tensor) -> Tensor:
-        """Returns the empty batch `x`, and gives every parameter a gradient of zero, as torch.nn.
-
-        For inputs of any number of dimensions, in training and evaluation.
-        """
-        for parameter in self.parameters():
-            x = x + parameter.sum().to(x.dtype)
-        return x
 
     def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         """Returns the output for x (N, C, *), which is zero where `real` (N, 1, *) is false.

@@ -43,8 +43,7 @@ class RunningNorm(AffineNorm):
     """Abstract: a norm that pools samples in training and uses running averages in evaluation.
 
     A subclass defines `normalize_by_batch`, which also moves its averages by one step, and
-    `normalize_by_running`. Every floating-point buffer is an average. A batch without samples
-    counts as a step that moves no average, as in torch.nn.
+    `normalize_by_running`. Every floating-point buffer is an average.
 
     Args:
         momentum: weight of the new value in the running averages, as in torch; None gives all
@@ -87,12 +86,6 @@ class RunningNorm(AffineNorm):
         """
         return super().forward(x, mask)
 
-    def pass_empty(self, x: Tensor) -> Tensor:
-        if self.training and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            self.num_values.fill_(0)
-        return super().pass_empty(x)
-
     def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         if not self.training:
             return self.normalize_by_running(x, real, affine)
@@ -108,8 +101,8 @@ class RunningNorm(AffineNorm):
         raise NotImplementedError
 
     def check_shape(self, shape: torch.Size) -> None:
-        """Raises UserError if a training input (N, C, *) has one value per channel: no variance."""
-        if shape.numel() == shape[1]:
+        """Raises UserError if a training input (N, C, *) has no two values per channel."""
+        if shape.numel() <= shape[1]:
             raise UserError(
                 f"batch norm got one value per channel, in an input of shape {tuple(shape)}; it "
                 "needs 2 or more: try a larger batch_size or norm_batch_size"

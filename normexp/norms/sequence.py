@@ -144,8 +144,6 @@ class BatchNormPerPosition(RunningMomentsNorm):
         return Affine(*[None if v is None else v.repeat(x.shape[-1]) for v in affine])
 
     def forward_groups(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        if x.numel() == 0:
-            return self.pass_empty(x)
         if x.ndim != 4:
             raise UserError(
                 "batch norm per position needs one axis of positions, (N, C, T), but got shape "

@@ -74,27 +74,6 @@ def test_autocast_does_not_take_statistics_in_half_precision(name, training):
         assert_close(state_of(norm), state_of(plain), rtol=0, atol=0)
 
 
-@BOTH_MODES
-def test_a_batch_without_samples_is_a_step_that_moves_nothing(name, training):
-    """As torch.nn's batch norm, which counts the step; whole and in groups of two."""
-    for num_dims, norm_batch_size in zip(SHAPES, (None, 2, None, 2), strict=True):
-        norm = make(name).train(training)
-        site, before = Site(norm, "map", norm_batch_size).train(training), state_of(norm)
-        x = torch.zeros((0, *SHAPES[num_dims][1:]), dtype=torch.double)
-        for mask in (None, torch.ones(0, *x.shape[2:], dtype=torch.bool)):
-            out = site(x, mask)
-            assert (out.shape, out.dtype) == (x.shape, x.dtype)
-            if parameters := list(norm.parameters()):
-                assert not any(g.any() for g in torch.autograd.grad(out.sum(), parameters))
-        after = state_of(norm)
-        if "num_batches_tracked" in before:
-            steps = after.pop("num_batches_tracked") - before.pop("num_batches_tracked")
-            assert steps == (2 if training else 0)
-        for state in (after, before):
-            state.pop("num_values", None)
-        assert_close(after, before, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("name", [name for name in SHIPPED if "affine" in cases.KNOBS_OF[name]])
 def test_without_affine_weight_is_one_and_bias_zero(name):
     norm, bare = make_fresh(name), cases.maker(name, affine=False)(C).double()

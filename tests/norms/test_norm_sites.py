@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 
 import pytest
 import torch
@@ -21,12 +20,10 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from wild_norms import StrangerNorm
 
-from normexp.batching.replicas import InTurn, Stacked
 from normexp.norms import kernel
-from normexp.norms.batch import BatchNorm, FrozenBatchNorm
+from normexp.norms.batch import BatchNorm
 from normexp.norms.factory import NormFactory
 from normexp.norms.group import LayerNorm
-from normexp.norms.sequence import BatchNormPerPosition
 from normexp.norms.site import Site
 
 
@@ -126,33 +123,15 @@ def test_layer_norm_pools_a_token_or_in_view_sequence_a_sample(view, axes):
 
 
 @pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("size", [None, 2])
-@pytest.mark.parametrize(
-    "make_norm",
-    [BatchNorm, FrozenBatchNorm, partial(BatchNormPerPosition, num_positions=5, eps=1e-5)],
-    ids=["batch", "frozen", "first_positions"],
-)
-def test_stack_is_folded_with_the_gradients_and_state_of_each_replica(
-    make_norm, size, training, monkeypatch
+@pytest.mark.parametrize("name", ["batch", "frozen", "batch_per_position"])
+def test_a_stack_folded_into_channels_equals_each_norm_alone(
+    name, size, shared, training, monkeypatch
 ):
-    """Also gradients of gradients, a batch that all replicas share, and a copy of one replica."""
     monkeypatch.setattr(kernel, "FOLD_FROM_ELEMENTS", 0)
-    sites = [Site(randomize(make_norm(C).double(), seed), "map", size) for seed in range(S)]
-    stacked, in_turn = Stacked(sites), InTurn([copy.deepcopy(site) for site in sites])
-    for shared in (False, True):
-        results = []
-        for replicas in (stacked, in_turn):
-            replicas.train(training)
-            x = random_tensor(S, 4, C, 3)
-            inputs = (x[0] if shared else x).requires_grad_()
-            out = replicas.measure({"inputs": inputs}, lambda y, _: y.sin(), shared=shared)
-            (slope,) = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
-            bends = torch.autograd.grad(slope.square().sum(), [inputs, *replicas.parameters()])
-            rows = bends[1:]
-            if replicas is in_turn:
-                rows = [torch.stack(rows[i::2]) for i in range(2)]
-            copies = [replicas.replica(index).train(training) for index in range(S)]
-            alone = [site(x[0]) for site in copies]
-            states = [site.state_dict() for site in copies]
-            results.append((out, slope, bends[0], list(rows), alone, states))
-        assert_close(*results, rtol=1e-9, atol=1e-12)
+    sites: list[nn.Module] = [
+        Site(make(name, seed=k), "map", size).train(training) for k in range(S)
+    ]
+    x = random_tensor(*([] if shared else [S]), 4, C, 5)
+    assert_stack_equals_loop(sites, x, shared=shared, bends=True)
