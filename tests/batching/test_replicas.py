@@ -68,14 +68,6 @@ def test_clipping_of_a_stack_is_clipping_of_each_replica():
         assert norm <= 0.5 + 1e-9
 
 
-def test_shared_batch_reaches_every_replica():
-    whole = {name: value[0] for name, value in batch().items()}
-    stacked, in_turn = Stacked(networks()).eval(), InTurn(networks()).eval()
-    a, b = (r.measure(whole, loss, shared=True) for r in (stacked, in_turn))
-    assert a.shape == (3,)
-    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
 def test_a_small_network_is_stacked_and_gets_one_thread_for_its_training():
     sizes = (SMALL_FORWARD, SMALL_FORWARD + 1)
     assert [stacking_pays("cpu", 4, size) for size in sizes] == [True, False]

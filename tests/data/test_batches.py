@@ -20,18 +20,6 @@ def images(augmentation: Augmentation | None = None) -> Data:
     return Data("dots", "classification", *parts, num_outputs=10, input_shape=(1, 4, 4), **own)
 
 
-def test_examples_gather_keeps_the_leading_axes_of_the_indices():
-    inputs = torch.arange(5 * 3).view(5, 3)
-    mask = inputs % 2 == 0
-    indices = torch.tensor([[4, 0], [1, 1], [2, 3]])
-    batch = Examples(inputs, torch.arange(5) * 10, mask).gather(indices)
-    assert batch["targets"].tolist() == [[40, 0], [10, 10], [20, 30]]
-    for key, source in (("inputs", inputs), ("mask", mask)):
-        rows = [torch.stack([source[i] for i in row]) for row in indices.tolist()]
-        assert torch.equal(batch[key], torch.stack(rows))
-    assert sorted(Examples(inputs, inputs[:, 0]).gather(indices)) == ["inputs", "targets"]
-
-
 @pytest.mark.parametrize("length", [0, 4, 7, 8, 9, 11, 12, 13, 40])
 def test_targets_of_a_window_are_its_inputs_shifted_by_one_at_every_offset(length: int):
     block = 4

@@ -6,19 +6,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from hydra.utils import get_object
 from norm_cases import KNOBS_OF, SHIPPED, C
-from torch import nn
-from torch.testing import assert_close
 from train_cases import spec_of
 
 from normexp import norms
 from normexp.batching.sizes import Sizes
-from normexp.build import build_data, build_network, build_norm, norm_target
+from normexp.build import build_data, build_norm, norm_target
 from normexp.cells.cell import make_builder, make_recipe
 from normexp.config.compose import compose_config
-from normexp.norms.site import named_sites
 
 TEXTS: Any = SimpleNamespace(input_shape=(16,))  # all that `build_norm` asks of data
 
@@ -65,28 +61,6 @@ def test_a_norm_receives_the_number_of_steps_of_its_training(words, key, expecte
 def test_outside_a_training_a_norm_counts_on_a_thousand_steps():
     target, _ = norm_target(compose_config(["norm=power"])["norm"])
     assert target.call(C).warmup_steps == 100
-
-
-class Drawing(nn.Module):
-    def __init__(self, num_features: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(num_features))
-
-    def forward(self, x):
-        return x * self.weight[:, None, None]
-
-
-def test_weights_start_alike_for_every_norm_also_one_that_draws():
-    starts = []
-    for words in (["norm=group"], ["norm=custom", f"norm._target_={__name__}.Drawing"]):
-        config = compose_config(words)
-        data = build_data(config["data"])
-        norm = build_norm(config, Sizes(8), data)
-        network = build_network(config["model"], norm, data)(seed=3)
-        sites = [name for name, _ in named_sites(network)]
-        starts.append({k: v for k, v in network.state_dict().items() if k[:5] not in sites})
-    assert len(starts[0]) == 5  # three convolutions, the head's weight and bias
-    assert_close(starts[0], starts[1], rtol=0, atol=0)
 
 
 def test_public_names_are_the_classes_of_all_norms_but_the_mistakes():
