@@ -28,16 +28,6 @@ LAYER_NORM = taking_settings(layer_norm)
 BATCH_NORM = taking_settings(nn.BatchNorm2d)
 
 
-class ChannelNorm(nn.LayerNorm):
-    """LayerNorm over the channels of each position of (N, C, *), with torchvision's eps."""
-
-    def __init__(self, num_features: int) -> None:
-        super().__init__(num_features, eps=1e-6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
-
-
 def shape_at_norm(old: nn.Module, *shape: int) -> tuple[int, ...]:
     """The shape in which the new norm sees an input of `shape`, in the place of `old`."""
     shapes = []
@@ -103,9 +93,6 @@ def test_norm_of_the_last_axis_becomes_a_site_of_tokens(
     old: nn.Module, shape: tuple[int, ...]
 ) -> None:
     assert shape_at_norm(old, *shape) == (6, torch.Size(shape[:-1]).numel(), 6)
-    x = torch.randn(shape)
-    expected = nn.functional.layer_norm(x, (6,))
-    torch.testing.assert_close(LAYER_NORM.tokens(6)(x), expected)
 
 
 def test_a_norm_that_stands_in_two_places_becomes_one_site() -> None:
@@ -175,7 +162,7 @@ def test_transformer_of_torch_works_in_evaluation() -> None:
     network = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
     x = torch.randn(2, 5, 8)
     expected = network.train()(x)
-    replace_norms(network, taking_settings(ChannelNorm))
+    replace_norms(network, LAYER_NORM)
     torch.testing.assert_close(network.eval()(x), expected, rtol=0, atol=1e-4)
 
 
@@ -203,24 +190,6 @@ def test_classes_can_be_named_and_what_is_left_is_said() -> None:
 def test_nothing_to_replace_is_refused(parts: list, only: list | None, message: str) -> None:
     with pytest.raises(UserError, match=message):
         replace_norms(nn.Sequential(*parts), LAYER_NORM, only)
-
-
-def test_replacing_by_batch_norm_changes_no_number_no_name_and_no_order() -> None:
-    networks = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        networks.append(torchvision.models.mobilenet_v2(weights=None, num_classes=7))
-    original, replaced = networks
-    replace_norms(replaced, BATCH_NORM)
-    images = torch.randn(2, 3, 64, 64)
-    torch.manual_seed(1)  # dropout
-    expected = original(images)
-    torch.manual_seed(1)
-    assert torch.equal(replaced(images), expected)
-    norms = [key for key, m in original.named_modules() if isinstance(m, nn.BatchNorm2d)]
-    assert [key for key, _ in named_sites(replaced)] == norms
-    keys = [key.replace(".norm.", ".") for key in replaced.state_dict()]
-    assert keys == list(original.state_dict())
 
 
 @pytest.mark.parametrize("build", [build_torchvision_model, build_timm_model])
@@ -273,7 +242,7 @@ def test_norms_as_built_share_their_statistics_as_norm_batch_size_says():
 def test_trained_weights_load_strictly_into_the_network_as_built(
     network: Callable[[], nn.Module], *, keeps_norms: bool
 ):
-    """Norms that are kept give the outputs of the network as built."""
+    """Before training, norms that are kept give its very outputs, and so do the same norms."""
     built = network()
     trained = copy.deepcopy(built)
     factory = NormFactory(foreign_twin, keeps_norms=keeps_norms)
@@ -281,7 +250,7 @@ def test_trained_weights_load_strictly_into_the_network_as_built(
     x = torch.randn(4, 3, 32, 32)
     for is_training in (False, True):
         outputs = [one.train(is_training)(x) for one in (built, trained)]
-        assert torch.equal(*outputs) or not keeps_norms
+        torch.testing.assert_close(*outputs, rtol=0, atol=0 if keeps_norms else 1e-5)
     outputs[1].sum().backward()
     with torch.no_grad():
         for parameter in trained.parameters():
