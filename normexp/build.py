@@ -28,15 +28,14 @@ from normexp.config.target import Target, read_target
 from normexp.config.words import as_typed
 from normexp.data.dataset import Data, limit_train, validate
 from normexp.errors import UserError
-from normexp.models import timm, torchvision
+from normexp.models import packages
 from normexp.models.common import refuse_misfit
 from normexp.models.surgery import replace_norms
 from normexp.models.weights import Weights, load_fitting, open_weights
 from normexp.norms.adapt import foreign_factory
-from normexp.norms.as_built import AsBuilt
-from normexp.norms.factory import NormFactory, is_shipped
+from normexp.norms.factory import AsBuilt, NormFactory, is_shipped
+from normexp.norms.running import NUM_TRAINING_STEPS
 from normexp.norms.slots import SLOTS, resolve
-from normexp.norms.zoo.ramps import NUM_TRAINING_STEPS
 from normexp.training.schedule import Schedule, named_schedule, own_schedule
 
 # Lightning takes seconds to import, and neither a card nor a reloaded network needs it.
@@ -56,8 +55,8 @@ RESERVED_OPTIM_KEYS = (
 )
 # Models whose `model.name` also names weights that their package downloads.
 NAMED_WEIGHTS: dict[str, Callable[[str, str], Any]] = {
-    "normexp.models.torchvision.build_torchvision_model": torchvision.named_weights,
-    "normexp.models.timm.build_timm_model": timm.named_weights,
+    "normexp.models.packages.build_torchvision_model": packages.torchvision_weights,
+    "normexp.models.packages.build_timm_model": packages.timm_weights,
 }
 # Arguments from a training, for a norm that is built outside one.
 NO_TRAINING = {"num_training_steps": NUM_TRAINING_STEPS}

@@ -8,7 +8,7 @@ from torch import Tensor, distributed, nn
 from normexp.batching.replicas import Replicas
 from normexp.batching.sizes import Share
 from normexp.norms.contract import DeclaresSpan, State
-from normexp.norms.state import merge_state, read_state, write_state
+from normexp.norms.site import merge_state, read_state, write_state
 
 
 class Processes:

@@ -137,12 +137,18 @@ class InTurn(Replicas):
 
 
 class Stacked(Replicas):
-    """One module whose parameters and buffers lead with axis S, run under vmap."""
+    """One module whose parameters, leaves, and buffers lead with axis S, run under vmap."""
 
     is_stacked = True
 
     def __init__(self, networks: list[nn.Module]) -> None:
-        super().__init__([stack_networks(networks)], len(networks))
+        parameters, buffers = stack_module_state(networks)
+        tensors = {**parameters, **buffers}
+        stacked = copy.deepcopy(networks[0])
+        for name, tensor in (*stacked.named_parameters(), *stacked.named_buffers()):
+            tensor.data = tensors[name].detach()
+        _tell_norms(stacked, is_stacked=True)
+        super().__init__([stacked], len(networks))
 
     def measure(self, batch: Batch, function: Measure[T], *, shared: bool = False) -> T:
         network = self.trees[0]
@@ -168,7 +174,7 @@ class Stacked(Replicas):
     def replica(self, index: int) -> nn.Module:
         copied = copy.deepcopy(self.trees[0])
         copied.zero_grad()  # gradients of the whole stack
-        for _, tensor in _named_tensors(copied):
+        for tensor in (*copied.parameters(), *copied.buffers()):
             tensor.data = tensor.detach()[index].clone()
         _tell_norms(copied, is_stacked=False)
         return copied
@@ -196,26 +202,10 @@ def backward(losses: Tensor, weight: float) -> Tensor:
     return losses.detach()
 
 
-def stack_networks(networks: list[nn.Module]) -> nn.Module:
-    """One module with the networks' tensors stacked on a new first axis; parameters are leaves."""
-    parameters, buffers = stack_module_state(networks)
-    tensors = {**parameters, **buffers}
-    stacked = copy.deepcopy(networks[0])
-    for name, tensor in _named_tensors(stacked):
-        tensor.data = tensors[name].detach()
-    _tell_norms(stacked, is_stacked=True)
-    return stacked
-
-
 def _tell_norms(network: nn.Module, *, is_stacked: bool) -> None:
     for module in network.modules():
         if isinstance(module, KnowsStack):
             module.is_stacked = is_stacked
-
-
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
 
 
 # --- What is faster: stacked or in turn, one CPU thread or several --------------------------------

@@ -23,7 +23,7 @@ from normexp.config.cells import CellSpec
 from normexp.config.compose import refuse_missing_values, shipped_defaults
 from normexp.config.schema import PARTS
 from normexp.config.words import format_count
-from normexp.data.prediction import attach_prediction, without_samples
+from normexp.data.dataset import attach_prediction, without_samples
 from normexp.diagnosis import TERMS, decompose
 from normexp.diagnosis.network import num_batches_of
 from normexp.errors import UserError, first_line

@@ -22,8 +22,7 @@ from normexp.config.compose import DEFAULT_SCHEDULE, parts_with_target, shipped_
 from normexp.config.identity import canonical_sizes, defining_values
 from normexp.config.schema import OPTIONAL_GROUPS, PARTS
 from normexp.config.words import as_typed
-from normexp.data.dataset import Data
-from normexp.data.prediction import describe_data
+from normexp.data.dataset import Data, describe_data
 from normexp.errors import UserError
 from normexp.norms.slots import SLOTS, changed
 from normexp.records.provenance import source_digest

@@ -20,7 +20,7 @@ from normexp.checks.norm import (
 from normexp.checks.probe import EVERYWHERE, MODES, Probe, change, moves, normal
 from normexp.checks.wiring import name_some, state_not_saved
 from normexp.errors import first_line
-from normexp.norms.state import read_state
+from normexp.norms.site import read_state
 
 ON_CONSTANTS = " on a constant input"
 CONSTANT = 3.5  # its sums and means are exact, so a variance is 0

@@ -20,7 +20,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from normexp.norms.contract import State
-from normexp.norms.state import read_state
+from normexp.norms.site import read_state
 
 TOLERANCE = 1e-4  # relative; float32 rounding moves results by less
 MIN_SCALE = 1e-6  # values below are compared on this scale

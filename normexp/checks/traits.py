@@ -17,8 +17,7 @@ from normexp.checks.probe import Probe, kept_for_backward, moves
 from normexp.checks.reading import reads_padding
 from normexp.checks.wiring import find_stacking_fault, first_difference, training_step
 from normexp.norms.adapt import EPS_NAMES
-from normexp.norms.site import Site, takes_mask
-from normexp.norms.state import is_sequential
+from normexp.norms.site import Site, is_sequential, takes_mask
 
 PADDED = (4, 5)  # samples and positions
 REAL = (5, 3, 2, 4)  # positions of each sample that are real

@@ -19,9 +19,8 @@ from normexp.checks.probe import EVERYWHERE, Probe, change, fixed_draws, moves, 
 from normexp.checks.reading import names_where
 from normexp.errors import UserError, first_line
 from normexp.norms.contract import State
-from normexp.norms.site import Site, named_sites
-from normexp.norms.state import is_sequential as declares_order
-from normexp.norms.state import merge_state, read_state, write_state
+from normexp.norms.site import Site, merge_state, named_sites, read_state, write_state
+from normexp.norms.site import is_sequential as declares_order
 
 
 @dataclass(frozen=True)

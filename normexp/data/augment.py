@@ -36,10 +36,6 @@ class Augmentation:
             if value < 0:
                 raise UserError(f"data.augmentation.{key}={value} is negative; 0 turns it off")
 
-    @property
-    def is_on(self) -> bool:
-        return bool(self.crop_padding or self.flip or self.cutout)
-
     def __str__(self) -> str:
         """As on the command line: `crop_padding=4, flip=true`; what is off is left out."""
         shown = {name: value for name, value in vars(self).items() if value}
@@ -76,8 +72,10 @@ class Augmentation:
         columns = torch.arange(width, device=images.device).expand(len(flat), -1)  # (M, W)
         black = None  # (M, H, W)
         if "cut_row" in draws:
-            cut_rows = self._is_cut(rows, draws["cut_row"] % height)
-            black = _outer(cut_rows, self._is_cut(columns, draws["cut_column"] % width))
+            top = draws["cut_row"] % height - self.cutout // 2
+            left = draws["cut_column"] % width - self.cutout // 2
+            cut_rows, cut_columns = rows - top, columns - left
+            black = _outer(_is_within(cut_rows, self.cutout), _is_within(cut_columns, self.cutout))
         if "flip" in draws:
             columns = torch.where(draws["flip"], width - 1 - columns, columns)
         if "crop_top" in draws:
@@ -92,10 +90,6 @@ class Augmentation:
         if black is not None:
             out = out.masked_fill(black[:, None], 0)
         return out.view_as(images)
-
-    def _is_cut(self, positions: Tensor, centre: Tensor) -> Tensor:
-        first = centre - self.cutout // 2
-        return (positions >= first) & (positions < first + self.cutout)
 
 
 def _is_within(positions: Tensor, size: int) -> Tensor:

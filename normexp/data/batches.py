@@ -59,7 +59,15 @@ class TrainingBatches:
         """
         epoch, position = divmod(first_step, self.steps_per_epoch)
         assert position + num_steps <= self.steps_per_epoch, "a chunk ends with its epoch"
-        self._enter(epoch)
+        if epoch != self._epoch:
+            num_samples = len(self.data.train)
+            orders = [epoch_order(seed, epoch, num_samples) for seed in self.seeds]
+            self._order = torch.stack(orders)  # (S, num_samples)
+            if isinstance(self.data.train, Windows):
+                length = self.data.train.block_size
+                offsets = [window_offset(seed, epoch, length) for seed in self.seeds]
+                self._offset = torch.tensor(offsets).unsqueeze(1)  # (S, 1)
+            self._epoch = epoch
         first = position * self.batch_size
         last = min(first + num_steps * self.batch_size, self.samples_per_epoch)
         num_whole = (last - first) // self.batch_size  # all but a shorter last batch
@@ -100,18 +108,6 @@ class TrainingBatches:
         epochs, position = divmod(step, self.steps_per_epoch)
         within = min(position * self.batch_size, self.samples_per_epoch)
         return epochs * self.samples_per_epoch + within
-
-    def _enter(self, epoch: int) -> None:
-        if epoch == self._epoch:
-            return
-        num_samples = len(self.data.train)
-        orders = [epoch_order(seed, epoch, num_samples) for seed in self.seeds]
-        self._order = torch.stack(orders)  # (S, num_samples)
-        if isinstance(self.data.train, Windows):
-            length = self.data.train.block_size
-            offsets = [window_offset(seed, epoch, length) for seed in self.seeds]
-            self._offset = torch.tensor(offsets).unsqueeze(1)  # (S, 1)
-        self._epoch = epoch
 
     def _augmentation_draws(
         self, first_step: int, num_steps: int, num_samples: int

@@ -1,16 +1,19 @@
-"""A data set: three splits as tensors on one device, and the checks that it must pass."""
+"""A data set: three splits as tensors on one device, the checks that it must pass, and what stays.
+
+A saved network needs its data set without the samples; for images it can name their classes.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from normexp.batching.draws import generator
 from normexp.data.augment import Augmentation
@@ -184,8 +187,7 @@ def limit_train(data: Data, num_samples: int, seed: int) -> Data:
 
 def validate(data: Data) -> None:
     """Raises UserError for the first inconsistency in `data`."""
-    problem = next(_problems(data), None)
-    if problem:
+    if problem := next(_problems(data), None):
         raise UserError(f"data={data.name}: {problem}")
 
 
@@ -207,7 +209,16 @@ def _problems(data: Data) -> Iterator[str]:
             size = (len(part.tokens),)
             yield from _tensor_problems(f"{split}.tokens", part.tokens, torch.int64, size, limit)
         else:
-            yield from _example_problems(data, split, part)
+            targets, outputs = f"{split}.targets", ("num_outputs", data.num_outputs)
+            size = (len(part.inputs),)
+            yield from _tensor_problems(targets, part.targets, torch.int64, size, outputs)
+            shape, limit = (len(part), *data.input_shape), ("vocab_size", data.vocab_size)
+            dtype = torch.uint8 if data.vocab_size is None else torch.int64
+            yield from _tensor_problems(f"{split}.inputs", part.inputs, dtype, shape, limit)
+            if part.mask is not None:
+                yield from _tensor_problems(f"{split}.mask", part.mask, torch.bool, shape)
+                if not part.mask.any(dim=1).all():
+                    yield f"{split}.mask has a sample without a real token"
     if data.vocab_size is None and len(data.input_shape) != 3:
         yield f"input_shape={data.input_shape} of images must be (C, H, W)"
     if data.num_outputs < 2:
@@ -220,18 +231,6 @@ def _problems(data: Data) -> Iterator[str]:
             f"{'x'.join(map(str, data.input_shape[1:]))} pixels; try "
             f"{max(1, min(data.input_shape[1:]) // 8)}"
         )
-
-
-def _example_problems(data: Data, split: str, part: Examples) -> Iterator[str]:
-    targets, outputs = f"{split}.targets", ("num_outputs", data.num_outputs)
-    yield from _tensor_problems(targets, part.targets, torch.int64, (len(part.inputs),), outputs)
-    shape, limit = (len(part), *data.input_shape), ("vocab_size", data.vocab_size)
-    dtype = torch.uint8 if data.vocab_size is None else torch.int64
-    yield from _tensor_problems(f"{split}.inputs", part.inputs, dtype, shape, limit)
-    if part.mask is not None:
-        yield from _tensor_problems(f"{split}.mask", part.mask, torch.bool, shape)
-        if not part.mask.any(dim=1).all():
-            yield f"{split}.mask has a sample without a real token"
 
 
 def _tensor_problems(
@@ -250,3 +249,54 @@ def _tensor_problems(
     if size is not None and (int(tensor.min()) < 0 or int(tensor.max()) >= size):
         worst = min(int(tensor.min()), 0) or int(tensor.max())
         yield f"{name} has {worst}; {key}={size} allows 0 to {size - 1}"
+
+
+KEPT = ("name", "task", "num_outputs", "input_shape", "mean", "std", "vocab_size", "class_names")
+
+
+def describe_data(data: Data) -> dict[str, Any]:
+    """Shapes, classes and moments of a data set, for `without_samples`."""
+    return {"num_train": len(data.train), **{name: getattr(data, name) for name in KEPT}}
+
+
+def without_samples(description: Mapping[str, Any]) -> Data:
+    """The data set of `describe_data`, for networks that are only built and loaded."""
+    known = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items()}
+    targets = torch.zeros(known.pop("num_train"), dtype=torch.bool)
+    splits = dict.fromkeys(("train", "val", "test"), Examples(targets, targets))
+    return Data(**known, **splits, bytes_per_token={})
+
+
+@dataclass
+class Prediction:
+    """Callable with images, bytes or floats 0 to 1; returns the name of the class of each.
+
+    Shapes: (N, C, H, W), or (C, H, W) for a single image. Raises UserError for other images.
+    """
+
+    network: nn.Module
+    data: Data
+
+    @torch.no_grad()
+    def __call__(self, images: Any) -> list[str]:
+        raw, shape = torch.as_tensor(images), self.data.input_shape
+        raw = raw.unsqueeze(0) if raw.ndim == len(shape) else raw
+        most = 1 if raw.is_floating_point() else 255
+        if tuple(raw.shape[1:]) != shape or not bool(((raw >= 0) & (raw <= most)).all()):
+            raise UserError(
+                f"images are {tuple(raw.shape)} with values {raw.min():g} to {raw.max():g}; must "
+                f"be (N, {str(shape)[1:]}, whole numbers 0 to 255 or floats 0 to 1"
+            )
+        first = next(self.network.parameters())
+        inputs = self.data.model_inputs(raw * (255 / most), first.dtype).to(first.device)
+        was_training = self.network.training
+        self.network.eval()
+        classes = [i for part in inputs.split(256) for i in self.network(part).argmax(1).tolist()]
+        self.network.train(was_training)
+        return [str((self.data.class_names or range(self.data.num_outputs))[i]) for i in classes]
+
+
+def attach_prediction(network: nn.Module, data: Data) -> None:
+    """Adds `network.predict(images)`, unless the network has a `predict` of its own."""
+    if data.mean is not None and not hasattr(network, "predict"):
+        object.__setattr__(network, "predict", Prediction(network, data))

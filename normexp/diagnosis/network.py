@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from normexp.errors import UserError, first_line
-from normexp.norms.state import install_state, read_state, write_state
+from normexp.norms.site import install_state, read_state, write_state
 
 Loss = Callable[[Any, Any], Tensor]
 Modes = dict[nn.Module, bool]  # `training` of every module

@@ -1,16 +1,13 @@
-"""Checks of a model's arguments and data, and the initial weights of convolutional networks."""
+"""Checks of a model's arguments and its data."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
-
-from torch import nn
 
 from normexp.data.dataset import Data
 from normexp.errors import UserError
-from normexp.norms.site import Site
 
 
 def check_positive(**knobs: int) -> None:
@@ -55,25 +52,3 @@ def refuse_misfit(model: Any, names: Collection[str], data: Data) -> None:
     raise UserError(
         f"model={getattr(model, '__name__', model)} does not fit data={data.name}; try {fits}"
     )
-
-
-def modules_outside_sites(module: nn.Module) -> Iterator[nn.Module]:
-    """The module and its descendants, without sites and their contents."""
-    if isinstance(module, Site):
-        return
-    yield module
-    for child in module.children():
-        yield from modules_outside_sites(child)
-
-
-def init_conv_net(model: nn.Module) -> None:
-    """Draws normal weights of variance 2 / fan_in, for ReLU (He et al. 2015, arXiv:1502.01852).
-
-    The linear head, which no ReLU follows, gets variance 1 / fan_in and a zero bias.
-    """
-    for module in modules_outside_sites(model):
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
-        elif isinstance(module, nn.Linear):
-            nn.init.kaiming_normal_(module.weight, nonlinearity="linear")
-            nn.init.zeros_(module.bias)

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from normexp.errors import UserError
-from normexp.models.common import modules_outside_sites
 from normexp.models.weights import MAX_NAMES, shorten
 from normexp.norms.adapt import EPS_NAMES, FEATURE_NAMES, find_layout
 from normexp.norms.contract import HasRamp
 from normexp.norms.factory import NormFactory
-from normexp.norms.site import Site
+from normexp.norms.site import Site, modules_outside_sites
 
 CHANNELS_FIRST = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm),

@@ -1,4 +1,4 @@
-"""The parts that the token models share: embedding, attention, MLP, blocks, initial weights.
+"""The token models, GPT and a text encoder, and the parts that the ViT of vision.py shares.
 
 `EQUATIONS` is the table of placements: where each puts the norms of a block, and its paper.
 
@@ -19,8 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from normexp.batching.draws import Dropout
 from normexp.errors import UserError
-from normexp.models.common import modules_outside_sites
+from normexp.models.common import check_positive
 from normexp.norms.factory import NormFactory
+from normexp.norms.site import modules_outside_sites
 from normexp.norms.slots import Placement
 
 Init = Literal["depth_scaled", "unscaled", "torch"]
@@ -349,3 +350,80 @@ class Transformer(nn.Module):
             for name, parameter in self.blocks.named_parameters():
                 if name.endswith((".attn.out.weight", ".mlp.out.weight")):
                     parameter /= math.sqrt(2 * len(self.blocks))
+
+
+class GPT(Transformer):
+    """Predicts each next token from those up to it (Radford et al. 2019, "GPT-2").
+
+    Shapes: (B, T) int64 -> (B, T, V), T at most block_size. Position t sees the positions 0..t,
+    provided that the norm looks no further. The output layer has its own weights and no bias.
+    Sizes as in `Transformer.add_blocks`; the embedding has the same dropout.
+
+    Raises:
+        UserError: sizes that do not fit; a sequence longer than block_size.
+    """
+
+    def __init__(
+        self,
+        norm: NormFactory,
+        vocab_size: int,
+        block_size: int,
+        *,
+        depth: int,
+        width: int,
+        num_heads: int,
+        dropout: float,
+        init: Init = "depth_scaled",
+    ) -> None:
+        super().__init__()
+        check_positive(depth=depth, width=width, num_heads=num_heads)
+        self.embedding = Embedding(vocab_size, block_size, width, dropout=dropout)
+        self.add_blocks(norm, depth, width, num_heads, is_causal=True, dropout=dropout)
+        self.head = nn.Linear(width, vocab_size, bias=False)
+        self.init_weights(init)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.apply_blocks(self.embedding(inputs)))
+
+
+class TextEncoder(Transformer):
+    """Classifies a short string; neither content nor amount of padding moves its output.
+
+    Shapes: inputs (B, T) int64 and mask (B, T) bool, true where real -> (B, num_outputs), T at most
+    block_size. Attention reads real positions only, every site gets the mask, and the head reads
+    the maximum over real positions: a mean would erase a norm that centres each channel over
+    positions, as instance norm does. All shapes are static. Sizes as in `Transformer.add_blocks`;
+    the embedding has the same dropout.
+
+    Raises:
+        UserError: sizes that do not fit; a sequence longer than block_size.
+    """
+
+    def __init__(
+        self,
+        norm: NormFactory,
+        vocab_size: int,
+        block_size: int,
+        num_outputs: int,
+        *,
+        depth: int,
+        width: int,
+        num_heads: int,
+        dropout: float,
+        init: Init = "depth_scaled",
+    ) -> None:
+        super().__init__()
+        check_positive(depth=depth, width=width, num_heads=num_heads)
+        self.embedding = Embedding(vocab_size, block_size, width, dropout=dropout)
+        self.add_blocks(norm, depth, width, num_heads, is_causal=False, dropout=dropout)
+        self.head = nn.Linear(width, num_outputs)
+        self.init_weights(init)
+
+    def forward(self, inputs: Tensor, mask: Tensor) -> Tensor:
+        return self.head(masked_max(self.apply_blocks(self.embedding(inputs), mask), mask))
+
+
+def masked_max(x: Tensor, mask: Tensor) -> Tensor:
+    """Maximum of x (B, T, C) over the real positions, (B, C); zero for a sample without any."""
+    largest = x.masked_fill(~mask[:, :, None], -torch.inf).amax(dim=1)
+    return torch.where(mask.any(dim=1, keepdim=True), largest, 0)

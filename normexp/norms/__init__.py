@@ -1,4 +1,4 @@
-"""Norms. To read the code, start with factory, site, affine and group; contract: what a norm is.
+"""Norms. To read the code, start with factory, site, base and group; contract: what a norm is.
 
     from normexp.norms import GroupNorm
 
@@ -16,21 +16,17 @@ NAMES = {
     "site": "Site",
     "slots": "Slots",
     "contract": "Norm NormOfGroups MergesState",
-    "affine": "AffineNorm",
-    "group": "GroupNorm LayerNorm InstanceNorm LayerNorm2d PositionNorm",
-    "rms": "RMSNorm SimpleRMSNorm",
+    "base": "AffineNorm",
+    "group": "GroupNorm LayerNorm InstanceNorm LayerNorm2d PositionNorm RMSNorm SimpleRMSNorm "
+    "NoNorm",
     "batch": "BatchNorm GhostBatchNorm SyncBatchNorm FrozenBatchNorm",
-    "causal": "CausalGroupNorm CausalInstanceNorm",
-    "per_position": "BatchNormPerPosition",
-    "none": "NoNorm",
+    "sequence": "CausalGroupNorm CausalInstanceNorm BatchNormPerPosition",
     "zoo.batch": "L1BatchNorm EvalNorm BatchRenorm",
     "zoo.power": "PowerNorm MovingAverageBatchNorm",
     "zoo.mixtures": "SwitchableNorm BatchInstanceNorm BatchChannelNorm ModeNorm",
-    "zoo.evonorm": "EvoNormB0 EvoNormS0",
-    "zoo.rms": "PreAffineRMSNorm GatedRMSNorm SeeDNorm BHyT ScaleNorm CRMSNorm",
-    "zoo.taper": "TaperNorm",
-    "zoo.response": "FilterResponseNorm GlobalResponseNorm",
-    "zoo.pointwise": "DyT Derf ISRU HardTanh",
+    "zoo.nonlinear": "FilterResponseNorm GlobalResponseNorm EvoNormB0 EvoNormS0 "
+    "DyT Derf ISRU HardTanh",
+    "zoo.rms": "PreAffineRMSNorm GatedRMSNorm SeeDNorm BHyT ScaleNorm CRMSNorm TaperNorm",
 }
 MODULES = {name: module for module, names in NAMES.items() for name in names.split()}
 

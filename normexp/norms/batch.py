@@ -18,10 +18,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from normexp.norms.affine import Affine, AffineNorm
+from normexp.norms.base import (
+    Affine,
+    AffineNorm,
+    Moments,
+    at_least_one,
+    centre,
+    count_values,
+)
 from normexp.norms.contract import State
 from normexp.norms.kernel import batch_norm
-from normexp.norms.moments import Moments, at_least_one, centre, count_values, widen
 from normexp.norms.running import (
     RunningMomentsNorm,
     group_dims,
@@ -61,7 +67,7 @@ class BatchNorm(RunningMomentsNorm):
 
     def _kernel_takes(self, x: Tensor, mask: Tensor | None) -> bool:
         """True if the whole forward is torch's kernel, which needs no wide copy of `x`."""
-        return self.training and mask is None and x.numel() > 0 and self.kernel_moves_averages(x)
+        return self.training and mask is None and self.kernel_moves_averages(x)
 
     def kernel_moves_averages(self, x: Tensor) -> bool:
         return self.track_running_stats and super().kernel_moves_averages(x)
@@ -138,12 +144,6 @@ class SyncBatchNorm(RunningMomentsNorm):
     def check_shape(self, shape: torch.Size) -> None:
         if not _has_peers():
             super().check_shape(shape)
-
-    def pass_empty(self, x: Tensor) -> Tensor:
-        if self.training and _has_peers():  # the other processes wait for this one's sums
-            wide = widen(x)
-            return self.normalize_by_batch(wide, None, self.affine_like(wide)).to(x.dtype)
-        return super().pass_empty(x)
 
     def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         if not _has_peers():

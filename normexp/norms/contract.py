@@ -17,7 +17,7 @@ State = dict[str, Tensor]  # buffers by name
 class Norm(Protocol):
     """Maps x (N, C, *) to the same shape and dtype, with statistics in float32 or wider.
 
-    Axis letters as in norms/moments.py. The mask (N, *) is true where real: values elsewhere have
+    Axis letters as in norms/base.py. The mask (N, *) is true where real: values elsewhere have
     no influence, and outputs there are zero. A norm that pools neither positions nor samples may
     lack the argument `mask`; of any other without it, a site shows it only real positions.
     """

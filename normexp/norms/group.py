@@ -1,13 +1,14 @@
-"""Norms that pool within a sample: group, layer, instance and positional norm.
+"""Norms that pool within a sample: group, layer, instance, positional and RMS norm; and none.
 
-One formula, (x - mean) / sqrt(var + eps) * weight + bias, with the biased variance. The norms
-differ only in the values that the moments pool, for x (N, C, H, W):
+But for RMS norm, which does not centre, one formula, (x - mean) / sqrt(var + eps) * weight + bias,
+with the biased variance. The norms differ in the values that the moments pool, for x (N, C, H, W):
 
     GroupNorm      each run of C / num_groups channels, over H and W     nn.GroupNorm
     LayerNorm      all of a sample: C, H, W                              nn.GroupNorm(1, C)
     InstanceNorm   one channel of a sample, over H and W                 nn.InstanceNorm2d
     LayerNorm2d    one position of a sample, over C                      nn.LayerNorm, channels last
     PositionNorm   as LayerNorm2d, without weight and bias
+    RMSNorm        one position of a sample, over C                      nn.RMSNorm, channels last
 
 On (N, C), the shape of tokens in view=token, there is a single position: layer norm is
 nn.LayerNorm(C), and instance norm has nothing to pool.
@@ -21,11 +22,10 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from normexp.errors import UserError
-from normexp.norms.affine import Affine, AffineNorm
-from normexp.norms.moments import centre, measure
+from normexp.norms.base import Affine, AffineNorm, centre, measure, zero_padding
 
 logger = logging.getLogger(__name__)
 
@@ -141,6 +141,46 @@ class PositionNorm(LayerNorm2d):
     affine: bool = field(default=False, init=False)
 
 
+class RMSNorm(AffineNorm):
+    """x / sqrt(mean_C(x^2) + eps) * weight. Pools C at each position. arXiv:1910.07467.
+
+    On (N, C) it is torch.nn.RMSNorm(C), whose default eps is 1.2e-7 in float32. Language models
+    differ in whether they return to half precision before or after the weight; some store the
+    weight less one, which is `zero_centered`.
+    """
+
+    has_bias = False
+
+    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        del real
+        if x.ndim == 2:  # torch's kernel wants channels last, which is slower for maps
+            return F.rms_norm(x, (self.num_features,), affine.weight, self.eps)
+        return affine.apply(x * inverse_rms(x, self.eps))
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class SimpleRMSNorm(RMSNorm):
+    """x / sqrt(mean_C(x^2) + eps): RMS norm without parameters. arXiv:2307.14995.
+
+    The paper has x * sqrt(C) / |x| without eps; implementations bound |x| from below by a small
+    number instead. timm's SimpleNorm is another norm: it has a weight, and divides by the unbiased
+    standard deviation over C without centring x.
+    """
+
+    affine: bool = field(default=False, init=False)
+
+
+class NoNorm(nn.Module):
+    """y = x, without parameters. Shape (N, C, *) in and out; masked positions become zero."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.num_features = num_features
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return zero_padding(x, None if mask is None else mask.unsqueeze(1))
+
+
 def group_norm(
     x: Tensor, real: Tensor | None, num_groups: int, affine: Affine, eps: float
 ) -> Tensor:
@@ -168,3 +208,8 @@ def refuse_one_position(shape: torch.Size, name: str, instead: str) -> None:
             f"{name} pools positions, but an input of shape {tuple(shape)} has one; "
             f"try {instead}, or norm.view=sequence for tokens"
         )
+
+
+def inverse_rms(x: Tensor, eps: float, *, axis: int = 1) -> Tensor:
+    """Returns 1 / sqrt(mean_C(x^2) + eps) of x, the channels along `axis`, kept with size 1."""
+    return torch.rsqrt(x.square().mean(dim=axis, keepdim=True) + eps)

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normexp.norms.affine import Affine
-from normexp.norms.moments import Moments, centre, measure
+from normexp.norms.base import Affine, Moments, centre, measure
 
 # On a CPU, groups of more elements than this run one after another: a loop saves the two copies
 # needed to fold them, which cost more than its extra calls from about this size. On a GPU a launch

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from normexp.norms.moments import Moments, measure, pool, unbiased, widen
+from normexp.norms.base import Moments, measure, pool, unbiased, widen
 from normexp.norms.site import Site, as_maps, input_and_mask
 
 INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -79,9 +79,7 @@ class NormSite:
 
     def maps(self, x: Tensor) -> Tensor:
         """The input of `entry` as (N, C, P)."""
-        if isinstance(self.entry, Site):
-            return as_maps(x, self.entry)
-        return x.flatten(2) if x.ndim > 2 else x.unsqueeze(-1)
+        return as_maps(x, self.entry)
 
     def like_input(self, maps: Tensor, x: Tensor) -> Tensor:
         """Maps (N, C, P) in the shape and dtype of the input x of `entry`."""

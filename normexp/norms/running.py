@@ -6,6 +6,12 @@
 Values come in groups, x (G, N, C, *): the samples of a group share statistics, and all groups of
 one forward move the running averages together, once. A plain forward is one group; a site that
 splits its batch into ghost sub-batches hands over several. `real` is the mask as (G, N, 1, *).
+
+A norm that changes over a training, by a warm-up or a ramp, takes an argument `num_training_steps`,
+which receives the number of optimizer steps. The bounds of its ramps are shares of that number,
+like the warm-up of the learning rate, so they mean the same in a training of any length;
+`+norm.num_training_steps=N` makes them shares of N steps. For a norm built outside a training, as
+for a card, the number is 1000.
 """
 
 from __future__ import annotations
@@ -17,10 +23,19 @@ import torch
 from torch import Tensor
 
 from normexp.errors import UserError
-from normexp.norms.affine import Affine, AffineNorm, over_channels
+from normexp.norms.base import (
+    Affine,
+    AffineNorm,
+    Moments,
+    measure,
+    over_channels,
+    pool,
+    pool_mean,
+    unbiased,
+    wide_dtype,
+)
 from normexp.norms.contract import State
 from normexp.norms.kernel import batch_norm, normalize_groups
-from normexp.norms.moments import Moments, measure, pool, pool_mean, unbiased, wide_dtype
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -28,8 +43,7 @@ class RunningNorm(AffineNorm):
     """Abstract: a norm that pools samples in training and uses running averages in evaluation.
 
     A subclass defines `normalize_by_batch`, which also moves its averages by one step, and
-    `normalize_by_running`. Every floating-point buffer is an average. A batch without samples
-    counts as a step that moves no average, as in torch.nn.
+    `normalize_by_running`. Every floating-point buffer is an average.
 
     Args:
         momentum: weight of the new value in the running averages, as in torch; None gives all
@@ -72,12 +86,6 @@ class RunningNorm(AffineNorm):
         """
         return super().forward(x, mask)
 
-    def pass_empty(self, x: Tensor) -> Tensor:
-        if self.training and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            self.num_values.fill_(0)
-        return super().pass_empty(x)
-
     def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         if not self.training:
             return self.normalize_by_running(x, real, affine)
@@ -93,8 +101,8 @@ class RunningNorm(AffineNorm):
         raise NotImplementedError
 
     def check_shape(self, shape: torch.Size) -> None:
-        """Raises UserError if a training input (N, C, *) has one value per channel: no variance."""
-        if shape.numel() == shape[1]:
+        """Raises UserError if a training input (N, C, *) has no two values per channel."""
+        if shape.numel() <= shape[1]:
             raise UserError(
                 f"batch norm got one value per channel, in an input of shape {tuple(shape)}; it "
                 "needs 2 or more: try a larger batch_size or norm_batch_size"
@@ -125,7 +133,7 @@ class RunningNorm(AffineNorm):
         return self.momentum if self.momentum is not None else 1 / step.to(dtype)
 
     def merge_state(self, start: State, parts: list[State], shares: list[float]) -> State:
-        """Returns each floating-point buffer averaged over the parts of a step; see `norms.state`.
+        """Returns each floating-point buffer averaged over the parts of a step; see `norms.site`.
 
         The weights are the parts' own `num_values`, which count real positions, and not `shares`.
         Without a real value in any part, the buffer keeps its start.
@@ -233,6 +241,26 @@ class RunningMomentsNorm(RunningNorm):
         }
 
 
+class OwnMomentsNorm(RunningMomentsNorm):
+    """Abstract: it takes the moments of each sample's channels besides those of all samples.
+
+    A subclass defines `combine`. In evaluation the running averages stand for all samples.
+    """
+
+    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        per_sample = measure_samples(x, real)
+        batch = pool(per_sample, dim=1)
+        self.advance(batch)
+        return self.combine(x, per_sample, batch.mean, batch.var, affine)
+
+    def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+        return self.combine(x, measure_samples(x, real), *self.averages_like(x), affine)
+
+    def combine(self, x: Tensor, own: Moments, mean: Tensor, var: Tensor, affine: Affine) -> Tensor:
+        """Returns the output by each sample's own moments (G, N, C, 1, ...), and those of all."""
+        raise NotImplementedError
+
+
 def group_dims(x: Tensor) -> tuple[int, ...]:
     """Returns the axes of x (G, N, C, *) that batch statistics pool: samples and positions."""
     return (1, *range(3, x.ndim))
@@ -241,3 +269,36 @@ def group_dims(x: Tensor) -> tuple[int, ...]:
 def measure_samples(x: Tensor, real: Tensor | None) -> Moments:
     """Returns the moments (G, N, C, 1, ...) over the positions of each channel of a sample."""
     return measure(x, real, tuple(range(3, x.ndim)))
+
+
+NUM_TRAINING_STEPS = 1000  # of a norm that is built outside a training
+
+
+def before_step(state: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns `state` as it is before this step writes it, even in the backward of compiled code.
+
+    The partitioner of torch.compile ignores that the forward writes a buffer, and recomputes cheap
+    operations on it in the backward, from the new value. A cumulative sum over an axis of size one
+    changes nothing, and is not recomputed.
+    """
+    return state.to(dtype)[None].cumsum(dim=0)[0]
+
+
+def shares_to_steps(num_training_steps: int, **shares: float) -> list[int]:
+    """Converts shares of a training to numbers of steps, rounded.
+
+    Raises:
+        UserError: a share outside [0, 1], under the name of its knob.
+    """
+    for key, share in shares.items():
+        if not 0 <= share <= 1:
+            raise UserError(
+                f"norm.{key}={share} must be a share of the training, from 0 to 1; try "
+                f"norm.{key}=0.1"
+            )
+    return [round(share * num_training_steps) for share in shares.values()]
+
+
+def linear_ramp(step: Tensor, start: int, end: int) -> Tensor:
+    """Returns 0 until the `start`-th step, counted from 1, rising linearly to 1 at the `end`-th."""
+    return ((step - start) / max(end - start, 1)).clamp(0, 1)

@@ -1,6 +1,7 @@
-"""The site, which handles views, masks and ghost sub-batches for the norm inside.
+"""The site, which handles views, masks and ghost sub-batches for the norm inside, and its state.
 
-What it may expect of that norm is the contract, norms/contract.py.
+What it may expect of that norm is the contract, norms/contract.py. The state of a norm is its
+buffers by name: read, written, swapped, and merged from the parts of a step.
 """
 
 from __future__ import annotations
@@ -13,8 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from normexp.norms.adapt import LayoutAdapter
-from normexp.norms.contract import HasNormParameters, NormOfGroups, State
-from normexp.norms.state import install_state, merge_state, read_state, write_state
+from normexp.norms.contract import (
+    DeclaresOrder,
+    HasNormParameters,
+    MergesState,
+    NormOfGroups,
+    State,
+)
 
 View = Literal["map", "token", "sequence"]
 
@@ -115,11 +121,70 @@ def takes_mask(norm: nn.Module) -> bool:
     return "mask" in inspect.signature(norm.forward).parameters
 
 
+def merge_state(module: nn.Module, start: State, parts: list[State], shares: list[float]) -> State:
+    """Returns the buffers of `module` after a step run in parts that all began at `start`.
+
+    Floating-point buffers are the share-weighted mean of the parts; integers (counters) are as the
+    first part left them, so that a counter rises by one per step. A submodule's own `merge_state`
+    takes precedence for the buffers that it returns. Leading replica axes pass through.
+    """
+    merged: State = {}
+    for path, child in module.named_modules():
+        if isinstance(child, MergesState):
+            prefix = f"{path}." if path else ""
+            first, *ends = (_below(prefix, state) for state in (start, *parts))
+            values = child.merge_state(first, ends, shares)
+            merged |= {prefix + name: value for name, value in values.items()}
+    for name in parts[0].keys() - merged.keys():
+        first = parts[0][name]
+        weighted = (part[name] * share for part, share in zip(parts, shares, strict=True))
+        merged[name] = torch.stack([*weighted]).sum(0) if first.is_floating_point() else first
+    return merged
+
+
+def _below(prefix: str, state: State) -> State:
+    return {name.removeprefix(prefix): v for name, v in state.items() if name.startswith(prefix)}
+
+
+def is_sequential(module: nn.Module) -> bool:
+    """True if a norm in `module` declares that its state must see samples in order."""
+    norms = (child for child in module.modules() if isinstance(child, DeclaresOrder))
+    return any(norm.sequential_state for norm in norms)
+
+
+def read_state(module: nn.Module) -> State:
+    """Returns a copy of the module's buffers."""
+    return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+
+
+def write_state(module: nn.Module, state: State) -> None:
+    """Copies values into the module's buffers in place, which stacked replicas need."""
+    buffers = dict(module.named_buffers())
+    for name, value in state.items():
+        buffers[name].copy_(value)
+
+
+def install_state(module: nn.Module, state: State) -> None:
+    """Makes the tensors of `state` themselves the module's buffers."""
+    for name, value in state.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, value)
+
+
 def named_sites(model: nn.Module) -> Iterator[tuple[str, Site]]:
     """Yields the sites of a model with their names, in the order of its modules."""
     for name, module in model.named_modules():
         if isinstance(module, Site):
             yield name, module
+
+
+def modules_outside_sites(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields the module and its descendants, without sites and their contents."""
+    if isinstance(module, Site):
+        return
+    yield module
+    for child in module.children():
+        yield from modules_outside_sites(child)
 
 
 def names_as_built(model: nn.Module) -> dict[str, str]:
@@ -165,9 +230,12 @@ def norm_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
             yield from (module.get_parameter(name) for name in module.norm_parameters)
 
 
-def as_maps(x: Tensor, site: Site) -> Tensor:
-    """Reshapes an input or output of a site, (N, C, *) or (N, *, C), to (N, C, P), P positions."""
-    if site.view != "map":
+def as_maps(x: Tensor, site: nn.Module) -> Tensor:
+    """Reshapes an input or output of a site, (N, C, *) or (N, *, C), to (N, C, P), P positions.
+
+    Any other module has channels first.
+    """
+    if isinstance(site, Site) and site.view != "map":
         return x.reshape(len(x), -1, x.shape[-1]).transpose(1, 2)
     return x.flatten(2) if x.ndim > 2 else x.unsqueeze(-1)
 

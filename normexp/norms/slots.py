@@ -80,8 +80,8 @@ PLACES = {
 
 def resolve(config: Mapping[str, Any], norm: Mapping[str, Any]) -> Slots:
     """Returns the slots of a cell: the config's value, else the norm's, else the default."""
-    values = {key: level[key] for level in (norm, config) for key in SLOTS if _is_set(level, key)}
-    return Slots(**values)
+    levels = (norm, config)
+    return Slots(**{k: v for level in levels for k in SLOTS if (v := level.get(k)) is not None})
 
 
 def changed(slots: Slots, used: set[str]) -> dict[str, Any]:
@@ -95,8 +95,4 @@ def changed(slots: Slots, used: set[str]) -> dict[str, Any]:
 
 def set_but_unused(level: Mapping[str, Any], used: set[str]) -> list[str]:
     """Returns the slots that `level`, a config or a norm, sets but the model does not use."""
-    return [key for key in SLOTS if _is_set(level, key) and key not in used]
-
-
-def _is_set(level: Mapping[str, Any], key: str) -> bool:
-    return level.get(key) is not None
+    return [key for key in SLOTS if level.get(key) is not None and key not in used]

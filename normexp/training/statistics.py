@@ -29,8 +29,7 @@ from normexp.norms.moment_sites import (
     with_moments,
     write_populations,
 )
-from normexp.norms.site import named_sites
-from normexp.norms.state import merge_state, read_state, write_state
+from normexp.norms.site import merge_state, named_sites, read_state, write_state
 
 SPLITS = ("train", "val", "test")
 STACK_SAMPLES = 512  # per forward in evaluation, over all replicas; eight times that on a GPU

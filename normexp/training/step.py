@@ -12,7 +12,7 @@ from normexp.batching.processes import Processes
 from normexp.batching.replicas import Batch, InTurn, Loss, Replicas
 from normexp.batching.sizes import WHOLE, Bounds, Share, Sizes
 from normexp.norms.contract import State
-from normexp.norms.state import merge_state, read_state, write_state
+from normexp.norms.site import merge_state, read_state, write_state
 
 AddGradient = Callable[[Batch, Loss, float], Tensor]  # see `Replicas.add_gradient`
 

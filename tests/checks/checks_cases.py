@@ -13,9 +13,8 @@ from normexp.batching.sizes import Sizes
 from normexp.build import build_norm
 from normexp.config.compose import compose_config
 from normexp.data import Data, Examples, build_text_data
-from normexp.models.convnet import ConvNet
-from normexp.models.gpt import GPT
-from normexp.models.text_encoder import TextEncoder
+from normexp.models.transformer import GPT, TextEncoder
+from normexp.models.vision import ConvNet
 from normexp.norms.factory import NormFactory
 from normexp.norms.site import View
 

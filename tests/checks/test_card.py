@@ -19,10 +19,8 @@ from normexp.checks.card import Card, measure_card, print_cards
 from normexp.checks.norm import Answer, LoneNorm, open_norm
 from normexp.checks.questions import OF_NORMS
 from normexp.norms.batch import BatchNorm
-from normexp.norms.causal import CausalGroupNorm
-from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d
-from normexp.norms.none import NoNorm
-from normexp.norms.rms import RMSNorm
+from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d, NoNorm, RMSNorm
+from normexp.norms.sequence import CausalGroupNorm
 
 MAKE = {
     "batch": BatchNorm,

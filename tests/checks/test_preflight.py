@@ -40,9 +40,8 @@ from normexp.data.dataset import Data
 from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm
 from normexp.norms.factory import NormFactory
-from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d
-from normexp.norms.none import NoNorm
-from normexp.norms.per_position import BatchNormPerPosition
+from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d, NoNorm
+from normexp.norms.sequence import BatchNormPerPosition
 from normexp.norms.slots import Slots
 from normexp.records.result import read_result
 from normexp.train import main

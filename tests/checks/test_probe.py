@@ -17,9 +17,8 @@ from normexp.checks.probe import (
     moves,
 )
 from normexp.norms.batch import BatchNorm, FrozenBatchNorm
-from normexp.norms.causal import CausalGroupNorm
-from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm
-from normexp.norms.none import NoNorm
+from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm, NoNorm
+from normexp.norms.sequence import CausalGroupNorm
 from normexp.norms.zoo.batch import BatchRenorm
 
 

@@ -78,14 +78,17 @@ def test_class_folders_are_split_the_same_for_every_split_seed(root: Path):
         load(flat)
 
 
-def test_grey_images_nested_folders_and_capital_suffixes_count(root: Path):
-    grey = pixels("test", "cat", 0)[..., 0]
-    Image.fromarray(grey).save(root / "test/cat/0.png")
+def test_grey_images_of_8_and_16_bits_nested_folders_and_capital_suffixes_count(root: Path):
+    grey, deep = pixels("test", "cat", 0)[..., 0], np.linspace(0, 65535, 30, dtype=np.uint16)
+    for index, image in enumerate((grey, deep.reshape(6, 5))):
+        Image.fromarray(image).save(root / f"test/cat/{index}.png")
     (root / "train/cat/more").mkdir()
     Image.fromarray(pixels("train", "cat", 9)).save(root / "train/cat/more/x.JPG", quality=95)
     data = load(root)
     assert isinstance(data.test, Examples)
     assert torch.equal(data.test.inputs[0], torch.from_numpy(grey).expand(3, -1, -1))
+    shallow = torch.from_numpy((deep // 257).astype(np.uint8)).view(6, 5)
+    assert torch.equal(data.test.inputs[1], shallow.expand(3, -1, -1))
     assert len(data.train) == 9
 
 
@@ -106,17 +109,20 @@ def test_given_mean_and_deviation_replace_those_of_the_images(root: Path):
 
 
 @pytest.mark.parametrize(
-    ("moments", "message"),
+    ("knobs", "message"),
     [
+        ({"size": 0}, "data.size=0"),
         ({"mean": [0.5] * 3}, "data.std=None: must be three numbers"),
         ({"mean": [0.5] * 3, "std": [0.2, 0.2]}, r"data.std=\[0.2,0.2\]: must be three numbers"),
         ({"mean": [124, 116, 104], "std": [0.2] * 3}, r"data.mean=\[124,.*from 0 to 1"),
         ({"mean": "imagenet", "std": [0.2] * 3}, r"data.mean=imagenet: .*\[0.485,0.456,0.406\]"),
     ],
 )
-def test_bad_mean_and_deviation_are_refused(root: Path, moments: dict[str, Any], message: str):
+def test_bad_sizes_means_and_deviations_are_refused(
+    root: Path, knobs: dict[str, Any], message: str
+):
     with pytest.raises(UserError, match=message):
-        load(root, **moments)
+        load(root, **knobs)
 
 
 def test_second_load_reads_the_cache_until_a_file_is_edited(
@@ -175,20 +181,7 @@ def test_corrupt_files_are_refused_with_their_names_and_reasons(root: Path):
         load(root)
 
 
-def test_grey_images_of_16_bits_keep_their_greys(root: Path):
-    grey = np.linspace(0, 65535, 30, dtype=np.uint16).reshape(6, 5)
-    Image.fromarray(grey).save(root / "test/cat/0.png")
-    data = load(root)
-    assert isinstance(data.test, Examples)
-    expected = torch.from_numpy((grey // 257).astype(np.uint8)).expand(3, -1, -1)
-    assert torch.equal(data.test.inputs[0], expected)
-
-
-def test_bad_size_and_more_than_memory_holds_are_refused(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-):
-    with pytest.raises(UserError, match="data.size=0"):
-        load(root, size=0)
+def test_more_images_than_memory_holds_are_refused(root: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sources, "available_memory", lambda: 1000)
     with pytest.raises(UserError, match="14 images of 6x5 needs .* GB of memory.*data.size"):
         load(root)

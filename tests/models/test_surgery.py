@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from wild_norms import LlamaRMSNorm
 
 from normexp.errors import UserError
+from normexp.models.packages import build_timm_model, build_torchvision_model
 from normexp.models.surgery import replace_norms
-from normexp.models.timm import build_timm_model
-from normexp.models.torchvision import build_torchvision_model
 from normexp.norms.adapt import foreign_factory
 from normexp.norms.factory import NormFactory
 from normexp.norms.site import load_as_built, named_sites, state_as_built
@@ -27,16 +26,6 @@ from normexp.norms.zoo.batch import BatchRenorm
 
 LAYER_NORM = taking_settings(layer_norm)
 BATCH_NORM = taking_settings(nn.BatchNorm2d)
-
-
-class ChannelNorm(nn.LayerNorm):
-    """LayerNorm over the channels of each position of (N, C, *), with torchvision's eps."""
-
-    def __init__(self, num_features: int) -> None:
-        super().__init__(num_features, eps=1e-6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
 
 
 def shape_at_norm(old: nn.Module, *shape: int) -> tuple[int, ...]:
@@ -61,16 +50,11 @@ MAPS = {2: (2, 6), 3: (2, 6, 3), 4: (2, 6, 3, 4), 5: (2, 6, 3, 4, 5)}
 OF_MAPS = [
     *((nn.BatchNorm1d(6), n) for n in (2, 3)),
     *((make(6), 4) for make in (nn.BatchNorm2d, nn.SyncBatchNorm, nn.InstanceNorm2d)),
-    *((make(6), 3 + 2 * i) for i, make in enumerate((nn.InstanceNorm1d, nn.InstanceNorm3d))),
-    (nn.BatchNorm3d(6), 5),
+    (nn.InstanceNorm3d(6), 5),
     (nn.GroupNorm(2, 6), 4),
     (torchvision.models.convnext.LayerNorm2d(6), 4),
     (torchvision.ops.FrozenBatchNorm2d(6), 4),
-    (timm.layers.LayerNorm2d(6), 4),
     (timm.layers.RmsNorm2d(6), 4),
-    (timm.layers.SimpleNorm2d(6), 4),
-    (timm.layers.GroupNorm1(6), 4),
-    (timm.layers.BatchNormAct2d(6), 4),
     (timm.layers.GroupNormAct(6, group_size=3), 4),
     (timm.layers.LayerNormAct2d(6), 4),
 ]
@@ -109,9 +93,6 @@ def test_norm_of_the_last_axis_becomes_a_site_of_tokens(
     old: nn.Module, shape: tuple[int, ...]
 ) -> None:
     assert shape_at_norm(old, *shape) == (6, torch.Size(shape[:-1]).numel(), 6)
-    x = torch.randn(shape)
-    expected = nn.functional.layer_norm(x, (6,))
-    torch.testing.assert_close(LAYER_NORM.tokens(6)(x), expected)
 
 
 def test_a_norm_that_stands_in_two_places_becomes_one_site() -> None:
@@ -181,7 +162,7 @@ def test_transformer_of_torch_works_in_evaluation() -> None:
     network = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
     x = torch.randn(2, 5, 8)
     expected = network.train()(x)
-    replace_norms(network, taking_settings(ChannelNorm))
+    replace_norms(network, LAYER_NORM)
     torch.testing.assert_close(network.eval()(x), expected, rtol=0, atol=1e-4)
 
 
@@ -211,24 +192,6 @@ def test_nothing_to_replace_is_refused(parts: list, only: list | None, message: 
         replace_norms(nn.Sequential(*parts), LAYER_NORM, only)
 
 
-def test_replacing_by_batch_norm_changes_no_number_no_name_and_no_order() -> None:
-    networks = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        networks.append(torchvision.models.mobilenet_v2(weights=None, num_classes=7))
-    original, replaced = networks
-    replace_norms(replaced, BATCH_NORM)
-    images = torch.randn(2, 3, 64, 64)
-    torch.manual_seed(1)  # dropout
-    expected = original(images)
-    torch.manual_seed(1)
-    assert torch.equal(replaced(images), expected)
-    norms = [key for key, m in original.named_modules() if isinstance(m, nn.BatchNorm2d)]
-    assert [key for key, _ in named_sites(replaced)] == norms
-    keys = [key.replace(".norm.", ".") for key in replaced.state_dict()]
-    assert keys == list(original.state_dict())
-
-
 @pytest.mark.parametrize("build", [build_torchvision_model, build_timm_model])
 def test_networks_take_grey_images_of_any_size(build: Callable[..., nn.Module]) -> None:
     images = torch.randn(2, 1, 8, 8)
@@ -237,14 +200,6 @@ def test_networks_take_grey_images_of_any_size(build: Callable[..., nn.Module]) 
     sizes = []
     model.maxpool.register_forward_hook(lambda _m, _x, out: sizes.append(out.shape[-1]))
     assert model(images).shape == (2, 7) and sizes == [9]
-
-
-def test_no_activation_works_in_place() -> None:
-    """tanh's gradient needs its output, which an in-place activation would overwrite."""
-    model = build_torchvision_model((3, 32, 32), 3, name="mobilenet_v2")
-    replace_norms(model, NormFactory(lambda _, **__: nn.Tanh()))
-    model(torch.randn(2, 3, 32, 32)).sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -265,40 +220,10 @@ def test_networks_that_cannot_be_built_are_refused(
         build(shape, 3, name=name)
 
 
-def kept_norms(network: nn.Module, norm_batch_size: int | None = None) -> nn.Module:
-    """The network with sites around its own norms."""
-
-    def refuse(num_features: int, **_: Any) -> nn.Module:
-        raise AssertionError(num_features)
-
-    factory = NormFactory(refuse, norm_batch_size=norm_batch_size, keeps_norms=True)
-    surgery = replace_norms(network, factory)
-    assert not surgery.lost and len(list(named_sites(network))) == len(surgery.classes)
-    return network
-
-
-@pytest.mark.parametrize(
-    "network",
-    [
-        lambda: torchvision.models.mobilenet_v3_small(num_classes=3),
-        lambda: timm.create_model("convnext_atto", num_classes=3),
-        lambda: timm.create_model("regnetx_002", num_classes=3),  # activations inside of norms
-    ],
-)
-def test_norms_as_built_give_the_outputs_of_the_network_as_built(network: Callable[[], nn.Module]):
-    x = torch.randn(4, 3, 32, 32)
-    built = network()
-    around = kept_norms(copy.deepcopy(built))
-    for is_training in (True, False):
-        outputs = []
-        for one in (built, around):
-            torch.manual_seed(0)
-            outputs.append(one.train(is_training)(x))
-        assert torch.equal(*outputs)
-
-
 def test_norms_as_built_share_their_statistics_as_norm_batch_size_says():
-    network = kept_norms(nn.Sequential(nn.BatchNorm2d(3)), norm_batch_size=2)
+    network = nn.Sequential(nn.BatchNorm2d(3))
+    surgery = replace_norms(network, NormFactory(foreign_twin, norm_batch_size=2, keeps_norms=True))
+    assert not surgery.lost
     x = torch.randn(4, 3, 5, 5)
     parts = torch.cat([nn.BatchNorm2d(3)(part) for part in x.split(2)])
     torch.testing.assert_close(network(x), parts)
@@ -317,10 +242,16 @@ def test_norms_as_built_share_their_statistics_as_norm_batch_size_says():
 def test_trained_weights_load_strictly_into_the_network_as_built(
     network: Callable[[], nn.Module], *, keeps_norms: bool
 ):
-    built, trained = network(), network()
+    """Before training, norms that are kept give its very outputs, and so do the same norms."""
+    built = network()
+    trained = copy.deepcopy(built)
     factory = NormFactory(foreign_twin, keeps_norms=keeps_norms)
     replace_norms(trained, factory)
-    trained(torch.randn(4, 3, 32, 32)).sum().backward()
+    x = torch.randn(4, 3, 32, 32)
+    for is_training in (False, True):
+        outputs = [one.train(is_training)(x) for one in (built, trained)]
+        torch.testing.assert_close(*outputs, rtol=0, atol=0 if keeps_norms else 1e-5)
+    outputs[1].sum().backward()
     with torch.no_grad():
         for parameter in trained.parameters():
             parameter.sub_(0.01 * parameter.grad)

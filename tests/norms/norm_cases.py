@@ -13,11 +13,11 @@ import torch
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
-from torch.func import functional_call, stack_module_state, vmap
 from torch.testing import assert_close
 
+from normexp.batching.replicas import InTurn, Stacked
 from normexp.build import RESERVED_NORM_KEYS
-from normexp.norms.state import read_state, write_state
+from normexp.norms.site import read_state, write_state
 
 Norm = TypeVar("Norm", bound=nn.Module)
 
@@ -143,10 +143,10 @@ def mask_for(x: Tensor) -> Tensor:
     return random_mask(len(x), *x.shape[2:])
 
 
-def gradients(out: Tensor, wanted: list[Tensor]) -> tuple[Tensor, ...]:
+def gradients(out: Tensor, wanted: list[Tensor], **options: Any) -> tuple[Tensor, ...]:
     """Of sum(out * r), r fixed and random: a plain sum is blind where outputs add up to zero."""
     weight = random_tensor(*out.shape, seed=11).to(out.dtype)
-    return torch.autograd.grad((out * weight).sum(), wanted)
+    return torch.autograd.grad((out * weight).sum(), wanted, **options)
 
 
 def run(norm: nn.Module, x: Tensor, mask: Tensor | None = None):
@@ -172,28 +172,28 @@ def run_in_parts(norm: nn.Module, parts: list[tuple[Tensor, ...]]):
     return start, ends
 
 
-def assert_stack_equals_loop(alone: list[nn.Module], x: Tensor, mask: Tensor | None = None) -> None:
-    """Output, gradients and buffers of S norms, together and one after another; x (S, N, C, *)."""
-    network = copy.deepcopy(alone[0])
-    parameters, buffers = stack_module_state(alone)
+def assert_stack_equals_loop(
+    alone: list[nn.Module],
+    x: Tensor,
+    mask: Tensor | None = None,
+    *,
+    shared: bool = False,
+    bends: bool = False,
+) -> None:
+    """Outputs, gradients and buffers of S norms, together and one after another; x (S, N, C, *).
 
-    def one(parameters, buffers, x, mask):
-        arguments = (x,) if mask is None else (x, mask)
-        return functional_call(network, (parameters, buffers), arguments)
-
-    x = x.clone().requires_grad_()
-    out = vmap(one, in_dims=(0, 0, 0, None if mask is None else 0))(parameters, buffers, x, mask)
-    masks = [()] * len(x) if mask is None else [(own,) for own in mask]
-    expected = torch.stack([norm(x[k], *masks[k]) for k, norm in enumerate(alone)])
-    assert_close(out, expected, rtol=0, atol=1e-12)
-    names = list(parameters)
-    found = gradients(out, [x, *parameters.values()])
-    own = [dict(norm.named_parameters())[name] for name in names for norm in alone]
-    (x_grad, *rest) = gradients(expected, [x, *own])
-    assert_close(found[0], x_grad, rtol=0, atol=1e-12)
-    for i, gradient in enumerate(found[1:]):
-        rows = torch.stack(rest[i * len(alone) : (i + 1) * len(alone)])
-        assert_close(gradient, rows, rtol=0, atol=1e-12)
-    for name, buffer in buffers.items():
-        rows = torch.stack([dict(norm.named_buffers())[name] for norm in alone])
-        assert_close(buffer, rows, rtol=0, atol=1e-12)
+    With `bends` gradients of gradients too; x is (N, C, *) if `shared` by all.
+    """
+    results = []
+    for form in (Stacked, InTurn):
+        replicas = form([copy.deepcopy(norm) for norm in alone])
+        batch = {"inputs": x.detach().requires_grad_()} | ({} if mask is None else {"mask": mask})
+        out = replicas.measure(batch, lambda y, _: y.sin(), shared=shared)
+        of_x, *rows = gradients(out, [batch["inputs"], *replicas.parameters()], create_graph=bends)
+        if form is InTurn:  # those of one network after those of another
+            size = len(rows) // len(alone)
+            rows = [torch.stack(rows[index::size]) for index in range(size)]
+        bend = gradients(of_x, [batch["inputs"]]) if bends else ()
+        copies = [replicas.replica(index) for index in range(len(alone))]
+        results.append((out, of_x, rows, bend, [dict(own.named_buffers()) for own in copies]))
+    assert_close(*results, rtol=1e-9 if bends else 0, atol=1e-12)

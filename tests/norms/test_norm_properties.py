@@ -32,8 +32,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.testing import assert_close
 
-from normexp.norms.site import Site
-from normexp.norms.state import merge_state, read_state
+from normexp.norms.site import Site, merge_state, read_state
 
 ALL = pytest.mark.parametrize("name", SHIPPED)
 IN_EVALUATION = [(name, False) for name in SHIPPED if name in RUNNING]  # others are the same
@@ -41,7 +40,6 @@ MODES = pytest.mark.parametrize("training", [True, False], ids=["training", "eva
 BOTH_MODES = pytest.mark.parametrize(
     ("name", "training"), [*((name, True) for name in SHIPPED), *IN_EVALUATION]
 )
-WITHIN_SAMPLES = [name for name in SHIPPED if name not in RUNNING]
 MERGE_EXACTLY = [n for n in RUNNING if n not in ("l1_batch", "eval_norm", "ghost", "mode")]
 
 
@@ -73,27 +71,6 @@ def test_autocast_does_not_take_statistics_in_half_precision(name, training):
             out = norm(x)
         assert_close(out, plain(x), rtol=0, atol=0)
         assert_close(state_of(norm), state_of(plain), rtol=0, atol=0)
-
-
-@BOTH_MODES
-def test_a_batch_without_samples_is_a_step_that_moves_nothing(name, training):
-    """As torch.nn's batch norm, which counts the step; whole and in groups of two."""
-    for num_dims, norm_batch_size in zip(SHAPES, (None, 2, None, 2), strict=True):
-        norm = make(name).train(training)
-        site, before = Site(norm, "map", norm_batch_size).train(training), state_of(norm)
-        x = torch.zeros((0, *SHAPES[num_dims][1:]), dtype=torch.double)
-        for mask in (None, torch.ones(0, *x.shape[2:], dtype=torch.bool)):
-            out = site(x, mask)
-            assert (out.shape, out.dtype) == (x.shape, x.dtype)
-            if parameters := list(norm.parameters()):
-                assert not any(g.any() for g in torch.autograd.grad(out.sum(), parameters))
-        after = state_of(norm)
-        if "num_batches_tracked" in before:
-            steps = after.pop("num_batches_tracked") - before.pop("num_batches_tracked")
-            assert steps == (2 if training else 0)
-        for state in (after, before):
-            state.pop("num_values", None)
-        assert_close(after, before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if "affine" in cases.KNOBS_OF[name]])
@@ -136,24 +113,20 @@ def test_neither_a_full_mask_nor_more_padding_changes_anything(name, training):
     assert_close(state_of(long), state_of(short), rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("name", WITHIN_SAMPLES)
-def test_a_masked_sample_is_normalized_as_its_real_positions_alone(name):
-    for num_dims in {3, 4} & set(num_dims_of(name)):
-        norm, x = make(name), random_tensor(*SHAPES[num_dims])
-        mask = mask_for(x)
-        out = norm(x, mask)
-        for sample, sample_out, real in zip(x, out, mask, strict=True):
-            assert_close(sample_out[:, real], norm(sample[None, :, real])[0], rtol=0, atol=1e-12)
-
-
-@MODES
-@pytest.mark.parametrize("name", [n for n in RUNNING if 2 in num_dims_of(n)])
-def test_masked_rows_count_as_if_they_were_not_there(name, training):
-    x = random_tensor(*SHAPES[2])
-    mask = mask_for(x)
+@BOTH_MODES
+def test_what_is_masked_counts_as_if_it_were_not_there(name, training):
+    """Rows of any norm; positions of a sample where samples are not pooled."""
     whole, rest = twins(name, training)
-    assert_close(whole(x, mask)[mask], rest(x[mask]), rtol=0, atol=1e-12)
-    assert_close(state_of(whole), state_of(rest), rtol=0, atol=1e-12)
+    for num_dims in set(num_dims_of(name)) & ({2} if name in RUNNING else {2, 3, 4}):
+        x = random_tensor(*SHAPES[num_dims])
+        mask = mask_for(x)
+        out = whole(x, mask)
+        if num_dims == 2:
+            assert_close(out[mask], rest(x[mask]), rtol=0, atol=1e-12)
+            assert_close(state_of(whole), state_of(rest), rtol=0, atol=1e-12)
+            continue
+        for sample, sample_out, real in zip(x, out, mask, strict=True):
+            assert_close(sample_out[:, real], rest(sample[None, :, real])[0], rtol=0, atol=1e-12)
 
 
 @ALL

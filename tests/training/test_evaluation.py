@@ -27,7 +27,7 @@ from normexp.batching.replicas import Replicas
 from normexp.batching.sizes import Sizes
 from normexp.data.augment import Augmentation
 from normexp.data.dataset import Data, Examples, Windows
-from normexp.models.gpt import GPT
+from normexp.models.transformer import GPT
 from normexp.norms.batch import BatchNorm
 from normexp.norms.site import named_sites
 from normexp.norms.zoo.batch import EvalNorm

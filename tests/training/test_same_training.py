@@ -35,8 +35,7 @@ from normexp.checks.wiring import cannot_stack
 from normexp.config.compose import compose_config
 from normexp.config.schema import group_choices
 from normexp.norms.factory import NormFactory
-from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm
-from normexp.norms.rms import RMSNorm
+from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from normexp.norms.slots import Slots
 from normexp.training.schedule import own_schedule
 

@@ -18,9 +18,8 @@ from normexp.batching.replicas import InTurn, Replicas, Stacked
 from normexp.batching.sizes import Sizes
 from normexp.data.batches import TrainingBatches
 from normexp.data.dataset import Data, Examples
-from normexp.models.convnet import ConvNet
-from normexp.models.resnet import ResNet
-from normexp.models.text_encoder import TextEncoder
+from normexp.models.transformer import TextEncoder
+from normexp.models.vision import ConvNet, ResNet
 from normexp.norms.batch import BatchNorm
 from normexp.norms.factory import NormFactory
 from normexp.norms.group import GroupNorm

@@ -14,16 +14,18 @@ import torch
 from torch import Tensor
 
 from normexp.errors import UserError
-from normexp.norms.affine import NO_AFFINE, Affine, over_channels
+from normexp.norms.base import NO_AFFINE, Affine, Moments, centre, measure_mean, over_channels
 from normexp.norms.kernel import normalize_groups
-from normexp.norms.moments import Moments, centre, measure_mean
 from normexp.norms.running import (
+    NUM_TRAINING_STEPS,
     RunningMomentsNorm,
     RunningNorm,
+    before_step,
     group_dims,
+    linear_ramp,
     measure_samples,
+    shares_to_steps,
 )
-from normexp.norms.zoo.ramps import NUM_TRAINING_STEPS, before_step, linear_ramp, shares_to_steps
 
 GAUSSIAN = math.sqrt(math.pi / 2)
 

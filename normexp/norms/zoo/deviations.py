@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from normexp.errors import UserError
-from normexp.norms.affine import Affine, AffineNorm
-from normexp.norms.moments import Moments, centre, measure, measure_mean, unbiased
-from normexp.norms.per_position import BatchNormPerPosition
+from normexp.norms.base import Affine, AffineNorm, Moments, centre, measure, measure_mean, unbiased
 from normexp.norms.running import RunningMomentsNorm, group_dims
+from normexp.norms.sequence import BatchNormPerPosition
 
 
 class DeviatingBatchNorm(RunningMomentsNorm):

@@ -7,13 +7,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from normexp.norms.affine import NO_AFFINE, Affine, over_channels
+from normexp.norms.base import NO_AFFINE, Affine, Moments, count_values, over_channels
 from normexp.norms.group import group_norm, refuse_one_position
-from normexp.norms.moments import Moments, count_values, pool
-from normexp.norms.running import RunningMomentsNorm, RunningNorm, group_dims, measure_samples
+from normexp.norms.running import (
+    OwnMomentsNorm,
+    RunningMomentsNorm,
+    RunningNorm,
+    group_dims,
+    measure_samples,
+)
 
 
-class SwitchableNorm(RunningMomentsNorm):
+class SwitchableNorm(OwnMomentsNorm):
     """(x - mean) / sqrt(var + eps) * weight + bias, each moment a mixture of three.
 
     mean = sum_k w_k mean_k, with w the softmax of `mean_weight` (3,), and var likewise with
@@ -31,25 +36,11 @@ class SwitchableNorm(RunningMomentsNorm):
         self.mean_weight = nn.Parameter(torch.ones(3))
         self.var_weight = nn.Parameter(torch.ones(3))
 
-    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        per_sample = measure_samples(x, real)
-        batch = pool(per_sample, dim=1)
-        self.advance(batch)
-        return self._mix(x, per_sample, batch.mean, batch.var, affine)
-
-    def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        per_sample = measure_samples(x, real)
-        mean, var = self.averages_like(x)
-        return self._mix(x, per_sample, mean, var, affine)
-
-    def _mix(
-        self, x: Tensor, per_sample: Moments, batch_mean: Tensor, batch_var: Tensor, affine: Affine
-    ) -> Tensor:
-        layer_mean = per_sample.mean.mean(dim=2, keepdim=True)
-        between = (per_sample.mean - layer_mean).square()
-        layer_var = (per_sample.var + between).mean(dim=2, keepdim=True)
-        means = [per_sample.mean, layer_mean, batch_mean]
-        variances = [per_sample.var, layer_var, batch_var]
+    def combine(self, x: Tensor, own: Moments, mean: Tensor, var: Tensor, affine: Affine) -> Tensor:
+        layer_mean = own.mean.mean(dim=2, keepdim=True)
+        between = (own.mean - layer_mean).square()
+        layer_var = (own.var + between).mean(dim=2, keepdim=True)
+        means, variances = [own.mean, layer_mean, mean], [own.var, layer_var, var]
         first = 1 if x.shape[3:].numel() == 1 else 0
         mean = _mixture(self.mean_weight[first:].to(x.dtype), means[first:])
         var = _mixture(self.var_weight[first:].to(x.dtype), variances[first:])

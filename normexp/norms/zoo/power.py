@@ -13,10 +13,14 @@ import torch
 from torch import Tensor
 
 from normexp.errors import UserError
-from normexp.norms.affine import Affine, over_channels
-from normexp.norms.moments import at_least_one, measure_mean, pool_mean
-from normexp.norms.running import RunningNorm, group_dims
-from normexp.norms.zoo.ramps import NUM_TRAINING_STEPS, before_step, shares_to_steps
+from normexp.norms.base import Affine, at_least_one, measure_mean, over_channels, pool_mean
+from normexp.norms.running import (
+    NUM_TRAINING_STEPS,
+    RunningNorm,
+    before_step,
+    group_dims,
+    shares_to_steps,
+)
 
 
 class SquareNorm(RunningNorm):

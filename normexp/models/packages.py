@@ -1,4 +1,4 @@
-"""Any torchvision classifier, as torchvision builds it, and helpers that models/timm.py shares."""
+"""Any classifier of torchvision or timm, as its package builds it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from functools import partial
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -55,7 +57,7 @@ def build_torchvision_model(
     def build() -> nn.Module:
         network = builder(weights=None, num_classes=num_outputs, **knobs)
         adapt_channels(network, channels)
-        return resizing(network, image_size)
+        return network
 
     return build_for_images(build, name, input_shape, image_size)
 
@@ -71,7 +73,7 @@ def find_builder(name: str) -> Callable[..., nn.Module]:
     return models.get_model_builder(name)
 
 
-def named_weights(name: str, weights: str) -> tuple[str, Callable[[], Values]]:
+def torchvision_weights(name: str, weights: str) -> tuple[str, Callable[[], Values]]:
     """The full name of the classifier's pretrained weights, and a function that downloads them."""
     from torchvision import models
 
@@ -135,10 +137,15 @@ def shape_after(
 def build_for_images(
     build: Callable[[], nn.Module], name: str, input_shape: tuple[int, ...], image_size: int | None
 ) -> nn.Module:
-    """Builds the network and runs a copy on images; UserError if either fails."""
+    """Builds the network, which resizes images if `image_size` is given, and runs a copy on some.
+
+    Raises UserError if either fails.
+    """
     key, shape = f"model.name={name}", "x".join(map(str, input_shape))
     try:
         network = build()
+        if image_size is not None:
+            network.register_forward_pre_hook(partial(_resize, image_size))
         with torch.no_grad():  # a copy: no forward of the network itself has run
             copy.deepcopy(network).eval()(torch.zeros(2, *input_shape))
         return network
@@ -152,13 +159,70 @@ def build_for_images(
         raise UserError(f"{key} cannot be built: {first_line(error)}") from error
 
 
-def resizing(network: nn.Module, image_size: int | None) -> nn.Module:
-    """The network, with its images resized if `image_size` is given."""
-    if image_size is not None:
-        network.register_forward_pre_hook(partial(_resize, image_size))
-    return network
-
-
 def _resize(size: int, _: nn.Module, args: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Images (N, C, H, W) as (N, C, size, size), bilinear."""
     return functional.interpolate(args[0], size=(size, size), mode="bilinear", align_corners=False)
+
+
+def build_timm_model(
+    input_shape: tuple[int, ...],
+    num_outputs: int,
+    *,
+    name: str,
+    image_size: int | None = None,
+    **knobs: Any,
+) -> nn.Module:
+    """The network `name` of timm with new weights, as `timm.create_model` returns it.
+
+    Shapes: (N, C, H, W) -> (N, num_outputs). A network with learned positions is built for the size
+    of the images.
+
+    Args:
+        image_size: side in pixels to which images are resized; None leaves them as they are.
+        knobs: further arguments of the network.
+
+    Raises:
+        UserError: timm is not installed, or lacks the name; images that the network cannot take.
+    """
+    timm = import_timm(name)
+    channels, height, width = shape_after(input_shape, image_size, model="timm")
+    knobs = {"num_classes": num_outputs, "in_chans": channels} | knobs
+
+    def build() -> nn.Module:
+        try:
+            return timm.create_model(name, **{"img_size": (height, width)} | knobs)
+        except TypeError as error:
+            if "img_size" not in str(error):
+                raise
+            return timm.create_model(name, **knobs)
+
+    return build_for_images(build, name, input_shape, image_size)
+
+
+def import_timm(name: str) -> ModuleType:
+    """The package timm, if it has the model `name`; else UserError names the nearest ones."""
+    if find_spec("timm") is None:
+        raise UserError("model=timm needs the package timm; pip install 'normexp[timm]'")
+    import timm
+
+    if not timm.is_model(name):
+        near = get_close_matches(name, timm.list_models(), n=3, cutoff=0.5)
+        names = ", ".join(near or ["resnet18", "convnext_atto"])
+        raise UserError(f"model.name={name} is not a model of timm; try {names}")
+    return timm
+
+
+def timm_weights(name: str, weights: str) -> tuple[str, Callable[[], Values]]:
+    """The tag of the model's pretrained weights, and a function that downloads them."""
+    timm = import_timm(name)
+    base, _, tag = name.partition(".")
+    tags = [full_name.partition(".")[2] for full_name in timm.list_pretrained(f"{base}.*")]
+    check_weights("timm", base, weights, tags)
+    default = tag or timm.get_pretrained_cfg(base).tag
+    tag = default if weights == "DEFAULT" else weights
+    full = f"{base}.{tag}"
+
+    def get() -> Values:
+        return timm.create_model(full, pretrained=True).state_dict()
+
+    return tag, partial(download, get, weights, full)
