@@ -33,8 +33,7 @@ from train_cases import prepare
 
 from normexp.batching.sizes import Sizes
 from normexp.checks.network import BuiltNetwork, padded_batch, smallest_group
-from normexp.checks.preflight import Traits, examine
-from normexp.checks.reading import OUTSIDE, reaches_of
+from normexp.checks.preflight import OUTSIDE, Traits, examine, reaches_of
 from normexp.checks.wiring import check_optimizer
 from normexp.data.dataset import Data
 from normexp.errors import UserError

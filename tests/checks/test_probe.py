@@ -114,7 +114,7 @@ def inputs(num_samples: int = 4, num_positions: int = 12) -> Tensor:
 
 @pytest.mark.parametrize("name", MIXING)
 def test_other_samples_are_found_in_training(name: str):
-    moved = Probe(MIXING[name].train(), (inputs(),)).reads_samples(gradients=True)
+    moved = Probe(MIXING[name].train(), (inputs(),)).reads_across(0, gradients=True, state=True)
     assert moved == MOVED.get(name, moved or "anything")
 
 
@@ -122,12 +122,15 @@ def test_other_samples_are_found_in_training(name: str):
 def test_nothing_is_found_where_no_sample_is_read(name: str):
     for training in (True, False):
         probe = Probe(SEPARATE[name].train(training), (inputs(),))
-        assert probe.reads_samples(gradients=training) is None
+        assert probe.reads_across(0, gradients=training, state=True) is None
 
 
 def test_running_state_is_no_mixing_in_evaluation():
     for name in ("batch", "renorm", "state"):
-        assert Probe(MIXING[name].eval(), (inputs(),)).reads_samples(gradients=False) is None
+        assert (
+            Probe(MIXING[name].eval(), (inputs(),)).reads_across(0, gradients=False, state=True)
+            is None
+        )
 
 
 def in_chunks(size: int) -> nn.Module:
@@ -140,11 +143,11 @@ def in_chunks(size: int) -> nn.Module:
 def test_later_positions_are_found_however_far(length: int):
     x = inputs(num_positions=length)
     for distance in {1, 2, length // 2, length - 2, length - 1}:
-        assert Probe(broken.ReadsFurther(2, distance), (x,)).reads_later() is not None, distance
+        assert Probe(broken.ReadsFurther(2, distance), (x,)).reads_later(), distance
     for size in (2, 3, 4, length // 2, length):
-        assert Probe(in_chunks(size), (x,)).reads_later() is not None, size
+        assert Probe(in_chunks(size), (x,)).reads_later(), size
     for sound in (CausalGroupNorm(6, num_groups=3), NoNorm(6)):
-        assert Probe(sound, (x,)).reads_later() is None
+        assert not Probe(sound, (x,)).reads_later()
 
 
 @pytest.mark.parametrize("distance", [1, 5, 11])
@@ -188,7 +191,7 @@ def test_rounding_of_a_fourier_transform_is_no_dependence():
         average = torch.fft.irfft(product, n=2 * length)[..., :length].clamp(min=0)
         return x * torch.rsqrt(average + 1e-5)
 
-    assert Probe(broken.Applies(past), (inputs(),)).reads_later() is None
+    assert not Probe(broken.Applies(past), (inputs(),)).reads_later()
 
 
 def test_nan_equals_nan_and_no_number():
