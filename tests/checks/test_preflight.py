@@ -45,7 +45,7 @@ from normexp.norms.per_position import BatchNormPerPosition
 from normexp.norms.slots import Slots
 from normexp.records.result import read_result
 from normexp.train import main
-from normexp.training.schedule import parameter_groups
+from normexp.training.recipe import parameter_groups
 
 Build = Callable[[], nn.Module]
 LAYER, BATCH, NONE = NormFactory(LayerNorm), NormFactory(BatchNorm), NormFactory(NoNorm)
