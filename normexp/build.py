@@ -36,7 +36,7 @@ from normexp.norms.adapt import foreign_factory
 from normexp.norms.factory import AsBuilt, NormFactory, is_shipped
 from normexp.norms.running import NUM_TRAINING_STEPS
 from normexp.norms.slots import SLOTS, resolve
-from normexp.training.schedule import Schedule, named_schedule, own_schedule
+from normexp.training.recipe import Schedule, named_schedule, own_schedule
 
 # Lightning takes seconds to import, and neither a card nor a reloaded network needs it.
 if TYPE_CHECKING:
@@ -360,7 +360,7 @@ def build_callbacks(values: Mapping[str, Any] | None, metrics: Sequence[str]) ->
         return []
     from pytorch_lightning.callbacks import Callback, EarlyStopping
 
-    from normexp.training.callbacks import check_callback
+    from normexp.training.fit import check_callback
 
     parts: Mapping[str, Any] = {"callback": values}
     if values and "_target_" not in values:

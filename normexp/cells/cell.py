@@ -30,11 +30,9 @@ from normexp.norms.slots import PLACES, set_but_unused
 from normexp.records.logs import collected_messages
 from normexp.records.provenance import refuse_edited, source_line_of
 from normexp.records.result import check_joins
-from normexp.training.callbacks import describe_monitor
-from normexp.training.devices import check_devices
 from normexp.training.evaluation import criterion_of
-from normexp.training.recipe import Recipe
-from normexp.training.schedule import can_train_a_stack, parameter_groups
+from normexp.training.fit import describe_monitor
+from normexp.training.recipe import Recipe, can_train_a_stack, check_devices, parameter_groups
 
 logger = logging.getLogger(__name__)
 

@@ -44,10 +44,9 @@ from normexp.records.result import (
     write_samples,
 )
 from normexp.reporting.terminal import print_evaluations
-from normexp.training.evaluation import criterion_of
+from normexp.training.evaluation import criterion_of, shuffled
 from normexp.training.fit import evaluate
-from normexp.training.record import Recorder
-from normexp.training.statistics import shuffled
+from normexp.training.module import Recorder
 
 logger = logging.getLogger(__name__)
 

@@ -26,10 +26,10 @@ from normexp.data.dataset import Data, describe_data
 from normexp.errors import UserError
 from normexp.norms.slots import SLOTS, changed
 from normexp.records.provenance import source_digest
-from normexp.training.callbacks import act_on_batches
-from normexp.training.devices import Devices
-from normexp.training.recipe import Recipe
-from normexp.training.schedule import (
+from normexp.training.fit import act_on_batches
+from normexp.training.recipe import (
+    Devices,
+    Recipe,
     count_steps,
     count_steps_per_epoch,
     momentum_of_half_life,

@@ -52,10 +52,8 @@ from normexp.records.study import (
     refused_by,
     write_attempts,
 )
-from normexp.training.callbacks import StepReports, why_stopped
-from normexp.training.fit import fit
-from normexp.training.module import TrainingModule
-from normexp.training.record import Recorder
+from normexp.training.fit import StepReports, fit, why_stopped
+from normexp.training.module import Recorder, TrainingModule
 from normexp.training.stopping import Interrupted, StopRequest, TrainingControl
 
 logger = logging.getLogger(__name__)

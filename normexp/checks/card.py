@@ -14,9 +14,8 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from normexp.checks import contract
 from normexp.checks.norm import Answer, open_norm
-from normexp.checks.questions import BUILT, CONTRACT, OF_NORMS, ask_norm
+from normexp.checks.questions import BUILT, CONTRACT, OF_NORMS, ON_CONSTANTS
 from normexp.errors import UserError
 
 SCHEMA = 2
@@ -104,16 +103,16 @@ def measure_card(
         or (sees_texts and question.name == CAUSALITY)
     ]
     opening, rest = (asked[:2], asked[2:]) if norm.problem else (asked[:3], asked[3:])
-    lines = [Answer("contract", BUILT), *ask_norm(opening, norm)]
+    lines = [Answer("contract", BUILT), *(question.answer(norm) for question in opening)]
     why = ""
     if norm.problem:
         why = "no input is taken"
-    elif lines[-1].status == "fail" and contract.ON_CONSTANTS not in lines[-1].detail:
+    elif lines[-1].status == "fail" and ON_CONSTANTS not in lines[-1].detail:
         why = "outputs are not finite"
     if why:
         lines += [Answer(q.section, q.name, "skipped", detail=why) for q in rest]
     else:
-        lines += ask_norm(rest, norm)
+        lines += [question.answer(norm) for question in rest]
     return Card(name, target, norm.num_features, norm.takes, tuple(lines), sees_texts)
 
 

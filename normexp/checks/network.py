@@ -5,20 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from normexp.batching.replicas import Batch, model_arguments
 from normexp.batching.sizes import Sizes
-from normexp.checks.probe import (
-    Probe,
-    fixed_draws,
-    source,
-)
+from normexp.checks.probe import Probe, fixed_draws
 from normexp.config.words import one_line
 from normexp.data.dataset import Data
 from normexp.errors import UserError
@@ -30,8 +26,6 @@ PROBE_SAMPLES = 4
 HIDING = 1e-3  # scales below it hide how outputs depend on inputs
 SHORT_TEXT = 16  # positions
 NETWORK_CUTS = 4  # of a text, into before and after
-
-Value = TypeVar("Value")
 
 
 def probe_batch(data: Data, num_samples: int) -> Batch:
@@ -72,20 +66,13 @@ class EnteredSite:
     mask: Tensor | None
     is_frozen: bool = False
 
-    def values(self) -> Tensor:
-        """Fixed random numbers (N, C, P) of either sign and magnitude 0.5 to 1.5."""
-        draws = source()
-        size = 0.5 + torch.rand(self.shape, generator=draws)
-        return size * (1 - 2 * torch.randint(2, self.shape, generator=draws))
-
     def probe(self, training: bool, *mask: Tensor) -> Probe:
-        """A probe of a copy, on `values`."""
+        """A probe of a copy, on fixed random numbers of either sign and magnitude 0.5 to 1.5."""
         module = copy.deepcopy(self.module).train(training and not self.is_frozen)
-        return Probe(module, (self.values(), *mask))
-
-    def copied(self) -> nn.Module:
-        """A copy as it is while the network trains."""
-        return copy.deepcopy(self.module).train(not self.is_frozen)
+        draws = torch.Generator().manual_seed(0)
+        size = 0.5 + torch.rand(self.shape, generator=draws)
+        values = size * (1 - 2 * torch.randint(2, self.shape, generator=draws))
+        return Probe(module, (values, *mask))
 
     @contextmanager
     def naming_errors(self) -> Iterator[None]:
@@ -95,6 +82,15 @@ class EnteredSite:
         except Exception as error:  # of foreign code, any kind
             where = f"norm at {name_some(self.names)}"
             raise _refusal(where, self.shape[0], error) from error
+
+
+def names_where(sites: Sequence[EnteredSite], ask: Callable[[EnteredSite], bool]) -> str:
+    """The sites for which a question finds something; "" if there are none."""
+    names: list[str] = []
+    for site in sites:
+        with site.naming_errors():
+            names += site.names if ask(site) else []
+    return name_some(names)
 
 
 def _refusal(where: str, num_samples: int, error: Exception) -> UserError:
@@ -146,28 +142,30 @@ def enter_sites(network: nn.Module, batch: Batch) -> list[EnteredSite]:
 
 @dataclass(frozen=True, eq=False)
 class BuiltNetwork:
-    """A network, the data and the sizes of its training, and the answers so far.
-
-    Attributes:
-        network: as it will train; questions are asked of `exposed` where branches could hide.
-        drop_last, allow_leak: as configured.
-    """
+    """A network as it will train, with the data and the sizes of its training."""
 
     network: nn.Module
     data: Data
     sizes: Sizes
     drop_last: bool
-    allow_leak: bool = False
-    _answers: dict[Any, Any] = field(default_factory=dict)
-
-    @property
-    def group_size(self) -> int:
-        """Samples in the smallest set that shares batch statistics."""
-        return smallest_group(self.sizes, len(self.data.train), drop_last=self.drop_last)
 
     @cached_property
     def exposed(self) -> nn.Module:
-        return expose_branches(self.network)
+        """A copy without branches at zero and scales of norms near it, which hide from probes.
+
+        All samples of a forward share statistics.
+        """
+        exposed = copy.deepcopy(self.network)
+        with fixed_draws(), torch.no_grad():
+            for _, site in named_sites(exposed):
+                site.norm_batch_size = None
+                for parameter in site.parameters():
+                    near_zero = parameter.abs() < HIDING
+                    parameter.masked_fill_(near_zero, 1)  # a scale of zero hides all dependence
+            for parameter in exposed.parameters():
+                if not parameter.any():
+                    parameter.normal_(std=0.1)
+        return exposed
 
     @cached_property
     def batch(self) -> Batch:
@@ -189,12 +187,6 @@ class BuiltNetwork:
     def sites(self) -> list[EnteredSite]:
         return enter_sites(self.exposed, self.batch)
 
-    @property
-    def elements_per_sample(self) -> int:
-        """Values of one sample that reach all sites."""
-        values = sum(len(site.names) * site.shape.numel() for site in self.sites)
-        return values // len(self.batch["targets"])
-
     def whole(self, batch: Batch, training: bool) -> Probe:
         """A probe of all of it. A fault that it has, and no site, lies outside of its norms."""
         return Probe(
@@ -210,31 +202,7 @@ class BuiltNetwork:
         bare = copy.deepcopy(self.network)
         for _, site in named_sites(bare):
             site.norm, site.takes_mask = nn.Identity(), False
-        return replace(self, network=bare, _answers={})
-
-    def once(self, ask: Callable[..., Value], *arguments: Any) -> Value:
-        """The answer of ask(self, *arguments), computed once."""
-        if (ask, *arguments) not in self._answers:
-            self._answers[ask, *arguments] = ask(self, *arguments)
-        return self._answers[ask, *arguments]
-
-
-def expose_branches(network: nn.Module) -> nn.Module:
-    """A copy without branches at zero and scales of norms near it, which would hide from probes.
-
-    All samples of a forward share statistics.
-    """
-    exposed = copy.deepcopy(network)
-    with fixed_draws(), torch.no_grad():
-        for _, site in named_sites(exposed):
-            site.norm_batch_size = None
-            for parameter in site.parameters():
-                near_zero = parameter.abs() < HIDING
-                parameter.masked_fill_(near_zero, 1)  # a scale of zero hides all dependence
-        for parameter in exposed.parameters():
-            if not parameter.any():
-                parameter.normal_(std=0.1)
-    return exposed
+        return replace(self, network=bare)
 
 
 def smallest_group(sizes: Sizes, num_samples: int, *, drop_last: bool) -> int:

@@ -1,28 +1,65 @@
-"""Examines a built network before it trains: refuses it, warns of it, or measures its traits."""
+"""Examines a built network before it trains: refuses it, warns of it, or measures its traits.
+
+What it reads: other samples, later positions, padding; and how far its statistics reach.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
+import torch
 from torch import nn
 
+from normexp.batching.replicas import Batch
 from normexp.batching.sizes import Sizes
-from normexp.checks.network import BuiltNetwork, explain
-from normexp.checks.questions import OF_NETWORKS
-from normexp.checks.reading import OUTSIDE, Reach
+from normexp.checks.network import (
+    PROBE_SAMPLES,
+    BuiltNetwork,
+    EnteredSite,
+    enter_sites,
+    explain,
+    name_some,
+    names_where,
+    padded_batch,
+    smallest_group,
+)
+from normexp.checks.probe import EVERYWHERE, MODES, TOLERANCE, Probe, difference
+from normexp.checks.wiring import (
+    cannot_stack,
+    check_sites,
+    check_split,
+    check_state,
+    warn_of_other_norms,
+)
 from normexp.data.dataset import Data
 from normexp.errors import UserError
+from normexp.norms.site import named_sites
 from normexp.records.provenance import source_line_of
 
 logger = logging.getLogger(__name__)
 
+OUTSIDE = "the model outside its norms"
+
+
+@dataclass(frozen=True, order=True)
+class Reach:
+    """How many values a statistic pools: of one sample, and of each further one."""
+
+    of_sample: int
+    of_others: float
+
+    def num_values(self, group_size: int) -> int:
+        """Values in the statistic when `group_size` samples share one."""
+        return self.of_sample + round(self.of_others * (group_size - 1))
+
 
 @dataclass(frozen=True)
 class Traits:
-    """Properties of a built network, measured before its training; each is a row of the table.
+    """Properties of a built network, measured before its training.
 
     Attributes:
         mixing: where, in training, a sample's output or gradient, or the running state, depends on
@@ -73,20 +110,210 @@ def examine(
             value; padding is read; a checkpoint would lack state; a sequential state would be
             split; a language model reads the future, unless `allow_leak`. Names the sites.
     """
-    built = BuiltNetwork(network, data, sizes, drop_last=drop_last, allow_leak=allow_leak)
-    traits: dict[str, Any] = {}
-    for question in OF_NETWORKS:
-        try:
-            reply = question.ask(built)
-        except Exception as error:
-            if isinstance(error, UserError) or not source_line_of(error):
-                raise  # a refusal, or a fault that is not of the user's code
-            raise UserError(f"probing the model fails: {explain(error)}") from error
-        if question.follows == "trait":
-            traits[question.name] = reply
-        elif reply is not None:
-            if question.follows == "refusal":
-                raise UserError(reply)
-            level = logging.WARNING if question.follows == "warning" else logging.INFO
-            logger.log(level, "%s", reply)
-    return Traits(**traits)
+    try:
+        return _examine(BuiltNetwork(network, data, sizes, drop_last), allow_leak)
+    except Exception as error:
+        if isinstance(error, UserError) or not source_line_of(error):
+            raise  # a refusal, or a fault that is not of the user's code
+        raise UserError(f"probing the model fails: {explain(error)}") from error
+
+
+def _examine(network: BuiltNetwork, allow_leak: bool) -> Traits:
+    """Asks all questions; the first refusal ends it."""
+    num_elements = sum(len(site.names) * site.shape.numel() for site in network.sites)
+    check_sites(network)
+    warn_of_other_norms(network)
+    check_split(network)
+    reaches = reaches_of(network)
+    check_padding(network)
+    check_state(network)
+    leak_in_training, leak = (where_future_leaks(network, mode) for mode in MODES)
+    if leak and not allow_leak:
+        remedy = (
+            "mask its attention, or use model=gpt"
+            if leak == OUTSIDE
+            else "norm.view=token, norm=causal_instance, norm=causal_group or "
+            "norm=batch_per_position"
+        )
+        raise UserError(
+            f"a later position moves an earlier output at {leak}, so the loss is meaningless; try "
+            f"{remedy}, or allow_leak=true to train it with every number marked INVALID"
+        )
+    if leak_in_training and not leak:
+        logger.info(
+            "in training a later position moves an earlier output at %s, so train/loss is "
+            "meaningless; evaluation with running statistics is not affected",
+            leak_in_training,
+        )
+    draws = network.whole(network.short, training=True).observe().drew
+    mixing, mixing_in_evaluation = (where_samples_mix(network, mode) for mode in MODES)
+    if mixing == OUTSIDE:
+        logger.warning(
+            "the model mixes samples outside its norms, or along another axis than the first of a "
+            "norm's input; norm_batch_size has no effect there"
+        )
+    obstacle = "a module draws its own random numbers" if draws else None
+    return Traits(
+        mixing=mixing,
+        mixes_samples_in_evaluation=mixing_in_evaluation is not None,
+        leak=leak,
+        leaks_future_in_training=leak_in_training is not None,
+        draws_for_itself=draws,
+        stacking_obstacle=obstacle or cannot_stack(network.network, network.short),
+        elements_per_sample=num_elements // len(network.batch["targets"]),
+        reaches=reaches,
+    )
+
+
+# ---------------------------------------------------------------- other samples, later positions
+
+
+def where_samples_mix(network: BuiltNetwork, training: bool) -> str | None:
+    """The norms, or else the model outside of them, that let samples influence each other."""
+
+    def reads(probe: Probe) -> bool:
+        return probe.reads_across(0, gradients=training, state=True) is not None
+
+    return _place_of(network, network.sites, network.short, training, reads)
+
+
+def where_future_leaks(network: BuiltNetwork, training: bool) -> str | None:
+    """Where does a later position of a language model move an earlier output?"""
+    if network.data.task != "language_modeling":
+        return None
+    length = network.batch["inputs"].shape[1]
+    sites = [site for site in network.sites if site.shape[2] == length]
+    return _place_of(network, sites, network.batch, training, Probe.reads_later)
+
+
+def _place_of(
+    network: BuiltNetwork,
+    sites: Sequence[EnteredSite],
+    batch: Batch,
+    training: bool,
+    reads: Callable[[Probe], bool],
+) -> str | None:
+    """The sites that read what they must not, or else where the whole network does; or None.
+
+    A fault that no site shows by itself is of the model if it has it without its norms as well.
+    """
+    if names := names_where(sites, lambda site: reads(site.probe(training))):
+        return names
+    if not reads(network.whole(batch, training)):
+        return None
+    if reads(network.bare.whole(batch, training)):
+        return OUTSIDE
+    return name_some([name for site in network.sites for name in site.names])
+
+
+# ---------------------------------------------------------------- values per statistic
+
+
+def reach_of(site: EnteredSite) -> Reach | None:
+    """How many values do a site's statistics pool in training? None if it takes no statistic.
+
+    Counts the outputs that an outlier at the first position moves, in two samples and channels;
+    cumulative statistics carry the first position to all later ones. If only the outlier's own
+    output moves, the input is rescaled: a statistic over one value gives the same (x - x) or
+    x / |x| again, while a norm without statistics changes. Changes are relative to what the sign
+    of the input moves, as a bias or a large running variance may hide the input in the output.
+    """
+    probe = site.probe(training=True)
+    (x,), before = probe.inputs, probe.observe().output
+    if not before.isfinite().all():
+        raise UserError("returns NaN or infinity in training for inputs of size 1")
+    least = TOLERANCE * before.abs().max()
+    by_sign = (before - probe.observe(-x).output).abs().amax(dim=(0, 2), keepdim=True)  # (1, C, 1)
+    reaches: list[Reach] = []
+    for sample, channel in ((0, 0), (len(x) - 1, x.shape[1] - 1)):
+        changed = x.clone()
+        changed[sample, channel, 0] += math.sqrt(x.numel())
+        far = (probe.observe(changed).output - before).abs()
+        moved = ~(far <= (TOLERANCE * by_sign).clamp_min(least))  # (N, C, P), true for NaN
+        of_samples = moved.flatten(1).sum(dim=1)
+        of_sample = int(of_samples[sample])
+        others = int(of_samples.sum()) - of_sample
+        moved[sample, channel, 0] = False
+        if moved.any():
+            reaches.append(Reach(max(of_sample, 1), others / max(len(x) - 1, 1)))
+    if reaches:
+        return max(reaches)
+    small, large, flipped = (probe.observe(scale * x).output for scale in (0.1, 3.0, -3.0))
+    by_sign, by_scale = ((large - other).abs().max() for other in (flipped, small))
+    return Reach(1, 0.0) if by_scale <= max(1e-2 * by_sign, least) else None
+
+
+def reaches_of(network: BuiltNetwork) -> dict[str, Reach]:
+    """How far statistics reach at each site that takes some: the least over its input shapes.
+
+    Raises:
+        UserError: a statistic is over one value.
+    """
+    reaches: dict[str, Reach] = {}
+    for site in network.sites:
+        with site.naming_errors():
+            reach = reach_of(site)
+        if reach is not None:
+            reaches |= {name: min(reaches.get(name, reach), reach) for name in site.names}
+    size = smallest_group(network.sizes, len(network.data.train), drop_last=network.drop_last)
+    if single := [name for name, reach in reaches.items() if reach.num_values(size) == 1]:
+        raise UserError(
+            f"the norm takes statistics over 1 value at {name_some(single)}, which erases its "
+            f"input (samples per statistic: {size}); try a larger batch_size or "
+            "norm_batch_size, fewer groups, or norm=layer"
+        )
+    return reaches
+
+
+# ---------------------------------------------------------------- padding
+
+
+def check_padding(network: BuiltNetwork) -> None:
+    """Raises UserError if padding moves a real output, a gradient or a running state."""
+    batch = padded_batch(network.data, PROBE_SAMPLES)
+    if batch is None:
+        return
+    sites = [site for site in enter_sites(network.exposed, batch) if site.mask is not None]
+    # A norm without `mask` gets one sample at a time, so it must not mix samples.
+    alone = [
+        site
+        for site in sites
+        if not site.module.site.takes_mask and site.module.site.view == "sequence"
+    ]
+    if where := names_where(alone, lambda site: bool(site.probe(training=True).reads_across(0))):
+        raise UserError(
+            f"the norm at {where} mixes samples but its forward has no argument `mask`, so texts "
+            "of different length reach it one at a time; try norm.view=token, or add `mask`"
+        )
+    reads = lambda site: any(site.probe(mode, site.mask).reads_padding() for mode in MODES)  # noqa: E731
+    if where := names_where(sites, reads):
+        raise UserError(
+            f"norm reads padding at {where}: it moves real positions or the running "
+            "state; its forward must leave out values where its argument `mask` is false"
+        )
+    if model_reads_padding(network, batch):
+        raise UserError(
+            "model reads padding: its content or amount moves the output, and no norm does; use "
+            "`mask` in attention and pooling, and pass it to each site"
+        )
+
+
+def model_reads_padding(network: BuiltNetwork, batch: Batch) -> bool:
+    """Does padding move a network's outputs, with norms in either mode and dropout off?
+
+    Tries less padding instead of more, because learned positions end at the longest text.
+    """
+    inputs, mask = batch["inputs"], batch["mask"]
+    longest = int(mask.any(dim=0).nonzero().max()) + 1
+    for training in MODES:
+        probe = network.whole(batch, training=False)
+        for _, site in named_sites(probe.module):
+            site.train(training)
+        before = probe.observe()
+        changed = torch.where(mask, inputs, probe.replacement(inputs, 0))
+        others = [probe.observe(changed, mask)]
+        with suppress(ValueError, RuntimeError):  # a model for one length
+            others.append(probe.observe(inputs[:, :longest], mask[:, :longest]))
+        if any(difference(before, after, EVERYWHERE, state=True) for after in others):
+            return True
+    return False

@@ -26,6 +26,7 @@ TOLERANCE = 1e-4  # relative; float32 rounding moves results by less
 MIN_SCALE = 1e-6  # values below are compared on this scale
 MODES = (True, False)  # training and evaluation
 MAX_CUTS = 64  # of one sequence
+EXTRA_POSITIONS = 3  # of padding, appended to ask about its amount
 EVERYWHERE = torch.ones(1, dtype=torch.bool)  # an upstream gradient
 INPUT = "the input"
 
@@ -126,7 +127,8 @@ class Probe:
         than sqrt(n) / m.
         """
         if self.vocab_size is not None:
-            step = torch.randint(1, self.vocab_size, x.shape, generator=source(way))
+            draws = torch.Generator().manual_seed(way)
+            step = torch.randint(1, self.vocab_size, x.shape, generator=draws)
             return (x + step) % self.vocab_size
         size = math.sqrt(x.numel()) if way % 2 == 0 else 3.0
         return (1 + size * cached_normal(x.shape, way + 1)).to(x.dtype)
@@ -154,34 +156,27 @@ class Probe:
                 return moved
         return None
 
-    def reads_samples(self, *, gradients: bool) -> str | None:
-        """Names a result, as an output or running state, that depends on other samples."""
-        return self.reads_across(0, gradients=gradients, state=True)
-
-    def reads_later(self) -> int | None:
-        """A position such that changes from there on move an earlier output; None if none do."""
+    def reads_later(self) -> bool:
+        """True if changes from some position on move an earlier output."""
         length, before = self.inputs[0].shape[self.position_axis], self.observe()
         for index, cut in enumerate(cuts(length)[: self.max_cuts]):
             keep = (torch.arange(length) < cut).view(*[1] * self.position_axis, -1)
-            if self.influence(keep, before=before, way=index % 4) is not None:
-                return cut
-        return None
+            if self.influence(keep, before=before, way=index % 4):
+                return True
+        return False
 
-    def reads_padding(self, num_more: int) -> bool:
+    def reads_padding(self) -> bool:
         """True if the content or amount of padding moves real outputs, a gradient or the state.
 
         The inputs are (N, C, P) and a mask (N, P).
-
-        Args:
-            num_more: positions of padding that are appended to ask about its amount.
         """
         x, mask = self.inputs
         real, length = mask.unsqueeze(1), mask.shape[1]
         before = self.observe(upstream=real if self.module.training else None)
         if self.influence(real, before=before, state=True):
             return True
-        more = self.replacement(x.new_empty(*x.shape[:2], num_more), 0)
-        longer = functional.pad(mask, (0, num_more), value=False)
+        more = self.replacement(x.new_empty(*x.shape[:2], EXTRA_POSITIONS), 0)
+        longer = functional.pad(mask, (0, EXTRA_POSITIONS), value=False)
         try:
             after = self.observe(torch.cat([x, more], 2), longer)
         except Exception:  # foreign code: a norm for one length
@@ -247,28 +242,23 @@ def difference(
 def moves(
     before: Tensor, after: Tensor, *, scale: float = 0.0, tolerance: float = TOLERANCE
 ) -> bool:
-    """True if any value differs by more than rounding, see `changes`."""
+    """True if any value differs by more than rounding, see `change`."""
     return change(before, after, scale=scale) > tolerance
 
 
 def change(before: Tensor, after: Tensor, *, scale: float = 0.0) -> float:
-    """The largest of `changes`; infinity for another shape."""
+    """The largest change, in units of the largest value before, or of `scale` if larger.
+
+    NaN equals NaN, and is infinitely far from a number, as is another shape.
+    """
     if before.shape != after.shape:
         return math.inf
     if not before.numel() or torch.equal(before, after):  # nearly always
         return 0.0
-    return float(changes(before, after, scale=scale).amax())
-
-
-def changes(before: Tensor, after: Tensor, *, scale: float = 0.0) -> Tensor:
-    """The change of each value in units of the largest value before, or of `scale` if larger.
-
-    NaN equals NaN, and is infinitely far from a number.
-    """
     before, after = before.detach().double(), after.detach().double()
     apart = (after - before).abs() / max(_largest(before), scale, MIN_SCALE)
     same = (before == after) | (before.isnan() & after.isnan())
-    return apart.nan_to_num(math.inf, math.inf).masked_fill(same, 0.0)
+    return float(apart.nan_to_num(math.inf, math.inf).masked_fill(same, 0.0).amax())
 
 
 def _largest(values: Tensor) -> float:
@@ -277,13 +267,10 @@ def _largest(values: Tensor) -> float:
     return float(sizes.amax()) if values.numel() else 0.0
 
 
-def source(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def normal(shape: Sequence[int], seed: int = 0) -> Tensor:
     """Standard normal numbers, the same for one seed, drawn in float64 for every dtype."""
-    return torch.randn(tuple(shape), generator=source(seed), dtype=torch.float64)
+    draws = torch.Generator().manual_seed(seed)
+    return torch.randn(tuple(shape), generator=draws, dtype=torch.float64)
 
 
 cached_normal = lru_cache(maxsize=64)(normal)  # of tensors that nobody writes to

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,36 +14,30 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from normexp.batching.replicas import Batch, InTurn, Stacked, model_arguments
-from normexp.checks.network import BuiltNetwork, EnteredSite, explain, name_some
+from normexp.checks.network import BuiltNetwork, EnteredSite, explain, name_some, names_where
 from normexp.checks.probe import EVERYWHERE, Probe, change, fixed_draws, moves, normal
-from normexp.checks.reading import names_where
 from normexp.errors import UserError, first_line
 from normexp.norms.contract import State
 from normexp.norms.site import Site, merge_state, named_sites, read_state, write_state
 from normexp.norms.site import is_sequential as declares_order
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
-class Wiring:
-    """What one backward of the loss reaches.
 
-    Attributes:
-        sites: all, by name.
-        idle: the sites whose output the loss does not depend on.
-        untrained: parameters of other sites that require a gradient and get none.
-        outside: shapes of tensors that get a gradient and are no parameters.
+def check_sites(network: BuiltNetwork) -> None:
+    """Warns of norms that have no effect on the loss, and of their parameters that get no gradient.
+
+    Raises:
+        UserError: no norm has an effect; the backward of the loss fails, or reaches tensors that
+            are no parameters.
     """
-
-    sites: list[str]
-    idle: list[str]
-    untrained: list[str]
-    outside: list[tuple[int, ...]]
-
-
-def wiring_of(network: BuiltNetwork) -> Wiring:
-    """Raises UserError if the backward pass fails."""
-    model = copy.deepcopy(network.exposed).train()
+    model, batch = copy.deepcopy(network.exposed).train(), network.short
     sites = dict(named_sites(model))
+    if not sites:
+        raise UserError(
+            "the model has no norm site, so `norm` has no effect; build each norm with the "
+            "argument `norm` that the model receives, as self.norm1 = norm(width)"
+        )
     added: defaultdict[str, list[Tensor]] = defaultdict(list)
 
     def add_zeros(name: str, _: nn.Module, __: Any, output: Tensor) -> Tensor:
@@ -52,7 +46,6 @@ def wiring_of(network: BuiltNetwork) -> Wiring:
 
     for name, site in sites.items():
         site.register_forward_hook(partial(add_zeros, name))
-    batch = network.short
     with fixed_draws(), torch.enable_grad():
         output = model(*model_arguments(batch))  # (N, classes) or (B, T, V)
         known = {id(p) for p in model.parameters()} | {id(z) for zs in added.values() for z in zs}
@@ -62,15 +55,34 @@ def wiring_of(network: BuiltNetwork) -> Wiring:
             loss.backward()
         except Exception as error:  # of foreign code, any kind
             raise UserError(f"the backward pass fails: {explain(error)}") from error
-    reached = lambda zeros: zeros.grad is not None and bool(zeros.grad.any())  # noqa: E731
-    idle = [name for name in sites if not any(map(reached, added[name]))]
+    reached = {
+        name for name, zeros in added.items() for z in zeros if z.grad is not None and z.grad.any()
+    }
+    idle = [name for name in sites if name not in reached]
+    if not reached:
+        raise UserError(
+            f"the norm at {name_some(idle)} has no effect on the model's output, so every norm "
+            "would give the same numbers; use what the norm returns"
+        )
+    if idle:
+        logger.warning("the norm at %s has no effect on the model's output", name_some(idle))
+    if outside:
+        raise UserError(
+            f"the network uses {len(outside)} tensors that require a gradient but are no "
+            f"parameters of it, of shape {', '.join(map(str, outside[:3]))}: they are not trained; "
+            "hold them as nn.Parameter, nn.ParameterList or nn.ModuleList in attributes of the "
+            "module"
+        )
     untrained = [
-        f"{name}.{parameter_name}"
-        for name, site in sites.items()
-        for parameter_name, parameter in site.named_parameters()
-        if parameter.requires_grad and parameter.grad is None and name not in idle
+        f"{site_name}.{name}"
+        for site_name in sites
+        if site_name in reached
+        for name, parameter in sites[site_name].named_parameters()
+        if parameter.requires_grad and parameter.grad is None
     ]
-    return Wiring(list(sites), idle, untrained, outside)
+    if untrained:
+        names = name_some(untrained)
+        logger.warning("no gradient reaches %s of the norm: it is not trained", names)
 
 
 def _leaves_of(output: Tensor) -> list[Tensor]:
@@ -88,55 +100,7 @@ def _leaves_of(output: Tensor) -> list[Tensor]:
     return leaves
 
 
-def lacks_sites(network: BuiltNetwork) -> str | None:
-    """Has the model a site for the norm?"""
-    if network.once(wiring_of).sites:
-        return None
-    return (
-        "the model has no norm site, so `norm` has no effect; build each norm with the "
-        "argument `norm` that the model receives, as self.norm1 = norm(width)"
-    )
-
-
-def no_site_matters(network: BuiltNetwork) -> str | None:
-    """Does any norm have an effect on the loss?"""
-    wiring = network.once(wiring_of)
-    if len(wiring.idle) < len(wiring.sites):
-        return None
-    return (
-        f"the norm at {name_some(wiring.idle)} has no effect on the model's output, so every norm "
-        "would give the same numbers; use what the norm returns"
-    )
-
-
-def idle_sites(network: BuiltNetwork) -> str | None:
-    """Does every norm have an effect on the loss?"""
-    idle = network.once(wiring_of).idle
-    return f"the norm at {name_some(idle)} has no effect on the model's output" if idle else None
-
-
-def untrained_parameters(network: BuiltNetwork) -> str | None:
-    """Does a gradient reach every parameter of the norms?"""
-    names = network.once(wiring_of).untrained
-    return (
-        f"no gradient reaches {name_some(names)} of the norm: it is not trained" if names else None
-    )
-
-
-def parameters_outside(network: BuiltNetwork) -> str | None:
-    """Is every tensor that takes a gradient a parameter of the network?"""
-    outside = network.once(wiring_of).outside
-    if not outside:
-        return None
-    return (
-        f"the network uses {len(outside)} tensors that require a gradient but are no parameters of "
-        f"it, of shape {', '.join(map(str, outside[:3]))}: they are not trained; hold them as "
-        "nn.Parameter, nn.ParameterList or nn.ModuleList in attributes of the module"
-    )
-
-
-def other_norms(network: BuiltNetwork) -> str | None:
-    """Is every norm at a site?"""
+def warn_of_other_norms(network: BuiltNetwork) -> None:
     model = network.exposed
     inside = {id(m) for _, site in named_sites(model) for m in site.modules()}
     around = {id(m) for m in model.modules() if any(isinstance(c, Site) for c in m.modules())}
@@ -147,13 +111,13 @@ def other_norms(network: BuiltNetwork) -> str | None:
         and not type(module).__name__.startswith("_")  # torch's weight norms
         and id(module) not in inside | around
     ]
-    if not others:
-        return None
-    return (
-        f"the model has norms that `norm` does not replace: {name_some(others)}; build them with "
-        "the argument `norm`, or name their classes in model.replace; otherwise they stay the same "
-        "for every norm that you compare"
-    )
+    if others:
+        logger.warning(
+            "the model has norms that `norm` does not replace: %s; build them with the argument "
+            "`norm`, or name their classes in model.replace; otherwise they stay the same for "
+            "every norm that you compare",
+            name_some(others),
+        )
 
 
 def check_optimizer(network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -177,20 +141,22 @@ STATE_STEPS = 3  # training steps in which hidden state may show
 PLAIN = (bool, int, float, list, dict, Tensor)  # attributes that may be a state
 
 
-def state_that_checkpoints_lack(network: BuiltNetwork) -> str | None:
-    """Does a training restored from a checkpoint go on as before?"""
+def check_state(network: BuiltNetwork) -> None:
+    """Raises UserError if a training restored from a checkpoint would not go on as before."""
     remedy = (
         "a resumed run would differ; keep state in persistent buffers, made in __init__ with "
         "self.register_buffer(...), and draw with torch's functions"
     )
     for site in network.sites:
+        probe = site.probe(training=True)
         with site.naming_errors():
-            fault = state_not_saved(site.copied(), (site.values(),))
+            fault = state_not_saved(probe.module, probe.inputs)
         if fault:
             fault = fault.replace("site.norm.", "")  # the path in the probe's wrapper
-            return f"the norm at {name_some(site.names)} {fault}; {remedy}"
+            raise UserError(f"the norm at {name_some(site.names)} {fault}; {remedy}")
     fault = state_not_saved(network.exposed.train(), model_arguments(network.short))
-    return f"the model {fault}; {remedy}" if fault else None
+    if fault:
+        raise UserError(f"the model {fault}; {remedy}")
 
 
 def state_not_saved(module: nn.Module, inputs: tuple[Tensor, ...]) -> str | None:
@@ -203,12 +169,11 @@ def state_not_saved(module: nn.Module, inputs: tuple[Tensor, ...]) -> str | None
         for step in range(STATE_STEPS):
             _run(trained, inputs, step)
         restored.load_state_dict(trained.state_dict())
-        unlike = _unlike_attributes(trained, restored)
-        unsaved = sorted(dict(trained.named_buffers()).keys() - trained.state_dict().keys())
         pairs = zip(*(_run(one, inputs, STATE_STEPS) for one in (restored, trained)), strict=True)
     if not any(moves(*pair) for pair in pairs):
         return None
-    named = name_some([*unlike, *unsaved])
+    unsaved = sorted(dict(trained.named_buffers()).keys() - trained.state_dict().keys())
+    named = name_some([*_unlike_attributes(trained, module), *unsaved])
     named = named or "an attribute, or random numbers that torch does not seed"
     return f"keeps state that its state_dict lacks: {named}"
 
@@ -253,45 +218,28 @@ OUTPUT_SCALE, MIN_GRADIENT = 1e-2, 1e-3  # smaller outputs, and gradients or sta
 STACKING_TOLERANCE = 1e-3  # of the largest gradient, in float32
 
 
-def splits_sequential_state(network: BuiltNetwork) -> str | None:
-    """Can the states of the parts of a step be merged?
-
-    The parts all begin from the same state; a sequential state cannot be merged.
-    """
+def check_split(network: BuiltNetwork) -> None:
+    """Raises UserError if a step in parts would have to merge sequential state."""
     sizes = network.sizes
     if sizes.norm == sizes.batch_size:
-        return None
-    where = names_where(network.sites, is_sequential)
-    if not where:
-        return None
-    key = "norm_batch_size" if sizes.norm < sizes.micro else "micro_batch_size"
-    return (
-        f"{key}={getattr(sizes, key)} splits a step of {sizes.batch_size} samples, and the "
-        f"state of the norm at {where} is sequential, as declared or because "
-        f"its forward writes parameters; try {key}=null"
-    )
+        return
+    if where := names_where(network.sites, is_sequential):
+        key = "norm_batch_size" if sizes.norm < sizes.micro else "micro_batch_size"
+        raise UserError(
+            f"{key}={getattr(sizes, key)} splits a step of {sizes.batch_size} samples, and the "
+            f"state of the norm at {where} is sequential, as declared or because "
+            f"its forward writes parameters; try {key}=null"
+        )
 
 
 def is_sequential(site: EnteredSite) -> bool:
     """True if the norm declares that its state is, or writes parameters in its forward."""
-    module = site.copied()
+    probe = site.probe(training=True)
     with fixed_draws(), torch.no_grad():
-        before = [parameter.clone() for parameter in module.parameters()]
-        module(site.values())
-        writes = not all(map(torch.equal, before, module.parameters()))
-    return writes or declares_order(module)
-
-
-def draws_for_itself(network: BuiltNetwork) -> bool:
-    """Does a module use torch's global random state?"""
-    return network.whole(network.short, training=True).observe().drew
-
-
-def stacking_obstacle(network: BuiltNetwork) -> str | None:
-    """Why can replicas not run under vmap?"""
-    if network.once(draws_for_itself):
-        return "a module draws its own random numbers"
-    return cannot_stack(network.network, network.short)
+        before = [parameter.clone() for parameter in probe.module.parameters()]
+        probe.module(*probe.inputs)
+        writes = not all(map(torch.equal, before, probe.module.parameters()))
+    return writes or declares_order(probe.module)
 
 
 def cannot_stack(network: nn.Module, batch: Batch) -> str | None:

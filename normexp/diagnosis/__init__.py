@@ -8,10 +8,11 @@ from typing import Any
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
+from normexp.checks.network import name_some
 from normexp.diagnosis.findings import Case, find, row_of
 from normexp.diagnosis.measure import Measurement
 from normexp.diagnosis.network import FORM, Loss, read_batches, unchanged
-from normexp.diagnosis.result import TERMS, Diagnosis, Estimate, Finding, SiteRow, listed
+from normexp.diagnosis.result import TERMS, Diagnosis, Estimate, Finding, SiteRow
 from normexp.errors import UserError
 
 __all__ = ["TERMS", "Diagnosis", "Estimate", "Finding", "SiteRow", "decompose", "diagnose"]
@@ -45,29 +46,27 @@ def diagnose(
 
 def decompose(model: nn.Module, batches: Iterable[Any], loss: Loss) -> dict[str, float]:
     """The loss in training mode, each of the `TERMS`, and the loss in evaluation mode, by name."""
-    read = list(batches)
     with unchanged(model):
-        seen = Measurement(model, read_batches(read, len(read), model), loss)
+        seen = Measurement(model, read_batches(batches, None, model), loss)
     training, evaluation = (seen.mean(seen.losses[name]) for name in ("training", "evaluation"))
-    terms = {name: seen.term(term.first, term.last).value for name, term in TERMS.items()}
+    terms = {name: term.value for name, term in seen.terms.items()}
     return {"training": training.value, **terms, "evaluation": evaluation.value}
 
 
 def _conclude(seen: Measurement, tolerance: float | None) -> Diagnosis:
     training, evaluation = (seen.mean(seen.losses[name]) for name in ("training", "evaluation"))
     gap = seen.term("training", "evaluation")
-    terms = {name: seen.term(term.first, term.last) for name, term in TERMS.items()}
     rows = [row_of(site, seen.moments[site]) for site in seen.active]
     if tolerance is None:
         tolerance = max(0.01, 0.01 * training.value)
-    findings = find(Case(seen, gap, terms, rows, tolerance))
+    findings = find(Case(seen, gap, rows, tolerance))
     summary = (
         f"Evaluation minus training mode: {gap} (loss {evaluation.value:.4f} and "
         f"{training.value:.4f}; {len(seen.sizes)} batches of {max(seen.sizes)}). "
     )
     first = findings[0] if findings else None
     if first and first.term and first.cost:
-        at = f", at {listed(first.sites)}" if first.sites else ""
+        at = f", at {name_some(first.sites)}" if first.sites else ""
         summary += f"Largest term: {TERMS[first.term].words} {first.cost}{at}."
     elif first:
         summary += f"{first.cause[0].upper()}{first.cause[1:]}."
@@ -80,7 +79,7 @@ def _conclude(seen: Measurement, tolerance: float | None) -> Diagnosis:
         training=training.value,
         evaluation=evaluation.value,
         gap=gap,
-        terms=terms,
+        terms=seen.terms,
         findings=findings,
         sites=tuple(rows),
         loss_at_size=seen.loss_at_size(),

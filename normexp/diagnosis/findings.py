@@ -15,8 +15,9 @@ from typing import Literal
 from scipy import stats
 from torch import Tensor
 
+from normexp.checks.network import name_some
 from normexp.diagnosis.measure import Measurement
-from normexp.diagnosis.result import Estimate, Finding, SiteRow, listed
+from normexp.diagnosis.result import Estimate, Finding, SiteRow
 from normexp.norms.base import Moments
 from normexp.norms.moment_sites import NormSite, averaged_var, distances, pool_batches
 
@@ -80,7 +81,6 @@ class Case:
 
     seen: Measurement
     gap: Estimate
-    terms: Mapping[str, Estimate]
     rows: Sequence[SiteRow]
     tolerance: float
 
@@ -91,20 +91,15 @@ class Case:
 
     def share(self, term: str) -> Estimate | None:
         """The cost of a term that is a tenth of a gap with a cost, or more."""
-        cost, gap = self.cost(self.terms[term]), self.cost(self.gap)
+        cost, gap = self.cost(self.seen.terms[term]), self.cost(self.gap)
         return cost if cost and gap and cost.value >= 0.1 * gap.value else None
 
 
 def find(case: Case) -> tuple[Finding, ...]:
     """All findings: NaN, then those with a cost, the largest first, then the others."""
     found = [*_not_finite(case), *_averages(case), *_of_terms(case), *_evaluation(case)]
-
-    def order(finding: Finding) -> float:
-        if finding.kind == "not_finite":
-            return -math.inf
-        return math.inf if finding.cost is None else -finding.cost.value
-
-    return tuple(sorted(found, key=order))
+    found.sort(key=lambda f: (f.kind != "not_finite", -f.cost.value if f.cost else math.inf))
+    return tuple(found)
 
 
 def row_of(site: NormSite, batches: Sequence[Sequence[Moments]]) -> SiteRow:
@@ -151,17 +146,18 @@ def _middle(values: Tensor) -> float | None:
 
 def _not_finite(case: Case) -> Iterator[Finding]:
     bad = [name for name, value in case.seen.state.items() if not value.isfinite().all()]
-    losses = case.seen.losses
     if bad:
         paths = tuple(dict.fromkeys(name.rpartition(".")[0] or "the model" for name in bad))
         yield Finding(
             "not_finite",
-            f"buffers hold NaN or infinity at {listed(paths)}: one batch with such a value stays "
-            "in a running average for ever",
+            f"buffers hold NaN or infinity at {name_some(paths)}: one batch with such a value "
+            "stays in a running average for ever",
             f"find the batch, then reset_running_stats() and {RECOMPUTE}",
             paths,
         )
-    elif modes := [m for m in ("training", "evaluation") if not math.isfinite(losses[m].sum())]:
+    elif modes := [
+        m for m in ("training", "evaluation") if not math.isfinite(case.seen.losses[m].sum())
+    ]:
         yield Finding(
             "not_finite",
             f"the loss is not finite in {' and '.join(modes)} mode, so the gap has no terms",
@@ -170,7 +166,7 @@ def _not_finite(case: Case) -> Iterator[Finding]:
 
 
 def _averages(case: Case) -> Iterator[Finding]:
-    cost, seen = case.cost(case.terms["averages"]), case.seen
+    cost, seen = case.cost(case.seen.terms["averages"]), case.seen
     rows = dict(zip(seen.active, case.rows, strict=True))
     groups: dict[str, list[NormSite]] = {}
     for site, row in rows.items():
@@ -206,10 +202,12 @@ def _averages(case: Case) -> Iterator[Finding]:
         return
     farthest = max(row.largest_distance for row in rest.values())
     distance = median(row.distance for row in rest.values())
-    noise = max(_noise(row, len(seen.sizes)) for row in rest.values())
-    order = sorted(rest, key=lambda site: -rest[site].largest_distance)
+    momentum = max(row.momentum or 0 for row in rest.values())
+    # The standard deviation of running minus precise, in those between batches.
+    noise = math.sqrt(momentum / (2 - momentum) + 1 / len(seen.sizes))
     least = min(8 * noise, 0.3 * farthest)
-    worst = [site for site in order if rest[site].largest_distance >= least]
+    far = [site for site, row in rest.items() if row.largest_distance >= least]
+    worst = sorted(far, key=lambda site: -rest[site].largest_distance)
     # The median of |z| is 0.67; averages move with the weights, and have heavy tails.
     if distance > 1.5 * 0.67 * noise or farthest > 8 * noise:
         yield Finding(
@@ -222,7 +220,6 @@ def _averages(case: Case) -> Iterator[Finding]:
             *(_paths(worst), "averages", cost),
         )
     elif not (groups or young or twice):
-        momentum = max(row.momentum or 0 for row in rest.values())
         yield Finding(
             "noisy_averages",
             f"running averages are as far from the statistics of all samples as averages over "
@@ -237,37 +234,36 @@ def _why_fresh(site: NormSite) -> str:
     if site.counter:
         return "momentum" if site.momentum == 0 else "reset"
     weights = [getattr(site.norm, name, None) for name in ("weight", "bias")]
-    values = [w.detach() for w in weights if isinstance(w, Tensor) and w.numel() > 1]
-    is_trained = any(float(w.min()) != float(w.max()) for w in values)
+    is_trained = any(isinstance(w, Tensor) and len(w.unique()) > 1 for w in weights)
     return "not_loaded" if is_trained else "untrained"
 
 
 def _of_terms(case: Case) -> Iterator[Finding]:
-    norms, unknown = _paths(case.seen.active), tuple(case.seen.unknown)
+    seen, unknown = case.seen, tuple(case.seen.unknown)
     sites = {"rest": (), "not_analysed": unknown}
     for term, (cause, remedy) in OF_TERM.items():
-        if cost := case.cost(case.terms[term]) if term == "dropout_shift" else case.share(term):
-            if term == "own_share" and not any(s.pools_samples for s in case.seen.active):
+        if cost := case.cost(seen.terms[term]) if term == "dropout_shift" else case.share(term):
+            if term == "own_share" and not any(s.pools_samples for s in seen.active):
                 cause = "in training each sample has statistics of its own, in evaluation averages"
                 remedy = "set track_running_stats=False, so that both modes use the sample's"
-            cause = cause.format(sizes=_group_sizes(case), names=listed(unknown))
-            yield Finding(term, cause, remedy, sites.get(term, norms), term, cost)
+            cause = cause.format(sizes=_group_sizes(case), names=name_some(unknown))
+            yield Finding(term, cause, remedy, sites.get(term, _paths(seen.active)), term, cost)
 
 
 def _evaluation(case: Case) -> Iterator[Finding]:
-    seen, term = case.seen, case.terms["left_in_training"]
+    seen, term = case.seen, case.seen.terms["left_in_training"]
     left, (moved, is_random) = seen.left_in_training(), seen.varies_in_evaluation()
     if left and (term.value or term.error or moved or is_random):
         yield Finding(
             "left_in_training",
-            f"in evaluation, {listed(left)} {'is' if len(left) == 1 else 'are'} in training mode, "
-            "so results depend on the batch: a train() that ignores its argument, or a call of "
-            "train() on a part of the model",
+            f"in evaluation, {name_some(left)} {'is' if len(left) == 1 else 'are'} in training "
+            "mode, so results depend on the batch: a train() that ignores its argument, or a call "
+            "of train() on a part of the model",
             "call eval() on the whole model last, and let overridden train(mode) pass the mode on",
             *(tuple(left), "left_in_training", case.cost(term)),
         )
     elif moved or is_random:
-        parts = [f"a forward changes {listed(moved)}"] if moved else []
+        parts = [f"a forward changes {name_some(moved)}"] if moved else []
         parts += ["two forwards of one batch differ"] if is_random else []
         yield Finding(
             "varies_in_evaluation",
@@ -289,11 +285,6 @@ def _evaluation(case: Case) -> Iterator[Finding]:
 # --- Words ---------------------------------------------------------------------------------------
 
 
-def _noise(row: SiteRow, num_batches: int) -> float:
-    """The standard deviation of running minus precise, in those between batches."""
-    return math.sqrt((row.momentum or 0) / (2 - (row.momentum or 0)) + 1 / num_batches)
-
-
 def _group_sizes(case: Case) -> str:
     largest = max(case.seen.sizes)
     sizes = sorted({site.group_size(largest) for site in case.seen.active})
@@ -305,4 +296,4 @@ def _paths(sites: Sequence[NormSite] | Mapping[NormSite, SiteRow]) -> tuple[str,
 
 
 def _names(sites: Sequence[NormSite] | Mapping[NormSite, SiteRow]) -> str:
-    return listed(_paths(sites))
+    return name_some(_paths(sites))

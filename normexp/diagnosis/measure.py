@@ -36,7 +36,7 @@ from normexp.diagnosis.network import (
     take,
     training_modes,
 )
-from normexp.diagnosis.result import Estimate, Losses
+from normexp.diagnosis.result import TERMS, Estimate, Losses
 from normexp.errors import UserError
 from normexp.norms.base import Moments
 from normexp.norms.moment_sites import (
@@ -68,6 +68,7 @@ class Measurement:
         unknown: by path, the modules whose mode decides how running state of another kind acts.
         losses: of each batch in each stage.
         moments: of each active site in each batch, in training.
+        terms: what the gap consists of, by the names in `TERMS`.
     """
 
     def __init__(self, model: nn.Module, batches: list[Any], loss: Loss) -> None:
@@ -81,6 +82,7 @@ class Measurement:
         self.unknown: dict[str, list[nn.Module]] = {}
         self._sort_sites()
         self.losses, self.moments = self._measure_stages()
+        self.terms = {name: self.term(term.first, term.last) for name, term in TERMS.items()}
 
     def term(self, first: str, last: str) -> Estimate:
         """What stage `last` costs beyond stage `first`."""
@@ -95,10 +97,9 @@ class Measurement:
 
     def _changed(self) -> list[str]:
         """Names of the buffers that differ from the model's own."""
-        now = read_state(self.model)
         return [
             name
-            for name, value in now.items()
+            for name, value in read_state(self.model).items()
             if not torch.allclose(value, self.state[name], 0, 0, value.is_floating_point())
         ]
 
@@ -125,15 +126,16 @@ class Measurement:
             if not site.has_averages:
                 self.without_averages.append(site)
             elif self._acts_in_training(site, x):
-                if self._is_shown(site, x):
+                set_modes(self.silent)
+                if can_be_shown(site, x):
                     self.active.append(site)
                 else:
                     self.unknown[site.name] = site.modules
+                self._restore()
         known = {module for site in sites for module in site.modules}
-        for path in dict.fromkeys(name.rpartition(".")[0] for name in moved):
-            module = self.model.get_submodule(path)
-            if module not in known:
-                self.unknown[path or "the model"] = [module]
+        paths = dict.fromkeys(name.rpartition(".")[0] for name in moved)
+        modules = {path or "the model": self.model.get_submodule(path) for path in paths}
+        self.unknown |= {path: [m] for path, m in modules.items() if m not in known}
 
     def _acts_in_training(self, site: NormSite, x: Tensor) -> bool:
         """True if its output on an input depends on its mode, or a forward moves its state."""
@@ -151,13 +153,6 @@ class Measurement:
         finally:
             self._restore()
 
-    def _is_shown(self, site: NormSite, x: Tensor) -> bool:
-        set_modes(self.silent)
-        try:
-            return can_be_shown(site, x)
-        finally:
-            self._restore()
-
     def _modes(self, *, batch_statistics: bool = False) -> Modes:
         """All in evaluation mode but running state of another kind, and norms where asked."""
         norms = [site.modules for site in self.active] if batch_statistics else []
@@ -170,19 +165,17 @@ class Measurement:
         batch_modes, running_modes = self._modes(batch_statistics=True), self._modes()
         training, noisy = self._with_moments(self.training)
         batch, clean = self._with_moments(batch_modes)
-        is_noisy = not np.array_equal(training, batch)
-        rows: dict[str, list[float]] = {"share": [], "precise": [], "noisy_precise": []}
-        for index, part in enumerate(self.batches):
-            for name, moments in (("share", clean), ("precise", clean), ("noisy_precise", noisy)):
-                if name == "noisy_precise" and not is_noisy:
-                    rows[name].append(rows["precise"][-1])
-                    continue
+        losses = {"training": training, "batch": batch}
+        for name, moments in (("share", clean), ("precise", clean), ("noisy_precise", noisy)):
+            if name == "noisy_precise" and np.array_equal(training, batch):
+                losses[name] = losses["precise"]
+                continue
+            losses[name] = np.zeros(len(self.batches))
+            for index, part in enumerate(self.batches):
                 populations = {s: _of_others(s, moments[s], index) for s in self.active}
                 write_populations({site: calls[0] for site, calls in populations.items()})
                 with with_moments(populations, own_share=name == "share"):
-                    rows[name].append(self._run(part, running_modes))
-        losses = {"training": training, "batch": batch}
-        losses |= {name: np.array(values) for name, values in rows.items()}
+                    losses[name][index] = self._run(part, running_modes)
         modes = {"running": running_modes, "quiet": self.silent, "evaluation": self.evaluation}
         for name, mode in modes.items():
             losses[name] = np.array([self._run(part, mode) for part in self.batches])
@@ -202,12 +195,9 @@ class Measurement:
 
     def left_in_training(self) -> list[str]:
         """Modules in training mode in evaluation, the outermost of each branch."""
-        names: list[str] = []
-        for name, module in self.model.named_modules():
-            is_inside = any(name.startswith(f"{above}.") for above in names)
-            if self.evaluation[module] and not is_inside:
-                names.append(name or "the model")
-        return names
+        left = [name for name, module in self.model.named_modules() if self.evaluation[module]]
+        inner = [name for name in left if name and name.rpartition(".")[0] in left]
+        return [name or "the model" for name in left if name not in inner]
 
     def loss_at_size(self) -> dict[int, Estimate]:
         """The loss with the statistics of groups of k samples; on up to 32 groups of each size."""

@@ -159,9 +159,9 @@ def loss_on(model: nn.Module, batch: Any, loss: Loss) -> Tensor:
     except UserError:
         raise
     except Exception as error:  # of foreign code, any kind
-        mode = "training" if model.training else "evaluation"
         raise UserError(
-            f"the model or the loss fails on a batch in {mode} mode "
+            "the model or the loss fails on a batch in "
+            f"{'training' if model.training else 'evaluation'} mode "
             f"({type(error).__name__}: {first_line(error)}); loss is called as loss(output, "
             "targets), and must work in both modes"
         ) from error

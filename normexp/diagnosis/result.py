@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from textwrap import fill
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+
+from normexp.checks.network import name_some
 
 Losses = np.ndarray  # of each batch (B,)
 WIDTH = 100  # characters of a printed line
@@ -131,7 +134,7 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; numbers that are not finite are None."""
-        return _plain(asdict(self))
+        return json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)
 
     def __str__(self) -> str:
         blocks = [fill(self.summary, WIDTH), "\n".join(self._terms())]
@@ -139,16 +142,20 @@ class Diagnosis:
         if self.findings and self.sites:
             blocks.append("\n".join(self._sites()))
         if self.not_analysed:
-            names = f"Not analysed, running state of another kind: {listed(self.not_analysed)}."
+            names = f"Not analysed, running state of another kind: {name_some(self.not_analysed)}."
             blocks.append(fill(names, WIDTH))
         return "\n\n".join(blocks)
 
     def _terms(self) -> list[str]:
-        lines = [f"{'loss in training mode':<58}{self.training:>8.4f}"]
-        for name, term in self.terms.items():
-            if term.value or term.error:
-                lines.append(f"  {TERMS[name].words:<56}{term.value:>+8.4f} ± {term.error:.4f}")
-        lines.append(f"{'loss in evaluation mode':<58}{self.evaluation:>8.4f}")
+        lines = [
+            f"{'loss in training mode':<58}{self.training:>8.4f}",
+            *(
+                f"  {TERMS[name].words:<56}{term.value:>+8.4f} ± {term.error:.4f}"
+                for name, term in self.terms.items()
+                if term.value or term.error
+            ),
+            f"{'loss in evaluation mode':<58}{self.evaluation:>8.4f}",
+        ]
         if self.loss_at_size:
             sizes = (f"{k}: {loss.value:.4f}" for k, loss in self.loss_at_size.items())
             lines.append(f"loss with batch statistics of k samples:  {'  '.join(sizes)}")
@@ -161,7 +168,10 @@ class Diagnosis:
         for row in rows[:MAX_ROWS]:
             share = row.initial_share
             values = (
-                *(_short(v) for v in (row.mean_distance, row.var_distance, row.momentum)),
+                *(
+                    "-" if value is None or not math.isfinite(value) else f"{value:.3g}"
+                    for value in (row.mean_distance, row.var_distance, row.momentum)
+                ),
                 "-" if row.updates is None else str(row.updates),
                 "-" if share is None else f"{share:.1%}",
             )
@@ -170,24 +180,3 @@ class Diagnosis:
             lines.append(f"... and {len(rows) - MAX_ROWS} more in .sites")
         lines.append("off: running averages from batches, median channel, in standard deviations")
         return lines
-
-
-def listed(names: Iterable[str], most: int = 3) -> str:
-    """The first names, and the number of the others."""
-    every = list(names)
-    more = f" and {len(every) - most} more" if len(every) > most else ""
-    return ", ".join(every[:most]) + more
-
-
-def _short(value: float | None) -> str:
-    return "-" if value is None or not math.isfinite(value) else f"{value:.3g}"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _plain(part) for name, part in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(part) for part in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

@@ -1,4 +1,10 @@
-"""Runs a training through Lightning: the Trainer, checkpoints and stopping."""
+"""Runs a training through Lightning: the Trainer, its devices, checkpoints and callbacks.
+
+Lightning calls callbacks at the start and end of training, of each epoch, of each validation and of
+the test, and when a checkpoint is written or read. A callback that acts on training batches gets
+one optimizer step per batch; `module.step` counts them. `trainer.callback_metrics` has the metrics
+of the last validation, as means over the stack.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +12,22 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import Checkpoint
+from lightning_fabric.plugins.environments.lightning import LightningEnvironment
+from pytorch_lightning import callbacks as shipped
 from pytorch_lightning.plugins.io import TorchCheckpointIO
+from pytorch_lightning.strategies import DDPStrategy
 
 from normexp.errors import UserError
 from normexp.records.files import open_atomic
-from normexp.training.callbacks import why_stopped
-from normexp.training.devices import gpu_arithmetic, trainer_options
 from normexp.training.module import TrainingModule
+from normexp.training.recipe import Devices
 from normexp.training.stopping import Interrupted, StopRequest
 
 SECONDS_BETWEEN_SAVES = 60.0
@@ -93,6 +100,91 @@ def evaluate(module: TrainingModule) -> None:
         trainer.test(module, verbose=False)
 
 
+for _name in (  # at import, the first thing that processes started by Lightning do
+    "pytorch_lightning.utilities.rank_zero",
+    "lightning_fabric.utilities.rank_zero",
+    "lightning_fabric.utilities.distributed",
+):
+    logging.getLogger(_name).setLevel(logging.WARNING)
+
+
+@contextmanager
+def quiet_lightning() -> Iterator[None]:
+    """Silences Lightning's warnings that do not apply here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+        warnings.filterwarnings("ignore", message=".*GPU available but not used.*")
+        warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated.*")
+        yield
+
+
+# --- Devices -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def gpu_arithmetic(devices: Devices) -> Iterator[None]:
+    """Sets how a GPU multiplies float32 inside the block, and makes equal steps equal to the bit.
+
+    `highest` is float32; `high` is TF32 with 10 bits of mantissa, and `medium` less, on tensor
+    cores. By default torch uses TF32 for convolutions but not for matrix products; here both follow
+    one setting. A CPU always computes in float32.
+
+    By default cuDNN may choose convolutions whose sums differ from call to call, and a resumed
+    training would not end as one that was never interrupted.
+    """
+    if devices.type != "cuda":
+        yield
+        return
+    cudnn: Any = torch.backends.cudnn
+    before = torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.deterministic
+    torch.set_float32_matmul_precision(devices.matmul_precision)
+    cudnn.allow_tf32, cudnn.deterministic = devices.matmul_precision != "highest", True
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        cudnn.allow_tf32, cudnn.deterministic = before[1:]
+
+
+def trainer_options(devices: Devices, stop: StopRequest) -> dict[str, Any]:
+    """Returns the options of Lightning's Trainer."""
+    strategy: Any = "auto"
+    if devices.strategy == "ddp" and devices.count > 1:
+        # The processes are connected already. Without an explicit environment Lightning would
+        # choose SLURM's inside any SLURM job.
+        strategy = ReplicatedStrategy(stop, cluster_environment=LightningEnvironment())
+    return {
+        "accelerator": devices.type,
+        "devices": devices.per_node,
+        "num_nodes": devices.num_nodes,
+        "strategy": strategy,
+        "precision": devices.precision,
+    }
+
+
+class ReplicatedStrategy(DDPStrategy):
+    """One process per device, each with the whole network; gradients are summed by the module.
+
+    Lightning connects the processes, places devices and lets the first one write. It does not wrap
+    the network in DistributedDataParallel, see `batching.processes`.
+    """
+
+    def __init__(self, stop: StopRequest, **options: Any) -> None:
+        super().__init__(**options)
+        self.stop = stop
+
+    def configure_ddp(self) -> None:
+        pass
+
+    def barrier(self, name: str | None = None) -> None:
+        """Also restores our signal handlers: processes wait here after Lightning set its own."""
+        self.stop.keep_listening()
+        super().barrier(name)
+
+
+# --- Checkpoints and stopping --------------------------------------------------------------------
+
+
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes checkpoints atomically, so that a kill never leaves half a file.
 
@@ -107,7 +199,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             torch.save(checkpoint, file)
 
 
-class Checkpointer(Checkpoint):
+class Checkpointer(shipped.Checkpoint):
     """Saves a checkpoint every SECONDS_BETWEEN_SAVES, and when a stop is requested.
 
     It does not save after the last chunk of an epoch but only after the validation that follows,
@@ -156,19 +248,96 @@ class Checkpointer(Checkpoint):
             raise Interrupted
 
 
-for _name in (  # at import, the first thing that processes started by Lightning do
-    "pytorch_lightning.utilities.rank_zero",
-    "lightning_fabric.utilities.rank_zero",
-    "lightning_fabric.utilities.distributed",
-):
-    logging.getLogger(_name).setLevel(logging.WARNING)
+# --- Callbacks -----------------------------------------------------------------------------------
+
+# Callbacks of Lightning that cannot be used, and what to use instead.
+UNSUPPORTED: dict[type, str] = {
+    shipped.Checkpoint: "normexp writes checkpoints and weights.pt itself, and resumes from them",
+    shipped.ProgressBar: "normexp shows its own progress",
+    shipped.ModelSummary: "the result and the report have the number of parameters",
+    shipped.GradientAccumulationScheduler: "set micro_batch_size=...",
+    shipped.StochasticWeightAveraging: "the weights of the last step are evaluated",
+    shipped.WeightAveraging: "the weights of the last step are evaluated",
+    shipped.BatchSizeFinder: "set micro_batch_size=...",
+    shipped.LearningRateFinder: "python -m normexp.tune searches it",
+    shipped.Timer: "set steps=... or epochs=...",
+    shipped.BaseFinetuning: "its parameters would leave the optimizer's groups",
+    shipped.ModelPruning: "it renames parameters, so that no checkpoint would fit",
+    shipped.BasePredictionWriter: "nothing is predicted",
+}
+ON_BATCHES = ("on_train_batch_start", "on_train_batch_end")
+NEVER_CALLED = (
+    *("on_before_zero_grad", "on_before_backward", "on_after_backward"),
+    "on_before_optimizer_step",
+)
 
 
-@contextmanager
-def quiet_lightning() -> Iterator[None]:
-    """Silences Lightning's warnings that do not apply here."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-        warnings.filterwarnings("ignore", message=".*GPU available but not used.*")
-        warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated.*")
-        yield
+def check_callback(callback: pl.Callback, name: str, metrics: Sequence[str]) -> None:
+    """Raises UserError for a callback that cannot work here.
+
+    Args:
+        name: its key and class, for messages.
+        metrics: names of validation metrics that it may monitor.
+    """
+    for kind, instead in UNSUPPORTED.items():
+        if isinstance(callback, kind):
+            raise UserError(f"{name} cannot be used: {instead}")
+    never = _own_hooks(callback, NEVER_CALLED)
+    if never:
+        raise UserError(
+            f"{name}: {never[0]} is never called, since normexp takes the optimizer steps itself; "
+            "try on_train_batch_end"
+        )
+    monitor = getattr(callback, "monitor", None)
+    if monitor is not None and monitor not in metrics:
+        raise UserError(
+            f"{name}: monitor={monitor} is not a metric of the validation; try {', '.join(metrics)}"
+        )
+
+
+def describe_monitor(callbacks: Iterable[pl.Callback]) -> str | None:
+    """Describes the first callback with a `monitor`: `EarlyStopping acts on val/loss`, or None."""
+    for callback in callbacks:
+        if (metric := getattr(callback, "monitor", None)) is not None:
+            return f"{type(callback).__name__} acts on {metric}"
+    return None
+
+
+def act_on_batches(callbacks: Iterable[pl.Callback]) -> bool:
+    """True if a callback acts on training batches: each must then be a single optimizer step."""
+    return any(_own_hooks(callback, ON_BATCHES) for callback in callbacks)
+
+
+def why_stopped(trainer: pl.Trainer) -> str | None:
+    """Why an EarlyStopping ended the training; None if none did."""
+    for callback in trainer.early_stopping_callbacks:
+        if trainer.should_stop and callback.stopping_reason_message:
+            reason = callback.stopping_reason_message.partition(" Signaling")[0]
+            return f"{type(callback).__name__}: {reason}"
+    return None
+
+
+def _own_hooks(callback: pl.Callback, hooks: Sequence[str]) -> list[str]:
+    """The hooks that a callback defines, in its class or on the instance."""
+    functions = {hook: getattr(getattr(callback, hook), "__func__", None) for hook in hooks}
+    return [
+        hook for hook, function in functions.items() if function is not getattr(pl.Callback, hook)
+    ]
+
+
+class StepReports(pl.Callback):
+    """Calls `on_steps(step, num_steps)` once a second, in at most 5 % of the time."""
+
+    def __init__(self, on_steps: Callable[[int, int], None]) -> None:
+        self.on_steps = on_steps
+        self._due_at = -math.inf
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any
+    ) -> None:
+        del trainer
+        assert isinstance(pl_module, TrainingModule)
+        if (started := time.monotonic()) >= self._due_at:
+            self.on_steps(pl_module.step, pl_module.recipe.num_steps)
+            now = time.monotonic()
+            self._due_at = now + max(1.0, 20 * (now - started))

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.loggers import Logger
 from torch import Tensor
 
 from normexp.batching.processes import Processes
@@ -21,13 +23,13 @@ from normexp.batching.replicas import Batch, Replicas
 from normexp.batching.sizes import Share
 from normexp.data.batches import TrainingBatches
 from normexp.errors import UserError
-from normexp.training.devices import compiled_gradient
-from normexp.training.evaluation import Evaluator, criterion_of
+from normexp.records.result import MetricRow, write_metrics
+from normexp.training.evaluation import Columns, Evaluator, criterion_of
 from normexp.training.recipe import Recipe
-from normexp.training.record import Columns, Recorder, finite_mean
-from normexp.training.step import StepGradient
+from normexp.training.step import StepGradient, compiled_gradient
 
 SECONDS_PER_CHUNK = 0.25
+Position = tuple[int, int, int]  # optimizer steps done, epoch, samples seen
 
 
 class TrainingModule(pl.LightningModule):
@@ -272,3 +274,45 @@ class LossHistory:
             if step % self.every == 0:
                 yield step, torch.stack(self.row).mean(dim=0).tolist()
                 self.row = []
+
+
+class Recorder:
+    """Keeps the rows of each run, which go into checkpoints, and passes them to its loggers.
+
+    Args:
+        files: metrics.csv of each run; None: not written. Empty for a process that records nothing.
+        loggers: Lightning loggers of each run.
+
+    Attributes:
+        rows: of each run, (step, epoch, samples seen, name, value).
+    """
+
+    def __init__(
+        self, files: Sequence[Path | None], loggers: Sequence[Sequence[Logger]] | None = None
+    ) -> None:
+        self.files = files
+        self.loggers = loggers or [[] for _ in files]
+        self.rows: list[list[tuple[int, int, int, str, float]]] = [[] for _ in files]
+
+    def record(self, position: Position, values: Columns) -> None:
+        """Records a value per replica for each metric, except those that are not finite."""
+        step, epoch, samples_seen = position
+        for index, loggers in enumerate(self.loggers):
+            of_run = {name: column[index] for name, column in values.items()}
+            of_run = {name: value for name, value in of_run.items() if math.isfinite(value)}
+            self.rows[index] += [(*position, name, value) for name, value in of_run.items()]
+            more = {"epoch": epoch, "samples_seen": samples_seen}
+            for logger in loggers if of_run else ():
+                logger.log_metrics({**of_run, **more}, step=step)
+
+    def write(self) -> None:
+        """Writes the rows so far to metrics.csv."""
+        for path, rows in zip(self.files, self.rows, strict=False):
+            if path is not None:
+                write_metrics(path, [MetricRow(*row) for row in rows])
+
+
+def finite_mean(column: Sequence[float]) -> float:
+    """The mean of the finite values; NaN if there are none."""
+    finite = [value for value in column if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.nan

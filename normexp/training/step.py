@@ -9,7 +9,7 @@ from torch import Tensor
 
 from normexp.batching.draws import derive_seed
 from normexp.batching.processes import Processes
-from normexp.batching.replicas import Batch, InTurn, Loss, Replicas
+from normexp.batching.replicas import Batch, InTurn, Loss, Replicas, backward
 from normexp.batching.sizes import WHOLE, Bounds, Share, Sizes
 from normexp.norms.contract import State
 from normexp.norms.site import merge_state, read_state, write_state
@@ -104,13 +104,8 @@ class StepGradient:
         return torch.stack(losses).sum(dim=0)
 
     def _add_part(self, step: int, first_sample: int, part: Batch, batch: Batch) -> Tensor:
-        self._set_draws(step, first_sample)
-        num_targets = batch["targets"][0].numel()
-        return self._add_gradient(part, self.loss, 1 / num_targets) / num_targets
-
-    def _set_draws(self, step: int, first_sample: int) -> None:
-        """Makes all randomness of the next forward a function of (seed, step, sample)."""
-        replicas = self.replicas
+        """All randomness of its forward is a function of (seed, step, sample)."""
+        replicas, num_targets = self.replicas, batch["targets"][0].numel()
         if replicas.num_dropouts:
             if step not in self._dropout_keys:
                 self.draw(range(step, step + 1))
@@ -118,7 +113,26 @@ class StepGradient:
         if isinstance(replicas, InTurn) and replicas.has_foreign_draws:
             index = step * self.sizes.batch_size + first_sample
             replicas.seed_foreign_draws([derive_seed(s, "foreign", index) for s in self.seeds])
+        return self._add_gradient(part, self.loss, 1 / num_targets) / num_targets
 
 
 def _num_samples(bounds: list[Bounds]) -> int:
     return sum(last - first for first, last in bounds)
+
+
+def compiled_gradient(replicas: Replicas, sizes: Sizes, device: torch.device) -> AddGradient:
+    """Returns `replicas.add_gradient` with forward and backward through torch.compile.
+
+    On a GPU a step of one forward is replayed as a CUDA graph (mode `reduce-overhead`). Not with
+    accumulation: gradients in a graph's memory must not outlive its next replay.
+    """
+    torch.compiler.reset()  # its limit of recompilations counts over all networks of a process
+    replays = device.type == "cuda" and sizes.micro == sizes.batch_size
+    measure = torch.compile(replicas.measure, mode="reduce-overhead" if replays else None)
+
+    def add_gradient(batch: Batch, loss: Loss, weight: float) -> Tensor:
+        if replays:
+            torch.compiler.cudagraph_mark_step_begin()
+        return backward(measure(batch, loss), weight)  # compiled with its backward
+
+    return add_gradient

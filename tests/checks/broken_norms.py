@@ -182,42 +182,6 @@ class UnusedParameter(Affine):
         self.rho = nn.Parameter(torch.ones(num_features))
 
 
-class Averaging(Affine):
-    """Batch norm written with torch's functions."""
-
-    running_mean: Tensor
-    running_var: Tensor
-
-    def __init__(self, num_features: int, momentum: float = 0.1) -> None:
-        super().__init__(num_features)
-        self.momentum = momentum
-        self.register_buffer("running_mean", torch.zeros(num_features))
-        self.register_buffer("running_var", torch.ones(num_features))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            return self.evaluate(x)
-        self.update(x)
-        return super().forward(x)
-
-    @torch.no_grad()
-    def update(self, x: Tensor) -> None:
-        self.running_mean.lerp_(x.mean(pooled(x)), self.momentum)
-        self.running_var.lerp_(x.var(pooled(x)), self.momentum)
-
-    def evaluate(self, x: Tensor) -> Tensor:
-        return self.scaled(x, self.running_mean, self.running_var)
-
-
-@caught_by("deterministic in evaluation")
-class EvaluationLearns(Averaging):
-    """Moves its running averages in evaluation."""
-
-    def evaluate(self, x: Tensor) -> Tensor:
-        self.update(x)
-        return super().evaluate(x)
-
-
 # ---------------------------------------------------------------- state that checkpoints lack
 
 

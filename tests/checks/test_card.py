@@ -1,4 +1,4 @@
-"""Traits on the card: known answers for known norms."""
+"""A norm by itself: each fault is caught by its line, and traits are those of the formula."""
 
 from __future__ import annotations
 
@@ -15,43 +15,164 @@ from torch import Tensor, nn
 from torchvision.models.convnext import LayerNorm2d as LayerNormOfMaps
 from torchvision.ops import FrozenBatchNorm2d
 
+from normexp.checks import assert_contract
 from normexp.checks.card import Card, measure_card, print_cards
 from normexp.checks.norm import Answer, LoneNorm, open_norm
-from normexp.checks.questions import OF_NORMS
+from normexp.checks.questions import CONTRACT, OF_NORMS
+from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm
+from normexp.norms.factory import NormFactory
 from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d, NoNorm, RMSNorm
 from normexp.norms.sequence import CausalGroupNorm
+from normexp.norms.zoo.power import PowerNorm
 
-MAKE = {
-    "batch": BatchNorm,
-    "layer": LayerNorm,
-    "layer2d": LayerNorm2d,
-    "instance": InstanceNorm,
-    "group": partial(GroupNorm, num_groups=4),
-    "causal": partial(CausalGroupNorm, num_groups=4),
-    "rms": RMSNorm,
-    "none": NoNorm,
-}
-# The answers of the formulas.
-MIXED = ("mixes samples", "pools channels", "pools positions", "reads the future")
-IGNORED = ("ignores input scale", "ignores input shift")
-NO, YES, TRAINING = "no", "yes", "in training"
-POOLS = {
-    "batch": ((TRAINING, NO, TRAINING, TRAINING), (TRAINING, TRAINING)),
-    "layer": ((NO, YES, YES, YES), (YES, YES)),
-    "layer2d": ((NO, YES, NO, NO), (YES, YES)),
-    "instance": ((NO, NO, YES, YES), (YES, YES)),
-    "group": ((NO, YES, YES, YES), (YES, YES)),
-    "causal": ((NO, YES, YES, NO), (YES, YES)),
-    "rms": ((NO, YES, NO, NO), (YES, NO)),
-    "none": ((NO, NO, NO, NO), (NO, NO)),
-}
+Make = Callable[..., Any]
 ALL = {question.name: question for question in OF_NORMS}
 
 
-class Tanh(nn.Module):
+@cache
+def lone(make: Make) -> LoneNorm:
+    return open_norm(make, target="mine", eps=1e-5, num_features=8)
+
+
+def line_of(make: Make, name: str) -> Answer:
+    """Measures one line alone."""
+    return ALL[name].answer(lone(make))
+
+
+# ---------------------------------------------------------------- the contract
+
+
+@pytest.mark.parametrize("norm", broken.CAUGHT_BY)
+def test_fault_is_caught_by_its_line(norm: str):
+    make, name, words = broken.CAUGHT_BY[norm]
+    line = line_of(make, name)
+    assert line.status == "fail" and line.detail
+    assert words in line.detail
+
+
+def test_each_line_has_a_norm_that_breaks_it():
+    assert {name for _, name, _ in broken.CAUGHT_BY.values()} == {*CONTRACT} - {"can be built"}
+
+
+class InSingle(nn.Module):
+    """RMS norm of language models: channels last, float32 inside whatever it is given."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6, backward: bool = True) -> None:
+        super().__init__()
+        self.eps, self.backward = eps, backward
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+
     def forward(self, x: Tensor) -> Tensor:
+        single = x.float()
+        size = (single.square().mean(-1, keepdim=True) + self.eps).sqrt()
+        normalized = single / (size if self.backward else size.detach())
+        return self.weight.to(x.dtype) * normalized.to(x.dtype)
+
+
+class NoHalf(nn.Module):
+    """Has no kernel for bfloat16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.bfloat16:
+            raise NotImplementedError("kernel not implemented for 'BFloat16'")
         return torch.tanh(x)
+
+
+class Refuses(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError(f"not {x.ndim}-D")
+
+
+SOUND = [partial(GroupNorm, num_groups=4), nn.BatchNorm2d, nn.LayerNorm, broken.NoisyTraining]
+FAILURES: dict[str, tuple[Make, set[str]]] = {
+    **{f"sound {i}": (make, set()) for i, make in enumerate(SOUND)},  # and all shipped norms
+    "a factory": (NormFactory(LayerNorm), set()),
+    "float32 inside": (InSingle, set()),
+    "wrong slope in float32": (
+        lambda hidden_size: InSingle(hidden_size, backward=False),
+        {"gradient"},
+    ),
+    "missing kernel": (lambda _: NoHalf(), set()),
+    "NaN": (lambda _: broken.Applies(broken.returns_nan), {"finite"}),
+    "no input": (lambda _: Refuses(), {"shape kept"}),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_contract_fails_by_the_lines_that_are_broken_and_by_no_other(name: str):
+    make, expected = FAILURES[name]
+    before = torch.get_rng_state()
+    card = measure_card(make, name="mine", target="mine", num_features=8, contract_only=True)
+    assert {line.name for line in card.failures} == expected
+    assert torch.equal(before, torch.get_rng_state())
+
+
+class TwoFaults(broken.UnusedParameter):
+    def forward(self, x: Tensor) -> Tensor:
+        return broken.wrong_gradient(x) * broken.per_channel(self.weight, x)
+
+
+def test_assertion_names_the_norm_and_every_failed_line_that_is_not_waived():
+    known = ("gradient for every parameter", "gradient")
+    with pytest.raises(AssertionError) as caught:
+        assert_contract(TwoFaults, 8)
+    first, *rest = str(caught.value).splitlines()
+    assert first == "test_card.TwoFaults breaks the contract:"
+    assert [line.partition(":")[0].strip() for line in rest] == [*known]
+    assert_contract(TwoFaults, 8, except_for=known)
+    with pytest.raises(AssertionError) as caught:
+        assert_contract(TwoFaults, 8, except_for=known[0])
+    assert len(str(caught.value).splitlines()) == 2
+
+
+class Conditional(nn.Module):
+    def forward(self, x: Tensor, style: Tensor) -> Tensor:
+        return x * style
+
+
+# A norm that cannot run fails its contract; a mistake in what is asked for is one of the user's.
+REFUSED: dict[str, tuple[Any, Any, type[Exception], str]] = {
+    "no super": (broken.NoSuper, (), AssertionError, r"can be built: .*before Module.__init__\(\)"),
+    "groups": (partial(nn.GroupNorm, 3), (), AssertionError, "built: .*must be divisible"),
+    "second input": (lambda _: Conditional(), (), AssertionError, "shape kept: .*'style'"),
+    "no module": (lambda num_features: num_features, (), UserError, "made a int, not an nn.Module"),
+    "missing argument": (broken.per_channel, (), UserError, "needs the argument"),
+    "a module": (LayerNorm(8, eps=1e-5), (), UserError, "must be a class, as in assert_contract"),
+    "unknown knob": (partial(nn.BatchNorm1d, **{"knob": 1}), (), UserError, "argument .knob."),
+    "unknown line": (LayerNorm, ("gradeint",), UserError, "no line 'gradeint'; there are can be"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_measured_is_refused_with_the_reason(name: str):
+    make, waived, kind, message = REFUSED[name]
+    with pytest.raises(kind, match=message):
+        assert_contract(make, None if kind is UserError else 8, except_for=waived)
+
+
+# ---------------------------------------------------------------- traits
+
+# Do samples, channels, positions mix, does it read the future; is it invariant to scale and shift?
+TRAITS = ("mixes samples", "pools channels", "pools positions", "reads the future")
+TRAITS += ("ignores input scale", "ignores input shift")
+NO, YES, TRAINING = "no", "yes", "in training"
+POOLS: dict[str, tuple[Make, tuple[str, ...]]] = {
+    "batch": (BatchNorm, (TRAINING, NO, TRAINING, TRAINING, TRAINING, TRAINING)),
+    "layer": (LayerNorm, (NO, YES, YES, YES, YES, YES)),
+    "layer2d": (LayerNorm2d, (NO, YES, NO, NO, YES, YES)),
+    "instance": (InstanceNorm, (NO, NO, YES, YES, YES, YES)),
+    "group": (partial(GroupNorm, num_groups=4), (NO, YES, YES, YES, YES, YES)),
+    "causal": (partial(CausalGroupNorm, num_groups=4), (NO, YES, YES, NO, YES, YES)),
+    "rms": (RMSNorm, (NO, YES, NO, NO, YES, NO)),
+    "none": (NoNorm, (NO, NO, NO, NO, NO, NO)),
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_pooling_and_invariance_are_those_of_the_formula(name: str):
+    make, expected = POOLS[name]
+    assert tuple(line_of(make, trait).value for trait in TRAITS) == expected
 
 
 class ReadsPadding(broken.Affine):
@@ -62,70 +183,43 @@ class ReadsPadding(broken.Affine):
         return super().forward(x)
 
 
-@cache
-def lone(make: Callable[..., Any], num_features: int | None = 8) -> LoneNorm:
-    return open_norm(make, target="mine", eps=1e-5, num_features=num_features)
+class Tanh(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x)
 
 
-def line_of(make: Callable[..., Any], name: str) -> Answer:
-    return ALL[name].answer(lone(make))
+class HidesItsEps(nn.GroupNorm):
+    def __init__(self, num_channels: int, **others: Any) -> None:
+        super().__init__(1, num_channels, **others)
 
 
-def values_of(make: Callable[..., Any], *names: str) -> list[Any]:
-    return [line_of(make, name).value for name in names]
+# The norm, a line, its value or else its status, and words of its detail.
+LINES = [
+    (broken.KeepsItsMean, "buffers saved", "pass", ""),
+    (InSingle, "gradient", "pass", "below float64"),
+    (lambda _: NoHalf(), "dtype kept", "pass", "bfloat16"),
+    (lambda _: NoHalf(), "statistics wide in bfloat16", "skipped", ""),
+    # A backward that moves state is measured after its warm-up.
+    (partial(PowerNorm, warmup=0.01), "gradient", "fail", "gradient of the input"),
+    (BatchNorm, "reads padding", NO, ""),
+    (ReadsPadding, "reads padding", YES, ""),
+    (nn.BatchNorm1d, "reads padding", "skipped", "`mask`"),
+    (HidesItsEps, "ignores input scale", YES, ""),
+    (nn.BatchNorm1d, "running state", YES, "running_var"),
+    (LayerNorm, "running state", NO, ""),
+    (BatchNorm, "replicas under vmap", YES, ""),
+    (broken.CallsNumpy, "replicas under vmap", NO, "(5, 8)"),
+    (BatchNorm, "ghost = accumulated", YES, ""),
+    (broken.NoisyTraining, "ghost = accumulated", YES, ""),
+    (lambda _: broken.Streaming(), "ghost = accumulated", "refused", ""),
+    (lambda _: Tanh(), "bytes kept for backward", 4 * 32 * 8 * 16 * 16, ""),  # the output
+]
 
 
-@pytest.mark.parametrize("name", POOLS)
-def test_pooling_and_invariance_are_those_of_the_formula(name: str):
-    assert tuple(values_of(MAKE[name], *MIXED, *IGNORED)) == sum(POOLS[name], ())
-
-
-def test_eps_that_is_no_argument_hides_no_invariance():
-    class OneGroup(nn.GroupNorm):
-        def __init__(self, num_channels: int, **others: Any) -> None:
-            super().__init__(1, num_channels, **others)
-
-    assert values_of(OneGroup, "ignores input scale") == [YES]
-
-
-def test_padding_that_is_read_is_told_from_padding_that_is_not():
-    assert values_of(BatchNorm, "reads padding") == ["no"]
-    assert values_of(ReadsPadding, "reads padding") == ["yes"]
-    line = line_of(nn.BatchNorm1d, "reads padding")
-    assert line.status == "skipped" and "`mask`" in line.detail
-
-
-def test_running_state_lists_the_buffers_that_move():
-    line = line_of(nn.BatchNorm1d, "running state")
-    assert line.value == "yes" and "running_var" in line.detail
-    assert values_of(LayerNorm, "running state") == ["no"]
-
-
-def test_sound_norm_is_stacked_and_split():
-    names = ("replicas under vmap", "ghost = accumulated")
-    for make in (MAKE["batch"], MAKE["group"]):
-        assert values_of(make, *names) == [YES] * 2
-    assert values_of(broken.NoisyTraining, names[1]) == [YES]
-
-
-def test_leaving_torch_breaks_vmap():
-    line = line_of(broken.CallsNumpy, "replicas under vmap")
-    assert line.value == NO and "(5, 8)" in line.detail
-
-
-def test_sequential_state_is_refused_a_split():
-    assert values_of(lambda _: broken.Streaming(), "ghost = accumulated") == ["refused"]
-
-
-def test_bytes_kept_are_the_output_of_a_tanh():
-    assert values_of(Tanh, "bytes kept for backward") == [4 * 32 * 8 * 16 * 16]  # in float32
-
-
-def test_norms_of_many_groups_are_measured_where_their_groups_have_values():
-    for make in (partial(nn.GroupNorm, 8), GroupNormAct):  # the latter of 32 groups
-        norm = lone(make, None)
-        names = (*MIXED[:3], "ignores input scale")
-        assert [ALL[name].answer(norm).value for name in names] == [NO, YES, YES, YES]
+@pytest.mark.parametrize(("make", "name", "said", "words"), LINES)
+def test_line_says_what_was_found(make: Make, name: str, said: Any, words: str):
+    line = line_of(make, name)
+    assert (line.status if line.value is None else line.value) == said and words in line.detail
 
 
 def test_failures_come_first_then_traits_and_brackets_are_text(
@@ -154,11 +248,12 @@ CHANNELS = (NO, YES, NO, NO)
 OF_SAMPLE = (NO, NO, YES, YES)
 # torch's InstanceNorm computes in bfloat16 throughout unless it has parameters in float32.
 IN_HALF = "statistics wide in bfloat16"
+TRACKING = partial(nn.InstanceNorm2d, track_running_stats=True)
 
 # Samples, channels, positions and future that it mixes, as its documentation says; the failures.
 NORMS: dict[str, tuple[Any, tuple[str, ...], set[str]]] = {
     "batch 1d": (nn.BatchNorm1d, BATCH, set()),
-    "batch of the batch": (
+    "of the batch": (
         partial(nn.BatchNorm2d, track_running_stats=False),
         (YES, NO, YES, YES),
         set(),
@@ -166,16 +261,13 @@ NORMS: dict[str, tuple[Any, tuple[str, ...], set[str]]] = {
     "batch, cumulative": (partial(nn.BatchNorm1d, momentum=None), BATCH, set()),
     "frozen": (FrozenBatchNorm2d, (NO, NO, NO, NO), set()),
     "group 8": (partial(nn.GroupNorm, 8), MAP, set()),
+    "group of 32": (GroupNormAct, MAP, set()),
     "layer": (nn.LayerNorm, CHANNELS, set()),
     "layer 2d": (LayerNormOfMaps, CHANNELS, set()),
     "rms": (nn.RMSNorm, CHANNELS, set()),
     "local response": (partial(nn.LocalResponseNorm, size=5), CHANNELS, set()),
     "instance 1d": (nn.InstanceNorm1d, OF_SAMPLE, {IN_HALF}),
-    "instance 2d that tracks": (
-        partial(nn.InstanceNorm2d, track_running_stats=True),
-        BATCH,
-        {IN_HALF},
-    ),
+    "instance 2d that tracks": (TRACKING, BATCH, {IN_HALF}),
 }
 
 
@@ -187,5 +279,5 @@ def test_card_has_no_false_line(name: str):
     target = f"{function.__module__}.{function.__qualname__}"
     card = measure_card(make, name=name, target=target, eps=1e-5)
     lines = {line.name: line for line in card.lines}
-    assert tuple(lines[trait].value for trait in MIXED) == expected
+    assert tuple(lines[trait].value for trait in TRAITS[:4]) == expected
     assert {line.name for line in card.failures} == failures

@@ -14,8 +14,7 @@ from normexp.batching.sizes import Sizes
 from normexp.build import build_norm, measure_norm
 from normexp.checks.card import Card
 from normexp.checks.network import BuiltNetwork
-from normexp.checks.preflight import examine
-from normexp.checks.reading import padding_is_read
+from normexp.checks.preflight import check_padding, examine
 from normexp.config.compose import compose_config, shipped_defaults
 from normexp.config.schema import group_choices
 from normexp.norms.site import View
@@ -105,7 +104,7 @@ def test_samples_and_future_that_a_norm_mixes(name: str, view: View):
 def test_no_shipped_norm_reads_padding(name: str, view: View):
     data = padded_data()
     network = encoder(shipped(name, data, view))
-    assert not padding_is_read(BuiltNetwork(network, data, Sizes(8), drop_last=True))
+    check_padding(BuiltNetwork(network, data, Sizes(8), drop_last=True))
 
 
 def card_of(name: str, *, contract_only: bool = False) -> Card:

@@ -19,8 +19,7 @@ from normexp.build import build_network, build_norm
 from normexp.config.compose import compose_config
 from normexp.data.batches import TrainingBatches
 from normexp.data.dataset import Data, Windows
-from normexp.training.module import TrainingModule
-from normexp.training.record import Recorder
+from normexp.training.module import Recorder, TrainingModule
 from normexp.training.step import StepGradient
 
 NEEDS_GPU = [

@@ -14,7 +14,7 @@ from normexp.config.schema import group_choices
 from normexp.data.augment import Augmentation
 from normexp.data.batches import TrainingBatches
 from normexp.errors import UserError
-from normexp.training.statistics import with_population
+from normexp.training.evaluation import with_population
 
 NORMS = [name for name in group_choices("norm") if name not in ("custom", "as_built")]
 EVERY = [

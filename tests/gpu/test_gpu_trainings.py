@@ -29,7 +29,6 @@ from normexp.batching.sizes import Sizes
 from normexp.norms import kernel
 from normexp.records.result import read_result
 from normexp.train import main
-from normexp.training import devices
 from normexp.training.module import TrainingModule
 from normexp.training.stopping import Interrupted
 
@@ -165,9 +164,7 @@ def test_compiled_steps_equal_eager_ones_whatever_the_chunks(
     eager = train(build_module(**choices), tmp_path / "eager.ckpt", accelerator=device)
     if device == "cpu":  # where compiling takes a minute
         compile_ = torch.compile
-        monkeypatch.setattr(
-            devices.torch, "compile", lambda run, **_: compile_(run, backend="aot_eager")
-        )
+        monkeypatch.setattr(torch, "compile", lambda run, **_: compile_(run, backend="aot_eager"))
     monkeypatch.setattr("normexp.training.module.SECONDS_PER_CHUNK", 1e9)
     counters.clear()
     module = build_module(**choices, compile=True)

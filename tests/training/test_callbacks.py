@@ -10,7 +10,7 @@ from pytorch_lightning import callbacks as shipped
 from training_cases import assert_same_state, build_module, stopped_and_resumed, train
 
 from normexp.errors import UserError
-from normexp.training.callbacks import act_on_batches, check_callback, describe_monitor, why_stopped
+from normexp.training.fit import act_on_batches, check_callback, describe_monitor, why_stopped
 from normexp.training.module import TrainingModule
 
 METRICS = ["val/loss", "val/accuracy"]

@@ -32,9 +32,9 @@ from normexp.norms.batch import BatchNorm
 from normexp.norms.site import named_sites
 from normexp.norms.zoo.batch import EvalNorm
 from normexp.norms.zoo.deviations import BatchNormBiasedAverage
-from normexp.training import statistics
+from normexp.training import evaluation
+from normexp.training.evaluation import gather, shuffled, with_population
 from normexp.training.module import TrainingModule
-from normexp.training.statistics import gather, shuffled, with_population
 
 FORMS = {
     "one": {"seeds": (0,)},
@@ -127,7 +127,7 @@ def moments_by_hand(
     ],
 )
 def test_precise_statistics_equal_one_pass_over_all_values(monkeypatch, num_samples, choices, form):
-    monkeypatch.setattr(statistics, "STACK_SAMPLES", 16)  # several blocks
+    monkeypatch.setattr(evaluation, "STACK_SAMPLES", 16)  # several blocks
     module = trained(**choices, **FORMS[form])
     found = population_of(module, num_samples, group_size=4)
     used = num_samples - (num_samples % 4 == 1)  # without a single last sample
@@ -215,7 +215,7 @@ def test_own_share_is_what_eval_norm_evaluates_with(form):
 @pytest.mark.parametrize(("form", "stack_samples"), [("in_turn", 10), ("stacked", 512)])
 @torch.no_grad()
 def test_each_kind_scores_every_sample_once_and_changes_nothing(monkeypatch, form, stack_samples):
-    monkeypatch.setattr(statistics, "STACK_SAMPLES", stack_samples)
+    monkeypatch.setattr(evaluation, "STACK_SAMPLES", stack_samples)
     module = trained(**FORMS[form])
     before = copy.deepcopy(module.replicas)
     data, evaluator = module.batches.data, module.evaluator

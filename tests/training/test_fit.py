@@ -14,8 +14,8 @@ from training_cases import CPU, StopAt, assert_same_state, build_module, image_d
 
 from normexp.batching.sizes import Sizes
 from normexp.errors import UserError
-from normexp.training import devices, module
-from normexp.training.devices import gpu_arithmetic, trainer_options
+from normexp.training import module
+from normexp.training.fit import gpu_arithmetic, trainer_options
 from normexp.training.stopping import StopRequest
 
 
@@ -103,7 +103,7 @@ def test_a_step_is_compiled_once_and_trains_the_same_whatever_the_chunks(
         graphs.append(graph)
         return graph.forward
 
-    monkeypatch.setattr(devices.torch, "compile", lambda run, **_: compile_(run, backend=backend))
+    monkeypatch.setattr(torch, "compile", lambda run, **_: compile_(run, backend=backend))
     monkeypatch.setattr(module, "SECONDS_PER_CHUNK", 1e9)
     choices = {"data": image_data(22), "sizes": Sizes(4), "drop_last": False, "max_chunk": 4}
     trained = train(build_module(**choices, compile=True), tmp_path / "a.ckpt")

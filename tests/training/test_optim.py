@@ -10,7 +10,7 @@ from torch import nn
 
 from normexp.batching.replicas import Stacked
 from normexp.norms.factory import NormFactory
-from normexp.training.schedule import (
+from normexp.training.recipe import (
     ELEMENTWISE,
     can_train_a_stack,
     parameter_groups,

@@ -9,8 +9,7 @@ import torch
 from pytorch_lightning.loggers import Logger
 
 from normexp.records.result import read_metrics
-from normexp.training.module import LossHistory
-from normexp.training.record import Recorder
+from normexp.training.module import LossHistory, Recorder
 
 
 class KeepingLogger(Logger):

@@ -37,7 +37,7 @@ from normexp.config.schema import group_choices
 from normexp.norms.factory import NormFactory
 from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from normexp.norms.slots import Slots
-from normexp.training.schedule import own_schedule
+from normexp.training.recipe import own_schedule
 
 slow = pytest.mark.slow
 FULL, ACCUMULATED, BOTH = Sizes(8), Sizes(8, 2), Sizes(8, 4, 2)

@@ -13,7 +13,7 @@ from training_cases import assert_same_state, build_module, rows_of, stopped_and
 
 from normexp.errors import UserError
 from normexp.training.module import TrainingModule
-from normexp.training.schedule import (
+from normexp.training.recipe import (
     Schedule,
     count_steps,
     count_steps_per_epoch,

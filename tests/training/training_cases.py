@@ -23,12 +23,9 @@ from normexp.models.vision import ConvNet, ResNet
 from normexp.norms.batch import BatchNorm
 from normexp.norms.factory import NormFactory
 from normexp.norms.group import GroupNorm
-from normexp.training.devices import Devices
 from normexp.training.fit import fit
-from normexp.training.module import TrainingModule
-from normexp.training.recipe import Recipe
-from normexp.training.record import Recorder
-from normexp.training.schedule import count_steps_per_epoch, named_schedule
+from normexp.training.module import Recorder, TrainingModule
+from normexp.training.recipe import Devices, Recipe, count_steps_per_epoch, named_schedule
 from normexp.training.stopping import Interrupted, StopRequest
 
 Row = tuple[int, int, int, dict[str, float]]
