@@ -31,7 +31,6 @@ PREFERRED = (
 MARGINS = {"accuracy": 1.0, "bits_per_byte": 0.02, "loss": 0.05}
 UNIFORM_BITS = 8.0  # per byte, of a diverged language model
 LOWER_IS_BETTER = ("loss", "bits_per_byte", "perplexity", "error")
-LOWER = "lower its learning rate, search it, or train longer"  # the remedy at chance
 MAX_DIGITS = 4
 NOISE, SMALL, LARGE = 1e-12, 1e-4, 1e6  # between SMALL and LARGE numbers have no exponent
 
@@ -156,11 +155,6 @@ def is_at_chance(accuracy: float | None, chance: float | None, num_samples: int)
     return accuracy <= chance + min(2 * error, 0.1 * (1 - chance))
 
 
-def chance_words(count: int, total: int, chance: float) -> str:
-    """`2 of 5 seeds at chance (10 %)`."""
-    return f"{count} of {total} seeds at chance ({100 * chance:.0f} %)"
-
-
 def format_interval(interval: Interval, digits: int) -> str:
     """`1.2 [0.6, 1.9]` with at least `digits` decimals; `1.2` without bounds, `-` without a value.
 
@@ -176,6 +170,12 @@ def format_interval(interval: Interval, digits: int) -> str:
         style = ".2e"
     estimate, *ends = (f"{x:{style}}" for x in values)
     return f"{estimate} [{', '.join(ends)}]" if ends else estimate
+
+
+def signed(gap: Interval, metric: Metric) -> str:
+    """`+1.2 [0.6, 1.9]`: a difference; `-` without a value."""
+    shown = format_interval(gap, metric.digits)
+    return shown if shown.startswith("-") else f"+{shown}"
 
 
 def format_mean(interval: Interval, metric: Metric) -> str:

@@ -15,11 +15,11 @@ from normexp.reporting.cells import (
     CellRow,
     common,
     metric_names,
+    order_norms,
     setting_words,
     settings_key,
 )
 from normexp.reporting.metric import PREFERRED, Metric, choose_metric, describe_metric
-from normexp.reporting.style import order_norms
 from normexp.stats.crossfit import CrossFit, cross_fit
 from normexp.stats.interval import Array, Interval, mean
 
@@ -28,11 +28,15 @@ AXIS_WORDS = {"norm_batch_size": "norm batch size", "batch_size": "batch size"}
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """A norm at one size: a cell, or cells that differ in learning rate alone, in its order."""
+    """A norm at one size: a cell, or cells that differ in learning rate alone, in its order.
+
+    size: the smallest one at which it stands, along the axis of its slice
+    """
 
     norm: str
     cells: Sequence[CellRow]
     metric: Metric
+    size: int = 0
 
     @property
     def rates(self) -> list[float | None]:
@@ -66,7 +70,8 @@ class Grid:
     def why_incomplete(self) -> str:
         """Why it allows no verdict: `5 of 8 seeds`, `lr search incomplete`; empty if it does."""
         for cell in self.cells:
-            if len(ended := cell.ended & cell.wanted) < len(cell.wanted):
+            ended = cell.seeds_with(Status.FINISHED, Status.DIVERGED) & cell.wanted
+            if len(ended) < len(cell.wanted):
                 return f"{len(ended)} of {format_count(len(cell.wanted), 'seed')} of {cell.norm}"
         if len(self.cells) == 1:
             return "lr chosen by one search" if self.best.searched else ""
@@ -74,17 +79,8 @@ class Grid:
 
     @cached_property
     def seeds(self) -> list[int]:
-        """Those that all of its cells have, or the best one alone if they do not tune it."""
-        return sorted(self.best.values(self.metric)) if self.fit is None else self._seeds_of_all
-
-    @cached_property
-    def _seeds_of_all(self) -> list[int]:
-        values = [cell.values(self.metric).keys() & known.keys() for cell, known in self._pairs]
-        return sorted(set[int].intersection(*map(set, values)))
-
-    @property
-    def _pairs(self) -> list[tuple[CellRow, dict[int, float]]]:
-        return list(zip(self.cells, self.scores, strict=True))
+        """Those of the best cell, which all cells have where they tune it."""
+        return sorted(self.best.values(self.metric))
 
     @cached_property
     def fit(self) -> CrossFit | None:
@@ -92,17 +88,14 @@ class Grid:
 
         With test samples where every rate that some split chooses has them.
         """
-        seeds = self._seeds_of_all
-        is_whole = all(
-            len(seeds) == len(known) == len(cell.values(self.metric)) for cell, known in self._pairs
-        )
+        seeds, means = self.seeds, [cell.values(self.metric) for cell in self.cells]
+        is_whole = all(known.keys() == {*seeds} for known in (*means, *self.scores))
         if len(self.cells) < 2 or len(seeds) < 3 or not is_whole:
             return None
         scores = np.array([[known[seed] for seed in seeds] for known in self.scores])
-        means = [cell.values(self.metric) for cell in self.cells]
-        values = self.sign * np.array([[by_seed[seed] for seed in seeds] for by_seed in means])
+        values = self.sign * np.array([[known[seed] for seed in seeds] for known in means])
         fit = cross_fit(scores, values)
-        tables = [self._samples_of(cell, seeds) for cell in self.cells]
+        tables = [self._samples_of(cell) for cell in self.cells]
         counts = {table.shape[1] for table in tables if table is not None}
         lacking = [share for share, table in zip(fit.shares, tables, strict=True) if table is None]
         if len(counts) != 1 or any(lacking):
@@ -113,18 +106,21 @@ class Grid:
         ]
         return cross_fit(scores, np.stack(full))
 
-    def _samples_of(self, cell: CellRow, seeds: Sequence[int]) -> Array | None:
-        """(n, N), higher is better; a diverged run has chance level for each sample."""
-        runs = {run.seed: run for run in cell.runs}
-        rows = [runs[seed].samples(self.metric) for seed in seeds]
-        finished = [seed for seed in seeds if runs[seed].status == Status.FINISHED]
-        counts = {len(runs[seed].samples(self.metric)) for seed in finished}
+    def _samples_of(self, cell: CellRow) -> Array | None:
+        """(n, N) over `seeds`, higher is better; each sample of a diverged run is at chance level.
+
+        None if not recorded.
+        """
+        runs = [run for run in cell.runs if run.seed in self.seeds]
+        rows = [run.samples(self.metric) for run in runs]
+        counts = {
+            len(row) for run, row in zip(runs, rows, strict=True) if run.status == Status.FINISHED
+        }
         if len(counts) != 1 or (count := counts.pop()) < 2:
             return None
-        values = cell.values(self.metric)
         full = [
-            row if len(row) else np.full(count, values[seed])
-            for row, seed in zip(rows, seeds, strict=True)
+            row if len(row) else np.full(count, run.value(self.metric))
+            for run, row in zip(runs, rows, strict=True)
         ]
         return self.sign * np.stack(full)
 
@@ -133,7 +129,7 @@ class Grid:
         """Higher is better, (n,) over `seeds`, or (n, N) with test samples; cross-fitted."""
         if self.fit is not None:
             return self.fit.values
-        table = self._samples_of(self.best, self.seeds) if self.seeds else None
+        table = self._samples_of(self.best)
         if table is not None:
             return table
         values = self.best.values(self.metric)
@@ -337,7 +333,7 @@ def _slice(
     known: dict[tuple[CellRow, ...], Grid] = {}
     lines = {
         norm: {
-            size: known.setdefault(tuple(same), Grid(norm, same, metric))
+            size: known.setdefault(tuple(same), Grid(norm, same, metric, size))
             for size, same in line.items()
         }
         for norm, line in placed.items()

@@ -10,11 +10,10 @@ import pytest
 import vl_convert
 from synthetic_study import cell_of, report_of, report_of_cells, write_study
 
-from normexp.reporting.charts import Figure
-from normexp.reporting.figures import draw_figures
-from normexp.reporting.publish import write_report
+from normexp.reporting.cells import ORDER, order_norms
+from normexp.reporting.figures import COLOURS, Figure, assign_styles, draw_figures
+from normexp.reporting.page import write_report
 from normexp.reporting.report import Report
-from normexp.reporting.style import ORDER, SLOTS, assign_styles, order_norms
 
 SEEDS = range(4)
 
@@ -92,18 +91,19 @@ def test_a_page_has_everything_it_shows(written: Report):
 
 
 def test_texts_of_runs_are_escaped(tmp_path: Path):
-    cells = [cell_of(norm, [0.9, 0.8]) for norm in ("batch", "<img src=x>")]
+    cells = [cell_of(norm, [0.9, 0.8]) for norm in ("batch", "<img src=x>_%&")]
     report = report_of_cells(*cells)
     object.__setattr__(report, "runs_dir", tmp_path)
     write_report(report)
     assert "<img src=x>" not in (report.directory / "index.html").read_text(encoding="utf-8")
+    assert r"\_\%\&" in (report.directory / "tables" / "means_main.tex").read_text(encoding="utf-8")
 
 
 def test_a_shipped_norm_looks_the_same_in_every_report():
     styles = assign_styles(["own", *ORDER])
     for norm in ORDER:
         assert assign_styles([norm, "other"])[norm] == styles[norm]
-    assert styles["batch"] == SLOTS[0]
+    assert styles["batch"].colour == COLOURS[0]
 
 
 def test_of_forty_norms_no_two_share_colour_and_marker():

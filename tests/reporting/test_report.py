@@ -111,7 +111,6 @@ def test_page_files_and_json_hold_the_rows_of_the_terminal(report: Report, tmp_p
             assert ",".join(row)[:8] in (tmp_path / f"{table.name}.csv").read_text().replace(
                 '"', ""
             )
-            assert name in table.to_html()
     assert len(repr(report)) < 100
 
 
@@ -130,12 +129,6 @@ def test_an_undeclared_norm_that_mixes_nothing_is_compared_once_per_size():
     twin = [replace(run, directory=place / run.directory.name) for run in own]
     one = find(report_of_cells(*batch, own, twin), "own")
     assert one.verdict == "better" and one.gap.n == 8
-
-
-def test_text_from_configs_is_escaped():
-    evil = "<img src=x onerror=alert(1)>_%&"
-    (table, *_) = report_of_cells(cell_of(evil, [0.8, 0.9])).tables
-    assert "<img" not in table.to_html() and r"\_\%\&" in table.to_latex()
 
 
 def test_what_is_lost_has_a_row_with_its_reason(capsys):

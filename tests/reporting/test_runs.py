@@ -78,7 +78,7 @@ def test_studies_without_a_readable_result_are_refused(tmp_path: Path, cell: Pat
     (tmp_path / "empty" / "study.jsonl").write_text("")
     for name, words in {
         "synthetic": "first problem: .*seed-0",
-        "young": "no ended run yet, 1",
+        "young": "1 run begun, none ended",
         "empty": "has no runs",
     }.items():
         with pytest.raises(UserError, match=f"study={name} .*{words}"):

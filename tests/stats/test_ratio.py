@@ -9,8 +9,7 @@ import pytest
 from scipy import stats as scipy_stats
 
 from normexp.stats.family import decide, difference
-from normexp.stats.interval import Interval
-from normexp.stats.ratio import as_ratio, log_outcomes, over_workloads
+from normexp.stats.interval import Interval, as_ratio, log_outcomes, over_workloads
 
 
 def accuracies(rng: np.random.Generator, level: float, shape: tuple[int, ...]) -> np.ndarray:
