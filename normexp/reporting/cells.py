@@ -67,10 +67,6 @@ class CellRow:
     title: str = ""
 
     @property
-    def cell_id(self) -> str:
-        return self.directory.name
-
-    @property
     def missing(self) -> int:
         return len(self.wanted - {run.seed for run in self.runs})
 

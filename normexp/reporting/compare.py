@@ -35,6 +35,7 @@ NOTHING = Interval(None, None, None, LEVEL, 0)
 class Comparison:
     """The difference between two cells of a slice, paired by seed; positive: the first is better.
 
+    norm, against: names of the two, with the size if they are one norm at two
     sizes: of the first and of the second, along the axis of the slice
     gap: in the unit of the metric
     verdict: None where none is allowed; `why` says why
@@ -47,6 +48,9 @@ class Comparison:
     part: Slice = field(repr=False)
     first: Grid = field(repr=False)
     second: Grid = field(repr=False)
+    norm: str
+    against: str
+    is_along_sizes: bool
     sizes: tuple[int, int]
     gap: Interval
     num_samples: int
@@ -55,21 +59,6 @@ class Comparison:
     is_extended: bool
     verdict: Verdict | None = None
     family_size: int = 0
-
-    @property
-    def is_along_sizes(self) -> bool:
-        return self.first.norm == self.second.norm
-
-    @property
-    def norm(self) -> str:
-        return self._name(self.first, 0)
-
-    @property
-    def against(self) -> str:
-        return self._name(self.second, 1)
-
-    def _name(self, grid: Grid, place: int) -> str:
-        return f"{grid.norm} at {self.sizes[place]}" if self.is_along_sizes else grid.norm
 
     @property
     def row(self) -> dict[str, str]:
@@ -155,9 +144,22 @@ def compare_grids(part: Slice, first: Grid, second: Grid, sizes: tuple[int, int]
         gap = difference(a, b, step=step, limit=part.metric.limit)
     is_comparable = not why
     why = why or next(filter(None, (grid.why_incomplete for grid in grids)), "")
-    why = why or ("" if a.size else "no seed in common")
-    is_extended = any(cell.is_extended for grid in grids for cell in grid.cells)
-    return Comparison(part, first, second, sizes, gap, num_samples, why, is_comparable, is_extended)
+    is_along = first.norm == second.norm
+    names = [f"{grid.norm} at {size}" for grid, size in zip(grids, sizes, strict=True)]
+    return Comparison(
+        part=part,
+        first=first,
+        second=second,
+        norm=names[0] if is_along else first.norm,
+        against=names[1] if is_along else second.norm,
+        is_along_sizes=is_along,
+        sizes=sizes,
+        gap=gap,
+        num_samples=num_samples,
+        why=why or ("" if a.size else "no seed in common"),
+        is_comparable=is_comparable,
+        is_extended=any(cell.is_extended for grid in grids for cell in grid.cells),
+    )
 
 
 def paired(first: Grid, second: Grid) -> tuple[Array, Array]:

@@ -355,15 +355,12 @@ def seed_rows(values: Mapping[int, float], **keys: Any) -> list[Row]:
 
 def of_norms(styles: Styles) -> tuple[alt.Color, alt.Shape, alt.StrokeDash]:
     """Colour, marker and dash of norms, with one legend."""
-    known = styles.values()
-
-    def scale(values: Iterable[Any]) -> alt.Scale:
-        return alt.Scale(domain=list(styles), range=list(values))
-
+    norms, known = list(styles), styles.values()
+    dashes = [list(style.dash) for style in known]
     return (
-        alt.Color("norm:N", scale=scale(style.colour for style in known)),
-        alt.Shape("norm:N", scale=scale(style.marker for style in known)),
-        alt.StrokeDash("norm:N", scale=scale(list(style.dash) for style in known)),
+        alt.Color("norm:N").scale(domain=norms, range=[style.colour for style in known]),
+        alt.Shape("norm:N").scale(domain=norms, range=[style.marker for style in known]),
+        alt.StrokeDash("norm:N").scale(domain=norms, range=dashes),
     )
 
 

@@ -5,14 +5,11 @@ Imported while training, so this file imports neither pandas, scipy nor altair.
 
 from __future__ import annotations
 
-import difflib
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-from normexp.errors import UserError
 
 if TYPE_CHECKING:
     from normexp.records.result import Result
@@ -129,15 +126,6 @@ def choose_metric(
     """`wanted`, or the first preferred metric if None; None if it is not available."""
     names = preferred if wanted is None else (wanted,)
     return next((name for name in names if name in available), None)
-
-
-def require_metric(wanted: str | None, available: Collection[str]) -> None:
-    """Raises UserError with the nearest names if no run has the metric."""
-    if wanted is None or wanted in available:
-        return
-    nearest = difflib.get_close_matches(wanted, available, n=3, cutoff=0.4)
-    names = ", ".join(nearest or sorted(available)[:6]) or "no metric at all"
-    raise UserError(f"metric={wanted}: no run has it; the runs have {names}")
 
 
 def is_at_chance(accuracy: float | None, chance: float | None, num_samples: int) -> bool:

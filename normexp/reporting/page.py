@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache
 from glob import escape, glob
 from importlib.resources import files
 from pathlib import Path
@@ -159,6 +158,9 @@ def _write_files(folder: Path, report: Report, reload_seconds: int | None) -> No
     shown = {table.name for _, tables, _ in sections for table in tables}
     others = [table for table in report.tables if table.name not in shown]
     specs = json.dumps({figure.name: figure.spec for figure in figures}, allow_nan=False)
+    # Vega, Vega-Lite and vega-embed as one script that sets window.vegaEmbed. The stub lacks the
+    # default of the argument `snippet`.
+    bundle: str = vl_convert.javascript_bundle()  # pyright: ignore[reportCallIssue]
     page = _template("page.html.j2").render(
         report=report,
         sections=sections,
@@ -167,7 +169,7 @@ def _write_files(folder: Path, report: Report, reload_seconds: int | None) -> No
         shown_rows=SHOWN_ROWS,
         reload_seconds=reload_seconds,
         specs=Markup(specs.replace("<", "\\u003c")),
-        bundle=Markup(_bundle()),
+        bundle=Markup(bundle.replace("</script", "<\\/script")),
         css=_asset("page.css"),
         js=_asset("page.js"),
     )
@@ -195,11 +197,3 @@ def _write_figure(folder: Path, figure: Figure) -> None:
 
 def _asset(name: str) -> Markup:
     return Markup(files(PACKAGE).joinpath(name).read_text(encoding="utf-8"))
-
-
-@cache
-def _bundle() -> str:
-    """Vega, Vega-Lite and vega-embed as one script that sets window.vegaEmbed."""
-    # The stub lacks the default of the argument `snippet`.
-    bundle: str = vl_convert.javascript_bundle()  # pyright: ignore[reportCallIssue]
-    return bundle.replace("</script", "<\\/script")

@@ -21,7 +21,6 @@ from normexp.reporting.compare import (
     overall,
     rank,
 )
-from normexp.reporting.metric import require_metric
 from normexp.reporting.runs import Records, read_studies
 from normexp.reporting.slices import AXIS_WORDS, Slice, build_slices
 from normexp.reporting.tables import (
@@ -195,7 +194,10 @@ def report_on(
     at_largest: norms are compared at the largest size, not at the smallest
     """
     cells = build_cells(records)
-    require_metric(metric, metric_names(cells))
+    known = metric_names(cells)
+    if metric is not None and metric not in known:
+        names = ", ".join(known) or "no metric at all"
+        raise UserError(f"metric={metric}: no run has it; the runs have {names}")
     slices = build_slices(cells, metric=metric, tolerance=tolerance)
     if at_largest:
         slices = [replace(part, at=part.sizes[-1]) for part in slices]
@@ -268,6 +270,14 @@ def to_json(report: Report) -> dict[str, Any]:
             }
             for one in report.comparisons
         ],
-        "tables": {table.name: table.to_json() for table in report.tables if table.name != "runs"},
+        "tables": {
+            table.name: {
+                "caption": table.caption,
+                "note": table.note,
+                "rows": table.frame.to_dict("records"),
+            }
+            for table in report.tables
+            if table.name != "runs"
+        },
         "problems": list(report.problems),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -58,13 +58,11 @@ class Grid:
 
     @cached_property
     def best(self) -> CellRow:
-        """The cell with the best mean on validation."""
-
-        def score(place: int) -> tuple[int, float]:
-            values, cell = list(self.scores[place].values()), self.cells[place]
-            return -cell.count(Status.FAILED), float(np.mean(values)) if values else -np.inf
-
-        return self.cells[max(range(len(self.cells)), key=score)]
+        """The cell with the fewest failed runs, and the best mean on validation."""
+        means = [float(np.mean([*table.values()])) if table else -np.inf for table in self.scores]
+        failed = [cell.count(Status.FAILED) for cell in self.cells]
+        ranks = [(-count, mean) for count, mean in zip(failed, means, strict=True)]
+        return self.cells[ranks.index(max(ranks))]
 
     @property
     def why_incomplete(self) -> str:
@@ -233,23 +231,21 @@ class Slice:
     def scope(self) -> str:
         """What every number of the slice has in common, in words."""
         cells = self.cells
-        rates = {len(grid.cells) for grid in self.grids}
-        lr = common(cells, lambda cell: cell.lr)
-        words = [self.title, self.fixed]
-        budget = common(cells, lambda cell: cell.budget)
-        words += [budget] if budget and budget not in self.title else []
-        if rates == {1}:
-            words += [setting_words("lr", lr)] if lr is not None else ["lr by norm"]
-        else:
-            words += [f"lr tuned over {'-'.join(map(str, sorted(rates)))}"]
-        words += [str(optim)] if (optim := common(cells, lambda c: c.config.get("optim"))) else []
-        places = {run.result.environment.get("gpu") or run.result.environment.get("cpu")
-                  for cell in cells for run in cell.runs}  # fmt: skip
-        words += [", ".join(sorted(filter(None, places)))] if places - {None} else []
+        budget = common(cells, lambda cell: cell.budget) or ""
+        lr, optim = common(cells, lambda c: c.lr), common(cells, lambda c: c.config.get("optim"))
+        lr = "lr by norm" if lr is None else setting_words("lr", lr)
+        rates = sorted({len(grid.cells) for grid in self.grids})
+        if rates != [1]:
+            lr = f"lr tuned over {'-'.join(map(str, rates))}"
+        machines = {run.result.environment.get("gpu") or run.result.environment.get("cpu")
+                    for cell in cells for run in cell.runs}  # fmt: skip
+        budget = "" if budget in self.title else budget
+        words = [self.title, self.fixed, budget, lr, optim, *sorted(filter(None, machines))]
         counts = sorted({len(grid.seeds) for grid in self.grids})
         n = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
         samples = "and test samples" if self.has_samples else "on these test samples"
-        return f"{', '.join(words)}; n = {n} seeds, differences over new seeds {samples}"
+        words = ", ".join(filter(None, words))
+        return f"{words}; n = {n} seeds, differences over new seeds {samples}"
 
 
 def build_slices(
@@ -278,8 +274,8 @@ def _slices_of(cells: Sequence[CellRow], metric: Metric) -> list[Slice]:
     independent = {cell.norm for cell in cells} - {c.norm for c in cells if c.mixes_samples}
     mixing = [cell for cell in cells if cell.norm not in independent] or cells
     sizes = {
-        size: _sorted(cell.norm_batch_size for cell in mixing if cell.batch_size == size)
-        for size in _sorted(cell.batch_size for cell in mixing)
+        size: sorted({cell.norm_batch_size for cell in mixing if cell.batch_size == size})
+        for size in sorted({cell.batch_size for cell in mixing})
     }
 
     def along_norm_batch_size(batch_size: int, along: Sequence[int]) -> Slice:
@@ -297,24 +293,20 @@ def _slices_of(cells: Sequence[CellRow], metric: Metric) -> list[Slice]:
     is_full = [cell for cell in cells if cell.norm_batch_size == cell.batch_size]
     ways = {"norm batch size = batch size": {*alone, *is_full}}
     if not slices:
-        for size in _sorted(cell.norm_batch_size for cell in mixing):
+        for size in sorted({cell.norm_batch_size for cell in mixing}):
             same = [cell for cell in cells if cell.norm_batch_size == size]
             ways[f"norm batch size {size}"] = {*alone, *same}
     seen: list[set[CellRow]] = []
     for fixed, chosen in ways.items():
-        along = _sorted(cell.batch_size for cell in chosen)
+        along = sorted({cell.batch_size for cell in chosen})
         if len(along) > 1 and not any(chosen <= earlier for earlier in seen):
             points = [(cell.batch_size, cell) for cell in cells if cell in chosen]
             slices.append(_slice("batch_size", fixed, along, points, metric, frozenset()))
             seen.append(chosen)
     return slices or [
         along_norm_batch_size(size, sizes.get(size) or [size])
-        for size in _sorted(cell.batch_size for cell in cells)
+        for size in sorted({cell.batch_size for cell in cells})
     ]
-
-
-def _sorted(sizes: Iterable[int]) -> list[int]:
-    return sorted(set(sizes))
 
 
 def _slice(

@@ -50,23 +50,6 @@ class Table:
     note: str = ""
     has_latex: bool = True
 
-    def to_csv(self) -> str:
-        return self.frame.to_csv(index=False, lineterminator="\n")
-
-    def to_latex(self) -> str:
-        """A tabular with booktabs rules."""
-        style = self.frame.style.format(escape="latex").format_index(escape="latex", axis=1)
-        style = style.hide(axis="index")
-        head = "".join(f"% {text}\n" for text in (self.caption, self.note) if text)
-        return head + style.to_latex(hrules=True).replace(BEST, r"$\bullet$").replace(
-            ADDED, r"$\dagger$"
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Caption, note and rows by column."""
-        rows = self.frame.to_dict("records")
-        return {"caption": self.caption, "note": self.note, "rows": rows}
-
 
 def table_of(name: str, caption: str, rows: Sequence[Mapping[str, Any]], **more: Any) -> Table:
     """A table from dicts by column; a row may lack columns, and empty columns are left out."""
@@ -85,12 +68,17 @@ def show(value: Any) -> str:
 
 
 def write_tables(folder: Path, tables: Iterable[Table]) -> None:
-    """Writes each table as CSV, those for papers as LaTeX too."""
+    """Writes each table as CSV, those for papers as LaTeX too, with booktabs rules."""
     folder.mkdir(parents=True, exist_ok=True)
     for table in tables:
-        (folder / f"{table.name}.csv").write_text(table.to_csv(), encoding="utf-8")
+        csv = table.frame.to_csv(index=False, lineterminator="\n")
+        (folder / f"{table.name}.csv").write_text(csv, encoding="utf-8")
         if table.has_latex and len(table.frame):
-            (folder / f"{table.name}.tex").write_text(table.to_latex(), encoding="utf-8")
+            style = table.frame.style.format(escape="latex").format_index(escape="latex", axis=1)
+            latex = style.hide(axis="index").to_latex(hrules=True)
+            latex = latex.replace(BEST, r"$\bullet$").replace(ADDED, r"$\dagger$")
+            head = "".join(f"% {text}\n" for text in (table.caption, table.note) if text)
+            (folder / f"{table.name}.tex").write_text(head + latex, encoding="utf-8")
 
 
 def mean_table(part: Slice) -> Table:
@@ -202,7 +190,7 @@ def lost_table(cells: Sequence[CellRow], refused: Sequence[Refused]) -> Table:
         for what, (count, *why) in found.items():
             if count:
                 seeds = f"{count} of {len(cell.wanted)}"
-                row = {"cell": cell.cell_id, "what": what, "seeds": seeds}
+                row = {"cell": cell.directory.name, "what": what, "seeds": seeds}
                 rows.append(row | {"why": why[0] if why else ""})
     rows += [{"cell": one.title, "what": "refused", "why": one.error} for one in refused]
     caption = f"Lost: {format_count(len(rows), 'line')}"
@@ -224,7 +212,7 @@ def cell_table(cells: Sequence[CellRow], metric: str | None, tolerance: float | 
             | {"finished": cell.count(Status.FINISHED)}
             | {str(lost): cell.count(lost) or None for lost in (Status.DIVERGED, Status.FAILED)}
             | {"missing": cell.missing or None}
-            | {"id": cell.cell_id}
+            | {"id": cell.directory.name}
         )
     note = "One row per learning rate. Tuned numbers elsewhere are cross-validated: half of the "
     note += "seeds pick the learning rate, the others are scored."
