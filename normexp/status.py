@@ -15,7 +15,7 @@ def main(words: list[str]) -> int:
 
     from normexp.records.result import find_study
     from normexp.records.study import read_study
-    from normexp.reporting.summary import print_status
+    from normexp.reporting.terminal import print_status
 
     print_status(read_study(find_study(Path(options["runs_dir"]), options["study"])))
     return 0

@@ -18,7 +18,7 @@ import altair as alt
 
 import normexp
 from normexp.benchmark.table import BENCHMARK, WORKLOADS, read_table, shipped_path
-from normexp.reporting.charts import CONFIG
+from normexp.reporting.figures import CONFIG
 from normexp.reporting.report import report_on
 from normexp.reporting.slices import Slice
 

@@ -22,7 +22,7 @@ def main(words: list[str]) -> int:
     """Exit code: 0, 1 a failed training, 2, 130."""
     from normexp.benchmark.claims import claims_table, judge_claims
     from normexp.benchmark.table import BENCHMARK, WORKLOADS, read_table, shipped_path
-    from normexp.reporting.publish import write_report
+    from normexp.reporting.page import write_report
     from normexp.reporting.report import report_on
     from normexp.reporting.terminal import print_report
 

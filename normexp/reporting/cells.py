@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -13,9 +14,9 @@ from normexp.norms.slots import SLOTS, Slots
 from normexp.records.result import Status
 from normexp.reporting.metric import Metric
 from normexp.reporting.runs import Config, Records, RunRow
-from normexp.reporting.style import order_norms
 from normexp.stats.interval import Interval, mean
 
+ORDER = ("batch", "layer", "instance", "group", "rms", "layer2d", "none")  # first in figures
 SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
 # Config keys that belong to the norm, so they may differ between norms that are compared.
 NORM_KEYS = ("norm", *SLOTS)
@@ -37,11 +38,10 @@ class CellRow:
     """A cell with its ended runs, in order of seeds.
 
     directory: runs/<study>/<cell_id>
-    name: of the norm alone
     norm: its label: the name, the knobs in which cells of that norm differ, and the study if there
         are several
     lr: None if not recorded
-    batch_size, micro_batch_size, norm_batch_size: effective, never None
+    norm_batch_size: effective, never None
     settings: values that must be equal for cells to share a table
     title: model, data, and the settings in which tables of the same model and data differ
     wanted: the seeds that the study asks for
@@ -53,33 +53,22 @@ class CellRow:
     directory: Path
     runs: Sequence[RunRow]
     config: Config
-    name: str
+    norm: str
     model: str
     data: str
     lr: float | None
     batch_size: int
-    micro_batch_size: int
     norm_batch_size: int
     mixes_samples: bool
     wanted: frozenset[int]
     is_extended: bool = False
     searched: frozenset[str] = frozenset()
-    norm: str = ""
     settings: Config = field(default_factory=dict)
     title: str = ""
 
     @property
-    def cell_id(self) -> str:
-        return self.directory.name
-
-    @property
     def missing(self) -> int:
         return len(self.wanted - {run.seed for run in self.runs})
-
-    @property
-    def ended(self) -> set[int]:
-        """The seeds that have finished or diverged."""
-        return self.seeds_with(Status.FINISHED, Status.DIVERGED)
 
     @property
     def at_chance(self) -> set[int]:
@@ -154,18 +143,16 @@ def _cell_of(runs: Sequence[RunRow], records: Records) -> CellRow:
         directory=first.directory.parent,
         runs=sorted(runs, key=lambda run: run.seed),
         config=config,
-        name=norm,
+        norm=norm,
         model=model,
         data=data,
         lr=config.get("lr"),
         batch_size=config["batch_size"],
-        micro_batch_size=micro,
         norm_batch_size=config.get("norm_batch_size") or micro,
         mixes_samples=config.get("mixes_samples") is not False or has_own_size,
         wanted=frozenset(known).union(*asked),
         is_extended=not ended <= set(asked[0]),
         searched=records.searched.get(first.study, frozenset()),
-        norm=norm,
     )
 
 
@@ -175,14 +162,17 @@ def _with_settings(cells: Sequence[CellRow]) -> list[CellRow]:
     A key separates cells that differ in it alone, as a grid over it makes them; one in which norms
     differ does not, and the table says that they are not compared.
     """
-    keys = sorted({key for cell in cells for key in cell.config if _may_separate(key)})
+    named = {*SIZES, "lr", "model", "data"}
+    keys = {key for cell in cells for key in cell.config if not key.startswith(NOT_COMPARED)}
     counts = {key: {comparable(cell.config.get(key)) for cell in cells} for key in BUDGET}
     lengths = [key for key in BUDGET if comparable(None) not in counts[key]]
     length = min(lengths, key=lambda key: len(counts[key]), default="")
     separating = [
         key
-        for key in keys
-        if (key == length or key not in BUDGET) and _varies_within_norm(cells, key)
+        for key in sorted(keys - named)
+        if not is_norm_key(key)
+        and (key == length or key not in BUDGET)
+        and _varies_within_norm(cells, key)
     ]
     labelled = []
     for cell in cells:
@@ -199,11 +189,6 @@ def _with_settings(cells: Sequence[CellRow]) -> list[CellRow]:
     return labelled
 
 
-def _may_separate(key: str) -> bool:
-    is_name = key in (*SIZES, "lr", "model", "data")
-    return not (is_name or is_norm_key(key) or key.startswith(NOT_COMPARED))
-
-
 def _varies_within_norm(cells: Sequence[CellRow], key: str) -> bool:
     """True if two cells of one norm, model, data set and sizes have two values of the key."""
     seen: dict[Hashable, set[Hashable]] = {}
@@ -218,25 +203,23 @@ def _with_norms(cells: Sequence[CellRow]) -> list[CellRow]:
     groups: dict[str, list[CellRow]] = {}
     for cell in cells:
         groups.setdefault(cell.norm, []).append(cell)
-    varying: dict[str, list[str]] = {}
+    labelled = []
     for label, same in groups.items():
+        name, mark, study = label.partition(" · ")
         keys = sorted({key for cell in same for key in cell.config if is_norm_key(key)})
-        varying[label] = [
+        varying = [
             key
             for key in (*keys, "micro_batch_size")
             if len({comparable(cell.config.get(key)) for cell in same}) > 1
             and (key not in FOLLOWS or _is_free(same, key))
         ]
-
-    def label_of(cell: CellRow) -> str:
-        name, mark, study = cell.norm.partition(" · ")
-        words = [
-            f"{key.removeprefix('norm.')}={as_typed(_known(cell, key))}"
-            for key in varying[cell.norm]
-        ]
-        return " ".join([name, *words, *(["INVALID"] if cell.invalid else [])]) + mark + study
-
-    return [replace(cell, norm=label_of(cell)) for cell in cells]
+        for cell in same:
+            knobs = [
+                f"{key.removeprefix('norm.')}={as_typed(_known(cell, key))}" for key in varying
+            ]
+            words = [name, *knobs, *(["INVALID"] if cell.invalid else [])]
+            labelled.append(replace(cell, norm=" ".join(words) + mark + study))
+    return labelled
 
 
 def _is_free(cells: Sequence[CellRow], key: str) -> bool:
@@ -336,3 +319,20 @@ def common(cells: Sequence[CellRow], of: Callable[[CellRow], Any]) -> Any:
     """What all cells have in common; None if they differ."""
     values = {comparable(of(cell)): of(cell) for cell in cells}
     return next(iter(values.values())) if len(values) == 1 else None
+
+
+def order_norms(labels: Iterable[str]) -> list[str]:
+    """Norms of ORDER first, then others by name; numbers in names sort by value."""
+
+    def rank(label: str) -> tuple[int, list[tuple[int, float, str]]]:
+        base = base_of(label)
+        place = ORDER.index(base) if base in ORDER else len(ORDER)
+        pieces = filter(None, re.split(r"(\d+(?:\.\d+)?)", label))
+        return place, [(0, float(p), "") if p[0].isdigit() else (1, 0.0, p) for p in pieces]
+
+    return sorted(set(labels), key=rank)
+
+
+def base_of(label: str) -> str:
+    """The norm in a label: `group` of `group num_groups=4` and of `group · before`."""
+    return re.split(r"[ ·]", label)[0]

@@ -1,8 +1,8 @@
-"""What a report may claim: the differences that it tests, and the verdict on each.
+"""What a report may claim: differences with their verdicts, rankings, and the causes of a drop.
 
-In every slice these are, for each norm that mixes samples, the smallest size against the largest,
-and each norm against the reference norm at the smallest size. This rule fixes them before any
-result is known. A family is a table: one model, data set and budget. The probability that any
+The differences of a slice are, for each norm that mixes samples, the smallest size against the
+largest, and each norm against the reference norm at the smallest size. This rule fixes them before
+any result is known. A family is a table: one model, data set and budget. The probability that any
 verdict of a family is false is at most 5 % (normexp.stats.family), over new seeds and test samples.
 
 Cells whose recipes differ in anything but the norm, the sizes and the searched keys are not
@@ -13,18 +13,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from normexp.config.words import as_typed
-from normexp.reporting.cells import SHOWN, unlike
-from normexp.reporting.metric import format_interval
-from normexp.reporting.slices import AXIS_WORDS, Grid, Slice
-from normexp.reporting.style import base_of
-from normexp.stats.family import Verdict, decide, difference
-from normexp.stats.interval import LEVEL, Array, Interval
+from normexp.reporting.cells import SHOWN, base_of, unlike
+from normexp.reporting.metric import Metric, describe_metric, signed
+from normexp.reporting.slices import Grid, Slice
+from normexp.stats.family import ALPHA, Verdict, decide, difference, p_value
+from normexp.stats.interval import LEVEL, Array, Interval, log_outcomes, mean, over_workloads
 
 REFERENCES = ("batch", "as_built")  # unless one is named: the first that a slice has
 DIFFERENCE = "difference [95 %]"
@@ -36,6 +35,7 @@ NOTHING = Interval(None, None, None, LEVEL, 0)
 class Comparison:
     """The difference between two cells of a slice, paired by seed; positive: the first is better.
 
+    norm, against: names of the two, with the size if they are one norm at two
     sizes: of the first and of the second, along the axis of the slice
     gap: in the unit of the metric
     verdict: None where none is allowed; `why` says why
@@ -48,6 +48,9 @@ class Comparison:
     part: Slice = field(repr=False)
     first: Grid = field(repr=False)
     second: Grid = field(repr=False)
+    norm: str
+    against: str
+    is_along_sizes: bool
     sizes: tuple[int, int]
     gap: Interval
     num_samples: int
@@ -58,29 +61,16 @@ class Comparison:
     family_size: int = 0
 
     @property
-    def is_along_sizes(self) -> bool:
-        return self.first.norm == self.second.norm
-
-    @property
-    def norm(self) -> str:
-        return self._name(self.first, 0)
-
-    @property
-    def against(self) -> str:
-        return self._name(self.second, 1)
-
-    def _name(self, grid: Grid, place: int) -> str:
-        return f"{grid.norm} at {self.sizes[place]}" if self.is_along_sizes else grid.norm
-
-    @property
     def row(self) -> dict[str, str]:
         """The difference as every table prints it."""
-        metric = self.part.metric
-        shown = format_interval(self.gap, metric.digits) if self.is_comparable else "-"
-        shown = shown if shown.startswith("-") else f"+{shown}"
-        verdict = (self.verdict or "-") + ADDED * (self.is_extended and self.verdict is not None)
-        row = {"norm": self.norm, "against": self.against, DIFFERENCE: shown, "verdict": verdict}
-        return row | {"why": self.why, "n": str(self.gap.n or "-")}
+        return {
+            "norm": self.norm,
+            "against": self.against,
+            DIFFERENCE: signed(self.gap, self.part.metric) if self.is_comparable else "-",
+            "verdict": verdict_words(self),
+            "why": self.why,
+            "n": str(self.gap.n or "-"),
+        }
 
 
 def compare(slices: Sequence[Slice], reference: str | None = None) -> list[Comparison]:
@@ -90,7 +80,7 @@ def compare(slices: Sequence[Slice], reference: str | None = None) -> list[Compa
     """
     comparisons = [one for part in slices for one in _comparisons_of(part, reference)]
     sizes = Counter(one.part.family for one in comparisons if one.is_comparable)
-    for part in slices:  # the choice of the best norms: k - 1 one-sided tests, see ranking.py
+    for part in slices:  # the choice of the best norms, see Ranking
         sizes[part.family] += math.ceil(max(len(part.compared) - 2, 0) / 2)
     return [judge(one, sizes[one.part.family]) for one in comparisons]
 
@@ -131,15 +121,18 @@ def _comparisons_of(part: Slice, wanted: str | None) -> Iterator[Comparison]:
 
 def compare_grids(part: Slice, first: Grid, second: Grid, sizes: tuple[int, int]) -> Comparison:
     """The comparison of two grids, not yet judged."""
-    alike = ["lr"] if first.rates == second.rates and len(first.rates) > 1 else []
-    different = unlike(first.best, second.best, searched=alike)
-    if len(first.rates) > 1 or len(second.rates) > 1:
-        different.pop("lr", None)
-        if first.rates != second.rates:
-            different["lr"] = ("", "")
-    grids = (first, second)
-    why = _unlike_words(different)
-    if not why and any(cell.invalid for grid in grids for cell in grid.cells):
+    grids, is_tuned = (first, second), len(first.rates) > 1 or len(second.rates) > 1
+    different = unlike(first.best, second.best, searched=["lr"] if is_tuned else [])
+    words = [
+        f"{SHOWN.get(key, key)} {as_typed(a)} and {as_typed(b)}"
+        for key, (a, b) in different.items()
+    ]
+    words += ["lr not searched alike"] if is_tuned and first.rates != second.rates else []
+    why = ""
+    if words:
+        more = f" and {len(words) - 2} more" if len(words) > 2 else ""
+        why = f"not compared: {', '.join(words[:2])}{more}"
+    elif any(cell.invalid for grid in grids for cell in grid.cells):
         why = "INVALID"
     a, b = paired(first, second)
     gap = NOTHING
@@ -151,9 +144,22 @@ def compare_grids(part: Slice, first: Grid, second: Grid, sizes: tuple[int, int]
         gap = difference(a, b, step=step, limit=part.metric.limit)
     is_comparable = not why
     why = why or next(filter(None, (grid.why_incomplete for grid in grids)), "")
-    why = why or ("" if a.size else "no seed in common")
-    is_extended = any(cell.is_extended for grid in grids for cell in grid.cells)
-    return Comparison(part, first, second, sizes, gap, num_samples, why, is_comparable, is_extended)
+    is_along = first.norm == second.norm
+    names = [f"{grid.norm} at {size}" for grid, size in zip(grids, sizes, strict=True)]
+    return Comparison(
+        part=part,
+        first=first,
+        second=second,
+        norm=names[0] if is_along else first.norm,
+        against=names[1] if is_along else second.norm,
+        is_along_sizes=is_along,
+        sizes=sizes,
+        gap=gap,
+        num_samples=num_samples,
+        why=why or ("" if a.size else "no seed in common"),
+        is_comparable=is_comparable,
+        is_extended=any(cell.is_extended for grid in grids for cell in grid.cells),
+    )
 
 
 def paired(first: Grid, second: Grid) -> tuple[Array, Array]:
@@ -170,21 +176,208 @@ def paired(first: Grid, second: Grid) -> tuple[Array, Array]:
     return (a if a.ndim == 1 else a.mean(axis=1)), (b if b.ndim == 1 else b.mean(axis=1))
 
 
-def _unlike_words(different: dict[str, tuple[object, object]]) -> str:
-    """`not compared: optim.weight_decay 0.0005 and 0`; empty if nothing differs."""
-    if not different:
-        return ""
-    words = [
-        "lr not searched alike"
-        if key == "lr" and values == ("", "")
-        else f"{SHOWN.get(key, key)} {as_typed(values[0])} and {as_typed(values[1])}"
-        for key, values in different.items()
+# Rankings
+
+MARGIN_OF_RATIO = math.log(1.05)  # ratios of errors within 5 % count as equal
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """A norm in a ranking.
+
+    value: its mean as shown; of several workloads its error as a multiple of the reference's
+    gap: to the reference, positive if better; of several workloads the logarithm of the ratio of
+        errors; None for the reference
+    may_be_best: None if it is not ranked; `why` says for what reason
+    """
+
+    norm: str
+    value: Interval
+    n: int
+    gap: Interval | None = None
+    verdict: Verdict | None = None
+    why: str = ""
+    is_extended: bool = False
+    may_be_best: bool | None = None
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Norms by their estimate, the best first; those that cannot be compared stand last.
+
+    A norm may be the best unless another one is shown to be better. The best norm is left out by
+    mistake if any other is found to be better than it: k - 1 one-sided tests, two of which count as
+    one member of the family. Together with the verdicts against the reference, that is at most 5 %.
+
+    part: the slice, or None over several workloads
+    """
+
+    title: str
+    reference: str
+    places: Sequence[Place]
+    family_size: int
+    part: Slice | None = None
+
+    @property
+    def best(self) -> list[str]:
+        """The norms that may be the best."""
+        return [place.norm for place in self.places if place.may_be_best]
+
+
+def rank(part: Slice, comparisons: Sequence[Comparison], reference: str | None = None) -> Ranking:
+    """The norms of a slice at the size where they are compared.
+
+    comparisons, reference: of the report, see `compare`
+    """
+    grids = part.compared
+    name = reference_of(list(grids), reference)
+    against = {
+        one.first.norm: one for one in comparisons if one.part is part and not one.is_along_sizes
+    }
+    family_size = max((one.family_size for one in against.values()), default=1)
+
+    def gap_of(first: str, second: str) -> Interval:
+        pair = compare_grids(part, grids[first], grids[second], (part.at, part.at))
+        return pair.gap if judge(pair, family_size).verdict else NOTHING
+
+    places = []
+    for norm, grid in grids.items():
+        place = Place(norm, grid.mean, len(grid.seeds), why=grid.lost)
+        if norm != name:
+            one = against[norm]
+            gap = one.gap if one.is_comparable else None
+            place = replace(place, gap=gap, verdict=one.verdict, why=one.why,
+                            is_extended=one.is_extended)  # fmt: skip
+        places.append(place)
+    levels = {
+        norm: -math.inf if grid.mean.estimate is None else grid.sign * grid.mean.estimate
+        for norm, grid in grids.items()
+    }
+    places = _sorted(places, name, levels, gap_of, family_size)
+    return Ranking(part.heading, name, places, family_size, part)
+
+
+def overall(slices: Sequence[Slice], reference: str | None = None) -> Ranking | None:
+    """The norms that every slice compares, by the geometric mean of their errors; None without two.
+
+    The error of a norm is a multiple of that of the reference in the same slice. The comparisons of
+    this table are one family.
+    """
+    first = slices[0].compared if slices else {}
+    common = [norm for norm in first if all(norm in part.compared for part in slices)]
+    if len(slices) < 2 or len(common) < 2:
+        return None
+    name = reference_of(common, reference)
+    family_size = len(common) - 1 + math.ceil((len(common) - 2) / 2)
+
+    def gap_of(first: str, second: str) -> Interval:
+        return over_workloads([ratio_gap(part, first, second) for part in slices])
+
+    places = []
+    for norm in common:
+        place = Place(norm, NOTHING, min(len(part.compared[norm].seeds) for part in slices))
+        if norm != name:
+            pairs = [
+                compare_grids(part, part.compared[norm], part.compared[name], (part.at, part.at))
+                for part in slices
+            ]
+            why = next((f"{pair.part.title}: {pair.why}" for pair in pairs if pair.why), "")
+            place = replace(place, why=why)
+            if not why:
+                gap = gap_of(norm, name)
+                verdict = decide(gap, margin=MARGIN_OF_RATIO, family_size=family_size)
+                place = replace(place, value=gap, gap=gap, verdict=verdict)
+        places.append(place)
+    levels = {place.norm: place.value.estimate or 0.0 for place in places}
+    titles = ", ".join(part.heading for part in slices)
+    places = _sorted(places, name, levels, gap_of, family_size)
+    return Ranking(f"over {len(slices)} workloads ({titles})", name, places, family_size)
+
+
+def ratio_gap(part: Slice, first: str, second: str) -> Interval:
+    """-log of the first error as a multiple of the second, at the size where norms are compared."""
+    a, b = paired(part.compared[first], part.compared[second])
+    if not a.size:
+        return NOTHING
+    if part.metric.unit == "bits per byte":  # logarithms already
+        return difference(math.log(2) * a, math.log(2) * b)
+    perfect = part.metric.bounds[1] if part.metric.bounds else 0.0
+    return difference(log_outcomes(a, perfect=perfect), log_outcomes(b, perfect=perfect))
+
+
+def _sorted(
+    places: Sequence[Place],
+    reference: str,
+    levels: Mapping[str, float],
+    gap_of: Callable[[str, str], Interval],
+    family_size: int,
+) -> list[Place]:
+    """The places in order of their levels, with a mark for those that no other one beats."""
+    ranked = [one.norm for one in places if one.norm == reference or one.verdict is not None]
+
+    def is_beaten(norm: str) -> bool:
+        gaps = (gap_of(rival, norm) for rival in ranked if levels[rival] > levels[norm])
+        return any((g.estimate or 0.0) > 0 and family_size * p_value(g) <= ALPHA for g in gaps)
+
+    marked = [
+        replace(one, may_be_best=not is_beaten(one.norm))
+        if one.norm in ranked and len(ranked) > 1
+        else one
+        for one in places
     ]
-    more = f" and {len(words) - 2} more" if len(words) > 2 else ""
-    return f"not compared: {', '.join(words[:2])}{more}"
+    return sorted(marked, key=lambda one: (one.norm not in ranked, -levels[one.norm]))
 
 
-def size_words(comparison: Comparison) -> str:
-    """`from norm batch size 32 to 2`."""
-    small, large = comparison.sizes
-    return f"from {AXIS_WORDS[comparison.part.axis]} {large} to {small}"
+def verdict_words(one: Comparison | Place) -> str:
+    """The verdict with the mark of added seeds; `-` without one."""
+    return (one.verdict or "-") + ADDED * (one.is_extended and one.verdict is not None)
+
+
+# Causes
+
+STATISTICS = ("", "@precise", "@own_share")
+
+
+@dataclass(frozen=True)
+class Causes:
+    """The terms of a drop, in the unit of the metric; positive where the smallest size is worse.
+
+    A trained network is evaluated with running averages (r), with precise statistics (p), and with
+    these after a sample's own moments got their weight in training (s); see
+    `normexp.training.evaluation`. From the largest size (L) to the smallest (S), for each seed,
+
+        r_L - r_S = (s_L - s_S)                  training noise: what the weights have lost
+                  + (s - p)_S - (s - p)_L        own share: each sample shaped its own statistics
+                  + (p - r)_S - (p - r)_L        averages: they miss the population
+
+    These are the terms of `normexp.diagnose` between two sizes.
+    """
+
+    norm: str
+    metric: Metric
+    drop: Interval
+    terms: Mapping[str, Interval]
+
+
+def measure_causes(comparison: Comparison) -> Causes | None:
+    """The causes of a norm's drop; None where a kind of statistics has no two seeds at a size."""
+    metric = comparison.part.metric
+    if not comparison.is_along_sizes or "@" in metric.name:
+        return None
+    small, large = (grid.best for grid in (comparison.first, comparison.second))
+    kinds = [describe_metric(metric.name + kind) for kind in STATISTICS]
+    tables = [[cell.values(kind) for kind in kinds] for cell in (large, small)]
+    seeds = sorted(set[int].intersection(*(set(known) for table in tables for known in table)))
+    if len(seeds) < 2:
+        return None
+    values = [[[known[seed] for seed in seeds] for known in table] for table in tables]
+    of_large, of_small = comparison.first.sign * np.array(values)  # (3 statistics, n)
+    running, precise, own_share = of_large - of_small
+    terms = {
+        "training noise": own_share,
+        "own share": precise - own_share,
+        "averages": running - precise,
+    }
+    step = small.step(metric)
+    shown = {name: mean(term, step=step) for name, term in terms.items()}
+    return Causes(comparison.norm, metric, mean(running, step=step), shown)

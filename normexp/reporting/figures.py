@@ -1,38 +1,112 @@
-"""The figures of a report: by norm batch size, by norm, error against lr, curves, ranking, cost."""
+"""The figures of a report: by norm batch size, by norm, error against lr, curves, ranking, cost.
+
+Colours after Okabe and Ito (2008), extended by muted colours of similar lightness, all with a
+contrast of 2.4 or more on white and on the dark page. A norm has one colour, marker and dash in
+every figure; markers and dashes differ too, so that figures can be read in grey.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 import altair as alt
 
-from normexp.reporting.charts import (
-    HEIGHT,
-    PANEL,
-    Figure,
-    Row,
-    Styles,
-    dots_and_means,
-    interval_row,
-    of_norms,
-    seed_rows,
-    tooltip,
-)
+from normexp.reporting.cells import ORDER, base_of, order_norms
+from normexp.reporting.compare import Ranking
 from normexp.reporting.metric import describe_metric
-from normexp.reporting.ranking import Ranking
 from normexp.reporting.slices import AXIS_WORDS, Grid, Slice
-from normexp.reporting.style import assign_styles
-from normexp.stats.interval import mean
-from normexp.stats.ratio import as_ratio
+from normexp.stats.interval import Interval, as_ratio, mean
 
+WIDTH, HEIGHT = 560, 300  # pixels; on the page the width follows the window
+PANEL = 230  # width of each of several panels
+CONFIG = {
+    "font": "DejaVu Sans, Liberation Sans, Arial, sans-serif",
+    "view": {"stroke": None, "continuousWidth": WIDTH},
+    "axis": {"titleFontWeight": "normal", "gridOpacity": 0.4, "labelOverlap": True},
+    "legend": {"orient": "top", "columns": 3, "title": None, "labelLimit": 110, "symbolOpacity": 1},
+    "point": {"filled": True, "opacity": 1, "size": 60},
+}
 SPREAD = 0.5  # octaves over which the norms at one size stand beside each other
 POINTS = 60  # of a curve
 LINE = 20  # pixels of a row of norms
 DOTS = "Marks are means with 95 % intervals over seeds; each dot is a seed"
 VERDICTS = {"better": "#009e73", "worse": "#d55e00", "tie": "#56a5d9", "undecided": "#8c8c8c"}
+COLOURS = (
+    *("#d55e00", "#0072b2", "#cc79a7", "#009e73", "#56a5d9", "#c98a00"),
+    *("#7f7f7f", "#a8466e", "#8f8f2a", "#8870d0", "#a86a3d", "#3fa294"),
+)
+STAR = "M0,-1L0.25,-0.3L1,-0.3L0.4,0.15L0.6,0.9L0,0.45L-0.6,0.9L-0.4,0.15L-1,-0.3L-0.25,-0.3Z"
+HOURGLASS = "M-0.8,-0.8L0.8,-0.8L-0.8,0.8L0.8,0.8Z"
+BAR = "M-0.3,-1L0.3,-1L0.3,1L-0.3,1Z"
+MARKERS = (  # one fewer than colours: norms that share a colour have two markers
+    *("circle", "square", "triangle-up", "diamond", "triangle-down", "cross", BAR),
+    *("triangle-right", "triangle-left", STAR, HOURGLASS),
+)
+DASHES = (
+    *((1, 0), (6, 2), (2, 2), (8, 2), (4, 2), (10, 3)),
+    *((3, 3), (12, 2), (5, 5), (7, 4), (2, 4), (9, 5)),
+)
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A chart with its rows: one specification for page, SVG and PNG.
+
+    name: of its files
+    rows: those of `kind` "mean" have an interval, those of `kind` "seed" one value each
+    """
+
+    name: str
+    title: str
+    caption: str
+    chart: Any
+    rows: Sequence[Row]
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """Vega-Lite as plain values."""
+        spec = self.chart.properties(data=alt.NamedData("rows")).to_dict(validate=False)
+        fit = {"type": "fit-x", "contains": "padding"}
+        autosize = {"autosize": fit} if spec.get("width") == "container" else {}
+        return {**spec, **autosize, "data": {"values": list(self.rows)}, "config": CONFIG}
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a norm is drawn; `marker` is a symbol of Vega, `dash` lengths in pixels."""
+
+    colour: str
+    marker: str
+    dash: tuple[int, int]
+
+
+Styles = Mapping[str, Style]
+
+
+def assign_styles(labels: Iterable[str]) -> dict[str, Style]:
+    """A style per label, in order. Norms of ORDER always have their own; others take free styles.
+
+    Beyond 12 norms the colours repeat, each time with another marker.
+    """
+    ordered, count = order_norms(labels), len(COLOURS)
+    # The first variant, as `group num_groups=4`, inherits the norm's style.
+    heirs = {base_of(label): label for label in reversed(ordered) if base_of(label) in ORDER}
+    places = {label: ORDER.index(base) for base, label in heirs.items()}
+    # The styles of norms of ORDER that are absent come after those that belong to no norm.
+    turns = (*range(len(ORDER), count), *range(len(ORDER)), *range(count, count + len(ordered)))
+    free = [place for place in turns if place not in places.values()]
+    places |= zip([label for label in ordered if label not in places], free, strict=False)
+    return {
+        label: Style(COLOURS[at % count], MARKERS[at % len(MARKERS)], DASHES[at % count])
+        for label in ordered
+        for at in [places[label]]
+    }
 
 
 def draw_figures(part: Slice, ranking: Ranking | None) -> list[Figure]:
@@ -71,10 +145,7 @@ def draw_by_size(part: Slice, styles: Styles) -> Figure:
         type="log", base=2, nice=False, padding=9
     )
     y = alt.Y("value:Q", title=part.metric.label).scale(zero=False)
-    colour, shape, dash = of_norms(styles)
-    line = alt.Chart().mark_line(strokeWidth=1.5).encode(x, y, colour, dash)
-    points = dots_and_means(x, y, colour, shape)
-    chart = alt.layer(line.transform_filter("datum.kind == 'mean'"), points)
+    chart = _lines(x, y, styles)
     words = f"{_dots_words(part)} Norms at one size stand beside each other."
     if part.independent:
         names = ", ".join(norm for norm in part.norms if norm in part.independent)
@@ -82,6 +153,15 @@ def draw_by_size(part: Slice, styles: Styles) -> Figure:
     title = f"{part.metric.label} by {AXIS_WORDS[part.axis]}"
     chart = chart.properties(width="container", height=HEIGHT)
     return Figure(f"by_size_{part.slug}", title, words, chart, rows)
+
+
+def _lines(x: alt.X, y: alt.Y, styles: Styles) -> Any:
+    """A line per norm through its means, with their intervals and every seed."""
+    colour, shape, dash = of_norms(styles)
+    line = alt.Chart().mark_line(strokeWidth=1.5).encode(x, y, colour, dash)
+    return alt.layer(
+        line.transform_filter("datum.kind == 'mean'"), dots_and_means(x, y, colour, shape)
+    )
 
 
 def draw_by_norm(part: Slice, styles: Styles) -> Figure:
@@ -127,10 +207,7 @@ def draw_rates(part: Slice, styles: Styles) -> Figure:
     )
     y = alt.Y("value:Q", title=kind).axis(format="~g", tickCount=6)
     y = y.scale(type="log", nice=False, padding=9)
-    colour, shape, dash = of_norms(styles)
-    line = alt.Chart().mark_line(strokeWidth=1.5).encode(x, y, colour, dash)
-    points = dots_and_means(x, y, colour, shape)
-    chart = alt.layer(line.transform_filter("datum.kind == 'mean'"), points)
+    chart = _lines(x, y, styles)
     words = f"{DOTS}. A diverged run or one at chance counts as chance level."
     title = f"{kind} against learning rate"
     return Figure(f"rates_{part.slug}", title, words, _panels(chart, rows), rows)
@@ -154,14 +231,13 @@ def draw_curves(part: Slice, styles: Styles) -> Iterator[Figure]:
         metric = describe_metric(name)
         rows: list[Row] = []
         for grid in part.grids:
-            size = next(size for size, one in part.lines[grid.norm].items() if one is grid)
-            curves = {
-                run.seed: [(x.samples_seen, x.value) for x in run.history() if x.name == name]
+            curves = [
+                [(x.samples_seen, x.value) for x in run.history() if x.name == name]
                 for run in grid.best.runs
-            }
+            ]
             panel = grid.norm if by_size else ""
-            keys = {"norm": grid.norm, "size": str(size), "panel": panel}
-            rows += _curve(list(curves.values()), metric.scale, keys)
+            keys = {"norm": grid.norm, "size": str(grid.size), "panel": panel}
+            rows += _curve(list(filter(None, curves)), metric.scale, keys)
         x = alt.X("samples:Q", title="training samples seen").axis(format="~s", tickCount=4)
         y = alt.Y("value:Q", title=metric.label).scale(zero=False)
         colour, _, dash = of_norms(styles)
@@ -169,8 +245,7 @@ def draw_curves(part: Slice, styles: Styles) -> Iterator[Figure]:
             sizes = [str(size) for size in part.sizes]
             colour = alt.Color("size:N", sort=sizes).scale(scheme="viridis", domain=sizes)
             dash = alt.StrokeDash("size:N", sort=sizes, legend=None)
-        tips = tooltip("norm", "size", "value")
-        base = alt.Chart().encode(x, y, colour, tooltip=tips)
+        base = alt.Chart().encode(x, y, colour, tooltip=tooltip("norm", "size", "value"))
         lines = base.mark_line(strokeWidth=1.5).encode(dash)
         ends = base.mark_point(size=14, opacity=0.5)
         chart = alt.layer(
@@ -186,14 +261,13 @@ def draw_curves(part: Slice, styles: Styles) -> Iterator[Figure]:
 
 def _curve(curves: Sequence[Sequence[tuple[int, float]]], scale: float, keys: Row) -> list[Row]:
     """The mean of the curves in at most POINTS bins, where all have a value; each one's end."""
-    known = [curve for curve in curves if curve]
-    if not known:
+    if not curves:
         return []
-    width = max(curve[-1][0] for curve in known) / POINTS
+    width = max(curve[-1][0] for curve in curves) / POINTS
     binned = [
         {place: [value for _, value in points]
          for place, points in groupby(curve, lambda point: round(point[0] / width))}
-        for curve in known
+        for curve in curves
     ]  # fmt: skip
     shared = sorted(set[int].intersection(*map(set, binned)))
     means = [
@@ -204,7 +278,7 @@ def _curve(curves: Sequence[Sequence[tuple[int, float]]], scale: float, keys: Ro
     ends = [
         {"samples": curve[-1][0], "kind": "seed",
          "value": scale * statistics.fmean(one[max(one)])}
-        for curve, one in zip(known, binned, strict=True)
+        for curve, one in zip(curves, binned, strict=True)
     ]  # fmt: skip
     return [{**keys, **row} for row in means + ends]
 
@@ -226,12 +300,9 @@ def draw_ranking(ranking: Ranking, slug: str) -> Figure:
     y = _norm_axis([place.norm for place in ranking.places])
     colour = alt.Color("verdict:N").scale(domain=list(VERDICTS), range=list(VERDICTS.values()))
     shape = alt.Shape("best:N", legend=None).scale(domain=[True, False], range=["circle", "square"])
-    base = alt.Chart().encode(x, y, colour, tooltip=tooltip("norm", "verdict", "value", "n"))
-    rule = alt.Chart().mark_rule(strokeWidth=1.5)
-    rules = [rule.encode(x, y, colour, alt.X2(f"{end}:Q")) for end in ("low", "high")]
     even = alt.Chart().mark_rule(strokeDash=[3, 3], color="#8c8c8c")
     even = even.encode(x=alt.X(datum=0 if ranking.part else 1))
-    chart = alt.layer(even, *rules, base.mark_point().encode(shape))
+    chart = alt.layer(even, dots_and_means(x, y, colour, shape))
     words = (
         f"{'Left' if is_ratio else 'Right'} of the dashed line is better; 95 % intervals, one at a "
         f"time, while verdicts (colours) are corrected for {ranking.family_size} comparisons. "
@@ -245,7 +316,6 @@ def draw_cost(part: Slice) -> Figure:
     """The time of a training step of one run, a dot per run."""
     rows: list[Row] = []
     for grid in part.grids:
-        size = next(size for size, one in part.lines[grid.norm].items() if one is grid)
         is_sized = len(part.sizes) > 1 and grid.norm not in part.independent
         for cell in grid.cells:
             times = {
@@ -253,7 +323,7 @@ def draw_cost(part: Slice) -> Figure:
                 for run in cell.runs
                 if "step_ms" in run.result.timing
             }
-            rows += seed_rows(times, norm=grid.norm + f" at {size}" * is_sized, lr=cell.lr)
+            rows += seed_rows(times, norm=grid.norm + f" at {grid.size}" * is_sized, lr=cell.lr)
     x = alt.X("value:Q", title="ms per step and run").scale(zero=True)
     y = _norm_axis(list(dict.fromkeys(row["norm"] for row in rows)))
     dots = alt.Chart().mark_point(size=30, opacity=0.5)
@@ -264,3 +334,53 @@ def draw_cost(part: Slice) -> Figure:
     )
     chart = chart.properties(width="container", height=alt.Step(LINE))
     return Figure(f"cost_{part.slug}", "Time of a training step", words, chart, rows)
+
+
+# Rows and channels
+
+
+def interval_row(interval: Interval, **keys: Any) -> list[Row]:
+    """The row of a mean; none if it is not known."""
+    if interval.estimate is None:
+        return []
+    bounds = {"value": interval.estimate, "low": interval.low, "high": interval.high}
+    return [{**keys, "kind": "mean", **bounds, "n": interval.n}]
+
+
+def seed_rows(values: Mapping[int, float], **keys: Any) -> list[Row]:
+    """A row for each seed with a finite value."""
+    known = {seed: value for seed, value in values.items() if math.isfinite(value)}
+    return [{**keys, "kind": "seed", "seed": seed, "value": v} for seed, v in known.items()]
+
+
+def of_norms(styles: Styles) -> tuple[alt.Color, alt.Shape, alt.StrokeDash]:
+    """Colour, marker and dash of norms, with one legend."""
+    norms, known = list(styles), styles.values()
+    dashes = [list(style.dash) for style in known]
+    return (
+        alt.Color("norm:N").scale(domain=norms, range=[style.colour for style in known]),
+        alt.Shape("norm:N").scale(domain=norms, range=[style.marker for style in known]),
+        alt.StrokeDash("norm:N").scale(domain=norms, range=dashes),
+    )
+
+
+def dots_and_means(x: alt.X, y: alt.Y, colour: alt.Color, shape: alt.Shape) -> Any:
+    """Every seed as a dot, each mean as a mark with its 95 % interval.
+
+    x or y is the column `value`.
+    """
+    base = alt.Chart().encode(x, y, colour)
+    marks = base.encode(shape, tooltip=tooltip("norm", "seed", "value", "n"))
+    mean, seed = "datum.kind == 'mean'", "datum.kind == 'seed'"
+    second = alt.X2 if x["shorthand"] == "value:Q" else alt.Y2
+    rule = base.mark_rule(strokeWidth=1.5).transform_filter(mean)
+    return alt.layer(
+        marks.mark_point(size=14, opacity=0.35).transform_filter(seed),
+        *(rule.encode(second(f"{end}:Q")) for end in ("low", "high")),
+        marks.mark_point().transform_filter(mean),
+    )
+
+
+def tooltip(*fields: str) -> list[alt.Tooltip]:
+    kinds = {"value": "Q", "n": "Q", "seed": "Q"}
+    return [alt.Tooltip(f"{field}:{kinds.get(field, 'N')}") for field in fields]

@@ -5,14 +5,11 @@ Imported while training, so this file imports neither pandas, scipy nor altair.
 
 from __future__ import annotations
 
-import difflib
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-from normexp.errors import UserError
 
 if TYPE_CHECKING:
     from normexp.records.result import Result
@@ -31,7 +28,6 @@ PREFERRED = (
 MARGINS = {"accuracy": 1.0, "bits_per_byte": 0.02, "loss": 0.05}
 UNIFORM_BITS = 8.0  # per byte, of a diverged language model
 LOWER_IS_BETTER = ("loss", "bits_per_byte", "perplexity", "error")
-LOWER = "lower its learning rate, search it, or train longer"  # the remedy at chance
 MAX_DIGITS = 4
 NOISE, SMALL, LARGE = 1e-12, 1e-4, 1e6  # between SMALL and LARGE numbers have no exponent
 
@@ -132,15 +128,6 @@ def choose_metric(
     return next((name for name in names if name in available), None)
 
 
-def require_metric(wanted: str | None, available: Collection[str]) -> None:
-    """Raises UserError with the nearest names if no run has the metric."""
-    if wanted is None or wanted in available:
-        return
-    nearest = difflib.get_close_matches(wanted, available, n=3, cutoff=0.4)
-    names = ", ".join(nearest or sorted(available)[:6]) or "no metric at all"
-    raise UserError(f"metric={wanted}: no run has it; the runs have {names}")
-
-
 def is_at_chance(accuracy: float | None, chance: float | None, num_samples: int) -> bool:
     """True if a run is not told from chance: above it by at most two standard errors of chance.
 
@@ -154,11 +141,6 @@ def is_at_chance(accuracy: float | None, chance: float | None, num_samples: int)
         return False
     error = math.sqrt(chance * (1 - chance) / num_samples) if num_samples else 0.0
     return accuracy <= chance + min(2 * error, 0.1 * (1 - chance))
-
-
-def chance_words(count: int, total: int, chance: float) -> str:
-    """`2 of 5 seeds at chance (10 %)`."""
-    return f"{count} of {total} seeds at chance ({100 * chance:.0f} %)"
 
 
 def format_interval(interval: Interval, digits: int) -> str:
@@ -176,6 +158,12 @@ def format_interval(interval: Interval, digits: int) -> str:
         style = ".2e"
     estimate, *ends = (f"{x:{style}}" for x in values)
     return f"{estimate} [{', '.join(ends)}]" if ends else estimate
+
+
+def signed(gap: Interval, metric: Metric) -> str:
+    """`+1.2 [0.6, 1.9]`: a difference; `-` without a value."""
+    shown = format_interval(gap, metric.digits)
+    return shown if shown.startswith("-") else f"+{shown}"
 
 
 def format_mean(interval: Interval, metric: Metric) -> str:

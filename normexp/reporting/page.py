@@ -1,4 +1,4 @@
-"""The page of a report: figures as files, and one self-contained index.html, swapped in at once."""
+"""Writes a report's folder: figures, tables and one self-contained index.html; an index of all."""
 
 from __future__ import annotations
 
@@ -6,47 +6,91 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cache
+from glob import escape, glob
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
+from urllib.parse import quote
 
 import pandas as pd
 import vl_convert
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
+from rich.console import Console
+from rich.progress import track
 
 from normexp.errors import UserError
 from normexp.records.files import write_text
-from normexp.reporting.charts import Figure
-from normexp.reporting.figures import draw_figures, draw_ranking
-
-if TYPE_CHECKING:
-    from normexp.reporting.report import Report
+from normexp.records.result import EVALUATION_FILE, RESULT_FILE, list_studies
+from normexp.reporting.figures import Figure, draw_figures, draw_ranking
+from normexp.reporting.report import Report, read_report, to_json
+from normexp.reporting.tables import write_tables
+from normexp.reporting.terminal import open_console, print_report, text_table
 
 PACKAGE = "normexp.reporting"
 PNG_SCALE = 2.0  # pixels per point of the figure
-STUDY_COLUMNS = ("last result", "size", "what its report says")
+COLUMNS = ("study", "last result", "size", "what its report says")
 SHOWN_ROWS = 1000  # of a table; the others are in its CSV
+LOOK_EVERY = 2.0  # seconds between checks for new results
+RELOAD_EVERY = 10  # seconds between reloads of a watched page
+PAGE = "index.html"
+REPORT = "report.json"
 
 
-def replace_folder(target: Path, write: Callable[[Path], None]) -> None:
-    """Writes to a temporary folder, then swaps it in: readers see old or new files.
+def publish(runs_dir: Path, names: Sequence[str], *, watch: bool, **options: Any) -> None:
+    """Writes and prints the report of the studies.
+
+    With `watch`, writes it whenever results appear, also the first, until Ctrl-C; the page reloads
+    itself.
+
+    options: as of `read_report`
+
+    Raises:
+        UserError: a study that is missing or empty, a metric that no run has, a folder that cannot
+            be written.
+    """
+    if not watch:
+        report = read_report(runs_dir, names, **options)
+        write_report(report)
+        print_report(report)
+        print(f"report: {report.directory / PAGE}")
+        return
+    print(f"watching {', '.join(names)} for results; Ctrl-C stops", flush=True)
+    seen, report = set[tuple[str, int]](), None
+    try:
+        while True:
+            if (stamp := _stamp(runs_dir, names)) != seen:
+                seen, report = stamp, read_report(runs_dir, names, **options)
+                write_report(report, RELOAD_EVERY)
+                words = f"{report.counts}: {report.directory / PAGE}"
+                print(f"{time.strftime('%H:%M:%S')} {words}", flush=True)
+            time.sleep(LOOK_EVERY)
+    except KeyboardInterrupt:
+        if report is not None:
+            write_report(report)  # the final page does not reload itself
+        raise
+
+
+def write_report(report: Report, reload_seconds: int | None = None) -> None:
+    """Replaces the folder of a report: readers see the old files or the new ones.
+
+    reload_seconds: after which the page shows itself anew; None: never
 
     Raises:
         UserError: the folder cannot be written.
     """
+    target = report.directory
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         fresh = Path(tempfile.mkdtemp(prefix=".report-", dir=target.parent))
     except OSError as error:
         raise UserError(f"{target} cannot be written ({error.strerror})") from error
     try:
-        write(fresh / "new")
+        _write_files(fresh / "new", report, reload_seconds)
         with suppress(FileNotFoundError):
             os.replace(target, fresh / "old")
         os.replace(fresh / "new", target)
@@ -54,23 +98,69 @@ def replace_folder(target: Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
-def write_page(folder: Path, report: Report, reload_seconds: int | None = None) -> None:
-    """Writes index.html and the files of its figures; the page loads nothing from anywhere.
+def publish_index(runs_dir: Path) -> None:
+    """Writes and prints runs_dir/index.html: every study, linked to its page, the latest first.
 
-    reload_seconds: after which the page shows itself anew; None: never
+    The report of each study is made anew unless it is newer than all of its results.
+
+    Raises:
+        UserError: a folder without studies, or one that cannot be written.
     """
+    stamps = {name: _stamp(runs_dir, [name]) for name in list_studies(runs_dir)}
+    latest = {name: max((time for _, time in stamps[name]), default=0) for name in stamps}
+    rows = []
+    newest_first = sorted(stamps, key=lambda name: -latest[name])
+    for name in track(newest_first, "reading", console=Console(stderr=True), transient=True):
+        folder = runs_dir / name / "report"
+        try:
+            if not (file := folder / REPORT).is_file() or file.stat().st_mtime_ns < latest[name]:
+                write_report(read_report(runs_dir, [name]))
+            content = json.loads(file.read_text(encoding="utf-8"))
+            texts = (content["counts"], " ".join(one["headline"] for one in content["slices"]))
+            page = f"{quote(name)}/report/{PAGE}"
+        except UserError as error:
+            page, texts = None, ("", str(error))
+        date = time.strftime("%Y-%m-%d %H:%M", time.localtime(latest[name] / 1e9))
+        rows.append((page, [name, date if latest[name] else "", *texts]))
+    title, css = f"studies in {runs_dir}", _asset("page.css")
+    index = _template("index.html.j2").render(title=title, columns=COLUMNS, rows=rows, css=css)
+    write_text(runs_dir / PAGE, index)
+    open_console().print(text_table(COLUMNS, [texts for _, texts in rows]))
+    print(f"index: {runs_dir / PAGE}")
+
+
+def _stamp(runs_dir: Path, names: Sequence[str]) -> set[tuple[str, int]]:
+    """Every result and evaluation of the studies with the time it was written."""
+    stamps = set()
+    for name in names:
+        for file in (RESULT_FILE, EVALUATION_FILE):
+            # Not Path.glob, which raises if a folder disappears meanwhile.
+            for path in glob(f"{escape(str(runs_dir / name))}/*/seed-*/{file}"):
+                with suppress(FileNotFoundError):  # just removed by a rerun
+                    stamps.add((path, os.stat(path).st_mtime_ns))
+    return stamps
+
+
+def _write_files(folder: Path, report: Report, reload_seconds: int | None) -> None:
+    """Writes tables, figures, report.json and a page that loads nothing from anywhere."""
+    (folder / "figures").mkdir(parents=True)
+    write_tables(folder / "tables", report.tables)
+    content = json.dumps(to_json(report), indent=1, allow_nan=False)
+    (folder / REPORT).write_text(content, encoding="utf-8")
     sections = []
     for part in report.slices:
         ranking = next((one for one in report.rankings if one.part is part), None)
         sections.append((part, report.tables_of(part), draw_figures(part, ranking)))
     over = [draw_ranking(report.over_slices, "all")] if report.over_slices else []
     figures = [*over, *(figure for _, _, drawn in sections for figure in drawn)]
-    (folder / "figures").mkdir(parents=True)
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
         list(pool.map(lambda figure: _write_figure(folder / "figures", figure), figures))
     shown = {table.name for _, tables, _ in sections for table in tables}
     others = [table for table in report.tables if table.name not in shown]
     specs = json.dumps({figure.name: figure.spec for figure in figures}, allow_nan=False)
+    # Vega, Vega-Lite and vega-embed as one script that sets window.vegaEmbed. The stub lacks the
+    # default of the argument `snippet`.
+    bundle: str = vl_convert.javascript_bundle()  # pyright: ignore[reportCallIssue]
     page = _template("page.html.j2").render(
         report=report,
         sections=sections,
@@ -79,35 +169,16 @@ def write_page(folder: Path, report: Report, reload_seconds: int | None = None) 
         shown_rows=SHOWN_ROWS,
         reload_seconds=reload_seconds,
         specs=Markup(specs.replace("<", "\\u003c")),
-        bundle=Markup(_bundle()),
+        bundle=Markup(bundle.replace("</script", "<\\/script")),
         css=_asset("page.css"),
         js=_asset("page.js"),
     )
-    (folder / "index.html").write_text(page, encoding="utf-8")
-
-
-@dataclass(frozen=True)
-class StudyRow:
-    """A study in the list of all: name, page (None if it has none), date, size and headline."""
-
-    study: str
-    page: str | None
-    texts: Sequence[str]
-
-
-def write_index(path: Path, title: str, rows: Sequence[StudyRow]) -> None:
-    """Replaces the page that lists studies."""
-    columns = ("study", *STUDY_COLUMNS)
-    page = _template("index.html.j2").render(
-        title=title, columns=columns, rows=rows, css=_asset("page.css")
-    )
-    write_text(path, page)
+    (folder / PAGE).write_text(page, encoding="utf-8")
 
 
 def _template(name: str) -> Template:
-    loader = PackageLoader(PACKAGE, ".")
     environment = Environment(
-        loader=loader,
+        loader=PackageLoader(PACKAGE, "."),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -126,11 +197,3 @@ def _write_figure(folder: Path, figure: Figure) -> None:
 
 def _asset(name: str) -> Markup:
     return Markup(files(PACKAGE).joinpath(name).read_text(encoding="utf-8"))
-
-
-@cache
-def _bundle() -> str:
-    """Vega, Vega-Lite and vega-embed as one script that sets window.vegaEmbed."""
-    # The stub lacks the default of the argument `snippet`.
-    bundle: str = vl_convert.javascript_bundle()  # pyright: ignore[reportCallIssue]
-    return bundle.replace("</script", "<\\/script")

@@ -11,14 +11,18 @@ from typing import Any
 
 from normexp.config.words import format_count
 from normexp.errors import UserError
-from normexp.reporting.causes import Causes, measure_causes
-from normexp.reporting.cells import CellRow, build_cells, metric_names
-from normexp.reporting.compare import Comparison, compare, size_words
-from normexp.reporting.metric import require_metric
-from normexp.reporting.ranking import Ranking, overall, rank
+from normexp.reporting.cells import CellRow, base_of, build_cells, metric_names, order_norms
+from normexp.reporting.compare import (
+    Causes,
+    Comparison,
+    Ranking,
+    compare,
+    measure_causes,
+    overall,
+    rank,
+)
 from normexp.reporting.runs import Records, read_studies
 from normexp.reporting.slices import AXIS_WORDS, Slice, build_slices
-from normexp.reporting.style import base_of, order_norms
 from normexp.reporting.tables import (
     Table,
     causes_table,
@@ -89,7 +93,7 @@ class Report:
         """The answer to the sweep that was typed, in one sentence: sizes first, then norms."""
         own = [one for one in self.comparisons if one.part is part]
         along = [one for one in own if one.is_along_sizes and one.is_comparable]
-        words = [_size_claim(one, part) for one in along[:MOST_NAMED]]
+        words = [_size_claim(one) for one in along[:MOST_NAMED]]
         flat = [one for one in along if base_of(one.first.norm) == "batch"]
         if part.axis == "norm_batch_size" and flat and flat[0].verdict in ("tie", "undecided"):
             at = flat[0].first
@@ -100,10 +104,9 @@ class Report:
     @cached_property
     def tables(self) -> list[Table]:
         """Every table, in the order of the page."""
-        tables = [
-            ranking_table(one, self.comparisons) for one in [self.over_slices] if one is not None
-        ]
-        tables += self.declared
+        tables = [*self.declared]
+        if self.over_slices is not None:
+            tables.insert(0, ranking_table(self.over_slices, self.comparisons))
         for part in self.slices:
             tables += self.tables_of(part)
         tables += [
@@ -125,9 +128,9 @@ class Report:
         return [table for table in tables if len(table.frame)]
 
 
-def _size_claim(one: Comparison, part: Slice) -> str:
-    metric, norm = part.metric, one.first.norm
-    shown, where = metric.format(one.gap), size_words(one)
+def _size_claim(one: Comparison) -> str:
+    metric, norm, (small, large) = one.part.metric, one.first.norm, one.sizes
+    shown, where = metric.format(one.gap), f"from {AXIS_WORDS[one.part.axis]} {large} to {small}"
     match one.verdict:
         case "worse":
             return f"{norm} drops by {metric.format(-one.gap)} {where}"
@@ -166,9 +169,14 @@ def read_report(
     Raises:
         UserError: a study that is missing or empty, a metric or a reference that no run has.
     """
-    records = read_studies(runs_dir, studies)
-    options = {"metric": metric, "tolerance": tolerance, "reference": reference}
-    return report_on(records, runs_dir, studies, **options)
+    return report_on(
+        read_studies(runs_dir, studies),
+        runs_dir,
+        studies,
+        metric=metric,
+        tolerance=tolerance,
+        reference=reference,
+    )
 
 
 def report_on(
@@ -186,7 +194,10 @@ def report_on(
     at_largest: norms are compared at the largest size, not at the smallest
     """
     cells = build_cells(records)
-    require_metric(metric, metric_names(cells))
+    known = metric_names(cells)
+    if metric is not None and metric not in known:
+        names = ", ".join(known) or "no metric at all"
+        raise UserError(f"metric={metric}: no run has it; the runs have {names}")
     slices = build_slices(cells, metric=metric, tolerance=tolerance)
     if at_largest:
         slices = [replace(part, at=part.sizes[-1]) for part in slices]
@@ -259,6 +270,14 @@ def to_json(report: Report) -> dict[str, Any]:
             }
             for one in report.comparisons
         ],
-        "tables": {table.name: table.to_json() for table in report.tables if table.name != "runs"},
+        "tables": {
+            table.name: {
+                "caption": table.caption,
+                "note": table.note,
+                "rows": table.frame.to_dict("records"),
+            }
+            for table in report.tables
+            if table.name != "runs"
+        },
         "problems": list(report.problems),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -127,8 +128,6 @@ class RunRow:
 class Refused:
     """A cell that a study asks for and that cannot be trained."""
 
-    study: str
-    cell_id: str
     title: str
     error: str
 
@@ -174,31 +173,33 @@ def read_studies(runs_dir: Path, names: Sequence[str]) -> Records:
 def _read_study(runs_dir: Path, name: str) -> Records:
     root = find_study(runs_dir, name)
     study = read_study(root)
-    refused = [
-        Refused(name, one.cell, one.title, f"refused: {one.error}")
-        for one in study.refusals.values()
-    ]
-    runs, problems, begun = [], [], {}
+    refused = [Refused(one.title, f"refused: {one.error}") for one in study.refusals.values()]
+    runs, torn, begun = [], [], Counter[Path]()
     for run_dir in list_runs(root):
         if not (run_dir / RESULT_FILE).exists():
-            begun.setdefault(run_dir.parent, []).append(run_dir)
+            begun[run_dir.parent] += 1
             continue
         try:
             runs.append(read_run(name, run_dir))
         except UserError as error:
-            problems.append(str(error))
-    if not runs:
-        raise UserError(_why_empty(name, root, begun, [*problems, *(r.error for r in refused)]))
+            torn.append(str(error))
     ended = {run.directory.parent for run in runs}
-    for cell, waiting in begun.items():
-        if cell not in ended:
-            problems.append(f"{cell.name}: {format_count(len(waiting), 'run')} begun, none ended")
+    waiting = [
+        f"{cell.name}: {format_count(count, 'run')} begun, none ended"
+        for cell, count in begun.items()
+        if cell not in ended
+    ]
+    problems = [*torn, *(one.error for one in refused), *waiting]
+    if problems and not runs:
+        raise UserError(f"study={name} has no readable result; the first problem: {problems[0]}")
+    if not runs:
+        raise UserError(f"study={name} is empty: {root} has no runs; train one with study={name}")
     asked: dict[tuple[str, str], list[list[int]]] = {}
     for command in study.commands:
         for cell, one in command.cells.items():
             asked.setdefault((name, cell), []).append(sorted(one.seeds))
     keys = frozenset(key for command in study.commands for key in command.searched)
-    return Records(runs, asked, {name: keys}, refused, problems)
+    return Records(runs, asked, {name: keys}, refused, [*torn, *waiting])
 
 
 def read_run(study: str, run_dir: Path) -> RunRow:
@@ -206,14 +207,7 @@ def read_run(study: str, run_dir: Path) -> RunRow:
     result = read_result(run_dir)
     if not isinstance(result.config.get("batch_size"), int):
         raise UserError(f"{run_dir / RESULT_FILE} has no config.batch_size; was it edited by hand?")
-    return run_row(study, run_dir, result, _read_evaluation(run_dir))
-
-
-def run_row(
-    study: str, run_dir: Path, result: Result, evaluated: Mapping[str, float] | None = None
-) -> RunRow:
-    """evaluated: metrics of a later evaluation, which do not replace those of the training."""
-    metrics = {**(evaluated or {}), **result.metrics}
+    metrics = {**_read_evaluation(run_dir), **result.metrics}  # those of the training stand
     load = partial(read_samples, run_dir)
     return RunRow(study, run_dir, result, flat_config(result.config), metrics, load)
 
@@ -267,17 +261,3 @@ def flatten(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = tuple(value) if isinstance(value, list) else value
     return flat
-
-
-def _why_empty(
-    name: str, root: Path, begun: Mapping[Path, Sequence[Path]], problems: Sequence[str]
-) -> str:
-    if problems:
-        return f"study={name} has no readable result; the first problem: {problems[0]}"
-    if begun:
-        count = sum(map(len, begun.values()))
-        return (
-            f"study={name} has no ended run yet, {count} in {root} have started; "
-            "try again when the first has ended"
-        )
-    return f"study={name} is empty: {root} has no runs; train one with study={name}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,11 +15,11 @@ from normexp.reporting.cells import (
     CellRow,
     common,
     metric_names,
+    order_norms,
     setting_words,
     settings_key,
 )
 from normexp.reporting.metric import PREFERRED, Metric, choose_metric, describe_metric
-from normexp.reporting.style import order_norms
 from normexp.stats.crossfit import CrossFit, cross_fit
 from normexp.stats.interval import Array, Interval, mean
 
@@ -28,11 +28,15 @@ AXIS_WORDS = {"norm_batch_size": "norm batch size", "batch_size": "batch size"}
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """A norm at one size: a cell, or cells that differ in learning rate alone, in its order."""
+    """A norm at one size: a cell, or cells that differ in learning rate alone, in its order.
+
+    size: the smallest one at which it stands, along the axis of its slice
+    """
 
     norm: str
     cells: Sequence[CellRow]
     metric: Metric
+    size: int = 0
 
     @property
     def rates(self) -> list[float | None]:
@@ -54,19 +58,18 @@ class Grid:
 
     @cached_property
     def best(self) -> CellRow:
-        """The cell with the best mean on validation."""
-
-        def score(place: int) -> tuple[int, float]:
-            values, cell = list(self.scores[place].values()), self.cells[place]
-            return -cell.count(Status.FAILED), float(np.mean(values)) if values else -np.inf
-
-        return self.cells[max(range(len(self.cells)), key=score)]
+        """The cell with the fewest failed runs, and the best mean on validation."""
+        means = [float(np.mean([*table.values()])) if table else -np.inf for table in self.scores]
+        failed = [cell.count(Status.FAILED) for cell in self.cells]
+        ranks = [(-count, mean) for count, mean in zip(failed, means, strict=True)]
+        return self.cells[ranks.index(max(ranks))]
 
     @property
     def why_incomplete(self) -> str:
         """Why it allows no verdict: `5 of 8 seeds`, `lr search incomplete`; empty if it does."""
         for cell in self.cells:
-            if len(ended := cell.ended & cell.wanted) < len(cell.wanted):
+            ended = cell.seeds_with(Status.FINISHED, Status.DIVERGED) & cell.wanted
+            if len(ended) < len(cell.wanted):
                 return f"{len(ended)} of {format_count(len(cell.wanted), 'seed')} of {cell.norm}"
         if len(self.cells) == 1:
             return "lr chosen by one search" if self.best.searched else ""
@@ -74,17 +77,8 @@ class Grid:
 
     @cached_property
     def seeds(self) -> list[int]:
-        """Those that all of its cells have, or the best one alone if they do not tune it."""
-        return sorted(self.best.values(self.metric)) if self.fit is None else self._seeds_of_all
-
-    @cached_property
-    def _seeds_of_all(self) -> list[int]:
-        values = [cell.values(self.metric).keys() & known.keys() for cell, known in self._pairs]
-        return sorted(set[int].intersection(*map(set, values)))
-
-    @property
-    def _pairs(self) -> list[tuple[CellRow, dict[int, float]]]:
-        return list(zip(self.cells, self.scores, strict=True))
+        """Those of the best cell, which all cells have where they tune it."""
+        return sorted(self.best.values(self.metric))
 
     @cached_property
     def fit(self) -> CrossFit | None:
@@ -92,17 +86,14 @@ class Grid:
 
         With test samples where every rate that some split chooses has them.
         """
-        seeds = self._seeds_of_all
-        is_whole = all(
-            len(seeds) == len(known) == len(cell.values(self.metric)) for cell, known in self._pairs
-        )
+        seeds, means = self.seeds, [cell.values(self.metric) for cell in self.cells]
+        is_whole = all(known.keys() == {*seeds} for known in (*means, *self.scores))
         if len(self.cells) < 2 or len(seeds) < 3 or not is_whole:
             return None
         scores = np.array([[known[seed] for seed in seeds] for known in self.scores])
-        means = [cell.values(self.metric) for cell in self.cells]
-        values = self.sign * np.array([[by_seed[seed] for seed in seeds] for by_seed in means])
+        values = self.sign * np.array([[known[seed] for seed in seeds] for known in means])
         fit = cross_fit(scores, values)
-        tables = [self._samples_of(cell, seeds) for cell in self.cells]
+        tables = [self._samples_of(cell) for cell in self.cells]
         counts = {table.shape[1] for table in tables if table is not None}
         lacking = [share for share, table in zip(fit.shares, tables, strict=True) if table is None]
         if len(counts) != 1 or any(lacking):
@@ -113,18 +104,21 @@ class Grid:
         ]
         return cross_fit(scores, np.stack(full))
 
-    def _samples_of(self, cell: CellRow, seeds: Sequence[int]) -> Array | None:
-        """(n, N), higher is better; a diverged run has chance level for each sample."""
-        runs = {run.seed: run for run in cell.runs}
-        rows = [runs[seed].samples(self.metric) for seed in seeds]
-        finished = [seed for seed in seeds if runs[seed].status == Status.FINISHED]
-        counts = {len(runs[seed].samples(self.metric)) for seed in finished}
+    def _samples_of(self, cell: CellRow) -> Array | None:
+        """(n, N) over `seeds`, higher is better; each sample of a diverged run is at chance level.
+
+        None if not recorded.
+        """
+        runs = [run for run in cell.runs if run.seed in self.seeds]
+        rows = [run.samples(self.metric) for run in runs]
+        counts = {
+            len(row) for run, row in zip(runs, rows, strict=True) if run.status == Status.FINISHED
+        }
         if len(counts) != 1 or (count := counts.pop()) < 2:
             return None
-        values = cell.values(self.metric)
         full = [
-            row if len(row) else np.full(count, values[seed])
-            for row, seed in zip(rows, seeds, strict=True)
+            row if len(row) else np.full(count, run.value(self.metric))
+            for run, row in zip(runs, rows, strict=True)
         ]
         return self.sign * np.stack(full)
 
@@ -133,7 +127,7 @@ class Grid:
         """Higher is better, (n,) over `seeds`, or (n, N) with test samples; cross-fitted."""
         if self.fit is not None:
             return self.fit.values
-        table = self._samples_of(self.best, self.seeds) if self.seeds else None
+        table = self._samples_of(self.best)
         if table is not None:
             return table
         values = self.best.values(self.metric)
@@ -237,23 +231,21 @@ class Slice:
     def scope(self) -> str:
         """What every number of the slice has in common, in words."""
         cells = self.cells
-        rates = {len(grid.cells) for grid in self.grids}
-        lr = common(cells, lambda cell: cell.lr)
-        words = [self.title, self.fixed]
-        budget = common(cells, lambda cell: cell.budget)
-        words += [budget] if budget and budget not in self.title else []
-        if rates == {1}:
-            words += [setting_words("lr", lr)] if lr is not None else ["lr by norm"]
-        else:
-            words += [f"lr tuned over {'-'.join(map(str, sorted(rates)))}"]
-        words += [str(optim)] if (optim := common(cells, lambda c: c.config.get("optim"))) else []
-        places = {run.result.environment.get("gpu") or run.result.environment.get("cpu")
-                  for cell in cells for run in cell.runs}  # fmt: skip
-        words += [", ".join(sorted(filter(None, places)))] if places - {None} else []
+        budget = common(cells, lambda cell: cell.budget) or ""
+        lr, optim = common(cells, lambda c: c.lr), common(cells, lambda c: c.config.get("optim"))
+        lr = "lr by norm" if lr is None else setting_words("lr", lr)
+        rates = sorted({len(grid.cells) for grid in self.grids})
+        if rates != [1]:
+            lr = f"lr tuned over {'-'.join(map(str, rates))}"
+        machines = {run.result.environment.get("gpu") or run.result.environment.get("cpu")
+                    for cell in cells for run in cell.runs}  # fmt: skip
+        budget = "" if budget in self.title else budget
+        words = [self.title, self.fixed, budget, lr, optim, *sorted(filter(None, machines))]
         counts = sorted({len(grid.seeds) for grid in self.grids})
         n = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
         samples = "and test samples" if self.has_samples else "on these test samples"
-        return f"{', '.join(words)}; n = {n} seeds, differences over new seeds {samples}"
+        words = ", ".join(filter(None, words))
+        return f"{words}; n = {n} seeds, differences over new seeds {samples}"
 
 
 def build_slices(
@@ -282,8 +274,8 @@ def _slices_of(cells: Sequence[CellRow], metric: Metric) -> list[Slice]:
     independent = {cell.norm for cell in cells} - {c.norm for c in cells if c.mixes_samples}
     mixing = [cell for cell in cells if cell.norm not in independent] or cells
     sizes = {
-        size: _sorted(cell.norm_batch_size for cell in mixing if cell.batch_size == size)
-        for size in _sorted(cell.batch_size for cell in mixing)
+        size: sorted({cell.norm_batch_size for cell in mixing if cell.batch_size == size})
+        for size in sorted({cell.batch_size for cell in mixing})
     }
 
     def along_norm_batch_size(batch_size: int, along: Sequence[int]) -> Slice:
@@ -301,24 +293,20 @@ def _slices_of(cells: Sequence[CellRow], metric: Metric) -> list[Slice]:
     is_full = [cell for cell in cells if cell.norm_batch_size == cell.batch_size]
     ways = {"norm batch size = batch size": {*alone, *is_full}}
     if not slices:
-        for size in _sorted(cell.norm_batch_size for cell in mixing):
+        for size in sorted({cell.norm_batch_size for cell in mixing}):
             same = [cell for cell in cells if cell.norm_batch_size == size]
             ways[f"norm batch size {size}"] = {*alone, *same}
     seen: list[set[CellRow]] = []
     for fixed, chosen in ways.items():
-        along = _sorted(cell.batch_size for cell in chosen)
+        along = sorted({cell.batch_size for cell in chosen})
         if len(along) > 1 and not any(chosen <= earlier for earlier in seen):
             points = [(cell.batch_size, cell) for cell in cells if cell in chosen]
             slices.append(_slice("batch_size", fixed, along, points, metric, frozenset()))
             seen.append(chosen)
     return slices or [
         along_norm_batch_size(size, sizes.get(size) or [size])
-        for size in _sorted(cell.batch_size for cell in cells)
+        for size in sorted({cell.batch_size for cell in cells})
     ]
-
-
-def _sorted(sizes: Iterable[int]) -> list[int]:
-    return sorted(set(sizes))
 
 
 def _slice(
@@ -337,7 +325,7 @@ def _slice(
     known: dict[tuple[CellRow, ...], Grid] = {}
     lines = {
         norm: {
-            size: known.setdefault(tuple(same), Grid(norm, same, metric))
+            size: known.setdefault(tuple(same), Grid(norm, same, metric, size))
             for size, same in line.items()
         }
         for norm, line in placed.items()

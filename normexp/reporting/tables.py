@@ -11,9 +11,8 @@ import pandas as pd
 
 from normexp.config.words import format_count
 from normexp.records.result import Status
-from normexp.reporting.causes import Causes
 from normexp.reporting.cells import CellRow, metric_names
-from normexp.reporting.compare import ADDED, DIFFERENCE, Comparison
+from normexp.reporting.compare import ADDED, DIFFERENCE, Causes, Comparison, Ranking, verdict_words
 from normexp.reporting.metric import (
     PREFERRED,
     Metric,
@@ -21,12 +20,14 @@ from normexp.reporting.metric import (
     describe_metric,
     format_interval,
     format_mean,
+    signed,
 )
-from normexp.reporting.ranking import BEST, NOTE, Place, Ranking
 from normexp.reporting.runs import Refused, RunRow, flatten
 from normexp.reporting.slices import AXIS_WORDS, Slice
-from normexp.stats.ratio import as_ratio
+from normexp.stats.interval import as_ratio
 
+BEST = "●"
+NOTE = f"{BEST} may be the best: no other norm is shown to be better, which is no order among them."
 ADDED_NOTE = (
     f"{ADDED} seeds were added after the first command: adding seeds until a verdict appears makes "
     "a false one more likely than 5 %."
@@ -49,30 +50,6 @@ class Table:
     note: str = ""
     has_latex: bool = True
 
-    def to_csv(self) -> str:
-        return self.frame.to_csv(index=False, lineterminator="\n")
-
-    def to_latex(self) -> str:
-        """A tabular with booktabs rules."""
-        style = self.frame.style.format(escape="latex").format_index(escape="latex", axis=1)
-        style = style.hide(axis="index")
-        head = "".join(f"% {text}\n" for text in (self.caption, self.note) if text)
-        return head + style.to_latex(hrules=True).replace(BEST, r"$\bullet$").replace(
-            ADDED, r"$\dagger$"
-        )
-
-    def to_html(self) -> str:
-        style = self.frame.style.format(escape="html").format_index(escape="html", axis=1)
-        attributes = f'id="{self.name}"'
-        return style.hide(axis="index").to_html(
-            table_attributes=attributes, exclude_styles=True, doctype_html=False
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Caption, note and rows by column."""
-        rows = self.frame.to_dict("records")
-        return {"caption": self.caption, "note": self.note, "rows": rows}
-
 
 def table_of(name: str, caption: str, rows: Sequence[Mapping[str, Any]], **more: Any) -> Table:
     """A table from dicts by column; a row may lack columns, and empty columns are left out."""
@@ -91,12 +68,17 @@ def show(value: Any) -> str:
 
 
 def write_tables(folder: Path, tables: Iterable[Table]) -> None:
-    """Writes each table as CSV, those for papers as LaTeX too."""
+    """Writes each table as CSV, those for papers as LaTeX too, with booktabs rules."""
     folder.mkdir(parents=True, exist_ok=True)
     for table in tables:
-        (folder / f"{table.name}.csv").write_text(table.to_csv(), encoding="utf-8")
+        csv = table.frame.to_csv(index=False, lineterminator="\n")
+        (folder / f"{table.name}.csv").write_text(csv, encoding="utf-8")
         if table.has_latex and len(table.frame):
-            (folder / f"{table.name}.tex").write_text(table.to_latex(), encoding="utf-8")
+            style = table.frame.style.format(escape="latex").format_index(escape="latex", axis=1)
+            latex = style.hide(axis="index").to_latex(hrules=True)
+            latex = latex.replace(BEST, r"$\bullet$").replace(ADDED, r"$\dagger$")
+            head = "".join(f"% {text}\n" for text in (table.caption, table.note) if text)
+            (folder / f"{table.name}.tex").write_text(head + latex, encoding="utf-8")
 
 
 def mean_table(part: Slice) -> Table:
@@ -150,52 +132,30 @@ def _family_note(metric: Metric, comparisons: Sequence[Comparison]) -> str:
 
 def ranking_table(ranking: Ranking, comparisons: Sequence[Comparison]) -> Table:
     """Norms by their estimate, with a mark and a verdict against the reference."""
-    part = ranking.part
+    part, rows = ranking.part, []
+    for place in ranking.places:
+        is_reference = place.norm == ranking.reference
+        if part is None:
+            ratio = "" if place.gap is None else format_interval(as_ratio(place.gap), 2)
+            value = {"ratio [95 %]": "1" if is_reference else ratio}
+        else:
+            gap = "" if place.gap is None else signed(place.gap, part.metric)
+            value = {part.metric.label: format_mean(place.value, part.metric), DIFFERENCE: gap}
+        rows.append(
+            {"norm": place.norm, "": BEST * bool(place.may_be_best)}
+            | value
+            | {"verdict": "reference" if is_reference else verdict_words(place)}
+            | {"why": place.why, "n": str(place.n)}
+        )
     if part is None:
-        rows = [_overall_row(place, ranking) for place in ranking.places]
         note = f"Ratio: error as a multiple of that of {ranking.reference}. Verdicts are corrected "
         note += f"for {ranking.family_size} comparisons; tie: shown to be within 5 %."
         return table_of("ranking", f"Errors {ranking.title}", rows, note=f"{NOTE} {note}")
     at = f" at {AXIS_WORDS[part.axis]} {part.at}" if len(part.sizes) > 1 else ""
-    rows = [_place_row(place, ranking, part) for place in ranking.places]
     own = [one for one in comparisons if one.part is part and not one.is_along_sizes]
-    return table_of(
-        f"ranking_{part.slug}",
-        f"{part.metric.label}{at}, against {ranking.reference}",
-        rows,
-        note=f"{NOTE} {_family_note(part.metric, own)}".strip(),
-    )
-
-
-def _place_row(place: Place, ranking: Ranking, part: Slice) -> dict[str, str]:
-    gap = "" if place.gap is None else format_interval(place.gap, part.metric.digits)
-    is_reference = place.norm == ranking.reference
-    return {
-        "norm": place.norm,
-        "": BEST * bool(place.may_be_best),
-        part.metric.label: format_mean(place.value, part.metric),
-        DIFFERENCE: gap if gap.startswith("-") or not gap else f"+{gap}",
-        "verdict": "reference" if is_reference else _verdict_words(place),
-        "why": place.why,
-        "n": str(place.n),
-    }
-
-
-def _overall_row(place: Place, ranking: Ranking) -> dict[str, str]:
-    is_reference = place.norm == ranking.reference
-    ratio = "" if place.gap is None else format_interval(as_ratio(place.gap), 2)
-    return {
-        "norm": place.norm,
-        "": BEST * bool(place.may_be_best),
-        "ratio [95 %]": "1" if is_reference else ratio,
-        "verdict": "reference" if is_reference else _verdict_words(place),
-        "why": place.why,
-        "n": str(place.n),
-    }
-
-
-def _verdict_words(place: Place) -> str:
-    return (place.verdict or "-") + ADDED * (place.is_extended and place.verdict is not None)
+    caption = f"{part.metric.label}{at}, against {ranking.reference}"
+    note = f"{NOTE} {_family_note(part.metric, own)}".strip()
+    return table_of(f"ranking_{part.slug}", caption, rows, note=note)
 
 
 def causes_table(causes: Sequence[Causes]) -> Table:
@@ -230,7 +190,7 @@ def lost_table(cells: Sequence[CellRow], refused: Sequence[Refused]) -> Table:
         for what, (count, *why) in found.items():
             if count:
                 seeds = f"{count} of {len(cell.wanted)}"
-                row = {"cell": cell.cell_id, "what": what, "seeds": seeds}
+                row = {"cell": cell.directory.name, "what": what, "seeds": seeds}
                 rows.append(row | {"why": why[0] if why else ""})
     rows += [{"cell": one.title, "what": "refused", "why": one.error} for one in refused]
     caption = f"Lost: {format_count(len(rows), 'line')}"
@@ -252,7 +212,7 @@ def cell_table(cells: Sequence[CellRow], metric: str | None, tolerance: float | 
             | {"finished": cell.count(Status.FINISHED)}
             | {str(lost): cell.count(lost) or None for lost in (Status.DIVERGED, Status.FAILED)}
             | {"missing": cell.missing or None}
-            | {"id": cell.cell_id}
+            | {"id": cell.directory.name}
         )
     note = "One row per learning rate. Tuned numbers elsewhere are cross-validated: half of the "
     note += "seeds pick the learning rate, the others are scored."

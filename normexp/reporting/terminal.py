@@ -1,17 +1,43 @@
-"""What the commands report, status and evaluate print. Without torch."""
+"""What the commands print.
+
+Imported while training, so this file imports neither pandas, scipy nor altair.
+"""
 
 from __future__ import annotations
 
+import math
 import os
+import re
+import shlex
 import statistics
+import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from normexp.config.words import format_count
+from normexp.config.cells import study_words
+from normexp.config.words import format_count, format_duration
+from normexp.records.result import (
+    ENDED,
+    LOG_FILE,
+    Result,
+    Status,
+    count_samples,
+    seed_dir,
+    values_of,
+)
+from normexp.records.study import STATES, CellState, CommandEntry, Study
+from normexp.reporting.metric import (
+    choose_metric,
+    describe_metric,
+    is_at_chance,
+)
 
 if TYPE_CHECKING:
     from normexp.reporting.report import Report
@@ -21,17 +47,21 @@ PIPE_WIDTH = 100  # characters, without a terminal and without COLUMNS
 WRAPPED = ("why", "lost", "lr", "claim")
 LEAST_WIDTH = 30  # characters of a column that wraps
 MAX_ROWS = {"lost": 10, "claims": 80}  # of a table; else 40
+LOWER = "lower its learning rate, search it, or train longer"  # the remedy at chance
 SHORT = 60  # characters of a text that a table shows itself
-ENTRIES = {"normexp-train": "python -m normexp.train", "normexp-tune": "python -m normexp.tune"}
 Contents = Mapping[int, Mapping[str, Any]]  # the content of evaluation.json by seed
+SHOWN = ("test/accuracy", "test/bits_per_byte", "test/loss", "val/accuracy", "val/bits_per_byte")
+MAIN = ("test/accuracy", "test/bits_per_byte", "test/loss")
+STATUSES = ("finished", "skipped", "diverged", "refused", "failed", "stopped")
+ENTRIES = {"normexp-train": "python -m normexp.train", "normexp-tune": "python -m normexp.tune"}
 
 
 def open_console() -> Console:
     """Standard output: `print` for tables, `out` for verbatim text."""
     console = Console(highlight=False)
-    if console.is_terminal or os.environ.get("COLUMNS", "").isdigit():
-        return console
-    return Console(highlight=False, width=PIPE_WIDTH)
+    if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
+        console.width = PIPE_WIDTH
+    return console
 
 
 def text_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
@@ -44,43 +74,29 @@ def text_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
     return table
 
 
-def titled_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table | Group:
-    """A table of cells; below it stand the words that all titles in its column `cell` share.
+def print_cells(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table of cells, then the words that all titles share, and long texts once each.
 
-    The norm stays in every title.
+    The norm stays in every title, which is the column `cell`.
     """
-    at = columns.index("cell")
+    at, notes, shown = columns.index("cell"), dict[str, str](), []
     titles = [row[at].split() for row in rows]
     first, others = [] if len(titles) < 2 else titles[0], titles[1:]
     shared = [w for w in first if not w.startswith("norm=") and all(w in one for one in others)]
-    rests = [" ".join(word for word in title if word not in shared) for title in titles]
-    shown = [
-        [*row[:at], rest or row[at], *row[at + 1 :]] for row, rest in zip(rows, rests, strict=True)
-    ]
-    table = text_table(columns, shown)
-    return Group(table, Text(f"all with {' '.join(shared)}")) if shared else table
-
-
-class Footnotes:
-    """Long texts of a table, printed once below it."""
-
-    def __init__(self) -> None:
-        self._texts: list[str] = []
-
-    def mark(self, text: str) -> str:
-        """`refused [1]` for `refused: ...`; a short text is left as it is."""
-        if len(text) <= SHORT:
-            return text
-        head, colon, rest = text.partition(": ")
-        if not colon or head != "refused":
-            head, rest = "", text
-        if rest not in self._texts:
-            self._texts.append(rest)
-        return f"{head} [{self._texts.index(rest) + 1}]".lstrip()
-
-    def print(self, console: Console) -> None:
-        for number, text in enumerate(self._texts, start=1):
-            console.out(f"[{number}] {text}")
+    for row, title in zip(rows, titles, strict=True):
+        texts = [
+            notes.setdefault(text, f"[{len(notes) + 1}]")
+            if len(text) > SHORT and text != row[at]
+            else text
+            for text in row
+        ]
+        texts[at] = " ".join(word for word in title if word not in shared) or row[at]
+        shown.append(texts)
+    console.print(text_table(columns, shown))
+    if shared:
+        console.print(f"all with {' '.join(shared)}", markup=False)
+    for text, mark in notes.items():
+        console.out(f"{mark} {text}")
 
 
 def print_report(report: Report) -> None:
@@ -134,18 +150,292 @@ def print_evaluations(
     if not kinds:
         console.out(f"{title}: {why_nothing}")
         return
-    console.out(f"{title}: n = {format_count(len(contents), 'seed')}, mean (sd)")
-    rows = [[kind, *(_spread(contents, kind, name) for name in names)] for kind in kinds]
+    console.out(f"{title}: n = {format_count(len(contents), 'seed')}, mean (sd over seeds)")
+    rows = []
+    for kind in kinds:
+        known = [c.get(kind, {}) for c in contents.values()]
+        shown = [mean_words([x[name] for x in known if name in x], len(known)) for name in names]
+        rows.append([kind, *shown])
     console.print(text_table(["statistics", *names], rows))
 
 
-def _spread(contents: Contents, kind: str, name: str) -> str:
-    values = [c[kind][name] for c in contents.values() if name in c.get(kind, {})]
+def print_summary(state: CellState) -> None:
+    """Prints the metrics of one cell over its seeds, its directory, and commands to type next."""
+    for error in state.failures:
+        print(f"failed: {error}", file=sys.stderr)
+    console, ended = open_console(), [run for run in state.results if run.status in ENDED]
+    if not ended:
+        return
+    how = "already recorded" if state.was_over else "trained"
+    name = f"{ended[0].config['norm']} on {ended[0].config['data']}"
+    console.out(f"\n{name}: {how}, n = {format_count(len(ended), 'seed')}")
+    if state.invalid:
+        console.out(f"INVALID, every number: {state.invalid}")
+    rows = []
+    for metric in _shown_metrics(ended):
+        values = values_of(ended, metric)
+        spread = f"{statistics.stdev(values):.4f}" if len(values) > 1 else "-"
+        mean, least, most = (f"{f(values):.4f}" for f in (statistics.mean, min, max))
+        stamp = " INVALID" if state.invalid else ""
+        rows.append([metric + stamp, mean, spread, least, most, str(len(values))])
+    if rows:  # unless all have diverged
+        heads = ("metric", "mean", "sd over seeds", "lowest", "highest", "n")
+        console.print(text_table(heads, rows))
+    for line in _early_ends(ended):
+        console.out(line)
+    timing = ended[0].timing
+    seconds, step = timing.get("train_seconds", 0.0), timing.get("step_ms", 0.0)
+    console.out(f"trained in {seconds:.1f} s, {step:.2f} ms per step of the whole stack")
+    console.out(f"run directory: {state.directory}")
+    for line in [*_notes_on(state), "next:", *commands_to_look([state])]:
+        console.out(line)
+
+
+def print_closing_table(states: Sequence[CellState]) -> None:
+    """Prints a row per cell of a sweep."""
+    console, table = open_console(), []
+    names = {_main_metric(state.results) for state in states} - {""}
+    metric = names.pop() if len(names) == 1 else ""
+    for state in states:
+        shown = _shown(state, in_header=metric)
+        count = len(values_of(state.results, _main_metric(state.results)))
+        table.append([state.status, state.title, shown, str(count or "")])
+    print_cells(console, ["status", "cell", metric or "result", "n"], table)
+    counts = Counter(state.status for state in states)
+    console.out(", ".join(f"{counts[name]} {name}" for name in STATUSES if counts[name]))
+    for state in states:
+        for note in _notes_on(state):
+            console.print(f"{state.title}: {note}", markup=False)  # wrapped
+    for command in commands_to_look(states):
+        console.out(command)
+
+
+def commands_to_look(states: Sequence[CellState]) -> list[str]:
+    """Commands that show the log of a failure, the status and the report of the study."""
+    failed = [run for state in states for run in state.results if run.status is Status.FAILED]
+    folders = {state.id: state.directory for state in states if state.states and not state.refused}
+    logs = [seed_dir(folders[run.cell_id], run.seed) / LOG_FILE for run in failed[:1]]
+    where = [
+        shlex.join(study_words(study)) for study in sorted({f.parent for f in folders.values()})
+    ]
+    has_more = any(state.status in ("failed", "refused", "stopped") for state in states)
+    return [
+        *(f"  less {shlex.quote(str(log))}" for log in logs),
+        *(f"  python -m normexp.status {words}" for words in where if has_more),
+        *(f"  python -m normexp.report {words}" for words in where),
+    ]
+
+
+def _notes_on(state: CellState) -> list[str]:
+    """Warnings about results: seeds no better than chance, or all runs diverged."""
+    ended = [run for run in state.results if run.status in ENDED]
+    if not ended:
+        return []
+    notes, chance = [], ended[0].config.get("chance_accuracy")
+    at_chance = [
+        run
+        for run in ended
+        for accuracy in [run.metrics.get(MAIN[0])]
+        if is_at_chance(accuracy, chance, 1)  # else the samples need not be read
+        and is_at_chance(accuracy, chance, count_samples(seed_dir(state.directory, run.seed)))
+    ]
+    if chance is not None and at_chance:
+        notes.append(
+            f"{len(at_chance)} of {len(ended)} seeds at chance ({100 * chance:.0f} %): {LOWER}"
+        )
+    if all(run.status is Status.DIVERGED for run in ended):
+        notes.append(f"every run diverged; try lr={min(ended[0].config['lr'] / 10, 0.1):g}")
+    return notes
+
+
+def _shown_metrics(results: Sequence[Result]) -> list[str]:
+    """The metrics that get a row, each followed by its variants with other statistics (`@...`)."""
+    names = {name for result in results for name in result.metrics}
+    return [name for base in SHOWN for name in sorted(names) if name.partition("@")[0] == base]
+
+
+def _main_metric(results: Sequence[Result]) -> str:
+    return next((name for name in MAIN if values_of(results, name)), "")
+
+
+def _shown(state: CellState, *, in_header: str) -> str:
+    """The main metric, or why it is missing."""
+    name = _main_metric(state.results)
+    values = values_of(state.results, name)
+    label = "" if name == in_header else f"{name} "
+    parts = [label + mean_words(values)] if values else []
+    parts += [state.refused] if state.refused else state.failures
+    shown = "; ".join([*parts, *_early_ends(state.results)])
+    return f"INVALID {shown}" if state.invalid else shown
+
+
+def _early_ends(results: Sequence[Result]) -> list[str]:
+    """`seed 0, 3 diverged at step 40`, `seed 1 ended at step 30: REASON`."""
+    ends: dict[str, list[str]] = {}
+    for run in results:
+        words = f"ended at step {run.steps}: {run.stopped}"
+        if run.status is Status.DIVERGED:
+            words = f"diverged at step {run.diverged_at_step}"
+        if run.status is Status.DIVERGED or run.stopped:
+            ends.setdefault(words, []).append(str(run.seed))
+    return [f"seed {', '.join(seeds)} {words}" for words, seeds in ends.items()]
+
+
+def mean_words(values: Sequence[float], num_seeds: int = 0) -> str:
+    """`0.9861 (sd 0.0023)`, with `n=3` of fewer values than seeds; `-` without a value."""
     if not values:
         return "-"
-    spread = f" ({statistics.stdev(values):.4f})" if len(values) > 1 else ""
-    fewer = f" n={len(values)}" if len(values) < len(contents) else ""
+    spread = f" (sd {statistics.stdev(values):.4f})" if len(values) > 1 else ""
+    fewer = f" n={len(values)}" if len(values) < num_seeds else ""
     return f"{statistics.mean(values):.4f}{spread}{fewer}"
 
 
-# The status of a study
+# --- Status ---------------------------------------------------------------------------------------
+
+
+def print_status(study: Study) -> None:
+    """Prints a row per cell, the commands so far, and the command to type next."""
+    console, cells = open_console(), list(study.cells.values())
+    states = [state for state in STATES if study.runs[state]]
+    rows = []
+    for cell in cells:
+        counts = Counter(cell.states.values()) if not cell.refused else Counter[Status]()
+        notes = [f"refused: {cell.refused}"] if cell.refused else [*cell.failures, *_at_work(cell)]
+        numbers = [str(counts[state] or "-") for state in states]
+        rows.append([cell.title, *numbers, "; ".join(notes)])
+    print_cells(console, ["cell", *states, ""], rows)
+    refused = sum(bool(cell.refused) for cell in cells)
+    can_train = format_count(len(cells) - refused, "cell")
+    counts = ", ".join(f"{study.runs[state]} {state}" for state in states)
+    end = f"; {format_count(refused, 'cell')} refused" if refused else ""
+    runs = format_count(study.runs.total(), "run")
+    console.out(f"{study.directory}: {runs} of {can_train}: {counts}{end}")
+    typed = {_as_typed(command, study): command.time for command in study.commands}
+    lines = [f"  {time}  {line}" for line, time in typed.items()]
+    console.out("\n".join(["commands so far, with their last time:", *lines, *_next(study)]))
+
+
+def _at_work(cell: CellState) -> list[str]:
+    """The process that trains a cell, or where it was interrupted."""
+    steps = [f"step {stack.step} of {stack.total}" for stack in cell.stacks if stack.total]
+    if cell.process:
+        return [", ".join([cell.process, *steps])]
+    return [f"interrupted at {step}" for step in steps]
+
+
+def _next(study: Study) -> list[str]:
+    """The commands that finish the study, or that report on a finished one."""
+    if all(state in ENDED for state in study.runs):
+        return ["next:", f"  python -m normexp.report {shlex.join(study_words(study.directory))}"]
+    lacking = {
+        (cell.id, seed)
+        for cell in study.cells.values()
+        for seed, state in cell.states.items()
+        if state not in ENDED and not cell.refused
+    }
+    again = [
+        f"  {_as_typed(command, study)}"
+        for command in study.commands
+        if command.searched
+        or any((cell, seed) in lacking for cell, one in command.cells.items() for seed in one.seeds)
+    ]
+    running = study.runs[Status.RUNNING]
+    purpose = "running now; if that stops" if running else "to finish"
+    return [f"{purpose}, type again:", *dict.fromkeys(again)]
+
+
+def _as_typed(command: CommandEntry, study: Study) -> str:
+    """A recorded command, for the study's present folder and name."""
+    program, *words = command.command
+    kept = [word for word in words if not re.match(r"\+*(study|runs_dir)=", word)]
+    name = study.directory
+    if command.searched:  # trials go to a study named after the report's
+        name = name.with_name(name.name.removesuffix("-search"))
+    if name.name != "default" or any(word.startswith("experiment=") for word in kept):
+        kept += study_words(name)
+    return f"{ENTRIES.get(program, program)} {shlex.join(kept)}"
+
+
+# --- Dry runs -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A cell of a dry run.
+
+    Attributes:
+        config: as its results will record it; {} if it was refused.
+        step_seconds: a first estimate of an optimizer step of one run.
+    """
+
+    state: CellState
+    config: dict[str, Any]
+    step_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """The training time of its missing runs, one after another."""
+        return self.step_seconds * self.config["num_steps"] * len(self.state.missing)
+
+
+def print_plan(plans: Sequence[Plan], *, num_workers: int, num_points: int) -> None:
+    """Prints a row per cell, the totals, and the smallest difference that a report would detect."""
+    console, rows = open_console(), []
+    for plan in plans:
+        state = plan.state
+        if state.refused:
+            rows.append([state.title, f"refused: {state.refused}", "", "", ""])
+            continue
+        time = format_duration(plan.seconds) if state.missing else "-"
+        done, steps = len(state.states) - len(state.missing), plan.config["num_steps"]
+        rows.append([state.title, str(len(state.missing)), str(done), f"{steps:,}", time])
+    print_cells(console, ("cell", "runs to do", "done", "steps", "time"), rows)
+    if num_points > len(plans):
+        console.out(f"{num_points} points of the grid, {format_count(len(plans), 'cell')}")
+    known = [plan for plan in plans if not plan.state.refused]
+    todo = [plan for plan in known if plan.state.missing]
+    seconds, count = sum(plan.seconds for plan in todo), sum(len(p.state.missing) for p in todo)
+    shared = seconds / max(1, min(num_workers, len(todo)))
+    console.out(
+        f"{format_count(count, 'run')} of {format_count(len(todo), 'cell')} to do: about "
+        f"{format_duration(shared)}, by a few steps of each (a stack of small networks takes less)"
+    )
+    if len(known) > 1:
+        console.out(_power(known))
+
+
+def _power(plans: Sequence[Plan]) -> str:
+    """The smallest difference between two cells that the study could detect, in words."""
+    from normexp.stats.family import smallest_difference
+
+    n, tests = min(len(plan.state.states) for plan in plans), len(plans) - 1
+    named = f"smallest difference called in 80 % of studies, {format_count(n, 'seed')} and "
+    named += format_count(tests, "comparison")
+    if n < 2:
+        return f"{named}: none, as one seed has no spread; set replicas=..."
+    runs = [run for plan in plans for run in plan.state.results if run.status is Status.FINISHED]
+    name = choose_metric({name for run in runs for name in run.metrics}, None)
+    spread = None if name is None else _spread(plans, name)
+    if name is None or spread is None:
+        times = smallest_difference(n, 1.0, tests)
+        return (
+            f"{named}: {times:.2g} times the standard deviation over seeds of a difference, which "
+            "is unknown until two seeds of two cells are recorded"
+        )
+    metric = describe_metric(name)
+    least = metric.scale * smallest_difference(n, spread, tests)
+    return f"{named}: {least:.{metric.digits}f} in {metric.label}, by the spread of the runs so far"
+
+
+def _spread(plans: Sequence[Plan], metric: str) -> float | None:
+    """The standard deviation over seeds of a difference of two cells, pooled over their pairs."""
+    values = [
+        {run.seed: run.metrics[metric] for run in plan.state.results if metric in run.metrics}
+        for plan in plans
+    ]
+    variances = [
+        statistics.variance([first[seed] - second[seed] for seed in shared])
+        for first, second in combinations(values, 2)
+        if len(shared := first.keys() & second.keys()) > 1
+    ]
+    return math.sqrt(statistics.mean(variances)) if variances else None

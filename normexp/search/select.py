@@ -11,8 +11,7 @@ from normexp.errors import FAILED, UserError
 from normexp.records.result import Status
 from normexp.records.study import CellState
 from normexp.reporting.metric import Metric, describe_metric
-from normexp.reporting.summary import print_closing_table
-from normexp.reporting.terminal import open_console, text_table
+from normexp.reporting.terminal import open_console, print_closing_table, text_table
 from normexp.search.points import VALIDATION, Search, words_of
 from normexp.sweeps.sweep import raise_if_stopped, run_cells, train_cells
 

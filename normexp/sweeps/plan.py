@@ -13,7 +13,7 @@ from normexp.config.words import one_line
 from normexp.errors import FAILED, UserError
 from normexp.records.logs import messages_to_stderr
 from normexp.records.study import CellState, read_cell
-from normexp.reporting.dry_run import Plan, print_plan
+from normexp.reporting.terminal import Plan, print_plan
 from normexp.sweeps.machine import worker_slots
 from normexp.sweeps.worker import ready_to_train
 

@@ -32,7 +32,7 @@ from normexp.records.study import (
     append_entry,
     remove_refused,
 )
-from normexp.reporting.summary import print_closing_table, print_summary
+from normexp.reporting.terminal import print_closing_table, print_summary
 from normexp.sweeps.launch import launch_workers
 from normexp.sweeps.machine import own_slot, shared_value, worker_slots
 from normexp.sweeps.worker import TICK, Job, Worker, ready_to_train, work

@@ -120,16 +120,6 @@ def test_claims_are_judged_by_the_table(batch_at_2: float, outcome: str, of_reno
     assert len(claims.claims_table([*judged.values()]).frame) > len(judged)
 
 
-def test_every_claim_compares_what_the_recipes_train():
-    known = recipes()
-    for claim in declared_claims():
-        for one in claim["comparisons"]:
-            assert one["expect"] in ("better", "worse", "tie")
-            for side in (one["first"], one["second"]):
-                recipe = known[side.get("workload", one["workload"])]
-                assert side["norm"].partition(" ")[0] in recipe.norms
-
-
 def test_the_shipped_table_is_of_the_rules_that_are_shipped():
     path = shipped_path("benchmark1")
     shipped = read_table(path)
@@ -137,6 +127,10 @@ def test_the_shipped_table_is_of_the_rules_that_are_shipped():
     for name, recipe in recipes().items():
         own = {cell.norm.partition(" ")[0] for cell in shipped.cells if cell.recipe == name}
         assert own == set(recipe.norms), name
+    for one in (one for claim in declared_claims() for one in claim["comparisons"]):
+        for side in (one["first"], one["second"]):
+            trained = recipes()[side.get("workload", one["workload"])].norms
+            assert side["norm"].partition(" ")[0] in trained
     for (recipe, norm, size), expected in TUNED.items():
         assert tuned(shipped, recipe, norm, size).mean.estimate == pytest.approx(expected, abs=1e-5)
     assert {*WORKLOADS} <= {cell.recipe for cell in shipped.cells}

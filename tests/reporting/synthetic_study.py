@@ -19,7 +19,7 @@ from normexp.records.result import (
     write_samples,
 )
 from normexp.reporting.compare import Comparison
-from normexp.reporting.report import Report, read_report, report_on
+from normexp.reporting.report import Report, report_on
 from normexp.reporting.runs import Records, RunRow, flat_config
 
 TIMING = {"step_ms": 5.0, "stack_size": 8.0, "samples_per_second": 25600.0, "train_seconds": 9.0}
@@ -38,7 +38,6 @@ def cell_of(
     knobs: Mapping[str, Any] | None = None,
     metrics: Mapping[str, float] | None = None,
     samples: Mapping[int, np.ndarray] | None = None,
-    result: Mapping[str, Any] | None = None,
     identity: Mapping[str, Any] | None = None,
     **config: Any,
 ) -> list[RunRow]:
@@ -49,7 +48,7 @@ def cell_of(
     metrics: instead of those that follow from the accuracy
     samples: right or not for each test sample, by seed; its mean is the accuracy
     identity: parts of the recorded recipe, besides the knobs of the norm
-    result, config: override fields of the result, and values of its config
+    config: values of the config
     """
     by_seed = accuracies if isinstance(accuracies, Mapping) else dict(enumerate(accuracies))
     mixes = norm == "batch" if mixes_samples is None else mixes_samples
@@ -87,7 +86,6 @@ def cell_of(
             "error": "CUDA out of memory" if status == Status.FAILED else None,
             "timing": TIMING,
             "environment": ENVIRONMENT,
-            **(result or {}),
         }
         own_samples = {"running": samples[seed]} if samples and seed in samples else {}
         runs.append(
@@ -137,38 +135,24 @@ def write_cell(
     return cell
 
 
-def write_study(
-    root: Path,
-    rng: np.random.Generator,
-    *,
-    drop: float = 0.03,
-    num_seeds: int = 8,
-    sizes: Collection[int] = (2, 8, 32, 128),
-    level: Collection[str] = ("layer", "group"),
-    study: str = "synthetic",
-) -> None:
-    """batch loses `drop` from the largest size to the smallest, in equal parts per halving.
+def write_study(root: Path, num_seeds: int = 8, sizes: Sequence[int] = (2, 8, 32, 128)) -> None:
+    """batch loses 3 points from the largest size to the smallest, in equal parts per halving.
 
-    At the largest size it equals the norms in `level`. Seeds share an effect of twice the noise.
+    At the largest size it equals layer and group. Seeds share an effect of twice the noise.
     """
+    rng = np.random.default_rng(0)
     effect = rng.normal(0, 0.008, num_seeds)
 
     def draw(level: float) -> dict[int, float | None]:
         return dict(enumerate((level + effect + rng.normal(0, 0.004, num_seeds)).tolist()))
 
     largest, smallest = max(sizes), min(sizes)
-    place: dict[str, Any] = {"study": study, "with_history": True}
     for size in sizes:
-        share = np.log2(largest / size) / np.log2(largest / smallest)
-        write_cell(root, "batch", draw(0.9 - drop * share), norm_batch_size=size, **place)
-    for norm in level:
-        write_cell(root, norm, draw(0.9), **place)
-    (root / study / "study.jsonl").touch()
-
-
-def report_of(root: Path, *names: str, **options: Any) -> Report:
-    """The report of written studies; options: metric, tolerance and reference."""
-    return read_report(root, names or ["synthetic"], **options)
+        lost = 0.03 * (np.log2(largest / size) / np.log2(largest / smallest))
+        write_cell(root, "batch", draw(0.9 - lost), norm_batch_size=size, with_history=True)
+    for norm in ("layer", "group"):
+        write_cell(root, norm, draw(0.9), with_history=True)
+    (root / "synthetic" / "study.jsonl").touch()
 
 
 def _metrics_of(accuracy: float) -> dict[str, float]:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import vl_convert
-from synthetic_study import cell_of, report_of, report_of_cells, write_study
+from synthetic_study import cell_of, report_of_cells, write_study
 
-from normexp.reporting.charts import Figure
-from normexp.reporting.figures import draw_figures
-from normexp.reporting.publish import write_report
-from normexp.reporting.report import Report
-from normexp.reporting.style import ORDER, SLOTS, assign_styles, order_norms
+from normexp.reporting.cells import ORDER, order_norms
+from normexp.reporting.figures import COLOURS, Figure, assign_styles, draw_figures
+from normexp.reporting.page import write_report
+from normexp.reporting.report import Report, read_report
 
 SEEDS = range(4)
 
@@ -28,8 +26,8 @@ def drawn(report: Report) -> dict[str, Figure]:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Report:
     root = tmp_path_factory.mktemp("runs")
-    write_study(root, np.random.default_rng(0), sizes=(2, 128), num_seeds=4)
-    report = report_of(root)
+    write_study(root, sizes=(2, 128), num_seeds=4)
+    report = read_report(root, ["synthetic"])
     write_report(report)
     return report
 
@@ -92,24 +90,19 @@ def test_a_page_has_everything_it_shows(written: Report):
 
 
 def test_texts_of_runs_are_escaped(tmp_path: Path):
-    cells = [cell_of(norm, [0.9, 0.8]) for norm in ("batch", "<img src=x>")]
+    cells = [cell_of(norm, [0.9, 0.8]) for norm in ("batch", "<img src=x>_%&")]
     report = report_of_cells(*cells)
     object.__setattr__(report, "runs_dir", tmp_path)
     write_report(report)
     assert "<img src=x>" not in (report.directory / "index.html").read_text(encoding="utf-8")
+    assert r"\_\%\&" in (report.directory / "tables" / "means_main.tex").read_text(encoding="utf-8")
 
 
-def test_a_shipped_norm_looks_the_same_in_every_report():
+def test_a_norm_has_one_look_and_no_two_of_forty_share_it():
     styles = assign_styles(["own", *ORDER])
     for norm in ORDER:
         assert assign_styles([norm, "other"])[norm] == styles[norm]
-    assert styles["batch"] == SLOTS[0]
-
-
-def test_of_forty_norms_no_two_share_colour_and_marker():
-    styles = assign_styles(f"norm{place}" for place in range(40)).values()
-    assert len({(style.colour, style.marker) for style in styles}) == 40
-
-
-def test_numbers_are_ordered_by_value():
+    assert styles["batch"].colour == COLOURS[0]
+    many = assign_styles(f"norm{place}" for place in range(40))
+    assert len({(style.colour, style.marker) for style in many.values()}) == 40
     assert order_norms(["g 16", "g 4", "group", "batch"]) == ["batch", "group", "g 4", "g 16"]

@@ -16,6 +16,7 @@ def draw(mean: float, spread: float = 0.002) -> list[float]:
 def test_norms_stand_in_order_of_their_estimate_with_marks_and_verdicts():
     means = {"batch": 0.9, "layer": 0.93, "group": 0.931, "rms": 0.85}
     report = report_of_cells(*(cell_of(norm, draw(mean)) for norm, mean in means.items()))
+    assert report.over_slices is None  # of one workload
     (ranking,) = report.rankings
     assert ranking.reference == "batch" and set(ranking.best) == {"layer", "group"}
     estimates = [place.value.estimate for place in ranking.places]
@@ -49,7 +50,3 @@ def test_over_workloads_ratios_of_errors_are_averaged():
     assert np.exp(-first.gap.estimate) == pytest.approx(0.5, rel=0.05)
     (table,) = [table for table in report_of_cells(*cells).tables if table.name == "ranking"]
     assert table.frame["ratio [95 %]"][0].startswith("0.5")
-
-
-def test_one_workload_has_no_ranking_over_workloads():
-    assert report_of_cells(*(cell_of(n, draw(0.9)) for n in ("batch", "group"))).over_slices is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,9 @@ from synthetic_study import write_cell
 import normexp
 from normexp.errors import UserError
 from normexp.records.files import write_json
-from normexp.reporting.metric import describe_metric, format_interval
+from normexp.reporting.metric import format_interval
 from normexp.reporting.runs import read_studies
 from normexp.stats.interval import Interval
-
-# Reading
 
 
 @pytest.fixture
@@ -78,14 +75,11 @@ def test_studies_without_a_readable_result_are_refused(tmp_path: Path, cell: Pat
     (tmp_path / "empty" / "study.jsonl").write_text("")
     for name, words in {
         "synthetic": "first problem: .*seed-0",
-        "young": "no ended run yet, 1",
+        "young": "1 run begun, none ended",
         "empty": "has no runs",
     }.items():
         with pytest.raises(UserError, match=f"study={name} .*{words}"):
             read_studies(tmp_path, [name])
-
-
-# Numbers as text, and what metrics are called
 
 
 @pytest.mark.parametrize(
@@ -103,19 +97,3 @@ def test_studies_without_a_readable_result_are_refused(tmp_path: Path, cell: Pat
 )
 def test_digits_follow_the_width_of_the_interval(values: tuple, text: str):
     assert format_interval(Interval(*values, 0.95, 8), 1) == text
-
-
-@pytest.mark.parametrize(
-    ("name", "label", "higher", "selection", "bounds"),
-    [
-        ("test/accuracy", "test accuracy (%)", True, "val/accuracy", (0.0, 100.0)),
-        ("test/loss@precise", "test loss (nats), precise statistics", False, "val/loss", None),
-        ("val/bits_per_byte", "val bits per byte", False, "val/bits_per_byte", None),
-    ],
-)
-def test_metrics_are_described_by_their_name(name, label, higher, selection, bounds):
-    metric = describe_metric(name)
-    assert (metric.label, metric.higher_is_better) == (label, higher)
-    assert metric.selection_name == selection
-    assert (metric.bounds, metric.limit) == (bounds, 100.0 if bounds else math.inf)
-    assert describe_metric(name, 0.3).tolerance == 0.3

@@ -79,13 +79,15 @@ def test_a_rate_is_not_chosen_by_seeds_that_diverged_at_it():
     assert fit.values.mean() == pytest.approx(1.5)
 
 
-def test_incomplete_grids_and_two_seeds_are_refused():
-    grid = np.zeros((2, 4))
-    with pytest.raises(ValueError, match="incomplete"):
-        cross_fit(np.full((2, 4), np.nan), grid)
-    with pytest.raises(ValueError, match="incomplete"):
-        cross_fit(grid, np.full((2, 4), np.nan))
-    with pytest.raises(ValueError, match="incomplete"):
-        cross_fit(grid, grid[:, :3])
-    with pytest.raises(ValueError, match="it takes 3"):
-        cross_fit(grid[:, :2], grid[:, :2])
+@pytest.mark.parametrize(
+    ("scores", "outcomes", "words"),
+    [
+        (np.full((2, 4), np.nan), np.zeros((2, 4)), "incomplete"),
+        (np.zeros((2, 4)), np.full((2, 4), np.nan), "incomplete"),
+        (np.zeros((2, 4)), np.zeros((2, 3)), "incomplete"),
+        (np.zeros((2, 2)), np.zeros((2, 2)), "it takes 3"),
+    ],
+)
+def test_incomplete_grids_and_two_seeds_are_refused(scores, outcomes, words):
+    with pytest.raises(ValueError, match=words):
+        cross_fit(scores, outcomes)

@@ -1,17 +1,22 @@
-"""Intervals against textbook formulas, scipy and rliable."""
+"""Intervals against textbook formulas and scipy; ratios of errors."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from normexp.stats.family import p_value
+from normexp.stats.family import decide, difference, p_value
 from normexp.stats.interval import (
     Interval,
+    as_ratio,
     as_sample,
     crossed_mean,
+    log_outcomes,
     mean,
+    over_workloads,
     smallest_step,
 )
 
@@ -28,9 +33,6 @@ def bounds(found: Interval) -> tuple[float | None, float | None]:
     return found.low, found.high
 
 
-# What an interval is
-
-
 @pytest.mark.parametrize("values", [[1.0, np.nan], [np.inf, 1.0], [[1.0, 2.0]]])
 def test_missing_values_and_tables_are_no_sample(values):
     with pytest.raises(ValueError, match="NaN|one-dimensional"):
@@ -43,7 +45,14 @@ def test_one_value_has_no_bounds_and_none_has_no_estimate():
     assert (none.estimate, *bounds(none), none.n) == (None, None, None, 0)
 
 
-# Equal values
+def test_mean_interval_equals_scipy():
+    got = mean(DISTINCT)
+    expected = scipy_stats.ttest_1samp(DISTINCT, 0).confidence_interval(0.95)
+    np.testing.assert_allclose(bounds(got), expected, rtol=1e-12)
+    assert (got.n, got.level, got.df) == (8, 0.95, 7)
+
+
+# Equal values, and bounds
 
 
 @pytest.mark.parametrize(
@@ -61,24 +70,17 @@ def test_step_is_the_smallest_gap_where_values_repeat(values, step):
     assert smallest_step(values) == pytest.approx(step)
 
 
-@pytest.mark.parametrize("n", [2, 5, 8, 30])
-def test_equal_values_without_a_known_step_have_no_bounds(n):
-    assert mean([0.1] * n).low is None
-
-
 @pytest.mark.parametrize("n", [3, 5, 8, 16])
 def test_equal_counts_are_as_uncertain_as_the_rule_of_three_says(n):
     got = mean([97.5] * n, step=0.3)
     rule = 0.3 * (1 - 0.05 ** (1 / n))  # another count in more than this share would show
     assert 0.8 * rule < (got.high - got.low) / 2 < 3 * rule
+    assert mean([97.5] * n).low is None  # without a known step
 
 
 def test_ties_among_the_middle_values_are_no_certainty():
     got = mean(TIED)
     assert got.low < 97.0 and got.high > 97.4
-
-
-# Bounds
 
 
 @pytest.mark.parametrize("values", [[80.0, 90.4], [99.9, 100, 100], [0.0, 0.1, 0.0], [100.0] * 8])
@@ -91,16 +93,6 @@ def test_in_the_middle_of_the_range_it_is_the_t_interval():
     values = [50.1, 49.8, 50.4, 49.7]
     got, plain = mean(values, bounds=(0, 100)), mean(values)
     np.testing.assert_allclose(bounds(got), bounds(plain), atol=0.002)
-
-
-# Location
-
-
-def test_mean_interval_equals_scipy():
-    got = mean(DISTINCT)
-    expected = scipy_stats.ttest_1samp(DISTINCT, 0).confidence_interval(0.95)
-    np.testing.assert_allclose(bounds(got), expected, rtol=1e-12)
-    assert (got.n, got.level, got.df) == (8, 0.95, 7)
 
 
 # Seeds and test samples
@@ -120,11 +112,13 @@ def test_crossed_mean_equals_the_analysis_of_variance(rng):
     assert got.df == pytest.approx(total**2 / spread)
 
 
-def test_test_samples_never_narrow_the_interval_over_seeds(rng):
-    for spread in (0.01, 0.3, 1.0):
-        table = rng.normal(size=(3, 1)) + spread * rng.normal(size=(1, 30))
-        both, seeds = crossed_mean(table), mean(table.mean(axis=1))
-        assert both.high - both.low >= (seeds.high - seeds.low) * (1 - 1e-9)
+@pytest.mark.parametrize("far", [0, 1, 20])
+@pytest.mark.parametrize("spread", [0.01, 0.3, 1.0])
+def test_test_samples_never_narrow_the_interval_over_seeds_at_any_level(rng, far, spread):
+    table = rng.normal(size=(3, 1)) + spread * rng.normal(size=(1, 30)) + far
+    both, seeds = crossed_mean(table), mean(table.mean(axis=1))
+    assert both.high - both.low >= (seeds.high - seeds.low) * (1 - 1e-9)
+    assert p_value(both) >= p_value(seeds) * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("n", [2, 8, 32])
@@ -134,17 +128,10 @@ def test_equal_answers_to_all_samples_are_as_uncertain_as_the_rule_of_three_says
     assert 3.7 * 0.25 <= got.high == -got.low <= (4.0 if n > 2 else 13) * 0.25
 
 
-def test_few_samples_that_differ_leave_few_degrees_of_freedom():
+def test_few_samples_that_differ_leave_few_degrees_of_freedom(rng):
     table = np.zeros((32, 400))
-    table[:, :5] = 100 + np.random.default_rng(0).normal(size=(32, 1))
+    table[:, :5] = 100 + rng.normal(size=(32, 1))
     assert crossed_mean(table).df == pytest.approx(2 * 5, rel=0.1)
-
-
-def test_no_level_makes_test_samples_narrow_the_interval(rng):
-    table = rng.normal(size=(3, 1)) + 0.3 * rng.normal(size=(1, 30)) + 1
-    for far in (0, 20):
-        both, alone = crossed_mean(table + far), mean(table.mean(axis=1) + far)
-        assert p_value(both) >= p_value(alone) * (1 - 1e-9)
 
 
 def test_test_samples_widen_the_interval_and_one_seed_has_none(rng):
@@ -152,3 +139,55 @@ def test_test_samples_widen_the_interval_and_one_seed_has_none(rng):
     assert crossed_mean(correct).error > mean(correct.mean(axis=1)).error
     assert crossed_mean(correct[:1]).low is None
     assert crossed_mean(np.ones((3, 50))).low is None
+
+
+# Ratios of errors, alone and over workloads
+
+
+def accuracies(rng: np.random.Generator, level: float, shape: tuple[int, ...]) -> np.ndarray:
+    return 100.0 * (rng.random(shape) < level)
+
+
+def log_gap(first: np.ndarray, second: np.ndarray) -> Interval:
+    return difference(log_outcomes(first), log_outcomes(second))
+
+
+def test_a_ratio_of_errors_and_its_interval(rng):
+    first, second = accuracies(rng, 0.92, (8, 2500)), accuracies(rng, 0.96, (8, 2500))
+    gap = log_gap(first, second)
+    ratio = as_ratio(gap)
+    expected = (100 - first.mean()) / (100 - second.mean())
+    assert ratio.estimate == pytest.approx(expected)
+    assert 1 < ratio.low < expected < ratio.high < 3
+    assert decide(gap, margin=math.log(1.05), family_size=29) == "worse"
+
+
+def test_values_of_a_logarithm_have_the_error_of_the_delta_method(rng):
+    outcomes = 90 + rng.normal(size=8)
+    logs, error = log_outcomes(outcomes), 100 - outcomes.mean()
+    assert logs.mean() == pytest.approx(-math.log(error))
+    assert logs.std() == pytest.approx(outcomes.std() / error)
+    assert log_outcomes(np.full((8, 359), 100.0)).mean() == pytest.approx(-math.log(100 / 359 / 2))
+
+
+def test_the_mean_over_two_workloads_has_welchs_interval(rng):
+    pairs = [(90 + rng.normal(size=n), 91 + 3 * rng.normal(size=n)) for n in (4, 8)]
+    got = over_workloads([log_gap(a, b) for a, b in pairs])
+    first, second = (log_outcomes(a) - log_outcomes(b) for a, b in pairs)
+    # (d1 + d2) / 2 is half of the difference d1 - (-d2), for which scipy has Welch's test
+    welch = scipy_stats.ttest_ind(first, -second, equal_var=False).confidence_interval(0.95)
+    assert got.estimate == pytest.approx((first.mean() + second.mean()) / 2)
+    assert (got.low, got.high) == pytest.approx((welch.low / 2, welch.high / 2))
+
+
+def test_over_workloads_the_interval_is_no_narrower_than_over_seeds():
+    rng = np.random.default_rng(4)
+    gaps = [
+        log_gap(accuracies(rng, p, (4, 400)), accuracies(rng, 0.9, (4, 400))) for p in (0.9, 0.8)
+    ]
+    both = over_workloads(gaps)
+    df, error = both.over_seeds
+    alone = [gap.over_seeds[1] for gap in gaps]
+    assert error == pytest.approx(math.hypot(*alone) / 2) and 3 <= df <= 6
+    assert both.low < both.estimate - 2.4 * error
+    assert over_workloads([gaps[0], difference([1.0], [2.0])]).low is None
