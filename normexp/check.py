@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from normexp.cli import entry, parse_command, read_options, split_options
-from normexp.reporting.terminal import open_console
 
 if TYPE_CHECKING:
     from normexp.checks.card import Card
@@ -25,6 +24,7 @@ def main(words: list[str]) -> int:
 
     with importing_torch():
         from normexp.checks.card import as_json, print_cards
+        from normexp.reporting.terminal import open_console
 
     cards = _measure(norms, contract_only=options["part"] == "contract")
     if options["format"] == "table":

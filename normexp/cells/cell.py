@@ -7,7 +7,6 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,10 +70,6 @@ class Cell:
     @property
     def title(self) -> str:
         return f"{self.description['norm']} on {self.description['data']}"
-
-    @property
-    def directory(self) -> Path:
-        return self.spec.directory
 
     @property
     def elements_per_forward(self) -> int:

@@ -53,7 +53,12 @@ def recipe_of(spec: CellSpec, *, num_train: int, metrics: Sequence[str]) -> Reci
     drop_last = config["drop_last"]
     devices = devices_of(spec)
     sizes = _sizes_of(Sizes(**spec.sizes), devices, num_train, drop_last=drop_last)
-    _check_limit(config["data"].get("limit_train"), sizes.batch_size)
+    limit = config["data"].get("limit_train")
+    if limit is not None and limit < sizes.batch_size:
+        raise UserError(
+            f"data.limit_train={limit} is less than one batch_size={sizes.batch_size}; "
+            f"try data.limit_train={sizes.batch_size} or a smaller batch_size"
+        )
     steps_per_epoch = count_steps_per_epoch(num_train, sizes.batch_size, drop_last=drop_last)
     num_steps = count_steps(
         steps_per_epoch,
@@ -154,14 +159,6 @@ def _sizes_of(typed: Sizes, devices: Devices, num_train: int, *, drop_last: bool
         rest = 0 if drop_last else num_train % sizes.batch_size
         _check_every_device_has_samples(sizes, devices.count, rest)
     return sizes
-
-
-def _check_limit(limit: int | None, batch_size: int) -> None:
-    if limit is not None and limit < batch_size:
-        raise UserError(
-            f"data.limit_train={limit} is less than one batch_size={batch_size}; "
-            f"try data.limit_train={batch_size} or a smaller batch_size"
-        )
 
 
 def _check_every_device_has_samples(sizes: Sizes, num_devices: int, rest: int) -> None:

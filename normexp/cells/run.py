@@ -226,7 +226,14 @@ class Trial:
 
     def _record(self, module: TrainingModule) -> list[Result]:
         device, source = module.trainer.strategy.root_device, self.cell.data.source_version
-        timing, gpu = _timing(module), None
+        count, seconds, gpu = len(self.runs), module.train_seconds, None
+        samples = module.batches.num_samples_before(module.step) * count
+        timing = {
+            "train_seconds": seconds,
+            "step_ms": 1000 * seconds / max(module.step, 1),
+            "stack_size": count,
+            "samples_per_second": samples / max(seconds, 1e-9),
+        }
         if device.type == "cuda":  # on a CPU only the peak of the whole process is known
             gpu = torch.cuda.get_device_name(device)
             timing["peak_memory_mb"] = torch.cuda.max_memory_allocated(device) / 1e6
@@ -291,25 +298,18 @@ def _fit(
     callbacks: Sequence[Callback],
     stop: StopRequest,
 ) -> TrainingModule:
-    """Trains, from the checkpoint if there is one."""
-    cell, checkpoint = cells[runs[0][0].id], folder / CHECKPOINT_FILE
+    """Trains, from the checkpoint if there is one, stacked as it was."""
+    cell, checkpoint, is_stacked = cells[runs[0][0].id], folder / CHECKPOINT_FILE, None
     seeds = [seed for _, seed in runs]
-    replicas = resume_replicas(cell, seeds, checkpoint)
+    if checkpoint.is_file():
+        state = torch.load(checkpoint, map_location="cpu", weights_only=True)["normexp"]
+        step, is_stacked = state["step"], state["is_stacked"]
+        logger.info("%s continues from step %d of %d", cell.title, step, cell.recipe.num_steps)
+    replicas = arrange_replicas(cell, [cell.build(seed) for seed in seeds], is_stacked=is_stacked)
     lrs = [cells[spec.id].recipe.lr for spec, _ in runs] if len(cells) > 1 else None
     module = build_module(cell, seeds, replicas, recorder, lrs)
     fit(module, checkpoint=checkpoint, callbacks=[*callbacks], stop=stop)
     return module
-
-
-def _timing(module: TrainingModule) -> dict[str, float]:
-    num_replicas, seconds = module.replicas.num_replicas, module.train_seconds
-    samples = module.batches.num_samples_before(module.step) * num_replicas
-    return {
-        "train_seconds": seconds,
-        "step_ms": 1000 * seconds / max(module.step, 1),
-        "stack_size": num_replicas,
-        "samples_per_second": samples / max(seconds, 1e-9),
-    }
 
 
 # --- What is trained ------------------------------------------------------------------------------
@@ -383,24 +383,14 @@ def can_stack_rates(cell: Cell, num_replicas: int) -> bool:
     return cell.recipe.schedule.follows_lr and will_stack(cell, num_replicas)
 
 
-def resume_replicas(cell: Cell, seeds: list[int], checkpoint: Path) -> Replicas:
-    """New networks, stacked as those in the checkpoint, which Lightning loads into them."""
-    networks = [cell.build(seed) for seed in seeds]
-    if not checkpoint.is_file():
-        return arrange_replicas(cell, networks)
-    state = torch.load(checkpoint, map_location="cpu", weights_only=True)["normexp"]
-    step = state["step"]
-    logger.info("%s continues from step %d of %d", cell.title, step, cell.recipe.num_steps)
-    return arrange_replicas(cell, networks, is_stacked=state["is_stacked"])
-
-
 # --- Loggers besides metrics.csv ------------------------------------------------------------------
 
 
 @contextmanager
 def run_loggers(cell: Cell, seed: int) -> Iterator[list[Logger]]:
     """The loggers of one run; finishes them at the end, as failed if the block raises."""
-    config, folder, version = cell.spec.config, seed_dir(cell.directory, seed), f"seed-{seed}"
+    spec, version = cell.spec, f"seed-{seed}"
+    config, study_dir = spec.config, spec.study_dir
     params = hyperparameters(
         cell.description, study=config["study"], experiment=config.get("experiment")
     )
@@ -408,12 +398,12 @@ def run_loggers(cell: Cell, seed: int) -> Iterator[list[Logger]]:
     labels += [*(config["tags"] or []), cell.invalid and "INVALID"]
     loggers = cell.recipe.loggers(
         {
-            "save_dir": str(cell.directory.parent),
-            "run_dir": str(folder),
-            "name": cell.spec.id,
+            "save_dir": str(study_dir),
+            "run_dir": str(seed_dir(spec.directory, seed)),
+            "name": spec.id,
             "version": version,
-            "experiment_name": cell.directory.parent.name,
-            "run_name": f"{cell.spec.id}/{version}",
+            "experiment_name": study_dir.name,
+            "run_name": f"{spec.id}/{version}",
             "labels": list(dict.fromkeys(str(label) for label in labels if label)),
             "notes": config["notes"],
         }
@@ -421,7 +411,7 @@ def run_loggers(cell: Cell, seed: int) -> Iterator[list[Logger]]:
     status = "failed"
     try:
         for each in loggers:
-            each.log_hyperparams({**params, "cell": cell.spec.id, "seed": seed})
+            each.log_hyperparams({**params, "cell": spec.id, "seed": seed})
         yield loggers
         status = "success"
     finally:

@@ -53,7 +53,7 @@ class Stack:
 
     @property
     def study_dir(self) -> Path:
-        return self.specs[0].directory.parent
+        return self.specs[0].study_dir
 
     @cached_property
     def folder(self) -> Path:
@@ -78,7 +78,7 @@ def cut_stacks(cells: Iterable[CellSpec], most: int = MOST_RUNS) -> list[Stack]:
     """The stacks of a command: cells that differ in `lr` alone share one, up to `most` runs."""
     stacks: list[list[Run]] = []
     last: dict[str, list[Run]] = {}  # of cells that may share it
-    for spec in cells:
+    for spec in (spec for spec in cells if not spec.error):
         runs, shared = [(spec, seed) for seed in spec.seeds], _shared(spec)
         if shared not in last or len(last[shared]) + len(runs) > most:
             last[shared] = []

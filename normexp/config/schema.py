@@ -45,12 +45,6 @@ def _distinct(values: list[Any]) -> list[Any]:
     return values
 
 
-def _target(path: str) -> str:
-    if path in ("", MISSING):
-        raise ValueError("must name a class or function, as my_package.MyClass")
-    return path
-
-
 def _name(text: str) -> str:
     if not re.fullmatch(r"\w[\w.+-]*", text) or len(text.encode()) > LONGEST_NAME:
         raise ValueError(
@@ -169,7 +163,7 @@ KEYS = {
 }
 TREES = {  # keys above others
     **{group: Key(Group) for group in (*PARTS, "trainer")},
-    **{f"{group}._target_": Key(Annotated[str, AfterValidator(_target)]) for group in PARTS},
+    **{f"{group}._target_": Key(Text) for group in PARTS},
     **{group: Key(Group | None) for group in OPTIONAL_GROUPS},
     **{group: Key(Group, in_id=False) for group in ("logger", "tune")},
     "experiment": Key(Text | None, in_id=False),

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.connection import wait
-from pathlib import Path
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -108,18 +107,20 @@ def train_cells(
         KeyboardInterrupt: a second Ctrl-C.
     """
     check_processes(cells, words)
-    job = _job_of([cell for cell in cells if not cell.error], words, searched)
+    for key in ("study", "runs_dir"):
+        shared_value(cells, key)
+    asked = {cell.id: Asked(cell.title, cell.seeds) for cell in cells if not cell.error}
+    entry = CommandEntry(secrets.token_hex(8), [*words], code_version(), asked, [*searched])
+    job = Job(cells, entry)
     before = job.states()
-    over = {one.directory for one in before if one.is_over and one.status != "failed"}
+    over = {one.id for one in before if one.is_over and one.status != "failed"}
     remove_failed(before)
     try:
         for cell in (cell for cell in cells if cell.error):
-            for study_dir, entry in list(job.commands.items())[:1]:
-                refusal = Refusal(cell.id, cell.title, cell.seeds, entry.id, cell.error)
-                append_entry(study_dir, refusal)
+            refusal = Refusal(cell.id, cell.title, cell.seeds, entry.id, cell.error)
+            append_entry(job.study_dir, refusal)
         if left := job.left():  # else torch is not imported
-            for study_dir in job.commands:
-                ensure_writable(study_dir)
+            ensure_writable(job.study_dir)
             if command is None or command.launcher is None:
                 Sweep(job, workers).train()
             else:
@@ -128,31 +129,11 @@ def train_cells(
                     Sweep(job, workers=0).train()
 
                 count = shared_value(cells, "workers") or len(left)
-                if error := launch_workers(command, next(iter(job.commands)), count, act):
+                if error := launch_workers(command, job.study_dir, count, act):
                     logger.warning("the launcher stopped: %s", error)
-        states = iter(job.states())
+        return [replace(state, was_over=state.id in over) for state in job.states()]
     finally:
-        for study_dir, entry in job.commands.items():
-            remove_refused(study_dir, entry.id)
-    return [
-        CellState(cell.id, cell.title, refused=cell.error)
-        if cell.error
-        else replace(next(states), was_over=cell.directory in over)
-        for cell in cells
-    ]
-
-
-def _job_of(cells: Sequence[CellSpec], words: Sequence[str], searched: Sequence[str]) -> Job:
-    command_id, commands = secrets.token_hex(8), dict[Path, CommandEntry]()
-    for study_dir in dict.fromkeys(cell.directory.parent for cell in cells):
-        asked = {
-            cell.id: Asked(cell.title, cell.seeds)
-            for cell in cells
-            if cell.directory.parent == study_dir
-        }
-        command = CommandEntry(command_id, [*words], code_version(), asked, [*searched])
-        commands[study_dir] = command
-    return Job(cells, commands)
+        remove_refused(job.study_dir, entry.id)
 
 
 class Sweep:

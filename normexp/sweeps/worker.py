@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,43 +46,43 @@ class Job:
     """What a command asks of its workers.
 
     Attributes:
-        cells: that compose.
-        commands: its line in each study.
+        cells: of one study; a refused one has a line in it.
+        command: its line in the study.
         most: runs in a stack.
     """
 
     cells: Sequence[CellSpec]
-    commands: Mapping[Path, CommandEntry]
+    command: CommandEntry
     most: int = MOST_RUNS
 
     @cached_property
     def stacks(self) -> list[Stack]:
         return cut_stacks(self.cells, self.most)
 
-    def refused(self) -> dict[Path, dict[str, str]]:
-        """Why cells of each study were refused, by their ids."""
-        return {study: refused_by(study, command.id) for study, command in self.commands.items()}
+    @property
+    def study_dir(self) -> Path:
+        return self.cells[0].study_dir
 
     def left(self) -> list[Stack]:
         """The stacks with runs that lack a result, in order."""
-        refused = self.refused()
+        refused = refused_by(self.study_dir, self.command.id)
         return [
             part
             for stack in self.stacks
-            if stack.left(refused[stack.study_dir])
+            if stack.left(refused)
             for part in stack.parts()
-            if part.left(refused[stack.study_dir])
+            if part.left(refused)
         ]
 
     def states(self) -> list[CellState]:
         """The state of each cell, of the runs that the command asks for."""
-        refused = self.refused()
-        stacks = {study: read_stacks(study) for study in self.commands}
+        refused, stacks = refused_by(self.study_dir, self.command.id), read_stacks(self.study_dir)
         return [
-            read_cell(study, cell.id, cell.title, cell.seeds, stacks[study], error)
+            read_cell(
+                *(self.study_dir, cell.id, cell.title, cell.seeds, stacks),
+                refused=refused.get(cell.id, ""),
+            )
             for cell in self.cells
-            for study in [cell.directory.parent]
-            for error in [refused[study].get(cell.id, "")]
         ]
 
 
@@ -100,7 +100,7 @@ def work(job: Job, slot: WorkerSlot, control: TrainingControl) -> None:
         with slot.claim() as is_free:
             for stack in left if is_free else ():
                 try:
-                    has_trained = train_stack(stack, job.commands[stack.study_dir], control)
+                    has_trained = train_stack(stack, job.command, control)
                 except Interrupted:
                     return
                 except UserError as error:  # a record that cannot be read or written

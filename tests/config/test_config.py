@@ -56,7 +56,6 @@ REFUSED = {
     "optim.warmup=1.0": "optim.warmup=1.0: must be less than 1",
     "trainer.devices=2": "several devices need trainer=ddp",
     "+norm.placement=mid": "norm.placement=mid: must be 'pre', 'post'",
-    "norm=custom": "norm._target_=???: must name a class or function",
     "lr=[0": "lr=[0: the value cannot be read",
     "epochs=2 steps=4": "epochs=2 and steps=4: a training has one budget; keep one",
     "samples=9 steps=4": "steps=4 and samples=9: a training has one budget",
@@ -122,6 +121,7 @@ MISSING = {
     "norm=my_own.py": "my_own has no py; it has LpNorm",
     "norm=custom norm._target_=my_own": "my_own is a module; it has LpNorm",
     "norm=no_such.LpNorm": "there is no module no_such",
+    "norm=custom": "norm._target_ is not set; give norm._target_=...",
     "data=image_folder": "data.root is not set; give data.root=...",
 }
 
