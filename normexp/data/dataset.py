@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -123,6 +122,11 @@ class Data:
     def __post_init__(self) -> None:
         if not self.digest:
             self.digest = content_digest((self.train, self.val, self.test), self.symbols)
+        if self.mean is not None:  # (x / 255 - mean) / std is x * scale + shift
+            mean, std = (torch.tensor(v, dtype=torch.float64) for v in (self.mean, self.std))
+            device = self.train.tensors[0].device
+            self._scale = (1 / (255 * std)).view(-1, 1, 1).to(device)  # (C, 1, 1)
+            self._shift = (-mean / std).view(-1, 1, 1).to(device)
 
     @property
     def chance_accuracy(self) -> float | None:
@@ -132,20 +136,11 @@ class Data:
         targets = self.test.tensors[1]
         return torch.bincount(targets).max().item() / len(targets)
 
-    @cached_property
-    def _scale_and_shift(self) -> tuple[Tensor, Tensor]:
-        """Factor and summand of (x / 255 - mean) / std, float64 (C, 1, 1), on the data's device."""
-        mean, std = (torch.tensor(v, dtype=torch.float64) for v in (self.mean, self.std))
-        device = self.train.tensors[0].device
-        scale, shift = 1 / (255 * std), -mean / std
-        return scale.view(-1, 1, 1).to(device), shift.view(-1, 1, 1).to(device)
-
     def model_inputs(self, inputs: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Images (..., C, H, W) as (x / 255 - mean) / std in `dtype`; tokens unchanged."""
         if self.mean is None:
             return inputs
-        scale, shift = self._scale_and_shift
-        return inputs.to(dtype) * scale.to(dtype) + shift.to(dtype)
+        return inputs.to(dtype) * self._scale.to(dtype) + self._shift.to(dtype)
 
     def to(self, device: torch.device | str) -> Data:
         train, val, test = (split.to(device) for split in (self.train, self.val, self.test))

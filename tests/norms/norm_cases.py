@@ -17,7 +17,6 @@ from torch.testing import assert_close
 
 from normexp.batching.replicas import InTurn, Stacked
 from normexp.build import RESERVED_NORM_KEYS
-from normexp.norms.site import read_state, write_state
 
 Norm = TypeVar("Norm", bound=nn.Module)
 
@@ -160,16 +159,6 @@ def state_of(norm: nn.Module) -> dict[str, Tensor]:
     """Parameters and all buffers, including those that are not saved."""
     tensors = [*norm.named_parameters(), *norm.named_buffers()]
     return {name: tensor.detach().clone() for name, tensor in tensors}
-
-
-def run_in_parts(norm: nn.Module, parts: list[tuple[Tensor, ...]]):
-    """The state at the start of a step, and after each part, every part from that start."""
-    start, ends = read_state(norm), []
-    for part in parts:
-        norm(*part)
-        ends.append(read_state(norm))
-        write_state(norm, start)
-    return start, ends
 
 
 def assert_stack_equals_loop(

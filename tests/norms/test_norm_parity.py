@@ -176,13 +176,9 @@ def test_config_wins_over_norm_and_null_leaves_the_word_to_the_next(asked, of_no
     assert resolve(asked, of_norm) == expected
 
 
-def test_only_used_values_unlike_the_default_make_another_training():
+def test_slots_in_use_unlike_the_default_make_a_training_and_others_that_are_set_are_found():
     slots = Slots(act="relu", conv="weight_standardized", residual_scale=0.0, placement="post")
-    found = changed(slots, {"act", "conv", "residual_scale"})
-    assert found == {"conv": "weight_standardized", "residual_scale": 0.0}
-
-
-def test_slots_that_were_set_and_not_used_are_found():
+    assert changed(slots, {"act", "conv"}) == {"conv": "weight_standardized"}
     config = {"act": "relu", "qk_norm": False, "placement": None, "lr": 0.1}
     assert set_but_unused(config, {"act"}) == ["qk_norm"]
     assert set(PLACES) == set(SLOTS)
