@@ -17,6 +17,7 @@ from torch.testing import assert_close
 
 from normexp.batching.replicas import InTurn, Stacked
 from normexp.build import RESERVED_NORM_KEYS
+from normexp.norms.running import RunningNorm
 
 Norm = TypeVar("Norm", bound=nn.Module)
 
@@ -61,14 +62,7 @@ NEED_POSITIONS = [
     *("instance", "frn", "batch_instance", "causal_instance"),
     *("deviations/ln_hw", "deviations/ln_time"),
 ]
-MIX_SAMPLES = [
-    *("batch", "sync", "ghost", "batch_renorm", "l1_batch", "eval_norm", "moving_average_batch"),
-    *("batch_per_position", "switchable", "batch_instance", "batch_channel", "mode", "evonorm_b0"),
-    *(f"deviations/bn_{what}" for what in ("biased_ema", "eps_outside", "naive_var", "unbiased")),
-    *("deviations/bn_per_position", "deviations/no_eps"),
-]
 APPROXIMATE = ["power", "moving_average_batch"]  # their backward is not their forward's
-RUNNING = [*MIX_SAMPLES, "power", "taper"]  # norms whose state moves
 
 
 def num_dims_of(name: str) -> tuple[int, ...]:
@@ -85,6 +79,9 @@ def maker(name: str, **knobs: Any) -> Callable[[int], nn.Module]:
     values = {**KNOBS_OF[name], **KNOBS.get(name, {}), **knobs}
     has_eps = "eps" in inspect.signature(get_object(values["_target_"])).parameters
     return instantiate(({"eps": EPS} if has_eps else {}) | values)
+
+
+RUNNING = [name for name in SHIPPED if isinstance(maker(name)(C), RunningNorm)]
 
 
 def make_fresh(name: str, dtype: torch.dtype = torch.double) -> nn.Module:

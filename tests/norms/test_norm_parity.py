@@ -196,15 +196,6 @@ def test_a_branch_is_scaled_by_a_number_per_channel_as_in_timm_and_by_both_where
     assert_close(both.residual(4)(x), 0.05 * x, rtol=0, atol=1e-7)
 
 
-def test_unset_slots_are_torchs_own_modules():
-    factory = NormFactory(nn.BatchNorm2d)
-    conv = factory.conv(3, 4, 5, stride=2, padding=1)
-    torch.manual_seed(0)
-    theirs, x = nn.Conv2d(3, 4, 5, stride=2, padding=1), torch.randn(2, 3, 9, 9)
-    assert type(conv) is nn.Conv2d and torch.equal(conv(x), theirs(x))
-    assert type(factory.act(4)) is nn.ReLU and type(factory.residual()) is nn.Identity
-
-
 def test_parameters_of_slots_count_as_those_of_norms():
     slots = Slots(act="tlu", conv="scaled_weight_standardized", residual_scale=0.0)
     factory = NormFactory(nn.BatchNorm2d, slots=slots)
