@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -98,7 +98,8 @@ class Data:
             as ghost sub-batches and devices see them, different classes; batches hold the same
             samples in both.
         source_version: package and version that the content comes from; "" for none.
-        digest: 16 hex digits of the sha256 of the content; computed if not given.
+        digest: first 16 hex digits of the sha256 over symbols, and each tensor's dtype, shape and
+            bytes; computed if not given.
     """
 
     name: str
@@ -121,7 +122,11 @@ class Data:
 
     def __post_init__(self) -> None:
         if not self.digest:
-            self.digest = content_digest((self.train, self.val, self.test), self.symbols)
+            digest = hashlib.sha256(repr(self.symbols).encode())
+            for tensor in (t for part in (self.train, self.val, self.test) for t in part.tensors):
+                digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+                digest.update(tensor.cpu().contiguous().numpy().data)
+            self.digest = digest.hexdigest()[:16]
         if self.mean is not None:  # (x / 255 - mean) / std is x * scale + shift
             mean, std = (torch.tensor(v, dtype=torch.float64) for v in (self.mean, self.std))
             device = self.train.tensors[0].device
@@ -145,15 +150,6 @@ class Data:
     def to(self, device: torch.device | str) -> Data:
         train, val, test = (split.to(device) for split in (self.train, self.val, self.test))
         return dataclasses.replace(self, train=train, val=val, test=test)
-
-
-def content_digest(splits: Sequence[Examples | Windows], symbols: tuple[str, ...] | None) -> str:
-    """First 16 hex digits of the sha256 over symbols, and each tensor's dtype, shape and bytes."""
-    digest = hashlib.sha256(repr(symbols).encode())
-    for tensor in (tensor for split in splits for tensor in split.tensors):
-        digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        digest.update(tensor.cpu().contiguous().numpy().data)
-    return digest.hexdigest()[:16]
 
 
 def limit_train(data: Data, num_samples: int, seed: int) -> Data:
