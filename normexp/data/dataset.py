@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -99,7 +98,8 @@ class Data:
             as ghost sub-batches and devices see them, different classes; batches hold the same
             samples in both.
         source_version: package and version that the content comes from; "" for none.
-        digest: 16 hex digits of the sha256 of the content; computed if not given.
+        digest: first 16 hex digits of the sha256 over symbols, and each tensor's dtype, shape and
+            bytes; computed if not given.
     """
 
     name: str
@@ -122,7 +122,16 @@ class Data:
 
     def __post_init__(self) -> None:
         if not self.digest:
-            self.digest = content_digest((self.train, self.val, self.test), self.symbols)
+            digest = hashlib.sha256(repr(self.symbols).encode())
+            for tensor in (t for part in (self.train, self.val, self.test) for t in part.tensors):
+                digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+                digest.update(tensor.cpu().contiguous().numpy().data)
+            self.digest = digest.hexdigest()[:16]
+        if self.mean is not None:  # (x / 255 - mean) / std is x * scale + shift
+            mean, std = (torch.tensor(v, dtype=torch.float64) for v in (self.mean, self.std))
+            device = self.train.tensors[0].device
+            self._scale = (1 / (255 * std)).view(-1, 1, 1).to(device)  # (C, 1, 1)
+            self._shift = (-mean / std).view(-1, 1, 1).to(device)
 
     @property
     def chance_accuracy(self) -> float | None:
@@ -132,33 +141,15 @@ class Data:
         targets = self.test.tensors[1]
         return torch.bincount(targets).max().item() / len(targets)
 
-    @cached_property
-    def _scale_and_shift(self) -> tuple[Tensor, Tensor]:
-        """Factor and summand of (x / 255 - mean) / std, float64 (C, 1, 1), on the data's device."""
-        mean, std = (torch.tensor(v, dtype=torch.float64) for v in (self.mean, self.std))
-        device = self.train.tensors[0].device
-        scale, shift = 1 / (255 * std), -mean / std
-        return scale.view(-1, 1, 1).to(device), shift.view(-1, 1, 1).to(device)
-
     def model_inputs(self, inputs: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Images (..., C, H, W) as (x / 255 - mean) / std in `dtype`; tokens unchanged."""
         if self.mean is None:
             return inputs
-        scale, shift = self._scale_and_shift
-        return inputs.to(dtype) * scale.to(dtype) + shift.to(dtype)
+        return inputs.to(dtype) * self._scale.to(dtype) + self._shift.to(dtype)
 
     def to(self, device: torch.device | str) -> Data:
         train, val, test = (split.to(device) for split in (self.train, self.val, self.test))
         return dataclasses.replace(self, train=train, val=val, test=test)
-
-
-def content_digest(splits: Sequence[Examples | Windows], symbols: tuple[str, ...] | None) -> str:
-    """First 16 hex digits of the sha256 over symbols, and each tensor's dtype, shape and bytes."""
-    digest = hashlib.sha256(repr(symbols).encode())
-    for tensor in (tensor for split in splits for tensor in split.tensors):
-        digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        digest.update(tensor.cpu().contiguous().numpy().data)
-    return digest.hexdigest()[:16]
 
 
 def limit_train(data: Data, num_samples: int, seed: int) -> Data:

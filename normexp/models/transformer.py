@@ -276,9 +276,9 @@ class Embedding(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Base of the token models: embedding norm, blocks, final norm, as `EQUATIONS` has them.
+    """Base of the token models: embedding norm, blocks and final norm of `EQUATIONS`, a head.
 
-    A subclass defines the embedding, calls `add_blocks`, defines the head, calls `init_weights`.
+    A subclass defines the embedding and calls `add_blocks`.
     """
 
     embedding_norm: nn.Module
@@ -291,16 +291,20 @@ class Transformer(nn.Module):
         depth: int,
         width: int,
         num_heads: int,
+        num_outputs: int,
         *,
         is_causal: bool,
         dropout: float,
+        init: Init,
+        has_bias: bool = True,
     ) -> None:
-        """Builds the blocks and the norms around them.
+        """Builds the blocks, the norms around them and the head; draws all initial weights.
 
         Args:
             depth: number of blocks.
             width: features of a token, a multiple of `num_heads`.
             dropout: probability of dropping an element of a branch's output.
+            has_bias: the head has a bias.
 
         Raises:
             UserError: a single block for a placement in which blocks differ; as `Attention`.
@@ -317,6 +321,8 @@ class Transformer(nn.Module):
             Block(width, num_heads, norm, layer=layer, **common) for layer in range(1, depth + 1)
         )
         self.final_norm = norm.tokens(width) if equation.has_final_norm else NoSite()
+        self.head = nn.Linear(width, num_outputs, bias=has_bias)
+        self.init_weights(init)
 
     def apply_blocks(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Embedded tokens (B, T, C) to the features that the head reads, same shape."""
@@ -378,9 +384,8 @@ class GPT(Transformer):
         super().__init__()
         check_positive(depth=depth, width=width, num_heads=num_heads)
         self.embedding = Embedding(vocab_size, block_size, width, dropout=dropout)
-        self.add_blocks(norm, depth, width, num_heads, is_causal=True, dropout=dropout)
-        self.head = nn.Linear(width, vocab_size, bias=False)
-        self.init_weights(init)
+        sizes = (depth, width, num_heads, vocab_size)
+        self.add_blocks(norm, *sizes, is_causal=True, dropout=dropout, init=init, has_bias=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.head(self.apply_blocks(self.embedding(inputs)))
@@ -415,9 +420,8 @@ class TextEncoder(Transformer):
         super().__init__()
         check_positive(depth=depth, width=width, num_heads=num_heads)
         self.embedding = Embedding(vocab_size, block_size, width, dropout=dropout)
-        self.add_blocks(norm, depth, width, num_heads, is_causal=False, dropout=dropout)
-        self.head = nn.Linear(width, num_outputs)
-        self.init_weights(init)
+        sizes = (depth, width, num_heads, num_outputs)
+        self.add_blocks(norm, *sizes, is_causal=False, dropout=dropout, init=init)
 
     def forward(self, inputs: Tensor, mask: Tensor) -> Tensor:
         return self.head(masked_max(self.apply_blocks(self.embedding(inputs), mask), mask))

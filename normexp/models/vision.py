@@ -215,8 +215,8 @@ class ViT(Transformer):
         channels, rows, columns = input_shape
         sides = (rows, columns)
         if any(side % patch_size for side in sides):
-            sizes = range(patch_size, 0, -1)
-            fitting = next(s for s in sizes if not any(side % s for side in sides))
+            smaller = range(patch_size, 0, -1)
+            fitting = next(s for s in smaller if not any(side % s for side in sides))
             raise UserError(
                 f"model.patch_size={patch_size} does not divide images of "
                 f"{rows}x{columns}; try model.patch_size={fitting}"
@@ -225,9 +225,8 @@ class ViT(Transformer):
         self.patch_size = patch_size
         self.patch_embedding = nn.Linear(channels * patch_size**2, width)
         self.positions = nn.Embedding(num_tokens, width)
-        self.add_blocks(norm, depth, width, num_heads, is_causal=False, dropout=dropout)
-        self.head = nn.Linear(width, num_outputs)
-        self.init_weights(init)
+        sizes = (depth, width, num_heads, num_outputs)
+        self.add_blocks(norm, *sizes, is_causal=False, dropout=dropout, init=init)
         # Pixels have unit variance, and so should tokens.
         nn.init.kaiming_normal_(self.patch_embedding.weight, nonlinearity="linear")
 

@@ -54,20 +54,18 @@ class BatchNorm(RunningMomentsNorm):
                 setattr(self, name, None)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        if not self._kernel_takes(x, mask):
+        if mask is not None or not (self.training and self.kernel_moves_averages(x)):
             return super().forward(x, mask)
+        # The whole forward is torch's kernel, which needs no wide copy of `x`.
         self.check_shape(x.shape)  # skips the axis of groups, which would slow small inputs
-        return self.normalize_flat(x, self.affine_like(self.running_mean))
-
-    def forward_groups(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        if not self._kernel_takes(x, mask):
-            return super().forward_groups(x, mask)
-        self.check_shape(x.shape[1:])
         return self.normalize_in_kernel(x, self.affine_like(self.running_mean))
 
-    def _kernel_takes(self, x: Tensor, mask: Tensor | None) -> bool:
-        """True if the whole forward is torch's kernel, which needs no wide copy of `x`."""
-        return self.training and mask is None and self.kernel_moves_averages(x)
+    def forward_groups(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is not None or not (self.training and self.kernel_moves_averages(x)):
+            return super().forward_groups(x, mask)
+        self.check_shape(x.shape[1:])
+        affine = self.affine_like(self.running_mean)
+        return self.normalize_in_kernel(x.flatten(0, 1), affine, len(x)).unflatten(0, x.shape[:2])
 
     def kernel_moves_averages(self, x: Tensor) -> bool:
         return self.track_running_stats and super().kernel_moves_averages(x)

@@ -52,18 +52,14 @@ class ChannelGroupsNorm(AffineNorm):
         wanted, num_features = self.num_groups, self.num_features
         if num_features % wanted == 0:
             return
-        divisors = [d for d in range(1, num_features + 1) if num_features % d == 0]
+        fitting = [d for d in range(1, num_features) if num_features % d == 0] or [1]
+        nearest = min(fitting, key=lambda d: abs(d - wanted))
         if self.groups_policy == "strict":
-            below, above = (
-                [d for d in divisors if d < wanted],
-                [d for d in divisors if d > wanted],
-            )
-            nearest = " or ".join(map(str, below[-1:] + above[:1]))
             raise UserError(
                 f"num_groups={wanted} does not divide num_features={num_features}; try "
                 f"norm.num_groups={nearest}, or norm.groups_policy=nearest"
             )
-        self.num_groups = min(divisors[:-1] or [1], key=lambda d: abs(d - wanted))
+        self.num_groups = nearest
         logger.info(
             "num_groups=%d does not divide num_features=%d: using %d",
             *(wanted, num_features, self.num_groups),

@@ -163,7 +163,8 @@ class RunningMomentsNorm(RunningNorm):
     def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         # One kernel normalizes and moves the state where it computes the same.
         if real is None and self.kernel_moves_averages(x):
-            return self.normalize_in_kernel(x, affine)
+            out = self.normalize_in_kernel(x.flatten(0, 1), affine, len(x))
+            return out.unflatten(0, x.shape[:2])
         out, moments = normalize_groups(x, real, affine, self.eps)
         self.advance(moments)
         return out
@@ -185,13 +186,8 @@ class RunningMomentsNorm(RunningNorm):
             return False
         return self.running_mean.dtype == wide_dtype(x)
 
-    def normalize_in_kernel(self, x: Tensor, affine: Affine) -> Tensor:
-        """Returns batch norm of x (G, N, C, *), which may be of half precision; moves the state."""
-        out = self.normalize_flat(x.flatten(0, 1), affine, len(x))
-        return out.unflatten(0, x.shape[:2])
-
-    def normalize_flat(self, x: Tensor, affine: Affine, num_groups: int = 1) -> Tensor:
-        """As `normalize_in_kernel`, for x (G * N, C, *)."""
+    def normalize_in_kernel(self, x: Tensor, affine: Affine, num_groups: int = 1) -> Tensor:
+        """Returns batch norm of x (G * N, C, *), in any precision, and moves the state."""
         self.num_batches_tracked.add_(1)
         self.num_values.fill_(x[:, 0].numel())
         averages = (self.running_mean, self.running_var)

@@ -19,7 +19,7 @@ from normexp.data import (
     build_text_data,
 )
 from normexp.data.batches import TrainingBatches, epoch_order, window_offset
-from normexp.data.dataset import content_digest, limit_train, validate
+from normexp.data.dataset import limit_train, validate
 from normexp.data.images import compute_channel_moments
 from normexp.data.sources import split_off_test, split_off_val
 from normexp.errors import UserError
@@ -85,7 +85,9 @@ def test_model_inputs_follow_the_formula_under_a_replica_axis():
 
 def test_digest_depends_on_content_shape_dtype_and_symbols():
     def digest(tensor: torch.Tensor, symbols: tuple[str, ...] | None = None) -> str:
-        return content_digest([Windows(tensor, 2)], symbols)
+        parts = [Windows(tensor, 2)] * 3
+        known = {"num_outputs": 9, "input_shape": (2,), "symbols": symbols}
+        return Data("toy", "language_modeling", *parts, **known).digest
 
     tokens = torch.arange(6)
     others = [digest(tokens + 1), digest(tokens.int()), digest(tokens.view(2, 3))]

@@ -17,7 +17,7 @@ from torch.testing import assert_close
 
 from normexp.batching.replicas import InTurn, Stacked
 from normexp.build import RESERVED_NORM_KEYS
-from normexp.norms.site import read_state, write_state
+from normexp.norms.running import RunningNorm
 
 Norm = TypeVar("Norm", bound=nn.Module)
 
@@ -62,14 +62,7 @@ NEED_POSITIONS = [
     *("instance", "frn", "batch_instance", "causal_instance"),
     *("deviations/ln_hw", "deviations/ln_time"),
 ]
-MIX_SAMPLES = [
-    *("batch", "sync", "ghost", "batch_renorm", "l1_batch", "eval_norm", "moving_average_batch"),
-    *("batch_per_position", "switchable", "batch_instance", "batch_channel", "mode", "evonorm_b0"),
-    *(f"deviations/bn_{what}" for what in ("biased_ema", "eps_outside", "naive_var", "unbiased")),
-    *("deviations/bn_per_position", "deviations/no_eps"),
-]
 APPROXIMATE = ["power", "moving_average_batch"]  # their backward is not their forward's
-RUNNING = [*MIX_SAMPLES, "power", "taper"]  # norms whose state moves
 
 
 def num_dims_of(name: str) -> tuple[int, ...]:
@@ -86,6 +79,9 @@ def maker(name: str, **knobs: Any) -> Callable[[int], nn.Module]:
     values = {**KNOBS_OF[name], **KNOBS.get(name, {}), **knobs}
     has_eps = "eps" in inspect.signature(get_object(values["_target_"])).parameters
     return instantiate(({"eps": EPS} if has_eps else {}) | values)
+
+
+RUNNING = [name for name in SHIPPED if isinstance(maker(name)(C), RunningNorm)]
 
 
 def make_fresh(name: str, dtype: torch.dtype = torch.double) -> nn.Module:
@@ -160,16 +156,6 @@ def state_of(norm: nn.Module) -> dict[str, Tensor]:
     """Parameters and all buffers, including those that are not saved."""
     tensors = [*norm.named_parameters(), *norm.named_buffers()]
     return {name: tensor.detach().clone() for name, tensor in tensors}
-
-
-def run_in_parts(norm: nn.Module, parts: list[tuple[Tensor, ...]]):
-    """The state at the start of a step, and after each part, every part from that start."""
-    start, ends = read_state(norm), []
-    for part in parts:
-        norm(*part)
-        ends.append(read_state(norm))
-        write_state(norm, start)
-    return start, ends
 
 
 def assert_stack_equals_loop(

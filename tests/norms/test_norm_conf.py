@@ -102,7 +102,7 @@ REFUSED_KNOBS: list[tuple[type[nn.Module], dict[str, Any], dict[str, Any], str]]
     (BatchRenorm, RENORM, {"d_ramp_end": 1.5}, "try norm"),
     *((TaperNorm, KNOBS["taper"], {"warmup": value}, "try norm") for value in (0, 0.7)),
     (TaperNorm, KNOBS["taper"], {"taper_end": 1.5}, "try norm"),
-    (GroupNorm, {}, {"num_groups": 5}, "try norm.num_groups=4 or"),
+    (GroupNorm, {}, {"num_groups": 5}, "try norm.num_groups=4, or"),
     (GroupNorm, {}, {"num_groups": 0}, "try norm.num_groups=1"),
     (GroupNorm, {"num_groups": 2}, {"groups_policy": "gcd"}, "strict.*nearest"),
 ]

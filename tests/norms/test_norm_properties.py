@@ -25,14 +25,13 @@ from norm_cases import (
     num_dims_of,
     random_tensor,
     run,
-    run_in_parts,
     state_of,
 )
 from torch import nn
 from torch.func import functional_call
 from torch.testing import assert_close
 
-from normexp.norms.site import Site, merge_state, read_state
+from normexp.norms.site import Site, merge_state, read_state, write_state
 
 ALL = pytest.mark.parametrize("name", SHIPPED)
 IN_EVALUATION = [(name, False) for name in SHIPPED if name in RUNNING]  # others are the same
@@ -189,23 +188,13 @@ def test_merged_parts_are_the_state_after_one_forward_on_all(name, momentum, mas
     mask, sizes = mask if masked else torch.ones_like(mask), [5, 2, 4]
     whole = copy.deepcopy(norm)
     whole(x, mask)
-    start, ends = run_in_parts(norm, list(zip(x.split(sizes), mask.split(sizes), strict=True)))
+    start, ends = read_state(norm), []
+    for part in zip(x.split(sizes), mask.split(sizes), strict=True):
+        norm(*part)
+        ends.append(read_state(norm))
+        write_state(norm, start)
     merged = merge_state(norm, start, ends, [size / 11 for size in sizes])
     assert_close(merged, read_state(whole), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", [n for n in SHIPPED if hasattr(make(n), "merge_state")])
-def test_merged_replicas_equal_each_merged_alone(name):
-    """As many replicas as positions: axes must not be taken for one another."""
-    runs, norm = [], make(name)
-    for replica in range(T):
-        parts = [(random_tensor(n, C, T, seed=10 * replica + n),) for n in (6, 3)]
-        runs.append(run_in_parts(cases.randomize(norm, seed=replica), parts))
-    alone = [norm.merge_state(start, ends, [2 / 3, 1 / 3]) for start, ends in runs]
-    start = {key: torch.stack([run[0][key] for run in runs]) for key in runs[0][0]}
-    ends = [{key: torch.stack([run[1][i][key] for run in runs]) for key in start} for i in (0, 1)]
-    for key, value in norm.merge_state(start, ends, [2 / 3, 1 / 3]).items():
-        assert_close(value, torch.stack([own[key] for own in alone]), rtol=0, atol=1e-14)
 
 
 @pytest.mark.slow
