@@ -1,4 +1,4 @@
-"""An optimizer step of a stack of replicas, through Lightning's own loop."""
+"""An optimizer step of a stack through Lightning's own loop, and the numbers that it records."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pytorch_lightning.loggers import Logger
 from torch import nn
 from training_cases import (
     assert_same_state,
@@ -22,6 +23,8 @@ from training_cases import (
 )
 
 from normexp.batching.sizes import Sizes
+from normexp.records.result import read_metrics
+from normexp.training.module import Recorder
 from normexp.training.step import StepGradient
 
 in_both_forms = pytest.mark.parametrize("stacked", [False, True], ids=["in_turn", "stacked"])
@@ -117,3 +120,31 @@ def test_training_equals_a_loop_written_by_hand(tmp_path: Path):
     expected = {**dict(network.named_parameters()), **dict(network.named_buffers())}
     for name, value in state_of(module).items():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12, msg=name)
+
+
+# The numbers of a training ------------------------------------------------------------------------
+
+
+class KeepingLogger(Logger):
+    name, version = "keeping", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple] = []
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append((step, dict(metrics)))
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+
+def test_each_run_gets_its_own_finite_values_in_its_file_and_its_logger(tmp_path: Path):
+    files, loggers = [tmp_path / "a.csv", None], [KeepingLogger(), KeepingLogger()]
+    recorder = Recorder(files, [[logger] for logger in loggers])
+    recorder.record((6, 1, 48), {"val/loss": [1.0, 3.0]})
+    recorder.record((7, 1, 56), {"val/loss": [math.inf, 4.0], "val/accuracy": [math.nan] * 2})
+    recorder.write()
+    assert read_metrics(tmp_path / "a.csv") == [(6, 1, 48, "val/loss", 1.0)]
+    assert [(step, row["val/loss"]) for step, row in loggers[1].rows] == [(6, 3), (7, 4)]
+    assert loggers[0].rows == [(6, {"val/loss": 1.0, "epoch": 1, "samples_seen": 48})]
