@@ -165,6 +165,21 @@ def _examine(network: BuiltNetwork, allow_leak: bool) -> Traits:
     )
 
 
+def check_optimizer(network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raises UserError for a parameter that requires a gradient but is in no group.
+
+    Args:
+        optimizer: built for the parameters of this network.
+    """
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [n for n, p in network.named_parameters() if p.requires_grad and id(p) not in held]
+    if missing:
+        raise UserError(
+            f"parameter {name_some(missing)} requires a gradient but is not in the optimizer; "
+            "try another optim, or set requires_grad=False on what is not to be trained"
+        )
+
+
 # ---------------------------------------------------------------- other samples, later positions
 
 

@@ -32,8 +32,7 @@ from train_cases import prepare
 
 from normexp.batching.sizes import Sizes
 from normexp.checks.network import BuiltNetwork, smallest_group
-from normexp.checks.preflight import OUTSIDE, Traits, examine, reaches_of
-from normexp.checks.wiring import check_optimizer
+from normexp.checks.preflight import OUTSIDE, Traits, check_optimizer, examine, reaches_of
 from normexp.data.dataset import Data
 from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm
