@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, lr_scheduler
-from training_cases import assert_same_state, build_module, rows_of, stopped_and_resumed, train
 
 from normexp.batching.replicas import Stacked, stack_networks
 from normexp.errors import UserError
 from normexp.norms.factory import NormFactory
-from normexp.training.module import TrainingModule
 from normexp.training.recipe import (
     ELEMENTWISE,
     Schedule,
@@ -101,35 +98,6 @@ def test_length_in_epochs_steps_or_samples():
         count(7, 100)
     with pytest.raises(UserError, match="samples=20 is less than one batch_size=32"):
         count(None, 20)
-
-
-STEP_LR = own_schedule(
-    partial(lr_scheduler.StepLR, step_size=3, gamma=0.5), lr_scheduler.StepLR, 10, None, "step"
-)
-# Nothing improves by 10, so each validation but the first halves the rate.
-PLATEAU = own_schedule(
-    partial(
-        lr_scheduler.ReduceLROnPlateau, patience=0, factor=0.5, threshold=10.0, threshold_mode="abs"
-    ),
-    lr_scheduler.ReduceLROnPlateau,
-    10,
-    "val/loss",
-    "plateau",
-)
-
-
-@pytest.mark.parametrize("schedule", [STEP_LR, PLATEAU], ids=["step", "plateau"])
-def test_resumed_scheduler_goes_on_to_the_bit(tmp_path: Path, schedule):
-    def build() -> TrainingModule:
-        return build_module(schedule=schedule, max_chunk=2)
-
-    whole = train(build(), tmp_path / "whole.ckpt", precision="32-true")
-    (group,) = (g for g in whole.trainer.optimizers[0].param_groups if g["weight_decay"])
-    assert group["lr"] == pytest.approx(0.05 / (2 if schedule is PLATEAU else 8))
-    for stop_at in (5, 7):
-        resumed = stopped_and_resumed(build, stop_at, tmp_path / f"{stop_at}.ckpt", "32-true")
-        assert_same_state(whole, resumed, 0)
-        assert rows_of(resumed) == rows_of(whole)
 
 
 @pytest.mark.parametrize("value", [None, math.nan, -0.1, "half", torch.ones(2)])
