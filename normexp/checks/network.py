@@ -214,17 +214,6 @@ def smallest_group(sizes: Sizes, num_samples: int, *, drop_last: bool) -> int:
     return last_micro % sizes.norm or sizes.norm
 
 
-def padded_batch(data: Data, num_samples: int) -> Batch | None:
-    """Training samples from the shorter half of those with padding; None if none has padding."""
-    mask = getattr(data.train, "mask", None)
-    if mask is None or bool(mask.all()):
-        return None
-    order = mask.sum(dim=1).argsort(stable=True)
-    order = order[mask[order].logical_not().any(dim=1)]
-    places = torch.linspace(0, (len(order) - 1) / 2, num_samples).long()
-    return data.train.gather(order[places])
-
-
 def explain(error: Exception) -> str:
     """The message of an error; of foreign code also its type, file and line."""
     return str(error) if isinstance(error, UserError) else one_line(error) + source_line_of(error)
