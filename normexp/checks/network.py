@@ -160,8 +160,8 @@ class BuiltNetwork:
             for _, site in named_sites(exposed):
                 site.norm_batch_size = None
                 for parameter in site.parameters():
-                    near_zero = parameter.abs() < HIDING
-                    parameter.masked_fill_(near_zero, 1)  # a scale of zero hides all dependence
+                    # A scale of zero hides all dependence.
+                    parameter.masked_fill_(parameter.abs() < HIDING, 1)
             for parameter in exposed.parameters():
                 if not parameter.any():
                     parameter.normal_(std=0.1)

@@ -147,14 +147,15 @@ def _examine(network: BuiltNetwork, allow_leak: bool) -> Traits:
             "the model mixes samples outside its norms, or along another axis than the first of a "
             "norm's input; norm_batch_size has no effect there"
         )
-    obstacle = "a module draws its own random numbers" if draws else None
     return Traits(
         mixing=mixing,
         mixes_samples_in_evaluation=mixing_in_evaluation is not None,
         leak=leak,
         leaks_future_in_training=leak_in_training is not None,
         draws_for_itself=draws,
-        stacking_obstacle=obstacle or cannot_stack(network.network, network.short),
+        stacking_obstacle="a module draws its own random numbers"
+        if draws
+        else cannot_stack(network.network, network.short),
         elements_per_sample=num_elements // len(network.batch["targets"]),
         reaches=reaches,
     )
