@@ -17,9 +17,8 @@ from normexp.batching.replicas import model_arguments, suitable_threads
 from normexp.build import NetworkBuilder, build_network, build_norm, load_data, norm_target
 from normexp.cells.recipe import describe_cell, deviations, devices_of, recipe_of
 from normexp.checks.network import name_some, probe_batch
-from normexp.checks.preflight import Traits, examine
+from normexp.checks.preflight import Traits, check_optimizer, examine
 from normexp.checks.probe import fixed_draws
-from normexp.checks.wiring import check_optimizer
 from normexp.config.cells import CellSpec
 from normexp.config.identity import may_mix_samples
 from normexp.config.words import as_typed

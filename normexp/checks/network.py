@@ -160,8 +160,8 @@ class BuiltNetwork:
             for _, site in named_sites(exposed):
                 site.norm_batch_size = None
                 for parameter in site.parameters():
-                    near_zero = parameter.abs() < HIDING
-                    parameter.masked_fill_(near_zero, 1)  # a scale of zero hides all dependence
+                    # A scale of zero hides all dependence.
+                    parameter.masked_fill_(parameter.abs() < HIDING, 1)
             for parameter in exposed.parameters():
                 if not parameter.any():
                     parameter.normal_(std=0.1)
@@ -212,17 +212,6 @@ def smallest_group(sizes: Sizes, num_samples: int, *, drop_last: bool) -> int:
         return sizes.norm
     last_micro = rest % sizes.micro or sizes.micro
     return last_micro % sizes.norm or sizes.norm
-
-
-def padded_batch(data: Data, num_samples: int) -> Batch | None:
-    """Training samples from the shorter half of those with padding; None if none has padding."""
-    mask = getattr(data.train, "mask", None)
-    if mask is None or bool(mask.all()):
-        return None
-    order = mask.sum(dim=1).argsort(stable=True)
-    order = order[mask[order].logical_not().any(dim=1)]
-    places = torch.linspace(0, (len(order) - 1) / 2, num_samples).long()
-    return data.train.gather(order[places])
 
 
 def explain(error: Exception) -> str:

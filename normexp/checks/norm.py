@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -184,7 +183,8 @@ class LoneNorm:
     @property
     def eps_name(self) -> str | None:
         """The argument that takes eps; None if there is none."""
-        return next((name for name in EPS_NAMES if name in arguments_of(self.make)), None)
+        arguments = Target("norm", self.target, partial(self.make)).arguments
+        return next((name for name in EPS_NAMES if name in arguments), None)
 
 
 @dataclass(frozen=True)
@@ -248,14 +248,6 @@ def _fill_hiding_zeros(norm: nn.Module, x: Tensor) -> None:
             parameter.fill_(1)
             if not (before.isfinite().all() and moves(before, contrast())):
                 parameter.zero_()
-
-
-def arguments_of(make: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """The signature, with bound knobs as defaults; nothing for a function written in C."""
-    try:
-        return inspect.signature(make).parameters
-    except (TypeError, ValueError):
-        return {}
 
 
 def open_norm(

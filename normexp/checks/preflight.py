@@ -24,7 +24,6 @@ from normexp.checks.network import (
     explain,
     name_some,
     names_where,
-    padded_batch,
     smallest_group,
 )
 from normexp.checks.probe import EVERYWHERE, MODES, TOLERANCE, Probe, difference
@@ -43,6 +42,7 @@ from normexp.records.provenance import source_line_of
 logger = logging.getLogger(__name__)
 
 OUTSIDE = "the model outside its norms"
+CAUSAL_NORMS = "norm.view=token, norm=causal_instance, norm=causal_group or norm=batch_per_position"
 
 
 @dataclass(frozen=True, order=True)
@@ -129,12 +129,7 @@ def _examine(network: BuiltNetwork, allow_leak: bool) -> Traits:
     check_state(network)
     leak_in_training, leak = (where_future_leaks(network, mode) for mode in MODES)
     if leak and not allow_leak:
-        remedy = (
-            "mask its attention, or use model=gpt"
-            if leak == OUTSIDE
-            else "norm.view=token, norm=causal_instance, norm=causal_group or "
-            "norm=batch_per_position"
-        )
+        remedy = "mask its attention, or use model=gpt" if leak == OUTSIDE else CAUSAL_NORMS
         raise UserError(
             f"a later position moves an earlier output at {leak}, so the loss is meaningless; try "
             f"{remedy}, or allow_leak=true to train it with every number marked INVALID"
@@ -152,17 +147,33 @@ def _examine(network: BuiltNetwork, allow_leak: bool) -> Traits:
             "the model mixes samples outside its norms, or along another axis than the first of a "
             "norm's input; norm_batch_size has no effect there"
         )
-    obstacle = "a module draws its own random numbers" if draws else None
     return Traits(
         mixing=mixing,
         mixes_samples_in_evaluation=mixing_in_evaluation is not None,
         leak=leak,
         leaks_future_in_training=leak_in_training is not None,
         draws_for_itself=draws,
-        stacking_obstacle=obstacle or cannot_stack(network.network, network.short),
+        stacking_obstacle="a module draws its own random numbers"
+        if draws
+        else cannot_stack(network.network, network.short),
         elements_per_sample=num_elements // len(network.batch["targets"]),
         reaches=reaches,
     )
+
+
+def check_optimizer(network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raises UserError for a parameter that requires a gradient but is in no group.
+
+    Args:
+        optimizer: built for the parameters of this network.
+    """
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [n for n, p in network.named_parameters() if p.requires_grad and id(p) not in held]
+    if missing:
+        raise UserError(
+            f"parameter {name_some(missing)} requires a gradient but is not in the optimizer; "
+            "try another optim, or set requires_grad=False on what is not to be trained"
+        )
 
 
 # ---------------------------------------------------------------- other samples, later positions
@@ -270,9 +281,13 @@ def reaches_of(network: BuiltNetwork) -> dict[str, Reach]:
 
 def check_padding(network: BuiltNetwork) -> None:
     """Raises UserError if padding moves a real output, a gradient or a running state."""
-    batch = padded_batch(network.data, PROBE_SAMPLES)
-    if batch is None:
+    train, mask = network.data.train, getattr(network.data.train, "mask", None)
+    if mask is None or mask.all():
         return
+    # From the shorter half of the samples with padding.
+    order = mask.sum(dim=1).argsort(stable=True)
+    order = order[mask[order].logical_not().any(dim=1)]
+    batch = train.gather(order[torch.linspace(0, (len(order) - 1) / 2, PROBE_SAMPLES).long()])
     sites = [site for site in enter_sites(network.exposed, batch) if site.mask is not None]
     # A norm without `mask` gets one sample at a time, so it must not mix samples.
     alone = [

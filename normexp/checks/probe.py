@@ -239,11 +239,9 @@ def difference(
     return None
 
 
-def moves(
-    before: Tensor, after: Tensor, *, scale: float = 0.0, tolerance: float = TOLERANCE
-) -> bool:
+def moves(before: Tensor, after: Tensor) -> bool:
     """True if any value differs by more than rounding, see `change`."""
-    return change(before, after, scale=scale) > tolerance
+    return change(before, after) > TOLERANCE
 
 
 def change(before: Tensor, after: Tensor, *, scale: float = 0.0) -> float:

@@ -31,33 +31,14 @@ def check_sites(network: BuiltNetwork) -> None:
         UserError: no norm has an effect; the backward of the loss fails, or reaches tensors that
             are no parameters.
     """
-    model, batch = copy.deepcopy(network.exposed).train(), network.short
+    model = copy.deepcopy(network.exposed).train()
     sites = dict(named_sites(model))
     if not sites:
         raise UserError(
             "the model has no norm site, so `norm` has no effect; build each norm with the "
             "argument `norm` that the model receives, as self.norm1 = norm(width)"
         )
-    added: defaultdict[str, list[Tensor]] = defaultdict(list)
-
-    def add_zeros(name: str, _: nn.Module, __: Any, output: Tensor) -> Tensor:
-        added[name].append(torch.zeros_like(output, requires_grad=True))
-        return output + added[name][-1]
-
-    for name, site in sites.items():
-        site.register_forward_hook(partial(add_zeros, name))
-    with fixed_draws(), torch.enable_grad():
-        output = model(*model_arguments(batch))  # (N, classes) or (B, T, V)
-        known = {id(p) for p in model.parameters()} | {id(z) for zs in added.values() for z in zs}
-        outside = [tuple(t.shape) for t in _leaves_of(output) if id(t) not in known]
-        loss = functional.cross_entropy(output.flatten(0, -2), batch["targets"].flatten())
-        try:
-            loss.backward()
-        except Exception as error:  # of foreign code, any kind
-            raise UserError(f"the backward pass fails: {explain(error)}") from error
-    reached = {
-        name for name, zeros in added.items() for z in zeros if z.grad is not None and z.grad.any()
-    }
+    reached, outside = _backward(model, network.short)
     idle = [name for name in sites if name not in reached]
     if not reached:
         raise UserError(
@@ -81,8 +62,37 @@ def check_sites(network: BuiltNetwork) -> None:
         if parameter.requires_grad and parameter.grad is None
     ]
     if untrained:
-        names = name_some(untrained)
-        logger.warning("no gradient reaches %s of the norm: it is not trained", names)
+        logger.warning(
+            "no gradient reaches %s of the norm: it is not trained", name_some(untrained)
+        )
+
+
+def _backward(model: nn.Module, batch: Batch) -> tuple[set[str], list[tuple[int, ...]]]:
+    """Takes the gradients of the loss of a batch.
+
+    Returns:
+        The sites that the loss depends on, and the shapes of tensors that get a gradient and are
+        no parameters.
+    """
+    added: defaultdict[str, list[Tensor]] = defaultdict(list)
+
+    def add_zeros(name: str, _: nn.Module, __: Any, output: Tensor) -> Tensor:
+        added[name].append(torch.zeros_like(output, requires_grad=True))
+        return output + added[name][-1]
+
+    for name, site in named_sites(model):
+        site.register_forward_hook(partial(add_zeros, name))
+    with fixed_draws(), torch.enable_grad():
+        output = model(*model_arguments(batch))  # (N, classes) or (B, T, V)
+        known = {id(p) for p in model.parameters()} | {id(z) for zs in added.values() for z in zs}
+        outside = [tuple(t.shape) for t in _leaves_of(output) if id(t) not in known]
+        loss = functional.cross_entropy(output.flatten(0, -2), batch["targets"].flatten())
+        try:
+            loss.backward()
+        except Exception as error:  # of foreign code, any kind
+            raise UserError(f"the backward pass fails: {explain(error)}") from error
+    gradients = [(name, zeros.grad) for name, several in added.items() for zeros in several]
+    return {name for name, grad in gradients if grad is not None and grad.any()}, outside
 
 
 def _leaves_of(output: Tensor) -> list[Tensor]:
@@ -117,21 +127,6 @@ def warn_of_other_norms(network: BuiltNetwork) -> None:
             "`norm`, or name their classes in model.replace; otherwise they stay the same for "
             "every norm that you compare",
             name_some(others),
-        )
-
-
-def check_optimizer(network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raises UserError for a parameter that requires a gradient but is in no group.
-
-    Args:
-        optimizer: built for the parameters of this network.
-    """
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    missing = [n for n, p in network.named_parameters() if p.requires_grad and id(p) not in held]
-    if missing:
-        raise UserError(
-            f"parameter {name_some(missing)} requires a gradient but is not in the optimizer; "
-            "try another optim, or set requires_grad=False on what is not to be trained"
         )
 
 

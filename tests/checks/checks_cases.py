@@ -113,27 +113,6 @@ def text_model(function: Callable[..., Tensor], norm: nn.Module, **modules: nn.M
     return Model(function, norm=norm, **ends, **modules)
 
 
-class Gate(nn.Module):
-    """A factor that starts at zero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.value = nn.Parameter(torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.value * x
-
-
-def gated(norm: NormFactory) -> Model:
-    """A language model whose one norm sits in a branch that starts at zero."""
-
-    def run(m: Any, inputs: Tensor) -> Tensor:
-        x = m.embedding(inputs)
-        return m.head(x + m.gate(m.norm(x)))
-
-    return text_model(run, norm.tokens(WIDTH), gate=Gate())
-
-
 class FlatNet(nn.Module):
     """Images as vectors, with one norm."""
 

@@ -12,7 +12,6 @@ from torch.nn import functional
 
 from normexp.batching.sizes import Sizes
 from normexp.build import build_norm, measure_norm
-from normexp.checks.card import Card
 from normexp.checks.network import BuiltNetwork
 from normexp.checks.preflight import check_padding, examine
 from normexp.config.compose import compose_config, shipped_defaults
@@ -107,11 +106,6 @@ def test_no_shipped_norm_reads_padding(name: str, view: View):
     check_padding(BuiltNetwork(network, data, Sizes(8), drop_last=True))
 
 
-def card_of(name: str, *, contract_only: bool = False) -> Card:
-    config = compose_config([f"norm={name}"])
-    return measure_norm(name, config, contract_only=contract_only)
-
-
 # Deviations that are shipped to be seen, and backwards that are an approximation by definition.
 BREAKS = {
     "deviations/no_eps": {"finite"},
@@ -121,16 +115,11 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize("name", FAST)  # of the others, a slow test has the whole card
-def test_norm_breaks_the_lines_of_the_contract_that_its_formula_breaks(name: str):
-    failures = card_of(name, contract_only=True).failures
-    assert {line.name for line in failures} == BREAKS.get(name, set()), failures
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in SHIPPED]
+)
 def test_card_of_a_shipped_norm_has_no_false_line(name: str):
-    card = card_of(name)
+    card = measure_norm(name, compose_config([f"norm={name}"]))
     assert {line.name for line in card.failures} == BREAKS.get(name, set())
     lines = {line.name: line for line in card.lines}
     expected = [TABLE[case] for case in TABLE if case[0] == name]

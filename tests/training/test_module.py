@@ -1,14 +1,17 @@
-"""An optimizer step of a stack of replicas, through Lightning's own loop."""
+"""An optimizer step of a stack through Lightning's own loop, and the numbers that it records."""
 
 from __future__ import annotations
 
 import math
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from pytorch_lightning.loggers import Logger
 from torch import nn
+from torch.optim import lr_scheduler
 from training_cases import (
     assert_same_state,
     build_module,
@@ -22,6 +25,9 @@ from training_cases import (
 )
 
 from normexp.batching.sizes import Sizes
+from normexp.records.result import read_metrics
+from normexp.training.module import Recorder
+from normexp.training.recipe import own_schedule
 from normexp.training.step import StepGradient
 
 in_both_forms = pytest.mark.parametrize("stacked", [False, True], ids=["in_turn", "stacked"])
@@ -47,20 +53,41 @@ def test_each_step_has_its_own_draws_and_each_part_knows_its_place(monkeypatch):
     assert len(set(foreign)) == len(foreign) == 2 * 2 * 2  # steps, parts, replicas
 
 
-@pytest.mark.parametrize(("stacked", "precision"), [(False, "64-true"), (True, "32-true")])
-def test_resumed_run_equals_an_undisturbed_one_to_the_bit(
-    tmp_path: Path, stacked: bool, precision: str
-):
-    def build():  # 5 steps an epoch, 10 in all
-        return build_module(
-            seeds=(0, 0),
-            lr_scales=(0.5, 1.0),
-            stacked=stacked,
-            sizes=Sizes(8, 4, 2),
-            max_chunk=2,
-        )
+STEP_LR = own_schedule(
+    partial(lr_scheduler.StepLR, step_size=3, gamma=0.5), lr_scheduler.StepLR, 10, None, "step"
+)
+# Nothing improves by 10, so each validation but the first halves the rate.
+PLATEAU = own_schedule(
+    partial(
+        lr_scheduler.ReduceLROnPlateau, patience=0, factor=0.5, threshold=10.0, threshold_mode="abs"
+    ),
+    lr_scheduler.ReduceLROnPlateau,
+    10,
+    "val/loss",
+    "plateau",
+)
+# Choices of a training, and what its schedule divides the learning rate by in the end.
+RESUMED: dict[str, tuple[dict[str, Any], int | None]] = {
+    "in turn": ({}, None),
+    "stacked": ({"stacked": True}, None),
+    "step": ({"schedule": STEP_LR}, 8),
+    "plateau": ({"schedule": PLATEAU}, 2),
+}
 
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_resumed_run_equals_an_undisturbed_one_to_the_bit(tmp_path: Path, name: str):
+    own, divisor = RESUMED[name]
+    common: dict[str, Any] = {"lr_scales": (0.5, 1.0), "sizes": Sizes(8, 4, 2), "max_chunk": 2}
+
+    def build():  # 5 steps an epoch, 10 in all
+        return build_module(seeds=(0, 0), **common, **own)
+
+    precision = "64-true" if name == "in turn" else "32-true"
     undisturbed = train(build(), tmp_path / "whole.ckpt", precision=precision)
+    if divisor is not None:
+        (group,) = (g for g in undisturbed.trainer.optimizers[0].param_groups if g["weight_decay"])
+        assert group["lr"] == pytest.approx(0.05 / divisor)
     for stop_at in (5, 8):
         resumed = stopped_and_resumed(build, stop_at, tmp_path / f"{stop_at}.ckpt", precision)
         for replica in (0, 1):
@@ -117,3 +144,31 @@ def test_training_equals_a_loop_written_by_hand(tmp_path: Path):
     expected = {**dict(network.named_parameters()), **dict(network.named_buffers())}
     for name, value in state_of(module).items():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12, msg=name)
+
+
+# The numbers of a training ------------------------------------------------------------------------
+
+
+class KeepingLogger(Logger):
+    name, version = "keeping", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple] = []
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append((step, dict(metrics)))
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+
+def test_each_run_gets_its_own_finite_values_in_its_file_and_its_logger(tmp_path: Path):
+    files, loggers = [tmp_path / "a.csv", None], [KeepingLogger(), KeepingLogger()]
+    recorder = Recorder(files, [[logger] for logger in loggers])
+    recorder.record((6, 1, 48), {"val/loss": [1.0, 3.0]})
+    recorder.record((7, 1, 56), {"val/loss": [math.inf, 4.0], "val/accuracy": [math.nan] * 2})
+    recorder.write()
+    assert read_metrics(tmp_path / "a.csv") == [(6, 1, 48, "val/loss", 1.0)]
+    assert [(step, row["val/loss"]) for step, row in loggers[1].rows] == [(6, 3), (7, 4)]
+    assert loggers[0].rows == [(6, {"val/loss": 1.0, "epoch": 1, "samples_seen": 48})]

@@ -35,7 +35,7 @@ from normexp.checks.wiring import cannot_stack
 from normexp.config.compose import compose_config
 from normexp.config.schema import group_choices
 from normexp.norms.factory import NormFactory
-from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
+from normexp.norms.group import RMSNorm
 from normexp.norms.slots import Slots
 from normexp.training.recipe import own_schedule
 
@@ -48,7 +48,6 @@ SGD = {"optimizer": partial(torch.optim.SGD, momentum=0.9, fused=True)}
 ADAMW = {"optimizer": partial(torch.optim.AdamW, fused=True), "lr": 0.003}
 TEXT = {"model": text_encoder, "data": text_data()}
 DROPOUT = {"model": partial(text_encoder, dropout=0.3), "data": text_data()}
-LAYER, INSTANCE = partial(LayerNorm, eps=1e-5), partial(InstanceNorm, eps=1e-5)
 
 
 def pair(name: str, common: dict, first: dict, second: dict, marks: Any = (), **check: Any) -> Any:
@@ -107,7 +106,7 @@ STACKED = [
 ]
 RATES = {"lr_scales": (1.0, 0.25, 0.03), "lr": 0.02}
 TO_THE_BIT = {"atol": 0, "precision": "32-true", "same_rows": True, "replica": 1, "other": 1}
-OWN_RATE = [  # the rule of other optimizers is in test_optim.py
+OWN_RATE = [  # the rule of other optimizers is in test_recipe.py
     *(
         pair(
             f"adamw-{form}",
@@ -125,10 +124,6 @@ OWN_RATE = [  # the rule of other optimizers is in test_optim.py
 # Other ways to say the same ---------------------------------------------------------------------
 
 
-def own_groups(num_features: int) -> nn.Module:
-    return GroupNorm(num_features, eps=1e-5, num_groups=num_features)
-
-
 def halved(step: int, total_steps: int, every: int = 3) -> float:
     assert total_steps == 10
     return 0.5 ** (step // every)
@@ -137,19 +132,13 @@ def halved(step: int, total_steps: int, every: int = 3) -> float:
 StepLR = lr_scheduler.StepLR
 STEP_LR = own_schedule(partial(StepLR, step_size=3, gamma=0.5), StepLR, 10, None, "step")
 FUNCTION = own_schedule(halved, halved, 10, None, "halved")
-ONE_GROUP = partial(GroupNorm, eps=1e-5, num_groups=1)
 compiling = [slow, pytest.mark.filterwarnings("ignore")]  # of torch's own warnings
-NEARLY = {"atol": 1e-6, "precision": "32-true"}
 SAID_OTHERWISE = [
     *(
         pair(f"chunks-{form}", seeds, {"max_chunk": 1}, {"max_chunk": 32}, **TO_THE_BIT)
         for form, seeds in FORMS.items()
     ),
     pair("schedule", STACK | RATES, {"schedule": FUNCTION}, {"schedule": STEP_LR}),
-    pair("one_group_is_layer", {}, {"make_norm": ONE_GROUP}, {"make_norm": LAYER}, **NEARLY),
-    pair(
-        "own_groups_are_instance", {}, {"make_norm": own_groups}, {"make_norm": INSTANCE}, **NEARLY
-    ),
     *(
         pair(f"compiled-{form}", seeds, {"compile": True}, {}, marks=compiling, atol=1e-9)
         for form, seeds in FORMS.items()

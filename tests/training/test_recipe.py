@@ -1,26 +1,30 @@
-"""The length of a training, and the learning rate at each step: rules, shapes, schedulers."""
+"""Length, learning rates, weight decay, and which optimizers can train a stack."""
 
 from __future__ import annotations
 
 import math
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import SGD, lr_scheduler
-from training_cases import assert_same_state, build_module, rows_of, stopped_and_resumed, train
 
+from normexp.batching.replicas import Stacked, stack_networks
 from normexp.errors import UserError
-from normexp.training.module import TrainingModule
+from normexp.norms.factory import NormFactory
 from normexp.training.recipe import (
+    ELEMENTWISE,
     Schedule,
+    can_train_a_stack,
     count_steps,
     count_steps_per_epoch,
     momentum_of_half_life,
     named_schedule,
     own_schedule,
+    parameter_groups,
     scale_learning_rate,
+    train_at_own_rates,
 )
 
 
@@ -96,35 +100,6 @@ def test_length_in_epochs_steps_or_samples():
         count(None, 20)
 
 
-STEP_LR = own_schedule(
-    partial(lr_scheduler.StepLR, step_size=3, gamma=0.5), lr_scheduler.StepLR, 10, None, "step"
-)
-# Nothing improves by 10, so each validation but the first halves the rate.
-PLATEAU = own_schedule(
-    partial(
-        lr_scheduler.ReduceLROnPlateau, patience=0, factor=0.5, threshold=10.0, threshold_mode="abs"
-    ),
-    lr_scheduler.ReduceLROnPlateau,
-    10,
-    "val/loss",
-    "plateau",
-)
-
-
-@pytest.mark.parametrize("schedule", [STEP_LR, PLATEAU], ids=["step", "plateau"])
-def test_resumed_scheduler_goes_on_to_the_bit(tmp_path: Path, schedule):
-    def build() -> TrainingModule:
-        return build_module(schedule=schedule, max_chunk=2)
-
-    whole = train(build(), tmp_path / "whole.ckpt", precision="32-true")
-    (group,) = (g for g in whole.trainer.optimizers[0].param_groups if g["weight_decay"])
-    assert group["lr"] == pytest.approx(0.05 / (2 if schedule is PLATEAU else 8))
-    for stop_at in (5, 7):
-        resumed = stopped_and_resumed(build, stop_at, tmp_path / f"{stop_at}.ckpt", "32-true")
-        assert_same_state(whole, resumed, 0)
-        assert rows_of(resumed) == rows_of(whole)
-
-
 @pytest.mark.parametrize("value", [None, math.nan, -0.1, "half", torch.ones(2)])
 def test_factor_that_is_no_number_is_refused(value: object):
     def own(step: int, total_steps: int) -> object:
@@ -138,3 +113,54 @@ def test_monitor_of_what_looks_at_no_metric_is_refused():
     for target in (math.exp, lr_scheduler.StepLR):
         with pytest.raises(UserError, match="^schedule.monitor=val/loss: "):
             own_schedule(target, target, 10, "val/loss", "mine")
+
+
+# The optimizer of a stack -------------------------------------------------------------------------
+
+
+class TableNorm(nn.Module):
+    """A norm whose affine parameters have three dimensions: a rule by ndim would miss them."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(num_features, 2, 2))
+        self.bias = nn.Parameter(torch.zeros(num_features))
+
+
+@pytest.mark.parametrize(("decay_norm", "decay_bias"), [(False, False), (True, False), (False, 1)])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_weight_decay_goes_by_owner_and_name_and_not_by_dimensions(decay_norm, decay_bias, stacked):
+    def build() -> nn.Module:
+        parts = {"norm1": NormFactory(TableNorm)(3), "head": nn.Linear(3, 2)}
+        return nn.ModuleDict(parts | {"attention": nn.MultiheadAttention(2, 1)})
+
+    model = stack_networks([build(), build()]) if stacked else build()
+    groups = parameter_groups(model, weight_decay=0.1, decay_norm=decay_norm, decay_bias=decay_bias)
+    decays = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        kept = not decay_norm if "norm" in name else not decay_bias and name.endswith("bias")
+        assert decays[id(parameter)] == (0.0 if kept else 0.1), name
+
+
+def test_an_optimizer_that_acts_on_each_value_trains_a_stack_as_each_run_alone():
+    """At a rate for each replica; a foreign class, also a subclass, is trained run by run."""
+    for make in (partial(torch.optim.SGD, momentum=0.9, nesterov=True), *ELEMENTWISE):
+        noise = torch.Generator().manual_seed(0)
+        alone = [nn.ParameterList([torch.randn(3, 4, generator=noise).double()]) for _ in range(2)]
+        stack, scales = Stacked(list(alone)), (1.0, 0.5)
+        optimizers = [make(stack.parameters(), lr=0.1)]
+        train_at_own_rates(optimizers[0], stack, scales)
+        optimizers += [make(n.parameters(), lr=0.1 * s) for n, s in zip(alone, scales, strict=True)]
+        assert can_train_a_stack(optimizers[0])
+        for _ in range(5):
+            gradient = torch.randn(2, 3, 4, generator=noise).double()
+            next(stack.parameters()).grad = gradient.clone()
+            optimizers[0].step()
+            for network, own, optimizer in zip(alone, gradient, optimizers[1:], strict=True):
+                network[0].grad = own.clone()
+                optimizer.step()
+        together = next(stack.parameters())
+        for index, network in enumerate(alone):
+            torch.testing.assert_close(together[index], network[0], rtol=1e-9, atol=1e-12)
+    assert not can_train_a_stack(type("Own", (torch.optim.SGD,), {})(alone[0].parameters(), lr=0.1))
+    assert not can_train_a_stack(torch.optim.Adafactor(alone[0].parameters()))
