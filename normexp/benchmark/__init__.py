@@ -1,5 +1,1 @@
 """The frozen benchmark: its table of runs, the ranking and the claims that it decides."""
-
-from normexp.benchmark.entry import main
-
-__all__ = ["main"]

@@ -6,7 +6,7 @@ tie is expected, with a difference that is shown to be larger than the margin.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from normexp.benchmark.table import recipes
 from normexp.config.schema import conf_dir
 from normexp.reporting.cells import CellRow, build_cells
 from normexp.reporting.compare import paired
-from normexp.reporting.metric import Metric, describe_metric, format_interval
+from normexp.reporting.metric import Metric, describe_metric
 from normexp.reporting.slices import Grid
 from normexp.reporting.tables import Table, table_of
 from normexp.stats.family import ALPHA, Verdict, decide, difference, p_value
@@ -68,9 +68,8 @@ def judge_claims(table: RunTable) -> list[Claim]:
     """The outcome of every claim."""
     declared = declared_claims()
     family = sum(len(one["budgets"]) for claim in declared for one in claim["comparisons"])
-    cells: dict[str, list[CellRow]] = {}
-    for name in recipes(table.about["benchmark"]):
-        cells[name] = build_cells(table.records([name]))
+    known = recipes(table.about["benchmark"])
+    cells = {name: build_cells(table.records([name])) for name in known}
 
     def test(comparison: Mapping[str, Any]) -> list[Tested]:
         return [_test(cells, comparison, budget, family) for budget in comparison["budgets"]]
@@ -78,8 +77,7 @@ def judge_claims(table: RunTable) -> list[Claim]:
     judged = []
     for claim in declared:
         tested = tuple(one for comparison in claim["comparisons"] for one in test(comparison))
-        outcomes: list[Outcome] = [one.outcome for one in tested]
-        outcome = _outcome_of(outcomes, needs_any=claim.get("rule") == "any")
+        outcome = _outcome_of(tested, needs_any=claim.get("rule") == "any")
         needs = test(claim["requires"]) if "requires" in claim else []
         if needs and outcome != "no runs" and all(one.outcome != "holds" for one in needs):
             outcome = "nothing to explain"
@@ -87,14 +85,13 @@ def judge_claims(table: RunTable) -> list[Claim]:
     return judged
 
 
-def _outcome_of(outcomes: list[Outcome], *, needs_any: bool) -> Outcome:
-    known = {*outcomes} - {"no runs"}
-    if not known:
-        return "no runs"
-    decides, otherwise = ("holds", "fails") if needs_any else ("fails", "holds")
-    if decides in known:
+def _outcome_of(tested: Sequence[Tested], *, needs_any: bool) -> Outcome:
+    """That of a comparison that decides, or the one that all comparisons have."""
+    found = {one.outcome for one in tested}
+    decides: Outcome = "holds" if needs_any else "fails"
+    if decides in found:
         return decides
-    return otherwise if {*outcomes} == {otherwise} else "undecided"
+    return tested[0].outcome if len(found) == 1 else "undecided"
 
 
 def _test(
@@ -167,8 +164,7 @@ def claims_table(claims: list[Claim]) -> Table:
         words = f"{claim.statement} ({claim.source})"
         rows.append({"claim": words, "outcome": claim.outcome})
         for one in claim.tested:
-            shown = "" if one.gap is None or one.metric is None else (
-                f"{format_interval(one.gap, one.metric.digits)} {one.metric.unit}")  # fmt: skip
+            shown = one.metric.format(one.gap) if one.metric and one.gap else ""
             where = f"– {one.norm} against {one.against}, {one.workload}"
             rows.append(
                 {"claim": where, "difference [95 %]": shown, "verdict": one.verdict}

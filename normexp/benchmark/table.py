@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from normexp.reporting.runs import Records, RunRow
 BENCHMARK = "benchmark1"
 WORKLOADS = ("convnet", "vit", "encoder", "gpt")  # recipes at the long budget, where norms rank
 METRICS = ("accuracy", "bits_per_byte", "loss")
+ENVIRONMENT = ("python", "torch", "cpu", "data_source", "code_version")  # that a cell records
 SCHEMA = 1
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -64,12 +65,11 @@ class BenchmarkRecipe:
         recipe = config.get("recipe") or {}
         known = {**config, "model.width": (recipe.get("model") or {}).get("width")}
         keys = ("batch_size", "epochs", "num_steps", "model.width")
-        if any(known.get(key) != self.shared[key] for key in keys if key in self.shared):
-            return False
-        if self.alphas and (recipe.get("norm") or {}).get("alpha_init") not in self.alphas:
-            return False
+        is_alike = all(known.get(key) == self.shared[key] for key in keys if key in self.shared)
+        alpha = (recipe.get("norm") or {}).get("alpha_init")
         is_open = self.name in WORKLOADS  # to other norms too
-        return config["lr"] in self.lrs and (is_open or config["norm"] in self.norms)
+        is_listed = config["lr"] in self.lrs and (is_open or config["norm"] in self.norms)
+        return is_alike and is_listed and (not self.alphas or alpha in self.alphas)
 
 
 @cache
@@ -103,31 +103,29 @@ def _rules(benchmark: str) -> dict[str, Any]:
 def _recipe(name: str, values: Mapping[str, Any]) -> BenchmarkRecipe:
     params = values["hydra"]["sweeper"]["params"]
 
-    def listed(key: str) -> list[str]:
-        return [word for word in str(params.get(key, "")).replace(",", " ").split() if word]
-
-    groups = {
-        key: value
-        for one in values.get("defaults", [])
-        if isinstance(one, dict)
-        for key, value in one.items()
+    lists = {key: str(value).replace(",", " ").split() for key, value in params.items()}
+    defaults = [one for one in values.get("defaults", []) if isinstance(one, dict)]
+    data = next((one["override /data"] for one in defaults if "override /data" in one), "digits")
+    optional = {
+        "epochs": values.get("epochs"),
+        "num_steps": values.get("steps"),
+        "model.width": values.get("model", {}).get("width"),
     }
-    budget = {"epochs": values.get("epochs"), "num_steps": values.get("steps")}
     shared = {
         "model": name.partition("_")[0],
-        "data": groups.get("override /data", "digits"),
+        "data": data,
         "batch_size": values["batch_size"],
-        **{key: value for key, value in budget.items() if value is not None},
-        **{
-            f"model.{key}": value
-            for key, value in values.get("model", {}).items()
-            if key == "width"
-        },
+        **{key: value for key, value in optional.items() if value is not None},
     }
-    alphas = tuple(float(alpha) for alpha in listed("norm.alpha_init"))
-    lrs = tuple(float(lr) for lr in listed("lr"))
-    seeds = values["replicas"]
-    return BenchmarkRecipe(name, values["study"], shared, tuple(listed("norm")), alphas, lrs, seeds)
+    return BenchmarkRecipe(
+        name,
+        values["study"],
+        shared,
+        norms=tuple(lists["norm"]),
+        alphas=tuple(map(float, lists.get("norm.alpha_init", ()))),
+        lrs=tuple(map(float, lists["lr"])),
+        num_seeds=values["replicas"],
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,40 +187,37 @@ def _runs_of(cell: TableCell, shared: Mapping[str, Any]) -> Iterator[RunRow]:
     folder = Path(cell.recipe, f"{cell.norm}-{cell.norm_batch_size}-{cell.lr:g}")
     environment = {"cpu": cell.about["cpu"]} if "cpu" in cell.about else {}
     for place, seed in enumerate(cell.seeds):
-        known = {name: float(values[place]) for name, values in cell.metrics.items()}
-        metrics = {name: value for name, value in known.items() if np.isfinite(value)}
+        metrics = {
+            name: float(values[place])
+            for name, values in cell.metrics.items()
+            if np.isfinite(values[place])
+        }
         status, step = (Status.DIVERGED, 0) if cell.diverged[place] else (Status.FINISHED, None)
         result = Result(
             cell.about["id"], seed, status, config, metrics, environment, diverged_at_step=step
         )
         run_dir = folder / f"seed-{seed}"
-        load = partial(_samples_at, cell.samples, place)
-        yield RunRow(BENCHMARK, run_dir, result, config, metrics, load)
-
-
-def _samples_at(samples: Arrays, place: int) -> dict[str, NDArray[Any]]:
-    return {kind: values[place] for kind, values in samples.items()}
+        samples = {kind: values[place] for kind, values in cell.samples.items()}
+        yield RunRow(BENCHMARK, run_dir, result, config, metrics, lambda samples=samples: samples)
 
 
 # From studies
 
 
-def cells_below(runs_dir: Path, known: Iterable[BenchmarkRecipe]) -> Iterator[TableCell]:
+def cells_below(runs_dir: Path, known: Collection[BenchmarkRecipe]) -> Iterator[TableCell]:
     """The cells of the studies of some recipes, with the seeds of their recipe."""
-    known = list(known)
     for study in sorted({recipe.study for recipe in known}):
         candidates = [recipe for recipe in known if recipe.study == study]
         for cell_dir in sorted({run.parent for run in list_runs(runs_dir / study)}):
             folders = [seed_dir(cell_dir, seed) for seed in list_seeds(cell_dir)]
-            results = [read_result(path) for path in folders if (path / RESULT_FILE).is_file()]
-            results = [one for one in results if one.status != Status.FAILED]
+            read = [read_result(path) for path in folders if (path / RESULT_FILE).is_file()]
+            results = [one for one in read if one.status != Status.FAILED]
             if not results or any(one.invalid for one in results):
                 continue
             trained = (one for one in candidates if one.trains(results[0].config))
-            if (recipe := next(trained, None)) is not None:
-                own = [one for one in results if one.seed < recipe.num_seeds]
-                if own:
-                    yield _pack(cell_dir, recipe, own)
+            recipe = next(trained, None)
+            if recipe and (own := [one for one in results if one.seed < recipe.num_seeds]):
+                yield _pack(cell_dir, recipe, own)
 
 
 def _pack(cell_dir: Path, recipe: BenchmarkRecipe, results: Sequence[Result]) -> TableCell:
@@ -231,16 +226,17 @@ def _pack(cell_dir: Path, recipe: BenchmarkRecipe, results: Sequence[Result]) ->
     names = sorted({name for one in results for name in one.metrics})
     read = [read_samples(seed_dir(cell_dir, one.seed)) for one in results]
     shapes = {kind: values for samples in read for kind, values in samples.items()}
-    environment = {"git_commit": "commit", "python": "python", "torch": "torch", "cpu": "cpu",
-                   "data_source": "data_source", "code_version": "code_version"}  # fmt: skip
-    about = {name: first.environment.get(key) for key, name in environment.items()}
+    about = {
+        "id": first.cell_id,
+        "commit": first.environment.get("git_commit"),
+        **{name: first.environment.get(name) for name in ENVIRONMENT},
+    }
     return TableCell(
         recipe=recipe.name,
         norm=f"{config['norm']} alpha_init={alpha}" if recipe.alphas else config["norm"],
         norm_batch_size=config.get("norm_batch_size"),
         lr=config["lr"],
         about={
-            "id": first.cell_id,
             **{name: value for name, value in about.items() if value is not None},
             "mixes_samples": config.get("mixes_samples") is not False,
             "chance": config.get("chance_accuracy"),
@@ -295,8 +291,11 @@ def write_table(table: Table, path: Path) -> None:
 def _is_chosen(table: Table, cell: TableCell) -> bool:
     """Whether a cell has the best or second best learning rate by the mean on validation."""
     place = (cell.recipe, cell.norm, cell.norm_batch_size)
-    grid = [one for one in table.cells if (one.recipe, one.norm, one.norm_batch_size) == place]
-    known = [one for one in grid if "val/loss" in one.metrics]
+    known = [
+        one
+        for one in table.cells
+        if (one.recipe, one.norm, one.norm_batch_size) == place and "val/loss" in one.metrics
+    ]
     best = sorted(known, key=lambda one: float(np.nanmean(one.metrics["val/loss"])))
     return cell in best[:2]
 
@@ -341,8 +340,10 @@ def shipped_path(name: str) -> Path:
     """
     path = Path(name) if name.endswith(".npz") else Path(__file__).parent / f"{name}.npz"
     if not path.is_file():
-        remedy = "a file made by python -m normexp.benchmark.table RUNS_DIR FILE"
-        raise UserError(f"reference={name}: no such table; {BENCHMARK}, or {remedy}")
+        raise UserError(
+            f"reference={name}: no such table; {BENCHMARK}, or a file made by "
+            "python -m normexp.benchmark.table RUNS_DIR FILE"
+        )
     return path
 
 

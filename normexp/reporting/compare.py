@@ -138,10 +138,9 @@ def compare_grids(part: Slice, first: Grid, second: Grid, sizes: tuple[int, int]
     gap = NOTHING
     num_samples = a.shape[1] if a.ndim == 2 else 0
     if a.size:
-        bounds = part.metric.bounds
-        step = first.best.step(part.metric)
-        step = (bounds[1] - bounds[0]) / num_samples if bounds and num_samples else step
-        gap = difference(a, b, step=step, limit=part.metric.limit)
+        step, limit = first.best.step(part.metric), part.metric.limit
+        step = limit / num_samples if num_samples and part.metric.bounds else step
+        gap = difference(a, b, step=step, limit=limit)
     is_comparable = not why
     why = why or next(filter(None, (grid.why_incomplete for grid in grids)), "")
     is_along = first.norm == second.norm

@@ -59,6 +59,7 @@ class Figure:
     """A chart with its rows: one specification for page, SVG and PNG.
 
     name: of its files
+    height: in pixels, or of a row; there is a panel for each value of the column `panel`
     rows: those of `kind` "mean" have an interval, those of `kind` "seed" one value each
     """
 
@@ -67,14 +68,22 @@ class Figure:
     caption: str
     chart: Any
     rows: Sequence[Row]
+    height: Any = HEIGHT
 
     @property
     def spec(self) -> dict[str, Any]:
         """Vega-Lite as plain values."""
-        spec = self.chart.properties(data=alt.NamedData("rows")).to_dict(validate=False)
-        fit = {"type": "fit-x", "contains": "padding"}
-        autosize = {"autosize": fit} if spec.get("width") == "container" else {}
-        return {**spec, **autosize, "data": {"values": list(self.rows)}, "config": CONFIG}
+        data = alt.NamedData("rows")
+        panels = list(dict.fromkeys(row["panel"] for row in self.rows if "panel" in row))
+        if len(panels) > 1:
+            chart = self.chart.properties(width=PANEL, height=PANEL * 0.7)
+            facet = alt.Facet("panel:N", title=None, sort=panels)
+            shown = chart.facet(facet, columns=2, data=data).to_dict(validate=False)
+        else:
+            fit = alt.AutoSizeParams(type="fit-x", contains="padding")
+            chart = self.chart.properties(width="container", height=self.height, data=data)
+            shown = chart.properties(autosize=fit).to_dict(validate=False)
+        return {**shown, "data": {"values": list(self.rows)}, "config": CONFIG}
 
 
 @dataclass(frozen=True)
@@ -151,7 +160,6 @@ def draw_by_size(part: Slice, styles: Styles) -> Figure:
         names = ", ".join(norm for norm in part.norms if norm in part.independent)
         words += f" {names}: not mixing samples, so the same runs at every size."
     title = f"{part.metric.label} by {AXIS_WORDS[part.axis]}"
-    chart = chart.properties(width="container", height=HEIGHT)
     return Figure(f"by_size_{part.slug}", title, words, chart, rows)
 
 
@@ -173,9 +181,8 @@ def draw_by_norm(part: Slice, styles: Styles) -> Figure:
     y = _norm_axis([grid.norm for grid in grids])
     colour, shape, _ = of_norms(styles)
     chart = dots_and_means(x, y, colour.legend(None), shape.legend(None))
-    chart = chart.properties(width="container", height=alt.Step(LINE))
     name, title = f"by_norm_{part.slug}", f"{part.metric.label} by norm"
-    return Figure(name, title, _dots_words(part), chart, rows)
+    return Figure(name, title, _dots_words(part), chart, rows, alt.Step(LINE))
 
 
 def _norm_axis(norms: Sequence[str]) -> alt.Y:
@@ -210,18 +217,7 @@ def draw_rates(part: Slice, styles: Styles) -> Figure:
     chart = _lines(x, y, styles)
     words = f"{DOTS}. A diverged run or one at chance counts as chance level."
     title = f"{kind} against learning rate"
-    return Figure(f"rates_{part.slug}", title, words, _panels(chart, rows), rows)
-
-
-def _panels(chart: Any, rows: Sequence[Row]) -> Any:
-    """One chart, or a panel with the same axes for each value of `panel`."""
-    panels = list(dict.fromkeys(row["panel"] for row in rows))
-    if len(panels) < 2:
-        return chart.properties(width="container", height=HEIGHT)
-    facet = alt.Facet("panel:N", title=None, sort=panels)
-    return chart.properties(width=PANEL, height=PANEL * 0.7).facet(
-        facet, columns=2, data=alt.NamedData("rows")
-    )
+    return Figure(f"rates_{part.slug}", title, words, chart, rows)
 
 
 def draw_curves(part: Slice, styles: Styles) -> Iterator[Figure]:
@@ -256,7 +252,7 @@ def draw_curves(part: Slice, styles: Styles) -> Iterator[Figure]:
         if by_size:
             words += f" Lines of a panel: {AXIS_WORDS[part.axis]}."
         title, file = f"{metric.label} during training", name.replace("/", "_")
-        yield Figure(f"curves_{file}_{part.slug}", title, words, _panels(chart, rows), rows)
+        yield Figure(f"curves_{file}_{part.slug}", title, words, chart, rows)
 
 
 def _curve(curves: Sequence[Sequence[tuple[int, float]]], scale: float, keys: Row) -> list[Row]:
@@ -308,8 +304,7 @@ def draw_ranking(ranking: Ranking, slug: str) -> Figure:
         f"time, while verdicts (colours) are corrected for {ranking.family_size} comparisons. "
         "A circle: may be the best."
     )
-    chart = chart.properties(width="container", height=alt.Step(LINE))
-    return Figure(f"ranking_{slug}", f"Ranking {ranking.title}", words, chart, rows)
+    return Figure(f"ranking_{slug}", f"Ranking {ranking.title}", words, chart, rows, alt.Step(LINE))
 
 
 def draw_cost(part: Slice) -> Figure:
@@ -332,8 +327,9 @@ def draw_cost(part: Slice) -> Figure:
         "Training time of an optimizer step over the number of runs trained together, a dot per "
         "run: as noisy as the machine."
     )
-    chart = chart.properties(width="container", height=alt.Step(LINE))
-    return Figure(f"cost_{part.slug}", "Time of a training step", words, chart, rows)
+    return Figure(
+        f"cost_{part.slug}", "Time of a training step", words, chart, rows, alt.Step(LINE)
+    )
 
 
 # Rows and channels

@@ -120,11 +120,9 @@ def describe_metric(name: str, tolerance: float | None = None) -> Metric:
     )
 
 
-def choose_metric(
-    available: Collection[str], wanted: str | None, preferred: Sequence[str] = PREFERRED
-) -> str | None:
-    """`wanted`, or the first preferred metric if None; None if it is not available."""
-    names = preferred if wanted is None else (wanted,)
+def choose_metric(available: Collection[str], wanted: str | None = None) -> str | None:
+    """`wanted`, or the first metric of PREFERRED if None; None if it is not available."""
+    names = PREFERRED if wanted is None else (wanted,)
     return next((name for name in names if name in available), None)
 
 

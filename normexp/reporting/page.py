@@ -25,7 +25,7 @@ from rich.progress import track
 
 from normexp.errors import UserError
 from normexp.records.files import write_text
-from normexp.records.result import EVALUATION_FILE, RESULT_FILE, list_studies
+from normexp.records.result import list_studies
 from normexp.reporting.figures import Figure, draw_figures, draw_ranking
 from normexp.reporting.report import Report, read_report, to_json
 from normexp.reporting.tables import write_tables
@@ -133,11 +133,10 @@ def _stamp(runs_dir: Path, names: Sequence[str]) -> set[tuple[str, int]]:
     """Every result and evaluation of the studies with the time it was written."""
     stamps = set()
     for name in names:
-        for file in (RESULT_FILE, EVALUATION_FILE):
-            # Not Path.glob, which raises if a folder disappears meanwhile.
-            for path in glob(f"{escape(str(runs_dir / name))}/*/seed-*/{file}"):
-                with suppress(FileNotFoundError):  # just removed by a rerun
-                    stamps.add((path, os.stat(path).st_mtime_ns))
+        # Not Path.glob, which raises if a folder disappears meanwhile.
+        for path in glob(f"{escape(str(runs_dir / name))}/*/seed-*/*.json"):
+            with suppress(FileNotFoundError):  # just removed by a rerun
+                stamps.add((path, os.stat(path).st_mtime_ns))
     return stamps
 
 

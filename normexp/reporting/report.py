@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from normexp.config.words import format_count
+from normexp.config.words import format_count, join_or
 from normexp.errors import UserError
 from normexp.reporting.cells import CellRow, base_of, build_cells, metric_names, order_norms
 from normexp.reporting.compare import (
@@ -35,7 +35,7 @@ from normexp.reporting.tables import (
 )
 
 SCHEMA = 3  # of report.json
-MOST_NAMED = 4  # norms in a headline
+MOST_NAMED, MOST_BEST = 4, 6  # norms in a headline: those that drop, those that may be the best
 WHY_SIZE_2 = "experiment=why_size_2 shows a recipe where it drops"
 
 
@@ -98,18 +98,18 @@ class Report:
         if part.axis == "norm_batch_size" and flat and flat[0].verdict in ("tie", "undecided"):
             at = flat[0].first
             words.append(f"that is at {at.best.budget} and lr {at.rate_words}; {WHY_SIZE_2}")
-        words += [_best_claim(one) for one in self.rankings if one.part is part and one.best]
+        rankings = [one for one in self.rankings if one.part is part and one.best]
+        words += [_best_claim(part, one.best) for one in rankings]
         return f"{'; '.join(words)}." if words else f"{part.heading}: no comparison."
 
     @cached_property
     def tables(self) -> list[Table]:
         """Every table, in the order of the page."""
-        tables = [*self.declared]
-        if self.over_slices is not None:
-            tables.insert(0, ranking_table(self.over_slices, self.comparisons))
-        for part in self.slices:
-            tables += self.tables_of(part)
-        tables += [
+        over = [one for one in [self.over_slices] if one is not None]
+        tables = [
+            *(ranking_table(one, self.comparisons) for one in over),
+            *self.declared,
+            *(table for part in self.slices for table in self.tables_of(part)),
             causes_table(self.causes),
             lost_table(self.cells, self.records.refused),
             cell_table(self.cells, self.metric, self.tolerance),
@@ -143,17 +143,11 @@ def _size_claim(one: Comparison) -> str:
     return f"{norm} {where}: no verdict ({one.why})"
 
 
-def _best_claim(ranking: Ranking) -> str:
-    best, part = ranking.best, ranking.part
-    at = ""
-    if part is not None and len(part.sizes) > 1:
-        at = f" at {AXIS_WORDS[part.axis]} {part.at}"
+def _best_claim(part: Slice, best: Sequence[str]) -> str:
     if len(best) == 1:
-        return f"{best[0]} is the best{at}"
-    named = ", ".join(best[:-1]) + f" or {best[-1]}"
-    return (
-        f"the best{at} may be {named}" if len(best) <= 6 else f"{len(best)} norms may be best{at}"
-    )
+        return f"{best[0]} is the best{part.at_words}"
+    named = join_or(best) if len(best) <= MOST_BEST else f"one of {len(best)} norms"
+    return f"the best{part.at_words} may be {named}"
 
 
 def read_report(
@@ -203,8 +197,7 @@ def report_on(
         slices = [replace(part, at=part.sizes[-1]) for part in slices]
     reference = _label_of(reference, slices)
     comparisons = compare(slices, reference)
-    places = [(part.title.partition(",")[0], part) for part in slices]
-    workloads = {name: part for name, part in reversed(places)}
+    workloads = {part.title.partition(",")[0]: part for part in reversed(slices)}
     causes = [
         causes
         for one in comparisons

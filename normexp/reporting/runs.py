@@ -29,7 +29,7 @@ from normexp.records.result import (
     read_result,
     read_samples,
 )
-from normexp.records.study import read_study
+from normexp.records.study import Refusal, read_study
 from normexp.reporting.metric import Metric, is_at_chance
 
 PARTS = ("norm", "model", "data", "optim")  # recorded by name, beside their recipes
@@ -125,14 +125,6 @@ class RunRow:
 
 
 @dataclass(frozen=True)
-class Refused:
-    """A cell that a study asks for and that cannot be trained."""
-
-    title: str
-    error: str
-
-
-@dataclass(frozen=True)
 class Records:
     """The records of one or more studies, as a report needs them.
 
@@ -146,7 +138,7 @@ class Records:
     runs: Sequence[RunRow]
     asked: Mapping[tuple[str, str], Sequence[Sequence[int]]] = field(default_factory=dict)
     searched: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    refused: Sequence[Refused] = ()
+    refused: Sequence[Refusal] = ()
     problems: Sequence[str] = ()
 
     @property
@@ -173,7 +165,7 @@ def read_studies(runs_dir: Path, names: Sequence[str]) -> Records:
 def _read_study(runs_dir: Path, name: str) -> Records:
     root = find_study(runs_dir, name)
     study = read_study(root)
-    refused = [Refused(one.title, f"refused: {one.error}") for one in study.refusals.values()]
+    refused = list(study.refusals.values())
     runs, torn, begun = [], [], Counter[Path]()
     for run_dir in list_runs(root):
         if not (run_dir / RESULT_FILE).exists():
@@ -189,7 +181,7 @@ def _read_study(runs_dir: Path, name: str) -> Records:
         for cell, count in begun.items()
         if cell not in ended
     ]
-    problems = [*torn, *(one.error for one in refused), *waiting]
+    problems = [*torn, *(f"refused: {one.error}" for one in refused), *waiting]
     if problems and not runs:
         raise UserError(f"study={name} has no readable result; the first problem: {problems[0]}")
     if not runs:

@@ -205,6 +205,11 @@ class Slice:
         return f"{self.title}, {self.fixed}"
 
     @property
+    def at_words(self) -> str:
+        """` at norm batch size 2`; empty where the slice has one size."""
+        return f" at {AXIS_WORDS[self.axis]} {self.at}" if len(self.sizes) > 1 else ""
+
+    @property
     def norms(self) -> list[str]:
         return list(self.lines)
 
@@ -258,9 +263,8 @@ def build_slices(
     slices = []
     for panel in panels.values():
         available = metric_names(panel)
-        name = choose_metric(available, metric)
-        if not available:  # all diverged or failed, which is worth reporting too
-            name = metric or PREFERRED[0]
+        # Where all diverged or failed, nothing is available; that is worth reporting too.
+        name = choose_metric(available or [metric or PREFERRED[0]], metric)
         if name is not None:
             slices += _slices_of(panel, describe_metric(name, tolerance))
     return _with_slugs(slices)
@@ -289,13 +293,17 @@ def _slices_of(cells: Sequence[CellRow], metric: Metric) -> list[Slice]:
         return _slice("norm_batch_size", fixed, along, points, metric, frozenset(independent))
 
     slices = [along_norm_batch_size(size, along) for size, along in sizes.items() if len(along) > 1]
-    alone = [cell for cell in cells if cell.norm in independent]
-    is_full = [cell for cell in cells if cell.norm_batch_size == cell.batch_size]
-    ways = {"norm batch size = batch size": {*alone, *is_full}}
-    if not slices:
-        for size in sorted({cell.norm_batch_size for cell in mixing}):
-            same = [cell for cell in cells if cell.norm_batch_size == size]
-            ways[f"norm batch size {size}"] = {*alone, *same}
+    ways = {
+        "norm batch size = batch size": {
+            cell
+            for cell in cells
+            if cell.norm in independent or cell.norm_batch_size == cell.batch_size
+        }
+    }
+    for size in [] if slices else sorted({cell.norm_batch_size for cell in mixing}):
+        ways[f"norm batch size {size}"] = {
+            cell for cell in cells if cell.norm in independent or cell.norm_batch_size == size
+        }
     seen: list[set[CellRow]] = []
     for fixed, chosen in ways.items():
         along = sorted({cell.batch_size for cell in chosen})
@@ -318,8 +326,8 @@ def _slice(
     independent: frozenset[str],
 ) -> Slice:
     """points: each size with a cell that stands there; several rates of one norm at one size."""
-    order = order_norms(cell.norm for _, cell in points)
-    placed: dict[str, dict[int, list[CellRow]]] = {norm: {} for norm in order}
+    norms = order_norms(cell.norm for _, cell in points)
+    placed: dict[str, dict[int, list[CellRow]]] = {norm: {} for norm in norms}
     for size, cell in sorted(points, key=lambda point: (point[0], point[1].lr or 0)):
         placed[cell.norm].setdefault(size, []).append(cell)
     known: dict[tuple[CellRow, ...], Grid] = {}
@@ -330,8 +338,7 @@ def _slice(
         }
         for norm, line in placed.items()
     }
-    first = points[0][1]
-    own = frozenset(norm for norm in lines if norm in independent)
+    first, own = points[0][1], independent & lines.keys()
     family = settings_key(first)
     return Slice(first.title, fixed, "", axis, sizes, metric, lines, own, sizes[0], family)
 

@@ -11,6 +11,7 @@ import pandas as pd
 
 from normexp.config.words import format_count
 from normexp.records.result import Status
+from normexp.records.study import Refusal
 from normexp.reporting.cells import CellRow, metric_names
 from normexp.reporting.compare import ADDED, DIFFERENCE, Causes, Comparison, Ranking, verdict_words
 from normexp.reporting.metric import (
@@ -22,7 +23,7 @@ from normexp.reporting.metric import (
     format_mean,
     signed,
 )
-from normexp.reporting.runs import Refused, RunRow, flatten
+from normexp.reporting.runs import RunRow, flatten
 from normexp.reporting.slices import AXIS_WORDS, Slice
 from normexp.stats.interval import as_ratio
 
@@ -151,9 +152,8 @@ def ranking_table(ranking: Ranking, comparisons: Sequence[Comparison]) -> Table:
         note = f"Ratio: error as a multiple of that of {ranking.reference}. Verdicts are corrected "
         note += f"for {ranking.family_size} comparisons; tie: shown to be within 5 %."
         return table_of("ranking", f"Errors {ranking.title}", rows, note=f"{NOTE} {note}")
-    at = f" at {AXIS_WORDS[part.axis]} {part.at}" if len(part.sizes) > 1 else ""
     own = [one for one in comparisons if one.part is part and not one.is_along_sizes]
-    caption = f"{part.metric.label}{at}, against {ranking.reference}"
+    caption = f"{part.metric.label}{part.at_words}, against {ranking.reference}"
     note = f"{NOTE} {_family_note(part.metric, own)}".strip()
     return table_of(f"ranking_{part.slug}", caption, rows, note=note)
 
@@ -175,7 +175,7 @@ def causes_table(causes: Sequence[Causes]) -> Table:
     return table_of("causes", "Where a drop comes from", rows, note=note)
 
 
-def lost_table(cells: Sequence[CellRow], refused: Sequence[Refused]) -> Table:
+def lost_table(cells: Sequence[CellRow], refused: Sequence[Refusal]) -> Table:
     """What was refused, failed, diverged, ended at chance, or is missing, with the reason."""
     rows: list[dict[str, Any]] = []
     for cell in cells:
@@ -192,7 +192,8 @@ def lost_table(cells: Sequence[CellRow], refused: Sequence[Refused]) -> Table:
                 seeds = f"{count} of {len(cell.wanted)}"
                 row = {"cell": cell.directory.name, "what": what, "seeds": seeds}
                 rows.append(row | {"why": why[0] if why else ""})
-    rows += [{"cell": one.title, "what": "refused", "why": one.error} for one in refused]
+    for one in refused:
+        rows.append({"cell": one.title, "what": "refused", "why": f"refused: {one.error}"})
     caption = f"Lost: {format_count(len(rows), 'line')}"
     return table_of("lost", caption, rows, has_latex=False)
 
@@ -201,7 +202,7 @@ def cell_table(cells: Sequence[CellRow], metric: str | None, tolerance: float | 
     """A row per cell: its sizes, the mean with its interval, the worst seed, and every count."""
     rows = []
     for cell in cells:
-        name = metric or choose_metric(metric_names([cell]), None) or PREFERRED[0]
+        name = metric or choose_metric(metric_names([cell])) or PREFERRED[0]
         described = describe_metric(name, tolerance)
         values = cell.values(described).values()
         worst = (min if described.higher_is_better else max)(values, default=None)
@@ -253,14 +254,13 @@ def run_frame(runs: Sequence[RunRow]) -> pd.DataFrame:
     rows = []
     for run in runs:
         own = asdict(run.result)
+        del own["config"], own["metrics"]
         nested = {key: own.pop(key) for key in ("timing", "environment")}
-        for key in ("config", "metrics"):
-            del own[key]
         micro = run.config.get("micro_batch_size") or run.config["batch_size"]
-        sizes = {"micro_batch_size": micro}
-        sizes["norm_batch_size"] = run.config.get("norm_batch_size") or micro
+        norm = run.config.get("norm_batch_size") or micro
+        own |= {**run.config, "micro_batch_size": micro, "norm_batch_size": norm}
         place = {"study": run.study, "directory": str(run.directory)}
-        rows.append(place | own | {**run.config, **sizes} | dict(run.metrics) | flatten(nested))
+        rows.append(place | own | dict(run.metrics) | flatten(nested))
     frame = pd.DataFrame(rows, dtype=object)
     metrics = {name for run in runs for name in run.metrics}
     return frame.where(frame.notna(), None).astype(dict.fromkeys(sorted(metrics), float))

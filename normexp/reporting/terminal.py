@@ -172,7 +172,8 @@ def print_summary(state: CellState) -> None:
     if state.invalid:
         console.out(f"INVALID, every number: {state.invalid}")
     rows = []
-    for metric in _shown_metrics(ended):
+    names = sorted({name for run in ended for name in run.metrics})
+    for metric in (n for base in SHOWN for n in names if n.partition("@")[0] == base):
         values = values_of(ended, metric)
         spread = f"{statistics.stdev(values):.4f}" if len(values) > 1 else "-"
         mean, least, most = (f"{f(values):.4f}" for f in (statistics.mean, min, max))
@@ -248,12 +249,6 @@ def _notes_on(state: CellState) -> list[str]:
     return notes
 
 
-def _shown_metrics(results: Sequence[Result]) -> list[str]:
-    """The metrics that get a row, each followed by its variants with other statistics (`@...`)."""
-    names = {name for result in results for name in result.metrics}
-    return [name for base in SHOWN for name in sorted(names) if name.partition("@")[0] == base]
-
-
 def _main_metric(results: Sequence[Result]) -> str:
     return next((name for name in MAIN if values_of(results, name)), "")
 
@@ -300,7 +295,11 @@ def print_status(study: Study) -> None:
     rows = []
     for cell in cells:
         counts = Counter(cell.states.values()) if not cell.refused else Counter[Status]()
-        notes = [f"refused: {cell.refused}"] if cell.refused else [*cell.failures, *_at_work(cell)]
+        steps = [f"step {stack.step} of {stack.total}" for stack in cell.stacks if stack.total]
+        at_work = [f"interrupted at {step}" for step in steps]
+        if cell.process:
+            at_work = [", ".join([cell.process, *steps])]
+        notes = [f"refused: {cell.refused}"] if cell.refused else [*cell.failures, *at_work]
         numbers = [str(counts[state] or "-") for state in states]
         rows.append([cell.title, *numbers, "; ".join(notes)])
     print_cells(console, ["cell", *states, ""], rows)
@@ -313,14 +312,6 @@ def print_status(study: Study) -> None:
     typed = {_as_typed(command, study): command.time for command in study.commands}
     lines = [f"  {time}  {line}" for line, time in typed.items()]
     console.out("\n".join(["commands so far, with their last time:", *lines, *_next(study)]))
-
-
-def _at_work(cell: CellState) -> list[str]:
-    """The process that trains a cell, or where it was interrupted."""
-    steps = [f"step {stack.step} of {stack.total}" for stack in cell.stacks if stack.total]
-    if cell.process:
-        return [", ".join([cell.process, *steps])]
-    return [f"interrupted at {step}" for step in steps]
 
 
 def _next(study: Study) -> list[str]:
@@ -414,7 +405,7 @@ def _power(plans: Sequence[Plan]) -> str:
     if n < 2:
         return f"{named}: none, as one seed has no spread; set replicas=..."
     runs = [run for plan in plans for run in plan.state.results if run.status is Status.FINISHED]
-    name = choose_metric({name for run in runs for name in run.metrics}, None)
+    name = choose_metric({name for run in runs for name in run.metrics})
     spread = None if name is None else _spread(plans, name)
     if name is None or spread is None:
         times = smallest_difference(n, 1.0, tests)

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from normexp.benchmark import claims, entry, table
+from normexp.benchmark import claims, table
+from normexp.benchmark.__main__ import main
 from normexp.benchmark.claims import declared_claims, judge_claims
 from normexp.benchmark.table import (
     WORKLOADS,
@@ -100,7 +101,7 @@ def test_a_table_survives_its_file_and_unpacks_into_runs(tmp_path: Path):
 def test_an_entry_that_breaks_the_rules_is_refused(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ):
-    assert entry.main(words) == 2
+    assert main(words) == 2
     assert message in capsys.readouterr().err
 
 
@@ -143,6 +144,6 @@ def test_a_norm_is_entered_by_one_line(tmp_path: Path, capsys: pytest.CaptureFix
     place = [f"runs_dir={tmp_path}", "workers=0"]
     normexp.run(["experiment=benchmark0/convnet", "norm=batch", "replicas=4", *place])
     table.main(tmp_path, tmp_path / "b0.npz", "benchmark0")
-    assert entry.main([f"reference={tmp_path / 'b0.npz'}", "norm=rms", *place]) == 0
+    assert main([f"reference={tmp_path / 'b0.npz'}", "norm=rms", *place]) == 0
     assert "batch" in capsys.readouterr().out
     assert (tmp_path / "benchmark0-rms" / "report" / "index.html").is_file()
