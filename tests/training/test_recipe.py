@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, lr_scheduler
 
-from normexp.batching.replicas import Stacked, stack_networks
+from normexp.batching.replicas import Stacked
 from normexp.errors import UserError
 from normexp.norms.factory import NormFactory
 from normexp.training.recipe import (
@@ -134,7 +134,7 @@ def test_weight_decay_goes_by_owner_and_name_and_not_by_dimensions(decay_norm, d
         parts = {"norm1": NormFactory(TableNorm)(3), "head": nn.Linear(3, 2)}
         return nn.ModuleDict(parts | {"attention": nn.MultiheadAttention(2, 1)})
 
-    model = stack_networks([build(), build()]) if stacked else build()
+    model = Stacked([build(), build()]).trees[0] if stacked else build()
     groups = parameter_groups(model, weight_decay=0.1, decay_norm=decay_norm, decay_bias=decay_bias)
     decays = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
     for name, parameter in model.named_parameters():
