@@ -21,7 +21,7 @@ from normexp.cells.recipe import choices_in
 from normexp.cells.run import arrange_replicas, build_module
 from normexp.config.cells import CellSpec
 from normexp.config.compose import refuse_missing_values, shipped_defaults
-from normexp.config.schema import PARTS
+from normexp.config.schema import PARTS, validate
 from normexp.config.words import format_count
 from normexp.data.dataset import attach_prediction, without_samples
 from normexp.diagnosis import TERMS, decompose
@@ -159,7 +159,9 @@ def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
     changes |= {"norm_batch_size": description["norm_batch_size"], **options}
     if not torch.cuda.is_available():
         changes["trainer.accelerator"] = "cpu"
-    cell = prepare_cell(recorded_spec(cell_dir, description, changes))
+    spec = recorded_spec(cell_dir, description, changes)
+    validate(spec.config)
+    cell = prepare_cell(spec)
     seeds = [result.seed for result in results]
     replicas = _load_replicas(cell, cell_dir, seeds)
     module = build_module(cell, seeds, replicas, Recorder([]))

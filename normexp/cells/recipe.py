@@ -101,8 +101,8 @@ def recipe_of(spec: CellSpec, *, num_train: int, metrics: Sequence[str]) -> Reci
         val_every_epochs=config["val_every_epochs"],
         statistics=statistics,
         precise_samples=config["precise_samples"],
-        evaluation_batch_sizes=_evaluation_batch_sizes(
-            config["evaluate_batch_sizes"], statistics, sizes.norm
+        evaluation_batch_sizes=tuple(
+            (config["evaluate_batch_sizes"] or [sizes.norm]) if "batch" in statistics else ()
         ),
         evaluates_every_epoch=config["evaluate_every_epoch"],
         devices=devices,
@@ -172,20 +172,6 @@ def _check_every_device_has_samples(sizes: Sizes, num_devices: int, rest: int) -
             f"drop_last=false: the last batch of an epoch has {rest} samples, which leaves one of "
             f"{num_devices} devices without any; try drop_last=true, or norm=batch"
         )
-
-
-def _evaluation_batch_sizes(
-    typed: Sequence[int] | None, statistics: Sequence[str], norm_batch_size: int
-) -> tuple[int, ...]:
-    """The samples per batch for batch statistics, by default as many as in training."""
-    if "batch" in statistics:
-        return tuple(typed or [norm_batch_size])
-    if typed:
-        raise UserError(
-            f"evaluate_batch_sizes={as_typed(typed)}: only batch statistics use it; add batch, as "
-            f"in evaluate_with={as_typed([*statistics, 'batch'])}"
-        )
-    return ()
 
 
 # --- Optimizer and schedule -----------------------------------------------------------------------

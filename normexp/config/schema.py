@@ -212,6 +212,12 @@ def value_at(tree: Any, key: str) -> Any:
 def validate(config: Mapping[str, Any]) -> None:
     """Checks the values of a cell that need neither data nor model. Raises UserError."""
     validate_keys(config)
+    statistics, sizes = config["evaluate_with"], config["evaluate_batch_sizes"]
+    if sizes and "batch" not in statistics:
+        raise UserError(
+            f"evaluate_batch_sizes={as_typed(sizes)}: only batch statistics use it; add batch, as "
+            f"in evaluate_with={as_typed([*statistics, 'batch'])}"
+        )
     trainer = config["trainer"]
     devices = trainer["devices"] * trainer["num_nodes"]
     if devices > 1 and trainer["strategy"] != "ddp":

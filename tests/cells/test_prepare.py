@@ -108,7 +108,6 @@ REFUSED = {
     "norm._target_=torch.nn.GroupNorm": "num_groups",
     "model=vit act=relu": r"act=relu: model=vit has no activation after a norm; try model=convnet",
     "data.limit_train=31": "data.limit_train=31 is less than one batch_size=32; try",
-    "evaluate_batch_sizes=[2]": "evaluate_batch_sizes=.2.: only batch statistics use it; add batch",
     f"{TEXT} norm=batch evaluate_with=[batch]": r"try evaluate_with=\[running,precise\]",
     (
         "data=langid model.width=16 model.depth=1 norm=batch_per_position evaluate_with=[batch] "

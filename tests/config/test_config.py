@@ -50,6 +50,7 @@ REFUSED = {
     "norm_batch_size=1.5": "norm_batch_size=1.5: must be a whole number (samples)",
     "micro_batch_size=true": "micro_batch_size=true: must be a whole number",
     "micro_batch_size=12": "try micro_batch_size=8 or micro_batch_size=16",
+    "evaluate_batch_sizes=[2]": "evaluate_batch_sizes=[2]: only batch statistics use it; add batch",
     "lr=nan": "lr=nan: must be a finite number",
     "eps=-1e-5": "eps=-1e-05: must be greater than or equal to 0",
     f"study={'n' * 201}": "of at most 200 bytes",
