@@ -139,7 +139,7 @@ class TrainingModule(pl.LightningModule):
         self.chunk_size = max(1, min(2 * self.chunk_size, affordable, self.recipe.max_chunk))
 
     def _take_step(self, gradient: StepGradient, batch: Batch, optimizer: Any) -> None:
-        self.losses.add(gradient.add(self.step, batch))
+        self.losses.unread.append(gradient.add(self.step, batch))
         if self.recipe.max_grad_norm is not None:
             self.replicas.clip_gradients(self.recipe.max_grad_norm)
         optimizer.step()
@@ -250,22 +250,19 @@ class LossHistory:
     Attributes:
         diverged_at: for each replica, the first step (from 1) with a loss that is not finite.
         row: float64 losses (S,) on the CPU, of the steps since the last row.
+        unread: losses (S,) on the device, of the steps since `read`; nothing waits for them.
     """
 
     def __init__(self, num_replicas: int, every: int) -> None:
         self.every = every
         self.diverged_at: list[int | None] = [None] * num_replicas
         self.row: list[Tensor] = []
-        self._unread: list[Tensor] = []  # (S,) each, on the device
-
-    def add(self, losses: Tensor) -> None:
-        """Adds the losses (S,) of one optimizer step; does not wait for the device."""
-        self._unread.append(losses)
+        self.unread: list[Tensor] = []
 
     def read(self, num_steps: int) -> Iterator[tuple[int, list[float]]]:
         """Reads the losses up to step `num_steps`; yields rows: last step, mean of each replica."""
-        first = num_steps - len(self._unread) + 1
-        losses, self._unread = torch.stack(self._unread).double().cpu(), []
+        first = num_steps - len(self.unread) + 1
+        losses, self.unread = torch.stack(self.unread).double().cpu(), []
         for index, bad in enumerate((~losses.isfinite()).T):
             if self.diverged_at[index] is None and bad.any():
                 self.diverged_at[index] = first + int(bad.float().argmax())
