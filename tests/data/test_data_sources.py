@@ -74,10 +74,7 @@ def test_mnist_is_averaged_and_half_of_each_class_is_test():
 
 @pytest.mark.parametrize("name", ["digits", "langid", "mnist5k"])
 def test_split_seed_moves_val_and_leaves_test(name: str):
-    (_, val, test), (_, other_val, other_test) = (
-        splits(load(name)),
-        splits(load(name, split_seed=1)),
-    )
+    (_, val, test), (_, other_val, other_test) = (splits(load(name, split_seed=k)) for k in (0, 1))
     assert torch.equal(test.inputs, other_test.inputs)
     assert not torch.equal(val.inputs, other_val.inputs)
 
@@ -101,23 +98,23 @@ def test_languages_are_balanced_and_share_no_string():
     assert load("langid", samples_per_language=100, max_length=5).input_shape == (5,)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"languages": ["de", "xq"]}, "data.languages has 'xq'"),
-        ({"languages": ["de"]}, "data.languages=.*two"),
-        (
-            {"samples_per_language": 100_000},
-            r"samples_per_language=100000 must be 10 to \d+, .*'it'",
-        ),
-        ({"test_fraction": 0.0}, "data.test_fraction=0.0 leaves train or test"),
-        ({"samples_per_language": 0}, "samples_per_language=0 must be 10 to"),
-        ({"max_length": 0}, "data.max_length=0"),
-    ],
-)
-def test_bad_arguments_of_langid_are_refused(arguments: dict, message: str):
+BAD_ARGUMENTS: list[tuple[str, dict, str]] = [
+    ("langid", {"languages": ["de", "xq"]}, "data.languages has 'xq'"),
+    ("langid", {"languages": ["de"]}, "data.languages=.*two"),
+    ("langid", {"samples_per_language": 100_000}, r"=100000 must be 10 to \d+, .*'it'"),
+    ("langid", {"test_fraction": 0.0}, "data.test_fraction=0.0 leaves train or test"),
+    ("langid", {"max_length": 0}, "data.max_length=0"),
+    ("manual", {"test_fraction": 0.0}, "data.val_fraction=.* and data.test_fraction=0.0"),
+    ("manual", {"val_fraction": 0.6, "test_fraction": 0.5}, "data.val_fraction=0.6"),
+    ("manual", {"block_size": 0}, "data.block_size=0"),
+    ("manual", {"block_size": 10**6}, "data=manual has .* characters; data.block_size=1000000"),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "message"), BAD_ARGUMENTS)
+def test_bad_arguments_are_refused(name: str, arguments: dict, message: str):
     with pytest.raises(UserError, match=message):
-        load("langid", **arguments)
+        load(name, **arguments)
 
 
 def test_cifar_images_become_channels_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -215,19 +212,6 @@ def test_text_that_cannot_be_used_is_refused(
         path.write_bytes(content)
     with pytest.raises(UserError, match=f"data.path={path}.*{message}"):
         read(path)
-
-
-@pytest.mark.parametrize(
-    ("block_size", "val", "test", "message"),
-    [
-        (2, 0.1, 0.0, "data.val_fraction=0.1 and data.test_fraction=0.0"),
-        (2, 0.6, 0.5, "data.val_fraction=0.6"),
-        (0, 0.1, 0.1, "data.block_size=0"),
-    ],
-)
-def test_bad_sizes_are_refused(block_size: int, val: float, test: float, message: str):
-    with pytest.raises(UserError, match=message):
-        build_text_data("toy", "abc" * 100, block_size, val, test)
 
 
 @pytest.fixture
