@@ -1,6 +1,6 @@
-"""A data set: three splits as tensors on one device, the checks that it must pass, and what stays.
+"""A data set: three splits as tensors on one device, and the checks that it must pass.
 
-A saved network needs its data set without the samples; for images it can name their classes.
+Saved networks keep its description, without the samples; those of images predict class names by it.
 """
 
 from __future__ import annotations

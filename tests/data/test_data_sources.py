@@ -1,9 +1,12 @@
-"""The shipped sources of data; conf/data gives each function its arguments."""
+"""The shipped sources of data, whose arguments conf/data gives, and the user's own images."""
 
 from __future__ import annotations
 
 import hashlib
+import os
+import shutil
 from pathlib import Path
+from typing import Any
 from urllib.error import URLError
 
 import numpy as np
@@ -12,10 +15,12 @@ import sklearn.datasets
 import torch
 from hydra.utils import get_method, instantiate
 from omegaconf import OmegaConf
+from PIL import Image
 from torchvision import datasets
 
 from normexp.data import Data, Examples, Windows, build_text_data, images, sources, text
 from normexp.data.dataset import validate
+from normexp.data.image_folder import load_image_folder
 from normexp.data.images import load_cifar10, load_cifar100
 from normexp.data.langid import read_own_strings
 from normexp.errors import UserError
@@ -74,10 +79,7 @@ def test_mnist_is_averaged_and_half_of_each_class_is_test():
 
 @pytest.mark.parametrize("name", ["digits", "langid", "mnist5k"])
 def test_split_seed_moves_val_and_leaves_test(name: str):
-    (_, val, test), (_, other_val, other_test) = (
-        splits(load(name)),
-        splits(load(name, split_seed=1)),
-    )
+    (_, val, test), (_, other_val, other_test) = (splits(load(name, split_seed=k)) for k in (0, 1))
     assert torch.equal(test.inputs, other_test.inputs)
     assert not torch.equal(val.inputs, other_val.inputs)
 
@@ -101,23 +103,23 @@ def test_languages_are_balanced_and_share_no_string():
     assert load("langid", samples_per_language=100, max_length=5).input_shape == (5,)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"languages": ["de", "xq"]}, "data.languages has 'xq'"),
-        ({"languages": ["de"]}, "data.languages=.*two"),
-        (
-            {"samples_per_language": 100_000},
-            r"samples_per_language=100000 must be 10 to \d+, .*'it'",
-        ),
-        ({"test_fraction": 0.0}, "data.test_fraction=0.0 leaves train or test"),
-        ({"samples_per_language": 0}, "samples_per_language=0 must be 10 to"),
-        ({"max_length": 0}, "data.max_length=0"),
-    ],
-)
-def test_bad_arguments_of_langid_are_refused(arguments: dict, message: str):
+BAD_ARGUMENTS: list[tuple[str, dict, str]] = [
+    ("langid", {"languages": ["de", "xq"]}, "data.languages has 'xq'"),
+    ("langid", {"languages": ["de"]}, "data.languages=.*two"),
+    ("langid", {"samples_per_language": 100_000}, r"=100000 must be 10 to \d+, .*'it'"),
+    ("langid", {"test_fraction": 0.0}, "data.test_fraction=0.0 leaves train or test"),
+    ("langid", {"max_length": 0}, "data.max_length=0"),
+    ("manual", {"test_fraction": 0.0}, "data.val_fraction=.* and data.test_fraction=0.0"),
+    ("manual", {"val_fraction": 0.6, "test_fraction": 0.5}, "data.val_fraction=0.6"),
+    ("manual", {"block_size": 0}, "data.block_size=0"),
+    ("manual", {"block_size": 10**6}, "data=manual has .* characters; data.block_size=1000000"),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "message"), BAD_ARGUMENTS)
+def test_bad_arguments_are_refused(name: str, arguments: dict, message: str):
     with pytest.raises(UserError, match=message):
-        load("langid", **arguments)
+        load(name, **arguments)
 
 
 def test_cifar_images_become_channels_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -217,19 +219,6 @@ def test_text_that_cannot_be_used_is_refused(
         read(path)
 
 
-@pytest.mark.parametrize(
-    ("block_size", "val", "test", "message"),
-    [
-        (2, 0.1, 0.0, "data.val_fraction=0.1 and data.test_fraction=0.0"),
-        (2, 0.6, 0.5, "data.val_fraction=0.6"),
-        (0, 0.1, 0.1, "data.block_size=0"),
-    ],
-)
-def test_bad_sizes_are_refused(block_size: int, val: float, test: float, message: str):
-    with pytest.raises(UserError, match=message):
-        build_text_data("toy", "abc" * 100, block_size, val, test)
-
-
 @pytest.fixture
 def shakespeare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A local file in place of the download."""
@@ -263,3 +252,172 @@ def test_moons_are_two_half_circles_with_noise():
     radius = (points - centre).square().sum(dim=1).sqrt()
     assert torch.allclose(radius, torch.ones(2000), atol=0.03)  # steps of 0.02
     assert torch.bincount(test.targets).tolist() == [1000, 1000]
+
+
+def pixels(split: str, name: str, index: int, height: int = 6, width: int = 5) -> np.ndarray:
+    seed = sum(map(ord, split + name)) * 100 + index
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """train: 5 cats, 5 dogs; test: 2 of each; beside them a val folder and hidden files."""
+    root = tmp_path / "pets"
+    for split, count in (("train", 5), ("test", 2)):
+        for name in ("dog", "cat"):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            (folder / ".hidden.png").write_bytes(b"nothing")
+            (folder / "notes.txt").write_text("not an image")
+            for index in range(count):
+                image = Image.fromarray(pixels(split, name, index))
+                image.save(folder / f"{index}.png")
+    (root / "val" / "bird").mkdir(parents=True)
+    return root
+
+
+def load_folder(root: Path, size: int | None = None, split_seed: int = 0, **moments: Any) -> Data:
+    data = load_image_folder(
+        root=str(root),
+        size=size,
+        data_dir=str(root.parent / "data"),
+        val_fraction=0.2,
+        split_seed=split_seed,
+        augmentation=None,
+        **moments,
+    )
+    validate(data)
+    return data
+
+
+def test_images_and_classes_are_those_of_the_files(root: Path):
+    data = load_folder(root)
+    assert (len(data.train), len(data.val), len(data.test)) == (8, 2, 4)
+    assert data.num_outputs == 2 and data.input_shape == (3, 6, 5)
+    assert isinstance(data.test, Examples)
+    assert data.test.targets.tolist() == [0, 0, 1, 1]
+    for row, (name, index) in enumerate([("cat", 0), ("cat", 1), ("dog", 0), ("dog", 1)]):
+        expected = torch.from_numpy(pixels("test", name, index)).permute(2, 0, 1)
+        assert torch.equal(data.test.inputs[row], expected)
+
+
+def test_class_folders_are_split_the_same_for_every_split_seed(root: Path):
+    flat = root / "train"
+    first, other = load_folder(flat), load_folder(flat, split_seed=3)
+    assert [len(part) for part in (first.train, first.val, first.test)] == [6, 2, 2]
+    assert torch.equal(first.test.tensors[0], other.test.tensors[0])
+    assert sorted(first.test.tensors[1].tolist()) == [0, 1]  # a fifth of five of each
+    assert not torch.equal(first.val.tensors[0], other.val.tensors[0])
+    for name in ("0", "1", "2"):
+        (flat / "cat" / f"{name}.png").unlink()
+    with pytest.raises(UserError, match="a class has fewer than three images"):
+        load_folder(flat)
+
+
+def test_grey_images_of_8_and_16_bits_nested_folders_and_capital_suffixes_count(root: Path):
+    grey, deep = pixels("test", "cat", 0)[..., 0], np.linspace(0, 65535, 30, dtype=np.uint16)
+    for index, image in enumerate((grey, deep.reshape(6, 5))):
+        Image.fromarray(image).save(root / f"test/cat/{index}.png")
+    (root / "train/cat/more").mkdir()
+    Image.fromarray(pixels("train", "cat", 9)).save(root / "train/cat/more/x.JPG", quality=95)
+    data = load_folder(root)
+    assert isinstance(data.test, Examples)
+    assert torch.equal(data.test.inputs[0], torch.from_numpy(grey).expand(3, -1, -1))
+    shallow = torch.from_numpy((deep // 257).astype(np.uint8)).view(6, 5)
+    assert torch.equal(data.test.inputs[1], shallow.expand(3, -1, -1))
+    assert len(data.train) == 9
+
+
+def test_size_scales_and_crops_the_centre(root: Path):
+    wide = np.zeros((8, 16, 3), dtype=np.uint8)
+    wide[:, 4:12] = 200  # the central square
+    Image.fromarray(wide).save(root / "test/cat/0.png")
+    data = load_folder(root, size=4)
+    assert isinstance(data.test, Examples)
+    assert data.input_shape == (3, 4, 4)
+    assert (data.test.inputs[0].float() - 200).abs().max() <= 25  # bicubic overshoots
+
+
+def test_given_mean_and_deviation_replace_those_of_the_images(root: Path):
+    data = load_folder(root, mean=[0.5, 0.25, 0.0], std=[0.5, 0.5, 2 / 255])
+    white = data.model_inputs(torch.full((3, 1, 1), 255, dtype=torch.uint8)).flatten()
+    torch.testing.assert_close(white, torch.tensor([1.0, 1.5, 127.5]))
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"size": 0}, "data.size=0"),
+        ({"mean": [0.5] * 3}, "data.std=None: must be three numbers"),
+        ({"mean": [0.5] * 3, "std": [0.2, 0.2]}, r"data.std=\[0.2,0.2\]: must be three numbers"),
+        ({"mean": [124, 116, 104], "std": [0.2] * 3}, r"data.mean=\[124,.*from 0 to 1"),
+        ({"mean": "imagenet", "std": [0.2] * 3}, r"data.mean=imagenet: .*\[0.485,0.456,0.406\]"),
+    ],
+)
+def test_bad_sizes_means_and_deviations_are_refused(
+    root: Path, knobs: dict[str, Any], message: str
+):
+    with pytest.raises(UserError, match=message):
+        load_folder(root, **knobs)
+
+
+def test_second_load_reads_the_cache_until_a_file_is_edited(
+    root: Path, capsys: pytest.CaptureFixture[str]
+):
+    first = load_folder(root)
+    assert "decoding 14 images of data.root=" in capsys.readouterr().err
+    path = root / "train/cat/3.png"
+    status = path.stat()
+    path.write_bytes(b"x" * status.st_size)  # noticed only by decoding the file again
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert load_folder(root).digest == first.digest
+    assert capsys.readouterr().err == ""
+    assert len(list((root.parent / "data/cache").iterdir())) == 1
+    Image.fromarray(pixels("edited", "cat", 0)).save(path)
+    assert load_folder(root).digest != first.digest
+
+
+def test_cache_that_cannot_be_written_is_reported(root: Path, caplog: pytest.LogCaptureFixture):
+    (root.parent / "data").write_text("a file where the folder should be")
+    assert len(load_folder(root).train) == 8
+    assert str(root.parent / "data" / "cache") in caplog.text
+
+
+SPOILT = {  # how a folder is made unusable, by the message
+    "data.root=.*pets: .*No such file.*train/<class>/": shutil.rmtree,
+    "pets has train/ alone.*data.root=.*pets/train": lambda root: shutil.rmtree(root / "test"),
+    "no valid file for the classes dog": lambda root: [
+        p.unlink() for p in root.glob("train/dog/?.png")
+    ],
+    "class dog is in test/ only": lambda root: (root / "train/dog").rename(root / "train/lynx"),
+    "class lynx is in test/ only": lambda root: shutil.copytree(
+        root / "test/cat", root / "test/lynx"
+    ),
+    "test/dog/1.png is 9x5 pixels.*6x5.*data.size=32": lambda root: Image.fromarray(
+        pixels("test", "dog", 1, height=9)
+    ).save(root / "test/dog/1.png"),
+}
+
+
+@pytest.mark.parametrize("message", SPOILT)
+def test_folder_that_cannot_be_used_is_refused(root: Path, message: str):
+    SPOILT[message](root)
+    with pytest.raises(UserError, match=message):
+        load_folder(root)
+    assert not (root.parent / "data").exists()
+
+
+def test_corrupt_files_are_refused_with_their_names_and_reasons(root: Path):
+    half, none = root / "test/dog/1.png", root / "train/cat/0.png"
+    whole = half.read_bytes()
+    half.write_bytes(whole[: len(whole) // 2])
+    none.write_bytes(b"")
+    found = rf"{none} \(UnidentifiedImageError: .*{half} \(OSError: .*truncated.*replace or remove"
+    with pytest.raises(UserError, match=found):
+        load_folder(root)
+
+
+def test_more_images_than_memory_holds_are_refused(root: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sources, "available_memory", lambda: 1000)
+    with pytest.raises(UserError, match="14 images of 6x5 needs .* GB of memory.*data.size"):
+        load_folder(root)

@@ -74,15 +74,6 @@ def test_channel_moments_equal_those_of_the_float_images():
     assert compute_channel_moments(constant) == (pytest.approx((0.2,)), (1.0,))
 
 
-def test_model_inputs_follow_the_formula_under_a_replica_axis():
-    data = build(examples(100), examples(20))
-    images = torch.randint(0, 256, (3, 7, 2, 4, 5), dtype=torch.uint8)
-    mean, std = (torch.tensor(v).view(2, 1, 1) for v in (data.mean, data.std))
-    for shown in (data.model_inputs(images), data.to("cpu").model_inputs(images)):
-        assert shown.dtype == torch.float32
-        torch.testing.assert_close(shown, (images / 255 - mean) / std)
-
-
 def test_digest_depends_on_content_shape_dtype_and_symbols():
     def digest(tensor: torch.Tensor, symbols: tuple[str, ...] | None = None) -> str:
         parts = [Windows(tensor, 2)] * 3

@@ -1,9 +1,10 @@
-"""Replacing the norms of a finished network, torchvision's among them."""
+"""Replacing the norms of finished networks: of torchvision, timm, transformers and one's own."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,8 +15,13 @@ import torch
 import torchvision
 from model_cases import layer_norm, taking_settings
 from torch import Tensor, nn
+from torch.nn import functional
 from wild_norms import LlamaRMSNorm
 
+from normexp.batching.sizes import Sizes
+from normexp.build import NetworkBuilder, build_network, build_norm
+from normexp.config.compose import compose_config
+from normexp.data import Data, Examples, build_image_data, build_text_data
 from normexp.errors import UserError
 from normexp.models.packages import build_timm_model, build_torchvision_model
 from normexp.models.surgery import replace_norms
@@ -270,3 +276,96 @@ def foreign_twin(num_features: int, eps: float = 1e-5, momentum: float | None = 
     if momentum is None:
         return foreign_factory(nn.LayerNorm, target="torch.nn.LayerNorm", eps=eps)(num_features)
     return nn.BatchNorm2d(num_features, eps, momentum)
+
+
+BATCH, LAYER, POSITION = "batch", "layer", "layer2d"
+NETWORKS = [
+    *(("torchvision", name, BATCH) for name in ("resnet18", "mobilenet_v3_small", "googlenet")),
+    *(("torchvision", name, BATCH) for name in ("shufflenet_v2_x0_5", "densenet121")),
+    ("torchvision", "convnext_tiny", POSITION),
+    ("torchvision", "swin_t", LAYER),
+    *(("timm", name, BATCH) for name in ("resnet18", "resnetv2_18", "mobilenetv3_small_050")),
+    *(("timm", name, BATCH) for name in ("ghostnet_050", "repvgg_a0", "levit_128s", "regnety_002")),
+    *(("timm", name, LAYER) for name in ("vit_tiny_patch16_224", "mixer_s32_224")),
+    *(("timm", name, POSITION) for name in ("convnext_atto", "edgenext_xx_small")),
+    ("timm", "test_efficientnet_ln", POSITION),
+    ("timm", "poolformer_s12", "group1"),
+]
+OTHER = {BATCH: ["norm=group", "norm.groups_policy=nearest"]}  # rms in place of all others
+LANGUAGE = ["vocab_size=11", "hidden_size=16", "num_hidden_layers=2", "num_attention_heads=2"]
+SEQUENCES = {
+    "LlamaForCausalLM": ["config._target_=transformers.LlamaConfig", "config.intermediate_size=32"]
+    + [f"config.{word}" for word in LANGUAGE],
+    "T5ForTokenClassification": ["config._target_=transformers.T5Config", "config.d_model=16"]
+    + ["config.vocab_size=11", "config.num_labels=11", "config.num_layers=2", "config.d_ff=32"]
+    + ["config.num_heads=2", "config.d_kv=8"],
+}
+
+
+def images() -> Data:
+    pixels = torch.randint(0, 256, (8, 3, 32, 32), dtype=torch.uint8)
+    part = Examples(pixels, torch.arange(8) % 5)
+    return build_image_data("noise", part, part, num_classes=5, val_fraction=0.25, split_seed=0)
+
+
+def text() -> Data:
+    return build_text_data("letters", "abcdefghijk" * 40, 12, 0.25, 0.25)
+
+
+def builder_of(words: list[str], data: Data) -> NetworkBuilder:
+    config, sizes = compose_config(words), Sizes(4, None, None)
+    return build_network(config["model"], build_norm(config, sizes, data), data)
+
+
+def train(network: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Scores of two training steps and of an evaluation, in float64."""
+    network.double().train()
+    optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
+    scores = []
+    for step in range(2):
+        torch.manual_seed(step)  # dropout
+        scores.append(network(inputs))
+        functional.cross_entropy(scores[-1].flatten(0, -2), targets.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    scores.append(network.eval()(inputs))
+    return torch.stack(scores).detach()
+
+
+def check(model: list[str], same: str, other: list[str], data: Data) -> None:
+    """Trains with `other`; with its original norm by surgery and untouched, results agree."""
+    batch = data.train.gather(torch.arange(4))
+    inputs, targets = data.model_inputs(batch["inputs"]), batch["targets"]
+    inputs = inputs.double() if inputs.is_floating_point() else inputs
+    builder = builder_of([*model, f"norm={same}"], data)
+    scores = train(builder(0), inputs, targets)
+    untouched = replace(builder, norm=None)(0)
+    expected = train(untouched, inputs, targets)
+    torch.testing.assert_close(scores, expected, rtol=1e-6, atol=1e-6)  # T5 works in float32
+    network = builder_of([*model, *other], data)(0)
+    assert len(list(named_sites(network))) == len(list(named_sites(builder(0))))
+    assert train(network, inputs, targets).isfinite().all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("package", "name", "same"), NETWORKS)
+def test_the_same_norm_changes_no_number_and_another_one_trains(
+    package: str, name: str, same: str
+) -> None:
+    other = OTHER.get(same, ["norm=rms"])
+    check([f"model={package}", f"model.name={name}"], same, other, images())
+
+
+@pytest.mark.slow
+def test_a_class_of_several_can_be_replaced() -> None:
+    words = ["model=timm", "model.name=mobilevit_xxs", "model.replace=[BatchNormAct2d]"]
+    check(words, BATCH, OTHER[BATCH], images())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_networks_of_transformers_keep_their_numbers(name: str) -> None:
+    pytest.importorskip("transformers")
+    knobs = [f"model.{word}" for word in SEQUENCES[name]]
+    words = ["model=custom", f"model._target_=transformers.{name}", *knobs]
+    check(words, "rms", ["norm=layer"], text())

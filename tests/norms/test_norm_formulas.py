@@ -335,8 +335,3 @@ def test_biased_average_makes_the_running_variance_too_small(count, ratio):
     norm, x = BatchNormBiasedAverage(C, momentum=1.0).double(), random_tensor(count, C)
     norm(x)
     assert_close(norm.running_var, ratio * x.var(dim=0), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["none", "position", "simple_rms"])
-def test_norm_without_weight_and_bias_has_no_parameters(name):
-    assert not list(make(name).parameters())
