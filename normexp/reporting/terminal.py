@@ -47,7 +47,6 @@ PIPE_WIDTH = 100  # characters, without a terminal and without COLUMNS
 WRAPPED = ("why", "lost", "lr", "claim")
 LEAST_WIDTH = 30  # characters of a column that wraps
 MAX_ROWS = {"lost": 10, "claims": 80}  # of a table; else 40
-LOWER = "lower its learning rate, search it, or train longer"  # the remedy at chance
 SHORT = 60  # characters of a text that a table shows itself
 Contents = Mapping[int, Mapping[str, Any]]  # the content of evaluation.json by seed
 SHOWN = ("test/accuracy", "test/bits_per_byte", "test/loss", "val/accuracy", "val/bits_per_byte")
@@ -166,9 +165,9 @@ def print_summary(state: CellState) -> None:
     console, ended = open_console(), [run for run in state.results if run.status in ENDED]
     if not ended:
         return
-    how = "already recorded" if state.was_over else "trained"
-    name = f"{ended[0].config['norm']} on {ended[0].config['data']}"
-    console.out(f"\n{name}: {how}, n = {format_count(len(ended), 'seed')}")
+    config, how = ended[0].config, "already recorded" if state.was_over else "trained"
+    n = format_count(len(ended), "seed")
+    console.out(f"\n{config['norm']} on {config['data']}: {how}, n = {n}")
     if state.invalid:
         console.out(f"INVALID, every number: {state.invalid}")
     rows = []
@@ -242,7 +241,8 @@ def _notes_on(state: CellState) -> list[str]:
     ]
     if chance is not None and at_chance:
         notes.append(
-            f"{len(at_chance)} of {len(ended)} seeds at chance ({100 * chance:.0f} %): {LOWER}"
+            f"{len(at_chance)} of {len(ended)} seeds at chance ({100 * chance:.0f} %): lower its "
+            "learning rate, search it, or train longer"
         )
     if all(run.status is Status.DIVERGED for run in ended):
         notes.append(f"every run diverged; try lr={min(ended[0].config['lr'] / 10, 0.1):g}")

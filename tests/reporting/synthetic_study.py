@@ -108,7 +108,8 @@ def report_of_cells(*cells: Sequence[RunRow], **options: Any) -> Report:
     }
     runs = [run for cell in cells for run in cell]
     records = Records(runs, **of_records)
-    return report_on(records, Path("runs"), records.studies, **options)
+    studies = list(dict.fromkeys(run.study for run in runs))
+    return report_on(records, Path("runs"), studies, **options)
 
 
 def find(report: Report, norm: str, against: str = "batch") -> Comparison:
