@@ -1,6 +1,7 @@
 """What the commands print.
 
-Imported while training, so this file imports neither pandas, scipy nor altair.
+Imported while training and for --help: without pandas, scipy and altair, and with Hydra only in the
+functions that need it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from normexp.config.cells import study_words
 from normexp.config.words import format_count, format_duration
 from normexp.records.result import (
     ENDED,
@@ -212,6 +212,8 @@ def print_closing_table(states: Sequence[CellState]) -> None:
 
 def commands_to_look(states: Sequence[CellState]) -> list[str]:
     """Commands that show the log of a failure, the status and the report of the study."""
+    from normexp.config.cells import study_words
+
     failed = [run for state in states for run in state.results if run.status is Status.FAILED]
     folders = {state.id: state.directory for state in states if state.states and not state.refused}
     logs = [seed_dir(folders[run.cell_id], run.seed) / LOG_FILE for run in failed[:1]]
@@ -316,6 +318,8 @@ def print_status(study: Study) -> None:
 
 def _next(study: Study) -> list[str]:
     """The commands that finish the study, or that report on a finished one."""
+    from normexp.config.cells import study_words
+
     if all(state in ENDED for state in study.runs):
         return ["next:", f"  python -m normexp.report {shlex.join(study_words(study.directory))}"]
     lacking = {
@@ -337,6 +341,8 @@ def _next(study: Study) -> list[str]:
 
 def _as_typed(command: CommandEntry, study: Study) -> str:
     """A recorded command, for the study's present folder and name."""
+    from normexp.config.cells import study_words
+
     program, *words = command.command
     kept = [word for word in words if not re.match(r"\+*(study|runs_dir)=", word)]
     name = study.directory
