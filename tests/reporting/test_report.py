@@ -55,7 +55,7 @@ def test_means_and_differences_are_those_of_before(report: Report):
 
 
 def test_tuned_means_over_test_samples_are_those_of_before():
-    rng, hard, cells = np.random.default_rng(1), None, []
+    rng, cells = np.random.default_rng(1), []
     hard = rng.normal(size=400)
     for norm in ("batch", "group"):
         for place, lr in enumerate((0.03, 0.1, 0.3)):

@@ -10,10 +10,6 @@ from normexp.stats.family import decide, difference, p_value, smallest_differenc
 from normexp.stats.interval import Interval, mean, t_interval
 
 
-def verdict(gap: Interval, margin: float, family_size: int) -> str:
-    return decide(gap, margin=margin, family_size=family_size)
-
-
 def member(estimate: float, error: float = 0.1, n: int = 8) -> Interval:
     return t_interval(estimate, error, n - 1, n=n)
 
@@ -35,7 +31,7 @@ def member(estimate: float, error: float = 0.1, n: int = 8) -> Interval:
     ],
 )
 def test_verdicts(gap, margin, family_size, expected):
-    assert verdict(gap, margin, family_size) == expected
+    assert decide(gap, margin=margin, family_size=family_size) == expected
 
 
 @pytest.mark.parametrize("truth", [0.0, 0.5, 1.0, -1.0, 3.0])
@@ -47,7 +43,7 @@ def test_one_member_errs_in_at_most_its_level_whatever_the_truth(truth, error):
     wrong = {"tie"} if abs(truth) >= 1 else set()
     wrong |= ({"better"} if truth <= 0 else set()) | ({"worse"} if truth >= 0 else set())
     found = [
-        verdict(member(truth + error * z, error * np.sqrt(c / 7)), 1.0, 2)
+        decide(member(truth + error * z, error * np.sqrt(c / 7)), margin=1.0, family_size=2)
         for z, c in zip(noise, chi, strict=True)
     ]
     assert np.mean([one in wrong for one in found]) <= 0.025 + 3 * 0.0025
