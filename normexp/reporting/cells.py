@@ -95,8 +95,7 @@ class CellRow:
 
     def values(self, metric: Metric) -> dict[int, float]:
         """The metric as shown, by seed; diverged runs count as chance level."""
-        known = ((run.seed, run.value(metric)) for run in self.runs)
-        return {seed: value for seed, value in known if value is not None}
+        return {run.seed: value for run in self.runs if (value := run.value(metric)) is not None}
 
     def step(self, metric: Metric) -> float | None:
         """The smallest difference that test accuracies could have; None: not known."""
@@ -106,8 +105,8 @@ class CellRow:
 
     def mean(self, metric: Metric) -> Interval:
         """The mean over seeds as every table and figure shows it."""
-        values = list(self.values(metric).values())
-        return mean(values, step=self.step(metric), bounds=metric.bounds)
+        values, step = self.values(metric), self.step(metric)
+        return mean(list(values.values()), step=step, bounds=metric.bounds)
 
 
 def build_cells(records: Records) -> list[CellRow]:
@@ -116,7 +115,7 @@ def build_cells(records: Records) -> list[CellRow]:
     for run in records.runs:
         by_folder.setdefault((run.study, run.directory.parent), []).append(run)
     cells = [_cell_of(runs, records) for runs in by_folder.values()]
-    if len(records.studies) > 1:
+    if len({cell.study for cell in cells}) > 1:
         cells = [replace(cell, norm=f"{cell.norm} · {cell.study}") for cell in cells]
     cells = _with_settings(cells)
     cells = _with_norms(cells)

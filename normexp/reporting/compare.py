@@ -88,10 +88,9 @@ def compare(slices: Sequence[Slice], reference: str | None = None) -> list[Compa
 def judge(comparison: Comparison, family_size: int) -> Comparison:
     """The comparison with its verdict, if one is allowed."""
     known = replace(comparison, family_size=family_size)
-    if comparison.why:
+    if known.why:
         return known
-    margin = comparison.part.metric.tolerance
-    verdict = decide(comparison.gap, margin=margin, family_size=family_size)
+    verdict = decide(known.gap, margin=known.part.metric.tolerance, family_size=family_size)
     words = [f"{one.norm}: {one.lost}" for one in (known.first, known.second) if one.lost]
     words += ["over seeds alone"] if known.part.has_samples and not known.num_samples else []
     if known.gap.low is None:

@@ -52,6 +52,7 @@ DASHES = (
     *((3, 3), (12, 2), (5, 5), (7, 4), (2, 4), (9, 5)),
 )
 Row = dict[str, Any]
+Styles = Mapping[str, tuple[str, str, tuple[int, int]]]  # colour, symbol of Vega, dash in pixels
 
 
 @dataclass(frozen=True)
@@ -86,19 +87,7 @@ class Figure:
         return {**shown, "data": {"values": list(self.rows)}, "config": CONFIG}
 
 
-@dataclass(frozen=True)
-class Style:
-    """How a norm is drawn; `marker` is a symbol of Vega, `dash` lengths in pixels."""
-
-    colour: str
-    marker: str
-    dash: tuple[int, int]
-
-
-Styles = Mapping[str, Style]
-
-
-def assign_styles(labels: Iterable[str]) -> dict[str, Style]:
+def assign_styles(labels: Iterable[str]) -> Styles:
     """A style per label, in order. Norms of ORDER always have their own; others take free styles.
 
     Beyond 12 norms the colours repeat, each time with another marker.
@@ -112,7 +101,7 @@ def assign_styles(labels: Iterable[str]) -> dict[str, Style]:
     free = [place for place in turns if place not in places.values()]
     places |= zip([label for label in ordered if label not in places], free, strict=False)
     return {
-        label: Style(COLOURS[at % count], MARKERS[at % len(MARKERS)], DASHES[at % count])
+        label: (COLOURS[at % count], MARKERS[at % len(MARKERS)], DASHES[at % count])
         for label in ordered
         for at in [places[label]]
     }
@@ -174,15 +163,22 @@ def _lines(x: alt.X, y: alt.Y, styles: Styles) -> Any:
 
 def draw_by_norm(part: Slice, styles: Styles) -> Figure:
     """The metric of each norm, the best first."""
-    sign = 1 if part.metric.higher_is_better else -1
-    grids = sorted(part.compared.values(), key=lambda grid: -sign * (grid.mean.estimate or 0.0))
+    grids = sorted(
+        part.compared.values(), key=lambda grid: -grid.sign * (grid.mean.estimate or 0.0)
+    )
     rows = [row for grid in grids for row in _points(grid)]
     x = alt.X("value:Q", title=part.metric.label).scale(zero=False)
     y = _norm_axis([grid.norm for grid in grids])
     colour, shape, _ = of_norms(styles)
     chart = dots_and_means(x, y, colour.legend(None), shape.legend(None))
-    name, title = f"by_norm_{part.slug}", f"{part.metric.label} by norm"
-    return Figure(name, title, _dots_words(part), chart, rows, alt.Step(LINE))
+    return Figure(
+        name=f"by_norm_{part.slug}",
+        title=f"{part.metric.label} by norm",
+        caption=_dots_words(part),
+        chart=chart,
+        rows=rows,
+        height=alt.Step(LINE),
+    )
 
 
 def _norm_axis(norms: Sequence[str]) -> alt.Y:
@@ -199,8 +195,9 @@ def draw_rates(part: Slice, styles: Styles) -> Figure:
                 keys = {"norm": norm, "lr": cell.lr, "panel": f"{AXIS_WORDS[part.axis]} {size}"}
                 values = cell.values(part.metric)
                 errors = {seed: best + sign * value for seed, value in values.items()}
-                step, bounds = cell.step(part.metric), part.metric.bounds
-                interval = mean(list(errors.values()), step=step, bounds=bounds)
+                interval = mean(
+                    list(errors.values()), step=cell.step(part.metric), bounds=part.metric.bounds
+                )
                 rows += interval_row(interval, **keys) + seed_rows(errors, **keys)
     rows = [row for row in rows if row["value"] > 0 and row["lr"] is not None]  # log axes
     floor = min((row["value"] for row in rows), default=1.0)
@@ -216,8 +213,7 @@ def draw_rates(part: Slice, styles: Styles) -> Figure:
     y = y.scale(type="log", nice=False, padding=9)
     chart = _lines(x, y, styles)
     words = f"{DOTS}. A diverged run or one at chance counts as chance level."
-    title = f"{kind} against learning rate"
-    return Figure(f"rates_{part.slug}", title, words, chart, rows)
+    return Figure(f"rates_{part.slug}", f"{kind} against learning rate", words, chart, rows)
 
 
 def draw_curves(part: Slice, styles: Styles) -> Iterator[Figure]:
@@ -339,24 +335,27 @@ def interval_row(interval: Interval, **keys: Any) -> list[Row]:
     """The row of a mean; none if it is not known."""
     if interval.estimate is None:
         return []
-    bounds = {"value": interval.estimate, "low": interval.low, "high": interval.high}
-    return [{**keys, "kind": "mean", **bounds, "n": interval.n}]
+    values = {"value": interval.estimate, "low": interval.low, "high": interval.high}
+    return [{**keys, "kind": "mean", **values, "n": interval.n}]
 
 
 def seed_rows(values: Mapping[int, float], **keys: Any) -> list[Row]:
     """A row for each seed with a finite value."""
-    known = {seed: value for seed, value in values.items() if math.isfinite(value)}
-    return [{**keys, "kind": "seed", "seed": seed, "value": v} for seed, v in known.items()]
+    return [
+        {**keys, "kind": "seed", "seed": seed, "value": value}
+        for seed, value in values.items()
+        if math.isfinite(value)
+    ]
 
 
 def of_norms(styles: Styles) -> tuple[alt.Color, alt.Shape, alt.StrokeDash]:
     """Colour, marker and dash of norms, with one legend."""
-    norms, known = list(styles), styles.values()
-    dashes = [list(style.dash) for style in known]
+    norms = list(styles)
+    colours, markers, dashes = map(list, zip(*styles.values(), strict=True))
     return (
-        alt.Color("norm:N").scale(domain=norms, range=[style.colour for style in known]),
-        alt.Shape("norm:N").scale(domain=norms, range=[style.marker for style in known]),
-        alt.StrokeDash("norm:N").scale(domain=norms, range=dashes),
+        alt.Color("norm:N").scale(domain=norms, range=colours),
+        alt.Shape("norm:N").scale(domain=norms, range=markers),
+        alt.StrokeDash("norm:N").scale(domain=norms, range=list(map(list, dashes))),
     )
 
 
@@ -378,5 +377,5 @@ def dots_and_means(x: alt.X, y: alt.Y, colour: alt.Color, shape: alt.Shape) -> A
 
 
 def tooltip(*fields: str) -> list[alt.Tooltip]:
-    kinds = {"value": "Q", "n": "Q", "seed": "Q"}
-    return [alt.Tooltip(f"{field}:{kinds.get(field, 'N')}") for field in fields]
+    numbers = ("value", "n", "seed")
+    return [alt.Tooltip(f"{field}:{'Q' if field in numbers else 'N'}") for field in fields]

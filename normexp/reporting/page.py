@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 import pandas as pd
 import vl_convert
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from rich.console import Console
 from rich.progress import track
@@ -39,6 +39,13 @@ LOOK_EVERY = 2.0  # seconds between checks for new results
 RELOAD_EVERY = 10  # seconds between reloads of a watched page
 PAGE = "index.html"
 REPORT = "report.json"
+PAGES = Environment(
+    loader=PackageLoader(PACKAGE, "."),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
 
 
 def publish(runs_dir: Path, names: Sequence[str], *, watch: bool, **options: Any) -> None:
@@ -66,8 +73,8 @@ def publish(runs_dir: Path, names: Sequence[str], *, watch: bool, **options: Any
             if (stamp := _stamp(runs_dir, names)) != seen:
                 seen, report = stamp, read_report(runs_dir, names, **options)
                 write_report(report, RELOAD_EVERY)
-                words = f"{report.counts}: {report.directory / PAGE}"
-                print(f"{time.strftime('%H:%M:%S')} {words}", flush=True)
+                now = time.strftime("%H:%M:%S")
+                print(f"{now} {report.counts}: {report.directory / PAGE}", flush=True)
             time.sleep(LOOK_EVERY)
     except KeyboardInterrupt:
         if report is not None:
@@ -122,8 +129,9 @@ def publish_index(runs_dir: Path) -> None:
             page, texts = None, ("", str(error))
         date = time.strftime("%Y-%m-%d %H:%M", time.localtime(latest[name] / 1e9))
         rows.append((page, [name, date if latest[name] else "", *texts]))
-    title, css = f"studies in {runs_dir}", _asset("page.css")
-    index = _template("index.html.j2").render(title=title, columns=COLUMNS, rows=rows, css=css)
+    index = PAGES.get_template("index.html.j2").render(
+        title=f"studies in {runs_dir}", columns=COLUMNS, rows=rows, css=_asset("page.css")
+    )
     write_text(runs_dir / PAGE, index)
     open_console().print(text_table(COLUMNS, [texts for _, texts in rows]))
     print(f"index: {runs_dir / PAGE}")
@@ -160,7 +168,7 @@ def _write_files(folder: Path, report: Report, reload_seconds: int | None) -> No
     # Vega, Vega-Lite and vega-embed as one script that sets window.vegaEmbed. The stub lacks the
     # default of the argument `snippet`.
     bundle: str = vl_convert.javascript_bundle()  # pyright: ignore[reportCallIssue]
-    page = _template("page.html.j2").render(
+    page = PAGES.get_template("page.html.j2").render(
         report=report,
         sections=sections,
         over=over,
@@ -173,17 +181,6 @@ def _write_files(folder: Path, report: Report, reload_seconds: int | None) -> No
         js=_asset("page.js"),
     )
     (folder / PAGE).write_text(page, encoding="utf-8")
-
-
-def _template(name: str) -> Template:
-    environment = Environment(
-        loader=PackageLoader(PACKAGE, "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template(name)
 
 
 def _write_figure(folder: Path, figure: Figure) -> None:

@@ -36,7 +36,6 @@ from normexp.reporting.tables import (
 
 SCHEMA = 3  # of report.json
 MOST_NAMED, MOST_BEST = 4, 6  # norms in a headline: those that drop, those that may be the best
-WHY_SIZE_2 = "experiment=why_size_2 shows a recipe where it drops"
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,21 +84,23 @@ class Report:
         ended = Counter(str(run.status) for cell in self.cells for run in cell.runs)
         missing = sum(cell.missing for cell in self.cells)
         lost = {"cells refused": len(self.records.refused), "runs missing": missing}
-        head = f"{format_count(len(self.cells), 'cell')}, {format_count(ended.total(), 'run')}: "
         words = ", ".join(f"{count} {status}" for status, count in ended.items())
-        return head + words + "".join(f"; {count} {word}" for word, count in lost.items() if count)
+        words += "".join(f"; {count} {word}" for word, count in lost.items() if count)
+        runs = format_count(ended.total(), "run")
+        return f"{format_count(len(self.cells), 'cell')}, {runs}: {words}"
 
     def headline(self, part: Slice) -> str:
         """The answer to the sweep that was typed, in one sentence: sizes first, then norms."""
-        own = [one for one in self.comparisons if one.part is part]
-        along = [one for one in own if one.is_along_sizes and one.is_comparable]
+        own = [one for one in self.comparisons if one.part is part and one.is_along_sizes]
+        along = [one for one in own if one.is_comparable]
         words = [_size_claim(one) for one in along[:MOST_NAMED]]
         flat = [one for one in along if base_of(one.first.norm) == "batch"]
         if part.axis == "norm_batch_size" and flat and flat[0].verdict in ("tie", "undecided"):
-            at = flat[0].first
-            words.append(f"that is at {at.best.budget} and lr {at.rate_words}; {WHY_SIZE_2}")
-        rankings = [one for one in self.rankings if one.part is part and one.best]
-        words += [_best_claim(part, one.best) for one in rankings]
+            words.append(
+                f"that is at {flat[0].first.best.budget} and lr {flat[0].first.rate_words}; "
+                "experiment=why_size_2 shows a recipe where it drops"
+            )
+        words += [_best_claim(one, part) for one in self.rankings if one.part is part and one.best]
         return f"{'; '.join(words)}." if words else f"{part.heading}: no comparison."
 
     @cached_property
@@ -143,7 +144,8 @@ def _size_claim(one: Comparison) -> str:
     return f"{norm} {where}: no verdict ({one.why})"
 
 
-def _best_claim(part: Slice, best: Sequence[str]) -> str:
+def _best_claim(ranking: Ranking, part: Slice) -> str:
+    best = ranking.best
     if len(best) == 1:
         return f"{best[0]} is the best{part.at_words}"
     named = join_or(best) if len(best) <= MOST_BEST else f"one of {len(best)} norms"

@@ -141,10 +141,6 @@ class Records:
     refused: Sequence[Refusal] = ()
     problems: Sequence[str] = ()
 
-    @property
-    def studies(self) -> list[str]:
-        return list(dict.fromkeys(run.study for run in self.runs))
-
 
 def read_studies(runs_dir: Path, names: Sequence[str]) -> Records:
     """Reads the studies, finished or still running.
@@ -228,11 +224,10 @@ def _name_of(choice: str, part: Mapping[str, Any]) -> str:
 def _read_evaluation(run_dir: Path) -> dict[str, float]:
     """Metrics of evaluation.json: {"precise": {"test/loss": 1.0}} gives `test/loss@precise`."""
     path = run_dir / EVALUATION_FILE
-    if not path.exists():
-        return {}
+    content = read_json(path) if path.exists() else {}
     return {
         name if statistics == "running" else f"{name}@{statistics}": value
-        for statistics, metrics in read_json(path).items()
+        for statistics, metrics in content.items()
         if isinstance(metrics, dict)
         for name, value in metrics.items()
         if "/" in name and isinstance(value, float) and math.isfinite(value)

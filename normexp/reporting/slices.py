@@ -144,8 +144,8 @@ class Grid:
     @cached_property
     def mean(self) -> Interval:
         """As tables and figures show it: cross-fitted where a grid tunes it."""
-        step = self.best.step(self.metric)
-        return mean(list(self.values.values()), step=step, bounds=self.metric.bounds)
+        values, step = list(self.values.values()), self.best.step(self.metric)
+        return mean(values, step=step, bounds=self.metric.bounds)
 
     @property
     def lost(self) -> str:

@@ -259,8 +259,12 @@ def run_frame(runs: Sequence[RunRow]) -> pd.DataFrame:
         micro = run.config.get("micro_batch_size") or run.config["batch_size"]
         norm = run.config.get("norm_batch_size") or micro
         own |= {**run.config, "micro_batch_size": micro, "norm_batch_size": norm}
-        place = {"study": run.study, "directory": str(run.directory)}
-        rows.append(place | own | dict(run.metrics) | flatten(nested))
+        rows.append(
+            {"study": run.study, "directory": str(run.directory)}
+            | own
+            | dict(run.metrics)
+            | flatten(nested)
+        )
     frame = pd.DataFrame(rows, dtype=object)
     metrics = {name for run in runs for name in run.metrics}
     return frame.where(frame.notna(), None).astype(dict.fromkeys(sorted(metrics), float))

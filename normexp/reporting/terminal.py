@@ -1,6 +1,7 @@
 """What the commands print.
 
-Imported while training, so this file imports neither pandas, scipy nor altair.
+Imported while training and for --help: without pandas, scipy and altair, and with Hydra only in the
+functions that need it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from normexp.config.cells import study_words
 from normexp.config.words import format_count, format_duration
 from normexp.records.result import (
     ENDED,
@@ -47,7 +47,6 @@ PIPE_WIDTH = 100  # characters, without a terminal and without COLUMNS
 WRAPPED = ("why", "lost", "lr", "claim")
 LEAST_WIDTH = 30  # characters of a column that wraps
 MAX_ROWS = {"lost": 10, "claims": 80}  # of a table; else 40
-LOWER = "lower its learning rate, search it, or train longer"  # the remedy at chance
 SHORT = 60  # characters of a text that a table shows itself
 Contents = Mapping[int, Mapping[str, Any]]  # the content of evaluation.json by seed
 SHOWN = ("test/accuracy", "test/bits_per_byte", "test/loss", "val/accuracy", "val/bits_per_byte")
@@ -166,9 +165,9 @@ def print_summary(state: CellState) -> None:
     console, ended = open_console(), [run for run in state.results if run.status in ENDED]
     if not ended:
         return
-    how = "already recorded" if state.was_over else "trained"
-    name = f"{ended[0].config['norm']} on {ended[0].config['data']}"
-    console.out(f"\n{name}: {how}, n = {format_count(len(ended), 'seed')}")
+    config, how = ended[0].config, "already recorded" if state.was_over else "trained"
+    n = format_count(len(ended), "seed")
+    console.out(f"\n{config['norm']} on {config['data']}: {how}, n = {n}")
     if state.invalid:
         console.out(f"INVALID, every number: {state.invalid}")
     rows = []
@@ -213,6 +212,8 @@ def print_closing_table(states: Sequence[CellState]) -> None:
 
 def commands_to_look(states: Sequence[CellState]) -> list[str]:
     """Commands that show the log of a failure, the status and the report of the study."""
+    from normexp.config.cells import study_words
+
     failed = [run for state in states for run in state.results if run.status is Status.FAILED]
     folders = {state.id: state.directory for state in states if state.states and not state.refused}
     logs = [seed_dir(folders[run.cell_id], run.seed) / LOG_FILE for run in failed[:1]]
@@ -242,7 +243,8 @@ def _notes_on(state: CellState) -> list[str]:
     ]
     if chance is not None and at_chance:
         notes.append(
-            f"{len(at_chance)} of {len(ended)} seeds at chance ({100 * chance:.0f} %): {LOWER}"
+            f"{len(at_chance)} of {len(ended)} seeds at chance ({100 * chance:.0f} %): lower its "
+            "learning rate, search it, or train longer"
         )
     if all(run.status is Status.DIVERGED for run in ended):
         notes.append(f"every run diverged; try lr={min(ended[0].config['lr'] / 10, 0.1):g}")
@@ -316,6 +318,8 @@ def print_status(study: Study) -> None:
 
 def _next(study: Study) -> list[str]:
     """The commands that finish the study, or that report on a finished one."""
+    from normexp.config.cells import study_words
+
     if all(state in ENDED for state in study.runs):
         return ["next:", f"  python -m normexp.report {shlex.join(study_words(study.directory))}"]
     lacking = {
@@ -337,6 +341,8 @@ def _next(study: Study) -> list[str]:
 
 def _as_typed(command: CommandEntry, study: Study) -> str:
     """A recorded command, for the study's present folder and name."""
+    from normexp.config.cells import study_words
+
     program, *words = command.command
     kept = [word for word in words if not re.match(r"\+*(study|runs_dir)=", word)]
     name = study.directory

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from normexp.benchmark import claims, table
-from normexp.benchmark.__main__ import main
+from normexp.benchmark import claims, main, table
 from normexp.benchmark.claims import declared_claims, judge_claims
 from normexp.benchmark.table import (
     WORKLOADS,

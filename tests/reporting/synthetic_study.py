@@ -9,15 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from normexp.records.files import write_text
-from normexp.records.result import (
-    MetricRow,
-    Result,
-    Status,
-    write_metrics,
-    write_result,
-    write_samples,
-)
+from normexp.records.result import MetricRow, Result, Status, write_metrics, write_result
 from normexp.reporting.compare import Comparison
 from normexp.reporting.report import Report, report_on
 from normexp.reporting.runs import Records, RunRow, flat_config
@@ -108,7 +100,8 @@ def report_of_cells(*cells: Sequence[RunRow], **options: Any) -> Report:
     }
     runs = [run for cell in cells for run in cell]
     records = Records(runs, **of_records)
-    return report_on(records, Path("runs"), records.studies, **options)
+    studies = list(dict.fromkeys(run.study for run in runs))
+    return report_on(records, Path("runs"), studies, **options)
 
 
 def find(report: Report, norm: str, against: str = "batch") -> Comparison:
@@ -117,21 +110,15 @@ def find(report: Report, norm: str, against: str = "batch") -> Comparison:
     return one
 
 
-def write_cell(
-    root: Path, norm: str, accuracies: Any, *, with_history: bool = False, **more: Any
-) -> Path:
+def write_cell(root: Path, norm: str, accuracies: Any, **more: Any) -> Path:
     """Writes the runs of `cell_of` and returns the folder of the cell."""
     runs = cell_of(norm, accuracies, **more)
     cell = root / runs[0].study / runs[0].directory.parent.name
     for run in runs:
         folder = cell / f"seed-{run.seed}"
         folder.mkdir(parents=True)
-        if with_history:
-            _write_history(folder, run.metrics.get("test/accuracy", 0.5))
-        if samples := run.load_samples():
-            write_samples(folder, dict(samples))
+        _write_history(folder, run.metrics.get("test/accuracy", 0.5))
         write_result(folder, run.result)
-    write_text(cell / "config.yaml", f"norm: {norm}\n")
     return cell
 
 
@@ -149,9 +136,9 @@ def write_study(root: Path, num_seeds: int = 8, sizes: Sequence[int] = (2, 8, 32
     largest, smallest = max(sizes), min(sizes)
     for size in sizes:
         lost = 0.03 * (np.log2(largest / size) / np.log2(largest / smallest))
-        write_cell(root, "batch", draw(0.9 - lost), norm_batch_size=size, with_history=True)
+        write_cell(root, "batch", draw(0.9 - lost), norm_batch_size=size)
     for norm in ("layer", "group"):
-        write_cell(root, norm, draw(0.9), with_history=True)
+        write_cell(root, norm, draw(0.9))
     (root / "synthetic" / "study.jsonl").touch()
 
 

@@ -38,47 +38,38 @@ def test_a_study_is_a_table_with_sizes_as_numbers(tmp_path: Path, cell: Path):
     assert len(normexp.load_study("synthetic", tmp_path)) == 2
 
 
-def test_cells_without_an_ended_run_are_named(tmp_path: Path, cell: Path):
-    (cell / "seed-2").mkdir()
-    (tmp_path / "synthetic" / "later" / "seed-0").mkdir(parents=True)
-    records = read_studies(tmp_path, ["synthetic"])
-    assert [run.seed for run in records.runs] == [0, 1]
-    assert records.problems == ["later: 1 run begun, none ended"]
-
-
 def corrupt(file: Path, how: str) -> None:
-    content = json.loads(file.read_text())
     if how == "torn":
         file.write_text(file.read_text()[:50])
-        return
-    if how == "foreign":
-        content = {"loss": 1}
-    elif how == "without sizes":
+    elif how == "foreign":
+        write_json(file, {"loss": 1})
+    else:
+        content = json.loads(file.read_text())
         del content["config"]["batch_size"]
-    file.write_text(json.dumps(content))
+        write_json(file, content)
 
 
 @pytest.mark.parametrize("how", ["torn", "foreign", "without sizes"])
-def test_a_broken_result_is_one_line_and_the_rest_is_read(tmp_path: Path, cell: Path, how: str):
+def test_what_cannot_be_read_and_what_has_not_ended_are_lines(tmp_path: Path, cell: Path, how: str):
     corrupt(cell / "seed-1" / "result.json", how)
+    (tmp_path / "synthetic" / "later" / "seed-0").mkdir(parents=True)
+    (cell / "seed-2").mkdir()
     records = read_studies(tmp_path, ["synthetic"])
     assert [run.seed for run in records.runs] == [0]
-    (problem,) = records.problems
-    assert "seed-1" in problem and "\n" not in problem
+    torn, waiting = records.problems
+    assert "seed-1" in torn and "\n" not in torn
+    assert waiting == "later: 1 run begun, none ended"
 
 
 def test_studies_without_a_readable_result_are_refused(tmp_path: Path, cell: Path):
-    corrupt(cell / "seed-0" / "result.json", "torn")
-    corrupt(cell / "seed-1" / "result.json", "torn")
+    for seed in (0, 1):
+        corrupt(cell / f"seed-{seed}" / "result.json", "torn")
     (tmp_path / "young" / "cell" / "seed-0").mkdir(parents=True)
     (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "study.jsonl").write_text("")
-    for name, words in {
-        "synthetic": "first problem: .*seed-0",
-        "young": "1 run begun, none ended",
-        "empty": "has no runs",
-    }.items():
-        with pytest.raises(UserError, match=f"study={name} .*{words}"):
+    (tmp_path / "empty" / "study.jsonl").touch()
+    words = {"synthetic": "seed-0", "young": "1 run begun, none ended", "empty": "has no runs"}
+    for name, problem in words.items():
+        with pytest.raises(UserError, match=f"study={name} .*{problem}"):
             read_studies(tmp_path, [name])
 
 

@@ -10,19 +10,8 @@ from normexp.stats.family import decide, difference, p_value, smallest_differenc
 from normexp.stats.interval import Interval, mean, t_interval
 
 
-def verdict(gap: Interval, margin: float, family_size: int) -> str:
-    return decide(gap, margin=margin, family_size=family_size)
-
-
 def member(estimate: float, error: float = 0.1, n: int = 8) -> Interval:
     return t_interval(estimate, error, n - 1, n=n)
-
-
-def test_equivalence_p_equals_two_one_sided_tests_of_scipy():
-    values = np.random.default_rng(0).normal(0.3, 0.5, 8)
-    lower = scipy_stats.ttest_1samp(values, -1, alternative="greater").pvalue
-    upper = scipy_stats.ttest_1samp(values, 1, alternative="less").pvalue
-    assert tie_p(mean(values), 1.0) == pytest.approx(max(lower, upper))
 
 
 @pytest.mark.parametrize(
@@ -42,7 +31,7 @@ def test_equivalence_p_equals_two_one_sided_tests_of_scipy():
     ],
 )
 def test_verdicts(gap, margin, family_size, expected):
-    assert verdict(gap, margin, family_size) == expected
+    assert decide(gap, margin=margin, family_size=family_size) == expected
 
 
 @pytest.mark.parametrize("truth", [0.0, 0.5, 1.0, -1.0, 3.0])
@@ -54,7 +43,7 @@ def test_one_member_errs_in_at_most_its_level_whatever_the_truth(truth, error):
     wrong = {"tie"} if abs(truth) >= 1 else set()
     wrong |= ({"better"} if truth <= 0 else set()) | ({"worse"} if truth >= 0 else set())
     found = [
-        verdict(member(truth + error * z, error * np.sqrt(c / 7)), 1.0, 2)
+        decide(member(truth + error * z, error * np.sqrt(c / 7)), margin=1.0, family_size=2)
         for z, c in zip(noise, chi, strict=True)
     ]
     assert np.mean([one in wrong for one in found]) <= 0.025 + 3 * 0.0025
@@ -68,12 +57,15 @@ def test_smallest_difference_has_a_power_of_four_fifths():
     assert smallest_difference(1, 0.92, 7) == np.inf
 
 
-def test_a_difference_is_paired_and_equals_scipys():
+def test_a_difference_is_paired_and_its_tests_are_those_of_scipy():
     rng = np.random.default_rng(2)
     a, b = rng.normal(0.5, 1, 8), rng.normal(size=8)
     got, test = difference(a, b), scipy_stats.ttest_rel(a, b)
     assert (got.low, got.high) == pytest.approx(tuple(test.confidence_interval(0.95)))
     assert p_value(got) == pytest.approx(test.pvalue)
+    lower = scipy_stats.ttest_rel(a + 1, b, alternative="greater").pvalue
+    upper = scipy_stats.ttest_rel(a - 1, b, alternative="less").pvalue
+    assert tie_p(got, 1.0) == pytest.approx(max(lower, upper))
     assert (difference([90.0, 12.0], [3.0, 8.0], limit=100).high) == 100
     with pytest.raises(ValueError, match="pair outcomes"):
         difference(a, b[:3])

@@ -21,7 +21,6 @@ from normexp.stats.interval import (
 )
 
 DISTINCT = np.array([71.2, 70.4, 72.9, 69.8, 73.5, 70.5, 74.1, 72.0])  # without a tie
-TIED = [97.2] * 4 + [96.1, 98.6, 95.8, 98.9]
 
 
 @pytest.fixture
@@ -78,11 +77,6 @@ def test_equal_counts_are_as_uncertain_as_the_rule_of_three_says(n):
     assert mean([97.5] * n).low is None  # without a known step
 
 
-def test_ties_among_the_middle_values_are_no_certainty():
-    got = mean(TIED)
-    assert got.low < 97.0 and got.high > 97.4
-
-
 @pytest.mark.parametrize("values", [[80.0, 90.4], [99.9, 100, 100], [0.0, 0.1, 0.0], [100.0] * 8])
 def test_no_interval_of_an_accuracy_leaves_its_range(values):
     got = mean(values, step=0.1, bounds=(0, 100))
@@ -126,12 +120,6 @@ def test_equal_answers_to_all_samples_are_as_uncertain_as_the_rule_of_three_says
     # 0 of N samples differ: up to -log(.025) = 3.7 of N new ones may, for either norm
     got = crossed_mean(np.zeros((n, 400)), step=0.25)
     assert 3.7 * 0.25 <= got.high == -got.low <= (4.0 if n > 2 else 13) * 0.25
-
-
-def test_few_samples_that_differ_leave_few_degrees_of_freedom(rng):
-    table = np.zeros((32, 400))
-    table[:, :5] = 100 + rng.normal(size=(32, 1))
-    assert crossed_mean(table).df == pytest.approx(2 * 5, rel=0.1)
 
 
 def test_test_samples_widen_the_interval_and_one_seed_has_none(rng):
