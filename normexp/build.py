@@ -22,7 +22,7 @@ from normexp.batching.sizes import Sizes
 from normexp.checks.card import Card, measure_card
 from normexp.config import identity
 from normexp.config.cells import CellSpec
-from normexp.config.compose import shipped_config, shipped_defaults, shipped_targets
+from normexp.config.compose import shipped_config, shipped_values
 from normexp.config.schema import Index, check_value
 from normexp.config.target import Target, read_target
 from normexp.config.words import as_typed
@@ -119,7 +119,7 @@ def build_norm(
     if view not in ("token", "sequence"):
         raise UserError(f"norm.view={view}: must be token or sequence")
     fixed = _changed_settings(config) | ({"momentum"} if momentum is not None else set())
-    keeps_norms = target.unwrapped is AsBuilt
+    keeps_norms = target.call.func is AsBuilt
     if keeps_norms and fixed:
         key = "eps" if "eps" in fixed else "norm.half_life"
         raise UserError(f"{key} has no effect on norm=as_built, which keeps the norms as they are")
@@ -153,11 +153,10 @@ def build_norm(
 
 def _changed_settings(config: Mapping[str, Any]) -> set[str]:
     """Those of eps, momentum and affine whose values differ from the shipped ones."""
-    values, shipped = config["norm"], dict[str, Any]()
-    if choice := shipped_targets("norm").get(values["_target_"]):
-        shipped = shipped_defaults("norm", choice.partition("/")[2]) or {}
-    changed = {key for key in ("eps", "momentum", "affine") if key in values}
-    changed = {key for key in changed if key not in shipped or values[key] != shipped[key]}
+    values = config["norm"]
+    shipped = shipped_values("norm", values["_target_"]) or {}
+    typed = values.keys() & {"eps", "momentum", "affine"}
+    changed = {key for key in typed if key not in shipped or values[key] != shipped[key]}
     return changed | ({"eps"} if config["eps"] != shipped_config()["eps"] else set())
 
 
@@ -265,7 +264,7 @@ def build_network(values: Mapping[str, Any], norm: NormFactory, data: Data) -> N
     values = dict(values)
     start, classes = (values.pop(key, None) for key in RESERVED_MODEL_KEYS)
     target = read_target(values, "model")
-    names = target.arguments - target.knobs.keys()
+    names = target.arguments - target.call.keywords.keys()
     find = NAMED_WEIGHTS.get(target.path)
     download = None if find is None else partial(find, values["name"])
     weights = None if start is None else open_weights(start, download)
@@ -291,7 +290,7 @@ def build_network(values: Mapping[str, Any], norm: NormFactory, data: Data) -> N
             f"model.replace={as_typed(classes)}: this model builds its norms from its argument "
             "`norm`, so none can be replaced; drop the key"
         )
-    refuse_misfit(target.unwrapped, names, data)
+    refuse_misfit(target.call.func, names, data)
     return builder(target.filled_in(available), norm, takes_norm=True)
 
 
@@ -342,11 +341,11 @@ def build_schedule(
     values = dict(values)
     monitor = values.pop("monitor", None)
     target = read_target(values, "schedule")
-    if isinstance(target.unwrapped, type):  # a function gets step and total by position
+    if isinstance(target.call.func, type):  # a function gets step and total by position
         target = target.filled_in({"total_steps": num_steps})
-    target.require(1 if isinstance(target.unwrapped, type) else 2)
+    target.require(1 if isinstance(target.call.func, type) else 2)
     with target.explaining_errors():
-        return own_schedule(target.call, target.unwrapped, num_steps, monitor, target.name)
+        return own_schedule(target.call, target.call.func, num_steps, monitor, target.name)
 
 
 def build_callbacks(values: Mapping[str, Any] | None, metrics: Sequence[str]) -> list[Callback]:

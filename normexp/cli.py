@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from normexp.config.cells import Command
 
 
-UNUSABLE_FILE = (PermissionError, NotADirectoryError, IsADirectoryError)
-
-
 def entry(name: str) -> Callable[[Callable[[list[str]], int]], Callable[..., int]]:
     """Decorates the `main` of `python -m normexp.<name>` with --help, messages and exit codes.
 
@@ -86,7 +83,10 @@ def _explain(error: BaseException) -> tuple[int, str | None]:
     """The exit code and one line for a mistake, an interruption or a full disk; else None."""
     if isinstance(error, UserError):
         return USER_MISTAKE, str(error)
-    if isinstance(error, UNUSABLE_FILE) and error.filename is not None:
+    if (
+        isinstance(error, PermissionError | NotADirectoryError | IsADirectoryError)
+        and error.filename is not None
+    ):
         return USER_MISTAKE, f"{error.filename}: {error.strerror}"
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, str(error) or "interrupted"
@@ -121,11 +121,13 @@ def parse_command(words: Sequence[str]) -> Command:
     _refuse_repeated(options.overrides)
     if options.cfg and options.multirun:
         raise UserError("--cfg shows one cell: drop -m and name one value per key")
-    overrides = [*_search_path(options.config_dir), *options.overrides]
+    overrides = options.overrides
+    if options.config_dir:
+        overrides = [_search_path(options.config_dir), *overrides]
     return Command(overrides, options.multirun, shows_config=options.cfg is not None)
 
 
-def _search_path(folders: Sequence[str]) -> list[str]:
+def _search_path(folders: Sequence[str]) -> str:
     """The word by which Hydra also finds the YAMLs in these folders.
 
     Raises:
@@ -140,7 +142,7 @@ def _search_path(folders: Sequence[str]) -> list[str]:
                 file = folder / group / f"{name}.yaml"
                 raise UserError(f"{file}: normexp has {group}={name} itself; rename yours")
     paths = [json.dumps(f"file://{Path(folder).resolve()}") for folder in folders]
-    return [f"hydra.searchpath=[{','.join(paths)}]"] if paths else []
+    return f"hydra.searchpath=[{','.join(paths)}]"
 
 
 def _refuse_repeated(words: Sequence[str]) -> None:

@@ -47,13 +47,9 @@ class Stack:
     runs: tuple[Run, ...]
     apart: str = ""
 
-    @cached_property
-    def specs(self) -> list[CellSpec]:
-        return list({spec.id: spec for spec, _ in self.runs}.values())
-
     @property
     def study_dir(self) -> Path:
-        return self.specs[0].study_dir
+        return self.runs[0][0].study_dir
 
     @cached_property
     def folder(self) -> Path:

@@ -255,6 +255,12 @@ def shipped_targets(group: str) -> dict[str, str]:
     return {part["_target_"]: f"{group}/{choice}" for choice, part in values.items() if part}
 
 
+def shipped_values(group: str, target: str) -> dict[str, Any] | None:
+    """The values in the YAML of a shipped class; None for any other class."""
+    choice = shipped_targets(group).get(target)
+    return None if choice is None else shipped_defaults(*choice.split("/", 1))
+
+
 @lru_cache(maxsize=1)
 def shipped_config() -> dict[str, Any]:
     """The values in conf/config.yaml."""

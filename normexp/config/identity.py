@@ -19,6 +19,7 @@ from normexp.config.compose import (
     shipped_config,
     shipped_defaults,
     shipped_targets,
+    shipped_values,
 )
 from normexp.config.schema import (
     OPTIONAL_GROUPS,
@@ -121,11 +122,8 @@ def spans_devices(norm: Mapping[str, Any]) -> bool | None:
     """
     if norm.get("synchronized") is not None:
         return bool(norm["synchronized"])
-    choice = shipped_targets("norm").get(norm["_target_"])
-    if choice is None:
-        return None
-    shipped = shipped_defaults("norm", choice.partition("/")[2]) or {}
-    return bool(shipped.get("synchronized"))
+    shipped = shipped_values("norm", norm["_target_"])
+    return None if shipped is None else bool(shipped.get("synchronized"))
 
 
 def defining_values(config: Mapping[str, Any]) -> dict[str, Any]:

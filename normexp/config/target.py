@@ -32,7 +32,7 @@ class Target:
     Attributes:
         key: where the config names it, such as `data` or `logger.custom`.
         path: its dotted path.
-        call: a partial of the class or function with its knobs.
+        call: a partial of the class or function (`call.func`) with its knobs (`call.keywords`).
     """
 
     key: str
@@ -44,23 +44,14 @@ class Target:
         return f"{self.key}._target_={self.path}"
 
     @property
-    def unwrapped(self) -> Any:
-        """The class or function itself, without knobs."""
-        return self.call.func
-
-    @property
-    def knobs(self) -> Mapping[str, Any]:
-        return self.call.keywords
-
-    @property
     def arguments(self) -> set[str]:
         """The names of its arguments; `**` if it takes any other."""
-        names = _parameters(self.unwrapped)
+        names = _parameters(self.call.func)
         return {"**" if p.kind is p.VAR_KEYWORD else name for name, p in names.items()}
 
     def filled_in(self, available: Mapping[str, Any]) -> Target:
         """A copy with every `available` argument that its signature has and no knob sets."""
-        free = self.arguments - self.knobs.keys()
+        free = self.arguments - self.call.keywords.keys()
         wanted = {name: value for name, value in available.items() if name in free}
         return replace(self, call=partial(self.call, **wanted))
 
@@ -118,7 +109,7 @@ def read_target(values: Mapping[str, Any], key: str) -> Target:
         raise _explain(error, values["_target_"], key) from error
     target = Target(key, values["_target_"], partial(call.func, *call.args, **call.keywords))
     names = target.arguments
-    unknown = [] if not names or "**" in names else sorted(target.knobs.keys() - names)
+    unknown = [] if not names or "**" in names else sorted(call.keywords.keys() - names)
     if unknown:
         hint = suggest(unknown[0], names) or f"it takes {join_or(sorted(names))}"
         raise UserError(f"{key}.{unknown[0]}: {target.path} has no such argument; {hint}")

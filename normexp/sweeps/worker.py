@@ -116,7 +116,7 @@ def work(job: Job, slot: WorkerSlot, control: TrainingControl) -> None:
 
 def _why_waiting(left: Sequence[Stack], slot: WorkerSlot, *, is_free: bool) -> str:
     """What another command holds; empty if it is a worker of this one."""
-    cells = [spec.directory / LOCK_FILE for stack in left for spec in stack.specs]
+    cells = [spec.directory / LOCK_FILE for stack in left for spec, _ in stack.runs]
     holders = [holder_of(path) for path in (cells if is_free else slot.paths())]
     others = "; ".join(dict.fromkeys(one for one in holders if one not in ("", this_command())))
     if is_free or not others:

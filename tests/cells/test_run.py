@@ -169,10 +169,11 @@ def test_a_commit_that_was_killed_is_finished_by_whoever_finds_it(
 
 def test_cells_that_others_train_are_left_to_them(tmp_path: Path):
     (stack,) = cut_stacks(specs_of(tmp_path, "lr=0.1,0.3"))
-    stack.specs[1].directory.mkdir(parents=True)
-    with file_lock(stack.specs[1].directory / LOCK_FILE):
+    first, second = stack.runs[0][0], stack.runs[-1][0]
+    second.directory.mkdir(parents=True)
+    with file_lock(second.directory / LOCK_FILE):
         assert not train_stack(stack, command(), TrainingControl())
-    assert not stack.specs[0].directory.exists()
+    assert not first.directory.exists()
 
 
 def test_a_stack_that_raises_is_trained_run_by_run_and_takes_no_other_with_it(
@@ -205,11 +206,12 @@ def test_a_stack_that_raises_is_trained_run_by_run_and_takes_no_other_with_it(
 def test_a_stack_that_died_twice_is_trained_run_by_run_and_a_run_has_failed(
     tmp_path: Path, replicas: int
 ):
-    (stack,) = cut_stacks(specs_of(tmp_path, replicas=replicas))
+    specs = specs_of(tmp_path, replicas=replicas)
+    (stack,) = cut_stacks(specs)
     with pytest.raises(Interrupted):
-        walk(stack.specs, stop_at=3)
+        walk(specs, stop_at=3)
     kill_twice(stack)
-    walk(stack.specs)
+    walk(specs)
     results = results_of(tmp_path)
     assert len(results) == replicas
     for result in results:
