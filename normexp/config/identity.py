@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 from normexp.batching.sizes import SIZES, Sizes
@@ -65,7 +66,11 @@ def identity_of(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[s
         choices: the choice in each config group, as `compose_cell` returns them.
     """
     defaults = defining_values(shipped_config() | {"trainer": shipped_defaults("trainer", "auto")})
-    values = _with_content(defining_values(config))
+    values = deepcopy(defining_values(config))
+    for part in parts_with_target(values):
+        target = part["_target_"]
+        digests = {"source_digest": source_digest(target), "text_digest": TEXT_DIGESTS.get(target)}
+        part.update({name: digest for name, digest in digests.items() if digest})
     groups = [name for name in (*PARTS, *OPTIONAL_GROUPS) if isinstance(values.get(name), dict)]
     rest = {key: value for key, value in values.items() if key not in groups}
     rest |= sizes_of(config)
@@ -152,21 +157,6 @@ def sources_of(config: Mapping[str, Any]) -> dict[str, str]:
         for path in source_files(part["_target_"]).values():
             digests[str(path)] = digest_of(path.read_bytes())
     return digests
-
-
-def _with_content(tree: Any) -> Any:
-    """The values with digests of the source of the user's targets, and of shipped texts."""
-    if isinstance(tree, list):
-        return [_with_content(item) for item in tree]
-    if not isinstance(tree, Mapping):
-        return tree
-    content = {key: _with_content(value) for key, value in tree.items()}
-    if isinstance(target := tree.get("_target_"), str):
-        if digest := source_digest(target):
-            content["source_digest"] = digest
-        if digest := TEXT_DIGESTS.get(target):
-            content["text_digest"] = digest
-    return content
 
 
 def _content_of(group: str, choice: str, values: dict[str, Any]) -> dict[str, Any]:

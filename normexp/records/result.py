@@ -108,8 +108,8 @@ def result_of(content: dict[str, Any], path: Path) -> Result:
         return Result(**content)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"{path} was edited by hand, or written by another version: {error}; remove it, and the "
-            "same command trains the run again"
+            f"{path} was edited by hand, or written by another version: {error}; remove it, and "
+            "the same command trains the run again"
         ) from error
 
 
