@@ -77,8 +77,8 @@ def compose_cell(
         group, _, name = key.partition(".")
         is_open = choices.get(group) == "custom" or key.startswith("logger.custom.")
         if name == "_target_" and value_at(tree, key) not in (None, MISSING):
-            chosen = choices.get(group)  # records would name it for another class
-            raise UserError(f"{key}: {group}={chosen} has one; add {group}=custom")
+            choice = choices.get(group)  # records would name it for another class
+            raise UserError(f"{key}: {group}={choice} has one; add {group}=custom")
         if not (key in known or is_open or one.is_add() or one.is_force_add()):
             raise unknown_key(key, known)
         OmegaConf.update(config, key, one.value(), merge=False, force_add=True)
@@ -93,12 +93,11 @@ def compose_cell(
     for key in dotted_keys(plain):
         if not is_read(key):
             raise unknown_key(key, known)
-    budgets = [key for key in BUDGETS if plain[key] is not None]
-    if "epochs" not in typed:
-        budgets.remove("epochs")
+    chosen = [key for key in BUDGETS if key != "epochs" or key in typed]  # epochs has a default
+    budgets = [key for key in chosen if plain[key] is not None]
     if len(budgets) > 1:  # one would win unseen
         given = " and ".join(f"{key}={as_typed(plain[key])}" for key in budgets)
-        raise UserError(f"{given}: a training has one budget; keep one, and set the other to null")
+        raise UserError(f"{given}: a training has one budget; keep one, or type {budgets[-1]}=null")
     names = {group: str(name) for group in GROUPS if (name := choices.get(group)) is not None}
     own = [group for group in names if names[group] == "custom" and group != "logger"]
     return plain, names | {group: _name_of(group, plain[group]) for group in own}

@@ -195,6 +195,7 @@ def test_users_file_may_pick_a_model(tmp_path: Path):
             "norm=rms: must be a group of keys",
         ),
         ("experiment/mine.yaml", "# @package _global_\ntrainer: null\n", "trainer=null: must be"),
+        ("experiment/mine.yaml", "# @package _global_\nepochs: null\n", "epochs=null: must be"),
         ("experiment/mine.yaml", "epochs: 3\n", "experiment=mine: its YAML must begin with"),
         ("trainer/mine.yaml", "defaults: [auto]\nmax_steps: 3\n", "trainer.max_steps: unknown key"),
         (
