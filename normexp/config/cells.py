@@ -21,6 +21,7 @@ from normexp.config.compose import (
     Composed,
     compose_cell,
     compose_choices,
+    is_choice,
     parse_overrides,
     refuse_missing,
 )
@@ -50,8 +51,10 @@ class Command:
 
     @cached_property
     def hydra(self) -> dict[str, Any]:
-        """Hydra's own config of the command."""
-        return compose_choices(parse_overrides(self.overrides), self.composed)["hydra"]
+        """Hydra's own config of the command, the same for all of its choices."""
+        chosen = [one for one in parse_overrides(self.overrides) if is_choice(one)]
+        first = parse_overrides([_words_of(one)[0] for one in chosen])
+        return compose_choices(first, self.composed)["hydra"]
 
     @property
     def launcher(self) -> str | None:

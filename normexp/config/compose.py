@@ -72,7 +72,7 @@ def compose_cell(
     tree = dict(compose_choices(parsed, {} if composed is None else composed))
     choices = tree.pop("hydra")["runtime"]["choices"]
     config, known = OmegaConf.create(tree), [key for key in dotted_keys(tree) if is_read(key)]
-    typed = {one.get_key_element().lstrip("+"): one for one in parsed if not _is_choice(one)}
+    typed = {one.get_key_element().lstrip("+"): one for one in parsed if not is_choice(one)}
     for key, one in typed.items():
         group, _, name = key.partition(".")
         is_open = choices.get(group) == "custom" or key.startswith("logger.custom.")
@@ -160,17 +160,17 @@ def _parse(word: str) -> list[Override]:
         ) from None
 
 
-def _is_choice(override: Override) -> bool:
+def is_choice(override: Override) -> bool:
     """True for a word that Hydra composes: a choice, or a key of Hydra's own."""
     return override.key_or_group in GROUPS or override.key_or_group.startswith("hydra")
 
 
 def compose_choices(parsed: Sequence[Override], composed: Composed) -> dict[str, Any]:
-    """The config of the choices among the words that are not swept; do not write to it.
+    """The config of the choices among the words, none of them swept; do not write to it.
 
     Its key `hydra` has Hydra's own. Raises UserError.
     """
-    chosen = [one for one in parsed if _is_choice(one) and not one.is_sweep_override()]
+    chosen = [one for one in parsed if is_choice(one)]
     for one in chosen:
         if isinstance(one.value(), list) and one.key_or_group in {*GROUPS} - {"logger"}:
             raise UserError(f"{one.input_line}: takes one name; add -m and write a,b for several")
