@@ -1,4 +1,4 @@
-"""A run in its study: folders and files, result.json, metrics.csv and samples.npz."""
+"""A run in its study: folders and files, result.json (schema 1), metrics.csv and samples.npz."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from normexp.records.files import open_atomic, read_json, write_json, write_text
 
 if TYPE_CHECKING:
     import numpy as np
+
+SCHEMA = 1
 
 
 class Status(StrEnum):
@@ -71,7 +73,7 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values for JSON: metrics sorted by name, missing values absent."""
         metrics = {name: float(self.metrics[name]) for name in sorted(self.metrics)}
-        content = vars(self) | {"metrics": metrics, "status": str(self.status)}
+        content = {"schema": SCHEMA} | vars(self) | {"metrics": metrics, "status": str(self.status)}
         return {name: value for name, value in content.items() if value is not None}
 
 
@@ -103,13 +105,18 @@ def _read(path: Path, _inode: int, _time: int) -> Result:
 
 def result_of(content: dict[str, Any], path: Path) -> Result:
     """The result that `to_dict` made these values of. Raises UserError, naming the file."""
+    if (schema := content.pop("schema", None)) != SCHEMA:
+        raise UserError(
+            f"{path}: schema={schema!r}, this normexp reads schema={SCHEMA}; move the file away, "
+            "or take another study=..."
+        )
     try:
         content["status"] = Status(content["status"])
         return Result(**content)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"{path} was edited by hand, or written by another version: {error}; remove it, and "
-            "the same command trains the run again"
+            f"{path} was edited by hand: {error}; remove it, and the same command trains the run "
+            "again"
         ) from error
 
 

@@ -67,6 +67,7 @@ class CommandEntry:
 
     id: str
     command: list[str]
+    code_version: str
     cells: dict[str, Asked]
     searched: list[str] = field(default_factory=list)
     time: str = field(default_factory=_now)

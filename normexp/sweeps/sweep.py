@@ -21,6 +21,7 @@ from normexp.config.words import format_duration
 from normexp.errors import FAILED, Halted, UserError
 from normexp.records.files import ensure_writable
 from normexp.records.logs import messages_to
+from normexp.records.provenance import code_version
 from normexp.records.result import Status
 from normexp.records.study import (
     Asked,
@@ -109,7 +110,7 @@ def train_cells(
     for key in ("study", "runs_dir"):
         shared_value(cells, key)
     asked = {cell.id: Asked(cell.title, cell.seeds) for cell in cells if not cell.error}
-    entry = CommandEntry(secrets.token_hex(8), [*words], asked, [*searched])
+    entry = CommandEntry(secrets.token_hex(8), [*words], code_version(), asked, [*searched])
     job = Job(cells, entry)
     before = job.states()
     over = {one.id for one in before if one.is_over and one.status != "failed"}

@@ -38,7 +38,7 @@ def specs_of(runs_dir: Path, *words: str, replicas: int = 2) -> list[CellSpec]:
 
 
 def command(name: str = "1") -> CommandEntry:
-    return CommandEntry(name, ["normexp-train"], {})
+    return CommandEntry(name, ["normexp-train"], "code", {})
 
 
 def walk(specs: list[CellSpec], name: str = "1", stop_at: int | None = None) -> None:

@@ -57,9 +57,9 @@ def test_result_round_trip_is_exact(tmp_path: Path, result: Result):
 
 def test_missing_values_are_absent_and_metrics_are_sorted():
     failed = make_result(**FAILED, num_parameters=None).to_dict()
-    keys = {"cell_id", "seed", "status", "config", "metrics", "environment", "error"}
+    keys = {"schema", "cell_id", "seed", "status", "config", "metrics", "environment", "error"}
     assert failed.keys() == keys | {"timing"}
-    assert failed["config"]["micro_batch_size"] is None
+    assert (failed["schema"], failed["config"]["micro_batch_size"]) == (1, None)
     names = ["val/loss", "test/loss"]
     assert list(make_result(metrics=dict.fromkeys(names, 1)).to_dict()["metrics"]) == names[::-1]
 
@@ -67,6 +67,8 @@ def test_missing_values_are_absent_and_metrics_are_sorted():
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
+        ({"schema": 2}, "schema=2"),
+        ({"schema": ...}, "schema=None"),
         ({"cell_id": ...}, "missing.*'cell_id'"),
         ({"status": "done"}, "'done' is not a valid Status"),
         ({"timings": {}}, "'timings'"),

@@ -32,7 +32,7 @@ from normexp.records.study import (
 
 def command(name: str, cells: dict[str, list[int]], *words: str) -> CommandEntry:
     asked = {cell: Asked(f"norm={cell}", seeds) for cell, seeds in cells.items()}
-    return CommandEntry(name, ["normexp-train", *words], asked)
+    return CommandEntry(name, ["normexp-train", *words], "code", asked)
 
 
 def refusal(cell: str, name: str) -> Refusal:

@@ -178,7 +178,7 @@ def test_seeds_of_a_later_command_are_those_that_were_added(tmp_path: Path):
     cells = [path.name for path in (tmp_path / "synthetic").glob("*-*")]
     for number, seeds in enumerate(([0, 1], [0, 1, 2, 3])):
         asked = {cell: Asked("", seeds) for cell in cells}
-        entry = CommandEntry(str(number), ["normexp-train"], asked)
+        entry = CommandEntry(str(number), ["normexp-train"], "one", asked)
         append_entry(tmp_path / "synthetic", entry)
     one = find(normexp.load_report("synthetic", tmp_path), "group")
     assert one.is_extended and one.row["verdict"] == "better†"
