@@ -60,8 +60,6 @@ NAMED_WEIGHTS: dict[str, Callable[[str, str], Any]] = {
 }
 # Arguments from a training, for a norm that is built outside one.
 NO_TRAINING = {"num_training_steps": NUM_TRAINING_STEPS}
-MAX_KEPT = 2  # data sets kept in memory at once
-OUTPUTS = ("logits", "out")  # where the scores are, in a model that returns more than a tensor
 
 
 def build_data(values: Mapping[str, Any]) -> Data:
@@ -83,7 +81,7 @@ def load_data(spec: CellSpec) -> Data:
     return _load_data(yaml.safe_dump(spec.config["data"]))
 
 
-@lru_cache(maxsize=MAX_KEPT)
+@lru_cache(maxsize=2)  # data sets kept in memory at once
 def _load_data(values: str) -> Data:
     return build_data(yaml.safe_load(values))
 
@@ -296,7 +294,7 @@ def build_network(values: Mapping[str, Any], norm: NormFactory, data: Data) -> N
 
 def _take_scores(_: nn.Module, __: Any, output: Any) -> Any:
     """The scores in an output of several values, such as those of transformers."""
-    for name in OUTPUTS:
+    for name in ("logits", "out"):
         if isinstance(output, Mapping) and name in output:
             return output[name]
         if hasattr(output, name):

@@ -24,6 +24,7 @@ from normexp.config.schema import (
 )
 from normexp.errors import FAILED, INTERRUPTED, USER_MISTAKE, Halted, UserError
 from normexp.records.files import FULL_DISK, is_full_disk
+from normexp.records.provenance import source_line_of
 
 if TYPE_CHECKING:
     from normexp.config.cells import Command
@@ -70,7 +71,7 @@ def _run(name: str, words: list[str], act: Callable[[list[str]], int]) -> int:
     except BrokenPipeError:  # as in `... | head`; Python flushes stdout once more, at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
         code, message = _explain(error)
         if not message:
             raise
@@ -88,6 +89,9 @@ def _explain(error: BaseException) -> tuple[int, str | None]:
         and error.filename is not None
     ):
         return USER_MISTAKE, f"{error.filename}: {error.strerror}"
+    if isinstance(error, SystemExit):
+        line = source_line_of(error)
+        return USER_MISTAKE, line and f"your own code ends the program, by sys.exit{line}"
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, str(error) or "interrupted"
     if isinstance(error, OSError):
@@ -138,7 +142,7 @@ def _search_path(folders: Sequence[str]) -> str:
         if not folder.is_dir():
             raise UserError(f"--config-dir {folder}: no such folder")
         for group in GROUPS:
-            for name in {*group_choices(group)}.intersection(group_choices(group, folder)):
+            for name in {*group_choices(group), "custom"} & {*group_choices(group, folder)}:
                 file = folder / group / f"{name}.yaml"
                 raise UserError(f"{file}: normexp has {group}={name} itself; rename yours")
     paths = [json.dumps(f"file://{Path(folder).resolve()}") for folder in folders]

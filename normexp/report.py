@@ -27,8 +27,7 @@ def main(words: list[str]) -> int:
         publish_index(Path(options["runs_dir"]))
         return 0
 
-    keys = ("watch", "metric", "tolerance", "reference")
-    asked = {key: options[key] for key in keys}
+    asked = {key: options[key] for key in ("watch", "metric", "tolerance", "reference")}
     publish(Path(options["runs_dir"]), options["study"], **asked)
     return 0
 

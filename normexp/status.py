@@ -10,7 +10,7 @@ from normexp.cli import entry, read_options
 
 @entry("status")
 def main(words: list[str]) -> int:
-    """Exit code: 0 shown, 2 the user's mistake, such as forgetting what is being trained."""
+    """Exit code: 0 shown, 2 the user's mistake, such as a study that is not there."""
     options = read_options("status", words)
 
     from normexp.records.result import find_study

@@ -115,7 +115,7 @@ class Trial:
         except (Interrupted, KeyboardInterrupt):
             self._leave()
             raise
-        except Exception as error:  # user code may raise anything
+        except (Exception, SystemExit) as error:  # user code may raise anything
             if is_full_disk(error):
                 raise Halted(FULL_DISK) from error
             self._give_up(

@@ -229,6 +229,8 @@ def compose_cells(command: Command) -> list[CellSpec]:
     cells = [command.cell(line) for line in command.lines()]
     if all(cell.error for cell in cells):
         raise UserError(cells[0].error)
+    if len({cell.study_dir for cell in cells}) > 1:
+        raise UserError("study and runs_dir must be the same in all cells of a command")
     return join_points(cells)
 
 
@@ -298,10 +300,12 @@ def check_processes(cells: Sequence[CellSpec], words: Sequence[str]) -> int | No
     for trainer in (cell.config["trainer"] for cell in cells if not cell.error):
         devices, num_nodes = trainer["devices"], trainer["num_nodes"]
         if devices * num_nodes != started:
+            place = f"--nnodes {num_nodes} --nproc-per-node {devices}"
+            remedy = f"type torchrun {place} -m normexp.train {join(words[1:])}"
             raise UserError(
                 f"trainer.devices={devices}, trainer.num_nodes={num_nodes}: needs as many "
-                f"processes, and this command has {started}; type torchrun --nnodes {num_nodes} "
-                f"--nproc-per-node {devices} -m normexp.train {join(words[1:])}"
+                f"processes, and this command has {started}; "
+                + (remedy if devices * num_nodes > 1 else "drop torchrun or srun")
             )
     if started > 1 and len(cells) > 1:
         raise UserError(f"{len(cells)} cells in one torchrun or srun: start one cell each")

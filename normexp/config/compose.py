@@ -77,10 +77,11 @@ def compose_cell(
         group, _, name = key.partition(".")
         is_open = choices.get(group) == "custom" or key.startswith("logger.custom.")
         if name == "_target_" and value_at(tree, key) not in (None, MISSING):
-            choice = choices.get(group)  # records would name it for another class
-            raise UserError(f"{key}: {group}={choice} has one; add {group}=custom")
+            # Records would name it for another class.
+            raise UserError(f"{key}: {group}={choices[group]} has one; add {group}=custom")
         if not (key in known or is_open or one.is_add() or one.is_force_add()):
-            raise unknown_key(key, known)
+            choice = f"{group}={choices[group]}" if choices.get(group) else ""
+            raise unknown_key(key, known, choice)
         OmegaConf.update(config, key, one.value(), merge=False, force_add=True)
     try:
         plain: Any = OmegaConf.to_container(config, resolve=True)
@@ -89,7 +90,7 @@ def compose_cell(
     recipe = choices.get("experiment")
     if "experiment" in plain:
         raise UserError(f"experiment={recipe}: its YAML must begin with `# @package _global_`")
-    plain["experiment"] = recipe  # for the loggers
+    plain = {"logger": {}} | plain | {"experiment": recipe}  # for the loggers
     for key in dotted_keys(plain):
         if not is_read(key):
             raise unknown_key(key, known)
@@ -212,7 +213,7 @@ def _no_such_choice(error: MissingConfigException) -> UserError:
     if group not in GROUPS:
         extras = "; for a launcher, pip install 'normexp[ray]' or 'normexp[slurm]'"
         return UserError(f"{error.missing_cfg_file}: no such config{extras}")
-    choices = sorted({*group_choices(group), *(error.options or ())})
+    choices = sorted({*group_choices(group), *(error.options or ())} - {"claims"})
     few = f"it takes {', '.join(choices)}" if len(choices) <= FEW else "--help lists all"
     hint = suggest(name, choices, most=3) or few
     return UserError(f"{group}={name}: no such {group}; {hint}")

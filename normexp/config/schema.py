@@ -249,12 +249,13 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False))
 
 
-def unknown_key(key: str, known: Iterable[str]) -> UserError:
-    """The error for a key that nothing reads, with the nearest known ones."""
+def unknown_key(key: str, known: Iterable[str], choice: str = "") -> UserError:
+    """The error for a key that nothing reads, or a `choice` lacks, with the nearest known ones."""
     known, leaf = list(known), key.rpartition(".")[2]
     same = [name for name in known if name.rpartition(".")[2] == leaf]
     hint = f"did you mean {join_or(same)}?" if same else suggest(key, known, most=2)
-    return UserError(f"{key}: unknown key; {hint or '--help lists the keys'}")
+    of = f" of {choice}" if choice else ""
+    return UserError(f"{key}: unknown key{of}; {hint or '--help lists the keys'}")
 
 
 def name_as_text(word: str) -> str:

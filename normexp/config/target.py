@@ -102,6 +102,8 @@ def read_target(values: Mapping[str, Any], key: str) -> Target:
     Raises:
         UserError: a missing value, or a knob that the target does not take.
     """
+    if not isinstance(values, Mapping) or "_target_" not in values:
+        raise UserError(f"{key}._target_ is missing; it names a class, as my_package.MyClass")
     refuse_missing_values(values, f"{key}.")
     try:
         call = instantiate({**values, "_partial_": True}, _convert_="all")

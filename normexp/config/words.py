@@ -40,6 +40,6 @@ def join_or(names: Sequence[str]) -> str:
     return " or ".join([*filter(None, [", ".join(names[:-1])]), names[-1]])
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """The error's type and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"

@@ -134,7 +134,7 @@ def _list_images(root: str, folder: Path) -> ImageFolder:
         return Listing(folder, is_valid_file=is_image)
     except OSError as error:
         raise UserError(
-            f"data.root={root}: {first_line(error)} It needs images ({' '.join(IMG_EXTENSIONS)}) "
+            f"data.root={root}: {first_line(error)}; it needs images ({' '.join(IMG_EXTENSIONS)}) "
             f"in {root}/<class>/, or in {root}/train/<class>/ and {root}/test/<class>/"
         ) from error
 

@@ -95,6 +95,8 @@ def _dimension(override: Override) -> Dimension:
     is_interval = isinstance(value, IntervalSweep)
     if value.tags - ({"log"} if is_interval else set()):
         raise UserError(f"{text}: the only tag is log, of an interval")
+    if is_interval and isinstance(value.start, int):  # by a cast
+        raise UserError(f"{text}: whole numbers are a range, as in {key}=range(2,10)")
     if is_interval:
         low, high, log = value.start, value.end, "log" in value.tags or key in LOGARITHMIC
         if low is None or high is None or not -math.inf < low < high < math.inf:

@@ -41,7 +41,7 @@ def _plan(spec: CellSpec) -> Plan:
     try:
         cell = prepare_cell(spec)
         return Plan(state, cell.description, _seconds_of_step(cell) if state.missing else 0.0)
-    except Exception as error:  # user code may raise anything
+    except (Exception, SystemExit) as error:  # user code may raise anything
         state.refused = str(error) if isinstance(error, UserError) else one_line(error)
         return Plan(state, {}, 0.0)
 

@@ -107,8 +107,6 @@ def train_cells(
         KeyboardInterrupt: a second Ctrl-C.
     """
     check_processes(cells, words)
-    for key in ("study", "runs_dir"):
-        shared_value(cells, key)
     asked = {cell.id: Asked(cell.title, cell.seeds) for cell in cells if not cell.error}
     entry = CommandEntry(secrets.token_hex(8), [*words], code_version(), asked, [*searched])
     job = Job(cells, entry)

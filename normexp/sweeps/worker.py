@@ -121,7 +121,7 @@ def _why_waiting(left: Sequence[Stack], slot: WorkerSlot, *, is_free: bool) -> s
     others = "; ".join(dict.fromkeys(one for one in holders if one not in ("", this_command())))
     if is_free or not others:
         return others and f"waiting for what others train: {others}"
-    return f"workers=0 would train at once; this waits until another command ends: {others}"
+    return f"add workers=0 to train at once; this waits until another command ends: {others}"
 
 
 @contextmanager

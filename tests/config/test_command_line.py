@@ -120,6 +120,20 @@ def test_a_file_in_place_of_a_folder_is_named(tmp_path: Path, capsys):
     assert capsys.readouterr().err == f"normexp: {path}: Not a directory\n"
 
 
+def test_code_that_ends_the_program_is_named_and_is_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "ends_all.py").write_text("import sys\n\nclass Norm: ...\n\nsys.exit()\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert importlib.import_module("normexp.check").main(["norm=ends_all.Norm"]) == 2
+    told = capsys.readouterr().err
+    assert "your own code ends the program, by sys.exit (ends_all.py, line 5)" in told
+    words = ["norm=ends_all.Norm", "workers=0", "replicas=1", "trainer=cpu"]
+    assert train.main(words) == 1
+    assert "SystemExit" in capsys.readouterr().err and not [*tmp_path.glob("runs/*/stacks/*")]
+
+
 @pytest.mark.parametrize(
     ("function", "arguments", "part"),
     [

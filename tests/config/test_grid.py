@@ -111,9 +111,11 @@ def test_a_value_that_cannot_be_trained_is_a_row_of_a_sweep_and_refused_if_all_h
 
 
 def test_points_of_a_grid_with_one_id_are_one_cell_of_a_study_with_all_seeds():
-    line = ["-m", "norm=batch,group", "norm_batch_size=2,8", "seed=0,4", "study=a,b"]
+    line = ["-m", "norm=batch,group", "norm_batch_size=2,8", "seed=0,4"]
     cells = compose_cells(parse_command(line))
-    assert len(cells) == 6 and len({cell.id for cell in cells}) == 3
+    assert len(cells) == 3 and len({cell.id for cell in cells}) == 3
+    with pytest.raises(UserError, match="study and runs_dir must be the same in all cells"):
+        compose_cells(parse_command([*line, "study=a,b"]))
     assert {tuple(cell.seeds) for cell in cells} == {tuple(range(8))}
     assert cells[-1].title == "norm=group batch_size=32"
     (cell,) = compose_cells(parse_command(["-m", "replicas=2,4"]))

@@ -58,6 +58,7 @@ def test_search_and_report_differ_in_study_and_seeds_alone():
         (["lr=tag(square,interval(0.1,1))"], "square"),
         (["lr=tag(log,range(1,9))"], "lr=tag(log,range(1,9))"),
         (["lr=choice(0.1)"], "lr=choice(0.1): 1 values"),
+        (["epochs=int(interval(2,9))"], "whole numbers are a range, as in epochs=range(2,10)"),
         (["lr=range(3,3)"], "0 values"),
     ],
 )

@@ -181,7 +181,7 @@ def test_waiting_for_a_core_names_what_is_waited_for_and_declares_nothing(tmp_pa
         command = start(tmp_path, "norm=group")
         assert command.stdout is not None
         line = command.stdout.readline()
-        assert "workers=0 would train at once" in line and f"process {os.getpid()} (" in line
+        assert "add workers=0 to train at once" in line and f"process {os.getpid()} (" in line
         command.send_signal(signal.SIGINT)
         command.communicate()
     assert command.returncode == 130 and not (tmp_path / "s").exists()
