@@ -125,9 +125,8 @@ def parse_command(words: Sequence[str]) -> Command:
     _refuse_repeated(options.overrides)
     if options.cfg and options.multirun:
         raise UserError("--cfg shows one cell: drop -m and name one value per key")
-    overrides = options.overrides
-    if options.config_dir:
-        overrides = [_search_path(options.config_dir), *overrides]
+    searched = [_search_path(options.config_dir)] if options.config_dir else []
+    overrides = [*searched, *options.overrides]
     return Command(overrides, options.multirun, shows_config=options.cfg is not None)
 
 
@@ -138,6 +137,9 @@ def _search_path(folders: Sequence[str]) -> str:
         UserError: a missing folder, or a file with the name of a shipped choice, which Hydra would
             take instead.
     """
+    from normexp.config.compose import composed
+
+    composed.cache_clear()  # their files may have changed since the last command
     for folder in map(Path, folders):
         if not folder.is_dir():
             raise UserError(f"--config-dir {folder}: no such folder")

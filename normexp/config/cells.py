@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from shlex import join
@@ -18,7 +18,6 @@ from hydra.errors import HydraException
 
 from normexp.batching.sizes import SIZES
 from normexp.config.compose import (
-    Composed,
     compose_cell,
     compose_choices,
     is_choice,
@@ -41,20 +40,18 @@ class Command:
         overrides: its `key=value` words, in order.
         multirun: -m was given: train every combination of the values.
         shows_config: --cfg was given: the config is printed, nothing trains.
-        composed: what its cells share.
     """
 
     overrides: list[str]
     multirun: bool = False
     shows_config: bool = False
-    composed: Composed = field(default_factory=dict)
 
     @cached_property
     def hydra(self) -> dict[str, Any]:
         """Hydra's own config of the command, the same for all of its choices."""
         chosen = [one for one in parse_overrides(self.overrides) if is_choice(one)]
         first = parse_overrides([_words_of(one)[0] for one in chosen])
-        return compose_choices(first, self.composed)["hydra"]
+        return compose_choices(first)["hydra"]
 
     @property
     def launcher(self) -> str | None:
@@ -83,7 +80,7 @@ class Command:
         Raises:
             UserError: a word that is wrong in itself: an unknown key, choice or class.
         """
-        config, choices = compose_cell(words, self.composed)
+        config, choices = compose_cell(words)
         refuse_missing(config)
         error = ""
         try:

@@ -43,24 +43,19 @@ DEFAULT_SCHEDULE = {"schedule": "cosine", "warmup": 0.1}  # of an optimizer that
 BUDGETS = ("epochs", "steps", "samples")
 FEW = 12  # most choices that a message lists
 
-Composed = dict[tuple[str, ...], dict[str, Any]]  # what Hydra composed, by its words
-
 
 def compose_config(words: Sequence[str]) -> dict[str, Any]:
     """The config of one cell; see `compose_cell`."""
     return compose_cell(words)[0]
 
 
-def compose_cell(
-    words: Sequence[str], composed: Composed | None = None
-) -> tuple[dict[str, Any], dict[str, str]]:
+def compose_cell(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
     """The values of one cell, and its choice in each config group: {"norm": "batch", ...}.
 
     No DictConfig goes further: interpolations are resolved, and `???` stands for a missing value.
 
     Args:
         words: `key=value` of a command line, one value per key.
-        composed: what the cells of a command share; is added to.
 
     Raises:
         UserError: an unknown choice or key, a word that cannot be read.
@@ -69,7 +64,7 @@ def compose_cell(
     for one in parsed:
         if one.is_sweep_override():
             raise UserError(f"{one.input_line} names several values: add -m, or quote a text")
-    tree = dict(compose_choices(parsed, {} if composed is None else composed))
+    tree = dict(compose_choices(parsed))
     choices = tree.pop("hydra")["runtime"]["choices"]
     config, known = OmegaConf.create(tree), [key for key in dotted_keys(tree) if is_read(key)]
     typed = {one.get_key_element().lstrip("+"): one for one in parsed if not is_choice(one)}
@@ -166,7 +161,7 @@ def is_choice(override: Override) -> bool:
     return override.key_or_group in GROUPS or override.key_or_group.startswith("hydra")
 
 
-def compose_choices(parsed: Sequence[Override], composed: Composed) -> dict[str, Any]:
+def compose_choices(parsed: Sequence[Override]) -> dict[str, Any]:
     """The config of the choices among the words, none of them swept; do not write to it.
 
     Its key `hydra` has Hydra's own. Raises UserError.
@@ -175,16 +170,15 @@ def compose_choices(parsed: Sequence[Override], composed: Composed) -> dict[str,
     for one in chosen:
         if isinstance(one.value(), list) and one.key_or_group in {*GROUPS} - {"logger"}:
             raise UserError(f"{one.input_line}: takes one name; add -m and write a,b for several")
-    words = tuple(str(one.input_line) for one in chosen)
-    if words not in composed:
-        composed[words] = _compose(words)
-    return composed[words]
+    return composed(tuple(str(one.input_line) for one in chosen))
 
 
 _composing = threading.Lock()  # Hydra has one state for all threads
 
 
-def _compose(words: Sequence[str]) -> dict[str, Any]:
+@lru_cache(maxsize=64)
+def composed(words: tuple[str, ...]) -> dict[str, Any]:
+    """What Hydra composes of these words; cached until a command has YAMLs of the user's."""
     register_custom()
     try:
         with _composing, hydra.initialize_config_dir(str(conf_dir()), **VERSION_BASE):

@@ -167,10 +167,10 @@ def own_yaml(folder: Path, name: str, text: str) -> list[str]:
 
 def test_users_file_may_leave_the_target_to_the_line_and_change_between_commands(tmp_path: Path):
     folder = own_yaml(tmp_path, "norm/mine.yaml", "_target_: ???\nknob: 2\n")
-    words = [*folder, "norm=mine", "norm._target_=my.Norm"]
-    assert compose_config(words)["norm"] == {"_target_": "my.Norm", "knob": 2}
+    line = ["--config-dir", str(tmp_path), "norm=mine", "norm._target_=my.Norm"]
+    assert compose_config([*folder, *line[2:]])["norm"] == {"_target_": "my.Norm", "knob": 2}
     Path(tmp_path, "norm/mine.yaml").write_text("_target_: ???\nknob: 3\n")
-    assert compose_config(words)["norm"]["knob"] == 3
+    assert compose_config(parse_command(line).overrides)["norm"]["knob"] == 3
 
 
 def test_users_file_may_pick_a_model(tmp_path: Path):
