@@ -364,8 +364,6 @@ def build_callbacks(values: Mapping[str, Any] | None, metrics: Sequence[str]) ->
         parts = {f"callback.{name}": part for name, part in values.items()}
     callbacks = []
     for key, part in parts.items():
-        if not isinstance(part, dict) or not isinstance(part.get("_target_"), str):
-            raise UserError(f"{key}._target_ is missing: as in callback=my_package.MyCallback")
         target = read_target(part, key)
         callback = target.make(Callback)
         check_callback(callback, target.name, metrics)

@@ -48,10 +48,13 @@ class Command:
 
     @cached_property
     def hydra(self) -> dict[str, Any]:
-        """Hydra's own config of the command, the same for all of its choices."""
-        chosen = [one for one in parse_overrides(self.overrides) if is_choice(one)]
-        first = parse_overrides([_words_of(one)[0] for one in chosen])
-        return compose_choices(first)["hydra"]
+        """Hydra's own config of the command; that of several recipes is of none."""
+        chosen = [
+            _words_of(one)[0]
+            for one in parse_overrides(self.overrides)
+            if is_choice(one) and not (one.is_sweep_override() and one.key_or_group == "experiment")
+        ]
+        return compose_choices(parse_overrides(chosen))["hydra"]
 
     @property
     def launcher(self) -> str | None:
@@ -261,11 +264,12 @@ def compose_norms(command: Command) -> dict[str, dict[str, Any]]:
         key = word.lstrip("+").partition("=")[0]
         has_no_effect = key in ("norm.view", "norm.half_life") or word == "norm=as_built"
         if has_no_effect or key.partition(".")[0] not in ("norm", "eps", "hydra"):
-            takes = ["norm", "eps", *OPTIONS["check"]]
-            hint = suggest(key, takes) or "a card takes a norm, its knobs and eps"
-            raise UserError(f"{word}: has no effect on a card; {hint}")
+            hint = suggest(key, ["norm", "eps", *OPTIONS["check"]])
+            raise UserError(f"{word}: has no effect on a card; {hint or 'it takes a norm and eps'}")
     norms = {}
     for spec in compose_cells(replace(command, multirun=True)):
+        if spec.error:
+            raise UserError(spec.error)
         knobs = [w.lstrip("+").removeprefix("norm.") for w in spec.overrides]
         knobs = [w for w in knobs if not w.startswith(("norm=", "_target_=", "hydra"))]
         norms[" ".join([spec.choices["norm"], *knobs])] = spec.config
@@ -297,12 +301,15 @@ def check_processes(cells: Sequence[CellSpec], words: Sequence[str]) -> int | No
     for trainer in (cell.config["trainer"] for cell in cells if not cell.error):
         devices, num_nodes = trainer["devices"], trainer["num_nodes"]
         if devices * num_nodes != started:
-            place = f"--nnodes {num_nodes} --nproc-per-node {devices}"
-            remedy = f"type torchrun {place} -m normexp.train {join(words[1:])}"
+            remedy = f"type torchrun --nnodes {num_nodes} --nproc-per-node {devices} "
             raise UserError(
                 f"trainer.devices={devices}, trainer.num_nodes={num_nodes}: needs as many "
                 f"processes, and this command has {started}; "
-                + (remedy if devices * num_nodes > 1 else "drop torchrun or srun")
+                + (
+                    f"{remedy}-m normexp.train {join(words[1:])}"
+                    if devices * num_nodes > 1
+                    else "drop torchrun or srun"
+                )
             )
     if started > 1 and len(cells) > 1:
         raise UserError(f"{len(cells)} cells in one torchrun or srun: start one cell each")

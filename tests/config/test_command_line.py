@@ -79,6 +79,7 @@ REFUSED = [
     ("check", "norm=as_built", "norm=as_built: has no effect on a card"),
     ("check", "format=csv", "format=csv: must be 'table' or 'json'"),
     ("check", "batch_size=4", "batch_size=4: has no effect on a card"),
+    ("check", "eps=1e-5,-1", "eps=-1: must be greater than or equal to 0"),
     ("evaluate", "", "run is missing"),
     ("evaluate", "run=a evaluate_wth=[batch]", "did you mean evaluate_with"),
     ("evaluate", f"run={__file__}", f"{__file__} is no cell"),
