@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -51,8 +53,11 @@ class TrainingBatches:
 
     def chunk(
         self, first_step: int, num_steps: int, dtype: torch.dtype = torch.float32
-    ) -> list[Batch]:
-        """The batches of `num_steps` optimizer steps from `first_step`, all within one epoch.
+    ) -> Iterator[Batch]:
+        """Yields the batches of `num_steps` steps from `first_step`, all within one epoch.
+
+        Each is made when it is asked for: a GPU still works on the step before, and no more than
+        one batch is held in floats.
 
         Args:
             dtype: of images as the model receives them.
@@ -72,17 +77,15 @@ class TrainingBatches:
         last = min(first + num_steps * self.batch_size, self.samples_per_epoch)
         num_whole = (last - first) // self.batch_size  # all but a shorter last batch
         middle = first + num_whole * self.batch_size
-        batches: list[Batch] = []
         if num_whole:
-            batches += self._batches(first_step, num_whole, self._order[:, first:middle], dtype)
+            yield from self._batches(first_step, num_whole, self._order[:, first:middle], dtype)
         if middle < last:
             rest = first_step + num_whole
-            batches += self._batches(rest, 1, self._order[:, middle:last], dtype)
-        return batches
+            yield from self._batches(rest, 1, self._order[:, middle:last], dtype)
 
     def _batches(
         self, first_step: int, num_steps: int, indices: Tensor, dtype: torch.dtype
-    ) -> list[Batch]:
+    ) -> Iterator[Batch]:
         """The batches of steps of equal size: of the samples at `indices` (S, K * N)."""
         indices = indices.unflatten(1, (num_steps, -1)).transpose(0, 1).contiguous()  # (K, S, N)
         if self.data.order == "sorted" and isinstance(self.data.train, Examples):
@@ -92,16 +95,16 @@ class TrainingBatches:
         at_once = self.data.augmentation is None and batch["inputs"].numel() <= _MAX_AT_ONCE
         if at_once:
             batch["inputs"] = self.data.model_inputs(batch["inputs"], dtype)
-        batches = [{name: value[k] for name, value in batch.items()} for k in range(num_steps)]
-        if not at_once:
-            draws = self._augmentation_draws(first_step, num_steps, indices.shape[2])
-            for k, step_batch in enumerate(batches):
+        draws = self._augmentation_draws(first_step, num_steps, indices.shape[2])
+        for k in range(num_steps):
+            step_batch = {name: value[k] for name, value in batch.items()}
+            if not at_once:
                 images = step_batch["inputs"]
                 if self.data.augmentation is not None:
                     step_draws = {name: draw[k] for name, draw in draws.items()}
                     images = self.data.augmentation.apply(images, step_draws)
                 step_batch["inputs"] = self.data.model_inputs(images, dtype)
-        return batches
+            yield step_batch
 
     def num_samples_before(self, step: int) -> int:
         """Samples of one replica seen before `step`, by all processes together."""

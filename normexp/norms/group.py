@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normexp.errors import UserError
+from normexp.norms import kernel
 from normexp.norms.base import Affine, AffineNorm, centre, measure, zero_padding
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ class GroupNorm(ChannelGroupsNorm):
 
     def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         self.refuse_one_value(x)
-        return group_norm(x, real, self.num_groups, affine, self.eps)
+        return group_norm(x, real, self.num_groups, affine, self.eps, is_stacked=self.is_stacked)
 
 
 class LayerNorm(AffineNorm):
@@ -96,7 +97,7 @@ class LayerNorm(AffineNorm):
     def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         if x.ndim == 2:
             return F.layer_norm(x, x.shape[1:], *affine, self.eps)
-        return group_norm(x, real, 1, affine, self.eps)
+        return group_norm(x, real, 1, affine, self.eps, is_stacked=self.is_stacked)
 
 
 class InstanceNorm(AffineNorm):
@@ -109,7 +110,7 @@ class InstanceNorm(AffineNorm):
 
     def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
         refuse_one_position(x.shape, "instance norm", "norm=layer or norm=group")
-        return group_norm(x, real, self.num_features, affine, self.eps)
+        return group_norm(x, real, self.num_features, affine, self.eps, is_stacked=self.is_stacked)
 
 
 class LayerNorm2d(AffineNorm):
@@ -178,7 +179,13 @@ class NoNorm(nn.Module):
 
 
 def group_norm(
-    x: Tensor, real: Tensor | None, num_groups: int, affine: Affine, eps: float
+    x: Tensor,
+    real: Tensor | None,
+    num_groups: int,
+    affine: Affine,
+    eps: float,
+    *,
+    is_stacked: bool = False,
 ) -> Tensor:
     """Normalizes each run of C / num_groups channels of each sample over its real positions.
 
@@ -189,7 +196,7 @@ def group_norm(
             # The kernel loses digits far from zero, twice as many as nn.InstanceNorm's. No output
             # depends on a constant that is added to a whole channel, so neither does a gradient.
             x = x - x.detach().mean(dim=tuple(range(2, x.ndim)), keepdim=True)
-        return F.group_norm(x, num_groups, *affine, eps)
+        return kernel.group_norm(x, num_groups, affine, eps, is_stacked=is_stacked)
     groups = x.unflatten(1, (num_groups, -1))  # (N, G, C/G, *)
     real = real.unsqueeze(1)  # (N, 1, 1, *)
     mean, var, _ = measure(groups, real, tuple(range(2, groups.ndim)))

@@ -146,6 +146,41 @@ def _fold_replicas(
     return out.unflatten(1, (size, -1)), 1
 
 
+def group_norm(
+    x: Tensor, num_groups: int, affine: Affine, eps: float, *, is_stacked: bool
+) -> Tensor:
+    """Returns torch's group norm of x (N, C, *); replicas of a stack fold into channels and groups.
+
+    vmap's own rule makes samples of the replicas, with two copies of all values in each direction:
+    convolutions of a stack want its channels together.
+    """
+    pays = x.device.type != "cpu" or x.numel() >= FOLD_FROM_ELEMENTS
+    folds = is_stacked and pays and x.ndim > 2
+    function = torch.ops.normexp.group_norm.default if folds else _group_norm
+    return function(x, *affine, num_groups, eps)
+
+
+def _group_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float
+) -> Tensor:
+    return torch.nn.functional.group_norm(x, num_groups, weight, bias, eps)
+
+
+def _fold_replicas_of_groups(
+    info: Any, in_dims: tuple[int | None, ...], x: Tensor, *rest: Any
+) -> tuple[Tensor, int]:
+    """The rule of vmap for `_group_norm`."""
+    axis, size = in_dims[0], info.batch_size
+    *values, num_groups, eps = rest
+    x = x[:, None].expand(-1, size, *x.shape[1:]) if axis is None else x.movedim(axis, 1)
+    rows = [
+        value if value is None else value.movedim(dim, 0).flatten()
+        for value, dim in zip(values, in_dims[1:3], strict=True)
+    ]
+    out = _group_norm(x.flatten(1, 2), *rows, size * num_groups, eps)  # type: ignore[arg-type]
+    return out.unflatten(1, (size, -1)), 1
+
+
 _LIBRARY = torch.library.Library("normexp", "FRAGMENT")  # registrations last as long as it
 _LIBRARY.define(
     "batch_norm(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!) running_mean, "
@@ -153,3 +188,8 @@ _LIBRARY.define(
 )
 _LIBRARY.impl("batch_norm", _batch_norm, "CompositeImplicitAutograd")
 torch.library.register_vmap("normexp::batch_norm", _fold_replicas, lib=_LIBRARY)
+_LIBRARY.define(
+    "group_norm(Tensor x, Tensor? weight, Tensor? bias, int num_groups, float eps) -> Tensor"
+)
+_LIBRARY.impl("group_norm", _group_norm, "CompositeImplicitAutograd")
+torch.library.register_vmap("normexp::group_norm", _fold_replicas_of_groups, lib=_LIBRARY)

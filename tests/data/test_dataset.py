@@ -202,7 +202,7 @@ def test_steps_of_an_epoch_cover_its_order_once(drop_last: bool, seen: list[int]
     batches = TrainingBatches(images(), [4], 4, drop_last=drop_last)
     assert [batches.num_samples_before(step) for step in range(5)] == seen
     steps = batches.steps_per_epoch
-    chunk = batches.chunk(steps, steps, torch.float64)  # all of epoch 1
+    chunk = [*batches.chunk(steps, steps, torch.float64)]  # all of epoch 1
     order = epoch_order(4, 1, 10)[: 8 if drop_last else 10]
     assert torch.equal(torch.cat([batch["targets"][0] for batch in chunk]), order)
     raw = batches.data.train.gather(order)["inputs"].double()
