@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from normexp.cli import entry, read_options
+from normexp.errors import UserError
 
 
 @entry("status")
@@ -17,7 +18,12 @@ def main(words: list[str]) -> int:
     from normexp.records.study import read_study
     from normexp.reporting.terminal import print_status
 
-    print_status(read_study(find_study(Path(options["runs_dir"]), options["study"])))
+    study_dir = find_study(Path(options["runs_dir"]), options["study"])
+    if study_dir.suffix == ".zip":
+        raise UserError(
+            f"study={study_dir.stem} was shipped and has ended; normexp.report shows it"
+        )
+    print_status(read_study(study_dir))
     return 0
 
 

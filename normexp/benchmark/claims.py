@@ -13,10 +13,9 @@ from typing import Any, Literal
 
 import yaml
 
-from normexp.benchmark.table import Table as RunTable
-from normexp.benchmark.table import recipes
+from normexp.benchmark.reference import Reference
 from normexp.config.schema import conf_dir
-from normexp.reporting.cells import CellRow, build_cells
+from normexp.reporting.cells import CellRow, build_cells, metric_names
 from normexp.reporting.compare import paired
 from normexp.reporting.metric import Metric, describe_metric
 from normexp.reporting.slices import Grid
@@ -64,12 +63,12 @@ def declared_claims() -> list[dict[str, Any]]:
     return yaml.safe_load(text)["claims"]
 
 
-def judge_claims(table: RunTable) -> list[Claim]:
+def judge_claims(reference: Reference) -> list[Claim]:
     """The outcome of every claim."""
     declared = declared_claims()
     family = sum(len(one["budgets"]) for claim in declared for one in claim["comparisons"])
-    known = recipes(table.about["benchmark"])
-    cells = {name: build_cells(table.records([name])) for name in known}
+    recipes = reference.recipes
+    cells = {name: build_cells(reference.records_of([name])) for name in recipes}
 
     def test(comparison: Mapping[str, Any]) -> list[Tested]:
         return [_test(cells, comparison, budget, family) for budget in comparison["budgets"]]
@@ -143,7 +142,8 @@ def _grid(
     ]
     if not own:
         return None
-    kind = "accuracy" if own[0].config["chance_accuracy"] is not None else "bits_per_byte"
+    names = metric_names(own)
+    kind = "accuracy" if "test/accuracy" in names else "bits_per_byte"
     statistics = f"@{side['statistics']}" if "statistics" in side else ""
     grid = Grid(side["norm"], sorted(own, key=lambda cell: cell.lr or 0.0),
                 describe_metric(f"test/{kind}{statistics}"))  # fmt: skip

@@ -15,19 +15,19 @@ from torch.optim import Optimizer
 
 from normexp.batching.replicas import model_arguments, suitable_threads
 from normexp.build import NetworkBuilder, build_network, build_norm, load_data, norm_target
-from normexp.cells.recipe import describe_cell, deviations, devices_of, recipe_of
+from normexp.cells.recipe import defines_of, derived_of, deviations, devices_of, recipe_of
 from normexp.checks.network import name_some, probe_batch
 from normexp.checks.preflight import Traits, check_optimizer, examine
 from normexp.checks.probe import fixed_draws
 from normexp.config.cells import CellSpec
 from normexp.config.identity import may_mix_samples
 from normexp.config.words import as_typed
-from normexp.data.dataset import Data
+from normexp.data.dataset import Data, describe_data
 from normexp.errors import UserError, first_line
 from normexp.norms.slots import PLACES, set_but_unused
 from normexp.records.logs import collected_messages
 from normexp.records.provenance import refuse_edited, source_line_of
-from normexp.records.result import check_joins
+from normexp.records.result import Measured, check_joins
 from normexp.training.evaluation import criterion_of
 from normexp.training.fit import describe_monitor
 from normexp.training.recipe import Recipe, can_train_a_stack, check_devices, parameter_groups
@@ -40,6 +40,11 @@ NOT_PROBED = {
     *("epochs", "steps", "samples", "val_every_epochs"),
 }
 
+# Of a network, in the records of its runs.
+RECORDED_TRAITS = (
+    *("mixes_samples", "mixes_samples_in_evaluation", "leaks_future", "leaks_future_in_training"),
+)
+
 # What cells have in common: their traits, and what was logged.
 _probes: dict[str, tuple[Traits, list[str]]] = {}
 
@@ -49,7 +54,7 @@ class Cell:
     """Everything about a training except its seed, built and checked.
 
     Attributes:
-        description: the `config` of its results, see `describe_cell`.
+        defines, derived, measured: of its results.
         build: builds the network of a seed.
         traits: what its network was measured to mix and to leak.
         alone: why each seed trains by itself; None if seeds may share a stack.
@@ -61,14 +66,15 @@ class Cell:
     data: Data
     build: NetworkBuilder
     traits: Traits
-    num_parameters: int
     alone: str | None
-    description: dict[str, Any]
+    defines: dict[str, Any]
+    derived: dict[str, Any]
+    measured: Measured
     messages: Sequence[str]
 
     @property
     def title(self) -> str:
-        return f"{self.description['norm']} on {self.description['data']}"
+        return f"{self.spec.choices['norm']} on {self.spec.choices['data']}"
 
     @property
     def elements_per_forward(self) -> int:
@@ -78,8 +84,7 @@ class Cell:
     @property
     def invalid(self) -> str | None:
         """Why the numbers of this cell must not be compared; None if they may."""
-        leak = self.traits.leak
-        return None if leak is None else f"leaks the future at {leak}"
+        return self.measured.invalid
 
 
 @suitable_threads(0)  # probes are too small for a second thread to pay
@@ -111,8 +116,8 @@ def prepare_cell(spec: CellSpec) -> Cell:
         notes = _findings(spec, recipe, traits, alone)
         for note in [*deviations(spec, recipe, len(data.train)), *notes]:
             logger.info(note)
-        description = describe_cell(spec, recipe, build, data, traits)
-        check_joins(spec.directory, description)
+        defines = defines_of(spec, data, build.weights)
+        check_joins(spec.directory, defines["digests"])
         return Cell(
             spec=spec,
             recipe=recipe.for_norm(
@@ -122,11 +127,24 @@ def prepare_cell(spec: CellSpec) -> Cell:
             data=data,
             build=build if traits.mixes_samples else build.unsplit(),
             traits=traits,
-            num_parameters=sum(p.numel() for p in network.parameters()),
             alone=alone,
-            description=description,
+            defines=defines,
+            derived=derived_of(spec, recipe, mixes_samples=traits.mixes_samples),
+            measured=_measured(network, data, traits),
             messages=messages,
         )
+
+
+def _measured(network: nn.Module, data: Data, traits: Traits) -> Measured:
+    """What is known of every run of a cell before it is trained."""
+    leak = traits.leak
+    return Measured(
+        invalid=None if leak is None else f"leaks the future at {leak}",
+        traits={name: getattr(traits, name) for name in RECORDED_TRAITS},
+        chance_accuracy=data.chance_accuracy,
+        num_parameters=sum(p.numel() for p in network.parameters()),
+        data_set=describe_data(data),
+    )
 
 
 def make_recipe(spec: CellSpec, data: Data) -> Recipe:

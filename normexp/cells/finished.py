@@ -17,7 +17,7 @@ from yaml import YAMLError
 from normexp.batching.replicas import Batch, Replicas, model_arguments
 from normexp.build import keeping_data
 from normexp.cells.cell import Cell, make_builder, make_recipe, prepare_cell
-from normexp.cells.recipe import choices_in
+from normexp.cells.recipe import choices_of
 from normexp.cells.run import arrange_replicas, build_module
 from normexp.config.cells import CellSpec
 from normexp.config.compose import refuse_missing_values, shipped_defaults
@@ -76,9 +76,9 @@ def load_run(run_dir: Path) -> nn.Module:
         UserError: no such run, a folder of several seeds, no weights, or weights that do not fit.
     """
     cell_dir, seed = find_run(run_dir)
-    description = read_result(seed_dir(cell_dir, seed)).config
-    spec = recorded_spec(cell_dir, description, WITHOUT_TRAINING)
-    data = without_samples(description["data_set"])
+    result = read_result(seed_dir(cell_dir, seed))
+    spec = recorded_spec(cell_dir, result, WITHOUT_TRAINING)
+    data = without_samples(result.measured.data_set)
     recipe = make_recipe(spec, data)
     network = make_builder(spec, recipe, data)(seed)
     file = seed_dir(cell_dir, seed) / WEIGHTS_FILE
@@ -87,13 +87,11 @@ def load_run(run_dir: Path) -> nn.Module:
     return network.eval()
 
 
-def recorded_spec(
-    cell_dir: Path, description: Mapping[str, Any], changes: Mapping[str, Any]
-) -> CellSpec:
+def recorded_spec(cell_dir: Path, result: Result, changes: Mapping[str, Any]) -> CellSpec:
     """The cell of a folder.
 
     Args:
-        description: the config in a result of the cell.
+        result: of one of its runs.
         changes: values in place of those in its config.yaml.
 
     Raises:
@@ -111,7 +109,7 @@ def recorded_spec(
             f"{path} cannot be read ({first_line(error)}); remove the cell's folder and train it "
             "again"
         ) from error
-    return CellSpec(values, choices_in(description))
+    return CellSpec(values, choices_of(result))
 
 
 def load_weights(network: nn.Module, path: Path, *, precision: str) -> None:
@@ -146,8 +144,7 @@ def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
     """
     find_cell(cell_dir)
     results = finished_results(cell_dir)
-    description = results[0].config
-    spec = recorded_spec(cell_dir, description, options)
+    spec = recorded_spec(cell_dir, results[0], options)
     refuse_missing_values(spec.config)
     if results[0].cell_id != spec.id:
         raise UserError(
@@ -156,10 +153,11 @@ def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
         )
     # Evaluation does not need the devices of the training.
     changes = {"trainer.devices": 1, "trainer.num_nodes": 1, "trainer.strategy": "auto"}
-    changes |= {"norm_batch_size": description["norm_batch_size"], **options}
+    micro, norm = (results[0].derived[key] for key in ("micro_batch_size", "norm_batch_size"))
+    changes |= {"norm_batch_size": None if norm == micro else norm, **options}
     if not torch.cuda.is_available():
         changes["trainer.accelerator"] = "cpu"
-    spec = recorded_spec(cell_dir, description, changes)
+    spec = recorded_spec(cell_dir, results[0], changes)
     validate(spec.config)
     cell = prepare_cell(spec)
     seeds = [result.seed for result in results]
@@ -175,7 +173,7 @@ def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
         "moments or gave no finite number; try evaluate_with=[running]"
     )
     print_evaluations(contents, cell.title, why_nothing=why, invalid=cell.invalid)
-    if description["mixes_samples"] and (rows := _decompose(cell, replicas)):
+    if cell.traits.mixes_samples and (rows := _decompose(cell, replicas)):
         print("\n".join(decomposition_lines(rows, len(cell.data.test))))
         for seed, row in zip(seeds, rows, strict=True):
             contents[seed]["decomposition"] = row

@@ -8,7 +8,6 @@ from typing import Any
 
 from normexp.batching.sizes import SIZES, Share, Sizes
 from normexp.build import (
-    NetworkBuilder,
     build_callbacks,
     build_loggers,
     build_optimizer,
@@ -16,16 +15,14 @@ from normexp.build import (
     logger_targets,
     synchronized,
 )
-from normexp.checks.preflight import Traits
 from normexp.config.cells import CellSpec
-from normexp.config.compose import DEFAULT_SCHEDULE, parts_with_target, shipped_defaults
-from normexp.config.identity import canonical_sizes, defining_values
+from normexp.config.compose import DEFAULT_SCHEDULE, shipped_defaults
 from normexp.config.schema import OPTIONAL_GROUPS, PARTS
 from normexp.config.words import as_typed
-from normexp.data.dataset import Data, describe_data
+from normexp.data.dataset import Data
 from normexp.errors import UserError
-from normexp.norms.slots import SLOTS, changed
-from normexp.records.provenance import source_digest
+from normexp.models.weights import Weights
+from normexp.records.result import Result
 from normexp.training.fit import act_on_batches
 from normexp.training.recipe import (
     Devices,
@@ -209,89 +206,63 @@ def _check_schedule(
         )
 
 
-# --- What result.json says about the cell, and what of it was trained -----------------------------
-
-RECORDED_TRAITS = (
-    *("mixes_samples", "mixes_samples_in_evaluation", "leaks_future", "leaks_future_in_training"),
-)
-# Keys that a recorded recipe has in derived form only: as numbers of steps, rates and slots.
-DERIVED_KEYS = ("epochs", "steps", "samples", "lr_rule", "base_batch_size", *SLOTS)
-DERIVED_KEYS_OF_NORM = ("half_life", *SLOTS)
+# --- What result.json says about the cell ---------------------------------------------------------
 
 
-def describe_cell(
-    spec: CellSpec, recipe: Recipe, build: NetworkBuilder, data: Data, traits: Traits
-) -> dict[str, Any]:
-    """The config in result.json: names, canonical sizes, traits, and `recipe`: what was trained.
+def defines_of(spec: CellSpec, data: Data, weights: Weights | None) -> dict[str, Any]:
+    """What the id of a cell hashes, and digests of what was loaded."""
+    digests = {"data": data.digest}
+    if weights is not None:
+        digests["weights"] = weights.digest
+    return {**spec.identity, "digests": digests}
 
-    Does not depend on which of several equivalent command lines trained the cell.
-    """
-    chance, slots = data.chance_accuracy, {slot: spec.config["norm"].get(slot) for slot in SLOTS}
-    trained = _describe_training(spec, recipe, build, data, mixes_samples=traits.mixes_samples)
-    sizes = {key: trained[key] for key in SIZES}
-    return {
-        **choices_in(spec.choices),
-        **{key: spec.config[key] for key in ("lr_rule", "eps", "drop_last")},
-        **sizes,
-        "devices": recipe.devices.count,
+
+def derived_of(spec: CellSpec, recipe: Recipe, *, mixes_samples: bool) -> dict[str, Any]:
+    """The values of a training that follow from its config and its data."""
+    derived = {
+        **_effective(recipe.sizes, mixes_samples=mixes_samples),
+        "steps": recipe.num_steps,
         "epochs": recipe.num_epochs,
-        "num_steps": recipe.num_steps,
         "lr": recipe.lr,
-        "max_grad_norm": recipe.max_grad_norm,
-        "precision": recipe.devices.precision,
-        "matmul_precision": recipe.devices.matmul_precision,
-        "recipe": trained,
-        "data_set": describe_data(data),
-        "norm_slots": {slot: value for slot, value in slots.items() if value is not None},
-        **_slots(build),
-        **{name: getattr(traits, name) for name in RECORDED_TRAITS},
-        **({} if chance is None else {"chance_accuracy": chance}),
+        "devices": recipe.devices.count,
+        **names_in(spec),
     }
-
-
-def choices_in(description: Mapping[str, Any]) -> dict[str, str]:
-    """The choice in each config group of a cell, as `compose_cell` returned them."""
-    return {
-        group: description[group] for group in (*PARTS, *OPTIONAL_GROUPS) if group in description
-    }
-
-
-def _describe_training(
-    spec: CellSpec, recipe: Recipe, build: NetworkBuilder, data: Data, *, mixes_samples: bool
-) -> dict[str, Any]:
-    """Everything that defined the training except its seed, in canonical form.
-
-    Has digests of the data, of weights and of the user's own modules.
-    """
-    values = {
-        key: value for key, value in defining_values(spec.config).items() if key not in DERIVED_KEYS
-    }
-    norm = {k: value for k, value in values["norm"].items() if k not in DERIVED_KEYS_OF_NORM}
-    optim, model, content = dict(values["optim"]), dict(values["model"]), dict(values["data"])
-    content["digest"] = data.digest
-    if build.weights is not None:
-        model["weights_digest"] = build.weights.digest
-    if recipe.optimizer_momentum is not None:
-        optim["momentum"] = recipe.optimizer_momentum
+    if spec.config["lr_rule"] == "momentum_aware":
+        derived["optim.momentum"] = recipe.optimizer_momentum
     if recipe.norm_momentum is not None:
-        norm["momentum"] = recipe.norm_momentum
-    if "schedule" in values:
-        optim = {key: value for key, value in optim.items() if key not in OPTIM_SCHEDULE}
-    # A device's share of a forward pass is a ghost sub-batch, so the recipe's sizes count devices.
-    sizes = [getattr(recipe.sizes, key) for key in SIZES]
-    values |= canonical_sizes(*sizes, mixes_samples=mixes_samples)
-    values |= {"norm": norm, "optim": optim, "model": model, "data": content, **_slots(build)}
-    values |= {"num_steps": recipe.num_steps, "lr": recipe.lr}
-    acts_on_validations = "callback" in values or recipe.schedule.monitor is not None
-    if "val_every_epochs" in spec.identity and acts_on_validations:
-        values["val_every_epochs"] = recipe.val_every_epochs
-    for part in parts_with_target(values):
-        if digest := source_digest(part["_target_"]):
-            part["source_digest"] = digest
-    return values
+        derived["norm.momentum"] = recipe.norm_momentum
+    return derived
 
 
-def _slots(build: NetworkBuilder) -> dict[str, Any]:
-    """The slots that the model uses and that differ from their defaults."""
-    assert build.norm is not None
-    return changed(build.norm.slots, build.norm.used)
+def typed_values(spec: CellSpec) -> dict[str, Any]:
+    """What is known of `derived_of` where a cell cannot be prepared."""
+    return {**_effective(Sizes(**spec.sizes)), "lr": spec.lr, **names_in(spec)}
+
+
+def _effective(sizes: Sizes, *, mixes_samples: bool = True) -> dict[str, int]:
+    """The three sizes as numbers; a device's share of a forward pass is a ghost sub-batch."""
+    norm = sizes.norm if mixes_samples else sizes.micro
+    return dict(zip(SIZES, (sizes.batch_size, sizes.micro, norm), strict=True))
+
+
+def names_in(spec: CellSpec) -> dict[str, str]:
+    """The names of a cell's parts that are not those of shipped choices: `resnet50`, `MyNorm`."""
+    names = {}
+    for group in (*PARTS, *OPTIONAL_GROUPS):
+        content = spec.identity.get(group)
+        if not isinstance(content, Mapping):
+            continue
+        if isinstance(spec.config[group].get("name"), str):
+            names[group] = spec.config[group]["name"]
+        elif "choice" not in content:
+            names[group] = spec.choices[group]
+    return names
+
+
+def choices_of(result: Result) -> dict[str, str]:
+    """The choice in each config group of a recorded cell, as `compose_cell` returned them."""
+    groups = [group for group in (*PARTS, *OPTIONAL_GROUPS) if group in result.settings]
+    return {
+        group: result.defines.get(group, {}).get("choice", result.settings[group])
+        for group in groups
+    }

@@ -18,9 +18,9 @@ from pytorch_lightning.loggers import Logger
 from torch import nn
 
 from normexp.batching.replicas import InTurn, Replicas, Stacked, stacking_pays, suitable_threads
-from normexp.batching.sizes import SIZES
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.devices import training_together
+from normexp.cells.recipe import typed_values
 from normexp.cells.stack import Run, Stack, claimed, commit, remove, settle
 from normexp.config.words import one_line
 from normexp.data.batches import TrainingBatches
@@ -37,10 +37,11 @@ from normexp.records.result import (
     METRICS_FILE,
     PROGRESS_FILE,
     WEIGHTS_FILE,
+    Measured,
     Result,
     Status,
-    hyperparameters,
     seed_dir,
+    settings_of,
     write_samples,
 )
 from normexp.records.study import (
@@ -180,11 +181,12 @@ class Trial:
         run_dir = seed_dir(spec.directory, seed)
         run_dir.mkdir(parents=True, exist_ok=True)
         write_text(run_dir / LOG_FILE, trace or reason)
-        config = {**spec.choices, **{key: spec.config[key] for key in SIZES}, "lr": spec.lr}
-        if spec.id in self.cells:
-            config = self.cells[spec.id].description
+        defines, derived, measured = spec.identity, typed_values(spec), Measured()
+        if cell := self.cells.get(spec.id):
+            defines, derived, measured = cell.defines, cell.derived, cell.measured
         environment = describe_environment(threads=self.attempts.threads)
-        failed = Result(spec.id, seed, Status.FAILED, config, {}, environment, error=reason)
+        measured = replace(measured, environment=environment)
+        failed = Result(spec.id, seed, Status.FAILED, defines, derived, measured, reason)
         commit(self.folder, [failed])
 
     # --- Training ---------------------------------------------------------------------------------
@@ -265,20 +267,24 @@ class Trial:
         diverged_at = module.losses.diverged_at[index]
         if diverged_at is None and not all(map(math.isfinite, metrics.values())):
             diverged_at = module.step  # the last update broke the network, after its loss was taken
+        ended_early = why_stopped(module.trainer) if module.step < cell.recipe.num_steps else None
         return Result(
             cell_id=spec.id,
             seed=seed,
             status=Status.FINISHED if diverged_at is None else Status.DIVERGED,
-            config=cell.description | {"stacked": module.replicas.is_stacked},
-            metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
-            environment=environment,
-            diverged_at_step=diverged_at,
-            steps=module.losses.diverged_at[index] or module.step,
-            num_parameters=cell.num_parameters,
-            timing=timing,
-            invalid=cell.invalid,
-            apart=self.stack.apart or None,
-            stopped=why_stopped(module.trainer) if module.step < cell.recipe.num_steps else None,
+            defines=cell.defines,
+            derived=cell.derived,
+            measured=replace(
+                cell.measured,
+                metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
+                environment=environment,
+                diverged_at_step=diverged_at,
+                last_step=module.losses.diverged_at[index] or module.step,
+                stopped=ended_early,
+                apart=self.stack.apart or None,
+                is_stacked=module.replicas.is_stacked,
+                timing=timing,
+            ),
         )
 
 
@@ -391,9 +397,8 @@ def run_loggers(cell: Cell, seed: int) -> Iterator[list[Logger]]:
     """The loggers of one run; finishes them at the end, as failed if the block raises."""
     spec, version = cell.spec, f"seed-{seed}"
     config, study_dir = spec.config, spec.study_dir
-    params = hyperparameters(
-        cell.description, study=config["study"], experiment=config.get("experiment")
-    )
+    names = {"study": config["study"], "experiment": config.get("experiment")}
+    params = settings_of(cell.defines, cell.derived) | names
     labels = [params[key] for key in ("norm", "model", "data", "study", "experiment")]
     labels += [*(config["tags"] or []), cell.invalid and "INVALID"]
     loggers = cell.recipe.loggers(

@@ -84,15 +84,6 @@ def resolve(config: Mapping[str, Any], norm: Mapping[str, Any]) -> Slots:
     return Slots(**{k: v for level in levels for k in SLOTS if (v := level.get(k)) is not None})
 
 
-def changed(slots: Slots, used: set[str]) -> dict[str, Any]:
-    """Returns the slots that change a training: the model uses them and they are not default."""
-    return {
-        key: getattr(slots, key)
-        for key in SLOTS
-        if key in used and getattr(slots, key) != getattr(Slots(), key)
-    }
-
-
 def set_but_unused(level: Mapping[str, Any], used: set[str]) -> list[str]:
     """Returns the slots that `level`, a config or a norm, sets but the model does not use."""
     return [key for key in SLOTS if level.get(key) is not None and key not in used]

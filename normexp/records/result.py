@@ -1,17 +1,18 @@
-"""A run in its study: folders and files, result.json (schema 1), metrics.csv and samples.npz."""
+"""A run in its study: folders and files, result.json (schema 2), metrics.csv and samples.npz."""
 
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 from zipfile import BadZipFile
 
 from normexp.errors import UserError
@@ -20,7 +21,8 @@ from normexp.records.files import open_atomic, read_json, write_json, write_text
 if TYPE_CHECKING:
     import numpy as np
 
-SCHEMA = 1
+SCHEMA = 2
+READERS = {1: "0.1"}  # the version of normexp that reads an earlier schema
 
 
 class Status(StrEnum):
@@ -38,43 +40,113 @@ class Status(StrEnum):
 ENDED = (Status.FINISHED, Status.DIVERGED)  # runs that no command trains again
 
 
+# Keys that act on a training through derived values alone.
+ACT_THROUGH_DERIVED = ("samples", "base_batch_size", "norm.half_life")
+
+
 @dataclass(frozen=True)
-class Result:
-    """One ended run, (cell, seed). A missing value is None or an empty dict, and absent on disk.
+class Measured:
+    """What was measured of a run. A missing value is None or an empty dict, and absent on disk.
 
     Attributes:
-        config: plain values: norm, model, data, sizes, lr, epochs and so on.
         metrics: name, such as `val/accuracy`, to a finite number.
+        environment: versions and machine, see `describe_environment`.
         diverged_at_step: first optimizer step whose loss was not finite; set if diverged.
-        error: one line; set if failed.
-        steps: optimizer steps that were made; fewer than planned only if it diverged or `stopped`.
+        last_step: of the optimizer; before the planned one only if it diverged or `stopped`.
         stopped: why a callback ended it before the planned steps.
-        timing: train_seconds, step_ms of one optimizer step of the whole stack, stack_size,
-            samples_per_second; on a GPU also peak_memory_mb of the whole stack, in 10^6 bytes.
         invalid: why the numbers must not be compared, such as a model that reads future tokens.
         apart: why the run was trained apart from its stack: its last digits may differ.
+        is_stacked: it was trained under vmap, together with others.
+        traits: what the network was probed to mix and to leak.
+        chance_accuracy: of always the most frequent class; None for texts.
+        data_set: shapes, classes and moments, with which the network can be built again.
+        timing: train_seconds, step_ms of one optimizer step of the whole stack, stack_size,
+            samples_per_second; on a GPU also peak_memory_mb of the whole stack, in 10^6 bytes.
+    """
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    diverged_at_step: int | None = None
+    last_step: int | None = None
+    stopped: str | None = None
+    invalid: str | None = None
+    apart: str | None = None
+    is_stacked: bool | None = None
+    traits: dict[str, bool] = field(default_factory=dict)
+    chance_accuracy: float | None = None
+    num_parameters: int | None = None
+    data_set: dict[str, Any] = field(default_factory=dict)
+    timing: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One ended run, (cell, seed).
+
+    Attributes:
+        defines: what the id of the cell hashes (see `identity_of`), and `digests` of what was
+            loaded: the data, and the weights that it started from.
+        derived: effective sizes, steps, epochs, learning rate and other values that follow from
+            what was typed and from the data; and the names of parts that are not shipped choices.
+        error: one line; set if failed.
     """
 
     cell_id: str
     seed: int
     status: Status
-    config: dict[str, Any]
-    metrics: dict[str, float]
-    environment: dict[str, Any]
-    diverged_at_step: int | None = None
+    defines: dict[str, Any]
+    derived: dict[str, Any]
+    measured: Measured
     error: str | None = None
-    steps: int | None = None
-    num_parameters: int | None = None
-    timing: dict[str, float] = field(default_factory=dict)
-    invalid: str | None = None
-    apart: str | None = None
-    stopped: str | None = None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self.measured.metrics
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """What defined its training, see `settings_of`."""
+        return settings_of(self.defines, self.derived)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values for JSON: metrics sorted by name, missing values absent."""
         metrics = {name: float(self.metrics[name]) for name in sorted(self.metrics)}
-        content = {"schema": SCHEMA} | vars(self) | {"metrics": metrics, "status": str(self.status)}
-        return {name: value for name, value in content.items() if value is not None}
+        measured = asdict(self.measured) | {"metrics": metrics}
+        known = {name: value for name, value in measured.items() if value not in (None, {})}
+        content = {
+            "schema": SCHEMA,
+            "cell_id": self.cell_id,
+            "seed": self.seed,
+            "status": str(self.status),
+            "defines": self.defines,
+            "derived": self.derived,
+            "measured": known,
+        }
+        return content if self.error is None else content | {"error": self.error}
+
+
+def settings_of(defines: Mapping[str, Any], derived: Mapping[str, Any]) -> dict[str, Any]:
+    """What defines a training, flat: {"norm": "group", "norm.num_groups": 4, "lr": 0.1}.
+
+    The choice of each group, the values that differ from its defaults, and derived values.
+    """
+    values = {**flatten(defines), **derived}
+    return {key: value for key, value in values.items() if key not in ACT_THROUGH_DERIVED}
+
+
+def flatten(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"norm": {"choice": "group", "eps": 1}} gives {"norm": "group", "norm.eps": 1}.
+
+    Lists become tuples.
+    """
+    flat: dict[str, Any] = {}
+    for key, value in mapping.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            name = prefix.rstrip(".") if key == "choice" else f"{prefix}{key}"
+            flat[name] = tuple(value) if isinstance(value, list) else value
+    return flat
 
 
 def write_result(run_dir: Path, result: Result) -> None:
@@ -106,12 +178,15 @@ def _read(path: Path, _inode: int, _time: int) -> Result:
 def result_of(content: dict[str, Any], path: Path) -> Result:
     """The result that `to_dict` made these values of. Raises UserError, naming the file."""
     if (schema := content.pop("schema", None)) != SCHEMA:
+        reader = READERS.get(schema, "of another version")
+        study = path if path.suffix == ".zip" else path.parents[2]
         raise UserError(
-            f"{path}: schema={schema!r}, this normexp reads schema={SCHEMA}; move the file away, "
-            "or take another study=..."
+            f"{study}: its runs are of schema {schema}, which normexp {reader} reads and this one "
+            "does not; train in a study of its own: study=..."
         )
     try:
         content["status"] = Status(content["status"])
+        content["measured"] = Measured(**content["measured"])
         return Result(**content)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
@@ -120,13 +195,16 @@ def result_of(content: dict[str, Any], path: Path) -> Result:
         ) from error
 
 
-def check_joins(cell_dir: Path, config: Mapping[str, Any]) -> None:
+LOADED = {"data": "the data set", "weights": "model.weights"}  # what has a digest
+
+
+def check_joins(cell_dir: Path, digests: Mapping[str, str]) -> None:
     """Refuses to add runs to a cell whose recorded runs had other data or weights.
 
     The id of a cell is of its config and the user's source; what was loaded is compared here.
 
     Args:
-        config: of the new runs, as in their results.
+        digests: of what the new runs have loaded.
 
     Raises:
         UserError: a digest differs; names the data set or the weights, and the remedy.
@@ -135,34 +213,18 @@ def check_joins(cell_dir: Path, config: Mapping[str, Any]) -> None:
         if not (seed_dir(cell_dir, seed) / RESULT_FILE).exists():
             continue
         result = read_result(seed_dir(cell_dir, seed))
-        before, now = _loaded(result.config), _loaded(config)
-        for name in before if result.status != Status.FAILED else ():
-            if None not in (before[name], now[name]) and before[name] != now[name]:
+        before = {} if result.status == Status.FAILED else result.defines.get("digests", {})
+        for name in before.keys() & digests.keys():
+            if before[name] != digests[name]:
                 raise UserError(
-                    f"{name} is not what the recorded runs of {cell_dir} were trained with; "
-                    "train in a study of its own: study=..."
+                    f"{LOADED[name]} is not what the recorded runs of {cell_dir} were trained "
+                    "with; train in a study of its own: study=..."
                 )
-
-
-def _loaded(config: Mapping[str, Any]) -> dict[str, str | None]:
-    """The recorded digests of what a training has loaded, by name."""
-    recipe = config.get("recipe", {})
-    return {
-        "the data set": recipe.get("data", {}).get("digest"),
-        "model.weights": recipe.get("model", {}).get("weights_digest"),
-    }
 
 
 def values_of(results: Sequence[Result], name: str) -> list[float]:
     """The values of a metric over the runs that have it."""
     return [result.metrics[name] for result in results if name in result.metrics]
-
-
-def hyperparameters(config: Mapping[str, Any], **names: str | None) -> dict[str, Any]:
-    """A result's config for dashboards: with `names`, and with a number for each null size."""
-    micro = config["micro_batch_size"] or config["batch_size"]
-    sizes = {"micro_batch_size": micro, "norm_batch_size": config["norm_batch_size"] or micro}
-    return {**config, **sizes, "recipe": {**config.get("recipe", {}), **sizes}, **names}
 
 
 # --- The layout of a study: <study>/<cell_id>/seed-<k>/, <study>/stacks/<digest>/ -----------------
@@ -208,18 +270,24 @@ def list_runs(study_dir: Path) -> list[Path]:
 def list_studies(runs_dir: Path) -> list[str]:
     """The names of the studies in a folder, sorted. Raises UserError if it has none."""
     folders = subfolders(runs_dir)
-    known = [path.name for path in folders if (path / STUDY_FILE).exists() or list_cells(path)]
+    known = {path.name for path in folders if (path / STUDY_FILE).exists() or list_cells(path)}
+    known |= {path.stem for path in runs_dir.glob("*.zip")}
     if not known:
         raise UserError(f"runs_dir={runs_dir} has no studies yet; train one first")
-    return known
+    return sorted(known)
 
 
 def find_study(runs_dir: Path, name: str) -> Path:
-    """Returns the directory of a study. Raises UserError, with near names, if it is missing."""
+    """Returns the folder of a study, or the zip that ships it.
+
+    Raises:
+        UserError: the study is missing; names the nearest.
+    """
     known = list_studies(runs_dir)
     if name not in known:
         raise UserError(f"study={name} not found in {runs_dir}; nearest: {_nearest(name, known)}")
-    return runs_dir / name
+    folder, archive = runs_dir / name, runs_dir / f"{name}.zip"
+    return folder if not archive.exists() or list_cells(folder) else archive
 
 
 def _nearest(name: str, known: list[str]) -> str:
@@ -316,18 +384,40 @@ def write_samples(run_dir: Path, samples: Mapping[str, np.ndarray]) -> None:
     """Replaces samples.npz atomically; write it before result.json.
 
     Args:
-        samples: by kind of statistics, bool or float32 (N,), with the same N.
+        samples: by kind of statistics, bool or float (N,), with the same N.
     """
     import numpy as np
 
-    arrays: dict[str, Any] = {}
-    for kind, values in samples.items():
-        if values.dtype == bool:
-            arrays |= {kind: np.packbits(values), NUM_SAMPLES: len(values)}
-        else:
-            arrays[kind] = values.astype(np.float32)
+    single = {
+        kind: values if values.dtype == bool else values.astype(np.float32)
+        for kind, values in samples.items()
+    }
     with open_atomic(run_dir / SAMPLES_FILE) as file:
-        np.savez_compressed(file, **arrays)
+        np.savez_compressed(file, **pack_bits(single))
+
+
+def pack_bits(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Arrays to save: those of bool (..., N) as bits, beside their number N."""
+    import numpy as np
+
+    packed = dict[str, Any](arrays)
+    for name, values in arrays.items():
+        if values.dtype == bool:
+            packed |= {name: np.packbits(values, axis=-1), NUM_SAMPLES: values.shape[-1]}
+    return packed
+
+
+def unpack_bits(file: IO[bytes]) -> dict[str, np.ndarray]:
+    """The arrays given to `pack_bits`, from an npz file."""
+    import numpy as np
+
+    with np.load(file) as content:
+        arrays = dict(content)
+    count = arrays.pop(NUM_SAMPLES, None)
+    for name, values in arrays.items():
+        if values.dtype == np.uint8:
+            arrays[name] = np.unpackbits(values, axis=-1, count=int(count)).astype(bool)
+    return arrays
 
 
 def count_samples(run_dir: Path) -> int:
@@ -345,20 +435,27 @@ def read_samples(run_dir: Path) -> dict[str, np.ndarray]:
     Raises:
         UserError: the file is torn or not from normexp.
     """
-    import numpy as np
-
     path = run_dir / SAMPLES_FILE
     if not path.exists():
         return {}
     try:
-        with open(path, "rb") as file, np.load(file) as content:
-            arrays = dict(content)
-        count = arrays.pop(NUM_SAMPLES, None)
-        if count is None:
-            return arrays
-        return {
-            kind: np.unpackbits(bits, count=int(count)).astype(bool)
-            for kind, bits in arrays.items()
-        }
+        with open(path, "rb") as file:
+            return unpack_bits(file)
     except (OSError, EOFError, BadZipFile, TypeError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}); remove it") from error
+
+
+# --- evaluation.json ------------------------------------------------------------------------------
+
+
+def read_evaluation(run_dir: Path) -> dict[str, float]:
+    """Metrics of evaluation.json: {"precise": {"test/loss": 1.0}} gives `test/loss@precise`."""
+    path = run_dir / EVALUATION_FILE
+    content = read_json(path) if path.exists() else {}
+    return {
+        name if statistics == "running" else f"{name}@{statistics}": value
+        for statistics, metrics in content.items()
+        if isinstance(metrics, dict)
+        for name, value in metrics.items()
+        if "/" in name and isinstance(value, float) and math.isfinite(value)
+    }

@@ -120,8 +120,13 @@ def read_entries(study_dir: Path) -> tuple[Entry, ...]:
 
 @lru_cache(maxsize=8)  # a study is read every second while it is trained
 def _entries(path: Path, _inode: int, _size: int) -> tuple[Entry, ...]:
+    return parse_entries(path.read_text(), path)
+
+
+def parse_entries(text: str, path: Path) -> tuple[Entry, ...]:
+    """The lines of the text of a study.jsonl. Raises UserError, naming the file."""
     entries: list[Entry] = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(text.splitlines(), start=1):
         try:
             content = json.loads(line)
             if content.pop("line") == "refusal":
@@ -282,7 +287,7 @@ class CellState:
     @property
     def invalid(self) -> str | None:
         """Why its numbers must not be compared."""
-        return next((run.invalid for run in self.results if run.invalid), None)
+        return next((run.measured.invalid for run in self.results if run.measured.invalid), None)
 
 
 def read_cell(

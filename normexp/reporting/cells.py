@@ -5,32 +5,24 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from normexp.batching.sizes import SIZES
 from normexp.config.words import as_typed
-from normexp.norms.slots import SLOTS, Slots
 from normexp.records.result import Status
 from normexp.reporting.metric import Metric
-from normexp.reporting.runs import Config, Records, RunRow
+from normexp.reporting.runs import SLOTS, Config, Records, RunRow
 from normexp.stats.interval import Interval, mean
 
 ORDER = ("batch", "layer", "instance", "group", "rms", "layer2d", "none")  # first in figures
-SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")
 # Config keys that belong to the norm, so they may differ between norms that are compared.
 NORM_KEYS = ("norm", *SLOTS)
 # The length of a training; it separates cells by the one with the fewest distinct values.
-BUDGET = ("epochs", "num_steps")
-# Recorded keys that were measured, are derived from others, or have no effect on a result.
-NOT_COMPARED = (
-    *("mixes_samples", "leaks_future", "chance_accuracy", "stacked", "log_every"),
-    *("split", "norm_slots", "loaded_sources"),
-)
-# Defaults of keys that are recorded only if they differ from them.
-UNRECORDED = {**asdict(Slots()), "val_every_epochs": 1}
+BUDGET = ("epochs", "steps")
+DIGESTS = "digests."  # of what was loaded: compared where both are known
 FOLLOWS = ("norm.momentum", "micro_batch_size")  # may follow from the norm batch size
-SHOWN = {"num_steps": "steps"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +37,7 @@ class CellRow:
     settings: values that must be equal for cells to share a table
     title: model, data, and the settings in which tables of the same model and data differ
     wanted: the seeds that the study asks for
+    value_of: the value of a key that defines its training, also where it is a default
     is_extended: some of its seeds were added by a later command
     searched: keys whose values a search of the study chose
     """
@@ -61,6 +54,7 @@ class CellRow:
     norm_batch_size: int
     mixes_samples: bool
     wanted: frozenset[int]
+    value_of: Callable[[str], Any]
     is_extended: bool = False
     searched: frozenset[str] = frozenset()
     settings: Config = field(default_factory=dict)
@@ -78,7 +72,8 @@ class CellRow:
     @property
     def invalid(self) -> str | None:
         """Why its numbers must not be compared."""
-        return next((run.result.invalid for run in self.runs if run.result.invalid), None)
+        reasons = (run.result.measured.invalid for run in self.runs)
+        return next(filter(None, reasons), None)
 
     @property
     def budget(self) -> str:
@@ -130,13 +125,12 @@ def build_cells(records: Records) -> list[CellRow]:
 
 
 def _cell_of(runs: Sequence[RunRow], records: Records) -> CellRow:
-    first, config = runs[0], runs[0].config
-    micro = config.get("micro_batch_size") or config["batch_size"]
+    first = min(runs, key=lambda run: run.status == Status.FAILED)  # may have failed too early
+    config = first.config
     norm, model, data = (str(config.get(key) or "-") for key in ("norm", "model", "data"))
     known = [run.seed for run in runs]
     asked = records.asked.get((first.study, first.directory.parent.name)) or [known]
     ended = {run.seed for run in runs if run.status != Status.FAILED}
-    has_own_size = config.get("norm_batch_size") is not None  # undeclared: trained at every size
     return CellRow(
         study=first.study,
         directory=first.directory.parent,
@@ -147,9 +141,10 @@ def _cell_of(runs: Sequence[RunRow], records: Records) -> CellRow:
         data=data,
         lr=config.get("lr"),
         batch_size=config["batch_size"],
-        norm_batch_size=config.get("norm_batch_size") or micro,
-        mixes_samples=config.get("mixes_samples") is not False or has_own_size,
+        norm_batch_size=config["norm_batch_size"],
+        mixes_samples=first.result.measured.traits.get("mixes_samples") is not False,
         wanted=frozenset(known).union(*asked),
+        value_of=first.value_of,
         is_extended=not ended <= set(asked[0]),
         searched=records.searched.get(first.study, frozenset()),
     )
@@ -162,7 +157,7 @@ def _with_settings(cells: Sequence[CellRow]) -> list[CellRow]:
     differ does not, and the table says that they are not compared.
     """
     named = {*SIZES, "lr", "model", "data"}
-    keys = {key for cell in cells for key in cell.config if not key.startswith(NOT_COMPARED)}
+    keys = {key for cell in cells for key in cell.config}
     counts = {key: {comparable(cell.config.get(key)) for cell in cells} for key in BUDGET}
     lengths = [key for key in BUDGET if comparable(None) not in counts[key]]
     length = min(lengths, key=lambda key: len(counts[key]), default="")
@@ -177,7 +172,7 @@ def _with_settings(cells: Sequence[CellRow]) -> list[CellRow]:
     for cell in cells:
         alike = [other for other in cells if (other.model, other.data) == (cell.model, cell.data)]
         words = [
-            setting_words(key, cell.config.get(key))
+            setting_words(key, cell.value_of(key))
             for key in separating
             if len({comparable(other.config.get(key)) for other in alike}) > 1
         ]
@@ -209,12 +204,12 @@ def _with_norms(cells: Sequence[CellRow]) -> list[CellRow]:
         varying = [
             key
             for key in (*keys, "micro_batch_size")
-            if len({comparable(cell.config.get(key)) for cell in same}) > 1
+            if len({comparable(cell.value_of(key)) for cell in same}) > 1
             and (key not in FOLLOWS or _is_free(same, key))
         ]
         for cell in same:
             knobs = [
-                f"{key.removeprefix('norm.')}={as_typed(_known(cell, key))}" for key in varying
+                f"{key.removeprefix('norm.')}={as_typed(cell.value_of(key))}" for key in varying
             ]
             words = [name, *knobs, *(["INVALID"] if cell.invalid else [])]
             labelled.append(replace(cell, norm=" ".join(words) + mark + study))
@@ -226,7 +221,7 @@ def _is_free(cells: Sequence[CellRow], key: str) -> bool:
     places = [
         (cell.batch_size, cell.norm_batch_size, cell.lr, settings_key(cell)) for cell in cells
     ]
-    values = [comparable(cell.config.get(key)) for cell in cells]
+    values = [comparable(cell.value_of(key)) for cell in cells]
     return len({*zip(places, values, strict=True)}) > len({*places})
 
 
@@ -238,41 +233,42 @@ def unlike(
     These are all differences but those of the norm (with the slots of its YAML), of the sizes (with
     what follows from the batch size) and of searched keys.
     """
-    cells = (first, second)
     free = {*SIZES, *searched, *first.searched, *second.searched}
-
-    def may_differ(key: str) -> bool:
-        if key in SLOTS:  # of the norm's own YAML
-            own = (cell.config.get(f"norm_slots.{key}", UNRECORDED[key]) for cell in cells)
-            return all(_known(cell, key) == value for cell, value in zip(cells, own, strict=True))
-        if is_norm_key(key):
-            return first.norm != second.norm or (
-                key == "norm.momentum" and _has_one_half_life(first, second)
-            )
-        if first.batch_size == second.batch_size:
-            return False
-        if key in BUDGET:
-            return any(key in first.config and key not in different for key in BUDGET)
-        rules = {cell.config.get("lr_rule") for cell in cells}
-        follows = {
-            "optim.momentum": {"momentum_aware"},
-            "lr": {"linear", "sqrt", "momentum_aware"},
-        }
-        return len(rules) == 1 and rules <= follows.get(key, set())
-
-    different = {
-        key: (_known(first, key), _known(second, key))
-        for key in sorted({*first.config, *second.config})
-        if key not in free
-        and not key.startswith(NOT_COMPARED)
-        and comparable(_known(first, key)) != comparable(_known(second, key))
+    different = {}
+    for key in sorted({*first.config, *second.config} - free):
+        values = first.value_of(key), second.value_of(key)
+        is_known = None not in values or not key.startswith(DIGESTS)
+        if is_known and comparable(values[0]) != comparable(values[1]):
+            different[key] = values
+    return {
+        key: values
+        for key, values in different.items()
+        if not _may_differ(key, first, second, different)
     }
-    return {key: values for key, values in different.items() if not may_differ(key)}
+
+
+def _may_differ(key: str, first: CellRow, second: CellRow, different: Collection[str]) -> bool:
+    """True if cells that differ in a key may be compared. `different`: all keys that differ."""
+    if key in SLOTS:  # which the YAMLs of the norms set
+        own = [cell.value_of(f"norm.{key}") for cell in (first, second)]
+        of_norms = [SLOTS[key] if value is None else value for value in own]
+        return of_norms == [cell.value_of(key) for cell in (first, second)]
+    if is_norm_key(key):
+        is_other_norm = first.norm != second.norm
+        return is_other_norm or (key == "norm.momentum" and _has_one_half_life(first, second))
+    if first.batch_size == second.batch_size:
+        return False
+    if key in BUDGET:
+        return any(key in first.config and key not in different for key in BUDGET)
+    # What follows from the batch size by one rule.
+    rules = {cell.value_of("lr_rule") for cell in (first, second)}
+    follows = {"optim.momentum": {"momentum_aware"}, "lr": {"linear", "sqrt", "momentum_aware"}}
+    return len(rules) == 1 and rules <= follows.get(key, set())
 
 
 def _has_one_half_life(first: CellRow, second: CellRow) -> bool:
     """True if the running averages forget equally many samples at two batch sizes."""
-    values = [(cell.config.get("norm.momentum"), cell.batch_size) for cell in (first, second)]
+    values = [(cell.value_of("norm.momentum"), cell.batch_size) for cell in (first, second)]
     rates = [math.log1p(-m) / size for m, size in values if isinstance(m, float) and 0 < m < 1]
     return len(rates) == 2 and math.isclose(*rates, rel_tol=1e-6)
 
@@ -285,7 +281,7 @@ def settings_key(cell: CellRow) -> Hashable:
 def setting_words(key: str, value: Any) -> str:
     """`epochs=12`."""
     whole = int(value) if isinstance(value, float) and value.is_integer() else value
-    return f"{SHOWN.get(key, key)}={as_typed(whole)}"
+    return f"{key}={as_typed(whole)}"
 
 
 def is_norm_key(key: str) -> bool:
@@ -297,11 +293,6 @@ def comparable(value: Any) -> Hashable:
     if isinstance(value, list | tuple):
         return tuple(map(comparable, value))
     return (isinstance(value, bool), value)
-
-
-def _known(cell: CellRow, key: str) -> Any:
-    value = cell.config.get(key)
-    return UNRECORDED.get(key) if value is None else value
 
 
 def _sortable(value: Any) -> tuple[bool, float, str]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from normexp.config.words import as_typed
-from normexp.reporting.cells import SHOWN, base_of, unlike
+from normexp.reporting.cells import base_of, unlike
 from normexp.reporting.metric import Metric, describe_metric, signed
 from normexp.reporting.slices import Grid, Slice
 from normexp.stats.family import ALPHA, Verdict, decide, difference, p_value
@@ -122,10 +122,7 @@ def compare_grids(part: Slice, first: Grid, second: Grid, sizes: tuple[int, int]
     """The comparison of two grids, not yet judged."""
     grids, is_tuned = (first, second), len(first.rates) > 1 or len(second.rates) > 1
     different = unlike(first.best, second.best, searched=["lr"] if is_tuned else [])
-    words = [
-        f"{SHOWN.get(key, key)} {as_typed(a)} and {as_typed(b)}"
-        for key, (a, b) in different.items()
-    ]
+    words = [f"{key} {as_typed(a)} and {as_typed(b)}" for key, (a, b) in different.items()]
     words += ["lr not searched alike"] if is_tuned and first.rates != second.rates else []
     why = ""
     if words:

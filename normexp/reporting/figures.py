@@ -309,11 +309,7 @@ def draw_cost(part: Slice) -> Figure:
     for grid in part.grids:
         is_sized = len(part.sizes) > 1 and grid.norm not in part.independent
         for cell in grid.cells:
-            times = {
-                run.seed: run.result.timing["step_ms"] / run.result.timing.get("stack_size", 1)
-                for run in cell.runs
-                if "step_ms" in run.result.timing
-            }
+            times = {run.seed: run.step_ms for run in cell.runs if run.step_ms is not None}
             rows += seed_rows(times, norm=grid.norm + f" at {grid.size}" * is_sized, lr=cell.lr)
     x = alt.X("value:Q", title="ms per step and run").scale(zero=True)
     y = _norm_axis(list(dict.fromkeys(row["norm"] for row in rows)))

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from normexp.records.result import Result
@@ -61,12 +61,12 @@ class Metric:
         """The greatest possible difference."""
         return math.inf if self.bounds is None else self.bounds[1] - self.bounds[0]
 
-    def chance(self, config: Mapping[str, Any]) -> float | None:
+    def chance(self, share: float | None) -> float | None:
         """What a diverged run counts as: always the most frequent class, or uniform bits.
 
-        None: not known.
+        share: of that class; None, also as the result: not known
         """
-        share, kind = config.get("chance_accuracy"), self.name.partition("@")[0].split("/")[-1]
+        kind = self.name.partition("@")[0].split("/")[-1]
         if kind == "bits_per_byte":
             return UNIFORM_BITS
         if share is None:

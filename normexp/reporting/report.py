@@ -230,7 +230,7 @@ def _label_of(reference: str | None, slices: Sequence[Slice]) -> str | None:
     if reference is None or reference in {*norms, *map(base_of, norms)}:
         return reference
     for cell in (cell for part in slices for cell in part.cells):
-        if reference.rpartition("=")[2] == cell.config.get("norm._target_"):
+        if reference.rpartition("=")[2] == cell.value_of("norm._target_"):
             return cell.norm
     raise UserError(
         f"reference={reference}: no cell has this norm; the norms are {', '.join(norms)}"

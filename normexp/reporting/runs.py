@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
+from yaml import YAMLError
 
+from normexp.config.schema import value_at
 from normexp.config.words import format_count
 from normexp.errors import UserError
-from normexp.records.files import read_json
+from normexp.norms.slots import Slots
+from normexp.records.archive import Archive
 from normexp.records.result import (
-    EVALUATION_FILE,
+    CONFIG_FILE,
     METRICS_FILE,
     RESULT_FILE,
     MetricRow,
@@ -25,17 +29,19 @@ from normexp.records.result import (
     Status,
     find_study,
     list_runs,
+    read_evaluation,
     read_metrics,
     read_result,
     read_samples,
+    seed_dir,
 )
-from normexp.records.study import Refusal, read_study
+from normexp.records.study import CommandEntry, Refusal, read_study
 from normexp.reporting.metric import Metric, is_at_chance
 
-PARTS = ("norm", "model", "data", "optim")  # recorded by name, beside their recipes
-RECORDED_TWICE = ("batch_size", "micro_batch_size", "norm_batch_size", "trainer")
 NUM_BLOCKS = 20  # of a test text: its sequences are not independent
 ROUNDED = 1e-4  # relative; a mean over float32 samples may differ from the metric by this much
+YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where it was built
+SLOTS = asdict(Slots())  # and their defaults
 Config = Mapping[str, Any]  # plain values, nested keys joined by dots (`norm.num_groups`)
 Samples = Mapping[str, np.ndarray]  # by kind of statistics, see normexp.records.result
 
@@ -45,17 +51,35 @@ class RunRow:
     """One ended run.
 
     directory: runs/<study>/<cell_id>/seed-<k>
-    config: everything recorded that defines the training but its seed
     metrics: as recorded, and those of later evaluations (`val/accuracy@precise`)
     load_samples: the scores of test samples, read where they are needed
+    load_config: the text of its config.yaml, likewise
     """
 
     study: str
     directory: Path
     result: Result
-    config: Config
     metrics: Mapping[str, float]
     load_samples: Callable[[], Samples] = dict
+    load_config: Callable[[], str] = str
+
+    @property
+    def config(self) -> Config:
+        """What defines the training, except values that are defaults; see `Result.settings`."""
+        return self.result.settings
+
+    @cached_property
+    def _all_values(self) -> Config:
+        with suppress(YAMLError, OSError):
+            return yaml.load(self.load_config(), Loader=YAML_LOADER) or {}
+        return {}
+
+    def value_of(self, key: str) -> Any:
+        """The value of a key that defines the training, also where it is a default."""
+        if key in SLOTS:
+            typed, own = self.config.get(key), self.value_of(f"norm.{key}")
+            return next((value for value in (typed, own) if value is not None), SLOTS[key])
+        return self.config[key] if key in self.config else value_at(self._all_values, key)
 
     @property
     def seed(self) -> int:
@@ -78,7 +102,7 @@ class RunRow:
 
     @cached_property
     def is_at_chance(self) -> bool:
-        accuracy, chance = self.metrics.get("test/accuracy"), self.config.get("chance_accuracy")
+        accuracy, chance = self.metrics.get("test/accuracy"), self.result.measured.chance_accuracy
         return is_at_chance(accuracy, chance, self.num_test_samples)
 
     def recorded(self, metric: Metric) -> float | None:
@@ -88,7 +112,8 @@ class RunRow:
 
     def value(self, metric: Metric) -> float | None:
         """The metric as shown; chance level where the run diverged or is at chance."""
-        chance, value = metric.chance(self.config), self.recorded(metric)
+        chance = metric.chance(self.result.measured.chance_accuracy)
+        value = self.recorded(metric)
         if self.status == Status.DIVERGED or value is None or chance is None:
             return chance if self.status == Status.DIVERGED else value
         is_beyond = metric.unit == "bits per byte" and value > chance
@@ -115,6 +140,12 @@ class RunRow:
             return samples * (value / mean)
         shown = metric.scale * samples
         return shown if abs(shown.mean() - value) <= ROUNDED * abs(value) else np.empty(0)
+
+    @property
+    def step_ms(self) -> float | None:
+        """The time of an optimizer step, over the number of runs trained together."""
+        timing = self.result.measured.timing
+        return timing["step_ms"] / timing.get("stack_size", 1) if "step_ms" in timing else None
 
     def history(self) -> list[MetricRow]:
         """Every finite value of metrics.csv, up to the divergence of a run; none if torn."""
@@ -160,6 +191,8 @@ def read_studies(runs_dir: Path, names: Sequence[str]) -> Records:
 
 def _read_study(runs_dir: Path, name: str) -> Records:
     root = find_study(runs_dir, name)
+    if root.suffix == ".zip":
+        return read_archive(Archive(root))
     study = read_study(root)
     refused = list(study.refusals.values())
     runs, torn, begun = [], [], Counter[Path]()
@@ -177,74 +210,57 @@ def _read_study(runs_dir: Path, name: str) -> Records:
         for cell, count in begun.items()
         if cell not in ended
     ]
-    problems = [*torn, *(f"refused: {one.error}" for one in refused), *waiting]
+    problems = [*dict.fromkeys(torn), *(f"refused: {one.error}" for one in refused), *waiting]
     if problems and not runs:
         raise UserError(f"study={name} has no readable result; the first problem: {problems[0]}")
     if not runs:
         raise UserError(f"study={name} is empty: {root} has no runs; train one with study={name}")
-    asked: dict[tuple[str, str], list[list[int]]] = {}
-    for command in study.commands:
-        for cell, one in command.cells.items():
-            asked.setdefault((name, cell), []).append(sorted(one.seeds))
-    keys = frozenset(key for command in study.commands for key in command.searched)
-    return Records(runs, asked, {name: keys}, refused, [*torn, *waiting])
+    return _records_of(name, runs, study.commands, refused, [*torn, *waiting])
 
 
 def read_run(study: str, run_dir: Path) -> RunRow:
     """The row of an ended run. Raises UserError for a result that cannot be read."""
     result = read_result(run_dir)
-    if not isinstance(result.config.get("batch_size"), int):
-        raise UserError(f"{run_dir / RESULT_FILE} has no config.batch_size; was it edited by hand?")
-    metrics = {**_read_evaluation(run_dir), **result.metrics}  # those of the training stand
-    load = partial(read_samples, run_dir)
-    return RunRow(study, run_dir, result, flat_config(result.config), metrics, load)
+    if not isinstance(result.settings.get("batch_size"), int):
+        raise UserError(f"{run_dir / RESULT_FILE} has no batch_size; was it edited by hand?")
+    metrics = {**read_evaluation(run_dir), **result.metrics}  # those of the training stand
+    config = run_dir.parent / CONFIG_FILE
+    return RunRow(
+        *(study, run_dir, result, metrics),
+        load_samples=partial(read_samples, run_dir),
+        load_config=partial(config.read_text, encoding="utf-8"),
+    )
 
 
-def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A recorded config and its recipe with dotted keys."""
-    recipe = config.get("recipe", {})
-    beside = {key: value for key, value in config.items() if key != "recipe"}
-    names = {
-        group: _name_of(beside[group], recipe.get(group) or {})
-        for group in PARTS
-        if group in beside
-    }
-    known = {key: value for key, value in recipe.items() if key not in RECORDED_TWICE}
-    return flatten(known) | flatten(beside) | names
+def read_archive(archive: Archive) -> Records:
+    """Reads a study that ships as a zip."""
+    folder, study = archive.path.with_suffix(""), archive.path.stem
+    runs = [
+        RunRow(
+            study,
+            seed_dir(folder / result.cell_id, result.seed),
+            result,
+            result.metrics,
+            load_samples=partial(archive.samples, result.cell_id, result.seed),
+            load_config=partial(archive.config, result.cell_id),
+        )
+        for result in archive.results()
+    ]
+    commands = [entry for entry in archive.entries if isinstance(entry, CommandEntry)]
+    return _records_of(study, runs, commands)
 
 
-def _name_of(choice: str, part: Mapping[str, Any]) -> str:
-    """`group`; `MyNorm` for a user's own class; `resnet50` for one of torchvision's models."""
-    if isinstance(part.get("name"), str):
-        return part["name"]
-    is_own = choice == "custom" and "_target_" in part
-    return part["_target_"].rpartition(".")[2] if is_own else choice
-
-
-def _read_evaluation(run_dir: Path) -> dict[str, float]:
-    """Metrics of evaluation.json: {"precise": {"test/loss": 1.0}} gives `test/loss@precise`."""
-    path = run_dir / EVALUATION_FILE
-    content = read_json(path) if path.exists() else {}
-    return {
-        name if statistics == "running" else f"{name}@{statistics}": value
-        for statistics, metrics in content.items()
-        if isinstance(metrics, dict)
-        for name, value in metrics.items()
-        if "/" in name and isinstance(value, float) and math.isfinite(value)
-    }
-
-
-def flatten(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"norm": {"eps": 1}} gives {"norm.eps": 1}; lists become tuples.
-
-    A class of normexp is reduced to its name, because its module may change between two runs.
-    """
-    flat: dict[str, Any] = {}
-    for key, value in mapping.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
-        elif key == "_target_" and str(value).startswith("normexp."):
-            flat[f"{prefix}{key}"] = value.rpartition(".")[2]
-        else:
-            flat[f"{prefix}{key}"] = tuple(value) if isinstance(value, list) else value
-    return flat
+def _records_of(
+    study: str,
+    runs: Sequence[RunRow],
+    commands: Iterable[CommandEntry],
+    refused: Sequence[Refusal] = (),
+    problems: Sequence[str] = (),
+) -> Records:
+    asked: dict[tuple[str, str], list[list[int]]] = {}
+    searched = set[str]()
+    for command in commands:
+        searched |= {*command.searched}
+        for cell, one in command.cells.items():
+            asked.setdefault((study, cell), []).append(sorted(one.seeds))
+    return Records(runs, asked, {study: frozenset(searched)}, refused, problems)

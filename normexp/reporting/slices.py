@@ -242,8 +242,8 @@ class Slice:
         rates = sorted({len(grid.cells) for grid in self.grids})
         if rates != [1]:
             lr = f"lr tuned over {'-'.join(map(str, rates))}"
-        machines = {run.result.environment.get("gpu") or run.result.environment.get("cpu")
-                    for cell in cells for run in cell.runs}  # fmt: skip
+        environments = [run.result.measured.environment for cell in cells for run in cell.runs]
+        machines = {one.get("gpu") or one.get("cpu") for one in environments}
         budget = "" if budget in self.title else budget
         words = [self.title, self.fixed, budget, lr, optim, *sorted(filter(None, machines))]
         counts = sorted({len(grid.seeds) for grid in self.grids})

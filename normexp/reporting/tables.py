@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from normexp.config.words import format_count
-from normexp.records.result import Status
+from normexp.records.result import Status, flatten
 from normexp.records.study import Refusal
 from normexp.reporting.cells import CellRow, metric_names
 from normexp.reporting.compare import ADDED, DIFFERENCE, Causes, Comparison, Ranking, verdict_words
@@ -23,7 +23,7 @@ from normexp.reporting.metric import (
     format_mean,
     signed,
 )
-from normexp.reporting.runs import RunRow, flatten
+from normexp.reporting.runs import RunRow
 from normexp.reporting.slices import AXIS_WORDS, Slice
 from normexp.stats.interval import as_ratio
 
@@ -246,24 +246,22 @@ def run_table(cells: Sequence[CellRow]) -> Table:
 
 
 def run_frame(runs: Sequence[RunRow]) -> pd.DataFrame:
-    """A row per run: the fields of its result, config, metrics, `timing.*` and `environment.*`.
+    """A row per run: its settings, what was measured, as `timing.step_ms`, and its metrics.
 
-    Sizes are effective: `norm_batch_size` is a number where the config has null. A missing metric
-    is NaN, any other missing value None.
+    Settings are those in which any run differs from the defaults, and sizes are effective. A
+    missing metric is NaN, any other missing value None.
     """
+    keys = sorted({key for run in runs for key in run.config})
     rows = []
     for run in runs:
-        own = asdict(run.result)
-        del own["config"], own["metrics"]
-        nested = {key: own.pop(key) for key in ("timing", "environment")}
-        micro = run.config.get("micro_batch_size") or run.config["batch_size"]
-        norm = run.config.get("norm_batch_size") or micro
-        own |= {**run.config, "micro_batch_size": micro, "norm_batch_size": norm}
+        result, measured = run.result, asdict(run.result.measured)
+        del measured["metrics"]
         rows.append(
-            {"study": run.study, "directory": str(run.directory)}
-            | own
+            {"study": run.study, "directory": str(run.directory), "cell_id": result.cell_id}
+            | {"seed": run.seed, "status": str(run.status), "error": result.error}
+            | {key: run.value_of(key) for key in keys}
+            | flatten(measured)
             | dict(run.metrics)
-            | flatten(nested)
         )
     frame = pd.DataFrame(rows, dtype=object)
     metrics = {name for run in runs for name in run.metrics}

@@ -165,7 +165,7 @@ def print_summary(state: CellState) -> None:
     console, ended = open_console(), [run for run in state.results if run.status in ENDED]
     if not ended:
         return
-    config, how = ended[0].config, "already recorded" if state.was_over else "trained"
+    config, how = ended[0].settings, "already recorded" if state.was_over else "trained"
     n = format_count(len(ended), "seed")
     console.out(f"\n{config['norm']} on {config['data']}: {how}, n = {n}")
     if state.invalid:
@@ -183,7 +183,7 @@ def print_summary(state: CellState) -> None:
         console.print(text_table(heads, rows))
     for line in _early_ends(ended):
         console.out(line)
-    timing = ended[0].timing
+    timing = ended[0].measured.timing
     seconds, step = timing.get("train_seconds", 0.0), timing.get("step_ms", 0.0)
     console.out(f"trained in {seconds:.1f} s, {step:.2f} ms per step of the whole stack")
     console.out(f"run directory: {state.directory}")
@@ -233,7 +233,7 @@ def _notes_on(state: CellState) -> list[str]:
     ended = [run for run in state.results if run.status in ENDED]
     if not ended:
         return []
-    notes, chance = [], ended[0].config.get("chance_accuracy")
+    notes, chance = [], ended[0].measured.chance_accuracy
     at_chance = [
         run
         for run in ended
@@ -247,7 +247,7 @@ def _notes_on(state: CellState) -> list[str]:
             "learning rate, search it, or train longer"
         )
     if all(run.status is Status.DIVERGED for run in ended):
-        notes.append(f"every run diverged; try lr={min(ended[0].config['lr'] / 10, 0.1):g}")
+        notes.append(f"every run diverged; try lr={min(ended[0].settings['lr'] / 10, 0.1):g}")
     return notes
 
 
@@ -270,10 +270,11 @@ def _early_ends(results: Sequence[Result]) -> list[str]:
     """`seed 0, 3 diverged at step 40`, `seed 1 ended at step 30: REASON`."""
     ends: dict[str, list[str]] = {}
     for run in results:
-        words = f"ended at step {run.steps}: {run.stopped}"
+        measured = run.measured
+        words = f"ended at step {measured.last_step}: {measured.stopped}"
         if run.status is Status.DIVERGED:
-            words = f"diverged at step {run.diverged_at_step}"
-        if run.status is Status.DIVERGED or run.stopped:
+            words = f"diverged at step {measured.diverged_at_step}"
+        if run.status is Status.DIVERGED or measured.stopped:
             ends.setdefault(words, []).append(str(run.seed))
     return [f"seed {', '.join(seeds)} {words}" for words, seeds in ends.items()]
 
@@ -361,18 +362,18 @@ class Plan:
     """A cell of a dry run.
 
     Attributes:
-        config: as its results will record it; {} if it was refused.
+        num_steps: optimizer steps of a run; 0 if it was refused.
         step_seconds: a first estimate of an optimizer step of one run.
     """
 
     state: CellState
-    config: dict[str, Any]
-    step_seconds: float
+    num_steps: int = 0
+    step_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
         """The training time of its missing runs, one after another."""
-        return self.step_seconds * self.config["num_steps"] * len(self.state.missing)
+        return self.step_seconds * self.num_steps * len(self.state.missing)
 
 
 def print_plan(plans: Sequence[Plan], *, num_workers: int, num_points: int) -> None:
@@ -384,8 +385,8 @@ def print_plan(plans: Sequence[Plan], *, num_workers: int, num_points: int) -> N
             rows.append([state.title, f"refused: {state.refused}", "", "", ""])
             continue
         time = format_duration(plan.seconds) if state.missing else "-"
-        done, steps = len(state.states) - len(state.missing), plan.config["num_steps"]
-        rows.append([state.title, str(len(state.missing)), str(done), f"{steps:,}", time])
+        done = len(state.states) - len(state.missing)
+        rows.append([state.title, str(len(state.missing)), str(done), f"{plan.num_steps:,}", time])
     print_cells(console, ("cell", "runs to do", "done", "steps", "time"), rows)
     if num_points > len(plans):
         console.out(f"{num_points} points of the grid, {format_count(len(plans), 'cell')}")

@@ -36,14 +36,15 @@ def print_plan_of(cells: Sequence[CellSpec]) -> int:
 
 def _plan(spec: CellSpec) -> Plan:
     if spec.error:
-        return Plan(CellState(spec.id, spec.title, refused=spec.error), {}, 0.0)
+        return Plan(CellState(spec.id, spec.title, refused=spec.error))
     state = read_cell(spec.directory.parent, spec.id, spec.title, spec.seeds, [])
     try:
         cell = prepare_cell(spec)
-        return Plan(state, cell.description, _seconds_of_step(cell) if state.missing else 0.0)
+        seconds = _seconds_of_step(cell) if state.missing else 0.0
+        return Plan(state, cell.recipe.num_steps, seconds)
     except (Exception, SystemExit) as error:  # user code may raise anything
         state.refused = str(error) if isinstance(error, UserError) else one_line(error)
-        return Plan(state, {}, 0.0)
+        return Plan(state)
 
 
 def _seconds_of_step(cell: Cell) -> float:

@@ -1,0 +1,78 @@
+"""The study that an entry of the benchmark is compared with. It ships as a zip.
+
+Each of its commands has trained a recipe of conf/experiment/<benchmark>: a workload at one budget.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from normexp.config.cells import CellSpec
+from normexp.errors import UserError
+from normexp.records.archive import Archive
+from normexp.records.result import RESULT_FILE, seed_dir
+from normexp.records.study import CommandEntry
+from normexp.reporting.runs import Records, RunRow, read_archive, read_run
+
+BENCHMARK = "benchmark1"
+WORKLOADS = ("convnet", "vit", "encoder", "gpt")  # recipes at the long budget, where norms rank
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """The runs of a benchmark, without entries.
+
+    name: of the benchmark
+    study: of its runs
+    recipes: by name, the ids of the cells that it trains
+    """
+
+    name: str
+    study: str
+    records: Records
+    recipes: Mapping[str, Collection[str]]
+
+    @property
+    def workloads(self) -> list[str]:
+        """The recipes that rank norms."""
+        return [name for name in WORKLOADS if name in self.recipes]
+
+    def runs_of(self, cells: Iterable[CellSpec]) -> list[RunRow]:
+        """The recorded runs of an entry, as runs of this study."""
+        run_dirs = [seed_dir(cell.directory, seed) for cell in cells for seed in cell.seeds]
+        ended = [run_dir for run_dir in run_dirs if (run_dir / RESULT_FILE).exists()]
+        return [read_run(self.study, run_dir) for run_dir in ended]
+
+    def records_of(self, recipes: Iterable[str], entry: Sequence[RunRow] = ()) -> Records:
+        """The runs of some recipes, and those of an entry in the place of the same cells."""
+        entered = {run.result.cell_id for run in entry}
+        wanted = {cell for name in recipes for cell in self.recipes[name]} - entered
+        own = [run for run in self.records.runs if run.result.cell_id in wanted]
+        return replace(self.records, runs=[*own, *entry])
+
+
+def read_reference(name: str) -> Reference:
+    """Reads a shipped reference, such as benchmark1, or the zip of another.
+
+    Raises:
+        UserError: there is none of that name, or its commands name no recipe of a benchmark.
+    """
+    path = Path(name) if name.endswith(".zip") else Path(__file__).parent / f"{name}.zip"
+    if not path.is_file():
+        raise UserError(
+            f"reference={name}: no such study; {BENCHMARK}, or a zip made by "
+            "python -m normexp.records.archive STUDY_DIR FILE"
+        )
+    archive = Archive(path)
+    benchmarks, recipes = set[str](), dict[str, set[str]]()
+    for command in (entry for entry in archive.entries if isinstance(entry, CommandEntry)):
+        for word in command.command:
+            if match := re.fullmatch(r"experiment=(\w+)/(\w+)", word):
+                benchmarks.add(match[1])
+                recipes.setdefault(match[2], set()).update(command.cells)
+    if len(benchmarks) != 1:
+        raise UserError(f"reference={name}: its commands are not of one benchmark")
+    return Reference(benchmarks.pop(), path.stem, read_archive(archive), recipes)

@@ -1,0 +1,169 @@
+"""A study in one zip, to ship: its commands, and each cell's config, results and test samples.
+
+    python -m normexp.records.archive runs/mine mine.zip
+
+Reports read it where a folder of that name would stand, `runs/mine.zip` for `study=mine`. Weights,
+histories and logs are left out. In the zip:
+
+    study.jsonl             as in the folder
+    results.jsonl           a result.json per line; its metrics include those of evaluation.json
+    <cell_id>/config.yaml   as in the folder
+    <cell_id>/samples.npz   a row per run for each kind of statistics, and the seeds of the rows
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile
+
+import numpy as np
+
+from normexp.errors import UserError
+from normexp.records.files import open_atomic
+from normexp.records.result import (
+    CONFIG_FILE,
+    RESULT_FILE,
+    SAMPLES_FILE,
+    STUDY_FILE,
+    Result,
+    list_cells,
+    list_seeds,
+    pack_bits,
+    read_evaluation,
+    read_result,
+    read_samples,
+    result_of,
+    seed_dir,
+    unpack_bits,
+)
+from normexp.records.study import parse_entries
+
+ARCHIVED_RESULTS = "results.jsonl"
+SEEDS = "/seeds"  # after the name of a kind of statistics: the seeds of its rows
+Samples = Mapping[str, np.ndarray]  # of a run, by kind of statistics
+
+
+@dataclass(frozen=True)
+class ArchivedCell:
+    """A cell as it is shipped.
+
+    Attributes:
+        config: the text of its config.yaml.
+        samples: of each seed that has some.
+    """
+
+    id: str
+    config: str
+    results: list[Result]
+    samples: dict[int, Samples]
+
+
+def pack_study(study_dir: Path, path: Path) -> None:
+    """Writes the ended runs of a study to a zip.
+
+    Raises:
+        UserError: a record that cannot be read.
+    """
+    cells = [_read_cell(folder) for folder in list_cells(study_dir)]
+    commands = study_dir / STUDY_FILE
+    text = commands.read_text() if commands.exists() else ""
+    write_archive(path, text, [cell for cell in cells if cell.results])
+
+
+def _read_cell(folder: Path) -> ArchivedCell:
+    results, samples = [], {}
+    for seed in list_seeds(folder):
+        run_dir = seed_dir(folder, seed)
+        if not (run_dir / RESULT_FILE).exists():
+            continue
+        result = read_result(run_dir)
+        metrics = read_evaluation(run_dir) | result.metrics  # those of the training stand
+        results.append(replace(result, measured=replace(result.measured, metrics=metrics)))
+        if known := read_samples(run_dir):
+            samples[seed] = known
+    return ArchivedCell(folder.name, (folder / CONFIG_FILE).read_text(), results, samples)
+
+
+def write_archive(path: Path, commands: str, cells: Sequence[ArchivedCell]) -> None:
+    """Replaces a zip atomically.
+
+    Args:
+        commands: the text of study.jsonl.
+    """
+    with open_atomic(path) as file, ZipFile(file, "w", ZIP_DEFLATED, compresslevel=9) as archive:
+        archive.writestr(STUDY_FILE, commands)
+        results = [result.to_dict() for cell in cells for result in cell.results]
+        lines = [json.dumps(result, separators=(",", ":")) for result in results]
+        archive.writestr(ARCHIVED_RESULTS, "\n".join(lines))
+        for cell in cells:
+            archive.writestr(f"{cell.id}/{CONFIG_FILE}", cell.config)
+            if cell.samples:
+                archive.writestr(f"{cell.id}/{SAMPLES_FILE}", _join(cell.samples))
+
+
+def _join(samples: Mapping[int, Samples]) -> bytes:
+    """The samples of all runs of a cell as one npz, which the zip compresses."""
+    joined: dict[str, np.ndarray] = {}
+    for kind in sorted({kind for known in samples.values() for kind in known}):
+        seeds = [seed for seed, known in samples.items() if kind in known]
+        joined[kind] = np.stack([samples[seed][kind] for seed in seeds])
+        joined[kind + SEEDS] = np.array(seeds)
+    file = io.BytesIO()
+    np.savez(file, **pack_bits(joined))
+    return file.getvalue()
+
+
+class Archive:
+    """A study in a zip. Samples and configs are read where they are needed.
+
+    Raises:
+        UserError: a file that is no zip of a study.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._zip = ZipFile(io.BytesIO(path.read_bytes()))
+            self.entries = parse_entries(self._zip.read(STUDY_FILE).decode(), path)
+        except (OSError, KeyError, BadZipFile) as error:
+            raise UserError(f"{path} is not a zip of a study ({error})") from error
+        self._samples = lru_cache(maxsize=1)(self._read_samples)  # a cell's runs come in a row
+
+    def results(self) -> Iterator[Result]:
+        """Every run, in the order of cells and seeds."""
+        for line in self._zip.read(ARCHIVED_RESULTS).decode().splitlines():
+            yield result_of(json.loads(line), self.path)
+
+    def config(self, cell_id: str) -> str:
+        """The text of a cell's config.yaml."""
+        return self._zip.read(f"{cell_id}/{CONFIG_FILE}").decode()
+
+    def samples(self, cell_id: str, seed: int) -> Samples:
+        """The test samples of a run by kind of statistics, as `read_samples` returns them."""
+        return self._samples(cell_id).get(seed, {})
+
+    def _read_samples(self, cell_id: str) -> dict[int, dict[str, np.ndarray]]:
+        """The test samples of a cell's runs, by seed."""
+        samples = defaultdict[int, dict[str, np.ndarray]](dict)
+        try:
+            file = io.BytesIO(self._zip.read(f"{cell_id}/{SAMPLES_FILE}"))
+        except KeyError:  # none are recorded
+            return samples
+        arrays = unpack_bits(file)
+        for kind, seeds in arrays.items():
+            if kind.endswith(SEEDS):
+                rows = arrays[kind.removesuffix(SEEDS)]
+                for seed, row in zip(seeds.tolist(), rows, strict=True):
+                    samples[seed][kind.removesuffix(SEEDS)] = row
+        return samples
+
+
+if __name__ == "__main__":
+    pack_study(Path(sys.argv[1]), Path(sys.argv[2]))
