@@ -169,7 +169,7 @@ def test_the_python_of_the_guide_prints_the_recorded_accuracy(folder: Path, caps
     names: dict[str, Any] = {}
     exec(code, names)
     results, table = names["results"], names["table"]
-    assert [(run.config["norm"], run.seed) for run in results] == [
+    assert [(run.settings["norm"], run.seed) for run in results] == [
         (norm, seed) for norm in ("batch", "group") for seed in range(4)
     ]
     assert len(table) == 8
@@ -188,9 +188,9 @@ def test_a_norm_and_a_model_cost_a_file_and_a_yaml_each(folder: Path, capsys):
     assert main(words) == 0
     assert "mine on digits: trained" in capsys.readouterr().out
     first, second = normexp.run(words)  # recorded
-    assert (first.config["norm"], first.config["model"], second.seed) == ("mine", "mine", 1)
-    assert first.config["recipe"]["norm"]["_target_"] == "my_norm.AbsNorm"
-    assert first.config["recipe"]["model"]["width"] == 8
+    assert (first.settings["norm"], first.settings["model"], second.seed) == ("mine", "mine", 1)
+    assert first.settings["norm._target_"] == "my_norm.AbsNorm"
+    assert first.settings["model.width"] == 8
 
 
 def run(command: str, folder: Path) -> str:
@@ -260,7 +260,7 @@ def test_a_cell_is_trained_once_and_found_by_every_other_way(tmp_path: Path):
         (0, "finished"),
         (1, "finished"),
     ]
-    assert results[0].config["norm"] == "group"
+    assert results[0].settings["norm"] == "group"
     before = files(tmp_path)
     assert train(tmp_path, "norm=group") == results
     assert main(["norm=group", *QUICK, f"runs_dir={tmp_path / 'runs'}"]) == 0
@@ -274,7 +274,7 @@ def test_a_cell_is_trained_once_and_found_by_every_other_way(tmp_path: Path):
 
 def test_a_sweep_returns_each_run_once(tmp_path: Path):
     results = train(tmp_path, "-m", "norm=group", "norm_batch_size=8,32")  # the same training
-    assert [(result.config["norm"], result.seed) for result in results] == [
+    assert [(result.settings["norm"], result.seed) for result in results] == [
         ("group", 0),
         ("group", 1),
     ]

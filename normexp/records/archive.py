@@ -72,9 +72,8 @@ def pack_study(study_dir: Path, path: Path) -> None:
         UserError: a record that cannot be read.
     """
     cells = [_read_cell(folder) for folder in list_cells(study_dir)]
-    commands = study_dir / STUDY_FILE
-    text = commands.read_text() if commands.exists() else ""
-    write_archive(path, text, [cell for cell in cells if cell.results])
+    ended = [cell for cell in cells if cell.results]
+    write_archive(path, _text_of(study_dir / STUDY_FILE), ended)
 
 
 def _read_cell(folder: Path) -> ArchivedCell:
@@ -88,7 +87,12 @@ def _read_cell(folder: Path) -> ArchivedCell:
         results.append(replace(result, measured=replace(result.measured, metrics=metrics)))
         if known := read_samples(run_dir):
             samples[seed] = known
-    return ArchivedCell(folder.name, (folder / CONFIG_FILE).read_text(), results, samples)
+    return ArchivedCell(folder.name, _text_of(folder / CONFIG_FILE), results, samples)
+
+
+def _text_of(path: Path) -> str:
+    """The text of a file; empty if it is missing."""
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def write_archive(path: Path, commands: str, cells: Sequence[ArchivedCell]) -> None:

@@ -177,12 +177,16 @@ def _read(path: Path, _inode: int, _time: int) -> Result:
 
 def result_of(content: dict[str, Any], path: Path) -> Result:
     """The result that `to_dict` made these values of. Raises UserError, naming the file."""
-    if (schema := content.pop("schema", None)) != SCHEMA:
-        reader = READERS.get(schema, "of another version")
+    schema = content.pop("schema", None)
+    if schema in READERS:
         study = path if path.suffix == ".zip" else path.parents[2]
         raise UserError(
-            f"{study}: its runs are of schema {schema}, which normexp {reader} reads and this one "
-            "does not; train in a study of its own: study=..."
+            f"{study} was trained by normexp {READERS[schema]}, and only that version reads it; "
+            "train in a study of its own: study=..."
+        )
+    if schema != SCHEMA:
+        raise UserError(
+            f"{path}: schema={schema!r}, this normexp reads schema={SCHEMA}; move the file away"
         )
     try:
         content["status"] = Status(content["status"])

@@ -94,7 +94,6 @@ Entry = CommandEntry | Refusal
 
 def append_entry(study_dir: Path, entry: Entry) -> None:
     """Appends a line, and makes the study; a command that is there already is not added again."""
-    kind = "command" if isinstance(entry, CommandEntry) else "refusal"
     study_dir.mkdir(parents=True, exist_ok=True)
     with file_lock(study_dir / LOCK_FILE, waits=True):
         known = [one.id for one in read_entries(study_dir) if isinstance(one, CommandEntry)]
@@ -102,7 +101,13 @@ def append_entry(study_dir: Path, entry: Entry) -> None:
             return
         path = study_dir / STUDY_FILE
         before = path.read_text() if path.exists() else ""
-        write_text(path, before + json.dumps({"line": kind} | asdict(entry)) + "\n")
+        write_text(path, before + entry_line(entry) + "\n")
+
+
+def entry_line(entry: Entry) -> str:
+    """A line of study.jsonl."""
+    kind = "command" if isinstance(entry, CommandEntry) else "refusal"
+    return json.dumps({"line": kind} | asdict(entry))
 
 
 def read_entries(study_dir: Path) -> tuple[Entry, ...]:

@@ -210,7 +210,8 @@ def _read_study(runs_dir: Path, name: str) -> Records:
         for cell, count in begun.items()
         if cell not in ended
     ]
-    problems = [*dict.fromkeys(torn), *(f"refused: {one.error}" for one in refused), *waiting]
+    torn = list(dict.fromkeys(torn))  # of another schema all are
+    problems = [*torn, *(f"refused: {one.error}" for one in refused), *waiting]
     if problems and not runs:
         raise UserError(f"study={name} has no readable result; the first problem: {problems[0]}")
     if not runs:

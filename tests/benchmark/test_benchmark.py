@@ -1,32 +1,29 @@
-"""The benchmark: its table, declared claims, and an entry from one line."""
+"""The benchmark: its study of runs, declared claims, and an entry from one line."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from normexp.benchmark import claims, main, table
+from normexp.benchmark import claims, main
 from normexp.benchmark.claims import declared_claims, judge_claims
-from normexp.benchmark.table import (
-    WORKLOADS,
-    Table,
-    TableCell,
-    digest,
-    read_table,
-    recipes,
-    shipped_path,
-    write_table,
-)
-from normexp.errors import UserError
+from normexp.benchmark.reference import WORKLOADS, Reference, read_reference
+from normexp.cli import parse_command
+from normexp.config.cells import compose_cells
+from normexp.records.archive import ArchivedCell, pack_study, write_archive
+from normexp.records.result import Measured, Result, Status
+from normexp.records.study import Asked, CommandEntry, entry_line
 from normexp.reporting.cells import build_cells
 from normexp.reporting.metric import describe_metric
 from normexp.reporting.slices import Grid
 
 NUM_IMAGES = 500
-SEEDS = tuple(range(8))
-# Tuned means of the shipped table, images: accuracy in %.
+SEEDS = range(8)
+RATES = (0.03, 0.1, 0.3, 1.0, 3.0)
+# Tuned means of the shipped runs, images: accuracy in %.
 TUNED = {
     ("convnet", "batch", 2): 97.403000,
     ("convnet", "batch", 32): 97.586429,
@@ -35,56 +32,53 @@ TUNED = {
 }
 
 
-def cells(recipe: str, norm: str, error: float, size: int | None = None) -> list[TableCell]:
+def cells(recipe: str, norm: str, error: float, size: int = 32) -> list[ArchivedCell]:
     """Runs of a norm whose error is lowest at the middle rate; images differ in difficulty."""
     made = []
-    for place, lr in enumerate(recipes()[recipe].lrs):
+    for place, lr in enumerate(RATES):
         rng = np.random.default_rng([place, *map(ord, f"{recipe}{norm}{size}")])
-        wrong = error + 0.1 * abs(place - 2)
         hard = np.random.default_rng(0).gamma(2.0, 0.5, NUM_IMAGES)  # the same for every norm
-        is_right = rng.random((len(SEEDS), NUM_IMAGES)) > wrong * hard
-        accuracy = is_right.mean(axis=1)
-        mixes = size is not None or norm == "batch"
-        about = {"mixes_samples": mixes, "chance": 0.1, "id": f"{norm}-{size}-{lr}"}
-        metrics = {"val/accuracy": accuracy, "val/loss": 1 - accuracy, "test/accuracy": accuracy}
-        lost = np.zeros(len(SEEDS), dtype=bool)
-        samples = {"running": is_right}
-        made.append(TableCell(recipe, norm, size, lr, about, SEEDS, lost, metrics, samples))
+        wrong = (error + 0.1 * abs(place - 2)) * hard
+        is_right = rng.random((len(SEEDS), NUM_IMAGES)) > wrong
+        groups = {"norm": norm, "model": "convnet", "data": "mnist5k", "optim": "sgd"}
+        defines = {group: {"choice": choice} for group, choice in groups.items()}
+        derived = {"batch_size": 32, "micro_batch_size": 32, "norm_batch_size": size, "lr": lr}
+        derived["epochs"] = 6 if recipe.endswith("_short") else 18
+        cell_id = f"{recipe}-{norm}-{size}-{lr}"
+        results = []
+        for right in is_right:
+            accuracy = float(right.mean())
+            names = ("val/accuracy", "test/accuracy")
+            measured = Measured(
+                dict.fromkeys(names, accuracy) | {"val/loss": 1 - accuracy},
+                traits={"mixes_samples": norm.startswith("batch")},
+                chance_accuracy=0.1,
+            )
+            seed = len(results)
+            results.append(Result(cell_id, seed, Status.FINISHED, defines, derived, measured))
+        samples = {seed: {"running": is_right[seed]} for seed in SEEDS}
+        made.append(ArchivedCell(cell_id, "", results, samples))
     return made
 
 
-def convnet(batch_at_2: float) -> Table:
-    """Batch norm at both sizes, layer and group norm, at both budgets."""
-    made = []
+def reference_of(path: Path, norms: Sequence[tuple[str, float, int]]) -> Reference:
+    """The reference with these norms, errors and sizes, at both budgets of the convnet."""
+    lines, made = [], []
     for recipe in ("convnet", "convnet_short"):
-        made += [*cells(recipe, "batch", 0.05), *cells(recipe, "batch", batch_at_2, 2)]
-        made += [*cells(recipe, "layer", 0.07), *cells(recipe, "group", 0.07)]
-    about = {"benchmark": "benchmark1", "rules": digest(), "commits": ["c"], "time": "now"}
-    return Table(about, tuple(made))
+        own = [cell for one in norms for cell in cells(recipe, *one)]
+        asked = {cell.id: Asked(cell.id, [*SEEDS]) for cell in own}
+        words = ["normexp-train", f"experiment=benchmark1/{recipe}"]
+        lines.append(entry_line(CommandEntry(recipe, words, "", asked)))
+        made += own
+    write_archive(path, "\n".join(lines), made)
+    return read_reference(str(path))
 
 
-def tuned(shipped: Table, recipe: str, norm: str, size: int) -> Grid:
-    known = build_cells(shipped.records([recipe]))
+def tuned(shipped: Reference, recipe: str, norm: str, size: int) -> Grid:
+    known = build_cells(shipped.records_of([recipe]))
     own = [one for one in known if one.norm == norm]
     own = [one for one in own if not one.mixes_samples or one.norm_batch_size == size]
     return Grid(norm, sorted(own, key=lambda one: one.lr or 0.0), describe_metric("test/accuracy"))
-
-
-def test_a_table_survives_its_file_and_unpacks_into_runs(tmp_path: Path):
-    made = convnet(0.1)
-    write_table(made, tmp_path / "table.npz")
-    read = read_table(tmp_path / "table.npz")
-    assert read.about == made.about and len(read.cells) == len(made.cells)
-    for before, after in zip(made.cells, read.cells, strict=True):
-        assert np.array_equal(before.samples["running"], after.samples["running"])
-        assert np.allclose(before.metrics["test/accuracy"], after.metrics["test/accuracy"])
-    runs = read.records(["convnet"]).runs
-    assert len(runs) == 4 * 5 * len(SEEDS)
-    metric = describe_metric("test/accuracy")
-    assert all(len(run.samples(metric)) == NUM_IMAGES for run in runs)
-    (tmp_path / "other.npz").write_bytes(b"no table")
-    with pytest.raises(UserError, match="not a table of the benchmark"):
-        read_table(tmp_path / "other.npz")
 
 
 @pytest.mark.parametrize(
@@ -93,8 +87,8 @@ def test_a_table_survives_its_file_and_unpacks_into_runs(tmp_path: Path):
         *((["norm=rms", word], "frozen") for word in ("lr=0.1", "replicas=2", "model.width=8")),
         (["norm=rms,layer"], "an entry is one norm"),
         (["dry_run=true"], "an entry is one norm"),
-        (["norm=rms", "workloads=[nowhere]"], "the table has convnet"),
-        (["reference=nowhere", "norm=rms"], "no such table; benchmark1"),
+        (["norm=rms", "workloads=[nowhere]"], "the reference has convnet"),
+        (["reference=nowhere", "norm=rms"], "no such study; benchmark1"),
     ],
 )
 def test_an_entry_that_breaks_the_rules_is_refused(
@@ -108,32 +102,31 @@ def test_an_entry_that_breaks_the_rules_is_refused(
     ("batch_at_2", "outcome", "of_renorm"),
     [(0.3, "holds", "holds"), (0.05, "fails", "nothing to explain")],
 )
-def test_claims_are_judged_by_the_table(batch_at_2: float, outcome: str, of_renorm: str):
-    made = convnet(batch_at_2)
-    renorm = [
-        one for name in ("convnet", "convnet_short") for one in cells(name, "batch_renorm", 0.05, 2)
-    ]
-    judged = {one.name: one for one in judge_claims(made.with_entry(renorm))}
+def test_claims_are_judged_by_the_runs(
+    tmp_path: Path, batch_at_2: float, outcome: str, of_renorm: str
+):
+    norms = [("batch", 0.05, 32), ("batch", batch_at_2, 2), ("batch_renorm", 0.05, 2)]
+    norms += [("layer", 0.1, 32), ("group", 0.1, 32)]
+    judged = {one.name: one for one in judge_claims(reference_of(tmp_path / "own.zip", norms))}
     assert judged["batch_norm_falls"].outcome == outcome
     assert judged["batch_renorm"].outcome == of_renorm
     assert judged["ghost_batches"].outcome == "no runs"
     assert len(claims.claims_table([*judged.values()]).frame) > len(judged)
 
 
-def test_the_shipped_table_is_of_the_rules_that_are_shipped():
-    path = shipped_path("benchmark1")
-    shipped = read_table(path)
-    assert shipped.about["rules"] == digest() and path.stat().st_size < 2_000_000
-    for name, recipe in recipes().items():
-        own = {cell.norm.partition(" ")[0] for cell in shipped.cells if cell.recipe == name}
-        assert own == set(recipe.norms), name
+def test_the_shipped_runs_are_those_of_the_shipped_recipes():
+    shipped = read_reference("benchmark1")
+    path = Path(claims.__file__).with_name("benchmark1.zip")
+    assert path.stat().st_size < 3_000_000 and shipped.workloads == [*WORKLOADS]
     for one in (one for claim in declared_claims() for one in claim["comparisons"]):
         for side in (one["first"], one["second"]):
-            trained = recipes()[side.get("workload", one["workload"])].norms
-            assert side["norm"].partition(" ")[0] in trained
+            recipe = side.get("workload", one["workload"])
+            known = {cell.norm for cell in build_cells(shipped.records_of([recipe]))}
+            assert side["norm"] in known
     for (recipe, norm, size), expected in TUNED.items():
         assert tuned(shipped, recipe, norm, size).mean.estimate == pytest.approx(expected, abs=1e-5)
-    assert {*WORKLOADS} <= {cell.recipe for cell in shipped.cells}
+    specs = compose_cells(parse_command(["experiment=benchmark1/convnet_wide"]))  # ids stand
+    assert {spec.id for spec in specs} == shipped.recipes["convnet_wide"]
 
 
 @pytest.mark.slow
@@ -142,7 +135,7 @@ def test_a_norm_is_entered_by_one_line(tmp_path: Path, capsys: pytest.CaptureFix
 
     place = [f"runs_dir={tmp_path}", "workers=0"]
     normexp.run(["experiment=benchmark0/convnet", "norm=batch", "replicas=4", *place])
-    table.main(tmp_path, tmp_path / "b0.npz", "benchmark0")
-    assert main([f"reference={tmp_path / 'b0.npz'}", "norm=rms", *place]) == 0
+    pack_study(tmp_path / "benchmark0", tmp_path / "own.zip")
+    assert main([f"reference={tmp_path / 'own.zip'}", "norm=rms", *place]) == 0
     assert "batch" in capsys.readouterr().out
     assert (tmp_path / "benchmark0-rms" / "report" / "index.html").is_file()

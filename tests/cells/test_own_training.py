@@ -72,10 +72,11 @@ def test_seeds_that_early_stopping_ends_train_apart_and_say_why(tmp_path: Path, 
     assert main(words) == 0
     assert len(results(tmp_path)) == 2
     for result in results(tmp_path).values():
-        assert (result.status, result.steps, result.config["num_steps"]) == ("finished", 2, 10)
-        assert "EarlyStopping" in (result.stopped or "") and "val/loss" in (result.stopped or "")
-        assert result.timing["stack_size"] == 1
-        assert result.config["callback"] == "early_stopping"
+        measured, why = result.measured, result.measured.stopped or ""
+        assert (result.status, measured.last_step, result.derived["steps"]) == ("finished", 2, 10)
+        assert "EarlyStopping" in why and "val/loss" in why
+        assert measured.timing["stack_size"] == 1
+        assert result.settings["callback"] == "early_stopping"
     shown = capsys.readouterr()
     assert shown.err.count("trains by itself") == 1
     assert "seed 1 ended at step 2" in shown.out
@@ -88,7 +89,7 @@ def test_seeds_that_early_stopping_ends_train_apart_and_say_why(tmp_path: Path, 
 def test_optimizer_that_looks_at_other_values_trains_each_seed_by_itself(tmp_path: Path):
     words = ["optim=custom", f"optim._target_={MODULE}.Clips", "lr=0.1", "stack=true", "steps=2"]
     assert main([*QUICK, *words, "replicas=2", f"runs_dir={tmp_path}"]) == 0
-    assert [result.timing["stack_size"] for result in results(tmp_path).values()] == [1, 1]
+    assert [result.measured.timing["stack_size"] for result in results(tmp_path).values()] == [1, 1]
 
 
 @pytest.mark.usefixtures("source")

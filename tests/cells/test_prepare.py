@@ -170,15 +170,8 @@ def test_a_seed_has_its_own_initial_weights_the_same_for_every_norm():
 )
 def test_lines_that_mean_one_cell_leave_one_record(words: list[str]):
     cell, same = prepare(words[0]), prepare(*words)
-    assert (cell.spec.id, cell.description) == (same.spec.id, same.description)
-
-
-def test_a_slot_is_one_training_whoever_says_it():
-    by_norm, by_key = prepare("norm=ws"), prepare("norm=none", "conv=weight_standardized")
-    none, plain = prepare("norm=none"), prepare("norm=ws", "conv=plain")
-    assert by_norm.description["conv"] == by_key.description["conv"] == "weight_standardized"
-    identities = [each.description["recipe"] for each in (by_norm, by_key, none, plain)]
-    assert identities[0] == identities[1] != identities[2] == identities[3]
+    assert (cell.spec.id, cell.defines) == (same.spec.id, same.defines)
+    assert cell.derived == same.derived
 
 
 def test_cells_that_differ_in_rate_seed_or_budget_are_probed_once(monkeypatch):

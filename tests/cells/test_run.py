@@ -138,7 +138,7 @@ def test_the_threads_of_the_first_training_are_those_of_its_resumption(
         walk(specs_of(tmp_path))
     finally:
         torch.set_num_threads(before)
-    assert [result.environment["threads"] for result in results_of(tmp_path)] == [2, 2]
+    assert [result.measured.environment["threads"] for result in results_of(tmp_path)] == [2, 2]
 
 
 def test_a_run_that_ended_elsewhere_starts_the_others_again(tmp_path: Path):
@@ -189,12 +189,12 @@ def test_a_stack_that_raises_is_trained_run_by_run_and_takes_no_other_with_it(
     monkeypatch.setattr(run_module, "_fit", raises)
     specs = specs_of(tmp_path, "lr=0.1,0.3")
     walk(specs)
-    ends = {(result.config["lr"], result.seed): result for result in results_of(tmp_path)}
+    ends = {(result.settings["lr"], result.seed): result for result in results_of(tmp_path)}
     failed = ends.pop((0.3, 1))
     assert failed.status is Status.FAILED and "RuntimeError: exploded" in str(failed.error)
     assert "exploded" in (specs[1].directory / "seed-1" / "run.log").read_text()
     assert len(ends) == 3 and {end.status for end in ends.values()} == {Status.FINISHED}
-    assert all("not in a stack" in str(end.apart) for end in ends.values())
+    assert all("not in a stack" in str(end.measured.apart) for end in ends.values())
     walk(specs)  # the same command does not try again
     assert len(results_of(tmp_path)) == 4
     folder = tmp_path / "s"
@@ -216,7 +216,7 @@ def test_a_stack_that_died_twice_is_trained_run_by_run_and_a_run_has_failed(
     assert len(results) == replicas
     for result in results:
         assert (result.status is Status.FAILED) == (replicas == 1)
-        assert "died twice" in str(result.apart or result.error)
+        assert "died twice" in str(result.measured.apart or result.error)
 
 
 def test_a_refusal_is_a_line_with_the_id_of_its_command(tmp_path: Path):

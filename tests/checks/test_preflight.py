@@ -367,8 +367,8 @@ def test_numbers_of_a_leak_that_is_allowed_are_marked_invalid(
     assert "INVALID" in capsys.readouterr().out
     (path,) = tmp_path.rglob("result.json")
     result = read_result(path)
-    assert result is not None and result.invalid is not None
-    assert SITES in result.invalid and result.config["leaks_future"] is True
+    assert result is not None and SITES in str(result.measured.invalid)
+    assert result.measured.traits["leaks_future"] is True
 
 
 # ---------------------------------------------------------------- padding

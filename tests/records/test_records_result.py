@@ -10,6 +10,7 @@ import pytest
 
 from normexp.errors import UserError
 from normexp.records.result import (
+    Measured,
     Result,
     find_study,
     list_cells,
@@ -21,30 +22,32 @@ from normexp.records.result import (
     write_result,
 )
 
-FAILED: dict[str, Any] = {"status": "failed", "error": "x", "metrics": {}, "timing": {}}
+MEASURED = {
+    "metrics": {"val/loss": 0.1 + 0.2, "val/accuracy": 1.0, "val/accuracy@batch32": 0.9},
+    "environment": {"python": "3.11"},
+    "num_parameters": 1234,
+    "timing": {"train_seconds": 1.5, "stack_size": 4},
+}
 
 
-def make_result(**changes: Any) -> Result:
+def make_result(measured: Measured | None = None, **changes: Any) -> Result:
     values: dict[str, Any] = {
         "cell_id": "group-convnet-digits-b32-lr0.1-0123456789",
         "seed": 3,
         "status": "finished",
-        "config": {"norm": {"num_groups": 8}, "lr": 0.1, "micro_batch_size": None},
-        "metrics": {"val/loss": 0.1 + 0.2, "val/accuracy": 1, "val/accuracy@batch32": 0.9},
-        "environment": {"python": "3.11"},
-        "num_parameters": 1234,
-        "timing": {"train_seconds": 1.5, "stack_size": 4},
+        "defines": {"norm": {"choice": "group", "num_groups": 8}, "lr": 0.1, "act": None},
+        "derived": {"lr": 0.2, "batch_size": 32},
+        "measured": measured or Measured(**MEASURED),
     }
     return Result(**values | changes)
 
 
+FAILED = make_result(Measured(), status="failed", error="x")
+
+
 @pytest.mark.parametrize(
     "result",
-    [
-        make_result(),
-        make_result(status="diverged", diverged_at_step=17, metrics={}),
-        make_result(**FAILED, num_parameters=None),
-    ],
+    [make_result(), make_result(Measured(diverged_at_step=17), status="diverged"), FAILED],
     ids=lambda result: result.status,
 )
 def test_result_round_trip_is_exact(tmp_path: Path, result: Result):
@@ -56,22 +59,32 @@ def test_result_round_trip_is_exact(tmp_path: Path, result: Result):
 
 
 def test_missing_values_are_absent_and_metrics_are_sorted():
-    failed = make_result(**FAILED, num_parameters=None).to_dict()
-    keys = {"schema", "cell_id", "seed", "status", "config", "metrics", "environment", "error"}
-    assert failed.keys() == keys | {"timing"}
-    assert (failed["schema"], failed["config"]["micro_batch_size"]) == (1, None)
-    names = ["val/loss", "test/loss"]
-    assert list(make_result(metrics=dict.fromkeys(names, 1)).to_dict()["metrics"]) == names[::-1]
+    failed = FAILED.to_dict()
+    keys = {"schema", "cell_id", "seed", "status", "defines", "derived", "measured", "error"}
+    assert failed.keys() == keys and failed["measured"] == {}
+    assert (failed["schema"], failed["defines"]["act"]) == (2, None)
+    metrics = make_result().to_dict()["measured"]["metrics"]
+    assert list(metrics) == ["val/accuracy", "val/accuracy@batch32", "val/loss"]
+
+
+def test_settings_are_flat_and_derived_values_stand_for_typed_ones():
+    defines = {"samples": 64, "norm": {"choice": "batch", "half_life": 8}, "data": {"sizes": [1]}}
+    result = make_result(defines=defines, derived={"steps": 2, "norm.momentum": 0.5})
+    assert result.settings == {
+        **{"norm": "batch", "norm.momentum": 0.5},
+        **{"data.sizes": (1,), "steps": 2},
+    }
 
 
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({"schema": 2}, "schema=2"),
+        ({"schema": 3}, "schema=3, this normexp reads schema=2"),
         ({"schema": ...}, "schema=None"),
         ({"cell_id": ...}, "missing.*'cell_id'"),
         ({"status": "done"}, "'done' is not a valid Status"),
         ({"timings": {}}, "'timings'"),
+        ({"measured": {"speed": 1}}, "'speed'"),
     ],
 )
 def test_file_that_is_no_result_is_named_with_its_fault(tmp_path: Path, changes, name):
@@ -83,14 +96,23 @@ def test_file_that_is_no_result_is_named_with_its_fault(tmp_path: Path, changes,
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_study_of_an_earlier_schema_is_refused_in_one_line_that_names_its_reader(tmp_path: Path):
+    path = tmp_path / "mine" / "cell" / "seed-0" / "result.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(make_result().to_dict() | {"schema": 1}))
+    with pytest.raises(UserError, match="mine was trained by normexp 0.1, .*study=") as caught:
+        read_result(path)
+    assert "\n" not in str(caught.value)
+
+
 # --- The results of a cell, in their folders -----------------------------------------------------
 
 
-def add_run(study: Path, cell: str, seed: int, **changes: Any) -> Path:
+def add_run(study: Path, cell: str, seed: int) -> Path:
     """An ended run on disk; returns its directory."""
     directory = seed_dir(study / cell, seed)
     directory.mkdir(parents=True)
-    write_result(directory, make_result(cell_id=cell, seed=seed, **changes))
+    write_result(directory, make_result(cell_id=cell, seed=seed))
     return directory
 
 

@@ -12,6 +12,7 @@ from normexp.records.result import (
     CHECKPOINT_FILE,
     LOCK_FILE,
     STACKS,
+    Measured,
     Result,
     Status,
     seed_dir,
@@ -44,7 +45,8 @@ def end(study: Path, cell: str, seed: int, status: Status = Status.FINISHED) -> 
     run_dir.mkdir(parents=True)
     error = "boom" if status is Status.FAILED else None
     step = 3 if status is Status.DIVERGED else None
-    write_result(run_dir, Result(cell, seed, status, {}, {}, {}, step, error))
+    measured = Measured(diverged_at_step=step)
+    write_result(run_dir, Result(cell, seed, status, {}, {}, measured, error))
 
 
 def test_a_command_is_written_once_and_lines_by_hand_are_named(tmp_path: Path):

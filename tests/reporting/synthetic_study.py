@@ -9,10 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from normexp.records.result import MetricRow, Result, Status, write_metrics, write_result
+from normexp.records.result import (
+    Measured,
+    MetricRow,
+    Result,
+    Status,
+    write_metrics,
+    write_result,
+)
 from normexp.reporting.compare import Comparison
 from normexp.reporting.report import Report, report_on
-from normexp.reporting.runs import Records, RunRow, flat_config
+from normexp.reporting.runs import Records, RunRow
 
 TIMING = {"step_ms": 5.0, "stack_size": 8.0, "samples_per_second": 25600.0, "train_seconds": 9.0}
 ENVIRONMENT = {"python": "3.11", "code_version": "one"}
@@ -24,14 +31,20 @@ def cell_of(
     *,
     study: str = "synthetic",
     batch_size: int = 128,
+    micro_batch_size: int | None = None,
     norm_batch_size: int | None = None,
     mixes_samples: bool | None = None,
     failed: Collection[int] = (),
     knobs: Mapping[str, Any] | None = None,
     metrics: Mapping[str, float] | None = None,
     samples: Mapping[int, np.ndarray] | None = None,
-    identity: Mapping[str, Any] | None = None,
-    **config: Any,
+    chance_accuracy: float | None = 0.1,
+    optim: Mapping[str, Any] | None = None,
+    model: str = "resnet",
+    data: str = "cifar10",
+    epochs: float = 3,
+    lr: float = 0.1,
+    **typed: Any,
 ) -> list[RunRow]:
     """The runs of one cell.
 
@@ -39,31 +52,29 @@ def cell_of(
     mixes_samples: True for batch unless given
     metrics: instead of those that follow from the accuracy
     samples: right or not for each test sample, by seed; its mean is the accuracy
-    identity: parts of the recorded recipe, besides the knobs of the norm
-    config: values of the config
+    knobs, optim: values of the norm, and of the optimizer, that are no defaults
+    typed: other values that are no defaults
     """
     by_seed = accuracies if isinstance(accuracies, Mapping) else dict(enumerate(accuracies))
     mixes = norm == "batch" if mixes_samples is None else mixes_samples
-    record = {
-        "norm": norm,
-        "model": "resnet",
-        "data": "cifar10",
-        "optim": "sgd",
-        "batch_size": batch_size,
-        "micro_batch_size": None,
-        "norm_batch_size": norm_batch_size,
-        "epochs": 3,
-        "lr": 0.1,
-        "mixes_samples": mixes,
-        "chance_accuracy": 0.1,
-        **config,
-        "recipe": {
-            "norm": {"_target_": f"normexp.norms.{norm}.Norm", **(knobs or {})},
-            **(identity or {}),
-        },
+    defines = {
+        "norm": {"choice": norm, **(knobs or {})},
+        "model": {"choice": model},
+        "data": {"choice": data},
+        "optim": {"choice": "sgd", **(optim or {})},
+        **typed,
     }
-    names = [norm, record["model"], record["data"], f"b{batch_size}", f"n{norm_batch_size}"]
-    own = {**config, **(knobs or {}), **(identity or {})}
+    micro = micro_batch_size or batch_size
+    derived = {
+        "batch_size": batch_size,
+        "micro_batch_size": micro,
+        "norm_batch_size": norm_batch_size or micro,
+        "epochs": epochs,
+        "lr": lr,
+        **{key: typed[key] for key in ("steps",) if key in typed},
+    }
+    names = [norm, model, data, f"b{batch_size}", f"n{norm_batch_size}", f"m{micro}", lr, epochs]
+    own = {**typed, **(knobs or {}), **(optim or {})}
     names += [f"{key}{value}" for key, value in sorted(own.items())]
     cell_id = re.sub(r"[/ {}':]", "_", "-".join(map(str, names)))
     runs = []
@@ -72,21 +83,22 @@ def cell_of(
         status = Status.FAILED if seed in failed else status
         if status == Status.FINISHED:
             known = _metrics_of(accuracy or 0.0) if metrics is None else dict(metrics)
-        content: dict[str, Any] = {
-            "metrics": known if status == Status.FINISHED else {},
-            "diverged_at_step": 40 if status == Status.DIVERGED else None,
-            "error": "CUDA out of memory" if status == Status.FAILED else None,
-            "timing": TIMING,
-            "environment": ENVIRONMENT,
-        }
+        measured = Measured(
+            metrics=known if status == Status.FINISHED else {},
+            diverged_at_step=40 if status == Status.DIVERGED else None,
+            traits={"mixes_samples": mixes},
+            chance_accuracy=chance_accuracy,
+            timing=TIMING,
+            environment=ENVIRONMENT,
+        )
+        error = "CUDA out of memory" if status == Status.FAILED else None
         own_samples = {"running": samples[seed]} if samples and seed in samples else {}
         runs.append(
             RunRow(
                 study,
                 Path("runs", study, cell_id, f"seed-{seed}"),
-                Result(cell_id=cell_id, seed=seed, status=status, config=record, **content),
-                flat_config(record),
-                content["metrics"],
+                Result(cell_id, seed, status, defines, derived, measured, error),
+                measured.metrics,
                 lambda own_samples=own_samples: own_samples,
             )
         )

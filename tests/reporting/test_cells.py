@@ -29,7 +29,7 @@ GROUPS = [cell_of("group", FLAT, knobs={"num_groups": n}) for n in (4, 8)]
         ),
         (  # accumulated and ghost sub-batches
             [cell_of("batch", FLAT, norm_batch_size=8, micro_batch_size=m) for m in (8, None)],
-            ["batch micro_batch_size=8", "batch micro_batch_size=null"],
+            ["batch micro_batch_size=8", "batch micro_batch_size=128"],
         ),
         (
             [cell_of("batch", FLAT, study=study) for study in ("before", "after")],
@@ -60,7 +60,7 @@ def test_models_data_sets_budgets_and_sizes_have_tables_of_their_own():
         (f"resnet on digits, {fixed}", "norm_batch_size", [128]),
     ]
     full = "norm batch size = batch size"
-    steps = [cell_of("batch", FLAT, batch_size=size, num_steps=1280 // size) for size in (32, 128)]
+    steps = [cell_of("batch", FLAT, batch_size=size, steps=1280 // size) for size in (32, 128)]
     assert tables(*steps) == [(f"resnet on cifar10, {full}", "batch_size", [32, 128])]
     (one,) = report_of_cells(*steps).comparisons
     assert one.is_comparable  # a budget that follows from the size
@@ -80,11 +80,8 @@ def test_models_data_sets_budgets_and_sizes_have_tables_of_their_own():
         ({"epochs": 12}, "not compared: epochs 12 and 3"),
         ({"lr": 0.3}, "not compared: lr 0.3 and 0.1"),
         ({"act": "tlu"}, "not compared: act tlu and relu"),
-        ({"act": "tlu", "norm_slots": {"act": "tlu"}}, ""),  # of the norm's own YAML
-        (
-            {"identity": {"optim": {"weight_decay": 0}}},
-            "not compared: optim.weight_decay 0 and null",
-        ),
+        ({"knobs": {"act": "tlu"}}, ""),  # of the norm's own YAML
+        ({"optim": {"weight_decay": 0}}, "not compared: optim.weight_decay 0 and null"),
     ],
 )
 def test_a_row_names_the_keys_in_which_recipes_differ(config: dict, words: str):

@@ -6,14 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
-from synthetic_study import write_cell
+from synthetic_study import write_cell, write_study
 
 import normexp
 from normexp.errors import UserError
+from normexp.records.archive import pack_study
 from normexp.records.files import write_json
 from normexp.reporting.metric import format_interval
 from normexp.reporting.runs import read_studies
 from normexp.stats.interval import Interval
+from normexp.status import main as status_main
 
 
 @pytest.fixture
@@ -45,7 +47,7 @@ def corrupt(file: Path, how: str) -> None:
         write_json(file, {"loss": 1})
     else:
         content = json.loads(file.read_text())
-        del content["config"]["batch_size"]
+        del content["derived"]["batch_size"]
         write_json(file, content)
 
 
@@ -88,3 +90,23 @@ def test_studies_without_a_readable_result_are_refused(tmp_path: Path, cell: Pat
 )
 def test_digits_follow_the_width_of_the_interval(values: tuple, text: str):
     assert format_interval(Interval(*values, 0.95, 8), 1) == text
+
+
+def test_a_study_that_ships_as_a_zip_has_the_report_of_its_folder(tmp_path: Path):
+    runs, shipped = tmp_path / "runs", tmp_path / "shipped"
+    write_study(runs)
+    shipped.mkdir()
+    pack_study(runs / "synthetic", shipped / "synthetic.zip")
+    before, after = (normexp.load_report("synthetic", folder) for folder in (runs, shipped))
+    assert [one.row for one in after.comparisons] == [one.row for one in before.comparisons]
+    assert len(after.comparisons) == 3 and after.counts == before.counts
+    assert status_main(["study=synthetic", f"runs_dir={shipped}"]) == 2
+
+
+def test_a_value_that_was_not_typed_is_the_default_in_config_yaml(tmp_path: Path):
+    for norm, knobs in (("batch", {}), ("batch", {"momentum": 0.3})):
+        cell = write_cell(tmp_path, norm, {0: 0.8}, knobs=knobs)
+        (cell / "config.yaml").write_text("norm: {momentum: 0.1}\n")
+    assert [*normexp.load_study("synthetic", tmp_path)["norm.momentum"]] == [0.1, 0.3]
+    (part,) = normexp.load_report("synthetic", tmp_path).slices
+    assert part.norms == ["batch momentum=0.1", "batch momentum=0.3"]

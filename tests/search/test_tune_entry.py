@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 
 from normexp.config.cells import CellSpec
-from normexp.records.result import Result, Status
+from normexp.records.result import Measured, Result, Status
 from normexp.records.study import CellState, CommandEntry, read_entries
 from normexp.search import select
 from normexp.tune import main
@@ -20,7 +20,7 @@ def lost(cell: CellSpec, how: str) -> CellState:
     """The state of a cell that failed, was refused, or was stopped."""
     state = CellState(cell.id, cell.title, cell.directory)
     state.refused = "it broke" if how == "refused" else ""
-    failed = Result(cell.id, 0, Status.FAILED, {}, {}, {}, error="it broke")
+    failed = Result(cell.id, 0, Status.FAILED, {}, {}, Measured(), error="it broke")
     state.results = [failed] if how == "failed" else []
     state.states = dict.fromkeys(
         cell.seeds, Status.FAILED if how == "failed" else Status.NOT_STARTED
@@ -57,9 +57,10 @@ class Trainer:
         value = self.accuracy(lr, seed)
         if value is None:
             broken = {"val/accuracy": 0.99, "val/loss": 0.01}  # must not count
-            return Result("a cell", seed, "diverged", {}, broken, {}, diverged_at_step=3)
+            measured = Measured(broken, diverged_at_step=3)
+            return Result("a cell", seed, "diverged", {}, {}, measured)
         metrics = {"val/accuracy": value, "val/loss": value, "test/accuracy": value - 0.1}
-        return Result("a cell", seed, "finished", {}, metrics, {})
+        return Result("a cell", seed, "finished", {}, {}, Measured(metrics))
 
     def rates(self, study: str) -> list[float]:
         cells = [cell for sweep in self.sweeps for cell in sweep]

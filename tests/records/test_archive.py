@@ -1,0 +1,62 @@
+"""A study in a zip: its runs, test samples and configs are those of the folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_records_result import make_result
+
+from normexp.errors import UserError
+from normexp.records.archive import Archive, pack_study
+from normexp.records.files import write_json
+from normexp.records.result import Measured, seed_dir, write_result, write_samples
+from normexp.records.study import Asked, CommandEntry, append_entry
+
+RIGHT = np.arange(13) % 3 == 0
+LOSSES = np.linspace(0, 1, 5, dtype=np.float32)
+
+
+def write_study(study: Path) -> None:
+    """Two cells of two runs: one of images, evaluated again, and one of texts without samples."""
+    for cell, samples in {"images": {"running": RIGHT}, "texts": {"running": LOSSES}}.items():
+        for seed in (0, 1):
+            run_dir = seed_dir(study / cell, seed)
+            run_dir.mkdir(parents=True)
+            measured = Measured({"test/loss": 0.5 + seed})
+            write_result(run_dir, make_result(measured, cell_id=cell, seed=seed))
+            if seed == 0:
+                write_samples(run_dir, samples)
+                write_json(run_dir / "evaluation.json", {"precise": {"test/loss": 0.25}})
+        (study / cell / "config.yaml").write_text(f"lr: 0.1 # {cell}\n")
+    (study / "begun" / "seed-0").mkdir(parents=True)
+    command = CommandEntry("1", ["normexp-train", "lr=0.1"], "", {"images": Asked("lr", [0, 1])})
+    append_entry(study, command)
+
+
+def test_a_zip_holds_what_a_report_reads_of_a_study(tmp_path: Path):
+    write_study(tmp_path / "mine")
+    pack_study(tmp_path / "mine", tmp_path / "mine.zip")
+    archive = Archive(tmp_path / "mine.zip")
+    results = list(archive.results())
+    assert [(result.cell_id, result.seed) for result in results] == [
+        *(("images", 0), ("images", 1)),
+        *(("texts", 0), ("texts", 1)),
+    ]
+    assert results[0].metrics == {"test/loss": 0.5, "test/loss@precise": 0.25}
+    assert results[1].metrics == {"test/loss": 1.5}
+    (right,) = archive.samples("images", 0).values()
+    assert right.dtype == bool and np.array_equal(right, RIGHT)
+    assert np.array_equal(archive.samples("texts", 0)["running"], LOSSES)
+    assert archive.samples("texts", 1) == {}
+    assert archive.config("texts") == "lr: 0.1 # texts\n"
+    (command,) = archive.entries
+    assert isinstance(command, CommandEntry) and command.cells["images"].seeds == [0, 1]
+
+
+def test_another_file_is_refused_by_name(tmp_path: Path):
+    for name, content in {"no.zip": b"no zip", "empty.zip": b"PK\x05\x06" + bytes(18)}.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=f"{name} is not a zip of a study"):
+            Archive(tmp_path / name)
