@@ -52,8 +52,8 @@ normexp.benchmark trains a norm by frozen rules, and says where it stands among 
   python -m normexp.benchmark norm=custom norm._target_=my_package.MyNorm
   python -m normexp.benchmark norm=custom norm._target_=my_package.MyNorm dry_run=true    its cost
 Needs pip install 'normexp[mnist]'. The same line again resumes. Rates, sizes, seeds and budgets are
-those of conf/experiment/benchmark1. A table of runs of your own: python -m
-normexp.benchmark.table RUNS_DIR FILE.npz, then reference=FILE.npz.
+those of conf/experiment/benchmark1. A study of your own as the reference: python -m
+normexp.records.archive runs/benchmark1 mine.zip, then reference=mine.zip.
 """,
     "check": """\
 normexp.check prints the card of a norm: its properties, as measured and not as declared.
