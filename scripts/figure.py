@@ -1,10 +1,9 @@
-"""Draws .pictures/batch_size.png, the first figure of the README, from runs and the shipped table.
+"""Draws .pictures/batch_size.png, the first figure of the README, from the shipped records.
 
-    python scripts/figure.py runs
+    python scripts/figure.py [FOLDER]
 
-The folder has the study of experiment=batch_size_cifar, batch_size_cifar_long with all images
-(dashed), and encoder_at_8, which adds a size to the encoder of the benchmark's table of runs, the
-panel of text; conf/experiment/README.md has the commands.
+FOLDER has the studies batch_size_cifar and batch_size_text, as zips or folders; conf/experiment/records
+unless it is given. `python -m normexp.report study=batch_size_cifar runs_dir=FOLDER` has the numbers.
 """
 
 from __future__ import annotations
@@ -17,66 +16,75 @@ from typing import Any
 import altair as alt
 
 import normexp
-from normexp.benchmark.table import BENCHMARK, WORKLOADS, read_table, shipped_path
 from normexp.reporting.figures import CONFIG
-from normexp.reporting.report import report_on
 from normexp.reporting.slices import Slice
 
-NORMS = {"batch": "#d55e00", "layer": "#0072b2", "instance": "#009e73", "group": "#7a4bc4"}
-PICTURE = Path(__file__).parents[1] / ".pictures" / "batch_size.png"
+ROOT = Path(__file__).parents[1]
+RECORDS = ROOT / "conf" / "experiment" / "records"
+PICTURE = ROOT / ".pictures" / "batch_size.png"
+COLOURS = {
+    "batch": "#d55e00",
+    "layer": "#0072b2",
+    "instance": "#009e73",
+    "group": "#7a4bc4",
+    "rms": "#c98a00",
+}
+TITLES = {
+    "batch_size_cifar": "CIFAR-10, residual network",
+    "batch_size_text": "Shakespeare, small GPT",
+}
+FONT = 19  # pixels; a phone shows the picture at half its size
+TEXTS = {
+    "title": {"fontSize": FONT + 1, "fontWeight": "normal", "anchor": "start", "offset": 10},
+    "axis": CONFIG["axis"] | {"labelFontSize": FONT, "titleFontSize": FONT},
+    "legend": CONFIG["legend"] | {"labelFontSize": FONT + 1, "columns": 5, "symbolSize": 160},
+}
 
 
-def main() -> None:
-    records = read_table(shipped_path(BENCHMARK)).records(WORKLOADS)
-    texts = report_on(records, Path("runs"), [BENCHMARK])
-    images, more_images, eight = map(
-        _only_slice, ("batch_size_cifar", "batch_size_cifar_long", "encoder_at_8")
-    )
-    (text,) = [part for part in texts.slices if part.heading.startswith("encoder on langid")]
-    panels = [
-        _panel([images], "Residual network, CIFAR-10 at 16 x 16", more_images),
-        _panel([text, eight], "Transformer encoder, language identification"),
-    ]
-    chart = alt.hconcat(*panels).resolve_scale(color="shared").configure(**CONFIG)
-    chart.save(PICTURE, scale_factor=2)
+def main(folder: Path = RECORDS) -> None:
+    panels = []
+    for study, title in TITLES.items():
+        if (folder / f"{study}.zip").exists() or (folder / study).exists():
+            (part,) = normexp.load_report(study, runs_dir=folder).slices
+            panels.append(draw_panel(part, title))
+    chart = alt.hconcat(*panels, spacing=40).resolve_scale(color="shared")
+    chart.configure(**CONFIG | TEXTS).save(PICTURE, scale_factor=2)
 
 
-def _only_slice(study: str) -> Slice:
-    (part,) = normexp.load_report(study, runs_dir=sys.argv[1]).slices
-    return part
+def draw_panel(part: Slice, title: str) -> Any:
+    """A line per norm with its 95 % band, and a dot per seed."""
+    rows = [*rows_of(part)]
+    is_accuracy = part.metric.unit == "pp"
+    words = "test error (%)" if is_accuracy else f"test, {part.metric.unit}"
+    x = alt.X("size:Q", title="norm batch size").scale(type="log", base=2, padding=12)
+    x = x.axis(values=sorted(part.sizes), format="d", grid=False)
+    y = alt.Y("value:Q", title=words, scale=alt.Scale(zero=False))
+    norms = [norm for norm in COLOURS if norm in {row["norm"] for row in rows}]
+    colour = alt.Color("norm:N").scale(domain=norms, range=[COLOURS[norm] for norm in norms])
+    base = alt.Chart(alt.Data(values=rows)).encode(x, colour)
+    mean, seed = (base.transform_filter(f"datum.kind == '{kind}'") for kind in ("mean", "seed"))
+    band = mean.transform_filter("isValid(datum.low)").mark_area(opacity=0.15)
+    band = band.encode(alt.Y("low:Q", title=words), alt.Y2("high:Q"))
+    dots = seed.mark_point(size=25, opacity=0.6).encode(y)
+    line = mean.mark_line(strokeWidth=2.5, point=alt.OverlayMarkDef(size=70)).encode(y)
+    return alt.layer(band, dots, line).properties(width=330, height=300, title=title)
 
 
-def _panel(parts: list[Slice], title: str, dashed: Slice | None = None) -> Any:
-    """A line per norm with its 95 % band; `dashed` is of a larger budget."""
-    sizes = sorted(size for part in parts for size in part.sizes)
-    x = alt.X("size:Q", title="norm batch size (samples per statistic)")
-    x = x.axis(values=sizes, format="d", grid=False).scale(type="log", base=2, padding=8)
-    y = alt.Y("error:Q", title="test error (%)").scale(zero=False)
-    colour = alt.Color("norm:N").legend(columns=len(NORMS))
-    colour = colour.scale(domain=[*NORMS], range=[*NORMS.values()])
-    base = alt.Chart(alt.Data(values=[row for part in parts for row in _rows(part)])).encode(
-        x, colour
-    )
-    band = base.mark_area(opacity=0.18).encode(
-        alt.Y("low:Q", title="test error (%)"), alt.Y2("high:Q")
-    )
-    chart = alt.layer(band, base.mark_line(point=True).encode(y))
-    if dashed is not None:
-        more = alt.Chart(alt.Data(values=[*_rows(dashed)])).encode(x, colour)
-        chart += more.mark_line(strokeWidth=1.2, strokeDash=[4, 3]).encode(y)
-    return chart.properties(width=330, height=260, title=title)
+def rows_of(part: Slice) -> Iterator[dict[str, Any]]:
+    """The mean and the seeds of each norm at each size, as errors or bits: lower is better."""
 
+    def shown(value: float | None) -> float | None:
+        return value if value is None or part.metric.unit != "pp" else 100 - value
 
-def _rows(part: Slice) -> Iterator[dict[str, Any]]:
-    for norm in NORMS:
-        for size, grid in part.lines.get(norm, {}).items():
-            mean = grid.mean
-            if mean.low is not None and mean.high is not None and mean.estimate is not None:
-                low, high = 100 - mean.high, 100 - mean.low
-                row = {"error": 100 - mean.estimate, "low": low, "high": high}
-                yield {"norm": norm, "size": size, **row}
-                print(part.heading, norm, size, {k: round(v, 1) for k, v in row.items()})
+    for norm, line in part.lines.items():
+        for size, grid in line.items():
+            place, mean = {"norm": norm, "size": size}, grid.mean
+            bounds = {"low": shown(mean.low), "high": shown(mean.high)}
+            yield place | {"kind": "mean", "value": shown(mean.estimate)} | bounds
+            print(part.heading, norm, size, part.metric.format(mean), f"n = {len(grid.seeds)}")
+            for value in grid.values.values():
+                yield place | {"kind": "seed", "value": shown(value)}
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(Path, sys.argv[1:]))
