@@ -299,8 +299,8 @@ def print_status(study: Study) -> None:
         counts = Counter(cell.states.values()) if not cell.refused else Counter[Status]()
         steps = [f"step {stack.step} of {stack.total}" for stack in cell.stacks if stack.total]
         at_work = [f"interrupted at {step}" for step in steps]
-        if cell.process:
-            at_work = [", ".join([cell.process, *steps])]
+        if cell.processes:
+            at_work = [", ".join([*cell.processes, *steps])]
         notes = [f"refused: {cell.refused}"] if cell.refused else [*cell.failures, *at_work]
         numbers = [str(counts[state] or "-") for state in states]
         rows.append([cell.title, *numbers, "; ".join(notes)])

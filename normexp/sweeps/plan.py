@@ -24,7 +24,7 @@ def print_plan_of(cells: Sequence[CellSpec]) -> int:
     Raises:
         UserError: all cells are refused.
     """
-    with messages_to_stderr(), ready_to_train(), suitable_threads(0):
+    with messages_to_stderr(), ready_to_train(), suitable_threads():
         plans = [_plan(cell) for cell in cells]
     refused = dict.fromkeys(plan.state.refused for plan in plans)
     if "" not in refused:
