@@ -130,7 +130,8 @@ class Trial:
             return
         try:
             prepare_cells(self.specs[:1], self.cells)
-            if self._must_split():
+            begun = self.checkpoint.is_file()
+            if not begun and must_split(self.cell, len(self.stack.runs), len(self.specs)):
                 self._split("")
                 return
             prepare_cells(self.specs, self.cells)
@@ -177,19 +178,6 @@ class Trial:
             write_attempts(self.folder, self.attempts)
         else:
             remove(self.folder)
-
-    def _must_split(self) -> bool:
-        """True if the runs cannot train together, or would train in turn on a CPU.
-
-        Alone, each may have a core of its own; its numbers are the same.
-        """
-        if len(self.stack.runs) == 1 or self.checkpoint.is_file():  # continues as it began
-            return False
-        has_rates = len(self.specs) > 1
-        if self.cell.alone is not None or has_rates and not self.cell.recipe.schedule.follows_lr:
-            return True
-        in_turn = not will_stack(self.cell, len(self.stack.runs))
-        return in_turn and (has_rates or self.cell.recipe.devices.type == "cpu")
 
     def _split(self, why: str) -> None:
         """Has each run trained by itself."""
@@ -409,6 +397,22 @@ def will_stack(cell: Cell, num_replicas: int, *, is_stacked: bool | None = None)
     if obstacle is not None:
         logger.info("%s: replicas run one after another: %s", cell.title, obstacle)
     return obstacle is None
+
+
+def must_split(cell: Cell, num_runs: int, num_rates: int = 1) -> bool:
+    """True if the runs of a stack cannot train together, or would train in turn on a CPU.
+
+    Alone, each can have a core of its own, and ends with the same numbers.
+
+    Args:
+        num_rates: of learning rates; at every step those must be proportional to `lr`.
+    """
+    if num_runs == 1 or cell.alone is not None:
+        return num_runs > 1
+    if num_rates > 1 and not cell.recipe.schedule.follows_lr:
+        return True
+    trains_in_turn = not will_stack(cell, num_runs)
+    return trains_in_turn and (num_rates > 1 or cell.recipe.devices.type == "cpu")
 
 
 # --- Loggers besides metrics.csv ------------------------------------------------------------------

@@ -14,7 +14,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
@@ -363,11 +363,13 @@ class Plan:
     Attributes:
         config: as its results will record it; {} if it was refused.
         step_seconds: a first estimate of an optimizer step of one run.
+        num_stacks: of its missing runs, which several workers can train at once.
     """
 
     state: CellState
-    config: dict[str, Any]
-    step_seconds: float
+    config: dict[str, Any] = field(default_factory=dict)
+    step_seconds: float = 0.0
+    num_stacks: int = 0
 
     @property
     def seconds(self) -> float:
@@ -392,7 +394,7 @@ def print_plan(plans: Sequence[Plan], *, num_workers: int, num_points: int) -> N
     known = [plan for plan in plans if not plan.state.refused]
     todo = [plan for plan in known if plan.state.missing]
     seconds, count = sum(plan.seconds for plan in todo), sum(len(p.state.missing) for p in todo)
-    shared = seconds / max(1, min(num_workers, len(todo)))
+    shared = seconds / max(1, min(num_workers, sum(plan.num_stacks for plan in todo)))
     console.out(
         f"{format_count(count, 'run')} of {format_count(len(todo), 'cell')} to do: about "
         f"{format_duration(shared)}, by a few steps of each (a stack of small networks takes less)"
