@@ -142,13 +142,14 @@ def settle(study_dir: Path, held: Collection[Member] = ()) -> None:
     Args:
         held: the runs whose locks this process holds.
     """
-    for folder in subfolders(study_dir / STACKS):
-        path = folder / RESULTS_FILE
+    folders = subfolders(study_dir / STACKS)
+    for path in (folder / RESULTS_FILE for folder in folders):
         for content in read_json(path, missing={"results": []})["results"]:
             result = result_of(content, path)
             member = (result.cell_id, result.seed)
             if member in held and not has_ended(study_dir, *member):
                 write_result(seed_dir(study_dir / result.cell_id, result.seed), result)
+    for folder in folders:  # also that of a stack that was cut into those above
         members = read_attempts(folder).members
         if members and all(has_ended(study_dir, *member) for member in members):
             remove(folder)
