@@ -178,7 +178,7 @@ def norm_target(
     return read_target(values, "norm").filled_in(available), reserved
 
 
-@suitable_threads(0)  # probes are too small for a second thread to pay
+@suitable_threads()
 def measure_norm(name: str, config: Mapping[str, Any], *, contract_only: bool = False) -> Card:
     """The card of a norm, see `measure_card`."""
     target, reserved = norm_target(config["norm"])

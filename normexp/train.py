@@ -26,7 +26,7 @@ def main(words: list[str]) -> int:
         from normexp.cells.devices import run_as_rank
         from normexp.cells.run import follow_stack
 
-        return run_as_rank(cells, rank, train, follow_stack)
+        return run_as_rank(cells, rank, train, partial(follow_stack, {}))
     return train()
 
 

@@ -30,7 +30,8 @@ from normexp.records.study import read_entries
 from normexp.sweeps import worker
 
 SAVE_SECONDS = 0.5  # between checkpoints
-GRID = ["-m", "norm=batch,group", "lr=0.03,0.3", "norm_batch_size=4,32", "epochs=2", "log_every=5"]
+# Half of the cells are stacked; those of 128 samples are cut into runs.
+GRID = ["-m", "norm=batch,group", "lr=0.03,0.3", "batch_size=32,128", "epochs=2", "log_every=5"]
 ALWAYS = ["replicas=4", "save_weights=true", "trainer=cpu"]
 # How a study is disturbed: numbers of workers of the commands that are typed at once.
 WAYS = {"one process": [0], "workers": [2], "two terminals": [0, 2]}
@@ -216,7 +217,7 @@ def differing(study: Path, whole: Path) -> list[str]:
 
 def left_over(study: Path) -> list[Path]:
     """The files that are there only while something trains."""
-    return [path for name in (".lock", ".*.tmp", "stacks/*") for path in study.rglob(name)]
+    return [path for name in (".lock*", ".*.tmp", "stacks/*") for path in study.rglob(name)]
 
 
 def torn_files(study: Path) -> list[str]:

@@ -87,7 +87,7 @@ class Cell:
         return self.measured.invalid
 
 
-@suitable_threads(0)  # probes are too small for a second thread to pay
+@suitable_threads()
 def prepare_cell(spec: CellSpec) -> Cell:
     """Builds and probes a cell, and refuses every mistake that can be found before training.
 

@@ -22,17 +22,26 @@ from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.devices import training_together
 from normexp.cells.recipe import typed_values
 from normexp.cells.stack import Run, Stack, claimed, commit, remove, settle
+from normexp.config.cells import CellSpec
 from normexp.config.words import one_line
 from normexp.data.batches import TrainingBatches
 from normexp.errors import Halted, UserError
 from normexp.norms.site import state_as_built
-from normexp.records.files import FULL_DISK, is_full_disk, open_atomic, write_json, write_text
+from normexp.records.files import (
+    FULL_DISK,
+    file_lock,
+    is_full_disk,
+    open_atomic,
+    write_json,
+    write_text,
+)
 from normexp.records.logs import messages_to_file
-from normexp.records.provenance import describe_environment, source_line_of
+from normexp.records.provenance import describe_environment, source_line_of, usable_cores
 from normexp.records.result import (
     CHECKPOINT_FILE,
     CONFIG_FILE,
     EVALUATION_FILE,
+    LOCK_FILE,
     LOG_FILE,
     METRICS_FILE,
     PROGRESS_FILE,
@@ -49,6 +58,7 @@ from normexp.records.study import (
     CommandEntry,
     Refusal,
     append_entry,
+    lock_of,
     read_attempts,
     refused_by,
     write_attempts,
@@ -62,37 +72,56 @@ logger = logging.getLogger(__name__)
 DIED = "its process died twice without a new checkpoint (out of memory?)"
 
 
-def train_stack(stack: Stack, command: CommandEntry, control: TrainingControl) -> bool:
+def train_stack(
+    stack: Stack, command: CommandEntry, control: TrainingControl, cells: dict[str, Cell]
+) -> bool:
     """Claims a stack, trains what is left of it, and commits the results.
 
+    Args:
+        cells: that this process has prepared, see `prepare_cells`.
+
     Returns:
-        False if another process trains one of its cells.
+        False if another process trains one of its runs.
 
     Raises:
         Interrupted: stopped, with a checkpoint.
         Halted: nothing more can be trained in this process.
     """
     refused = refused_by(stack.study_dir, command.id)
-    cells = {spec.id: spec.directory for spec, _ in stack.left(refused)}
-    with claimed(cells.values()) as is_mine:
+    claims = stack.left(refused)
+    with claimed(lock_of(spec.directory, seed) for spec, seed in claims) as is_mine:
         if is_mine:
-            settle(stack.study_dir, cells.keys())
-            if runs := [run for run in stack.left(refused) if run[0].id in cells]:
-                Trial(stack, runs, command, control).run()
+            settle(stack.study_dir, [(spec.id, seed) for spec, seed in claims])
+            runs = [run for run in stack.left(refused) if run in claims]
+            if runs and not read_attempts(stack.folder).is_apart:
+                Trial(stack, runs, command, control, cells).run()
     return is_mine
+
+
+def prepare_cells(specs: Sequence[CellSpec], cells: dict[str, Cell]) -> None:
+    """Prepares the cells that `cells` lacks, by id, and removes all others from it."""
+    for cell_id in cells.keys() - {spec.id for spec in specs}:
+        del cells[cell_id]
+    for spec in specs:
+        if spec.id not in cells:
+            cells[spec.id] = prepare_cell(spec)
 
 
 class Trial:
     """An attempt to train the runs that are left of a stack, whose locks this process holds."""
 
     def __init__(
-        self, stack: Stack, runs: Sequence[Run], command: CommandEntry, control: TrainingControl
+        self,
+        stack: Stack,
+        runs: Sequence[Run],
+        command: CommandEntry,
+        control: TrainingControl,
+        cells: dict[str, Cell],
     ) -> None:
-        self.stack, self.runs = stack, runs
+        self.stack, self.runs, self.cells = stack, runs, cells
         self.command, self.control = command, control
         self.folder, self.checkpoint = stack.folder, stack.folder / CHECKPOINT_FILE
         self.specs = list({spec.id: spec for spec, _ in runs}.values())
-        self.cells: dict[str, Cell] = {}
         self.attempts = self._count()
 
     def run(self) -> None:
@@ -101,11 +130,12 @@ class Trial:
             self._give_up(DIED)
             return
         try:
-            for spec in self.specs:
-                self.cells[spec.id] = prepare_cell(spec)
-            if self._must_split():
+            prepare_cells(self.specs[:1], self.cells)
+            begun = self.checkpoint.is_file()
+            if not begun and must_split(self.cell, len(self.stack.runs), len(self.specs)):
                 self._split("")
                 return
+            prepare_cells(self.specs, self.cells)
             append_entry(self.stack.study_dir, self.command)
             with training_together((self.runs, self.folder, self.attempts.threads)):
                 results = self._train()
@@ -134,7 +164,8 @@ class Trial:
         attempts = read_attempts(self.folder)
         if attempts.members != members:  # new, or some of its runs have ended elsewhere
             remove(self.folder)
-            attempts = Attempts(members, torch.get_num_threads())
+            cores = min(usable_cores(), torch.get_num_threads())  # of OMP_NUM_THREADS, if it is set
+            attempts = Attempts(members, max(1, cores // self.command.num_runs))
         at = self.checkpoint.stat().st_mtime_ns if self.checkpoint.is_file() else 0
         attempts.count = 1 + (attempts.count if at == attempts.checkpointed_at else 0)
         attempts.checkpointed_at = at
@@ -149,14 +180,6 @@ class Trial:
         else:
             remove(self.folder)
 
-    def _must_split(self) -> bool:
-        """True if the runs cannot train together."""
-        first, count = self.cells[self.specs[0].id], len(self.stack.runs)
-        has_rates = len(self.specs) > 1
-        return count > 1 and (
-            first.alone is not None or has_rates and not can_stack_rates(first, count)
-        )
-
     def _split(self, why: str) -> None:
         """Has each run trained by itself."""
         self.attempts.is_apart, self.attempts.why = True, why
@@ -165,7 +188,7 @@ class Trial:
 
     def _refuse(self, error: str) -> None:
         """Notes which cells cannot be trained: all, or one that was refused after the first."""
-        unprepared = self.specs[len(self.cells) :]
+        unprepared = [spec for spec in self.specs if spec.id not in self.cells]
         for spec in unprepared[:1] if self.cells and unprepared else self.specs:
             refusal = Refusal(spec.id, spec.title, spec.seeds, self.command.id, error)
             append_entry(self.stack.study_dir, refusal)
@@ -202,7 +225,8 @@ class Trial:
         for (spec, _), run_dir in zip(self.runs, run_dirs, strict=True):
             run_dir.mkdir(exist_ok=True)
             config = OmegaConf.to_yaml(OmegaConf.create(spec.config))
-            write_text(spec.directory / CONFIG_FILE, config)
+            with file_lock(spec.directory / LOCK_FILE, waits=True):  # others train its other seeds
+                write_text(spec.directory / CONFIG_FILE, config)
         if torch.cuda.is_initialized():  # asking would wake a GPU that is not in use
             torch.cuda.reset_peak_memory_stats()
         with ExitStack() as opened:
@@ -288,9 +312,9 @@ class Trial:
         )
 
 
-def follow_stack(runs: Sequence[Run], folder: Path, threads: int) -> None:
+def follow_stack(cells: dict[str, Cell], runs: Sequence[Run], folder: Path, threads: int) -> None:
     """Trains along with rank 0, in the other processes of a training; writes nothing."""
-    cells = {spec.id: prepare_cell(spec) for spec, _ in runs}
+    prepare_cells([spec for spec, _ in runs], cells)
     cell = cells[runs[0][0].id]
     with suitable_threads(cell.elements_per_forward, threads):
         _fit(runs, cells, folder, Recorder([]), cell.recipe.callbacks(), StopRequest())
@@ -381,12 +405,20 @@ def will_stack(cell: Cell, num_replicas: int, *, is_stacked: bool | None = None)
     return obstacle is None
 
 
-def can_stack_rates(cell: Cell, num_replicas: int) -> bool:
-    """True if runs that differ from a cell in `lr` alone may share its stack.
+def must_split(cell: Cell, num_runs: int, num_rates: int = 1) -> bool:
+    """True if the runs of a stack cannot train together, or would train in turn on a CPU.
 
-    At every step the rate must be proportional to `lr`.
+    Alone, each can have a core of its own, and ends with the same numbers.
+
+    Args:
+        num_rates: of learning rates; at every step those must be proportional to `lr`.
     """
-    return cell.recipe.schedule.follows_lr and will_stack(cell, num_replicas)
+    if num_runs == 1 or cell.alone is not None:
+        return num_runs > 1
+    if num_rates > 1 and not cell.recipe.schedule.follows_lr:
+        return True
+    trains_in_turn = not will_stack(cell, num_runs)
+    return trains_in_turn and (num_rates > 1 or cell.recipe.devices.type == "cpu")
 
 
 # --- Loggers besides metrics.csv ------------------------------------------------------------------

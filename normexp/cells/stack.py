@@ -14,7 +14,6 @@ from normexp.config.cells import CellSpec
 from normexp.records.files import file_lock, read_json, write_json
 from normexp.records.result import (
     ATTEMPTS_FILE,
-    LOCK_FILE,
     RESULT_FILE,
     RESULTS_FILE,
     STACKS,
@@ -25,7 +24,7 @@ from normexp.records.result import (
     subfolders,
     write_result,
 )
-from normexp.records.study import CellState, read_attempts
+from normexp.records.study import CellState, Member, lock_of, read_attempts
 
 # The most runs in a stack: on a CPU larger ones gain little, and a grid of learning rates still
 # keeps several workers busy.
@@ -36,12 +35,12 @@ Run = tuple[CellSpec, int]  # a cell and a seed
 
 @dataclass(frozen=True)
 class Stack:
-    """Runs that one worker claims: of one cell, or of several that differ in `lr` alone.
+    """Runs that train together: of one cell, or of several that differ in `lr` alone.
 
     Attributes:
         runs: all that a command asks for, ended or not, so that after an interruption the same
             command finds the same folder.
-        apart: why its run is trained apart from others; empty if it is not.
+        apart: the failure of the stack that its run was taken from; empty without one.
     """
 
     runs: tuple[Run, ...]
@@ -67,15 +66,25 @@ class Stack:
     def parts(self) -> list[Stack]:
         """What to train: this stack, or each of its runs if its folder says so."""
         attempts = read_attempts(self.folder)
-        return [Stack((run,), attempts.why) for run in self.runs] if attempts.is_apart else [self]
+        if not attempts.is_apart:
+            return [self]
+        return [Stack((run,), attempts.why) for run in self.runs]
 
 
-def cut_stacks(cells: Iterable[CellSpec], most: int = MOST_RUNS) -> list[Stack]:
-    """The stacks of a command: cells that differ in `lr` alone share one, up to `most` runs."""
+def cut_stacks(cells: Iterable[CellSpec], *, on_gpu: bool = False) -> list[Stack]:
+    """The stacks of a command, by the configs of its cells alone.
+
+    Cells that differ in `lr` alone share one. `stack=false` leaves each run alone on a CPU.
+    """
+    most = MOST_RUNS_ON_GPU if on_gpu else MOST_RUNS
     stacks: list[list[Run]] = []
     last: dict[str, list[Run]] = {}  # of cells that may share it
     for spec in (spec for spec in cells if not spec.error):
-        runs, shared = [(spec, seed) for seed in spec.seeds], _shared(spec)
+        runs = [(spec, seed) for seed in spec.seeds]
+        if spec.config["stack"] is False and not on_gpu:
+            stacks += [[run] for run in runs]
+            continue
+        shared = _shared(spec)
         if shared not in last or len(last[shared]) + len(runs) > most:
             last[shared] = []
             stacks.append(last[shared])
@@ -98,16 +107,17 @@ def has_ended(study_dir: Path, cell_id: str, seed: int) -> bool:
 
 
 @contextmanager
-def claimed(folders: Iterable[Path]) -> Iterator[bool]:
-    """Holds the locks of cells of one study inside the block; yields False if others have one.
+def claimed(locks: Iterable[Path]) -> Iterator[bool]:
+    """Holds the locks of runs inside the block; yields False if another process has one.
 
-    Afterwards removes those folders that are empty.
+    Afterwards removes the folders of cells that are empty.
     """
     with ExitStack() as held:
-        for folder in sorted(set(folders)):  # alike in all processes
-            folder.mkdir(parents=True, exist_ok=True)
-            held.callback(_remove_if_empty, folder)
-            if not held.enter_context(file_lock(folder / LOCK_FILE)):
+        for lock in sorted(locks):  # alike in all processes
+            with suppress(FileExistsError):  # another process has just removed the folder
+                lock.parent.mkdir(parents=True, exist_ok=True)
+            held.callback(_remove_if_empty, lock.parent)
+            if not held.enter_context(file_lock(lock)):
                 yield False
                 return
         yield True
@@ -119,26 +129,27 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def commit(folder: Path, results: Sequence[Result]) -> None:
-    """Ends all runs of a stack at once. The caller holds the locks of its cells."""
+    """Ends all runs of a stack at once. The caller holds their locks."""
     write_json(folder / RESULTS_FILE, {"results": [result.to_dict() for result in results]})
-    settle(folder.parents[1], {result.cell_id for result in results})
+    settle(folder.parents[1], [(result.cell_id, result.seed) for result in results])
 
 
-def settle(study_dir: Path, held: Collection[str]) -> None:
+def settle(study_dir: Path, held: Collection[Member] = ()) -> None:
     """Writes the result.json of committed runs, and removes the folders of ended stacks.
 
-    Whoever finds them does, as after a kill.
+    Every process does so with what it finds: the process that committed may have been killed.
 
     Args:
-        held: the cells whose locks this process holds.
+        held: the runs whose locks this process holds.
     """
-    for folder in subfolders(study_dir / STACKS):
-        if (path := folder / RESULTS_FILE).exists():
-            for content in read_json(path)["results"]:
-                result = result_of(content, path)
-                run_dir = seed_dir(study_dir / result.cell_id, result.seed)
-                if result.cell_id in held and not (run_dir / RESULT_FILE).exists():
-                    write_result(run_dir, result)
+    folders = subfolders(study_dir / STACKS)
+    for path in (folder / RESULTS_FILE for folder in folders):
+        for content in read_json(path, missing={"results": []})["results"]:
+            result = result_of(content, path)
+            member = (result.cell_id, result.seed)
+            if member in held and not has_ended(study_dir, *member):
+                write_result(seed_dir(study_dir / result.cell_id, result.seed), result)
+    for folder in folders:  # also that of a stack that was cut into those above
         members = read_attempts(folder).members
         if members and all(has_ended(study_dir, *member) for member in members):
             remove(folder)
@@ -152,15 +163,14 @@ def remove(folder: Path) -> None:
 
 
 def remove_failed(states: Iterable[CellState]) -> None:
-    """Removes failed results, so that a new command tries them again; also tidies the study.
+    """Removes failed results, so that a new command tries them again.
 
-    Leaves cells alone that another process trains.
+    Leaves runs alone that another process trains.
     """
     for state in states:
-        failed = [run.seed for run in state.results if run.status is Status.FAILED]
-        if failed or state.stacks:
-            with claimed([state.directory]) as is_mine:
+        for run in state.results:
+            if run.status is not Status.FAILED:
+                continue
+            with claimed([lock_of(state.directory, run.seed)]) as is_mine:
                 if is_mine:
-                    settle(state.directory.parent, {state.id})
-                    for seed in failed:
-                        (seed_dir(state.directory, seed) / RESULT_FILE).unlink(missing_ok=True)
+                    (seed_dir(state.directory, run.seed) / RESULT_FILE).unlink(missing_ok=True)

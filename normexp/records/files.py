@@ -55,11 +55,20 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object. Raises UserError, with the file and the remedy, if it cannot be read."""
+def read_json(path: Path, *, missing: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Reads a JSON object.
+
+    Args:
+        missing: returned if there is no file, which another process may just have removed.
+
+    Raises:
+        UserError: names the file and the remedy.
+    """
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError as error:
+        if missing is not None:
+            return missing
         raise UserError(f"{path} does not exist: the run has not ended; run it again") from error
     except (OSError, TypeError, ValueError) as error:
         raise UserError(

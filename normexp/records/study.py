@@ -72,6 +72,15 @@ class CommandEntry:
     searched: list[str] = field(default_factory=list)
     time: str = field(default_factory=_now)
 
+    @property
+    def key(self) -> tuple[str, ...]:
+        """Lines with one key say the same."""
+        return (self.id,)
+
+    @property
+    def num_runs(self) -> int:
+        return sum(len(one.seeds) for one in self.cells.values())
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -88,16 +97,19 @@ class Refusal:
     error: str
     time: str = field(default_factory=_now)
 
+    @property
+    def key(self) -> tuple[str, ...]:
+        return (self.command, self.cell)
+
 
 Entry = CommandEntry | Refusal
 
 
 def append_entry(study_dir: Path, entry: Entry) -> None:
-    """Appends a line, and makes the study; a command that is there already is not added again."""
+    """Appends a line, and makes the study; what a line says already is not added again."""
     study_dir.mkdir(parents=True, exist_ok=True)
     with file_lock(study_dir / LOCK_FILE, waits=True):
-        known = [one.id for one in read_entries(study_dir) if isinstance(one, CommandEntry)]
-        if isinstance(entry, CommandEntry) and entry.id in known:
+        if entry.key in {one.key for one in read_entries(study_dir)}:
             return
         path = study_dir / STUDY_FILE
         before = path.read_text() if path.exists() else ""
@@ -177,11 +189,11 @@ class Attempts:
 
     Attributes:
         members: the runs that are trained.
-        threads: CPU threads of its first training, on which its last digits depend.
+        threads: of its first training, if it is large: its last digits depend on them.
         count: trainings that have begun since the last checkpoint, and that nobody interrupted.
         checkpointed_at: when the last of them began; 0 without a checkpoint.
-        is_apart: each run is trained by itself instead.
-        why: the failure of the whole stack, if that is the reason.
+        is_apart: each run is a stack of its own instead.
+        why: the failure of the whole stack; empty if its runs would only have trained in turn.
     """
 
     members: list[Member] = field(default_factory=list)
@@ -194,8 +206,7 @@ class Attempts:
 
 def read_attempts(folder: Path) -> Attempts:
     """Those of a stack; without the file, none."""
-    path = folder / ATTEMPTS_FILE
-    attempts = Attempts(**(read_json(path) if path.exists() else {}))
+    attempts = Attempts(**read_json(folder / ATTEMPTS_FILE, missing={}))
     attempts.members = [(cell, seed) for cell, seed in attempts.members]
     return attempts
 
@@ -220,9 +231,9 @@ def read_stacks(study_dir: Path) -> list[StackState]:
     states = []
     for folder in subfolders(study_dir / STACKS):
         try:
-            attempts, path = read_attempts(folder), folder / PROGRESS_FILE
-            progress = read_json(path) if path.exists() else {}
-        except UserError:  # removed meanwhile; else the process that trains it says so
+            attempts = read_attempts(folder)
+            progress = read_json(folder / PROGRESS_FILE, missing={})
+        except UserError:  # the process that trains it says so
             continue
         if not attempts.is_apart:
             states.append(StackState(folder, attempts.members, **progress))
@@ -230,6 +241,11 @@ def read_stacks(study_dir: Path) -> list[StackState]:
 
 
 # --- States ---------------------------------------------------------------------------------------
+
+
+def lock_of(cell_dir: Path, seed: int) -> Path:
+    """The lock of a run; beside its folder, which is there only once it trains."""
+    return cell_dir / f"{LOCK_FILE}-{seed}"
 
 
 @dataclass
@@ -243,7 +259,7 @@ class CellState:
         results: of ended and failed runs, in the order of seeds.
         problems: results that cannot be read.
         refused: why it cannot be trained; empty if it can.
-        process: that trains it now, with its command; empty if none does.
+        processes: that train runs of it now, with their commands.
         stacks: that have begun with a run of it.
         was_over: before the command that asks began.
     """
@@ -255,7 +271,7 @@ class CellState:
     results: list[Result] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     refused: str = ""
-    process: str = ""
+    processes: list[str] = field(default_factory=list)
     stacks: list[StackState] = field(default_factory=list)
     was_over: bool = False
 
@@ -306,10 +322,10 @@ def read_cell(
     """The state of these runs of a cell."""
     directory = study_dir / cell_id
     state = CellState(cell_id, title, directory, refused=refused)
-    state.process = holder_of(directory / LOCK_FILE)
     state.stacks = [one for one in stacks if any(cell == cell_id for cell, _ in one.members)]
+    holders: list[str] = []
     for seed in sorted(set(seeds)):
-        run_dir, mine = seed_dir(directory, seed), (cell_id, seed)
+        run_dir = seed_dir(directory, seed)
         state.states[seed] = Status.NOT_STARTED
         if (run_dir / RESULT_FILE).exists():
             try:
@@ -319,11 +335,14 @@ def read_cell(
                 state.problems.append(str(error))
                 state.states[seed] = Status.UNREADABLE
             continue
-        for stack in (one for one in state.stacks if mine in one.members):
-            if state.process:
-                state.states[seed] = Status.RUNNING
-            elif (stack.folder / CHECKPOINT_FILE).is_file():
-                state.states[seed] = Status.INTERRUPTED
+        mine = [stack for stack in state.stacks if (cell_id, seed) in stack.members]
+        if holder := holder_of(lock_of(directory, seed)):
+            holders.append(holder)
+        if mine and holder:
+            state.states[seed] = Status.RUNNING
+        elif any((stack.folder / CHECKPOINT_FILE).is_file() for stack in mine):
+            state.states[seed] = Status.INTERRUPTED
+    state.processes = list(dict.fromkeys(holders))
     return state
 
 

@@ -300,8 +300,8 @@ def print_status(study: Study) -> None:
         counts = Counter(cell.states.values()) if not cell.refused else Counter[Status]()
         steps = [f"step {stack.step} of {stack.total}" for stack in cell.stacks if stack.total]
         at_work = [f"interrupted at {step}" for step in steps]
-        if cell.process:
-            at_work = [", ".join([cell.process, *steps])]
+        if cell.processes:
+            at_work = [", ".join([*cell.processes, *steps])]
         notes = [f"refused: {cell.refused}"] if cell.refused else [*cell.failures, *at_work]
         numbers = [str(counts[state] or "-") for state in states]
         rows.append([cell.title, *numbers, "; ".join(notes)])
@@ -364,11 +364,13 @@ class Plan:
     Attributes:
         num_steps: optimizer steps of a run; 0 if it was refused.
         step_seconds: a first estimate of an optimizer step of one run.
+        num_stacks: of its missing runs, which several workers can train at once.
     """
 
     state: CellState
     num_steps: int = 0
     step_seconds: float = 0.0
+    num_stacks: int = 0
 
     @property
     def seconds(self) -> float:
@@ -393,7 +395,7 @@ def print_plan(plans: Sequence[Plan], *, num_workers: int, num_points: int) -> N
     known = [plan for plan in plans if not plan.state.refused]
     todo = [plan for plan in known if plan.state.missing]
     seconds, count = sum(plan.seconds for plan in todo), sum(len(p.state.missing) for p in todo)
-    shared = seconds / max(1, min(num_workers, len(todo)))
+    shared = seconds / max(1, min(num_workers, sum(plan.num_stacks for plan in todo)))
     console.out(
         f"{format_count(count, 'run')} of {format_count(len(todo), 'cell')} to do: about "
         f"{format_duration(shared)}, by a few steps of each (a stack of small networks takes less)"

@@ -1,4 +1,4 @@
-"""The slots of a machine: what one worker may use, CPU threads and a GPU. Imports no torch."""
+"""The slots of a machine: what one worker may use, a CPU or a GPU. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,79 +15,83 @@ from rich.console import Console
 
 from normexp.config.cells import CellSpec
 from normexp.errors import UserError
-from normexp.records.files import file_lock
+from normexp.records.files import file_lock, holder_of, this_command
 from normexp.records.provenance import usable_cores, visible_gpus
 
 
 @dataclass(frozen=True)
 class WorkerSlot:
-    """What one worker may use: CPU threads, and a GPU as CUDA_VISIBLE_DEVICES names it.
+    """What one worker may use: the CPUs, and a GPU as CUDA_VISIBLE_DEVICES names it.
 
     Attributes:
-        locks: names of lock files. A worker holds one while it trains. All commands of a user
-            share them, so that two terminals do not train on one core.
+        locks: names of lock files of the GPU. A worker holds one while it trains. All commands of a
+            user share them, so that two terminals do not train on one GPU.
         waits: train only while holding a lock; False: also beside other commands.
     """
 
-    threads: int
     gpu: str | None = None
     locks: Sequence[str] = ()
-    waits: bool = True
+    waits: bool = False
 
-    def variables(self) -> dict[str, str]:
-        """Those that a process needs before it loads torch; a lower OMP_NUM_THREADS stays."""
-        asked = os.environ.get("OMP_NUM_THREADS", "")
-        threads = min(self.threads, int(asked) if asked.isdecimal() else self.threads)
-        gpu = {} if self.gpu is None else {"CUDA_VISIBLE_DEVICES": self.gpu}
-        return {"OMP_NUM_THREADS": str(max(threads, 1)), **gpu}
+    def hide_other_gpus(self) -> None:
+        """Works only before this process loads torch."""
+        if self.gpu is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = self.gpu
 
     @contextmanager
     def claim(self) -> Iterator[bool]:
         """Holds one of the locks inside the block; yields False, at once, if it must wait."""
         with ExitStack() as held:
             locks = (held.enter_context(file_lock(path)) for path in self.paths())
-            yield not self.locks or any(locks) or not self.waits
+            yield any(locks) or not self.waits
 
     def is_free(self) -> bool:
         with self.claim() as is_free:
             return is_free
 
     def paths(self) -> list[Path]:
-        """The lock files."""
-        base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()  # emptied at boot
-        folder = Path(base) / f"normexp-{os.getuid()}"
-        folder.mkdir(parents=True, exist_ok=True)
-        return [folder / name for name in self.locks]
+        """The lock files; on a CPU that of this process, by which others count it."""
+        return [_lock_folder() / name for name in self.locks or [f"cpu-{os.getpid()}"]]
+
+
+def _lock_folder() -> Path:
+    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()  # emptied at boot
+    folder = Path(base) / f"normexp-{os.getuid()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def other_trainings() -> int:
+    """The number of trainings of this user's other commands that run on this machine now."""
+    holders = [holder_of(path) for path in _lock_folder().iterdir()]
+    return sum(holder not in ("", this_command()) for holder in holders)
 
 
 def worker_slots(
     cells: Sequence[CellSpec], workers: int | None = None
 ) -> tuple[list[WorkerSlot], int]:
-    """The slots for training, and the number of workers; 0 if this process trains.
+    """The slots for training, and the largest number of workers; 0 if this process trains all.
 
-    There are more slots than workers if GPUs outnumber cells. `workers` overrides the configs; 0
-    does not wait for other commands.
+    There are more slots than workers if a command asks for fewer workers than GPUs. `workers`
+    overrides the configs; 0 does not wait for other commands.
     """
     asked = shared_value(cells, "workers") if workers is None else workers
-    waits = asked != 0
     trainers = [cell.config["trainer"] for cell in cells]
     wants_gpu = any(trainer["accelerator"] in ("auto", "gpu", "cuda") for trainer in trainers)
     gpus = visible_gpus() if wants_gpu else []
-    cores = usable_cores()
-    count = max(1, min(asked or (len(gpus) or cores), len(cells)))
-    num_workers = 0 if len(cells) == 1 or asked == 0 else count
-    threads = max(1, cores // count)
+    count = asked or len(gpus) or usable_cores()
+    is_one_of_many = any(trainer["devices"] * trainer["num_nodes"] > 1 for trainer in trainers)
+    num_workers = 0 if asked == 0 or is_one_of_many else count
     if not gpus:
-        locks = [f"core-{i}" for i in range(max(cores, count))]
-        return [WorkerSlot(threads, None, locks, waits)] * count, num_workers
+        return [WorkerSlot()] * count, num_workers
     # Several workers share a GPU only if the command asks for more workers than GPUs.
-    shares = -(-count // len(gpus))
+    shares, waits = -(-count // len(gpus)), asked != 0
     slots = [
-        WorkerSlot(threads, gpu, [f"gpu-{gpu}-{i}" for i in range(shares)], waits)
+        WorkerSlot(gpu, [f"gpu-{gpu}-{i}" for i in range(shares)], waits)
         for gpu in islice(cycle(gpus), max(count, len(gpus)))
     ]
-    if any(trainer["devices"] != 1 for trainer in trainers):  # of torchrun, which places them
-        slots = [WorkerSlot(threads, None, slots[0].locks, waits)]
+    if is_one_of_many:  # torchrun or srun gives each its GPU
+        slots = [WorkerSlot(None, slots[0].locks, waits)]
     return slots, num_workers
 
 
@@ -108,8 +112,7 @@ def importing_torch() -> Iterator[None]:
 def own_slot(slots: Sequence[WorkerSlot]) -> WorkerSlot:
     """The slot of this process: the first free one, else the first. Hides all other GPUs."""
     slot = next((slot for slot in slots if slot.is_free()), slots[0])
-    if slot.gpu is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = slot.gpu
+    slot.hide_other_gpus()
     return slot
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from normexp.batching.replicas import model_arguments, suitable_threads
 from normexp.cells.cell import Cell, prepare_cell
+from normexp.cells.run import must_split
 from normexp.checks.network import probe_batch
 from normexp.config.cells import CellSpec
 from normexp.config.words import one_line
@@ -24,7 +25,7 @@ def print_plan_of(cells: Sequence[CellSpec]) -> int:
     Raises:
         UserError: all cells are refused.
     """
-    with messages_to_stderr(), ready_to_train(), suitable_threads(0):
+    with messages_to_stderr(), ready_to_train(), suitable_threads():
         plans = [_plan(cell) for cell in cells]
     refused = dict.fromkeys(plan.state.refused for plan in plans)
     if "" not in refused:
@@ -39,9 +40,10 @@ def _plan(spec: CellSpec) -> Plan:
         return Plan(CellState(spec.id, spec.title, refused=spec.error))
     state = read_cell(spec.directory.parent, spec.id, spec.title, spec.seeds, [])
     try:
-        cell = prepare_cell(spec)
-        seconds = _seconds_of_step(cell) if state.missing else 0.0
-        return Plan(state, cell.recipe.num_steps, seconds)
+        cell, count = prepare_cell(spec), len(state.missing)
+        num_stacks = count if must_split(cell, count) else 1
+        seconds = _seconds_of_step(cell) if count else 0.0
+        return Plan(state, cell.recipe.num_steps, seconds, num_stacks)
     except (Exception, SystemExit) as error:  # user code may raise anything
         state.refused = str(error) if isinstance(error, UserError) else one_line(error)
         return Plan(state)

@@ -15,9 +15,9 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from normexp.cells.stack import MOST_RUNS_ON_GPU, remove_failed
+from normexp.cells.stack import remove_failed, settle
 from normexp.config.cells import CellSpec, Command, check_processes
-from normexp.config.words import format_duration
+from normexp.config.words import format_count, format_duration
 from normexp.errors import FAILED, Halted, UserError
 from normexp.records.files import ensure_writable
 from normexp.records.logs import messages_to
@@ -33,7 +33,7 @@ from normexp.records.study import (
 )
 from normexp.reporting.terminal import print_closing_table, print_summary
 from normexp.sweeps.launch import launch_workers
-from normexp.sweeps.machine import own_slot, shared_value, worker_slots
+from normexp.sweeps.machine import other_trainings, own_slot, shared_value, worker_slots
 from normexp.sweeps.worker import TICK, Job, Worker, ready_to_train, work
 from normexp.training.stopping import StopRequest, TrainingControl
 
@@ -112,6 +112,7 @@ def train_cells(
     job = Job(cells, entry)
     before = job.states()
     over = {one.id for one in before if one.is_over and one.status != "failed"}
+    settle(job.study_dir)
     remove_failed(before)
     try:
         for cell in (cell for cell in cells if cell.error):
@@ -135,12 +136,15 @@ def train_cells(
 
 
 class Sweep:
-    """The workers of a command; this process may be the only one."""
+    """The workers of a command; this process may be the only one.
+
+    Attributes:
+        num_workers: the most at once; 0 if this process trains all.
+    """
 
     def __init__(self, job: Job, workers: int | None = None) -> None:
         self.slots, self.num_workers = worker_slots(job.cells, workers)
-        on_gpu = self.slots[0].gpu is not None
-        self.job = replace(job, most=MOST_RUNS_ON_GPU) if on_gpu else job
+        self.job = replace(job, on_gpu=bool(self.slots[0].locks))
         self.fails_fast = bool(shared_value(job.cells, "fail_fast"))
         self.display = Display(job.states())
         self.workers: list[Worker] = []
@@ -149,20 +153,26 @@ class Sweep:
         self._looked_at = 0.0
 
     def train(self) -> None:
-        """Trains until all has ended, or is stopped.
+        """Trains until all has ended, or is stopped: a single stack here, several in workers.
 
         Raises:
             KeyboardInterrupt: a second Ctrl-C; the workers are dead.
             Halted: nothing more can be trained.
         """
         with self.display:
-            if self.num_workers:
+            if not self.job.on_gpu and (others := other_trainings()):
+                run = format_count(others, "other training") + (" run" if others > 1 else " runs")
+                logger.info("%s on this machine; this one takes longer beside them", run)
+            if not self.num_workers or len(self.job.left()) == 1:
+                self._train_here()
+            if self.num_workers and not self.request.requested:
                 self._train_in_workers()
-            else:
-                slot = own_slot(self.slots)
-                with ready_to_train():
-                    work(self.job, slot, TrainingControl(self.request, self._look))
             self._look()
+
+    def _train_here(self) -> None:
+        slot, control = own_slot(self.slots), TrainingControl(self.request, self._look)
+        with ready_to_train():
+            work(self.job, slot, control, hands_over=self.num_workers > 1)
 
     def _look(self) -> None:
         """Shows the states of the cells; a failure may end the command."""

@@ -23,17 +23,27 @@ from functools import cached_property
 from multiprocessing import connection, parent_process, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from normexp.cells.stack import MOST_RUNS, Stack, cut_stacks
+from normexp.cells.stack import Stack, cut_stacks
 from normexp.config.cells import CellSpec
 from normexp.config.words import one_line
 from normexp.errors import FAILED, INTERRUPTED, Halted, UserError
 from normexp.records.files import holder_of, this_command
 from normexp.records.logs import messages_to_stderr
-from normexp.records.result import LOCK_FILE
-from normexp.records.study import CellState, CommandEntry, read_cell, read_stacks, refused_by
+from normexp.records.study import (
+    CellState,
+    CommandEntry,
+    lock_of,
+    read_cell,
+    read_stacks,
+    refused_by,
+)
 from normexp.sweeps.machine import WorkerSlot, importing_torch
 from normexp.training.stopping import Interrupted, StopRequest, TrainingControl
+
+if TYPE_CHECKING:
+    from normexp.cells.cell import Cell
 
 logger = logging.getLogger(__name__)
 
@@ -48,16 +58,15 @@ class Job:
     Attributes:
         cells: of one study; a refused one has a line in it.
         command: its line in the study.
-        most: runs in a stack.
     """
 
     cells: Sequence[CellSpec]
     command: CommandEntry
-    most: int = MOST_RUNS
+    on_gpu: bool = False
 
     @cached_property
     def stacks(self) -> list[Stack]:
-        return cut_stacks(self.cells, self.most)
+        return cut_stacks(self.cells, on_gpu=self.on_gpu)
 
     @property
     def study_dir(self) -> Path:
@@ -86,21 +95,27 @@ class Job:
         ]
 
 
-def work(job: Job, slot: WorkerSlot, control: TrainingControl) -> None:
+def work(job: Job, slot: WorkerSlot, control: TrainingControl, *, hands_over: bool = False) -> None:
     """Walks until nothing is left, or a stop is requested.
+
+    Args:
+        hands_over: ends as soon as several stacks are left, for workers to train.
 
     Raises:
         Halted: nothing more can be trained in this process.
     """
     from normexp.cells.run import train_stack
 
+    cells: dict[str, Cell] = {}
     told = ""
     while not control.stop.requested and (left := job.left()):
+        if hands_over and len(left) > 1:
+            return
         has_trained = False
         with slot.claim() as is_free:
             for stack in left if is_free else ():
                 try:
-                    has_trained = train_stack(stack, job.command, control)
+                    has_trained = train_stack(stack, job.command, control, cells)
                 except Interrupted:
                     return
                 except UserError as error:  # a record that cannot be read or written
@@ -116,8 +131,8 @@ def work(job: Job, slot: WorkerSlot, control: TrainingControl) -> None:
 
 def _why_waiting(left: Sequence[Stack], slot: WorkerSlot, *, is_free: bool) -> str:
     """What another command holds; empty if it is a worker of this one."""
-    cells = [spec.directory / LOCK_FILE for stack in left for spec, _ in stack.runs]
-    holders = [holder_of(path) for path in (cells if is_free else slot.paths())]
+    runs = [lock_of(spec.directory, seed) for stack in left for spec, seed in stack.runs]
+    holders = [holder_of(path) for path in (runs if is_free else slot.paths())]
     others = "; ".join(dict.fromkeys(one for one in holders if one not in ("", this_command())))
     if is_free or not others:
         return others and f"waiting for what others train: {others}"
@@ -189,10 +204,9 @@ def main(output: Connection, job: Job, slot: WorkerSlot) -> None:
         os.dup2(output.fileno(), stream)
     logging.raiseExceptions = False  # a log on a full disk must not fill the screen as well
     threading.Thread(target=_stop_with_parent, daemon=True).start()
-    os.environ.update(slot.variables())
+    slot.hide_other_gpus()
     try:
         with messages_to_stderr(), ready_to_train():
-            sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
             work(job, slot, TrainingControl(stop))
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)

@@ -254,7 +254,8 @@ def block_size(replicas: Replicas, group_size: int) -> int:
     """Returns the samples per forward in evaluation, a multiple of `group_size`."""
     is_on_cpu = next(replicas.parameters()).device.type == "cpu"
     total = STACK_SAMPLES if is_on_cpu else 8 * STACK_SAMPLES
-    return max(1, total // replicas.num_replicas // group_size) * group_size
+    at_once = replicas.num_replicas if replicas.is_stacked else 1
+    return max(1, total // at_once // group_size) * group_size
 
 
 def gather(replicas: Replicas, data: Data, split: str, indices: Tensor) -> Batch:

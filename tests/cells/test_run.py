@@ -12,16 +12,20 @@ import torch
 from normexp.batching import replicas
 from normexp.cells import run as run_module
 from normexp.cells import stack as stack_module
+from normexp.cells.cell import prepare_cell
 from normexp.cells.run import train_stack
 from normexp.cells.stack import Stack, cut_stacks, remove, remove_failed, settle
 from normexp.cli import parse_command
 from normexp.config.cells import CellSpec, compose_cells
 from normexp.errors import Halted
 from normexp.records.files import file_lock
-from normexp.records.result import CHECKPOINT_FILE, LOCK_FILE, STACKS, Result, Status, read_result
+from normexp.records.result import CHECKPOINT_FILE, STACKS, Result, Status, read_result
 from normexp.records.study import (
+    Asked,
+    Attempts,
     CommandEntry,
     Refusal,
+    lock_of,
     read_attempts,
     read_cell,
     read_entries,
@@ -37,17 +41,18 @@ def specs_of(runs_dir: Path, *words: str, replicas: int = 2) -> list[CellSpec]:
     return compose_cells(parse_command(["-m", *QUICK, *words, *own]))
 
 
-def command(name: str = "1") -> CommandEntry:
-    return CommandEntry(name, ["normexp-train"], "code", {})
+def command(specs: list[CellSpec], name: str = "1") -> CommandEntry:
+    asked = {spec.id: Asked(spec.title, spec.seeds) for spec in specs}
+    return CommandEntry(name, ["normexp-train"], "code", asked)
 
 
 def walk(specs: list[CellSpec], name: str = "1", stop_at: int | None = None) -> None:
     """Trains cells as a worker does, until nothing is left."""
-    control = TrainingControl()
+    control, cells = TrainingControl(), {}
     while left := [p for s in cut_stacks(specs) for p in s.parts() if p.left(refused_ids(s, name))]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(run_module, "StepReports", stopper(control.stop, stop_at))
-            assert train_stack(left[0], command(name), control)
+            assert train_stack(left[0], command(specs, name), control, cells)
 
 
 def refused_ids(stack: Stack, name: str) -> set[str]:
@@ -109,32 +114,64 @@ def test_stacks_are_a_function_of_what_a_command_asks(tmp_path: Path):
     ]
     assert {s.choices["norm"] for s, _ in second.runs} == {"group"}
     assert cut_stacks(specs)[0].folder == first.folder != second.folder
-    assert len(cut_stacks(specs, most=4)) == 4
-    assert len(cut_stacks(specs_of(tmp_path, "lr=0.1,0.3", "stack=false"))) == 2
+    many = specs_of(tmp_path, "lr=0.1,0.3", replicas=9)
+    assert len(cut_stacks(many)) == 2 and len(cut_stacks(many, on_gpu=True)) == 1
 
 
-def test_an_interrupted_stack_resumes_to_the_same_bits(tmp_path: Path):
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    walk(specs_of(whole, "lr=0.1,0.3"))
-    with pytest.raises(Interrupted):
-        walk(specs_of(cut, "lr=0.1,0.3"), stop_at=3)
-    (folder,) = (cut / "s" / STACKS).iterdir()
-    assert (folder / CHECKPOINT_FILE).is_file() and read_attempts(folder).count == 0
-    walk(specs_of(cut, "lr=0.1,0.3"), name="2")
-    assert files_of(cut) == files_of(whole)
-    assert not [*(cut / "s" / STACKS).glob("*")] and not list(cut.rglob(LOCK_FILE))
+def test_runs_that_are_not_stacked_are_cut_where_each_can_have_a_core(tmp_path: Path):
+    specs = specs_of(tmp_path, "lr=0.1,0.3", "stack=false")
+    assert [len(stack.runs) for stack in cut_stacks(specs)] == [1, 1, 1, 1]
+    assert [len(stack.runs) for stack in cut_stacks(specs, on_gpu=True)] == [2, 2]
 
 
-def test_the_threads_of_the_first_training_are_those_of_its_resumption(
+def test_what_would_train_in_turn_is_cut_before_its_first_step_and_prepared_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    prepared: list[str] = []
+
+    def prepare(spec: CellSpec) -> Any:
+        prepared.append(spec.id)
+        return prepare_cell(spec)
+
+    for replicas_ in (1, 3):  # seed 0 by itself, then with others
+        walk(specs_of(tmp_path / str(replicas_), "stack=false", replicas=replicas_))
     monkeypatch.setattr(replicas, "SMALL_FORWARD", 0)
+    monkeypatch.setattr(run_module, "prepare_cell", prepare)
+    walk(specs_of(tmp_path / "cut", replicas=3))
+    assert len(prepared) == 1
+    assert all(one.timing["stack_size"] == 1 for one in results_of(tmp_path / "cut"))
+    assert all(one.apart is None for one in results_of(tmp_path / "cut"))
+    files = files_of(tmp_path / "cut")
+    assert files == files_of(tmp_path / "3")
+    assert files.items() > files_of(tmp_path / "1").items()
+    assert not [*(tmp_path / "cut" / "s" / STACKS).glob("*")]
+
+
+@pytest.mark.parametrize("stack", ["auto", "false"])
+def test_an_interrupted_stack_resumes_to_the_same_bits(tmp_path: Path, stack: str):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    words = ["lr=0.1,0.3", f"stack={stack}"]
+    walk(specs_of(whole, *words))
+    with pytest.raises(Interrupted):
+        walk(specs_of(cut, *words), stop_at=3)
+    (folder,) = (cut / "s" / STACKS).iterdir()
+    assert (folder / CHECKPOINT_FILE).is_file() and read_attempts(folder).count == 0
+    walk(specs_of(cut, *words), name="2")
+    assert files_of(cut) == files_of(whole)
+    assert not [*(cut / "s" / STACKS).glob("*")] and not list(cut.rglob(".lock*"))
+
+
+def test_a_large_network_shares_the_cores_with_the_runs_asked_and_keeps_its_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(replicas, "LARGE_FORWARD", 0)
     before = torch.get_num_threads()
     try:
-        torch.set_num_threads(2)
+        torch.set_num_threads(4)
+        monkeypatch.setattr(run_module, "usable_cores", lambda: 4)
         with pytest.raises(Interrupted):
             walk(specs_of(tmp_path), stop_at=3)
-        torch.set_num_threads(1)
+        monkeypatch.setattr(run_module, "usable_cores", lambda: 2)
         walk(specs_of(tmp_path))
     finally:
         torch.set_num_threads(before)
@@ -159,21 +196,32 @@ def test_a_commit_that_was_killed_is_finished_by_whoever_finds_it(
         with pytest.raises(SystemExit):
             walk([spec])
     assert results_of(tmp_path) == []
-    settle(tmp_path / "s", {"another"})
+    settle(tmp_path / "s", [(spec.id, 7)])
     assert results_of(tmp_path) == []  # its lock is not held
     monkeypatch.setattr(run_module, "prepare_cell", lambda *_: pytest.fail("trained again"))
-    assert train_stack(*cut_stacks([spec]), command(), TrainingControl())
+    assert train_stack(*cut_stacks([spec]), command([spec]), TrainingControl(), {})
     assert [result.seed for result in results_of(tmp_path)] == [0, 1]
     assert not [*(tmp_path / "s" / STACKS).glob("*")]
 
 
-def test_cells_that_others_train_are_left_to_them(tmp_path: Path):
-    (stack,) = cut_stacks(specs_of(tmp_path, "lr=0.1,0.3"))
-    first, second = stack.runs[0][0], stack.runs[-1][0]
-    second.directory.mkdir(parents=True)
-    with file_lock(second.directory / LOCK_FILE):
-        assert not train_stack(stack, command(), TrainingControl())
-    assert not first.directory.exists()
+def test_runs_that_others_train_are_left_to_them(tmp_path: Path):
+    specs = specs_of(tmp_path, "lr=0.1,0.3")
+    (stack,) = cut_stacks(specs)
+    first, (spec, seed) = stack.runs[0], stack.runs[-1]
+    spec.directory.mkdir(parents=True)
+    with file_lock(lock_of(spec.directory, seed)):
+        assert not train_stack(stack, command(specs), TrainingControl(), {})
+        assert not first[0].directory.exists()
+        assert train_stack(Stack(stack.runs[-2:-1]), command(specs), TrainingControl(), {})
+    assert [(one.cell_id, one.seed) for one in results_of(tmp_path)] == [(spec.id, seed - 1)]
+
+
+def test_a_stack_that_another_worker_has_cut_meanwhile_is_not_tried_again(tmp_path: Path):
+    specs = specs_of(tmp_path)
+    (stack,) = cut_stacks(specs)
+    write_attempts(stack.folder, Attempts([(spec.id, k) for spec, k in stack.runs], is_apart=True))
+    assert train_stack(stack, command(specs), TrainingControl(), {})
+    assert results_of(tmp_path) == [] and read_attempts(stack.folder).count == 0
 
 
 def test_a_stack_that_raises_is_trained_run_by_run_and_takes_no_other_with_it(

@@ -10,7 +10,6 @@ from normexp.errors import UserError
 from normexp.records.files import file_lock
 from normexp.records.result import (
     CHECKPOINT_FILE,
-    LOCK_FILE,
     STACKS,
     Measured,
     Result,
@@ -24,6 +23,7 @@ from normexp.records.study import (
     CommandEntry,
     Refusal,
     append_entry,
+    lock_of,
     read_entries,
     read_study,
     remove_refused,
@@ -49,10 +49,10 @@ def end(study: Path, cell: str, seed: int, status: Status = Status.FINISHED) -> 
     write_result(run_dir, Result(cell, seed, status, {}, {}, measured, error))
 
 
-def test_a_command_is_written_once_and_lines_by_hand_are_named(tmp_path: Path):
+def test_a_line_is_written_once_and_lines_by_hand_are_named(tmp_path: Path):
     for _ in range(2):
         append_entry(tmp_path / "s", command("1", {"a": [0, 1]}))
-    append_entry(tmp_path / "s", refusal("b", "1"))
+        append_entry(tmp_path / "s", refusal("b", "1"))  # as of two workers that prepare it
     first, second = read_entries(tmp_path / "s")
     assert isinstance(first, CommandEntry) and first.cells["a"].seeds == [0, 1]
     assert second == refusal("b", "1") or second.time
@@ -80,9 +80,12 @@ def test_each_run_has_the_state_that_its_files_tell(tmp_path: Path):
     assert (
         study.cells["a"].failures[0] == "boom" and "cannot be read" in study.cells["a"].failures[1]
     )
-    with file_lock(tmp_path / "a" / LOCK_FILE):
+    for seed in (4, 5):
+        write_attempts(tmp_path / STACKS / str(seed), Attempts([("a", seed)]))
+    with file_lock(lock_of(tmp_path / "a", 5)):
         cell = read_study(tmp_path).cells["a"]
-        assert cell.states[4] is Status.RUNNING and cell.states[5] is Status.NOT_STARTED
+        assert cell.states[4] is Status.INTERRUPTED and cell.states[5] is Status.RUNNING
+        assert len(cell.processes) == 1
 
 
 def test_of_commands_that_are_typed_alike_the_last_one_asks(tmp_path: Path):

@@ -9,15 +9,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from normexp.cells import run as run_module
+from normexp.cli import parse_command
+from normexp.config.cells import compose_cells
 from normexp.records.files import file_lock
 from normexp.records.result import Status, read_result
-from normexp.records.study import CellState, CommandEntry, Refusal, read_entries, read_study
+from normexp.records.study import (
+    CellState,
+    CommandEntry,
+    Refusal,
+    lock_of,
+    read_entries,
+    read_study,
+)
 from normexp.status import main as status
 from normexp.sweeps.machine import WorkerSlot
 from normexp.train import main
@@ -138,7 +146,8 @@ def test_fail_fast_ends_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 def test_a_killed_worker_is_replaced_and_a_killed_command_stops_its_workers(tmp_path: Path):
-    command = start(tmp_path, "-m", "norm=batch,group", "steps=100000", "workers=2")
+    # Two seeds, which turn out to train in turn once torch is there.
+    command = start(tmp_path, "batch_size=128", "replicas=2", "steps=100000", "workers=2")
 
     def states() -> list[CellState]:
         return list(read_study(tmp_path / "s").cells.values())
@@ -154,7 +163,7 @@ def test_a_killed_worker_is_replaced_and_a_killed_command_stops_its_workers(tmp_
     wait_until(lambda: len(set(workers()) - {first}) == 2, command)
     command.kill()
     assert "a worker was lost, with code -9 (out of memory?)" in command.communicate()[0]
-    while any(state.process for state in states()):
+    while any(state.processes for state in states()):
         time.sleep(0.1)
     ends = {end for state in states() for end in state.states.values()}
     assert Status.INTERRUPTED in ends and Status.RUNNING not in ends
@@ -173,18 +182,27 @@ def test_ctrl_c_saves_and_says_what_continues(tmp_path: Path, capsys: pytest.Cap
     assert [*tmp_path.glob("s/stacks/*/last.ckpt")]
 
 
+def test_a_command_trains_beside_others_and_says_how_many(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (path,) = WorkerSlot().paths()
+    with file_lock(path.with_name("cpu-1")):
+        path.with_name("cpu-1").write_text("process 1 (train norm=group)")
+        assert main(words_of(tmp_path, "norm=group", "replicas=1", "workers=0")) == 0
+    assert "1 other training runs on this machine" in capsys.readouterr().err
+
+
 @pytest.mark.slow
-def test_waiting_for_a_core_names_what_is_waited_for_and_declares_nothing(tmp_path: Path):
-    with ExitStack() as held:
-        for path in WorkerSlot(1, locks=[f"core-{index}" for index in range(64)]).paths():
-            assert held.enter_context(file_lock(path))
-        command = start(tmp_path, "norm=group")
+def test_runs_that_another_command_trains_are_waited_for_and_named(tmp_path: Path):
+    (cell,) = compose_cells(parse_command(words_of(tmp_path, "norm=group", "replicas=2")))
+    cell.directory.mkdir(parents=True)
+    with file_lock(lock_of(cell.directory, 1)):
+        command = start(tmp_path, "norm=group", "replicas=2")
         assert command.stdout is not None
         line = command.stdout.readline()
-        assert "add workers=0 to train at once" in line and f"process {os.getpid()} (" in line
-        command.send_signal(signal.SIGINT)
-        command.communicate()
-    assert command.returncode == 130 and not (tmp_path / "s").exists()
+        assert "waiting for what others train" in line and f"process {os.getpid()} (" in line
+    assert "n = 2 seeds" in command.communicate()[0]
+    assert command.returncode == 0
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from normexp.config.cells import CellSpec
 from normexp.records import provenance
 from normexp.records.provenance import visible_gpus
 from normexp.sweeps import machine
-from normexp.sweeps.machine import WorkerSlot, own_slot, worker_slots
+from normexp.sweeps.machine import WorkerSlot, other_trainings, own_slot, worker_slots
 
 
 def on(workers: int | None = None, **trainer: object) -> CellSpec:
@@ -28,26 +28,23 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "num_cells", "count", "threads"),
-    [(None, 100, 8, 1), (None, 3, 3, 2), (2, 100, 2, 4), (20, 100, 20, 1), (1, 100, 1, 8)],
+    ("workers", "count"),
+    [(None, 8), (2, 2), (20, 20), (1, 1), (0, 0)],
 )
-def test_cores_are_shared_out(workers: int | None, num_cells: int, count: int, threads: int):
-    slots, num_workers = worker_slots([on(workers)] * num_cells)
+def test_there_is_a_worker_for_each_core(workers: int | None, count: int):
+    slots, num_workers = worker_slots([on(workers)])
     assert num_workers == count
-    assert [slot.threads for slot in slots] == [threads] * count
-    assert {len(slot.locks) for slot in slots} == {max(8, count)}
+    assert slots == [WorkerSlot()] * (count or 8)
 
 
 @pytest.mark.parametrize(
     ("cells", "gpus", "num_workers"),
     [
         ([on(accelerator="auto")] * 100, ["0", "1", "2"], 3),
-        ([on(accelerator="auto")] * 2, ["0", "1", "2"], 2),
+        ([on(2, accelerator="auto")], ["0", "1", "2"], 2),
         ([on(6, accelerator="gpu")] * 100, ["0", "1", "2", "0", "1", "2"], 6),
         ([on(accelerator="gpu", devices=3)], [None], 0),  # it sees all
-        ([on()] * 100, [None] * 8, 8),
-        ([on(0)] * 9, [None] * 8, 0),
-        ([on()], [None], 0),
+        ([on()], [None] * 8, 8),
     ],
 )
 def test_gpus_take_turns_and_this_process_trains_where_workers_cannot(
@@ -72,31 +69,30 @@ def test_each_command_takes_a_gpu_that_is_free(tmp_path: Path, monkeypatch: pyte
             assert third.gpu == "0" and not third.is_free()  # it waits
 
 
-@pytest.mark.parametrize(
-    ("slot", "asked", "variables"),
-    [
-        (WorkerSlot(4), "2", {"OMP_NUM_THREADS": "2"}),
-        (WorkerSlot(1), "2", {"OMP_NUM_THREADS": "1"}),
-        (WorkerSlot(4, "1"), "", {"OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": "1"}),
-    ],
-)
-def test_a_worker_has_its_threads_and_gpu_and_what_the_user_set_is_not_raised(
-    monkeypatch, slot, asked, variables
-):
-    monkeypatch.setenv("OMP_NUM_THREADS", asked)
-    assert slot.variables() == variables
-
-
-def test_commands_share_the_slots_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_commands_share_the_slots_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    slot = WorkerSlot(1, None, ["core-0", "core-1"])
+    slot = WorkerSlot("0", ["gpu-0-0", "gpu-0-1"], waits=True)
     with slot.claim() as first:
         with slot.claim() as second, slot.claim() as third:
             assert (first, second, third) == (True, True, False)
             with replace(slot, waits=False).claim() as beside:  # workers=0
                 assert beside
         assert slot.is_free()
-    assert not list(tmp_path.glob("*/core-*"))
+    assert not list(tmp_path.glob("*/gpu-*"))
+
+
+def test_a_cpu_is_not_waited_for_and_counts_the_trainings_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    slot = WorkerSlot()
+    (path,) = slot.paths()
+    with slot.claim() as first, slot.claim() as second:
+        assert first and second
+        assert other_trainings() == 0  # a command does not count itself
+        path.write_text("process 1 (train norm=group)")
+        assert other_trainings() == 1
+    assert not path.exists() and other_trainings() == 0
 
 
 @pytest.mark.parametrize(
