@@ -1,56 +1,56 @@
-"""How fast normexp is: its time over that of a loop by hand, of Lightning, of another checkout.
+"""How fast normexp is, as it is typed: its cost over that of a loop by hand, or of Lightning.
 
     python scripts/bench.py                          every row
     python scripts/bench.py --only step --quick      one section, fewer and shorter rounds
     python scripts/bench.py --against ../before      each row also against another checkout
     python scripts/bench.py --device gpu             on a GPU; skipped where there is none
 
-Every measurement is a process of its own, and the candidates of a row take turns. A row is the
-median of the ratios of one round, so that a slow minute of the machine affects both sides.
+Every measurement is a process of its own, whose command takes the cores and threads that it takes
+from a user, and the candidates of a row take turns. A row is the median of the ratios of one round,
+so that a slow minute of the machine affects both sides: of seconds of CPU cores, and of the clock.
+Aims are about cores, which other programs disturb less; on a GPU about the clock. An aim is the
+largest ratio, or from `>=` the smallest.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
-import statistics
+import resource
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 CHECKOUT = Path(__file__).resolve().parents[1]
+WATCHED = "NORMEXP_BENCH"  # in the environment: steps of a timed training, and where times go
 NEVER = 10**6  # epochs between validations, steps between records: only training is timed
 STEPS = {2: 1200, 16: 800, 128: 240}  # of a timed training, by batch size
 LR, WIDTH = 0.1, 16
 NORMS, NORM_BATCH_SIZES, SEEDS = ("batch", "layer", "instance", "group"), (2, 4, 8, 16, 32, 128), 8
 
 
-# --- Candidates: each runs in a process of its own and returns seconds ---------------------------
+# --- Candidates: each trains in a process of its own, in an empty folder -------------------------
 
 
-def train_by_normexp(device: str, num_steps: str, replicas: str, *words: str) -> float:
-    """Seconds of an optimizer step of all replicas, through the whole command."""
+def train_by_normexp(device: str, num_steps: str, replicas: str, *words: str) -> None:
+    """Trains by the whole command, which sets the environment before it imports torch."""
     from normexp.train import main
 
-    def run() -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            options = [f"steps={num_steps}", f"replicas={replicas}", f"trainer={device}"]
-            options += [f"val_every_epochs={NEVER}", f"log_every={NEVER}", "workers=0"]
-            code = main(["norm=batch", *options, f"runs_dir={folder}", *words])
-            assert code == 0, f"{words} failed"
-
-    return seconds_per_step(int(num_steps), run)
+    budget = [f"steps={num_steps}", f"val_every_epochs={NEVER}", f"log_every={NEVER}"]
+    code = main(["norm=batch", *budget, f"replicas={replicas}", f"trainer={device}", *words])
+    assert code == 0, f"{words} failed"
 
 
-def train_by_hand(device: str, num_steps: str, size: str) -> float:
-    """Seconds per step of a loop over data in memory, as one writes it without a framework.
+def train_by_hand(device: str, num_steps: str, size: str) -> None:
+    """A loop over data in memory, as one writes it without a framework.
 
     Like Lightning's, on one thread, which is fastest for so small a network.
     """
@@ -66,19 +66,16 @@ def train_by_hand(device: str, num_steps: str, size: str) -> float:
             order = torch.randperm(len(inputs), device=inputs.device)
             yield from order.split(int(size))[: len(inputs) // int(size)]
 
-    def run() -> None:
-        for step, chosen in zip(range(int(num_steps)), batches(), strict=False):
-            for group in optimizer.param_groups:
-                group["lr"] = LR * lr_factor(step, int(num_steps))
-            optimizer.zero_grad()
-            cross_entropy(network(inputs[chosen]), targets[chosen]).backward()
-            optimizer.step()
-
-    return seconds_per_step(int(num_steps), run)
+    for step, chosen in zip(range(int(num_steps)), batches(), strict=False):
+        for group in optimizer.param_groups:
+            group["lr"] = LR * lr_factor(step, int(num_steps))
+        optimizer.zero_grad()
+        cross_entropy(network(inputs[chosen]), targets[chosen]).backward()
+        optimizer.step()
 
 
-def train_by_lightning(device: str, num_steps: str, size: str, accumulate: str = "1") -> float:
-    """Seconds per optimizer step of Lightning's automatic loop, as its tutorial has it."""
+def train_by_lightning(device: str, num_steps: str, size: str, accumulate: str = "1") -> None:
+    """Lightning's automatic loop, as its tutorial has it."""
     import pytorch_lightning as pl
     import torch
     from torch.nn.functional import cross_entropy
@@ -105,62 +102,50 @@ def train_by_lightning(device: str, num_steps: str, size: str, accumulate: str =
 
     micro = int(size) // int(accumulate)
     loader = DataLoader(TensorDataset(*digits("cpu")), micro, shuffle=True, drop_last=True)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = pl.Trainer(
-            accelerator=device,
-            max_steps=int(num_steps),
-            max_epochs=-1,
-            accumulate_grad_batches=int(accumulate),
-            default_root_dir=folder,
-        )
-        return seconds_per_step(int(num_steps), lambda: trainer.fit(Module(), loader))
+    pl.Trainer(
+        accelerator=device,
+        max_steps=int(num_steps),
+        max_epochs=-1,
+        accumulate_grad_batches=int(accumulate),
+    ).fit(Module(), loader)
 
 
-def train_study(device: str, epochs: str, workers: str) -> float:
-    """Seconds of the study of all norms at all norm batch sizes, from the first to the last run."""
-    from normexp.train import main
-
-    sizes = ",".join(map(str, NORM_BATCH_SIZES))
-    words = ["-m", f"norm={','.join(NORMS)}", f"norm_batch_size={sizes}", "batch_size=128"]
-    words += [f"epochs={epochs}", f"replicas={SEEDS}", f"trainer={device}", f"workers={workers}"]
-    with tempfile.TemporaryDirectory() as folder:
-        started = time.perf_counter()
-        assert main([*words, f"runs_dir={folder}"]) == 0, "a run of the study failed"
-        return time.perf_counter() - started
-
-
-CANDIDATES: dict[str, Callable[..., float]] = {
+CANDIDATES: dict[str, Callable[..., None]] = {
     "normexp": train_by_normexp,
     "hand": train_by_hand,
     "lightning": train_by_lightning,
-    "study": train_study,
 }
 
 
-def seconds_per_step(num_steps: int, run: Callable[[], object]) -> float:
-    """Wall time of an optimizer step of the training `run`, without the first quarter of the steps.
+def watch(num_steps: int, path: Path) -> None:
+    """Notes in a file what each training of `num_steps` costs this process.
 
-    Adds the times of several trainings of `num_steps`; steps that try an optimizer do not count.
+    Leaves out the first quarter of the steps; steps that try an optimizer do not count. Waits until
+    the command imports torch, since a measurement must not import it earlier than a user's command.
     """
+    while "torch" not in sys.modules:
+        time.sleep(0.01)
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     first = max(1, num_steps // 4)
-    ends: dict[torch.optim.Optimizer, list[float]] = {}
+    counts: dict[torch.optim.Optimizer, int] = {}
+    begun: dict[torch.optim.Optimizer, Cost] = {}
 
     def on_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        own = ends.setdefault(optimizer, [])
-        if torch.cuda.is_available() and len(own) + 1 in (num_steps, first):
+        counts[optimizer] = count = counts.get(optimizer, 0) + 1
+        if count not in (first, num_steps):
+            return
+        if torch.cuda.is_available():
             torch.cuda.synchronize()
-        own.append(time.perf_counter())
+        now = np.array([time.process_time(), time.perf_counter()])
+        before = begun.setdefault(optimizer, now)
+        if count == num_steps:
+            cores, clock = (now - before) / (num_steps - first)
+            with path.open("a") as file:
+                file.write(f"{os.getpid()} {cores} {clock}\n")
 
-    hook = register_optimizer_step_post_hook(on_step)
-    try:
-        run()
-    finally:
-        hook.remove()
-    trainings = [own for own in ends.values() if len(own) == num_steps]
-    return sum(own[-1] - own[first - 1] for own in trainings) / (num_steps - first)
+    register_optimizer_step_post_hook(on_step)
 
 
 def torch_name(device: str) -> str:
@@ -211,6 +196,22 @@ def digits(device: str):
 # --- Measuring in turn ---------------------------------------------------------------------------
 
 
+Cost = np.ndarray  # seconds of all CPU cores together, and by the clock
+
+
+def read_costs(path: Path) -> Cost:
+    """A step of all trainings that `watch` saw, of which each process ran its share."""
+    processes, *costs = np.loadtxt(path, ndmin=2).T
+    cores, clock = map(sum, costs)
+    return np.array([cores, clock / len(set(processes))])
+
+
+def cost_so_far() -> Cost:
+    """Of the processes that this one has started and that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return np.array([used.ru_utime + used.ru_stime, time.perf_counter()])
+
+
 @dataclass(frozen=True)
 class Bench:
     """What to measure on, how much of it, and another checkout to compare with."""
@@ -219,105 +220,105 @@ class Bench:
     quick: bool
     against: Path | None
 
-    def measure(self, candidate: str, *words: object, checkout: Path = CHECKOUT) -> float:
-        """Seconds, by a new process whose normexp is that of `checkout`."""
-        environment = os.environ | {"PYTHONPATH": str(checkout)}
-        line = [sys.executable, __file__, "--measure", candidate, self.device, *map(str, words)]
-        done = subprocess.run(
-            line, env=environment, cwd=checkout, capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(line)}: {done.stderr[-2000:]}")
-        return float(done.stdout.split()[-1])
+    def measure(self, candidate: str, *words: object, checkout: Path = CHECKOUT) -> Cost:
+        """The cost of a step, or of the whole `command`, with the normexp of `checkout`."""
+        with tempfile.TemporaryDirectory() as folder:
+            # A folder of its own for locks, too: no command waits for one outside the benchmark.
+            own = {"PYTHONPATH": str(checkout), "XDG_RUNTIME_DIR": folder}
+            line = [sys.executable, __file__, "--measure", candidate, self.device]
+            if candidate == "command":
+                line = [sys.executable, "-m", "normexp.train", f"trainer={self.device}"]
+            else:
+                own[WATCHED] = f"{words[0]} {folder}/costs"
+            line += map(str, words)
+            before = cost_so_far()
+            done = subprocess.run(
+                line, env=os.environ | own, cwd=folder, capture_output=True, text=True, check=False
+            )
+            if done.returncode:
+                raise RuntimeError(f"{' '.join(line)}: {done.stderr[-2000:]}")
+            whole = cost_so_far() - before
+            return whole if candidate == "command" else read_costs(Path(folder, "costs"))
 
-    def in_turn(self, **arms: tuple[object, ...]) -> dict[str, list[float]]:
-        """Seconds of each arm in each round, in reverse in every second round.
+    def in_turn(self, **arms: tuple[object, ...]) -> dict[str, list[Cost]]:
+        """Costs of each arm in each round, in reverse in every second round.
 
         With `against`, what normexp does is also measured there, as the arm `NAME before`.
         """
         runs = {name: (CHECKOUT, words) for name, words in arms.items()}
         if self.against:
-            ours = {name: words for name, words in arms.items() if words[0] in ("normexp", "study")}
+            ours = {
+                name: words for name, words in arms.items() if words[0] in ("normexp", "command")
+            }
             runs |= {f"{name} before": (self.against, words) for name, words in ours.items()}
-        times: dict[str, list[float]] = {name: [] for name in runs}
+        costs: dict[str, list[Cost]] = {name: [] for name in runs}
         for index in range(3 if self.quick else 9):
             for name in list(runs)[:: 1 if index % 2 == 0 else -1]:
                 checkout, (candidate, *words) = runs[name]
-                times[name].append(self.measure(str(candidate), *words, checkout=checkout))
-        return times
+                costs[name].append(self.measure(str(candidate), *words, checkout=checkout))
+        return costs
 
 
-@dataclass(frozen=True)
-class Row:
-    """A ratio of times, and the largest (or, from above 1, the smallest) that is aimed at."""
-
-    what: str
-    against: str
-    ratio: float
-    aim: str = ""
-    note: str = ""
-
-    def __str__(self) -> str:
-        aim = f" (aim {self.aim})" if self.aim else ""
-        return f"{self.what:<42} {self.ratio:5.2f} of {self.against}{aim}  # {self.note}"
-
-
-def rows_of(
-    what: str, times: dict[str, list[float]], *pairs: tuple[str, str, str]
-) -> Iterator[Row]:
+def rows_of(what: str, costs: dict[str, list[Cost]], *pairs: tuple[str, str, str]) -> Iterator[str]:
     """A row for each (above, below, aim), and one for each arm that was measured before as well."""
-    middle = {name: statistics.median(values) for name, values in times.items()}
-    note = ", ".join(f"{name} {1000 * value:.3g} ms" for name, value in middle.items())
-    before = [(name.removesuffix(" before"), name, "<= 1.05") for name in times if "before" in name]
+    middles = {name: 1000 * np.median(values, axis=0) for name, values in costs.items()}
+    shown = [f"{name} {cores:.3g} ({clock:.3g})" for name, (cores, clock) in middles.items()]
+    note = f"n = {len(next(iter(costs.values())))}, ms of cores (by the clock): {', '.join(shown)}"
+    before = [(name.removesuffix(" before"), name, "<= 1.05") for name in costs if "before" in name]
     for above, below, aim in (*pairs, *before):
-        ratios = [a / b for a, b in zip(times[above], times[below], strict=True)]
-        yield Row(f"{what}: {above}", below, statistics.median(ratios), aim, note)
+        ratios = np.divide(costs[above], costs[below])  # (rounds, 2)
+        cores, clock = np.median(ratios, axis=0)
+        aimed = f" (aim {aim})" if aim else ""
+        ratio = f"{cores:5.2f} of {below}{aimed}, by the clock {clock:.2f}"
+        yield f"{f'{what}: {above}':<42} {ratio}  # {note}"
 
 
-def step(bench: Bench) -> Iterator[Row]:
+def step(bench: Bench) -> Iterator[str]:
     for size, aim in ((2, "<= 1.05"), (16, "<= 1.10"), (128, "<= 1.05")):
         steps = STEPS[size] // (4 if bench.quick else 1)
-        times = bench.in_turn(
+        costs = bench.in_turn(
             normexp=("normexp", steps, 1, f"batch_size={size}"),
             hand=("hand", steps, size),
             lightning=("lightning", steps, size),
         )
         pairs = ("normexp", "hand", aim), ("lightning", "normexp", "")
-        yield from rows_of(f"step at batch {size}", times, *pairs)
+        yield from rows_of(f"step at batch {size}", costs, *pairs)
 
 
-def replicas(bench: Bench) -> Iterator[Row]:
-    for size, aim in ((2, "<= 3.0"), (16, ""), (128, "")):
+def replicas(bench: Bench) -> Iterator[str]:
+    for size, aim in ((2, "<= 2.5"), (16, ""), (128, "")):
         steps, word = STEPS[size] // (16 if bench.quick else 4), f"batch_size={size}"
-        times = bench.in_turn(stacked=("normexp", steps, 16, word), one=("normexp", steps, 1, word))
-        yield from rows_of(f"16 seeds at batch {size}", times, ("stacked", "one", aim))
+        costs = bench.in_turn(all=("normexp", steps, 16, word), one=("normexp", steps, 1, word))
+        yield from rows_of(f"16 seeds at batch {size}", costs, ("all", "one", aim))
 
 
-def ghost(bench: Bench) -> Iterator[Row]:
+def ghost(bench: Bench) -> Iterator[str]:
     steps, word = 24 if bench.quick else 60, "batch_size=256"
-    times = bench.in_turn(
+    costs = bench.in_turn(
         split=("normexp", steps, 1, word, "norm_batch_size=2"),
         accumulated=("normexp", steps, 1, word, "micro_batch_size=2"),
         plain=("normexp", steps, 1, word),
     )
     pairs = ("plain", "split", ">= 0.85"), ("accumulated", "split", "")
-    yield from rows_of("norm batch 2 at batch 256", times, *pairs)
+    yield from rows_of("norm batch 2 at batch 256", costs, *pairs)
 
 
-def study(bench: Bench) -> Iterator[Row]:
-    """Our study, against Lightning run by run: a few steps at each size, times steps, norms, seeds.
+def study(bench: Bench) -> Iterator[str]:
+    """Our command with its imports and evaluations, against the steps of Lightning run by run.
 
-    A norm batch size is gradient accumulation there.
+    Lightning: a few steps at each size, times steps, norms, seeds. A norm batch size is gradient
+    accumulation there.
     """
     epochs, sample = (1, 12) if bench.quick else (12, 40)
     steps = epochs * (1294 // 128) * SEEDS * len(NORMS)
-    theirs = sum(
-        steps * bench.measure("lightning", sample, 128, 128 // size) for size in NORM_BATCH_SIZES
-    )
-    times = bench.in_turn(study=("study", epochs, 1))
-    times["Lightning"] = [theirs] * len(times["study"])
+    sampled = [bench.measure("lightning", sample, 128, 128 // size) for size in NORM_BATCH_SIZES]
+    theirs = steps * np.sum(sampled, axis=0)
+    sizes = ",".join(map(str, NORM_BATCH_SIZES))
+    grid = ["-m", f"norm={','.join(NORMS)}", f"norm_batch_size={sizes}", "batch_size=128"]
+    costs = bench.in_turn(study=("command", *grid, f"epochs={epochs}", f"replicas={SEEDS}"))
+    costs["Lightning"] = [theirs] * len(costs["study"])
     what = f"{len(NORMS)} norms x {len(NORM_BATCH_SIZES)} sizes x {SEEDS} seeds"
-    yield from rows_of(what, times, ("Lightning", "study", ">= 6"))
+    yield from rows_of(what, costs, ("Lightning", "study", ">= 6"))
 
 
 SECTIONS = {"step": step, "replicas": replicas, "ghost": ghost, "study": study}
@@ -329,33 +330,30 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds")
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
     parser.add_argument("--against", type=Path, metavar="PATH", help="another checkout")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows there")
-    parser.add_argument("--measure", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--measure", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
         candidate, *words = options.measure
-        with redirect_stdout(sys.stderr):
-            seconds = CANDIDATES[candidate](*words)
-        print(seconds)
+        CANDIDATES[candidate](*words)
         return 0
-    import torch
+    if options.device == "gpu":
+        import torch
 
-    if options.device == "gpu" and not torch.cuda.is_available():
-        print("every row of --device gpu is skipped: there is no GPU")
-        return 0
-    load = os.getloadavg()[0]
-    print(f"# {os.cpu_count()} cores, {torch.get_num_threads()} threads, load {load:.1f}")
+        if not torch.cuda.is_available():
+            print("every row of --device gpu is skipped: there is no GPU")
+            return 0
+    print(f"# {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     against = options.against and options.against.resolve()
     bench = Bench(options.device, options.quick, against)
-    rows: list[Row] = []
     for name in options.only or SECTIONS:
         for row in SECTIONS[name](bench):
             print(row, flush=True)
-            rows.append(row)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     return 0
 
+
+if WATCHED in os.environ:  # also in workers, which multiprocessing lets import this file
+    steps_watched, place = os.environ[WATCHED].split(" ", 1)
+    threading.Thread(target=watch, args=(int(steps_watched), Path(place)), daemon=True).start()
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,6 +2,7 @@
 
     python scripts/kill_campaign.py --kills 100 [--seed 0] [--folder DIR]
 
+Each command sees 1, 2 or 4 cores, so that most trainings resume with another number than before.
 After each round nothing may be missing, nothing left over, and every result and metrics.csv must
 equal, to the bit, those of a study that nothing disturbed, but for runs that are recorded as
 trained apart. Exit code 1 for a problem.
@@ -29,12 +30,13 @@ from normexp.records.result import list_runs, read_metrics
 from normexp.records.study import read_entries
 from normexp.sweeps import worker
 
-SAVE_SECONDS = 0.5  # between checkpoints
-# Half of the cells are stacked; those of 128 samples are cut into runs.
-GRID = ["-m", "norm=batch,group", "lr=0.03,0.3", "batch_size=32,128", "epochs=2", "log_every=5"]
-ALWAYS = ["replicas=4", "save_weights=true", "trainer=cpu"]
-# How a study is disturbed: numbers of workers of the commands that are typed at once.
-WAYS = {"one process": [0], "workers": [2], "two terminals": [0, 2]}
+SAVE_SECONDS = 0.2  # between checkpoints
+# Seeds train stacked at batch size 32, in turn at 128.
+GRID = ["-m", "norm=batch,group", "lr=0.03,0.3", "batch_size=32,128", "norm_batch_size=4"]
+ALWAYS = ["steps=120", "log_every=5", "replicas=3", "save_weights=true", "trainer=cpu"]
+# How a study is disturbed: `workers` of the commands that are typed at once.
+WAYS = {"one process": ["0"], "workers": ["null"], "two terminals": ["0", "null"]}
+CORES = (1, 2, 4)  # that a command sees
 KILLERS = ("parent", "worker", "all", "Ctrl-C")
 # Also of Ctrl-C while Python itself starts or ends, when no program can answer it.
 EXIT_CODES = {0, 1, 130, -signal.SIGINT, -signal.SIGKILL}
@@ -51,6 +53,7 @@ class Campaign:
     Attributes:
         problems: what must never happen, in words.
         kills: by kind, of processes that were still alive.
+        cores: how many commands saw 1, 2 or 4.
         seconds: of a study that nothing disturbs.
     """
 
@@ -59,18 +62,26 @@ class Campaign:
         self.draw = random.Random(seed)
         self.problems: list[str] = []
         self.kills: Counter[str] = Counter()
+        self.cores: Counter[int] = Counter()
         self.runs.mkdir(parents=True, exist_ok=True)
         multiprocessing.set_forkserver_preload(["normexp.cells.run"])
-        os.environ |= {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(folder)}
+        os.environ |= {"OMP_WAIT_POLICY": "passive", "XDG_RUNTIME_DIR": str(folder)}
+        imports = multiprocessing.get_context("forkserver").Process(target=int)
+        imports.start()
+        imports.join()
         began = time.monotonic()
-        self.finish("whole", 2)
+        self.finish("whole", "null")
         self.seconds = time.monotonic() - began
 
-    def type(self, study: str, workers: int) -> BaseProcess:
+    def type(self, study: str, workers: str) -> BaseProcess:
         """Begins a command in a process of its own, forked from one that has torch imported."""
+        cores = self.draw.choice(CORES)
+        self.cores[cores] += 1
+        if workers == "null" and cores > len(os.sched_getaffinity(0)):
+            workers = str(cores)  # as many as it would start if it saw them
         line = [*GRID, *ALWAYS, f"workers={workers}", f"runs_dir={self.runs}", f"study={study}"]
         process = multiprocessing.get_context("forkserver").Process(
-            target=begin, args=(self.log(study), line)
+            target=begin, args=(self.log(study), cores, line)
         )
         process.start()
         return process
@@ -83,7 +94,7 @@ class Campaign:
             self.problems.append(f"{study} ended with {code}, see {self.log(study)}")
         return code
 
-    def finish(self, study: str, workers: int) -> None:
+    def finish(self, study: str, workers: str) -> None:
         """Types a line again until it ends."""
         for _ in range(9):
             if self.end(study, self.type(study, workers), {0, 1, 130}) == 0:
@@ -93,11 +104,11 @@ class Campaign:
     def log(self, study: str) -> Path:
         return self.folder / f"{study}.log"
 
-    def disturb(self, counts: Sequence[int], study: str, times: int = 3) -> None:
+    def disturb(self, ways: Sequence[str], study: str, times: int = 3) -> None:
         """Types commands, kills them, types them again at once; then lets them end."""
         folder = self.runs / study
         for _ in range(times):
-            typed = [self.type(study, count) for count in counts]
+            typed = [self.type(study, workers) for workers in ways]
             victim = self.draw.choice(typed)
             self.wait_for_a_moment(victim.pid or 0, folder)
             self.kill(self.draw.choice(KILLERS), victim.pid or 0)
@@ -105,7 +116,7 @@ class Campaign:
             self.problems += torn_files(folder)
             if set(codes) == {0}:
                 break
-        self.finish(study, counts[-1])
+        self.finish(study, ways[-1])
         self.problems += [
             f"{folder}: {run} differs" for run in differing(folder, self.runs / "whole")
         ]
@@ -114,7 +125,7 @@ class Campaign:
     def wait_for_a_moment(self, pid: int, study: Path) -> None:
         """Sleeps for a random time, or until a file is written."""
         if self.draw.random() < 0.5:
-            time.sleep(self.draw.uniform(0, self.seconds))
+            time.sleep(self.draw.uniform(0, self.seconds / 2))  # the rest is short
             return
         name = self.draw.choice(MOMENTS)
         before, deadline = _found(study, name), time.monotonic() + self.seconds
@@ -143,9 +154,13 @@ class Campaign:
                 os.kill(pid, number)
 
 
-def begin(log: Path, words: list[str]) -> None:
+def begin(log: Path, cores: int, words: list[str]) -> None:
     """Trains in this process, as `python -m normexp.train` does, with a checkpoint often."""
     os.setsid()
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+    import torch
+
+    torch.set_num_threads(min(torch.get_num_threads(), cores))  # as its import here would do
     code = 70
     try:
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -199,8 +214,10 @@ def runs_of(study: Path) -> dict[str, dict[str, object]]:
     for run_dir in list_runs(study):
         result = json.loads((run_dir / "result.json").read_text())
         run = {"status": result["status"]}
-        if result.get("apart") is None:
-            run |= {key: result.get(key) for key in ("config", "metrics", "diverged_at_step")}
+        content = result | result.get("measured", {})  # of schema 2
+        if content.get("apart") is None:
+            keys = ("config", "defines", "metrics", "diverged_at_step")
+            run |= {key: content.get(key) for key in keys}
             run["rows"] = (run_dir / "metrics.csv").read_bytes()
         runs[str(run_dir.relative_to(study))] = run
     return runs
@@ -251,6 +268,7 @@ def main() -> int:
         seconds = time.monotonic() - began
         print(f"{number:3} {name:14} {seconds:4.0f} s  {dict(campaign.kills)}", flush=True)
     print(f"{campaign.kills.total()} disturbances in {number} studies: {dict(campaign.kills)}")
+    print(f"{campaign.cores.total()} commands, by cores: {dict(campaign.cores)}")
     print(*campaign.problems or ["no problem"], sep="\n")
     return 1 if campaign.problems else 0
 
