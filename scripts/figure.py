@@ -2,8 +2,10 @@
 
     python scripts/figure.py [FOLDER]
 
-FOLDER has the studies batch_size_cifar and batch_size_text, as zips or folders; conf/experiment/records
-unless it is given. `python -m normexp.report study=batch_size_cifar runs_dir=FOLDER` has the numbers.
+FOLDER has the studies batch_size_cifar and batch_size_text, as zips or folders; it is
+conf/experiment/records unless given. The numbers are in the report of each:
+
+    python -m normexp.report study=batch_size_cifar runs_dir=FOLDER
 """
 
 from __future__ import annotations

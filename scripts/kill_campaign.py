@@ -214,10 +214,10 @@ def runs_of(study: Path) -> dict[str, dict[str, object]]:
     for run_dir in list_runs(study):
         result = json.loads((run_dir / "result.json").read_text())
         run = {"status": result["status"]}
-        content = result | result.get("measured", {})  # of schema 2
-        if content.get("apart") is None:
-            keys = ("config", "defines", "metrics", "diverged_at_step")
-            run |= {key: content.get(key) for key in keys}
+        measured = result["measured"]
+        if measured.get("apart") is None:
+            run |= {"defines": result["defines"], "derived": result["derived"]}
+            run |= {key: measured.get(key) for key in ("metrics", "diverged_at_step")}
             run["rows"] = (run_dir / "metrics.csv").read_bytes()
         runs[str(run_dir.relative_to(study))] = run
     return runs
