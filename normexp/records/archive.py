@@ -1,6 +1,7 @@
 """A study in one zip, to ship: its commands, and each cell's config, results and test samples.
 
     python -m normexp.records.archive runs/mine mine.zip
+    python -m normexp.records.archive mine.zip runs/mine    a folder again, to which runs can be added
 
 Reports read it where a folder of that name would stand, `runs/mine.zip` for `study=mine`. Weights,
 histories and logs are left out. In the zip:
@@ -25,8 +26,8 @@ from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile
 
 import numpy as np
 
-from normexp.errors import UserError
-from normexp.records.files import open_atomic
+from normexp.errors import USER_MISTAKE, UserError
+from normexp.records.files import open_atomic, write_text
 from normexp.records.result import (
     CONFIG_FILE,
     RESULT_FILE,
@@ -42,8 +43,10 @@ from normexp.records.result import (
     result_of,
     seed_dir,
     unpack_bits,
+    write_result,
+    write_samples,
 )
-from normexp.records.study import parse_entries
+from normexp.records.study import append_entry, parse_entries
 
 ARCHIVED_RESULTS = "results.jsonl"
 SEEDS = "/seeds"  # after the name of a kind of statistics: the seeds of its rows
@@ -69,10 +72,12 @@ def pack_study(study_dir: Path, path: Path) -> None:
     """Writes the ended runs of a study to a zip.
 
     Raises:
-        UserError: a record that cannot be read.
+        UserError: a record that cannot be read, or no ended run.
     """
     cells = [_read_cell(folder) for folder in list_cells(study_dir)]
     ended = [cell for cell in cells if cell.results]
+    if not ended:
+        raise UserError(f"{study_dir} has no ended run")
     write_archive(path, _text_of(study_dir / STUDY_FILE), ended)
 
 
@@ -169,5 +174,37 @@ class Archive:
         return samples
 
 
+def unpack_study(path: Path, study_dir: Path) -> None:
+    """Writes the folder of a shipped study, to which a command can add runs.
+
+    Raises:
+        UserError: a file that is no zip of a study, or a folder that exists.
+    """
+    archive = Archive(path)
+    if study_dir.exists():
+        raise UserError(f"{study_dir} exists; name another folder")
+    for result in archive.results():
+        cell_dir = study_dir / result.cell_id
+        run_dir = seed_dir(cell_dir, result.seed)
+        run_dir.mkdir(parents=True)
+        write_text(cell_dir / CONFIG_FILE, archive.config(result.cell_id))
+        if samples := archive.samples(result.cell_id, result.seed):
+            write_samples(run_dir, samples)
+        write_result(run_dir, result)
+    for entry in archive.entries:
+        append_entry(study_dir, entry)
+
+
+def main(source: Path, target: Path) -> int:
+    """Packs a study, or unpacks its zip; returns the exit code."""
+    try:
+        convert = unpack_study if source.suffix == ".zip" else pack_study
+        convert(source, target)
+    except UserError as error:
+        print(f"normexp: {error}", file=sys.stderr)
+        return USER_MISTAKE
+    return 0
+
+
 if __name__ == "__main__":
-    pack_study(Path(sys.argv[1]), Path(sys.argv[2]))
+    sys.exit(main(*map(Path, sys.argv[1:])) if len(sys.argv) == 3 else __doc__)

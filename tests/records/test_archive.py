@@ -9,7 +9,7 @@ import pytest
 from test_records_result import make_result
 
 from normexp.errors import UserError
-from normexp.records.archive import Archive, pack_study
+from normexp.records.archive import Archive, main, pack_study
 from normexp.records.files import write_json
 from normexp.records.result import Measured, seed_dir, write_result, write_samples
 from normexp.records.study import Asked, CommandEntry, append_entry
@@ -53,6 +53,17 @@ def test_a_zip_holds_what_a_report_reads_of_a_study(tmp_path: Path):
     assert archive.config("texts") == "lr: 0.1 # texts\n"
     (command,) = archive.entries
     assert isinstance(command, CommandEntry) and command.cells["images"].seeds == [0, 1]
+
+
+def test_a_zip_becomes_a_folder_again(tmp_path: Path):
+    write_study(tmp_path / "mine")
+    assert main(tmp_path / "mine", tmp_path / "mine.zip") == 0
+    assert main(tmp_path / "mine.zip", tmp_path / "again") == 0
+    assert main(tmp_path / "mine.zip", tmp_path / "again") == 2  # which exists now
+    pack_study(tmp_path / "again", tmp_path / "again.zip")
+    first, second = (Archive(tmp_path / name) for name in ("mine.zip", "again.zip"))
+    assert list(second.results()) == list(first.results()) and second.entries == first.entries
+    assert np.array_equal(second.samples("images", 0)["running"], RIGHT)
 
 
 def test_another_file_is_refused_by_name(tmp_path: Path):
