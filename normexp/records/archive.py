@@ -1,7 +1,7 @@
 """A study in one zip, to ship: its commands, and each cell's config, results and test samples.
 
     python -m normexp.records.archive runs/mine mine.zip
-    python -m normexp.records.archive mine.zip runs/mine    a folder again, to which runs can be added
+    python -m normexp.records.archive mine.zip runs/mine    a folder again, to add runs
 
 Reports read it where a folder of that name would stand, `runs/mine.zip` for `study=mine`. Weights,
 histories and logs are left out. In the zip:
