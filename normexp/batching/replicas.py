@@ -219,18 +219,6 @@ SMALL_FORWARD = 2**17
 LARGE_FORWARD = 2**22
 
 
-def stacking_pays(device_type: str, num_replicas: int, elements_per_forward: int) -> bool:
-    """Returns True if stacking replicas is faster than running them one after another.
-
-    Args:
-        device_type: "cpu", "cuda" and so on.
-        elements_per_forward: values entering all sites of one replica in one forward pass.
-    """
-    if num_replicas == 1:
-        return False
-    return device_type != "cpu" or elements_per_forward <= SMALL_FORWARD
-
-
 @contextmanager
 def suitable_threads(elements_per_forward: int = 0, threads: int = 1) -> Iterator[None]:
     """Inside the block torch uses one CPU thread, or `threads` if the network is large."""

@@ -7,7 +7,7 @@ import math
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.loggers import Logger
 from torch import nn
 
-from normexp.batching.replicas import InTurn, Replicas, Stacked, stacking_pays, suitable_threads
+from normexp.batching.replicas import SMALL_FORWARD, InTurn, Replicas, Stacked, suitable_threads
 from normexp.batching.sizes import SIZES
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.devices import training_together
@@ -93,7 +93,7 @@ def train_stack(
             settle(stack.study_dir, [(spec.id, seed) for spec, seed in claims])
             runs = [run for run in stack.left(refused) if run in claims]
             if runs and not read_attempts(stack.folder).is_apart:
-                Trial(stack, runs, command, control, cells).run()
+                Attempt(stack, runs, command, control, cells).run()
     return is_mine
 
 
@@ -106,21 +106,20 @@ def prepare_cells(specs: Sequence[CellSpec], cells: dict[str, Cell]) -> None:
             cells[spec.id] = prepare_cell(spec)
 
 
-class Trial:
+@dataclass
+class Attempt:
     """An attempt to train the runs that are left of a stack, whose locks this process holds."""
 
-    def __init__(
-        self,
-        stack: Stack,
-        runs: Sequence[Run],
-        command: CommandEntry,
-        control: TrainingControl,
-        cells: dict[str, Cell],
-    ) -> None:
-        self.stack, self.runs, self.cells = stack, runs, cells
-        self.command, self.control = command, control
-        self.folder, self.checkpoint = stack.folder, stack.folder / CHECKPOINT_FILE
-        self.specs = list({spec.id: spec for spec, _ in runs}.values())
+    stack: Stack
+    runs: Sequence[Run]
+    command: CommandEntry
+    control: TrainingControl
+    cells: dict[str, Cell]
+
+    def __post_init__(self) -> None:
+        self.folder = self.stack.folder
+        self.checkpoint = self.folder / CHECKPOINT_FILE
+        self.specs = list({spec.id: spec for spec, _ in self.runs}.values())
         self.attempts = self._count()
 
     def run(self) -> None:
@@ -142,7 +141,7 @@ class Trial:
         except UserError as error:
             self._refuse(str(error))
             self._leave()
-        except (Interrupted, KeyboardInterrupt):
+        except (Halted, Interrupted, KeyboardInterrupt):
             self._leave()
             raise
         except (Exception, SystemExit) as error:  # user code may raise anything
@@ -388,7 +387,7 @@ def will_stack(cell: Cell, num_replicas: int, *, is_stacked: bool | None = None)
     devices = cell.recipe.devices
     wanted = cell.recipe.stack if is_stacked is None else is_stacked
     if wanted is None:
-        wanted = stacking_pays(devices.type, num_replicas, cell.elements_per_forward)
+        wanted = devices.type != "cpu" or cell.elements_per_forward <= SMALL_FORWARD
     if not wanted or num_replicas == 1 or cell.alone is not None:
         return False
     obstacle = cell.traits.stacking_obstacle

@@ -163,7 +163,7 @@ def test_a_killed_worker_is_replaced_and_a_killed_command_stops_its_workers(tmp_
     wait_until(lambda: len(set(workers()) - {first}) == 2, command)
     command.kill()
     assert "a worker was lost, with code -9 (out of memory?)" in command.communicate()[0]
-    while any(state.processes for state in states()):
+    while any(stack.holder for state in states() for stack in state.stacks):
         time.sleep(0.1)
     ends = {end for state in states() for end in state.states.values()}
     assert Status.INTERRUPTED in ends and Status.RUNNING not in ends
