@@ -167,7 +167,7 @@ class Sweep:
         with self.display:
             if not self.job.on_gpu and (others := other_trainings()):
                 count = format_count(others, "other training")
-                logger.info("%s on this machine: this one takes longer", count)
+                logger.info("beside %s on this machine, this one takes longer", count)
             try:
                 if not self.num_workers or len(self.job.left()) == 1:
                     self._train_here()
