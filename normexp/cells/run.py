@@ -406,12 +406,12 @@ def must_split(cell: Cell, num_runs: int, num_rates: int = 1) -> bool:
     Args:
         num_rates: of learning rates; at every step those must be proportional to `lr`.
     """
-    if num_runs == 1 or cell.alone is not None:
-        return num_runs > 1
-    if num_rates > 1 and not cell.recipe.schedule.follows_lr:
-        return True
-    trains_in_turn = not will_stack(cell, num_runs)
-    return trains_in_turn and (num_rates > 1 or cell.recipe.devices.type == "cpu")
+    has_one_rate = num_rates == 1
+    if will_stack(cell, num_runs) and (has_one_rate or cell.recipe.schedule.follows_lr):
+        return False
+    on_gpu = cell.recipe.devices.type != "cpu"
+    trains_in_turn = on_gpu and has_one_rate and cell.alone is None
+    return num_runs > 1 and not trains_in_turn
 
 
 # --- Loggers besides metrics.csv ------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from normexp.config.cells import CellSpec
+from normexp.config.cells import CellSpec, started_processes
 from normexp.errors import UserError
 from normexp.records.files import file_lock, holder_of, other_holders
 from normexp.records.provenance import usable_cores, visible_gpus
@@ -74,11 +74,10 @@ def worker_slots(
     overrides the configs; 0 does not wait for other commands.
     """
     asked = shared_value(cells, "workers") if workers is None else workers
-    trainers = [cell.config["trainer"] for cell in cells]
-    wants_gpu = any(trainer["accelerator"] in ("auto", "gpu", "cuda") for trainer in trainers)
-    gpus = visible_gpus() if wants_gpu else []
+    accelerators = {cell.config["trainer"]["accelerator"] for cell in cells}
+    gpus = visible_gpus() if accelerators & {"auto", "gpu", "cuda"} else []
     count = asked or len(gpus) or usable_cores()
-    is_one_of_many = any(trainer["devices"] * trainer["num_nodes"] > 1 for trainer in trainers)
+    is_one_of_many = started_processes()[1] > 1
     num_workers = 0 if asked == 0 or is_one_of_many else count
     if not gpus:
         return [WorkerSlot()] * count, num_workers

@@ -39,7 +39,7 @@ from normexp.sweeps.machine import (
     shared_value,
     worker_slots,
 )
-from normexp.sweeps.worker import TICK, Job, Worker, ready_to_train, work
+from normexp.sweeps.worker import Job, Worker, ready_to_train, work
 from normexp.training.stopping import StopRequest, TrainingControl
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def raise_if_stopped(cells: Sequence[CellSpec], states: Sequence[CellState]) -> 
     has_failed = any(state.status == "failed" for state in states)
     fails_fast = has_failed and shared_value(cells, "fail_fast")
     if not fails_fast and any(state.missing for state in states if not state.refused):
-        has_begun = any(state.directory.parent.is_dir() for state in states)
+        has_begun = states[0].directory.parent.is_dir()
         begun = "stopped; the same command continues"
         raise KeyboardInterrupt(begun if has_begun else "stopped before anything was trained")
 
@@ -147,13 +147,12 @@ class Sweep:
     def __init__(self, job: Job, workers: int | None = None) -> None:
         self.slots, self.num_workers = worker_slots(job.cells, workers)
         self.job = replace(job, on_gpu=bool(self.slots[0].locks))
-        self.fails_fast = bool(shared_value(job.cells, "fail_fast"))
+        self.fails_fast = shared_value(job.cells, "fail_fast")
         self.display = Display(job.states())
         self.workers: list[Worker] = []
         self.here: list[WorkerSlot] = []
         self.request = StopRequest()
         self.is_stopping = False
-        self._looked_at = 0.0
 
     def train(self) -> None:
         """Trains until all has ended, or is stopped.
@@ -166,8 +165,8 @@ class Sweep:
         """
         with self.display:
             if not self.job.on_gpu and (others := other_trainings()):
-                count = format_count(others, "other training")
-                logger.info("beside %s on this machine, this one takes longer", count)
+                beside = format_count(others, "other training")
+                logger.info("beside %s on this machine, this one takes longer", beside)
             try:
                 if not self.num_workers or len(self.job.left()) == 1:
                     self._train_here()
@@ -195,7 +194,6 @@ class Sweep:
     def _look(self) -> None:
         """Shows the states of the cells, and tends the workers; a failure may end the command."""
         self._tend_workers()
-        self._looked_at = time.monotonic()
         states = self.job.states()
         self.display.update(states)
         if self.fails_fast and any(Status.FAILED in one.states.values() for one in states):
@@ -214,10 +212,8 @@ class Sweep:
                 if self.request.requested and not self.is_stopping:
                     logger.warning("stopping with checkpoints; Ctrl-C again stops at once")
                     self._stop()
-                self._tend_workers()
-                wait([worker.process.sentinel for worker in self.workers], TICK)
-                if time.monotonic() - self._looked_at > SECONDS_BETWEEN_LOOKS:
-                    self._look()
+                self._look()
+                wait([worker.process.sentinel for worker in self.workers], SECONDS_BETWEEN_LOOKS)
 
     def _tend_workers(self) -> None:
         """Reads what workers print, and starts as many as there are stacks left."""

@@ -43,7 +43,6 @@ def test_there_is_a_worker_for_each_core(workers: int | None, count: int):
         ([on(accelerator="auto")] * 100, ["0", "1", "2"], 3),
         ([on(2, accelerator="auto")], ["0", "1", "2"], 2),
         ([on(6, accelerator="gpu")] * 100, ["0", "1", "2", "0", "1", "2"], 6),
-        ([on(accelerator="gpu", devices=3)], [None] * 3, 0),  # each sees all
         ([on()], [None] * 8, 8),
     ],
 )
@@ -53,6 +52,14 @@ def test_gpus_take_turns_and_this_process_trains_where_workers_cannot(
     monkeypatch.setattr(machine, "visible_gpus", lambda: ["0", "1", "2"])
     slots, count = worker_slots(cells)
     assert ([slot.gpu for slot in slots], count) == (gpus, num_workers)
+
+
+def test_torchrun_gives_each_of_its_processes_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(machine, "visible_gpus", lambda: ["0", "1"])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    slots, count = worker_slots([on(accelerator="gpu", devices=2)])
+    assert ([slot.gpu for slot in slots], count) == ([None, None], 0)
 
 
 def test_each_command_takes_a_gpu_that_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
