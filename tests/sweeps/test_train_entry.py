@@ -146,8 +146,8 @@ def test_fail_fast_ends_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 def test_a_killed_worker_is_replaced_and_a_killed_command_stops_its_workers(tmp_path: Path):
-    # Two seeds, which turn out to train in turn once torch is there.
-    command = start(tmp_path, "batch_size=128", "replicas=2", "steps=100000", "workers=2")
+    # Three seeds, cut into runs once torch is there: one trains in the command itself.
+    command = start(tmp_path, "batch_size=128", "replicas=3", "steps=100000", "workers=3")
 
     def states() -> list[CellState]:
         return list(read_study(tmp_path / "s").cells.values())
@@ -157,7 +157,7 @@ def test_a_killed_worker_is_replaced_and_a_killed_command_stops_its_workers(tmp_
         lines = {int(pid): Path(f"/proc/{pid}/cmdline").read_text() for pid in text.split()}
         return [pid for pid, line in lines.items() if "spawn_main" in line]
 
-    wait_until(lambda: len([*tmp_path.glob("s/stacks/*/progress.json")]) == 2, command)
+    wait_until(lambda: len([*tmp_path.glob("s/stacks/*/progress.json")]) == 3, command)
     first, _ = workers()
     os.kill(first, signal.SIGKILL)
     wait_until(lambda: len(set(workers()) - {first}) == 2, command)
