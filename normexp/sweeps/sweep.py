@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.connection import wait
+from pathlib import Path
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -28,6 +29,7 @@ from normexp.records.study import (
     CellState,
     CommandEntry,
     Refusal,
+    StackState,
     append_entry,
     remove_refused,
 )
@@ -202,6 +204,7 @@ class Sweep:
     def _stop(self) -> None:
         """Ends every training of this command at a checkpoint."""
         if not self.is_stopping:
+            logger.warning("stopping with checkpoints; Ctrl-C again stops at once")
             self.is_stopping = self.request.requested = True
             for worker in self.workers:
                 worker.process.terminate()  # the worker saves a checkpoint if it trains, and ends
@@ -209,8 +212,7 @@ class Sweep:
     def _train_in_workers(self) -> None:
         with self.request.listening():
             while self.workers or (self.job.left() and not self.request.requested):
-                if self.request.requested and not self.is_stopping:
-                    logger.warning("stopping with checkpoints; Ctrl-C again stops at once")
+                if self.request.requested:
                     self._stop()
                 self._look()
                 wait([worker.process.sentinel for worker in self.workers], SECONDS_BETWEEN_LOOKS)
@@ -296,16 +298,20 @@ class Display(logging.Handler):
                 error = f": {reason}" if reason else ""
                 self.print(f"[{done}/{total} runs] {state.status:<8} {state.title}{error}")
         self.ended |= {state.id for state in states if state.is_over}
-        stacks = {
-            one.folder: (one, state.title) for state in states for one in state.stacks if one.holder
-        }
+        running = dict[Path, StackState]()
+        rows = list[str]()
+        for state in states:
+            for one in state.stacks:
+                if one.holder and one.folder not in running:
+                    running[one.folder] = one
+                    seed = f" seed {one.members[0][1]}" if len(one.members) == 1 else ""
+                    rows.append(f"  {state.title}{seed}  step {one.step}/{one.total}")
         elapsed = time.monotonic() - self.began
         head = f"{done}/{total} runs, {format_duration(elapsed)} elapsed"
-        parts = sum(len(one.members) * one.step / max(one.total, 1) for one, _ in stacks.values())
+        parts = sum(len(one.members) * one.step / max(one.total, 1) for one in running.values())
         if trained := done - self.begun_with + parts:  # the mean time of a run so far
             left = format_duration(elapsed * (total - done - parts) / trained)
             head += f", {left} left"
-        rows = [f"  {title}  step {one.step}/{one.total}" for one, title in stacks.values()]
         if self.console.is_terminal and rows:
             if not self.live.is_started:
                 self._open.enter_context(self.live)

@@ -119,18 +119,11 @@ def work(job: Job, slot: WorkerSlot, control: TrainingControl) -> None:
         control.on_steps()
         if has_trained:
             continue
-        if not is_free:
-            _name_others(GPU_WAITS, slot.paths())
-        else:
-            runs = [run for stack in left for run in stack.runs]
-            _name_others(RUNS_WAIT, [lock_of(spec.directory, seed) for spec, seed in runs])
+        runs = [run for stack in left for run in stack.runs]
+        locks = [lock_of(spec.directory, seed) for spec, seed in runs] if is_free else slot.paths()
+        if others := other_holders(locks):  # the same line is shown once
+            logger.info(RUNS_WAIT if is_free else GPU_WAITS, "; ".join(dict.fromkeys(others)))
         time.sleep(TICK)
-
-
-def _name_others(message: str, locks: Sequence[Path]) -> None:
-    """Logs which other commands hold locks, unless none does; messages are shown once."""
-    if others := other_holders(locks):
-        logger.info(message, "; ".join(dict.fromkeys(others)))
 
 
 @contextmanager
