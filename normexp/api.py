@@ -31,7 +31,7 @@ def run(overrides: Sequence[str], workers: int = 0) -> list[Result]:
 
     Args:
         overrides: as on the command line; -m, --config-dir and experiments are understood.
-        workers: processes that train the cells of a sweep; 0: this process trains them in turn.
+        workers: the most trainings at once, in processes of their own; 0: this process trains all.
             Other values need a script with `if __name__ == "__main__":`, as multiprocessing does.
 
     Raises:

@@ -7,7 +7,7 @@ import math
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.loggers import Logger
 from torch import nn
 
-from normexp.batching.replicas import InTurn, Replicas, Stacked, stacking_pays, suitable_threads
+from normexp.batching.replicas import SMALL_FORWARD, InTurn, Replicas, Stacked, suitable_threads
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.devices import training_together
 from normexp.cells.recipe import typed_values
@@ -94,7 +94,7 @@ def train_stack(
             settle(stack.study_dir, [(spec.id, seed) for spec, seed in claims])
             runs = [run for run in stack.left(refused) if run in claims]
             if runs and not read_attempts(stack.folder).is_apart:
-                Trial(stack, runs, command, control, cells).run()
+                Attempt(stack, runs, command, control, cells).run()
     return is_mine
 
 
@@ -107,21 +107,20 @@ def prepare_cells(specs: Sequence[CellSpec], cells: dict[str, Cell]) -> None:
             cells[spec.id] = prepare_cell(spec)
 
 
-class Trial:
+@dataclass
+class Attempt:
     """An attempt to train the runs that are left of a stack, whose locks this process holds."""
 
-    def __init__(
-        self,
-        stack: Stack,
-        runs: Sequence[Run],
-        command: CommandEntry,
-        control: TrainingControl,
-        cells: dict[str, Cell],
-    ) -> None:
-        self.stack, self.runs, self.cells = stack, runs, cells
-        self.command, self.control = command, control
-        self.folder, self.checkpoint = stack.folder, stack.folder / CHECKPOINT_FILE
-        self.specs = list({spec.id: spec for spec, _ in runs}.values())
+    stack: Stack
+    runs: Sequence[Run]
+    command: CommandEntry
+    control: TrainingControl
+    cells: dict[str, Cell]
+
+    def __post_init__(self) -> None:
+        self.folder = self.stack.folder
+        self.checkpoint = self.folder / CHECKPOINT_FILE
+        self.specs = list({spec.id: spec for spec, _ in self.runs}.values())
         self.attempts = self._count()
 
     def run(self) -> None:
@@ -143,7 +142,7 @@ class Trial:
         except UserError as error:
             self._refuse(str(error))
             self._leave()
-        except (Interrupted, KeyboardInterrupt):
+        except (Halted, Interrupted, KeyboardInterrupt):
             self._leave()
             raise
         except (Exception, SystemExit) as error:  # user code may raise anything
@@ -394,7 +393,7 @@ def will_stack(cell: Cell, num_replicas: int, *, is_stacked: bool | None = None)
     devices = cell.recipe.devices
     wanted = cell.recipe.stack if is_stacked is None else is_stacked
     if wanted is None:
-        wanted = stacking_pays(devices.type, num_replicas, cell.elements_per_forward)
+        wanted = devices.type != "cpu" or cell.elements_per_forward <= SMALL_FORWARD
     if not wanted or num_replicas == 1 or cell.alone is not None:
         return False
     obstacle = cell.traits.stacking_obstacle
@@ -413,12 +412,12 @@ def must_split(cell: Cell, num_runs: int, num_rates: int = 1) -> bool:
     Args:
         num_rates: of learning rates; at every step those must be proportional to `lr`.
     """
-    if num_runs == 1 or cell.alone is not None:
-        return num_runs > 1
-    if num_rates > 1 and not cell.recipe.schedule.follows_lr:
-        return True
-    trains_in_turn = not will_stack(cell, num_runs)
-    return trains_in_turn and (num_rates > 1 or cell.recipe.devices.type == "cpu")
+    has_one_rate = num_rates == 1
+    if will_stack(cell, num_runs) and (has_one_rate or cell.recipe.schedule.follows_lr):
+        return False
+    on_gpu = cell.recipe.devices.type != "cpu"
+    trains_in_turn = on_gpu and has_one_rate and cell.alone is None
+    return num_runs > 1 and not trains_in_turn
 
 
 # --- Loggers besides metrics.csv ------------------------------------------------------------------

@@ -168,9 +168,7 @@ def remove_failed(states: Iterable[CellState]) -> None:
     Leaves runs alone that another process trains.
     """
     for state in states:
-        for run in state.results:
-            if run.status is not Status.FAILED:
-                continue
-            with claimed([lock_of(state.directory, run.seed)]) as is_mine:
+        for seed in [run.seed for run in state.results if run.status is Status.FAILED]:
+            with claimed([lock_of(state.directory, seed)]) as is_mine:
                 if is_mine:
-                    (seed_dir(state.directory, run.seed) / RESULT_FILE).unlink(missing_ok=True)
+                    (seed_dir(state.directory, seed) / RESULT_FILE).unlink(missing_ok=True)

@@ -9,7 +9,7 @@ import shlex
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import parent_process
 from pathlib import Path
@@ -129,6 +129,12 @@ def holder_of(path: Path) -> str:
         return ""
     with file_lock(path) as is_free:
         return "" if is_free else path.read_text()
+
+
+def other_holders(paths: Iterable[Path]) -> list[str]:
+    """What holds these locks, except for this command and its workers."""
+    holders = [holder_of(path) for path in paths]
+    return [holder for holder in holders if holder not in ("", this_command())]
 
 
 def this_command() -> str:

@@ -183,6 +183,11 @@ def remove_refused(study_dir: Path, command: str) -> None:
 # --- Stacks ---------------------------------------------------------------------------------------
 
 
+def lock_of(cell_dir: Path, seed: int) -> Path:
+    """The lock of a run; beside its folder, which is there only once it trains."""
+    return cell_dir / f"{LOCK_FILE}-{seed}"
+
+
 @dataclass
 class Attempts:
     """attempts.json of a stack, written before it trains.
@@ -218,10 +223,15 @@ def write_attempts(folder: Path, attempts: Attempts) -> None:
 
 @dataclass(frozen=True)
 class StackState:
-    """A stack that has begun: the runs that it trains, and the steps done of how many."""
+    """A stack that has begun: the runs that it trains, and the steps done of how many.
+
+    Attributes:
+        holder: the process that trains it now, with its command; empty if none does.
+    """
 
     folder: Path
     members: Sequence[Member]
+    holder: str = ""
     step: int = 0
     total: int = 0
 
@@ -236,16 +246,14 @@ def read_stacks(study_dir: Path) -> list[StackState]:
         except UserError:  # the process that trains it says so
             continue
         if not attempts.is_apart:
-            states.append(StackState(folder, attempts.members, **progress))
+            locks = [lock_of(study_dir / cell, seed) for cell, seed in attempts.members]
+            holders = [holder_of(lock) for lock in locks]
+            holder = holders[0] if holders and all(holders) else ""
+            states.append(StackState(folder, attempts.members, holder, **progress))
     return states
 
 
 # --- States ---------------------------------------------------------------------------------------
-
-
-def lock_of(cell_dir: Path, seed: int) -> Path:
-    """The lock of a run; beside its folder, which is there only once it trains."""
-    return cell_dir / f"{LOCK_FILE}-{seed}"
 
 
 @dataclass
@@ -259,7 +267,6 @@ class CellState:
         results: of ended and failed runs, in the order of seeds.
         problems: results that cannot be read.
         refused: why it cannot be trained; empty if it can.
-        processes: that train runs of it now, with their commands.
         stacks: that have begun with a run of it.
         was_over: before the command that asks began.
     """
@@ -271,7 +278,6 @@ class CellState:
     results: list[Result] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     refused: str = ""
-    processes: list[str] = field(default_factory=list)
     stacks: list[StackState] = field(default_factory=list)
     was_over: bool = False
 
@@ -323,7 +329,6 @@ def read_cell(
     directory = study_dir / cell_id
     state = CellState(cell_id, title, directory, refused=refused)
     state.stacks = [one for one in stacks if any(cell == cell_id for cell, _ in one.members)]
-    holders: list[str] = []
     for seed in sorted(set(seeds)):
         run_dir = seed_dir(directory, seed)
         state.states[seed] = Status.NOT_STARTED
@@ -336,13 +341,10 @@ def read_cell(
                 state.states[seed] = Status.UNREADABLE
             continue
         mine = [stack for stack in state.stacks if (cell_id, seed) in stack.members]
-        if holder := holder_of(lock_of(directory, seed)):
-            holders.append(holder)
-        if mine and holder:
+        if any(stack.holder for stack in mine):
             state.states[seed] = Status.RUNNING
         elif any((stack.folder / CHECKPOINT_FILE).is_file() for stack in mine):
             state.states[seed] = Status.INTERRUPTED
-    state.processes = list(dict.fromkeys(holders))
     return state
 
 

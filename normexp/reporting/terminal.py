@@ -298,10 +298,13 @@ def print_status(study: Study) -> None:
     rows = []
     for cell in cells:
         counts = Counter(cell.states.values()) if not cell.refused else Counter[Status]()
-        steps = [f"step {stack.step} of {stack.total}" for stack in cell.stacks if stack.total]
-        at_work = [f"interrupted at {step}" for step in steps]
-        if cell.processes:
-            at_work = [", ".join([*cell.processes, *steps])]
+        processes = dict.fromkeys(stack.holder for stack in cell.stacks if stack.holder)
+        steps = [
+            f"{'' if stack.holder else 'interrupted at '}step {stack.step} of {stack.total}"
+            for stack in cell.stacks
+            if stack.total
+        ]
+        at_work = [", ".join([*processes, *steps])] if steps else []
         notes = [f"refused: {cell.refused}"] if cell.refused else [*cell.failures, *at_work]
         numbers = [str(counts[state] or "-") for state in states]
         rows.append([cell.title, *numbers, "; ".join(notes)])

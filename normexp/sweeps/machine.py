@@ -6,16 +6,16 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from normexp.config.cells import CellSpec
+from normexp.config.cells import CellSpec, started_processes
 from normexp.errors import UserError
-from normexp.records.files import file_lock, holder_of, this_command
+from normexp.records.files import file_lock, holder_of, other_holders
 from normexp.records.provenance import usable_cores, visible_gpus
 
 
@@ -45,9 +45,8 @@ class WorkerSlot:
             locks = (held.enter_context(file_lock(path)) for path in self.paths())
             yield any(locks) or not self.waits
 
-    def is_free(self) -> bool:
-        with self.claim() as is_free:
-            return is_free
+    def is_in_use(self) -> bool:
+        return all(map(holder_of, self.paths()))
 
     def paths(self) -> list[Path]:
         """The lock files; on a CPU that of this process, by which others count it."""
@@ -63,8 +62,7 @@ def _lock_folder() -> Path:
 
 def other_trainings() -> int:
     """The number of trainings of this user's other commands that run on this machine now."""
-    holders = [holder_of(path) for path in _lock_folder().iterdir()]
-    return sum(holder not in ("", this_command()) for holder in holders)
+    return len(other_holders(_lock_folder().iterdir()))
 
 
 def worker_slots(
@@ -76,22 +74,21 @@ def worker_slots(
     overrides the configs; 0 does not wait for other commands.
     """
     asked = shared_value(cells, "workers") if workers is None else workers
-    trainers = [cell.config["trainer"] for cell in cells]
-    wants_gpu = any(trainer["accelerator"] in ("auto", "gpu", "cuda") for trainer in trainers)
-    gpus = visible_gpus() if wants_gpu else []
+    accelerators = {cell.config["trainer"]["accelerator"] for cell in cells}
+    gpus = visible_gpus() if accelerators & {"auto", "gpu", "cuda"} else []
     count = asked or len(gpus) or usable_cores()
-    is_one_of_many = any(trainer["devices"] * trainer["num_nodes"] > 1 for trainer in trainers)
+    is_one_of_many = started_processes()[1] > 1
     num_workers = 0 if asked == 0 or is_one_of_many else count
     if not gpus:
         return [WorkerSlot()] * count, num_workers
     # Several workers share a GPU only if the command asks for more workers than GPUs.
-    shares, waits = -(-count // len(gpus)), asked != 0
+    shares = -(-count // len(gpus))
     slots = [
-        WorkerSlot(gpu, [f"gpu-{gpu}-{i}" for i in range(shares)], waits)
+        WorkerSlot(gpu, [f"gpu-{gpu}-{i}" for i in range(shares)], waits=asked != 0)
         for gpu in islice(cycle(gpus), max(count, len(gpus)))
     ]
-    if is_one_of_many:  # torchrun or srun gives each its GPU
-        slots = [WorkerSlot(None, slots[0].locks, waits)]
+    if is_one_of_many:  # torchrun or srun gives each process its GPU
+        slots = [replace(slot, gpu=None) for slot in slots]
     return slots, num_workers
 
 
@@ -107,13 +104,6 @@ def importing_torch() -> Iterator[None]:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is loaded
     with Console(stderr=True).status("importing torch"):
         yield
-
-
-def own_slot(slots: Sequence[WorkerSlot]) -> WorkerSlot:
-    """The slot of this process: the first free one, else the first. Hides all other GPUs."""
-    slot = next((slot for slot in slots if slot.is_free()), slots[0])
-    slot.hide_other_gpus()
-    return slot
 
 
 def shared_value(cells: Sequence[CellSpec], key: str) -> Any:

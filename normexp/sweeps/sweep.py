@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.connection import wait
+from pathlib import Path
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -28,13 +29,19 @@ from normexp.records.study import (
     CellState,
     CommandEntry,
     Refusal,
+    StackState,
     append_entry,
     remove_refused,
 )
 from normexp.reporting.terminal import print_closing_table, print_summary
 from normexp.sweeps.launch import launch_workers
-from normexp.sweeps.machine import other_trainings, own_slot, shared_value, worker_slots
-from normexp.sweeps.worker import TICK, Job, Worker, ready_to_train, work
+from normexp.sweeps.machine import (
+    WorkerSlot,
+    other_trainings,
+    shared_value,
+    worker_slots,
+)
+from normexp.sweeps.worker import Job, Worker, ready_to_train, work
 from normexp.training.stopping import StopRequest, TrainingControl
 
 logger = logging.getLogger(__name__)
@@ -59,11 +66,7 @@ def run_cells(
         from normexp.sweeps.plan import print_plan_of  # torch
 
         return print_plan_of(cells)
-    return print_states(train_cells(cells, words, command=command), cells)
-
-
-def print_states(states: Sequence[CellState], cells: Sequence[CellSpec]) -> int:
-    """Prints what came of a command; returns the exit code. Raises as `run_cells`."""
+    states = train_cells(cells, words, command=command)
     refused = dict.fromkeys(state.refused for state in states)
     if "" not in refused:
         raise UserError("; ".join(refused))
@@ -80,7 +83,7 @@ def raise_if_stopped(cells: Sequence[CellSpec], states: Sequence[CellState]) -> 
     has_failed = any(state.status == "failed" for state in states)
     fails_fast = has_failed and shared_value(cells, "fail_fast")
     if not fails_fast and any(state.missing for state in states if not state.refused):
-        has_begun = any(state.directory.parent.is_dir() for state in states)
+        has_begun = states[0].directory.parent.is_dir()
         begun = "stopped; the same command continues"
         raise KeyboardInterrupt(begun if has_begun else "stopped before anything was trained")
 
@@ -136,24 +139,27 @@ def train_cells(
 
 
 class Sweep:
-    """The workers of a command; this process may be the only one.
+    """The workers of a command; this process may be one of them.
 
     Attributes:
-        num_workers: the most at once; 0 if this process trains all.
+        num_workers: the most trainings at once; 0 if this process trains all.
+        here: the slot in which this process trains, if it does.
     """
 
     def __init__(self, job: Job, workers: int | None = None) -> None:
         self.slots, self.num_workers = worker_slots(job.cells, workers)
         self.job = replace(job, on_gpu=bool(self.slots[0].locks))
-        self.fails_fast = bool(shared_value(job.cells, "fail_fast"))
+        self.fails_fast = shared_value(job.cells, "fail_fast")
         self.display = Display(job.states())
         self.workers: list[Worker] = []
+        self.here: list[WorkerSlot] = []
         self.request = StopRequest()
         self.is_stopping = False
-        self._looked_at = 0.0
 
     def train(self) -> None:
-        """Trains until all has ended, or is stopped: a single stack here, several in workers.
+        """Trains until all has ended, or is stopped.
+
+        A single stack trains in this process, several in workers, which survive each other.
 
         Raises:
             KeyboardInterrupt: a second Ctrl-C; the workers are dead.
@@ -161,61 +167,70 @@ class Sweep:
         """
         with self.display:
             if not self.job.on_gpu and (others := other_trainings()):
-                run = format_count(others, "other training") + (" run" if others > 1 else " runs")
-                logger.info("%s on this machine; this one takes longer beside them", run)
-            if not self.num_workers or len(self.job.left()) == 1:
-                self._train_here()
-            if self.num_workers and not self.request.requested:
-                self._train_in_workers()
+                beside = format_count(others, "other training")
+                logger.info("beside %s on this machine, this one takes longer", beside)
+            try:
+                if not self.num_workers or len(self.job.left()) == 1:
+                    self._train_here()
+                if self.num_workers:
+                    self._train_in_workers()
+            finally:
+                for worker in self.workers:
+                    worker.close()
             self._look()
 
     def _train_here(self) -> None:
-        slot, control = own_slot(self.slots), TrainingControl(self.request, self._look)
-        with ready_to_train():
-            work(self.job, slot, control, hands_over=self.num_workers > 1)
+        """Trains in this process; workers join once the stack has been cut into runs."""
+        slot = self._free_slots()[0]
+        slot.hide_other_gpus()
+        self.here = [slot]
+        try:
+            with ready_to_train():
+                work(self.job, slot, TrainingControl(self.request, self._look))
+        except KeyboardInterrupt:
+            if self.request.requested or not self.workers:
+                raise
+            self.request.requested = True  # workers are stopped with checkpoints
+        self.here = []
 
     def _look(self) -> None:
-        """Shows the states of the cells; a failure may end the command."""
-        self._looked_at = time.monotonic()
+        """Shows the states of the cells, and tends the workers; a failure may end the command."""
+        self._tend_workers()
         states = self.job.states()
         self.display.update(states)
-        if self.fails_fast and any(Status.FAILED in state.states.values() for state in states):
+        if self.fails_fast and any(Status.FAILED in one.states.values() for one in states):
             self._stop()
 
     def _stop(self) -> None:
         """Ends every training of this command at a checkpoint."""
-        self.is_stopping = self.request.requested = True
-        for worker in self.workers:
-            worker.process.terminate()  # the worker saves a checkpoint if it trains, and ends
+        if not self.is_stopping:
+            logger.warning("stopping with checkpoints; Ctrl-C again stops at once")
+            self.is_stopping = self.request.requested = True
+            for worker in self.workers:
+                worker.process.terminate()  # the worker saves a checkpoint if it trains, and ends
 
     def _train_in_workers(self) -> None:
-        try:
-            with self.request.listening():
-                while (left := self.job.left()) or self.workers:
-                    if self.request.requested and not self.is_stopping:
-                        logger.warning("stopping with checkpoints; Ctrl-C again stops at once")
-                        self._stop()
-                    if self.is_stopping and not self.workers:
-                        break
-                    if not self.is_stopping:
-                        self._start_workers(min(self.num_workers, len(left)))
-                    wait([worker.process.sentinel for worker in self.workers], TICK)
-                    for worker in [*self.workers]:
-                        self._read(worker)
-                    if time.monotonic() - self._looked_at > SECONDS_BETWEEN_LOOKS:
-                        self._look()
-        finally:
-            for worker in self.workers:
-                worker.close()
+        with self.request.listening():
+            while self.workers or (self.job.left() and not self.request.requested):
+                if self.request.requested:
+                    self._stop()
+                self._look()
+                wait([worker.process.sentinel for worker in self.workers], SECONDS_BETWEEN_LOOKS)
 
-    def _start_workers(self, wanted: int) -> None:
-        """Starts workers in slots that none of them has."""
+    def _tend_workers(self) -> None:
+        """Reads what workers print, and starts as many as there are stacks left."""
+        for worker in [*self.workers]:
+            self._read(worker)
+        wanted = 0 if self.request.requested else min(self.num_workers, len(self.job.left()))
+        for _ in range(wanted - len(self.here) - len(self.workers)):
+            self.workers.append(Worker(self._free_slots()[0], self.job))
+
+    def _free_slots(self) -> list[WorkerSlot]:
+        """The slots that this command does not use; first those that no other command does."""
         free = list(self.slots)
-        for worker in self.workers:
-            free.remove(worker.slot)
-        free.sort(key=lambda slot: slot.gpu is not None and not slot.is_free())
-        for slot in free[: max(0, wanted - len(self.workers))]:
-            self.workers.append(Worker(slot, self.job))
+        for slot in [*self.here, *(worker.slot for worker in self.workers)]:
+            free.remove(slot)
+        return sorted(free, key=WorkerSlot.is_in_use)
 
     def _read(self, worker: Worker) -> None:
         """Prints what a worker has printed and logged; handles its end."""
@@ -283,15 +298,20 @@ class Display(logging.Handler):
                 error = f": {reason}" if reason else ""
                 self.print(f"[{done}/{total} runs] {state.status:<8} {state.title}{error}")
         self.ended |= {state.id for state in states if state.is_over}
-        running = [state for state in states if Status.RUNNING in state.states.values()]
-        stacks = {one.folder: (one, state.title) for state in running for one in state.stacks}
+        running = dict[Path, StackState]()
+        rows = list[str]()
+        for state in states:
+            for one in state.stacks:
+                if one.holder and one.folder not in running:
+                    running[one.folder] = one
+                    seed = f" seed {one.members[0][1]}" if len(one.members) == 1 else ""
+                    rows.append(f"  {state.title}{seed}  step {one.step}/{one.total}")
         elapsed = time.monotonic() - self.began
         head = f"{done}/{total} runs, {format_duration(elapsed)} elapsed"
-        parts = sum(len(one.members) * one.step / max(one.total, 1) for one, _ in stacks.values())
+        parts = sum(len(one.members) * one.step / max(one.total, 1) for one in running.values())
         if trained := done - self.begun_with + parts:  # the mean time of a run so far
             left = format_duration(elapsed * (total - done - parts) / trained)
             head += f", {left} left"
-        rows = [f"  {title}  step {one.step}/{one.total}" for one, title in stacks.values()]
         if self.console.is_terminal and rows:
             if not self.live.is_started:
                 self._open.enter_context(self.live)

@@ -29,7 +29,7 @@ from normexp.cells.stack import Stack, cut_stacks
 from normexp.config.cells import CellSpec
 from normexp.config.words import one_line
 from normexp.errors import FAILED, INTERRUPTED, Halted, UserError
-from normexp.records.files import holder_of, this_command
+from normexp.records.files import other_holders
 from normexp.records.logs import messages_to_stderr
 from normexp.records.study import (
     CellState,
@@ -49,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 SPAWN = multiprocessing.get_context("spawn")  # a fork would share torch's threads and locks
 TICK = 0.2  # seconds between two walks that found nothing free
+GPU_WAITS = "add workers=0 to train at once; this waits until another command ends: %s"
+RUNS_WAIT = "waiting for what others train: %s"
 
 
 @dataclass(frozen=True)
@@ -95,11 +97,8 @@ class Job:
         ]
 
 
-def work(job: Job, slot: WorkerSlot, control: TrainingControl, *, hands_over: bool = False) -> None:
+def work(job: Job, slot: WorkerSlot, control: TrainingControl) -> None:
     """Walks until nothing is left, or a stop is requested.
-
-    Args:
-        hands_over: ends as soon as several stacks are left, for workers to train.
 
     Raises:
         Halted: nothing more can be trained in this process.
@@ -107,36 +106,24 @@ def work(job: Job, slot: WorkerSlot, control: TrainingControl, *, hands_over: bo
     from normexp.cells.run import train_stack
 
     cells: dict[str, Cell] = {}
-    told = ""
     while not control.stop.requested and (left := job.left()):
-        if hands_over and len(left) > 1:
-            return
-        has_trained = False
         with slot.claim() as is_free:
-            for stack in left if is_free else ():
-                try:
-                    has_trained = train_stack(stack, job.command, control, cells)
-                except Interrupted:
-                    return
-                except UserError as error:  # a record that cannot be read or written
-                    raise Halted(str(error)) from error
-                if has_trained:
-                    break
+            try:  # the first that no other process trains
+                has_trained = is_free and any(
+                    train_stack(stack, job.command, control, cells) for stack in left
+                )
+            except Interrupted:
+                return
+            except UserError as error:  # a record that cannot be read or written
+                raise Halted(str(error)) from error
         control.on_steps()
-        if not has_trained:
-            if (why := _why_waiting(left, slot, is_free=is_free)) not in ("", told):
-                logger.info(told := why)
-            time.sleep(TICK)
-
-
-def _why_waiting(left: Sequence[Stack], slot: WorkerSlot, *, is_free: bool) -> str:
-    """What another command holds; empty if it is a worker of this one."""
-    runs = [lock_of(spec.directory, seed) for stack in left for spec, seed in stack.runs]
-    holders = [holder_of(path) for path in (runs if is_free else slot.paths())]
-    others = "; ".join(dict.fromkeys(one for one in holders if one not in ("", this_command())))
-    if is_free or not others:
-        return others and f"waiting for what others train: {others}"
-    return f"add workers=0 to train at once; this waits until another command ends: {others}"
+        if has_trained:
+            continue
+        runs = [run for stack in left for run in stack.runs]
+        locks = [lock_of(spec.directory, seed) for spec, seed in runs] if is_free else slot.paths()
+        if others := other_holders(locks):  # the same line is shown once
+            logger.info(RUNS_WAIT if is_free else GPU_WAITS, "; ".join(dict.fromkeys(others)))
+        time.sleep(TICK)
 
 
 @contextmanager

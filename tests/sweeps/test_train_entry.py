@@ -146,8 +146,8 @@ def test_fail_fast_ends_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 def test_a_killed_worker_is_replaced_and_a_killed_command_stops_its_workers(tmp_path: Path):
-    # Two seeds, which turn out to train in turn once torch is there.
-    command = start(tmp_path, "batch_size=128", "replicas=2", "steps=100000", "workers=2")
+    # Three seeds, cut into runs once torch is there: one trains in the command itself.
+    command = start(tmp_path, "batch_size=128", "replicas=3", "steps=100000", "workers=3")
 
     def states() -> list[CellState]:
         return list(read_study(tmp_path / "s").cells.values())
@@ -157,13 +157,13 @@ def test_a_killed_worker_is_replaced_and_a_killed_command_stops_its_workers(tmp_
         lines = {int(pid): Path(f"/proc/{pid}/cmdline").read_text() for pid in text.split()}
         return [pid for pid, line in lines.items() if "spawn_main" in line]
 
-    wait_until(lambda: len([*tmp_path.glob("s/stacks/*/progress.json")]) == 2, command)
+    wait_until(lambda: len([*tmp_path.glob("s/stacks/*/progress.json")]) == 3, command)
     first, _ = workers()
     os.kill(first, signal.SIGKILL)
     wait_until(lambda: len(set(workers()) - {first}) == 2, command)
     command.kill()
     assert "a worker was lost, with code -9 (out of memory?)" in command.communicate()[0]
-    while any(state.processes for state in states()):
+    while any(stack.holder for state in states() for stack in state.stacks):
         time.sleep(0.1)
     ends = {end for state in states() for end in state.states.values()}
     assert Status.INTERRUPTED in ends and Status.RUNNING not in ends
@@ -189,7 +189,7 @@ def test_a_command_trains_beside_others_and_says_how_many(
     with file_lock(path.with_name("cpu-1")):
         path.with_name("cpu-1").write_text("process 1 (train norm=group)")
         assert main(words_of(tmp_path, "norm=group", "replicas=1", "workers=0")) == 0
-    assert "1 other training runs on this machine" in capsys.readouterr().err
+    assert "beside 1 other training on this machine" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from normexp.config.cells import CellSpec
 from normexp.records import provenance
 from normexp.records.provenance import visible_gpus
 from normexp.sweeps import machine
-from normexp.sweeps.machine import WorkerSlot, other_trainings, own_slot, worker_slots
+from normexp.sweeps.machine import WorkerSlot, other_trainings, worker_slots
 
 
 def on(workers: int | None = None, **trainer: object) -> CellSpec:
@@ -43,7 +43,6 @@ def test_there_is_a_worker_for_each_core(workers: int | None, count: int):
         ([on(accelerator="auto")] * 100, ["0", "1", "2"], 3),
         ([on(2, accelerator="auto")], ["0", "1", "2"], 2),
         ([on(6, accelerator="gpu")] * 100, ["0", "1", "2", "0", "1", "2"], 6),
-        ([on(accelerator="gpu", devices=3)], [None], 0),  # it sees all
         ([on()], [None] * 8, 8),
     ],
 )
@@ -55,18 +54,25 @@ def test_gpus_take_turns_and_this_process_trains_where_workers_cannot(
     assert ([slot.gpu for slot in slots], count) == (gpus, num_workers)
 
 
+def test_torchrun_gives_each_of_its_processes_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(machine, "visible_gpus", lambda: ["0", "1"])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    slots, count = worker_slots([on(accelerator="gpu", devices=2)])
+    assert ([slot.gpu for slot in slots], count) == ([None, None], 0)
+
+
 def test_each_command_takes_a_gpu_that_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(machine, "visible_gpus", lambda: ["0", "1"])
-    slots, _ = worker_slots([on(accelerator="auto")])
-    with own_slot(slots).claim() as first:
-        assert first and os.environ["CUDA_VISIBLE_DEVICES"] == "0"
-        second = own_slot(slots)
-        assert second.gpu == os.environ["CUDA_VISIBLE_DEVICES"] == "1"
-        with second.claim():
-            third = own_slot(slots)
-            assert third.gpu == "0" and not third.is_free()  # it waits
+    (first, second), _ = worker_slots([on(accelerator="auto")])
+    with first.claim() as is_mine:
+        assert is_mine and first.is_in_use() and not second.is_in_use()
+        second.hide_other_gpus()
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+        with first.claim() as is_mine:
+            assert not is_mine  # another command waits
 
 
 def test_commands_share_the_slots_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -77,7 +83,7 @@ def test_commands_share_the_slots_of_a_gpu(tmp_path: Path, monkeypatch: pytest.M
             assert (first, second, third) == (True, True, False)
             with replace(slot, waits=False).claim() as beside:  # workers=0
                 assert beside
-        assert slot.is_free()
+        assert not slot.is_in_use()
     assert not list(tmp_path.glob("*/gpu-*"))
 
 
