@@ -27,7 +27,7 @@ from normexp.norms.factory import (
 from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d, RMSNorm
 from normexp.norms.sequence import BatchNormPerPosition
 from normexp.norms.site import norm_parameters
-from normexp.norms.slots import PLACES, SLOTS, Slots, changed, resolve, set_but_unused
+from normexp.norms.slots import PLACES, SLOTS, Slots, resolve, set_but_unused
 from normexp.norms.zoo.nonlinear import FilterResponseNorm
 
 BATCH = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
@@ -178,7 +178,6 @@ def test_config_wins_over_norm_and_null_leaves_the_word_to_the_next(asked, of_no
 
 def test_slots_in_use_unlike_the_default_make_a_training_and_others_that_are_set_are_found():
     slots = Slots(act="relu", conv="weight_standardized", residual_scale=0.0, placement="post")
-    assert changed(slots, {"act", "conv"}) == {"conv": "weight_standardized"}
     config = {"act": "relu", "qk_norm": False, "placement": None, "lr": 0.1}
     assert set_but_unused(config, {"act"}) == ["qk_norm"]
     assert set(PLACES) == set(SLOTS)
