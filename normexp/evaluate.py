@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from normexp.cli import entry, read_options
-from normexp.records.result import find_cell
+from normexp.records.layout import find_cell
 
 
 @entry("evaluate")

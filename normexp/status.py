@@ -14,7 +14,7 @@ def main(words: list[str]) -> int:
     """Exit code: 0 shown, 2 the user's mistake, such as a study that is not there."""
     options = read_options("status", words)
 
-    from normexp.records.result import find_study
+    from normexp.records.layout import find_study
     from normexp.records.study import read_study
     from normexp.reporting.terminal import print_status
 

@@ -26,7 +26,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from normexp.errors import UserError
-from normexp.records.result import list_runs, read_metrics
+from normexp.records.layout import list_runs
+from normexp.records.result import read_metrics
 from normexp.records.study import read_entries
 from normexp.sweeps import worker
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from normexp.config.cells import CellSpec
 from normexp.errors import UserError
 from normexp.records.archive import Archive
-from normexp.records.result import RESULT_FILE, seed_dir
+from normexp.records.layout import RESULT_FILE, seed_dir
 from normexp.records.study import CommandEntry
 from normexp.reporting.runs import Records, RunRow, read_archive, read_run
 

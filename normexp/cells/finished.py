@@ -29,20 +29,17 @@ from normexp.diagnosis.network import num_batches_of
 from normexp.errors import UserError, first_line
 from normexp.norms.site import load_as_built
 from normexp.records.files import read_json, write_json
-from normexp.records.result import (
+from normexp.records.layout import (
     CONFIG_FILE,
     EVALUATION_FILE,
     RESULT_FILE,
     WEIGHTS_FILE,
-    Result,
     find_cell,
     find_run,
     list_seeds,
-    read_result,
-    read_samples,
     seed_dir,
-    write_samples,
 )
+from normexp.records.result import Result, read_result, read_samples, write_samples
 from normexp.reporting.terminal import print_evaluations
 from normexp.training.evaluation import criterion_of, shuffled
 from normexp.training.fit import evaluate

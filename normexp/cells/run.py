@@ -35,9 +35,7 @@ from normexp.records.files import (
     write_json,
     write_text,
 )
-from normexp.records.logs import messages_to_file
-from normexp.records.provenance import describe_environment, source_line_of, usable_cores
-from normexp.records.result import (
+from normexp.records.layout import (
     CHECKPOINT_FILE,
     CONFIG_FILE,
     EVALUATION_FILE,
@@ -46,13 +44,11 @@ from normexp.records.result import (
     METRICS_FILE,
     PROGRESS_FILE,
     WEIGHTS_FILE,
-    Measured,
-    Result,
-    Status,
     seed_dir,
-    settings_of,
-    write_samples,
 )
+from normexp.records.logs import messages_to_file
+from normexp.records.provenance import describe_environment, source_line_of, usable_cores
+from normexp.records.result import Measured, Result, Status, settings_of, write_samples
 from normexp.records.study import (
     Attempts,
     CommandEntry,

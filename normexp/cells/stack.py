@@ -12,18 +12,15 @@ from pathlib import Path
 
 from normexp.config.cells import CellSpec
 from normexp.records.files import file_lock, read_json, write_json
-from normexp.records.result import (
+from normexp.records.layout import (
     ATTEMPTS_FILE,
     RESULT_FILE,
     RESULTS_FILE,
     STACKS,
-    Result,
-    Status,
-    result_of,
     seed_dir,
     subfolders,
-    write_result,
 )
+from normexp.records.result import Result, Status, result_of, write_result
 from normexp.records.study import CellState, Member, lock_of, read_attempts
 
 # The most runs in a stack: on a CPU larger ones gain little, and a grid of learning rates still

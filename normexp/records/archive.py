@@ -28,20 +28,22 @@ import numpy as np
 
 from normexp.errors import USER_MISTAKE, UserError
 from normexp.records.files import open_atomic, write_text
-from normexp.records.result import (
+from normexp.records.layout import (
     CONFIG_FILE,
     RESULT_FILE,
     SAMPLES_FILE,
     STUDY_FILE,
-    Result,
     list_cells,
     list_seeds,
+    seed_dir,
+)
+from normexp.records.result import (
+    Result,
     pack_bits,
     read_evaluation,
     read_result,
     read_samples,
     result_of,
-    seed_dir,
     unpack_bits,
     write_result,
     write_samples,

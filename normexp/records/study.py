@@ -17,23 +17,20 @@ from pathlib import Path
 
 from normexp.errors import UserError
 from normexp.records.files import file_lock, holder_of, read_json, write_json, write_text
-from normexp.records.result import (
+from normexp.records.layout import (
     ATTEMPTS_FILE,
     CHECKPOINT_FILE,
-    ENDED,
     LOCK_FILE,
     PROGRESS_FILE,
     RESULT_FILE,
     STACKS,
     STUDY_FILE,
-    Result,
-    Status,
     list_cells,
     list_seeds,
-    read_result,
     seed_dir,
     subfolders,
 )
+from normexp.records.result import ENDED, Result, Status, read_result
 
 Member = tuple[str, int]  # the id of a cell, and a seed
 UNENDED = (Status.RUNNING, Status.INTERRUPTED, Status.NOT_STARTED)

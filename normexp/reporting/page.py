@@ -25,7 +25,7 @@ from rich.progress import track
 
 from normexp.errors import UserError
 from normexp.records.files import write_text
-from normexp.records.result import list_studies
+from normexp.records.layout import list_studies
 from normexp.reporting.figures import Figure, draw_figures, draw_ranking
 from normexp.reporting.report import Report, read_report, to_json
 from normexp.reporting.tables import write_tables

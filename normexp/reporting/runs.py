@@ -20,20 +20,22 @@ from normexp.config.words import format_count
 from normexp.errors import UserError
 from normexp.norms.slots import Slots
 from normexp.records.archive import Archive
-from normexp.records.result import (
+from normexp.records.layout import (
     CONFIG_FILE,
     METRICS_FILE,
     RESULT_FILE,
+    find_study,
+    list_runs,
+    seed_dir,
+)
+from normexp.records.result import (
     MetricRow,
     Result,
     Status,
-    find_study,
-    list_runs,
     read_evaluation,
     read_metrics,
     read_result,
     read_samples,
-    seed_dir,
 )
 from normexp.records.study import CommandEntry, Refusal, read_study
 from normexp.reporting.metric import Metric, is_at_chance

@@ -23,15 +23,8 @@ from rich.table import Table
 from rich.text import Text
 
 from normexp.config.words import format_count, format_duration
-from normexp.records.result import (
-    ENDED,
-    LOG_FILE,
-    Result,
-    Status,
-    count_samples,
-    seed_dir,
-    values_of,
-)
+from normexp.records.layout import LOG_FILE, seed_dir
+from normexp.records.result import ENDED, Result, Status, count_samples, values_of
 from normexp.records.study import STATES, CellState, CommandEntry, Study
 from normexp.reporting.metric import (
     choose_metric,

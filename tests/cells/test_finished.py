@@ -20,7 +20,8 @@ from normexp.cells import finished
 from normexp.data.images import load_digits
 from normexp.errors import UserError
 from normexp.evaluate import main
-from normexp.records.result import read_metrics, read_result, read_samples, seed_dir
+from normexp.records.layout import seed_dir
+from normexp.records.result import read_metrics, read_result, read_samples
 from normexp.train import main as train
 
 ALL = "evaluate_with=[running,precise,batch]"

@@ -19,7 +19,8 @@ from normexp.cli import parse_command
 from normexp.config.cells import CellSpec, compose_cells
 from normexp.errors import Halted
 from normexp.records.files import file_lock
-from normexp.records.result import CHECKPOINT_FILE, STACKS, Result, Status, read_result
+from normexp.records.layout import CHECKPOINT_FILE, STACKS
+from normexp.records.result import Result, Status, read_result
 from normexp.records.study import (
     Asked,
     Attempts,

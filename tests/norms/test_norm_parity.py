@@ -176,8 +176,7 @@ def test_config_wins_over_norm_and_null_leaves_the_word_to_the_next(asked, of_no
     assert resolve(asked, of_norm) == expected
 
 
-def test_slots_in_use_unlike_the_default_make_a_training_and_others_that_are_set_are_found():
-    slots = Slots(act="relu", conv="weight_standardized", residual_scale=0.0, placement="post")
+def test_slots_that_are_set_and_not_in_use_are_found():
     config = {"act": "relu", "qk_norm": False, "placement": None, "lr": 0.1}
     assert set_but_unused(config, {"act"}) == ["qk_norm"]
     assert set(PLACES) == set(SLOTS)

@@ -11,7 +11,8 @@ from test_records_result import make_result
 from normexp.errors import UserError
 from normexp.records.archive import Archive, main, pack_study
 from normexp.records.files import write_json
-from normexp.records.result import Measured, seed_dir, write_result, write_samples
+from normexp.records.layout import seed_dir
+from normexp.records.result import Measured, write_result, write_samples
 from normexp.records.study import Asked, CommandEntry, append_entry
 
 RIGHT = np.arange(13) % 3 == 0

@@ -9,18 +9,8 @@ from typing import Any
 import pytest
 
 from normexp.errors import UserError
-from normexp.records.result import (
-    Measured,
-    Result,
-    find_study,
-    list_cells,
-    list_runs,
-    list_seeds,
-    read_result,
-    seed_dir,
-    seed_of,
-    write_result,
-)
+from normexp.records.layout import find_study, list_cells, list_runs, list_seeds, seed_dir, seed_of
+from normexp.records.result import Measured, Result, read_result, write_result
 
 MEASURED = {
     "metrics": {"val/loss": 0.1 + 0.2, "val/accuracy": 1.0, "val/accuracy@batch32": 0.9},

@@ -8,15 +8,8 @@ import pytest
 
 from normexp.errors import UserError
 from normexp.records.files import file_lock
-from normexp.records.result import (
-    CHECKPOINT_FILE,
-    STACKS,
-    Measured,
-    Result,
-    Status,
-    seed_dir,
-    write_result,
-)
+from normexp.records.layout import CHECKPOINT_FILE, STACKS, seed_dir
+from normexp.records.result import Measured, Result, Status, write_result
 from normexp.records.study import (
     Asked,
     Attempts,

@@ -9,14 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from normexp.records.result import (
-    Measured,
-    MetricRow,
-    Result,
-    Status,
-    write_metrics,
-    write_result,
-)
+from normexp.records.result import Measured, MetricRow, Result, Status, write_metrics, write_result
 from normexp.reporting.compare import Comparison
 from normexp.reporting.report import Report, report_on
 from normexp.reporting.runs import Records, RunRow
