@@ -326,7 +326,7 @@ def _own_hooks(callback: pl.Callback, hooks: Sequence[str]) -> list[str]:
 
 
 class StepReports(pl.Callback):
-    """Calls `on_steps(step, num_steps)` once a second, in at most 5 % of the time."""
+    """Calls `on_steps(step, num_steps)` once a second, and less often if that takes long."""
 
     def __init__(self, on_steps: Callable[[int, int], None]) -> None:
         self.on_steps = on_steps
@@ -340,4 +340,5 @@ class StepReports(pl.Callback):
         if (started := time.monotonic()) >= self._due_at:
             self.on_steps(pl_module.step, pl_module.recipe.num_steps)
             now = time.monotonic()
-            self._due_at = now + max(1.0, 20 * (now - started))
+            # At most a minute, since the process may have been suspended meanwhile.
+            self._due_at = now + min(max(1.0, 20 * (now - started)), 60.0)

@@ -141,7 +141,7 @@ def test_what_would_train_in_turn_is_cut_before_its_first_step_and_prepared_once
     walk(specs_of(tmp_path / "cut", replicas=3))
     assert len(prepared) == 1
     assert all(one.measured.timing["stack_size"] == 1 for one in results_of(tmp_path / "cut"))
-    assert all(one.apart is None for one in results_of(tmp_path / "cut"))
+    assert all(one.measured.apart is None for one in results_of(tmp_path / "cut"))
     files = files_of(tmp_path / "cut")
     assert files == files_of(tmp_path / "3")
     assert files.items() > files_of(tmp_path / "1").items()
