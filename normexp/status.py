@@ -19,7 +19,7 @@ def main(words: list[str]) -> int:
     from normexp.reporting.terminal import print_status
 
     study_dir = find_study(Path(options["runs_dir"]), options["study"])
-    if study_dir.suffix == ".zip":
+    if study_dir.is_file():
         raise UserError(
             f"study={study_dir.stem} was shipped and has ended; normexp.report shows it"
         )

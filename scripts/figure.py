@@ -49,6 +49,8 @@ def main(folder: Path = RECORDS) -> None:
         if (folder / f"{study}.zip").exists() or (folder / study).exists():
             (part,) = normexp.load_report(study, runs_dir=folder).slices
             panels.append(draw_panel(part, title))
+    if not panels:
+        sys.exit(f"{folder} has none of the studies {', '.join(TITLES)}")
     chart = alt.hconcat(*panels, spacing=40).resolve_scale(color="shared")
     chart.configure(**CONFIG | TEXTS).save(PICTURE, scale_factor=2)
 

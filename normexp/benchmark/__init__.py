@@ -34,7 +34,7 @@ def main(words: list[str]) -> int:
     if overrides:
         code, cells = _train(reference, overrides, options)
         entry_runs = reference.runs_of(cells)
-        if not entry_runs:  # a dry run
+        if not entry_runs:  # a dry run, or nothing but refusals
             return code
         name = f"{name}-{cells[0].choices['norm']}"
     records = reference.records_of(reference.workloads, entry_runs)
@@ -63,16 +63,17 @@ def _train(
         is_of_norm = key.partition(".")[0] in ("norm", *SLOTS)
         if key in FIXED or (in_identity(key) and not is_of_norm):
             raise UserError(f"{word}: frozen by the rules; an entry sets its norm and its slots")
-    if len([word for word in overrides if word.startswith("norm=") and "," not in word]) != 1:
-        raise UserError("an entry is one norm: norm=NAME, or norm=my_package.MyNorm")
-    code, entered = 0, []
+    studies: dict[tuple[str, ...], list[CellSpec]] = {}  # by the words that train them
     for workload in options["workloads"] or reference.workloads:
         if workload not in reference.workloads:
             known = ", ".join(reference.workloads)
             raise UserError(f"workloads={workload}: the reference has {known}")
         experiment = f"experiment={reference.name}/{workload}"
-        words = [experiment, f"runs_dir={options['runs_dir']}", *overrides]
-        cells = compose_cells(parse_command(words))
-        code = max(code, run_cells(cells, ["normexp-benchmark", *words]))
-        entered += cells
-    return code, entered
+        words = (experiment, f"runs_dir={options['runs_dir']}", *overrides)
+        studies[words] = compose_cells(parse_command(words))
+    cells = [cell for known in studies.values() for cell in known]
+    has_norm = any(word.startswith("norm=") for word in overrides)
+    if not has_norm or len({cell.choices["norm"] for cell in cells}) > 1:
+        raise UserError("an entry is one norm: norm=NAME, or norm=my_package.MyNorm")
+    codes = [run_cells(own, ["normexp-benchmark", *words]) for words, own in studies.items()]
+    return max(codes), cells

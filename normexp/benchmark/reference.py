@@ -47,7 +47,7 @@ class Reference:
         return [read_run(self.study, run_dir) for run_dir in ended]
 
     def records_of(self, recipes: Iterable[str], entry: Sequence[RunRow] = ()) -> Records:
-        """The runs of some recipes, and those of an entry in the place of the same cells."""
+        """The runs of some recipes, and those of an entry, which replace the same cells."""
         entered = {run.result.cell_id for run in entry}
         wanted = {cell for name in recipes for cell in self.recipes[name]} - entered
         own = [run for run in self.records.runs if run.result.cell_id in wanted]

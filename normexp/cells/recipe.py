@@ -235,7 +235,7 @@ def derived_of(spec: CellSpec, recipe: Recipe, *, mixes_samples: bool) -> dict[s
 
 
 def typed_values(spec: CellSpec) -> dict[str, Any]:
-    """What is known of `derived_of` where a cell cannot be prepared."""
+    """The part of `derived_of` that is known before a cell is prepared."""
     return {**_effective(Sizes(**spec.sizes)), "lr": spec.lr, **names_in(spec)}
 
 

@@ -23,6 +23,7 @@ from normexp.cells.devices import training_together
 from normexp.cells.recipe import typed_values
 from normexp.cells.stack import Run, Stack, claimed, commit, remove, settle
 from normexp.config.cells import CellSpec
+from normexp.config.identity import may_mix_samples
 from normexp.config.words import one_line
 from normexp.data.batches import TrainingBatches
 from normexp.errors import Halted, UserError
@@ -199,7 +200,8 @@ class Attempt:
         run_dir = seed_dir(spec.directory, seed)
         run_dir.mkdir(parents=True, exist_ok=True)
         write_text(run_dir / LOG_FILE, trace or reason)
-        defines, derived, measured = spec.identity, typed_values(spec), Measured()
+        defines, derived = spec.identity, typed_values(spec)
+        measured = Measured(traits={"mixes_samples": may_mix_samples(spec.config)})
         if cell := self.cells.get(spec.id):
             defines, derived, measured = cell.defines, cell.derived, cell.measured
         environment = describe_environment(threads=self.attempts.threads)

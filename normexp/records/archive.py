@@ -16,18 +16,20 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile
 
 import numpy as np
 
 from normexp.errors import USER_MISTAKE, UserError
-from normexp.records.files import open_atomic, write_text
+from normexp.records.files import open_atomic
 from normexp.records.layout import (
     CONFIG_FILE,
     RESULT_FILE,
@@ -90,7 +92,7 @@ def _read_cell(folder: Path) -> ArchivedCell:
         if not (run_dir / RESULT_FILE).exists():
             continue
         result = read_result(run_dir)
-        metrics = read_evaluation(run_dir) | result.metrics  # those of the training stand
+        metrics = read_evaluation(run_dir) | result.metrics  # the training's take precedence
         results.append(replace(result, measured=replace(result.measured, metrics=metrics)))
         if known := read_samples(run_dir):
             samples[seed] = known
@@ -143,14 +145,14 @@ class Archive:
         try:
             self._zip = ZipFile(io.BytesIO(path.read_bytes()))
             self.entries = parse_entries(self._zip.read(STUDY_FILE).decode(), path)
+            self._results = self._zip.read(ARCHIVED_RESULTS).decode().splitlines()
         except (OSError, KeyError, BadZipFile) as error:
             raise UserError(f"{path} is not a zip of a study ({error})") from error
         self._samples = lru_cache(maxsize=1)(self._read_samples)  # a cell's runs come in a row
 
     def results(self) -> Iterator[Result]:
         """Every run, in the order of cells and seeds."""
-        for line in self._zip.read(ARCHIVED_RESULTS).decode().splitlines():
-            yield result_of(json.loads(line), self.path)
+        return (result_of(json.loads(line), self.path) for line in self._results)
 
     def config(self, cell_id: str) -> str:
         """The text of a cell's config.yaml."""
@@ -167,7 +169,10 @@ class Archive:
             file = io.BytesIO(self._zip.read(f"{cell_id}/{SAMPLES_FILE}"))
         except KeyError:  # none are recorded
             return samples
-        arrays = unpack_bits(file)
+        try:
+            arrays = unpack_bits(file)
+        except (BadZipFile, ValueError) as error:
+            raise UserError(f"{self.path}: the samples of {cell_id} are torn ({error})") from error
         for kind, seeds in arrays.items():
             if kind.endswith(SEEDS):
                 rows = arrays[kind.removesuffix(SEEDS)]
@@ -180,21 +185,25 @@ def unpack_study(path: Path, study_dir: Path) -> None:
     """Writes the folder of a shipped study, to which a command can add runs.
 
     Raises:
-        UserError: a file that is no zip of a study, or a folder that exists.
+        UserError: a file that is no zip of a study, or a folder that has runs.
     """
     archive = Archive(path)
-    if study_dir.exists():
-        raise UserError(f"{study_dir} exists; name another folder")
-    for result in archive.results():
-        cell_dir = study_dir / result.cell_id
-        run_dir = seed_dir(cell_dir, result.seed)
-        run_dir.mkdir(parents=True)
-        write_text(cell_dir / CONFIG_FILE, archive.config(result.cell_id))
-        if samples := archive.samples(result.cell_id, result.seed):
-            write_samples(run_dir, samples)
-        write_result(run_dir, result)
-    for entry in archive.entries:
-        append_entry(study_dir, entry)
+    if list_cells(study_dir):
+        raise UserError(f"{study_dir} has runs; name another folder")
+    study_dir.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=study_dir.parent) as folder:  # nothing is left half-made
+        for result in archive.results():
+            cell_dir = Path(folder, result.cell_id)
+            run_dir = seed_dir(cell_dir, result.seed)
+            run_dir.mkdir(parents=True)
+            (cell_dir / CONFIG_FILE).write_text(archive.config(result.cell_id))
+            if samples := archive.samples(result.cell_id, result.seed):
+                write_samples(run_dir, samples)
+            write_result(run_dir, result)
+        for entry in archive.entries:
+            append_entry(Path(folder), entry)
+        for path in Path(folder).iterdir():
+            os.replace(path, study_dir / path.name)
 
 
 def main(source: Path, target: Path) -> int:

@@ -61,13 +61,17 @@ def find_study(runs_dir: Path, name: str) -> Path:
     """Returns the folder of a study, or the zip that ships it.
 
     Raises:
-        UserError: the study is missing; names the nearest.
+        UserError: the study is missing (names the nearest), or is there twice.
     """
     known = list_studies(runs_dir)
     if name not in known:
         raise UserError(f"study={name} not found in {runs_dir}; nearest: {_nearest(name, known)}")
     folder, archive = runs_dir / name, runs_dir / f"{name}.zip"
-    return folder if not archive.exists() or list_cells(folder) else archive
+    if not archive.is_file():
+        return folder
+    if list_cells(folder):
+        raise UserError(f"study={name} is there twice: rename {folder} or {archive}")
+    return archive
 
 
 def _nearest(name: str, known: list[str]) -> str:

@@ -134,7 +134,13 @@ def settings_of(defines: Mapping[str, Any], derived: Mapping[str, Any]) -> dict[
 
     The choice of each group, the values that differ from its defaults, and derived values.
     """
-    values = {**flatten(defines), **derived}
+    values = flatten(defines)
+    # Beside a part's name stands its choice: torchvision, of which resnet18 is the name.
+    parts = [key for key in derived if isinstance(defines.get(key), Mapping) and key in values]
+    values |= {f"{key}.choice": values[key] for key in parts}
+    values |= derived
+    if "devices" not in defines:
+        values.pop("devices", None)  # a device's share of a batch is counted in the sizes
     return {key: value for key, value in values.items() if key not in ACT_THROUGH_DERIVED}
 
 

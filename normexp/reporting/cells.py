@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,11 @@ class CellRow:
     searched: frozenset[str] = frozenset()
     settings: Config = field(default_factory=dict)
     title: str = ""
+
+    @property
+    def is_prepared(self) -> bool:
+        """False if its runs failed before its data were known."""
+        return any("epochs" in run.result.derived for run in self.runs)
 
     @property
     def missing(self) -> int:
@@ -153,12 +158,13 @@ def _cell_of(runs: Sequence[RunRow], records: Records) -> CellRow:
 def _with_settings(cells: Sequence[CellRow]) -> list[CellRow]:
     """Adds settings and titles.
 
-    A key separates cells that differ in it alone, as a grid over it makes them; one in which norms
-    differ does not, and the table says that they are not compared.
+    A key separates cells if a norm was run with several values of it. One that differs only between
+    norms does not, and the table then says that they are not compared.
     """
     named = {*SIZES, "lr", "model", "data"}
-    keys = {key for cell in cells for key in cell.config}
-    counts = {key: {comparable(cell.config.get(key)) for cell in cells} for key in BUDGET}
+    known = [cell for cell in cells if cell.is_prepared] or cells
+    keys = {key for cell in known for key in cell.config}
+    counts = {key: {comparable(cell.config.get(key)) for cell in known} for key in BUDGET}
     lengths = [key for key in BUDGET if comparable(None) not in counts[key]]
     length = min(lengths, key=lambda key: len(counts[key]), default="")
     separating = [
@@ -166,19 +172,25 @@ def _with_settings(cells: Sequence[CellRow]) -> list[CellRow]:
         for key in sorted(keys - named)
         if not is_norm_key(key)
         and (key == length or key not in BUDGET)
-        and _varies_within_norm(cells, key)
+        and _varies_within_norm(known, key)
     ]
+    alike: dict[tuple[str, str], list[CellRow]] = {}  # cells of one model and data set
+    for cell in known:
+        alike.setdefault((cell.model, cell.data), []).append(cell)
     labelled = []
     for cell in cells:
-        alike = [other for other in cells if (other.model, other.data) == (cell.model, cell.data)]
+        others = alike.get((cell.model, cell.data), [cell])
+        # A cell that failed too early to have them stands with the first of the others.
+        values = {
+            key: (cell if cell.is_prepared else others[0]).value_of(key) for key in separating
+        }
         words = [
-            setting_words(key, cell.value_of(key))
-            for key in separating
-            if len({comparable(other.config.get(key)) for other in alike}) > 1
+            setting_words(key, value)
+            for key, value in values.items()
+            if len({comparable(other.config.get(key)) for other in others}) > 1
         ]
-        settings = {"model": cell.model, "data": cell.data}
-        settings |= {key: cell.config.get(key) for key in separating}
         title = ", ".join([f"{cell.model} on {cell.data}", *words])
+        settings = {"model": cell.model, "data": cell.data, **values}
         labelled.append(replace(cell, settings=settings, title=title))
     return labelled
 
@@ -196,10 +208,9 @@ def _with_norms(cells: Sequence[CellRow]) -> list[CellRow]:
     """Adds to the label of each norm the knobs in which its cells differ."""
     groups: dict[str, list[CellRow]] = {}
     for cell in cells:
-        groups.setdefault(cell.norm, []).append(cell)
+        groups.setdefault(cell.norm.partition(" · ")[0], []).append(cell)
     labelled = []
-    for label, same in groups.items():
-        name, mark, study = label.partition(" · ")
+    for name, same in groups.items():
         keys = sorted({key for cell in same for key in cell.config if is_norm_key(key)})
         varying = [
             key
@@ -212,6 +223,7 @@ def _with_norms(cells: Sequence[CellRow]) -> list[CellRow]:
                 f"{key.removeprefix('norm.')}={as_typed(cell.value_of(key))}" for key in varying
             ]
             words = [name, *knobs, *(["INVALID"] if cell.invalid else [])]
+            _, mark, study = cell.norm.partition(" · ")
             labelled.append(replace(cell, norm=" ".join(words) + mark + study))
     return labelled
 
@@ -259,7 +271,7 @@ def _may_differ(key: str, first: CellRow, second: CellRow, different: Collection
     if first.batch_size == second.batch_size:
         return False
     if key in BUDGET:
-        return any(key in first.config and key not in different for key in BUDGET)
+        return any(other in first.config and other not in different for other in BUDGET)
     # What follows from the batch size by one rule.
     rules = {cell.value_of("lr_rule") for cell in (first, second)}
     follows = {"optim.momentum": {"momentum_aware"}, "lr": {"linear", "sqrt", "momentum_aware"}}
@@ -292,6 +304,8 @@ def comparable(value: Any) -> Hashable:
     """A key that is equal for equal values: 1 is 1.0, and true is no number."""
     if isinstance(value, list | tuple):
         return tuple(map(comparable, value))
+    if isinstance(value, Mapping):
+        return tuple((key, comparable(item)) for key, item in sorted(value.items()))
     return (isinstance(value, bool), value)
 
 

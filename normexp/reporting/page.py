@@ -142,7 +142,8 @@ def _stamp(runs_dir: Path, names: Sequence[str]) -> set[tuple[str, int]]:
     stamps = set()
     for name in names:
         # Not Path.glob, which raises if a folder disappears meanwhile.
-        for path in glob(f"{escape(str(runs_dir / name))}/*/seed-*/*.json"):
+        study = escape(str(runs_dir / name))
+        for path in [*glob(f"{study}/*/seed-*/*.json"), *glob(f"{study}.zip")]:
             with suppress(FileNotFoundError):  # just removed by a rerun
                 stamps.add((path, os.stat(path).st_mtime_ns))
     return stamps

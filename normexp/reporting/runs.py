@@ -72,7 +72,7 @@ class RunRow:
 
     @cached_property
     def _all_values(self) -> Config:
-        with suppress(YAMLError, OSError):
+        with suppress(YAMLError, OSError, KeyError):  # torn, or missing
             return yaml.load(self.load_config(), Loader=YAML_LOADER) or {}
         return {}
 
@@ -116,8 +116,10 @@ class RunRow:
         """The metric as shown; chance level where the run diverged or is at chance."""
         chance = metric.chance(self.result.measured.chance_accuracy)
         value = self.recorded(metric)
-        if self.status == Status.DIVERGED or value is None or chance is None:
-            return chance if self.status == Status.DIVERGED else value
+        if self.status == Status.DIVERGED:
+            return chance
+        if value is None or chance is None:
+            return value
         is_beyond = metric.unit == "bits per byte" and value > chance
         return chance if self.is_at_chance or is_beyond else value
 
@@ -163,7 +165,7 @@ class Records:
 
     runs: in order of cells and seeds
     asked: by study and cell id, the seeds that each command asks for, the first command first;
-        cells that are not there asked for the runs that they have
+        for other cells, the recorded seeds count
     searched: by study, the keys whose values a search chose
     problems: one line for each result that cannot be read, and each cell without an ended run
     """
@@ -193,7 +195,7 @@ def read_studies(runs_dir: Path, names: Sequence[str]) -> Records:
 
 def _read_study(runs_dir: Path, name: str) -> Records:
     root = find_study(runs_dir, name)
-    if root.suffix == ".zip":
+    if root.is_file():
         return read_archive(Archive(root))
     study = read_study(root)
     refused = list(study.refusals.values())
@@ -212,13 +214,13 @@ def _read_study(runs_dir: Path, name: str) -> Records:
         for cell, count in begun.items()
         if cell not in ended
     ]
-    torn = list(dict.fromkeys(torn))  # of another schema all are
-    problems = [*torn, *(f"refused: {one.error}" for one in refused), *waiting]
-    if problems and not runs:
-        raise UserError(f"study={name} has no readable result; the first problem: {problems[0]}")
+    problems = [*dict.fromkeys(torn), *waiting]  # all runs of an old schema give the same line
+    reasons = [*problems, *(f"refused: {one.error}" for one in refused)]
+    if reasons and not runs:
+        raise UserError(f"study={name} has no readable result; the first problem: {reasons[0]}")
     if not runs:
         raise UserError(f"study={name} is empty: {root} has no runs; train one with study={name}")
-    return _records_of(name, runs, study.commands, refused, [*torn, *waiting])
+    return _records_of(name, runs, study.commands, refused, problems)
 
 
 def read_run(study: str, run_dir: Path) -> RunRow:
@@ -226,7 +228,7 @@ def read_run(study: str, run_dir: Path) -> RunRow:
     result = read_result(run_dir)
     if not isinstance(result.settings.get("batch_size"), int):
         raise UserError(f"{run_dir / RESULT_FILE} has no batch_size; was it edited by hand?")
-    metrics = {**read_evaluation(run_dir), **result.metrics}  # those of the training stand
+    metrics = {**read_evaluation(run_dir), **result.metrics}  # the training's take precedence
     config = run_dir.parent / CONFIG_FILE
     return RunRow(
         *(study, run_dir, result, metrics),

@@ -11,7 +11,7 @@ from test_records_result import make_result
 from normexp.errors import UserError
 from normexp.records.archive import Archive, main, pack_study
 from normexp.records.files import write_json
-from normexp.records.layout import seed_dir
+from normexp.records.layout import find_study, seed_dir
 from normexp.records.result import Measured, write_result, write_samples
 from normexp.records.study import Asked, CommandEntry, append_entry
 
@@ -67,7 +67,11 @@ def test_a_zip_becomes_a_folder_again(tmp_path: Path):
     assert np.array_equal(second.samples("images", 0)["running"], RIGHT)
 
 
-def test_another_file_is_refused_by_name(tmp_path: Path):
+def test_another_file_and_a_second_study_of_a_name_are_refused(tmp_path: Path):
+    write_study(tmp_path / "mine")
+    pack_study(tmp_path / "mine", tmp_path / "mine.zip")
+    with pytest.raises(UserError, match="study=mine is there twice"):
+        find_study(tmp_path, "mine")
     for name, content in {"no.zip": b"no zip", "empty.zip": b"PK\x05\x06" + bytes(18)}.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError, match=f"{name} is not a zip of a study"):

@@ -59,10 +59,11 @@ def test_missing_values_are_absent_and_metrics_are_sorted():
 
 def test_settings_are_flat_and_derived_values_stand_for_typed_ones():
     defines = {"samples": 64, "norm": {"choice": "batch", "half_life": 8}, "data": {"sizes": [1]}}
-    result = make_result(defines=defines, derived={"steps": 2, "norm.momentum": 0.5})
-    assert result.settings == {
-        **{"norm": "batch", "norm.momentum": 0.5},
-        **{"data.sizes": (1,), "steps": 2},
+    defines["model"] = {"choice": "torchvision"}
+    derived = {"steps": 2, "norm.momentum": 0.5, "model": "resnet18", "devices": 2}
+    assert make_result(defines=defines, derived=derived).settings == {
+        **{"norm": "batch", "norm.momentum": 0.5, "model": "resnet18"},
+        **{"model.choice": "torchvision", "data.sizes": (1,), "steps": 2},
     }
 
 

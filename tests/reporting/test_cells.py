@@ -106,3 +106,26 @@ def test_the_learning_rate_is_chosen_on_validation_and_never_on_test():
     ]
     (part,) = report_of_cells(*cells).slices
     assert part.lines["batch"][128].best.lr == 0.3
+
+
+def test_a_cell_that_failed_before_it_was_prepared_stands_with_the_others():
+    lost = cell_of("batch", [0.5] * 2, lr=0.3, failed=[0, 1])
+    del lost[0].result.derived["epochs"]  # of both runs, as `typed_values` records it
+    cells = [cell_of("batch", FLAT, lr=0.1), lost, cell_of("group", FLAT)]
+    cells += [cell_of(norm, FLAT, epochs=12) for norm in ("batch", "group")]
+    parts = report_of_cells(*cells).slices
+    assert [part.title for part in parts] == [
+        *("resnet on cifar10, epochs=3", "resnet on cifar10, epochs=12"),
+    ]
+    assert [cell.lr for cell in parts[0].cells if cell.norm == "batch"] == [0.1, 0.3]
+
+
+def test_a_knob_that_differs_between_studies_is_in_the_labels():
+    cells = [
+        cell_of("batch", FLAT, study=study, knobs={"momentum": momentum})
+        for study, momentum in (("a", 0.1), ("b", 0.3))
+    ]
+    assert report_of_cells(*cells).slices[0].norms == [
+        "batch momentum=0.1 · a",
+        "batch momentum=0.3 · b",
+    ]
