@@ -178,7 +178,9 @@ def print_summary(state: CellState) -> None:
         console.out(line)
     timing = ended[0].measured.timing
     seconds, step = timing.get("train_seconds", 0.0), timing.get("step_ms", 0.0)
-    console.out(f"trained in {seconds:.1f} s, {step:.2f} ms per step of the whole stack")
+    together = int(timing.get("stack_size", 1))
+    whose = f"of {together} runs together" if together > 1 else "of a run"
+    console.out(f"trained in {seconds:.1f} s, {step:.2f} ms per step {whose}")
     console.out(f"run directory: {state.directory}")
     for line in [*_notes_on(state), "next:", *commands_to_look([state])]:
         console.out(line)
