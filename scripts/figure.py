@@ -37,7 +37,13 @@ TITLES = {
 }
 FONT = 19  # pixels; a phone shows the picture at half its size
 TEXTS = {
-    "title": {"fontSize": FONT + 1, "fontWeight": "normal", "anchor": "start", "offset": 10},
+    "title": {
+        "fontSize": FONT + 1,
+        "fontWeight": "normal",
+        "anchor": "start",
+        "offset": 24,
+        "frame": "group",
+    },
     "axis": CONFIG["axis"] | {"labelFontSize": FONT, "titleFontSize": FONT},
     "legend": CONFIG["legend"] | {"labelFontSize": FONT + 1, "columns": 5, "symbolSize": 160},
 }
@@ -51,7 +57,7 @@ def main(folder: Path = RECORDS) -> None:
             panels.append(draw_panel(part, title))
     if not panels:
         sys.exit(f"{folder} has none of the studies {', '.join(TITLES)}")
-    chart = alt.hconcat(*panels, spacing=40).resolve_scale(color="shared")
+    chart = alt.hconcat(*panels, spacing=130, bounds="flush").resolve_scale(color="shared")
     chart.configure(**CONFIG | TEXTS).save(PICTURE, scale_factor=2)
 
 
@@ -63,8 +69,7 @@ def draw_panel(part: Slice, title: str) -> Any:
     x = alt.X("size:Q", title="norm batch size").scale(type="log", base=2, padding=12)
     x = x.axis(values=sorted(part.sizes), format="d", grid=False)
     y = alt.Y("value:Q", title=words, scale=alt.Scale(zero=False))
-    norms = [norm for norm in COLOURS if norm in {row["norm"] for row in rows}]
-    colour = alt.Color("norm:N").scale(domain=norms, range=[COLOURS[norm] for norm in norms])
+    colour = alt.Color("norm:N").scale(domain=[*COLOURS], range=[*COLOURS.values()])
     base = alt.Chart(alt.Data(values=rows)).encode(x, colour)
     mean, seed = (base.transform_filter(f"datum.kind == '{kind}'") for kind in ("mean", "seed"))
     band = mean.transform_filter("isValid(datum.low)").mark_area(opacity=0.15)
