@@ -75,7 +75,7 @@ def train_stack(
     """Claims a stack, trains what is left of it, and commits the results.
 
     Args:
-        cells: that this process has prepared, see `prepare_cells`.
+        cells: those that this process has prepared, by id; `prepare_cells` adds to them.
 
     Returns:
         False if another process trains one of its runs.

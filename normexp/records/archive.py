@@ -40,6 +40,7 @@ from normexp.records.layout import (
     seed_dir,
 )
 from normexp.records.result import (
+    TORN,
     Result,
     pack_bits,
     read_evaluation,
@@ -171,7 +172,7 @@ class Archive:
             return samples
         try:
             arrays = unpack_bits(file)
-        except (BadZipFile, ValueError) as error:
+        except TORN as error:
             raise UserError(f"{self.path}: the samples of {cell_id} are torn ({error})") from error
         for kind, seeds in arrays.items():
             if kind.endswith(SEEDS):
@@ -202,8 +203,8 @@ def unpack_study(path: Path, study_dir: Path) -> None:
             write_result(run_dir, result)
         for entry in archive.entries:
             append_entry(Path(folder), entry)
-        for path in Path(folder).iterdir():
-            os.replace(path, study_dir / path.name)
+        for content in Path(folder).iterdir():
+            os.replace(content, study_dir / content.name)
 
 
 def main(source: Path, target: Path) -> int:

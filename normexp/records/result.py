@@ -135,7 +135,7 @@ def settings_of(defines: Mapping[str, Any], derived: Mapping[str, Any]) -> dict[
     The choice of each group, the values that differ from its defaults, and derived values.
     """
     values = flatten(defines)
-    # Beside a part's name stands its choice: torchvision, of which resnet18 is the name.
+    # A part that has a name keeps its choice as well: resnet18 is a model of torchvision.
     parts = [key for key in derived if isinstance(defines.get(key), Mapping) and key in values]
     values |= {f"{key}.choice": values[key] for key in parts}
     values |= derived
@@ -283,6 +283,7 @@ def read_metrics(path: Path) -> list[MetricRow]:
 # For classification: correct or not, stored as packed bits beside their number. For a language
 # model: the mean loss per token of each sequence, float32.
 NUM_SAMPLES = "num_samples"  # of packed bits, which are padded to whole bytes
+TORN = (OSError, EOFError, BadZipFile, TypeError, ValueError)  # what numpy raises for such a file
 
 
 def write_samples(run_dir: Path, samples: Mapping[str, np.ndarray]) -> None:
@@ -346,7 +347,7 @@ def read_samples(run_dir: Path) -> dict[str, np.ndarray]:
     try:
         with open(path, "rb") as file:
             return unpack_bits(file)
-    except (OSError, EOFError, BadZipFile, TypeError, ValueError) as error:
+    except TORN as error:
         raise UserError(f"{path} cannot be read ({error}); remove it") from error
 
 

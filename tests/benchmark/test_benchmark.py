@@ -114,6 +114,15 @@ def test_claims_are_judged_by_the_runs(
     assert len(claims.claims_table([*judged.values()]).frame) > len(judged)
 
 
+def test_an_entry_stands_in_place_of_the_same_cells(tmp_path: Path):
+    reference = reference_of(tmp_path / "own.zip", [("batch", 0.05, 32), ("layer", 0.1, 32)])
+    before = reference.records_of(["convnet"]).runs
+    entry = [run for run in before if run.result.settings["norm"] == "layer"][:3]
+    after = reference.records_of(["convnet"], entry).runs
+    assert len(before) == 2 * len(RATES) * len(SEEDS)
+    assert len(after) == len(before) - len(SEEDS) + len(entry)
+
+
 def test_the_shipped_runs_are_those_of_the_shipped_recipes():
     shipped = read_reference("benchmark1")
     path = Path(claims.__file__).with_name("benchmark1.zip")

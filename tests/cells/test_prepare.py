@@ -174,6 +174,19 @@ def test_lines_that_mean_one_cell_leave_one_record(words: list[str]):
     assert cell.derived == same.derived
 
 
+def test_a_record_has_what_its_id_hashes_and_what_follows_from_it():
+    words = "batch_size=64 norm_batch_size=4 lr=0.1 lr_rule=linear drop_last=false steps=42"
+    cell = prepare("norm=batch", "norm.half_life=64", "norm.momentum=null", *words.split())
+    assert cell.defines == {**cell.spec.identity, "digests": {"data": cell.data.digest}}
+    assert cell.derived == {
+        **{"batch_size": 64, "micro_batch_size": 64, "norm_batch_size": 4, "devices": 1},
+        **{"steps": 42, "epochs": 2.0, "lr": 0.2, "norm.momentum": 0.5},
+    }
+    group = prepare("norm=group", "norm_batch_size=4")  # which samples share has no effect
+    assert group.derived["norm_batch_size"] == group.derived["batch_size"] == 32
+    assert group.measured.traits["mixes_samples"] is False
+
+
 def test_cells_that_differ_in_rate_seed_or_budget_are_probed_once(monkeypatch):
     examined, traits = [], prepare("norm=group").traits
     monkeypatch.setattr(cell_module, "examine", lambda *_, **__: examined.append(1) or traits)

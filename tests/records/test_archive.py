@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from zipfile import ZipFile
 
 import numpy as np
 import pytest
@@ -20,15 +22,17 @@ LOSSES = np.linspace(0, 1, 5, dtype=np.float32)
 
 
 def write_study(study: Path) -> None:
-    """Two cells of two runs: one of images, evaluated again, and one of texts without samples."""
+    """Two cells of two runs: of images, both with samples, and of texts, of which one has some."""
     for cell, samples in {"images": {"running": RIGHT}, "texts": {"running": LOSSES}}.items():
         for seed in (0, 1):
             run_dir = seed_dir(study / cell, seed)
             run_dir.mkdir(parents=True)
             measured = Measured({"test/loss": 0.5 + seed})
             write_result(run_dir, make_result(measured, cell_id=cell, seed=seed))
+            if seed == 0 or cell == "images":
+                own = ~RIGHT if seed else samples["running"]
+                write_samples(run_dir, {"running": own})
             if seed == 0:
-                write_samples(run_dir, samples)
                 write_json(run_dir / "evaluation.json", {"precise": {"test/loss": 0.25}})
         (study / cell / "config.yaml").write_text(f"lr: 0.1 # {cell}\n")
     (study / "begun" / "seed-0").mkdir(parents=True)
@@ -47,8 +51,9 @@ def test_a_zip_holds_what_a_report_reads_of_a_study(tmp_path: Path):
     ]
     assert results[0].metrics == {"test/loss": 0.5, "test/loss@precise": 0.25}
     assert results[1].metrics == {"test/loss": 1.5}
-    (right,) = archive.samples("images", 0).values()
-    assert right.dtype == bool and np.array_equal(right, RIGHT)
+    for seed, expected in enumerate((RIGHT, ~RIGHT)):
+        (right,) = archive.samples("images", seed).values()
+        assert right.dtype == bool and np.array_equal(right, expected)
     assert np.array_equal(archive.samples("texts", 0)["running"], LOSSES)
     assert archive.samples("texts", 1) == {}
     assert archive.config("texts") == "lr: 0.1 # texts\n"
@@ -65,6 +70,17 @@ def test_a_zip_becomes_a_folder_again(tmp_path: Path):
     first, second = (Archive(tmp_path / name) for name in ("mine.zip", "again.zip"))
     assert list(second.results()) == list(first.results()) and second.entries == first.entries
     assert np.array_equal(second.samples("images", 0)["running"], RIGHT)
+
+
+def test_torn_samples_are_named_and_the_results_stay_readable(tmp_path: Path):
+    with ZipFile(tmp_path / "torn.zip", "w") as file:
+        file.writestr("study.jsonl", "")
+        file.writestr("results.jsonl", json.dumps(make_result(cell_id="images").to_dict()))
+        file.writestr("images/samples.npz", b"PK torn")
+    archive = Archive(tmp_path / "torn.zip")
+    assert [result.seed for result in archive.results()] == [3]
+    with pytest.raises(UserError, match="torn.zip: the samples of images are torn"):
+        archive.samples("images", 3)
 
 
 def test_another_file_and_a_second_study_of_a_name_are_refused(tmp_path: Path):

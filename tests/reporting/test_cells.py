@@ -129,3 +129,19 @@ def test_a_knob_that_differs_between_studies_is_in_the_labels():
         "batch momentum=0.1 · a",
         "batch momentum=0.3 · b",
     ]
+
+
+def test_data_are_compared_where_both_digests_are_known():
+    def why(digest: str) -> str:
+        digests = {"digests": {"data": digest}} if digest else {}
+        batch = cell_of("batch", FLAT, digests={"data": "a"})
+        group = cell_of("group", [0.8, 0.85, 0.81], **digests)
+        return report_of_cells(batch, group).comparisons[0].why
+
+    assert why("a") == why("") == ""  # shipped runs may have none
+    assert why("b") == "not compared: digests.data b and a"
+
+
+def test_a_knob_may_be_a_list_of_groups():
+    cells = [cell_of("batch", FLAT, knobs={"blocks": [{"width": w}]}) for w in (1, 2)]
+    assert len(report_of_cells(*cells).slices[0].norms) == 2
