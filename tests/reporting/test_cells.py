@@ -145,3 +145,9 @@ def test_data_are_compared_where_both_digests_are_known():
 def test_a_knob_may_be_a_list_of_groups():
     cells = [cell_of("batch", FLAT, knobs={"blocks": [{"width": w}]}) for w in (1, 2)]
     assert len(report_of_cells(*cells).slices[0].norms) == 2
+
+
+def test_a_slot_that_is_typed_equals_the_same_slot_in_a_norms_yaml():
+    own = cell_of("frn", [0.8, 0.85, 0.81], knobs={"act": "tlu"})
+    (one,) = report_of_cells(cell_of("batch", FLAT, act="tlu"), own).comparisons
+    assert one.is_comparable
