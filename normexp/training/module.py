@@ -7,6 +7,7 @@ are counted in optimizer steps, never in Lightning's batches.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -19,14 +20,17 @@ from pytorch_lightning.loggers import Logger
 from torch import Tensor
 
 from normexp.batching.processes import Processes
-from normexp.batching.replicas import Batch, Replicas
+from normexp.batching.replicas import Replicas
 from normexp.batching.sizes import Share
 from normexp.data.batches import TrainingBatches
 from normexp.errors import UserError
 from normexp.records.result import MetricRow, write_metrics
+from normexp.training.cuda_graph import NOT_RECORDED, RecordedStep, why_not_recorded
 from normexp.training.evaluation import Columns, Evaluator, criterion_of
 from normexp.training.recipe import Recipe
-from normexp.training.step import StepGradient, compiled_gradient
+from normexp.training.step import Step, StepGradient, compiled_gradient
+
+log = logging.getLogger(__name__)
 
 SECONDS_PER_CHUNK = 0.25
 Position = tuple[int, int, int]  # optimizer steps done, epoch, samples seen
@@ -69,7 +73,7 @@ class TrainingModule(pl.LightningModule):
         self.processes: Processes | None = None
         self.train_seconds = 0.0
         self.chunk_size = 1
-        self._gradient: StepGradient | None = None  # from the start of training on
+        self._optimizer_step: Step | None = None  # from the start of training on
 
     @property
     def has_ended(self) -> bool:
@@ -107,22 +111,43 @@ class TrainingModule(pl.LightningModule):
         if recipe.compile:
             compiled = compiled_gradient(replicas, recipe.sizes, self.device)
         loss, seeds = self.criterion.loss, self.batches.seeds
-        self._gradient = StepGradient(replicas, loss, recipe.sizes, seeds, self.processes, compiled)
+        gradient = StepGradient(replicas, loss, recipe.sizes, seeds, self.processes, compiled)
+        # Lightning's wrapper counts steps for callbacks on batches, at 5 % of a small step.
+        optimizer: Any = self.optimizers(use_pl_optimizer=recipe.max_chunk == 1)
+        scheduler: Any = None if recipe.schedule.monitor else self.lr_schedulers()
+        self._optimizer_step = Step(
+            gradient,
+            optimizer,
+            scheduler,
+            max_grad_norm=recipe.max_grad_norm,
+            rates=recipe.build_rates(replicas),
+            recorded=self._recorded_step(optimizer),
+        )
+
+    def _recorded_step(self, optimizer: Any) -> RecordedStep | None:
+        """What replays the steps, if that is asked for and possible; otherwise a line says why not."""
+        if not self.recipe.cuda_graph:
+            return None
+        why_not = why_not_recorded(self.replicas, optimizer, self.recipe.max_chunk)
+        if self.processes is not None:
+            why_not = "several processes share each"
+        if self.recipe.compile:
+            why_not = "compile=true"
+        if why_not is None:
+            return RecordedStep(self.replicas, optimizer)
+        log.info(NOT_RECORDED, why_not)
+        return None
 
     def training_step(self, chunk: slice) -> None:
         """Takes the optimizer steps of a chunk."""
         started, num_steps = time.perf_counter(), chunk.stop - chunk.start
-        # Lightning's wrapper counts steps for callbacks on batches, at 5 % of a small step.
-        optimizer: Any = self.optimizers(use_pl_optimizer=self.recipe.max_chunk == 1)
         dtype = next(self.replicas.parameters()).dtype
-        batches = self.batches.chunk(chunk.start, num_steps, dtype)
-        assert self._gradient is not None
-        self._gradient.draw(range(chunk.start, chunk.stop))
+        assert self._optimizer_step is not None
+        self._optimizer_step.start_chunk(range(chunk.start, chunk.stop))
         gradient_norms: dict[int, Tensor] = {}  # (S,) after any clipping, by steps done
-        for batch in batches:
-            torch.clear_autocast_cache()  # some versions of Lightning keep weights for a chunk
-            optimizer.zero_grad()
-            self._take_step(self._gradient, batch, optimizer)
+        for batch in self.batches.chunk(chunk.start, num_steps, dtype):
+            self.losses.unread.append(self._optimizer_step.take(self.step, batch))
+            self.step += 1
             if self.step % self.recipe.log_every == 0:
                 gradient_norms[self.step] = self.replicas.gradient_norms()
         for end, losses in self.losses.read(self.step):
@@ -137,16 +162,6 @@ class TrainingModule(pl.LightningModule):
         self.train_seconds += seconds
         affordable = int(SECONDS_PER_CHUNK * num_steps / max(seconds, 1e-9))
         self.chunk_size = max(1, min(2 * self.chunk_size, affordable, self.recipe.max_chunk))
-
-    def _take_step(self, gradient: StepGradient, batch: Batch, optimizer: Any) -> None:
-        self.losses.unread.append(gradient.add(self.step, batch))
-        if self.recipe.max_grad_norm is not None:
-            self.replicas.clip_gradients(self.recipe.max_grad_norm)
-        optimizer.step()
-        self.step += 1
-        if self.recipe.schedule.monitor is None:
-            scheduler: Any = self.lr_schedulers()
-            scheduler.step()
 
     def _record(self, step: int, values: Columns) -> Columns:
         """Records values after `step`; returns them without those of runs that diverged before."""

@@ -111,6 +111,7 @@ class Recipe:
     stack: bool | None  # train seeds together; None: where it pays
     max_chunk: int  # most optimizer steps in one call of training_step
     compile: bool  # torch.compile the forward of training
+    cuda_graph: bool  # record an optimizer step once and replay it
     save_weights: bool
     allow_leak: bool  # train a network that sees future tokens; its numbers are INVALID
 
@@ -147,10 +148,10 @@ class Recipe:
             decay_norm=self.decay_norm,
             decay_bias=self.decay_bias,
         )
-        optimizer = self.optimizer(groups, lr=self.lr)
-        if self.lr_scales is not None:
-            train_at_own_rates(optimizer, replicas, self.lr_scales)
-        return optimizer
+        return self.optimizer(groups, lr=self.lr)
+
+    def build_rates(self, replicas: Replicas) -> OwnRates | None:
+        return None if self.lr_scales is None else OwnRates(replicas, self.lr_scales)
 
 
 def check_devices(devices: Devices) -> None:
@@ -340,10 +341,8 @@ def parameter_groups(
     return [*groups, {"params": kept, "weight_decay": 0.0}] if kept else groups
 
 
-def train_at_own_rates(
-    optimizer: torch.optim.Optimizer, replicas: Replicas, scales: Sequence[float]
-) -> None:
-    """Makes an optimizer train each replica of a stack at its own learning rate.
+class OwnRates:
+    """Trains each replica of a stack at its own learning rate, with one optimizer.
 
     The optimizer steps at the common rate lr, then replica r keeps the share s_r of its update:
     p_r = old_r + s_r (new_r - old_r). This equals a step at the rate s_r lr for every optimizer
@@ -354,28 +353,25 @@ def train_at_own_rates(
     Args:
         scales: s_r in (0, 1]. The common rate is the largest, so rounding is never magnified.
     """
-    device = next(replicas.parameters()).device
-    factors = torch.tensor(scales, dtype=torch.float64, device=device)
-    trees = [factors] if replicas.is_stacked else list(factors)
-    scaled = [  # with a scale () or (S, 1, ...)
-        (p, scale.to(p.dtype).view(scale.shape + (1,) * (p.ndim - scale.ndim)))
-        for tree, scale in zip(replicas.trees, trees, strict=True)
-        for p in tree.parameters()
-        if p.requires_grad
-    ]
-    before: list[torch.Tensor] = []
 
-    def keep(*_: object) -> None:
-        before[:] = [parameter.detach().clone() for parameter, _ in scaled]
+    def __init__(self, replicas: Replicas, scales: Sequence[float]) -> None:
+        device = next(replicas.parameters()).device
+        factors = torch.tensor(scales, dtype=torch.float64, device=device)
+        trees = [factors] if replicas.is_stacked else list(factors)
+        self._scaled = [  # with a scale () or (S, 1, ...)
+            (p, scale.to(p.dtype).view(scale.shape + (1,) * (p.ndim - scale.ndim)))
+            for tree, scale in zip(replicas.trees, trees, strict=True)
+            for p in tree.parameters()
+            if p.requires_grad
+        ]
 
     @torch.no_grad()
-    def scale_update(*_: object) -> None:
-        for old, (parameter, scale) in zip(before, scaled, strict=True):
+    def step(self, optimizer: Optimizer) -> None:
+        """Takes a step of the optimizer, of which each replica keeps its share."""
+        before = [parameter.detach().clone() for parameter, _ in self._scaled]
+        optimizer.step()
+        for old, (parameter, scale) in zip(before, self._scaled, strict=True):
             parameter.copy_(old.lerp_(parameter, scale))  # exact to the bit for a scale of 1
-        before.clear()
-
-    optimizer.register_step_pre_hook(keep)
-    optimizer.register_step_post_hook(scale_update)
 
 
 # They update each value from its own history alone, by a step that is linear in the rate.

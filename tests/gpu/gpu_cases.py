@@ -101,7 +101,7 @@ def first_step(module: TrainingModule, device: str, dtype: torch.dtype) -> dict[
     replicas = module.replicas.train()
     gradient = StepGradient(replicas, module.criterion.loss, module.recipe.sizes, SEEDS)
     (batch,) = module.batches.chunk(0, 1, dtype)
-    values = {"loss": gradient.add(0, batch)}
+    values = {"loss": gradient.add(0, batch, gradient.dropout_keys(0))}
     state = {name: p.grad for name, p in replicas.named_parameters() if p.grad is not None}
     for name, value in {**state, **dict(replicas.named_buffers())}.items():
         _, tree, own = name.split(".", 2)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from gpu_cases import NEEDS_GPU, build, in_each_form
 from pytorch_lightning.plugins.precision import MixedPrecision
+from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_cases import (
@@ -25,11 +26,12 @@ from training_cases import (
     train,
 )
 
+from normexp.batching.replicas import Batch
 from normexp.batching.sizes import Sizes
 from normexp.norms import kernel
 from normexp.records.result import read_result
 from normexp.train import main
-from normexp.training.module import TrainingModule
+from normexp.training.step import Step
 from normexp.training.stopping import Interrupted
 
 TEXT = {"model": partial(text_encoder, dropout=0.2), "data": text_data(), "lr": 0.01}
@@ -133,18 +135,17 @@ def test_no_step_waits_for_the_device(
 ):
     words = ["model.dropout=0.1"] if model == "text_encoder" else []
     module = build(model, "batch", *words, stacked=stacked, max_grad_norm=1.0, **choices)
-    take_step, num_watched = TrainingModule._take_step, 0
+    take, num_watched = Step.take, 0
 
-    def watched(self: TrainingModule, *given) -> None:
+    def watched(self: Step, index: int, batch: Batch) -> Tensor:
         nonlocal num_watched
-        if self.step == 0:  # allocates, and chooses kernels
-            take_step(self, *given)
-            return
+        if index == 0:  # allocates, and chooses kernels
+            return take(self, index, batch)
         num_watched += 1
         with no_waiting(device):
-            take_step(self, *given)
+            return take(self, index, batch)
 
-    monkeypatch.setattr(TrainingModule, "_take_step", watched)
+    monkeypatch.setattr(Step, "take", watched)
     train(module, tmp_path / "a.ckpt", precision="32-true", accelerator=device)
     assert num_watched == module.recipe.num_steps - 1 > 0
 

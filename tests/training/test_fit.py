@@ -31,6 +31,7 @@ from normexp.training.fit import (
     why_stopped,
 )
 from normexp.training.module import TrainingModule
+from normexp.training.step import Step
 from normexp.training.stopping import StopRequest
 
 
@@ -82,7 +83,7 @@ def test_out_of_memory_says_what_to_change(tmp_path: Path, monkeypatch):
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("tried to allocate 2 GiB")
 
-    monkeypatch.setattr(module.TrainingModule, "_take_step", fail)
+    monkeypatch.setattr(Step, "take", fail)
     with pytest.raises(MemoryError, match="try fewer replicas, stack=false or a smaller micro_"):
         train(build_module(), tmp_path / "a.ckpt")
 

@@ -45,7 +45,7 @@ def test_each_step_has_its_own_draws_and_each_part_knows_its_place(monkeypatch):
     monkeypatch.setattr(replicas, "seed_foreign_draws", foreign.extend)
     gradient = StepGradient(replicas, module.criterion.loss, Sizes(8, 4), [0, 1])
     for step, batch in enumerate(module.batches.chunk(0, 2)):
-        gradient.add(step, batch)
+        gradient.add(step, batch, gradient.dropout_keys(step))
     assert [first for _, first in dropout] == [0, 4, 0, 4]
     assert dropout[0][0] == dropout[1][0] != dropout[2][0] == dropout[3][0]
     keys = [key for part in (dropout[0][0], dropout[2][0]) for row in part for key in row]
