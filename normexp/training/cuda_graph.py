@@ -140,12 +140,16 @@ class RecordedStep:
 
     @contextmanager
     def _rates_in_place(self, *, is_recording: bool = False) -> Iterator[None]:
-        """Gives the optimizer its rates as tensors that a graph can read, also in steps as they are.
+        """Gives the optimizer its rates as tensors, which a graph can read.
 
-        Otherwise rates would be rounded otherwise there, and a resumed training end otherwise.
+        Steps that run as they are get them too: rates in float64 round in another way, and a
+        resumed training, whose first steps run as they are, would end with other bits.
         """
         groups = self.optimizer.param_groups
-        own = [{name: group[name] for name in ("lr", "capturable") if name in group} for group in groups]
+        own = [
+            {name: group[name] for name in ("lr", "capturable") if name in group}
+            for group in groups
+        ]
         for group, rate in zip(groups, self._rates, strict=True):
             group["lr"] = rate
             if is_recording and "capturable" in group:
@@ -236,7 +240,7 @@ def why_not_recorded(replicas: Replicas, optimizer: Optimizer, chunk: int) -> st
     if next(replicas.parameters()).device.type != CudaGraph.device:
         return "they run on a CPU"
     if chunk == 1:
-        return "each is a batch of Lightning: chunk=1, or a callback that acts on batches"
+        return "chunk=1, or a callback acts on batches"
     if replicas.has_foreign_draws:
         return "a module draws from torch's global generator"
     for part in (optimizer, *replicas.modules()):

@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from normexp.errors import UserError
 from normexp.records.result import MetricRow, write_metrics
 from normexp.training.cuda_graph import NOT_RECORDED, RecordedStep, why_not_recorded
 from normexp.training.evaluation import Columns, Evaluator, criterion_of
-from normexp.training.recipe import Recipe
+from normexp.training.recipe import Recipe, gpu_arithmetic
 from normexp.training.step import Step, StepGradient, compiled_gradient
 
 log = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class TrainingModule(pl.LightningModule):
         self.processes: Processes | None = None
         self.train_seconds = 0.0
         self.chunk_size = 1
+        self.arithmetic = ExitStack()  # of a GPU, from `setup` to `teardown`
         self._optimizer_step: Step | None = None  # from the start of training on
 
     @property
@@ -86,17 +88,24 @@ class TrainingModule(pl.LightningModule):
         # Lightning converts too, but only after it has loaded a checkpoint into these tensors.
         self.trainer.precision_plugin.convert_module(self)
         device, wanted = self.trainer.strategy.root_device, self.recipe.devices.count
+        self.arithmetic.close()
+        if device.type == "cuda":
+            self.arithmetic.enter_context(gpu_arithmetic(self.recipe.devices.matmul_precision))
         if self.trainer.world_size != wanted:
             raise UserError(f"Trainer(devices={self.trainer.world_size}): set devices={wanted}")
         self.batches = self.batches.to(device)
         self.evaluator.data = self.batches.data
         is_image = len(self.batches.data.input_shape) == 3
         if device.type == "cuda" and is_image and not self.replicas.is_stacked:
-            # Faster; under vmap a convolution gains nothing.
+            # Faster. A stack would gain as well, with its replicas among the channels.
             self.replicas.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if self.trainer.world_size > 1:
             share = Share(self.trainer.global_rank, self.trainer.world_size)
             self.processes = Processes(share, device)
+
+    def teardown(self, stage: str) -> None:
+        del stage
+        self.arithmetic.close()
 
     def configure_optimizers(self) -> Any:
         optimizer = self.recipe.build_optimizer(self.replicas)
@@ -125,7 +134,7 @@ class TrainingModule(pl.LightningModule):
         )
 
     def _recorded_step(self, optimizer: Any) -> RecordedStep | None:
-        """What replays the steps, if that is asked for and possible; otherwise a line says why not."""
+        """What replays the steps, if that is asked for and possible; a line says why it is not."""
         if not self.recipe.cuda_graph:
             return None
         why_not = why_not_recorded(self.replicas, optimizer, self.recipe.max_chunk)

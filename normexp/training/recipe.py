@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -167,6 +168,39 @@ def check_devices(devices: Devices) -> None:
             f"trainer.devices={wanted}: this machine has {count} GPU{'s' if count > 1 else ''}; "
             f"try trainer.devices={count} or trainer.accelerator=cpu"
         )
+
+
+@contextmanager
+def gpu_arithmetic(matmul_precision: str) -> Iterator[None]:
+    """Inside the block a GPU multiplies float32 as asked for, and equal steps have equal bits.
+
+    `highest` is float32; `high` is TF32 with 10 bits of mantissa, and `medium` less, on tensor
+    cores. By default torch uses TF32 for convolutions but not for matrix products; here both follow
+    one setting.
+
+    By default cuDNN may choose convolutions whose sums differ from call to call, and the backward
+    of fused attention adds up in any order (pytorch#182551); under vmap it fails besides. A resumed
+    training would not end as one that was never interrupted, so attention runs unfused.
+    """
+    cudnn: Any = torch.backends.cudnn
+    kernels: Any = torch.backends.cuda
+    fused = {
+        kernels.enable_flash_sdp: kernels.flash_sdp_enabled(),
+        kernels.enable_mem_efficient_sdp: kernels.mem_efficient_sdp_enabled(),
+        kernels.enable_cudnn_sdp: kernels.cudnn_sdp_enabled(),
+    }
+    before = torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.deterministic
+    torch.set_float32_matmul_precision(matmul_precision)
+    cudnn.allow_tf32, cudnn.deterministic = matmul_precision != "highest", True
+    for enable in fused:
+        enable(False)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        cudnn.allow_tf32, cudnn.deterministic = before[1:]
+        for enable, was_enabled in fused.items():
+            enable(was_enabled)
 
 
 # --- Length and learning rates -------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""One optimizer step: the gradient, part by part and in several processes if need be, and the update.
+"""One optimizer step: its gradient, in parts and in several processes if need be, and the update.
 
 Between two steps only the batch, the dropout keys and the learning rates change, so that a GPU can
 record a step once and replay it, see `cuda_graph`.
