@@ -11,6 +11,7 @@ import pytest
 import torch
 from gpu_cases import NEEDS_GPU, build, in_each_form
 from pytorch_lightning.plugins.precision import MixedPrecision
+from tape import Tape
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,7 +35,7 @@ from normexp.train import main
 from normexp.training.step import Step
 from normexp.training.stopping import Interrupted
 
-TEXT = {"model": partial(text_encoder, dropout=0.2), "data": text_data(), "lr": 0.01}
+TEXT = {"model": partial(text_encoder, dropout=0.2), "data": text_data(40), "lr": 0.01}
 CHOICES = {
     "ghost_rates": {"sizes": Sizes(8, 4, 2), "lr_scales": (1.0, 0.25)},
     "resnet20": {"model": resnet20, "lr": 0.01},
@@ -84,10 +85,15 @@ def test_chunks_change_nothing_and_bfloat16_is_near_float32(
 
 
 @in_each_form
+@pytest.mark.parametrize("choices", [{}, TEXT], ids=["convnet", "encoder"])
+@pytest.mark.parametrize("cuda_graph", [False, True], ids=["", "recorded"])
 def test_a_checkpoint_resumes_to_the_bit_and_moves_between_devices(
-    tmp_path: Path, device: str, stacked: bool
+    tmp_path: Path, monkeypatch, device: str, stacked: bool, choices: dict, cuda_graph: bool
 ):
-    build_one = partial(build_module, seeds=(0, 1), stacked=stacked, max_chunk=1)
+    if device == "cpu":
+        monkeypatch.setattr("normexp.training.cuda_graph.CudaGraph", Tape)
+    build_one = partial(build_module, seeds=(0, 1), stacked=stacked, max_chunk=2, **choices)
+    build_one = partial(build_one, cuda_graph=cuda_graph)
     whole = train(build_one(), tmp_path / "whole.ckpt", accelerator=device)
     for name, places, atol in (("same", (device, device), 0), ("moved", (device, "cpu"), 1e-9)):
         checkpoint = tmp_path / f"{name}.ckpt"
