@@ -23,7 +23,10 @@ DEADLINE = float(os.environ.get("DEADLINE", "inf"))  # in seconds since 1970
 IMAGES = "data=image_folder optim.schedule=one_cycle batch_size=128 replicas=8 steps=200"
 WIDE = f"model=small_resnet model.width=64 {IMAGES}"
 NARROW = f"model=resnet20 {IMAGES}"
-GPT = "data=shakespeare model=gpt replicas=3 steps=60 batch_size=64 data.block_size=256 model.depth=6 model.width=384 model.num_heads=6"
+GPT = (
+    "data=shakespeare data.block_size=256 model=gpt model.depth=6 model.width=384 "
+    "model.num_heads=6 replicas=3 steps=60 batch_size=64"
+)
 TF32, BF16 = "trainer.precision=32-true", "trainer.precision=bf16-mixed"
 FORMS = ["stack=true", "stack=false", "stack=true cuda_graph=true", "stack=false cuda_graph=true"]
 ROWS = [
@@ -64,7 +67,9 @@ def measure(device: str, runs_dir: Path, rows: list[str], words: str) -> dict[st
         with open(OUT / "rates.jsonl", "a") as file:
             file.write(json.dumps({"row": row, **timing}) + "\n")
         rates[row] = timing.get("samples_per_second", 0.0)
-        print(f"== {rates[row]:>9,.0f} images/s, {timing.get('step_ms', 0):.2f} ms: {row}", flush=True)
+        print(
+            f"== {rates[row]:>9,.0f} images/s, {timing.get('step_ms', 0):.2f} ms: {row}", flush=True
+        )
     return rates
 
 
