@@ -52,6 +52,11 @@ class Step:
         self.rates = rates
         self.recorded = recorded
 
+    @property
+    def learning_rate(self) -> float:
+        """That of the next step."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
     def start_chunk(self, steps: range) -> None:
         """Prepares `steps`, before which callbacks may have changed the networks."""
         self.gradient.draw(steps)
