@@ -78,6 +78,7 @@ if __name__ == "__main__":  # workers import this file
     rows = ROWS if device == "gpu" else ROWS[:5]
     rates = measure(device, Path(folder), rows, words)
     by_form = {form: rates.get(f"norm=batch {WIDE} {TF32} {form}", 0.0) for form in FORMS}
-    best = max(by_form, key=lambda form: by_form[form])
-    # A recorded training keeps the GPU busy alone; otherwise several take turns.
-    (OUT / "form").write_text(f"{best} workers={2 if 'cuda_graph' in best else 4}\n")
+    if any(by_form.values()):
+        best = max(by_form, key=lambda form: by_form[form])
+        # A recorded training keeps the GPU busy almost alone; otherwise several take turns.
+        (OUT / "form").write_text(f"{best} workers={2 if 'cuda_graph' in best else 4}\n")
