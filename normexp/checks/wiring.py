@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from normexp.batching.copies import copied
 from normexp.batching.replicas import Batch, InTurn, Stacked, model_arguments
 from normexp.checks.network import BuiltNetwork, EnteredSite, explain, name_some, names_where
 from normexp.checks.probe import EVERYWHERE, Probe, change, fixed_draws, moves, normal
@@ -31,7 +32,7 @@ def check_sites(network: BuiltNetwork) -> None:
         UserError: no norm has an effect; the backward of the loss fails, or reaches tensors that
             are no parameters.
     """
-    model = copy.deepcopy(network.exposed).train()
+    model = copied(network.exposed).train()
     sites = dict(named_sites(model))
     if not sites:
         raise UserError(
@@ -159,7 +160,7 @@ def state_not_saved(module: nn.Module, inputs: tuple[Tensor, ...]) -> str | None
 
     Compares the trained module with a copy restored from its state_dict, in both modes.
     """
-    trained, restored = copy.deepcopy(module), copy.deepcopy(module)
+    trained, restored = copied(module), copied(module)
     with fixed_draws():
         for step in range(STATE_STEPS):
             _run(trained, inputs, step)
@@ -242,13 +243,13 @@ def cannot_stack(network: nn.Module, batch: Batch) -> str | None:
 
     Asks in float64 where the network computes so, as gradients of few samples lose digits.
     """
-    wide = copy.deepcopy(network).train().double()
+    wide = copied(network).train().double()
     inputs = batch["inputs"].double() if batch["inputs"].is_floating_point() else batch["inputs"]
     try:
         Probe(wide, model_arguments({**batch, "inputs": inputs})).observe(upstream=EVERYWHERE)
     except Exception:  # foreign code: a kernel of one dtype
-        wide, inputs = copy.deepcopy(network).train(), batch["inputs"]
-    networks = [copy.deepcopy(wide) for _ in range(2)]
+        wide, inputs = copied(network).train(), batch["inputs"]
+    networks = [copied(wide) for _ in range(2)]
     batch = {**batch, "inputs": inputs}
     batches = {name: torch.stack([value] * 2) for name, value in batch.items()}
     return find_stacking_fault(networks, batches, tolerance=STACKING_TOLERANCE)
@@ -271,7 +272,7 @@ def find_stacking_fault(
     steps: list[State] = []
     for form in (InTurn, Stacked):
         try:  # foreign code and vmap may raise anything; training in turn is exact
-            replicas = form([*map(copy.deepcopy, networks)])
+            replicas = form([*map(copied, networks)])
             steps.append(training_step(replicas, batch))
         except Exception as error:
             return first_line(error)
