@@ -16,7 +16,7 @@ from torch.nn import functional
 from normexp.batching.copies import copied
 from normexp.batching.replicas import Batch, InTurn, Stacked, model_arguments
 from normexp.checks.network import BuiltNetwork, EnteredSite, explain, name_some, names_where
-from normexp.checks.probe import EVERYWHERE, Probe, change, fixed_draws, moves, normal
+from normexp.checks.probe import EVERYWHERE, Probe, change, fixed_draws, moves, normal, unlike
 from normexp.errors import UserError, first_line
 from normexp.norms.contract import State
 from normexp.norms.site import Site, merge_state, named_sites, read_state, write_state
@@ -134,7 +134,6 @@ def warn_of_other_norms(network: BuiltNetwork) -> None:
 # ---------------------------------------------------------------- state that is not saved
 
 STATE_STEPS = 3  # training steps in which hidden state may show
-PLAIN = (bool, int, float, list, dict, Tensor)  # attributes that may be a state
 
 
 def check_state(network: BuiltNetwork) -> None:
@@ -168,27 +167,10 @@ def state_not_saved(module: nn.Module, inputs: tuple[Tensor, ...]) -> str | None
         pairs = zip(*(_run(one, inputs, STATE_STEPS) for one in (restored, trained)), strict=True)
     if not any(moves(*pair) for pair in pairs):
         return None
-    unsaved = sorted(dict(trained.named_buffers()).keys() - trained.state_dict().keys())
-    named = name_some([*_unlike_attributes(trained, module), *unsaved])
+    saved = trained.state_dict()
+    named = name_some([name for name in unlike(trained, module) if name not in saved])
     named = named or "an attribute, or random numbers that torch does not seed"
     return f"keeps state that its state_dict lacks: {named}"
-
-
-def _unlike_attributes(module: nn.Module, other: nn.Module) -> list[str]:
-    """The paths of plain attributes, tensors or numbers, that differ between two modules."""
-
-    def are_unlike(value: Any, other: Any) -> bool:
-        if isinstance(value, Tensor) and isinstance(other, Tensor):
-            return not torch.equal(value, other)
-        return isinstance(value, PLAIN) and repr(value) != repr(other)
-
-    internal, twins = vars(nn.Module()), dict(other.named_modules())
-    return [
-        f"{path}.{name}".lstrip(".")
-        for path, part in module.named_modules()
-        for name, value in vars(part).items()
-        if name not in internal and are_unlike(value, vars(twins[path]).get(name))
-    ]
 
 
 def _run(module: nn.Module, inputs: tuple[Tensor, ...], step: int) -> list[Tensor]:

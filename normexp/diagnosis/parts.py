@@ -1,0 +1,196 @@
+"""The modules of a network, each run by itself on what reached it in one forward.
+
+So they are known by what they compute: which normalize by running moments, which keep other state,
+which mix samples, and which act otherwise in training.
+"""
+
+from __future__ import annotations
+
+from itertools import permutations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normexp.batching.copies import copied
+from normexp.checks.probe import change, moves, unlike
+from normexp.diagnosis.network import (
+    Call,
+    Loss,
+    Modes,
+    Subject,
+    call_of,
+    innermost,
+    is_within,
+    loss_on,
+    num_samples,
+    recording,
+    set_modes,
+    take,
+)
+from normexp.norms.moment_sites import NormSite, can_be_shown
+from normexp.norms.site import Site, input_and_mask, named_sites
+
+ROUNDING = 1e-6  # relative; state that moves an output by less is of no use to it
+
+
+class Parts:
+    """The called modules of a network.
+
+    Attributes:
+        model: a copy after one forward.
+        calls: what each module was called with first, by path.
+        moved: paths of the parameters, buffers and attributes that the forward changed.
+    """
+
+    def __init__(
+        self, subject: Subject, batch: Any, loss: Loss, modes: Modes, *, learning: bool
+    ) -> None:
+        self.subject, self.num = subject, num_samples(batch)
+        self.model = subject.fresh(modes)
+        torch.manual_seed(0)
+        with recording(self.model) as self.calls, torch.set_grad_enabled(learning):
+            loss_on(self.model, batch, loss)
+        self.calls.setdefault("", call_of(self.model, batch))
+        by_copying = unlike(subject.fresh(modes), subject.model)
+        self.moved = [p for p in unlike(self.model, subject.model) if p not in by_copying]
+
+    def outputs(
+        self, path: str, modes: Modes, *, learning: bool = False, call: Call | None = None
+    ) -> list[Tensor]:
+        """What a module returns in these modes, for what it was called with unless told."""
+        torch.manual_seed(0)
+        with torch.set_grad_enabled(learning):
+            return (call or self.calls[path]).of(self.subject.part(path, modes))
+
+    def mixing(self, modes: Modes) -> list[str]:
+        """The innermost modules in which a sample's output depends on other samples."""
+        return innermost(path for path in self.calls if self.mixes(path, modes))
+
+    def mixes(self, path: str, modes: Modes, *, learning: bool = False) -> bool:
+        call, middle = self.calls[path], self.num // 2
+        alike = Call(*take((call.args, call.kwargs), [middle] * self.num, self.num))
+        before = self.outputs(path, modes, learning=learning)
+        after = self.outputs(path, modes, learning=learning, call=alike)
+        return any(
+            moves(old[middle], new[middle])
+            for old, new in zip(before, after, strict=True)
+            if old.ndim and len(old) == self.num
+        )
+
+    def acting(self) -> list[str]:
+        """The innermost modules whose output in training is another one than in evaluation."""
+        return innermost(path for path in self.calls if self.acts_in_training(path))
+
+    def acts_in_training(self, path: str) -> bool:
+        training = self.outputs(path, self.subject.training, learning=True)
+        evaluation = self.outputs(path, self.subject.silent)
+        return any(change(*pair) > ROUNDING for pair in zip(training, evaluation, strict=False))
+
+    # --- Running moments -------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def sites(self) -> dict[str, NormSite]:
+        """By path, the norms with batch statistics in training and running ones in evaluation."""
+        modules, found = self.subject.modules, dict[str, NormSite]()
+        sites = named_sites(self.subject.model)
+        entries = {id(module): name for name, site in sites for module in site.modules()}
+        for path, module in modules.items():
+            entry = self._called(entries.get(id(module), path))
+            around = modules[entry]
+            if entry in found or isinstance(around, torch.jit.ScriptModule):
+                continue
+            for holder in (module, *_objects_of(module)):
+                for mean, var in permutations(_untrained(holder), 2):
+                    site = NormSite(entry or "the model", holder, around, True, True, mean, var)
+                    if entry not in found and self._normalizes_by(site, entry):
+                        found[entry] = site
+        for path, site in found.items():
+            site.pools_samples = self.mixes(path, self.subject.training, learning=True)
+        return {path: site for path, site in found.items() if self._is_active(path)}
+
+    def _called(self, path: str) -> str:
+        """The innermost called module around one, which may be this one."""
+        while path not in self.calls:
+            path = path.rpartition(".")[0]
+        return path
+
+    def _normalizes_by(self, site: NormSite, path: str) -> bool:
+        x = self.calls[path].input
+        if x is None or x.ndim < 2 or not x.is_floating_point():
+            return False
+        sizes = [getattr(site.norm, name).numel() for name in (site.mean, site.var)]
+        if {*sizes} != {site.maps(x).shape[1]}:
+            return False
+        site = copied(site, sharing=self.subject.fixed)
+        set_modes(site.entry, self.subject.silent, path)
+        return can_be_shown(site, x)
+
+    def _is_active(self, path: str) -> bool:
+        moved = any(is_within(name, path) for name in self.moved)
+        return moved or self.acts_in_training(path)
+
+    def momentum(self, path: str, site: NormSite) -> float | None:
+        """The weight of a new value in the running mean; None if that is not constant."""
+        call, trained = self.calls[path], copied(site, sharing=self.subject.fixed)
+        set_modes(trained.entry, self.subject.training, path)
+        call.of(trained.entry)
+        x, mask = call.input, None
+        if isinstance(site.entry, Site):
+            x, mask = input_and_mask(call.args, call.kwargs)
+        assert x is not None
+        far = site.pooled(site.of_samples(x, mask)).mean - site.running[0]
+        moved = trained.running[0] - site.running[0]
+        weight = float((moved * far).sum() / far.square().sum())
+        fits = bool((moved - weight * far).norm() <= 0.05 * moved.norm())
+        return weight if fits and getattr(site.norm, "momentum", 0) is not None else None
+
+    # --- State of another kind -------------------------------------------------------------------
+
+    @torch.no_grad()
+    def unknown(self, sites: dict[str, NormSite]) -> dict[str, list[str]]:
+        """Modules with running state of another kind, and the paths whose mode decides how it acts.
+
+        State is what the forward moved and the evaluation of its module depends on.
+        """
+        found: dict[str, list[str]] = {}
+        silent, trained = self.subject.silent, dict(self.model.named_modules())
+        names: dict[str, list[str]] = {}
+        for moved in self.moved:
+            owner, _, name = moved.rpartition(".")
+            names.setdefault(owner, []).append(name)
+        for owner in names:
+            if any(is_within(owner, path) for path in sites):
+                continue
+            called = self._called(owner)  # its forward uses the state
+            module = self.subject.part(called, silent)
+            inner = dict(module.named_modules())[owner.removeprefix(called).lstrip(".")]
+            for name in names[owner]:
+                setattr(inner, name, copied(getattr(trained[owner], name)))
+            torch.manual_seed(0)
+            pairs = zip(self.outputs(called, silent), self.calls[called].of(module), strict=False)
+            if any(change(*pair) > ROUNDING for pair in pairs):
+                found[owner] = [p for p in silent if is_within(owner, p) and is_within(p, called)]
+        return found
+
+
+def _objects_of(module: nn.Module) -> list[Any]:
+    """Plain objects among the attributes of a module, which may hold its state."""
+    return [
+        value
+        for name, value in vars(module).items()
+        if hasattr(value, "__dict__") and not callable(value) and not isinstance(value, Tensor)
+    ]
+
+
+def _untrained(holder: Any) -> list[str]:
+    """The names of the floating-point tensors of a module or object that no optimizer moves."""
+    named = dict(vars(holder))
+    if isinstance(holder, nn.Module):
+        named = dict(holder.named_buffers(recurse=False)) | named
+        named |= dict(holder.named_parameters(recurse=False))
+    return [
+        name
+        for name, value in named.items()
+        if isinstance(value, Tensor) and value.is_floating_point() and not value.requires_grad
+    ]
