@@ -25,11 +25,12 @@ class _WithoutGraph(TorchFunctionMode):
         if func is not Tensor.__deepcopy__ or args[0].is_leaf:
             return func(*args, **(kwargs or {}))
         tensor, memo = args
-        return memo.setdefault(id(tensor), tensor.detach().clone())
+        # It still requires a gradient, so that a check finds it where no forward computes it anew.
+        return memo.setdefault(id(tensor), tensor.detach().clone().requires_grad_())
 
 
 def copied(value: T, *, sharing: Iterable[object] = ()) -> T:
-    """A deep copy, in which tensors of a graph are plain values.
+    """A deep copy, in which tensors of a graph are values without it.
 
     Args:
         value: a module, or anything with modules inside.

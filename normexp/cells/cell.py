@@ -187,6 +187,12 @@ def _findings(spec: CellSpec, recipe: Recipe, traits: Traits, alone: str | None)
         notes.append(f"no batch statistics to evaluate with: norm={norm} does not mix samples")
     if alone is not None and len(spec.seeds) > 1:
         notes.append(f"each seed of norm={norm} trains by itself: {alone}")
+    if traits.mixes_samples_in_evaluation:
+        notes.append(
+            f"in evaluation too, an output depends on the other samples of its batch, at "
+            f"{traits.mixing_in_evaluation}: metrics are of shuffled batches of "
+            f"{recipe.sizes.norm}, and single samples may score otherwise"
+        )
     if traits.mixes_samples and recipe.sizes.norm == 1:
         notes.append(
             "norm_batch_size=1: in training each sample has statistics of its own (batch norm is "

@@ -192,5 +192,7 @@ def _untrained(holder: Any) -> list[str]:
     return [
         name
         for name, value in named.items()
-        if isinstance(value, Tensor) and value.is_floating_point() and not value.requires_grad
+        if isinstance(value, Tensor)
+        and value.is_floating_point()
+        and not (isinstance(value, nn.Parameter) and value.requires_grad)
     ]

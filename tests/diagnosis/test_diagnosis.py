@@ -347,7 +347,7 @@ def test_the_summary_lists_the_terms_beyond_chance_of_either_sign():
 
 
 def test_averages_of_a_large_momentum_are_noisy_and_not_stale():
-    diagnosis = examine(averaging(0.9, 2)(), batches=batches(2), max_batches=64)
+    diagnosis = examine(averaging(1.0, 2)(), batches=batches(2), max_batches=64)
     assert "noisy_averages" in kinds(diagnosis) and "stale_averages" not in kinds(diagnosis)
 
 
