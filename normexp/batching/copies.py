@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -29,12 +28,11 @@ class _WithoutGraph(TorchFunctionMode):
         return memo.setdefault(id(tensor), tensor.detach().clone().requires_grad_())
 
 
-def copied(value: T, *, sharing: Iterable[object] = ()) -> T:
+def copied(value: T) -> T:
     """A deep copy, in which tensors of a graph are values without it.
 
     Args:
         value: a module, or anything with modules inside.
-        sharing: objects inside that the copy holds as they are.
 
     Raises:
         UserError: a module with lazy parameters, or with an attribute that cannot be copied.
@@ -47,7 +45,7 @@ def copied(value: T, *, sharing: Iterable[object] = ()) -> T:
                 "sizes, as nn.Linear(64, 10) in place of nn.LazyLinear(10), or run one forward"
             )
     try:
-        return _copied(value, sharing)
+        return _copied(value)
     except Exception as error:  # foreign objects may raise anything
         if not isinstance(value, nn.Module):
             raise
@@ -57,17 +55,17 @@ def copied(value: T, *, sharing: Iterable[object] = ()) -> T:
         ) from error
 
 
-def _copied(value: T, sharing: Iterable[object] = ()) -> T:
+def _copied(value: T) -> T:
     with _WithoutGraph():
-        return copy.deepcopy(value, {id(shared): shared for shared in sharing})
+        return copy.deepcopy(value)
 
 
 def _obstacle(module: nn.Module) -> str:
-    """The path of the attribute that cannot be copied."""
-    for path, part in module.named_modules():
+    """The path of the attribute that cannot be copied, the innermost first."""
+    for path, part in reversed([*module.named_modules()]):
         for name, value in vars(part).items():
             try:
-                _copied(value, module.modules())
+                _copied(value)
             except Exception:  # of foreign objects
                 return ".".join(filter(None, (type(module).__name__, path, name)))
     return f"a {type(module).__name__}"

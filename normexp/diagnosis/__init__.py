@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 from normexp.checks.network import name_some
-from normexp.diagnosis.findings import Case, find, row_of
+from normexp.diagnosis.findings import ROOT, Case, find, row_of
 from normexp.diagnosis.measure import Measurement
 from normexp.diagnosis.network import FORM, Loss, read_batches, unchanged_draws
 from normexp.diagnosis.result import TERMS, Diagnosis, Estimate, Finding, SiteRow
@@ -58,10 +58,10 @@ def decompose(model: nn.Module, batches: Iterable[Any], loss: Loss) -> dict[str,
 def _conclude(seen: Measurement, tolerance: float | None) -> Diagnosis:
     training, evaluation = (seen.mean(seen.losses[name]) for name in ("training", "evaluation"))
     gap = seen.term("training", "evaluation")
-    rows = [
-        row_of(site, seen.parts.momentum(path, site), seen.moments[path])
+    rows = {
+        path: row_of(site, seen.parts.momentum(path, site), seen.moments[path])
         for path, site in seen.active.items()
-    ]
+    }
     if tolerance is None:
         tolerance = max(0.01, 0.01 * training.value)
     case = Case(seen, gap, rows, tolerance, seen.loss_at_size())
@@ -73,9 +73,9 @@ def _conclude(seen: Measurement, tolerance: float | None) -> Diagnosis:
         gap=gap,
         terms=seen.terms,
         findings=findings,
-        sites=tuple(rows),
+        sites=tuple(rows.values()),
         loss_at_size=case.loss_at_size,
-        not_analysed=tuple(path or "the model" for path in seen.unknown),
+        not_analysed=tuple(path or ROOT for path in seen.unknown),
     )
 
 

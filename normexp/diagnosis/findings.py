@@ -7,8 +7,8 @@ A term of the gap has a cost if it exceeds the tolerance and what its standard e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
@@ -19,10 +19,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from normexp.checks.network import name_some
 from normexp.diagnosis.measure import Measurement
+from normexp.diagnosis.network import FEWEST
 from normexp.diagnosis.result import Estimate, Finding, SiteRow
 from normexp.norms.base import Moments
 from normexp.norms.moment_sites import NormSite, averaged_var, distances, pool_batches
 
+ROOT = "the model"
 INITIAL_SHARE = 0.01  # weight beyond which initial values are looked at
 OF_TERM = {  # cause and remedy of the terms that have one of each
     "rest": (
@@ -53,6 +55,10 @@ OF_TERM = {  # cause and remedy of the terms that have one of each
         "recompute this state with the final weights, by forwards in training mode",
     ),
 }
+UNEXPLAINED = (
+    "the loss of training is lower for a reason that no module shows by itself, such as code "
+    "between modules that reads self.training"
+)
 NEVER_UPDATED = {  # by why the averages are at their initial values: cause and remedy
     "momentum": ("have momentum 0, which never moves them", "set momentum=0.1, then {recompute}"),
     "reset": (
@@ -82,14 +88,9 @@ class Case:
 
     seen: Measurement
     gap: Estimate
-    rows: Sequence[SiteRow]
+    rows: Mapping[str, SiteRow]
     tolerance: float
     loss_at_size: Mapping[int, Estimate]
-
-    def moments_of(self, site: NormSite) -> Sequence[Sequence[Moments]]:
-        """Of an active site, in each batch and call."""
-        path = next(path for path, other in self.seen.active.items() if other is site)
-        return self.seen.moments[path]
 
     def cost(self, estimate: Estimate) -> Estimate | None:
         """The estimate if it exceeds the tolerance and chance; NaN does not."""
@@ -126,6 +127,7 @@ class Case:
 def find(case: Case) -> tuple[Finding, ...]:
     """All findings: NaN, then those with a cost, the largest first, then the others."""
     found = [*_not_finite(case), *_averages(case), *_of_terms(case), *_evaluation(case)]
+    found = [replace(f, sites=tuple(path or ROOT for path in f.sites)) for f in found]
     found.sort(key=lambda f: (f.kind != "not_finite", -f.cost.value if f.cost else math.inf))
     return tuple(found)
 
@@ -176,15 +178,14 @@ def _middle(values: Tensor) -> float | None:
 def _not_finite(case: Case) -> Iterator[Finding]:
     buffers = case.seen.subject.model.named_buffers()
     bad = [name.rpartition(".")[0] for name, value in buffers if not value.isfinite().all()]
-    bad += [path for path, site in case.seen.active.items() if not _is_finite(site)]
+    bad += [path for path in case.seen.active if not _is_finite(case, path)]
     if bad:
-        paths = tuple(dict.fromkeys(path or "the model" for path in bad))
         yield Finding(
             "not_finite",
-            f"running state holds NaN or infinity at {name_some(paths)}: one batch with such a "
-            "value stays in a running average for ever",
+            f"running state holds NaN or infinity at {_names(bad)}: one batch with such a value "
+            "stays in a running average for ever",
             f"find the batch, then reset_running_stats() and {case.recompute}",
-            paths,
+            tuple(dict.fromkeys(bad)),
         )
     elif modes := [
         m for m in ("training", "evaluation") if not math.isfinite(case.seen.losses[m].sum())
@@ -197,59 +198,56 @@ def _not_finite(case: Case) -> Iterator[Finding]:
 
 
 def _averages(case: Case) -> Iterator[Finding]:
-    cost, seen = case.cost(case.seen.terms["averages"]), case.seen
-    rows = dict(zip(seen.active.values(), case.rows, strict=True))
-    groups: dict[str, list[NormSite]] = {}
-    for site, row in rows.items():
-        if row.state == "never updated":
-            groups.setdefault(_why_fresh(site, row), []).append(site)
-    for why, sites in groups.items():
-        cause, remedy = NEVER_UPDATED[why]
+    cost, seen, rows = case.cost(case.seen.terms["averages"]), case.seen, case.rows
+    fresh = [path for path, row in rows.items() if row.state == "never updated"]
+    for why, (cause, remedy) in NEVER_UPDATED.items():
+        paths = [path for path in fresh if _why_fresh(case, path) == why]
+        if not paths:
+            continue
         remedy = remedy.format(recompute=case.recompute)
-        cause = f"running averages (mean 0, variance 1) of {_names(sites)} {cause}"
-        yield Finding("never_updated", cause, remedy, _paths(sites), "averages", cost)
+        cause = f"running averages (mean 0, variance 1) of {_names(paths)} {cause}"
+        yield Finding("never_updated", cause, remedy, tuple(paths), "averages", cost)
     if cost is None:
         return
-    rest = {site: row for site, row in rows.items() if row.state == "averaged"}
-    if young := {site: row for site, row in rows.items() if row.state == "initial"}:
-        row = max(young.values(), key=lambda row: row.initial_share or 0)
+    rest = [path for path, row in rows.items() if row.state == "averaged"]
+    if young := [path for path, row in rows.items() if row.state == "initial"]:
+        row = max((rows[path] for path in young), key=lambda row: row.initial_share or 0)
         yield Finding(
             "initial_values",
             f"running averages are {row.initial_share:.1%} initial values (mean 0, variance 1) at "
             f"{_names(young)}: {row.updates} updates at momentum {row.momentum:g}",
             f"{case.recompute}, train longer, or raise momentum (in torch, the weight of the new "
             "value)",
-            *(_paths(young), "averages", cost),
+            *(tuple(young), "averages", cost),
         )
-    twice = [site for site in rest if max(map(len, case.moments_of(site))) > 1]
-    if twice:
+    if twice := [path for path in rest if max(map(len, seen.moments[path])) > 1]:
         yield Finding(
             "used_twice",
             f"{_names(twice)} run several times in one forward: their averages mix all inputs, "
             "while training normalizes each by its own statistics",
             "give each use a norm of its own, or join the inputs into one batch",
-            *(_paths(twice), "averages", cost),
+            *(tuple(twice), "averages", cost),
         )
-    if still := [site for site, row in rest.items() if row.momentum == 0]:
+    if still := [path for path in rest if rows[path].momentum == 0]:
         yield Finding(
             "stale_averages",
             f"running averages of {_names(still)} have momentum 0, so training has never moved "
             "them",
             f"set momentum=0.1, then {case.recompute}",
-            *(_paths(still), "averages", cost),
+            *(tuple(still), "averages", cost),
         )
-    rest = {site: row for site, row in rest.items() if site not in (*twice, *still)}
-    if not rest or not all(map(_is_finite, rest)):
+    rest = [path for path in rest if path not in (*twice, *still)]
+    if not rest or not all(_is_finite(case, path) for path in rest):
         return
-    farthest = max(row.largest_distance for row in rest.values())
-    distance = median(row.distance for row in rest.values())
-    momentum = max(row.momentum or 0 for row in rest.values())
+    farthest = max(rows[path].largest_distance for path in rest)
+    distance = median(rows[path].distance for path in rest)
+    momentum = max(rows[path].momentum or 0 for path in rest)
     # The standard deviation of running minus precise, in those between batches.
     noise = math.sqrt(momentum / (2 - momentum) + 1 / len(seen.sizes))
-    typical, extreme = _distances_of_batches(case, list(rest))
+    typical, extreme = _distances_of_batches(case, rest)
     least = min(2.5 * extreme * noise, 0.3 * farthest)
-    far = [site for site, row in rest.items() if row.largest_distance >= least]
-    worst = sorted(far, key=lambda site: -rest[site].largest_distance)
+    far = [path for path in rest if rows[path].largest_distance >= least]
+    worst = tuple(sorted(far, key=lambda path: -rows[path].largest_distance))
     # Averages move with the weights.
     if distance > 1.5 * typical * noise or farthest > 2.5 * extreme * noise:
         yield Finding(
@@ -259,39 +257,37 @@ def _averages(case: Case) -> Iterator[Finding]:
             f"most at {_names(worst)}. The weights moved faster than the averages or changed after "
             "them, or these inputs are preprocessed otherwise than in training",
             f"if the inputs are those of training, {case.recompute}; else mend the preprocessing",
-            *(_paths(worst), "averages", cost),
+            *(worst, "averages", cost),
         )
-    elif not (groups or young or twice or still):
+    elif not (fresh or young or twice or still):
         yield Finding(
             "noisy_averages",
             f"running averages are as far from the statistics of all samples as averages over "
             f"batches of {_group_sizes(case)} at momentum {momentum:g} come",
             "pool the moments of many batches (precise statistics), lower momentum, or use larger "
             "batches",
-            *(_paths(worst), "averages", cost),
+            *(worst, "averages", cost),
         )
 
 
-def _distances_of_batches(case: Case, sites: Sequence[NormSite]) -> tuple[float, float]:
+def _distances_of_batches(case: Case, paths: Sequence[str]) -> tuple[float, float]:
     """The median and the largest distance of a single batch from all, in standard deviations."""
-    values = []
-    for site in sites:
-        moments = [moments for calls in case.moments_of(site) for moments in calls]
-        for of_batches in ([m.mean for m in moments], [averaged_var(m) for m in moments]):
-            stacked = torch.stack(of_batches).double()  # (batches, C)
-            spread = stacked.std(dim=0)
-            z = (stacked - stacked.mean(dim=0)).abs() / spread
-            values.append(z[:, spread > 0].flatten())
-    every = torch.cat(values)
-    return (float(every.median()), float(every.max())) if len(every) else (0.67, 3.0)
+    apart: list[Tensor] = []
+    for path in paths:
+        every = [moments for calls in case.seen.moments[path] for moments in calls]
+        for one in every[:FEWEST]:
+            apart += _distances(case.seen.active[path], one.mean, averaged_var(one), every)
+    values = torch.cat(apart)
+    return float(values.median()), float(values.max())
 
 
-def _is_finite(site: NormSite) -> bool:
-    return all(bool(value.isfinite().all()) for value in site.running)
+def _is_finite(case: Case, path: str) -> bool:
+    return all(bool(value.isfinite().all()) for value in case.seen.active[path].running)
 
 
-def _why_fresh(site: NormSite, row: SiteRow) -> str:
-    if row.momentum == 0:
+def _why_fresh(case: Case, path: str) -> str:
+    site = case.seen.active[path]
+    if case.rows[path].momentum == 0:
         return "momentum"
     if site.counter:
         return "reset"
@@ -303,57 +299,47 @@ def _why_fresh(site: NormSite, row: SiteRow) -> str:
 
 
 def _of_terms(case: Case) -> Iterator[Finding]:
-    seen, sites = case.seen, tuple(case.seen.active.values())
+    seen = case.seen
     for term, (cause, remedy) in OF_TERM.items():
         cost = case.cost(seen.terms[term]) if term == "dropout_shift" else case.share(term)
         if cost is None:
             continue
-        paths = _paths(sites)
-        if term == "own_share" and not any(site.pools_samples for site in sites):
+        paths: Iterable[str] = seen.active
+        if term == "own_share" and not any(site.pools_samples for site in seen.active.values()):
             cause = "in training each sample has statistics of its own, in evaluation averages"
             remedy = "set track_running_stats=False, so that both modes use the sample's"
         if term == "not_analysed":
-            paths = tuple(seen.unknown)
+            paths = seen.unknown
         if term == "rest":
-            paths = tuple(seen.acting())
-        if term == "rest" and not paths:
-            cause = (
-                "the loss of training is lower for a reason that no module shows by itself, such "
-                "as code between modules that reads self.training"
-            )
-        names = name_some([seen.subject.describe(path) for path in paths])
-        yield Finding(
-            *(term, cause.format(sizes=_group_sizes(case), names=names), remedy),
-            *(tuple(path or "the model" for path in paths), term, cost),
-        )
+            paths = seen.acting()
+            cause = cause if paths else UNEXPLAINED
+        cause = cause.format(sizes=_group_sizes(case), names=_names(paths))
+        yield Finding(term, cause, remedy, tuple(paths), term, cost)
 
 
 def _evaluation(case: Case) -> Iterator[Finding]:
     seen, term = case.seen, case.seen.terms["left_in_training"]
     left, (moved, is_random) = seen.left_in_training(), seen.varies_in_evaluation()
-    left = tuple(path or "the model" for path in left)
     if left and (term.value or term.error or seen.depends_on_batch or moved or is_random):
         yield Finding(
             "left_in_training",
-            f"in evaluation, {name_some(left)} {'is' if len(left) == 1 else 'are'} in training "
-            "mode (a train() that ignores its argument, or a call of train() on a part of the "
-            f"model), so results depend on the batch{_at_sizes(case)}",
+            f"in evaluation, {_names(left)} {'is' if len(left) == 1 else 'are'} in training mode "
+            "(a train() that ignores its argument, or a call of train() on a part of the model), "
+            f"so results depend on the batch{_at_sizes(case)}",
             "call eval() on the whole model last, and let overridden train(mode) pass the mode on",
-            *(left, "left_in_training", case.cost(term)),
+            *(tuple(left), "left_in_training", case.cost(term)),
         )
         return
     if seen.depends_on_batch:
-        paths = tuple(
-            path or "the model" for path in seen.evaluated.mixing(seen.subject.evaluation)
-        )
+        paths = seen.evaluated.mixing(seen.subject.evaluation)
         yield Finding(
             "depends_on_batch",
             f"in evaluation the output of a sample depends on the other samples of its batch, at "
-            f"{name_some(paths)}{_at_sizes(case)}",
+            f"{_names(paths)}{_at_sizes(case)}",
             "keep running averages in training and use them in evaluation (batch norm: "
             "track_running_stats=True, training=self.training), or always evaluate in shuffled "
             "batches of the size of training, and say so",
-            paths,
+            tuple(paths),
         )
     if moved or is_random:
         parts = [f"a forward changes {name_some(moved)}"] if moved else []
@@ -389,9 +375,5 @@ def _group_sizes(case: Case) -> str:
     return " to ".join(map(str, dict.fromkeys((sizes[0], sizes[-1])))) if sizes else str(largest)
 
 
-def _paths(sites: Sequence[NormSite] | Mapping[NormSite, SiteRow]) -> tuple[str, ...]:
-    return tuple(site.name for site in sites)
-
-
-def _names(sites: Sequence[NormSite] | Mapping[NormSite, SiteRow]) -> str:
-    return name_some(_paths(sites))
+def _names(paths: Iterable[str]) -> str:
+    return name_some([path or ROOT for path in paths])

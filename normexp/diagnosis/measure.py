@@ -26,19 +26,22 @@ import numpy as np
 import torch
 from torch import nn
 
-from normexp.checks.probe import moves, unlike
+from normexp.batching.copies import copied
 from normexp.diagnosis.network import (
     Loss,
     Modes,
     Subject,
+    innermost,
     is_within,
     join,
     loss_on,
     num_samples,
     refusing_runs,
+    set_modes,
     take,
+    tensors_in,
 )
-from normexp.diagnosis.parts import Parts
+from normexp.diagnosis.parts import Parts, differ
 from normexp.diagnosis.result import TERMS, Estimate, Losses
 from normexp.errors import UserError
 from normexp.norms.base import Moments
@@ -84,7 +87,6 @@ class Measurement:
         with refusing_runs(model):
             self.parts = Parts(self.subject, few, loss, training, learning=True)
             self.evaluated = Parts(self.subject, few, loss, evaluation, learning=False)
-        self.subject.share_fixed(self.parts.model, self.evaluated.model)
         self.active = self.parts.sites()
         self.unknown = self.parts.unknown(self.active)
         self.losses, self.moments = self._measure_stages()
@@ -128,8 +130,8 @@ class Measurement:
 
     def _fresh(self, modes: Modes) -> tuple[nn.Module, dict[str, NormSite]]:
         """A copy of the network, and its active sites."""
-        model, sites = self.subject.with_parts(modes, list(self.active.values()))
-        return model, dict(zip(self.active, sites, strict=True))
+        model, sites = copied((self.subject.model, self.active))
+        return set_modes(model, modes), sites
 
     def _loss(self, model: nn.Module, batch: Any, *, seed: int = 0, learning: bool) -> float:
         torch.manual_seed(seed)
@@ -169,9 +171,10 @@ class Measurement:
         return [name for name in left if not name or name.rpartition(".")[0] not in left]
 
     def acting(self) -> list[str]:
-        """Modules that compute otherwise in training, beside sites and other running state."""
-        known = [*self.active, *self.unknown]
-        return [p for p in self.parts.acting() if not any(is_within(p, path) for path in known)]
+        """The innermost modules, beside those known, that compute otherwise in training."""
+        known, calls = [*self.active, *self.unknown], self.parts.calls
+        acting = innermost(path for path in calls if self.parts.acts_in_training(path))
+        return [p for p in acting if not any(is_within(p, path) for path in known)]
 
     @cached_property
     def depends_on_batch(self) -> bool:
@@ -189,38 +192,32 @@ class Measurement:
             return measured
         total = num_samples(everything)
         largest = min(max(LARGEST_SIZE, *self.sizes), total // 4)
-        modes = self._modes(of_sites=True)
-        if self.depends_on_batch:
-            modes = self.subject.evaluation
+        learning, modes = not self.depends_on_batch, self._modes(of_sites=True)
+        modes = modes if learning else self.subject.evaluation
         for size in (2**k for k in range(largest.bit_length())):
-            count = total // size
-            chosen = np.unique(np.linspace(0, count - 1, min(count, MOST_GROUPS)).astype(int))
+            count, losses = total // size, []
             try:
-                losses = [self._of_group(everything, k * size, size, modes) for k in chosen]
+                for k in np.unique(np.linspace(0, count - 1, min(count, MOST_GROUPS)).astype(int)):
+                    model = self.subject.fresh(modes)
+                    for _, site in named_sites(model):  # its groups would be smaller ones
+                        site.norm_batch_size = None
+                    group = take(everything, slice(k * size, (k + 1) * size))
+                    losses.append(self._loss(model, group, learning=learning))
             except UserError:  # one value per channel has no variance
                 continue
             measured[size] = Estimate.of(np.array(losses), np.ones(len(losses)))
         return measured
 
-    def _of_group(self, everything: Any, first: int, size: int, modes: Modes) -> float:
-        model = self.subject.fresh(modes)
-        for _, site in named_sites(model):  # its groups would be smaller ones
-            site.norm_batch_size = None
-        group = take(everything, slice(first, first + size))
-        return self._loss(model, group, learning=not self.depends_on_batch)
-
     @torch.no_grad()
     def varies_in_evaluation(self) -> tuple[list[str], bool]:
         """The state that moves the next evaluation, and whether random draws move it."""
-        call, modes = self.evaluated.calls[""], self.subject.evaluation
-        model, outputs = self.subject.fresh(modes), []
-        for network, seed in ((model, 0), (model, 0), (self.subject.fresh(modes), 1)):
+        parts, modes, outputs = self.evaluated, self.subject.evaluation, []
+        networks = self.subject.fresh(modes), parts.model, self.subject.fresh(modes)
+        for network, seed in zip(networks, (0, 0, 1), strict=True):
             torch.manual_seed(seed)
-            outputs.append(call.of(network))
+            outputs.append(tensors_in(parts.calls[""](network)))
         first, again, other = outputs
-        differ = lambda pairs: any(moves(*pair) for pair in pairs)  # noqa: E731
-        moved = unlike(model, self.subject.model) if differ(zip(first, again, strict=False)) else []
-        return moved, differ(zip(first, other, strict=False))
+        return parts.moved if differ(first, again) else [], differ(first, other)
 
 
 def _of_others(site: NormSite, batches: list[Calls], index: int) -> list[Population]:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from normexp.batching.copies import copied
-from normexp.checks.probe import unlike
 from normexp.errors import UserError, first_line
 
 Loss = Callable[[Any, Any], Tensor]
@@ -47,17 +46,8 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    @property
-    def input(self) -> Tensor | None:
-        """The first tensor among the arguments."""
-        return next(tensors_in((self.args, self.kwargs)), None)
-
-    def run(self, module: nn.Module) -> Any:
+    def __call__(self, module: nn.Module) -> Any:
         return module(*self.args, **self.kwargs)
-
-    def of(self, module: nn.Module) -> list[Tensor]:
-        """The tensors that a module returns for these arguments."""
-        return list(tensors_in(self.run(module)))
 
 
 class Subject:
@@ -68,54 +58,20 @@ class Subject:
         training: the modes in which the model is trained: as they are, or after `train()` if it
             was handed over in evaluation mode.
         evaluation: the modes in which it is evaluated: as they are, or after `eval()`.
-        fixed: parameters that no forward moves, which all copies share.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = copied(model)
         self.modules = dict(self.model.named_modules())
-        self.fixed: list[nn.Parameter] = []
-        given = modes_of(model)
-        self.training = given if given[""] else self._modes_after("train")
-        self.evaluation = self._modes_after("eval") if given[""] else given
+        given, other = modes_of(model), copied(model)
+        other.train(not given[""])
+        modes = given, modes_of(other)
+        self.training, self.evaluation = modes if given[""] else modes[::-1]
         self.silent = dict.fromkeys(given, False)
 
-    def _modes_after(self, change: str) -> Modes:
-        model = copied(self.model)
-        try:
-            getattr(model, change)()
-        except Exception as error:  # of foreign code, any kind
-            raise UserError(
-                f"{type(model).__name__}.{change}() fails ({first_line(error)}); pass the module "
-                "that was trained, not an exported one"
-            ) from error
-        return modes_of(model)
-
-    def share_fixed(self, *run: nn.Module) -> None:
-        """Shares the parameters that have the same values in copies that have run."""
-        moved = {name for model in run for name in unlike(model, self.model)}
-        self.fixed = [p for name, p in self.model.named_parameters() if name not in moved]
-
-    def fresh(self, modes: Modes) -> nn.Module:
-        return self.with_parts(modes, [])[0]
-
-    def with_parts(self, modes: Modes, parts: list[Any]) -> tuple[nn.Module, list[Any]]:
-        """A copy in these modes, and copies of objects that hold modules of `model`."""
-        model, parts = copied((self.model, parts), sharing=self.fixed)
-        set_modes(model, modes)
-        return model, parts
-
-    def describe(self, path: str) -> str:
-        """A module by path and class, for messages."""
-        module = self.modules[path]
-        kind = getattr(module, "original_name", type(module).__name__)  # of TorchScript
-        return f"{path} ({kind})" if path else f"the model ({kind})"
-
-    def part(self, path: str, modes: Modes) -> nn.Module:
-        """A copy of one module."""
-        module = copied(self.modules[path], sharing=self.fixed)
-        set_modes(module, modes, path)
-        return module
+    def fresh(self, modes: Modes, path: str = "") -> nn.Module:
+        """A copy of the module at a path, in these modes."""
+        return set_modes(copied(self.modules[path]), modes, path)
 
 
 def modes_of(model: nn.Module) -> Modes:
@@ -123,11 +79,12 @@ def modes_of(model: nn.Module) -> Modes:
     return {name: getattr(module, "training", False) for name, module in model.named_modules()}
 
 
-def set_modes(model: nn.Module, modes: Modes, path: str = "") -> None:
-    """Sets the mode of every module in the one at `path`."""
-    for name, module in model.named_modules():
-        if hasattr(module, "training"):
-            module.training = modes[f"{path}.{name}".strip(".")]
+def set_modes(module: nn.Module, modes: Modes, path: str = "") -> nn.Module:
+    """Sets the mode of the module at `path` and of all inside; returns it."""
+    for name, part in module.named_modules():
+        if hasattr(part, "training"):
+            part.training = modes[f"{path}.{name}".strip(".")]
+    return module
 
 
 @contextmanager
@@ -213,8 +170,7 @@ def read_batches(batches: Iterable[Any], most: int | None, model: nn.Module) -> 
 
 def num_samples(batch: Any) -> int:
     """The length of the first tensor in a batch; 0 if it holds none."""
-    first = next(tensors_in(batch), None)
-    return len(first) if first is not None and first.ndim else 0
+    return next((len(tensor) if tensor.ndim else 0 for tensor in tensors_in(batch)), 0)
 
 
 def take(batch: Any, samples: slice | Sequence[int], num: int | None = None) -> Any:
@@ -243,10 +199,10 @@ def map_tensors(change: Callable[..., Any], *values: Any) -> Any:
     return first
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     found: list[Tensor] = []
     map_tensors(found.append, value)
-    yield from found
+    return found
 
 
 def loss_on(model: nn.Module, batch: Any, loss: Loss) -> Tensor:
@@ -257,7 +213,7 @@ def loss_on(model: nn.Module, batch: Any, loss: Loss) -> Tensor:
     """
     is_mapping = isinstance(batch, Mapping)
     try:
-        value = loss(call_of(model, batch).run(model), batch if is_mapping else batch[1])
+        value = loss(call_of(model, batch)(model), batch if is_mapping else batch[1])
     except UserError:
         raise
     except Exception as error:  # of foreign code, any kind

@@ -6,6 +6,7 @@ which mix samples, and which act otherwise in training.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import permutations
 from typing import Any
 
@@ -27,9 +28,10 @@ from normexp.diagnosis.network import (
     recording,
     set_modes,
     take,
+    tensors_in,
 )
 from normexp.norms.moment_sites import NormSite, can_be_shown
-from normexp.norms.site import Site, input_and_mask, named_sites
+from normexp.norms.site import named_sites
 
 ROUNDING = 1e-6  # relative; state that moves an output by less is of no use to it
 
@@ -61,7 +63,7 @@ class Parts:
         """What a module returns in these modes, for what it was called with unless told."""
         torch.manual_seed(0)
         with torch.set_grad_enabled(learning):
-            return (call or self.calls[path]).of(self.subject.part(path, modes))
+            return tensors_in((call or self.calls[path])(self.subject.fresh(modes, path)))
 
     def mixing(self, modes: Modes) -> list[str]:
         """The innermost modules in which a sample's output depends on other samples."""
@@ -78,14 +80,9 @@ class Parts:
             if old.ndim and len(old) == self.num
         )
 
-    def acting(self) -> list[str]:
-        """The innermost modules whose output in training is another one than in evaluation."""
-        return innermost(path for path in self.calls if self.acts_in_training(path))
-
     def acts_in_training(self, path: str) -> bool:
         training = self.outputs(path, self.subject.training, learning=True)
-        evaluation = self.outputs(path, self.subject.silent)
-        return any(change(*pair) > ROUNDING for pair in zip(training, evaluation, strict=False))
+        return differ(training, self.outputs(path, self.subject.silent))
 
     # --- Running moments -------------------------------------------------------------------------
 
@@ -105,9 +102,10 @@ class Parts:
                     site = NormSite(entry or "the model", holder, around, True, True, mean, var)
                     if entry not in found and self._normalizes_by(site, entry):
                         found[entry] = site
-        for path, site in found.items():
+        active = {path: site for path, site in found.items() if self.acts_in_training(path)}
+        for path, site in active.items():
             site.pools_samples = self.mixes(path, self.subject.training, learning=True)
-        return {path: site for path, site in found.items() if self._is_active(path)}
+        return active
 
     def _called(self, path: str) -> str:
         """The innermost called module around one, which may be this one."""
@@ -116,62 +114,55 @@ class Parts:
         return path
 
     def _normalizes_by(self, site: NormSite, path: str) -> bool:
-        x = self.calls[path].input
-        if x is None or x.ndim < 2 or not x.is_floating_point():
+        x, *_ = tensors_in((self.calls[path].args, self.calls[path].kwargs))
+        if x.ndim < 2 or not x.is_floating_point():
             return False
-        sizes = [getattr(site.norm, name).numel() for name in (site.mean, site.var)]
-        if {*sizes} != {site.maps(x).shape[1]}:
+        sizes = {getattr(site.norm, name).numel() for name in (site.mean, site.var)}
+        if sizes != {site.maps(x).shape[1]}:
             return False
-        site = copied(site, sharing=self.subject.fixed)
+        site = copied(site)
         set_modes(site.entry, self.subject.silent, path)
         return can_be_shown(site, x)
 
-    def _is_active(self, path: str) -> bool:
-        moved = any(is_within(name, path) for name in self.moved)
-        return moved or self.acts_in_training(path)
-
     def momentum(self, path: str, site: NormSite) -> float | None:
         """The weight of a new value in the running mean; None if that is not constant."""
-        call, trained = self.calls[path], copied(site, sharing=self.subject.fixed)
+        named, trained, call = getattr(site.norm, "momentum", 0), copied(site), self.calls[path]
         set_modes(trained.entry, self.subject.training, path)
-        call.of(trained.entry)
-        x, mask = call.input, None
-        if isinstance(site.entry, Site):
-            x, mask = input_and_mask(call.args, call.kwargs)
-        assert x is not None
-        far = site.pooled(site.of_samples(x, mask)).mean - site.running[0]
-        moved = trained.running[0] - site.running[0]
+        call(trained.entry)
+        batch = site.pooled(site.of_samples(tensors_in((call.args, call.kwargs))[0], None)).mean
+        moved, far = trained.running[0] - site.running[0], batch - site.running[0]
         weight = float((moved * far).sum() / far.square().sum())
         fits = bool((moved - weight * far).norm() <= 0.05 * moved.norm())
-        return weight if fits and getattr(site.norm, "momentum", 0) is not None else None
+        return weight if fits and named is not None else named
 
     # --- State of another kind -------------------------------------------------------------------
 
     @torch.no_grad()
-    def unknown(self, sites: dict[str, NormSite]) -> dict[str, list[str]]:
+    def unknown(self, sites: Collection[str]) -> dict[str, list[str]]:
         """Modules with running state of another kind, and the paths whose mode decides how it acts.
 
-        State is what the forward moved and the evaluation of its module depends on.
+        State is what the forward moved and an evaluation depends on.
         """
-        found: dict[str, list[str]] = {}
-        silent, trained = self.subject.silent, dict(self.model.named_modules())
-        names: dict[str, list[str]] = {}
-        for moved in self.moved:
-            owner, _, name = moved.rpartition(".")
-            names.setdefault(owner, []).append(name)
+        silent, names = self.subject.silent, dict[str, list[str]]()
+        for owner, _, name in (moved.rpartition(".") for moved in self.moved):
+            if not any(is_within(owner, path) for path in sites):
+                names.setdefault(owner, []).append(name)
+        before, found = self.outputs("", silent), dict[str, list[str]]()
         for owner in names:
-            if any(is_within(owner, path) for path in sites):
-                continue
-            called = self._called(owner)  # its forward uses the state
-            module = self.subject.part(called, silent)
-            inner = dict(module.named_modules())[owner.removeprefix(called).lstrip(".")]
+            model = self.subject.fresh(silent)
+            trained, own = (dict(m.named_modules())[owner] for m in (self.model, model))
             for name in names[owner]:
-                setattr(inner, name, copied(getattr(trained[owner], name)))
+                setattr(own, name, copied(getattr(trained, name)))
             torch.manual_seed(0)
-            pairs = zip(self.outputs(called, silent), self.calls[called].of(module), strict=False)
-            if any(change(*pair) > ROUNDING for pair in pairs):
-                found[owner] = [p for p in silent if is_within(owner, p) and is_within(p, called)]
+            if differ(before, tensors_in(self.calls[""](model))):
+                user = self._called(owner)  # whose forward uses the state
+                found[owner] = [p for p in silent if is_within(owner, p) and is_within(p, user)]
         return found
+
+
+def differ(outputs: list[Tensor], others: list[Tensor]) -> bool:
+    """True beyond rounding."""
+    return any(change(*pair) > ROUNDING for pair in zip(outputs, others, strict=False))
 
 
 def _objects_of(module: nn.Module) -> list[Any]:
