@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -28,11 +29,12 @@ class _WithoutGraph(TorchFunctionMode):
         return memo.setdefault(id(tensor), tensor.detach().clone().requires_grad_())
 
 
-def copied(value: T) -> T:
+def copied(value: T, sharing: Iterable[object] = ()) -> T:
     """A deep copy, in which tensors of a graph are values without it.
 
     Args:
         value: a module, or anything with modules inside.
+        sharing: objects inside that the copy holds as they are.
 
     Raises:
         UserError: a module with lazy parameters, or with an attribute that cannot be copied.
@@ -45,7 +47,7 @@ def copied(value: T) -> T:
                 "sizes, as nn.Linear(64, 10) in place of nn.LazyLinear(10), or run one forward"
             )
     try:
-        return _copied(value)
+        return _copied(value, sharing)
     except Exception as error:  # foreign objects may raise anything
         if not isinstance(value, nn.Module):
             raise
@@ -55,9 +57,9 @@ def copied(value: T) -> T:
         ) from error
 
 
-def _copied(value: T) -> T:
+def _copied(value: T, sharing: Iterable[object] = ()) -> T:
     with _WithoutGraph():
-        return copy.deepcopy(value)
+        return copy.deepcopy(value, {id(shared): shared for shared in sharing})
 
 
 def _obstacle(module: nn.Module) -> str:

@@ -87,6 +87,9 @@ class Measurement:
         with refusing_runs(model):
             self.parts = Parts(self.subject, few, loss, training, learning=True)
             self.evaluated = Parts(self.subject, few, loss, evaluation, learning=False)
+        moved = {*self.parts.moved, *self.evaluated.moved}
+        named = self.subject.model.named_parameters()
+        self.subject.fixed = [p for name, p in named if name not in moved]
         self.active = self.parts.sites()
         self.unknown = self.parts.unknown(self.active)
         self.losses, self.moments = self._measure_stages()
@@ -130,7 +133,7 @@ class Measurement:
 
     def _fresh(self, modes: Modes) -> tuple[nn.Module, dict[str, NormSite]]:
         """A copy of the network, and its active sites."""
-        model, sites = copied((self.subject.model, self.active))
+        model, sites = copied((self.subject.model, self.active), self.subject.fixed)
         return set_modes(model, modes), sites
 
     def _loss(self, model: nn.Module, batch: Any, *, seed: int = 0, learning: bool) -> float:

@@ -58,11 +58,13 @@ class Subject:
         training: the modes in which the model is trained: as they are, or after `train()` if it
             was handed over in evaluation mode.
         evaluation: the modes in which it is evaluated: as they are, or after `eval()`.
+        fixed: parameters that no forward moves, which all copies share.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = copied(model)
         self.modules = dict(self.model.named_modules())
+        self.fixed: list[nn.Parameter] = []
         given, other = modes_of(model), copied(model)
         other.train(not given[""])
         modes = given, modes_of(other)
@@ -71,7 +73,7 @@ class Subject:
 
     def fresh(self, modes: Modes, path: str = "") -> nn.Module:
         """A copy of the module at a path, in these modes."""
-        return set_modes(copied(self.modules[path]), modes, path)
+        return set_modes(copied(self.modules[path], self.fixed), modes, path)
 
 
 def modes_of(model: nn.Module) -> Modes:

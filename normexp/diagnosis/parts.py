@@ -120,7 +120,7 @@ class Parts:
         sizes = {getattr(site.norm, name).numel() for name in (site.mean, site.var)}
         if sizes != {site.maps(x).shape[1]}:
             return False
-        site = copied(site)
+        site = copied(site, self.subject.fixed)
         set_modes(site.entry, self.subject.silent, path)
         return can_be_shown(site, x)
 

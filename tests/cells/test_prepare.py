@@ -159,6 +159,15 @@ def test_what_cannot_train_is_refused_in_one_line_and_nothing_else_is_said(
     assert not [each for each in caplog.records if each.name.startswith("normexp.cells")]
 
 
+def test_an_evaluation_that_depends_on_the_batch_is_said_with_its_size():
+    words = "norm._target_=torch.nn.BatchNorm2d", "norm.track_running_stats=false"
+    (line,) = [
+        line for line in prepare(*words, "batch_size=16").messages if "other samples" in line
+    ]
+    assert "at norm1, norm2, norm3: metrics are of shuffled batches of 16" in line
+    assert not [line for line in prepare("norm=batch").messages if "other samples" in line]
+
+
 def test_a_seed_has_its_own_initial_weights_the_same_for_every_norm():
     builds = [prepare(f"norm={name}").build for name in ("batch", "group")]
     (first, other), (again, _) = (
