@@ -243,8 +243,14 @@ class Attempt:
             module = _fit(self.runs, self.cells, self.folder, recorder, callbacks, stop)
             return self._record(module)
 
-    def _report(self, step: int, total: int) -> None:
-        write_json(self.folder / PROGRESS_FILE, {"step": step, "total": total})
+    def _report(self, module: TrainingModule) -> None:
+        """Writes what the display shows of this training."""
+        shown = ("train/loss", f"val/{module.criterion.metrics[-1]}")
+        known = module.trainer.callback_metrics
+        metrics = {name: float(known[name]) for name in shown if name in known}
+        metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        progress = {"step": module.step, "total": module.recipe.num_steps, "metrics": metrics}
+        write_json(self.folder / PROGRESS_FILE, progress)
         self.control.on_steps()
 
     def _record(self, module: TrainingModule) -> list[Result]:
