@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 from scipy import stats
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from normexp.checks.network import name_some
@@ -294,8 +294,7 @@ def _why_fresh(case: Case, path: str) -> str:
     trained = [p for p in site.entry.parameters() if p.requires_grad]
     if not any(len(p.unique()) > 1 for p in trained):
         return "untrained"
-    saved = site.norm.state_dict() if isinstance(site.norm, nn.Module) else {}
-    return "not_loaded" if site.mean in saved else "not_saved"
+    return "not_loaded" if site.mean in site.norm.state_dict() else "not_saved"
 
 
 def _of_terms(case: Case) -> Iterator[Finding]:

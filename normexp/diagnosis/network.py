@@ -100,31 +100,32 @@ def refusing_runs(original: nn.Module) -> Iterator[None]:
             f"model would run the original; let that function be a method that uses {where}"
         )
 
-    with ExitStack() as hooks:
-        for path, module in original.named_modules():
-            if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
-                handle = module.register_forward_pre_hook(partial(refuse, path))
-                hooks.callback(handle.remove)
+    with _hooked(original, refuse):
         yield
 
 
 @contextmanager
 def recording(model: nn.Module) -> Iterator[dict[str, Call]]:
-    """Keeps the first call of every module, by path, in the order of these calls."""
+    """Keeps the first call of every module, by path."""
     calls: dict[str, Call] = {}
 
     def record(path: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if path not in calls:
             calls[path] = Call(*map_tensors(lambda t: t.detach().clone(), (args, kwargs)))
 
+    with _hooked(model, record):
+        yield calls
+
+
+@contextmanager
+def _hooked(model: nn.Module, hook: Callable[..., None]) -> Iterator[None]:
+    """Calls `hook(path, module, args, kwargs)` before every module, but those of TorchScript."""
     with ExitStack() as hooks:
         for path, module in model.named_modules():
-            if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
-                continue
-            hook = partial(record, path)
-            handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-            hooks.callback(handle.remove)
-        yield calls
+            if not isinstance(module, torch.jit.ScriptModule):
+                handle = module.register_forward_pre_hook(partial(hook, path), with_kwargs=True)
+                hooks.callback(handle.remove)
+        yield
 
 
 def is_within(path: str, outer: str) -> bool:

@@ -97,11 +97,11 @@ class Parts:
             around = modules[entry]
             if entry in found or isinstance(around, torch.jit.ScriptModule):
                 continue
-            for holder in (module, *_objects_of(module)):
-                for mean, var in permutations(_untrained(holder), 2):
-                    site = NormSite(entry or "the model", holder, around, True, True, mean, var)
-                    if entry not in found and self._normalizes_by(site, entry):
-                        found[entry] = site
+            for mean, var in permutations(_untrained(module), 2):
+                site = NormSite(entry or "the model", module, around, True, True, mean, var)
+                if self._normalizes_by(site, entry):
+                    found[entry] = site
+                    break
         active = {path: site for path, site in found.items() if self.acts_in_training(path)}
         for path, site in active.items():
             site.pools_samples = self.mixes(path, self.subject.training, learning=True)
@@ -165,21 +165,10 @@ def differ(outputs: list[Tensor], others: list[Tensor]) -> bool:
     return any(change(*pair) > ROUNDING for pair in zip(outputs, others, strict=False))
 
 
-def _objects_of(module: nn.Module) -> list[Any]:
-    """Plain objects among the attributes of a module, which may hold its state."""
-    return [
-        value
-        for name, value in vars(module).items()
-        if hasattr(value, "__dict__") and not callable(value) and not isinstance(value, Tensor)
-    ]
-
-
-def _untrained(holder: Any) -> list[str]:
-    """The names of the floating-point tensors of a module or object that no optimizer moves."""
-    named = dict(vars(holder))
-    if isinstance(holder, nn.Module):
-        named = dict(holder.named_buffers(recurse=False)) | named
-        named |= dict(holder.named_parameters(recurse=False))
+def _untrained(module: nn.Module) -> list[str]:
+    """The names of the floating-point tensors of a module that no optimizer moves."""
+    named = {**dict(module.named_buffers(recurse=False)), **vars(module)}
+    named |= dict(module.named_parameters(recurse=False))
     return [
         name
         for name, value in named.items()

@@ -18,19 +18,6 @@ MODULE = "own_training_of_a_test"
 SOURCE = """
 import pytorch_lightning as pl
 import torch
-from torch import nn
-
-class Scaled(nn.Module):
-    def __init__(self, num_features, keeps):
-        super().__init__()
-        self.weight, self.keeps, self.seen = nn.Parameter(torch.zeros(num_features)), keeps, []
-
-    def forward(self, x):
-        scale = self.weight.exp()
-        if self.keeps:
-            self.scale = scale
-            self.seen.append({"scale": scale})
-        return x * scale.view(-1, *[1] * (x.ndim - 2))
 
 def ramp(step, total_steps, low=0.1):
     return low + step / total_steps
@@ -43,6 +30,19 @@ class Clips(torch.optim.SGD):
     def step(self):
         torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 0.1)
         super().step()
+
+class Scaled(torch.nn.Module):
+    def __init__(self, num_features, keeps):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(num_features))
+        self.keeps, self.seen = keeps, []
+
+    def forward(self, x):
+        scale = self.weight.exp()
+        if self.keeps:
+            self.scale = scale
+            self.seen.append({"scale": scale})
+        return x * scale.view(-1, *[1] * (x.ndim - 2))
 """
 QUICK = ["model.width=4", "trainer=cpu", "data.limit_train=64"]
 PLATEAU = "schedule=custom schedule._target_=torch.optim.lr_scheduler.ReduceLROnPlateau"

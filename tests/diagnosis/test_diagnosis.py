@@ -141,33 +141,25 @@ class Parameters(nn.Module):
         return F.batch_norm(x, self.centre, self.spread, self.weight, self.bias, self.training)
 
 
-class Averages:
-    """Not a module, so that no state_dict holds it."""
-
-    def __init__(self, channels: int) -> None:
-        self.mean, self.var = torch.zeros(channels, 1, 1), torch.ones(channels, 1, 1)
-
-
 class ByGradMode(nn.Module):
     """Uses and moves batch statistics where gradients are taken, whatever its mode."""
 
     def __init__(self, norm: nn.BatchNorm2d) -> None:
         super().__init__()
-        self.averages = Averages(norm.num_features)
+        self.mean, self.var = (make(norm.num_features, 1, 1) for make in (torch.zeros, torch.ones))
         self.affine = nn.Conv2d(norm.num_features, norm.num_features, 1, groups=norm.num_features)
         self.affine.weight.data = norm.weight.data.view(-1, 1, 1, 1)
         self.affine.bias = norm.bias
 
     def forward(self, x):
-        old = self.averages
         if not torch.is_grad_enabled():
-            return self.affine((x - old.mean) / (old.var + 1e-5).sqrt())
+            return self.affine((x - self.mean) / (self.var + 1e-5).sqrt())
         mean, var = (
             x.mean((0, 2, 3)).view(-1, 1, 1),
             x.var((0, 2, 3), unbiased=False).view(-1, 1, 1),
         )
-        old.mean = 0.8 * old.mean + 0.2 * mean.detach()
-        old.var = 0.8 * old.var + 0.2 * var.detach()
+        self.mean = 0.8 * self.mean + 0.2 * mean.detach()
+        self.var = 0.8 * self.var + 0.2 * var.detach()
         return self.affine((x - mean) / (var + 1e-5).sqrt())
 
 
@@ -291,7 +283,7 @@ BROKEN = {  # by name: the network, and its findings with their sites
     "left in training": (stubborn, {"left_in_training": ("4",)}),
     "handed over so": (half_in_training, {"left_in_training": ("4",)}),
     "averages as parameters": (with_norm(shifted), {"stale_averages": ("4",)}),
-    "averages in an object": (with_norm(ByGradMode), {"never_updated": ("4",)}),
+    "averages in attributes": (with_norm(ByGradMode), {"never_updated": ("4",)}),
     "another kind": (with_norm(InverseScale), {"not_analysed": ("4",)}),
     "momentum 0": (without_momentum, {"stale_averages": ALL}),
     "scripted": (lambda: torch.jit.script(changed(shift)()), {"not_analysed": ALL}),
