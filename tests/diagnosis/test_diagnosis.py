@@ -343,6 +343,14 @@ def test_averages_of_a_large_momentum_are_noisy_and_not_stale():
     assert "noisy_averages" in kinds(diagnosis) and "stale_averages" not in kinds(diagnosis)
 
 
+@pytest.mark.parametrize(
+    "make", [without_momentum, partial(network, partial(nn.BatchNorm2d, momentum=0.0))]
+)
+def test_a_momentum_of_0_is_named(make: Any):
+    (finding,) = [one for one in examine(make()).findings if one.term == "averages"]
+    assert "momentum 0" in finding.cause and "set momentum=0.1" in finding.remedy
+
+
 def test_an_evaluation_that_depends_on_the_batch_is_said_with_its_losses():
     model, pairs = nn.Sequential(trained(), Centred()), batches()[:8]
     diagnosis = examine(model, batches=pairs)
