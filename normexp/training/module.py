@@ -130,22 +130,33 @@ class TrainingModule(pl.LightningModule):
             scheduler,
             max_grad_norm=recipe.max_grad_norm,
             rates=recipe.build_rates(replicas),
-            recorded=self._recorded_step(optimizer),
+            recorded=self._record_steps(optimizer),
         )
 
-    def _recorded_step(self, optimizer: Any) -> RecordedStep | None:
+    def _record_steps(self, optimizer: Any) -> RecordedStep | None:
         """What replays the steps, if that is asked for and possible; a line says why it is not."""
         if not self.recipe.cuda_graph:
             return None
-        why_not = why_not_recorded(self.replicas, optimizer, self.recipe.max_chunk)
+        why_not = why_not_recorded(self.replicas, optimizer)
+        if self.recipe.max_chunk == 1:
+            why_not = "chunk=1, or a callback acts on batches"
         if self.processes is not None:
             why_not = "several processes share each"
         if self.recipe.compile:
             why_not = "compile=true"
         if why_not is None:
-            return RecordedStep(self.replicas, optimizer)
+            return RecordedStep(self.replicas, optimizer, self.recipe.sizes.batch_size)
         log.info(NOT_RECORDED, why_not)
         return None
+
+    def on_train_end(self) -> None:
+        if recorded := self.recorded_step:
+            recorded.close()
+
+    @property
+    def recorded_step(self) -> RecordedStep | None:
+        """What replays optimizer steps as a CUDA graph, if anything does."""
+        return self._optimizer_step.recorded if self._optimizer_step else None
 
     def training_step(self, chunk: slice) -> None:
         """Takes the optimizer steps of a chunk."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from gpu_cases import NEEDS_GPU, build, in_each_form
 from pytorch_lightning.plugins.precision import MixedPrecision
@@ -16,6 +18,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_cases import (
+    CPU,
     StopAt,
     assert_same_state,
     build_module,
@@ -32,6 +35,8 @@ from normexp.batching.sizes import Sizes
 from normexp.norms import kernel
 from normexp.records.result import read_result
 from normexp.train import main
+from normexp.training import cuda_graph as cuda_graph_module
+from normexp.training.recipe import named_schedule
 from normexp.training.step import Step
 from normexp.training.stopping import Interrupted
 
@@ -91,10 +96,12 @@ def test_a_checkpoint_resumes_to_the_bit_and_moves_between_devices(
     tmp_path: Path, monkeypatch, device: str, stacked: bool, choices: dict, cuda_graph: bool
 ):
     if device == "cpu":
-        monkeypatch.setattr("normexp.training.cuda_graph.CudaGraph", Tape)
+        monkeypatch.setattr(cuda_graph_module, "CudaGraph", Tape)
     build_one = partial(build_module, seeds=(0, 1), stacked=stacked, max_chunk=2, **choices)
     build_one = partial(build_one, cuda_graph=cuda_graph)
     whole = train(build_one(), tmp_path / "whole.ckpt", accelerator=device)
+    if cuda_graph:
+        assert whole.recorded_step is not None and whole.recorded_step.num_replayed == 7
     for name, places, atol in (("same", (device, device), 0), ("moved", (device, "cpu"), 1e-9)):
         checkpoint = tmp_path / f"{name}.ckpt"
         for where, stop_at in zip(places, (3, 7), strict=True):
@@ -134,18 +141,24 @@ def no_waiting(device: str) -> Iterator[None]:
 @in_each_form
 @pytest.mark.parametrize(
     ("model", "choices"),
-    [("small_resnet", {"lr_scales": (1.0, 0.5), "sizes": Sizes(16, 8, 4)}), ("text_encoder", {})],
+    [
+        ("small_resnet", {"lr_scales": (1.0, 0.5), "sizes": Sizes(16, 8, 4)}),
+        ("text_encoder", {}),
+        ("text_encoder", {"cuda_graph": True, "schedule": named_schedule("cosine", 0.1, 12)}),
+    ],
 )
 def test_no_step_waits_for_the_device(
     tmp_path: Path, monkeypatch, device: str, model: str, stacked: bool, choices: dict
 ):
+    if device == "cpu":
+        monkeypatch.setattr(cuda_graph_module, "CudaGraph", Tape)
     words = ["model.dropout=0.1"] if model == "text_encoder" else []
     module = build(model, "batch", *words, stacked=stacked, max_grad_norm=1.0, **choices)
     take, num_watched = Step.take, 0
 
     def watched(self: Step, index: int, batch: Batch) -> Tensor:
         nonlocal num_watched
-        if index == 0:  # allocates, and chooses kernels
+        if index <= 3:  # they allocate and choose kernels; a recording is compared
             return take(self, index, batch)
         num_watched += 1
         with no_waiting(device):
@@ -153,7 +166,7 @@ def test_no_step_waits_for_the_device(
 
     monkeypatch.setattr(Step, "take", watched)
     train(module, tmp_path / "a.ckpt", precision="32-true", accelerator=device)
-    assert num_watched == module.recipe.num_steps - 1 > 0
+    assert num_watched == module.recipe.num_steps - 4 > 0
 
 
 @pytest.mark.parametrize(
@@ -188,3 +201,20 @@ def test_two_workers_share_a_device(tmp_path: Path, trainer: str):
     assert main(["-m", *words, "workers=2", f"runs_dir={tmp_path}"]) == 0
     results = [read_result(path.parent) for path in tmp_path.rglob("result.json")]
     assert len(results) == 4 and all(result.status == "finished" for result in results)
+
+
+class NotesArithmetic(pl.Callback):
+    def on_train_start(self, trainer, pl_module):  # noqa: ARG002
+        fused = torch.backends.cuda.flash_sdp_enabled()
+        self.seen = torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32, fused
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_GPU)])
+def test_a_trainer_of_ones_own_gets_the_arithmetic_of_a_gpu(tmp_path: Path, device: str):
+    module, notes = build_module(), NotesArithmetic()
+    module.recipe = replace(module.recipe, devices=replace(CPU, accelerator=device))
+    before = torch.backends.cudnn.deterministic
+    options = {"logger": False, "enable_progress_bar": False, "default_root_dir": tmp_path}
+    pl.Trainer(accelerator="gpu", devices=1, max_epochs=1, callbacks=[notes], **options).fit(module)
+    assert notes.seen == (True, False, False)  # matmul_precision=highest
+    assert torch.backends.cudnn.deterministic == before
