@@ -15,8 +15,6 @@ from normexp.diagnosis.network import FORM, Loss, read_batches, unchanged_draws
 from normexp.diagnosis.result import TERMS, Diagnosis, Estimate, Finding, SiteRow
 from normexp.errors import UserError
 
-SHOWN_TERMS = 3
-
 __all__ = ["TERMS", "Diagnosis", "Estimate", "Finding", "SiteRow", "decompose", "diagnose"]
 
 
@@ -50,50 +48,44 @@ def decompose(model: nn.Module, batches: Iterable[Any], loss: Loss) -> dict[str,
     """The loss in training mode, each of the `TERMS`, and the loss in evaluation mode, by name."""
     with unchanged_draws(model):
         seen = Measurement(model, read_batches(batches, None, model), loss)
-    training, evaluation = (seen.mean(seen.losses[name]) for name in ("training", "evaluation"))
     terms = {name: term.value for name, term in seen.terms.items()}
-    return {"training": training.value, **terms, "evaluation": evaluation.value}
+    return {"training": seen.training.value, **terms, "evaluation": seen.evaluation.value}
 
 
 def _conclude(seen: Measurement, tolerance: float | None) -> Diagnosis:
-    training, evaluation = (seen.mean(seen.losses[name]) for name in ("training", "evaluation"))
-    gap = seen.term("training", "evaluation")
-    rows = {
-        path: row_of(site, seen.parts.momentum(path, site), seen.moments[path])
-        for path, site in seen.active.items()
-    }
+    rows = {path: row_of(site, seen.moments[path]) for path, site in seen.active.items()}
     if tolerance is None:
-        tolerance = max(0.01, 0.01 * training.value)
-    case = Case(seen, gap, rows, tolerance, seen.loss_at_size())
+        tolerance = max(0.01, 0.01 * seen.training.value)
+    case = Case(seen, rows, tolerance)
     findings = find(case)
     return Diagnosis(
-        summary=" ".join(_sentences(case, training, evaluation, findings)),
-        training=training.value,
-        evaluation=evaluation.value,
-        gap=gap,
+        summary=" ".join(_sentences(case, findings)),
+        training=seen.training.value,
+        evaluation=seen.evaluation.value,
+        gap=seen.gap,
         terms=seen.terms,
-        findings=findings,
+        findings=tuple(findings),
         sites=tuple(rows.values()),
-        loss_at_size=case.loss_at_size,
+        loss_at_size=seen.loss_at_size,
         not_analysed=tuple(path or ROOT for path in seen.unknown),
     )
 
 
-def _sentences(
-    case: Case, training: Estimate, evaluation: Estimate, findings: Sequence[Finding]
-) -> Iterator[str]:
+def _sentences(case: Case, findings: Sequence[Finding]) -> Iterator[str]:
     """The gap, the rows of the table that exceed chance, and findings that are no row."""
     seen = case.seen
     yield (
-        f"Evaluation minus training mode: {case.gap} (loss {evaluation.value:.4f} and "
-        f"{training.value:.4f}; {len(seen.sizes)} batches of {max(seen.sizes)})."
+        f"Evaluation minus training mode: {seen.gap} (loss {seen.evaluation.value:.4f} and "
+        f"{seen.training.value:.4f}; {len(seen.sizes)} batches of {max(seen.sizes)})."
     )
     sites = {
         finding.term: f", at {name_some(finding.sites)}" for finding in findings if finding.sites
     }
-    if largest := case.largest_terms[:SHOWN_TERMS]:
+    largest = [name for name, term in seen.terms.items() if case.exceeds(term)]
+    largest.sort(key=lambda name: -abs(seen.terms[name].value))
+    if largest:
         rows = (f"{TERMS[name].words} {seen.terms[name]}{sites.get(name, '')}" for name in largest)
-        yield f"Largest {'term' if len(largest) == 1 else 'terms'}: {'; '.join(rows)}."
+        yield f"Largest term{'s' if len(largest) > 1 else ''}: {'; '.join(rows)}."
     elif any(term.value or term.error for term in seen.terms.values()):
         yield f"No term exceeds chance and {case.tolerance:.2g}."
     elif not findings:

@@ -1,21 +1,22 @@
 """Rules: from measurements to findings, each with one sentence of cause and the remedy.
 
 A term of the gap has a cost if it exceeds the tolerance and what its standard error explains
-(two-sided t test at 1 %). Terms that are no mistake by themselves count from a tenth of the gap on.
+(two-sided t test at 1 %). Terms that are no mistake by themselves count from a tenth of the largest
+term on.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Literal
 
 import torch
 from scipy import stats
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from normexp.checks.network import name_some
 from normexp.diagnosis.measure import Measurement
@@ -25,7 +26,7 @@ from normexp.norms.base import Moments
 from normexp.norms.moment_sites import NormSite, averaged_var, distances, pool_batches
 
 ROOT = "the model"
-INITIAL_SHARE = 0.01  # weight beyond which initial values are looked at
+INITIAL_SHARE = 0.1  # weight beyond which initial values are a fault
 OF_TERM = {  # cause and remedy of the terms that have one of each
     "rest": (
         "other results of {names} in training than in evaluation make the loss of training lower",
@@ -38,7 +39,7 @@ OF_TERM = {  # cause and remedy of the terms that have one of each
         "shuffle the training data, share statistics among more samples, or use group norm",
     ),
     "own_share": (
-        "in training each sample is part of the statistics that normalize it (1 / {sizes}), in "
+        "in training each sample is part of the statistics that normalize it (1 / {size}), in "
         "evaluation it is not",
         "evaluate with the own share (EvalNorm, arXiv:1904.06031; norm=eval_norm), share "
         "statistics among more samples, or use group norm",
@@ -59,27 +60,10 @@ UNEXPLAINED = (
     "the loss of training is lower for a reason that no module shows by itself, such as code "
     "between modules that reads self.training"
 )
-NEVER_UPDATED = {  # by why the averages are at their initial values: cause and remedy
-    "momentum": ("have momentum 0, which never moves them", "set momentum=0.1, then {recompute}"),
-    "reset": (
-        "were updated and are at their initial values again: they were reset, or a state_dict "
-        "brought their counter without the averages",
-        "load the buffers too, or {recompute}",
-    ),
-    "not_loaded": (
-        "have trained weights, but the averages of a new module: they were not in the state_dict, "
-        "or were loaded with strict=False under other names",
-        "load them too (print what load_state_dict(..., strict=False) returns), or {recompute}",
-    ),
-    "not_saved": (
-        "have trained weights, but the averages of a new module: no state_dict holds them",
-        "keep them in persistent buffers (self.register_buffer), then {recompute}",
-    ),
-    "untrained": (
-        "were never updated: no forward pass in training mode has reached them",
-        "train the network in training mode, or {recompute}",
-    ),
-}
+RECOMPUTE = (
+    "recompute the averages with the final weights, by forwards over the training data in training "
+    "mode (for torch's batch norm, torch.optim.swa_utils.update_bn(train_loader, model))"
+)
 
 
 @dataclass(frozen=True)
@@ -87,64 +71,39 @@ class Case:
     """A network's measurements, ready for the rules."""
 
     seen: Measurement
-    gap: Estimate
     rows: Mapping[str, SiteRow]
     tolerance: float
-    loss_at_size: Mapping[int, Estimate]
-
-    def cost(self, estimate: Estimate) -> Estimate | None:
-        """The estimate if it exceeds the tolerance and chance; NaN does not."""
-        return estimate if estimate.value > 0 and self.exceeds(estimate) else None
 
     def exceeds(self, estimate: Estimate) -> bool:
-        """True if its size exceeds the tolerance and chance."""
+        """True if its size exceeds the tolerance and chance; NaN does not."""
         bound = stats.t.ppf(0.995, len(self.seen.sizes) - 1) * estimate.error
         return bool(abs(estimate.value) > max(self.tolerance, bound))
 
-    def share(self, term: str) -> Estimate | None:
-        """The cost of a term that is a tenth of a gap with a cost, or half of the largest term."""
-        cost, terms = self.cost(self.seen.terms[term]), self.seen.terms.values()
-        largest = max(abs(other.value) for other in terms)
-        least = 0.1 * self.gap.value if self.cost(self.gap) else 0.5 * largest
-        return cost if cost and cost.value >= least else None
-
-    @property
-    def recompute(self) -> str:
-        """How to get averages that belong to the weights."""
-        how = "by forwards over the training data in training mode"
-        if all(isinstance(site.norm, _BatchNorm) for site in self.seen.active.values()):
-            how = "torch.optim.swa_utils.update_bn(train_loader, model)"
-        return f"recompute the averages with the final weights: {how}"
-
-    @property
-    def largest_terms(self) -> list[str]:
-        """Terms beyond chance, the largest first."""
-        terms = self.seen.terms
-        found = [name for name, term in terms.items() if self.exceeds(term)]
-        return sorted(found, key=lambda name: -abs(terms[name].value))
+    def cost(self, term: str) -> Estimate | None:
+        """A term by which evaluation is worse."""
+        estimate = self.seen.terms[term]
+        return estimate if estimate.value > 0 and self.exceeds(estimate) else None
 
 
-def find(case: Case) -> tuple[Finding, ...]:
+def find(case: Case) -> list[Finding]:
     """All findings: NaN, then those with a cost, the largest first, then the others."""
     found = [*_not_finite(case), *_averages(case), *_of_terms(case), *_evaluation(case)]
-    found = [replace(f, sites=tuple(path or ROOT for path in f.sites)) for f in found]
     found.sort(key=lambda f: (f.kind != "not_finite", -f.cost.value if f.cost else math.inf))
-    return tuple(found)
+    return found
 
 
-def row_of(site: NormSite, momentum: float | None, batches: Sequence[Sequence[Moments]]) -> SiteRow:
+def row_of(site: NormSite, batches: Sequence[Sequence[Moments]]) -> SiteRow:
     """The numbers of one site, from its moments in each batch and call."""
+    momentum = getattr(site.norm, "momentum", None)
     every = [moments for calls in batches for moments in calls]
     mean, var = site.running
     of_mean, of_var = _distances(site, mean, var, every)
-    state: Literal["averaged", "initial", "never updated"] = "averaged"
     share = (1 - momentum) ** site.counter if momentum and site.counter else None
+    state: Literal["averaged", "initial", "never updated"] = "averaged"
     if bool(((mean == 0) & (var == 1)).all()):
         state = "never updated"
-    elif share is not None and share > INITIAL_SHARE:
-        freed = _distances(site, mean / (1 - share), (var - share) / (1 - share), every)
-        before, after = (max(_middle(d) or 0 for d in both) for both in ((of_mean, of_var), freed))
-        state = "initial" if after < 0.5 * before else state
+    elif share and share > INITIAL_SHARE:
+        state = "initial"
     return SiteRow(
         name=site.name,
         momentum=momentum,
@@ -176,67 +135,68 @@ def _middle(values: Tensor) -> float | None:
 
 
 def _not_finite(case: Case) -> Iterator[Finding]:
-    buffers = case.seen.subject.model.named_buffers()
+    buffers = case.seen.parts.model.named_buffers()
     bad = [name.rpartition(".")[0] for name, value in buffers if not value.isfinite().all()]
-    bad += [path for path in case.seen.active if not _is_finite(case, path)]
+    bad += [path for path in case.rows if not _is_finite(case, path)]
     if bad:
-        yield Finding(
+        yield _finding(
             "not_finite",
-            f"running state holds NaN or infinity at {_names(bad)}: one batch with such a value "
-            "stays in a running average for ever",
-            f"find the batch, then reset_running_stats() and {case.recompute}",
-            tuple(dict.fromkeys(bad)),
+            bad,
+            "running state of {names} holds NaN or infinity: one batch with such a value stays in "
+            "a running average for ever",
+            f"find the batch, then reset_running_stats() and {RECOMPUTE}",
         )
-    elif modes := [
-        m for m in ("training", "evaluation") if not math.isfinite(case.seen.losses[m].sum())
-    ]:
-        yield Finding(
+    elif not math.isfinite(case.seen.gap.value):
+        yield _finding(
             "not_finite",
-            f"the loss is not finite in {' and '.join(modes)} mode, so the gap has no terms",
+            (),
+            "the loss is not finite, so the gap has no terms",
             "look for the first batch whose loss is NaN or infinite",
         )
 
 
 def _averages(case: Case) -> Iterator[Finding]:
-    cost, seen, rows = case.cost(case.seen.terms["averages"]), case.seen, case.rows
+    cost, seen, rows = case.cost("averages"), case.seen, case.rows
+    of_averages = partial(_finding, term="averages", cost=cost)
+    still = [path for path, row in rows.items() if row.momentum == 0]
     fresh = [path for path, row in rows.items() if row.state == "never updated"]
-    for why, (cause, remedy) in NEVER_UPDATED.items():
-        paths = [path for path in fresh if _why_fresh(case, path) == why]
-        if not paths:
-            continue
-        remedy = remedy.format(recompute=case.recompute)
-        cause = f"running averages (mean 0, variance 1) of {_names(paths)} {cause}"
-        yield Finding("never_updated", cause, remedy, tuple(paths), "averages", cost)
+    if still and (cost or fresh):
+        yield of_averages(
+            "stale_averages",
+            still,
+            "running averages of {names} have momentum 0, so training never moves them",
+            f"set momentum=0.1, then {RECOMPUTE}",
+        )
+    if fresh := [path for path in fresh if path not in still]:
+        yield of_averages(
+            "never_updated",
+            fresh,
+            "running averages of {names} are at their initial values (mean 0, variance 1): no "
+            "forward in training mode has moved them, or they were reset, not saved or not loaded",
+            "load them too (print what load_state_dict(..., strict=False) returns; only buffers "
+            f"and parameters are saved), or {RECOMPUTE}",
+        )
     if cost is None:
         return
-    rest = [path for path, row in rows.items() if row.state == "averaged"]
     if young := [path for path, row in rows.items() if row.state == "initial"]:
         row = max((rows[path] for path in young), key=lambda row: row.initial_share or 0)
-        yield Finding(
+        yield of_averages(
             "initial_values",
-            f"running averages are {row.initial_share:.1%} initial values (mean 0, variance 1) at "
-            f"{_names(young)}: {row.updates} updates at momentum {row.momentum:g}",
-            f"{case.recompute}, train longer, or raise momentum (in torch, the weight of the new "
-            "value)",
-            *(tuple(young), "averages", cost),
+            young,
+            f"running averages of {{names}} are {row.initial_share:.1%} initial values (mean 0, "
+            f"variance 1): {row.updates} updates at momentum {row.momentum:g}",
+            f"train longer, raise momentum (the weight of the new value), or {RECOMPUTE}",
         )
+    rest = [path for path in rows if path not in (*still, *fresh, *young)]
     if twice := [path for path in rest if max(map(len, seen.moments[path])) > 1]:
-        yield Finding(
+        yield of_averages(
             "used_twice",
-            f"{_names(twice)} run several times in one forward: their averages mix all inputs, "
-            "while training normalizes each by its own statistics",
+            twice,
+            "{names} run several times in one forward: their averages mix all inputs, while "
+            "training normalizes each by its own statistics",
             "give each use a norm of its own, or join the inputs into one batch",
-            *(tuple(twice), "averages", cost),
         )
-    if still := [path for path in rest if rows[path].momentum == 0]:
-        yield Finding(
-            "stale_averages",
-            f"running averages of {_names(still)} have momentum 0, so training has never moved "
-            "them",
-            f"set momentum=0.1, then {case.recompute}",
-            *(tuple(still), "averages", cost),
-        )
-    rest = [path for path in rest if path not in (*twice, *still)]
+    rest = [path for path in rest if path not in twice]
     if not rest or not all(_is_finite(case, path) for path in rest):
         return
     farthest = max(rows[path].largest_distance for path in rest)
@@ -247,26 +207,26 @@ def _averages(case: Case) -> Iterator[Finding]:
     typical, extreme = _distances_of_batches(case, rest)
     least = min(2.5 * extreme * noise, 0.3 * farthest)
     far = [path for path in rest if rows[path].largest_distance >= least]
-    worst = tuple(sorted(far, key=lambda path: -rows[path].largest_distance))
+    far.sort(key=lambda path: -rows[path].largest_distance)
     # Averages move with the weights.
     if distance > 1.5 * typical * noise or farthest > 2.5 * extreme * noise:
-        yield Finding(
+        yield of_averages(
             "stale_averages",
+            far,
             "running averages do not belong to these weights and inputs: a typical channel is "
             f"{distance:.2g} standard deviations between batches off, the farthest {farthest:.2g}, "
-            f"most at {_names(worst)}. The weights moved faster than the averages or changed after "
-            "them, or these inputs are preprocessed otherwise than in training",
-            f"if the inputs are those of training, {case.recompute}; else mend the preprocessing",
-            *(worst, "averages", cost),
+            "most at {names}. The weights moved faster than the averages or changed after them, or "
+            "these inputs are preprocessed otherwise than in training",
+            f"if the inputs are those of training, {RECOMPUTE}; else mend the preprocessing",
         )
-    elif not (fresh or young or twice or still):
-        yield Finding(
+    elif len(rest) == len(rows):
+        yield of_averages(
             "noisy_averages",
-            f"running averages are as far from the statistics of all samples as averages over "
-            f"batches of {_group_sizes(case)} at momentum {momentum:g} come",
+            far,
+            "running averages are as far from the statistics of all samples as averages over "
+            f"batches of {_group_size(case)} at momentum {momentum:g} come",
             "pool the moments of many batches (precise statistics), lower momentum, or use larger "
             "batches",
-            *(worst, "averages", cost),
         )
 
 
@@ -285,67 +245,50 @@ def _is_finite(case: Case, path: str) -> bool:
     return all(bool(value.isfinite().all()) for value in case.seen.active[path].running)
 
 
-def _why_fresh(case: Case, path: str) -> str:
-    site = case.seen.active[path]
-    if case.rows[path].momentum == 0:
-        return "momentum"
-    if site.counter:
-        return "reset"
-    trained = [p for p in site.entry.parameters() if p.requires_grad]
-    if not any(len(p.unique()) > 1 for p in trained):
-        return "untrained"
-    return "not_loaded" if site.mean in site.norm.state_dict() else "not_saved"
-
-
 def _of_terms(case: Case) -> Iterator[Finding]:
     seen = case.seen
+    paths = {"not_analysed": seen.unknown, "rest": seen.acting()}
+    largest = max(abs(term.value) for term in seen.terms.values())
     for term, (cause, remedy) in OF_TERM.items():
-        cost = case.cost(seen.terms[term]) if term == "dropout_shift" else case.share(term)
-        if cost is None:
+        cost, sites = case.cost(term), paths.get(term, seen.active)
+        if cost is None or cost.value < 0.1 * largest:
             continue
-        paths: Iterable[str] = seen.active
-        if term == "own_share" and not any(site.pools_samples for site in seen.active.values()):
-            cause = "in training each sample has statistics of its own, in evaluation averages"
-            remedy = "set track_running_stats=False, so that both modes use the sample's"
-        if term == "not_analysed":
-            paths = seen.unknown
-        if term == "rest":
-            paths = seen.acting()
-            cause = cause if paths else UNEXPLAINED
-        cause = cause.format(sizes=_group_sizes(case), names=_names(paths))
-        yield Finding(term, cause, remedy, tuple(paths), term, cost)
+        if term == "rest" and not sites:
+            cause = UNEXPLAINED
+        cause = cause.replace("{size}", str(_group_size(case)))
+        yield _finding(term, sites, cause, remedy, term=term, cost=cost)
 
 
 def _evaluation(case: Case) -> Iterator[Finding]:
     seen, term = case.seen, case.seen.terms["left_in_training"]
-    left, (moved, is_random) = seen.left_in_training(), seen.varies_in_evaluation()
-    if left and (term.value or term.error or seen.depends_on_batch or moved or is_random):
-        yield Finding(
+    left, varies = seen.left_in_training(), seen.varies_in_evaluation()
+    if left and (term.value or term.error or seen.depends_on_batch or varies):
+        yield _finding(
             "left_in_training",
-            f"in evaluation, {_names(left)} {'is' if len(left) == 1 else 'are'} in training mode "
-            "(a train() that ignores its argument, or a call of train() on a part of the model), "
-            f"so results depend on the batch{_at_sizes(case)}",
+            left,
+            "in evaluation, {names} run in training mode (a train() that ignores its argument, or "
+            f"a call of train() on a part of the model), so results depend on the batch"
+            f"{_at_sizes(case)}",
             "call eval() on the whole model last, and let overridden train(mode) pass the mode on",
-            *(tuple(left), "left_in_training", case.cost(term)),
+            term="left_in_training",
+            cost=case.cost("left_in_training"),
         )
         return
     if seen.depends_on_batch:
-        paths = seen.evaluated.mixing(seen.subject.evaluation)
-        yield Finding(
+        yield _finding(
             "depends_on_batch",
-            f"in evaluation the output of a sample depends on the other samples of its batch, at "
-            f"{_names(paths)}{_at_sizes(case)}",
+            seen.parts.mixing(seen.parts.evaluation),
+            "in evaluation the output of a sample depends on the other samples of its batch, at "
+            f"{{names}}{_at_sizes(case)}",
             "keep running averages in training and use them in evaluation (batch norm: "
             "track_running_stats=True, training=self.training), or always evaluate in shuffled "
             "batches of the size of training, and say so",
-            tuple(paths),
         )
-    if moved or is_random:
-        parts = [f"a forward changes {name_some(moved)}"] if moved else []
-        parts += ["two forwards of one batch differ"] if is_random else []
-        yield Finding(
+    if varies:
+        yield _finding(
             "varies_in_evaluation",
-            f"in evaluation mode {' and '.join(parts)}",
+            (),
+            f"in evaluation mode {varies}",
             "update state only if self.training, and pass training=self.training to functional "
             "dropout",
         )
@@ -354,25 +297,35 @@ def _evaluation(case: Case) -> Iterator[Finding]:
 # --- Words ---------------------------------------------------------------------------------------
 
 
+def _finding(
+    kind: str,
+    paths: Iterable[str],
+    cause: str,
+    remedy: str,
+    *,
+    term: str | None = None,
+    cost: Estimate | None = None,
+) -> Finding:
+    """A finding whose cause names the modules at these paths."""
+    names = tuple(path or ROOT for path in dict.fromkeys(paths))
+    return Finding(kind, cause.replace("{names}", name_some(names)), remedy, names, term, cost)
+
+
 def _at_sizes(case: Case) -> str:
     """The losses of an evaluation that depends on the size of its batches."""
-    sizes = case.loss_at_size
-    if not (case.seen.depends_on_batch and sizes):
+    sizes = case.seen.loss_at_size
+    if not sizes:
         return ""
     size, loss = next(iter(sizes.items()))
     alone = "for single samples" if size == 1 else f"in batches of {size}"
-    usual = case.seen.mean(case.seen.losses["evaluation"])
+    usual = case.seen.evaluation
     return (
         f": loss {loss.value:.3g} ± {loss.error:.2g} {alone}, {usual.value:.3g} ± "
         f"{usual.error:.2g} in batches of {max(case.seen.sizes)}"
     )
 
 
-def _group_sizes(case: Case) -> str:
+def _group_size(case: Case) -> int:
+    """The fewest samples that share statistics in training."""
     largest = max(case.seen.sizes)
-    sizes = sorted({site.group_size(largest) for site in case.seen.active.values()})
-    return " to ".join(map(str, dict.fromkeys((sizes[0], sizes[-1])))) if sizes else str(largest)
-
-
-def _names(paths: Iterable[str]) -> str:
-    return name_some([path or ROOT for path in paths])
+    return min((site.group_size(largest) for site in case.seen.active.values()), default=largest)

@@ -19,6 +19,7 @@ runs several times in one forward has moments for each call up to `noisy_precise
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
 
@@ -27,21 +28,17 @@ import torch
 from torch import nn
 
 from normexp.batching.copies import copied
+from normexp.checks.network import name_some
+from normexp.checks.probe import unlike
 from normexp.diagnosis.network import (
     Loss,
-    Modes,
-    Subject,
     innermost,
     is_within,
     join,
-    loss_on,
     num_samples,
-    refusing_runs,
-    set_modes,
     take,
-    tensors_in,
 )
-from normexp.diagnosis.parts import Parts, differ
+from normexp.diagnosis.parts import Modes, Parts, differ, set_modes
 from normexp.diagnosis.result import TERMS, Estimate, Losses
 from normexp.errors import UserError
 from normexp.norms.base import Moments
@@ -53,11 +50,9 @@ from normexp.norms.moment_sites import (
     with_moments,
     write_populations,
 )
-from normexp.norms.site import named_sites
 
 FEW = 16  # samples on which modules are looked at one by one
-LARGEST_SIZE = 32  # samples that share statistics, beyond those of the batches
-MOST_GROUPS = 32  # of each size
+MOST_GROUPS = 32  # small batches in which an evaluation is measured
 BETWEEN = ("batch", "share", "precise", "noisy_precise", "running")  # stages
 
 Calls = list[Moments]  # of each call of a site within one forward
@@ -74,103 +69,91 @@ class Measurement:
             decides how it acts.
         losses: of each batch in each stage.
         moments: of each active site in each batch, in training.
+        training, evaluation, gap: the mean losses and their difference.
         terms: what the gap consists of, by the names in `TERMS`.
     """
 
     def __init__(self, model: nn.Module, batches: list[Any], loss: Loss) -> None:
         self.batches, self.loss = batches, loss
         self.sizes = [num_samples(batch) for batch in batches]
-        self.subject = Subject(model)
         first = batches[0] if self.sizes[0] > 1 else join(batches[:2]) or batches[0]
-        few = take(first, slice(FEW))
-        training, evaluation = self.subject.training, self.subject.evaluation
-        with refusing_runs(model):
-            self.parts = Parts(self.subject, few, loss, training, learning=True)
-            self.evaluated = Parts(self.subject, few, loss, evaluation, learning=False)
-        moved = {*self.parts.moved, *self.evaluated.moved}
-        named = self.subject.model.named_parameters()
-        self.subject.fixed = [p for name, p in named if name not in moved]
+        self.parts = Parts(model, take(first, slice(FEW), num_samples(first)), loss)
         self.active = self.parts.sites()
         self.unknown = self.parts.unknown(self.active)
         self.losses, self.moments = self._measure_stages()
+        self.training = self.mean(self.losses["training"])
+        self.evaluation = self.mean(self.losses["evaluation"])
+        self.gap = self.term("training", "evaluation")
         self.terms = {name: self.term(term.first, term.last) for name, term in TERMS.items()}
 
     def term(self, first: str, last: str) -> Estimate:
         """What stage `last` costs beyond stage `first`."""
         return self.mean(self.losses[last] - self.losses[first])
 
-    def mean(self, values: Losses) -> Estimate:
-        return Estimate.of(values, np.array(self.sizes, dtype=float))
+    def mean(self, losses: Losses) -> Estimate:
+        return Estimate.of(losses, np.array(self.sizes, dtype=float))
 
     # --- Stages ----------------------------------------------------------------------------------
 
     def _measure_stages(self) -> tuple[dict[str, Losses], dict[str, list[Calls]]]:
-        subject, losses = self.subject, dict[str, Losses]()
-        losses["training"], noisy = self._with_moments(subject.training, learning=True)
-        losses["evaluation"], _ = self._with_moments(subject.evaluation)
+        parts, losses = self.parts, dict[str, Losses]()
+        others = {path for chain in self.unknown.values() for path in chain}
+        norms = {p for p in parts.modules if any(is_within(p, site) for site in self.active)}
+        losses["training"], noisy = self._stage(parts.training)
+        losses["evaluation"], _ = self._stage(parts.evaluation)
         losses["quiet"] = losses["evaluation"]
-        if subject.silent != subject.evaluation:
-            losses["quiet"], _ = self._with_moments(subject.silent)
-        if not (self.active or self.unknown):
+        if parts.silent != parts.evaluation:
+            losses["quiet"], _ = self._stage(parts.silent)
+        if not (norms or others):
             return losses | dict.fromkeys(BETWEEN, losses["quiet"]), noisy
-        losses["batch"], clean = self._with_moments(self._modes(of_sites=True), learning=True)
-        if not self.active:
+        losses["batch"], clean = self._stage(self._training_only(others | norms, learning=True))
+        if not norms:
             return losses | dict.fromkeys(BETWEEN, losses["batch"]), noisy
-        losses["share"] = self._with_others(clean, own_share=True)
-        losses["precise"] = losses["noisy_precise"] = self._with_others(clean)
-        if not np.array_equal(losses["training"], losses["batch"]):
-            losses["noisy_precise"] = self._with_others(noisy)
-        losses["running"], _ = self._with_moments(self._modes())
+        running = self._training_only(others, learning=False)
+        losses["share"], _ = self._stage(running, clean, own_share=True)
+        losses["precise"], _ = self._stage(running, clean)
+        losses["noisy_precise"], _ = self._stage(running, noisy)
+        losses["running"], _ = self._stage(running)
         return losses, noisy
 
-    def _modes(self, *, of_sites: bool = False) -> Modes:
-        """All in evaluation mode but running state of another kind, and norms where asked."""
-        acting = {path for chain in self.unknown.values() for path in chain}
-        if of_sites:
-            every = self.subject.training
-            acting |= {name for site in self.active for name in every if is_within(name, site)}
-        return self.subject.silent | {name: self.subject.training[name] for name in acting}
+    def _training_only(self, paths: set[str], *, learning: bool) -> Modes:
+        """These modules as in training, all others in evaluation mode."""
+        training = self.parts.training.training
+        modes = {path: training[path] and path in paths for path in training}
+        return Modes(modes, learning)
 
-    def _fresh(self, modes: Modes) -> tuple[nn.Module, dict[str, NormSite]]:
-        """A copy of the network, and its active sites."""
-        model, sites = copied((self.subject.model, self.active), self.subject.fixed)
-        return set_modes(model, modes), sites
-
-    def _loss(self, model: nn.Module, batch: Any, *, seed: int = 0, learning: bool) -> float:
-        torch.manual_seed(seed)
-        with torch.set_grad_enabled(learning):
-            return loss_on(model, batch, self.loss).item()
-
-    def _with_moments(
-        self, modes: Modes, *, learning: bool = False
+    def _stage(
+        self,
+        modes: Modes,
+        moments: dict[str, list[Calls]] | None = None,
+        *,
+        own_share: bool = False,
     ) -> tuple[Losses, dict[str, list[Calls]]]:
-        """The losses of all batches, and the moments of every active site in them."""
-        losses, moments = [], {path: list[Calls]() for path in self.active}
-        for index, batch in enumerate(self.batches):
-            model, sites = self._fresh(modes)
-            with watching(list(sites.values())) as seen:
-                losses.append(self._loss(model, batch, seed=index, learning=learning))
-            for path, site in sites.items():
-                moments[path].append([site.pooled(samples) for samples in seen[site]])
-        return np.array(losses), moments
+        """The losses of all batches, and the moments of every active site in them.
 
-    @torch.no_grad()
-    def _with_others(self, moments: dict[str, list[Calls]], *, own_share: bool = False) -> Losses:
-        """The losses of all batches, where norms use the moments of all other batches."""
-        losses = []
+        Given moments of each batch, norms use those of all other batches.
+        """
+        losses, seen = [], {path: list[Calls]() for path in self.active}
         for index, batch in enumerate(self.batches):
-            model, sites = self._fresh(self._modes())
-            others = {s: _of_others(s, moments[path], index) for path, s in sites.items()}
-            write_populations({site: calls[0] for site, calls in others.items()})
-            with with_moments(others, own_share=own_share):
-                losses.append(self._loss(model, batch, seed=index, learning=False))
-        return np.array(losses)
+            model, sites = copied((self.parts.model, self.active), self.parts.fixed)
+            set_modes(model, modes)
+            with ExitStack() as contexts:
+                samples = contexts.enter_context(watching(list(sites.values())))
+                if moments:
+                    others = {s: _of_others(s, moments[path], index) for path, s in sites.items()}
+                    with torch.no_grad():
+                        write_populations({site: calls[0] for site, calls in others.items()})
+                    contexts.enter_context(with_moments(others, own_share=own_share))
+                losses.append(self.parts.loss(model, batch, self.loss, modes, index))
+            for path, site in sites.items():
+                seen[path].append([site.pooled(call) for call in samples[site]])
+        return np.array(losses), seen
 
     # --- Beside the gap --------------------------------------------------------------------------
 
     def left_in_training(self) -> list[str]:
         """Modules in training mode in evaluation, the outermost of each branch."""
-        left = [name for name, training in self.subject.evaluation.items() if training]
+        left = [name for name, training in self.parts.evaluation.training.items() if training]
         return [name for name in left if not name or name.rpartition(".")[0] not in left]
 
     def acting(self) -> list[str]:
@@ -182,45 +165,34 @@ class Measurement:
     @cached_property
     def depends_on_batch(self) -> bool:
         """True if a sample's output in evaluation depends on the other samples of its batch."""
-        return self.evaluated.mixes("", self.subject.evaluation)
+        return self.parts.mixes("", self.parts.evaluation)
 
+    @cached_property
     def loss_at_size(self) -> dict[int, Estimate]:
-        """The loss with the statistics of k samples, on up to 32 groups of each size.
-
-        All else is as in evaluation. If that depends on the batch, the evaluation loss in batches
-        of k.
-        """
-        everything, measured = join(self.batches), dict[int, Estimate]()
-        if everything is None or not (self.active or self.depends_on_batch):
-            return measured
-        total = num_samples(everything)
-        largest = min(max(LARGEST_SIZE, *self.sizes), total // 4)
-        learning, modes = not self.depends_on_batch, self._modes(of_sites=True)
-        modes = modes if learning else self.subject.evaluation
-        for size in (2**k for k in range(largest.bit_length())):
+        """The loss of an evaluation that depends on the batch, of single samples if it has one."""
+        everything, total = join(self.batches), sum(self.sizes)
+        if everything is None or not self.depends_on_batch:
+            return {}
+        modes, parts = self.parts.evaluation, self.parts
+        for size in (1, 2):
             count, losses = total // size, []
             try:
-                for k in np.unique(np.linspace(0, count - 1, min(count, MOST_GROUPS)).astype(int)):
-                    model = self.subject.fresh(modes)
-                    for _, site in named_sites(model):  # its groups would be smaller ones
-                        site.norm_batch_size = None
-                    group = take(everything, slice(k * size, (k + 1) * size))
-                    losses.append(self._loss(model, group, learning=learning))
+                for k in np.linspace(0, count - 1, min(count, MOST_GROUPS)).astype(int):
+                    group = take(everything, slice(k * size, (k + 1) * size), total)
+                    losses.append(parts.loss(parts.fresh(modes), group, self.loss, modes))
             except UserError:  # one value per channel has no variance
                 continue
-            measured[size] = Estimate.of(np.array(losses), np.ones(len(losses)))
-        return measured
+            return {size: Estimate.of(np.array(losses), np.ones(len(losses)))}
+        return {}
 
-    @torch.no_grad()
-    def varies_in_evaluation(self) -> tuple[list[str], bool]:
-        """The state that moves the next evaluation, and whether random draws move it."""
-        parts, modes, outputs = self.evaluated, self.subject.evaluation, []
-        networks = self.subject.fresh(modes), parts.model, self.subject.fresh(modes)
-        for network, seed in zip(networks, (0, 0, 1), strict=True):
-            torch.manual_seed(seed)
-            outputs.append(tensors_in(parts.calls[""](network)))
-        first, again, other = outputs
-        return parts.moved if differ(first, again) else [], differ(first, other)
+    def varies_in_evaluation(self) -> str:
+        """What makes two evaluations of one batch differ."""
+        parts, modes = self.parts, self.parts.evaluation
+        first, call = parts.outputs("", modes), parts.calls[""]
+        if differ(first, parts.run(parts.evaluated, call, modes)):
+            return f"a forward changes {name_some(unlike(parts.evaluated, parts.model))}"
+        other = parts.run(parts.fresh(modes), call, modes, seed=1)
+        return "two forwards of one batch differ" if differ(first, other) else ""
 
 
 def _of_others(site: NormSite, batches: list[Calls], index: int) -> list[Population]:

@@ -1,4 +1,4 @@
-"""A network under diagnosis: its copies, its modes, its batches, and what reaches its modules."""
+"""Batches of any form, and what a network and its modules are called with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from traceback import walk_tb
@@ -16,11 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from normexp.batching.copies import copied
 from normexp.errors import UserError, first_line
 
 Loss = Callable[[Any, Any], Tensor]
-Modes = Mapping[str, bool]  # `training` of every module, by its path
 SAMPLES = 512  # of all batches
 FEWEST, MOST = 16, 128  # batches
 FORM = "a batch is a pair (inputs, targets), or a mapping whose keys the model's forward names"
@@ -39,86 +36,11 @@ def unchanged_draws(model: nn.Module) -> Iterator[None]:
             np.random.set_state(numpy_state)
 
 
-@dataclass(eq=False)
-class Call:
-    """What a module was called with."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def __call__(self, module: nn.Module) -> Any:
-        return module(*self.args, **self.kwargs)
-
-
-class Subject:
-    """A copy of the user's model that is never run; each forward gets a fresh copy of this one.
-
-    Attributes:
-        modules: of the copy, by path.
-        training: the modes in which the model is trained: as they are, or after `train()` if it
-            was handed over in evaluation mode.
-        evaluation: the modes in which it is evaluated: as they are, or after `eval()`.
-        fixed: parameters that no forward moves, which all copies share.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = copied(model)
-        self.modules = dict(self.model.named_modules())
-        self.fixed: list[nn.Parameter] = []
-        given, other = modes_of(model), copied(model)
-        other.train(not given[""])
-        modes = given, modes_of(other)
-        self.training, self.evaluation = modes if given[""] else modes[::-1]
-        self.silent = dict.fromkeys(given, False)
-
-    def fresh(self, modes: Modes, path: str = "") -> nn.Module:
-        """A copy of the module at a path, in these modes."""
-        return set_modes(copied(self.modules[path], self.fixed), modes, path)
-
-
-def modes_of(model: nn.Module) -> Modes:
-    """The present mode of every module; one frozen by TorchScript evaluates."""
-    return {name: getattr(module, "training", False) for name, module in model.named_modules()}
-
-
-def set_modes(module: nn.Module, modes: Modes, path: str = "") -> nn.Module:
-    """Sets the mode of the module at `path` and of all inside; returns it."""
-    for name, part in module.named_modules():
-        if hasattr(part, "training"):
-            part.training = modes[f"{path}.{name}".strip(".")]
-    return module
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a module is called with
 
 
 @contextmanager
-def refusing_runs(original: nn.Module) -> Iterator[None]:
-    """Raises UserError if the user's own modules are run, by a function that a copy still holds."""
-
-    def refuse(path: str, *_: Any) -> None:
-        where = f"self.{path}" if path else "self"
-        raise UserError(
-            f"a function inside the model holds its module {path or 'itself'}, so a copy of the "
-            f"model would run the original; let that function be a method that uses {where}"
-        )
-
-    with _hooked(original, refuse):
-        yield
-
-
-@contextmanager
-def recording(model: nn.Module) -> Iterator[dict[str, Call]]:
-    """Keeps the first call of every module, by path."""
-    calls: dict[str, Call] = {}
-
-    def record(path: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if path not in calls:
-            calls[path] = Call(*map_tensors(lambda t: t.detach().clone(), (args, kwargs)))
-
-    with _hooked(model, record):
-        yield calls
-
-
-@contextmanager
-def _hooked(model: nn.Module, hook: Callable[..., None]) -> Iterator[None]:
+def hooked(model: nn.Module, hook: Callable[..., None]) -> Iterator[None]:
     """Calls `hook(path, module, args, kwargs)` before every module, but those of TorchScript."""
     with ExitStack() as hooks:
         for path, module in model.named_modules():
@@ -176,9 +98,8 @@ def num_samples(batch: Any) -> int:
     return next((len(tensor) if tensor.ndim else 0 for tensor in tensors_in(batch)), 0)
 
 
-def take(batch: Any, samples: slice | Sequence[int], num: int | None = None) -> Any:
-    """Samples of a batch; `num` is how many it has."""
-    num = num_samples(batch) if num is None else num
+def take(batch: Any, samples: slice | Sequence[int], num: int) -> Any:
+    """Samples of a batch that has `num` of them."""
     return map_tensors(lambda t: t[samples] if t.ndim and len(t) == num else t, batch)
 
 
@@ -216,7 +137,8 @@ def loss_on(model: nn.Module, batch: Any, loss: Loss) -> Tensor:
     """
     is_mapping = isinstance(batch, Mapping)
     try:
-        value = loss(call_of(model, batch)(model), batch if is_mapping else batch[1])
+        args, kwargs = call_of(model, batch)
+        value = loss(model(*args, **kwargs), batch if is_mapping else batch[1])
     except UserError:
         raise
     except Exception as error:  # of foreign code, any kind
@@ -243,13 +165,12 @@ def call_of(model: nn.Module, batch: Any) -> Call:
     """What the model is called with for a batch."""
     if not isinstance(batch, Mapping):
         inputs = batch[0]
-        return Call(inputs if isinstance(inputs, tuple) else (inputs,), {})
+        return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
     arguments = inspect.signature(model.forward).parameters
     known = {name: value for name, value in batch.items() if name in arguments}
     if not known:
         raise UserError(
             f"batches are mappings of {', '.join(map(str, batch))}, but the model's forward "
-            f"takes {', '.join(arguments)}: pass pairs, as in "
-            "((batch['image'], batch['label']) for batch in loader)"
+            f"takes {', '.join(arguments)}; pass pairs"
         )
-    return Call((), known)
+    return (), known

@@ -16,7 +16,6 @@ from normexp.checks.network import name_some
 Losses = np.ndarray  # of each batch (B,)
 WIDTH = 100  # characters of a printed line
 MAX_ROWS = 12  # norms in the printed table
-OF_BATCHES = ("depends_on_batch", "left_in_training")  # findings about an evaluation by batches
 HEADS = ("mean off", "var off", "momentum", "updates", "initial")
 
 
@@ -93,7 +92,7 @@ class SiteRow:
         mean_distance, var_distance: median over channels of |running - batches| in standard
             deviations between batches; None where the batches do not differ.
         largest_distance: of any channel, of mean or variance.
-        state: `initial` if the initial values explain half of the distance or more.
+        state: `initial` if the initial values weigh more than a tenth.
     """
 
     name: str
@@ -119,8 +118,8 @@ class Diagnosis:
         gap: evaluation minus training.
         terms: what the gap consists of, by the names in `TERMS`; they add up to it.
         findings: the most expensive first.
-        loss_at_size: loss with batch statistics of k samples, all else as in evaluation mode; if
-            evaluation depends on the batch, its loss in batches of k.
+        loss_at_size: if evaluation depends on the batch, its loss for single samples, by their
+            number 1; for pairs, if it takes no single ones.
         not_analysed: modules with running state of a kind that is not known.
     """
 
@@ -158,11 +157,8 @@ class Diagnosis:
             ),
             f"{'loss in evaluation mode':<58}{self.evaluation:>8.4f}",
         ]
-        if self.loss_at_size:
-            sizes = (f"{k}: {loss.value:.4f}" for k, loss in self.loss_at_size.items())
-            depends = any(finding.kind in OF_BATCHES for finding in self.findings)
-            head = "loss in evaluation in batches" if depends else "loss with batch statistics"
-            lines.append(f"{head} of k samples:  {'  '.join(sizes)}")
+        for size, loss in self.loss_at_size.items():
+            lines.append(f"{f'loss in evaluation in batches of {size}':<58}{loss.value:>8.4f}")
         return lines
 
     def _sites(self) -> list[str]:
@@ -170,17 +166,19 @@ class Diagnosis:
         width = max(4, *(len(row.name) for row in rows[:MAX_ROWS]))
         lines = [f"{'norm':<{width}}" + "".join(f"{head:>11}" for head in HEADS)]
         for row in rows[:MAX_ROWS]:
-            share = row.initial_share
+            off = (_shown(value) for value in (row.mean_distance, row.var_distance))
             values = (
-                *(
-                    "-" if value is None or not math.isfinite(value) else f"{value:.3g}"
-                    for value in (row.mean_distance, row.var_distance, row.momentum)
-                ),
-                "-" if row.updates is None else str(row.updates),
-                "-" if share is None else f"{share:.1%}",
+                *off,
+                _shown(row.momentum),
+                _shown(row.updates, "d"),
+                _shown(row.initial_share, ".1%"),
             )
             lines.append(f"{row.name:<{width}}" + "".join(f"{value:>11}" for value in values))
         if len(rows) > MAX_ROWS:
             lines.append(f"... and {len(rows) - MAX_ROWS} more in .sites")
         lines.append("off: running averages from batches, median channel, in standard deviations")
         return lines
+
+
+def _shown(value: float | None, form: str = ".3g") -> str:
+    return "-" if value is None or not math.isfinite(value) else format(value, form)
