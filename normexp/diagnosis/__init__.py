@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 from normexp.checks.network import name_some
-from normexp.diagnosis.findings import ROOT, Case, find, row_of
+from normexp.diagnosis.findings import ROOT, find
 from normexp.diagnosis.measure import Measurement
 from normexp.diagnosis.network import FORM, Loss, read_batches, unchanged_draws
 from normexp.diagnosis.result import TERMS, Diagnosis, Estimate, Finding, SiteRow
@@ -41,7 +41,19 @@ def diagnose(
         raise UserError(f"batches is a {type(batches).__name__}, must be a DataLoader; {FORM}")
     with unchanged_draws(model):
         read = read_batches(batches, max_batches, model)
-        return _conclude(Measurement(model, read, loss), tolerance)
+        seen = Measurement(model, read, loss, tolerance)
+        findings = find(seen)
+        return Diagnosis(
+            summary=" ".join(_sentences(seen, findings)),
+            training=seen.training.value,
+            evaluation=seen.evaluation.value,
+            gap=seen.gap,
+            terms=seen.terms,
+            findings=tuple(findings),
+            sites=tuple(seen.rows.values()),
+            loss_at_size=seen.loss_at_size,
+            not_analysed=tuple(path or ROOT for path in seen.unknown),
+        )
 
 
 def decompose(model: nn.Module, batches: Iterable[Any], loss: Loss) -> dict[str, float]:
@@ -52,28 +64,8 @@ def decompose(model: nn.Module, batches: Iterable[Any], loss: Loss) -> dict[str,
     return {"training": seen.training.value, **terms, "evaluation": seen.evaluation.value}
 
 
-def _conclude(seen: Measurement, tolerance: float | None) -> Diagnosis:
-    rows = {path: row_of(site, seen.moments[path]) for path, site in seen.active.items()}
-    if tolerance is None:
-        tolerance = max(0.01, 0.01 * seen.training.value)
-    case = Case(seen, rows, tolerance)
-    findings = find(case)
-    return Diagnosis(
-        summary=" ".join(_sentences(case, findings)),
-        training=seen.training.value,
-        evaluation=seen.evaluation.value,
-        gap=seen.gap,
-        terms=seen.terms,
-        findings=tuple(findings),
-        sites=tuple(rows.values()),
-        loss_at_size=seen.loss_at_size,
-        not_analysed=tuple(path or ROOT for path in seen.unknown),
-    )
-
-
-def _sentences(case: Case, findings: Sequence[Finding]) -> Iterator[str]:
+def _sentences(seen: Measurement, findings: Sequence[Finding]) -> Iterator[str]:
     """The gap, the rows of the table that exceed chance, and findings that are no row."""
-    seen = case.seen
     yield (
         f"Evaluation minus training mode: {seen.gap} (loss {seen.evaluation.value:.4f} and "
         f"{seen.training.value:.4f}; {len(seen.sizes)} batches of {max(seen.sizes)})."
@@ -81,15 +73,13 @@ def _sentences(case: Case, findings: Sequence[Finding]) -> Iterator[str]:
     sites = {
         finding.term: f", at {name_some(finding.sites)}" for finding in findings if finding.sites
     }
-    largest = [name for name, term in seen.terms.items() if case.exceeds(term)]
+    largest = [name for name, term in seen.terms.items() if seen.exceeds(term)]
     largest.sort(key=lambda name: -abs(seen.terms[name].value))
     if largest:
         rows = (f"{TERMS[name].words} {seen.terms[name]}{sites.get(name, '')}" for name in largest)
         yield f"Largest term{'s' if len(largest) > 1 else ''}: {'; '.join(rows)}."
-    elif any(term.value or term.error for term in seen.terms.values()):
-        yield f"No term exceeds chance and {case.tolerance:.2g}."
-    elif not findings:
-        yield "Nothing in it acts otherwise in training than in evaluation."
+    else:
+        yield f"No term exceeds chance and {seen.tolerance:.2g}."
     for finding in findings:
         if finding.cost is None:
             yield f"{finding.cause[0].upper()}{finding.cause[1:]}."

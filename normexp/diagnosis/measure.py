@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy import stats
 from torch import nn
 
 from normexp.batching.copies import copied
@@ -39,9 +40,9 @@ from normexp.diagnosis.network import (
     take,
 )
 from normexp.diagnosis.parts import Modes, Parts, differ, set_modes
-from normexp.diagnosis.result import TERMS, Estimate, Losses
+from normexp.diagnosis.result import TERMS, Estimate, Losses, SiteRow
+from normexp.diagnosis.rows import Calls, row_of
 from normexp.errors import UserError
-from normexp.norms.base import Moments
 from normexp.norms.moment_sites import (
     NormSite,
     Population,
@@ -54,8 +55,6 @@ from normexp.norms.moment_sites import (
 FEW = 16  # samples on which modules are looked at one by one
 MOST_GROUPS = 32  # small batches in which an evaluation is measured
 BETWEEN = ("batch", "share", "precise", "noisy_precise", "running")  # stages
-
-Calls = list[Moments]  # of each call of a site within one forward
 
 
 class Measurement:
@@ -70,10 +69,13 @@ class Measurement:
         losses: of each batch in each stage.
         moments: of each active site in each batch, in training.
         training, evaluation, gap: the mean losses and their difference.
+        tolerance: smaller terms are no fault, in units of the loss.
         terms: what the gap consists of, by the names in `TERMS`.
     """
 
-    def __init__(self, model: nn.Module, batches: list[Any], loss: Loss) -> None:
+    def __init__(
+        self, model: nn.Module, batches: list[Any], loss: Loss, tolerance: float | None = None
+    ) -> None:
         self.batches, self.loss = batches, loss
         self.sizes = [num_samples(batch) for batch in batches]
         first = batches[0] if self.sizes[0] > 1 else join(batches[:2]) or batches[0]
@@ -84,11 +86,22 @@ class Measurement:
         self.training = self.mean(self.losses["training"])
         self.evaluation = self.mean(self.losses["evaluation"])
         self.gap = self.term("training", "evaluation")
+        self.tolerance = max(0.01, 0.01 * self.training.value) if tolerance is None else tolerance
         self.terms = {name: self.term(term.first, term.last) for name, term in TERMS.items()}
 
     def term(self, first: str, last: str) -> Estimate:
         """What stage `last` costs beyond stage `first`."""
         return self.mean(self.losses[last] - self.losses[first])
+
+    def exceeds(self, estimate: Estimate) -> bool:
+        """True if its size exceeds the tolerance and chance; NaN does not."""
+        bound = stats.t.ppf(0.995, len(self.sizes) - 1) * estimate.error
+        return bool(abs(estimate.value) > max(self.tolerance, bound))
+
+    def cost(self, name: str) -> Estimate | None:
+        """A term by which evaluation is worse."""
+        term = self.terms[name]
+        return term if term.value > 0 and self.exceeds(term) else None
 
     def mean(self, losses: Losses) -> Estimate:
         return Estimate.of(losses, np.array(self.sizes, dtype=float))
@@ -98,7 +111,7 @@ class Measurement:
     def _measure_stages(self) -> tuple[dict[str, Losses], dict[str, list[Calls]]]:
         parts, losses = self.parts, dict[str, Losses]()
         others = {path for chain in self.unknown.values() for path in chain}
-        norms = {p for p in parts.modules if any(is_within(p, site) for site in self.active)}
+        norms = {p for p in parts.modules if is_within(p, *self.active)}
         losses["training"], noisy = self._stage(parts.training)
         losses["evaluation"], _ = self._stage(parts.evaluation)
         losses["quiet"] = losses["evaluation"]
@@ -151,6 +164,11 @@ class Measurement:
 
     # --- Beside the gap --------------------------------------------------------------------------
 
+    @cached_property
+    def rows(self) -> dict[str, SiteRow]:
+        """Of each active site."""
+        return {path: row_of(site, self.moments[path]) for path, site in self.active.items()}
+
     def left_in_training(self) -> list[str]:
         """Modules in training mode in evaluation, the outermost of each branch."""
         left = [name for name, training in self.parts.evaluation.training.items() if training]
@@ -160,7 +178,7 @@ class Measurement:
         """The innermost modules, beside those known, that compute otherwise in training."""
         known, calls = [*self.active, *self.unknown], self.parts.calls
         acting = innermost(path for path in calls if self.parts.acts_in_training(path))
-        return [p for p in acting if not any(is_within(p, path) for path in known)]
+        return [p for p in acting if not is_within(p, *known)]
 
     @cached_property
     def depends_on_batch(self) -> bool:

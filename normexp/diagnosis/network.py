@@ -50,9 +50,9 @@ def hooked(model: nn.Module, hook: Callable[..., None]) -> Iterator[None]:
         yield
 
 
-def is_within(path: str, outer: str) -> bool:
-    """True for the path of a module in another, and of that one itself."""
-    return not outer or f"{path}.".startswith(f"{outer}.")
+def is_within(path: str, *outer: str) -> bool:
+    """True for the path of a module in one of the others, and of that one itself."""
+    return any(not name or f"{path}.".startswith(f"{name}.") for name in outer)
 
 
 def innermost(paths: Iterable[str]) -> list[str]:

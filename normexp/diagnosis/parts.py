@@ -165,7 +165,7 @@ class Parts:
         before, found = self.outputs("", self.silent), dict[str, list[str]]()
         for moved in unlike(self.trained, self.model):
             owner, _, name = moved.rpartition(".")
-            if owner in found or any(is_within(owner, path) for path in sites):
+            if owner in found or is_within(owner, *sites):
                 continue
             model = self.fresh(self.silent)
             trained, own = (dict(m.named_modules())[owner] for m in (self.trained, model))
