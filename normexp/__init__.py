@@ -6,7 +6,7 @@
     normexp.load_study("STUDY")                  a table of runs
     normexp.load_report("STUDY")                 what their report says: comparisons with verdicts
     normexp.diagnose(model, batches, loss)       why any network evaluates worse than it trains
-    normexp.replace_norms(model, "group", x)     any network with other norms, for a loop of your own
+    normexp.replace_norms(model, "group", x)     any network with other norms, for your own loop
     normexp.norms.GroupNorm(64, num_groups=8)    a norm; normexp.norms lists all
 
 Importing normexp imports neither torch nor pandas.

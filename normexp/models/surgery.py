@@ -13,16 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from normexp.errors import UserError
-from normexp.models.recognise import (
-    EQUALS,
-    DescribedNorm,
-    Left,
-    Norm,
-    Recognition,
-    Values,
-    is_close,
-    run_network,
-)
+from normexp.models.formula import EQUALS, DescribedNorm, Norm, Values, is_close
+from normexp.models.recognise import Left, Recognition, run_network, values_of
 from normexp.models.weights import MAX_NAMES, shorten
 from normexp.norms.contract import HasRamp
 from normexp.norms.factory import NormFactory
@@ -151,7 +143,7 @@ def check_formulas(
     twins = {}
     for path, norm in measured.items():
         old = network.get_submodule(path)
-        twins[old] = _like(network, DescribedNorm(norm, norm.values(old), old))
+        twins[old] = _like(network, DescribedNorm(norm, values_of(old, norm), old))
     for path, old in list(network.named_modules(remove_duplicate=False)):
         if old in twins:
             described.set_submodule(path, twins[old])
@@ -205,7 +197,7 @@ def _site_for(old: nn.Module, norm: Norm, factory: NormFactory) -> tuple[Site, l
     """A site with a new norm, and the roles of old tensors that have no place there."""
     build = factory.tokens if norm.formula.is_last else factory
     site = build(norm.num_features, **norm.settings).train(old.training)
-    return site, _carry_over(norm.values(old), site)
+    return site, _carry_over(values_of(old, norm), site)
 
 
 def _like(network: nn.Module, new: nn.Module) -> nn.Module:
