@@ -9,12 +9,14 @@ left as it is: an activation inside its forward, a second input, another scale.
 from __future__ import annotations
 
 import copy
+import random
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
@@ -152,8 +154,10 @@ def _record_calls(
 def run_network(network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
     """A forward with fixed draws. Raises UserError if it fails."""
     devices = [*{p.device for p in network.parameters() if p.is_cuda}]
+    states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices), torch.no_grad():
-        torch.manual_seed(0)
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(0)
         try:
             return network(*copy.deepcopy(args), **copy.deepcopy(dict(keywords)))
         except UserError:
@@ -163,6 +167,9 @@ def run_network(network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str
                 f"a forward of the model {type(network).__name__} fails: {type(error).__name__}: "
                 f"{first_line(error)}{source_line_of(error)}"
             ) from error
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
 
 
 # --- A module -------------------------------------------------------------------------------------
