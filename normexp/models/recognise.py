@@ -142,11 +142,12 @@ def _record_calls(
         has_more = is_named or bool(more and not is_masked)
         seen[path].append(Seen(call, (args, dict(keywords)) if has_more else None))
 
+    of_torch = {path for path, module in network.named_modules() if _is_torchs(module)}
     for path, module in network.named_modules():
         module.register_forward_hook(partial(watch, path), with_kwargs=True)
     for training in (True, False):
         run_network(network.train(training), args, keywords)
-        if all(path in seen for path, one in network.named_modules() if _is_torchs(one)):
+        if of_torch <= seen.keys():
             break  # else a layer was dropped at random
     return seen
 

@@ -25,6 +25,10 @@ from normexp.norms.contract import (
 
 View = Literal["map", "token", "sequence"]
 NOTHING: Mapping[str, Any] = {}
+NOT_PASSED_ON = (
+    *("forward_groups", "merge_state", "sequential_state", "spans_devices", "momentum"),
+    *("num_training_steps", "norm_parameters", "is_stacked", "track_running_stats", "inplace"),
+)
 OWN_OF_A_NORM = ("weight", "bias", "eps")  # what networks read to normalize without its forward
 
 
@@ -136,12 +140,13 @@ class AsBuiltSite(Site):
     """The site of a norm that a network has: runs the module itself, with all its arguments.
 
     A training forward is split as in any site, with every argument that has a value per sample.
+    A network reads the attributes of its norm here, but for those that say what this package can
+    do with a norm.
     """
 
     def __getattr__(self, name: str) -> Any:
-        if name in OWN_OF_A_NORM:
-            return getattr(self.norm, name)
-        return super().__getattr__(name)
+        is_own = name in self._modules or name in NOT_PASSED_ON or name.startswith("_")
+        return super().__getattr__(name) if is_own else getattr(self.norm, name)
 
     def forward(self, *args: Any, **keywords: Any) -> Tensor:
         x, _ = input_and_mask(args, keywords)

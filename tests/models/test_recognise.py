@@ -79,6 +79,21 @@ def frozen() -> FrozenBatchNorm2d:
     return norm
 
 
+class Rescaled(nn.BatchNorm2d):
+    """A gain of 2 beside its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def silent() -> Rescaled:
+    """Its gain starts at 0, and its averages do not show."""
+    norm = Rescaled(C, momentum=0.3)
+    nn.init.zeros_(norm.weight)
+    nn.init.uniform_(norm.get_buffer("running_mean"))
+    return norm
+
+
 # A module, an input, and the shipped norm that it is.
 SAME: dict[str, tuple[nn.Module, Tensor, str]] = {
     "gain from zero": (Own(lambda m, x: (1 + m.p) * rms(x)), TOKENS, "rms"),
@@ -93,6 +108,7 @@ SAME: dict[str, tuple[nn.Module, Tensor, str]] = {
     "moved axes": (TimeMajorNorm(C, eps=1e-3, momentum=0.2), TOKENS, "batch"),
     "statistics as parameters": (DecayNorm(), MAPS, "batch"),
     "frozen": (frozen(), MAPS, "frozen"),
+    "gain at zero": (silent(), MAPS, "batch"),
     "with a tail": (
         Own(lambda m, x: m.act(m.p * over(x, 1)), 1, C, 1, 1, act=nn.SiLU(inplace=True)),
         MAPS,
@@ -106,6 +122,9 @@ def test_the_norm_that_a_module_is_reproduces_it(name: str) -> None:
     module, x, norm = SAME[name]
     network = nn.Sequential(module)
     other = normexp.replace_norms(network, norm, x)
+    if name == "gain at zero":
+        means = [one.running_mean for one in (module, other[0].norm)]
+        torch.testing.assert_close(*means, rtol=0, atol=1e-6)
     for training in (False, True):
         outputs = [one.train(training)(x) for one in (copy.deepcopy(network), other)]
         torch.testing.assert_close(*outputs, rtol=0, atol=2e-5)
@@ -180,6 +199,39 @@ def test_what_computes_more_is_left_with_the_reason(name: str) -> None:
 def test_other_modules_are_not_named(module: nn.Module) -> None:
     found = recognise(nn.Sequential(module), (MAPS,))
     assert not found.norms and not any(one.resembles for one in found.left.values())
+
+
+class Standardized(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return over(weight, 1, 2, 3)
+
+
+def test_a_parametrized_weight_is_no_norm() -> None:
+    conv = nn.Conv2d(C, C, 3)
+    nn.utils.parametrize.register_parametrization(conv, "weight", Standardized())
+    found = recognise(nn.Sequential(conv, nn.BatchNorm2d(C)), (MAPS,))
+    assert found.norms.keys() == {"1"} and not found.left.keys() & {"0.parametrizations.weight.0"}
+
+
+class Dropping(nn.Module):
+    """Leaves its layer out at random, here in every training forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LayerNorm(C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.training else self.layer(x)
+
+
+def test_a_layer_that_training_drops_has_norms_too() -> None:
+    assert recognise(Dropping(), (TOKENS,)).norms.keys() == {"layer"}
+
+
+def test_a_norm_of_torch_with_another_forward_is_tried_like_others() -> None:
+    network = nn.Sequential(nn.LayerNorm(C), nn.LayerNorm(C))
+    network[0].forward = torch.tanh
+    assert recognise(network, (TOKENS,)).norms.keys() == {"1"}
 
 
 class MaskedNorm(nn.Module):
@@ -263,6 +315,8 @@ def test_a_network_that_its_formulas_do_not_reproduce_is_refused() -> None:
     network = Remembering()
     found = recognise(network, (TOKENS,))
     assert found.norms
+    kept = normexp.replace_norms(network, "as_built", TOKENS)
+    assert torch.equal(kept(TOKENS), network(TOKENS))
     with pytest.raises(UserError, match="no attribute 'size'"):
         check_formulas(network, found, (TOKENS,), {})
     doubling = nn.Sequential(Own(lambda m, x: m.p * rms(x)))
