@@ -282,11 +282,13 @@ class Trial:
         fitting: dict[bool, Norm] = {}
         nearest: list[tuple[float, str]] = []
         for formula in self._formulas():
+            if formula.is_last in fitting:
+                continue
             line = fit_line(self.normal(formula, self.x[0]), self.rows(formula, y))
             normal = self.normal(formula, self.x[1])
             residual = unexplained(normal, self.rows(formula, other), *line)
             nearest.append((residual, str(formula)))
-            if residual < FITS and formula.is_last not in fitting:
+            if residual < FITS:
                 fitting[formula.is_last] = self._settle(formula, *line)
         if not fitting:
             residual, formula = min(nearest)
