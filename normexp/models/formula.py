@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from normexp.norms.base import centre, measure, measure_mean, zero_padding
+from normexp.norms.site import InPlaceOfNorm
 
 FITS = 1e-4  # of an output: what a formula may leave unexplained
 EQUALS = 1e-5  # of an output: between a module, or a network, and its description
@@ -117,7 +118,7 @@ class Norm:
     moments: Mapping[str, str] = field(default_factory=dict)
 
 
-class DescribedNorm(nn.Module):
+class DescribedNorm(InPlaceOfNorm):
     """Computes what was recognised of a module, at values that were found, and its tail."""
 
     gain: Tensor
@@ -297,9 +298,21 @@ class Trial:
                 f"is off by {100 * residual:.2g} %"
             )
         if len(fitting) > 1:
+            fixed = [is_last for is_last in fitting if not self._takes_more_channels(is_last)]
+            if len(fixed) == 1:
+                return fitting[fixed[0]]
             both = " and ".join(str(norm.formula) for norm in fitting.values())
             raise Misfit(f"{both} are the same on its input, so its channels are not known")
         return next(iter(fitting.values()))
+
+    def _takes_more_channels(self, is_last: bool) -> bool:
+        shape = [*self.shape]
+        shape[-1 if is_last else 1] += 1
+        try:
+            self.run(self.core, torch.ones(shape, dtype=torch.double), True)
+            return True
+        except Exception:  # of foreign code, any kind
+            return False
 
     def _settle(self, formula: Formula, gain: Tensor, shift: Tensor) -> Norm:
         """Adds what evaluation and small inputs tell."""

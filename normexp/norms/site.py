@@ -36,7 +36,19 @@ class ReadAroundNorm(AttributeError, UserError):
     """A network reads what a site does not have; `hasattr` is false."""
 
 
-class Site(nn.Module):
+class InPlaceOfNorm(nn.Module):
+    """A module whose tensors are not those that a network expects of its norm."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in OWN_OF_A_NORM:
+            raise ReadAroundNorm(
+                f"the network reads the {name} of its norm, as one does that normalizes by itself "
+                "and would bypass a new norm; use norm=as_built, or switch its fused path off"
+            )
+        return super().__getattr__(name)
+
+
+class Site(InPlaceOfNorm):
     """A place in a model where a norm sits, named by its module path.
 
     Splits the samples of a training forward into ghost sub-batches of `norm_batch_size`, shows
@@ -57,14 +69,6 @@ class Site(nn.Module):
 
     def extra_repr(self) -> str:
         return f"view={self.view}, norm_batch_size={self.norm_batch_size}"
-
-    def __getattr__(self, name: str) -> Any:
-        if name in OWN_OF_A_NORM:
-            raise ReadAroundNorm(
-                f"the network reads the {name} of its norm to normalize by itself, which would "
-                "bypass the new norm; use norm=as_built, or switch its fused path off"
-            )
-        return super().__getattr__(name)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if self.view != "map" and x.ndim != 3:

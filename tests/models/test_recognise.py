@@ -105,6 +105,7 @@ SAME: dict[str, tuple[nn.Module, Tensor, str]] = {
     "gain of a map": (Own(lambda m, x: m.p * over(x, 1), 1, C, 1, 1), MAPS, "layer2d"),
     "all of a sample": (Own(lambda m, x: m.p * over(x, 1, 2, 3), 1, C, 1, 1), MAPS, "layer"),
     "constant": (Own(lambda _, x: functional.normalize(x, dim=-1)), TOKENS, "rms"),
+    "fixed shape": (Own(lambda _, x: functional.layer_norm(x, (C,))), TOKENS, "layer"),
     "moved axes": (TimeMajorNorm(C, eps=1e-3, momentum=0.2), TOKENS, "batch"),
     "statistics as parameters": (DecayNorm(), MAPS, "batch"),
     "frozen": (frozen(), MAPS, "frozen"),
@@ -280,6 +281,12 @@ def test_a_network_reads_the_norm_of_a_site_only_as_built() -> None:
     with pytest.raises(UserError, match="reads the weight of its norm.*norm=as_built"):
         normexp.replace_norms(network, "rms", TOKENS)
     assert not hasattr(normexp.replace_norms(network, "rms").norm, "weight")
+    network.norm = Own(
+        lambda m, x: m.weight * rms(x), weight=nn.Parameter(torch.ones(C)), bias=None
+    )
+    network.norm.eps = 1e-5
+    with pytest.raises(UserError, match="reads the weight of its norm"):
+        normexp.replace_norms(network, "rms", TOKENS)
 
 
 @pytest.mark.parametrize("args", [(torch.rand(4, 1),), ("mode",)])
