@@ -326,7 +326,7 @@ def example_of(data: Data) -> tuple[Tensor, ...]:
     tokens = torch.randint(data.vocab_size, shape, generator=draws)
     if data.task == "language_modeling":
         return (tokens,)
-    is_gone = data.train.targets is getattr(data.train, "inputs", None)
+    is_gone = getattr(data.train, "inputs", tokens).ndim == 1  # see `without_samples`
     has_mask = is_gone or getattr(data.train, "mask", None) is not None
     return (tokens, torch.ones_like(tokens, dtype=torch.bool)) if has_mask else (tokens,)
 

@@ -425,10 +425,13 @@ class Trial:
         return fit_line(self.normal(norm.formula, x, eps), y)
 
     def _exact(self, value: Tensor | None) -> Tensor | None:
-        for own in state_of(self.core).values() if value is not None else ():
+        if value is None:
+            return None
+        for own in state_of(self.core).values():
             if own.numel() not in (1, len(value)):
                 continue
-            for known in (own.flatten().expand_as(value), 1 + own.flatten().expand_as(value)):
+            own = own.flatten().expand_as(value)
+            for known in (own, 1 + own):
                 if bool((known - value).abs().max() < EXACT):
                     return known
         return value

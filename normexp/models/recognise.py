@@ -131,15 +131,12 @@ def _record_calls(
         if x.ndim < 2 or (out.shape, out.dtype) != (x.shape, x.dtype):
             return
         more = [value for value in more if value is not None]
-        mask = more[0] if more else None
-        is_masked = isinstance(mask, Tensor) and mask.dtype == torch.bool
-        is_masked = is_masked and len(more) == 1 and mask.ndim == x.ndim - 1
         is_named = any(name not in ("x", "mask") for name in keywords)
-        call = Call(x.shape)
-        if is_masked:
+        call, mask = Call(x.shape), more[0] if len(more) == 1 else None
+        if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.ndim == x.ndim - 1:
             how = "keyword" if "mask" in keywords else "position"
-            call = Call(x.shape, how, mask.shape == x.shape[:-1])
-        has_more = is_named or bool(more and not is_masked)
+            call, more = Call(x.shape, how, mask.shape == x.shape[:-1]), []
+        has_more = is_named or bool(more)
         seen[path].append(Seen(call, (args, dict(keywords)) if has_more else None))
 
     of_torch = {path for path, module in network.named_modules() if _is_torchs(module)}
