@@ -234,10 +234,12 @@ def replace_norms(
 
     from normexp.build import norm_factory
     from normexp.config.compose import compose_config
+    from normexp.config.schema import Count, check_value
     from normexp.config.words import as_typed
     from normexp.models import surgery
     from normexp.models.recognise import recognise
 
+    check_value("norm_batch_size", norm_batch_size, Count | None)
     typed = {key: as_typed(value) for key, value in knobs.items()}
     words = [f"{'' if key == 'eps' else 'norm.'}{key}={value}" for key, value in typed.items()]
     factory = norm_factory(

@@ -93,9 +93,10 @@ def recognise(
     tried: dict[str, Norm | Left | None] = {}
     modules = dict(network.named_modules())
     weights = [f"{path}." for path, one in modules.items() if isinstance(one, ParametrizationList)]
+    del modules[""]  # the network itself has no place in which another module could be put
     for path, module in reversed(modules.items()):  # children come before their parents
         named = [*norms, *(name for name, one in left.items() if one.resembles)]
-        is_container = any(name.startswith(f"{path}." if path else "") for name in named)
+        is_container = any(name.startswith(f"{path}.") for name in named)
         if is_container or path.startswith(tuple(weights)):  # which compute a weight
             continue
         found = _judge(module, None if seen is None else seen.get(path, []), tried)

@@ -92,12 +92,15 @@ def replace_norms(
     """
     modules = dict(network.named_modules())
     classes = {path: type(module).__name__ for path, module in modules.items()}
-    norms = {p: n for p, n in recognition.norms.items() if only is None or classes[p] in only}
-    kept = {}
+    chosen = {p for p, name in classes.items() if only is None or name in only}
+    norms = {p: norm for p, norm in recognition.norms.items() if p in chosen}
+    kept = set[str]()
     if factory.keeps_norms:
-        kept = {p: one for p, one in recognition.left.items() if one.resembles and one.is_called}
-    if not norms and not kept or set(only or ()) - {classes[p] for p in norms}:
-        raise UserError(_why_nothing(network, recognition, norms, only))
+        kept = {p for p, one in recognition.left.items() if one.resembles and one.is_called}
+        kept &= chosen
+    found = {classes[p] for p in norms.keys() | kept}
+    if not found or set(only or ()) - found:
+        raise UserError(_why_nothing(network, recognition, found, only))
     left = {p: one for p, one in recognition.left.items() if p not in kept}
     surgery = Surgery(left if only is None else {}, factory.keeps_norms)
     new: dict[nn.Module, nn.Module] = {}
@@ -110,7 +113,7 @@ def replace_norms(
         assert norm is not None
         site, lost = _site_for(old, norm, factory)
         new[old] = SiteWithTail() if norm.tail else site
-        _like(network, site)
+        _like(old, network, site)
         for child, module in {"site": site, **_tail_of(old, norm)}.items() if norm.tail else ():
             new[old].add_module(child, module)
         surgery.lost += [f"{path}.{role}" for role in lost]
@@ -143,7 +146,7 @@ def check_formulas(
     twins = {}
     for path, norm in measured.items():
         old = network.get_submodule(path)
-        twins[old] = _like(network, DescribedNorm(norm, values_of(old, norm), old))
+        twins[old] = _like(old, network, DescribedNorm(norm, values_of(old, norm), old))
     for path, old in list(network.named_modules(remove_duplicate=False)):
         if old in twins:
             described.set_submodule(path, twins[old])
@@ -200,10 +203,11 @@ def _site_for(old: nn.Module, norm: Norm, factory: NormFactory) -> tuple[Site, l
     return site, _carry_over(values_of(old, norm), site)
 
 
-def _like(network: nn.Module, new: nn.Module) -> nn.Module:
-    """A new module on the device, and in the precision, of a network."""
-    of_network = next((p for p in network.parameters() if p.is_floating_point()), torch.ones(()))
-    return new.to(of_network.device, of_network.dtype)
+def _like(old: nn.Module, network: nn.Module, new: nn.Module) -> nn.Module:
+    """The new module on the device, and in the precision, of the old one or else its network."""
+    tensors = (*old.parameters(), *old.buffers(), *network.parameters(), torch.ones(()))
+    first = next(tensor for tensor in tensors if tensor.is_floating_point())
+    return new.to(first.device, first.dtype)
 
 
 def _tail_of(old: nn.Module, norm: Norm) -> dict[str, nn.Module]:
@@ -213,12 +217,11 @@ def _tail_of(old: nn.Module, norm: Norm) -> dict[str, nn.Module]:
 def _why_nothing(
     network: nn.Module,
     recognition: Recognition,
-    norms: Mapping[str, Norm],
+    found: set[str],
     only: Sequence[str] | None,
 ) -> str:
     leaves = Counter(type(m).__name__ for m in network.modules() if not any(m.children()))
     has = ", ".join(f"{count} {name}" for name, count in leaves.most_common(8))
-    found = {type(network.get_submodule(path)).__name__ for path in norms}
     for name in sorted(set(only or ()) - found):
         reasons = [one.reason for one in recognition.left.values() if one.class_name == name]
         if reasons:

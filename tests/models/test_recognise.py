@@ -384,6 +384,7 @@ def test_a_mapping_names_the_arguments_and_the_device_and_mode_are_kept() -> Non
         ("instance", ROWS, {}, "norm at 0: .*instance norm pools positions"),
         ("group", TOKENS, {}, "a forward of the model Sequential fails"),
         ("as_built", MAPS, {"eps": 1e-3}, "eps has no effect"),
+        ("as_built", MAPS, {"norm_batch_size": 0}, "norm_batch_size=0"),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -392,6 +393,11 @@ def test_what_does_not_fit_is_refused(
     network = nn.Sequential(nn.BatchNorm1d(C) if x.ndim == 2 else nn.BatchNorm2d(C))
     with pytest.raises(UserError, match=message):
         normexp.replace_norms(network, norm, x, **knobs)
+
+
+def test_a_norm_alone_is_no_network() -> None:
+    with pytest.raises(UserError, match="no norm that is recognised"):
+        normexp.replace_norms(nn.LayerNorm(C), "rms", TOKENS)
 
 
 def test_without_inputs_only_norms_of_torch_are_replaced(caplog) -> None:
