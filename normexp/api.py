@@ -234,8 +234,8 @@ def replace_norms(
         normexp.errors.UserError: no norm is recognised, a knob that the norm does not take, or a
             forward that fails with it.
     """
-    import copy
 
+    from normexp.batching.copies import copied
     from normexp.build import norm_factory
     from normexp.config.compose import compose_config
     from normexp.config.schema import Count, check_value
@@ -251,7 +251,7 @@ def replace_norms(
     )
     keywords = inputs if isinstance(inputs, Mapping) else {}
     args = () if keywords else inputs if isinstance(inputs, tuple) else (inputs,)
-    network = copy.deepcopy(model)
+    network = copied(model)
     recognition = recognise(network, None if inputs is None else args, keywords)
     if inputs is not None and not factory.keeps_norms:
         surgery.check_formulas(network, recognition, args, keywords)

@@ -8,7 +8,6 @@ left as it is: an activation inside its forward, a second input, another scale.
 
 from __future__ import annotations
 
-import copy
 import random
 from collections import defaultdict
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from normexp.batching.copies import copied
 from normexp.errors import UserError, first_line
 from normexp.models.formula import (
     EQUALS,
@@ -87,7 +87,7 @@ def recognise(
     Raises:
         UserError: the forward fails.
     """
-    seen = None if args is None else _record_calls(copy.deepcopy(network), args, keywords)
+    seen = None if args is None else _record_calls(copied(network), args, keywords)
     norms: dict[str, Norm] = {}
     left: dict[str, Left] = {}
     tried: dict[str, Norm | Left | None] = {}
@@ -158,7 +158,7 @@ def run_network(network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str
         for seed in (torch.manual_seed, random.seed, np.random.seed):
             seed(0)
         try:
-            return network(*copy.deepcopy(args), **copy.deepcopy(dict(keywords)))
+            return network(*copied(args), **copied(dict(keywords)))
         except UserError:
             raise
         except Exception as error:  # of foreign code, any kind
@@ -260,9 +260,9 @@ def _ignores_scale_of(module: nn.Module, args: tuple[Any, ...], keywords: dict[s
     """True if another scale of the first argument gives the same output."""
 
     def run(size: float) -> Tensor:
-        own, named = copy.deepcopy((args, keywords))
+        own, named = copied((args, keywords))
         (own or list(named.values()))[0].mul_(size)
-        return run_network(copy.deepcopy(module).train(), own, named)
+        return run_network(copied(module).train(), own, named)
 
     try:
         return is_close(run(100.0), run(400.0), 1e-3) and bool(run(100.0).any())
@@ -275,7 +275,7 @@ def _compare(module: nn.Module, norm: Norm) -> Norm | Left:
     assert norm.call is not None
     trial = Trial(module, norm.call)
     described = DescribedNorm(norm, trial.values(norm), module).double().cpu()
-    own, x = copy.deepcopy(module).cpu().double(), trial.draw(3, TYPICAL)
+    own, x = copied(module).cpu().double(), trial.draw(3, TYPICAL)
     for training in (True, False):
         pair = (trial.run(one, x, training) for one in (own, described))
         expected, out = (trial.rows(norm.formula, y) for y in pair)

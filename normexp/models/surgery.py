@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from normexp.batching.copies import copied
 from normexp.errors import UserError
 from normexp.models.formula import EQUALS, DescribedNorm, Norm, Values, is_close
 from normexp.models.recognise import Left, Recognition, run_network, values_of
@@ -142,7 +142,7 @@ def check_formulas(
     measured = {path: norm for path, norm in recognition.norms.items() if norm.call is not None}
     if not measured:
         return
-    described = copy.deepcopy(network)
+    described = copied(network)
     twins = {}
     for path, norm in measured.items():
         old = network.get_submodule(path)
@@ -151,7 +151,7 @@ def check_formulas(
         if old in twins:
             described.set_submodule(path, twins[old])
     for training in (False, True):
-        pair = (copy.deepcopy(one).train(training) for one in (network, described))
+        pair = (copied(one).train(training) for one in (network, described))
         expected, out = (_outputs(one, args, keywords) for one in pair)
         tolerance = EQUALS if out.dtype == torch.double else FLOAT_EQUALS
         if expected.shape != out.shape or not is_close(expected, out, tolerance):
@@ -164,7 +164,7 @@ def check_formulas(
 
 def check_called(network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
     """Runs a network in both modes. Raises UserError if that fails, or enters not every site."""
-    network = copy.deepcopy(network)
+    network = copied(network)
     entered: list[str] = []
     sites = dict(named_sites(network))
     for name, site in sites.items():
@@ -189,7 +189,7 @@ def _outputs(network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, A
 
     wide_args, wide_keywords = tree_map(widen, (args, dict(keywords)))
     try:
-        output = run_network(copy.deepcopy(network).double(), wide_args, wide_keywords)
+        output = run_network(copied(network).double(), wide_args, wide_keywords)
     except UserError:
         output = run_network(network, args, keywords)
     values = [v for v in tree_leaves(output) if isinstance(v, Tensor) and v.is_floating_point()]
