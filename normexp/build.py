@@ -26,7 +26,7 @@ from normexp.config.compose import shipped_config, shipped_values
 from normexp.config.schema import Index, check_value
 from normexp.config.target import Target, read_target
 from normexp.config.words import as_typed
-from normexp.data.dataset import Data, limit_train, validate
+from normexp.data.dataset import Data, describe_copies, limit_train, validate
 from normexp.errors import UserError
 from normexp.models import packages
 from normexp.models.common import refuse_misfit
@@ -73,7 +73,11 @@ def build_data(values: Mapping[str, Any]) -> Data:
     data = read_target(values, "data").make(Data)
     data = data if order is None else replace(data, order=order)
     validate(data)
-    return data if limit is None else limit_train(data, limit, values.get("split_seed", 0))
+    if limit is not None:
+        data = limit_train(data, limit, values.get("split_seed", 0))
+    for line in describe_copies(data):
+        logger.warning(line)
+    return data
 
 
 def load_data(spec: CellSpec) -> Data:

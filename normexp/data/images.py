@@ -42,8 +42,9 @@ def build_image_data(
     augmentation: Augmentation | None = None,
     source_version: str = "",
     class_names: Sequence[str] | None = None,
+    val: Examples | None = None,
 ) -> Data:
-    """Data for image classification: val is split off `train`, test is unchanged.
+    """Data for image classification: without a `val`, one is split off `train`.
 
     Shapes: inputs uint8 (N, C, H, W), targets int64 (N,) in [0, num_classes).
 
@@ -56,16 +57,17 @@ def build_image_data(
     if len(train.inputs) != len(train.targets):
         lengths = f"{len(train.inputs)} images and {len(train.targets)} targets"
         raise UserError(f"data={name}: train has {lengths}")
-    kept, held_out = (
-        Examples(train.inputs[indices], train.targets[indices])
-        for indices in split_off_val(len(train), val_fraction, split_seed)
-    )
-    mean, std = compute_channel_moments(kept.inputs)
+    if val is None:
+        train, val = (
+            Examples(train.inputs[indices], train.targets[indices])
+            for indices in split_off_val(len(train), val_fraction, split_seed)
+        )
+    mean, std = compute_channel_moments(train.inputs)
     return Data(
         name=name,
         task="classification",
-        train=kept,
-        val=held_out,
+        train=train,
+        val=val,
         test=test,
         num_outputs=num_classes,
         input_shape=tuple(train.inputs.shape[1:]),
