@@ -383,22 +383,23 @@ def logger_targets(values: Mapping[str, Any]) -> dict[str, Target]:
 
 
 def build_loggers(values: Mapping[str, Any], available: Mapping[str, Any]) -> list[Logger]:
-    """New loggers of one run.
+    """New loggers of one run, of which none can end a training.
 
     Args:
         values: of the group `logger`.
         available: names and folders of the run, passed where a signature has an argument of that
             name and the config does not set it.
 
-    Raises:
-        UserError: an error of a logger's own code, or no Lightning logger.
     """
     from pytorch_lightning.loggers import Logger
 
-    return [
-        target.filled_in({**available, "save_dir": f"{available['save_dir']}/{name}"}).make(Logger)
-        for name, target in logger_targets(values).items()
-    ]
+    from normexp.training.trackers import Guarded
+
+    loggers = list[Logger]()
+    for name, target in logger_targets(values).items():
+        target = target.filled_in({**available, "save_dir": f"{available['save_dir']}/{name}"})
+        loggers.append(Guarded(target.key, partial(target.make, Logger)))
+    return loggers
 
 
 def synchronized(values: Mapping[str, Any]) -> bool:
