@@ -36,7 +36,7 @@ ORDER = [
 ENTRIES = {"train", "tune", "evaluate", "check", "status", "report", "complete", "__init__"}
 HYDRA_USERS = {"config", "build", "cells", "sweeps", "search", "cli", *ENTRIES}
 # Slow to import or optional: imported inside the functions that use them.
-IMPORTED_WHERE_USED = {"torchvision", "sklearn", "babel", "wandb", "tensorboard", "timm"}
+IMPORTED_WHERE_USED = {"torchvision", "babel", "wandb", "tensorboard", "timm"}
 IMPORTED_WHERE_USED |= {"safetensors"}
 TORCH = {"torch", "pytorch_lightning", "lightning_fabric", "torchvision", "timm", "safetensors"}
 

@@ -52,7 +52,7 @@ DEFAULT_SCHEDULE = {"schedule": "cosine", "warmup": 0.1}  # of an optimizer that
 # Keys of Hydra's own that may be typed: those of launchers and their jobs.
 READ_OF_HYDRA = r"(/|\.)(launcher|searchpath|mode|job\.(name|env_))"
 OTHERS_OF_HYDRA = {  # what does instead what another one would do in a Hydra app
-    "sweeper": "normexp has its own search: python -m normexp.tune 'lr=interval(1e-3,1)'; -m for a grid",
+    "sweeper": "name several values as a,b with -m, or search with python -m normexp.tune",
     "dir": "changes nothing here; study=NAME and runs_dir=FOLDER say where results go",
     "verbose": "changes nothing here; messages go to stderr, and to run.log while a run trains",
     "logging": "changes nothing here; messages go to stderr, and to run.log while a run trains",
