@@ -13,6 +13,7 @@ import ssl
 import textwrap
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -126,7 +127,7 @@ def wandb_logger(
     def said(name: str) -> Any:
         return os.environ.get(f"WANDB_{name.upper()}") or getattr(settings, name)
 
-    mode = {"dryrun": "offline", "run": "online"}.get(said("mode"), said("mode"))
+    mode: Any = {"dryrun": "offline", "run": "online"}.get(said("mode"), said("mode"))
     if offline is not None:
         mode = "offline" if offline else "online"
     elif mode == "online" and not os.environ.get("WANDB_MODE") and is_logged_out(said("base_url")):
@@ -206,8 +207,6 @@ def mlflow_logger(
     """
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # of 7, which take minutes
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(SECONDS_TO_REACH))
-    from mlflow.exceptions import MlflowException
-
     study_dir, id_file = Path(save_dir).parent, Path(run_dir, "mlflow-id")
     uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
     options: dict[str, Any] = {
@@ -221,11 +220,9 @@ def mlflow_logger(
     }
     if id_file.is_file():
         known = MLFlowLogger(run_id=id_file.read_text(), **options)
-        try:
-            known.experiment.update_run(known.run_id, status="RUNNING")
+        with suppress(Exception):  # MLflow's own kind: that run is not of this server
+            known.experiment.update_run(str(known.run_id), status="RUNNING")
             return known
-        except MlflowException:  # that run is not of this server
-            pass
     made = MLFlowLogger(**options)
     _keep(id_file, str(made.run_id))
     return made

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from collections.abc import Callable
 from email.message import Message
 from pathlib import Path
 from ssl import SSLError
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 from urllib.error import HTTPError, URLError
@@ -182,12 +180,8 @@ class Store:
 
     def update_run(self, run_id: str, status: str) -> None:
         if run_id not in self.kept:
-            raise MlflowException
+            raise LookupError(run_id)
         self.kept[run_id] = status
-
-
-class MlflowException(Exception):
-    pass
 
 
 class Mlflow:
@@ -204,9 +198,6 @@ class Mlflow:
 def test_mlflow_follows_its_environment_and_continues_its_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    exceptions = SimpleNamespace(MlflowException=MlflowException)
-    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(exceptions=exceptions))
-    monkeypatch.setitem(sys.modules, "mlflow.exceptions", exceptions)
     monkeypatch.setattr(trackers, "MLFlowLogger", Mlflow)
     monkeypatch.setattr(Store, "runs", {})
     for name in ("TRACKING_URI", "EXPERIMENT_NAME"):
