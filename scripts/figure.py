@@ -37,13 +37,6 @@ TITLES = {
 }
 FONT = 19  # pixels; a phone shows the picture at half its size
 TEXTS = {
-    "title": {
-        "fontSize": FONT + 1,
-        "fontWeight": "normal",
-        "anchor": "start",
-        "offset": 24,
-        "frame": "group",
-    },
     "axis": CONFIG["axis"] | {"labelFontSize": FONT, "titleFontSize": FONT},
     "legend": CONFIG["legend"] | {"labelFontSize": FONT + 1, "columns": 5, "symbolSize": 160},
 }
@@ -68,7 +61,8 @@ def draw_panel(part: Slice, title: str) -> Any:
     words = "test error (%)" if is_accuracy else f"test, {part.metric.unit}"
     x = alt.X("size:Q", title="norm batch size").scale(type="log", base=2, padding=12)
     x = x.axis(values=sorted(part.sizes), format="d", grid=False)
-    y = alt.Y("value:Q", title=words, scale=alt.Scale(zero=False))
+    y = alt.Y("value:Q", title=words).scale(zero=False, nice=False, padding=12)
+    y = y.axis(tickCount=6)
     colour = alt.Color("norm:N").scale(domain=[*COLOURS], range=[*COLOURS.values()])
     base = alt.Chart(alt.Data(values=rows)).encode(x, colour)
     mean, seed = (base.transform_filter(f"datum.kind == '{kind}'") for kind in ("mean", "seed"))
@@ -76,7 +70,12 @@ def draw_panel(part: Slice, title: str) -> Any:
     band = band.encode(alt.Y("low:Q", title=words), alt.Y2("high:Q"))
     dots = seed.mark_point(size=25, opacity=0.6).encode(y)
     line = mean.mark_line(strokeWidth=2.5, point=alt.OverlayMarkDef(size=70)).encode(y)
-    return alt.layer(band, dots, line).properties(width=330, height=300, title=title)
+    # A chart's own title is pushed up by labels of its axis, and would not be level in both panels.
+    heading = alt.Chart(alt.Data(values=[{}])).mark_text(
+        text=title, align="left", baseline="bottom", fontSize=FONT + 1
+    )
+    heading = heading.encode(alt.XValue(0), alt.YValue(-20))
+    return alt.layer(band, dots, line, heading).properties(width=330, height=300)
 
 
 def rows_of(part: Slice) -> Iterator[dict[str, Any]]:

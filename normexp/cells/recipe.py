@@ -106,6 +106,7 @@ def recipe_of(spec: CellSpec, *, num_train: int, metrics: Sequence[str]) -> Reci
         stack=None if config["stack"] == "auto" else config["stack"],
         max_chunk=1 if acts_on_batches else config["chunk"],
         compile=config["compile"],
+        cuda_graph=config["cuda_graph"],
         save_weights=config["save_weights"],
         allow_leak=bool(config["allow_leak"]),
         callbacks=callbacks,

@@ -128,6 +128,7 @@ KEYS = {
     "chunk": Key(Count, "optimizer steps", in_id=False),
     "stack": Key(Literal["auto", True, False], in_id=False),
     "compile": Key(bool, in_id=False),
+    "cuda_graph": Key(bool, in_id=False),
     "save_weights": Key(bool, in_id=False),
     "evaluate_with": Key(Statistics, in_id=False),
     "precise_samples": Key(Several, "samples", in_id=False),

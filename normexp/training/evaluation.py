@@ -24,6 +24,7 @@ from torch.nn import functional
 from normexp.batching.draws import generator
 from normexp.batching.replicas import Batch, InTurn, Measurements, Replicas, model_arguments
 from normexp.data.dataset import Data
+from normexp.norms.base import wide_dtype
 from normexp.norms.contract import HasMomentum
 from normexp.norms.moment_sites import (
     BATCH,
@@ -59,7 +60,7 @@ class Classification:
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         """Returns the loss summed over the batch's targets."""
         # output (N, num_classes), targets (N,)
-        return functional.cross_entropy(output, batch["targets"], reduction="sum")
+        return cross_entropy(output, batch["targets"], reduction="sum")
 
     def measure(self, output: Tensor, batch: Batch) -> Measurements:
         """Returns `loss`, and `per_sample`: whether each sample is right (N,), for samples.npz."""
@@ -90,12 +91,12 @@ class LanguageModeling:
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         logits, targets = output.flatten(0, 1), batch["targets"].flatten()  # (N*T, V), (N*T,)
-        return functional.cross_entropy(logits, targets, reduction="sum")
+        return cross_entropy(logits, targets, reduction="sum")
 
     def measure(self, output: Tensor, batch: Batch) -> Measurements:
         """Each sample is a sequence's mean loss per token, in nats."""
         logits, targets = output.flatten(0, 1), batch["targets"].flatten()
-        losses = functional.cross_entropy(logits, targets, reduction="none")  # (N*T,)
+        losses = cross_entropy(logits, targets, reduction="none")  # (N*T,)
         return {
             "loss": losses.sum(),
             "per_sample": losses.unflatten(0, output.shape[:2]).mean(dim=1),
@@ -115,6 +116,11 @@ def criterion_of(data: Data) -> Criterion:
         return Classification()
     assert data.bytes_per_token is not None, "checked as the data set was built"
     return LanguageModeling(data.bytes_per_token)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, *, reduction: str) -> Tensor:
+    """In float32 at least: under vmap, autocast leaves the loss in bfloat16."""
+    return functional.cross_entropy(logits.to(wide_dtype(logits)), targets, reduction=reduction)
 
 
 class Evaluator:

@@ -58,7 +58,7 @@ def fit(
     """
     stop = stop or StopRequest()
     devices = module.recipe.devices
-    with quiet_lightning(), gpu_arithmetic(devices), stop.listening():
+    with quiet_lightning(), module.arithmetic, stop.listening():
         trainer = pl.Trainer(
             max_epochs=math.ceil(module.recipe.num_steps / module.batches.steps_per_epoch),
             check_val_every_n_epoch=module.recipe.val_every_epochs,
@@ -94,7 +94,7 @@ def evaluate(module: TrainingModule) -> None:
     """Validates and tests a module without training; fills `module.metrics`."""
     devices = module.recipe.devices
     options = trainer_options(devices, StopRequest())
-    with quiet_lightning(), gpu_arithmetic(devices):
+    with quiet_lightning(), module.arithmetic:
         trainer = pl.Trainer(logger=False, enable_checkpointing=False, **BARE, **options)
         trainer.validate(module, verbose=False)
         trainer.test(module, verbose=False)
@@ -119,31 +119,6 @@ def quiet_lightning() -> Iterator[None]:
 
 
 # --- Devices -------------------------------------------------------------------------------------
-
-
-@contextmanager
-def gpu_arithmetic(devices: Devices) -> Iterator[None]:
-    """Sets how a GPU multiplies float32 inside the block, and makes equal steps equal to the bit.
-
-    `highest` is float32; `high` is TF32 with 10 bits of mantissa, and `medium` less, on tensor
-    cores. By default torch uses TF32 for convolutions but not for matrix products; here both follow
-    one setting. A CPU always computes in float32.
-
-    By default cuDNN may choose convolutions whose sums differ from call to call, and a resumed
-    training would not end as one that was never interrupted.
-    """
-    if devices.type != "cuda":
-        yield
-        return
-    cudnn: Any = torch.backends.cudnn
-    before = torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.deterministic
-    torch.set_float32_matmul_precision(devices.matmul_precision)
-    cudnn.allow_tf32, cudnn.deterministic = devices.matmul_precision != "highest", True
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before[0])
-        cudnn.allow_tf32, cudnn.deterministic = before[1:]
 
 
 def trainer_options(devices: Devices, stop: StopRequest) -> dict[str, Any]:
@@ -326,9 +301,9 @@ def _own_hooks(callback: pl.Callback, hooks: Sequence[str]) -> list[str]:
 
 
 class StepReports(pl.Callback):
-    """Calls `on_steps(step, num_steps)` once a second, and less often if that takes long."""
+    """Calls `on_steps(module)` once a second, and less often if that takes long."""
 
-    def __init__(self, on_steps: Callable[[int, int], None]) -> None:
+    def __init__(self, on_steps: Callable[[TrainingModule], None]) -> None:
         self.on_steps = on_steps
         self._due_at = -math.inf
 
@@ -338,7 +313,7 @@ class StepReports(pl.Callback):
         del trainer
         assert isinstance(pl_module, TrainingModule)
         if (started := time.monotonic()) >= self._due_at:
-            self.on_steps(pl_module.step, pl_module.recipe.num_steps)
+            self.on_steps(pl_module)
             now = time.monotonic()
             # At most a minute, since the process may have been suspended meanwhile.
             self._due_at = now + min(max(1.0, 20 * (now - started)), 60.0)

@@ -7,9 +7,11 @@ are counted in optimizer steps, never in Lightning's batches.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,17 @@ from pytorch_lightning.loggers import Logger
 from torch import Tensor
 
 from normexp.batching.processes import Processes
-from normexp.batching.replicas import Batch, Replicas
+from normexp.batching.replicas import Replicas
 from normexp.batching.sizes import Share
 from normexp.data.batches import TrainingBatches
 from normexp.errors import UserError
 from normexp.records.result import MetricRow, write_metrics
+from normexp.training.cuda_graph import NOT_RECORDED, RecordedStep, why_not_recorded
 from normexp.training.evaluation import Columns, Evaluator, criterion_of
-from normexp.training.recipe import Recipe
-from normexp.training.step import StepGradient, compiled_gradient
+from normexp.training.recipe import Recipe, gpu_arithmetic
+from normexp.training.step import Step, StepGradient, compiled_gradient
+
+log = logging.getLogger(__name__)
 
 SECONDS_PER_CHUNK = 0.25
 Position = tuple[int, int, int]  # optimizer steps done, epoch, samples seen
@@ -69,7 +74,8 @@ class TrainingModule(pl.LightningModule):
         self.processes: Processes | None = None
         self.train_seconds = 0.0
         self.chunk_size = 1
-        self._gradient: StepGradient | None = None  # from the start of training on
+        self.arithmetic = ExitStack()  # of a GPU, from `setup` to `teardown`
+        self._optimizer_step: Step | None = None  # from the start of training on
 
     @property
     def has_ended(self) -> bool:
@@ -82,17 +88,24 @@ class TrainingModule(pl.LightningModule):
         # Lightning converts too, but only after it has loaded a checkpoint into these tensors.
         self.trainer.precision_plugin.convert_module(self)
         device, wanted = self.trainer.strategy.root_device, self.recipe.devices.count
+        self.arithmetic.close()
+        if device.type == "cuda":
+            self.arithmetic.enter_context(gpu_arithmetic(self.recipe.devices.matmul_precision))
         if self.trainer.world_size != wanted:
             raise UserError(f"Trainer(devices={self.trainer.world_size}): set devices={wanted}")
         self.batches = self.batches.to(device)
         self.evaluator.data = self.batches.data
         is_image = len(self.batches.data.input_shape) == 3
         if device.type == "cuda" and is_image and not self.replicas.is_stacked:
-            # Faster; under vmap a convolution gains nothing.
+            # Faster. A stack would gain as well, with its replicas among the channels.
             self.replicas.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if self.trainer.world_size > 1:
             share = Share(self.trainer.global_rank, self.trainer.world_size)
             self.processes = Processes(share, device)
+
+    def teardown(self, stage: str) -> None:
+        del stage
+        self.arithmetic.close()
 
     def configure_optimizers(self) -> Any:
         optimizer = self.recipe.build_optimizer(self.replicas)
@@ -107,56 +120,95 @@ class TrainingModule(pl.LightningModule):
         if recipe.compile:
             compiled = compiled_gradient(replicas, recipe.sizes, self.device)
         loss, seeds = self.criterion.loss, self.batches.seeds
-        self._gradient = StepGradient(replicas, loss, recipe.sizes, seeds, self.processes, compiled)
+        gradient = StepGradient(replicas, loss, recipe.sizes, seeds, self.processes, compiled)
+        # Lightning's wrapper counts steps for callbacks on batches, at 5 % of a small step.
+        optimizer: Any = self.optimizers(use_pl_optimizer=recipe.max_chunk == 1)
+        scheduler: Any = None if recipe.schedule.monitor else self.lr_schedulers()
+        self._optimizer_step = Step(
+            gradient,
+            optimizer,
+            scheduler,
+            max_grad_norm=recipe.max_grad_norm,
+            rates=recipe.build_rates(replicas),
+            recorded=self._record_steps(optimizer),
+        )
+
+    def _record_steps(self, optimizer: Any) -> RecordedStep | None:
+        """What replays the steps, if that is asked for and possible; a line says why it is not."""
+        if not self.recipe.cuda_graph:
+            return None
+        why_not = why_not_recorded(self.replicas, optimizer)
+        if self.recipe.max_chunk == 1:
+            why_not = "chunk=1, or a callback acts on batches"
+        if self.processes is not None:
+            why_not = "several processes share each"
+        if self.recipe.compile:
+            why_not = "compile=true"
+        if why_not is None:
+            return RecordedStep(self.replicas, optimizer, self.recipe.sizes.batch_size)
+        log.info(NOT_RECORDED, why_not)
+        return None
+
+    def on_train_end(self) -> None:
+        if recorded := self.recorded_step:
+            recorded.close()
+
+    @property
+    def recorded_step(self) -> RecordedStep | None:
+        """What replays optimizer steps as a CUDA graph, if anything does."""
+        return self._optimizer_step.recorded if self._optimizer_step else None
 
     def training_step(self, chunk: slice) -> None:
         """Takes the optimizer steps of a chunk."""
         started, num_steps = time.perf_counter(), chunk.stop - chunk.start
-        # Lightning's wrapper counts steps for callbacks on batches, at 5 % of a small step.
-        optimizer: Any = self.optimizers(use_pl_optimizer=self.recipe.max_chunk == 1)
         dtype = next(self.replicas.parameters()).dtype
-        batches = self.batches.chunk(chunk.start, num_steps, dtype)
-        assert self._gradient is not None
-        self._gradient.draw(range(chunk.start, chunk.stop))
+        assert self._optimizer_step is not None
+        self._optimizer_step.start_chunk(range(chunk.start, chunk.stop))
         gradient_norms: dict[int, Tensor] = {}  # (S,) after any clipping, by steps done
-        for batch in batches:
-            torch.clear_autocast_cache()  # some versions of Lightning keep weights for a chunk
-            optimizer.zero_grad()
-            self._take_step(self._gradient, batch, optimizer)
+        rates: dict[int, float] = {}  # of the optimizer, in these steps
+        for batch in self.batches.chunk(chunk.start, num_steps, dtype):
+            rate = self._optimizer_step.learning_rate
+            self.losses.unread.append(self._optimizer_step.take(self.step, batch))
+            self.step += 1
             if self.step % self.recipe.log_every == 0:
-                gradient_norms[self.step] = self.replicas.gradient_norms()
-        for end, losses in self.losses.read(self.step):
-            norms = gradient_norms[end].tolist()
-            self._record(end, {"train/loss": losses, "train/grad_norm": norms})
-            self.log("train/loss", finite_mean(losses), prog_bar=True)
-        # What follows is recorded of no run, so it does not matter at which chunk this is seen.
-        self.trainer.should_stop |= self.has_ended or None not in self.losses.diverged_at
+                gradient_norms[self.step], rates[self.step] = self.replicas.gradient_norms(), rate
+        rows = list(self.losses.read(self.step))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # for the time measured here
         seconds = time.perf_counter() - started
         self.train_seconds += seconds
+        scales = self.recipe.lr_scales or [1.0] * self.replicas.num_replicas
+        samples = num_steps * self.recipe.sizes.batch_size * self.replicas.num_replicas
+        for end, losses in rows:
+            norms = gradient_norms[end].tolist()
+            self._record(
+                end,
+                {"train/loss": losses, "train/grad_norm": norms},
+                logged={
+                    "train/lr": [rates[end] * scale for scale in scales],
+                    "train/samples_per_second": [samples / max(seconds, 1e-9)] * len(scales),
+                },
+            )
+            self.log("train/loss", finite_mean(losses), prog_bar=True)
+        # What follows is recorded of no run, so it does not matter at which chunk this is seen.
+        self.trainer.should_stop |= self.has_ended or None not in self.losses.diverged_at
         affordable = int(SECONDS_PER_CHUNK * num_steps / max(seconds, 1e-9))
         self.chunk_size = max(1, min(2 * self.chunk_size, affordable, self.recipe.max_chunk))
 
-    def _take_step(self, gradient: StepGradient, batch: Batch, optimizer: Any) -> None:
-        self.losses.unread.append(gradient.add(self.step, batch))
-        if self.recipe.max_grad_norm is not None:
-            self.replicas.clip_gradients(self.recipe.max_grad_norm)
-        optimizer.step()
-        self.step += 1
-        if self.recipe.schedule.monitor is None:
-            scheduler: Any = self.lr_schedulers()
-            scheduler.step()
+    def _record(self, step: int, values: Columns, logged: Columns | None = None) -> Columns:
+        """Records values after `step`; returns them without those of runs that diverged before.
 
-    def _record(self, step: int, values: Columns) -> Columns:
-        """Records values after `step`; returns them without those of runs that diverged before."""
+        Args:
+            logged: what loggers get besides.
+        """
         ends = [step if at is None else at for at in self.losses.diverged_at]
         values = {
             name: [v if step <= end else math.nan for v, end in zip(column, ends, strict=True)]
             for name, column in values.items()
         }
         epoch = max(0, step - 1) // self.batches.steps_per_epoch
-        self.recorder.record((step, epoch, self.batches.num_samples_before(step)), values)
+        position = step, epoch, self.batches.num_samples_before(step)
+        self.recorder.record(position, values, logged)
         return values
 
     # Evaluation. Lightning's loop gets a single batch, which stands for the whole split.
@@ -291,14 +343,19 @@ class Recorder:
         self.loggers = loggers or [[] for _ in files]
         self.rows: list[list[tuple[int, int, int, str, float]]] = [[] for _ in files]
 
-    def record(self, position: Position, values: Columns) -> None:
-        """Records a value per replica for each metric, except those that are not finite."""
+    def record(self, position: Position, values: Columns, logged: Columns | None = None) -> None:
+        """Records a value per replica for each metric, except those that are not finite.
+
+        Args:
+            logged: for loggers alone, such as speed, which no repetition has again.
+        """
         step, epoch, samples_seen = position
         for index, loggers in enumerate(self.loggers):
             of_run = {name: column[index] for name, column in values.items()}
             of_run = {name: value for name, value in of_run.items() if math.isfinite(value)}
             self.rows[index] += [(*position, name, value) for name, value in of_run.items()]
             more = {"epoch": epoch, "samples_seen": samples_seen}
+            more |= {name: column[index] for name, column in (logged or {}).items()}
             for logger in loggers if of_run else ():
                 logger.log_metrics({**of_run, **more}, step=step)
 

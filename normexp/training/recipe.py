@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -109,8 +110,9 @@ class Recipe:
     # Execution
     devices: Devices
     stack: bool | None  # train seeds together; None: where it pays
-    max_chunk: int  # most optimizer steps in one call of training_step
+    max_chunk: int  # at most so many optimizer steps in one call of training_step
     compile: bool  # torch.compile the forward of training
+    cuda_graph: bool  # record an optimizer step once and replay it
     save_weights: bool
     allow_leak: bool  # train a network that sees future tokens; its numbers are INVALID
 
@@ -147,10 +149,10 @@ class Recipe:
             decay_norm=self.decay_norm,
             decay_bias=self.decay_bias,
         )
-        optimizer = self.optimizer(groups, lr=self.lr)
-        if self.lr_scales is not None:
-            train_at_own_rates(optimizer, replicas, self.lr_scales)
-        return optimizer
+        return self.optimizer(groups, lr=self.lr)
+
+    def build_rates(self, replicas: Replicas) -> OwnRates | None:
+        return None if self.lr_scales is None else OwnRates(replicas, self.lr_scales)
 
 
 def check_devices(devices: Devices) -> None:
@@ -166,6 +168,39 @@ def check_devices(devices: Devices) -> None:
             f"trainer.devices={wanted}: this machine has {count} GPU{'s' if count > 1 else ''}; "
             f"try trainer.devices={count} or trainer.accelerator=cpu"
         )
+
+
+@contextmanager
+def gpu_arithmetic(matmul_precision: str) -> Iterator[None]:
+    """Inside the block a GPU multiplies float32 as asked for, and equal steps have equal bits.
+
+    `highest` is float32; `high` is TF32 with 10 bits of mantissa, and `medium` less, on tensor
+    cores. By default torch uses TF32 for convolutions but not for matrix products; here both follow
+    one setting.
+
+    By default cuDNN may choose convolutions whose sums differ from call to call, and the backward
+    of fused attention may add up in any order (pytorch#182551). Then a resumed training would not
+    end as one that was never interrupted. So both are off. (Under vmap, that backward also fails.)
+    """
+    cudnn: Any = torch.backends.cudnn
+    kernels: Any = torch.backends.cuda
+    fused = {
+        kernels.enable_flash_sdp: kernels.flash_sdp_enabled(),
+        kernels.enable_mem_efficient_sdp: kernels.mem_efficient_sdp_enabled(),
+        kernels.enable_cudnn_sdp: kernels.cudnn_sdp_enabled(),
+    }
+    before = torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.deterministic
+    torch.set_float32_matmul_precision(matmul_precision)
+    cudnn.allow_tf32, cudnn.deterministic = matmul_precision != "highest", True
+    for enable in fused:
+        enable(False)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        cudnn.allow_tf32, cudnn.deterministic = before[1:]
+        for enable, was_enabled in fused.items():
+            enable(was_enabled)
 
 
 # --- Length and learning rates -------------------------------------------------------------------
@@ -340,10 +375,8 @@ def parameter_groups(
     return [*groups, {"params": kept, "weight_decay": 0.0}] if kept else groups
 
 
-def train_at_own_rates(
-    optimizer: torch.optim.Optimizer, replicas: Replicas, scales: Sequence[float]
-) -> None:
-    """Makes an optimizer train each replica of a stack at its own learning rate.
+class OwnRates:
+    """Trains each replica of a stack at its own learning rate, with one optimizer.
 
     The optimizer steps at the common rate lr, then replica r keeps the share s_r of its update:
     p_r = old_r + s_r (new_r - old_r). This equals a step at the rate s_r lr for every optimizer
@@ -354,28 +387,25 @@ def train_at_own_rates(
     Args:
         scales: s_r in (0, 1]. The common rate is the largest, so rounding is never magnified.
     """
-    device = next(replicas.parameters()).device
-    factors = torch.tensor(scales, dtype=torch.float64, device=device)
-    trees = [factors] if replicas.is_stacked else list(factors)
-    scaled = [  # with a scale () or (S, 1, ...)
-        (p, scale.to(p.dtype).view(scale.shape + (1,) * (p.ndim - scale.ndim)))
-        for tree, scale in zip(replicas.trees, trees, strict=True)
-        for p in tree.parameters()
-        if p.requires_grad
-    ]
-    before: list[torch.Tensor] = []
 
-    def keep(*_: object) -> None:
-        before[:] = [parameter.detach().clone() for parameter, _ in scaled]
+    def __init__(self, replicas: Replicas, scales: Sequence[float]) -> None:
+        device = next(replicas.parameters()).device
+        factors = torch.tensor(scales, dtype=torch.float64, device=device)
+        trees = [factors] if replicas.is_stacked else list(factors)
+        self._scaled = [  # with a scale () or (S, 1, ...)
+            (p, scale.to(p.dtype).view(scale.shape + (1,) * (p.ndim - scale.ndim)))
+            for tree, scale in zip(replicas.trees, trees, strict=True)
+            for p in tree.parameters()
+            if p.requires_grad
+        ]
 
     @torch.no_grad()
-    def scale_update(*_: object) -> None:
-        for old, (parameter, scale) in zip(before, scaled, strict=True):
+    def step(self, optimizer: Optimizer) -> None:
+        """Takes a step of the optimizer, of which each replica keeps its share."""
+        before = [parameter.detach().clone() for parameter, _ in self._scaled]
+        optimizer.step()
+        for old, (parameter, scale) in zip(before, self._scaled, strict=True):
             parameter.copy_(old.lerp_(parameter, scale))  # exact to the bit for a scale of 1
-        before.clear()
-
-    optimizer.register_step_pre_hook(keep)
-    optimizer.register_step_post_hook(scale_update)
 
 
 # They update each value from its own history alone, by a step that is linear in the rate.

@@ -1,4 +1,8 @@
-"""The gradient of one optimizer step, taken part by part and in several processes if need be."""
+"""One optimizer step: its gradient, in parts and in several processes if need be, and the update.
+
+Between two steps only the batch, the dropout keys and the learning rates change, so that a GPU can
+record a step once and replay it, see `cuda_graph`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from normexp.batching.draws import derive_seed
 from normexp.batching.processes import Processes
@@ -13,8 +19,77 @@ from normexp.batching.replicas import Batch, InTurn, Loss, Replicas, backward
 from normexp.batching.sizes import WHOLE, Bounds, Share, Sizes
 from normexp.norms.contract import State
 from normexp.norms.site import merge_state, read_state, write_state
+from normexp.training.cuda_graph import RecordedStep
+from normexp.training.recipe import OwnRates
 
 AddGradient = Callable[[Batch, Loss, float], Tensor]  # see `Replicas.add_gradient`
+
+
+class Step:
+    """Takes the optimizer steps of a training.
+
+    Args:
+        scheduler: moves the learning rates after each step; None if validations do.
+        max_grad_norm: of each replica, see `Replicas.clip_gradients`; None: no clipping.
+        rates: each replica's own learning rate; None if all have that of the optimizer.
+        recorded: replays the steps as a CUDA graph; None: they run eagerly.
+    """
+
+    def __init__(
+        self,
+        gradient: StepGradient,
+        optimizer: Optimizer,
+        scheduler: LRScheduler | None,
+        *,
+        max_grad_norm: float | None = None,
+        rates: OwnRates | None = None,
+        recorded: RecordedStep | None = None,
+    ) -> None:
+        self.gradient = gradient
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.max_grad_norm = max_grad_norm
+        self.rates = rates
+        self.recorded = recorded
+
+    @property
+    def learning_rate(self) -> float:
+        """That of the next step."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def start_chunk(self, steps: range) -> None:
+        """Prepares `steps`, before which callbacks may have changed the networks."""
+        self.gradient.draw(steps)
+        if self.recorded is not None:
+            self.recorded.start_chunk()
+
+    def take(self, index: int, batch: Batch) -> Tensor:
+        """Takes step `index`, counted from 0; returns the loss of each replica (S,).
+
+        Args:
+            batch: all samples of the step, values (S, N, ...), in every process.
+        """
+        keys = self.gradient.dropout_keys(index)
+        if self.recorded is None:
+            losses = self.run(index, batch, keys)
+        else:
+            losses = self.recorded.take(lambda *given: self.run(index, *given), batch, keys)
+        if self.scheduler is not None:
+            self.scheduler.step()
+        return losses
+
+    def run(self, index: int, batch: Batch, keys: Tensor | None) -> Tensor:
+        """The step without its scheduler: what can be recorded."""
+        torch.clear_autocast_cache()  # of weights before the last update
+        self.optimizer.zero_grad()
+        losses = self.gradient.add(index, batch, keys)
+        if self.max_grad_norm is not None:
+            self.gradient.replicas.clip_gradients(self.max_grad_norm)
+        if self.rates is None:
+            self.optimizer.step()
+        else:
+            self.rates.step(self.optimizer)
+        return losses
 
 
 class StepGradient:
@@ -46,7 +121,7 @@ class StepGradient:
         self.processes = processes
         self.share = processes.share if processes else WHOLE
         self._add_gradient = add_gradient or replicas.add_gradient
-        self._dropout_keys: dict[int, Tensor] = {}  # (num_dropouts, S) of each drawn step
+        self._dropout_keys: dict[int, Tensor] = {}  # of each drawn step
 
     def draw(self, steps: range) -> None:
         """Draws the dropout keys of steps at once: a copy per step would wait for the device."""
@@ -62,7 +137,15 @@ class StepGradient:
         drawn = torch.tensor(keys, device=device).unflatten(0, (len(steps), count))
         self._dropout_keys = dict(zip(steps, drawn, strict=True))
 
-    def add(self, step: int, batch: Batch) -> Tensor:
+    def dropout_keys(self, step: int) -> Tensor | None:
+        """The keys of a step, int64 (num_dropouts, S); None without dropout."""
+        if not self.replicas.num_dropouts:
+            return None
+        if step not in self._dropout_keys:
+            self.draw(range(step, step + 1))
+        return self._dropout_keys[step]
+
+    def add(self, step: int, batch: Batch, keys: Tensor | None) -> Tensor:
         """Adds the gradient of `step`, counted from 0, to the parameters and updates the buffers.
 
         Loss and gradient are means over all targets of the step, so a short last part counts by
@@ -70,6 +153,7 @@ class StepGradient:
 
         Args:
             batch: all samples of the step, values (S, N, ...), in every process.
+            keys: see `dropout_keys`.
 
         Returns:
             The loss of each replica (S,).
@@ -77,9 +161,9 @@ class StepGradient:
         num_samples = batch["targets"].shape[1]
         bounds = self.sizes.micro_bounds(num_samples, self.share)
         if self.processes is None and len(bounds) == 1:
-            return self._add_part(step, 0, batch, batch)
+            return self._add_part(step, 0, batch, batch, keys)
         start = read_state(self.replicas)
-        losses = self._add_parts(step, batch, bounds, start)
+        losses = self._add_parts(step, batch, bounds, start, keys)
         if self.processes is None:
             return losses
         shares = [Share(index, self.share.count) for index in range(self.share.count)]
@@ -87,14 +171,16 @@ class StepGradient:
         self.processes.merge_buffers(self.replicas, start, counts)
         return self.processes.sum_gradients(self.replicas, losses, counts)
 
-    def _add_parts(self, step: int, batch: Batch, bounds: list[Bounds], start: State) -> Tensor:
+    def _add_parts(
+        self, step: int, batch: Batch, bounds: list[Bounds], start: State, keys: Tensor | None
+    ) -> Tensor:
         """Runs the parts of this process; returns the sum of their losses (S,)."""
         losses, ends = [], []
         for first, last in bounds:
             if ends:
                 write_state(self.replicas, start)
             part = {name: value[:, first:last] for name, value in batch.items()}
-            losses.append(self._add_part(step, first, part, batch))
+            losses.append(self._add_part(step, first, part, batch, keys))
             ends.append(read_state(self.replicas))
         if len(bounds) > 1:
             shares = [(last - first) / _num_samples(bounds) for first, last in bounds]
@@ -103,13 +189,13 @@ class StepGradient:
             return next(self.replicas.parameters()).new_zeros(self.replicas.num_replicas)
         return torch.stack(losses).sum(dim=0)
 
-    def _add_part(self, step: int, first_sample: int, part: Batch, batch: Batch) -> Tensor:
+    def _add_part(
+        self, step: int, first_sample: int, part: Batch, batch: Batch, keys: Tensor | None
+    ) -> Tensor:
         """All randomness of its forward is a function of (seed, step, sample)."""
         replicas, num_targets = self.replicas, batch["targets"][0].numel()
-        if replicas.num_dropouts:
-            if step not in self._dropout_keys:
-                self.draw(range(step, step + 1))
-            replicas.set_dropout(self._dropout_keys[step], first_sample)
+        if keys is not None:
+            replicas.set_dropout(keys, first_sample)
         if isinstance(replicas, InTurn) and replicas.has_foreign_draws:
             index = step * self.sizes.batch_size + first_sample
             replicas.seed_foreign_draws([derive_seed(s, "foreign", index) for s in self.seeds])

@@ -19,8 +19,10 @@ from normexp.build import build_network, build_norm
 from normexp.config.compose import compose_config
 from normexp.data.batches import TrainingBatches
 from normexp.data.dataset import Data, Windows
+from normexp.training.cuda_graph import RecordedStep
 from normexp.training.module import Recorder, TrainingModule
-from normexp.training.step import StepGradient
+from normexp.training.recipe import gpu_arithmetic
+from normexp.training.step import Step, StepGradient
 
 NEEDS_GPU = [
     pytest.mark.gpu,
@@ -101,13 +103,38 @@ def first_step(module: TrainingModule, device: str, dtype: torch.dtype) -> dict[
     replicas = module.replicas.train()
     gradient = StepGradient(replicas, module.criterion.loss, module.recipe.sizes, SEEDS)
     (batch,) = module.batches.chunk(0, 1, dtype)
-    values = {"loss": gradient.add(0, batch)}
+    values = {"loss": gradient.add(0, batch, gradient.dropout_keys(0))}
     state = {name: p.grad for name, p in replicas.named_parameters() if p.grad is not None}
     for name, value in {**state, **dict(replicas.named_buffers())}.items():
         _, tree, own = name.split(".", 2)
         rows = value if replicas.is_stacked else [value]
         values |= {f"{int(tree) + index} {own}": row for index, row in enumerate(rows)}
     return {name: value.detach().cpu() for name, value in values.items()}
+
+
+def steps_of(
+    module: TrainingModule, device: str, *, num_replayed: int, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """Losses and all state after the first steps, of which the last ones are replayed."""
+    place(module, device)
+    replicas, recipe = module.replicas.train(), module.recipe
+    optimizer = recipe.build_optimizer(replicas)
+    recorded = RecordedStep(replicas, optimizer, recipe.sizes.batch_size)
+    if not num_replayed:
+        recorded.why_not = "asked for by the test"
+    gradient = StepGradient(replicas, module.criterion.loss, recipe.sizes, SEEDS)
+    step = Step(gradient, optimizer, None, max_grad_norm=recipe.max_grad_norm, recorded=recorded)
+    bf16 = torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16)
+    with bf16, gpu_arithmetic("high"):
+        losses = []
+        for index in range(3 + max(num_replayed, 2)):
+            (batch,) = module.batches.chunk(index % 2, 1, torch.float32)
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 * (index + 1)
+            losses.append(step.take(index, batch))
+    assert recorded.num_replayed == num_replayed, recorded.why_not
+    gradients = [p.grad for p in replicas.parameters() if p.grad is not None]
+    return [*losses, *replicas.parameters(), *replicas.buffers(), *gradients]
 
 
 def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float) -> None:

@@ -6,7 +6,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpu_cases import DATA, ON_GPU, assert_near, build, first_step, images, on_each_device, place
+from gpu_cases import (
+    DATA,
+    ON_GPU,
+    assert_near,
+    build,
+    first_step,
+    images,
+    on_each_device,
+    place,
+    steps_of,
+)
+from tape import Tape
 
 from normexp.batching.draws import Dropout
 from normexp.batching.sizes import Sizes
@@ -14,6 +25,7 @@ from normexp.config.schema import group_choices
 from normexp.data.augment import Augmentation
 from normexp.data.batches import TrainingBatches
 from normexp.errors import UserError
+from normexp.training import cuda_graph
 from normexp.training.evaluation import with_population
 
 NORMS = [name for name in group_choices("norm") if name not in ("custom", "as_built")]
@@ -48,6 +60,32 @@ def test_a_step_is_that_of_the_cpu(device: str, model: str, norm: str, sizes: Si
             pytest.skip(f"not on a CPU either: {error}")
         for module in modules:
             assert_near(first_step(module, device, dtype), expected, rtol)
+
+
+@pytest.mark.parametrize(
+    ("device", "model", "norm", "sizes"),
+    [
+        ("cpu", "convnet", "batch", Sizes(16, None, 4)),
+        ("cpu", "text_encoder", "rms", Sizes(16)),
+        *(EVERY if torch.cuda.is_available() else EVERY[:1]),
+    ],
+)
+def test_a_replayed_step_has_the_bits_of_the_step_itself(
+    monkeypatch, device: str, model: str, norm: str, sizes: Sizes
+):
+    """Which also shows that two equal steps have equal bits."""
+    if device == "cpu":
+        monkeypatch.setattr(cuda_graph, "CudaGraph", Tape)
+    try:
+        first_step(build(model, norm, stacked=False, sizes=sizes), "cpu", torch.float32)
+    except (UserError, ValueError) as error:
+        pytest.skip(f"not on a CPU either: {error}")
+    for stacked in (True, False):
+        for dtype in (torch.bfloat16, torch.float32):
+            modules = [build(model, norm, stacked=stacked, sizes=sizes) for _ in range(2)]
+            expected = steps_of(modules[0], device, num_replayed=0, dtype=dtype)
+            found = steps_of(modules[1], device, num_replayed=2, dtype=dtype)
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @on_each_device

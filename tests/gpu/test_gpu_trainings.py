@@ -11,6 +11,8 @@ import pytest
 import torch
 from gpu_cases import NEEDS_GPU, build, in_each_form
 from pytorch_lightning.plugins.precision import MixedPrecision
+from tape import Tape
+from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_cases import (
@@ -25,14 +27,17 @@ from training_cases import (
     train,
 )
 
+from normexp.batching.replicas import Batch
 from normexp.batching.sizes import Sizes
 from normexp.norms import kernel
 from normexp.records.result import read_result
 from normexp.train import main
-from normexp.training.module import TrainingModule
+from normexp.training import cuda_graph as cuda_graph_module
+from normexp.training.recipe import named_schedule
+from normexp.training.step import Step
 from normexp.training.stopping import Interrupted
 
-TEXT = {"model": partial(text_encoder, dropout=0.2), "data": text_data(), "lr": 0.01}
+TEXT = {"model": partial(text_encoder, dropout=0.2), "data": text_data(40), "lr": 0.01}
 CHOICES = {
     "ghost_rates": {"sizes": Sizes(8, 4, 2), "lr_scales": (1.0, 0.25)},
     "resnet20": {"model": resnet20, "lr": 0.01},
@@ -82,11 +87,18 @@ def test_chunks_change_nothing_and_bfloat16_is_near_float32(
 
 
 @in_each_form
+@pytest.mark.parametrize("choices", [{}, TEXT], ids=["convnet", "encoder"])
+@pytest.mark.parametrize("cuda_graph", [False, True], ids=["", "recorded"])
 def test_a_checkpoint_resumes_to_the_bit_and_moves_between_devices(
-    tmp_path: Path, device: str, stacked: bool
+    tmp_path: Path, monkeypatch, device: str, stacked: bool, choices: dict, cuda_graph: bool
 ):
-    build_one = partial(build_module, seeds=(0, 1), stacked=stacked, max_chunk=1)
+    if device == "cpu":
+        monkeypatch.setattr(cuda_graph_module, "CudaGraph", Tape)
+    build_one = partial(build_module, seeds=(0, 1), stacked=stacked, max_chunk=2, **choices)
+    build_one = partial(build_one, cuda_graph=cuda_graph)
     whole = train(build_one(), tmp_path / "whole.ckpt", accelerator=device)
+    if cuda_graph:
+        assert whole.recorded_step is not None and whole.recorded_step.num_replayed == 7
     for name, places, atol in (("same", (device, device), 0), ("moved", (device, "cpu"), 1e-9)):
         checkpoint = tmp_path / f"{name}.ckpt"
         for where, stop_at in zip(places, (3, 7), strict=True):
@@ -126,27 +138,32 @@ def no_waiting(device: str) -> Iterator[None]:
 @in_each_form
 @pytest.mark.parametrize(
     ("model", "choices"),
-    [("small_resnet", {"lr_scales": (1.0, 0.5), "sizes": Sizes(16, 8, 4)}), ("text_encoder", {})],
+    [
+        ("small_resnet", {"lr_scales": (1.0, 0.5), "sizes": Sizes(16, 8, 4)}),
+        ("text_encoder", {}),
+        ("text_encoder", {"cuda_graph": True, "schedule": named_schedule("cosine", 0.1, 12)}),
+    ],
 )
 def test_no_step_waits_for_the_device(
     tmp_path: Path, monkeypatch, device: str, model: str, stacked: bool, choices: dict
 ):
+    if device == "cpu":
+        monkeypatch.setattr(cuda_graph_module, "CudaGraph", Tape)
     words = ["model.dropout=0.1"] if model == "text_encoder" else []
     module = build(model, "batch", *words, stacked=stacked, max_grad_norm=1.0, **choices)
-    take_step, num_watched = TrainingModule._take_step, 0
+    take, num_watched = Step.take, 0
 
-    def watched(self: TrainingModule, *given) -> None:
+    def watched(self: Step, index: int, batch: Batch) -> Tensor:
         nonlocal num_watched
-        if self.step == 0:  # allocates, and chooses kernels
-            take_step(self, *given)
-            return
+        if index <= 3:  # they allocate and choose kernels; a recording is compared
+            return take(self, index, batch)
         num_watched += 1
         with no_waiting(device):
-            take_step(self, *given)
+            return take(self, index, batch)
 
-    monkeypatch.setattr(TrainingModule, "_take_step", watched)
+    monkeypatch.setattr(Step, "take", watched)
     train(module, tmp_path / "a.ckpt", precision="32-true", accelerator=device)
-    assert num_watched == module.recipe.num_steps - 1 > 0
+    assert num_watched == module.recipe.num_steps - 4 > 0
 
 
 @pytest.mark.parametrize(

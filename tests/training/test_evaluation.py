@@ -33,7 +33,13 @@ from normexp.norms.site import named_sites
 from normexp.norms.zoo.batch import EvalNorm
 from normexp.norms.zoo.deviations import BatchNormBiasedAverage
 from normexp.training import evaluation
-from normexp.training.evaluation import gather, shuffled, with_population
+from normexp.training.evaluation import (
+    Classification,
+    LanguageModeling,
+    gather,
+    shuffled,
+    with_population,
+)
 from normexp.training.module import TrainingModule
 
 FORMS = {
@@ -301,3 +307,23 @@ def test_samples_of_a_language_model_are_losses_per_sequence():
         output = module.replicas.replica(index)(batch["inputs"])
         own = functional.cross_entropy(output[0], batch["targets"][0])
         assert losses[7] == pytest.approx(own.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "shape"),
+    [(Classification(), (2, 8, 4)), (LanguageModeling({"val": 1.0}), (2, 4, 5, 30))],
+)
+def test_losses_are_float32_under_bfloat16_also_in_a_stack(criterion, shape: tuple[int, ...]):
+    noise = torch.Generator().manual_seed(0)
+    logits = torch.randn(*shape, generator=noise).bfloat16()
+    targets = torch.randint(0, shape[-1], shape[:-1], generator=noise)
+
+    def loss(output: Tensor, targets: Tensor) -> Tensor:
+        batch = {"targets": targets}
+        return criterion.loss(output, batch) + criterion.measure(output, batch)["loss"]
+
+    with torch.autocast("cpu", torch.bfloat16):
+        alone = [loss(logits[i], targets[i]) for i in range(2)]
+        stacked = torch.func.vmap(loss)(logits, targets)
+    assert stacked.dtype == torch.float32
+    torch.testing.assert_close(stacked, torch.stack(alone))

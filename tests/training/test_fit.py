@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning import callbacks as shipped
 from pytorch_lightning.strategies import DDPStrategy
+from torch import nn
+from torch.func import vmap
 from training_cases import (
     CPU,
     StopAt,
@@ -21,16 +24,16 @@ from training_cases import (
 )
 
 from normexp.errors import UserError
-from normexp.training import module
 from normexp.training.fit import (
     act_on_batches,
     check_callback,
     describe_monitor,
-    gpu_arithmetic,
     trainer_options,
     why_stopped,
 )
 from normexp.training.module import TrainingModule
+from normexp.training.recipe import gpu_arithmetic
+from normexp.training.step import Step
 from normexp.training.stopping import StopRequest
 
 
@@ -82,27 +85,41 @@ def test_out_of_memory_says_what_to_change(tmp_path: Path, monkeypatch):
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("tried to allocate 2 GiB")
 
-    monkeypatch.setattr(module.TrainingModule, "_take_step", fail)
+    monkeypatch.setattr(Step, "take", fail)
     with pytest.raises(MemoryError, match="try fewer replicas, stack=false or a smaller micro_"):
         train(build_module(), tmp_path / "a.ckpt")
 
 
-def test_arithmetic_is_set_for_a_gpu_inside_the_block_and_left_alone_on_a_cpu(monkeypatch):
-    cudnn = torch.backends.cudnn
+def arithmetic() -> tuple:
+    """What a GPU would compute with: float32, convolutions, and whether attention is fused."""
+    kernels, cudnn = torch.backends.cuda, torch.backends.cudnn
+    fused = kernels.flash_sdp_enabled(), kernels.mem_efficient_sdp_enabled()
+    return torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.deterministic, *fused
 
-    def settings() -> tuple[str, bool, bool]:
-        return torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.deterministic
 
-    before = settings()
-    with gpu_arithmetic(replace(CPU, matmul_precision="medium")):
-        assert settings() == before
+def test_arithmetic_of_a_gpu_is_set_inside_the_block_and_put_back():
+    before = arithmetic()
     for precision, tf32 in (("high", True), ("highest", False)):
-        with gpu_arithmetic(replace(CPU, accelerator="gpu", matmul_precision=precision)):
-            assert settings() == (precision, tf32, True)
-        assert settings() == before
-    for has_cuda, taken in ((True, "cuda"), (False, "cpu")):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda has_cuda=has_cuda: has_cuda)
-        assert replace(CPU, accelerator="auto").type == taken  # never "mps"
+        with gpu_arithmetic(precision):
+            assert arithmetic() == (precision, tf32, True, False, False)
+        assert arithmetic() == before
+
+
+def test_unfused_attention_runs_under_vmap_and_equals_fused():
+    attend = partial(nn.functional.scaled_dot_product_attention, is_causal=True)
+    x = torch.randn(3, 2, 4, 7, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    outputs = torch.stack([attend(one, one, one) for one in x])
+    (fused,) = torch.autograd.grad(outputs.square().sum(), x)
+    with gpu_arithmetic("high"):
+        stacked = vmap(lambda one: attend(one, one, one))(x)
+        (unfused,) = torch.autograd.grad(stacked.square().sum(), x)
+    torch.testing.assert_close(unfused, fused)
+
+
+@pytest.mark.parametrize("has_cuda", [True, False])
+def test_auto_is_a_gpu_or_the_cpu(monkeypatch, has_cuda: bool):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    assert replace(CPU, accelerator="auto").type == ("cuda" if has_cuda else "cpu")  # never "mps"
 
 
 # The user's own callbacks -------------------------------------------------------------------------

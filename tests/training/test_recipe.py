@@ -15,6 +15,7 @@ from normexp.errors import UserError
 from normexp.norms.factory import NormFactory
 from normexp.training.recipe import (
     ELEMENTWISE,
+    OwnRates,
     Schedule,
     can_train_a_stack,
     count_steps,
@@ -24,7 +25,6 @@ from normexp.training.recipe import (
     own_schedule,
     parameter_groups,
     scale_learning_rate,
-    train_at_own_rates,
 )
 
 
@@ -149,13 +149,13 @@ def test_an_optimizer_that_acts_on_each_value_trains_a_stack_as_each_run_alone()
         alone = [nn.ParameterList([torch.randn(3, 4, generator=noise).double()]) for _ in range(2)]
         stack, scales = Stacked(list(alone)), (1.0, 0.5)
         optimizers = [make(stack.parameters(), lr=0.1)]
-        train_at_own_rates(optimizers[0], stack, scales)
+        own_rates = OwnRates(stack, scales)
         optimizers += [make(n.parameters(), lr=0.1 * s) for n, s in zip(alone, scales, strict=True)]
         assert can_train_a_stack(optimizers[0])
         for _ in range(5):
             gradient = torch.randn(2, 3, 4, generator=noise).double()
             next(stack.parameters()).grad = gradient.clone()
-            optimizers[0].step()
+            own_rates.step(optimizers[0])
             for network, own, optimizer in zip(alone, gradient, optimizers[1:], strict=True):
                 network[0].grad = own.clone()
                 optimizer.step()

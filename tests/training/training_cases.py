@@ -121,6 +121,7 @@ def recipe_for(data: Data, sizes: Sizes, **choices: Any) -> Recipe:
         "stack": None,
         "max_chunk": 4,
         "compile": False,
+        "cuda_graph": False,
         "save_weights": True,
         "allow_leak": False,
         "callbacks": list,

@@ -1,0 +1,84 @@
+"""Images per second of whole trainings, as typed: seeds stacked or in turn, recorded or not.
+
+    python scripts/gpu/rates.py gpu|cpu RUNS_DIR "WORDS OF ALL"
+
+Appends a line per row to $OUT/rates.jsonl, and writes the words of the fastest form of the figure's
+network to $OUT/form.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from normexp.train import main
+
+OUT = Path(os.environ.get("OUT", "."))
+DEADLINE = float(os.environ.get("DEADLINE", "inf"))  # in seconds since 1970
+IMAGES = "data=image_folder optim.schedule=one_cycle batch_size=128 replicas=8 steps=200"
+WIDE = f"model=small_resnet model.width=64 {IMAGES}"
+NARROW = f"model=resnet20 {IMAGES}"
+GPT = (
+    "data=shakespeare data.block_size=256 model=gpt model.depth=6 model.width=384 "
+    "model.num_heads=6 replicas=3 steps=60 batch_size=64"
+)
+TF32, BF16 = "trainer.precision=32-true", "trainer.precision=bf16-mixed"
+FORMS = ["stack=true", "stack=false", "stack=true cuda_graph=true", "stack=false cuda_graph=true"]
+ROWS = [
+    f"norm=batch {WIDE} {TF32} stack=true",  # twice: the first also warms up
+    *(f"norm=batch {WIDE} {TF32} {form}" for form in FORMS),
+    *(f"norm=batch {WIDE} {BF16} {form}" for form in FORMS[2:]),
+    *(f"norm=group {WIDE} {TF32} {form}" for form in FORMS[2:]),
+    *(f"norm=batch norm_batch_size=2 {WIDE} {TF32} {form}" for form in FORMS[2:]),
+    *(f"norm=batch {NARROW} {BF16} {form}" for form in FORMS[2:]),
+    *(f"norm=layer {GPT} {BF16} {form}" for form in FORMS[2:]),
+]
+TINY = "steps=3 replicas=2 model.width=8 data.limit_train=256 data.val_fraction=0.01"
+COMMON = "workers=0 save_weights=false val_every_epochs=1000 log_every=50 lr=0.1"
+
+
+def timing_of(runs_dir: Path) -> dict[str, Any]:
+    (path,) = list(runs_dir.rglob("seed-0/result.json"))
+    return json.loads(path.read_text())["measured"]["timing"]
+
+
+def measure(device: str, runs_dir: Path, rows: list[str], words: str) -> dict[str, float]:
+    """Images per second by row; a row that fails is left out."""
+    rates = {}
+    for number, row in enumerate(rows):
+        if time.time() > DEADLINE - 10:
+            print("no time for", row)
+            continue
+        folder = runs_dir / str(number)
+        line = f"{row} {COMMON} {words} {TINY if device == 'cpu' else ''} runs_dir={folder}"
+        by_key = {word.split("=")[0]: word for word in shlex.split(line)}  # the last one counts
+        if "data=shakespeare" in row:
+            del by_key["data.root"]
+        try:
+            code = main([*by_key.values()])
+            timing = timing_of(folder) if code == 0 else {"code": code}
+        except Exception as error:
+            timing = {"error": f"{type(error).__name__}: {error}"}
+        with open(OUT / "rates.jsonl", "a") as file:
+            file.write(json.dumps({"row": row, **timing}) + "\n")
+        rates[row] = timing.get("samples_per_second", 0.0)
+        print(
+            f"== {rates[row]:>9,.0f} images/s, {timing.get('step_ms', 0):.2f} ms: {row}", flush=True
+        )
+    return rates
+
+
+if __name__ == "__main__":  # workers import this file
+    device, folder, words = sys.argv[1:]
+    rows = ROWS if device == "gpu" else ROWS[:5]
+    rates = measure(device, Path(folder), rows, words)
+    by_form = {form: rates.get(f"norm=batch {WIDE} {TF32} {form}", 0.0) for form in FORMS}
+    if any(by_form.values()):
+        best = max(by_form, key=lambda form: by_form[form])
+        # A recorded training keeps the GPU busy almost alone; otherwise several take turns.
+        (OUT / "form").write_text(f"{best} workers={2 if 'cuda_graph' in best else 4}\n")
