@@ -103,7 +103,7 @@ def load(run_dir: str | Path) -> nn.Module:
     """
     from normexp.cells.finished import load_run
 
-    return load_run(Path(run_dir))
+    return load_run(Path(run_dir).expanduser())
 
 
 def load_study(study: str | Sequence[str], runs_dir: str | Path = "runs") -> pd.DataFrame:
@@ -122,7 +122,7 @@ def load_study(study: str | Sequence[str], runs_dir: str | Path = "runs") -> pd.
 
     names = [study] if isinstance(study, str) else study
     check_value("study", names, OPTIONS["report"]["study"])
-    records = read_studies(Path(runs_dir), names)
+    records = read_studies(Path(runs_dir).expanduser(), names)
     _warn(records.problems)
     return run_frame(records.runs).infer_objects()
 
@@ -155,7 +155,7 @@ def load_report(
     asked = {"metric": metric, "tolerance": tolerance, "reference": reference}
     for key, value in {"study": names, **asked}.items():
         check_value(key, value, OPTIONS["report"][key])
-    report = read_report(Path(runs_dir), names, **asked)
+    report = read_report(Path(runs_dir).expanduser(), names, **asked)
     _warn(report.problems)
     return report
 

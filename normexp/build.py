@@ -27,7 +27,7 @@ from normexp.config.compose import shipped_config, shipped_values
 from normexp.config.schema import Index, check_value
 from normexp.config.target import Target, read_target
 from normexp.config.words import as_typed
-from normexp.data.dataset import Data, limit_train, validate
+from normexp.data.dataset import Data, describe_copies, limit_train, validate
 from normexp.errors import UserError
 from normexp.models import packages
 from normexp.models.common import refuse_misfit
@@ -75,7 +75,11 @@ def build_data(values: Mapping[str, Any]) -> Data:
     data = read_target(values, "data").make(Data)
     data = data if order is None else replace(data, order=order)
     validate(data)
-    return data if limit is None else limit_train(data, limit, values.get("split_seed", 0))
+    if limit is not None:
+        data = limit_train(data, limit, values.get("split_seed", 0))
+    for line in describe_copies(data):
+        logger.warning(line)
+    return data
 
 
 def load_data(spec: CellSpec) -> Data:
@@ -418,22 +422,23 @@ def logger_targets(values: Mapping[str, Any]) -> dict[str, Target]:
 
 
 def build_loggers(values: Mapping[str, Any], available: Mapping[str, Any]) -> list[Logger]:
-    """New loggers of one run.
+    """New loggers of one run, of which none can end a training.
 
     Args:
         values: of the group `logger`.
         available: names and folders of the run, passed where a signature has an argument of that
             name and the config does not set it.
 
-    Raises:
-        UserError: an error of a logger's own code, or no Lightning logger.
     """
     from pytorch_lightning.loggers import Logger
 
-    return [
-        target.filled_in({**available, "save_dir": f"{available['save_dir']}/{name}"}).make(Logger)
-        for name, target in logger_targets(values).items()
-    ]
+    from normexp.training.trackers import Guarded
+
+    loggers = list[Logger]()
+    for name, target in logger_targets(values).items():
+        target = target.filled_in({**available, "save_dir": f"{available['save_dir']}/{name}"})
+        loggers.append(Guarded(target.key, partial(target.make, Logger)))
+    return loggers
 
 
 def synchronized(values: Mapping[str, Any]) -> bool:
