@@ -13,7 +13,7 @@ from normexp.batching.sizes import SIZES
 from normexp.config.words import as_typed
 from normexp.records.result import Status
 from normexp.reporting.metric import Metric
-from normexp.reporting.runs import SLOTS, Config, Records, RunRow
+from normexp.reporting.runs import SLOTS, Config, Records, RunRow, SearchRecord
 from normexp.stats.interval import Interval, mean
 
 ORDER = ("batch", "layer", "instance", "group", "rms", "layer2d", "none")  # first in figures
@@ -39,7 +39,7 @@ class CellRow:
     wanted: the seeds that the study asks for
     value_of: the value of a key that defines its training, also where it is a default
     is_extended: some of its seeds were added by a later command
-    searched: keys whose values a search of the study chose
+    search: that chose its learning rate or other values
     """
 
     study: str
@@ -56,9 +56,14 @@ class CellRow:
     wanted: frozenset[int]
     value_of: Callable[[str], Any]
     is_extended: bool = False
-    searched: frozenset[str] = frozenset()
+    search: SearchRecord | None = None
     settings: Config = field(default_factory=dict)
     title: str = ""
+
+    @property
+    def searched(self) -> frozenset[str]:
+        """The keys whose values a search chose."""
+        return self.search.keys if self.search else frozenset()
 
     @property
     def is_prepared(self) -> bool:
@@ -130,11 +135,12 @@ def build_cells(records: Records) -> list[CellRow]:
 
 
 def _cell_of(runs: Sequence[RunRow], records: Records) -> CellRow:
+    place = runs[0].study, runs[0].directory.parent.name
     first = min(runs, key=lambda run: run.status == Status.FAILED)  # may have failed too early
     config = first.config
     norm, model, data = (str(config.get(key) or "-") for key in ("norm", "model", "data"))
     known = [run.seed for run in runs]
-    asked = records.asked.get((first.study, first.directory.parent.name)) or [known]
+    asked = records.asked.get(place) or [known]
     ended = {run.seed for run in runs if run.status != Status.FAILED}
     return CellRow(
         study=first.study,
@@ -151,7 +157,7 @@ def _cell_of(runs: Sequence[RunRow], records: Records) -> CellRow:
         wanted=frozenset(known).union(*asked),
         value_of=first.value_of,
         is_extended=not ended <= set(asked[0]),
-        searched=records.searched.get(first.study, frozenset()),
+        search=records.searches.get(place),
     )
 
 
@@ -243,9 +249,9 @@ def unlike(
     """By key, the values for which two cells must not be compared.
 
     These are all differences but those of the norm (with the slots of its YAML), of the sizes (with
-    what follows from the batch size) and of searched keys.
+    what follows from the batch size) and of keys that were searched for both.
     """
-    free = {*SIZES, *searched, *first.searched, *second.searched}
+    free = {*SIZES, *searched, *(first.searched & second.searched)}
     different = {}
     for key in sorted({*first.config, *second.config} - free):
         values = first.value_of(key), second.value_of(key)

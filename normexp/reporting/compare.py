@@ -139,6 +139,7 @@ def compare_grids(part: Slice, first: Grid, second: Grid, sizes: tuple[int, int]
         gap = difference(a, b, step=step, limit=limit)
     is_comparable = not why
     why = why or next(filter(None, (grid.why_incomplete for grid in grids)), "")
+    why = why or _why_not_searched_alike(first, second)
     is_along = first.norm == second.norm
     names = [f"{grid.norm} at {size}" for grid, size in zip(grids, sizes, strict=True)]
     return Comparison(
@@ -155,6 +156,24 @@ def compare_grids(part: Slice, first: Grid, second: Grid, sizes: tuple[int, int]
         is_comparable=is_comparable,
         is_extended=any(cell.is_extended for grid in grids for cell in grid.cells),
     )
+
+
+def _why_not_searched_alike(first: Grid, second: Grid) -> str:
+    """Empty if no search chose their values, or one with the same points for both.
+
+    The seeds that it compared were the luckiest at these values, so none of them may count again.
+    """
+    searches = [grid.best.search for grid in (first, second)]
+    if searches[0] != searches[1]:
+        return (
+            f"{' and '.join(sorted(first.best.searched | second.best.searched))} not searched alike"
+        )
+    if (search := searches[0]) is None:
+        return ""
+    if not search.points:
+        return f"study {first.best.study}-search is missing"
+    again = search.seeds.intersection(first.seeds, second.seeds)
+    return f"seed {min(again)} was searched, too" if again else ""
 
 
 def paired(first: Grid, second: Grid) -> tuple[Array, Array]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
@@ -37,7 +37,7 @@ from normexp.records.result import (
     read_result,
     read_samples,
 )
-from normexp.records.study import CommandEntry, Refusal, read_study
+from normexp.records.study import CommandEntry, Refusal, read_entries, read_study
 from normexp.reporting.metric import Metric, is_at_chance
 
 NUM_BLOCKS = 20  # of a test text: its sequences are not independent
@@ -160,19 +160,35 @@ class RunRow:
 
 
 @dataclass(frozen=True)
+class SearchRecord:
+    """The search that chose the values of a cell.
+
+    keys: whose values it chose
+    points: what it tried, each with its seeds; empty where NAME-search is not there
+    """
+
+    keys: frozenset[str]
+    points: frozenset[tuple[str, tuple[int, ...]]]
+
+    @property
+    def seeds(self) -> set[int]:
+        return {seed for _, seeds in self.points for seed in seeds}
+
+
+@dataclass(frozen=True)
 class Records:
     """The records of one or more studies, as a report needs them.
 
     runs: in order of cells and seeds
     asked: by study and cell id, the seeds that each command asks for, the first command first;
         for other cells, the recorded seeds count
-    searched: by study, the keys whose values a search chose
+    searches: by study and cell id, the search that chose the cell
     problems: one line for each result that cannot be read, and each cell without an ended run
     """
 
     runs: Sequence[RunRow]
     asked: Mapping[tuple[str, str], Sequence[Sequence[int]]] = field(default_factory=dict)
-    searched: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    searches: Mapping[tuple[str, str], SearchRecord] = field(default_factory=dict)
     refused: Sequence[Refusal] = ()
     problems: Sequence[str] = ()
 
@@ -187,7 +203,7 @@ def read_studies(runs_dir: Path, names: Sequence[str]) -> Records:
     return Records(
         [run for study in studies for run in study.runs],
         {place: seeds for study in studies for place, seeds in study.asked.items()},
-        {name: keys for study in studies for name, keys in study.searched.items()},
+        {place: search for study in studies for place, search in study.searches.items()},
         [cell for study in studies for cell in study.refused],
         [line for study in studies for line in study.problems],
     )
@@ -220,7 +236,12 @@ def _read_study(runs_dir: Path, name: str) -> Records:
         raise UserError(f"study={name} has no readable result; the first problem: {reasons[0]}")
     if not runs:
         raise UserError(f"study={name} is empty: {root} has no runs; train one with study={name}")
-    return _records_of(name, runs, study.commands, refused, problems)
+    trials = [
+        entry
+        for entry in read_entries(root.with_name(f"{root.name}-search"))
+        if isinstance(entry, CommandEntry)
+    ]
+    return _records_of(name, runs, study.commands, trials, refused, problems)
 
 
 def read_run(study: str, run_dir: Path) -> RunRow:
@@ -258,14 +279,42 @@ def read_archive(archive: Archive) -> Records:
 def _records_of(
     study: str,
     runs: Sequence[RunRow],
-    commands: Iterable[CommandEntry],
+    commands: Sequence[CommandEntry],
+    trials: Sequence[CommandEntry] = (),
     refused: Sequence[Refusal] = (),
     problems: Sequence[str] = (),
 ) -> Records:
     asked: dict[tuple[str, str], list[list[int]]] = {}
-    searched = set[str]()
     for command in commands:
-        searched |= {*command.searched}
         for cell, one in command.cells.items():
             asked.setdefault((study, cell), []).append(sorted(one.seeds))
-    return Records(runs, asked, {study: frozenset(searched)}, refused, problems)
+    searches = {(study, cell): found for cell, found in _searches(study, commands, trials).items()}
+    return Records(runs, asked, searches, refused, problems)
+
+
+def _searches(
+    study: str, commands: Sequence[CommandEntry], trials: Sequence[CommandEntry]
+) -> dict[str, SearchRecord]:
+    """By cell id, the last search that chose it. trials: the commands of NAME-search."""
+    found = {}
+    for command in commands:
+        tried = [one for trial in trials if trial.command == command.command
+                 for one in trial.cells.values()]  # fmt: skip
+        is_search_itself = study.endswith("-search") and not tried
+        if not command.searched or is_search_itself:
+            continue
+        words = tuple(f"{key}=" for key in command.searched)
+        keys = frozenset(key.lstrip("+") for key in command.searched)
+        for cell, chosen in command.cells.items():
+            rest = _without(words, chosen.title)
+            points = {
+                (" ".join(word for word in one.title.split() if word.startswith(words)),
+                 tuple(sorted({*one.seeds})))
+                for one in tried if _without(words, one.title) == rest
+            }  # fmt: skip
+            found[cell] = SearchRecord(keys, frozenset(points))
+    return found
+
+
+def _without(words: tuple[str, ...], title: str) -> list[str]:
+    return [word for word in title.split() if not word.startswith(words)]

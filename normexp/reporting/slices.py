@@ -71,9 +71,9 @@ class Grid:
             ended = cell.seeds_with(Status.FINISHED, Status.DIVERGED) & cell.wanted
             if len(ended) < len(cell.wanted):
                 return f"{len(ended)} of {format_count(len(cell.wanted), 'seed')} of {cell.norm}"
-        if len(self.cells) == 1:
-            return "lr chosen by one search" if self.best.searched else ""
-        return "" if self.fit is not None else "lr search incomplete"
+        if len(self.cells) == 1 or self.fit is not None:
+            return ""
+        return "lr search incomplete"
 
     @cached_property
     def seeds(self) -> list[int]:
@@ -242,6 +242,9 @@ class Slice:
         rates = sorted({len(grid.cells) for grid in self.grids})
         if rates != [1]:
             lr = f"lr tuned over {'-'.join(map(str, rates))}"
+        if searched := sorted({key for cell in cells for key in cell.searched}):
+            named = "learning rates" if searched == ["lr"] else " and ".join(searched)
+            lr = f"at the {named} that one search chose"
         environments = [run.result.measured.environment for cell in cells for run in cell.runs]
         machines = {one.get("gpu") or one.get("cpu") for one in environments}
         budget = "" if budget in self.title else budget

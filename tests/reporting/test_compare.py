@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from synthetic_study import cell_of, find, report_of_cells
 
 from normexp.reporting.compare import DIFFERENCE
+from normexp.reporting.runs import SearchRecord
 from normexp.reporting.slices import Grid
 
 SEEDS = np.random.default_rng(3).normal(0, 0.002, 8)
@@ -81,8 +84,6 @@ def test_a_diverged_seed_counts_as_chance_level_at_every_learning_rate():
     [
         ([cell_of("batch", level(0.9)), GROUP[:5]], {"asked": {PLACE: [range(8)]}},
          "5 of 8 seeds of group"),
-        ([cell_of("batch", level(0.9), lr=0.3), GROUP],
-         {"searched": {"synthetic": frozenset({"lr"})}}, "lr chosen by one search"),
         ([*(cell_of("batch", level(0.9), lr=lr) for lr in (0.1, 0.3)), GROUP],
          {}, "not compared: lr not searched alike"),
         ([cell_of("batch", [0.9]), GROUP[:1]], {}, "one seed"),
@@ -92,6 +93,35 @@ def test_a_row_without_a_verdict_says_why(cells: list, options: dict, why: str):
     one = find(report_of_cells(*cells, **options), "group")
     assert (one.verdict, one.why) == (None, why)
     assert (one.gap.low is None) == (why == "one seed")  # its interval is shown
+
+
+BATCH = cell_of("batch", level(0.9), lr=0.3)
+RATES = ("lr=0.1", "lr=0.3")
+
+
+def search_of(rates: Sequence[str] = RATES, seeds: tuple[int, ...] = (1000, 1001)) -> SearchRecord:
+    return SearchRecord(frozenset({"lr"}), frozenset((rate, seeds) for rate in rates))
+
+
+@pytest.mark.parametrize(
+    ("of_batch", "of_group", "why"),
+    [
+        (search_of(), search_of(), ""),
+        (search_of(), search_of((*RATES, "lr=1")), "lr not searched alike"),
+        (search_of(), search_of(seeds=(1000, 1002)), "lr not searched alike"),
+        (search_of(), None, "not compared: lr 0.1 and 0.3"),
+        (search_of(seeds=(7, 8)), search_of(seeds=(7, 8)), "seed 7 was searched, too"),
+        (search_of(()), search_of(()), "study synthetic-search is missing"),
+    ],
+)
+def test_fresh_seeds_after_a_search_have_a_verdict_if_it_was_alike_for_both(
+    of_batch: SearchRecord, of_group: SearchRecord | None, why: str
+):
+    found = {("synthetic", BATCH[0].directory.parent.name): of_batch, PLACE: of_group}
+    searches = {place: search for place, search in found.items() if search}
+    one = find(report_of_cells(BATCH, GROUP, searches=searches), "group")
+    assert (one.verdict, one.why) == (None if why else "better", why)
+    assert "at the learning rates that one search chose" in one.part.scope
 
 
 def test_the_family_is_a_table():

@@ -186,6 +186,28 @@ def test_seeds_of_a_later_command_are_those_that_were_added(tmp_path: Path):
     assert any("seeds were added" in table.note for table in tables)
 
 
+def test_the_points_of_a_search_are_those_of_the_same_words(tmp_path: Path):
+    """Another search of the same study, of other points, is not mixed with them."""
+    places = {}
+    for norm, lr in (("batch", 0.1), ("group", 0.3)):
+        cell = write_cell(
+            tmp_path, norm, {seed: 0.9 + lr * seed**2 / 1e3 for seed in range(4)}, lr=lr
+        )
+        places[cell.name] = f"norm={norm} batch_size=8 lr={lr}"
+    for number, rates in enumerate(((0.1, 1), (0.1, 0.3))):
+        words = ["normexp-tune", f"lr=choice{rates}"]
+        tried = {f"{norm}-{lr}": Asked(f"norm={norm} batch_size=8 lr={lr}", [1000, 1001])
+                 for norm in ("batch", "group") for lr in rates}  # fmt: skip
+        trial = CommandEntry(f"t{number}", words, "one", tried, ["lr"])
+        append_entry(tmp_path / "synthetic-search", trial)
+    chosen = {cell: Asked(title, [0, 1, 2, 3]) for cell, title in places.items()}
+    append_entry(tmp_path / "synthetic", CommandEntry("f", words, "one", chosen, ["lr"]))
+    report = normexp.load_report("synthetic", tmp_path)
+    (search,) = {cell.search for cell in report.cells}
+    assert search is not None and find(report, "group").verdict == "tie"
+    assert search.points == {(f"lr={lr}", (1000, 1001)) for lr in (0.1, 0.3)}
+
+
 def test_bad_input_is_one_message(tmp_path: Path):
     write_cell(tmp_path, "batch", {0: 0.8, 1: 0.9})
     with pytest.raises(UserError, match="no run has it; the runs have test/accuracy"):
