@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -68,7 +70,7 @@ class CellRow:
     @property
     def is_prepared(self) -> bool:
         """False if its runs failed before its data were known."""
-        return any("epochs" in run.result.derived for run in self.runs)
+        return not self.runs or any("epochs" in run.result.derived for run in self.runs)
 
     @property
     def missing(self) -> int:
@@ -102,6 +104,10 @@ class CellRow:
         """The metric as shown, by seed; diverged runs count as chance level."""
         return {run.seed: value for run in self.runs if (value := run.value(metric)) is not None}
 
+    def without_value(self, metric: Metric) -> set[int]:
+        """The seeds that diverged under a metric that has no chance level."""
+        return self.seeds_with(Status.DIVERGED) - self.values(metric).keys()
+
     def step(self, metric: Metric) -> float | None:
         """The smallest difference that test accuracies could have; None: not known."""
         count = max((run.num_test_samples for run in self.runs), default=0)
@@ -120,6 +126,7 @@ def build_cells(records: Records) -> list[CellRow]:
     for run in records.runs:
         by_folder.setdefault((run.study, run.directory.parent), []).append(run)
     cells = [_cell_of(runs, records) for runs in by_folder.values()]
+    cells += _planned_cells(records, cells)
     if len({cell.study for cell in cells}) > 1:
         cells = [replace(cell, norm=f"{cell.norm} · {cell.study}") for cell in cells]
     cells = _with_settings(cells)
@@ -159,6 +166,68 @@ def _cell_of(runs: Sequence[RunRow], records: Records) -> CellRow:
         is_extended=not ended <= set(asked[0]),
         search=records.searches.get(place),
     )
+
+
+def _planned_cells(records: Records, known: Sequence[CellRow]) -> list[CellRow]:
+    """A cell without runs for each one that was asked for: families are those of the whole study.
+
+    What its title does not say is as in the most similar cell of its study.
+    """
+    typed = [
+        {key.lstrip("+"): _typed_value(text) for key, _, text in pairs}
+        for _, state in records.planned
+        for pairs in [[word.partition("=") for word in state.title.split()]]
+    ]
+    sizes = Counter((own.get("norm"), own.get("norm_batch_size")) for own in typed)
+    num_sizes = Counter(norm for norm, _ in sizes)
+    cells = []
+    for (study, state), own in zip(records.planned, typed, strict=True):
+
+        def likeness(cell: CellRow, own: Config = own) -> int:
+            return sum(comparable(cell.config.get(key)) == comparable(own[key]) for key in own)
+
+        alike = max((c for c in known if c.study == study), key=likeness, default=None)
+        if alike is None:
+            continue
+        norm = str(own["norm"])
+        is_same_norm = alike.config.get("norm") == norm
+        kept = {k: v for k, v in alike.config.items() if is_same_norm or not is_norm_key(k)}
+        batch_size = own.get("batch_size", alike.batch_size)
+        micro = own.get("micro_batch_size", batch_size)
+        own |= {"batch_size": batch_size, "micro_batch_size": micro}
+        own |= {"norm_batch_size": own.get("norm_batch_size", micro)}
+        config = kept | own
+        if length := next((key for key in BUDGET if key in own and kept.get(key)), ""):
+            times = own[length] / kept[length]
+            config |= {key: kept[key] * times for key in BUDGET if key in kept}
+        mixing = {cell.mixes_samples for cell in known if cell.config.get("norm") == norm}
+        cells.append(
+            replace(
+                alike,
+                directory=state.directory,
+                runs=(),
+                config=config,
+                norm=norm,
+                model=str(config["model"]),
+                data=str(config["data"]),
+                lr=config.get("lr"),
+                batch_size=batch_size,
+                norm_batch_size=config["norm_batch_size"],
+                mixes_samples=any(mixing) if mixing else num_sizes[norm] > 1,
+                wanted=frozenset(state.states),
+                value_of=config.get,
+                is_extended=False,
+                search=records.searches.get((study, state.id)),
+            )
+        )
+    return cells
+
+
+def _typed_value(text: str) -> Any:
+    """A number, or the text."""
+    with suppress(ValueError):
+        return float(text) if "." in text or "e" in text else int(text)
+    return text
 
 
 def _with_settings(cells: Sequence[CellRow]) -> list[CellRow]:

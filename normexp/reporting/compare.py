@@ -23,7 +23,7 @@ from normexp.reporting.cells import base_of, unlike
 from normexp.reporting.metric import Metric, describe_metric, signed
 from normexp.reporting.slices import Grid, Slice
 from normexp.stats.family import ALPHA, Verdict, decide, difference, p_value
-from normexp.stats.interval import LEVEL, Array, Interval, log_outcomes, mean, over_workloads
+from normexp.stats.interval import LEVEL, Array, Interval, mean
 
 REFERENCES = ("batch", "as_built")  # unless one is named: the first that a slice has
 DIFFERENCE = "difference [95 %]"
@@ -121,7 +121,9 @@ def _comparisons_of(part: Slice, wanted: str | None) -> Iterator[Comparison]:
 def compare_grids(part: Slice, first: Grid, second: Grid, sizes: tuple[int, int]) -> Comparison:
     """The comparison of two grids, not yet judged."""
     grids, is_tuned = (first, second), len(first.rates) > 1 or len(second.rates) > 1
-    different = unlike(first.best, second.best, searched=["lr"] if is_tuned else [])
+    different = {}
+    if first.best.runs and second.best.runs:  # of planned cells little is known
+        different = unlike(first.best, second.best, searched=["lr"] if is_tuned else [])
     words = [f"{key} {as_typed(a)} and {as_typed(b)}" for key, (a, b) in different.items()]
     words += ["lr not searched alike"] if is_tuned and first.rates != second.rates else []
     why = ""
@@ -192,16 +194,14 @@ def paired(first: Grid, second: Grid) -> tuple[Array, Array]:
 
 # Rankings
 
-MARGIN_OF_RATIO = math.log(1.05)  # ratios of errors within 5 % count as equal
-
 
 @dataclass(frozen=True, eq=False)
 class Place:
     """A norm in a ranking.
 
-    value: its mean as shown; of several workloads its error as a multiple of the reference's
-    gap: to the reference, positive if better; of several workloads the logarithm of the ratio of
-        errors; None for the reference
+    value: its mean as shown
+    n: seeds of the reference, pairs of seeds of the others
+    gap: to the reference, positive if better; None for the reference
     may_be_best: None if it is not ranked; `why` says for what reason
     """
 
@@ -222,15 +222,12 @@ class Ranking:
     A norm may be the best unless another one is shown to be better. The best norm is left out by
     mistake if any other is found to be better than it: k - 1 one-sided tests, two of which count as
     one member of the family. Together with the verdicts against the reference, that is at most 5 %.
-
-    part: the slice, or None over several workloads
     """
 
-    title: str
+    part: Slice
     reference: str
     places: Sequence[Place]
     family_size: int
-    part: Slice | None = None
 
     @property
     def best(self) -> list[str]:
@@ -268,55 +265,7 @@ def rank(part: Slice, comparisons: Sequence[Comparison], reference: str | None =
         for norm, grid in grids.items()
     }
     places = _sorted(places, name, levels, gap_of, family_size)
-    return Ranking(part.heading, name, places, family_size, part)
-
-
-def overall(slices: Sequence[Slice], reference: str | None = None) -> Ranking | None:
-    """The norms that every slice compares, by the geometric mean of their errors; None without two.
-
-    The error of a norm is a multiple of that of the reference in the same slice. The comparisons of
-    this table are one family.
-    """
-    first = slices[0].compared if slices else {}
-    common = [norm for norm in first if all(norm in part.compared for part in slices)]
-    if len(slices) < 2 or len(common) < 2:
-        return None
-    name = reference_of(common, reference)
-    family_size = len(common) - 1 + math.ceil((len(common) - 2) / 2)
-
-    def gap_of(first: str, second: str) -> Interval:
-        return over_workloads([ratio_gap(part, first, second) for part in slices])
-
-    places = []
-    for norm in common:
-        place = Place(norm, NOTHING, min(len(part.compared[norm].seeds) for part in slices))
-        if norm != name:
-            pairs = [
-                compare_grids(part, part.compared[norm], part.compared[name], (part.at, part.at))
-                for part in slices
-            ]
-            why = next((f"{pair.part.title}: {pair.why}" for pair in pairs if pair.why), "")
-            place = replace(place, why=why)
-            if not why:
-                gap = gap_of(norm, name)
-                verdict = decide(gap, margin=MARGIN_OF_RATIO, family_size=family_size)
-                place = replace(place, value=gap, gap=gap, verdict=verdict)
-        places.append(place)
-    levels = {place.norm: place.value.estimate or 0.0 for place in places}
-    titles = ", ".join(part.heading for part in slices)
-    places = _sorted(places, name, levels, gap_of, family_size)
-    return Ranking(f"over {len(slices)} workloads ({titles})", name, places, family_size)
-
-
-def ratio_gap(part: Slice, first: str, second: str) -> Interval:
-    """-log of the first error as a multiple of the second, at the size where norms are compared."""
-    a, b = paired(part.compared[first], part.compared[second])
-    if not a.size:
-        return NOTHING
-    if part.metric.unit == "bits per byte":  # logarithms already
-        return difference(math.log(2) * a, math.log(2) * b)
-    perfect = part.metric.bounds[1] if part.metric.bounds else 0.0
-    return difference(log_outcomes(a, perfect=perfect), log_outcomes(b, perfect=perfect))
+    return Ranking(part, name, places, family_size)
 
 
 def _sorted(

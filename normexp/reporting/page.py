@@ -26,7 +26,7 @@ from rich.progress import track
 from normexp.errors import UserError
 from normexp.records.files import write_text
 from normexp.records.layout import list_studies
-from normexp.reporting.figures import Figure, draw_figures, draw_ranking
+from normexp.reporting.figures import Figure, draw_figures
 from normexp.reporting.report import Report, read_report, to_json
 from normexp.reporting.tables import write_tables
 from normexp.reporting.terminal import open_console, print_report, text_table
@@ -159,8 +159,7 @@ def _write_files(folder: Path, report: Report, reload_seconds: int | None) -> No
     for part in report.slices:
         ranking = next((one for one in report.rankings if one.part is part), None)
         sections.append((part, report.tables_of(part), draw_figures(part, ranking)))
-    over = [draw_ranking(report.over_slices, "all")] if report.over_slices else []
-    figures = [*over, *(figure for _, _, drawn in sections for figure in drawn)]
+    figures = [figure for _, _, drawn in sections for figure in drawn]
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
         list(pool.map(lambda figure: _write_figure(folder / "figures", figure), figures))
     shown = {table.name for _, tables, _ in sections for table in tables}
@@ -172,7 +171,6 @@ def _write_files(folder: Path, report: Report, reload_seconds: int | None) -> No
     page = PAGES.get_template("page.html.j2").render(
         report=report,
         sections=sections,
-        over=over,
         others=others,
         shown_rows=SHOWN_ROWS,
         reload_seconds=reload_seconds,

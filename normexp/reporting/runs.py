@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from normexp.records.result import (
     read_result,
     read_samples,
 )
-from normexp.records.study import CommandEntry, Refusal, read_entries, read_study
+from normexp.records.study import CellState, CommandEntry, Refusal, read_entries, read_study
 from normexp.reporting.metric import Metric, is_at_chance
 
 NUM_BLOCKS = 20  # of a test text: its sequences are not independent
@@ -183,12 +182,15 @@ class Records:
     asked: by study and cell id, the seeds that each command asks for, the first command first;
         for other cells, the recorded seeds count
     searches: by study and cell id, the search that chose the cell
-    problems: one line for each result that cannot be read, and each cell without an ended run
+    planned: cells that were asked for and have no ended run, with their study
+    problems: one line for each result that cannot be read, and each cell that nobody asked for and
+        that has no ended run
     """
 
     runs: Sequence[RunRow]
     asked: Mapping[tuple[str, str], Sequence[Sequence[int]]] = field(default_factory=dict)
     searches: Mapping[tuple[str, str], SearchRecord] = field(default_factory=dict)
+    planned: Sequence[tuple[str, CellState]] = ()
     refused: Sequence[Refusal] = ()
     problems: Sequence[str] = ()
 
@@ -204,6 +206,7 @@ def read_studies(runs_dir: Path, names: Sequence[str]) -> Records:
         [run for study in studies for run in study.runs],
         {place: seeds for study in studies for place, seeds in study.asked.items()},
         {place: search for study in studies for place, search in study.searches.items()},
+        [cell for study in studies for cell in study.planned],
         [cell for study in studies for cell in study.refused],
         [line for study in studies for line in study.problems],
     )
@@ -215,10 +218,9 @@ def _read_study(runs_dir: Path, name: str) -> Records:
         return read_archive(Archive(root))
     study = read_study(root)
     refused = list(study.refusals.values())
-    runs, torn, begun = [], [], Counter[Path]()
+    runs, torn = [], []
     for run_dir in list_runs(root):
         if not (run_dir / RESULT_FILE).exists():
-            begun[run_dir.parent] += 1
             continue
         try:
             runs.append(read_run(name, run_dir))
@@ -226,12 +228,15 @@ def _read_study(runs_dir: Path, name: str) -> Records:
             torn.append(str(error))
     ended = {run.directory.parent for run in runs}
     waiting = [
-        f"{cell.name}: {format_count(count, 'run')} begun, none ended"
-        for cell, count in begun.items()
-        if cell not in ended
+        cell for cell in study.cells.values() if cell.directory not in ended and not cell.refused
     ]
-    problems = [*dict.fromkeys(torn), *waiting]  # all runs of an old schema give the same line
-    reasons = [*problems, *(f"refused: {one.error}" for one in refused)]
+    lines = {
+        cell.id: f"{cell.id}: {format_count(len(cell.states), 'run')} begun, none ended"
+        for cell in waiting
+        if cell.directory.is_dir()
+    }
+    torn = list(dict.fromkeys(torn))  # all runs of an old schema give the same line
+    reasons = [*torn, *lines.values(), *(f"refused: {one.error}" for one in refused)]
     if reasons and not runs:
         raise UserError(f"study={name} has no readable result; the first problem: {reasons[0]}")
     if not runs:
@@ -241,7 +246,10 @@ def _read_study(runs_dir: Path, name: str) -> Records:
         for entry in read_entries(root.with_name(f"{root.name}-search"))
         if isinstance(entry, CommandEntry)
     ]
-    return _records_of(name, runs, study.commands, trials, refused, problems)
+    planned = [(name, cell) for cell in waiting if cell.title != cell.id]
+    problems = [*torn, *(lines[cell.id] for cell in waiting if cell.title == cell.id)]
+    known = _records_of(name, runs, study.commands, trials)
+    return replace(known, planned=planned, refused=refused, problems=problems)
 
 
 def read_run(study: str, run_dir: Path) -> RunRow:
@@ -281,15 +289,13 @@ def _records_of(
     runs: Sequence[RunRow],
     commands: Sequence[CommandEntry],
     trials: Sequence[CommandEntry] = (),
-    refused: Sequence[Refusal] = (),
-    problems: Sequence[str] = (),
 ) -> Records:
     asked: dict[tuple[str, str], list[list[int]]] = {}
     for command in commands:
         for cell, one in command.cells.items():
             asked.setdefault((study, cell), []).append(sorted(one.seeds))
     searches = {(study, cell): found for cell, found in _searches(study, commands, trials).items()}
-    return Records(runs, asked, searches, refused, problems)
+    return Records(runs, asked, searches)
 
 
 def _searches(

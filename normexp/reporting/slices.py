@@ -66,11 +66,13 @@ class Grid:
 
     @property
     def why_incomplete(self) -> str:
-        """Why it allows no verdict: `5 of 8 seeds`, `lr search incomplete`; empty if it does."""
+        """Why it allows no verdict: `5 of 8 seeds of group`; empty if it does."""
         for cell in self.cells:
-            ended = cell.seeds_with(Status.FINISHED, Status.DIVERGED) & cell.wanted
-            if len(ended) < len(cell.wanted):
-                return f"{len(ended)} of {format_count(len(cell.wanted), 'seed')} of {cell.norm}"
+            known, count = cell.values(self.metric).keys() & cell.wanted, len(cell.wanted)
+            if len(known) < count:
+                diverged = len(cell.without_value(self.metric))
+                which = f"{diverged or len(known)} of {format_count(count, 'seed')} of {cell.norm}"
+                return which + " diverged" * bool(diverged)
         if len(self.cells) == 1 or self.fit is not None:
             return ""
         return "lr search incomplete"
@@ -264,7 +266,7 @@ def build_slices(
     for cell in cells:
         panels.setdefault(settings_key(cell), []).append(cell)
     slices = []
-    for panel in panels.values():
+    for panel in (one for one in panels.values() if any(cell.runs for cell in one)):
         available = metric_names(panel)
         # Where all diverged or failed, nothing is available; that is worth reporting too.
         name = choose_metric(available or [metric or PREFERRED[0]], metric)

@@ -12,7 +12,7 @@ import pandas as pd
 from normexp.config.words import format_count
 from normexp.records.result import Status, flatten
 from normexp.records.study import Refusal
-from normexp.reporting.cells import CellRow, metric_names
+from normexp.reporting.cells import CellRow, metric_names, order_norms
 from normexp.reporting.compare import ADDED, DIFFERENCE, Causes, Comparison, Ranking, verdict_words
 from normexp.reporting.metric import (
     PREFERRED,
@@ -25,7 +25,6 @@ from normexp.reporting.metric import (
 )
 from normexp.reporting.runs import RunRow
 from normexp.reporting.slices import AXIS_WORDS, Slice
-from normexp.stats.interval import as_ratio
 
 BEST = "●"
 NOTE = f"{BEST} may be the best: no other norm is shown to be better, which is no order among them."
@@ -100,6 +99,8 @@ def mean_table(part: Slice) -> Table:
         rows = [{key: value for key, value in row.items() if key != "lr"} for row in rows]
     along = f", by {AXIS_WORDS[part.axis]}" if len(part.sizes) > 1 else ""
     note = "Diverged runs and runs at chance count as chance level." * any(r["lost"] for r in rows)
+    if any(cell.without_value(part.metric) for cell in part.cells):
+        note = "A diverged run has no value of this metric and is missing from its mean."
     caption = f"{part.metric.label}{along}: {part.heading}"
     return table_of(f"means_{part.slug}", caption, rows, note=note)
 
@@ -136,26 +137,33 @@ def ranking_table(ranking: Ranking, comparisons: Sequence[Comparison]) -> Table:
     part, rows = ranking.part, []
     for place in ranking.places:
         is_reference = place.norm == ranking.reference
-        if part is None:
-            ratio = "" if place.gap is None else format_interval(as_ratio(place.gap), 2)
-            value = {"ratio [95 %]": "1" if is_reference else ratio}
-        else:
-            gap = "" if place.gap is None else signed(place.gap, part.metric)
-            value = {part.metric.label: format_mean(place.value, part.metric), DIFFERENCE: gap}
+        gap = "" if place.gap is None else signed(place.gap, part.metric)
         rows.append(
             {"norm": place.norm, "": BEST * bool(place.may_be_best)}
-            | value
+            | {part.metric.label: format_mean(place.value, part.metric), DIFFERENCE: gap}
             | {"verdict": "reference" if is_reference else verdict_words(place)}
             | {"why": place.why, "n": str(place.n)}
         )
-    if part is None:
-        note = f"Ratio: error as a multiple of that of {ranking.reference}. Verdicts are corrected "
-        note += f"for {ranking.family_size} comparisons; tie: shown to be within 5 %."
-        return table_of("ranking", f"Errors {ranking.title}", rows, note=f"{NOTE} {note}")
     own = [one for one in comparisons if one.part is part and not one.is_along_sizes]
     caption = f"{part.metric.label}{part.at_words}, against {ranking.reference}"
     note = f"{NOTE} {_family_note(part.metric, own)}".strip()
     return table_of(f"ranking_{part.slug}", caption, rows, note=note)
+
+
+def workload_table(rankings: Sequence[Ranking]) -> Table:
+    """Each norm in each slice: its mean, marked where it may be the best."""
+    rows: dict[str, dict[str, Any]] = {}
+    for norm in order_norms(place.norm for ranking in rankings for place in ranking.places):
+        rows[norm] = {"norm": norm}
+    for ranking in rankings:
+        metric = ranking.part.metric
+        for place in ranking.places:
+            mean = place.value.estimate
+            shown = "-" if mean is None else f"{mean:.{metric.digits}f}"
+            heading = f"{ranking.part.heading}: {metric.label}"
+            rows[place.norm][heading] = f"{shown} {BEST * bool(place.may_be_best)}".strip()
+    note = f"{NOTE} Each column is judged by itself; nothing is said over all of them."
+    return table_of("workloads", "Norms by workload", [*rows.values()], note=note)
 
 
 def causes_table(causes: Sequence[Causes]) -> Table:
@@ -178,7 +186,7 @@ def causes_table(causes: Sequence[Causes]) -> Table:
 def lost_table(cells: Sequence[CellRow], refused: Sequence[Refusal]) -> Table:
     """What was refused, failed, diverged, ended at chance, or is missing, with the reason."""
     rows: list[dict[str, Any]] = []
-    for cell in cells:
+    for cell in (cell for cell in cells if cell.runs):
         errors = [run.result.error for run in cell.runs if run.result.error]
         found = {
             "failed": (cell.count(Status.FAILED), *errors[:1]),

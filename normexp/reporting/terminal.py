@@ -96,7 +96,7 @@ def print_report(report: Report) -> None:
         for table in report.tables_of(part):
             print_table(console, table)
         console.out("")
-    shown = {"ranking", "claims", "causes", "lost"}
+    shown = {"workloads", "claims", "causes", "lost"}
     for table in report.tables:
         if table.name in shown:
             print_table(console, table)
