@@ -14,7 +14,7 @@ from typing import Any
 from normexp.batching.sizes import SIZES
 from normexp.config.words import as_typed
 from normexp.records.result import Status
-from normexp.reporting.metric import Metric
+from normexp.reporting.metric import FEW_SEEDS, Metric
 from normexp.reporting.runs import SLOTS, Config, Records, RunRow, SearchRecord
 from normexp.stats.interval import Interval, mean
 
@@ -117,7 +117,16 @@ class CellRow:
     def mean(self, metric: Metric) -> Interval:
         """The mean over seeds as every table and figure shows it."""
         values, step = self.values(metric), self.step(metric)
-        return mean(list(values.values()), step=step, bounds=metric.bounds)
+        return mean_of_seeds([*values.values()], step, metric)
+
+
+def mean_of_seeds(values: Sequence[float], step: float | None, metric: Metric) -> Interval:
+    """The mean, for the same test samples, with its interval over seeds.
+
+    Of a few seeds an interval would be far wider than they are, so the seeds are shown instead.
+    """
+    known = mean(values, step=step, bounds=metric.bounds)
+    return replace(known, low=None, high=None) if known.n <= FEW_SEEDS else known
 
 
 def build_cells(records: Records) -> list[CellRow]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from normexp.config.words import as_typed
+from normexp.config.words import as_typed, format_count
 from normexp.reporting.cells import base_of, unlike
 from normexp.reporting.metric import Metric, describe_metric, signed
 from normexp.reporting.slices import Grid, Slice
@@ -92,6 +92,8 @@ def judge(comparison: Comparison, family_size: int) -> Comparison:
         return known
     verdict = decide(known.gap, margin=known.part.metric.tolerance, family_size=family_size)
     words = [f"{one.norm}: {one.lost}" for one in (known.first, known.second) if one.lost]
+    if known.gap.n < max(len(known.first.seeds), len(known.second.seeds)):
+        words.append(f"{format_count(known.gap.n, 'seed')} in common")
     words += ["over seeds alone"] if known.part.has_samples and not known.num_samples else []
     if known.gap.low is None:
         return replace(known, why="one seed" if known.gap.n == 1 else "same value for every seed")
@@ -154,7 +156,7 @@ def compare_grids(part: Slice, first: Grid, second: Grid, sizes: tuple[int, int]
         sizes=sizes,
         gap=gap,
         num_samples=num_samples,
-        why=why or ("" if a.size else "no seed in common"),
+        why=why or ("" if a.size else _why_not_paired(first, second)),
         is_comparable=is_comparable,
         is_extended=any(cell.is_extended for grid in grids for cell in grid.cells),
     )
@@ -178,6 +180,12 @@ def _why_not_searched_alike(first: Grid, second: Grid) -> str:
     return f"seed {min(again)} was searched, too" if again else ""
 
 
+def _why_not_paired(first: Grid, second: Grid) -> str:
+    if not {*first.seeds} & {*second.seeds}:
+        return "no seed in common"
+    return f"tuned over different seeds ({len(first.seeds)} and {len(second.seeds)})"
+
+
 def paired(first: Grid, second: Grid) -> tuple[Array, Array]:
     """Outcomes of the same shape, higher is better, at the seeds that both have.
 
@@ -199,14 +207,14 @@ def paired(first: Grid, second: Grid) -> tuple[Array, Array]:
 class Place:
     """A norm in a ranking.
 
-    value: its mean as shown
+    grid: None if it was not run where norms are compared
     n: seeds of the reference, pairs of seeds of the others
     gap: to the reference, positive if better; None for the reference
     may_be_best: None if it is not ranked; `why` says for what reason
     """
 
     norm: str
-    value: Interval
+    grid: Grid | None
     n: int
     gap: Interval | None = None
     verdict: Verdict | None = None
@@ -253,14 +261,16 @@ def rank(part: Slice, comparisons: Sequence[Comparison], reference: str | None =
 
     places = []
     for norm, grid in grids.items():
-        place = Place(norm, grid.mean, len(grid.seeds), why=grid.lost)
+        place = Place(norm, grid, len(grid.seeds), why=grid.lost)
         if norm != name:
             one = against[norm]
             gap = one.gap if one.is_comparable else None
-            place = replace(place, gap=gap, verdict=one.verdict, why=one.why,
+            place = replace(place, n=one.gap.n, gap=gap, verdict=one.verdict, why=one.why,
                             is_extended=one.is_extended)  # fmt: skip
         places.append(place)
-    levels = {
+    elsewhere = [norm for norm in part.norms if norm not in grids]
+    places += [Place(norm, None, 0, why=f"not run{part.at_words}") for norm in elsewhere]
+    levels = dict.fromkeys(elsewhere, -math.inf) | {
         norm: -math.inf if grid.mean.estimate is None else grid.sign * grid.mean.estimate
         for norm, grid in grids.items()
     }

@@ -17,11 +17,11 @@ from typing import Any
 import altair as alt
 
 from normexp.config.words import format_count
-from normexp.reporting.cells import ORDER, base_of, order_norms
+from normexp.reporting.cells import ORDER, base_of, mean_of_seeds, order_norms
 from normexp.reporting.compare import Ranking
 from normexp.reporting.metric import describe_metric
 from normexp.reporting.slices import AXIS_WORDS, Grid, Slice
-from normexp.stats.interval import Interval, mean
+from normexp.stats.interval import Interval
 
 WIDTH, HEIGHT = 560, 300  # pixels; on the page the width follows the window
 PANEL = 230  # width of each of several panels
@@ -35,7 +35,7 @@ CONFIG = {
 SPREAD = 0.5  # octaves over which the norms at one size stand beside each other
 POINTS = 60  # of a curve
 LINE = 20  # pixels of a row of norms
-DOTS = "Marks are means with 95 % intervals over seeds; each dot is a seed"
+DOTS = "Marks are means, with 95 % intervals over more than 3 seeds; each dot is a seed"
 VERDICTS = {"better": "#009e73", "worse": "#d55e00", "tie": "#56a5d9", "undecided": "#8c8c8c"}
 COLOURS = (
     *("#d55e00", "#0072b2", "#cc79a7", "#009e73", "#56a5d9", "#c98a00"),
@@ -196,9 +196,7 @@ def draw_rates(part: Slice, styles: Styles) -> Figure:
                 keys = {"norm": norm, "lr": cell.lr, "panel": f"{AXIS_WORDS[part.axis]} {size}"}
                 values = cell.values(part.metric)
                 errors = {seed: best + sign * value for seed, value in values.items()}
-                interval = mean(
-                    list(errors.values()), step=cell.step(part.metric), bounds=part.metric.bounds
-                )
+                interval = mean_of_seeds([*errors.values()], cell.step(part.metric), part.metric)
                 rows += interval_row(interval, **keys) + seed_rows(errors, **keys)
     rows = [row for row in rows if row["value"] > 0 and row["lr"] is not None]  # log axes
     floor = min((row["value"] for row in rows), default=1.0)

@@ -26,9 +26,10 @@ from rich.progress import track
 from normexp.errors import UserError
 from normexp.records.files import write_text
 from normexp.records.layout import list_studies
+from normexp.reporting.compare import ADDED
 from normexp.reporting.figures import Figure, draw_figures
 from normexp.reporting.report import Report, read_report, to_json
-from normexp.reporting.tables import write_tables
+from normexp.reporting.tables import ADDED_NOTE, write_tables
 from normexp.reporting.terminal import open_console, print_report, text_table
 
 PACKAGE = "normexp.reporting"
@@ -129,12 +130,14 @@ def publish_index(runs_dir: Path) -> None:
             page, texts = None, ("", str(error))
         date = time.strftime("%Y-%m-%d %H:%M", time.localtime(latest[name] / 1e9))
         rows.append((page, [name, date if latest[name] else "", *texts]))
+    note = ADDED_NOTE if any(ADDED in texts[-1] for _, texts in rows) else ""
+    title = f"studies in {runs_dir}"
     index = PAGES.get_template("index.html.j2").render(
-        title=f"studies in {runs_dir}", columns=COLUMNS, rows=rows, css=_asset("page.css")
+        title=title, columns=COLUMNS, rows=rows, note=note, css=_asset("page.css")
     )
     write_text(runs_dir / PAGE, index)
     open_console().print(text_table(COLUMNS, [texts for _, texts in rows]))
-    print(f"index: {runs_dir / PAGE}")
+    print(*filter(None, [note, f"index: {runs_dir / PAGE}"]), sep="\n")
 
 
 def _stamp(runs_dir: Path, names: Sequence[str]) -> set[tuple[str, int]]:

@@ -16,11 +16,13 @@ from normexp.reporting.compare import (
     ADDED,
     Causes,
     Comparison,
+    Place,
     Ranking,
     compare,
     measure_causes,
     rank,
 )
+from normexp.reporting.metric import Metric
 from normexp.reporting.runs import Records, read_studies
 from normexp.reporting.slices import Slice, build_slices
 from normexp.reporting.tables import (
@@ -97,13 +99,13 @@ class Report:
             if one.part is part and one.is_along_sizes and one.is_comparable
         ]
         rankings = [one for one in self.rankings if one.part is part]
-        best = "".join(map(_best_claim, rankings))
+        best = "".join(_best_claim(one, is_alone=not along) for one in rankings)
         if not along:
             return f"{best or 'nothing to compare'}{part.at_words if best else ''}."
         shown = min(along, key=lambda one: (one.verdict != "worse", one.gap.estimate or 0.0))
         size, short = _size_claim(shown), _size_claim(shown, has_second=False)
-        is_there = part.at == shown.sizes[0]
-        full = [f"{size}; {best}", f"{short}; {best}"] if best and is_there else []
+        at = "" if part.at == shown.sizes[0] else f"at {part.at}, "
+        full = [f"{size}; {at}{best}", f"{short}; {at}{best}"] if best else []
         return f"{next((one for one in full if len(one.split()) <= MOST_WORDS), size)}."
 
     @cached_property
@@ -132,46 +134,54 @@ class Report:
 
 
 def _size_claim(one: Comparison, *, has_second: bool = True) -> str:
-    """`at 2, batch norm loses 10.7 pp against 128`."""
+    """`At 2, batch norm loses 10.7 pp against 128`."""
     metric, norm, (first, second) = one.part.metric, _named(one.first.norm), one.sizes
-    loss = abs(one.gap.estimate or 0.0)
-    shown = f"{loss:.{metric.digits}f} {metric.unit}".strip()
+    shown = _size_of(one.gap.estimate, metric)
     mark = ADDED * (one.is_extended and one.verdict is not None)
     against = f" against {second}" * has_second
     match one.verdict:
         case "worse":
-            return f"at {first}, {norm} loses {shown}{against}{mark}"
+            return f"At {first}, {norm} loses {shown}{against}{mark}"
         case "better":
-            return f"at {first}, {norm} gains {shown}{against}{mark}"
+            return f"At {first}, {norm} gains {shown}{against}{mark}"
         case "tie":
-            return f"at {first}, {norm} ties with {second}{mark}"
+            return f"At {first}, {norm} ties with {second}{mark}"
     return f"{norm} at {first} against {second}: {one.verdict or 'no verdict'}{mark}"
 
 
-def _best_claim(ranking: Ranking) -> str:
+def _best_claim(ranking: Ranking, *, is_alone: bool) -> str:
     """`layer norm is ahead`; a norm that is not ranked is named, or there is no best."""
-    places = {place.norm: place for place in ranking.places}
-    best, missing = ranking.best, [one for one in places if places[one].may_be_best is None]
-    mark = ADDED * any(one.is_extended and one.verdict for one in places.values())
-    reference = ranking.reference
-    if len(places) == 2:
-        (other,) = (place for norm, place in places.items() if norm != reference)
-        pair, margin = (other.norm, reference), ranking.part.metric.tolerance
-        first, second = map(_named, pair if other.verdict != "worse" else pair[::-1])
-        metric, gap = ranking.part.metric, other.gap.estimate if other.gap else None
-        if other.verdict in ("better", "worse"):
-            shown = f"{abs(gap or 0.0):.{metric.digits}f} {metric.unit}".strip()
-            return f"{first} is {shown} ahead of {second}{mark}"
-        if other.verdict == "tie":
-            return f"{first} and {second} tie within {margin:g} {metric.unit}".strip() + mark
-        return f"{first} against {second}: {other.verdict or 'no verdict'}{mark}"
+    others = [place for place in ranking.places if place.norm != ranking.reference]
+    best, missing = ranking.best, [place.norm for place in others if place.verdict is None]
+    mark = ADDED * any(place.is_extended and place.verdict is not None for place in others)
+    if is_alone and len(others) == 1:
+        return _pair_claim(others[0], ranking) + mark
     if len(missing) > 1:
         return f"{len(missing)} norms are not ranked"
-    names = " or ".join(map(_named, best)).replace(" norm or ", " or ")
+    names = " or ".join(map(_named, best))
+    if {*best} <= {*PLAIN_NAMES}:
+        names = names.replace(" norm or ", " or ")
     claim = f"{names} is ahead" if len(best) == 1 else f"{names} may lead"
     if len(best) > 2:
-        claim = f"{len(best)} of {len(places)} norms may lead"
-    return claim + mark + "".join(f"; {_named(norm)} is not ranked" for norm in missing)
+        claim = f"{len(best)} of {len(ranking.places)} norms may lead"
+    claims = [claim + mark] if best else []
+    return "; ".join([*claims, *(f"{_named(norm)} is not ranked" for norm in missing)])
+
+
+def _pair_claim(place: Place, ranking: Ranking) -> str:
+    """`own is 5.0 pp ahead of batch norm`."""
+    metric, gap = ranking.part.metric, place.gap.estimate if place.gap else None
+    pair = (_named(place.norm), _named(ranking.reference))
+    if place.verdict in ("better", "worse"):
+        first, second = pair if place.verdict == "better" else pair[::-1]
+        return f"{first} is {_size_of(gap, metric)} ahead of {second}"
+    if place.verdict == "tie":
+        return f"{' and '.join(pair)} tie within {metric.tolerance:g} {metric.unit}".strip()
+    return f"{' against '.join(pair)}: {place.verdict or 'no verdict'}"
+
+
+def _size_of(gap: float | None, metric: Metric) -> str:
+    return f"{abs(gap or 0.0):.{metric.digits}f} {metric.unit}".strip()
 
 
 def _named(norm: str) -> str:
@@ -239,7 +249,7 @@ def report_on(
         cells=cells,
         slices=slices,
         comparisons=comparisons,
-        rankings=[rank(part, comparisons, reference) for part in slices if len(part.compared) > 1],
+        rankings=[rank(part, comparisons, reference) for part in slices if len(part.norms) > 1],
         causes=causes,
     )
 

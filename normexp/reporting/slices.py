@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from normexp.config.words import format_count
+from normexp.records.provenance import DISTRIBUTIONS
 from normexp.records.result import Status
 from normexp.reporting.cells import (
     CellRow,
     common,
+    mean_of_seeds,
     metric_names,
     order_norms,
     setting_words,
     settings_key,
 )
-from normexp.reporting.metric import PREFERRED, Metric, choose_metric, describe_metric
+from normexp.reporting.metric import (
+    PREFERRED,
+    Metric,
+    choose_metric,
+    describe_metric,
+    format_mean,
+)
 from normexp.stats.crossfit import CrossFit, cross_fit
-from normexp.stats.interval import Array, Interval, mean
+from normexp.stats.interval import Array, Interval
 
 AXIS_WORDS = {"norm_batch_size": "norm batch size", "batch_size": "batch size"}
 
@@ -75,7 +84,12 @@ class Grid:
                 return which + " diverged" * bool(diverged)
         if len(self.cells) == 1 or self.fit is not None:
             return ""
-        return "lr search incomplete"
+        seeds = {*self.seeds}
+        if len(seeds) < 3:
+            return f"to tune lr takes 3 seeds, not {len(seeds)}"
+        if any(cell.values(self.metric).keys() != seeds for cell in self.cells):
+            return "seeds differ between learning rates"
+        return f"{self.metric.selection_name} is missing, by which lr is chosen"
 
     @cached_property
     def seeds(self) -> list[int]:
@@ -147,7 +161,13 @@ class Grid:
     def mean(self) -> Interval:
         """As tables and figures show it: cross-fitted where a grid tunes it."""
         values, step = list(self.values.values()), self.best.step(self.metric)
-        return mean(values, step=step, bounds=self.metric.bounds)
+        return mean_of_seeds(values, step, self.metric)
+
+    @property
+    def mean_words(self) -> str:
+        """The mean with its interval, or with its few seeds unless they tuned it."""
+        seeds = self.values.values() if self.fit is None else ()
+        return format_mean(self.mean, self.metric, seeds)
 
     @property
     def lost(self) -> str:
@@ -251,11 +271,28 @@ class Slice:
         machines = {one.get("gpu") or one.get("cpu") for one in environments}
         budget = "" if budget in self.title else budget
         words = [self.title, self.fixed, budget, lr, optim, *sorted(filter(None, machines))]
+        words += _unequal_conditions(cells)
         counts = sorted({len(grid.seeds) for grid in self.grids})
-        n = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
+        n = f"{counts[0]} to " if len(counts) > 1 else ""
+        n += format_count(counts[-1], "seed")
         samples = "and test samples" if self.has_samples else "on these test samples"
-        words = ", ".join(filter(None, words))
-        return f"{words}; n = {n} seeds, differences over new seeds {samples}"
+        words = [*words, f"n = {n}; means over seeds alone, for these test samples"]
+        return f"{', '.join(filter(None, words))}; differences over new seeds {samples}"
+
+
+def _unequal_conditions(cells: Sequence[CellRow]) -> Iterator[str]:
+    """Versions and code in which runs differ, and the norms of which some ended early."""
+    results = [run.result for cell in cells for run in cell.runs]
+    for name in (*DISTRIBUTIONS, "python"):
+        versions = {str(one.measured.environment.get(name, "")) for one in results} - {""}
+        if len(versions) > 1:
+            yield f"{name} {' and '.join(sorted(versions))}"
+    codes = {one.measured.environment.get("code_version") for one in results} - {None}
+    if len(codes) > 1:
+        yield f"{len(codes)} versions of normexp's code"
+    early = Counter(cell.norm for cell in cells for run in cell.runs if run.result.measured.stopped)
+    if early:
+        yield "ended early: " + " and ".join(f"{count} of {norm}" for norm, count in early.items())
 
 
 def build_slices(

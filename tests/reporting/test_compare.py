@@ -196,7 +196,7 @@ def test_norms_stand_in_order_of_their_estimate_with_marks_and_verdicts():
     report = report_of_cells(*(cell_of(norm, draw(mean)) for norm, mean in means.items()))
     (ranking,) = report.rankings
     assert ranking.reference == "batch" and set(ranking.best) == {"layer", "group"}
-    estimates = [place.value.estimate for place in ranking.places]
+    estimates = [place.grid.mean.estimate for place in ranking.places]
     assert estimates == sorted(estimates, reverse=True)
     verdicts = {place.norm: place.verdict for place in ranking.places}
     assert verdicts == {"layer": "better", "group": "better", "batch": None, "rms": "worse"}
