@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -153,22 +152,14 @@ def build_cells(records: Records) -> list[CellRow]:
 def _cell_of(runs: Sequence[RunRow], records: Records) -> CellRow:
     place = runs[0].study, runs[0].directory.parent.name
     first = min(runs, key=lambda run: run.status == Status.FAILED)  # may have failed too early
-    config = first.config
-    norm, model, data = (str(config.get(key) or "-") for key in ("norm", "model", "data"))
     known = [run.seed for run in runs]
     asked = records.asked.get(place) or [known]
     ended = {run.seed for run in runs if run.status != Status.FAILED}
     return CellRow(
+        **_named_values(first.config),
         study=first.study,
         directory=first.directory.parent,
         runs=sorted(runs, key=lambda run: run.seed),
-        config=config,
-        norm=norm,
-        model=model,
-        data=data,
-        lr=config.get("lr"),
-        batch_size=config["batch_size"],
-        norm_batch_size=config["norm_batch_size"],
         mixes_samples=first.result.measured.traits.get("mixes_samples") is not False,
         wanted=frozenset(known).union(*asked),
         value_of=first.value_of,
@@ -177,59 +168,59 @@ def _cell_of(runs: Sequence[RunRow], records: Records) -> CellRow:
     )
 
 
+def _named_values(config: Config) -> dict[str, Any]:
+    names = {key: str(config.get(key) or "-") for key in ("norm", "model", "data")}
+    numbers = {key: config.get(key) for key in ("lr", "batch_size", "norm_batch_size")}
+    return {**names, **numbers, "config": config}
+
+
 def _planned_cells(records: Records, known: Sequence[CellRow]) -> list[CellRow]:
     """A cell without runs for each one that was asked for: families are those of the whole study.
 
     What its title does not say is as in the most similar cell of its study.
     """
-    typed = [
-        {key.lstrip("+"): _typed_value(text) for key, _, text in pairs}
-        for _, state in records.planned
-        for pairs in [[word.partition("=") for word in state.title.split()]]
-    ]
-    sizes = Counter((own.get("norm"), own.get("norm_batch_size")) for own in typed)
-    num_sizes = Counter(norm for norm, _ in sizes)
-    cells = []
-    for (study, state), own in zip(records.planned, typed, strict=True):
+    cells, sizes = [], dict[str, set[Any]]()
+    for study, state in records.planned:
+        words = [word.partition("=") for word in state.title.split()]
+        typed = {key.lstrip("+"): _typed_value(text) for key, _, text in words}
 
-        def likeness(cell: CellRow, own: Config = own) -> int:
-            return sum(comparable(cell.config.get(key)) == comparable(own[key]) for key in own)
+        def likeness(cell: CellRow, typed: Config = typed) -> int:
+            return sum(comparable(cell.config.get(key)) == comparable(typed[key]) for key in typed)
 
-        alike = max((c for c in known if c.study == study), key=likeness, default=None)
-        if alike is None:
-            continue
-        norm = str(own["norm"])
-        is_same_norm = alike.config.get("norm") == norm
-        kept = {k: v for k, v in alike.config.items() if is_same_norm or not is_norm_key(k)}
-        batch_size = own.get("batch_size", alike.batch_size)
-        micro = own.get("micro_batch_size", batch_size)
-        own |= {"batch_size": batch_size, "micro_batch_size": micro}
-        own |= {"norm_batch_size": own.get("norm_batch_size", micro)}
-        config = kept | own
-        if length := next((key for key in BUDGET if key in own and kept.get(key)), ""):
-            times = own[length] / kept[length]
-            config |= {key: kept[key] * times for key in BUDGET if key in kept}
-        mixing = {cell.mixes_samples for cell in known if cell.config.get("norm") == norm}
-        cells.append(
-            replace(
-                alike,
-                directory=state.directory,
-                runs=(),
-                config=config,
-                norm=norm,
-                model=str(config["model"]),
-                data=str(config["data"]),
-                lr=config.get("lr"),
-                batch_size=batch_size,
-                norm_batch_size=config["norm_batch_size"],
-                mixes_samples=any(mixing) if mixing else num_sizes[norm] > 1,
-                wanted=frozenset(state.states),
-                value_of=config.get,
-                is_extended=False,
-                search=records.searches.get((study, state.id)),
+        if alike := max((c for c in known if c.study == study), key=likeness, default=None):
+            config = _with_typed(alike.config, typed)
+            sizes.setdefault(config["norm"], set()).add(config["norm_batch_size"])
+            cells.append(
+                CellRow(
+                    **_named_values(config),
+                    study=study,
+                    directory=state.directory,
+                    runs=(),
+                    mixes_samples=True,
+                    wanted=frozenset(state.states),
+                    value_of=config.get,
+                    search=records.searches.get((study, state.id)),
+                )
             )
-        )
-    return cells
+    # A norm that is known to mix no samples was asked for once, whatever the sizes.
+    mixing = {cell.norm: cell.mixes_samples for cell in known}
+    return [
+        replace(cell, mixes_samples=mixing.get(cell.norm, len(sizes[cell.norm]) > 1))
+        for cell in cells
+    ]
+
+
+def _with_typed(config: Config, typed: Config) -> dict[str, Any]:
+    """The settings of a cell with other words; a norm's own values go with it."""
+    is_same = config.get("norm") == typed.get("norm")
+    kept = {key: value for key, value in config.items() if is_same or not is_norm_key(key)}
+    for key in BUDGET:  # steps follow from epochs, and epochs from steps
+        if key in typed and kept.get(key):
+            kept |= {other: kept[other] * typed[key] / kept[key] for other in BUDGET if other in kept}
+    for key, whole in zip(SIZES[1:], SIZES, strict=False):
+        kept[key] = typed.get(whole, kept[whole])
+        typed = {key: kept[key], **typed}
+    return {**kept, **typed}
 
 
 def _typed_value(text: str) -> Any:

@@ -176,7 +176,7 @@ def _why_not_searched_alike(first: Grid, second: Grid) -> str:
         return ""
     if not search.points:
         return f"study {first.best.study}-search is missing"
-    again = search.seeds.intersection(first.seeds, second.seeds)
+    again = {*first.seeds, *second.seeds}.intersection(*(seeds for _, seeds in search.points))
     return f"seed {min(again)} was searched, too" if again else ""
 
 

@@ -33,7 +33,7 @@ from normexp.reporting.tables import (
     lost_table,
     mean_table,
     ranking_table,
-    run_table,
+    run_frame,
     workload_table,
 )
 
@@ -118,7 +118,7 @@ class Report:
             causes_table(self.causes),
             lost_table(self.cells, self.records.refused),
             cell_table(self.cells, self.metric, self.tolerance),
-            run_table(self.cells),
+            Table("runs", "Runs", run_frame(self.records.runs), has_latex=False),
         ]
         return [table for table in tables if len(table.frame)]
 

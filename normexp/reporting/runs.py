@@ -169,10 +169,6 @@ class SearchRecord:
     keys: frozenset[str]
     points: frozenset[tuple[str, tuple[int, ...]]]
 
-    @property
-    def seeds(self) -> set[int]:
-        return {seed for _, seeds in self.points for seed in seeds}
-
 
 @dataclass(frozen=True)
 class Records:
@@ -294,33 +290,33 @@ def _records_of(
     for command in commands:
         for cell, one in command.cells.items():
             asked.setdefault((study, cell), []).append(sorted(one.seeds))
-    searches = {(study, cell): found for cell, found in _searches(study, commands, trials).items()}
+    is_search = study.endswith("-search") and not trials  # its cells are points themselves
+    found = {} if is_search else _searches(commands, trials)
+    searches = {(study, cell): search for cell, search in found.items()}
     return Records(runs, asked, searches)
 
 
 def _searches(
-    study: str, commands: Sequence[CommandEntry], trials: Sequence[CommandEntry]
+    commands: Sequence[CommandEntry], trials: Sequence[CommandEntry]
 ) -> dict[str, SearchRecord]:
     """By cell id, the last search that chose it. trials: the commands of NAME-search."""
     found = {}
-    for command in commands:
-        tried = [one for trial in trials if trial.command == command.command
-                 for one in trial.cells.values()]  # fmt: skip
-        is_search_itself = study.endswith("-search") and not tried
-        if not command.searched or is_search_itself:
-            continue
+    for command in (one for one in commands if one.searched):
         words = tuple(f"{key}=" for key in command.searched)
+        points: dict[str, set[tuple[str, tuple[int, ...]]]] = {}  # by the other words of a title
+        for trial in (one for one in trials if one.command == command.command):
+            for one in trial.cells.values():
+                rest, point = _split(one.title, words)
+                points.setdefault(rest, set()).add((point, tuple(sorted({*one.seeds}))))
         keys = frozenset(key.lstrip("+") for key in command.searched)
-        for cell, chosen in command.cells.items():
-            rest = _without(words, chosen.title)
-            points = {
-                (" ".join(word for word in one.title.split() if word.startswith(words)),
-                 tuple(sorted({*one.seeds})))
-                for one in tried if _without(words, one.title) == rest
-            }  # fmt: skip
-            found[cell] = SearchRecord(keys, frozenset(points))
+        for cell, one in command.cells.items():
+            rest, _ = _split(one.title, words)
+            found[cell] = SearchRecord(keys, frozenset(points.get(rest, ())))
     return found
 
 
-def _without(words: tuple[str, ...], title: str) -> list[str]:
-    return [word for word in title.split() if not word.startswith(words)]
+def _split(title: str, searched: tuple[str, ...]) -> tuple[str, str]:
+    """The words of a title that do not begin with any of `searched`, and those that do."""
+    words = title.split()
+    point = [word for word in words if word.startswith(searched)]
+    return " ".join(word for word in words if word not in point), " ".join(point)

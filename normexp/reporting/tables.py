@@ -116,7 +116,7 @@ def difference_table(
     for one in own:
         grid = one.first
         if base_of(grid.norm) == "batch" and one.verdict in ("tie", "undecided"):
-            where = ", ".join(filter(None, (grid.best.budget, f"lr={grid.rate_words}")))
+            where = ", ".join(filter(None, (grid.best.budget, f"lr {grid.rate_words}")))
             note.append(f"No drop of batch norm is shown at {where}; "
                         "experiment=why_size_2 has a recipe that shows one.")  # fmt: skip
     return table_of(
@@ -245,20 +245,6 @@ def _labels_of(cell: CellRow) -> dict[str, Any]:
         "norm batch size": cell.norm_batch_size if cell.mixes_samples else "any",
         "lr": cell.lr,
     }
-
-
-def run_table(cells: Sequence[CellRow]) -> Table:
-    """Every ended run with all its metrics as recorded."""
-    rows = [
-        {"study": cell.study}
-        | _labels_of(cell)
-        | {"seed": run.seed, "status": run.status, "error": run.result.error}
-        | dict(run.metrics)
-        | {"directory": run.directory}
-        for cell in cells
-        for run in cell.runs
-    ]
-    return table_of("runs", "Runs", rows, has_latex=False)
 
 
 def run_frame(runs: Sequence[RunRow]) -> pd.DataFrame:
