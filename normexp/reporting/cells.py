@@ -67,6 +67,13 @@ class CellRow:
         return self.search.keys if self.search else frozenset()
 
     @property
+    def searched_rates(self) -> list[float]:
+        """The learning rates among which a search chose, ascending."""
+        points = self.search.points if self.search else ()
+        words = {word for point, _ in points for word in point.split() if word.startswith("lr=")}
+        return sorted(float(word.removeprefix("lr=")) for word in words)
+
+    @property
     def is_prepared(self) -> bool:
         """False if its runs failed before its data were known."""
         return not self.runs or any("epochs" in run.result.derived for run in self.runs)
@@ -216,7 +223,9 @@ def _with_typed(config: Config, typed: Config) -> dict[str, Any]:
     kept = {key: value for key, value in config.items() if is_same or not is_norm_key(key)}
     for key in BUDGET:  # steps follow from epochs, and epochs from steps
         if key in typed and kept.get(key):
-            kept |= {other: kept[other] * typed[key] / kept[key] for other in BUDGET if other in kept}
+            kept |= {
+                other: kept[other] * typed[key] / kept[key] for other in BUDGET if other in kept
+            }
     for key, whole in zip(SIZES[1:], SIZES, strict=False):
         kept[key] = typed.get(whole, kept[whole])
         typed = {key: kept[key], **typed}

@@ -162,7 +162,9 @@ def _best_claim(ranking: Ranking, *, is_alone: bool) -> str:
     if {*best} <= {*PLAIN_NAMES}:
         names = names.replace(" norm or ", " or ")
     claim = f"{names} is ahead" if len(best) == 1 else f"{names} may lead"
-    if len(best) > 2:
+    if len(best) == len(ranking.places):
+        claim = "no norm is ahead"
+    elif len(best) > 2:
         claim = f"{len(best)} of {len(ranking.places)} norms may lead"
     claims = [claim + mark] if best else []
     return "; ".join([*claims, *(f"{_named(norm)} is not ranked" for norm in missing)])

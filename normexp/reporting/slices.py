@@ -184,17 +184,22 @@ class Grid:
     @property
     def rate_words(self) -> str:
         """`0.1`, or `tuned over 5, 0.1 most often`, and whether the best is at an edge."""
-        if self.fit is None:
-            one_of = f", best of {len(self.cells)}" if len(self.cells) > 1 else ""
-            return "" if self.best.lr is None else f"{self.best.lr:g}{one_of}"
-        lr = self.cells[int(self.fit.shares.argmax())].lr or 0.0
-        edge = ""
-        if self.fit.is_at_edge and len(self.cells) > 2:
-            is_low = self.fit.shares[0] > self.fit.shares[-1]
+        if self.fit is not None:
+            shares = self.fit.shares
             rates = [rate or 0.0 for rate in self.rates]
-            further = rates[0] ** 2 / rates[1] if is_low else rates[-1] ** 2 / rates[-2]
-            edge = f" (at the edge: add {further:.2g})"
-        return f"tuned over {len(self.cells)}, {lr:g} most often{edge}"
+            at_edge = (shares[0] > shares[-1], self.fit.is_at_edge)
+            words = f"tuned over {len(rates)}, {rates[int(shares.argmax())]:g} most often"
+        elif self.best.lr is None:
+            return ""
+        else:
+            rates, lr = self.best.searched_rates, self.best.lr
+            at_edge = (lr in rates[:1], lr in (*rates[:1], *rates[-1:]))
+            words = f"{lr:g}" + (f", best of {len(self.cells)}" if len(self.cells) > 1 else "")
+        is_low, is_at_edge = at_edge
+        if not is_at_edge or len(rates) < 3:
+            return words
+        further = rates[0] ** 2 / rates[1] if is_low else rates[-1] ** 2 / rates[-2]
+        return f"{words} (at the edge: add {further:.2g})"
 
 
 @dataclass(frozen=True, eq=False)

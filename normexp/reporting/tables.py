@@ -95,8 +95,8 @@ def mean_table(part: Slice) -> Table:
         row["lost"] = "; ".join(dict.fromkeys(grid.lost for grid in line.values() if grid.lost))
         row["n"] = "; ".join(dict.fromkeys(str(len(grid.seeds)) for grid in line.values()))
         rows.append(row)
-    is_tuned = any(grid.fit is not None for grid in part.grids)
-    if len({row["lr"] for row in rows}) == 1 and not is_tuned:  # the scope has it
+    is_in_scope = all(len(grid.cells) == 1 and not grid.best.search for grid in part.grids)
+    if len({row["lr"] for row in rows}) == 1 and is_in_scope:
         rows = [{key: value for key, value in row.items() if key != "lr"} for row in rows]
     along = f", by {AXIS_WORDS[part.axis]}" if len(part.sizes) > 1 else ""
     note = "Diverged runs and runs at chance count as chance level." * any(r["lost"] for r in rows)

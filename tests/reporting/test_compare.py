@@ -124,6 +124,14 @@ def test_fresh_seeds_after_a_search_have_a_verdict_if_it_was_alike_for_both(
     assert "at the learning rates that one search chose" in one.part.scope
 
 
+def test_the_best_rate_of_a_search_at_its_edge_names_the_one_to_add():
+    places = [("synthetic", cell[0].directory.parent.name) for cell in (BATCH, GROUP)]
+    search = search_of(("lr=0.03", "lr=0.1", "lr=0.3"))
+    report = report_of_cells(BATCH, GROUP, searches=dict.fromkeys(places, search))
+    means = report.tables_of(report.slices[0])[0].frame.set_index("norm")
+    assert means["lr"].to_dict() == {"batch": "0.3 (at the edge: add 0.9)", "group": "0.1"}
+
+
 def test_the_family_is_a_table():
     """Another data set does not change the number of comparisons, another norm does."""
 
