@@ -243,8 +243,14 @@ class Attempt:
             module = _fit(self.runs, self.cells, self.folder, recorder, callbacks, stop)
             return self._record(module)
 
-    def _report(self, step: int, total: int) -> None:
-        write_json(self.folder / PROGRESS_FILE, {"step": step, "total": total})
+    def _report(self, module: TrainingModule) -> None:
+        """Writes what the display shows of this training."""
+        shown = ("train/loss", f"val/{module.criterion.metrics[-1]}")
+        known = module.trainer.callback_metrics
+        metrics = {name: float(known[name]) for name in shown if name in known}
+        metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        progress = {"step": module.step, "total": module.recipe.num_steps, "metrics": metrics}
+        write_json(self.folder / PROGRESS_FILE, progress)
         self.control.on_steps()
 
     def _record(self, module: TrainingModule) -> list[Result]:
@@ -257,6 +263,8 @@ class Attempt:
             "stack_size": count,
             "samples_per_second": samples / max(seconds, 1e-9),
         }
+        if module.recorded_step is not None:
+            timing["replayed_steps"] = module.recorded_step.num_replayed
         if device.type == "cuda":  # on a CPU only the peak of the whole process is known
             gpu = torch.cuda.get_device_name(device)
             timing["peak_memory_mb"] = torch.cuda.max_memory_allocated(device) / 1e6

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -223,6 +223,7 @@ class StackState:
     """A stack that has begun: the runs that it trains, and the steps done of how many.
 
     Attributes:
+        metrics: the last training loss and validation metric, as means over its runs.
         holder: the process that trains it now, with its command; empty if none does.
     """
 
@@ -231,6 +232,7 @@ class StackState:
     holder: str = ""
     step: int = 0
     total: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def read_stacks(study_dir: Path) -> list[StackState]:

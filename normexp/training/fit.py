@@ -301,9 +301,9 @@ def _own_hooks(callback: pl.Callback, hooks: Sequence[str]) -> list[str]:
 
 
 class StepReports(pl.Callback):
-    """Calls `on_steps(step, num_steps)` once a second, and less often if that takes long."""
+    """Calls `on_steps(module)` once a second, and less often if that takes long."""
 
-    def __init__(self, on_steps: Callable[[int, int], None]) -> None:
+    def __init__(self, on_steps: Callable[[TrainingModule], None]) -> None:
         self.on_steps = on_steps
         self._due_at = -math.inf
 
@@ -313,7 +313,7 @@ class StepReports(pl.Callback):
         del trainer
         assert isinstance(pl_module, TrainingModule)
         if (started := time.monotonic()) >= self._due_at:
-            self.on_steps(pl_module.step, pl_module.recipe.num_steps)
+            self.on_steps(pl_module)
             now = time.monotonic()
             # At most a minute, since the process may have been suspended meanwhile.
             self._due_at = now + min(max(1.0, 20 * (now - started)), 60.0)

@@ -130,22 +130,33 @@ class TrainingModule(pl.LightningModule):
             scheduler,
             max_grad_norm=recipe.max_grad_norm,
             rates=recipe.build_rates(replicas),
-            recorded=self._recorded_step(optimizer),
+            recorded=self._record_steps(optimizer),
         )
 
-    def _recorded_step(self, optimizer: Any) -> RecordedStep | None:
+    def _record_steps(self, optimizer: Any) -> RecordedStep | None:
         """What replays the steps, if that is asked for and possible; a line says why it is not."""
         if not self.recipe.cuda_graph:
             return None
-        why_not = why_not_recorded(self.replicas, optimizer, self.recipe.max_chunk)
+        why_not = why_not_recorded(self.replicas, optimizer)
+        if self.recipe.max_chunk == 1:
+            why_not = "chunk=1, or a callback acts on batches"
         if self.processes is not None:
             why_not = "several processes share each"
         if self.recipe.compile:
             why_not = "compile=true"
         if why_not is None:
-            return RecordedStep(self.replicas, optimizer)
+            return RecordedStep(self.replicas, optimizer, self.recipe.sizes.batch_size)
         log.info(NOT_RECORDED, why_not)
         return None
+
+    def on_train_end(self) -> None:
+        if recorded := self.recorded_step:
+            recorded.close()
+
+    @property
+    def recorded_step(self) -> RecordedStep | None:
+        """What replays optimizer steps as a CUDA graph, if anything does."""
+        return self._optimizer_step.recorded if self._optimizer_step else None
 
     def training_step(self, chunk: slice) -> None:
         """Takes the optimizer steps of a chunk."""
@@ -154,33 +165,50 @@ class TrainingModule(pl.LightningModule):
         assert self._optimizer_step is not None
         self._optimizer_step.start_chunk(range(chunk.start, chunk.stop))
         gradient_norms: dict[int, Tensor] = {}  # (S,) after any clipping, by steps done
+        rates: dict[int, float] = {}  # of the optimizer, in these steps
         for batch in self.batches.chunk(chunk.start, num_steps, dtype):
+            rate = self._optimizer_step.learning_rate
             self.losses.unread.append(self._optimizer_step.take(self.step, batch))
             self.step += 1
             if self.step % self.recipe.log_every == 0:
-                gradient_norms[self.step] = self.replicas.gradient_norms()
-        for end, losses in self.losses.read(self.step):
-            norms = gradient_norms[end].tolist()
-            self._record(end, {"train/loss": losses, "train/grad_norm": norms})
-            self.log("train/loss", finite_mean(losses), prog_bar=True)
-        # What follows is recorded of no run, so it does not matter at which chunk this is seen.
-        self.trainer.should_stop |= self.has_ended or None not in self.losses.diverged_at
+                gradient_norms[self.step], rates[self.step] = self.replicas.gradient_norms(), rate
+        rows = list(self.losses.read(self.step))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # for the time measured here
         seconds = time.perf_counter() - started
         self.train_seconds += seconds
+        scales = self.recipe.lr_scales or [1.0] * self.replicas.num_replicas
+        samples = num_steps * self.recipe.sizes.batch_size * self.replicas.num_replicas
+        for end, losses in rows:
+            norms = gradient_norms[end].tolist()
+            self._record(
+                end,
+                {"train/loss": losses, "train/grad_norm": norms},
+                logged={
+                    "train/lr": [rates[end] * scale for scale in scales],
+                    "train/samples_per_second": [samples / max(seconds, 1e-9)] * len(scales),
+                },
+            )
+            self.log("train/loss", finite_mean(losses), prog_bar=True)
+        # What follows is recorded of no run, so it does not matter at which chunk this is seen.
+        self.trainer.should_stop |= self.has_ended or None not in self.losses.diverged_at
         affordable = int(SECONDS_PER_CHUNK * num_steps / max(seconds, 1e-9))
         self.chunk_size = max(1, min(2 * self.chunk_size, affordable, self.recipe.max_chunk))
 
-    def _record(self, step: int, values: Columns) -> Columns:
-        """Records values after `step`; returns them without those of runs that diverged before."""
+    def _record(self, step: int, values: Columns, logged: Columns | None = None) -> Columns:
+        """Records values after `step`; returns them without those of runs that diverged before.
+
+        Args:
+            logged: what loggers get besides.
+        """
         ends = [step if at is None else at for at in self.losses.diverged_at]
         values = {
             name: [v if step <= end else math.nan for v, end in zip(column, ends, strict=True)]
             for name, column in values.items()
         }
         epoch = max(0, step - 1) // self.batches.steps_per_epoch
-        self.recorder.record((step, epoch, self.batches.num_samples_before(step)), values)
+        position = step, epoch, self.batches.num_samples_before(step)
+        self.recorder.record(position, values, logged)
         return values
 
     # Evaluation. Lightning's loop gets a single batch, which stands for the whole split.
@@ -315,14 +343,19 @@ class Recorder:
         self.loggers = loggers or [[] for _ in files]
         self.rows: list[list[tuple[int, int, int, str, float]]] = [[] for _ in files]
 
-    def record(self, position: Position, values: Columns) -> None:
-        """Records a value per replica for each metric, except those that are not finite."""
+    def record(self, position: Position, values: Columns, logged: Columns | None = None) -> None:
+        """Records a value per replica for each metric, except those that are not finite.
+
+        Args:
+            logged: for loggers alone, such as speed, which no repetition has again.
+        """
         step, epoch, samples_seen = position
         for index, loggers in enumerate(self.loggers):
             of_run = {name: column[index] for name, column in values.items()}
             of_run = {name: value for name, value in of_run.items() if math.isfinite(value)}
             self.rows[index] += [(*position, name, value) for name, value in of_run.items()]
             more = {"epoch": epoch, "samples_seen": samples_seen}
+            more |= {name: column[index] for name, column in (logged or {}).items()}
             for logger in loggers if of_run else ():
                 logger.log_metrics({**of_run, **more}, step=step)
 

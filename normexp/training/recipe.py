@@ -110,7 +110,7 @@ class Recipe:
     # Execution
     devices: Devices
     stack: bool | None  # train seeds together; None: where it pays
-    max_chunk: int  # most optimizer steps in one call of training_step
+    max_chunk: int  # at most so many optimizer steps in one call of training_step
     compile: bool  # torch.compile the forward of training
     cuda_graph: bool  # record an optimizer step once and replay it
     save_weights: bool
@@ -179,8 +179,8 @@ def gpu_arithmetic(matmul_precision: str) -> Iterator[None]:
     one setting.
 
     By default cuDNN may choose convolutions whose sums differ from call to call, and the backward
-    of fused attention adds up in any order (pytorch#182551); under vmap it fails besides. A resumed
-    training would not end as one that was never interrupted, so attention runs unfused.
+    of fused attention may add up in any order (pytorch#182551). Then a resumed training would not
+    end as one that was never interrupted. So both are off. (Under vmap, that backward also fails.)
     """
     cudnn: Any = torch.backends.cudnn
     kernels: Any = torch.backends.cuda

@@ -32,7 +32,7 @@ class Step:
         scheduler: moves the learning rates after each step; None if validations do.
         max_grad_norm: of each replica, see `Replicas.clip_gradients`; None: no clipping.
         rates: each replica's own learning rate; None if all have that of the optimizer.
-        recorded: replays the steps as a CUDA graph; None: they run one operation at a time.
+        recorded: replays the steps as a CUDA graph; None: they run eagerly.
     """
 
     def __init__(
@@ -51,6 +51,11 @@ class Step:
         self.max_grad_norm = max_grad_norm
         self.rates = rates
         self.recorded = recorded
+
+    @property
+    def learning_rate(self) -> float:
+        """That of the next step."""
+        return float(self.optimizer.param_groups[0]["lr"])
 
     def start_chunk(self, steps: range) -> None:
         """Prepares `steps`, before which callbacks may have changed the networks."""
@@ -75,7 +80,7 @@ class Step:
 
     def run(self, index: int, batch: Batch, keys: Tensor | None) -> Tensor:
         """The step without its scheduler: what can be recorded."""
-        torch.clear_autocast_cache()  # some versions of Lightning keep weights for a chunk
+        torch.clear_autocast_cache()  # of weights before the last update
         self.optimizer.zero_grad()
         losses = self.gradient.add(index, batch, keys)
         if self.max_grad_norm is not None:

@@ -13,6 +13,7 @@ import pytest
 
 import normexp
 from normexp import train
+from normexp.__main__ import main as commands
 from normexp.cli import entry, parse_command, read_options
 from normexp.config.help import USAGE, help_text
 from normexp.config.schema import GROUPS, KEYS, OPTIONS, group_choices
@@ -260,3 +261,11 @@ def test_the_config_of_a_cell_is_shown_and_nothing_written(tmp_path: Path, monke
     told = capsys.readouterr().out
     assert "batch_size: 8" in told and "_target_: torch.optim.AdamW" in told
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_package_lists_its_commands(capsys):
+    assert commands([]) == 0
+    listed = capsys.readouterr().out
+    assert [name for name in USAGE if f"python -m normexp.{name} " in listed] == [*USAGE]
+    assert commands(["trian"]) == 2
+    assert "did you mean train?" in capsys.readouterr().err

@@ -119,7 +119,7 @@ def steps_of(
     place(module, device)
     replicas, recipe = module.replicas.train(), module.recipe
     optimizer = recipe.build_optimizer(replicas)
-    recorded = RecordedStep(replicas, optimizer)
+    recorded = RecordedStep(replicas, optimizer, recipe.sizes.batch_size)
     if not num_replayed:
         recorded.why_not = "asked for by the test"
     gradient = StepGradient(replicas, module.criterion.loss, recipe.sizes, SEEDS)
@@ -129,6 +129,8 @@ def steps_of(
         losses = []
         for index in range(3 + max(num_replayed, 2)):
             (batch,) = module.batches.chunk(index % 2, 1, torch.float32)
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 * (index + 1)
             losses.append(step.take(index, batch))
     assert recorded.num_replayed == num_replayed, recorded.why_not
     gradients = [p.grad for p in replicas.parameters() if p.grad is not None]

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+READS = ("_local_scalar_dense", "nonzero", "equal", "masked_select")  # the CPU waits for a value
+
 
 class Tape(TorchDispatchMode):
     """Records the operators of `function` while they run, and runs them again on the same numbers.
@@ -34,6 +36,8 @@ class Tape(TorchDispatchMode):
         yield
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ARG002
+        if func.name().removeprefix("aten::").split(".")[0] in READS:
+            raise RuntimeError("operation not permitted when stream is capturing")
         out = func(*args, **(kwargs or {}))
         self.calls.append((func, args, kwargs or {}, out))
         return out

@@ -172,3 +172,23 @@ def test_each_run_gets_its_own_finite_values_in_its_file_and_its_logger(tmp_path
     assert read_metrics(tmp_path / "a.csv") == [(6, 1, 48, "val/loss", 1.0)]
     assert [(step, row["val/loss"]) for step, row in loggers[1].rows] == [(6, 3), (7, 4)]
     assert loggers[0].rows == [(6, {"val/loss": 1.0, "epoch": 1, "samples_seen": 48})]
+
+
+def test_loggers_get_the_rate_of_each_step_and_the_speed_and_files_do_not(tmp_path: Path):
+    loggers = [KeepingLogger(), KeepingLogger()]
+    module = build_module(seeds=(0, 1), stacked=True, lr_scales=(1.0, 0.25), log_every=1)
+    module.recorder = Recorder([tmp_path / "a.csv", None], [[logger] for logger in loggers])
+    train(module, tmp_path / "a.ckpt")
+    schedule, lr = module.recipe.schedule, module.recipe.lr
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=lr)
+    scheduler, expected = schedule.build(optimizer), []
+    for _ in range(schedule.total_steps):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    for logger, scale in zip(loggers, (1.0, 0.25), strict=True):
+        rows = [row for _, row in logger.rows if "train/loss" in row]
+        assert [row["train/lr"] for row in rows] == pytest.approx([scale * r for r in expected])
+        assert all(row["train/samples_per_second"] > 0 for row in rows)
+    names = {row.name for row in read_metrics(tmp_path / "a.csv")}
+    assert "train/loss" in names and not names & {"train/lr", "train/samples_per_second"}

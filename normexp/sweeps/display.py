@@ -1,0 +1,178 @@
+"""What a command shows while it trains: a bar, a line per training, and one per cell that ends."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from normexp.config.words import format_duration
+from normexp.records.logs import messages_to
+from normexp.records.result import values_of
+from normexp.records.study import CellState, StackState
+from normexp.reporting.terminal import MAIN
+
+SECONDS_BETWEEN_LINES = 60.0  # without a terminal
+SHARE_FOR_A_GUESS = 0.05  # of the work, before the time left is guessed
+Row = tuple[str, str, str, str]  # a training: its title, steps, metrics and time left
+
+
+class Display(logging.Handler):
+    """Prints the cells that end, what trains now, and other lines, each once. Writes to stderr.
+
+    On a terminal a bar and a line per training are drawn anew; elsewhere they are printed once a
+    minute.
+
+    Args:
+        states: of the cells before anything trains.
+    """
+
+    def __init__(self, states: Sequence[CellState]) -> None:
+        super().__init__()
+        over = [state for state in states if state.is_over]
+        self.ended = {state.id for state in over}
+        self.titles = own_titles(states)
+        self.num_ended = sum(len(state.states) for state in over)  # runs of ended cells
+        self.total = sum(len(state.states) for state in states)
+        self.begun_with = _num_runs_done(states) + _share_done(states)
+        self.began = self._line_at = time.monotonic()
+        self.first_seen: dict[Path, tuple[float, int]] = {}  # of each training: when, and its step
+        self.printed: set[str] = set()
+        self.console = Console(stderr=True, highlight=False, emoji=False)
+        self.live = Live(console=self.console, transient=True, auto_refresh=False)
+        self._open = ExitStack()  # what the `with` block closes
+
+    def __enter__(self) -> Display:
+        self._open.enter_context(messages_to(self))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._open.close()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.print(record.getMessage())
+
+    def print(self, text: str) -> None:
+        """Prints a new line above the live view; of a progress bar only its last state."""
+        if text not in self.printed:
+            self.printed.add(text)
+            self.console.print(text.rstrip("\r").rpartition("\r")[2], markup=False, soft_wrap=True)
+
+    def update(self, states: Sequence[CellState]) -> None:
+        """Prints the cells that have ended since the last call, and shows what trains."""
+        for state in states:
+            if state.is_over and state.id not in self.ended:
+                self.ended.add(state.id)
+                self.num_ended += len(state.states)
+                if len(states) > 1:
+                    self.print(self._line_of(state))
+        running = dict[Path, tuple[CellState, StackState]]()  # a stack may be of several cells
+        for state in states:
+            for stack in state.stacks:
+                if stack.holder:
+                    running.setdefault(stack.folder, (state, stack))
+        rows = [self._row(state, stack) for state, stack in running.values()]
+        if not rows and not self.live.is_started:
+            return
+        done = _num_runs_done(states)
+        times = self._times(done + _share_done(states))
+        if self.console.is_terminal:
+            if not self.live.is_started:
+                self._open.enter_context(self.live)
+            drawn = self._bar(done, times), _table(rows)
+            self.live.update(Group(*drawn), refresh=True)
+        elif time.monotonic() - self._line_at > SECONDS_BETWEEN_LINES:
+            self._line_at = time.monotonic()
+            lines = ["  ".join(filter(None, row)) for row in rows]
+            self.print("\n  ".join([f"{done}/{self.total} runs, {times}", *lines]))
+
+    def _line_of(self, state: CellState) -> str:
+        reason = state.refused or "; ".join(state.failures)
+        what = f": {reason}" if reason else f"  {_result_of(state)}"
+        count = f"[{self.num_ended}/{self.total} runs]"
+        return f"{count} {state.status:<8} {self.titles[state.id]}{what}".rstrip()
+
+    def _row(self, state: CellState, stack: StackState) -> Row:
+        title = self.titles[state.id]
+        if len(stack.members) == 1:
+            title += f" seed {stack.members[0][1]}"
+        # `train/loss` as loss, and the metric of the validation split as val: there is little room.
+        metrics = [
+            f"{name.replace('train/', '').partition('/')[0]} {value:.3g}"
+            for name, value in stack.metrics.items()
+        ]
+        now = time.monotonic()
+        since, first = self.first_seen.setdefault(stack.folder, (now, stack.step))
+        left = ""
+        if stack.step - first > SHARE_FOR_A_GUESS * stack.total:
+            seconds = (now - since) * (stack.total - stack.step) / (stack.step - first)
+            left = f"{format_duration(seconds)} left"
+        steps = f"step {stack.step}/{stack.total}" if stack.total else "starting"
+        return title, steps, "  ".join(metrics), left
+
+    def _times(self, done: float) -> str:
+        """Time elapsed, and left by the mean time of a run so far."""
+        elapsed = time.monotonic() - self.began
+        words = f"{format_duration(elapsed)} elapsed"
+        trained, asked = done - self.begun_with, self.total - self.begun_with
+        if trained > SHARE_FOR_A_GUESS * asked:
+            words += f", {format_duration(elapsed * (asked - trained) / trained)} left"
+        return words
+
+    def _bar(self, done: int, times: str) -> Table:
+        grid = Table.grid(padding=(0, 2), expand=True)
+        for width in (None, 1, None):
+            grid.add_column(no_wrap=True, ratio=width)
+        grid.add_row(f"{done}/{self.total} runs", ProgressBar(self.total, done), times)
+        return grid
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    """A line per training; where there is no room, its title is cut, never its step."""
+    grid = Table.grid(padding=(0, 2), expand=True)
+    grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+    for _ in range(3):
+        grid.add_column(no_wrap=True, justify="right")
+    for row in rows:
+        grid.add_row(*map(Text, row))
+    return grid
+
+
+def own_titles(states: Sequence[CellState]) -> dict[str, str]:
+    """The title of each cell without the words that all share, except its norm; by id."""
+    titles = {state.id: state.title.split() for state in states}
+    shared = set.intersection(*map(set, titles.values())) if len(titles) > 1 else set[str]()
+    return {
+        id_: " ".join(word for word in title if word.startswith("norm=") or word not in shared)
+        for id_, title in titles.items()
+    }
+
+
+def _num_runs_done(states: Sequence[CellState]) -> int:
+    return sum(len(state.states) if state.refused else len(state.results) for state in states)
+
+
+def _share_done(states: Sequence[CellState]) -> float:
+    """How many runs' worth is done of the stacks that have begun."""
+    stacks = {stack.folder: stack for state in states for stack in state.stacks}
+    return sum(len(one.members) * one.step / max(one.total, 1) for one in stacks.values())
+
+
+def _result_of(state: CellState) -> str:
+    """`97.1 ± 0.7`: the mean of its main metric and the deviation over seeds, accuracy in %."""
+    for name in MAIN:
+        if values := values_of(state.results, name):
+            factor, digits = (100, 1) if name.endswith("accuracy") else (1, 3)
+            numbers = [factor * value for value in values]
+            deviation = f" ± {statistics.stdev(numbers):.{digits}f}" if len(numbers) > 1 else ""
+            return f"{statistics.mean(numbers):.{digits}f}{deviation}"
+    return ""

@@ -1,0 +1,115 @@
+"""What a command shows while it trains, of states as the files of a study give them."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from normexp.records.result import Measured, Result, Status
+from normexp.records.study import CellState, StackState
+from normexp.sweeps import display as display_module
+from normexp.sweeps.display import Display, own_titles
+
+
+def cell(name: str, *, ended: int = 0, status: Status = Status.FINISHED, **stack) -> CellState:
+    """A cell of three runs, of which some have ended; with `step` and `total` one trains."""
+    state = CellState(name, f"norm={name} batch_size=32 epochs=3")
+    for seed in range(3):
+        state.states[seed] = status if seed < ended else Status.NOT_STARTED
+    metrics = {"test/accuracy": 0.97, "test/loss": 0.1}
+    error = "boom" if status is Status.FAILED else None
+    state.results = [
+        Result(name, seed, status, {}, {}, Measured(metrics=metrics), error)
+        for seed in range(ended)
+    ]
+    if stack:
+        state.stacks = [StackState(Path(name), [(name, 0), (name, 1)], "process 1", **stack)]
+    return state
+
+
+def screen(monkeypatch: pytest.MonkeyPatch, *, width: int, is_terminal: bool = True) -> io.StringIO:
+    """What displays write, to a terminal of this width or to a file."""
+    out = io.StringIO()
+    options = {"width": width, "force_terminal": is_terminal, "color_system": None}
+    monkeypatch.setattr(display_module, "Console", lambda **_: Console(file=out, **options))
+    return out
+
+
+def new_lines(out: io.StringIO) -> list[str]:
+    """What was written since the last call, line by line."""
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()).replace("\r", "\n")
+    out.seek(0)
+    out.truncate()
+    return [line.rstrip() for line in text.splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_line_per_training_keeps_its_step_and_cuts_its_title(monkeypatch, width: int):
+    out = screen(monkeypatch, width=width)
+    state = cell("a_norm_with_quite_a_long_name_of_its_own", step=12, total=4800)
+    state.stacks[0] = StackState(
+        Path("s"),
+        state.stacks[0].members,
+        "p",
+        1200,
+        4800,
+        {"train/loss": 0.1234, "val/accuracy": 0.9},
+    )
+    with Display([state]) as display:
+        display.update([state])
+        head, row = new_lines(out)
+    assert head.startswith("0/3 runs") and head.endswith("elapsed")  # nothing is guessed yet
+    assert row.endswith("step 1200/4800  loss 0.123  val 0.9") and len(row) <= width
+    assert ("…" in row) == (width == 80)
+
+
+def test_time_left_is_guessed_from_a_twentieth_of_the_work_on(monkeypatch):
+    clock, out = [0.0], screen(monkeypatch, width=120)
+    monkeypatch.setattr(display_module.time, "monotonic", lambda: clock[0])
+    with Display([cell("batch")]) as display:
+        for step, seconds, left in ((0, 0, None), (40, 4, None), (100, 10, "90 s left")):
+            clock[0] = seconds
+            display.update([cell("batch", step=step, total=1000)])
+            row = new_lines(out)[1]
+            assert row.endswith(left or f"step {step}/1000"), row
+
+
+def test_counts_of_ended_cells_never_repeat_or_shrink(monkeypatch):
+    out = screen(monkeypatch, width=200, is_terminal=False)
+    before = [cell("batch"), cell("group", ended=3), cell("layer"), cell("rms")]
+    with Display(before) as display:
+        failed = cell("layer", ended=3, status=Status.FAILED)
+        refused = cell("rms")
+        refused.refused = "too few channels"
+        display.update([cell("batch", ended=3), before[1], failed, before[3]])
+        display.update([cell("batch", ended=3), before[1], failed, refused])
+    assert new_lines(out) == [
+        "[6/12 runs] finished norm=batch  97.0 ± 0.0",
+        "[9/12 runs] failed   norm=layer: boom",
+        "[12/12 runs] refused  norm=rms: too few channels",
+    ]
+
+
+def test_without_a_terminal_what_trains_is_printed_once_a_minute(monkeypatch):
+    clock, out = [0.0], screen(monkeypatch, width=200, is_terminal=False)
+    monkeypatch.setattr(display_module.time, "monotonic", lambda: clock[0])
+    with Display([cell("batch"), cell("group")]) as display:
+        for seconds in (0, 30, 61, 90, 125):
+            clock[0] = seconds
+            display.update([cell("batch", step=seconds, total=200), cell("group")])
+    assert new_lines(out) == [
+        "0/6 runs, 61 s elapsed, 9 min left",
+        "  norm=batch  step 61/200  2 min left",
+        "0/6 runs, 2 min elapsed, 8 min left",
+        "  norm=batch  step 125/200  75 s left",
+    ]
+
+
+def test_titles_leave_out_what_all_share_but_the_norm():
+    states = [CellState(str(i), f"norm=batch batch_size=32 lr={lr}") for i, lr in enumerate((1, 2))]
+    assert own_titles(states) == {"0": "norm=batch lr=1", "1": "norm=batch lr=2"}
+    assert own_titles(states[:1]) == {"0": "norm=batch batch_size=32 lr=1"}
