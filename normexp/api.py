@@ -176,11 +176,14 @@ def diagnose(
     The gap on the same samples is split into terms that add up: dropout and the like, statistics of
     the current batch, the own share of a sample in them, and running averages that are stale or
     noisy; `normexp.diagnosis.measure` defines them. Each has its standard error over the batches.
-    The model is returned as it was: weights, gradients, buffers, modes and random states.
+    Norms are known by what they compute, whatever their class and wherever they keep their state.
+    An evaluation that depends on the other samples of a batch is a finding, with its losses.
+    Everything runs on copies of the model.
 
     Args:
         model: any module. In training mode, its modes as they are count as those of training, and
-            `eval()` gives those of evaluation; in evaluation mode the reverse.
+            `eval()` gives those of evaluation; in evaluation mode the reverse. If your training
+            keeps some norms in evaluation mode, hand the model over as it trains.
         batches: (inputs, targets) pairs as in training, augmented and shuffled, of the training's
             batch size; a tuple of inputs is a tuple of arguments. A batch may also be a mapping,
             whose keys the forward names; the loss then gets the output and the mapping.
@@ -191,7 +194,8 @@ def diagnose(
             loss in training mode if that is more.
 
     Raises:
-        normexp.errors.UserError: fewer than two batches, or a batch that model or loss do not take.
+        normexp.errors.UserError: fewer than two batches, a batch that model or loss do not take, or
+            a model that cannot be copied.
     """
     from normexp.diagnosis import diagnose
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import yaml
 from hydra.utils import get_object
 from torch import nn
 
+from normexp.batching.copies import copied
 from normexp.batching.draws import derive_seed
 from normexp.batching.processes import spans_devices
 from normexp.batching.replicas import suitable_threads
@@ -220,7 +220,7 @@ class NetworkBuilder:
             with self.target.explaining_errors():  # also of a module that cannot be copied
                 # A copy: a target may reuse modules, and networks must not share any.
                 norm = {"norm": self.norm} if self.takes_norm else {}
-                network = copy.deepcopy(self.target.filled_in(norm).make(nn.Module))
+                network = copied(self.target.filled_in(norm).make(nn.Module))
             self._finish(network)
         return network
 

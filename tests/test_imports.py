@@ -33,7 +33,8 @@ ORDER = [
     "api",
     "benchmark",
 ]
-ENTRIES = {"train", "tune", "evaluate", "check", "status", "report", "complete", "__init__"}
+ENTRIES = {"train", "tune", "evaluate", "check", "status", "report", "complete"}
+ENTRIES |= {"__init__", "__main__"}
 HYDRA_USERS = {"config", "build", "cells", "sweeps", "search", "cli", *ENTRIES}
 # Slow to import or optional: imported inside the functions that use them.
 IMPORTED_WHERE_USED = {"torchvision", "sklearn", "babel", "wandb", "tensorboard", "timm"}

@@ -5,7 +5,6 @@ Both forms offer the same calls. Results lead with the replica axis S.
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
+from normexp.batching.copies import copied
 from normexp.batching.draws import Dropout
 from normexp.norms.contract import KnowsStack, State
 
@@ -126,7 +126,7 @@ class InTurn(Replicas):
         self._foreign_seeds = seeds
 
     def replica(self, index: int) -> nn.Module:
-        return copy.deepcopy(self.trees[index])
+        return copied(self.trees[index])
 
     def clip_gradients(self, max_norm: float) -> None:
         for network in self.trees:
@@ -144,7 +144,7 @@ class Stacked(Replicas):
     def __init__(self, networks: list[nn.Module]) -> None:
         parameters, buffers = stack_module_state(networks)
         tensors = {**parameters, **buffers}
-        stacked = copy.deepcopy(networks[0])
+        stacked = copied(networks[0])
         for name, tensor in (*stacked.named_parameters(), *stacked.named_buffers()):
             tensor.data = tensors[name].detach()
         _tell_norms(stacked, is_stacked=True)
@@ -172,12 +172,12 @@ class Stacked(Replicas):
         return measured
 
     def replica(self, index: int) -> nn.Module:
-        copied = copy.deepcopy(self.trees[0])
-        copied.zero_grad()  # gradients of the whole stack
-        for tensor in (*copied.parameters(), *copied.buffers()):
+        network = copied(self.trees[0])
+        network.zero_grad()  # gradients of the whole stack
+        for tensor in (*network.parameters(), *network.buffers()):
             tensor.data = tensor.detach()[index].clone()
-        _tell_norms(copied, is_stacked=False)
-        return copied
+        _tell_norms(network, is_stacked=False)
+        return network
 
     def clip_gradients(self, max_norm: float) -> None:
         # The formula of clip_grad_norm_.

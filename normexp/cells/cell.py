@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from normexp.batching.copies import copied
 from normexp.batching.replicas import model_arguments, suitable_threads
 from normexp.build import NetworkBuilder, build_network, build_norm, load_data, norm_target
 from normexp.cells.recipe import defines_of, derived_of, deviations, devices_of, recipe_of
@@ -187,6 +187,12 @@ def _findings(spec: CellSpec, recipe: Recipe, traits: Traits, alone: str | None)
         notes.append(f"no batch statistics to evaluate with: norm={norm} does not mix samples")
     if alone is not None and len(spec.seeds) > 1:
         notes.append(f"each seed of norm={norm} trains by itself: {alone}")
+    if traits.mixes_samples_in_evaluation:
+        notes.append(
+            f"in evaluation too, an output depends on the other samples of its batch, at "
+            f"{traits.mixing_in_evaluation}: metrics are of shuffled batches of "
+            f"{recipe.sizes.norm}, and single samples may score otherwise"
+        )
     if traits.mixes_samples and recipe.sizes.norm == 1:
         notes.append(
             "norm_batch_size=1: in training each sample has statistics of its own (batch norm is "
@@ -225,7 +231,7 @@ def check_outputs(network: nn.Module, data: Data, target: str) -> None:
     batch = probe_batch(data, 2)
     try:
         with fixed_draws(), torch.no_grad():
-            output = copy.deepcopy(network).eval()(*model_arguments(batch))
+            output = copied(network).eval()(*model_arguments(batch))
     except Exception:  # foreign code may raise anything; the probes that follow name the site
         return
     wanted = (*batch["targets"].shape, data.num_outputs)
@@ -246,7 +252,7 @@ def check_outputs(network: nn.Module, data: Data, target: str) -> None:
 
 def check_optimizer_step(recipe: Recipe, network: nn.Module) -> Optimizer:
     """Takes a step with the training's optimizer, and checks that it holds every parameter."""
-    network = copy.deepcopy(network)
+    network = copied(network)
     decay = {"weight_decay": recipe.weight_decay, "decay_norm": recipe.decay_norm}
     try:
         optimizer = recipe.optimizer(parameter_groups(network, **decay), lr=recipe.lr)

@@ -20,6 +20,7 @@ from normexp.errors import UserError
 
 SCHEMA = 2
 CAUSALITY = "reads the future"  # breaks no contract, and rules out causal models
+MIXING = "mixes samples"  # in evaluation, a result depends on how samples are batched
 STYLES = {"pass": "green", "fail": "bold red", "value": "", "skipped": "dim"}
 CELL_WIDTH = 12  # minimum width of a norm's column in a comparison
 NAME_WIDTH = 31  # width of the column with the names of lines
@@ -60,11 +61,13 @@ class Card:
         if count := len(self.failures):
             lines = "line" if count == 1 else "lines"
             return f"{self.name}: {count} {lines} of the contract failed"
-        reads_later = {line.value for line in self.lines if line.name == CAUSALITY}
-        if self.sees_texts and reads_later & {"yes", "in evaluation"}:
-            remark = "; it reads later tokens, so causal models such as model=gpt refuse it"
-            return f"{self.name}: the contract holds{remark}"
-        return f"{self.name}: the contract holds"
+        remark = ""
+        in_evaluation = {line.name for line in self.lines if line.value in ("yes", "in evaluation")}
+        if MIXING in in_evaluation:
+            remark += "; its evaluation depends on the other samples of a batch, and on its size"
+        if self.sees_texts and CAUSALITY in in_evaluation:
+            remark += "; it reads later tokens, so causal models such as model=gpt refuse it"
+        return f"{self.name}: the contract holds{remark}"
 
 
 def measure_card(

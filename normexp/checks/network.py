@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normexp.batching.copies import copied
 from normexp.batching.replicas import Batch, model_arguments
 from normexp.batching.sizes import Sizes
 from normexp.checks.probe import Probe, fixed_draws
@@ -68,7 +68,7 @@ class EnteredSite:
 
     def probe(self, training: bool, *mask: Tensor) -> Probe:
         """A probe of a copy, on fixed random numbers of either sign and magnitude 0.5 to 1.5."""
-        module = copy.deepcopy(self.module).train(training and not self.is_frozen)
+        module = copied(self.module).train(training and not self.is_frozen)
         draws = torch.Generator().manual_seed(0)
         size = 0.5 + torch.rand(self.shape, generator=draws)
         values = size * (1 - 2 * torch.randint(2, self.shape, generator=draws))
@@ -155,7 +155,7 @@ class BuiltNetwork:
 
         All samples of a forward share statistics.
         """
-        exposed = copy.deepcopy(self.network)
+        exposed = copied(self.network)
         with fixed_draws(), torch.no_grad():
             for _, site in named_sites(exposed):
                 site.norm_batch_size = None
@@ -199,7 +199,7 @@ class BuiltNetwork:
     @cached_property
     def bare(self) -> BuiltNetwork:
         """The network with identities as norms, whose faults are those of the model."""
-        bare = copy.deepcopy(self.network)
+        bare = copied(self.network)
         for _, site in named_sites(bare):
             site.norm, site.takes_mask = nn.Identity(), False
         return replace(self, network=bare)

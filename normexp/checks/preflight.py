@@ -64,7 +64,7 @@ class Traits:
     Attributes:
         mixing: where, in training, a sample's output or gradient, or the running state, depends on
             other samples; None if nowhere.
-        mixes_samples_in_evaluation: a sample's output in evaluation depends on other samples.
+        mixing_in_evaluation: where a sample's output in evaluation depends on other samples.
         leak: where a later position moves an earlier output in evaluation; language models only.
         leaks_future_in_training: a later position moves an earlier output in training.
         draws_for_itself: a module uses torch's global random state.
@@ -74,7 +74,7 @@ class Traits:
     """
 
     mixing: str | None
-    mixes_samples_in_evaluation: bool
+    mixing_in_evaluation: str | None
     leak: str | None
     leaks_future_in_training: bool
     draws_for_itself: bool
@@ -85,6 +85,10 @@ class Traits:
     @property
     def mixes_samples(self) -> bool:
         return self.mixing is not None
+
+    @property
+    def mixes_samples_in_evaluation(self) -> bool:
+        return self.mixing_in_evaluation is not None
 
     @property
     def norms_mix_samples(self) -> bool:
@@ -149,7 +153,7 @@ def _examine(network: BuiltNetwork, allow_leak: bool) -> Traits:
         )
     return Traits(
         mixing=mixing,
-        mixes_samples_in_evaluation=mixing_in_evaluation is not None,
+        mixing_in_evaluation=mixing_in_evaluation,
         leak=leak,
         leaks_future_in_training=leak_in_training is not None,
         draws_for_itself=draws,

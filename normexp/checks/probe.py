@@ -8,11 +8,13 @@ one tensor: a norm, a site or a whole network.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations, islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -272,6 +274,51 @@ def normal(shape: Sequence[int], seed: int = 0) -> Tensor:
 
 
 cached_normal = lru_cache(maxsize=64)(normal)  # of tensors that nobody writes to
+
+
+def unlike(module: nn.Module, other: nn.Module) -> list[str]:
+    """The paths of parameters, buffers and attributes whose values differ between two modules.
+
+    Args:
+        other: of the same structure, as a copy is.
+    """
+    twins = dict(other.named_modules())
+    return [
+        f"{path}.{name}".lstrip(".")
+        for path, part in module.named_modules()
+        for name, value in _values_of(part).items()
+        if path in twins and _are_unlike(value, _values_of(twins[path]).get(name), set())
+    ]
+
+
+def _values_of(module: nn.Module) -> dict[str, Any]:
+    internal = vars(nn.Module())
+    values = {name: value for name, value in vars(module).items() if name not in internal}
+    values |= dict(module.named_parameters(recurse=False))
+    return values | dict(module.named_buffers(recurse=False))
+
+
+def _are_unlike(value: Any, other: Any, seen: set[int]) -> bool:
+    """True if numbers, tensors, collections or plain objects hold other values."""
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return change(value, other) > 0
+    if value is None or isinstance(value, bool | int | float | str | Tensor):
+        return repr(value) != repr(other)  # in which NaN is NaN
+    if callable(value) or id(value) in seen:  # modules and functions; cycles
+        return False
+    seen.add(id(value))
+    parts, others = _parts_of(value), _parts_of(other)
+    return parts.keys() != others.keys() or any(
+        _are_unlike(part, others[key], seen) for key, part in parts.items()
+    )
+
+
+def _parts_of(value: Any) -> dict[Any, Any]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, list | tuple | deque):
+        return dict(enumerate(value))
+    return getattr(value, "__dict__", {})
 
 
 @contextmanager

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from normexp.batching.copies import copied
 from normexp.batching.replicas import Batch, InTurn, Stacked, model_arguments
 from normexp.checks.network import BuiltNetwork, EnteredSite, explain, name_some, names_where
-from normexp.checks.probe import EVERYWHERE, Probe, change, fixed_draws, moves, normal
+from normexp.checks.probe import EVERYWHERE, Probe, change, fixed_draws, moves, normal, unlike
 from normexp.errors import UserError, first_line
 from normexp.norms.contract import State
 from normexp.norms.site import Site, merge_state, named_sites, read_state, write_state
@@ -31,7 +32,7 @@ def check_sites(network: BuiltNetwork) -> None:
         UserError: no norm has an effect; the backward of the loss fails, or reaches tensors that
             are no parameters.
     """
-    model = copy.deepcopy(network.exposed).train()
+    model = copied(network.exposed).train()
     sites = dict(named_sites(model))
     if not sites:
         raise UserError(
@@ -133,7 +134,6 @@ def warn_of_other_norms(network: BuiltNetwork) -> None:
 # ---------------------------------------------------------------- state that is not saved
 
 STATE_STEPS = 3  # training steps in which hidden state may show
-PLAIN = (bool, int, float, list, dict, Tensor)  # attributes that may be a state
 
 
 def check_state(network: BuiltNetwork) -> None:
@@ -159,7 +159,7 @@ def state_not_saved(module: nn.Module, inputs: tuple[Tensor, ...]) -> str | None
 
     Compares the trained module with a copy restored from its state_dict, in both modes.
     """
-    trained, restored = copy.deepcopy(module), copy.deepcopy(module)
+    trained, restored = copied(module), copied(module)
     with fixed_draws():
         for step in range(STATE_STEPS):
             _run(trained, inputs, step)
@@ -167,27 +167,10 @@ def state_not_saved(module: nn.Module, inputs: tuple[Tensor, ...]) -> str | None
         pairs = zip(*(_run(one, inputs, STATE_STEPS) for one in (restored, trained)), strict=True)
     if not any(moves(*pair) for pair in pairs):
         return None
-    unsaved = sorted(dict(trained.named_buffers()).keys() - trained.state_dict().keys())
-    named = name_some([*_unlike_attributes(trained, module), *unsaved])
+    saved = trained.state_dict()
+    named = name_some([name for name in unlike(trained, module) if name not in saved])
     named = named or "an attribute, or random numbers that torch does not seed"
     return f"keeps state that its state_dict lacks: {named}"
-
-
-def _unlike_attributes(module: nn.Module, other: nn.Module) -> list[str]:
-    """The paths of plain attributes, tensors or numbers, that differ between two modules."""
-
-    def are_unlike(value: Any, other: Any) -> bool:
-        if isinstance(value, Tensor) and isinstance(other, Tensor):
-            return not torch.equal(value, other)
-        return isinstance(value, PLAIN) and repr(value) != repr(other)
-
-    internal, twins = vars(nn.Module()), dict(other.named_modules())
-    return [
-        f"{path}.{name}".lstrip(".")
-        for path, part in module.named_modules()
-        for name, value in vars(part).items()
-        if name not in internal and are_unlike(value, vars(twins[path]).get(name))
-    ]
 
 
 def _run(module: nn.Module, inputs: tuple[Tensor, ...], step: int) -> list[Tensor]:
@@ -242,13 +225,13 @@ def cannot_stack(network: nn.Module, batch: Batch) -> str | None:
 
     Asks in float64 where the network computes so, as gradients of few samples lose digits.
     """
-    wide = copy.deepcopy(network).train().double()
+    wide = copied(network).train().double()
     inputs = batch["inputs"].double() if batch["inputs"].is_floating_point() else batch["inputs"]
     try:
         Probe(wide, model_arguments({**batch, "inputs": inputs})).observe(upstream=EVERYWHERE)
     except Exception:  # foreign code: a kernel of one dtype
-        wide, inputs = copy.deepcopy(network).train(), batch["inputs"]
-    networks = [copy.deepcopy(wide) for _ in range(2)]
+        wide, inputs = copied(network).train(), batch["inputs"]
+    networks = [copied(wide) for _ in range(2)]
     batch = {**batch, "inputs": inputs}
     batches = {name: torch.stack([value] * 2) for name, value in batch.items()}
     return find_stacking_fault(networks, batches, tolerance=STACKING_TOLERANCE)
@@ -271,7 +254,7 @@ def find_stacking_fault(
     steps: list[State] = []
     for form in (InTurn, Stacked):
         try:  # foreign code and vmap may raise anything; training in turn is exact
-            replicas = form([*map(copy.deepcopy, networks)])
+            replicas = form([*map(copied, networks)])
             steps.append(training_step(replicas, batch))
         except Exception as error:
             return first_line(error)

@@ -16,6 +16,7 @@ from normexp.checks.network import name_some
 Losses = np.ndarray  # of each batch (B,)
 WIDTH = 100  # characters of a printed line
 MAX_ROWS = 12  # norms in the printed table
+OF_BATCHES = ("depends_on_batch", "left_in_training")  # findings about an evaluation by batches
 HEADS = ("mean off", "var off", "momentum", "updates", "initial")
 
 
@@ -118,7 +119,8 @@ class Diagnosis:
         gap: evaluation minus training.
         terms: what the gap consists of, by the names in `TERMS`; they add up to it.
         findings: the most expensive first.
-        loss_at_size: loss with batch statistics of k samples, all else as in evaluation mode.
+        loss_at_size: loss with batch statistics of k samples, all else as in evaluation mode; if
+            evaluation depends on the batch, its loss in batches of k.
         not_analysed: modules with running state of a kind that is not known.
     """
 
@@ -158,7 +160,9 @@ class Diagnosis:
         ]
         if self.loss_at_size:
             sizes = (f"{k}: {loss.value:.4f}" for k, loss in self.loss_at_size.items())
-            lines.append(f"loss with batch statistics of k samples:  {'  '.join(sizes)}")
+            depends = any(finding.kind in OF_BATCHES for finding in self.findings)
+            head = "loss in evaluation in batches" if depends else "loss with batch statistics"
+            lines.append(f"{head} of k samples:  {'  '.join(sizes)}")
         return lines
 
     def _sites(self) -> list[str]:

@@ -34,6 +34,7 @@ class NormSite:
         entry: its input is what `norm` normalizes: `norm` itself, or the `Site` around it.
         pools_samples: False for instance norm, whose training statistics are each sample's own.
         has_averages: False if it keeps no running moments (track_running_stats=False).
+        mean, var: names of the running moments among the attributes of `norm`.
     """
 
     name: str
@@ -41,6 +42,8 @@ class NormSite:
     entry: nn.Module
     pools_samples: bool
     has_averages: bool
+    mean: str = "running_mean"
+    var: str = "running_var"
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -50,25 +53,20 @@ class NormSite:
     @property
     def running(self) -> tuple[Tensor, Tensor]:
         """Running mean and variance (C,), in float32 or wider."""
-        return widen(self.norm.running_mean.detach()), widen(self.norm.running_var.detach())
+        mean, var = (getattr(self.norm, name).detach() for name in (self.mean, self.var))
+        return widen(mean.flatten()), widen(var.flatten())
+
+    @property
+    def eps(self) -> float:
+        """What it adds to a variance; torch's default if it does not say."""
+        eps = getattr(self.norm, "eps", None)
+        return 1e-5 if eps is None else float(eps)
 
     @property
     def counter(self) -> int | None:
         """Updates so far; None if the norm does not count them."""
         counter = getattr(self.norm, "num_batches_tracked", None)
         return int(counter.max()) if isinstance(counter, Tensor) and counter.numel() else None
-
-    @property
-    def momentum(self) -> float | None:
-        return getattr(self.norm, "momentum", None)
-
-    @property
-    def initial_share(self) -> float | None:
-        """The weight of mean 0 and variance 1 in the averages; None if that is not known."""
-        momentum, updates = self.momentum, self.counter
-        if momentum is None or not 0 < momentum < 1 or not updates:
-            return None
-        return (1 - momentum) ** updates
 
     def group_size(self, num_samples: int) -> int:
         """Samples that share statistics in training, of a forward pass of `num_samples`."""
@@ -105,8 +103,7 @@ class NormSite:
     def shown(self, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
         """The input x as the norm must see it to use `mean` and `var` (N or 1, C, 1)."""
         running_mean, running_var = (value.view(1, -1, 1) for value in self.running)
-        eps = float(self.norm.eps)
-        scale = torch.sqrt((running_var + eps) / (var + eps))
+        scale = torch.sqrt((running_var + self.eps) / (var + self.eps))
         return self.like_input((widen(self.maps(x)) - mean) * scale + running_mean, x)
 
 
@@ -203,9 +200,10 @@ def with_moments(
 
 def write_populations(populations: Mapping[NormSite, Population]) -> None:
     """Writes moments into the running ones."""
-    for site, (mean, var) in populations.items():
-        site.norm.running_mean.copy_(mean)
-        site.norm.running_var.copy_(var)
+    for site, moments in populations.items():
+        for name, value in zip((site.mean, site.var), moments, strict=True):
+            running = getattr(site.norm, name)
+            running.copy_(value.view_as(running))
 
 
 def can_be_shown(site: NormSite, x: Tensor) -> bool:
@@ -221,7 +219,7 @@ def can_be_shown(site: NormSite, x: Tensor) -> bool:
         mean, var = torch.zeros_like(mean), torch.ones_like(var)
         write_populations({site: Population(mean, var)})
     pooled = site.pooled(site.of_samples(x, None))
-    other = Population(pooled.mean + pooled.var.sqrt(), 2 * pooled.var + float(site.norm.eps))
+    other = Population(pooled.mean + pooled.var.sqrt(), 2 * pooled.var + site.eps)
     try:
         changed = site.entry(site.shown(x, *(value.view(1, -1, 1) for value in other)))
         write_populations({site: other})

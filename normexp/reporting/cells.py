@@ -94,6 +94,12 @@ class CellRow:
         return next(filter(None, reasons), None)
 
     @property
+    def mixes_in_evaluation(self) -> bool:
+        """True if its metrics depend on how test samples are batched."""
+        name = "mixes_samples_in_evaluation"
+        return any(run.result.measured.traits.get(name) for run in self.runs)
+
+    @property
     def budget(self) -> str:
         """`epochs=12`, or `steps=300`."""
         known = {key: self.config.get(key) for key in BUDGET}

@@ -192,7 +192,7 @@ def causes_table(causes: Sequence[Causes]) -> Table:
 
 
 def lost_table(cells: Sequence[CellRow], refused: Sequence[Refusal]) -> Table:
-    """What was refused, failed, diverged, ended at chance, or is missing, with the reason."""
+    """What was refused, failed, diverged, ended at chance, is missing or in doubt, and why."""
     rows: list[dict[str, Any]] = []
     for cell in (cell for cell in cells if cell.runs):
         errors = [run.result.error for run in cell.runs if run.result.error]
@@ -202,6 +202,10 @@ def lost_table(cells: Sequence[CellRow], refused: Sequence[Refusal]) -> Table:
             "at chance": (len(cell.at_chance),),
             "missing": (cell.missing,),
             "INVALID": (len(cell.runs) if cell.invalid else 0, cell.invalid),
+            "evaluated in batches": (
+                len(cell.runs) * cell.mixes_in_evaluation,
+                f"other samples of a batch move the output; metrics are of {cell.norm_batch_size}",
+            ),
         }
         for what, (count, *why) in found.items():
             if count:
@@ -210,7 +214,7 @@ def lost_table(cells: Sequence[CellRow], refused: Sequence[Refusal]) -> Table:
                 rows.append(row | {"why": why[0] if why else ""})
     for one in refused:
         rows.append({"cell": one.title, "what": "refused", "why": f"refused: {one.error}"})
-    caption = f"Lost: {format_count(len(rows), 'line')}"
+    caption = f"Lost or in doubt: {format_count(len(rows), 'line')}"
     return table_of("lost", caption, rows, has_latex=False)
 
 

@@ -9,7 +9,6 @@ back.
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from normexp.batching.copies import copied
 from normexp.batching.draws import generator
 from normexp.batching.replicas import Batch, InTurn, Measurements, Replicas, model_arguments
 from normexp.data.dataset import Data
@@ -283,7 +283,7 @@ def with_batch_statistics(replicas: Replicas, group_size: int) -> Replicas:
 
     Norms are in training mode, all other modules in evaluation mode.
     """
-    copies = copy.deepcopy(replicas).eval()
+    copies = copied(replicas).eval()
     for _, site in named_sites(copies):
         site.train()
         site.norm_batch_size = group_size

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import pytorch_lightning as pl
+import torch
 from train_cases import prepare, results
 
 import normexp
@@ -29,6 +30,19 @@ class Clips(torch.optim.SGD):
     def step(self):
         torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 0.1)
         super().step()
+
+class Scaled(torch.nn.Module):
+    def __init__(self, num_features, keeps):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(num_features))
+        self.keeps, self.seen = keeps, []
+
+    def forward(self, x):
+        scale = self.weight.exp()
+        if self.keeps:
+            self.scale = scale
+            self.seen.append({"scale": scale})
+        return x * scale.view(-1, *[1] * (x.ndim - 2))
 """
 QUICK = ["model.width=4", "trainer=cpu", "data.limit_train=64"]
 PLATEAU = "schedule=custom schedule._target_=torch.optim.lr_scheduler.ReduceLROnPlateau"
@@ -117,3 +131,16 @@ def test_a_trainer_of_the_users_own_trains_the_module_like_the_entry(tmp_path: P
     assert "test/accuracy" in metrics
     with pytest.raises(UserError, match="2 cells in one module; drop -m"):
         normexp.module(["-m", "norm=batch,group"])
+
+
+@pytest.mark.usefixtures("source")
+def test_tensors_of_a_graph_that_a_norm_keeps_change_nothing(tmp_path: Path):
+    norm, kept = ["norm=custom", f"norm._target_={MODULE}.Scaled", "steps=8", *QUICK], []
+    for keeps in ("true", "false"):
+        words = [*norm, f"norm.keeps={keeps}", "replicas=1", f"runs_dir={tmp_path}"]
+        (result,) = normexp.run(words)
+        assert result.status == "finished"
+        kept.append(result.metrics)
+        run = tmp_path / "default" / result.cell_id / "seed-0"
+        assert normexp.load(run)(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+    assert kept[0] == kept[1]

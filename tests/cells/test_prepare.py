@@ -21,6 +21,7 @@ from normexp.config.schema import validate
 from normexp.errors import UserError
 
 OWN = """
+import threading
 import pytorch_lightning as pl
 import torch
 from torch import nn
@@ -37,12 +38,16 @@ class Net(nn.Module):
         self.head = nn.Linear(64, num_outputs + (fault == "outputs"))
         self.requires_grad_(fault != "frozen")
         if fault == "no_copy":
+            self.own = threading.Lock()
+        if fault == "computed":
             self.own = self.head.weight * 2
 
     def forward(self, x):
         if self.fault == "forward":
             raise RuntimeError("boom")
         y = self.norm(x)
+        if self.fault == "computed":
+            return y.flatten(1) @ self.own.T
         y = self.head((x if self.fault == "drops" else y).flatten(1))
         return (y, y) if self.fault == "tuple" else y
 
@@ -119,7 +124,8 @@ REFUSED = {
     "model._target_=own.Net model.fault=frozen": "own.Net has no parameter to train",
     "model._target_=own.Net model.fault=outputs": r"own.Net returns \(2, 11\) .* \(2, 10\)",
     "model._target_=own.Net model.fault=tuple": "own.Net returns a tuple .*return the scores",
-    "model._target_=own.Net model.fault=no_copy": "own.Net fails: RuntimeError: Only Tensors",
+    "model._target_=own.Net model.fault=no_copy": r"^Net\.own cannot be copied \(.*lock",
+    "model._target_=own.Net model.fault=computed": r"uses 1 tensors .* no parameters",
     "model._target_=own.Net model.fault=ignores": "no norm site, so `norm` has no effect",
     "model._target_=own.Net model.fault=drops": "norm at norm has no effect",
     "model._target_=own.nothing": "own.nothing returned a NoneType, not a torch.nn",
@@ -151,6 +157,15 @@ def test_what_cannot_train_is_refused_in_one_line_and_nothing_else_is_said(
     assert re.search(message, str(caught.value))
     assert "\n" not in str(caught.value)
     assert not [each for each in caplog.records if each.name.startswith("normexp.cells")]
+
+
+def test_an_evaluation_that_depends_on_the_batch_is_said_with_its_size():
+    words = "norm._target_=torch.nn.BatchNorm2d", "norm.track_running_stats=false"
+    (line,) = [
+        line for line in prepare(*words, "batch_size=16").messages if "other samples" in line
+    ]
+    assert "at norm1, norm2, norm3: metrics are of shuffled batches of 16" in line
+    assert not [line for line in prepare("norm=batch").messages if "other samples" in line]
 
 
 def test_a_seed_has_its_own_initial_weights_the_same_for_every_norm():

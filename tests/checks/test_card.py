@@ -188,6 +188,19 @@ class HidesItsEps(nn.GroupNorm):
         super().__init__(1, num_channels, **others)
 
 
+class KeepsParameters(nn.Module):
+    """Moves averages that are parameters, and uses those of the batch."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.centre = nn.Parameter(torch.zeros(num_features), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean([d for d in range(x.ndim) if d != 1])
+        self.centre.data.lerp_(mean.detach(), 0.1)
+        return x - mean.view(-1, *[1] * (x.ndim - 2))
+
+
 # The norm, a line, its value or else its status, and words of its detail.
 LINES = [
     (broken.KeepsItsMean, "buffers saved", "pass", ""),
@@ -202,6 +215,9 @@ LINES = [
     (HidesItsEps, "ignores input scale", YES, ""),
     (nn.BatchNorm1d, "running state", YES, "running_var"),
     (LayerNorm, "running state", NO, ""),
+    (KeepsParameters, "running state", YES, "centre"),
+    (broken.HiddenState, "running state", YES, ""),
+    (broken.KeepsItsMean, "running state", NO, ""),
     (BatchNorm, "replicas under vmap", YES, ""),
     (broken.CallsNumpy, "replicas under vmap", NO, "(5, 8)"),
     (BatchNorm, "ghost = accumulated", YES, ""),
@@ -215,6 +231,14 @@ LINES = [
 def test_line_says_what_was_found(make: Make, name: str, said: Any, words: str):
     line = line_of(make, name)
     assert (line.status if line.value is None else line.value) == said and words in line.detail
+
+
+def test_the_verdict_says_that_an_evaluation_depends_on_the_batch():
+    mixes = Answer("traits", "mixes samples", "value", YES)
+    card = Card("mine", "a.B", 8, "(B, C)", (mixes,))
+    assert card.verdict.endswith(
+        "its evaluation depends on the other samples of a batch, and on its size"
+    )
 
 
 def test_failures_come_first_then_traits_and_brackets_are_text(

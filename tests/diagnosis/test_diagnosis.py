@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import threading
 from functools import cache, partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from diagnosis_cases import batches, examine, kinds, network, norms_of, trained
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from normexp.checks.probe import unlike
 from normexp.diagnosis import Diagnosis, decompose, diagnose
 from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm
@@ -46,7 +48,7 @@ def of_batch_norm() -> Diagnosis:
 def test_nothing_is_found_in_a_healthy_network(name: str):
     diagnosis = examine(HEALTHY[name]())
     assert not diagnosis.findings, str(diagnosis)
-    assert "Largest" not in diagnosis.summary
+    assert "ffect" not in diagnosis.summary and "epends" not in diagnosis.summary
 
 
 def changed(change, *indices: int):
@@ -125,27 +127,94 @@ def random_for_ever():
     return model
 
 
-class Functional(nn.Module):
-    """Batch norm called as a function, on buffers of the module around it."""
-
-    mean: torch.Tensor
-    var: torch.Tensor
+class Parameters(nn.Module):
+    """Batch norm called as a function, whose averages are parameters of other names."""
 
     def __init__(self, norm: nn.BatchNorm2d) -> None:
         super().__init__()
-        assert norm.running_mean is not None
-        self.register_buffer("mean", norm.running_mean + 1)
-        self.register_buffer("var", norm.running_var)
+        assert norm.running_mean is not None and norm.running_var is not None
+        self.centre = nn.Parameter(norm.running_mean.clone(), requires_grad=False)
+        self.spread = nn.Parameter(norm.running_var.clone(), requires_grad=False)
         self.weight, self.bias = norm.weight, norm.bias
 
     def forward(self, x):
-        return F.batch_norm(x, self.mean, self.var, self.weight, self.bias, self.training)
+        return F.batch_norm(x, self.centre, self.spread, self.weight, self.bias, self.training)
 
 
-def functional():
-    model = trained()
-    model[4] = Functional(model[4])
+class ByGradMode(nn.Module):
+    """Uses and moves batch statistics where gradients are taken, whatever its mode."""
+
+    def __init__(self, norm: nn.BatchNorm2d) -> None:
+        super().__init__()
+        self.mean, self.var = (make(norm.num_features, 1, 1) for make in (torch.zeros, torch.ones))
+        self.affine = nn.Conv2d(norm.num_features, norm.num_features, 1, groups=norm.num_features)
+        self.affine.weight.data = norm.weight.data.view(-1, 1, 1, 1)
+        self.affine.bias = norm.bias
+
+    def forward(self, x):
+        if not torch.is_grad_enabled():
+            return self.affine((x - self.mean) / (self.var + 1e-5).sqrt())
+        mean, var = (
+            x.mean((0, 2, 3)).view(-1, 1, 1),
+            x.var((0, 2, 3), unbiased=False).view(-1, 1, 1),
+        )
+        self.mean = 0.8 * self.mean + 0.2 * mean.detach()
+        self.var = 0.8 * self.var + 0.2 * var.detach()
+        return self.affine((x - mean) / (var + 1e-5).sqrt())
+
+
+class InverseScale(nn.Module):
+    """Keeps 1 / standard deviation, so its evaluation is not that of a variance."""
+
+    scale: torch.Tensor
+
+    def __init__(self, norm: nn.BatchNorm2d) -> None:
+        super().__init__()
+        assert norm.running_var is not None
+        self.centre = nn.Parameter(norm.running_mean.view(-1, 1, 1) + 1, requires_grad=False)
+        self.scale = norm.running_var.rsqrt().view(-1, 1, 1)
+        self.norm = nn.BatchNorm2d(norm.num_features, track_running_stats=False)
+        self.norm.load_state_dict(norm.state_dict(), strict=False)
+
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad():
+                self.centre.lerp_(x.mean((0, 2, 3)).view(-1, 1, 1), 0.1)
+                self.scale = self.scale.lerp(x.std((0, 2, 3)).pow(-1).view(-1, 1, 1), 0.1)
+            return self.norm(x)
+        weight, bias = self.norm.weight.view(-1, 1, 1), self.norm.bias.view(-1, 1, 1)
+        return (x - self.centre) * self.scale * weight + bias
+
+
+def with_norm(change, index: int = 4):
+    """The trained network with another norm at one place."""
+
+    def broken():
+        model = trained()
+        model[index] = change(model[index])
+        return model
+
+    return broken
+
+
+def shifted(norm: nn.BatchNorm2d) -> Parameters:
+    parameters = Parameters(norm)
+    parameters.centre.data += 1
+    return parameters
+
+
+def without_momentum():
+    model = changed(shift)()
+    for norm in norms_of(model):
+        norm.momentum = 0.0
     return model
+
+
+class Centred(nn.Module):
+    """Subtracts the mean of the batch in both modes, and is no norm."""
+
+    def forward(self, x):
+        return x - x.mean(0)
 
 
 class UsedTwice(nn.Module):
@@ -213,16 +282,25 @@ BROKEN = {  # by name: the network, and its findings with their sites
     "initial values": (averaging(1e-4, 32), {"initial_values": ALL}),
     "left in training": (stubborn, {"left_in_training": ("4",)}),
     "handed over so": (half_in_training, {"left_in_training": ("4",)}),
-    "functional": (functional, {"not_analysed": ("4",)}),
+    "averages as parameters": (with_norm(shifted), {"stale_averages": ("4",)}),
+    "averages in attributes": (with_norm(ByGradMode), {"never_updated": ("4",)}),
+    "another kind": (with_norm(InverseScale), {"not_analysed": ("4",)}),
+    "momentum 0": (without_momentum, {"stale_averages": ALL}),
+    "scripted": (lambda: torch.jit.script(changed(shift)()), {"not_analysed": ALL}),
+    "mean of the batch": (
+        lambda: nn.Sequential(trained(), Centred()),
+        {"depends_on_batch": ("1",)},
+    ),
     "used twice": (used_twice, {"used_twice": ("norm",)}),
-    "other in evaluation": (lambda: nn.Sequential(trained(), Scaled()), {"rest": ()}),
+    "other in evaluation": (lambda: nn.Sequential(trained(), Scaled()), {"rest": ("1",)}),
     "random": (random_for_ever, {"varies_in_evaluation": ()}),
-    "without averages": (without_averages, {"without_averages": ALL}),
+    "without averages": (without_averages, {"depends_on_batch": ALL}),
     "poisoned": (poisoned, {"not_finite": ALL}),
     "unknown": (lambda: replaced(partial(Odd, eps=1e-5)), {"not_analysed": ALL}),
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_network_broken_on_purpose_is_told(name: str):
     make, expected = BROKEN[name]
@@ -244,6 +322,48 @@ def test_two_faults_are_told_the_larger_first():
     assert costs == sorted(costs, reverse=True) and len(costs) == 3
     first = diagnosis.findings[0]
     assert f"{first.cost}" in diagnosis.summary
+
+
+def test_frozen_weights_do_not_hide_averages_that_move():
+    model = changed(shift)()
+    model.requires_grad_(False)[9].requires_grad_()
+    as_trained, evaluated = examine(model.train()), examine(model.eval())
+    assert evaluated.to_dict() == as_trained.to_dict() and evaluated.gap.value > 1
+
+
+def test_the_summary_lists_the_terms_beyond_chance_of_either_sign():
+    diagnosis = examine(averaging(1.0, 4)(), batches=batches(4), max_batches=64)
+    terms = [t for t in diagnosis.terms.values() if abs(t.value) > max(0.02, 4 * t.error)]
+    assert len(terms) > 1 and min(t.value for t in terms) < 0
+    assert all(str(term) in diagnosis.summary for term in terms)
+
+
+def test_averages_of_a_large_momentum_are_noisy_and_not_stale():
+    diagnosis = examine(averaging(1.0, 2)(), batches=batches(2), max_batches=64)
+    assert "noisy_averages" in kinds(diagnosis) and "stale_averages" not in kinds(diagnosis)
+
+
+@pytest.mark.parametrize(
+    "make", [without_momentum, partial(network, partial(nn.BatchNorm2d, momentum=0.0))]
+)
+def test_a_momentum_of_0_is_named(make: Any):
+    (finding,) = [one for one in examine(make()).findings if one.term == "averages"]
+    assert "momentum 0" in finding.cause and "set momentum=0.1" in finding.remedy
+
+
+def test_an_evaluation_that_depends_on_the_batch_is_said_with_its_losses():
+    model, pairs = nn.Sequential(trained(), Centred()), batches()[:8]
+    diagnosis = examine(model, batches=pairs)
+    together, one = (
+        sum(F.cross_entropy(model.eval()(x[:k]), y[:k]).item() for x, y in pairs) / 8
+        for k in (32, 1)
+    )
+    assert one == pytest.approx(2.302585)  # one sample less its own mean is 0
+    cause = diagnosis.findings[0].cause
+    assert f"loss 2.3 ± 0 for single samples, {together:.3g}" in cause and cause[1:] in (
+        diagnosis.summary
+    )
+    assert diagnosis.loss_at_size[1].value == pytest.approx(one)
 
 
 # --- The decomposition, where each term is known ----------------------------------------------
@@ -375,6 +495,31 @@ def test_batches_are_pairs_or_mappings():
         assert diagnosis.to_dict()["loss_at_size"] == expected["loss_at_size"]
 
 
+class Holding(nn.Module):
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value, self.model = value, trained()
+
+    def forward(self, x):
+        return self.model(x)
+
+
+class Closed(nn.Module):
+    """Its forward is a function that runs the module it was made with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = model = trained()
+        self.run = lambda x: model(x)
+
+    def forward(self, x):
+        return self.run(x)
+
+
+def vectors():
+    return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+
+
 def test_mistakes_are_said():
     for wrong, part in (
         ({"model": nn.Linear}, "model=<class .*Linear'>: must be an nn.Module"),
@@ -384,7 +529,14 @@ def test_mistakes_are_said():
         ({"loss": nn.CrossEntropyLoss}, r"pass an instance, CrossEntropyLoss\(\)"),
         ({"batches": iter(())}, "batches holds 0"),
         ({"batches": [{"picture": x} for x, _ in batches()]}, "mappings of picture.*takes input"),
-        ({"batches": [(x[:, :, 0], y) for x, y in batches()]}, r"in training mode \(RuntimeError"),
+        ({"batches": [(x[:, :, 0], y) for x, y in batches()]}, r"mode, at 0 \(RuntimeError"),
+        ({"model": nn.Sequential(nn.LazyLinear(1))}, "0.weight has no shape before a first"),
+        ({"model": Holding(threading.Lock())}, "Holding.value cannot be copied .*lock"),
+        ({"model": Closed()}, r"holds its module model, .* uses self\.model"),
+        (
+            {"batches": [(torch.ones(1, 3), torch.zeros(1).long())] * 4, "model": vectors()},
+            "of 1 .* at 1 ",
+        ),
     ):
         with pytest.raises(UserError, match=part):
             examine(**{"model": trained(), **wrong})
@@ -393,9 +545,10 @@ def test_mistakes_are_said():
 # --- What is left behind, and what is said -------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["batch", "left_in_training"])
-def test_the_model_and_all_random_states_come_back_unchanged(kind: str):
-    model = cases.trained("dropout") if kind == "batch" else stubborn().eval()
+@pytest.mark.parametrize("make", [stubborn, with_norm(Parameters), with_norm(ByGradMode)])
+def test_the_model_and_all_random_states_come_back_unchanged(make: Any):
+    model = nn.Sequential(make(), nn.Dropout(0.2))
+    original = copy.deepcopy(model)
     buffers, before = dict(model.named_buffers()), copy.deepcopy(model.state_dict())
     values = [dict(module.__dict__) for module in model.modules()]
     torch.manual_seed(7), np.random.seed(7), random.seed(7)
@@ -408,6 +561,7 @@ def test_the_model_and_all_random_states_come_back_unchanged(kind: str):
     assert torch.equal(drawn[0], again[0]) and (drawn[1] == again[1]).all() and drawn[2] == again[2]
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, before[name], rtol=0, atol=0)
+    assert not unlike(model, original)
     assert all(buffer is buffers[name] for name, buffer in model.named_buffers())
     for was, module in zip(values, model.modules(), strict=True):
         assert was.keys() == vars(module).keys() and was["training"] == module.training

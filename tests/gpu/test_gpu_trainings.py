@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from gpu_cases import NEEDS_GPU, build, in_each_form
 from pytorch_lightning.plugins.precision import MixedPrecision
@@ -16,6 +18,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_cases import (
+    CPU,
     StopAt,
     assert_same_state,
     build_module,
@@ -198,3 +201,20 @@ def test_two_workers_share_a_device(tmp_path: Path, trainer: str):
     assert main(["-m", *words, "workers=2", f"runs_dir={tmp_path}"]) == 0
     results = [read_result(path.parent) for path in tmp_path.rglob("result.json")]
     assert len(results) == 4 and all(result.status == "finished" for result in results)
+
+
+class NotesArithmetic(pl.Callback):
+    def on_train_start(self, trainer, pl_module):  # noqa: ARG002
+        fused = torch.backends.cuda.flash_sdp_enabled()
+        self.seen = torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32, fused
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_GPU)])
+def test_a_trainer_of_ones_own_gets_the_arithmetic_of_a_gpu(tmp_path: Path, device: str):
+    module, notes = build_module(), NotesArithmetic()
+    module.recipe = replace(module.recipe, devices=replace(CPU, accelerator=device))
+    before = torch.backends.cudnn.deterministic
+    options = {"logger": False, "enable_progress_bar": False, "default_root_dir": tmp_path}
+    pl.Trainer(accelerator="gpu", devices=1, max_epochs=1, callbacks=[notes], **options).fit(module)
+    assert notes.seen == (True, False, False)  # matmul_precision=highest
+    assert torch.backends.cudnn.deterministic == before

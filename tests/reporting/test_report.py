@@ -137,9 +137,12 @@ def test_what_is_lost_has_a_row_with_its_reason(capsys):
         cell_of("batch", [0.9, None, 0.1, 0.9], failed=[3]),
         cell_of("group", [0.9, 0.9, 0.92, 0.93]),
     ]
+    for run in cells[1]:
+        run.result.measured.traits["mixes_samples_in_evaluation"] = True
     report = report_of_cells(*cells)
     (lost,) = [table for table in report.tables if table.name == "lost"]
     rows = dict(zip(lost.frame["what"], lost.frame["why"], strict=True))
+    assert rows.pop("evaluated in batches").endswith("metrics are of 128")
     assert rows == {"failed": "CUDA out of memory", "diverged": "", "at chance": ""}
     print_report(report)
     assert "at chance" in capsys.readouterr().out
