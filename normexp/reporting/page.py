@@ -28,9 +28,10 @@ from rich.progress import track
 from normexp.errors import UserError
 from normexp.records.files import write_text
 from normexp.records.layout import list_studies
-from normexp.reporting.figures import Figure, draw_figures, draw_ranking
+from normexp.reporting.compare import ADDED
+from normexp.reporting.figures import Figure, draw_figures
 from normexp.reporting.report import Report, read_report, to_json
-from normexp.reporting.tables import write_tables
+from normexp.reporting.tables import ADDED_NOTE, write_tables
 from normexp.reporting.terminal import open_console, print_report, text_table
 
 PACKAGE = "normexp.reporting"
@@ -148,10 +149,14 @@ def publish_index(runs_dir: Path) -> None:
             page, texts = None, ("", str(error))
         date = time.strftime("%Y-%m-%d %H:%M", time.localtime(latest[name] / 1e9))
         rows.append((page, [name, date if latest[name] else "", *texts]))
+    note = ADDED_NOTE if any(ADDED in texts[-1] for _, texts in rows) else ""
+    title = f"studies in {runs_dir}"
     index = PAGES.get_template("index.html.j2").render(
-        title=f"studies in {runs_dir}", columns=COLUMNS, rows=rows, css=_asset("page.css")
+        title=title, columns=COLUMNS, rows=rows, note=note, css=_asset("page.css")
     )
     open_console().print(text_table(COLUMNS, [texts for _, texts in rows]))
+    if note:
+        print(note)
     try:
         write_text(runs_dir / PAGE, index)
         print(f"index: {runs_dir / PAGE}")
@@ -182,8 +187,7 @@ def _write_files(folder: Path, report: Report, reload_seconds: int | None) -> No
         ranking = next((one for one in report.rankings if one.part is part), None)
         drawn = [] if MISSING else draw_figures(part, ranking)
         sections.append((part, report.tables_of(part), drawn))
-    over = [draw_ranking(report.over_slices, "all")] if report.over_slices and not MISSING else []
-    figures = [*over, *(figure for _, _, drawn in sections for figure in drawn)]
+    figures = [figure for _, _, drawn in sections for figure in drawn]
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
         list(pool.map(lambda figure: _write_figure(folder / "figures", figure), figures))
     shown = {table.name for _, tables, _ in sections for table in tables}
@@ -194,7 +198,6 @@ def _write_files(folder: Path, report: Report, reload_seconds: int | None) -> No
     page = PAGES.get_template("page.html.j2").render(
         report=report,
         sections=sections,
-        over=over,
         missing=MISSING,
         others=others,
         shown_rows=SHOWN_ROWS,
