@@ -6,12 +6,22 @@
     normexp.load_study("STUDY")                  a table of runs
     normexp.load_report("STUDY")                 what their report says: comparisons with verdicts
     normexp.diagnose(model, batches, loss)       why any network evaluates worse than it trains
+    normexp.replace_norms(model, "group", x)     any network with other norms, for your own loop
     normexp.norms.GroupNorm(64, num_groups=8)    a norm; normexp.norms lists all
 
 Importing normexp imports neither torch nor pandas.
 """
 
 from normexp import norms
-from normexp.api import diagnose, load, load_report, load_study, module, run
+from normexp.api import diagnose, load, load_report, load_study, module, replace_norms, run
 
-__all__ = ["diagnose", "load", "load_report", "load_study", "module", "norms", "run"]
+__all__ = [
+    "diagnose",
+    "load",
+    "load_report",
+    "load_study",
+    "module",
+    "norms",
+    "replace_norms",
+    "run",
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +103,7 @@ def load(run_dir: str | Path) -> nn.Module:
     """
     from normexp.cells.finished import load_run
 
-    return load_run(Path(run_dir))
+    return load_run(Path(run_dir).expanduser())
 
 
 def load_study(study: str | Sequence[str], runs_dir: str | Path = "runs") -> pd.DataFrame:
@@ -122,7 +122,7 @@ def load_study(study: str | Sequence[str], runs_dir: str | Path = "runs") -> pd.
 
     names = [study] if isinstance(study, str) else study
     check_value("study", names, OPTIONS["report"]["study"])
-    records = read_studies(Path(runs_dir), names)
+    records = read_studies(Path(runs_dir).expanduser(), names)
     _warn(records.problems)
     return run_frame(records.runs).infer_objects()
 
@@ -155,7 +155,7 @@ def load_report(
     asked = {"metric": metric, "tolerance": tolerance, "reference": reference}
     for key, value in {"study": names, **asked}.items():
         check_value(key, value, OPTIONS["report"][key])
-    report = read_report(Path(runs_dir), names, **asked)
+    report = read_report(Path(runs_dir).expanduser(), names, **asked)
     _warn(report.problems)
     return report
 
@@ -200,6 +200,66 @@ def diagnose(
     from normexp.diagnosis import diagnose
 
     return diagnose(model, batches, loss, max_batches=max_batches, tolerance=tolerance)
+
+
+def replace_norms(
+    model: nn.Module,
+    norm: str,
+    inputs: Any = None,
+    *,
+    norm_batch_size: int | None = None,
+    **knobs: Any,
+) -> nn.Module:
+    """A copy of any network with other norms, for a loop of your own.
+
+        model = torchvision.models.segmentation.fcn_resnet50(weights="DEFAULT")
+        model = normexp.replace_norms(model, "group", images, num_groups=16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)  # of the copy
+
+    A norm is recognised by what it computes: a gain and a shift by channel, after moments over
+    samples, groups of channels or one position. The new one takes its place, layout, device,
+    gain, shift and running moments, and its eps and momentum unless `knobs` set others. What
+    computes more, such as an activation inside its forward, is left as it is. Logged as a warning:
+    what was replaced, what was left and why, and what the new norm has no place for.
+
+    Args:
+        model: any module, which stays as it is.
+        norm: as on the command line: `group`, `my_norm.MyNorm`, or `as_built`, the network's own.
+        inputs: of a small batch, to run the model on: a tensor, a tuple of arguments, or a mapping
+            of keyword arguments. Without them only torch's own classes are replaced.
+        norm_batch_size: samples that share batch statistics in training; None: all of a forward.
+        knobs: of the norm, as `num_groups=16`, and `eps`.
+
+    Raises:
+        normexp.errors.UserError: no norm is recognised, a knob that the norm does not take, or a
+            forward that fails with it.
+    """
+
+    from normexp.batching.copies import copied
+    from normexp.build import norm_factory
+    from normexp.config.compose import compose_config
+    from normexp.config.schema import Count, check_value
+    from normexp.config.words import as_typed
+    from normexp.models import surgery
+    from normexp.models.recognise import recognise
+
+    check_value("norm_batch_size", norm_batch_size, Count | None)
+    typed = {key: as_typed(value) for key, value in knobs.items()}
+    words = [f"{'' if key == 'eps' else 'norm.'}{key}={value}" for key, value in typed.items()]
+    factory = norm_factory(
+        compose_config([f"norm={norm}", *words]), norm_batch_size=norm_batch_size
+    )
+    keywords = inputs if isinstance(inputs, Mapping) else {}
+    args = () if keywords else inputs if isinstance(inputs, tuple) else (inputs,)
+    network = copied(model)
+    recognition = recognise(network, None if inputs is None else args, keywords)
+    if inputs is not None and not factory.keeps_norms:
+        surgery.check_formulas(network, recognition, args, keywords)
+    done = surgery.replace_norms(network, factory, recognition)
+    if inputs is not None:
+        surgery.check_called(network, args, keywords)
+    _warn([f"norm={norm}: {note}" for note in done.notes()])
+    return network
 
 
 def _compose(overrides: Sequence[str]) -> list[CellSpec]:

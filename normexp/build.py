@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import yaml
 from hydra.utils import get_object
-from torch import nn
+from torch import Tensor, nn
 
 from normexp.batching.copies import copied
 from normexp.batching.draws import derive_seed
@@ -20,17 +20,19 @@ from normexp.batching.processes import spans_devices
 from normexp.batching.replicas import suitable_threads
 from normexp.batching.sizes import Sizes
 from normexp.checks.card import Card, measure_card
+from normexp.checks.network import PROBE_SAMPLES
 from normexp.config import identity
 from normexp.config.cells import CellSpec
 from normexp.config.compose import shipped_config, shipped_values
 from normexp.config.schema import Index, check_value
 from normexp.config.target import Target, read_target
 from normexp.config.words import as_typed
-from normexp.data.dataset import Data, limit_train, validate
+from normexp.data.dataset import Data, describe_copies, limit_train, validate
 from normexp.errors import UserError
 from normexp.models import packages
 from normexp.models.common import refuse_misfit
-from normexp.models.surgery import replace_norms
+from normexp.models.recognise import Recognition, recognise
+from normexp.models.surgery import check_formulas, replace_norms
 from normexp.models.weights import Weights, load_fitting, open_weights
 from normexp.norms.adapt import foreign_factory
 from normexp.norms.factory import AsBuilt, NormFactory, is_shipped
@@ -73,7 +75,11 @@ def build_data(values: Mapping[str, Any]) -> Data:
     data = read_target(values, "data").make(Data)
     data = data if order is None else replace(data, order=order)
     validate(data)
-    return data if limit is None else limit_train(data, limit, values.get("split_seed", 0))
+    if limit is not None:
+        data = limit_train(data, limit, values.get("split_seed", 0))
+    for line in describe_copies(data):
+        logger.warning(line)
+    return data
 
 
 def load_data(spec: CellSpec) -> Data:
@@ -112,6 +118,20 @@ def build_norm(
     """
     length = data.input_shape[-1]  # of a text, for a norm that keeps state per position
     available = {"num_training_steps": num_steps, "num_positions": length}
+    return norm_factory(config, available, sizes.norm_batch_size, momentum)
+
+
+def norm_factory(
+    config: Mapping[str, Any],
+    available: Mapping[str, Any] = NO_TRAINING,
+    norm_batch_size: int | None = None,
+    momentum: float | None = None,
+) -> NormFactory:
+    """The factory of `build_norm`, for any network.
+
+    Args:
+        available: arguments from the training, for a norm whose signature names them.
+    """
     target, reserved = norm_target(config["norm"], available, momentum=momentum)
     view = reserved.get("view", "token")
     if view not in ("token", "sequence"):
@@ -143,7 +163,7 @@ def build_norm(
     return NormFactory(
         make_norm,
         view=view,
-        norm_batch_size=sizes.norm_batch_size,
+        norm_batch_size=norm_batch_size,
         slots=resolve({slot: config[slot] for slot in SLOTS}, reserved),
         keeps_norms=keeps_norms,
     )
@@ -203,6 +223,8 @@ class NetworkBuilder:
             replaced.
         classes: names of the classes that `norm` replaces; empty: all recognised norms.
         weights: the weights that every seed starts from.
+        example: arguments of a forward, to recognise the norms that are replaced.
+        recognised: the norms, found in the network of the first seed.
         logged: messages logged so far; networks of other seeds would only repeat them.
     """
 
@@ -211,6 +233,8 @@ class NetworkBuilder:
     takes_norm: bool = False
     classes: Sequence[str] = ()
     weights: Weights | None = None
+    example: tuple[Any, ...] = ()
+    recognised: list[Recognition] = field(default_factory=list)
     logged: set[str] = field(default_factory=set)
 
     def __call__(self, seed: int) -> nn.Module:
@@ -243,7 +267,12 @@ class NetworkBuilder:
         if not self.takes_norm:
             network.register_forward_hook(_take_scores)
         if self.norm and not self.takes_norm:
-            surgery = replace_norms(network, self.norm, tuple(self.classes) or None)
+            if not self.recognised:
+                self.recognised.append(recognise(network, self.example, {}))
+                if not self.norm.keeps_norms:
+                    check_formulas(network, self.recognised[0], self.example, {})
+            only = tuple(self.classes) or None
+            surgery = replace_norms(network, self.norm, self.recognised[0], only)
             for note in surgery.notes():
                 self._say(note)
             load_fitting(network, rest)
@@ -282,7 +311,8 @@ def build_network(values: Mapping[str, Any], norm: NormFactory, data: Data) -> N
         available["num_classes"] = data.num_outputs
         if len(data.input_shape) == 3:
             available |= dict.fromkeys(("in_channels", "in_chans"), data.input_shape[0])
-        return builder(target.filled_in(available), norm, classes=classes or ())
+        filled, example = target.filled_in(available), example_of(data)
+        return builder(filled, norm, classes=classes or (), example=example)
     if classes:
         raise UserError(
             f"model.replace={as_typed(classes)}: this model builds its norms from its argument "
@@ -290,6 +320,19 @@ def build_network(values: Mapping[str, Any], norm: NormFactory, data: Data) -> N
         )
     refuse_misfit(target.call.func, names, data)
     return builder(target.filled_in(available), norm, takes_norm=True)
+
+
+def example_of(data: Data) -> tuple[Tensor, ...]:
+    """Random arguments of a forward on a data set, whose samples may be gone."""
+    shape, draws = (PROBE_SAMPLES, *data.input_shape), torch.Generator().manual_seed(0)
+    if data.vocab_size is None:
+        return (torch.randn(shape, generator=draws),)
+    tokens = torch.randint(data.vocab_size, shape, generator=draws)
+    if data.task == "language_modeling":
+        return (tokens,)
+    is_gone = getattr(data.train, "inputs", tokens).ndim == 1  # see `without_samples`
+    has_mask = is_gone or getattr(data.train, "mask", None) is not None
+    return (tokens, torch.ones_like(tokens, dtype=torch.bool)) if has_mask else (tokens,)
 
 
 def _take_scores(_: nn.Module, __: Any, output: Any) -> Any:
@@ -379,22 +422,23 @@ def logger_targets(values: Mapping[str, Any]) -> dict[str, Target]:
 
 
 def build_loggers(values: Mapping[str, Any], available: Mapping[str, Any]) -> list[Logger]:
-    """New loggers of one run.
+    """New loggers of one run, of which none can end a training.
 
     Args:
         values: of the group `logger`.
         available: names and folders of the run, passed where a signature has an argument of that
             name and the config does not set it.
 
-    Raises:
-        UserError: an error of a logger's own code, or no Lightning logger.
     """
     from pytorch_lightning.loggers import Logger
 
-    return [
-        target.filled_in({**available, "save_dir": f"{available['save_dir']}/{name}"}).make(Logger)
-        for name, target in logger_targets(values).items()
-    ]
+    from normexp.training.trackers import Guarded
+
+    loggers = list[Logger]()
+    for name, target in logger_targets(values).items():
+        target = target.filled_in({**available, "save_dir": f"{available['save_dir']}/{name}"})
+        loggers.append(Guarded(target.key, partial(target.make, Logger)))
+    return loggers
 
 
 def synchronized(values: Mapping[str, Any]) -> bool:

@@ -23,7 +23,7 @@ from normexp.config.schema import (
     unknown_key,
 )
 from normexp.errors import FAILED, INTERRUPTED, USER_MISTAKE, Halted, UserError
-from normexp.records.files import FULL_DISK, is_full_disk
+from normexp.records.files import FULL_DISK, describe, is_full_disk
 from normexp.records.provenance import source_line_of
 
 if TYPE_CHECKING:
@@ -81,21 +81,16 @@ def _run(name: str, words: list[str], act: Callable[[list[str]], int]) -> int:
 
 
 def _explain(error: BaseException) -> tuple[int, str | None]:
-    """The exit code and one line for a mistake, an interruption or a full disk; else None."""
+    """The exit code and one line for a mistake, an interruption or the file system; else None."""
     if isinstance(error, UserError):
         return USER_MISTAKE, str(error)
-    if (
-        isinstance(error, PermissionError | NotADirectoryError | IsADirectoryError)
-        and error.filename is not None
-    ):
-        return USER_MISTAKE, f"{error.filename}: {error.strerror}"
     if isinstance(error, SystemExit):
         line = source_line_of(error)
         return USER_MISTAKE, line and f"your own code ends the program, by sys.exit{line}"
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, str(error) or "interrupted"
     if isinstance(error, OSError):
-        return FAILED, FULL_DISK if is_full_disk(error) else None
+        return (FAILED, FULL_DISK) if is_full_disk(error) else (USER_MISTAKE, describe(error))
     return FAILED, str(error) if isinstance(error, Halted) else None
 
 

@@ -55,7 +55,7 @@ def main(folder: Path = RECORDS) -> None:
 
 
 def draw_panel(part: Slice, title: str) -> Any:
-    """A line per norm with its 95 % band, and a dot per seed."""
+    """A line per norm, a dot per seed, and from four seeds on a 95 % band."""
     rows = [*rows_of(part)]
     is_accuracy = part.metric.unit == "pp"
     words = "test error (%)" if is_accuracy else f"test, {part.metric.unit}"

@@ -164,6 +164,14 @@ def test_the_diagnosis_of_the_guide_prints_its_steps(capsys):
 
 
 @pytest.mark.slow
+def test_the_network_of_the_guide_has_other_norms(caplog: pytest.LogCaptureFixture):
+    section = SECTIONS["Other norms in a loop of your own"]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    exec(code, {})
+    assert "sites in place of 47 BatchNorm2d" in caplog.text
+
+
+@pytest.mark.slow
 def test_the_python_of_the_guide_prints_the_recorded_accuracy(folder: Path, capsys):
     code = re.findall(r"```python\n(.*?)```", PYTHON, flags=re.DOTALL)[0]
     names: dict[str, Any] = {}

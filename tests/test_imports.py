@@ -37,7 +37,7 @@ ENTRIES = {"train", "tune", "evaluate", "check", "status", "report", "complete"}
 ENTRIES |= {"__init__", "__main__"}
 HYDRA_USERS = {"config", "build", "cells", "sweeps", "search", "cli", *ENTRIES}
 # Slow to import or optional: imported inside the functions that use them.
-IMPORTED_WHERE_USED = {"torchvision", "sklearn", "babel", "wandb", "tensorboard", "timm"}
+IMPORTED_WHERE_USED = {"torchvision", "babel", "wandb", "tensorboard", "timm"}
 IMPORTED_WHERE_USED |= {"safetensors"}
 TORCH = {"torch", "pytorch_lightning", "lightning_fabric", "torchvision", "timm", "safetensors"}
 

@@ -28,7 +28,7 @@ from normexp.diagnosis import TERMS, decompose
 from normexp.diagnosis.network import num_batches_of
 from normexp.errors import UserError, first_line
 from normexp.norms.site import load_as_built
-from normexp.records.files import read_json, write_json
+from normexp.records.files import ensure_writable, read_json, write_json
 from normexp.records.layout import (
     CONFIG_FILE,
     EVALUATION_FILE,
@@ -140,6 +140,7 @@ def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
         UserError: no finished cell, changed code or data, or an evaluation that is not possible.
     """
     find_cell(cell_dir)
+    ensure_writable(cell_dir, "run")
     results = finished_results(cell_dir)
     spec = recorded_spec(cell_dir, results[0], options)
     refuse_missing_values(spec.config)

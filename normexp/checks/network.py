@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from normexp.batching.copies import copied
 from normexp.batching.replicas import Batch, model_arguments
@@ -18,7 +19,7 @@ from normexp.checks.probe import Probe, fixed_draws
 from normexp.config.words import one_line
 from normexp.data.dataset import Data
 from normexp.errors import UserError
-from normexp.norms.site import Site, as_maps, input_and_mask, named_sites
+from normexp.norms.site import AsBuiltSite, Site, as_maps, input_and_mask, named_sites
 from normexp.records.provenance import source_line_of
 
 SHOWN_NAMES = 3  # sites that a message spells out
@@ -36,18 +37,34 @@ def probe_batch(data: Data, num_samples: int) -> Batch:
 
 
 class SiteOnMaps(nn.Module):
-    """Adapts a site of any view to (N, C, P) -> (N, C, P)."""
+    """Adapts a site of any view to (N, C, P) -> (N, C, P).
 
-    def __init__(self, site: Site, positions: torch.Size) -> None:
+    Args:
+        positions: their axes in the input of the site.
+        more: its further arguments, if it is a site of a norm as built.
+    """
+
+    def __init__(self, site: Site, positions: torch.Size, more: tuple[Any, ...] = ((), {})) -> None:
         super().__init__()
         self.site = site
         self.positions = positions
+        self.more = more
 
     def forward(self, values: Tensor, mask: Tensor | None = None) -> Tensor:
-        shown = values.transpose(1, 2)
-        if self.site.view == "map":
-            shown = values.unflatten(-1, self.positions) if self.positions else values[..., 0]
+        shown = values.unflatten(-1, self.positions) if self.positions else values[..., 0]
+        if self.site.view != "map":
+            shown = shown.movedim(1, -1)
+        if isinstance(self.site, AsBuiltSite):
+            args, keywords = self.more
+            return as_maps(self.site(shown, *args, **keywords), self.site)
         return as_maps(self.site(shown, mask), self.site)
+
+
+class FirstInput(nn.Module):
+    """y = x, whatever else it is given."""
+
+    def forward(self, *args: Any, **keywords: Any) -> Tensor:
+        return input_and_mask(args, keywords)[0]
 
 
 @dataclass(eq=False)
@@ -113,11 +130,13 @@ def enter_sites(network: nn.Module, batch: Batch) -> list[EnteredSite]:
 
     def enter(name: str, site: Any, args: tuple[Any, ...], kwargs: Any) -> None:
         x, mask = input_and_mask(args, kwargs)
+        named = {name: value for name, value in kwargs.items() if value is not x}
+        more = tree_map_only(Tensor, Tensor.detach, (args[1:], named))
         shapes = [(key, value.shape) for key, value in site.state_dict().items()]
         content = repr((type(site.norm), site, site.training, shapes, x.shape))
         if content not in entered:
-            positions = x.shape[2:] if site.view == "map" else x.shape[1:2]
-            shape, module = as_maps(x, site).shape, SiteOnMaps(site, positions)
+            positions = x.shape[2:] if site.view == "map" else x.shape[1:-1]
+            shape, module = as_maps(x, site).shape, SiteOnMaps(site, positions, more)
             entered[content] = EnteredSite([], module, shape, mask, not site.training)
         entered[content].names.append(name)
         inside.append(name)
@@ -201,7 +220,7 @@ class BuiltNetwork:
         """The network with identities as norms, whose faults are those of the model."""
         bare = copied(self.network)
         for _, site in named_sites(bare):
-            site.norm, site.takes_mask = nn.Identity(), False
+            site.norm, site.takes_mask = FirstInput(), False
         return replace(self, network=bare)
 
 

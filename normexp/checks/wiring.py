@@ -125,8 +125,7 @@ def warn_of_other_norms(network: BuiltNetwork) -> None:
     if others:
         logger.warning(
             "the model has norms that `norm` does not replace: %s; build them with the argument "
-            "`norm`, or name their classes in model.replace; otherwise they stay the same for "
-            "every norm that you compare",
+            "`norm`, else they stay the same for every norm that you compare",
             name_some(others),
         )
 

@@ -6,18 +6,27 @@ are then set, and every key is checked to be one that something reads.
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.core.singleton import Singleton
+from hydra.core.utils import JobRuntime
 from hydra.errors import HydraException, MissingConfigException
+from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -40,6 +49,15 @@ from normexp.records.provenance import why_missing
 # Hydra 1.3 warns without a version_base, 1.4 warns about one.
 VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
 DEFAULT_SCHEDULE = {"schedule": "cosine", "warmup": 0.1}  # of an optimizer that has none
+# Keys of Hydra's own that may be typed: those of launchers and their jobs.
+READ_OF_HYDRA = r"(/|\.)(launcher|searchpath|mode|job\.(name|env_))"
+OTHERS_OF_HYDRA = {  # what does instead what another one would do in a Hydra app
+    "sweeper": "name several values as a,b with -m, or search with python -m normexp.tune",
+    "dir": "changes nothing here; study=NAME and runs_dir=FOLDER say where results go",
+    "verbose": "changes nothing here; messages go to stderr, and to run.log while a run trains",
+    "logging": "changes nothing here; messages go to stderr, and to run.log while a run trains",
+}
+STATES = (ConfigStore, GlobalHydra, HydraConfig, JobRuntime, VersionBase)  # of a Hydra app
 BUDGETS = ("epochs", "steps", "samples")
 FEW = 12  # most choices that a message lists
 
@@ -78,6 +96,9 @@ def compose_cell(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
             choice = f"{group}={choices[group]}" if choices.get(group) else ""
             raise unknown_key(key, known, choice)
         OmegaConf.update(config, key, one.value(), merge=False, force_add=True)
+    for key in ("runs_dir", "data_dir"):
+        if isinstance(config[key], str):
+            config[key] = os.path.expanduser(config[key])
     try:
         plain: Any = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
@@ -118,7 +139,7 @@ def refuse_missing(config: Mapping[str, Any]) -> None:
                 raise UserError(f"{group}._target_={part['_target_']}: {reason}")
     for name in ("wandb", "tensorboard", "mlflow"):
         if name in config["logger"] and find_spec(name) is None:
-            raise UserError(f"logger={name} needs a package; pip install 'normexp[{name}]'")
+            raise UserError(f"logger={name} needs its package; pip install {name}")
 
 
 def refuse_missing_values(tree: Mapping[str, Any], prefix: str = "") -> None:
@@ -143,10 +164,15 @@ def parse_overrides(words: Sequence[str]) -> list[Override]:
 @lru_cache(maxsize=1024)  # the points of a grid share most words
 def _parse(word: str) -> list[Override]:
     key, equals, value = word.partition("=")
-    if not key or not equals or key.startswith(("~", "hydra.sweeper.params")):
+    if not key or not equals or key.startswith("~"):
         raise UserError(f"{word!r} is not key=value, as in norm=group or batch_size=8")
+    hydra_key = key.lstrip("+").removeprefix("hydra")
+    if hydra_key != key.lstrip("+") and not re.match(READ_OF_HYDRA, hydra_key):
+        reasons = [reason for part, reason in OTHERS_OF_HYDRA.items() if part in hydra_key]
+        raise UserError(f"{word}: {[*reasons, 'changes nothing here; --help lists the keys'][0]}")
     is_path = key in CUSTOM_GROUPS and re.fullmatch(r"[^\W\d]\w*(\.\w+)+", value)
-    given = [f"{key}=custom", f"{key}._target_={value}"] if is_path else [name_as_text(word)]
+    text = f"{key}={json.dumps(value)}" if value.startswith("~") else name_as_text(word)
+    given = [f"{key}=custom", f"{key}._target_={value}"] if is_path else [text]
     try:
         return OverridesParser.create().parse_overrides(given)
     except HydraException:
@@ -173,15 +199,14 @@ def compose_choices(parsed: Sequence[Override]) -> dict[str, Any]:
     return composed(tuple(str(one.input_line) for one in chosen))
 
 
-_composing = threading.Lock()  # Hydra has one state for all threads
+_composing = threading.RLock()  # Hydra has one state for all threads
 
 
 @lru_cache(maxsize=64)
 def composed(words: tuple[str, ...]) -> dict[str, Any]:
     """What Hydra composes of these words; cached until a command has YAMLs of the user's."""
-    register_custom()
     try:
-        with _composing, hydra.initialize_config_dir(str(conf_dir()), **VERSION_BASE):
+        with own_hydra(), hydra.initialize_config_dir(str(conf_dir()), **VERSION_BASE):
             config = hydra.compose("config", [*words], return_hydra_config=True)
     except MissingConfigException as error:
         raise _no_such_choice(error) from error
@@ -205,7 +230,7 @@ def _explain(error: Exception) -> UserError:
 def _no_such_choice(error: MissingConfigException) -> UserError:
     group, _, name = str(error.missing_cfg_file).partition("/")
     if group not in GROUPS:
-        extras = "; for a launcher, pip install 'normexp[ray]' or 'normexp[slurm]'"
+        extras = "; for a launcher, pip install -e '.[ray]' or '.[slurm]'"
         return UserError(f"{error.missing_cfg_file}: no such config{extras}")
     choices = sorted({*group_choices(group), *(error.options or ())} - {"claims"})
     few = f"it takes {', '.join(choices)}" if len(choices) <= FEW else "--help lists all"
@@ -213,9 +238,31 @@ def _no_such_choice(error: MissingConfigException) -> UserError:
     return UserError(f"{group}={name}: no such {group}; {hint}")
 
 
-@lru_cache(maxsize=1)
-def register_custom() -> None:
-    """Makes `<group>=custom` a choice that takes any knob: `norm=custom norm._target_=my.Norm`.
+@contextmanager
+def own_hydra() -> Iterator[None]:
+    """Hydra as it is in a process of our own, with the choices `<group>=custom`.
+
+    An app that calls normexp may be a Hydra app: its state and its configs are neither read nor
+    changed. Those of plugins stay.
+    """
+    Plugins.instance()  # which adds their configs, once in a process
+    with _composing:
+        theirs = Singleton._instances
+        Singleton._instances = {kind: one for kind, one in theirs.items() if kind not in STATES}
+        try:
+            store = ConfigStore.instance()
+            store.repo["hydra"] = theirs[ConfigStore].repo["hydra"]  # type: ignore[attr-defined]
+            for group, node in custom_choices().items():
+                package = "logger.custom" if group == "logger" else None
+                content = DictConfig(node, flags={"struct": False})
+                store.store("custom", content, group, package, provider="normexp")
+            yield
+        finally:
+            Singleton._instances = theirs
+
+
+def custom_choices() -> dict[str, dict[str, Any]]:
+    """What `<group>=custom` means: any knob, as in `norm=custom norm._target_=my.Norm`.
 
     A YAML file could not do this, since Hydra refuses unknown keys in configs from files.
     The guides in conf/ say what each target is called with.
@@ -223,11 +270,8 @@ def register_custom() -> None:
     own = {"_target_": MISSING}
     optim = {"default_lr": None, "weight_decay": 0.0, "decay_norm": False, **DEFAULT_SCHEDULE}
     nodes: dict[str, Any] = {group: own | {"_partial_": True} for group in CUSTOM_GROUPS}
-    nodes |= {"data": own, "callback": {}, "optim": nodes["optim"] | optim, "logger": own}
-    for group, node in nodes.items():
-        package = "logger.custom" if group == "logger" else None
-        content = DictConfig(node, flags={"struct": False})
-        ConfigStore.instance().store("custom", content, group, package, provider="normexp")
+    optim = nodes["optim"] | optim
+    return nodes | {"data": own, "callback": {}, "optim": optim, "logger": own}
 
 
 # --- The shipped YAMLs ----------------------------------------------------------------------------

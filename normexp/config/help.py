@@ -51,7 +51,7 @@ normexp.benchmark trains a norm by frozen rules, and says where it stands among 
   python -m normexp.benchmark                  the table: ranking and claims; trains nothing
   python -m normexp.benchmark norm=custom norm._target_=my_package.MyNorm
   python -m normexp.benchmark norm=custom norm._target_=my_package.MyNorm dry_run=true    its cost
-Needs pip install 'normexp[mnist]'. The same line again resumes. Rates, sizes, seeds and budgets are
+Needs pip install -e '.[mnist]'. The same line again resumes. Rates, sizes, seeds and budgets are
 those of conf/experiment/benchmark1. A study of your own as the reference: python -m
 normexp.records.archive runs/benchmark1 mine.zip, then reference=mine.zip.
 """,

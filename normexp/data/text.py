@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import platform
 from pathlib import Path
@@ -14,10 +15,13 @@ from normexp.data.dataset import Data, Windows
 from normexp.data.sources import downloading, refuse_beyond_memory
 from normexp.errors import UserError
 
+log = logging.getLogger(__name__)
+
 SHAKESPEARE_URL = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 )
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+MOST_NAMED = 8  # symbols in a message
 BYTES_PER_CHARACTER = 24  # at the peak: text, code points, tokens and their copies
 
 
@@ -34,7 +38,7 @@ def load_shakespeare(
     *, data_dir: str, block_size: int, val_fraction: float, test_fraction: float
 ) -> Data:
     """Tiny Shakespeare, 1,115,394 characters, downloaded once and verified. Karpathy 2015."""
-    path = Path(data_dir) / "tinyshakespeare.txt"
+    path = Path(data_dir).expanduser() / "tinyshakespeare.txt"
     if not path.is_file():
         with downloading("shakespeare", path):
             torch.hub.download_url_to_file(
@@ -52,16 +56,17 @@ def load_shakespeare(
 def load_text_file(
     *, path: str, block_size: int, val_fraction: float, test_fraction: float
 ) -> Data:
-    """A UTF-8 text file of the user.
+    """A UTF-8 text file of the user, without a byte order mark, and with lines that end in \\n.
 
     Raises:
         UserError: the file is missing, not UTF-8, too short or larger than memory.
     """
     name = f"data.path={path}"
     try:
-        num_bytes = Path(path).stat().st_size * BYTES_PER_CHARACTER
+        file = Path(path).expanduser()
+        num_bytes = file.stat().st_size * BYTES_PER_CHARACTER
         refuse_beyond_memory(name, num_bytes, "try a part of the file")
-        text = Path(path).read_bytes().decode()
+        text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise UserError(
@@ -95,6 +100,9 @@ def build_text_data(
     parts = {"train": slice(first_val), "val": slice(first_val, first_test)}
     parts["test"] = slice(first_test, None)
     train, val, test = (Windows(tokens[part], block_size) for part in parts.values())
+    if unseen := sorted(set(text[parts["test"]]) - set(text[parts["train"]])):
+        shown = " ".join(map(ascii, unseen[:MOST_NAMED])) + " ..." * (len(unseen) > MOST_NAMED)
+        log.warning("data=%s: test has %d symbols that train lacks: %s", name, len(unseen), shown)
     return Data(
         name=name,
         task="language_modeling",

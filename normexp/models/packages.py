@@ -202,7 +202,7 @@ def build_timm_model(
 def import_timm(name: str) -> ModuleType:
     """The package timm, if it has the model `name`; else UserError names the nearest ones."""
     if find_spec("timm") is None:
-        raise UserError("model=timm needs the package timm; pip install 'normexp[timm]'")
+        raise UserError("model=timm needs the package timm; pip install -e '.[timm]'")
     import timm
 
     if not timm.is_model(name):

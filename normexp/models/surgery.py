@@ -1,14 +1,7 @@
-"""Replaces the norm modules of a network that was built without a norm factory by sites.
-
-torch's norms are recognised by type, others by `norm` in the class name and by their tensors:
-vectors of one length, named as in `NAMES`. The layout of these is found by running them on inputs.
-A module with an activation inside its formula, such as EvoNorm, has further parameters and is not
-recognised; one that holds an activation as a submodule, such as timm's BatchNormAct2d, is.
-"""
+"""Puts sites in place of the norms of a network that was built without a norm factory."""
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,133 +9,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
+from normexp.batching.copies import copied
 from normexp.errors import UserError
+from normexp.models.formula import EQUALS, DescribedNorm, Norm, Values, is_close
+from normexp.models.recognise import Left, Recognition, run_network, values_of
 from normexp.models.weights import MAX_NAMES, shorten
-from normexp.norms.adapt import EPS_NAMES, FEATURE_NAMES, find_layout
 from normexp.norms.contract import HasRamp
 from normexp.norms.factory import NormFactory
-from normexp.norms.site import Site, modules_outside_sites
+from normexp.norms.site import Site, named_sites
 
-CHANNELS_FIRST = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm),
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-)
-CHANNELS_LAST = (nn.LayerNorm, nn.RMSNorm)  # subclasses may differ
-# Norms in name only: they make channels compete, and keep the scale of their input.
-NOT_REPLACED = ("GlobalResponseNorm", "LocalResponseNorm")
-# Classes of transformers that multiply by 1 + weight.
-ADD_ONE = (
-    *("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "T5GemmaRMSNorm", "VaultGemmaRMSNorm"),
-    *("RecurrentGemmaRMSNorm", "Qwen3NextRMSNorm", "NemotronLayerNorm1P"),
-)
+FLOAT_EQUALS = 1e-3  # of the outputs, of a network that runs in float32 alone
+# The tensors of a new norm by role, and their initial values.
 COUNT = "num_batches_tracked"
-# The tensors of a norm by role: the names that libraries give them, and their initial values.
-NAMES = {
-    "weight": ("weight", "gamma", "scale", "gain", "g"),
-    "bias": ("bias", "beta", "shift", "b"),
-    "running_mean": ("running_mean",),
-    "running_var": ("running_var",),
-    COUNT: (COUNT,),
-}
 STARTS = {"weight": 1, "bias": 0, "running_mean": 0, "running_var": 1, COUNT: 0}
-ROLES = {name: role for role, names in NAMES.items() for name in names}
-KEPT = ("drop", "act")  # submodules of norms that hold their activation, in the order of timm
 
 
-@dataclass(frozen=True)
-class ForeignNorm:
-    """A norm module of the original network.
-
-    Attributes:
-        is_last: its channels are the last axis.
-        settings: those of eps, momentum and affine that it has.
-    """
-
-    module: nn.Module
-    num_features: int
-    is_last: bool
-    settings: dict[str, Any]
-
-    @property
-    def kept(self) -> dict[str, nn.Module]:
-        """Its dropout and activation, by name."""
-        return {name: child for name, child in self.module.named_children() if name in KEPT}
-
-    def values(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yields (role, own name, value) of weight, bias and running statistics.
-
-        The weight is the factor on the normalized input.
-        """
-        for name, value in _own_tensors(self.module).items():
-            if (role := ROLES.get(name)) is not None:
-                added = role == "weight" and type(self.module).__name__ in ADD_ONE
-                yield role, name, value + 1 if added else value
-
-
-def recognise(module: nn.Module) -> ForeignNorm | str | None:
-    """Describes a module that is a norm; a reason if it resembles one; None for any other."""
-    name = type(module).__name__
-    if not isinstance(module, (*CHANNELS_FIRST, *CHANNELS_LAST)):
-        if "norm" not in name.lower() or name.startswith("_"):  # torch's weight norms
-            return None
-        if name in NOT_REPLACED:
-            return "it keeps the scale of its input"
-        if further := [key for key in _own_tensors(module) if key not in ROLES]:
-            return f"its {further[0]} is neither a weight nor a running statistic"
-    if children := [key for key, _ in module.named_children() if key not in KEPT]:
-        # Without tensors of its own it is a block, whose norms are inside.
-        return f"it holds {children[0]}" if _own_tensors(module) else None
-    return describe(module)
-
-
-def describe(module: nn.Module) -> ForeignNorm | str:
-    """Describes a module as a norm, whatever its name; a reason if that is impossible."""
-    num_features = _count_features(module)
-    if isinstance(num_features, str):
-        return num_features
-    is_last = type(module) in CHANNELS_LAST
-    if not is_last and not isinstance(module, CHANNELS_FIRST):
-        target = type(module).__name__
-        try:
-            layout = find_layout(lambda _: copy.deepcopy(module).cpu(), num_features, target=target)
-        except UserError as error:
-            return str(error).removeprefix(f"norm._target_={target} ").partition("; norm.layout")[0]
-        is_last = layout.channels_last
-    settings: dict[str, Any] = {
-        "affine": any(ROLES.get(name) == "weight" for name in _own_tensors(module))
-    }
-    eps = next((vars(module)[name] for name in EPS_NAMES if name in vars(module)), None)
-    if isinstance(module, nn.RMSNorm) and eps is None:
-        eps = torch.finfo(torch.float32).eps
-    if isinstance(eps, float | int):
-        settings["eps"] = float(eps)
-    if "momentum" in vars(module):
-        settings["momentum"] = module.momentum
-    return ForeignNorm(module, num_features, is_last, settings)
-
-
-def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, without those of submodules."""
-    return {
-        **dict(module.named_parameters(recurse=False)),
-        **dict(module.named_buffers(recurse=False)),
-    }
-
-
-def _count_features(module: nn.Module) -> int | str:
-    """The number of channels, or the reason why it is unknown."""
-    tensors = [value for value in _own_tensors(module).values() if value.ndim]
-    sizes = {value.numel() for value in tensors}
-    named = [getattr(module, name, None) for name in FEATURE_NAMES] if not sizes else []
-    several = [n for n in named if isinstance(n, tuple) and len(n) > 1]
-    if several or len(sizes) > 1 or any(value.ndim > 1 for value in tensors):
-        return "it normalizes several axes; a site normalizes one axis of channels"
-    known = [*sizes, *(n[0] if isinstance(n, tuple) else n for n in named)]
-    return next((n for n in known if isinstance(n, int)), "its number of channels is not known")
-
-
-class SiteWithActivation(nn.Sequential):
+class SiteWithTail(nn.Sequential):
     """A site, then the old norm's dropout and activation, under the names that they had."""
 
     adds_level = "site"
@@ -154,12 +38,12 @@ class Surgery:
 
     Attributes:
         classes: the class of the old norm, by site.
-        left: classes that may be norms but were left alone, with the reason.
+        left: what may be norms but was left alone, by path.
         lost: old tensors that training had changed, and that have no place in the new norm.
         keeps_norms: the old norms are inside of the sites.
     """
 
-    left: dict[str, str]
+    left: Mapping[str, Left]
     keeps_norms: bool
     classes: dict[str, str] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
@@ -173,102 +57,187 @@ class Surgery:
         if len(names) > MAX_NAMES:
             where = f"first {names[0]}, last {names[-1]}"
         place = "around" if self.keeps_norms else "in place of"
-        yield f"{len(names)} sites {place} {classes}: {where}"
-        if self.left:
-            left = ", ".join(f"{name} ({why})" for name, why in self.left.items())
-            yield f"left alone: {left}; model.replace=[Class] names all classes to replace"
+        if names:
+            yield f"{len(names)} sites {place} {classes}: {where}"
+        if left := describe_left(self.left):
+            yield f"left alone: {left}"
         if self.lost:
             yield f"the new norm has no place for {shorten(self.lost)}"
 
 
+def describe_left(left: Mapping[str, Left]) -> str:
+    """`1 FilmNorm (it is called with a second input)`, of what resembles a norm."""
+    counts = Counter((one.class_name, one.reason) for one in left.values() if one.resembles)
+    return ", ".join(f"{number} {name} ({why})" for (name, why), number in counts.items())
+
+
 def replace_norms(
-    network: nn.Module, factory: NormFactory, only: Sequence[str] | None = None
+    network: nn.Module,
+    factory: NormFactory,
+    recognition: Recognition,
+    only: Sequence[str] | None = None,
 ) -> Surgery:
     """Puts a site in place of every norm of `network`, in the layout of the old norm.
 
     Submodules keep their names and order. A norm that is used in several places becomes one site.
-    Eps, momentum and affine of the old norm go to the factory; its weight, bias and running
-    statistics go to the new norm where that has a tensor of the same role and shape.
+    Eps, momentum and affine of the old norm go to the factory; its gain, shift and running
+    moments go to the new norm where that has a tensor of the same role and shape. A factory that
+    keeps norms gets sites around them, and around what was left alone and is called like a norm.
 
     Args:
-        only: names of the classes to replace; None for all norms that are recognised.
+        only: names of the classes to replace; None for all norms.
 
     Raises:
-        UserError: no norm, or no module of a class in `only`.
+        UserError: no norm, or no norm of a class in `only`.
     """
-    norms, left = _find_norms(network, only)
-    surgery = Surgery(left, factory.keeps_norms)
+    modules = dict(network.named_modules())
+    classes = {path: type(module).__name__ for path, module in modules.items()}
+    chosen = {p for p, name in classes.items() if only is None or name in only}
+    norms = {p: norm for p, norm in recognition.norms.items() if p in chosen}
+    kept = set[str]()
+    if factory.keeps_norms:
+        kept = {p for p, one in recognition.left.items() if one.resembles and one.is_called}
+        kept &= chosen
+    found = {classes[p] for p in norms.keys() | kept}
+    if not found or set(only or ()) - found:
+        raise UserError(_why_nothing(network, recognition, found, only))
+    left = {p: one for p, one in recognition.left.items() if p not in kept}
+    surgery = Surgery(left if only is None else {}, factory.keeps_norms)
     new: dict[nn.Module, nn.Module] = {}
-    for name, old in list(network.named_modules(remove_duplicate=False)):
-        if old in norms and old not in new:
-            norm = norms[old]
-            kept = norm.kept
-            site, lost = _site_for(norm, factory)
-            new[old] = SiteWithActivation() if kept else site
-            for child, module in {"site": site, **kept}.items() if kept else ():
-                new[old].add_module(child, module)
-            surgery.classes[name] = type(old).__name__
-            surgery.lost += [f"{name}.{own}" for own in lost]
-        if old in new:
-            network.set_submodule(name, new[old])
+    for path in [path for path in modules if path in norms or path in kept]:
+        old, norm = modules[path], norms.get(path)
+        surgery.classes[path] = classes[path]
+        if factory.keeps_norms:
+            new[old] = factory.around(old, is_last=norm is not None and norm.formula.is_last)
+            continue
+        assert norm is not None
+        site, lost = _site_for(old, norm, factory)
+        new[old] = SiteWithTail() if norm.tail else site
+        _like(old, network, site)
+        for child, module in {"site": site, **_tail_of(old, norm)}.items() if norm.tail else ():
+            new[old].add_module(child, module)
+        surgery.lost += [f"{path}.{role}" for role in lost]
+    for path, module in list(network.named_modules(remove_duplicate=False)):
+        if module in new:
+            network.set_submodule(path, new[module])
     for module in network.modules():
         if hasattr(module, "inplace"):  # a norm may need its output for its gradient
             setattr(module, "inplace", False)  # noqa: B010 (nn.Module is typed to hold no bool)
-        if isinstance(module, nn.TransformerEncoderLayer):
+        if isinstance(module, nn.TransformerEncoderLayer) and not factory.keeps_norms:
             module.activation_relu_or_gelu = 0  # else its fast path reads the weights of LayerNorm
     return surgery
 
 
-def _site_for(norm: ForeignNorm, factory: NormFactory) -> tuple[Site, list[str]]:
-    """A site with a new norm, or around the old one; and the old tensors that have no place."""
-    if factory.keeps_norms:
-        for child in norm.kept:  # they follow the site
-            setattr(norm.module, child, nn.Identity())
-        return factory.around(norm.module, is_last=norm.is_last), []
-    build = factory.tokens if norm.is_last else factory
-    site = build(norm.num_features, **norm.settings)
-    return site, _carry_over(norm, site)
+def check_formulas(
+    network: nn.Module,
+    recognition: Recognition,
+    args: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+) -> None:
+    """Puts the formulas that were recognised in place of the norms that are not torch's own.
+
+    Raises:
+        UserError: the outputs are not the same, in either mode.
+    """
+    measured = {path: norm for path, norm in recognition.norms.items() if norm.call is not None}
+    if not measured:
+        return
+    described = copied(network)
+    twins = {}
+    for path, norm in measured.items():
+        old = network.get_submodule(path)
+        twins[old] = _like(old, network, DescribedNorm(norm, values_of(old, norm), old))
+    for path, old in list(network.named_modules(remove_duplicate=False)):
+        if old in twins:
+            described.set_submodule(path, twins[old])
+    for training in (False, True):
+        pair = (copied(one).train(training) for one in (network, described))
+        expected, out = (_outputs(one, args, keywords) for one in pair)
+        tolerance = EQUALS if out.dtype == torch.double else FLOAT_EQUALS
+        if expected.shape != out.shape or not is_close(expected, out, tolerance):
+            mode = "training" if training else "evaluation"
+            raise UserError(
+                f"with its own norms put in anew the network has other outputs in {mode}, so what "
+                "it does with them is not known well enough to replace them; use norm=as_built"
+            )
 
 
-def _find_norms(
-    network: nn.Module, only: Sequence[str] | None
-) -> tuple[dict[nn.Module, ForeignNorm], dict[str, str]]:
-    """The norms to replace, and why other classes are left alone, by class name."""
-    norms: dict[nn.Module, ForeignNorm] = {}
-    left: dict[str, str] = {}
-    for module in modules_outside_sites(network):
-        name, norm = type(module).__name__, None
-        if only is None:
-            norm = recognise(module)
-        elif name in only:
-            norm = describe(module)
-            if isinstance(norm, str):
-                raise UserError(f"model.replace=[{name}]: {norm}")
-        if isinstance(norm, ForeignNorm):
-            norms[module] = norm
-        elif norm is not None:
-            left[name] = norm
-    missing = sorted(set(only or ()) - {type(module).__name__ for module in norms})
-    if missing or not norms:
-        raise UserError(_why_nothing(network, missing, left))
-    return norms, left
+def check_called(network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+    """Runs a network in both modes. Raises UserError if that fails, or enters not every site."""
+    network = copied(network)
+    entered: list[str] = []
+    sites = dict(named_sites(network))
+    for name, site in sites.items():
+        site.register_forward_pre_hook(lambda *_, name=name: entered.append(name))
+        site.register_forward_hook(lambda *_: entered.append(""))
+    for training in (True, False):
+        try:
+            run_network(network.train(training), args, keywords)
+        except UserError as error:
+            where = f"norm at {entered[-1]}: " if entered and entered[-1] else ""
+            raise UserError(f"{where}{error}") from error
+    if idle := sorted(sites.keys() - set(entered)):
+        raise UserError(f"the new norm at {shorten(idle)} is never called; use norm=as_built")
 
 
-def _why_nothing(network: nn.Module, missing: Sequence[str], left: Mapping[str, str]) -> str:
+def _outputs(network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Tensor:
+    """All floating-point outputs in a row, in float64 if the network takes it."""
+
+    def widen(value: Any) -> Any:
+        is_real = isinstance(value, Tensor) and value.is_floating_point()
+        return value.double() if is_real else value
+
+    wide_args, wide_keywords = tree_map(widen, (args, dict(keywords)))
+    try:
+        output = run_network(copied(network).double(), wide_args, wide_keywords)
+    except UserError:
+        output = run_network(network, args, keywords)
+    values = [v for v in tree_leaves(output) if isinstance(v, Tensor) and v.is_floating_point()]
+    return torch.cat([value.flatten() for value in values])
+
+
+def _site_for(old: nn.Module, norm: Norm, factory: NormFactory) -> tuple[Site, list[str]]:
+    """A site with a new norm, and the roles of old tensors that have no place there."""
+    build = factory.tokens if norm.formula.is_last else factory
+    site = build(norm.num_features, **norm.settings).train(old.training)
+    return site, _carry_over(values_of(old, norm), site)
+
+
+def _like(old: nn.Module, network: nn.Module, new: nn.Module) -> nn.Module:
+    """The new module on the device, and in the precision, of the old one or else its network."""
+    tensors = (*old.parameters(), *old.buffers(), *network.parameters(), torch.ones(()))
+    first = next(tensor for tensor in tensors if tensor.is_floating_point())
+    return new.to(first.device, first.dtype)
+
+
+def _tail_of(old: nn.Module, norm: Norm) -> dict[str, nn.Module]:
+    return {name: old.get_submodule(name) for name in norm.tail}
+
+
+def _why_nothing(
+    network: nn.Module,
+    recognition: Recognition,
+    found: set[str],
+    only: Sequence[str] | None,
+) -> str:
     leaves = Counter(type(m).__name__ for m in network.modules() if not any(m.children()))
     has = ", ".join(f"{count} {name}" for name, count in leaves.most_common(8))
-    if missing:
-        return f"model.replace: the network has no {missing[0]}; it has {has}"
-    why = "".join(f", and {name} is left alone: {reason}" for name, reason in left.items())
+    for name in sorted(set(only or ()) - found):
+        reasons = [one.reason for one in recognition.left.values() if one.class_name == name]
+        if reasons:
+            return f"model.replace=[{name}]: {reasons[0]}"
+        return f"model.replace: the network has no {name}; it has {has}"
+    left = describe_left(recognition.left)
+    why = f"; left alone: {left}" if left else ""
     return (
-        f"the network has no norm that is recognised (it has {has}{why}); name the classes of its "
-        "norms, as model.replace=[MyNorm], or build them from an argument `norm`"
+        f"the network has no norm that is recognised (it has {has}{why}); build its norms from an "
+        "argument `norm`"
     )
 
 
 @torch.no_grad()
-def _carry_over(old: ForeignNorm, site: Site) -> list[str]:
-    """Copies weight, bias and running statistics; returns trained tensors that have no place.
+def _carry_over(old: Values, site: Site) -> list[str]:
+    """Copies gain, shift and running moments; returns the roles of those that have no place.
 
     A weight is copied only to one that starts at one, a bias only to one that starts at zero. A
     norm with a warm-up or ramp keeps its own count of batches, which must start at 0.
@@ -277,16 +246,18 @@ def _carry_over(old: ForeignNorm, site: Site) -> list[str]:
     if isinstance(site.norm, HasRamp):
         tensors.pop(COUNT, None)
     lost = []
-    for role, own, value in old.values():
+    for (role, start), value in zip(STARTS.items(), old, strict=True):
+        if value is None:
+            continue
         fitting = [
             tensor
             for name, tensor in tensors.items()
             if name.rpartition(".")[2] == role
             and tensor.shape == value.shape
-            and (role not in ("weight", "bias") or bool((tensor == STARTS[role]).all()))
+            and (role not in ("weight", "bias") or bool((tensor == start).all()))
         ]
         if len(fitting) == 1:
             fitting[0].copy_(value)
-        elif role != COUNT and bool((value != STARTS[role]).any()):
-            lost.append(own)
+        elif role != COUNT and bool(((value - start).abs() > EQUALS).any()):
+            lost.append(role)
     return lost

@@ -104,7 +104,7 @@ def open_weights(name: str, download: Download | None) -> Weights:
         download: returns the identity of the named weights and a function that reads them; raises
             UserError for an unknown name. None: the model has no named weights.
     """
-    path = Path(name)
+    path = Path(name).expanduser()
     if path.is_file():
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]

@@ -68,6 +68,12 @@ def foreign_factory(
     def norm(num_features: int) -> nn.Module:
         nonlocal found
         if found is None:
+            needed = [name for name in _required_by_forward(build(num_features)) if name != "mask"]
+            if needed:
+                raise UserError(
+                    f"norm._target_={target}: its forward needs {needed[0]} besides x; a norm "
+                    "receives x, and mask if it has one: give it a default"
+                )
             found = find_layout(build, num_features, target=target, layout=layout)
             logger.info("norm._target_=%s takes %s", target, found)
         return found.present(build(num_features))
@@ -135,6 +141,12 @@ def _free_arguments(make: Callable[..., Any]) -> list[inspect.Parameter]:
     return [p for name, p in parameters.items() if name not in bound]
 
 
+def _required_by_forward(norm: nn.Module) -> list[str]:
+    """The arguments of its forward besides x that have no default."""
+    parameters = list(inspect.signature(norm.forward).parameters.values())[1:]
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in VARIADIC]
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where a norm expects its channels, and which numbers of dimensions it accepts."""
@@ -149,7 +161,14 @@ class Layout:
     def present(self, norm: nn.Module) -> nn.Module:
         """Returns `norm` as (N, C, *) -> (N, C, *), wrapped only if necessary."""
         fits = not self.channels_last and self.num_dims == PROBED_DIMS
-        return norm if fits else LayoutAdapter(norm, self)
+        return (
+            norm if fits and "mask" not in _required_by_forward(norm) else LayoutAdapter(norm, self)
+        )
+
+    def mask(self, x: Tensor) -> Tensor:
+        """A mask for x in this layout, true everywhere."""
+        one = x.select(-1 if self.channels_last else 1, 0)
+        return torch.ones_like(one, dtype=torch.bool)
 
 
 class LayoutAdapter(nn.Module):
@@ -165,6 +184,7 @@ class LayoutAdapter(nn.Module):
         super().__init__()
         self.norm = norm
         self.layout = layout
+        self.needs_mask = "mask" in _required_by_forward(norm)
 
     def extra_repr(self) -> str:
         return str(self.layout)
@@ -185,11 +205,11 @@ class LayoutAdapter(nn.Module):
         else:
             surplus = x.ndim - accepted[-1]
             shown = x.flatten(first_position, first_position + surplus)
-        if mask is None:
+        if mask is None and not self.needs_mask:
             return self.norm(shown).reshape(x.shape)
-        without_channels = [*shown.shape]
-        del without_channels[-1 if self.layout.channels_last else 1]
-        return self.norm(shown, mask=mask.reshape(without_channels)).reshape(x.shape)
+        all_real = self.layout.mask(shown)
+        mask = all_real if mask is None else mask.reshape(all_real.shape)
+        return self.norm(shown, mask=mask).reshape(x.shape)
 
 
 def find_layout(
@@ -212,7 +232,7 @@ def find_layout(
             for num_dims in PROBED_DIMS:
                 x = _input(num_dims, num_features).movedim(1, -1 if is_last else 1)
                 try:
-                    _try(build, num_features, x)
+                    _try(build, num_features, x, Layout(is_last, (num_dims,)))
                     fitting[is_last] += (num_dims,)
                 except Exception as error:  # of foreign code, any kind
                     problems.append(f"on an input of shape {tuple(x.shape)}: {_described(error)}")
@@ -242,7 +262,7 @@ def _input(num_dims: int, num_features: int) -> Tensor:
     return torch.randn(sizes, generator=torch.Generator().manual_seed(0))
 
 
-def _try(build: Build, num_features: int, x: Tensor) -> None:
+def _try(build: Build, num_features: int, x: Tensor, layout: Layout) -> None:
     """Runs a fresh norm in training and in evaluation.
 
     Raises what the norm raises, and TypeError if it does not keep the shapes of input or state. A
@@ -251,10 +271,11 @@ def _try(build: Build, num_features: int, x: Tensor) -> None:
     torch.default_generator.manual_seed(0)
     norm = copy.deepcopy(build(num_features)).train()
     before = _shapes(norm)
+    mask = {"mask": layout.mask(x)} if "mask" in _required_by_forward(norm) else {}
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        out = norm(x)
-        norm.eval()(1 + 2 * x.flip(0))
+        out = norm(x, **mask)
+        norm.eval()(1 + 2 * x.flip(0), **mask)
     if not isinstance(out, Tensor):
         raise TypeError(f"it returns a {type(out).__name__}, not a tensor")
     if (out.shape, out.dtype) != (x.shape, x.dtype):

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normexp.norms.base import Affine
-from normexp.norms.site import Site
+from normexp.norms.site import AsBuiltSite, Site
 from normexp.norms.slots import Act, Conv, Placement, Slots
 
 
@@ -61,13 +61,13 @@ class NormFactory:
         """Returns a site for tokens (B, T, C) or (N, *, C). For `settings`, see `bare`."""
         return Site(self.bare(num_features, **settings), self.view, self.norm_batch_size)
 
-    def around(self, norm: nn.Module, *, is_last: bool) -> Site:
-        """Returns a site around a norm that a network already has.
+    def around(self, norm: nn.Module, *, is_last: bool) -> AsBuiltSite:
+        """Returns a site around a norm that a network already has, which runs as it is.
 
         Args:
             is_last: the norm takes its channels as the last axis, as nn.LayerNorm does.
         """
-        return Site(norm, "token" if is_last else "map", self.norm_batch_size)
+        return AsBuiltSite(norm, "token" if is_last else "map", self.norm_batch_size)
 
     def bare(self, num_features: int, **settings: Any) -> nn.Module:
         """Returns a norm without a site.

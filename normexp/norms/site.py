@@ -7,12 +7,13 @@ buffers by name: read, written, swapped, and merged from the parts of a step.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from normexp.errors import UserError
 from normexp.norms.adapt import LayoutAdapter
 from normexp.norms.contract import (
     DeclaresOrder,
@@ -23,9 +24,31 @@ from normexp.norms.contract import (
 )
 
 View = Literal["map", "token", "sequence"]
+NOTHING: Mapping[str, Any] = {}
+NOT_PASSED_ON = (
+    *("forward_groups", "merge_state", "sequential_state", "spans_devices", "momentum"),
+    *("num_training_steps", "norm_parameters", "is_stacked", "track_running_stats", "inplace"),
+)
+OWN_OF_A_NORM = ("weight", "bias", "eps")  # what networks read to normalize without its forward
 
 
-class Site(nn.Module):
+class ReadAroundNorm(AttributeError, UserError):
+    """A network reads what a site does not have; `hasattr` is false."""
+
+
+class InPlaceOfNorm(nn.Module):
+    """A module whose tensors are not those that a network expects of its norm."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in OWN_OF_A_NORM:
+            raise ReadAroundNorm(
+                f"the network reads the {name} of its norm, as one does that normalizes by itself "
+                "and would bypass a new norm; use norm=as_built, or switch its fused path off"
+            )
+        return super().__getattr__(name)
+
+
+class Site(InPlaceOfNorm):
     """A place in a model where a norm sits, named by its module path.
 
     Splits the samples of a training forward into ghost sub-batches of `norm_batch_size`, shows
@@ -57,28 +80,31 @@ class Site(nn.Module):
         ragged = [rest] if rest else []
         # Each part comes through this forward again, and then divides evenly.
         if not isinstance(self.norm, NormOfGroups):
-            return self._apply_in_parts(x, mask, [size] * num_groups + ragged)
+            return self._apply_in_parts([size] * num_groups + ragged, (x, mask))
         if ragged:
-            return self._apply_in_parts(x, mask, [num_groups * size, rest])
+            return self._apply_in_parts([num_groups * size, rest], (x, mask))
         groups = x.unflatten(0, (-1, size))  # (G, n, ...)
         group_masks = None if mask is None else mask.unflatten(0, (-1, size))
         return self._apply_in_view(self.norm.forward_groups, groups, group_masks).flatten(0, 1)
 
-    def _apply_in_parts(self, x: Tensor, mask: Tensor | None, sizes: list[int]) -> Tensor:
+    def _apply_in_parts(
+        self, sizes: list[int], args: tuple[Any, ...], keywords: Mapping[str, Any] = NOTHING
+    ) -> Tensor:
         """Runs every part from the same initial state, then merges the final states by share."""
         originals = dict(self.norm.named_buffers())
         start = read_state(self.norm)
-        masks = [None] * len(sizes) if mask is None else mask.split(sizes)
+        parts = [_split(value, sizes) for value in (*args, *keywords.values())]
         outputs, ends = [], []
         try:
-            for part, part_mask in zip(x.split(sizes), masks, strict=True):
+            for part in zip(*parts, strict=True):
                 # Fresh tensors for each part, because a kernel may keep them for its backward.
                 install_state(self.norm, {name: value.clone() for name, value in start.items()})
-                outputs.append(self.forward(part, part_mask))
+                named = dict(zip(keywords, part[len(args) :], strict=True))
+                outputs.append(self.forward(*part[: len(args)], **named))
                 ends.append(read_state(self.norm))
         finally:
             install_state(self.norm, originals)
-        shares = [size / len(x) for size in sizes]
+        shares = [size / sum(sizes) for size in sizes]
         write_state(self.norm, merge_state(self.norm, start, ends, shares))
         return torch.cat(outputs)
 
@@ -112,6 +138,35 @@ class Site(nn.Module):
             row[:, real] = self.norm(sample[None, :, real])[0].to(x.dtype)
             rows.append(row)
         return torch.stack(rows)
+
+
+class AsBuiltSite(Site):
+    """The site of a norm that a network has: runs the module itself, with all its arguments.
+
+    A training forward is split as in any site, with every argument that has a value per sample.
+    A network reads the attributes of its norm here, but for those that say what this package can
+    do with a norm.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        is_own = name in self._modules or name in NOT_PASSED_ON or name.startswith("_")
+        return super().__getattr__(name) if is_own else getattr(self.norm, name)
+
+    def forward(self, *args: Any, **keywords: Any) -> Tensor:
+        x, _ = input_and_mask(args, keywords)
+        size = self.norm_batch_size
+        if not self.training or size is None or size >= len(x):
+            return self.norm(*args, **keywords)
+        num_parts, rest = divmod(len(x), size)
+        sizes = [size] * num_parts + ([rest] if rest else [])
+        return self._apply_in_parts(sizes, args, keywords)
+
+
+def _split(value: Any, sizes: list[int]) -> Sequence[Any]:
+    """The parts of a tensor with a value per sample; any other value for each part."""
+    if isinstance(value, Tensor) and value.ndim and len(value) == sum(sizes):
+        return value.split(sizes)
+    return [value] * len(sizes)
 
 
 def takes_mask(norm: nn.Module) -> bool:
@@ -240,8 +295,11 @@ def as_maps(x: Tensor, site: nn.Module) -> Tensor:
     return x.flatten(2) if x.ndim > 2 else x.unsqueeze(-1)
 
 
-def input_and_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """Returns input and mask from the arguments of a site's forward hook."""
-    x = args[0] if args else kwargs["x"]
-    mask = args[1] if len(args) > 1 else kwargs.get("mask")
-    return x, mask
+def input_and_mask(
+    args: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """Returns input and mask from the arguments of a site's forward."""
+    x, *more = (*args, *keywords.values())
+    mask = more[0] if more else None
+    is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool
+    return x, mask if is_mask else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shlex
@@ -17,7 +18,7 @@ from typing import Any, BinaryIO
 
 from filelock import FileLock, Timeout
 
-from normexp.errors import UserError
+from normexp.errors import UserError, first_line
 
 FULL_DISK = "the disk is full: free some space, then run the same command to continue"
 
@@ -76,18 +77,28 @@ def read_json(path: Path, *, missing: dict[str, Any] | None = None) -> dict[str,
         ) from error
 
 
-def ensure_writable(directory: Path) -> None:
-    """Raises UserError if nothing can be written to a directory, or to its nearest parent."""
+def ensure_writable(directory: Path, key: str = "runs_dir") -> None:
+    """Raises UserError if nothing can be written and locked in a directory, or its nearest parent.
+
+    key: of the config, that names the directory
+    """
     existing = directory.absolute()
     try:
         while not existing.exists():
             existing = existing.parent
-        tempfile.TemporaryFile(dir=existing).close()  # has no name that others could see
+        with tempfile.TemporaryFile(dir=existing) as file:  # has no name that others could see
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
+        fault = "has no file locks" if error.errno == errno.ENOLCK else "cannot be written"
         raise UserError(
-            f"runs_dir={directory} cannot be written ({error.strerror}: {existing}); "
-            "try another folder with runs_dir=..."
+            f"{key}={directory} {fault} ({error.strerror}: {existing}); try another folder with "
+            f"{key}=..."
         ) from error
+
+
+def is_read_only(directory: Path) -> bool:
+    """True for a folder of others, or of a read-only file system: there is nothing to tidy up."""
+    return not os.access(directory, os.W_OK)
 
 
 def is_full_disk(error: BaseException | None) -> bool:
@@ -97,6 +108,25 @@ def is_full_disk(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+REMEDIES = {  # by the number of an OSError
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "change its permissions, or name another place"),
+    errno.EROFS: "name another folder, as with runs_dir=... or data_dir=...",
+    errno.ENAMETOOLONG: "give shorter names, as with study=... or runs_dir=...",
+    errno.ENOTDIR: "a file is where a folder should be; move it away, or name another folder",
+    errno.EISDIR: "name a file, or move the folder away",
+    errno.ENOENT: "it has gone, or its folder has; check the path",
+    errno.ENOLCK: "file locks do not work there; use a folder on a local disk",
+    errno.EMFILE: "allow more open files with ulimit -n 4096",
+}
+
+
+def describe(error: OSError) -> str:
+    """The path of an error of the file system, what is wrong with it and what to do, in a line."""
+    place = f"{error.filename}: " if error.filename is not None else ""
+    said = error.strerror or first_line(error)
+    return f"{place}{said}; {REMEDIES.get(error.errno or 0, 'see to it, and run the same again')}"
 
 
 # --- Locks ----------------------------------------------------------------------------------------
@@ -115,6 +145,9 @@ def file_lock(path: Path, *, waits: bool = False) -> Iterator[bool]:
     except (Timeout, FileNotFoundError):  # the folder has just been removed
         yield False
         return
+    except OSError as error:
+        error.filename = str(path)  # that of flock names none
+        raise
     try:
         path.write_text(this_command())
         yield True
@@ -124,11 +157,19 @@ def file_lock(path: Path, *, waits: bool = False) -> Iterator[bool]:
 
 
 def holder_of(path: Path) -> str:
-    """What holds a lock at this moment, see `this_command`; empty if nothing does."""
-    if not path.exists():
-        return ""
-    with file_lock(path) as is_free:
-        return "" if is_free else path.read_text()
+    """What holds a lock at this moment, see `this_command`; empty if nothing does.
+
+    Changes nothing, so that it works in a folder that others write.
+    """
+    try:
+        with path.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return file.read()
+    except OSError:  # no such lock, or no locks at all
+        pass
+    return ""
 
 
 def other_holders(paths: Iterable[Path]) -> list[str]:

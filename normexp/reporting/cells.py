@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ from typing import Any
 from normexp.batching.sizes import SIZES
 from normexp.config.words import as_typed
 from normexp.records.result import Status
-from normexp.reporting.metric import Metric
-from normexp.reporting.runs import SLOTS, Config, Records, RunRow
+from normexp.reporting.metric import FEW_SEEDS, Metric
+from normexp.reporting.runs import SLOTS, Config, Records, RunRow, SearchRecord
 from normexp.stats.interval import Interval, mean
 
 ORDER = ("batch", "layer", "instance", "group", "rms", "layer2d", "none")  # first in figures
@@ -39,7 +40,7 @@ class CellRow:
     wanted: the seeds that the study asks for
     value_of: the value of a key that defines its training, also where it is a default
     is_extended: some of its seeds were added by a later command
-    searched: keys whose values a search of the study chose
+    search: that chose its learning rate or other values
     """
 
     study: str
@@ -56,14 +57,26 @@ class CellRow:
     wanted: frozenset[int]
     value_of: Callable[[str], Any]
     is_extended: bool = False
-    searched: frozenset[str] = frozenset()
+    search: SearchRecord | None = None
     settings: Config = field(default_factory=dict)
     title: str = ""
 
     @property
+    def searched(self) -> frozenset[str]:
+        """The keys whose values a search chose."""
+        return self.search.keys if self.search else frozenset()
+
+    @property
+    def searched_rates(self) -> list[float]:
+        """The learning rates among which a search chose, ascending."""
+        points = self.search.points if self.search else ()
+        words = {word for point, _ in points for word in point.split() if word.startswith("lr=")}
+        return sorted(float(word.removeprefix("lr=")) for word in words)
+
+    @property
     def is_prepared(self) -> bool:
         """False if its runs failed before its data were known."""
-        return any("epochs" in run.result.derived for run in self.runs)
+        return not self.runs or any("epochs" in run.result.derived for run in self.runs)
 
     @property
     def missing(self) -> int:
@@ -103,6 +116,10 @@ class CellRow:
         """The metric as shown, by seed; diverged runs count as chance level."""
         return {run.seed: value for run in self.runs if (value := run.value(metric)) is not None}
 
+    def without_value(self, metric: Metric) -> set[int]:
+        """The seeds that diverged under a metric that has no chance level."""
+        return self.seeds_with(Status.DIVERGED) - self.values(metric).keys()
+
     def step(self, metric: Metric) -> float | None:
         """The smallest difference that test accuracies could have; None: not known."""
         count = max((run.num_test_samples for run in self.runs), default=0)
@@ -112,7 +129,16 @@ class CellRow:
     def mean(self, metric: Metric) -> Interval:
         """The mean over seeds as every table and figure shows it."""
         values, step = self.values(metric), self.step(metric)
-        return mean(list(values.values()), step=step, bounds=metric.bounds)
+        return mean_of_seeds([*values.values()], step, metric)
+
+
+def mean_of_seeds(values: Sequence[float], step: float | None, metric: Metric) -> Interval:
+    """The mean, for the same test samples, with its interval over seeds.
+
+    Of a few seeds an interval would be far wider than they are, so the seeds are shown instead.
+    """
+    known = mean(values, step=step, bounds=metric.bounds)
+    return replace(known, low=None, high=None) if known.n <= FEW_SEEDS else known
 
 
 def build_cells(records: Records) -> list[CellRow]:
@@ -121,6 +147,7 @@ def build_cells(records: Records) -> list[CellRow]:
     for run in records.runs:
         by_folder.setdefault((run.study, run.directory.parent), []).append(run)
     cells = [_cell_of(runs, records) for runs in by_folder.values()]
+    cells += _planned_cells(records, cells)
     if len({cell.study for cell in cells}) > 1:
         cells = [replace(cell, norm=f"{cell.norm} · {cell.study}") for cell in cells]
     cells = _with_settings(cells)
@@ -136,29 +163,86 @@ def build_cells(records: Records) -> list[CellRow]:
 
 
 def _cell_of(runs: Sequence[RunRow], records: Records) -> CellRow:
+    place = runs[0].study, runs[0].directory.parent.name
     first = min(runs, key=lambda run: run.status == Status.FAILED)  # may have failed too early
-    config = first.config
-    norm, model, data = (str(config.get(key) or "-") for key in ("norm", "model", "data"))
     known = [run.seed for run in runs]
-    asked = records.asked.get((first.study, first.directory.parent.name)) or [known]
+    asked = records.asked.get(place) or [known]
     ended = {run.seed for run in runs if run.status != Status.FAILED}
     return CellRow(
+        **_named_values(first.config),
         study=first.study,
         directory=first.directory.parent,
         runs=sorted(runs, key=lambda run: run.seed),
-        config=config,
-        norm=norm,
-        model=model,
-        data=data,
-        lr=config.get("lr"),
-        batch_size=config["batch_size"],
-        norm_batch_size=config["norm_batch_size"],
         mixes_samples=first.result.measured.traits.get("mixes_samples") is not False,
         wanted=frozenset(known).union(*asked),
         value_of=first.value_of,
         is_extended=not ended <= set(asked[0]),
-        searched=records.searched.get(first.study, frozenset()),
+        search=records.searches.get(place),
     )
+
+
+def _named_values(config: Config) -> dict[str, Any]:
+    names = {key: str(config.get(key) or "-") for key in ("norm", "model", "data")}
+    numbers = {key: config.get(key) for key in ("lr", "batch_size", "norm_batch_size")}
+    return {**names, **numbers, "config": config}
+
+
+def _planned_cells(records: Records, known: Sequence[CellRow]) -> list[CellRow]:
+    """A cell without runs for each one that was asked for: families are those of the whole study.
+
+    What its title does not say is as in the most similar cell of its study.
+    """
+    cells, sizes = [], dict[str, set[Any]]()
+    for study, state in records.planned:
+        words = [word.partition("=") for word in state.title.split()]
+        typed = {key.lstrip("+"): _typed_value(text) for key, _, text in words}
+
+        def likeness(cell: CellRow, typed: Config = typed) -> int:
+            return sum(comparable(cell.config.get(key)) == comparable(typed[key]) for key in typed)
+
+        if alike := max((c for c in known if c.study == study), key=likeness, default=None):
+            config = _with_typed(alike.config, typed)
+            sizes.setdefault(config["norm"], set()).add(config["norm_batch_size"])
+            cells.append(
+                CellRow(
+                    **_named_values(config),
+                    study=study,
+                    directory=state.directory,
+                    runs=(),
+                    mixes_samples=True,
+                    wanted=frozenset(state.states),
+                    value_of=config.get,
+                    search=records.searches.get((study, state.id)),
+                )
+            )
+    # A norm that is known to mix no samples was asked for once, whatever the sizes.
+    mixing = {cell.norm: cell.mixes_samples for cell in known}
+    return [
+        replace(cell, mixes_samples=mixing.get(cell.norm, len(sizes[cell.norm]) > 1))
+        for cell in cells
+    ]
+
+
+def _with_typed(config: Config, typed: Config) -> dict[str, Any]:
+    """The settings of a cell with other words; a norm's own values go with it."""
+    is_same = config.get("norm") == typed.get("norm")
+    kept = {key: value for key, value in config.items() if is_same or not is_norm_key(key)}
+    for key in BUDGET:  # steps follow from epochs, and epochs from steps
+        if key in typed and kept.get(key):
+            kept |= {
+                other: kept[other] * typed[key] / kept[key] for other in BUDGET if other in kept
+            }
+    for key, whole in zip(SIZES[1:], SIZES, strict=False):
+        kept[key] = typed.get(whole, kept[whole])
+        typed = {key: kept[key], **typed}
+    return {**kept, **typed}
+
+
+def _typed_value(text: str) -> Any:
+    """A number, or the text."""
+    with suppress(ValueError):
+        return float(text) if "." in text or "e" in text else int(text)
+    return text
 
 
 def _with_settings(cells: Sequence[CellRow]) -> list[CellRow]:
@@ -249,9 +333,9 @@ def unlike(
     """By key, the values for which two cells must not be compared.
 
     These are all differences but those of the norm (with the slots of its YAML), of the sizes (with
-    what follows from the batch size) and of searched keys.
+    what follows from the batch size) and of keys that were searched for both.
     """
-    free = {*SIZES, *searched, *first.searched, *second.searched}
+    free = {*SIZES, *searched, *(first.searched & second.searched)}
     different = {}
     for key in sorted({*first.config, *second.config} - free):
         values = first.value_of(key), second.value_of(key)

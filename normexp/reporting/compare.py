@@ -18,12 +18,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from normexp.config.words import as_typed
+from normexp.config.words import as_typed, format_count
 from normexp.reporting.cells import base_of, unlike
 from normexp.reporting.metric import Metric, describe_metric, signed
 from normexp.reporting.slices import Grid, Slice
 from normexp.stats.family import ALPHA, Verdict, decide, difference, p_value
-from normexp.stats.interval import LEVEL, Array, Interval, log_outcomes, mean, over_workloads
+from normexp.stats.interval import LEVEL, Array, Interval, mean
 
 REFERENCES = ("batch", "as_built")  # unless one is named: the first that a slice has
 DIFFERENCE = "difference [95 %]"
@@ -92,6 +92,8 @@ def judge(comparison: Comparison, family_size: int) -> Comparison:
         return known
     verdict = decide(known.gap, margin=known.part.metric.tolerance, family_size=family_size)
     words = [f"{one.norm}: {one.lost}" for one in (known.first, known.second) if one.lost]
+    if known.gap.n < max(len(known.first.seeds), len(known.second.seeds)):
+        words.append(f"{format_count(known.gap.n, 'seed')} in common")
     words += ["over seeds alone"] if known.part.has_samples and not known.num_samples else []
     if known.gap.low is None:
         return replace(known, why="one seed" if known.gap.n == 1 else "same value for every seed")
@@ -121,7 +123,9 @@ def _comparisons_of(part: Slice, wanted: str | None) -> Iterator[Comparison]:
 def compare_grids(part: Slice, first: Grid, second: Grid, sizes: tuple[int, int]) -> Comparison:
     """The comparison of two grids, not yet judged."""
     grids, is_tuned = (first, second), len(first.rates) > 1 or len(second.rates) > 1
-    different = unlike(first.best, second.best, searched=["lr"] if is_tuned else [])
+    different = {}
+    if first.best.runs and second.best.runs:  # of planned cells little is known
+        different = unlike(first.best, second.best, searched=["lr"] if is_tuned else [])
     words = [f"{key} {as_typed(a)} and {as_typed(b)}" for key, (a, b) in different.items()]
     words += ["lr not searched alike"] if is_tuned and first.rates != second.rates else []
     why = ""
@@ -139,6 +143,7 @@ def compare_grids(part: Slice, first: Grid, second: Grid, sizes: tuple[int, int]
         gap = difference(a, b, step=step, limit=limit)
     is_comparable = not why
     why = why or next(filter(None, (grid.why_incomplete for grid in grids)), "")
+    why = why or _why_not_searched_alike(first, second)
     is_along = first.norm == second.norm
     names = [f"{grid.norm} at {size}" for grid, size in zip(grids, sizes, strict=True)]
     return Comparison(
@@ -151,10 +156,34 @@ def compare_grids(part: Slice, first: Grid, second: Grid, sizes: tuple[int, int]
         sizes=sizes,
         gap=gap,
         num_samples=num_samples,
-        why=why or ("" if a.size else "no seed in common"),
+        why=why or ("" if a.size else _why_not_paired(first, second)),
         is_comparable=is_comparable,
         is_extended=any(cell.is_extended for grid in grids for cell in grid.cells),
     )
+
+
+def _why_not_searched_alike(first: Grid, second: Grid) -> str:
+    """Empty if no search chose their values, or one with the same points for both.
+
+    The seeds that it compared were the luckiest at these values, so none of them may count again.
+    """
+    searches = [grid.best.search for grid in (first, second)]
+    if searches[0] != searches[1]:
+        return (
+            f"{' and '.join(sorted(first.best.searched | second.best.searched))} not searched alike"
+        )
+    if (search := searches[0]) is None:
+        return ""
+    if not search.points:
+        return f"study {first.best.study}-search is missing"
+    again = {*first.seeds, *second.seeds}.intersection(*(seeds for _, seeds in search.points))
+    return f"seed {min(again)} was searched, too" if again else ""
+
+
+def _why_not_paired(first: Grid, second: Grid) -> str:
+    if not {*first.seeds} & {*second.seeds}:
+        return "no seed in common"
+    return f"tuned over different seeds ({len(first.seeds)} and {len(second.seeds)})"
 
 
 def paired(first: Grid, second: Grid) -> tuple[Array, Array]:
@@ -173,21 +202,19 @@ def paired(first: Grid, second: Grid) -> tuple[Array, Array]:
 
 # Rankings
 
-MARGIN_OF_RATIO = math.log(1.05)  # ratios of errors within 5 % count as equal
-
 
 @dataclass(frozen=True, eq=False)
 class Place:
     """A norm in a ranking.
 
-    value: its mean as shown; of several workloads its error as a multiple of the reference's
-    gap: to the reference, positive if better; of several workloads the logarithm of the ratio of
-        errors; None for the reference
+    grid: None if it was not run where norms are compared
+    n: seeds of the reference, pairs of seeds of the others
+    gap: to the reference, positive if better; None for the reference
     may_be_best: None if it is not ranked; `why` says for what reason
     """
 
     norm: str
-    value: Interval
+    grid: Grid | None
     n: int
     gap: Interval | None = None
     verdict: Verdict | None = None
@@ -203,15 +230,12 @@ class Ranking:
     A norm may be the best unless another one is shown to be better. The best norm is left out by
     mistake if any other is found to be better than it: k - 1 one-sided tests, two of which count as
     one member of the family. Together with the verdicts against the reference, that is at most 5 %.
-
-    part: the slice, or None over several workloads
     """
 
-    title: str
+    part: Slice
     reference: str
     places: Sequence[Place]
     family_size: int
-    part: Slice | None = None
 
     @property
     def best(self) -> list[str]:
@@ -237,67 +261,21 @@ def rank(part: Slice, comparisons: Sequence[Comparison], reference: str | None =
 
     places = []
     for norm, grid in grids.items():
-        place = Place(norm, grid.mean, len(grid.seeds), why=grid.lost)
+        place = Place(norm, grid, len(grid.seeds), why=grid.lost)
         if norm != name:
             one = against[norm]
             gap = one.gap if one.is_comparable else None
-            place = replace(place, gap=gap, verdict=one.verdict, why=one.why,
+            place = replace(place, n=one.gap.n, gap=gap, verdict=one.verdict, why=one.why,
                             is_extended=one.is_extended)  # fmt: skip
         places.append(place)
-    levels = {
+    elsewhere = [norm for norm in part.norms if norm not in grids]
+    places += [Place(norm, None, 0, why=f"not run{part.at_words}") for norm in elsewhere]
+    levels = dict.fromkeys(elsewhere, -math.inf) | {
         norm: -math.inf if grid.mean.estimate is None else grid.sign * grid.mean.estimate
         for norm, grid in grids.items()
     }
     places = _sorted(places, name, levels, gap_of, family_size)
-    return Ranking(part.heading, name, places, family_size, part)
-
-
-def overall(slices: Sequence[Slice], reference: str | None = None) -> Ranking | None:
-    """The norms that every slice compares, by the geometric mean of their errors; None without two.
-
-    The error of a norm is a multiple of that of the reference in the same slice. The comparisons of
-    this table are one family.
-    """
-    first = slices[0].compared if slices else {}
-    common = [norm for norm in first if all(norm in part.compared for part in slices)]
-    if len(slices) < 2 or len(common) < 2:
-        return None
-    name = reference_of(common, reference)
-    family_size = len(common) - 1 + math.ceil((len(common) - 2) / 2)
-
-    def gap_of(first: str, second: str) -> Interval:
-        return over_workloads([ratio_gap(part, first, second) for part in slices])
-
-    places = []
-    for norm in common:
-        place = Place(norm, NOTHING, min(len(part.compared[norm].seeds) for part in slices))
-        if norm != name:
-            pairs = [
-                compare_grids(part, part.compared[norm], part.compared[name], (part.at, part.at))
-                for part in slices
-            ]
-            why = next((f"{pair.part.title}: {pair.why}" for pair in pairs if pair.why), "")
-            place = replace(place, why=why)
-            if not why:
-                gap = gap_of(norm, name)
-                verdict = decide(gap, margin=MARGIN_OF_RATIO, family_size=family_size)
-                place = replace(place, value=gap, gap=gap, verdict=verdict)
-        places.append(place)
-    levels = {place.norm: place.value.estimate or 0.0 for place in places}
-    titles = ", ".join(part.heading for part in slices)
-    places = _sorted(places, name, levels, gap_of, family_size)
-    return Ranking(f"over {len(slices)} workloads ({titles})", name, places, family_size)
-
-
-def ratio_gap(part: Slice, first: str, second: str) -> Interval:
-    """-log of the first error as a multiple of the second, at the size where norms are compared."""
-    a, b = paired(part.compared[first], part.compared[second])
-    if not a.size:
-        return NOTHING
-    if part.metric.unit == "bits per byte":  # logarithms already
-        return difference(math.log(2) * a, math.log(2) * b)
-    perfect = part.metric.bounds[1] if part.metric.bounds else 0.0
-    return difference(log_outcomes(a, perfect=perfect), log_outcomes(b, perfect=perfect))
+    return Ranking(part, name, places, family_size)
 
 
 def _sorted(

@@ -16,11 +16,12 @@ from typing import Any
 
 import altair as alt
 
-from normexp.reporting.cells import ORDER, base_of, order_norms
+from normexp.config.words import format_count
+from normexp.reporting.cells import ORDER, base_of, mean_of_seeds, order_norms
 from normexp.reporting.compare import Ranking
 from normexp.reporting.metric import describe_metric
 from normexp.reporting.slices import AXIS_WORDS, Grid, Slice
-from normexp.stats.interval import Interval, as_ratio, mean
+from normexp.stats.interval import Interval
 
 WIDTH, HEIGHT = 560, 300  # pixels; on the page the width follows the window
 PANEL = 230  # width of each of several panels
@@ -34,7 +35,7 @@ CONFIG = {
 SPREAD = 0.5  # octaves over which the norms at one size stand beside each other
 POINTS = 60  # of a curve
 LINE = 20  # pixels of a row of norms
-DOTS = "Marks are means with 95 % intervals over seeds; each dot is a seed"
+DOTS = "Marks are means, with 95 % intervals over more than 3 seeds; each dot is a seed"
 VERDICTS = {"better": "#009e73", "worse": "#d55e00", "tie": "#56a5d9", "undecided": "#8c8c8c"}
 COLOURS = (
     *("#d55e00", "#0072b2", "#cc79a7", "#009e73", "#56a5d9", "#c98a00"),
@@ -113,7 +114,7 @@ def draw_figures(part: Slice, ranking: Ranking | None) -> list[Figure]:
     by_size = len(part.sizes) > 1
     drawn = [draw_by_size(part, styles) if by_size else draw_by_norm(part, styles)]
     drawn += [draw_rates(part, styles)] if any(len(grid.cells) > 1 for grid in part.grids) else []
-    drawn += [draw_ranking(ranking, part.slug)] if ranking and len(ranking.places) > 2 else []
+    drawn += [draw_ranking(ranking)] if ranking and len(ranking.places) > 2 else []
     return [one for one in (*drawn, *draw_curves(part, styles), draw_cost(part)) if one.rows]
 
 
@@ -195,9 +196,7 @@ def draw_rates(part: Slice, styles: Styles) -> Figure:
                 keys = {"norm": norm, "lr": cell.lr, "panel": f"{AXIS_WORDS[part.axis]} {size}"}
                 values = cell.values(part.metric)
                 errors = {seed: best + sign * value for seed, value in values.items()}
-                interval = mean(
-                    list(errors.values()), step=cell.step(part.metric), bounds=part.metric.bounds
-                )
+                interval = mean_of_seeds([*errors.values()], cell.step(part.metric), part.metric)
                 rows += interval_row(interval, **keys) + seed_rows(errors, **keys)
     rows = [row for row in rows if row["value"] > 0 and row["lr"] is not None]  # log axes
     floor = min((row["value"] for row in rows), default=1.0)
@@ -275,32 +274,29 @@ def _curve(curves: Sequence[Sequence[tuple[int, float]]], scale: float, keys: Ro
     return [{**keys, **row} for row in means + ends]
 
 
-def draw_ranking(ranking: Ranking, slug: str) -> Figure:
-    """The difference of each norm to the reference, or over several workloads the ratio."""
+def draw_ranking(ranking: Ranking) -> Figure:
+    """The difference of each norm to the reference."""
     rows: list[Row] = []
     for place in ranking.places:
         if place.gap is not None:
-            gap = place.gap if ranking.part else as_ratio(place.gap)
             verdict = place.verdict or "undecided"
             keys = {"norm": place.norm, "verdict": verdict, "best": bool(place.may_be_best)}
-            rows += interval_row(gap, **keys)
-    label = f"difference to {ranking.reference} ({ranking.part.metric.unit})" if ranking.part else (
-        f"error as a multiple of that of {ranking.reference}")  # fmt: skip
-    x = alt.X("value:Q", title=label)
-    is_ratio = ranking.part is None
-    x = x.scale(type="log", nice=False, padding=9) if is_ratio else x.scale(zero=False)
+            rows += interval_row(place.gap, **keys)
+    label = f"difference to {ranking.reference} ({ranking.part.metric.unit})"
+    x = alt.X("value:Q", title=label).scale(zero=False)
     y = _norm_axis([place.norm for place in ranking.places])
     colour = alt.Color("verdict:N").scale(domain=list(VERDICTS), range=list(VERDICTS.values()))
     shape = alt.Shape("best:N", legend=None).scale(domain=[True, False], range=["circle", "square"])
     even = alt.Chart().mark_rule(strokeDash=[3, 3], color="#8c8c8c")
-    even = even.encode(x=alt.X(datum=0 if ranking.part else 1))
+    even = even.encode(x=alt.X(datum=0))
     chart = alt.layer(even, dots_and_means(x, y, colour, shape))
     words = (
-        f"{'Left' if is_ratio else 'Right'} of the dashed line is better; 95 % intervals, one at a "
-        f"time, while verdicts (colours) are corrected for {ranking.family_size} comparisons. "
+        "Right of the dashed line is better; 95 % intervals, one at a time, while verdicts "
+        f"(colours) are corrected for {format_count(ranking.family_size, 'comparison')}. "
         "A circle: may be the best."
     )
-    return Figure(f"ranking_{slug}", f"Ranking {ranking.title}", words, chart, rows, alt.Step(LINE))
+    name, title = f"ranking_{ranking.part.slug}", f"Ranking {ranking.part.heading}"
+    return Figure(name, title, words, chart, rows, alt.Step(LINE))
 
 
 def draw_cost(part: Slice) -> Figure:

@@ -29,6 +29,7 @@ MARGINS = {"accuracy": 1.0, "bits_per_byte": 0.02, "loss": 0.05}
 UNIFORM_BITS = 8.0  # per byte, of a diverged language model
 LOWER_IS_BETTER = ("loss", "bits_per_byte", "perplexity", "error")
 MAX_DIGITS = 4
+FEW_SEEDS = 3  # or fewer: they are shown themselves, without an interval
 NOISE, SMALL, LARGE = 1e-12, 1e-4, 1e6  # between SMALL and LARGE numbers have no exponent
 
 
@@ -164,16 +165,18 @@ def signed(gap: Interval, metric: Metric) -> str:
     return shown if shown.startswith("-") else f"+{shown}"
 
 
-def format_mean(interval: Interval, metric: Metric) -> str:
-    """`96.0 [95.2, 96.7]`: every mean of a metric has the same decimals.
+def format_mean(interval: Interval, metric: Metric, seeds: Collection[float] = ()) -> str:
+    """`96.0 [95.2, 96.7]`, or of a few seeds `96.0 (95.8, 96.2)`.
 
-    One more where the interval would have no width.
+    Every mean of a metric has the same decimals, and one more where the interval has no width.
     """
     if interval.estimate is None:
         return "-"
     digits = metric.digits
     if interval.low is None or interval.high is None:
-        return f"{interval.estimate:z.{digits}f}"
+        shown = f"{interval.estimate:z.{digits}f}"
+        known = ", ".join(f"{value:z.{digits}f}" for value in sorted(seeds))
+        return f"{shown} ({known})" if 1 < len(seeds) <= FEW_SEEDS else shown
     values = (interval.estimate, interval.low, interval.high)
     if not SMALL < max(map(abs, values)) < LARGE:
         return format_interval(interval, digits)

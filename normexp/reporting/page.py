@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from glob import escape, glob
+from importlib import import_module
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pandas as pd
-import vl_convert
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from rich.console import Console
@@ -26,12 +28,15 @@ from rich.progress import track
 from normexp.errors import UserError
 from normexp.records.files import write_text
 from normexp.records.layout import list_studies
-from normexp.reporting.figures import Figure, draw_figures, draw_ranking
+from normexp.reporting.compare import ADDED
+from normexp.reporting.figures import Figure, draw_figures
 from normexp.reporting.report import Report, read_report, to_json
-from normexp.reporting.tables import write_tables
+from normexp.reporting.tables import ADDED_NOTE, write_tables
 from normexp.reporting.terminal import open_console, print_report, text_table
 
 PACKAGE = "normexp.reporting"
+vl_convert: Any = import_module("vl_convert") if find_spec("vl_convert") else None
+MISSING = "" if vl_convert else "no figures: vl-convert is missing; pip install vl-convert-python"
 PNG_SCALE = 2.0  # pixels per point of the figure
 COLUMNS = ("study", "last result", "size", "what its report says")
 SHOWN_ROWS = 1000  # of a table; the others are in its CSV
@@ -62,9 +67,11 @@ def publish(runs_dir: Path, names: Sequence[str], *, watch: bool, **options: Any
     """
     if not watch:
         report = read_report(runs_dir, names, **options)
-        write_report(report)
         print_report(report)
-        print(f"report: {report.directory / PAGE}")
+        if MISSING:
+            print(MISSING)
+        if can_write(report):
+            print(f"report: {report.directory / PAGE}")
         return
     print(f"watching {', '.join(names)} for results; Ctrl-C stops", flush=True)
     seen, report = set[tuple[str, int]](), None
@@ -80,6 +87,16 @@ def publish(runs_dir: Path, names: Sequence[str], *, watch: bool, **options: Any
         if report is not None:
             write_report(report)  # the final page does not reload itself
         raise
+
+
+def can_write(report: Report) -> bool:
+    """Writes a report, or prints why its folder cannot be written, as that of a read-only study."""
+    try:
+        write_report(report)
+    except UserError as error:
+        print(f"no page: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 def write_report(report: Report, reload_seconds: int | None = None) -> None:
@@ -120,21 +137,31 @@ def publish_index(runs_dir: Path) -> None:
     for name in track(newest_first, "reading", console=Console(stderr=True), transient=True):
         folder = runs_dir / name / "report"
         try:
-            if not (file := folder / REPORT).is_file() or file.stat().st_mtime_ns < latest[name]:
-                write_report(read_report(runs_dir, [name]))
-            content = json.loads(file.read_text(encoding="utf-8"))
-            texts = (content["counts"], " ".join(one["headline"] for one in content["slices"]))
             page = f"{quote(name)}/report/{PAGE}"
+            if (file := folder / REPORT).is_file() and file.stat().st_mtime_ns >= latest[name]:
+                content = json.loads(file.read_text(encoding="utf-8"))
+            else:
+                report = read_report(runs_dir, [name])
+                content = to_json(report)
+                page = page if can_write(report) else None
+            texts = (content["counts"], " ".join(one["headline"] for one in content["slices"]))
         except UserError as error:
             page, texts = None, ("", str(error))
         date = time.strftime("%Y-%m-%d %H:%M", time.localtime(latest[name] / 1e9))
         rows.append((page, [name, date if latest[name] else "", *texts]))
+    note = ADDED_NOTE if any(ADDED in texts[-1] for _, texts in rows) else ""
+    title = f"studies in {runs_dir}"
     index = PAGES.get_template("index.html.j2").render(
-        title=f"studies in {runs_dir}", columns=COLUMNS, rows=rows, css=_asset("page.css")
+        title=title, columns=COLUMNS, rows=rows, note=note, css=_asset("page.css")
     )
-    write_text(runs_dir / PAGE, index)
     open_console().print(text_table(COLUMNS, [texts for _, texts in rows]))
-    print(f"index: {runs_dir / PAGE}")
+    if note:
+        print(note)
+    try:
+        write_text(runs_dir / PAGE, index)
+        print(f"index: {runs_dir / PAGE}")
+    except OSError as error:
+        print(f"no page: {runs_dir / PAGE} cannot be written ({error.strerror})", file=sys.stderr)
 
 
 def _stamp(runs_dir: Path, names: Sequence[str]) -> set[tuple[str, int]]:
@@ -158,21 +185,20 @@ def _write_files(folder: Path, report: Report, reload_seconds: int | None) -> No
     sections = []
     for part in report.slices:
         ranking = next((one for one in report.rankings if one.part is part), None)
-        sections.append((part, report.tables_of(part), draw_figures(part, ranking)))
-    over = [draw_ranking(report.over_slices, "all")] if report.over_slices else []
-    figures = [*over, *(figure for _, _, drawn in sections for figure in drawn)]
+        drawn = [] if MISSING else draw_figures(part, ranking)
+        sections.append((part, report.tables_of(part), drawn))
+    figures = [figure for _, _, drawn in sections for figure in drawn]
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
         list(pool.map(lambda figure: _write_figure(folder / "figures", figure), figures))
     shown = {table.name for _, tables, _ in sections for table in tables}
     others = [table for table in report.tables if table.name not in shown]
     specs = json.dumps({figure.name: figure.spec for figure in figures}, allow_nan=False)
-    # Vega, Vega-Lite and vega-embed as one script that sets window.vegaEmbed. The stub lacks the
-    # default of the argument `snippet`.
-    bundle: str = vl_convert.javascript_bundle()  # pyright: ignore[reportCallIssue]
+    # Vega, Vega-Lite and vega-embed as one script that sets window.vegaEmbed.
+    bundle: str = "" if MISSING else vl_convert.javascript_bundle()
     page = PAGES.get_template("page.html.j2").render(
         report=report,
         sections=sections,
-        over=over,
+        missing=MISSING,
         others=others,
         shown_rows=SHOWN_ROWS,
         reload_seconds=reload_seconds,

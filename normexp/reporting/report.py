@@ -9,20 +9,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from normexp.config.words import format_count, join_or
+from normexp.config.words import format_count
 from normexp.errors import UserError
 from normexp.reporting.cells import CellRow, base_of, build_cells, metric_names, order_norms
 from normexp.reporting.compare import (
+    ADDED,
     Causes,
     Comparison,
+    Place,
     Ranking,
     compare,
     measure_causes,
-    overall,
     rank,
 )
+from normexp.reporting.metric import Metric
 from normexp.reporting.runs import Records, read_studies
-from normexp.reporting.slices import AXIS_WORDS, Slice, build_slices
+from normexp.reporting.slices import Slice, build_slices
 from normexp.reporting.tables import (
     Table,
     causes_table,
@@ -31,11 +33,13 @@ from normexp.reporting.tables import (
     lost_table,
     mean_table,
     ranking_table,
-    run_table,
+    run_frame,
+    workload_table,
 )
 
 SCHEMA = 3  # of report.json
-MOST_NAMED, MOST_BEST = 4, 6  # norms in a headline: those that drop, those that may be the best
+MOST_WORDS = 15  # of a headline
+PLAIN_NAMES = ("batch", "layer", "instance", "group", "rms")  # known as `batch norm`
 
 
 @dataclass(frozen=True, repr=False)
@@ -45,7 +49,6 @@ class Report:
     metric, tolerance: as requested; None: the first known metric of a slice, and its tolerance
     comparisons: every difference that the report states
     rankings: of each slice where two or more norms meet
-    over_slices: the ranking over several models or data sets; None of one
     declared: comparisons beyond those of the slices
     counts: `12 cells, 90 runs: 84 finished, 6 diverged`
     """
@@ -59,7 +62,6 @@ class Report:
     slices: Sequence[Slice]
     comparisons: Sequence[Comparison]
     rankings: Sequence[Ranking]
-    over_slices: Ranking | None
     causes: Sequence[Causes]
     declared: Sequence[Table] = ()
 
@@ -90,31 +92,33 @@ class Report:
         return f"{format_count(len(self.cells), 'cell')}, {runs}: {words}"
 
     def headline(self, part: Slice) -> str:
-        """The answer to the sweep that was typed, in one sentence: sizes first, then norms."""
-        own = [one for one in self.comparisons if one.part is part and one.is_along_sizes]
-        along = [one for one in own if one.is_comparable]
-        words = [_size_claim(one) for one in along[:MOST_NAMED]]
-        flat = [one for one in along if base_of(one.first.norm) == "batch"]
-        if part.axis == "norm_batch_size" and flat and flat[0].verdict in ("tie", "undecided"):
-            words.append(
-                f"that is at {flat[0].first.best.budget} and lr {flat[0].first.rate_words}; "
-                "experiment=why_size_2 shows a recipe where it drops"
-            )
-        words += [_best_claim(one, part) for one in self.rankings if one.part is part and one.best]
-        return f"{'; '.join(words)}." if words else f"{part.heading}: no comparison."
+        """The answer to the sweep that was typed, sizes first; what does not fit is a row."""
+        along = [
+            one
+            for one in self.comparisons
+            if one.part is part and one.is_along_sizes and one.is_comparable
+        ]
+        rankings = [one for one in self.rankings if one.part is part]
+        best = "".join(_best_claim(one, is_alone=not along) for one in rankings)
+        if not along:
+            return f"{best or 'nothing to compare'}{part.at_words if best else ''}."
+        shown = min(along, key=lambda one: (one.verdict != "worse", one.gap.estimate or 0.0))
+        size, short = _size_claim(shown), _size_claim(shown, has_second=False)
+        at = "" if part.at == shown.sizes[0] else f"at {part.at}, "
+        full = [f"{size}; {at}{best}", f"{short}; {at}{best}"] if best else []
+        return f"{next((one for one in full if len(one.split()) <= MOST_WORDS), size)}."
 
     @cached_property
     def tables(self) -> list[Table]:
         """Every table, in the order of the page."""
-        over = [one for one in [self.over_slices] if one is not None]
         tables = [
-            *(ranking_table(one, self.comparisons) for one in over),
+            *([workload_table(self.rankings)] if len(self.rankings) > 1 else []),
             *self.declared,
             *(table for part in self.slices for table in self.tables_of(part)),
             causes_table(self.causes),
             lost_table(self.cells, self.records.refused),
             cell_table(self.cells, self.metric, self.tolerance),
-            run_table(self.cells),
+            Table("runs", "Runs", run_frame(self.records.runs), has_latex=False),
         ]
         return [table for table in tables if len(table.frame)]
 
@@ -129,27 +133,61 @@ class Report:
         return [table for table in tables if len(table.frame)]
 
 
-def _size_claim(one: Comparison) -> str:
-    metric, norm, (small, large) = one.part.metric, one.first.norm, one.sizes
-    shown, where = metric.format(one.gap), f"from {AXIS_WORDS[one.part.axis]} {large} to {small}"
+def _size_claim(one: Comparison, *, has_second: bool = True) -> str:
+    """`At 2, batch norm loses 10.7 pp against 128`."""
+    metric, norm, (first, second) = one.part.metric, _named(one.first.norm), one.sizes
+    shown = _size_of(one.gap.estimate, metric)
+    mark = ADDED * (one.is_extended and one.verdict is not None)
+    against = f" against {second}" * has_second
     match one.verdict:
         case "worse":
-            return f"{norm} drops by {metric.format(-one.gap)} {where}"
+            return f"At {first}, {norm} loses {shown}{against}{mark}"
         case "better":
-            return f"{norm} gains {shown} {where}"
+            return f"At {first}, {norm} gains {shown}{against}{mark}"
         case "tie":
-            return f"{norm} shows no drop {where} (tie: {shown})"
-        case "undecided":
-            return f"{norm} {where}: undecided, {shown}"
-    return f"{norm} {where}: no verdict ({one.why})"
+            return f"At {first}, {norm} ties with {second}{mark}"
+    return f"{norm} at {first} against {second}: {one.verdict or 'no verdict'}{mark}"
 
 
-def _best_claim(ranking: Ranking, part: Slice) -> str:
-    best = ranking.best
-    if len(best) == 1:
-        return f"{best[0]} is the best{part.at_words}"
-    named = join_or(best) if len(best) <= MOST_BEST else f"one of {len(best)} norms"
-    return f"the best{part.at_words} may be {named}"
+def _best_claim(ranking: Ranking, *, is_alone: bool) -> str:
+    """`layer norm is ahead`; a norm that is not ranked is named, or there is no best."""
+    others = [place for place in ranking.places if place.norm != ranking.reference]
+    best, missing = ranking.best, [place.norm for place in others if place.verdict is None]
+    mark = ADDED * any(place.is_extended and place.verdict is not None for place in others)
+    if is_alone and len(others) == 1:
+        return _pair_claim(others[0], ranking) + mark
+    if len(missing) > 1:
+        return f"{len(missing)} norms are not ranked"
+    names = " or ".join(map(_named, best))
+    if {*best} <= {*PLAIN_NAMES}:
+        names = names.replace(" norm or ", " or ")
+    claim = f"{names} is ahead" if len(best) == 1 else f"{names} may lead"
+    if len(best) == len(ranking.places):
+        claim = "no norm is ahead"
+    elif len(best) > 2:
+        claim = f"{len(best)} of {len(ranking.places)} norms may lead"
+    claims = [claim + mark] if best else []
+    return "; ".join([*claims, *(f"{_named(norm)} is not ranked" for norm in missing)])
+
+
+def _pair_claim(place: Place, ranking: Ranking) -> str:
+    """`own is 5.0 pp ahead of batch norm`."""
+    metric, gap = ranking.part.metric, place.gap.estimate if place.gap else None
+    pair = (_named(place.norm), _named(ranking.reference))
+    if place.verdict in ("better", "worse"):
+        first, second = pair if place.verdict == "better" else pair[::-1]
+        return f"{first} is {_size_of(gap, metric)} ahead of {second}"
+    if place.verdict == "tie":
+        return f"{' and '.join(pair)} tie within {metric.tolerance:g} {metric.unit}".strip()
+    return f"{' against '.join(pair)}: {place.verdict or 'no verdict'}"
+
+
+def _size_of(gap: float | None, metric: Metric) -> str:
+    return f"{abs(gap or 0.0):.{metric.digits}f} {metric.unit}".strip()
+
+
+def _named(norm: str) -> str:
+    return f"{norm} norm" if norm in PLAIN_NAMES else norm
 
 
 def read_report(
@@ -199,7 +237,6 @@ def report_on(
         slices = [replace(part, at=part.sizes[-1]) for part in slices]
     reference = _label_of(reference, slices)
     comparisons = compare(slices, reference)
-    workloads = {part.title.partition(",")[0]: part for part in reversed(slices)}
     causes = [
         causes
         for one in comparisons
@@ -214,8 +251,7 @@ def report_on(
         cells=cells,
         slices=slices,
         comparisons=comparisons,
-        rankings=[rank(part, comparisons, reference) for part in slices if len(part.compared) > 1],
-        over_slices=overall(list(workloads.values())[::-1], reference),
+        rankings=[rank(part, comparisons, reference) for part in slices if len(part.norms) > 1],
         causes=causes,
     )
 

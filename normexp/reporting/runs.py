@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from normexp.records.result import (
     read_result,
     read_samples,
 )
-from normexp.records.study import CommandEntry, Refusal, read_study
+from normexp.records.study import CellState, CommandEntry, Refusal, read_entries, read_study
 from normexp.reporting.metric import Metric, is_at_chance
 
 NUM_BLOCKS = 20  # of a test text: its sequences are not independent
@@ -160,19 +159,34 @@ class RunRow:
 
 
 @dataclass(frozen=True)
+class SearchRecord:
+    """The search that chose the values of a cell.
+
+    keys: whose values it chose
+    points: what it tried, each with its seeds; empty where NAME-search is not there
+    """
+
+    keys: frozenset[str]
+    points: frozenset[tuple[str, tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
 class Records:
     """The records of one or more studies, as a report needs them.
 
     runs: in order of cells and seeds
     asked: by study and cell id, the seeds that each command asks for, the first command first;
         for other cells, the recorded seeds count
-    searched: by study, the keys whose values a search chose
-    problems: one line for each result that cannot be read, and each cell without an ended run
+    searches: by study and cell id, the search that chose the cell
+    planned: cells that were asked for and have no ended run, with their study
+    problems: one line for each result that cannot be read, and each cell that nobody asked for and
+        that has no ended run
     """
 
     runs: Sequence[RunRow]
     asked: Mapping[tuple[str, str], Sequence[Sequence[int]]] = field(default_factory=dict)
-    searched: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    searches: Mapping[tuple[str, str], SearchRecord] = field(default_factory=dict)
+    planned: Sequence[tuple[str, CellState]] = ()
     refused: Sequence[Refusal] = ()
     problems: Sequence[str] = ()
 
@@ -187,7 +201,8 @@ def read_studies(runs_dir: Path, names: Sequence[str]) -> Records:
     return Records(
         [run for study in studies for run in study.runs],
         {place: seeds for study in studies for place, seeds in study.asked.items()},
-        {name: keys for study in studies for name, keys in study.searched.items()},
+        {place: search for study in studies for place, search in study.searches.items()},
+        [cell for study in studies for cell in study.planned],
         [cell for study in studies for cell in study.refused],
         [line for study in studies for line in study.problems],
     )
@@ -199,10 +214,9 @@ def _read_study(runs_dir: Path, name: str) -> Records:
         return read_archive(Archive(root))
     study = read_study(root)
     refused = list(study.refusals.values())
-    runs, torn, begun = [], [], Counter[Path]()
+    runs, torn = [], []
     for run_dir in list_runs(root):
         if not (run_dir / RESULT_FILE).exists():
-            begun[run_dir.parent] += 1
             continue
         try:
             runs.append(read_run(name, run_dir))
@@ -210,17 +224,28 @@ def _read_study(runs_dir: Path, name: str) -> Records:
             torn.append(str(error))
     ended = {run.directory.parent for run in runs}
     waiting = [
-        f"{cell.name}: {format_count(count, 'run')} begun, none ended"
-        for cell, count in begun.items()
-        if cell not in ended
+        cell for cell in study.cells.values() if cell.directory not in ended and not cell.refused
     ]
-    problems = [*dict.fromkeys(torn), *waiting]  # all runs of an old schema give the same line
-    reasons = [*problems, *(f"refused: {one.error}" for one in refused)]
+    lines = {
+        cell.id: f"{cell.id}: {format_count(len(cell.states), 'run')} begun, none ended"
+        for cell in waiting
+        if cell.directory.is_dir()
+    }
+    torn = list(dict.fromkeys(torn))  # all runs of an old schema give the same line
+    reasons = [*torn, *lines.values(), *(f"refused: {one.error}" for one in refused)]
     if reasons and not runs:
         raise UserError(f"study={name} has no readable result; the first problem: {reasons[0]}")
     if not runs:
         raise UserError(f"study={name} is empty: {root} has no runs; train one with study={name}")
-    return _records_of(name, runs, study.commands, refused, problems)
+    trials = [
+        entry
+        for entry in read_entries(root.with_name(f"{root.name}-search"))
+        if isinstance(entry, CommandEntry)
+    ]
+    planned = [(name, cell) for cell in waiting if cell.title != cell.id]
+    problems = [*torn, *(lines[cell.id] for cell in waiting if cell.title == cell.id)]
+    known = _records_of(name, runs, study.commands, trials)
+    return replace(known, planned=planned, refused=refused, problems=problems)
 
 
 def read_run(study: str, run_dir: Path) -> RunRow:
@@ -258,14 +283,40 @@ def read_archive(archive: Archive) -> Records:
 def _records_of(
     study: str,
     runs: Sequence[RunRow],
-    commands: Iterable[CommandEntry],
-    refused: Sequence[Refusal] = (),
-    problems: Sequence[str] = (),
+    commands: Sequence[CommandEntry],
+    trials: Sequence[CommandEntry] = (),
 ) -> Records:
     asked: dict[tuple[str, str], list[list[int]]] = {}
-    searched = set[str]()
     for command in commands:
-        searched |= {*command.searched}
         for cell, one in command.cells.items():
             asked.setdefault((study, cell), []).append(sorted(one.seeds))
-    return Records(runs, asked, {study: frozenset(searched)}, refused, problems)
+    is_search = study.endswith("-search") and not trials  # its cells are points themselves
+    found = {} if is_search else _searches(commands, trials)
+    searches = {(study, cell): search for cell, search in found.items()}
+    return Records(runs, asked, searches)
+
+
+def _searches(
+    commands: Sequence[CommandEntry], trials: Sequence[CommandEntry]
+) -> dict[str, SearchRecord]:
+    """By cell id, the last search that chose it. trials: the commands of NAME-search."""
+    found = {}
+    for command in (one for one in commands if one.searched):
+        words = tuple(f"{key}=" for key in command.searched)
+        points: dict[str, set[tuple[str, tuple[int, ...]]]] = {}  # by the other words of a title
+        for trial in (one for one in trials if one.command == command.command):
+            for one in trial.cells.values():
+                rest, point = _split(one.title, words)
+                points.setdefault(rest, set()).add((point, tuple(sorted({*one.seeds}))))
+        keys = frozenset(key.lstrip("+") for key in command.searched)
+        for cell, one in command.cells.items():
+            rest, _ = _split(one.title, words)
+            found[cell] = SearchRecord(keys, frozenset(points.get(rest, ())))
+    return found
+
+
+def _split(title: str, searched: tuple[str, ...]) -> tuple[str, str]:
+    """The words of a title that do not begin with any of `searched`, and those that do."""
+    words = title.split()
+    point = [word for word in words if word.startswith(searched)]
+    return " ".join(word for word in words if word not in point), " ".join(point)

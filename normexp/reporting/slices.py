@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from normexp.config.words import format_count
+from normexp.records.provenance import DISTRIBUTIONS
 from normexp.records.result import Status
 from normexp.reporting.cells import (
     CellRow,
     common,
+    mean_of_seeds,
     metric_names,
     order_norms,
     setting_words,
     settings_key,
 )
-from normexp.reporting.metric import PREFERRED, Metric, choose_metric, describe_metric
+from normexp.reporting.metric import (
+    PREFERRED,
+    Metric,
+    choose_metric,
+    describe_metric,
+    format_mean,
+)
 from normexp.stats.crossfit import CrossFit, cross_fit
-from normexp.stats.interval import Array, Interval, mean
+from normexp.stats.interval import Array, Interval
 
 AXIS_WORDS = {"norm_batch_size": "norm batch size", "batch_size": "batch size"}
 
@@ -66,14 +75,21 @@ class Grid:
 
     @property
     def why_incomplete(self) -> str:
-        """Why it allows no verdict: `5 of 8 seeds`, `lr search incomplete`; empty if it does."""
+        """Why it allows no verdict: `5 of 8 seeds of group`; empty if it does."""
         for cell in self.cells:
-            ended = cell.seeds_with(Status.FINISHED, Status.DIVERGED) & cell.wanted
-            if len(ended) < len(cell.wanted):
-                return f"{len(ended)} of {format_count(len(cell.wanted), 'seed')} of {cell.norm}"
-        if len(self.cells) == 1:
-            return "lr chosen by one search" if self.best.searched else ""
-        return "" if self.fit is not None else "lr search incomplete"
+            known, count = cell.values(self.metric).keys() & cell.wanted, len(cell.wanted)
+            if len(known) < count:
+                diverged = len(cell.without_value(self.metric))
+                which = f"{diverged or len(known)} of {format_count(count, 'seed')} of {cell.norm}"
+                return which + " diverged" * bool(diverged)
+        if len(self.cells) == 1 or self.fit is not None:
+            return ""
+        seeds = {*self.seeds}
+        if len(seeds) < 3:
+            return f"to tune lr takes 3 seeds, not {len(seeds)}"
+        if any(cell.values(self.metric).keys() != seeds for cell in self.cells):
+            return "seeds differ between learning rates"
+        return f"{self.metric.selection_name} is missing, by which lr is chosen"
 
     @cached_property
     def seeds(self) -> list[int]:
@@ -145,7 +161,13 @@ class Grid:
     def mean(self) -> Interval:
         """As tables and figures show it: cross-fitted where a grid tunes it."""
         values, step = list(self.values.values()), self.best.step(self.metric)
-        return mean(values, step=step, bounds=self.metric.bounds)
+        return mean_of_seeds(values, step, self.metric)
+
+    @property
+    def mean_words(self) -> str:
+        """The mean with its interval, or with its few seeds unless they tuned it."""
+        seeds = self.values.values() if self.fit is None else ()
+        return format_mean(self.mean, self.metric, seeds)
 
     @property
     def lost(self) -> str:
@@ -162,17 +184,22 @@ class Grid:
     @property
     def rate_words(self) -> str:
         """`0.1`, or `tuned over 5, 0.1 most often`, and whether the best is at an edge."""
-        if self.fit is None:
-            one_of = f", best of {len(self.cells)}" if len(self.cells) > 1 else ""
-            return "" if self.best.lr is None else f"{self.best.lr:g}{one_of}"
-        lr = self.cells[int(self.fit.shares.argmax())].lr or 0.0
-        edge = ""
-        if self.fit.is_at_edge and len(self.cells) > 2:
-            is_low = self.fit.shares[0] > self.fit.shares[-1]
+        if self.fit is not None:
+            shares = self.fit.shares
             rates = [rate or 0.0 for rate in self.rates]
-            further = rates[0] ** 2 / rates[1] if is_low else rates[-1] ** 2 / rates[-2]
-            edge = f" (at the edge: add {further:.2g})"
-        return f"tuned over {len(self.cells)}, {lr:g} most often{edge}"
+            at_edge = (shares[0] > shares[-1], self.fit.is_at_edge)
+            words = f"tuned over {len(rates)}, {rates[int(shares.argmax())]:g} most often"
+        elif self.best.lr is None:
+            return ""
+        else:
+            rates, lr = self.best.searched_rates, self.best.lr
+            at_edge = (lr in rates[:1], lr in (*rates[:1], *rates[-1:]))
+            words = f"{lr:g}" + (f", best of {len(self.cells)}" if len(self.cells) > 1 else "")
+        is_low, is_at_edge = at_edge
+        if not is_at_edge or len(rates) < 3:
+            return words
+        further = rates[0] ** 2 / rates[1] if is_low else rates[-1] ** 2 / rates[-2]
+        return f"{words} (at the edge: add {further:.2g})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,15 +269,35 @@ class Slice:
         rates = sorted({len(grid.cells) for grid in self.grids})
         if rates != [1]:
             lr = f"lr tuned over {'-'.join(map(str, rates))}"
+        if searched := sorted({key for cell in cells for key in cell.searched}):
+            named = "learning rates" if searched == ["lr"] else " and ".join(searched)
+            lr = f"at the {named} that one search chose"
         environments = [run.result.measured.environment for cell in cells for run in cell.runs]
         machines = {one.get("gpu") or one.get("cpu") for one in environments}
         budget = "" if budget in self.title else budget
         words = [self.title, self.fixed, budget, lr, optim, *sorted(filter(None, machines))]
+        words += _unequal_conditions(cells)
         counts = sorted({len(grid.seeds) for grid in self.grids})
-        n = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
+        n = f"{counts[0]} to " if len(counts) > 1 else ""
+        n += format_count(counts[-1], "seed")
         samples = "and test samples" if self.has_samples else "on these test samples"
-        words = ", ".join(filter(None, words))
-        return f"{words}; n = {n} seeds, differences over new seeds {samples}"
+        words = [*words, f"n = {n}; means over seeds alone, for these test samples"]
+        return f"{', '.join(filter(None, words))}; differences over new seeds {samples}"
+
+
+def _unequal_conditions(cells: Sequence[CellRow]) -> Iterator[str]:
+    """Versions and code in which runs differ, and the norms of which some ended early."""
+    results = [run.result for cell in cells for run in cell.runs]
+    for name in (*DISTRIBUTIONS, "python"):
+        versions = {str(one.measured.environment.get(name, "")) for one in results} - {""}
+        if len(versions) > 1:
+            yield f"{name} {' and '.join(sorted(versions))}"
+    codes = {one.measured.environment.get("code_version") for one in results} - {None}
+    if len(codes) > 1:
+        yield f"{len(codes)} versions of normexp's code"
+    early = Counter(cell.norm for cell in cells for run in cell.runs if run.result.measured.stopped)
+    if early:
+        yield "ended early: " + " and ".join(f"{count} of {norm}" for norm, count in early.items())
 
 
 def build_slices(
@@ -261,7 +308,7 @@ def build_slices(
     for cell in cells:
         panels.setdefault(settings_key(cell), []).append(cell)
     slices = []
-    for panel in panels.values():
+    for panel in (one for one in panels.values() if any(cell.runs for cell in one)):
         available = metric_names(panel)
         # Where all diverged or failed, nothing is available; that is worth reporting too.
         name = choose_metric(available or [metric or PREFERRED[0]], metric)

@@ -6,7 +6,6 @@ functions that need it.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import shlex
@@ -15,7 +14,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -27,8 +25,6 @@ from normexp.records.layout import LOG_FILE, seed_dir
 from normexp.records.result import ENDED, Result, Status, count_samples, values_of
 from normexp.records.study import STATES, CellState, CommandEntry, Study
 from normexp.reporting.metric import (
-    choose_metric,
-    describe_metric,
     is_at_chance,
 )
 
@@ -100,7 +96,7 @@ def print_report(report: Report) -> None:
         for table in report.tables_of(part):
             print_table(console, table)
         console.out("")
-    shown = {"ranking", "claims", "causes", "lost"}
+    shown = {"workloads", "claims", "causes", "lost"}
     for table in report.tables:
         if table.name in shown:
             print_table(console, table)
@@ -377,7 +373,7 @@ class Plan:
 
 
 def print_plan(plans: Sequence[Plan], *, num_workers: int, num_points: int) -> None:
-    """Prints a row per cell, the totals, and the smallest difference that a report would detect."""
+    """Prints a row per cell and the totals."""
     console, rows = open_console(), []
     for plan in plans:
         state = plan.state
@@ -390,50 +386,10 @@ def print_plan(plans: Sequence[Plan], *, num_workers: int, num_points: int) -> N
     print_cells(console, ("cell", "runs to do", "done", "steps", "time"), rows)
     if num_points > len(plans):
         console.out(f"{num_points} points of the grid, {format_count(len(plans), 'cell')}")
-    known = [plan for plan in plans if not plan.state.refused]
-    todo = [plan for plan in known if plan.state.missing]
+    todo = [plan for plan in plans if plan.state.missing and not plan.state.refused]
     seconds, count = sum(plan.seconds for plan in todo), sum(len(p.state.missing) for p in todo)
     shared = seconds / max(1, min(num_workers, sum(plan.num_stacks for plan in todo)))
     console.out(
         f"{format_count(count, 'run')} of {format_count(len(todo), 'cell')} to do: about "
         f"{format_duration(shared)}, by a few steps of each (a stack of small networks takes less)"
     )
-    if len(known) > 1:
-        console.out(_power(known))
-
-
-def _power(plans: Sequence[Plan]) -> str:
-    """The smallest difference between two cells that the study could detect, in words."""
-    from normexp.stats.family import smallest_difference
-
-    n, tests = min(len(plan.state.states) for plan in plans), len(plans) - 1
-    named = f"smallest difference called in 80 % of studies, {format_count(n, 'seed')} and "
-    named += format_count(tests, "comparison")
-    if n < 2:
-        return f"{named}: none, as one seed has no spread; set replicas=..."
-    runs = [run for plan in plans for run in plan.state.results if run.status is Status.FINISHED]
-    name = choose_metric({name for run in runs for name in run.metrics})
-    spread = None if name is None else _spread(plans, name)
-    if name is None or spread is None:
-        times = smallest_difference(n, 1.0, tests)
-        return (
-            f"{named}: {times:.2g} times the standard deviation over seeds of a difference, which "
-            "is unknown until two seeds of two cells are recorded"
-        )
-    metric = describe_metric(name)
-    least = metric.scale * smallest_difference(n, spread, tests)
-    return f"{named}: {least:.{metric.digits}f} in {metric.label}, by the spread of the runs so far"
-
-
-def _spread(plans: Sequence[Plan], metric: str) -> float | None:
-    """The standard deviation over seeds of a difference of two cells, pooled over their pairs."""
-    values = [
-        {run.seed: run.metrics[metric] for run in plan.state.results if metric in run.metrics}
-        for plan in plans
-    ]
-    variances = [
-        statistics.variance([first[seed] - second[seed] for seed in shared])
-        for first, second in combinations(values, 2)
-        if len(shared := first.keys() & second.keys()) > 1
-    ]
-    return math.sqrt(statistics.mean(variances)) if variances else None

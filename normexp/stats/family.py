@@ -24,12 +24,11 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.special import nctdtrinc, stdtr, stdtrit
+from scipy.special import stdtr
 
 from normexp.stats.interval import Interval, crossed_mean, cut, mean
 
 ALPHA = 0.05  # probability of any false verdict in a family
-POWER = 0.8
 
 Verdict = Literal["better", "worse", "tie", "undecided"]
 
@@ -79,17 +78,3 @@ def tie_p(gap: Interval, margin: float) -> float:
         return 1.0
     distance = margin - abs(gap.estimate)
     return max(float(stdtr(df, -distance / error)) for df, error in gap.t_tests)
-
-
-def smallest_difference(n: int, sd: float, family_size: int, of_samples: float = 0.0) -> float:
-    """Smallest true difference that n pairs with standard deviation `sd` show in 80 % of studies.
-
-    Infinite for n < 2.
-
-    of_samples: standard error that the test samples add; more seeds do not lower it
-    """
-    if n < 2:
-        return math.inf
-    critical = stdtrit(n - 1, 1 - ALPHA / (2 * family_size))
-    error = math.hypot(sd / math.sqrt(n), of_samples)
-    return float(nctdtrinc(n - 1, 1 - POWER, critical)) * error

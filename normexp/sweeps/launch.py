@@ -16,7 +16,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from normexp.config.cells import Command
-from normexp.config.compose import VERSION_BASE
+from normexp.config.compose import VERSION_BASE, own_hydra
 from normexp.config.schema import conf_dir
 
 LAUNCHER_WORDS = r"experiment=|\+*hydra(/|\.(?!sweeper|mode))"  # words that configure the launcher
@@ -45,7 +45,8 @@ def launch_workers(command: Command, study_dir: Path, count: int, act: Callable[
     program = sys.argv  # Hydra reads its command line there
     sys.argv = [program[0], "-m", *overrides]
     try:
-        hydra.main(config_path=str(conf_dir()), config_name="config", **VERSION_BASE)(run)()
+        with own_hydra():
+            hydra.main(config_path=str(conf_dir()), config_name="config", **VERSION_BASE)(run)()
     except Exception as error:  # a job died, or the launcher itself failed
         return (str(error).strip() or type(error).__name__).splitlines()[0]
     finally:

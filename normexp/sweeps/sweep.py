@@ -13,7 +13,7 @@ from normexp.cells.stack import remove_failed, settle
 from normexp.config.cells import CellSpec, Command, check_processes
 from normexp.config.words import format_count
 from normexp.errors import FAILED, Halted, UserError
-from normexp.records.files import ensure_writable
+from normexp.records.files import ensure_writable, is_read_only
 from normexp.records.provenance import code_version
 from normexp.records.result import Status
 from normexp.records.study import (
@@ -107,7 +107,8 @@ def train_cells(
     job = Job(cells, entry)
     before = job.states()
     over = {one.id for one in before if one.is_over and one.status != "failed"}
-    settle(job.study_dir)
+    if not is_read_only(job.study_dir):
+        settle(job.study_dir)
     remove_failed(before)
     try:
         for cell in (cell for cell in cells if cell.error):
@@ -127,7 +128,8 @@ def train_cells(
                     logger.warning("the launcher stopped: %s", error)
         return [replace(state, was_over=state.id in over) for state in job.states()]
     finally:
-        remove_refused(job.study_dir, entry.id)
+        if not is_read_only(job.study_dir):
+            remove_refused(job.study_dir, entry.id)
 
 
 class Sweep:

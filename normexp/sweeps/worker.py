@@ -29,7 +29,7 @@ from normexp.cells.stack import Stack, cut_stacks
 from normexp.config.cells import CellSpec
 from normexp.config.words import one_line
 from normexp.errors import FAILED, INTERRUPTED, Halted, UserError
-from normexp.records.files import other_holders
+from normexp.records.files import describe, other_holders
 from normexp.records.logs import messages_to_stderr
 from normexp.records.study import (
     CellState,
@@ -198,9 +198,10 @@ def main(output: Connection, job: Job, slot: WorkerSlot) -> None:
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except Exception as error:  # but Halted, a fault of ours, which another worker would meet too
-        if not isinstance(error, Halted):
+        reason = describe(error) if isinstance(error, OSError) else one_line(error)
+        if not isinstance(error, Halted | OSError):
             traceback.print_exc()
-        print(error if isinstance(error, Halted) else one_line(error), flush=True)
+        print(error if isinstance(error, Halted) else reason, flush=True)
         sys.exit(FAILED)
 
 

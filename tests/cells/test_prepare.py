@@ -104,7 +104,7 @@ TEXT = "data=manual model.width=16 model.depth=1"
 DDP = "trainer=ddp trainer.accelerator=cpu"
 PLATEAU = "schedule._target_=torch.optim.lr_scheduler.ReduceLROnPlateau"
 REFUSED = {
-    "norm=instance model=custom model._target_=torch.nn.Identity": "model.replace",
+    "norm=instance model=custom model._target_=torch.nn.Identity": "argument `norm`",
     "model=gpt": "does not fit data=digits",
     "model=text_encoder": "does not fit data=digits; try data=langid",
     "data=langid model=convnet": "does not fit data=langid",

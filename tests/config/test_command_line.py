@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import re
@@ -66,7 +67,7 @@ REFUSED = [
     ("train", "--cfg job -m", "drop -m"),
     ("train", "--cfg job optim=sgdd", "optim=sgdd: no such optim"),
     ("train", "norm.momentum=1 +norm.momentum=2", "norm.momentum is given twice; name it once"),
-    ("train", "hydra.sweeper.params.lr=3", "is not key=value"),
+    ("train", "hydra.sweeper.params.lr=3", "search with python -m normexp.tune"),
     ("train", "-m lr=range(0,1,0)", "lr=range(0,1,0): range() arg 3 must not be zero"),
     ("tune", "lr=intervall(0.1,1)", "lr=intervall(0.1,1): the value cannot be read"),
     ("tune", "lr=choice(1,2) tune.metric=val/f1", "tune.metric=val/f1: nothing is chosen"),
@@ -119,7 +120,31 @@ def test_a_file_in_place_of_a_folder_is_named(tmp_path: Path, capsys):
     path = tmp_path / "file" / "table"
     path.parent.touch()
     assert entry("report")(lambda _: write_text(path, "") or 0)([]) == 2
-    assert capsys.readouterr().err == f"normexp: {path}: Not a directory\n"
+    said = capsys.readouterr().err
+    assert said.startswith(f"normexp: {path}: Not a directory; a file is") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "path", "code", "remedy"),
+    [
+        (errno.EACCES, "/data/a", 2, "/data/a: Permission denied; change its permissions"),
+        (errno.EROFS, "/data/a", 2, "/data/a: Read-only file system; name another folder"),
+        (errno.ENAMETOOLONG, "/data/a", 2, "/data/a: File name too long; give shorter names"),
+        (errno.ENOLCK, "/data/.lock", 2, "/data/.lock: No locks available; file locks do not"),
+        (errno.EIO, "/data/a", 2, "/data/a: Input/output error; see to it"),
+        (errno.ECONNREFUSED, None, 2, "Connection refused; see to it"),
+        (errno.ENOSPC, "/data/a", 1, "the disk is full"),
+    ],
+)
+def test_an_error_of_the_file_system_is_one_line_with_its_path_and_what_to_do(
+    number: int, path: str | None, code: int, remedy: str, capsys: pytest.CaptureFixture[str]
+):
+    def act(_: list[str]) -> int:
+        raise OSError(number, os.strerror(number), path)
+
+    assert entry("report")(act)([]) == code
+    said = capsys.readouterr().err
+    assert said.startswith(f"normexp: {remedy}") and said.count("\n") == 1
 
 
 def test_code_that_ends_the_program_is_named_and_is_no_success(

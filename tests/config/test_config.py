@@ -7,11 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from pathlib import Path
 
+import hydra
 import pytest
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.version import VersionBase
 
-from normexp.cli import parse_command
+from normexp.cli import parse_command, read_options
 from normexp.config.cells import compose_cells
-from normexp.config.compose import compose_cell, compose_config
+from normexp.config.compose import compose_cell, compose_config, composed
 from normexp.config.schema import GROUPS, conf_dir, group_choices, validate
 from normexp.errors import UserError
 
@@ -27,7 +32,11 @@ REFUSED = {
     "norm.foo=1": "norm.foo: unknown key of norm=batch; did you mean",
     "lr.x=3": "lr.x: unknown key",
     "evaluate_with.x=batch": "evaluate_with.x: unknown key",
-    "hydra.foo=3": "hydra.foo: unknown key",
+    "hydra.foo=3": "hydra.foo=3: changes nothing here",
+    "+hydra.run.dir=out": "+hydra.run.dir=out: changes nothing here; study=NAME and runs_dir=",
+    "hydra.job.chdir=true": "hydra.job.chdir=true: changes nothing here; study=NAME",
+    "hydra.verbose=true": "hydra.verbose=true: changes nothing here; messages go to stderr",
+    "hydra/sweeper=ax": "hydra/sweeper=ax: name several values as a,b with -m, or search",
     "batch_size": "'batch_size' is not key=value",
     "=3": "'=3' is not key=value",
     "data_dir=a=b": "data_dir=a=b: the value cannot be read; quote",
@@ -149,6 +158,38 @@ def test_threads_compose_at_once():
     with ThreadPoolExecutor(4) as pool:
         configs = list(pool.map(lambda _: compose_config(["eps=0"]), range(8)))
     assert all(config["eps"] == 0 for config in configs)
+
+
+def test_composing_leaves_a_hydra_app_as_it_was(tmp_path: Path):
+    def state() -> list[object]:
+        store, base = ConfigStore.instance().repo, VersionBase.instance().getbase()
+        groups = {group: sorted(one) for group, one in store.items() if isinstance(one, dict)}
+        return [GlobalHydra.instance().hydra, HydraConfig.instance().cfg, base, groups, [*store]]
+
+    (tmp_path / "config.yaml").write_text("norm: theirs\n")
+    ConfigStore.instance().store("theirs", {"knob": 1}, "norm")
+    try:
+        with hydra.initialize_config_dir(str(tmp_path), version_base="1.2"):
+            HydraConfig.instance().set_config(hydra.compose("config", return_hydra_config=True))
+            before = state()
+            composed.cache_clear()
+            assert compose_config(["norm=my_own.Norm"])["norm"]["_target_"] == "my_own.Norm"
+            with pytest.raises(UserError, match="norm=theirs: no such norm"):
+                compose_config(["norm=theirs"])
+            assert state() == before
+            assert hydra.compose("config") == {"norm": "theirs"}
+    finally:
+        del ConfigStore.instance().repo["norm"]
+        HydraConfig.instance().cfg = None
+
+
+def test_a_tilde_is_the_home_and_counts_as_typed_in_an_id(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    config = compose_config(["runs_dir=~/runs", "data_dir=~/d", "data=text_file", "data.path=~/t"])
+    assert (config["runs_dir"], config["data_dir"]) == ("/home/me/runs", "/home/me/d")
+    assert config["data"]["path"] == "~/t"
+    options = read_options("status", ["study=s", "runs_dir=~/runs"])
+    assert options["runs_dir"] == "/home/me/runs"
 
 
 def test_composing_one_cell_leaves_the_next_alone():

@@ -11,7 +11,6 @@ from urllib.error import URLError
 
 import numpy as np
 import pytest
-import sklearn.datasets
 import torch
 from hydra.utils import get_method, instantiate
 from omegaconf import OmegaConf
@@ -55,15 +54,12 @@ def test_conf_gives_its_function_exactly_its_arguments(name: str):
     }
 
 
-def test_digits_hold_every_image_of_the_source_once():
+def test_digits_are_those_of_recorded_runs():
     data = load("digits")
     assert [len(part) for part in splits(data)] == [1294, 144, 359]
-    assert data.input_shape == (1, 8, 8) and data.source_version.startswith("scikit-learn ")
-    source = torch.as_tensor(sklearn.datasets.load_digits(return_X_y=True)[0])  # (1797, 64)
-    held = torch.cat([part.inputs for part in splits(data)]).flatten(1)
-    assert (int(held.min()), int(held.max())) == (0, 255)
-    back = (held.double() * 16 / 255).round()  # the 17 grey values survive the conversion
-    assert sorted(back.tolist()) == sorted(source.tolist())
+    assert data.digest == "deab52cdf20fbb98" and data.input_shape == (1, 8, 8)
+    grey = torch.cat([part.inputs for part in splits(data)]).unique()
+    assert grey.tolist() == [round(level * 255 / 16) for level in range(17)]
 
 
 def test_mnist_is_averaged_and_half_of_each_class_is_test():
@@ -195,6 +191,25 @@ def test_splits_are_contiguous_parts_and_tokens_spell_the_text(tmp_path: Path):
     assert list(map(len, parts)) == [214, 30, 61] and len(content) == 305
 
 
+def test_byte_order_mark_and_line_ends_change_nothing(tmp_path: Path):
+    content = "Zeile eins,\nund € zwei\n" * 20
+    (tmp_path / "plain.txt").write_bytes(content.encode())
+    plain = read(tmp_path / "plain.txt")
+    for name, ending in (("windows", "\r\n"), ("mac", "\r")):
+        (tmp_path / name).write_bytes(content.replace("\n", ending).encode("utf-8-sig"))
+        data = read(tmp_path / name)
+        assert (data.digest, data.bytes_per_token) == (plain.digest, plain.bytes_per_token)
+
+
+def test_symbols_that_only_the_test_has_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.txt").write_text("abcdefghij" * 20 + "ж\x07" * 20)
+    text.load_text_file(path="~/a.txt", block_size=4, val_fraction=0.1, test_fraction=0.1)
+    assert r"test has 2 symbols that train lacks: '\x07' '\u0436'" in caplog.text
+
+
 def test_bytes_per_token_counts_utf8_in_each_split():
     data = build_text_data("toy", "a€" * 160 + "é" * 40 + "𝄞" * 40, 2, 0.1, 0.1)
     assert data.bytes_per_token == {"train": 2.0, "val": 2.0, "test": 4.0}
@@ -261,7 +276,7 @@ def pixels(split: str, name: str, index: int, height: int = 6, width: int = 5) -
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """train: 5 cats, 5 dogs; test: 2 of each; beside them a val folder and hidden files."""
+    """train: 5 cats, 5 dogs; test: 2 of each; beside them other folders and hidden files."""
     root = tmp_path / "pets"
     for split, count in (("train", 5), ("test", 2)):
         for name in ("dog", "cat"):
@@ -272,7 +287,7 @@ def root(tmp_path: Path) -> Path:
             for index in range(count):
                 image = Image.fromarray(pixels(split, name, index))
                 image.save(folder / f"{index}.png")
-    (root / "val" / "bird").mkdir(parents=True)
+    (root / "docs" / "bird").mkdir(parents=True)
     return root
 
 
@@ -385,7 +400,9 @@ def test_cache_that_cannot_be_written_is_reported(root: Path, caplog: pytest.Log
 
 SPOILT = {  # how a folder is made unusable, by the message
     "data.root=.*pets: .*No such file.*train/<class>/": shutil.rmtree,
-    "pets has train/ alone.*data.root=.*pets/train": lambda root: shutil.rmtree(root / "test"),
+    "pets has class folders in train alone.*data.root=.*pets/train": lambda root: shutil.rmtree(
+        root / "test"
+    ),
     "no valid file for the classes dog": lambda root: [
         p.unlink() for p in root.glob("train/dog/?.png")
     ],

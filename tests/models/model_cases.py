@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from normexp.models.surgery import replace_norms
+from normexp.models.recognise import recognise
+from normexp.models.surgery import Surgery, replace_norms
 from normexp.norms.factory import NormFactory
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
@@ -44,8 +45,15 @@ def build(name: str, norm: NormFactory | None = None, **knobs: Any) -> nn.Module
     if name != "torchvision":
         return instantiate(values)(norm=norm, **knobs)
     network = instantiate(values)(**knobs)
-    replace_norms(network, taking_settings(norm.make))
+    replaced(network, taking_settings(norm.make), torch.randn(2, *IMAGES))
     return network
+
+
+def replaced(
+    network: nn.Module, factory: NormFactory, x: Tensor, only: Sequence[str] | None = None
+) -> Surgery:
+    """Replaces the norms that a forward on `x` shows."""
+    return replace_norms(network, factory, recognise(network, (x,)), only)
 
 
 def taking_settings(make: Callable[..., nn.Module]) -> NormFactory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,7 @@ import timm
 import timm.layers
 import torch
 import torchvision
-from model_cases import layer_norm, taking_settings
+from model_cases import layer_norm, replaced, taking_settings
 from torch import Tensor, nn
 from torch.nn import functional
 from wild_norms import LlamaRMSNorm
@@ -24,7 +25,6 @@ from normexp.config.compose import compose_config
 from normexp.data import Data, Examples, build_image_data, build_text_data
 from normexp.errors import UserError
 from normexp.models.packages import build_timm_model, build_torchvision_model
-from normexp.models.surgery import replace_norms
 from normexp.norms.adapt import foreign_factory
 from normexp.norms.factory import NormFactory
 from normexp.norms.site import load_as_built, named_sites, state_as_built
@@ -32,6 +32,8 @@ from normexp.norms.zoo.batch import BatchRenorm
 
 LAYER_NORM = taking_settings(layer_norm)
 BATCH_NORM = taking_settings(nn.BatchNorm2d)
+MAP = torch.randn(4, 6, 3, 3)
+TOKENS = torch.randn(4, 3, 6)
 
 
 def shape_at_norm(old: nn.Module, *shape: int) -> tuple[int, ...]:
@@ -46,7 +48,8 @@ def shape_at_norm(old: nn.Module, *shape: int) -> tuple[int, ...]:
         return norm
 
     network = nn.Sequential(nn.Sequential(old))
-    replace_norms(network, NormFactory(make))
+    replaced(network, NormFactory(make), torch.randn(shape))
+    shapes.clear()
     assert not any(module is old for module in network.modules())
     assert network(torch.randn(shape)).shape == shape
     return shapes[0]
@@ -82,14 +85,6 @@ class GemmaRMSNorm(LlamaRMSNorm):
         return 1 + self.weight
 
 
-class OddNormalizer(LlamaRMSNorm):
-    """Its further parameter may be anything: it is left alone unless it is named."""
-
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__(hidden_size)
-        self.power = nn.Parameter(torch.ones(hidden_size))
-
-
 LAST = [nn.LayerNorm(6), nn.RMSNorm(6), timm.layers.RmsNorm(6), LlamaRMSNorm(6), GemmaRMSNorm(6)]
 
 
@@ -104,7 +99,7 @@ def test_norm_of_the_last_axis_becomes_a_site_of_tokens(
 def test_a_norm_that_stands_in_two_places_becomes_one_site() -> None:
     shared = nn.BatchNorm2d(6)
     network = nn.Sequential(shared, nn.Sequential(nn.ReLU(), shared))
-    replace_norms(network, BATCH_NORM)
+    replaced(network, BATCH_NORM, MAP)
     assert network[0] is network[1][1] and [name for name, _ in named_sites(network)] == ["0"]
 
 
@@ -116,7 +111,7 @@ def test_gain_of_a_norm_is_carried_over(old: nn.Module, gain: float) -> None:
     network = nn.Sequential(own)
     x = torch.randn(2, 3, 6)
     expected = network(x)
-    replace_norms(network, taking_settings(ChannelsRMS))
+    replaced(network, taking_settings(ChannelsRMS), x)
     torch.testing.assert_close(network(x), expected, rtol=0, atol=1e-6)
 
 
@@ -132,14 +127,14 @@ def test_settings_values_and_statistics_follow_the_old_norm() -> None:
         nn.init.uniform_(tensor, 1, 2)
     network = nn.Sequential(old, nn.BatchNorm2d(6, affine=False))
     expected = old.state_dict()
-    surgery = replace_norms(network, BATCH_NORM)
+    surgery = replaced(network, BATCH_NORM, MAP)
     new, plain = (site.norm for _, site in named_sites(network))
     assert (new.eps, new.momentum, plain.affine) == (1e-3, 0.01, False)
     torch.testing.assert_close(dict(new.state_dict()), dict(expected), rtol=0, atol=0)
     assert surgery.lost == []
     other = nn.BatchNorm2d(6)
     nn.init.ones_(other.get_buffer("running_mean"))
-    surgery = replace_norms(nn.Sequential(other), LAYER_NORM)
+    surgery = replaced(nn.Sequential(other), LAYER_NORM, MAP)
     assert surgery.lost == ["0.running_mean"]
 
 
@@ -149,7 +144,7 @@ def test_batches_of_an_earlier_training_do_not_count_for_a_ramp() -> None:
     old.num_batches_tracked.fill_(9)
     network = nn.Sequential(old)
     bounds = {"r_max": 3.0, "d_max": 5.0, "warmup": 0.1, "r_ramp_end": 0.4, "d_ramp_end": 0.3}
-    surgery = replace_norms(network, taking_settings(partial(BatchRenorm, **bounds)))
+    surgery = replaced(network, taking_settings(partial(BatchRenorm, **bounds)), MAP)
     ((_, site),) = named_sites(network)
     assert site.norm.num_batches_tracked == 0 and surgery.lost == []
 
@@ -158,7 +153,7 @@ def test_activation_of_a_norm_is_kept() -> None:
     network = nn.Sequential(timm.layers.BatchNormAct2d(6, act_layer="silu"))
     x = torch.randn(4, 6, 3, 3)
     expected = network(x)
-    replace_norms(network, BATCH_NORM)
+    replaced(network, BATCH_NORM, x)
     torch.testing.assert_close(network(x), expected, rtol=0, atol=1e-6)
     assert not any(getattr(module, "inplace", False) for module in network.modules())
 
@@ -168,34 +163,40 @@ def test_transformer_of_torch_works_in_evaluation() -> None:
     network = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
     x = torch.randn(2, 5, 8)
     expected = network.train()(x)
-    replace_norms(network, LAYER_NORM)
+    replaced(network, LAYER_NORM, x)
     torch.testing.assert_close(network.eval()(x), expected, rtol=0, atol=1e-4)
 
 
+class EntropyNorm(LlamaRMSNorm):
+    """Norm in name: it squashes what it normalizes."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden).tanh()
+
+
 def test_classes_can_be_named_and_what_is_left_is_said() -> None:
-    parts = [nn.Linear(6, 6), LlamaRMSNorm(6), OddNormalizer(6), nn.LayerNorm((3, 6))]
-    parts.append(nn.LocalResponseNorm(2))
-    surgery = replace_norms(nn.Sequential(*parts), LAYER_NORM)
+    parts = [nn.Linear(6, 6), LlamaRMSNorm(6), EntropyNorm(6), nn.LayerNorm((3, 6))]
+    surgery = replaced(nn.Sequential(*parts), LAYER_NORM, TOKENS)
     assert surgery.classes == {"1": "LlamaRMSNorm"}
-    assert next(surgery.notes()) == "1 sites in place of 1 LlamaRMSNorm: 1"
-    assert surgery.left.keys() == {"OddNormalizer", "LayerNorm", "LocalResponseNorm"}
-    network = nn.Sequential(nn.LayerNorm(6), OddNormalizer(6))
-    assert replace_norms(network, LAYER_NORM, only=["OddNormalizer"]).classes.keys() == {"1"}
+    said = list(surgery.notes())
+    assert said[0] == "1 sites in place of 1 LlamaRMSNorm: 1"
+    assert re.search(r"left alone: .*1 LayerNorm \(.*several axes.*1 EntropyNorm \(.*rms", said[1])
+    network = nn.Sequential(nn.LayerNorm(6), LlamaRMSNorm(6))
+    assert replaced(network, LAYER_NORM, TOKENS, ["LlamaRMSNorm"]).classes.keys() == {"1"}
 
 
 @pytest.mark.parametrize(
     ("parts", "only", "message"),
     [
-        ([nn.Linear(6, 6)], None, "no norm.*1 Linear.*model.replace"),
-        ([nn.LayerNorm((3, 6))], None, "LayerNorm is left alone.*several axes"),
-        ([OddNormalizer(6)], None, "OddNormalizer.*power.*model.replace"),
+        ([nn.Linear(6, 6)], None, "no norm.*1 Linear.*argument `norm`"),
+        ([nn.LayerNorm((3, 6))], None, "left alone: 1 LayerNorm .*several axes"),
+        ([EntropyNorm(6)], ["EntropyNorm"], r"model.replace=\[EntropyNorm\].*no affine map"),
         ([nn.LayerNorm(6)], ["LayerNom"], "model.replace.*LayerNom.*LayerNorm"),
-        ([nn.Linear(6, 3)], ["Linear"], r"model.replace=\[Linear\].*axes"),
     ],
 )
 def test_nothing_to_replace_is_refused(parts: list, only: list | None, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        replace_norms(nn.Sequential(*parts), LAYER_NORM, only)
+        replaced(nn.Sequential(*parts), LAYER_NORM, TOKENS, only)
 
 
 @pytest.mark.parametrize("build", [build_torchvision_model, build_timm_model])
@@ -228,7 +229,8 @@ def test_networks_that_cannot_be_built_are_refused(
 
 def test_norms_as_built_share_their_statistics_as_norm_batch_size_says():
     network = nn.Sequential(nn.BatchNorm2d(3))
-    surgery = replace_norms(network, NormFactory(foreign_twin, norm_batch_size=2, keeps_norms=True))
+    factory = NormFactory(foreign_twin, norm_batch_size=2, keeps_norms=True)
+    surgery = replaced(network, factory, torch.randn(4, 3, 5, 5))
     assert not surgery.lost
     x = torch.randn(4, 3, 5, 5)
     parts = torch.cat([nn.BatchNorm2d(3)(part) for part in x.split(2)])
@@ -252,8 +254,8 @@ def test_trained_weights_load_strictly_into_the_network_as_built(
     built = network()
     trained = copy.deepcopy(built)
     factory = NormFactory(foreign_twin, keeps_norms=keeps_norms)
-    replace_norms(trained, factory)
     x = torch.randn(4, 3, 32, 32)
+    replaced(trained, factory, x)
     for is_training in (False, True):
         outputs = [one.train(is_training)(x) for one in (built, trained)]
         torch.testing.assert_close(*outputs, rtol=0, atol=0 if keeps_norms else 1e-5)
@@ -266,7 +268,7 @@ def test_trained_weights_load_strictly_into_the_network_as_built(
     x = torch.randn(2, 3, 32, 32)
     torch.testing.assert_close(built.eval()(x), trained.eval()(x))
     again = network()
-    replace_norms(again, factory)
+    replaced(again, factory, x)
     load_as_built(again, state)
     assert torch.equal(again.eval()(x), trained.eval()(x))
 

@@ -326,6 +326,31 @@ def test_what_keeps_no_norm_contract_is_refused_with_the_reason(make, reason):
         build(make)
 
 
+class WeighedNorm(nn.Module):
+    """Its forward asks for a mask."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(num_features))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # channels last
+        share = (mask.to(x.dtype) / mask.sum())[..., None]
+        dims = tuple(range(x.ndim - 1))
+        mean = (share * x).sum(dims)
+        return (x - mean) * ((share * (x - mean).square()).sum(dims) + EPS).rsqrt() * self.gain
+
+
+def test_a_norm_that_asks_for_a_mask_gets_one_that_is_true_everywhere():
+    x = random_tensor(2, C, 3, 3)
+    assert_close(build(WeighedNorm)(x), nn.BatchNorm2d(C, eps=EPS).double()(x), rtol=0, atol=1e-12)
+
+
+def test_a_forward_that_asks_for_more_is_refused_in_a_line():
+    make = type("TheirNorm", (nn.Module,), {"forward": lambda _, x, style: x * style})
+    with pytest.raises(UserError, match="^norm._target_=their.Norm: its forward needs style besid"):
+        build(make)
+
+
 def test_the_layout_that_is_said_is_the_only_one_tried():
     def layout(say: str) -> nn.Module:
         make = foreign_factory(BareRMSNorm, target="t", eps=EPS, layout=say)

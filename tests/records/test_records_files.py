@@ -99,6 +99,19 @@ def test_ensure_writable_creates_nothing_and_names_the_key(tmp_path: Path):
         ensure_writable(tmp_path / "file" / "runs")
 
 
+def no_locks(*_: object) -> None:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+def test_a_folder_without_file_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with pytest.raises(UserError, match=f"runs_dir={tmp_path} has no file locks"):
+        ensure_writable(tmp_path)
+    with pytest.raises(OSError, match="No locks available") as caught, file_lock(tmp_path / "a"):
+        pass
+    assert caught.value.filename == str(tmp_path / "a")
+
+
 HOLD = """
 import sys
 from pathlib import Path
@@ -132,7 +145,7 @@ def test_lock_excludes_other_processes_until_its_holder_is_killed(tmp_path: Path
         assert holder_of(path).startswith(f"process {holder.pid} (")
     finally:
         kill(holder)
-    assert path.exists() and holder_of(path) == ""  # the file locks nothing, and goes
+    assert holder_of(path) == "" and path.exists()  # it locks nothing; reading changes nothing
     with file_lock(path) as held:
         assert held and path.read_text() == this_command()
         refused, has_lock = start_holder(path)

@@ -99,10 +99,9 @@ def cell_of(
 
 
 def report_of_cells(*cells: Sequence[RunRow], **options: Any) -> Report:
-    """The report of cells in memory; options: asked, searched, refused, metric, reference."""
-    of_records = {
-        key: options.pop(key) for key in ("asked", "searched", "refused") if key in options
-    }
+    """The report of cells in memory; options: of Records, and metric, reference."""
+    names = ("asked", "searches", "planned", "refused")
+    of_records = {key: options.pop(key) for key in names if key in options}
     runs = [run for cell in cells for run in cell]
     records = Records(runs, **of_records)
     studies = list(dict.fromkeys(run.study for run in runs))

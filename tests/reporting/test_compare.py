@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from synthetic_study import cell_of, find, report_of_cells
 
 from normexp.reporting.compare import DIFFERENCE
+from normexp.reporting.runs import SearchRecord
 from normexp.reporting.slices import Grid
 
 SEEDS = np.random.default_rng(3).normal(0, 0.002, 8)
@@ -81,8 +84,6 @@ def test_a_diverged_seed_counts_as_chance_level_at_every_learning_rate():
     [
         ([cell_of("batch", level(0.9)), GROUP[:5]], {"asked": {PLACE: [range(8)]}},
          "5 of 8 seeds of group"),
-        ([cell_of("batch", level(0.9), lr=0.3), GROUP],
-         {"searched": {"synthetic": frozenset({"lr"})}}, "lr chosen by one search"),
         ([*(cell_of("batch", level(0.9), lr=lr) for lr in (0.1, 0.3)), GROUP],
          {}, "not compared: lr not searched alike"),
         ([cell_of("batch", [0.9]), GROUP[:1]], {}, "one seed"),
@@ -92,6 +93,43 @@ def test_a_row_without_a_verdict_says_why(cells: list, options: dict, why: str):
     one = find(report_of_cells(*cells, **options), "group")
     assert (one.verdict, one.why) == (None, why)
     assert (one.gap.low is None) == (why == "one seed")  # its interval is shown
+
+
+BATCH = cell_of("batch", level(0.9), lr=0.3)
+RATES = ("lr=0.1", "lr=0.3")
+
+
+def search_of(rates: Sequence[str] = RATES, seeds: tuple[int, ...] = (1000, 1001)) -> SearchRecord:
+    return SearchRecord(frozenset({"lr"}), frozenset((rate, seeds) for rate in rates))
+
+
+@pytest.mark.parametrize(
+    ("of_batch", "of_group", "why"),
+    [
+        (search_of(), search_of(), ""),
+        (search_of(), search_of((*RATES, "lr=1")), "lr not searched alike"),
+        (search_of(), search_of(seeds=(1000, 1002)), "lr not searched alike"),
+        (search_of(), None, "not compared: lr 0.1 and 0.3"),
+        (search_of(seeds=(7, 8)), search_of(seeds=(7, 8)), "seed 7 was searched, too"),
+        (search_of(()), search_of(()), "study synthetic-search is missing"),
+    ],
+)
+def test_fresh_seeds_after_a_search_have_a_verdict_if_it_was_alike_for_both(
+    of_batch: SearchRecord, of_group: SearchRecord | None, why: str
+):
+    found = {("synthetic", BATCH[0].directory.parent.name): of_batch, PLACE: of_group}
+    searches = {place: search for place, search in found.items() if search}
+    one = find(report_of_cells(BATCH, GROUP, searches=searches), "group")
+    assert (one.verdict, one.why) == (None if why else "better", why)
+    assert "at the learning rates that one search chose" in one.part.scope
+
+
+def test_the_best_rate_of_a_search_at_its_edge_names_the_one_to_add():
+    places = [("synthetic", cell[0].directory.parent.name) for cell in (BATCH, GROUP)]
+    search = search_of(("lr=0.03", "lr=0.1", "lr=0.3"))
+    report = report_of_cells(BATCH, GROUP, searches=dict.fromkeys(places, search))
+    means = report.tables_of(report.slices[0])[0].frame.set_index("norm")
+    assert means["lr"].to_dict() == {"batch": "0.3 (at the edge: add 0.9)", "group": "0.1"}
 
 
 def test_the_family_is_a_table():
@@ -164,10 +202,9 @@ def draw(mean: float, spread: float = 0.002) -> list[float]:
 def test_norms_stand_in_order_of_their_estimate_with_marks_and_verdicts():
     means = {"batch": 0.9, "layer": 0.93, "group": 0.931, "rms": 0.85}
     report = report_of_cells(*(cell_of(norm, draw(mean)) for norm, mean in means.items()))
-    assert report.over_slices is None  # of one workload
     (ranking,) = report.rankings
     assert ranking.reference == "batch" and set(ranking.best) == {"layer", "group"}
-    estimates = [place.value.estimate for place in ranking.places]
+    estimates = [place.grid.mean.estimate for place in ranking.places]
     assert estimates == sorted(estimates, reverse=True)
     verdicts = {place.norm: place.verdict for place in ranking.places}
     assert verdicts == {"layer": "better", "group": "better", "batch": None, "rms": "worse"}
@@ -182,19 +219,3 @@ def test_equal_norms_all_may_be_the_best_and_one_that_cannot_be_compared_stands_
     last = ranking.places[-1]
     assert (last.norm, last.may_be_best, last.gap) == ("rms", None, None)
     assert last.why == "not compared: epochs 9 and 3"
-
-
-def test_over_workloads_ratios_of_errors_are_averaged():
-    errors = {"easy": (0.01, 0.005), "hard": (0.4, 0.2)}  # group has half the error of batch
-    cells = [
-        cell_of(norm, draw(1 - error, 0.05 * error), data=data)
-        for data, pair in errors.items()
-        for norm, error in zip(("batch", "group"), pair, strict=True)
-    ]
-    overall = report_of_cells(*cells).over_slices
-    assert overall is not None and overall.best == ["group"]
-    first, second = overall.places
-    assert (first.norm, first.verdict, second.norm) == ("group", "better", "batch")
-    assert np.exp(-first.gap.estimate) == pytest.approx(0.5, rel=0.05)
-    (table,) = [table for table in report_of_cells(*cells).tables if table.name == "ranking"]
-    assert table.frame["ratio [95 %]"][0].startswith("0.5")

@@ -9,6 +9,7 @@ import pytest
 import vl_convert
 from synthetic_study import cell_of, report_of_cells, write_study
 
+from normexp.reporting import page
 from normexp.reporting.cells import ORDER, order_norms
 from normexp.reporting.figures import COLOURS, Figure, assign_styles, draw_figures
 from normexp.reporting.page import write_report
@@ -106,3 +107,17 @@ def test_a_norm_has_one_look_and_no_two_of_forty_share_it():
     many = assign_styles(f"norm{place}" for place in range(40))
     assert len({style[:2] for style in many.values()}) == 40
     assert order_norms(["g 16", "g 4", "group", "batch"]) == ["batch", "group", "g 4", "g 16"]
+
+
+def test_without_vl_convert_a_page_has_its_tables_and_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(page, "vl_convert", None)
+    monkeypatch.setattr(page, "MISSING", "no figures: install it")
+    write_study(tmp_path, sizes=(2, 128), num_seeds=4)
+    report = read_report(tmp_path, ["synthetic"])
+    write_report(report)
+    text = (report.directory / "index.html").read_text(encoding="utf-8")
+    assert "no figures: install it" in text and "<table" in text and 'data-figure="' not in text
+    assert [*(report.directory / "figures").iterdir()] == []
+    assert (report.directory / "tables" / "means_main.csv").is_file()

@@ -17,6 +17,7 @@ import normexp
 from normexp.errors import UserError
 from normexp.records.study import Asked, CommandEntry, append_entry
 from normexp.report import main
+from normexp.reporting.compare import ADDED
 from normexp.reporting.report import Report, read_report, to_json
 from normexp.reporting.tables import write_tables
 from normexp.reporting.terminal import print_report
@@ -83,21 +84,21 @@ def test_the_terminal_answers_the_sweep_first_in_25_lines(capsys):
     cells += [cell_of(norm, (0.9 + 0.002 * rng.normal(size=4)).tolist()) for norm in norms]
     print_report(report_of_cells(*cells))
     first, scope, *lines = capsys.readouterr().out.splitlines()
-    assert first.startswith("batch drops by 5.") and "from norm batch size 128 to 2" in first
+    assert first == "At 2, batch norm loses 5.2 pp against 128; 3 of 4 norms may lead."
     assert "resnet on cifar10, batch size 128" in scope and "n = 4 seeds" in scope
     assert len(lines) + 2 <= 25, "\n".join(lines)
 
 
-def test_where_batch_norm_shows_no_drop_the_headline_says_at_what_budget():
+def test_where_batch_norm_shows_no_drop_a_note_says_at_what_budget():
     rng = np.random.default_rng(7)
     cells = [
         cell_of("batch", (0.9 + 0.001 * rng.normal(size=8)).tolist(), norm_batch_size=size)
         for size in (2, 128)
     ]
     report = report_of_cells(*cells)
-    headline = report.headline(report.slices[0])
-    assert "batch shows no drop from norm batch size 128 to 2" in headline
-    assert "that is at epochs=3 and lr 0.1; experiment=why_size_2" in headline
+    assert report.headline(report.slices[0]) == "At 2, batch norm ties with 128."
+    _, table = report.tables_of(report.slices[0])
+    assert "No drop of batch norm is shown at epochs=3, lr 0.1; experiment=why" in table.note
 
 
 def test_page_files_and_json_hold_the_rows_of_the_terminal(report: Report, tmp_path: Path):
@@ -185,8 +186,34 @@ def test_seeds_of_a_later_command_are_those_that_were_added(tmp_path: Path):
         append_entry(tmp_path / "synthetic", entry)
     one = find(normexp.load_report("synthetic", tmp_path), "group")
     assert one.is_extended and one.row["verdict"] == "better†"
-    tables = normexp.load_report("synthetic", tmp_path).tables
-    assert any("seeds were added" in table.note for table in tables)
+    report = normexp.load_report("synthetic", tmp_path)
+    tables = report.tables
+    assert all("seeds were added" in table.note for table in tables if ADDED in str(table.frame))
+    assert report.headline(report.slices[0]).endswith(f"{ADDED}.")
+    assert main([f"runs_dir={tmp_path}"]) == 0
+    assert "seeds were added" in (tmp_path / "index.html").read_text()
+
+
+def test_the_points_of_a_search_are_those_of_the_same_words(tmp_path: Path):
+    """Another search of the same study, of other points, is not mixed with them."""
+    places = {}
+    for norm, lr in (("batch", 0.1), ("group", 0.3)):
+        cell = write_cell(
+            tmp_path, norm, {seed: 0.9 + lr * seed**2 / 1e3 for seed in range(4)}, lr=lr
+        )
+        places[cell.name] = f"norm={norm} batch_size=8 lr={lr}"
+    for number, rates in enumerate(((0.1, 1), (0.1, 0.3))):
+        words = ["normexp-tune", f"lr=choice{rates}"]
+        tried = {f"{norm}-{lr}": Asked(f"norm={norm} batch_size=8 lr={lr}", [1000, 1001])
+                 for norm in ("batch", "group") for lr in rates}  # fmt: skip
+        trial = CommandEntry(f"t{number}", words, "one", tried, ["lr"])
+        append_entry(tmp_path / "synthetic-search", trial)
+    chosen = {cell: Asked(title, [0, 1, 2, 3]) for cell, title in places.items()}
+    append_entry(tmp_path / "synthetic", CommandEntry("f", words, "one", chosen, ["lr"]))
+    report = normexp.load_report("synthetic", tmp_path)
+    (search,) = {cell.search for cell in report.cells}
+    assert search is not None and find(report, "group").verdict == "tie"
+    assert search.points == {(f"lr={lr}", (1000, 1001)) for lr in (0.1, 0.3)}
 
 
 def test_bad_input_is_one_message(tmp_path: Path):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from normexp.stats.family import decide, difference, p_value, smallest_difference, tie_p
+from normexp.stats.family import decide, difference, p_value, tie_p
 from normexp.stats.interval import Interval, mean, t_interval
 
 
@@ -47,14 +47,6 @@ def test_one_member_errs_in_at_most_its_level_whatever_the_truth(truth, error):
         for z, c in zip(noise, chi, strict=True)
     ]
     assert np.mean([one in wrong for one in found]) <= 0.025 + 3 * 0.0025
-
-
-def test_smallest_difference_has_a_power_of_four_fifths():
-    found = smallest_difference(8, 0.92, 7)
-    critical = scipy_stats.t.ppf(1 - 0.05 / 14, 7)
-    power = scipy_stats.nct.sf(critical, 7, found * np.sqrt(8) / 0.92)
-    assert power == pytest.approx(0.8, abs=1e-6)
-    assert smallest_difference(1, 0.92, 7) == np.inf
 
 
 def test_a_difference_is_paired_and_its_tests_are_those_of_scipy():

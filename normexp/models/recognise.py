@@ -1,0 +1,285 @@
+"""Recognises the norms of a network by what they compute, whatever their names.
+
+A copy of the network runs once in training mode. Torch's own norms are known by their exact type.
+Every other module that is called with one tensor, or with x and a mask (N, *), and returns its
+shape is tried, the innermost first; models/formula.py says what a norm is. What computes more is
+left as it is: an activation inside its forward, a second input, another scale.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from normexp.batching.copies import copied
+from normexp.errors import UserError, first_line
+from normexp.models.formula import (
+    EQUALS,
+    TYPICAL,
+    Call,
+    DescribedNorm,
+    Formula,
+    Misfit,
+    Norm,
+    Trial,
+    Values,
+    is_close,
+    state_of,
+)
+from normexp.records.provenance import source_line_of
+
+CHANNELS_FIRST = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+CHANNELS_LAST = (nn.LayerNorm, nn.RMSNorm)
+TORCH_NAMES = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+NOTHING: Mapping[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Left:
+    """Why a module is left as it is.
+
+    Attributes:
+        resembles: it may be a norm, so that a message names it.
+        is_called: with a tensor first, whose shape it returns.
+    """
+
+    class_name: str
+    reason: str
+    resembles: bool = True
+    is_called: bool = True
+
+
+@dataclass(frozen=True)
+class Recognition:
+    """The norms of a network by path, and the other modules that were tried."""
+
+    norms: dict[str, Norm]
+    left: dict[str, Left]
+
+
+class Seen(NamedTuple):
+    """A call of a module in a forward, with its arguments if they are more than a norm's."""
+
+    call: Call
+    more: tuple[tuple[Any, ...], dict[str, Any]] | None
+
+
+def recognise(
+    network: nn.Module, args: tuple[Any, ...] | None, keywords: Mapping[str, Any] = NOTHING
+) -> Recognition:
+    """Finds the norms among the modules that a forward of a copy of `network` calls.
+
+    Args:
+        args, keywords: of the forward; without them only torch's own norms are recognised.
+
+    Raises:
+        UserError: the forward fails.
+    """
+    seen = None if args is None else _record_calls(copied(network), args, keywords)
+    norms: dict[str, Norm] = {}
+    left: dict[str, Left] = {}
+    tried: dict[str, Norm | Left | None] = {}
+    modules = dict(network.named_modules())
+    weights = [f"{path}." for path, one in modules.items() if isinstance(one, ParametrizationList)]
+    del modules[""]  # the network itself has no place in which another module could be put
+    for path, module in reversed(modules.items()):  # children come before their parents
+        named = [*norms, *(name for name, one in left.items() if one.resembles)]
+        is_container = any(name.startswith(f"{path}.") for name in named)
+        if is_container or path.startswith(tuple(weights)):  # which compute a weight
+            continue
+        found = _judge(module, None if seen is None else seen.get(path, []), tried)
+        if isinstance(found, Norm):
+            norms[path] = found
+        elif found is not None:
+            left[path] = found
+    return Recognition({path: norms[path] for path in modules if path in norms}, left)
+
+
+def values_of(module: nn.Module, norm: Norm) -> Values:
+    """Of torch's own norms read, of others measured."""
+    if norm.call is None:
+        return Values(*(getattr(module, name, None) for name in TORCH_NAMES))
+    return Trial(module, norm.call).values(norm)
+
+
+# --- The forward ----------------------------------------------------------------------------------
+
+
+def _record_calls(
+    network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> dict[str, list[Seen]]:
+    """The calls of each module that returns the shape of its first tensor."""
+    seen: defaultdict[str, list[Seen]] = defaultdict(list)
+
+    def watch(
+        path: str, _: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], out: Any
+    ) -> None:
+        x, *more = (*args, *keywords.values(), None)
+        if not (isinstance(x, Tensor) and isinstance(out, Tensor) and x.is_floating_point()):
+            return
+        if x.ndim < 2 or (out.shape, out.dtype) != (x.shape, x.dtype):
+            return
+        more = [value for value in more if value is not None]
+        is_named = any(name not in ("x", "mask") for name in keywords)
+        call, mask = Call(x.shape), more[0] if len(more) == 1 else None
+        if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.ndim == x.ndim - 1:
+            how = "keyword" if "mask" in keywords else "position"
+            call, more = Call(x.shape, how, mask.shape == x.shape[:-1]), []
+        has_more = is_named or bool(more)
+        seen[path].append(Seen(call, (args, dict(keywords)) if has_more else None))
+
+    of_torch = {path for path, module in network.named_modules() if _is_torchs(module)}
+    for path, module in network.named_modules():
+        module.register_forward_hook(partial(watch, path), with_kwargs=True)
+    for training in (True, False):
+        run_network(network.train(training), args, keywords)
+        if of_torch <= seen.keys():
+            break  # else a layer was dropped at random
+    return seen
+
+
+def run_network(network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+    """A forward with fixed draws. Raises UserError if it fails."""
+    devices = [*{p.device for p in network.parameters() if p.is_cuda}]
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices), torch.no_grad():
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(0)
+        try:
+            return network(*copied(args), **copied(dict(keywords)))
+        except UserError:
+            raise
+        except Exception as error:  # of foreign code, any kind
+            raise UserError(
+                f"a forward of the model {type(network).__name__} fails: {type(error).__name__}: "
+                f"{first_line(error)}{source_line_of(error)}"
+            ) from error
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+# --- A module -------------------------------------------------------------------------------------
+
+
+def _judge(
+    module: nn.Module, seen: list[Seen] | None, tried: dict[str, Norm | Left | None]
+) -> Norm | Left | None:
+    """What a module is, from its calls; None if it cannot be a norm."""
+    name = type(module).__name__
+    holds_more = any(state_of(child) for child in module.children())
+    named = "norm" in name.lower() and not holds_more  # for messages alone
+    if seen and (more := [one.more for one in seen if one.more is not None]):
+        args, keywords = more[0]
+        reason = "it is called with a second input"
+        if not args and len(keywords) == 1:
+            reason = "it is given its input by keyword"
+        key = repr((id(type(module)), module, seen[0].call))
+        if key not in tried:
+            resembles = named or _is_torchs(module) or _ignores_scale_of(module, args, keywords)
+            tried[key] = Left(name, reason, resembles)
+        return tried[key]
+    if _is_torchs(module) and (seen is None or seen):
+        return _read_torchs(module)
+    if not seen:
+        reason = "without inputs it cannot be tried" if seen is None else "it is never called"
+        return Left(name, reason, is_called=False) if named else None
+    if type(module).__module__.startswith("torch.nn.modules.") or isinstance(
+        module, torch.jit.ScriptModule
+    ):
+        return None
+    plain = [v for v in vars(module).items() if isinstance(v[1], bool | int | float | str | tuple)]
+    shapes = [(key, value.shape) for key, value in state_of(module).items()]
+    calls = tuple(dict.fromkeys(one.call for one in seen))
+    key = repr((id(type(module)), module, plain, shapes, calls))
+    if key not in tried:
+        tried[key] = _try(module, calls)
+    found = tried[key]
+    if isinstance(found, Norm):
+        found = _compare(module, found)
+    return replace(found, resembles=found.resembles or named) if isinstance(found, Left) else found
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    """True for one of torch's norms as it comes."""
+    changed = "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
+    return type(module) in (*CHANNELS_FIRST, *CHANNELS_LAST) and not changed
+
+
+def _read_torchs(module: Any) -> Norm | Left:
+    is_last = type(module) in CHANNELS_LAST
+    if is_last and len(module.normalized_shape) > 1:
+        reason = "it normalizes several axes; a site normalizes one axis of channels"
+        return Left(type(module).__name__, reason)
+    sizes = [getattr(module, name, 0) for name in ("num_features", "num_channels")]
+    num_features = max(sizes) or module.normalized_shape[0]
+    eps = torch.finfo(torch.float32).eps if module.eps is None else module.eps
+    settings: dict[str, Any] = {"affine": module.weight is not None, "eps": float(eps)}
+    if hasattr(module, "momentum"):
+        settings["momentum"] = module.momentum
+    formula = Formula("batch", False)
+    if is_last:
+        formula = Formula("rms" if isinstance(module, nn.RMSNorm) else "layer", True)
+    elif isinstance(module, nn.GroupNorm):
+        formula = Formula("group", False, module.num_groups)
+    elif isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d):
+        formula = Formula("group", False, num_features)
+    return Norm(formula, num_features, settings)
+
+
+def _try(module: nn.Module, calls: tuple[Call, ...]) -> Norm | Left:
+    """The norm that fits the calls of every shape."""
+    name = type(module).__name__
+    try:
+        found = [Trial(module, call).fit() for call in calls]
+        # On rows (N, C) the last axis is the first one after the samples.
+        maps = [norm for norm in found if norm.call and len(norm.call.shape) > 2]
+        if len({norm.formula.is_last for norm in maps}) > 1:
+            raise Misfit("its channels are first in some calls and last in others")
+        return (maps or found)[0]
+    except Misfit as misfit:
+        return Left(name, str(misfit), misfit.resembles)
+    except Exception as error:  # of foreign code, any kind
+        reason = f"trying it fails: {type(error).__name__}: {first_line(error)}"
+        return Left(name, reason + source_line_of(error), False)
+
+
+def _ignores_scale_of(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+    """True if another scale of the first argument gives the same output."""
+
+    def run(size: float) -> Tensor:
+        own, named = copied((args, keywords))
+        (own or list(named.values()))[0].mul_(size)
+        return run_network(copied(module).train(), own, named)
+
+    try:
+        return is_close(run(100.0), run(400.0), 1e-3) and bool(run(100.0).any())
+    except Exception:  # of foreign code, any kind
+        return False
+
+
+def _compare(module: nn.Module, norm: Norm) -> Norm | Left:
+    """The norm, if at its own values the module equals its description and tail in both modes."""
+    assert norm.call is not None
+    trial = Trial(module, norm.call)
+    described = DescribedNorm(norm, trial.values(norm), module).double().cpu()
+    own, x = copied(module).cpu().double(), trial.draw(3, TYPICAL)
+    for training in (True, False):
+        pair = (trial.run(one, x, training) for one in (own, described))
+        expected, out = (trial.rows(norm.formula, y) for y in pair)
+        if not is_close(expected, out, EQUALS):
+            reason = f"it is {norm.formula}, and does something besides"
+            return Left(type(module).__name__, reason)
+    return norm

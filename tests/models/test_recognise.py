@@ -1,0 +1,418 @@
+"""Norms of other people's networks are recognised by what they compute; the rest is left."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from model_cases import replaced
+from torch import Tensor, nn
+from torch.nn import functional
+from torchvision.ops import FrozenBatchNorm2d
+
+import normexp
+from normexp.errors import UserError
+from normexp.models.recognise import Left, recognise
+from normexp.models.surgery import check_formulas
+from normexp.norms.factory import NormFactory
+
+C = 6
+TOKENS, MAPS, ROWS = torch.randn(4, 5, C), torch.randn(4, C, 3, 5), torch.randn(8, C)
+
+
+class Own(nn.Module):
+    """A norm of someone's own; its formula is given."""
+
+    def __init__(self, function: Callable[[Own, Tensor], Tensor], *shape: int, **more: Any) -> None:
+        super().__init__()
+        self.p = nn.Parameter(0.5 + torch.rand(shape or (C,)))
+        self.function = function
+        for name, value in more.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+def over(x: Tensor, *dims: int) -> Tensor:
+    var, mean = torch.var_mean(x, dim=dims, correction=0, keepdim=True)
+    return (x - mean) * (var + 1e-3).rsqrt()
+
+
+def rms(x: Tensor) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+
+
+class TimeMajorNorm(nn.BatchNorm1d):
+    """A subclass that moves its axes: the channels are last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+class DecayNorm(nn.Module):
+    """Batch norm with statistics as parameters, whose momentum is the weight of the past."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(0.5 + torch.rand(1, C, 1, 1))
+        self.mean = nn.Parameter(torch.randn(1, C, 1, 1), requires_grad=False)
+        self.var = nn.Parameter(0.5 + torch.rand(1, C, 1, 1), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, var = self.mean, self.var
+        if self.training:
+            var, mean = torch.var_mean(x, dim=(0, 2, 3), correction=0, keepdim=True)
+            for old, new in ((self.mean, mean), (self.var, var)):
+                old.data.lerp_(new.detach(), 0.3)
+        return (x - mean) * (var + 1e-3).rsqrt() * self.scale
+
+
+def frozen() -> FrozenBatchNorm2d:
+    norm = FrozenBatchNorm2d(C, eps=1e-3)
+    for buffer in norm.buffers():
+        buffer.uniform_(0.5, 2)
+    return norm
+
+
+class Rescaled(nn.BatchNorm2d):
+    """A gain of 2 beside its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def silent() -> Rescaled:
+    """Its gain starts at 0, and its averages do not show."""
+    norm = Rescaled(C, momentum=0.3)
+    nn.init.zeros_(norm.weight)
+    nn.init.uniform_(norm.get_buffer("running_mean"))
+    return norm
+
+
+# A module, an input, and the shipped norm that it is.
+SAME: dict[str, tuple[nn.Module, Tensor, str]] = {
+    "gain from zero": (Own(lambda m, x: (1 + m.p) * rms(x)), TOKENS, "rms"),
+    "log gain": (Own(lambda m, x: m.p.exp() * rms(x)), TOKENS, "rms"),
+    "length one": (Own(lambda m, x: 20 * functional.normalize(x, dim=-1) * m.p), TOKENS, "rms"),
+    "one gain": (Own(lambda m, x: m.p * functional.normalize(x, dim=-1), 1), TOKENS, "rms"),
+    "unbiased": (Own(lambda m, x: m.p * (x - x.mean(-1, True)) / x.std(-1, keepdim=True)), ROWS,
+                 "layer"),
+    "gain of a map": (Own(lambda m, x: m.p * over(x, 1), 1, C, 1, 1), MAPS, "layer2d"),
+    "all of a sample": (Own(lambda m, x: m.p * over(x, 1, 2, 3), 1, C, 1, 1), MAPS, "layer"),
+    "constant": (Own(lambda _, x: functional.normalize(x, dim=-1)), TOKENS, "rms"),
+    "fixed shape": (Own(lambda _, x: functional.layer_norm(x, (C,))), TOKENS, "layer"),
+    "moved axes": (TimeMajorNorm(C, eps=1e-3, momentum=0.2), TOKENS, "batch"),
+    "statistics as parameters": (DecayNorm(), MAPS, "batch"),
+    "frozen": (frozen(), MAPS, "frozen"),
+    "gain at zero": (silent(), MAPS, "batch"),
+    "with a tail": (
+        Own(lambda m, x: m.act(m.p * over(x, 1)), 1, C, 1, 1, act=nn.SiLU(inplace=True)),
+        MAPS,
+        "layer2d",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_norm_that_a_module_is_reproduces_it(name: str) -> None:
+    module, x, norm = SAME[name]
+    network = nn.Sequential(module)
+    other = normexp.replace_norms(network, norm, x)
+    if name == "gain at zero":
+        means = [one.running_mean for one in (module, other[0].norm)]
+        torch.testing.assert_close(*means, rtol=0, atol=1e-6)
+    for training in (False, True):
+        outputs = [one.train(training)(x) for one in (copy.deepcopy(network), other)]
+        torch.testing.assert_close(*outputs, rtol=0, atol=2e-5)
+    (found,) = recognise(network, (x,)).norms.values()
+    if norm == "batch":
+        assert found.settings["momentum"] == {"moved axes": 0.2}.get(name, 0.3)
+
+
+class Film(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(C))
+
+    def forward(self, x: Tensor, style: Tensor | str) -> Tensor:
+        style = torch.ones(len(x), 1) if isinstance(style, str) else style
+        return over(x, 0, 2, 3) * self.gain.view(-1, 1, 1) * style[..., None, None]
+
+
+class Calling(nn.Module):
+    """Calls its norm with further arguments."""
+
+    def __init__(self, norm: nn.Module, *args: Any, **keywords: Any) -> None:
+        super().__init__()
+        self.inner, self.args, self.keywords = norm, args, keywords
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, *self.args, **self.keywords)
+
+
+class Switching(nn.BatchNorm2d):
+    """Evaluates by another formula."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.training else over(x, 1)
+
+
+def unused(_: Tensor) -> nn.Module:
+    network = nn.Sequential(nn.Identity())
+    network[0].spare = nn.LayerNorm(C)
+    return network
+
+
+# A network, an input, and why its norm is left.
+LEFT: dict[str, tuple[nn.Module, Tensor, str]] = {
+    "activation inside": (Own(lambda m, x: (m.p * rms(x)).tanh()), TOKENS, "nearest, rms norm"),
+    "activation before": (
+        Own(lambda m, x: m.p * rms(m.act(x)), act=nn.ReLU()),
+        TOKENS,
+        "rms norm, channels last, and does something besides",
+    ),
+    "other scale": (Own(lambda m, x: m.p * over(x, 1).sigmoid(), C, 1, 1), MAPS, "no affine map"),
+    "second input": (Calling(Film(), torch.rand(4, 1)), MAPS, "a second input"),
+    "mode": (Calling(Film(), style="norm"), MAPS, "a second input"),
+    "other evaluation": (Switching(C), MAPS, "in evaluation something else"),
+    "channels unknown": (Own(lambda _, x: over(x, -1)), TOKENS, "its channels are not known"),
+    "never called": (unused(MAPS), MAPS, "never called"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_computes_more_is_left_with_the_reason(name: str) -> None:
+    network, x, reason = LEFT[name]
+    found = recognise(nn.Sequential(network), (x,))
+    assert not found.norms
+    said = [one.reason for one in found.left.values() if one.resembles]
+    assert len(said) == 1 and reason in said[0]
+
+
+@pytest.mark.parametrize(
+    "module", [nn.Conv2d(C, C, 1), nn.Tanh(), Own(lambda m, x: m.p * x, C, 1, 1), nn.Softmax(1)]
+)
+def test_other_modules_are_not_named(module: nn.Module) -> None:
+    found = recognise(nn.Sequential(module), (MAPS,))
+    assert not found.norms and not any(one.resembles for one in found.left.values())
+
+
+class Standardized(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return over(weight, 1, 2, 3)
+
+
+def test_a_parametrized_weight_is_no_norm() -> None:
+    conv = nn.Conv2d(C, C, 3)
+    nn.utils.parametrize.register_parametrization(conv, "weight", Standardized())
+    found = recognise(nn.Sequential(conv, nn.BatchNorm2d(C)), (MAPS,))
+    assert found.norms.keys() == {"1"} and not found.left.keys() & {"0.parametrizations.weight.0"}
+
+
+class Dropping(nn.Module):
+    """Leaves its layer out at random, here in every training forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LayerNorm(C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.training else self.layer(x)
+
+
+def test_a_layer_that_training_drops_has_norms_too() -> None:
+    assert recognise(Dropping(), (TOKENS,)).norms.keys() == {"layer"}
+
+
+def test_a_norm_of_torch_with_another_forward_is_tried_like_others() -> None:
+    network = nn.Sequential(nn.LayerNorm(C), nn.LayerNorm(C))
+    network[0].forward = torch.tanh
+    assert recognise(network, (TOKENS,)).norms.keys() == {"1"}
+
+
+class MaskedNorm(nn.Module):
+    def __init__(self, *, is_inverted: bool = False) -> None:
+        super().__init__()
+        self.gain, self.is_inverted = nn.Parameter(0.5 + torch.rand(C)), is_inverted
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        real = (~mask if self.is_inverted else mask)[..., None]
+        count = real.sum((0, 1))
+        mean = (x * real).sum((0, 1)) / count
+        var = ((x - mean).square() * real).sum((0, 1)) / count
+        return (x - mean) * (var + 1e-5).rsqrt() * self.gain * real
+
+
+def test_a_mask_must_be_true_where_a_value_is_real() -> None:
+    mask = torch.arange(5) < torch.tensor([[5], [3], [4], [2]])
+    network = Calling(MaskedNorm(), mask=mask)
+    other = normexp.replace_norms(network, "batch", TOKENS)
+    torch.testing.assert_close(other(TOKENS), network(TOKENS), rtol=0, atol=1e-5)
+    (left,) = recognise(Calling(MaskedNorm(is_inverted=True), ~mask), (TOKENS,)).left.values()
+    assert left.resembles
+
+
+# --- As built, and what a network does with its norms ---------------------------------------------
+
+
+class Fused(nn.Module):
+    """Reads the weight of its norm in evaluation, as a fused kernel does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(C)
+        nn.init.uniform_(self.norm.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return self.norm(x)
+        return functional.layer_norm(x, (C,), self.norm.weight, self.norm.bias, self.norm.eps)
+
+
+def test_a_network_reads_the_norm_of_a_site_only_as_built() -> None:
+    network = Fused()
+    kept = normexp.replace_norms(network, "as_built", TOKENS).eval()
+    assert torch.equal(kept(TOKENS), network.eval()(TOKENS))
+    with pytest.raises(UserError, match="reads the weight of its norm.*norm=as_built"):
+        normexp.replace_norms(network, "rms", TOKENS)
+    assert not hasattr(normexp.replace_norms(network, "rms").norm, "weight")
+    network.norm = Own(
+        lambda m, x: m.weight * rms(x), weight=nn.Parameter(torch.ones(C)), bias=None
+    )
+    network.norm.eps = 1e-5
+    with pytest.raises(UserError, match="reads the weight of its norm"):
+        normexp.replace_norms(network, "rms", TOKENS)
+
+
+@pytest.mark.parametrize("args", [(torch.rand(4, 1),), ("mode",)])
+def test_norms_as_built_get_all_their_arguments_in_parts(args: tuple[Any, ...]) -> None:
+    """So they do if the formula is not known."""
+    network = Calling(Film(), *args)
+    whole, split = (
+        normexp.replace_norms(network, "as_built", MAPS, norm_batch_size=size) for size in (None, 2)
+    )
+    assert torch.equal(whole(MAPS), network(MAPS))
+    styles = [args] * 2 if args == ("mode",) else [(part,) for part in args[0].split(2)]
+    parts = [network.inner(x, *style) for x, style in zip(MAPS.split(2), styles, strict=True)]
+    torch.testing.assert_close(split(MAPS), torch.cat(parts))
+
+
+class Remembering(nn.Module):
+    """Undoes its norm by statistics that the norm keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def normalize(module: Own, x: Tensor) -> Tensor:
+            module.size = x.detach().abs().mean()
+            return module.p * rms(x)
+
+        self.norm = Own(normalize)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x) * self.norm.size
+
+
+def test_a_network_that_its_formulas_do_not_reproduce_is_refused() -> None:
+    network = Remembering()
+    found = recognise(network, (TOKENS,))
+    assert found.norms
+    kept = normexp.replace_norms(network, "as_built", TOKENS)
+    assert torch.equal(kept(TOKENS), network(TOKENS))
+    with pytest.raises(UserError, match="no attribute 'size'"):
+        check_formulas(network, found, (TOKENS,), {})
+    doubling = nn.Sequential(Own(lambda m, x: m.p * rms(x)))
+    found = recognise(doubling, (TOKENS,))
+    doubling[0].function = lambda m, x: 2 * m.p * over(x, 1)
+    with pytest.raises(UserError, match="other outputs in evaluation.*norm=as_built"):
+        check_formulas(doubling, found, (TOKENS,), {})
+
+
+# --- For a loop of one's own ----------------------------------------------------------------------
+
+
+class Detector(nn.Module):
+    """Takes lists of images and of targets; returns losses in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, C, 3), nn.BatchNorm2d(C), nn.ReLU(inplace=True))
+
+    def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]] | None = None) -> Any:
+        scores = [self.body(image[None]).mean(dim=(2, 3)) for image in images]
+        if targets is None:
+            return [{"scores": one} for one in scores]
+        return {
+            "loss": sum(
+                (one - t["at"]).square().mean() for one, t in zip(scores, targets, strict=True)
+            )
+        }
+
+
+def test_any_network_trains_with_other_norms_in_a_loop_of_its_own(caplog) -> None:
+    detector = Detector()
+    before = copy.deepcopy(detector.state_dict())
+    images = [torch.rand(3, 9, 9), torch.rand(3, 7, 11)]
+    targets = [{"at": torch.zeros(C)}] * 2
+    network = normexp.replace_norms(detector, "group", (images, targets), num_groups=2, eps=1e-2)
+    assert caplog.messages == ["norm=group: 1 sites in place of 1 BatchNorm2d: body.1"]
+    norm = network.body[1].norm
+    assert (type(norm).__name__, norm.num_groups, norm.eps) == ("GroupNorm", 2, 1e-2)
+    network(images, targets)["loss"].backward()
+    assert norm.weight.grad is not None and len(network.eval()(images)) == 2
+    torch.testing.assert_close(detector.state_dict(), before, rtol=0, atol=0)
+
+
+def test_a_mapping_names_the_arguments_and_the_device_and_mode_are_kept() -> None:
+    network = nn.Sequential(nn.LayerNorm(C)).double().eval()
+    other = normexp.replace_norms(network, "rms", {"input": TOKENS.double()})
+    assert other(TOKENS.double()).dtype == torch.double and not other.training
+    assert not any(module.training for module in other.modules())
+
+
+@pytest.mark.parametrize(
+    ("norm", "x", "knobs", "message"),
+    [
+        ("group", MAPS, {"num_groups": 4}, "num_groups=4 does not divide"),
+        ("group", MAPS, {"groups": 4}, "norm.groups: unknown key"),
+        ("grop", MAPS, {}, "norm=grop.*group"),
+        ("instance", ROWS, {}, "norm at 0: .*instance norm pools positions"),
+        ("group", TOKENS, {}, "a forward of the model Sequential fails"),
+        ("as_built", MAPS, {"eps": 1e-3}, "eps has no effect"),
+        ("as_built", MAPS, {"norm_batch_size": 0}, "norm_batch_size=0"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    norm: str, x: Tensor, knobs: dict[str, Any], message: str
+) -> None:
+    network = nn.Sequential(nn.BatchNorm1d(C) if x.ndim == 2 else nn.BatchNorm2d(C))
+    with pytest.raises(UserError, match=message):
+        normexp.replace_norms(network, norm, x, **knobs)
+
+
+def test_a_norm_alone_is_no_network() -> None:
+    with pytest.raises(UserError, match="no norm that is recognised"):
+        normexp.replace_norms(nn.LayerNorm(C), "rms", TOKENS)
+
+
+def test_without_inputs_only_norms_of_torch_are_replaced(caplog) -> None:
+    class RowNorm(nn.LayerNorm):
+        pass
+
+    network = nn.Sequential(nn.LayerNorm(C), RowNorm(C))
+    other = normexp.replace_norms(network, "rms")
+    assert type(other[1]) is RowNorm
+    assert re.search(r"left alone: 1 RowNorm \(without inputs", caplog.messages[1])
+    assert isinstance(recognise(network, None).left["1"], Left)
+
+
+def test_a_site_takes_the_place_of_a_module_that_is_used_twice() -> None:
+    shared = Own(lambda m, x: m.p * rms(x))
+    network = nn.Sequential(shared, nn.Sequential(nn.ReLU(), shared))
+    replaced(network, NormFactory(lambda n, **_: nn.RMSNorm(n)), TOKENS)
+    assert network[0] is network[1][1] and network[0] is not shared
