@@ -78,7 +78,7 @@ def _sentences(seen: Measurement, findings: Sequence[Finding]) -> Iterator[str]:
     if largest:
         rows = (f"{TERMS[name].words} {seen.terms[name]}{sites.get(name, '')}" for name in largest)
         yield f"Largest term{'s' if len(largest) > 1 else ''}: {'; '.join(rows)}."
-    else:
+    elif not findings:
         yield f"No term exceeds chance and {seen.tolerance:.2g}."
     for finding in findings:
         if finding.cost is None:

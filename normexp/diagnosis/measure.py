@@ -82,7 +82,8 @@ class Measurement:
         self.parts = Parts(model, take(first, slice(FEW), num_samples(first)), loss)
         self.active = self.parts.sites()
         self.unknown = self.parts.unknown(self.active)
-        self.losses, self.moments = self._measure_stages()
+        self.losses: dict[str, Losses] = {}
+        self.moments = self._measure_stages()
         self.training = self.mean(self.losses["training"])
         self.evaluation = self.mean(self.losses["evaluation"])
         self.gap = self.term("training", "evaluation")
@@ -108,26 +109,27 @@ class Measurement:
 
     # --- Stages ----------------------------------------------------------------------------------
 
-    def _measure_stages(self) -> tuple[dict[str, Losses], dict[str, list[Calls]]]:
-        parts, losses = self.parts, dict[str, Losses]()
+    def _measure_stages(self) -> dict[str, list[Calls]]:
+        """Fills `losses`, and returns the moments of training."""
+        parts, losses = self.parts, self.losses
         others = {path for chain in self.unknown.values() for path in chain}
         norms = {p for p in parts.modules if is_within(p, *self.active)}
-        losses["training"], noisy = self._stage(parts.training)
-        losses["evaluation"], _ = self._stage(parts.evaluation)
-        losses["quiet"] = losses["evaluation"]
-        if parts.silent != parts.evaluation:
-            losses["quiet"], _ = self._stage(parts.silent)
+        noisy = self._stage("training", parts.training)
+        self._stage("quiet", parts.silent)
+        self._stage("evaluation", parts.evaluation)
         if not (norms or others):
-            return losses | dict.fromkeys(BETWEEN, losses["quiet"]), noisy
-        losses["batch"], clean = self._stage(self._training_only(others | norms, learning=True))
+            losses |= dict.fromkeys(BETWEEN, losses["quiet"])
+            return noisy
+        clean = self._stage("batch", self._training_only(others | norms, learning=True))
         if not norms:
-            return losses | dict.fromkeys(BETWEEN, losses["batch"]), noisy
+            losses |= dict.fromkeys(BETWEEN, losses["batch"])
+            return noisy
         running = self._training_only(others, learning=False)
-        losses["share"], _ = self._stage(running, clean, own_share=True)
-        losses["precise"], _ = self._stage(running, clean)
-        losses["noisy_precise"], _ = self._stage(running, noisy)
-        losses["running"], _ = self._stage(running)
-        return losses, noisy
+        self._stage("share", running, clean, own_share=True)
+        self._stage("precise", running, clean)
+        self._stage("noisy_precise", running, noisy)
+        self._stage("running", running)
+        return noisy
 
     def _training_only(self, paths: set[str], *, learning: bool) -> Modes:
         """These modules as in training, all others in evaluation mode."""
@@ -137,12 +139,13 @@ class Measurement:
 
     def _stage(
         self,
+        stage: str,
         modes: Modes,
         moments: dict[str, list[Calls]] | None = None,
         *,
         own_share: bool = False,
-    ) -> tuple[Losses, dict[str, list[Calls]]]:
-        """The losses of all batches, and the moments of every active site in them.
+    ) -> dict[str, list[Calls]]:
+        """Measures the losses of all batches; the moments of every active site in them.
 
         Given moments of each batch, norms use those of all other batches.
         """
@@ -160,7 +163,8 @@ class Measurement:
                 losses.append(self.parts.loss(model, batch, self.loss, modes, index))
             for path, site in sites.items():
                 seen[path].append([site.pooled(call) for call in samples[site]])
-        return np.array(losses), seen
+        self.losses[stage] = np.array(losses)
+        return seen
 
     # --- Beside the gap --------------------------------------------------------------------------
 

@@ -324,6 +324,20 @@ def test_two_faults_are_told_the_larger_first():
     assert f"{first.cost}" in diagnosis.summary
 
 
+class Still(Parameters):
+    """Its averages never move."""
+
+    def forward(self, x):
+        moments = (self.centre, self.spread)
+        return F.batch_norm(x, *moments, self.weight, self.bias, self.training, momentum=0.0)
+
+
+def test_averages_that_no_forward_moves_are_those_of_the_model():
+    model, pairs = with_norm(lambda norm: Still(norm))().eval(), batches()[:8]
+    plain = sum(F.cross_entropy(model(x), y).item() for x, y in pairs) / 8
+    assert examine(model, batches=pairs).evaluation == pytest.approx(plain)
+
+
 def test_frozen_weights_do_not_hide_averages_that_move():
     model = changed(shift)()
     model.requires_grad_(False)[9].requires_grad_()
