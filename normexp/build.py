@@ -422,7 +422,7 @@ def logger_targets(values: Mapping[str, Any]) -> dict[str, Target]:
 
 
 def build_loggers(values: Mapping[str, Any], available: Mapping[str, Any]) -> list[Logger]:
-    """New loggers of one run, of which none can end a training.
+    """New loggers of one run; a training goes on if one fails.
 
     Args:
         values: of the group `logger`.

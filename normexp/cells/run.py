@@ -72,7 +72,7 @@ DIED = "its process died twice without a new checkpoint (out of memory?)"
 def train_stack(
     stack: Stack, command: CommandEntry, control: TrainingControl, cells: dict[str, Cell]
 ) -> bool:
-    """Claims a stack, trains what is left of it, and commits the results.
+    """Claims a stack, trains its missing runs, and commits their results.
 
     Args:
         cells: those that this process has prepared, by id; `prepare_cells` adds to them.

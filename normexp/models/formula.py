@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from normexp.batching.copies import copied
 from normexp.norms.base import centre, measure, measure_mean, zero_padding
 from normexp.norms.site import InPlaceOfNorm
 
@@ -133,7 +134,7 @@ class DescribedNorm(InPlaceOfNorm):
         for name, value, default in zip(Values._fields, values, (1, 0, 0, 1, 0), strict=True):
             value = default * ones if value is None else value.detach().double()
             self.register_buffer(name, value.view(-1, 1))
-        self.tail = nn.Sequential(*(copy.deepcopy(module.get_submodule(n)) for n in norm.tail))
+        self.tail = nn.Sequential(*(copied(module.get_submodule(n)) for n in norm.tail))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         formula, eps = self.norm.formula, self.norm.settings["eps"]
@@ -172,7 +173,7 @@ class Trial:
 
     def __init__(self, module: nn.Module, call: Call) -> None:
         self.call = call
-        self.core = copy.deepcopy(module).cpu().double()
+        self.core = copied(module).cpu().double()
         tail = [name for name, child in self.core.named_children() if not state_of(child)]
         self.tail = tuple(n for n in tail if not isinstance(module.get_submodule(n), nn.Identity))
         for name in tail:
@@ -370,8 +371,7 @@ class Trial:
     def _fit_frozen(self, formula: Formula) -> Norm | None:
         """A norm whose moments are buffers in both modes.
 
-        The variance is the buffer v of which 4 v halves the output; the mean m, that of which m + 1
-        subtracts the slope.
+        Four times the variance halves the output, and a mean larger by 1 subtracts the slope.
         """
         slope, constant = self._line(formula, self.drawn, True)
         x, outputs = self.x[1], [self.run(self.drawn, self.x[1], mode) for mode in (True, False)]

@@ -213,7 +213,7 @@ def _judge(
 
 
 def _is_torchs(module: nn.Module) -> bool:
-    """True for one of torch's norms as it comes."""
+    """True for a norm of torch that nobody has changed."""
     changed = "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
     return type(module) in (*CHANNELS_FIRST, *CHANNELS_LAST) and not changed
 

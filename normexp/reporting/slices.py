@@ -286,7 +286,7 @@ class Slice:
 
 
 def _unequal_conditions(cells: Sequence[CellRow]) -> Iterator[str]:
-    """Versions and code in which runs differ, and the norms of which some ended early."""
+    """What differs between runs: versions and code; and the norms with runs that ended early."""
     results = [run.result for cell in cells for run in cell.runs]
     for name in (*DISTRIBUTIONS, "python"):
         versions = {str(one.measured.environment.get(name, "")) for one in results} - {""}

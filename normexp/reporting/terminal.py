@@ -68,9 +68,7 @@ def print_cells(console: Console, columns: Sequence[str], rows: Sequence[Sequenc
     The norm stays in every title, which is the column `cell`.
     """
     at, notes, shown = columns.index("cell"), dict[str, str](), []
-    titles = [row[at].split() for row in rows]
-    first, others = [] if len(titles) < 2 else titles[0], titles[1:]
-    shared = [w for w in first if not w.startswith("norm=") and all(w in one for one in others)]
+    shared, titles = without_shared_words([row[at] for row in rows])
     for row, title in zip(rows, titles, strict=True):
         texts = [
             notes.setdefault(text, f"[{len(notes) + 1}]")
@@ -78,13 +76,25 @@ def print_cells(console: Console, columns: Sequence[str], rows: Sequence[Sequenc
             else text
             for text in row
         ]
-        texts[at] = " ".join(word for word in title if word not in shared) or row[at]
+        texts[at] = title or row[at]
         shown.append(texts)
     console.print(text_table(columns, shown))
     if shared:
         console.print(f"all with {' '.join(shared)}", markup=False)
     for text, mark in notes.items():
         console.out(f"{mark} {text}")
+
+
+def without_shared_words(titles: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words that all of several titles share, except norms, and the titles without them."""
+    first, *others = (title.split() for title in titles or [""])
+    shared = [
+        word
+        for word in first
+        if others and not word.startswith("norm=") and all(word in other for other in others)
+    ]
+    own = [[word for word in title.split() if word not in shared] for title in titles]
+    return shared, [" ".join(words) for words in own]
 
 
 def print_report(report: Report) -> None:
@@ -185,11 +195,11 @@ def print_summary(state: CellState) -> None:
 def print_closing_table(states: Sequence[CellState]) -> None:
     """Prints a row per cell of a sweep."""
     console, table = open_console(), []
-    names = {_main_metric(state.results) for state in states} - {""}
+    names = {main_metric(state.results) for state in states} - {""}
     metric = names.pop() if len(names) == 1 else ""
     for state in states:
         shown = _shown(state, in_header=metric)
-        count = len(values_of(state.results, _main_metric(state.results)))
+        count = len(values_of(state.results, main_metric(state.results)))
         table.append([state.status, state.title, shown, str(count or "")])
     print_cells(console, ["status", "cell", metric or "result", "n"], table)
     counts = Counter(state.status for state in states)
@@ -242,13 +252,14 @@ def _notes_on(state: CellState) -> list[str]:
     return notes
 
 
-def _main_metric(results: Sequence[Result]) -> str:
+def main_metric(results: Sequence[Result]) -> str:
+    """The metric of the task that stands in one line: test accuracy, or bits per byte."""
     return next((name for name in MAIN if values_of(results, name)), "")
 
 
 def _shown(state: CellState, *, in_header: str) -> str:
     """The main metric, or why it is missing."""
-    name = _main_metric(state.results)
+    name = main_metric(state.results)
     values = values_of(state.results, name)
     label = "" if name == in_header else f"{name} "
     parts = [label + mean_words(values)] if values else []

@@ -19,7 +19,7 @@ from normexp.config.words import format_duration
 from normexp.records.logs import messages_to
 from normexp.records.result import values_of
 from normexp.records.study import CellState, StackState
-from normexp.reporting.terminal import MAIN
+from normexp.reporting.terminal import main_metric, without_shared_words
 
 SECONDS_BETWEEN_LINES = 60.0  # without a terminal
 SHARE_FOR_A_GUESS = 0.05  # of the work, before the time left is guessed
@@ -40,7 +40,8 @@ class Display(logging.Handler):
         super().__init__()
         over = [state for state in states if state.is_over]
         self.ended = {state.id for state in over}
-        self.titles = own_titles(states)
+        _, titles = without_shared_words([state.title for state in states])
+        self.titles = dict(zip((state.id for state in states), titles, strict=True))
         self.num_ended = sum(len(state.states) for state in over)  # runs of ended cells
         self.total = sum(len(state.states) for state in states)
         self.begun_with = _num_runs_done(states) + _share_done(states)
@@ -147,16 +148,6 @@ def _table(rows: Sequence[Row]) -> Table:
     return grid
 
 
-def own_titles(states: Sequence[CellState]) -> dict[str, str]:
-    """The title of each cell without the words that all share, except its norm; by id."""
-    titles = {state.id: state.title.split() for state in states}
-    shared = set.intersection(*map(set, titles.values())) if len(titles) > 1 else set[str]()
-    return {
-        id_: " ".join(word for word in title if word.startswith("norm=") or word not in shared)
-        for id_, title in titles.items()
-    }
-
-
 def _num_runs_done(states: Sequence[CellState]) -> int:
     return sum(len(state.states) if state.refused else len(state.results) for state in states)
 
@@ -169,10 +160,10 @@ def _share_done(states: Sequence[CellState]) -> float:
 
 def _result_of(state: CellState) -> str:
     """`97.1 ± 0.7`: the mean of its main metric and the deviation over seeds, accuracy in %."""
-    for name in MAIN:
-        if values := values_of(state.results, name):
-            factor, digits = (100, 1) if name.endswith("accuracy") else (1, 3)
-            numbers = [factor * value for value in values]
-            deviation = f" ± {statistics.stdev(numbers):.{digits}f}" if len(numbers) > 1 else ""
-            return f"{statistics.mean(numbers):.{digits}f}{deviation}"
-    return ""
+    name = main_metric(state.results)
+    factor, digits = (100, 1) if name.endswith("accuracy") else (1, 3)
+    numbers = [factor * value for value in values_of(state.results, name)]
+    if not numbers:
+        return ""
+    deviation = f" ± {statistics.stdev(numbers):.{digits}f}" if len(numbers) > 1 else ""
+    return f"{statistics.mean(numbers):.{digits}f}{deviation}"

@@ -29,7 +29,6 @@ WARM_UP = (
     2  # eager steps before a recording: they create the state of the optimizer and choose kernels
 )
 PLAIN = (bool, int, float, str, type(None))
-MOST_RECORDINGS = 4  # of one training, whose callbacks may change the networks now and then
 
 
 class CudaGraph:
@@ -97,7 +96,6 @@ class RecordedStep:
         self.why_not: str | None = None
         self.num_replayed = 0
         self._num_warm = 0
-        self._num_recordings = 0
         self._recording: _Recording | None = None
         device = next(replicas.parameters()).device
         self._rates = [torch.zeros((), device=device) for _ in optimizer.param_groups]
@@ -109,8 +107,6 @@ class RecordedStep:
         self.close()
         if (why := why_not_recorded(self.replicas, self.optimizer)) is not None:
             self._give_up(why)
-        elif self._num_recordings == MOST_RECORDINGS:
-            self._give_up("the networks change again and again")
 
     def close(self) -> None:
         """Frees the memory of the recording."""
@@ -140,7 +136,6 @@ class RecordedStep:
 
     def _record(self, run: Run, batch: Batch, keys: Tensor | None) -> Tensor:
         """Takes this step eagerly; then records it, and compares its replay from the same start."""
-        self._num_recordings += 1
         before, fingerprint = self._state(), self._fingerprint()
         losses = self._run(run, batch, keys)
         after, gradients = self._state(), self._gradients()

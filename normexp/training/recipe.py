@@ -401,7 +401,7 @@ class OwnRates:
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer) -> None:
-        """Takes a step of the optimizer, of which each replica keeps its share."""
+        """Steps the optimizer; then each replica keeps its share of the update."""
         before = [parameter.detach().clone() for parameter, _ in self._scaled]
         optimizer.step()
         for old, (parameter, scale) in zip(before, self._scaled, strict=True):

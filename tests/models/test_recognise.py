@@ -47,6 +47,16 @@ def rms(x: Tensor) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
 
 
+class RememberingNorm(nn.Module):
+    """Keeps the mean of its last input, which after a forward with gradients has a graph."""
+
+    last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x.mean()
+        return rms(x)
+
+
 class TimeMajorNorm(nn.BatchNorm1d):
     """A subclass that moves its axes: the channels are last."""
 
@@ -416,3 +426,9 @@ def test_a_site_takes_the_place_of_a_module_that_is_used_twice() -> None:
     network = nn.Sequential(shared, nn.Sequential(nn.ReLU(), shared))
     replaced(network, NormFactory(lambda n, **_: nn.RMSNorm(n)), TOKENS)
     assert network[0] is network[1][1] and network[0] is not shared
+
+
+def test_a_norm_that_has_just_been_trained_is_recognised():
+    network = nn.Sequential(nn.Linear(C, C), RememberingNorm())
+    network(TOKENS)
+    assert recognise(network, (TOKENS,)).norms["1"].formula.pool == "rms"

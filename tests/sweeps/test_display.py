@@ -11,8 +11,9 @@ from rich.console import Console
 
 from normexp.records.result import Measured, Result, Status
 from normexp.records.study import CellState, StackState
+from normexp.reporting.terminal import without_shared_words
 from normexp.sweeps import display as display_module
-from normexp.sweeps.display import Display, own_titles
+from normexp.sweeps.display import Display
 
 
 def cell(name: str, *, ended: int = 0, status: Status = Status.FINISHED, **stack) -> CellState:
@@ -110,6 +111,10 @@ def test_without_a_terminal_what_trains_is_printed_once_a_minute(monkeypatch):
 
 
 def test_titles_leave_out_what_all_share_but_the_norm():
-    states = [CellState(str(i), f"norm=batch batch_size=32 lr={lr}") for i, lr in enumerate((1, 2))]
-    assert own_titles(states) == {"0": "norm=batch lr=1", "1": "norm=batch lr=2"}
-    assert own_titles(states[:1]) == {"0": "norm=batch batch_size=32 lr=1"}
+    titles = ["norm=batch batch_size=32 lr=1", "norm=batch batch_size=32 lr=2"]
+    assert without_shared_words(titles) == (
+        ["batch_size=32"],
+        ["norm=batch lr=1", "norm=batch lr=2"],
+    )
+    assert without_shared_words(titles[:1]) == ([], titles[:1])
+    assert without_shared_words([]) == ([], [])
