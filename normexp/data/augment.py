@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from normexp.batching.draws import generator
 from normexp.errors import UserError
@@ -36,65 +37,44 @@ class Augmentation:
             if value < 0:
                 raise UserError(f"data.augmentation.{key}={value} is negative; 0 turns it off")
 
-    def __str__(self) -> str:
-        """As on the command line: `crop_padding=4, flip=true`; what is off is left out."""
-        shown = {name: value for name, value in vars(self).items() if value}
-        return ", ".join(f"{name}={str(value).lower()}" for name, value in shown.items())
+    def draw(self, seed: int, step: int, num_samples: int) -> Tensor:
+        """Random numbers for one step, int64 (num_samples, 5), on the CPU.
 
-    def draw(self, seed: int, step: int, num_samples: int) -> dict[str, Tensor]:
-        """Random numbers for one step, each (num_samples,), int64 or bool, on the CPU.
-
-        Those of sample i depend only on (seed, step, i): not on the number of samples, nor on which
-        augmentations are on.
+        Row i is that of sample i, and depends on (seed, step, i) alone: not on the number of
+        samples, nor on which augmentations are on.
         """
-        table = torch.randint(
-            _RANGE, (num_samples, 5), generator=generator(seed, "augment", step)
-        ).unbind(dim=1)  # filled row by row: sample i has row i for every num_samples
-        draws: dict[str, Tensor] = {}
-        if self.crop_padding:
-            num_shifts = 2 * self.crop_padding + 1
-            draws["crop_top"], draws["crop_left"] = table[0] % num_shifts, table[1] % num_shifts
-        if self.flip:
-            draws["flip"] = table[2] % 2 == 1
-        if self.cutout:
-            draws["cut_row"], draws["cut_column"] = table[3], table[4]  # modulo H, W in `apply`
-        return draws
+        draws = generator(seed, "augment", step)
+        return torch.randint(_RANGE, (num_samples, 5), generator=draws)
 
-    def apply(self, images: Tensor, draws: dict[str, Tensor]) -> Tensor:
-        """Augments images (..., N, C, H, W), same shape and dtype out, by draws (..., N).
+    def apply(self, images: Tensor, draws: Tensor) -> Tensor:
+        """Augments images (..., N, C, H, W), same shape and dtype out, by draws (..., N, 5).
 
-        Every output pixel is gathered from a source row and column, or is black.
+        Every output pixel is gathered from the padded image, or is black.
         """
         height, width = images.shape[-2:]
         flat = images.reshape(-1, *images.shape[-3:])  # (M, C, H, W), M = all leading axes
-        draws = {name: draw.reshape(-1, 1).to(images.device) for name, draw in draws.items()}
-        rows = torch.arange(height, device=images.device).expand(len(flat), -1)  # (M, H)
-        columns = torch.arange(width, device=images.device).expand(len(flat), -1)  # (M, W)
-        black = None  # (M, H, W)
-        if "cut_row" in draws:
-            top = draws["cut_row"] % height - self.cutout // 2
-            left = draws["cut_column"] % width - self.cutout // 2
-            cut_rows, cut_columns = rows - top, columns - left
-            black = _outer(_is_within(cut_rows, self.cutout), _is_within(cut_columns, self.cutout))
-        if "flip" in draws:
-            columns = torch.where(draws["flip"], width - 1 - columns, columns)
-        if "crop_top" in draws:
-            rows = rows + draws["crop_top"] - self.crop_padding
-            columns = columns + draws["crop_left"] - self.crop_padding
-            outside = ~_outer(_is_within(rows, height), _is_within(columns, width))
-            black = outside if black is None else black | outside
-            rows, columns = rows.clamp(0, height - 1), columns.clamp(0, width - 1)
-        source = (rows[:, :, None] * width + columns[:, None, :]).flatten(1)  # (M, H * W)
-        source = source[:, None].expand(-1, flat.shape[1], -1)
-        out = flat.flatten(2).gather(2, source).view_as(flat)
-        if black is not None:
-            out = out.masked_fill(black[:, None], 0)
+        draws = draws.reshape(-1, 5, 1).to(images.device)
+        top, left, flip, cut_row, cut_column = draws.unbind(dim=1)  # (M, 1)
+        rows = torch.arange(height, device=images.device)
+        columns = torch.arange(width, device=images.device)
+        if self.flip:
+            columns = torch.where(flip % 2 == 1, columns.flip(0), columns)  # (M, W)
+        num_shifts = 2 * self.crop_padding + 1
+        rows = rows + top % num_shifts  # (M, H)
+        columns = columns + left % num_shifts
+        padded = functional.pad(flat, [self.crop_padding] * 4)
+        source = rows[:, :, None] * padded.shape[-1] + columns[:, None]  # (M, H, W)
+        source = source.flatten(1)[:, None].expand(-1, flat.shape[1], -1)  # (M, C, H * W)
+        out = padded.flatten(2).gather(2, source).view_as(flat)
+        if self.cutout:
+            is_cut_row = self._is_cut(height, cut_row)
+            is_cut_column = self._is_cut(width, cut_column)
+            is_cut = is_cut_row[:, :, None] & is_cut_column[:, None]  # (M, H, W)
+            out = out.masked_fill(is_cut[:, None], 0)
         return out.view_as(images)
 
-
-def _is_within(positions: Tensor, size: int) -> Tensor:
-    return (positions >= 0) & (positions < size)
-
-
-def _outer(rows: Tensor, columns: Tensor) -> Tensor:
-    return rows[:, :, None] & columns[:, None, :]  # (M, H), (M, W) -> (M, H, W)
+    def _is_cut(self, size: int, centre: Tensor) -> Tensor:
+        """True for the rows or columns (M, size) within the square around a centre (M, 1)."""
+        start = centre % size - self.cutout // 2
+        positions = torch.arange(size, device=centre.device) - start
+        return (positions >= 0) & (positions < self.cutout)

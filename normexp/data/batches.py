@@ -23,15 +23,13 @@ def window_offset(seed: int, epoch: int, block_size: int) -> int:
 
 Batch = dict[str, Tensor]
 
-_MAX_AT_ONCE = 2**22  # values that are converted to float at once; 16 MB
-
 
 class TrainingBatches:
     """The batches of each optimizer step; replica r draws order and augmentation from `seeds[r]`.
 
     An epoch is one pass over the training samples in batches of `batch_size`; `drop_last` drops a
-    shorter last batch. Every tensor of a batch leads with the axes (S, N), and is contiguous: its
-    strides do not depend on the chunk, so that a compiled step is compiled once.
+    shorter last batch. Every tensor of a batch leads with the axes (S, N). Its strides do not
+    depend on the chunk, so that a compiled step is compiled once.
     """
 
     def __init__(self, data: Data, seeds: list[int], batch_size: int, *, drop_last: bool) -> None:
@@ -43,7 +41,7 @@ class TrainingBatches:
         self.samples_per_epoch = num_samples - (num_samples % batch_size if drop_last else 0)
         self.steps_per_epoch = -(-self.samples_per_epoch // batch_size)
         self._epoch: int | None = None
-        self._order = torch.empty(0)
+        self._order = torch.empty(0)  # (S, samples_per_epoch)
         self._offset: Tensor | None = None  # (S, 1), of windows alone
 
     def to(self, device: torch.device | str) -> TrainingBatches:
@@ -63,48 +61,36 @@ class TrainingBatches:
             dtype: of images as the model receives them.
         """
         epoch, position = divmod(first_step, self.steps_per_epoch)
-        assert position + num_steps <= self.steps_per_epoch, "a chunk ends with its epoch"
         if epoch != self._epoch:
-            num_samples = len(self.data.train)
-            orders = [epoch_order(seed, epoch, num_samples) for seed in self.seeds]
-            self._order = torch.stack(orders)  # (S, num_samples)
-            if isinstance(self.data.train, Windows):
-                length = self.data.train.block_size
-                offsets = [window_offset(seed, epoch, length) for seed in self.seeds]
-                self._offset = torch.tensor(offsets).unsqueeze(1)  # (S, 1)
-            self._epoch = epoch
-        first = position * self.batch_size
-        last = min(first + num_steps * self.batch_size, self.samples_per_epoch)
-        num_whole = (last - first) // self.batch_size  # all but a shorter last batch
-        middle = first + num_whole * self.batch_size
-        if num_whole:
-            yield from self._batches(first_step, num_whole, self._order[:, first:middle], dtype)
-        if middle < last:
-            rest = first_step + num_whole
-            yield from self._batches(rest, 1, self._order[:, middle:last], dtype)
-
-    def _batches(
-        self, first_step: int, num_steps: int, indices: Tensor, dtype: torch.dtype
-    ) -> Iterator[Batch]:
-        """The batches of steps of equal size: of the samples at `indices` (S, K * N)."""
-        indices = indices.unflatten(1, (num_steps, -1)).transpose(0, 1).contiguous()  # (K, S, N)
-        if self.data.order == "sorted" and isinstance(self.data.train, Examples):
-            targets = self.data.train.targets.cpu()[indices]
-            indices = indices.gather(-1, targets.argsort(dim=-1, stable=True))
-        batch = self.data.train.gather(indices, self._offset)  # (K, S, N, ...)
-        at_once = self.data.augmentation is None and batch["inputs"].numel() <= _MAX_AT_ONCE
-        if at_once:
+            self._begin(epoch)
+        train, augmentation = self.data.train, self.data.augmentation
+        rest = self._order[:, position * self.batch_size :]
+        batches = rest.split(self.batch_size, dim=1)[:num_steps]
+        assert len(batches) == num_steps, "a chunk ends with its epoch"
+        draws = self._augmentation_draws(range(first_step, first_step + num_steps))
+        for step, indices in enumerate(batches):
+            batch = train.gather(indices, self._offset)
+            if augmentation is not None:
+                of_step = draws[step, :, : indices.shape[1]]
+                batch["inputs"] = augmentation.apply(batch["inputs"], of_step)
             batch["inputs"] = self.data.model_inputs(batch["inputs"], dtype)
-        draws = self._augmentation_draws(first_step, num_steps, indices.shape[2])
-        for k in range(num_steps):
-            step_batch = {name: value[k] for name, value in batch.items()}
-            if not at_once:
-                images = step_batch["inputs"]
-                if self.data.augmentation is not None:
-                    step_draws = {name: draw[k] for name, draw in draws.items()}
-                    images = self.data.augmentation.apply(images, step_draws)
-                step_batch["inputs"] = self.data.model_inputs(images, dtype)
-            yield step_batch
+            yield batch
+
+    def _begin(self, epoch: int) -> None:
+        """Draws the order of an epoch, on the device of the data."""
+        train = self.data.train
+        device = train.tensors[0].device
+        orders = [epoch_order(seed, epoch, len(train)) for seed in self.seeds]
+        order = torch.stack(orders).to(device)
+        if self.data.order == "sorted" and isinstance(train, Examples):
+            for batch in order.split(self.batch_size, dim=1):  # views
+                ranks = train.targets[batch].argsort(dim=1, stable=True)
+                batch.copy_(batch.gather(1, ranks))
+        if isinstance(train, Windows):
+            offsets = [window_offset(seed, epoch, train.block_size) for seed in self.seeds]
+            self._offset = torch.tensor(offsets, device=device).unsqueeze(1)
+        self._order = order[:, : self.samples_per_epoch]
+        self._epoch = epoch
 
     def num_samples_before(self, step: int) -> int:
         """Samples of one replica seen before `step`, by all processes together."""
@@ -112,20 +98,14 @@ class TrainingBatches:
         within = min(position * self.batch_size, self.samples_per_epoch)
         return epochs * self.samples_per_epoch + within
 
-    def _augmentation_draws(
-        self, first_step: int, num_steps: int, num_samples: int
-    ) -> dict[str, Tensor]:
-        """The draws of all samples of some steps (K, S, N); those of a step depend on it alone.
+    def _augmentation_draws(self, steps: range) -> Tensor:
+        """The draws (K, S, N, 5) of K steps, on the device of the data; empty for none.
 
-        On the device of the data: a copy in each step would make the CPU wait for the GPU.
+        All at once: a copy in each step would make the CPU wait for the GPU.
         """
         augmentation = self.data.augmentation
         if augmentation is None:
-            return {}
-        steps = range(first_step, first_step + num_steps)
-        rows = [augmentation.draw(seed, k, num_samples) for k in steps for seed in self.seeds]
-        shape, device = (num_steps, len(self.seeds)), self.data.train.tensors[0].device
-        return {
-            name: torch.stack([row[name] for row in rows]).unflatten(0, shape).to(device)
-            for name in rows[0]
-        }
+            return torch.empty(0)
+        rows = [augmentation.draw(seed, k, self.batch_size) for k in steps for seed in self.seeds]
+        draws = torch.stack(rows).unflatten(0, (len(steps), len(self.seeds)))
+        return draws.to(self.data.train.tensors[0].device)

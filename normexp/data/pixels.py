@@ -6,14 +6,12 @@ CMYK is converted without its colour profile.
 from __future__ import annotations
 
 import logging
-import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,12 +20,11 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
+from normexp.data.images import count_levels
 from normexp.data.sources import refuse_beyond_memory
 from normexp.errors import UserError, first_line
 
 log = logging.getLogger(__name__)
-
-Made = TypeVar("Made")
 
 DEEP = {"I": "whole numbers", "F": "floats"}  # of more than 8 bits, by the first letter of the mode
 WHITES = (1, 255, 1023, 4095, 16383, 65535)  # floats, and 8, 10, 12, 14 and 16 bits
@@ -36,20 +33,18 @@ OUTLIERS = 1e-4  # share of pixels, as of hot ones, that tell nothing of the con
 MOST_NAMED = 5  # files in a message
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """What is read of a file before its pixels are decoded.
 
     Attributes:
-        kind: key of `DEEP`; empty for 8 bits.
+        kind: key of `DEEP`; another one, or none, for 8 bits.
         low, high: the extreme values of a deep image.
     """
 
-    file: Path
-    has_frames: bool = False
     kind: str = ""
     low: float = 0
     high: float = 0
+    has_frames: bool = False
 
 
 def decode_images(files: list[Path], size: int | None, name: str) -> Tensor:
@@ -66,11 +61,11 @@ def decode_images(files: list[Path], size: int | None, name: str) -> Tensor:
         except Exception as error:  # Pillow raises half a dozen unrelated types for a broken file
             return f"{file} ({type(error).__name__}: {first_line(error)})"
 
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), ThreadPoolExecutor() as pool:
         warnings.filterwarnings("ignore", module="PIL")  # of EXIF data that end early
-        headers = _in_parallel(read_header, files)
+        headers = dict(zip(files, pool.map(read_header, files), strict=True))
         whites = white_levels(headers, name)
-        if several := sum(header.has_frames for header in headers):
+        if several := sum(header.has_frames for header in headers.values()):
             log.info("%s: %d files hold several frames; the first is used", name, several)
         first = decode(files[0])
         if isinstance(first, np.ndarray):
@@ -79,22 +74,26 @@ def decode_images(files: list[Path], size: int | None, name: str) -> Tensor:
                 2 * len(files) * first.nbytes,  # splitting off val copies train
                 f"try a smaller data.size than {size or max(first.shape[1:])}",
             )
-        decoded = _in_parallel(decode, files, f"decoding {len(files):,} images of {name}")
+        title = f"decoding {len(files):,} images of {name}"
+        console = Console(stderr=True)
+        decoded = [*track(pool.map(decode, files), title, total=len(files), console=console)]
     images = [image for image in decoded if isinstance(image, np.ndarray)]
     broken = [reason for reason in decoded if isinstance(reason, str)]
     if broken:
         more = f" and {len(broken) - MOST_NAMED} more" if len(broken) > MOST_NAMED else ""
         named = ", ".join(broken[:MOST_NAMED])
         raise UserError(f"{name}: cannot decode {named}{more}; replace or remove them")
-    for file, image in zip(files, images, strict=True):
-        if image.shape != images[0].shape:
-            sizes = [f"{part.shape[1]}x{part.shape[2]}" for part in (image, images[0])]
-            raise UserError(
-                f"{file} is {sizes[0]} pixels, {files[0]} is {sizes[1]}; set data.size=32 to scale "
-                "all to one size"
-            )
+    of_size = {f"{i.shape[1]}x{i.shape[2]}": file for i, file in zip(images, files, strict=True)}
+    if len(of_size) > 1:
+        (size, file), (other_size, other), *_ = of_size.items()
+        raise UserError(
+            f"{other} is {other_size} pixels, {file} is {size}; set data.size=32 to scale all to "
+            "one size"
+        )
     pixels = torch.from_numpy(np.stack(images))
-    low, high = grey_range(pixels)
+    counts = count_levels(pixels).sum(dim=0)
+    below = counts.cumsum(0) / counts.sum()
+    low, high = int((below <= OUTLIERS).sum()), int((below < 1 - OUTLIERS).sum())
     if high - low < SMALLEST_RANGE:
         raise UserError(
             f"{name}: nearly every pixel is between {low} and {high} of 255, too little contrast "
@@ -104,64 +103,47 @@ def decode_images(files: list[Path], size: int | None, name: str) -> Tensor:
     return pixels
 
 
-def grey_range(pixels: Tensor) -> tuple[int, int]:
-    """The lowest and highest value of uint8 (N, 3, H, W), without rare outliers."""
-    counts = torch.zeros(256, dtype=torch.float64)
-    for part in pixels.split(4096):
-        counts += torch.bincount(part.flatten(), minlength=256)
-    below = counts.cumsum(0) / counts.sum()
-    return int((below <= OUTLIERS).sum()), int((below < 1 - OUTLIERS).sum())
-
-
-def _in_parallel(act: Callable[[Path], Made], files: Sequence[Path], title: str = "") -> list[Made]:
-    """`act` of each file, in order; with a title, shows progress."""
-    pool = ThreadPoolExecutor(max_workers=os.cpu_count())
-    try:
-        results: Iterable[Made] = pool.map(act, files)
-        if title:
-            results = track(results, title, total=len(files), console=Console(stderr=True))
-        return list(results)
-    finally:
-        pool.shutdown(cancel_futures=True)  # after Ctrl-C, do not decode the rest
-
-
 def read_header(file: Path) -> Header:
     """The header of a file; of one that cannot be read, an empty one."""
     with suppress(Exception), Image.open(file) as image:
         has_frames = getattr(image, "is_animated", False)
-        if image.mode[0] not in DEEP:
-            return Header(file, has_frames)
-        values = np.asarray(image)
-        return Header(file, has_frames, image.mode[0], float(values.min()), float(values.max()))
-    return Header(file)
+        values = np.asarray(image) if image.mode[0] in DEEP else np.zeros(1)
+        return Header(image.mode[0], float(values.min()), float(values.max()), has_frames)
+    return Header()
 
 
-def white_levels(headers: Sequence[Header], name: str) -> dict[str, float]:
+def white_levels(headers: Mapping[Path, Header], name: str) -> dict[str, float]:
     """The value that is white in all images of each deep kind: the first of `WHITES` that fits.
 
     Raises:
         UserError: values below 0 or above 65535, or not a number.
     """
+    brightest: dict[str, list[float]] = {}
+    for file, header in headers.items():
+        if header.kind not in DEEP:
+            continue
+        if not 0 <= header.low <= header.high <= WHITES[-1]:
+            raise UserError(
+                f"{name}: {file} has {DEEP[header.kind]} from {header.low:g} to {header.high:g}; "
+                "save it with 0 to 255, 0 to 65535, or floats 0 to 1"
+            )
+        brightest.setdefault(header.kind, []).append(header.high)
     whites = {}
-    for kind, words in DEEP.items():
-        deep = [header for header in headers if header.kind == kind]
-        for header in deep:
-            if not 0 <= header.low <= header.high <= WHITES[-1]:
-                raise UserError(
-                    f"{name}: {header.file} has {words} from {header.low:g} to {header.high:g}; "
-                    "save it with 0 to 255, 0 to 65535, or floats 0 to 1"
-                )
-        if deep:
-            high = max(header.high for header in deep)
-            whites[kind] = next(white for white in WHITES if high <= white)
-            line = "%s: %d images hold %s up to %g; %g is white"
-            log.info(line, name, len(deep), words, high, whites[kind])
+    for kind, values in brightest.items():
+        high = max(values)
+        whites[kind] = next(white for white in WHITES if high <= white)
+        line = "%s: %d images hold %s up to %g; %g is white"
+        log.info(line, name, len(values), DEEP[kind], high, whites[kind])
     return whites
 
 
-def decode_image(file: Path, size: int | None, whites: dict[str, float]) -> np.ndarray:
+def decode_image(file: Path, size: int | None, whites: Mapping[str, float]) -> np.ndarray:
     """One file as RGB, uint8 (3, H, W); with `size`, scaled and centre-cropped to a square."""
-    image = _open_upright(file)
+    with Image.open(file) as opened:
+        try:
+            image = ImageOps.exif_transpose(opened)
+        except SyntaxError:  # of EXIF data that no viewer can read
+            image = opened.copy()
     if image.mode[0] in DEEP:
         levels = np.asarray(image).astype(np.float64) * 255 // whites[image.mode[0]]
         image = Image.fromarray(levels.astype(np.uint8))
@@ -172,12 +154,3 @@ def decode_image(file: Path, size: int | None, whites: dict[str, float]) -> np.n
     if size is not None:
         image = ImageOps.fit(image, (size, size), method=Image.Resampling.BICUBIC)
     return np.asarray(image).transpose(2, 0, 1)  # HWC -> CHW
-
-
-def _open_upright(file: Path) -> Image.Image:
-    """The first frame, turned as its EXIF orientation says."""
-    with Image.open(file) as image:
-        try:
-            return ImageOps.exif_transpose(image)
-        except SyntaxError:  # of EXIF data that no viewer can read
-            return image.copy()

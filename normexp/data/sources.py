@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path
 
@@ -46,18 +47,20 @@ def split_off_test(targets: Tensor, fraction: float = TEST_FRACTION) -> tuple[Te
 @contextmanager
 def downloading(name: str, path: Path) -> Iterator[None]:
     """Turns a failed download to `path` into a UserError about data=`name`, without leftovers."""
-    had_folder, had_file = path.parent.exists(), path.exists()
+    folder = path.parent
+    had_folder, had_file = folder.exists(), path.exists()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         yield
     except (OSError, RuntimeError, HTTPException) as error:  # URLError is an OSError
         if not had_file:
             path.unlink(missing_ok=True)
-        if not had_folder and path.parent.is_dir() and not any(path.parent.iterdir()):
-            path.parent.rmdir()
+        if not had_folder:
+            with suppress(OSError):  # it holds other files
+                folder.rmdir()
         raise UserError(
             f"data={name} needs {path.name}, and downloading it failed ({error}); put the file "
-            f"into {path.parent.resolve()}, or set data_dir to the folder that has it; data=digits "
+            f"into {folder.resolve()}, or set data_dir to the folder that has it; data=digits "
             "and data=manual need no download"
         ) from error
 
@@ -75,8 +78,8 @@ def refuse_beyond_memory(name: str, num_bytes: int, remedy: str) -> None:
 def available_memory() -> int | None:
     """Bytes that can be used without swapping; None if unknown (not Linux)."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        content = Path("/proc/meminfo").read_text()
     except OSError:
         return None
-    fields = dict(line.split(":", 1) for line in lines)
-    return int(fields["MemAvailable"].split()[0]) * 1024
+    found = re.search(r"MemAvailable: *(\d+) kB", content)
+    return found and int(found[1]) * 1024

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from normexp.data.dataset import Data, Windows
+from normexp.data.dataset import SPLITS, Data, Windows
 from normexp.data.sources import downloading, refuse_beyond_memory
 from normexp.errors import UserError
 
@@ -94,37 +94,32 @@ def build_text_data(
             at every offset needs.
     """
     _check_lengths(name, len(text), block_size, val_fraction, test_fraction)
-    tokens, symbols = encode_characters(text)
+    codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+    used, tokens = np.unique(codes, return_inverse=True)
+    symbols = tuple(map(chr, used))
     num_val, num_test = int(len(text) * val_fraction), int(len(text) * test_fraction)
-    first_val, first_test = len(text) - num_val - num_test, len(text) - num_test
-    parts = {"train": slice(first_val), "val": slice(first_val, first_test)}
-    parts["test"] = slice(first_test, None)
-    train, val, test = (Windows(tokens[part], block_size) for part in parts.values())
-    if unseen := sorted(set(text[parts["test"]]) - set(text[parts["train"]])):
-        shown = " ".join(map(ascii, unseen[:MOST_NAMED])) + " ..." * (len(unseen) > MOST_NAMED)
-        log.warning("data=%s: test has %d symbols that train lacks: %s", name, len(unseen), shown)
+    lengths = (len(text) - num_val - num_test, num_val, num_test)
+    parts = dict(zip(SPLITS, torch.from_numpy(tokens).split(lengths), strict=True))
+    counts = {split: part.bincount(minlength=len(symbols)) for split, part in parts.items()}
+    num_bytes = torch.tensor([len(symbol.encode()) for symbol in symbols])
+    if unseen := ((counts["test"] > 0) & (counts["train"] == 0)).nonzero().flatten().tolist():
+        shown = " ".join(ascii(symbols[token]) for token in unseen[:MOST_NAMED])
+        more = " ..." if len(unseen) > MOST_NAMED else ""
+        line = "data=%s: test has %d symbols that train lacks: %s%s"
+        log.warning(line, name, len(unseen), shown, more)
     return Data(
         name=name,
         task="language_modeling",
-        train=train,
-        val=val,
-        test=test,
+        **{split: Windows(part, block_size) for split, part in parts.items()},
         num_outputs=len(symbols),
         input_shape=(block_size,),
         vocab_size=len(symbols),
         bytes_per_token={  # per split: a text may change its script
-            split: len(text[part].encode()) / len(text[part]) for split, part in parts.items()
+            split: int(counts[split] @ num_bytes) / len(part) for split, part in parts.items()
         },
         symbols=symbols,
         source_version=source_version,
     )
-
-
-def encode_characters(text: str) -> tuple[torch.Tensor, tuple[str, ...]]:
-    """Token of each character, int64 (L,), and the symbols in the order of their code points."""
-    codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
-    used, tokens = np.unique(codes, return_inverse=True)
-    return torch.from_numpy(tokens), tuple(map(chr, used))
 
 
 def _check_lengths(

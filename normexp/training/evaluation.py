@@ -271,9 +271,8 @@ def gather(replicas: Replicas, data: Data, split: str, indices: Tensor) -> Batch
     """
     batch = getattr(data, split).gather(indices)
     if split == "train" and data.augmentation is not None:
-        draws = data.augmentation.draw(0, 0, len(data.train))
-        chosen = {name: draw[indices.cpu()] for name, draw in draws.items()}
-        batch["inputs"] = data.augmentation.apply(batch["inputs"], chosen)
+        draws = data.augmentation.draw(0, 0, len(data.train))[indices.cpu()]
+        batch["inputs"] = data.augmentation.apply(batch["inputs"], draws)
     batch["inputs"] = data.model_inputs(batch["inputs"], next(replicas.parameters()).dtype)
     return batch
 

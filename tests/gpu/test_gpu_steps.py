@@ -94,8 +94,7 @@ def test_draws_are_those_of_the_cpu_to_the_bit(device: str):
     data = replace(images(), augmentation=augmentation)
     draws = augmentation.draw(seed=3, step=7, num_samples=len(data.train))
     inputs = data.train.tensors[0]
-    on_device = {name: draw.to(device) for name, draw in draws.items()}
-    found = augmentation.apply(inputs.to(device), on_device).cpu()
+    found = augmentation.apply(inputs.to(device), draws.to(device)).cpu()
     assert torch.equal(found, augmentation.apply(inputs, draws))
     assert not torch.equal(found, inputs)
     here = TrainingBatches(data, [0, 1], 10, drop_last=False)
