@@ -213,7 +213,7 @@ def decomposition_lines(rows: Sequence[Mapping[str, float]], num_test_samples: i
     for name in ("training", *TERMS, "evaluation"):
         values = [row[name] for row in rows]
         if any(values) or name in modes:
-            words, sign = (modes[name], "") if name in modes else (TERMS[name].words, "+")
+            words, sign = (modes[name], "") if name in modes else (TERMS[name], "+")
             spread = f" ({stdev(values):.4f})" if len(rows) > 1 else ""
             lines.append(f"  {words:<50}{mean(values):{sign}.4f}{spread}")
     return lines

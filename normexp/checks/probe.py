@@ -286,12 +286,12 @@ def unlike(module: nn.Module, other: nn.Module) -> list[str]:
     return [
         f"{path}.{name}".lstrip(".")
         for path, part in module.named_modules()
-        for name, value in _values_of(part).items()
-        if path in twins and _are_unlike(value, _values_of(twins[path]).get(name), set())
+        for name, value in values_of(part).items()
+        if path in twins and _are_unlike(value, values_of(twins[path]).get(name), set())
     ]
 
 
-def _values_of(module: nn.Module) -> dict[str, Any]:
+def values_of(module: nn.Module) -> dict[str, Any]:
     internal = vars(nn.Module())
     values = {name: value for name, value in vars(module).items() if name not in internal}
     values |= dict(module.named_parameters(recurse=False))

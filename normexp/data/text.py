@@ -108,9 +108,9 @@ def build_text_data(
         line = "data=%s: test has %d symbols that train lacks: %s%s"
         log.warning(line, name, len(unseen), shown, more)
     return Data(
-        name=name,
-        task="language_modeling",
-        **{split: Windows(part, block_size) for split, part in parts.items()},
+        name,
+        "language_modeling",
+        *(Windows(part, block_size) for part in parts.values()),
         num_outputs=len(symbols),
         input_shape=(block_size,),
         vocab_size=len(symbols),

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from pytorch_lightning.utilities.seed import isolate_rng
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset
 
 from normexp.checks.network import name_some
-from normexp.diagnosis.findings import ROOT, find
+from normexp.diagnosis.findings import find
 from normexp.diagnosis.measure import Measurement
-from normexp.diagnosis.network import FORM, Loss, read_batches, unchanged_draws
-from normexp.diagnosis.result import TERMS, Diagnosis, Estimate, Finding, SiteRow
+from normexp.diagnosis.network import FORM, Loss, read_batches
+from normexp.diagnosis.result import ROOT, TERMS, Diagnosis, Estimate, Finding, SiteRow
 from normexp.errors import UserError
 
 __all__ = ["TERMS", "Diagnosis", "Estimate", "Finding", "SiteRow", "decompose", "diagnose"]
@@ -30,38 +30,34 @@ def diagnose(
     if not isinstance(model, nn.Module):
         raise UserError(f"model={model!r}: must be an nn.Module, as normexp.load(...) returns")
     model = getattr(model, "_orig_mod", model)  # inside torch.compile
-    if isinstance(batches, Dataset) and not isinstance(batches, IterableDataset):
-        raise UserError(
-            "batches is a Dataset, which holds single samples; pass "
-            "torch.utils.data.DataLoader(dataset, batch_size=32, shuffle=True)"
-        )
     if isinstance(loss, type):
         raise UserError(f"loss={loss.__name__} is a class; pass an instance, {loss.__name__}()")
     if not isinstance(batches, Iterable):
-        raise UserError(f"batches is a {type(batches).__name__}, must be a DataLoader; {FORM}")
-    with unchanged_draws(model):
-        read = read_batches(batches, max_batches, model)
-        seen = Measurement(model, read, loss, tolerance)
-        findings = find(seen)
-        return Diagnosis(
-            summary=" ".join(_sentences(seen, findings)),
-            training=seen.training.value,
-            evaluation=seen.evaluation.value,
-            gap=seen.gap,
-            terms=seen.terms,
-            findings=tuple(findings),
-            sites=tuple(seen.rows.values()),
-            loss_at_size=seen.loss_at_size,
-            not_analysed=tuple(path or ROOT for path in seen.unknown),
+        raise UserError(
+            f"batches is a {type(batches).__name__}, must be a DataLoader, as "
+            f"torch.utils.data.DataLoader(dataset, batch_size=32, shuffle=True); {FORM}"
         )
+    with isolate_rng():
+        seen = Measurement(model, read_batches(batches, max_batches, model), loss, tolerance)
+        findings = find(seen)
+    return Diagnosis(
+        summary=" ".join(_sentences(seen, findings)),
+        training=seen.training.value,
+        evaluation=seen.evaluation.value,
+        gap=seen.gap,
+        terms=seen.terms,
+        findings=tuple(findings),
+        sites=tuple(seen.rows.values()),
+        loss_at_size=seen.loss_at_size,
+        not_analysed=tuple(path or ROOT for path in seen.unknown),
+    )
 
 
 def decompose(model: nn.Module, batches: Iterable[Any], loss: Loss) -> dict[str, float]:
     """The loss in training mode, each of the `TERMS`, and the loss in evaluation mode, by name."""
-    with unchanged_draws(model):
-        seen = Measurement(model, read_batches(batches, None, model), loss)
-    terms = {name: term.value for name, term in seen.terms.items()}
-    return {"training": seen.training.value, **terms, "evaluation": seen.evaluation.value}
+    diagnosis = diagnose(model, batches, loss)
+    terms = {name: term.value for name, term in diagnosis.terms.items()}
+    return {"training": diagnosis.training, **terms, "evaluation": diagnosis.evaluation}
 
 
 def _sentences(seen: Measurement, findings: Sequence[Finding]) -> Iterator[str]:
@@ -70,14 +66,14 @@ def _sentences(seen: Measurement, findings: Sequence[Finding]) -> Iterator[str]:
         f"Evaluation minus training mode: {seen.gap} (loss {seen.evaluation.value:.4f} and "
         f"{seen.training.value:.4f}; {len(seen.sizes)} batches of {max(seen.sizes)})."
     )
-    sites = {
-        finding.term: f", at {name_some(finding.sites)}" for finding in findings if finding.sites
-    }
-    largest = [name for name, term in seen.terms.items() if seen.exceeds(term)]
-    largest.sort(key=lambda name: -abs(seen.terms[name].value))
-    if largest:
-        rows = (f"{TERMS[name].words} {seen.terms[name]}{sites.get(name, '')}" for name in largest)
-        yield f"Largest term{'s' if len(largest) > 1 else ''}: {'; '.join(rows)}."
+    places = {f.term: f", at {name_some(f.sites)}" for f in findings if f.sites}
+    largest = {name: term for name, term in seen.terms.items() if seen.exceeds(term)}
+    rows = [
+        f"{TERMS[name]} {term}{places.get(name, '')}"
+        for name, term in sorted(largest.items(), key=lambda item: -abs(item[1].value))
+    ]
+    if rows:
+        yield f"Largest term{'s' if len(rows) > 1 else ''}: {'; '.join(rows)}."
     elif not findings:
         yield f"No term exceeds chance and {seen.tolerance:.2g}."
     for finding in findings:

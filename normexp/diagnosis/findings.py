@@ -8,16 +8,17 @@ term on.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from statistics import median
+from typing import Any
 
 from normexp.checks.network import name_some
 from normexp.diagnosis.measure import Measurement
-from normexp.diagnosis.result import Estimate, Finding
+from normexp.diagnosis.network import is_within
+from normexp.diagnosis.result import ROOT, Finding, SiteRow
 from normexp.diagnosis.rows import of_single_batches
 
-ROOT = "the model"
 OF_TERM = {  # cause and remedy of the terms that have one of each
     "rest": (
         "other results of {names} in training than in evaluation make the loss of training lower",
@@ -64,13 +65,28 @@ def find(seen: Measurement) -> list[Finding]:
     return found
 
 
+def _finding(
+    seen: Measurement,
+    kind: str,
+    paths: Iterable[str],
+    cause: str,
+    remedy: str,
+    *,
+    term: str | None = None,
+) -> Finding:
+    """A finding whose cause names the modules at these paths."""
+    names = tuple(path or ROOT for path in dict.fromkeys(paths))
+    cause = cause.replace("{names}", name_some(names)).replace("{size}", str(seen.group_size))
+    return Finding(kind, cause, remedy, names, term, seen.cost(term) if term else None)
+
+
 def _not_finite(seen: Measurement) -> Iterator[Finding]:
-    buffers = seen.parts.model.named_buffers()
-    bad = [name.rpartition(".")[0] for name, value in buffers if not value.isfinite().all()]
+    bad = []
     for path, site in seen.active.items():
-        bad += [path for value in site.running if not value.isfinite().all()]
+        bad += [path for moments in site.running if not moments.isfinite().all()]
     if bad:
         yield _finding(
+            seen,
             "not_finite",
             bad,
             "running state of {names} holds NaN or infinity: one batch with such a value stays in "
@@ -79,6 +95,7 @@ def _not_finite(seen: Measurement) -> Iterator[Finding]:
         )
     elif not math.isfinite(seen.gap.value):
         yield _finding(
+            seen,
             "not_finite",
             (),
             "the loss is not finite, so the gap has no terms",
@@ -87,18 +104,28 @@ def _not_finite(seen: Measurement) -> Iterator[Finding]:
 
 
 def _averages(seen: Measurement) -> Iterator[Finding]:
-    cost, rows = seen.cost("averages"), seen.rows
-    of_averages = partial(_finding, term="averages", cost=cost)
-    fresh = [path for path, row in rows.items() if row.state == "never updated"]
-    if still := [p for p, row in rows.items() if row.momentum == 0 and (cost or p in fresh)]:
-        yield of_averages(
+    cost = seen.cost("averages")
+    finding = partial(_finding, seen, term="averages")
+    rows = dict(seen.rows)
+
+    def explained(is_so: Callable[[SiteRow], Any]) -> list[str]:
+        """Takes the paths of these rows from those that nothing explains so far."""
+        paths = [path for path, row in rows.items() if is_so(row)]
+        for path in paths:
+            del rows[path]
+        return paths
+
+    if still := explained(
+        lambda row: row.momentum == 0 and (cost or row.state == "never updated")
+    ):
+        yield finding(
             "stale_averages",
             still,
             "running averages of {names} have momentum 0, so training never moves them",
             f"set momentum=0.1, then {RECOMPUTE}",
         )
-    if fresh := [path for path in fresh if path not in still]:
-        yield of_averages(
+    if fresh := explained(lambda row: row.state == "never updated"):
+        yield finding(
             "never_updated",
             fresh,
             "running averages of {names} are at their initial values (mean 0, variance 1): no "
@@ -108,98 +135,100 @@ def _averages(seen: Measurement) -> Iterator[Finding]:
         )
     if cost is None:
         return
-    if young := [path for path, row in rows.items() if row.state == "initial"]:
-        row = max((rows[path] for path in young), key=lambda row: row.initial_share or 0)
-        yield of_averages(
+    if young := explained(lambda row: row.state == "initial"):
+        row = max((seen.rows[path] for path in young), key=lambda row: row.initial_share or 0)
+        yield finding(
             "initial_values",
             young,
             f"running averages of {{names}} are {row.initial_share:.1%} initial values (mean 0, "
             f"variance 1): {row.updates} updates at momentum {row.momentum:g}",
             f"train longer, raise momentum (the weight of the new value), or {RECOMPUTE}",
         )
-    rest = [path for path in rows if path not in (*still, *fresh, *young)]
-    if twice := [path for path in rest if max(map(len, seen.moments[path])) > 1]:
-        yield of_averages(
+    if twice := explained(lambda row: row.num_calls > 1):
+        yield finding(
             "used_twice",
             twice,
             "{names} run several times in one forward: their averages mix all inputs, while "
             "training normalizes each by its own statistics",
             "give each use a norm of its own, or join the inputs into one batch",
         )
-    rest = [p for p in rest if p not in twice and math.isfinite(rows[p].largest_distance)]
-    if not rest:
+    if not rows:
         return
-    farthest = max(rows[path].largest_distance for path in rest)
-    distance = median(rows[path].distance for path in rest)
-    momentum = max(rows[path].momentum or 0.1 for path in rest)  # torch's, if none is named
+    typical = median(row.distance for row in rows.values())
+    farthest = max(row.largest_distance for row in rows.values())
+    momentum = max(row.momentum or 0.1 for row in rows.values())  # torch's, if none is named
     # The standard deviation of running minus precise, in those between batches.
     noise = math.sqrt(momentum / (2 - momentum) + 1 / len(seen.sizes))
-    typical, extreme = of_single_batches({seen.active[p]: seen.moments[p] for p in rest})
-    least = min(2.5 * extreme * noise, 0.3 * farthest)
-    far = [path for path in rest if rows[path].largest_distance >= least]
+    moments = {seen.active[path]: seen.moments[path] for path in rows}
+    typical_of_one, farthest_of_one = of_single_batches(moments)
+    most = 2.5 * farthest_of_one * noise
+    least = min(most, 0.3 * farthest)
+    far = [path for path, row in rows.items() if row.largest_distance >= least]
     far.sort(key=lambda path: -rows[path].largest_distance)
     # Averages move with the weights.
-    if distance > 1.5 * typical * noise or farthest > 2.5 * extreme * noise:
-        yield of_averages(
+    if typical > 1.5 * typical_of_one * noise or farthest > most:
+        yield finding(
             "stale_averages",
             far,
             "running averages do not belong to these weights and inputs: a typical channel is "
-            f"{distance:.2g} standard deviations between batches off, the farthest {farthest:.2g}, "
+            f"{typical:.2g} standard deviations between batches off, the farthest {farthest:.2g}, "
             "most at {names}. The weights moved faster than the averages or changed after them, or "
             "these inputs are preprocessed otherwise than in training",
             f"if the inputs are those of training, {RECOMPUTE}; else mend the preprocessing",
         )
-    elif len(rest) == len(rows):
-        yield of_averages(
+    elif len(rows) == len(seen.rows):
+        yield finding(
             "noisy_averages",
             far,
             "running averages are as far from the statistics of all samples as averages over "
-            f"batches of {_group_size(seen)} at momentum {momentum:g} come",
+            f"batches of {{size}} at momentum {momentum:g} come",
             "pool the moments of many batches (precise statistics), lower momentum, or use larger "
             "batches",
         )
 
 
 def _of_terms(seen: Measurement) -> Iterator[Finding]:
-    paths = {"not_analysed": seen.unknown, "rest": seen.acting()}
-    largest = max(abs(term.value) for term in seen.terms.values())
+    parts, known = seen.parts, [*seen.active, *seen.unknown]
+    acting = [path for path in parts.acting() if not is_within(path, *known)]
+    paths = {"not_analysed": [*seen.unknown], "rest": acting}
+    least = 0.1 * max(abs(term.value) for term in seen.terms.values())
     for term, (cause, remedy) in OF_TERM.items():
-        cost, sites = seen.cost(term), paths.get(term, seen.active)
-        if cost is None or cost.value < 0.1 * largest:
-            continue
-        if term == "rest" and not sites:
-            cause = UNEXPLAINED
-        cause = cause.replace("{size}", str(_group_size(seen)))
-        yield _finding(term, sites, cause, remedy, term=term, cost=cost)
+        cost, modules = seen.cost(term), paths.get(term, [*seen.active])
+        if cost and cost.value >= least:
+            cause = cause if modules else UNEXPLAINED
+            yield _finding(seen, term, modules, cause, remedy, term=term)
 
 
 def _evaluation(seen: Measurement) -> Iterator[Finding]:
-    term = seen.terms["left_in_training"]
-    left, varies = seen.left_in_training(), seen.varies_in_evaluation()
+    parts, modes = seen.parts, seen.parts.evaluation
+    left = [path for path in parts.modules if path in modes.training]
+    term, varies = seen.terms["left_in_training"], parts.varies_in_evaluation()
     if left and (term.value or term.error or seen.depends_on_batch or varies):
         yield _finding(
+            seen,
             "left_in_training",
-            left,
+            [path for path in left if not path or path.rpartition(".")[0] not in left],
             "in evaluation, {names} run in training mode (a train() that ignores its argument, or "
             "a call of train() on a part of the model), so results depend on the batch"
-            f"{_at_sizes(seen)}",
+            f"{_losses(seen)}",
             "call eval() on the whole model last, and let overridden train(mode) pass the mode on",
             term="left_in_training",
-            cost=seen.cost("left_in_training"),
         )
         return
     if seen.depends_on_batch:
         yield _finding(
+            seen,
             "depends_on_batch",
-            seen.parts.mixing(seen.parts.evaluation),
+            parts.mixing(modes),
             "in evaluation the output of a sample depends on the other samples of its batch, at "
-            f"{{names}}{_at_sizes(seen)}",
+            f"{{names}}{_losses(seen)}",
             "keep running averages in training and use them in evaluation (batch norm: "
             "track_running_stats=True, training=self.training), or always evaluate in shuffled "
             "batches of the size of training, and say so",
         )
     if varies:
         yield _finding(
+            seen,
             "varies_in_evaluation",
             (),
             f"in evaluation mode {varies}",
@@ -208,38 +237,13 @@ def _evaluation(seen: Measurement) -> Iterator[Finding]:
         )
 
 
-# --- Words ---------------------------------------------------------------------------------------
-
-
-def _finding(
-    kind: str,
-    paths: Iterable[str],
-    cause: str,
-    remedy: str,
-    *,
-    term: str | None = None,
-    cost: Estimate | None = None,
-) -> Finding:
-    """A finding whose cause names the modules at these paths."""
-    names = tuple(path or ROOT for path in dict.fromkeys(paths))
-    return Finding(kind, cause.replace("{names}", name_some(names)), remedy, names, term, cost)
-
-
-def _at_sizes(seen: Measurement) -> str:
-    """The losses of an evaluation that depends on the size of its batches."""
-    sizes = seen.loss_at_size
-    if not sizes:
-        return ""
-    size, loss = next(iter(sizes.items()))
-    alone = "for single samples" if size == 1 else f"in batches of {size}"
-    usual = seen.evaluation
-    return (
-        f": loss {loss.value:.3g} ± {loss.error:.2g} {alone}, {usual.value:.3g} ± "
-        f"{usual.error:.2g} in batches of {max(seen.sizes)}"
-    )
-
-
-def _group_size(seen: Measurement) -> int:
-    """The fewest samples that share statistics in training."""
-    largest = max(seen.sizes)
-    return min((site.group_size(largest) for site in seen.active.values()), default=largest)
+def _losses(seen: Measurement) -> str:
+    """Of an evaluation that depends on the size of its batches."""
+    for size, loss in seen.loss_at_size.items():
+        alone = "for single samples" if size == 1 else f"in batches of {size}"
+        usual = seen.evaluation
+        return (
+            f": loss {loss.value:.3g} ± {loss.error:.2g} {alone}, {usual.value:.3g} ± "
+            f"{usual.error:.2g} in batches of {max(seen.sizes)}"
+        )
+    return ""

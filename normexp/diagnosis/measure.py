@@ -19,7 +19,6 @@ runs several times in one forward has moments for each call up to `noisy_precise
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
 
@@ -29,17 +28,8 @@ from scipy import stats
 from torch import nn
 
 from normexp.batching.copies import copied
-from normexp.checks.network import name_some
-from normexp.checks.probe import unlike
-from normexp.diagnosis.network import (
-    Loss,
-    innermost,
-    is_within,
-    join,
-    num_samples,
-    take,
-)
-from normexp.diagnosis.parts import Modes, Parts, differ, set_modes
+from normexp.diagnosis.network import Loss, is_within, join, num_samples, take
+from normexp.diagnosis.parts import SILENT, Modes, Parts, set_modes
 from normexp.diagnosis.result import TERMS, Estimate, Losses, SiteRow
 from normexp.diagnosis.rows import Calls, row_of
 from normexp.errors import UserError
@@ -53,8 +43,6 @@ from normexp.norms.moment_sites import (
 )
 
 FEW = 16  # samples on which modules are looked at one by one
-MOST_GROUPS = 32  # small batches in which an evaluation is measured
-BETWEEN = ("batch", "share", "precise", "noisy_precise", "running")  # stages
 
 
 class Measurement:
@@ -66,7 +54,7 @@ class Measurement:
         active: by path, sites with batch statistics in training and running ones in evaluation.
         unknown: by path, modules with running state of another kind, and the paths whose mode
             decides how it acts.
-        losses: of each batch in each stage.
+        losses: of each batch, in one stage after the other.
         moments: of each active site in each batch, in training.
         training, evaluation, gap: the mean losses and their difference.
         tolerance: smaller terms are no fault, in units of the loss.
@@ -76,23 +64,22 @@ class Measurement:
     def __init__(
         self, model: nn.Module, batches: list[Any], loss: Loss, tolerance: float | None = None
     ) -> None:
-        self.batches, self.loss = batches, loss
+        self.batches = batches
         self.sizes = [num_samples(batch) for batch in batches]
         first = batches[0] if self.sizes[0] > 1 else join(batches[:2]) or batches[0]
         self.parts = Parts(model, take(first, slice(FEW), num_samples(first)), loss)
         self.active = self.parts.sites()
         self.unknown = self.parts.unknown(self.active)
-        self.losses: dict[str, Losses] = {}
+        self.losses: list[Losses] = []
         self.moments = self._measure_stages()
-        self.training = self.mean(self.losses["training"])
-        self.evaluation = self.mean(self.losses["evaluation"])
-        self.gap = self.term("training", "evaluation")
+        self.training = self._mean(self.losses[0])
+        self.evaluation = self._mean(self.losses[-1])
+        self.gap = self._mean(self.losses[-1] - self.losses[0])
+        self.terms = dict(zip(TERMS, map(self._mean, np.diff(self.losses, axis=0)), strict=True))
         self.tolerance = max(0.01, 0.01 * self.training.value) if tolerance is None else tolerance
-        self.terms = {name: self.term(term.first, term.last) for name, term in TERMS.items()}
 
-    def term(self, first: str, last: str) -> Estimate:
-        """What stage `last` costs beyond stage `first`."""
-        return self.mean(self.losses[last] - self.losses[first])
+    def _mean(self, losses: Losses) -> Estimate:
+        return Estimate.of(losses, np.array(self.sizes, dtype=float))
 
     def exceeds(self, estimate: Estimate) -> bool:
         """True if its size exceeds the tolerance and chance; NaN does not."""
@@ -104,48 +91,32 @@ class Measurement:
         term = self.terms[name]
         return term if term.value > 0 and self.exceeds(term) else None
 
-    def mean(self, losses: Losses) -> Estimate:
-        return Estimate.of(losses, np.array(self.sizes, dtype=float))
-
     # --- Stages ----------------------------------------------------------------------------------
 
     def _measure_stages(self) -> dict[str, list[Calls]]:
         """Fills `losses`, and returns the moments of training."""
-        parts, losses = self.parts, self.losses
-        others = {path for chain in self.unknown.values() for path in chain}
-        norms = {p for p in parts.modules if is_within(p, *self.active)}
-        noisy = self._stage("training", parts.training)
-        self._stage("quiet", parts.silent)
-        self._stage("evaluation", parts.evaluation)
-        if not (norms or others):
-            losses |= dict.fromkeys(BETWEEN, losses["quiet"])
-            return noisy
-        clean = self._stage("batch", self._training_only(others | norms, learning=True))
-        if not norms:
-            losses |= dict.fromkeys(BETWEEN, losses["batch"])
-            return noisy
-        running = self._training_only(others, learning=False)
-        self._stage("share", running, clean, own_share=True)
-        self._stage("precise", running, clean)
-        self._stage("noisy_precise", running, noisy)
-        self._stage("running", running)
+        parts, training = self.parts, self.parts.training.training
+        norms = {path for path in parts.modules if is_within(path, *self.active)}
+        others = set().union(*self.unknown.values())
+        running = Modes(training & others, False)
+        noisy = self._stage(parts.training)
+        clean = self._stage(Modes(training & (others | norms), True))
+        self._stage(running, clean, own_share=True)
+        self._stage(running, clean)
+        self._stage(running, noisy)
+        self._stage(running)
+        self._stage(SILENT)
+        self._stage(parts.evaluation)
         return noisy
-
-    def _training_only(self, paths: set[str], *, learning: bool) -> Modes:
-        """These modules as in training, all others in evaluation mode."""
-        training = self.parts.training.training
-        modes = {path: training[path] and path in paths for path in training}
-        return Modes(modes, learning)
 
     def _stage(
         self,
-        stage: str,
         modes: Modes,
         moments: dict[str, list[Calls]] | None = None,
         *,
         own_share: bool = False,
     ) -> dict[str, list[Calls]]:
-        """Measures the losses of all batches; the moments of every active site in them.
+        """Measures the losses of all batches; returns the moments of every active site in them.
 
         Given moments of each batch, norms use those of all other batches.
         """
@@ -153,17 +124,16 @@ class Measurement:
         for index, batch in enumerate(self.batches):
             model, sites = copied((self.parts.model, self.active), self.parts.fixed)
             set_modes(model, modes)
-            with ExitStack() as contexts:
-                samples = contexts.enter_context(watching(list(sites.values())))
-                if moments:
-                    others = {s: _of_others(s, moments[path], index) for path, s in sites.items()}
-                    with torch.no_grad():
-                        write_populations({site: calls[0] for site, calls in others.items()})
-                    contexts.enter_context(with_moments(others, own_share=own_share))
-                losses.append(self.parts.loss(model, batch, self.loss, modes, index))
+            others: dict[NormSite, list[Population]] = {}
+            if moments:
+                others = {s: _of_others(s, moments[path], index) for path, s in sites.items()}
+            with torch.no_grad():
+                write_populations({site: calls[0] for site, calls in others.items()})
+            with watching([*sites.values()]) as samples, with_moments(others, own_share=own_share):
+                losses.append(self.parts.loss(model, batch, modes, index))
             for path, site in sites.items():
                 seen[path].append([site.pooled(call) for call in samples[site]])
-        self.losses[stage] = np.array(losses)
+        self.losses.append(np.array(losses))
         return seen
 
     # --- Beside the gap --------------------------------------------------------------------------
@@ -173,16 +143,11 @@ class Measurement:
         """Of each active site."""
         return {path: row_of(site, self.moments[path]) for path, site in self.active.items()}
 
-    def left_in_training(self) -> list[str]:
-        """Modules in training mode in evaluation, the outermost of each branch."""
-        left = [name for name, training in self.parts.evaluation.training.items() if training]
-        return [name for name in left if not name or name.rpartition(".")[0] not in left]
-
-    def acting(self) -> list[str]:
-        """The innermost modules, beside those known, that compute otherwise in training."""
-        known, calls = [*self.active, *self.unknown], self.parts.calls
-        acting = innermost(path for path in calls if self.parts.acts_in_training(path))
-        return [p for p in acting if not is_within(p, *known)]
+    @cached_property
+    def group_size(self) -> int:
+        """The fewest samples that share statistics in training."""
+        largest = max(self.sizes)
+        return min((site.group_size(largest) for site in self.active.values()), default=largest)
 
     @cached_property
     def depends_on_batch(self) -> bool:
@@ -191,30 +156,21 @@ class Measurement:
 
     @cached_property
     def loss_at_size(self) -> dict[int, Estimate]:
-        """The loss of an evaluation that depends on the batch, of single samples if it has one."""
-        everything, total = join(self.batches), sum(self.sizes)
-        if everything is None or not self.depends_on_batch:
-            return {}
-        modes, parts = self.parts.evaluation, self.parts
-        for size in (1, 2):
-            count, losses = total // size, []
+        """The loss of an evaluation that depends on the batch, of single samples if it has one.
+
+        Over the first sample, or pair, of each batch.
+        """
+        parts, modes = self.parts, self.parts.evaluation
+        for size in (1, 2) if self.depends_on_batch else ():
             try:
-                for k in np.linspace(0, count - 1, min(count, MOST_GROUPS)).astype(int):
-                    group = take(everything, slice(k * size, (k + 1) * size), total)
-                    losses.append(parts.loss(parts.fresh(modes), group, self.loss, modes))
+                losses = [
+                    parts.loss(parts.fresh(modes), take(batch, slice(size), num), modes)
+                    for batch, num in zip(self.batches, self.sizes, strict=True)
+                ]
             except UserError:  # one value per channel has no variance
                 continue
-            return {size: Estimate.of(np.array(losses), np.ones(len(losses)))}
+            return {size: self._mean(np.array(losses))}
         return {}
-
-    def varies_in_evaluation(self) -> str:
-        """What makes two evaluations of one batch differ."""
-        parts, modes = self.parts, self.parts.evaluation
-        first, call = parts.outputs("", modes), parts.calls[""]
-        if differ(first, parts.run(parts.evaluated, call, modes)):
-            return f"a forward changes {name_some(unlike(parts.evaluated, parts.model))}"
-        other = parts.run(parts.fresh(modes), call, modes, seed=1)
-        return "two forwards of one batch differ" if differ(first, other) else ""
 
 
 def _of_others(site: NormSite, batches: list[Calls], index: int) -> list[Population]:

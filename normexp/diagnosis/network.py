@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -11,32 +10,17 @@ from itertools import islice
 from traceback import walk_tb
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from normexp.errors import UserError, first_line
 
 Loss = Callable[[Any, Any], Tensor]
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a module is called with
 SAMPLES = 512  # of all batches
 FEWEST, MOST = 16, 128  # batches
 FORM = "a batch is a pair (inputs, targets), or a mapping whose keys the model's forward names"
-
-
-@contextmanager
-def unchanged_draws(model: nn.Module) -> Iterator[None]:
-    """Restores every global random state after the block."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    with torch.random.fork_rng(devices=[d for d in devices if d.type == "cuda"]):
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
-
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a module is called with
 
 
 @contextmanager
@@ -75,14 +59,16 @@ def read_batches(batches: Iterable[Any], most: int | None, model: nn.Module) -> 
     Raises:
         UserError: fewer than two, or one of another form.
     """
-    tensor = next((t for t in (*model.parameters(), *model.buffers())), None)
-    device = torch.device("cpu") if tensor is None else tensor.device
+    tensors = (*model.parameters(), *model.buffers())
+    device = tensors[0].device if tensors else "cpu"
     read: list[Any] = []
     for batch in islice(batches, most):
+        if isinstance(batch, Mapping):
+            batch = dict(batch)
         is_pair = isinstance(batch, tuple | list) and len(batch) == 2
-        if not (is_pair or isinstance(batch, Mapping)) or not num_samples(batch):
+        if not (is_pair or isinstance(batch, dict)) or not num_samples(batch):
             raise UserError(f"batches holds a {type(batch).__name__}: {FORM}")
-        read.append(map_tensors(lambda t: t.to(device), batch))
+        read.append(tree_map_only(Tensor, lambda tensor: tensor.to(device), batch))
         if most is None and len(read) >= num_batches_of(num_samples(read[0])):
             break
     if len(read) < 2:
@@ -93,40 +79,32 @@ def read_batches(batches: Iterable[Any], most: int | None, model: nn.Module) -> 
     return read
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
 def num_samples(batch: Any) -> int:
     """The length of the first tensor in a batch; 0 if it holds none."""
-    return next((len(tensor) if tensor.ndim else 0 for tensor in tensors_in(batch)), 0)
+    tensors = tensors_in(batch)
+    return len(tensors[0]) if tensors and tensors[0].ndim else 0
 
 
 def take(batch: Any, samples: slice | Sequence[int], num: int) -> Any:
     """Samples of a batch that has `num` of them."""
-    return map_tensors(lambda t: t[samples] if t.ndim and len(t) == num else t, batch)
+    return tree_map_only(Tensor, lambda t: t[samples] if t.ndim and len(t) == num else t, batch)
 
 
-def join(batches: list[Any]) -> Any:
+def join(batches: Sequence[Any]) -> Any:
     """All samples as one batch; None where their shapes differ."""
+
+    def joined(*parts: Any) -> Any:
+        is_of_samples = isinstance(parts[0], Tensor) and parts[0].ndim
+        return torch.cat(parts) if is_of_samples else parts[0]
+
     try:
-        return map_tensors(lambda *parts: torch.cat(parts) if parts[0].ndim else parts[0], *batches)
-    except (RuntimeError, TypeError, KeyError, ValueError):
+        return tree_map(joined, *batches)
+    except (RuntimeError, ValueError):
         return None
-
-
-def map_tensors(change: Callable[..., Any], *values: Any) -> Any:
-    """Applies a function to the tensors at each place of values of one form."""
-    first = values[0]
-    if isinstance(first, Tensor):
-        return change(*values)
-    if isinstance(first, Mapping):
-        return {name: map_tensors(change, *(value[name] for value in values)) for name in first}
-    if isinstance(first, tuple | list):
-        return tuple(map_tensors(change, *parts) for parts in zip(*values, strict=True))
-    return first
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tensors(found.append, value)
-    return found
 
 
 def loss_on(model: nn.Module, batch: Any, loss: Loss) -> Tensor:
@@ -135,10 +113,10 @@ def loss_on(model: nn.Module, batch: Any, loss: Loss) -> Tensor:
     Raises:
         UserError: the model or the loss does not take the batch; names the module that fails.
     """
-    is_mapping = isinstance(batch, Mapping)
+    args, kwargs = call_of(model, batch)
+    targets = batch if isinstance(batch, dict) else batch[1]
     try:
-        args, kwargs = call_of(model, batch)
-        value = loss(model(*args, **kwargs), batch if is_mapping else batch[1])
+        value = loss(model(*args, **kwargs), targets)
     except UserError:
         raise
     except Exception as error:  # of foreign code, any kind
@@ -155,17 +133,18 @@ def loss_on(model: nn.Module, batch: Any, loss: Loss) -> Tensor:
 
 def _place_of(error: Exception, model: nn.Module) -> str:
     """The innermost module of the model in whose code an error was raised, for a message."""
-    paths = {id(module): name for name, module in model.named_modules()}
-    running = [id(frame.f_locals.get("self")) for frame, _ in walk_tb(error.__traceback__)]
-    path = next((paths[i] for i in reversed(running) if i in paths), "")
+    paths = {id(module): path for path, module in model.named_modules()}
+    path = ""
+    for frame, _ in walk_tb(error.__traceback__):
+        path = paths.get(id(frame.f_locals.get("self")), path)
     return f", at {path}" if path else ""
 
 
 def call_of(model: nn.Module, batch: Any) -> Call:
     """What the model is called with for a batch."""
-    if not isinstance(batch, Mapping):
+    if not isinstance(batch, dict):
         inputs = batch[0]
-        return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
+        return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
     arguments = inspect.signature(model.forward).parameters
     known = {name: value for name, value in batch.items() if name in arguments}
     if not known:

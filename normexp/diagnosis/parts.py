@@ -6,15 +6,17 @@ which mix samples, and which act otherwise in training.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from itertools import permutations
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from normexp.batching.copies import copied
-from normexp.checks.probe import change, moves, unlike
+from normexp.checks.network import name_some
+from normexp.checks.probe import change, moves, unlike, values_of
 from normexp.diagnosis.network import (
     Call,
     Loss,
@@ -23,11 +25,11 @@ from normexp.diagnosis.network import (
     innermost,
     is_within,
     loss_on,
-    map_tensors,
     num_samples,
     take,
     tensors_in,
 )
+from normexp.diagnosis.result import ROOT
 from normexp.errors import UserError
 from normexp.norms.moment_sites import NormSite, can_be_shown
 from normexp.norms.site import named_sites
@@ -36,10 +38,13 @@ ROUNDING = 1e-6  # relative; state that moves an output by less is of no use to 
 
 
 class Modes(NamedTuple):
-    """`training` of every module by its path, and whether gradients are taken."""
+    """The paths of the modules in training mode, and whether gradients are taken."""
 
-    training: Mapping[str, bool]
+    training: frozenset[str]
     learning: bool
+
+
+SILENT = Modes(frozenset(), False)
 
 
 class Parts:
@@ -50,27 +55,26 @@ class Parts:
         training: the modes in which the model is trained: as they are, or after `train()` if it
             was handed over in evaluation mode.
         evaluation: the modes in which it is evaluated: as they are, or after `eval()`.
-        silent: every module in evaluation mode.
         trained, evaluated: copies after one forward.
         calls: what each module was called with first in training, by path.
         fixed: weights that no forward moves, which all copies share.
     """
 
     def __init__(self, model: nn.Module, batch: Any, loss: Loss) -> None:
-        self.model, other = copied(model), copied(model)
-        self.modules, self.num = dict(self.model.named_modules()), num_samples(batch)
-        other.train(not model.training)
-        modes = _modes_of(model), _modes_of(other)
-        training, evaluation = modes if model.training else modes[::-1]
-        self.training, self.evaluation = Modes(training, True), Modes(evaluation, False)
-        self.silent = Modes(dict.fromkeys(training, False), False)
-        self.fixed: list[nn.Parameter] = []
+        self.model, self.trained, self.evaluated = copied(model), copied(model), copied(model)
+        if model.training:
+            self.evaluated.eval()
+        else:
+            self.trained.train()
+        self.training = Modes(_in_training(self.trained), True)
+        self.evaluation = Modes(_in_training(self.evaluated), False)
+        self.modules = dict(self.model.named_modules())
+        self.num, self.criterion = num_samples(batch), loss
         self.calls: dict[str, Call] = {}
         with hooked(model, _refuse):
-            self.trained, self.evaluated = self.fresh(self.training), self.fresh(self.evaluation)
             with hooked(self.trained, self._record):
-                self.loss(self.trained, batch, loss, self.training)
-            self.loss(self.evaluated, batch, loss, self.evaluation)
+                self.loss(self.trained, batch, self.training)
+            self.loss(self.evaluated, batch, self.evaluation)
         self.calls.setdefault("", call_of(model, batch))
         moved = unlike(self.trained, self.model) + unlike(self.evaluated, self.model)
         named = self.model.named_parameters()
@@ -78,17 +82,19 @@ class Parts:
 
     def _record(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         if path not in self.calls:
-            self.calls[path] = map_tensors(lambda t: t.detach().clone(), (args, kwargs))
+            call = (args, kwargs)
+            self.calls[path] = tree_map_only(Tensor, lambda t: t.detach().clone(), call)
 
     def fresh(self, modes: Modes, path: str = "") -> nn.Module:
         """A copy of the module at a path, in these modes."""
-        return set_modes(copied(self.modules[path], self.fixed), modes, path)
+        module = copied(self.modules[path], self.fixed)
+        set_modes(module, modes, path)
+        return module
 
-    @staticmethod
-    def loss(model: nn.Module, batch: Any, loss: Loss, modes: Modes, seed: int = 0) -> float:
+    def loss(self, model: nn.Module, batch: Any, modes: Modes, seed: int = 0) -> float:
         torch.manual_seed(seed)
         with torch.set_grad_enabled(modes.learning):
-            return loss_on(model, batch, loss).item()
+            return loss_on(model, batch, self.criterion).item()
 
     # --- What a module computes ------------------------------------------------------------------
 
@@ -98,19 +104,19 @@ class Parts:
         with torch.set_grad_enabled(modes.learning):
             return tensors_in(module(*args, **kwargs))
 
-    def outputs(self, path: str, modes: Modes) -> list[Tensor]:
-        """What a module returns in these modes, for what it was called with."""
-        return self.run(self.fresh(modes, path), self.calls[path], modes)
+    def outputs(self, path: str, modes: Modes, call: Call | None = None) -> list[Tensor]:
+        """What a module returns in these modes; without a `call`, for what it was called with."""
+        return self.run(self.fresh(modes, path), call or self.calls[path], modes)
 
     def mixes(self, path: str, modes: Modes) -> bool:
         """True if a sample's output depends on the other samples."""
         middle = self.num // 2
         alike = take(self.calls[path], [middle] * self.num, self.num)
-        before, after = self.outputs(path, modes), self.run(self.fresh(modes, path), alike, modes)
+        pairs = zip(self.outputs(path, modes), self.outputs(path, modes, alike), strict=True)
         return any(
-            moves(old[middle], new[middle])
-            for old, new in zip(before, after, strict=True)
-            if old.ndim and len(old) == self.num
+            moves(before[middle], after[middle])
+            for before, after in pairs
+            if before.ndim and len(before) == self.num
         )
 
     def mixing(self, modes: Modes) -> list[str]:
@@ -118,13 +124,27 @@ class Parts:
         return innermost(path for path in self.calls if self.mixes(path, modes))
 
     def acts_in_training(self, path: str) -> bool:
-        return differ(self.outputs(path, self.training), self.outputs(path, self.silent))
+        return differ(self.outputs(path, self.training), self.outputs(path, SILENT))
 
-    def called(self, path: str) -> str:
-        """The innermost called module around one, which may be this one."""
-        while path not in self.calls:
-            path = path.rpartition(".")[0]
-        return path
+    def acting(self) -> list[str]:
+        """The innermost modules that compute otherwise in training."""
+        return innermost(filter(self.acts_in_training, self.calls))
+
+    def varies_in_evaluation(self) -> str:
+        """What makes two evaluations of one batch differ."""
+        modes, call = self.evaluation, self.calls[""]
+        first = self.outputs("", modes)
+        if differ(first, self.run(self.evaluated, call, modes)):
+            return f"a forward changes {name_some(unlike(self.evaluated, self.model))}"
+        other = self.run(self.fresh(modes), call, modes, seed=1)
+        return "two forwards of one batch differ" if differ(first, other) else ""
+
+    def up_to_called(self, path: str) -> list[str]:
+        """A module and those around it, up to the innermost that is called."""
+        paths = [path]
+        while paths[-1] not in self.calls:
+            paths.append(paths[-1].rpartition(".")[0])
+        return paths
 
     # --- Running state ---------------------------------------------------------------------------
 
@@ -132,62 +152,58 @@ class Parts:
     def sites(self) -> dict[str, NormSite]:
         """By path, the norms with batch statistics in training and running ones in evaluation."""
         found: dict[str, NormSite] = {}
-        sites = named_sites(self.model)
-        entries = {id(module): name for name, site in sites for module in site.modules()}
+        own_sites = named_sites(self.model)
+        entries = {module: name for name, site in own_sites for module in site.modules()}
         for path, module in self.modules.items():
-            entry = self.called(entries.get(id(module), path))
-            around = self.modules[entry]
-            if entry in found or isinstance(around, torch.jit.ScriptModule):
-                continue
+            entry = self.up_to_called(entries.get(module, path))[-1]
             for mean, var in permutations(_untrained(module), 2):
-                site = NormSite(entry or "the model", module, around, True, True, mean, var)
-                if self._normalizes_by(site, entry):
+                around = self.modules[entry]
+                site = NormSite(entry or ROOT, module, around, True, True, mean, var)
+                if entry not in found and self._is_active(site, entry):
+                    site.pools_samples = self.mixes(entry, self.training)
                     found[entry] = site
-                    break
-        active = {path: site for path, site in found.items() if self.acts_in_training(path)}
-        for path, site in active.items():
-            site.pools_samples = self.mixes(path, self.training)
-        return active
+        return found
 
-    def _normalizes_by(self, site: NormSite, path: str) -> bool:
+    def _is_active(self, site: NormSite, path: str) -> bool:
+        """True if the module at a path evaluates by these moments, and trains otherwise."""
         x = next(iter(tensors_in(self.calls[path])), None)
-        if x is None or not x.is_floating_point():
+        is_scripted = isinstance(site.entry, torch.jit.ScriptModule)
+        if is_scripted or x is None or not x.is_floating_point():
             return False
         site = copied(site, self.fixed)
-        set_modes(site.entry, self.silent, path)
-        return can_be_shown(site, x)
+        set_modes(site.entry, SILENT, path)
+        return can_be_shown(site, x) and self.acts_in_training(path)
 
     def unknown(self, sites: Collection[str]) -> dict[str, list[str]]:
         """Modules with running state of another kind, and the paths whose mode decides how it acts.
 
         State is what a training forward moved and an evaluation depends on.
         """
-        before, found = self.outputs("", self.silent), dict[str, list[str]]()
+        found: dict[str, list[str]] = {}
+        before = self.outputs("", SILENT)
         for moved in unlike(self.trained, self.model):
             owner, _, name = moved.rpartition(".")
             if owner in found or is_within(owner, *sites):
                 continue
-            model = self.fresh(self.silent)
-            trained, own = (dict(m.named_modules())[owner] for m in (self.trained, model))
+            model = self.fresh(SILENT)
+            trained, own = (dict(part.named_modules())[owner] for part in (self.trained, model))
             setattr(own, name, copied(getattr(trained, name)))
-            if differ(before, self.run(model, self.calls[""], self.silent)):
-                user = self.called(owner)  # whose forward uses the state
-                around = [path for path in self.modules if is_within(owner, path)]
-                found[owner] = [path for path in around if is_within(path, user)]
+            if differ(before, self.run(model, self.calls[""], SILENT)):
+                found[owner] = self.up_to_called(owner)
         return found
 
 
-def set_modes(module: nn.Module, modes: Modes, path: str = "") -> nn.Module:
-    """Sets the mode of the module at `path` and of all inside; returns it."""
-    for name, part in module.named_modules():
+def _in_training(model: nn.Module) -> frozenset[str]:
+    """The paths of modules in training mode; one frozen by TorchScript evaluates."""
+    modules = model.named_modules()
+    return frozenset(path for path, module in modules if getattr(module, "training", False))
+
+
+def set_modes(module: nn.Module, modes: Modes, path: str = "") -> None:
+    """Sets the mode of the module at `path` and of all inside."""
+    for name, part in module.named_modules(prefix=path):
         if hasattr(part, "training"):
-            part.training = modes.training[f"{path}.{name}".strip(".")]
-    return module
-
-
-def _modes_of(model: nn.Module) -> dict[str, bool]:
-    """The present mode of every module; one frozen by TorchScript evaluates."""
-    return {name: getattr(module, "training", False) for name, module in model.named_modules()}
+            part.training = name in modes.training
 
 
 def differ(outputs: list[Tensor], others: list[Tensor]) -> bool:
@@ -205,10 +221,9 @@ def _refuse(path: str, *_: Any) -> None:
 
 def _untrained(module: nn.Module) -> list[str]:
     """The names of the floating-point tensors of a module that no optimizer moves."""
-    named = {**dict(module.named_buffers(recurse=False)), **vars(module)}
-    named |= {n: p for n, p in module.named_parameters(recurse=False) if not p.requires_grad}
-    return [
-        name
-        for name, value in named.items()
-        if isinstance(value, Tensor) and value.is_floating_point()
-    ]
+    names = []
+    for name, value in values_of(module).items():
+        is_trained = isinstance(value, nn.Parameter) and value.requires_grad
+        if isinstance(value, Tensor) and value.is_floating_point() and not is_trained:
+            names.append(name)
+    return names

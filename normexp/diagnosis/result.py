@@ -3,38 +3,38 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from textwrap import fill
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
 
 from normexp.checks.network import name_some
 
 Losses = np.ndarray  # of each batch (B,)
 WIDTH = 100  # characters of a printed line
 MAX_ROWS = 12  # norms in the printed table
-HEADS = ("mean off", "var off", "momentum", "updates", "initial")
+ROOT = "the model"
+COLUMNS = {  # of the printed table, by the fields of a row
+    "name": "norm",
+    "mean_distance": "mean off",
+    "var_distance": "var off",
+    "momentum": "momentum",
+    "updates": "updates",
+    "initial_share": "initial",
+}
 
 
-class Term(NamedTuple):
-    """The loss at stage `last` minus that at stage `first`."""
-
-    first: str
-    last: str
-    words: str
-
-
-TERMS = {
-    "rest": Term("training", "batch", "dropout and whatever else acts in training alone"),
-    "small_batch": Term("batch", "share", "statistics of the current batch"),
-    "own_share": Term("share", "precise", "own share of a sample in its statistics"),
-    "dropout_shift": Term("precise", "noisy_precise", "statistics taken behind dropout"),
-    "averages": Term("noisy_precise", "running", "running averages"),
-    "not_analysed": Term("running", "quiet", "running state of another kind"),
-    "left_in_training": Term("quiet", "evaluation", "modules left in training mode"),
+TERMS = {  # of the gap, each from one stage of `measure` to the next
+    "rest": "dropout and whatever else acts in training alone",
+    "small_batch": "statistics of the current batch",
+    "own_share": "own share of a sample in its statistics",
+    "dropout_shift": "statistics taken behind dropout",
+    "averages": "running averages",
+    "not_analysed": "running state of another kind",
+    "left_in_training": "modules left in training mode",
 }
 
 
@@ -93,6 +93,7 @@ class SiteRow:
             deviations between batches; None where the batches do not differ.
         largest_distance: of any channel, of mean or variance.
         state: `initial` if the initial values weigh more than a tenth.
+        num_calls: of one forward.
     """
 
     name: str
@@ -103,6 +104,7 @@ class SiteRow:
     var_distance: float | None
     largest_distance: float
     state: Literal["averaged", "initial", "never updated"]
+    num_calls: int
 
     @property
     def distance(self) -> float:
@@ -141,44 +143,26 @@ class Diagnosis:
         blocks = [fill(self.summary, WIDTH), "\n".join(self._terms())]
         blocks += [str(finding) for finding in self.findings]
         if self.findings and self.sites:
-            blocks.append("\n".join(self._sites()))
+            blocks.append(self._sites())
         if self.not_analysed:
             names = f"Not analysed, running state of another kind: {name_some(self.not_analysed)}."
             blocks.append(fill(names, WIDTH))
         return "\n\n".join(blocks)
 
     def _terms(self) -> list[str]:
-        lines = [
-            f"{'loss in training mode':<58}{self.training:>8.4f}",
-            *(
-                f"  {TERMS[name].words:<56}{term.value:>+8.4f} ± {term.error:.4f}"
-                for name, term in self.terms.items()
-                if term.value or term.error
-            ),
-            f"{'loss in evaluation mode':<58}{self.evaluation:>8.4f}",
-        ]
+        lines = [f"{'loss in training mode':<58}{self.training:>8.4f}"]
+        for name, term in self.terms.items():
+            if term.value or term.error:
+                lines.append(f"  {TERMS[name]:<56}{term.value:>+8.4f} ± {term.error:.4f}")
+        lines.append(f"{'loss in evaluation mode':<58}{self.evaluation:>8.4f}")
         for size, loss in self.loss_at_size.items():
             lines.append(f"{f'loss in evaluation in batches of {size}':<58}{loss.value:>8.4f}")
         return lines
 
-    def _sites(self) -> list[str]:
+    def _sites(self) -> str:
         rows = sorted(self.sites, key=lambda row: -row.distance)
-        width = max(4, *(len(row.name) for row in rows[:MAX_ROWS]))
-        lines = [f"{'norm':<{width}}" + "".join(f"{head:>11}" for head in HEADS)]
-        for row in rows[:MAX_ROWS]:
-            off = (_shown(value) for value in (row.mean_distance, row.var_distance))
-            values = (
-                *off,
-                _shown(row.momentum),
-                _shown(row.updates, "d"),
-                _shown(row.initial_share, ".1%"),
-            )
-            lines.append(f"{row.name:<{width}}" + "".join(f"{value:>11}" for value in values))
-        if len(rows) > MAX_ROWS:
-            lines.append(f"... and {len(rows) - MAX_ROWS} more in .sites")
-        lines.append("off: running averages from batches, median channel, in standard deviations")
-        return lines
-
-
-def _shown(value: float | None, form: str = ".3g") -> str:
-    return "-" if value is None or not math.isfinite(value) else format(value, form)
+        table = pd.DataFrame(rows[:MAX_ROWS])[[*COLUMNS]].rename(columns=COLUMNS)
+        text = table.to_string(index=False, na_rep="-", float_format="{:.3g}".format)
+        more = f"... and {len(rows) - MAX_ROWS} more in .sites\n" if len(rows) > MAX_ROWS else ""
+        off = "off: running averages from batches, median channel, in standard deviations"
+        return f"{text}\n{more}{off}"

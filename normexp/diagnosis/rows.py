@@ -20,48 +20,44 @@ FEW = 16  # batches
 def row_of(site: NormSite, batches: list[Calls]) -> SiteRow:
     """The numbers of one site, from its moments in each batch and call."""
     momentum = getattr(site.norm, "momentum", None)
-    every = [moments for calls in batches for moments in calls]
-    mean, var = site.running
-    of_mean, of_var = _distances(site, mean, var, every)
     share = (1 - momentum) ** site.counter if momentum and site.counter else None
+    mean, var = site.running
     state: Literal["averaged", "initial", "never updated"] = "averaged"
     if bool(((mean == 0) & (var == 1)).all()):
         state = "never updated"
     elif share and share > INITIAL_SHARE:
         state = "initial"
+    apart = _distances(site, mean, var, batches)
+    middle = apart.median(dim=1).values.tolist() if apart.numel() else (None, None)
     return SiteRow(
         name=site.name,
         momentum=momentum,
         updates=site.counter,
         initial_share=share,
-        mean_distance=_middle(of_mean),
-        var_distance=_middle(of_var),
-        largest_distance=max((float(d.max()) for d in (of_mean, of_var) if len(d)), default=0.0),
+        mean_distance=middle[0],
+        var_distance=middle[1],
+        largest_distance=float(apart.max()) if apart.numel() else 0.0,
         state=state,
+        num_calls=max(map(len, batches)),
     )
 
 
-def _distances(
-    site: NormSite, mean: Tensor, var: Tensor, moments: list[Moments]
-) -> tuple[Tensor, Tensor]:
-    """How far mean and variance of each channel are from those of batches."""
+def _distances(site: NormSite, mean: Tensor, var: Tensor, batches: list[Calls]) -> Tensor:
+    """How far means and variances (..., C) are from those of batches, as (2, ..., C)."""
+    moments = [part for calls in batches for part in calls]
     scale = pool_batches(site, moments).var + site.eps
-    return (
-        distances(mean, [part.mean for part in moments], scale.sqrt()),
-        distances(var, [averaged_var(part) for part in moments], scale),
-    )
-
-
-def _middle(values: Tensor) -> float | None:
-    return float(values.median()) if len(values) else None
+    of_mean = distances(mean, [part.mean for part in moments], scale.sqrt())
+    of_var = distances(var, [averaged_var(part) for part in moments], scale)
+    return torch.stack([of_mean, of_var])
 
 
 def of_single_batches(moments: Mapping[NormSite, list[Calls]]) -> tuple[float, float]:
     """The median and the largest distance of a single batch from all, in standard deviations."""
     apart: list[Tensor] = []
     for site, batches in moments.items():
-        every = [moments for calls in batches for moments in calls]
-        for one in every[:FEW]:
-            apart += _distances(site, one.mean, averaged_var(one), every)
+        few = [part for calls in batches for part in calls][:FEW]
+        mean = torch.stack([part.mean for part in few])
+        var = torch.stack([averaged_var(part) for part in few])
+        apart.append(_distances(site, mean, var, batches).flatten())
     values = torch.cat(apart)
     return float(values.median()), float(values.max())

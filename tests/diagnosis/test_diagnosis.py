@@ -539,7 +539,7 @@ def test_mistakes_are_said():
         ({"model": nn.Linear}, "model=<class .*Linear'>: must be an nn.Module"),
         ({"batches": 5}, "batches is a int, must be a DataLoader"),
         ({"batches": torch.ones(4, 3)}, "batches holds a Tensor: a batch is a pair"),
-        ({"batches": TensorDataset(torch.ones(4, 3))}, "single samples; pass .*DataLoader"),
+        ({"batches": TensorDataset(torch.ones(4, 3))}, "is a TensorDataset, must be a DataLoader"),
         ({"loss": nn.CrossEntropyLoss}, r"pass an instance, CrossEntropyLoss\(\)"),
         ({"batches": iter(())}, "batches holds 0"),
         ({"batches": [{"picture": x} for x, _ in batches()]}, "mappings of picture.*takes input"),
