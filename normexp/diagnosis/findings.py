@@ -8,15 +8,15 @@ term on.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from functools import partial
 from statistics import median
-from typing import Any
 
 from normexp.checks.network import name_some
 from normexp.diagnosis.measure import Measurement
 from normexp.diagnosis.network import is_within
-from normexp.diagnosis.result import ROOT, Finding, SiteRow
+from normexp.diagnosis.result import ROOT, Finding
 from normexp.diagnosis.rows import of_single_batches
 
 OF_TERM = {  # cause and remedy of the terms that have one of each
@@ -60,9 +60,9 @@ RECOMPUTE = (
 
 def find(seen: Measurement) -> list[Finding]:
     """All findings: NaN, then those with a cost, the largest first, then the others."""
-    found = [*_not_finite(seen), *_averages(seen), *_of_terms(seen), *_evaluation(seen)]
-    found.sort(key=lambda f: (f.kind != "not_finite", -f.cost.value if f.cost else math.inf))
-    return found
+    found = [*_averages(seen), *_of_terms(seen), *_evaluation(seen)]
+    found.sort(key=lambda finding: -finding.cost.value if finding.cost else math.inf)
+    return [*_not_finite(seen), *found]
 
 
 def _finding(
@@ -106,25 +106,17 @@ def _not_finite(seen: Measurement) -> Iterator[Finding]:
 def _averages(seen: Measurement) -> Iterator[Finding]:
     cost = seen.cost("averages")
     finding = partial(_finding, seen, term="averages")
-    rows = dict(seen.rows)
-
-    def explained(is_so: Callable[[SiteRow], Any]) -> list[str]:
-        """Takes the paths of these rows from those that nothing explains so far."""
-        paths = [path for path, row in rows.items() if is_so(row)]
-        for path in paths:
-            del rows[path]
-        return paths
-
-    if still := explained(
-        lambda row: row.momentum == 0 and (cost or row.state == "never updated")
-    ):
+    paths: dict[str, list[str]] = defaultdict(list)  # by state
+    for path, row in seen.rows.items():
+        paths[row.state].append(path)
+    if still := paths["momentum 0"]:
         yield finding(
             "stale_averages",
             still,
             "running averages of {names} have momentum 0, so training never moves them",
             f"set momentum=0.1, then {RECOMPUTE}",
         )
-    if fresh := explained(lambda row: row.state == "never updated"):
+    if fresh := paths["never updated"]:
         yield finding(
             "never_updated",
             fresh,
@@ -135,7 +127,7 @@ def _averages(seen: Measurement) -> Iterator[Finding]:
         )
     if cost is None:
         return
-    if young := explained(lambda row: row.state == "initial"):
+    if young := paths["initial"]:
         row = max((seen.rows[path] for path in young), key=lambda row: row.initial_share or 0)
         yield finding(
             "initial_values",
@@ -144,7 +136,7 @@ def _averages(seen: Measurement) -> Iterator[Finding]:
             f"variance 1): {row.updates} updates at momentum {row.momentum:g}",
             f"train longer, raise momentum (the weight of the new value), or {RECOMPUTE}",
         )
-    if twice := explained(lambda row: row.num_calls > 1):
+    if twice := paths["used twice"]:
         yield finding(
             "used_twice",
             twice,
@@ -152,6 +144,7 @@ def _averages(seen: Measurement) -> Iterator[Finding]:
             "training normalizes each by its own statistics",
             "give each use a norm of its own, or join the inputs into one batch",
         )
+    rows = {path: seen.rows[path] for path in paths["averaged"]}
     if not rows:
         return
     typical = median(row.distance for row in rows.values())

@@ -19,7 +19,6 @@ runs several times in one forward has moments for each call up to `noisy_precise
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from torch import nn
 from normexp.batching.copies import copied
 from normexp.diagnosis.network import Loss, is_within, join, num_samples, take
 from normexp.diagnosis.parts import SILENT, Modes, Parts, set_modes
-from normexp.diagnosis.result import TERMS, Estimate, Losses, SiteRow
+from normexp.diagnosis.result import TERMS, Estimate, Losses
 from normexp.diagnosis.rows import Calls, row_of
 from normexp.errors import UserError
 from normexp.norms.moment_sites import (
@@ -59,6 +58,9 @@ class Measurement:
         training, evaluation, gap: the mean losses and their difference.
         tolerance: smaller terms are no fault, in units of the loss.
         terms: what the gap consists of, by the names in `TERMS`.
+        rows: of each active site, by path.
+        group_size: the fewest samples that share statistics in training.
+        depends_on_batch: a sample's output in evaluation depends on the others of its batch.
     """
 
     def __init__(
@@ -76,10 +78,16 @@ class Measurement:
         self.evaluation = self._mean(self.losses[-1])
         self.gap = self._mean(self.losses[-1] - self.losses[0])
         self.terms = dict(zip(TERMS, map(self._mean, np.diff(self.losses, axis=0)), strict=True))
+        self.rows = {path: row_of(site, self.moments[path]) for path, site in self.active.items()}
+        largest = max(self.sizes)
+        sizes = [site.group_size(largest) for site in self.active.values()]
+        self.group_size = min(sizes, default=largest)
+        self.depends_on_batch = self.parts.mixes("", self.parts.evaluation)
+        self.loss_at_size = self._loss_at_size()
         self.tolerance = max(0.01, 0.01 * self.training.value) if tolerance is None else tolerance
 
     def _mean(self, losses: Losses) -> Estimate:
-        return Estimate.of(losses, np.array(self.sizes, dtype=float))
+        return Estimate.of(losses, np.array(self.sizes))
 
     def exceeds(self, estimate: Estimate) -> bool:
         """True if its size exceeds the tolerance and chance; NaN does not."""
@@ -124,9 +132,11 @@ class Measurement:
         for index, batch in enumerate(self.batches):
             model, sites = copied((self.parts.model, self.active), self.parts.fixed)
             set_modes(model, modes)
-            others: dict[NormSite, list[Population]] = {}
-            if moments:
-                others = {s: _of_others(s, moments[path], index) for path, s in sites.items()}
+            others = {
+                site: _of_others(site, moments[path], index)
+                for path, site in sites.items()
+                if moments
+            }
             with torch.no_grad():
                 write_populations({site: calls[0] for site, calls in others.items()})
             with watching([*sites.values()]) as samples, with_moments(others, own_share=own_share):
@@ -138,24 +148,7 @@ class Measurement:
 
     # --- Beside the gap --------------------------------------------------------------------------
 
-    @cached_property
-    def rows(self) -> dict[str, SiteRow]:
-        """Of each active site."""
-        return {path: row_of(site, self.moments[path]) for path, site in self.active.items()}
-
-    @cached_property
-    def group_size(self) -> int:
-        """The fewest samples that share statistics in training."""
-        largest = max(self.sizes)
-        return min((site.group_size(largest) for site in self.active.values()), default=largest)
-
-    @cached_property
-    def depends_on_batch(self) -> bool:
-        """True if a sample's output in evaluation depends on the other samples of its batch."""
-        return self.parts.mixes("", self.parts.evaluation)
-
-    @cached_property
-    def loss_at_size(self) -> dict[int, Estimate]:
+    def _loss_at_size(self) -> dict[int, Estimate]:
         """The loss of an evaluation that depends on the batch, of single samples if it has one.
 
         Over the first sample, or pair, of each batch.

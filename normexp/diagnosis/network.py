@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import islice
 from traceback import walk_tb
 from typing import Any
 
@@ -42,7 +41,7 @@ def is_within(path: str, *outer: str) -> bool:
 def innermost(paths: Iterable[str]) -> list[str]:
     """Those that have no other below them."""
     paths = list(paths)
-    return [p for p in paths if not any(q != p and is_within(q, p) for q in paths)]
+    return [path for path in paths if sum(is_within(other, path) for other in paths) == 1]
 
 
 # --- Batches -------------------------------------------------------------------------------------
@@ -62,14 +61,14 @@ def read_batches(batches: Iterable[Any], most: int | None, model: nn.Module) -> 
     tensors = (*model.parameters(), *model.buffers())
     device = tensors[0].device if tensors else "cpu"
     read: list[Any] = []
-    for batch in islice(batches, most):
+    for batch in batches:
         if isinstance(batch, Mapping):
             batch = dict(batch)
         is_pair = isinstance(batch, tuple | list) and len(batch) == 2
         if not (is_pair or isinstance(batch, dict)) or not num_samples(batch):
             raise UserError(f"batches holds a {type(batch).__name__}: {FORM}")
         read.append(tree_map_only(Tensor, lambda tensor: tensor.to(device), batch))
-        if most is None and len(read) >= num_batches_of(num_samples(read[0])):
+        if len(read) >= (most or num_batches_of(num_samples(read[0]))):
             break
     if len(read) < 2:
         raise UserError(
@@ -95,15 +94,10 @@ def take(batch: Any, samples: slice | Sequence[int], num: int) -> Any:
 
 
 def join(batches: Sequence[Any]) -> Any:
-    """All samples as one batch; None where their shapes differ."""
-
-    def joined(*parts: Any) -> Any:
-        is_of_samples = isinstance(parts[0], Tensor) and parts[0].ndim
-        return torch.cat(parts) if is_of_samples else parts[0]
-
+    """All samples as one batch; None where they cannot be joined, as for several shapes."""
     try:
-        return tree_map(joined, *batches)
-    except (RuntimeError, ValueError):
+        return tree_map(lambda *parts: torch.cat(parts), *batches)
+    except (RuntimeError, TypeError, ValueError):
         return None
 
 

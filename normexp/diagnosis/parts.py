@@ -81,15 +81,12 @@ class Parts:
         self.fixed = [p for name, p in named if p.requires_grad and name not in moved]
 
     def _record(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        if path not in self.calls:
-            call = (args, kwargs)
-            self.calls[path] = tree_map_only(Tensor, lambda t: t.detach().clone(), call)
+        call = tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs))
+        self.calls.setdefault(path, call)
 
     def fresh(self, modes: Modes, path: str = "") -> nn.Module:
         """A copy of the module at a path, in these modes."""
-        module = copied(self.modules[path], self.fixed)
-        set_modes(module, modes, path)
-        return module
+        return set_modes(copied(self.modules[path], self.fixed), modes, path)
 
     def loss(self, model: nn.Module, batch: Any, modes: Modes, seed: int = 0) -> float:
         torch.manual_seed(seed)
@@ -131,13 +128,12 @@ class Parts:
         return innermost(filter(self.acts_in_training, self.calls))
 
     def varies_in_evaluation(self) -> str:
-        """What makes two evaluations of one batch differ."""
-        modes, call = self.evaluation, self.calls[""]
-        first = self.outputs("", modes)
-        if differ(first, self.run(self.evaluated, call, modes)):
-            return f"a forward changes {name_some(unlike(self.evaluated, self.model))}"
-        other = self.run(self.fresh(modes), call, modes, seed=1)
-        return "two forwards of one batch differ" if differ(first, other) else ""
+        """Says so if two evaluations of one batch differ."""
+        again = self.run(self.evaluated, self.calls[""], self.evaluation, seed=1)
+        if not differ(self.outputs("", self.evaluation), again):
+            return ""
+        moved = name_some(unlike(self.evaluated, self.model))
+        return "two forwards of one batch differ" + (f", and one changes {moved}" if moved else "")
 
     def up_to_called(self, path: str) -> list[str]:
         """A module and those around it, up to the innermost that is called."""
@@ -199,11 +195,12 @@ def _in_training(model: nn.Module) -> frozenset[str]:
     return frozenset(path for path, module in modules if getattr(module, "training", False))
 
 
-def set_modes(module: nn.Module, modes: Modes, path: str = "") -> None:
-    """Sets the mode of the module at `path` and of all inside."""
+def set_modes(module: nn.Module, modes: Modes, path: str = "") -> nn.Module:
+    """Sets the mode of the module at `path` and of all inside; returns it."""
     for name, part in module.named_modules(prefix=path):
         if hasattr(part, "training"):
             part.training = name in modes.training
+    return module
 
 
 def differ(outputs: list[Tensor], others: list[Tensor]) -> bool:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from textwrap import fill
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -17,16 +17,6 @@ Losses = np.ndarray  # of each batch (B,)
 WIDTH = 100  # characters of a printed line
 MAX_ROWS = 12  # norms in the printed table
 ROOT = "the model"
-COLUMNS = {  # of the printed table, by the fields of a row
-    "name": "norm",
-    "mean_distance": "mean off",
-    "var_distance": "var off",
-    "momentum": "momentum",
-    "updates": "updates",
-    "initial_share": "initial",
-}
-
-
 TERMS = {  # of the gap, each from one stage of `measure` to the next
     "rest": "dropout and whatever else acts in training alone",
     "small_batch": "statistics of the current batch",
@@ -51,7 +41,7 @@ class Estimate:
         shares, count = weights / weights.sum(), len(values)
         mean = float((shares * values).sum())
         squares = (shares**2 * (values - mean) ** 2).sum()
-        return cls(mean, float(np.sqrt(squares * count / max(count - 1, 1))))
+        return cls(mean, float(np.sqrt(squares * count / (count - 1))))
 
     def __str__(self) -> str:
         return f"{self.value:+.4f} ± {self.error:.4f}"
@@ -92,8 +82,8 @@ class SiteRow:
         mean_distance, var_distance: median over channels of |running - batches| in standard
             deviations between batches; None where the batches do not differ.
         largest_distance: of any channel, of mean or variance.
-        state: `initial` if the initial values weigh more than a tenth.
-        num_calls: of one forward.
+        state: `averaged`, or what is wrong: `momentum 0`, `never updated`, `initial` if the initial
+            values weigh more than a tenth, `used twice` in a forward.
     """
 
     name: str
@@ -103,8 +93,7 @@ class SiteRow:
     mean_distance: float | None
     var_distance: float | None
     largest_distance: float
-    state: Literal["averaged", "initial", "never updated"]
-    num_calls: int
+    state: str
 
     @property
     def distance(self) -> float:
@@ -161,8 +150,8 @@ class Diagnosis:
 
     def _sites(self) -> str:
         rows = sorted(self.sites, key=lambda row: -row.distance)
-        table = pd.DataFrame(rows[:MAX_ROWS])[[*COLUMNS]].rename(columns=COLUMNS)
-        text = table.to_string(index=False, na_rep="-", float_format="{:.3g}".format)
-        more = f"... and {len(rows) - MAX_ROWS} more in .sites\n" if len(rows) > MAX_ROWS else ""
-        off = "off: running averages from batches, median channel, in standard deviations"
-        return f"{text}\n{more}{off}"
+        forms: Any = {"index": False, "na_rep": "-", "float_format": "{:.3g}".format}
+        return (
+            "distance: running averages from batches, median channel, in standard deviations\n"
+            + pd.DataFrame(rows).to_string(max_rows=MAX_ROWS, **forms)
+        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,11 +21,15 @@ def row_of(site: NormSite, batches: list[Calls]) -> SiteRow:
     momentum = getattr(site.norm, "momentum", None)
     share = (1 - momentum) ** site.counter if momentum and site.counter else None
     mean, var = site.running
-    state: Literal["averaged", "initial", "never updated"] = "averaged"
-    if bool(((mean == 0) & (var == 1)).all()):
+    state = "averaged"
+    if momentum == 0:
+        state = "momentum 0"
+    elif bool(((mean == 0) & (var == 1)).all()):
         state = "never updated"
     elif share and share > INITIAL_SHARE:
         state = "initial"
+    elif max(map(len, batches)) > 1:
+        state = "used twice"
     apart = _distances(site, mean, var, batches)
     middle = apart.median(dim=1).values.tolist() if apart.numel() else (None, None)
     return SiteRow(
@@ -38,12 +41,11 @@ def row_of(site: NormSite, batches: list[Calls]) -> SiteRow:
         var_distance=middle[1],
         largest_distance=float(apart.max()) if apart.numel() else 0.0,
         state=state,
-        num_calls=max(map(len, batches)),
     )
 
 
 def _distances(site: NormSite, mean: Tensor, var: Tensor, batches: list[Calls]) -> Tensor:
-    """How far means and variances (..., C) are from those of batches, as (2, ..., C)."""
+    """How far mean and variance of each channel (2, C) are from those of batches."""
     moments = [part for calls in batches for part in calls]
     scale = pool_batches(site, moments).var + site.eps
     of_mean = distances(mean, [part.mean for part in moments], scale.sqrt())
@@ -53,11 +55,9 @@ def _distances(site: NormSite, mean: Tensor, var: Tensor, batches: list[Calls]) 
 
 def of_single_batches(moments: Mapping[NormSite, list[Calls]]) -> tuple[float, float]:
     """The median and the largest distance of a single batch from all, in standard deviations."""
-    apart: list[Tensor] = []
+    apart = []
     for site, batches in moments.items():
-        few = [part for calls in batches for part in calls][:FEW]
-        mean = torch.stack([part.mean for part in few])
-        var = torch.stack([averaged_var(part) for part in few])
-        apart.append(_distances(site, mean, var, batches).flatten())
-    values = torch.cat(apart)
+        for calls in batches[:FEW]:
+            apart += [_distances(site, one.mean, averaged_var(one), batches) for one in calls]
+    values = torch.cat(apart, dim=1)
     return float(values.median()), float(values.max())
