@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ def window_offset(seed: int, epoch: int, block_size: int) -> int:
 Batch = dict[str, Tensor]
 
 
+@dataclass(eq=False)
 class TrainingBatches:
     """The batches of each optimizer step; replica r draws order and augmentation from `seeds[r]`.
 
@@ -32,22 +34,23 @@ class TrainingBatches:
     depend on the chunk, so that a compiled step is compiled once.
     """
 
-    def __init__(self, data: Data, seeds: list[int], batch_size: int, *, drop_last: bool) -> None:
-        self.data = data
-        self.seeds = seeds
-        self.batch_size = batch_size
-        self.drop_last = drop_last
-        num_samples = len(data.train)
-        self.samples_per_epoch = num_samples - (num_samples % batch_size if drop_last else 0)
-        self.steps_per_epoch = -(-self.samples_per_epoch // batch_size)
+    data: Data
+    seeds: list[int]
+    batch_size: int
+    drop_last: bool
+
+    def __post_init__(self) -> None:
+        num_samples = len(self.data.train)
+        num_dropped = num_samples % self.batch_size if self.drop_last else 0
+        self.samples_per_epoch = num_samples - num_dropped
+        self.steps_per_epoch = -(-self.samples_per_epoch // self.batch_size)
         self._epoch: int | None = None
         self._order = torch.empty(0)  # (S, samples_per_epoch)
         self._offset: Tensor | None = None  # (S, 1), of windows alone
 
     def to(self, device: torch.device | str) -> TrainingBatches:
         """The same batches of a copy of the data on another device."""
-        data = self.data.to(device)
-        return TrainingBatches(data, self.seeds, self.batch_size, drop_last=self.drop_last)
+        return replace(self, data=self.data.to(device))
 
     def chunk(
         self, first_step: int, num_steps: int, dtype: torch.dtype = torch.float32
@@ -63,13 +66,13 @@ class TrainingBatches:
         epoch, position = divmod(first_step, self.steps_per_epoch)
         if epoch != self._epoch:
             self._begin(epoch)
-        train, augmentation = self.data.train, self.data.augmentation
+        augmentation = self.data.augmentation
         rest = self._order[:, position * self.batch_size :]
         batches = rest.split(self.batch_size, dim=1)[:num_steps]
         assert len(batches) == num_steps, "a chunk ends with its epoch"
         draws = self._augmentation_draws(range(first_step, first_step + num_steps))
         for step, indices in enumerate(batches):
-            batch = train.gather(indices, self._offset)
+            batch = self.data.train.gather(indices, self._offset)
             if augmentation is not None:
                 of_step = draws[step, :, : indices.shape[1]]
                 batch["inputs"] = augmentation.apply(batch["inputs"], of_step)

@@ -69,12 +69,13 @@ class Windows:
     def gather(self, indices: Tensor, offset: Tensor | None = None) -> dict[str, Tensor]:
         """Window i starts at i * T + offset; targets are the inputs shifted by one.
 
-        Shapes: indices (...,), offset broadcastable to it (None is 0); inputs, targets (..., T).
+        Shapes: indices (...,), offset on the device of the tokens and broadcastable to `indices`
+        (None is 0); inputs, targets (..., T).
         """
         device = self.tokens.device
         starts = indices.to(device) * self.block_size
         if offset is not None:
-            starts = starts + offset.to(device)
+            starts = starts + offset
         positions = starts[..., None] + torch.arange(self.block_size, device=device)
         return {"inputs": self.tokens[positions], "targets": self.tokens[positions + 1]}
 
@@ -145,10 +146,9 @@ class Data:
     @property
     def chance_accuracy(self) -> float | None:
         """Test accuracy of always predicting the most frequent class; None for language models."""
-        if self.task != "classification":
+        if isinstance(self.test, Windows):
             return None
-        targets = self.test.tensors[1]
-        return torch.bincount(targets).max().item() / len(targets)
+        return self.test.targets.bincount().max().item() / len(self.test)
 
     def model_inputs(self, inputs: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Images (..., C, H, W) as (x / 255 - mean) / std in `dtype`; tokens unchanged."""
@@ -221,8 +221,6 @@ def _problems(data: Data) -> Iterator[str]:
         yield f"task={data.task!r} must be {' or '.join(kinds)}"
     if data.order != "shuffled" and data.task != "classification":
         yield f"data.order={data.order} sorts by class, and a text has none; drop it"
-    if data.class_names is not None and len(data.class_names) != data.num_outputs:
-        yield f"{len(data.class_names)} class_names for num_outputs={data.num_outputs}"
     inputs_dtype = torch.uint8 if data.vocab_size is None else torch.int64
     for name, split in data.splits.items():
         kind = kinds[data.task]
@@ -250,11 +248,8 @@ def _problems(data: Data) -> Iterator[str]:
                 yield f"{name}.{field} has {worst}; {key}={limit} allows 0 to {limit - 1}"
             if field == "mask" and not tensor.any(dim=1).all():
                 yield f"{name}.mask has a sample without a real token"
-    if data.vocab_size is None and len(data.input_shape) != 3:
-        yield f"input_shape={data.input_shape} of images must be (C, H, W)"
     if data.num_outputs < 2:
-        named = f" ({data.class_names[0]})" if data.class_names else ""
-        yield f"num_outputs={data.num_outputs}{named} leaves nothing to predict, must be 2 or more"
+        yield f"num_outputs={data.num_outputs} leaves nothing to predict, must be 2 or more"
 
 
 KEPT = ("name", "task", "num_outputs", "input_shape", "mean", "std", "vocab_size", "class_names")
@@ -283,7 +278,7 @@ def predict(network: nn.Module, data: Data, images: Any) -> list[str]:
     if raw.ndim == len(shape):
         raw = raw.unsqueeze(0)
     most = 1 if raw.is_floating_point() else 255
-    if tuple(raw.shape[1:]) != shape or not bool(((raw >= 0) & (raw <= most)).all()):
+    if raw.shape[1:] != shape or not 0 <= raw.min() <= raw.max() <= most:
         raise UserError(
             f"images are {tuple(raw.shape)} with values {raw.min():g} to {raw.max():g}; must "
             f"be (N, {str(shape)[1:]}, whole numbers 0 to 255 or floats 0 to 1"

@@ -11,13 +11,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from normexp.data.augment import Augmentation
-from normexp.data.dataset import SPLITS, Data, Examples
+from normexp.data.dataset import Data, Examples
 from normexp.data.images import build_image_data
 from normexp.data.pixels import decode_images
 from normexp.data.sources import split_off_test
@@ -84,7 +85,7 @@ def load_image_folder(
     targets = torch.tensor([target for listed in samples.values() for _, target in listed])
     counts = [len(listed) for listed in samples.values()]
     parts = map(Examples, images.split(counts), targets.split(counts))
-    splits = dict(zip(samples, parts, strict=True))
+    splits: dict[str, Any] = dict(zip(samples, parts, strict=True))
     if "test" not in splits:
         splits = _split_off_test(splits["train"], name)
     data = build_image_data(
@@ -105,9 +106,8 @@ def _check_moments(mean: Sequence[float] | None, std: Sequence[float] | None) ->
     for key, values, least in (("mean", mean, 0), ("std", std, MIN_STD)):
         numbers = np.asarray(values)
         if numbers.shape != (3,) or not ((numbers >= least) & (numbers <= 1)).all():
-            given = str(values).replace(" ", "")
             raise UserError(
-                f"data.{key}={given}: must be three numbers from {least:g} to 1, of the channels "
+                f"data.{key}={values}: must be three numbers from {least:g} to 1, of the channels "
                 f"red, green and blue, as ImageNet's data.{key}={IMAGENET[key]}"
             )
 
@@ -128,8 +128,9 @@ def find_splits(root: Path, name: str) -> dict[str, Path]:
             pattern = rf"({words})[\W_]*(set|data|images?)?"
             if re.fullmatch(pattern, folder.name, re.IGNORECASE) and _subfolders(folder):
                 if split in splits:
-                    both = f"{splits[split].name}/ and {folder.name}/"
-                    raise UserError(f"{name} has both {both}; keep one")
+                    raise UserError(
+                        f"{name} has both {splits[split].name}/ and {folder.name}/; keep one"
+                    )
                 splits[split] = folder
     if not splits:
         return {}
@@ -142,11 +143,14 @@ def find_splits(root: Path, name: str) -> dict[str, Path]:
         )
     if "test" not in splits:
         splits["test"] = splits.pop("val")
-        line = "%s has no test/: %s/ is the test split, val is split off train"
-        log.info(line, name, splits["test"].name)
+        log.info(
+            "%s has no test/: %s/ is the test split, val is split off train",
+            name,
+            splits["test"].name,
+        )
     if others := [folder.name for folder in folders if folder not in splits.values()]:
         log.info("%s: %s is not read", name, ", ".join(others))
-    return {split: splits[split] for split in SPLITS if split in splits}
+    return splits
 
 
 def _subfolders(folder: Path) -> list[Path]:
@@ -223,11 +227,12 @@ def _split_off_test(images: Examples, name: str) -> dict[str, Examples]:
             f"{name}: a class has fewer than three images, too few to keep any for the test split; "
             "add some"
         )
-    line = (
-        "%s has no train/ and test/: a fifth of each class is the test split, the same in every "
-        "command (%d of %d images)"
+    log.info(
+        "%s has no train/ and test/: a fifth of each class is the test split (%d of %d images)",
+        name,
+        len(test),
+        len(images),
     )
-    log.info(line, name, len(test), len(images))
     return {"train": train, "test": test}
 
 
@@ -237,8 +242,7 @@ def _digest_files(root: Path, files: Sequence[Path], size: int | None) -> str:
     for file in files:
         status = file.stat()
         lines.append(f"{file.relative_to(root)}|{status.st_size}|{status.st_mtime_ns}")
-    content = os.fsencode("\n".join(lines))
-    return hashlib.sha256(content).hexdigest()[:16]
+    return hashlib.sha256(os.fsencode("\n".join(lines))).hexdigest()[:16]
 
 
 def _load_or_decode(cache: Path, files: list[Path], size: int | None, name: str) -> Tensor:

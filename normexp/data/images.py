@@ -201,7 +201,7 @@ def load_moons(
     The upper moon is (cos t, sin t), the lower one (1 - cos t, 1/2 - sin t), t from 0 to pi, both
     with Gaussian noise, as in sklearn.datasets.make_moons. The points are the same for every seed.
     """
-    train, test = (_draw(n, noise, part) for part, n in enumerate((num_points, num_test)))
+    train, test = _draw(num_points, noise, 0), _draw(num_test, noise, 1)
     return build_image_data(
         "moons", train, test, num_classes=2, val_fraction=val_fraction, split_seed=split_seed
     )
@@ -211,9 +211,10 @@ def _draw(num_points: int, noise: float, part: int) -> Examples:
     draws = generator(TEST_SEED, "moons", part)
     targets = torch.arange(num_points) % 2
     angle = torch.rand(num_points, generator=draws) * math.pi
-    upper = torch.stack([angle.cos(), angle.sin()], dim=1)  # (N, 2)
-    lower = torch.stack([1 - angle.cos(), 0.5 - angle.sin()], dim=1)
-    points = torch.where(targets[:, None] == 0, upper, lower)
+    is_upper = targets == 0
+    x = torch.where(is_upper, angle.cos(), 1 - angle.cos())
+    y = torch.where(is_upper, angle.sin(), 0.5 - angle.sin())
+    points = torch.stack([x, y], dim=1)  # (N, 2)
     points = points + noise * torch.randn(num_points, 2, generator=draws)
     scaled = (points - MOONS_LOW) / (MOONS_HIGH - MOONS_LOW) * 255
     pixels = scaled.round().clamp(0, 255).to(torch.uint8)[:, :, None, None]

@@ -74,20 +74,25 @@ def decode_images(files: list[Path], size: int | None, name: str) -> Tensor:
                 2 * len(files) * first.nbytes,  # splitting off val copies train
                 f"try a smaller data.size than {size or max(first.shape[1:])}",
             )
-        title = f"decoding {len(files):,} images of {name}"
-        console = Console(stderr=True)
-        decoded = [*track(pool.map(decode, files), title, total=len(files), console=console)]
+        progress = track(
+            pool.map(decode, files),
+            f"decoding {len(files):,} images of {name}",
+            total=len(files),
+            console=Console(stderr=True),
+        )
+        decoded = [*progress]
     images = [image for image in decoded if isinstance(image, np.ndarray)]
     broken = [reason for reason in decoded if isinstance(reason, str)]
     if broken:
-        more = f" and {len(broken) - MOST_NAMED} more" if len(broken) > MOST_NAMED else ""
-        named = ", ".join(broken[:MOST_NAMED])
-        raise UserError(f"{name}: cannot decode {named}{more}; replace or remove them")
+        raise UserError(
+            f"{name}: {len(broken)} files cannot be decoded, such as "
+            f"{', '.join(broken[:MOST_NAMED])}; replace or remove them"
+        )
     of_size = {f"{i.shape[1]}x{i.shape[2]}": file for i, file in zip(images, files, strict=True)}
     if len(of_size) > 1:
-        (size, file), (other_size, other), *_ = of_size.items()
+        (first_size, first), (other_size, other), *_ = of_size.items()
         raise UserError(
-            f"{other} is {other_size} pixels, {file} is {size}; set data.size=32 to scale all to "
+            f"{other} is {other_size} pixels, {first} is {first_size}; set data.size=32 to scale all to "
             "one size"
         )
     pixels = torch.from_numpy(np.stack(images))
@@ -132,8 +137,14 @@ def white_levels(headers: Mapping[Path, Header], name: str) -> dict[str, float]:
     for kind, values in brightest.items():
         high = max(values)
         whites[kind] = next(white for white in WHITES if high <= white)
-        line = "%s: %d images hold %s up to %g; %g is white"
-        log.info(line, name, len(values), DEEP[kind], high, whites[kind])
+        log.info(
+            "%s: %d images hold %s up to %g; %g is white",
+            name,
+            len(values),
+            DEEP[kind],
+            high,
+            whites[kind],
+        )
     return whites
 
 

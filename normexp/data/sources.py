@@ -41,7 +41,7 @@ def split_off_test(targets: Tensor, fraction: float = TEST_FRACTION) -> tuple[Te
     for target in targets.unique():
         members = order[targets[order] == target]
         is_test[members[: round(fraction * len(members))]] = True
-    return (~is_test).nonzero().flatten(), is_test.nonzero().flatten()
+    return torch.where(~is_test)[0], torch.where(is_test)[0]
 
 
 @contextmanager

@@ -104,9 +104,9 @@ def build_text_data(
     num_bytes = torch.tensor([len(symbol.encode()) for symbol in symbols])
     if unseen := ((counts["test"] > 0) & (counts["train"] == 0)).nonzero().flatten().tolist():
         shown = " ".join(ascii(symbols[token]) for token in unseen[:MOST_NAMED])
-        more = " ..." if len(unseen) > MOST_NAMED else ""
-        line = "data=%s: test has %d symbols that train lacks: %s%s"
-        log.warning(line, name, len(unseen), shown, more)
+        log.warning(
+            "data=%s: test has %d symbols that train lacks, such as %s", name, len(unseen), shown
+        )
     return Data(
         name,
         "language_modeling",

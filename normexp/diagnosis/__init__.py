@@ -67,11 +67,9 @@ def _sentences(seen: Measurement, findings: Sequence[Finding]) -> Iterator[str]:
         f"{seen.training.value:.4f}; {len(seen.sizes)} batches of {max(seen.sizes)})."
     )
     places = {f.term: f", at {name_some(f.sites)}" for f in findings if f.sites}
-    largest = {name: term for name, term in seen.terms.items() if seen.exceeds(term)}
-    rows = [
-        f"{TERMS[name]} {term}{places.get(name, '')}"
-        for name, term in sorted(largest.items(), key=lambda item: -abs(item[1].value))
-    ]
+    largest = [name for name, term in seen.terms.items() if seen.exceeds(term)]
+    largest.sort(key=lambda name: -abs(seen.terms[name].value))
+    rows = [f"{TERMS[name]} {seen.terms[name]}{places.get(name, '')}" for name in largest]
     if rows:
         yield f"Largest term{'s' if len(rows) > 1 else ''}: {'; '.join(rows)}."
     elif not findings:

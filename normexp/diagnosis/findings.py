@@ -22,8 +22,7 @@ from normexp.diagnosis.rows import of_single_batches
 OF_TERM = {  # cause and remedy of the terms that have one of each
     "rest": (
         "other results of {names} in training than in evaluation make the loss of training lower",
-        "compare what is computed there in the two modes (dropout, code that reads self.training, "
-        "a norm called as a function)",
+        "compare what is computed there in the two modes: dropout, self.training, functional norms",
     ),
     "small_batch": (
         "the network needs the statistics of its current batch: samples carry information about "
@@ -31,14 +30,12 @@ OF_TERM = {  # cause and remedy of the terms that have one of each
         "shuffle the training data, share statistics among more samples, or use group norm",
     ),
     "own_share": (
-        "in training each sample is part of the statistics that normalize it (1 / {size}), in "
-        "evaluation it is not",
-        "evaluate with the own share (EvalNorm, arXiv:1904.06031; norm=eval_norm), share "
-        "statistics among more samples, or use group norm",
+        "in training alone, each sample is part (1 / {size}) of the statistics that normalize it",
+        "evaluate with the own share (norm=eval_norm, arXiv:1904.06031), share statistics among "
+        "more samples, or use group norm",
     ),
     "dropout_shift": (
-        "the averages were taken behind dropout, which evaluation leaves out, so variances differ "
-        "(arXiv:1801.05134)",
+        "the averages were taken behind dropout, which evaluation leaves out (arXiv:1801.05134)",
         "move dropout behind the last batch norm, or recompute the averages with dropout off",
     ),
     "not_analysed": (
@@ -89,8 +86,7 @@ def _not_finite(seen: Measurement) -> Iterator[Finding]:
             seen,
             "not_finite",
             bad,
-            "running state of {names} holds NaN or infinity: one batch with such a value stays in "
-            "a running average for ever",
+            "running state of {names} holds NaN or infinity, which stays in an average for ever",
             f"find the batch, then reset_running_stats() and {RECOMPUTE}",
         )
     elif not math.isfinite(seen.gap.value):
@@ -140,14 +136,13 @@ def _averages(seen: Measurement) -> Iterator[Finding]:
         yield finding(
             "used_twice",
             twice,
-            "{names} run several times in one forward: their averages mix all inputs, while "
-            "training normalizes each by its own statistics",
+            "{names} run several times in one forward, and their averages mix all of its inputs",
             "give each use a norm of its own, or join the inputs into one batch",
         )
     rows = {path: seen.rows[path] for path in paths["averaged"]}
     if not rows:
         return
-    typical = median(row.distance for row in rows.values())
+    typical = median(max(row.mean_distance, row.var_distance) for row in rows.values())
     farthest = max(row.largest_distance for row in rows.values())
     momentum = max(row.momentum or 0.1 for row in rows.values())  # torch's, if none is named
     # The standard deviation of running minus precise, in those between batches.
@@ -175,8 +170,7 @@ def _averages(seen: Measurement) -> Iterator[Finding]:
             far,
             "running averages are as far from the statistics of all samples as averages over "
             f"batches of {{size}} at momentum {momentum:g} come",
-            "pool the moments of many batches (precise statistics), lower momentum, or use larger "
-            "batches",
+            "pool the moments of many batches (precise statistics), or lower momentum",
         )
 
 
@@ -215,9 +209,8 @@ def _evaluation(seen: Measurement) -> Iterator[Finding]:
             parts.mixing(modes),
             "in evaluation the output of a sample depends on the other samples of its batch, at "
             f"{{names}}{_losses(seen)}",
-            "keep running averages in training and use them in evaluation (batch norm: "
-            "track_running_stats=True, training=self.training), or always evaluate in shuffled "
-            "batches of the size of training, and say so",
+            "use running averages in evaluation (batch norm: track_running_stats=True, "
+            "training=self.training), or always evaluate in shuffled batches of one size",
         )
     if varies:
         yield _finding(
@@ -225,8 +218,7 @@ def _evaluation(seen: Measurement) -> Iterator[Finding]:
             "varies_in_evaluation",
             (),
             f"in evaluation mode {varies}",
-            "update state only if self.training, and pass training=self.training to functional "
-            "dropout",
+            "update state only if self.training, and pass training=self.training to dropout",
         )
 
 

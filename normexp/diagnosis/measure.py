@@ -19,6 +19,7 @@ runs several times in one forward has moments for each call up to `noisy_precise
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -168,9 +169,6 @@ class Measurement:
 
 def _of_others(site: NormSite, batches: list[Calls], index: int) -> list[Population]:
     """The moments of all batches but one, for each call of a site within a forward."""
-    called = [calls for k, calls in enumerate(batches) if calls and k != index]
-    called = called or [calls for calls in batches if calls]
-    return [
-        pool_batches(site, [calls[call] for calls in called if len(calls) > call])
-        for call in range(max(map(len, called)))
-    ]
+    others = batches[:index] + batches[index + 1 :]
+    calls = zip_longest(*(others if any(others) else batches))
+    return [pool_batches(site, [of_batch for of_batch in call if of_batch]) for call in calls]

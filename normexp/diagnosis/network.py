@@ -49,7 +49,7 @@ def innermost(paths: Iterable[str]) -> list[str]:
 
 def num_batches_of(size: int) -> int:
     """The batches of `size` samples that a diagnosis reads: SAMPLES, within FEWEST and MOST."""
-    return max(FEWEST, min(MOST, SAMPLES // max(size, 1)))
+    return max(FEWEST, min(MOST, SAMPLES // size))
 
 
 def read_batches(batches: Iterable[Any], most: int | None, model: nn.Module) -> list[Any]:
@@ -111,8 +111,6 @@ def loss_on(model: nn.Module, batch: Any, loss: Loss) -> Tensor:
     targets = batch if isinstance(batch, dict) else batch[1]
     try:
         value = loss(model(*args, **kwargs), targets)
-    except UserError:
-        raise
     except Exception as error:  # of foreign code, any kind
         raise UserError(
             f"the model or the loss fails on a batch of {num_samples(batch)} in "

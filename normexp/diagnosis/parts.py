@@ -162,13 +162,13 @@ class Parts:
 
     def _is_active(self, site: NormSite, path: str) -> bool:
         """True if the module at a path evaluates by these moments, and trains otherwise."""
-        x = next(iter(tensors_in(self.calls[path])), None)
+        inputs = tensors_in(self.calls[path])
         is_scripted = isinstance(site.entry, torch.jit.ScriptModule)
-        if is_scripted or x is None or not x.is_floating_point():
+        if is_scripted or not inputs or not inputs[0].is_floating_point():
             return False
         site = copied(site, self.fixed)
         set_modes(site.entry, SILENT, path)
-        return can_be_shown(site, x) and self.acts_in_training(path)
+        return can_be_shown(site, inputs[0]) and self.acts_in_training(path)
 
     def unknown(self, sites: Collection[str]) -> dict[str, list[str]]:
         """Modules with running state of another kind, and the paths whose mode decides how it acts.
@@ -218,9 +218,8 @@ def _refuse(path: str, *_: Any) -> None:
 
 def _untrained(module: nn.Module) -> list[str]:
     """The names of the floating-point tensors of a module that no optimizer moves."""
-    names = []
-    for name, value in values_of(module).items():
-        is_trained = isinstance(value, nn.Parameter) and value.requires_grad
-        if isinstance(value, Tensor) and value.is_floating_point() and not is_trained:
-            names.append(name)
-    return names
+    return [
+        name
+        for name, value in values_of(module).items()
+        if isinstance(value, Tensor) and value.is_floating_point() and not value.requires_grad
+    ]

@@ -80,7 +80,7 @@ class SiteRow:
         updates: None if the norm does not count them.
         initial_share: weight of mean 0 and variance 1, (1 - momentum) ** updates; None if unknown.
         mean_distance, var_distance: median over channels of |running - batches| in standard
-            deviations between batches; None where the batches do not differ.
+            deviations between batches; 0 if a single batch reached the norm.
         largest_distance: of any channel, of mean or variance.
         state: `averaged`, or what is wrong: `momentum 0`, `never updated`, `initial` if the initial
             values weigh more than a tenth, `used twice` in a forward.
@@ -90,14 +90,10 @@ class SiteRow:
     momentum: float | None
     updates: int | None
     initial_share: float | None
-    mean_distance: float | None
-    var_distance: float | None
+    mean_distance: float
+    var_distance: float
     largest_distance: float
     state: str
-
-    @property
-    def distance(self) -> float:
-        return max(self.mean_distance or 0, self.var_distance or 0)
 
 
 @dataclass(frozen=True)
@@ -149,9 +145,9 @@ class Diagnosis:
         return lines
 
     def _sites(self) -> str:
-        rows = sorted(self.sites, key=lambda row: -row.distance)
-        forms: Any = {"index": False, "na_rep": "-", "float_format": "{:.3g}".format}
-        return (
-            "distance: running averages from batches, median channel, in standard deviations\n"
-            + pd.DataFrame(rows).to_string(max_rows=MAX_ROWS, **forms)
+        rows = sorted(self.sites, key=lambda row: -row.largest_distance)
+        table = pd.DataFrame(rows).to_string(
+            index=False, na_rep="-", float_format="{:.3g}".format, max_rows=MAX_ROWS
         )
+        words = "distance: running averages from batches, median channel, in standard deviations"
+        return f"{words}\n{table}"

@@ -31,15 +31,17 @@ def row_of(site: NormSite, batches: list[Calls]) -> SiteRow:
     elif max(map(len, batches)) > 1:
         state = "used twice"
     apart = _distances(site, mean, var, batches)
-    middle = apart.median(dim=1).values.tolist() if apart.numel() else (None, None)
+    if not apart.numel():  # of one batch alone
+        apart = torch.zeros(2, 1)
+    of_mean, of_var = apart.median(dim=1).values.tolist()
     return SiteRow(
         name=site.name,
         momentum=momentum,
         updates=site.counter,
         initial_share=share,
-        mean_distance=middle[0],
-        var_distance=middle[1],
-        largest_distance=float(apart.max()) if apart.numel() else 0.0,
+        mean_distance=of_mean,
+        var_distance=of_var,
+        largest_distance=float(apart.max()),
         state=state,
     )
 
