@@ -92,8 +92,8 @@ def decode_images(files: list[Path], size: int | None, name: str) -> Tensor:
     if len(of_size) > 1:
         (first_size, first), (other_size, other), *_ = of_size.items()
         raise UserError(
-            f"{other} is {other_size} pixels, {first} is {first_size}; set data.size=32 to scale all to "
-            "one size"
+            f"{other} is {other_size} pixels, {first} is {first_size}; set data.size=32 to scale "
+            "all to one size"
         )
     pixels = torch.from_numpy(np.stack(images))
     counts = count_levels(pixels).sum(dim=0)

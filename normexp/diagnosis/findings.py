@@ -45,10 +45,7 @@ OF_TERM = {  # cause and remedy of the terms that have one of each
         "recompute this state with the final weights, by forwards in training mode",
     ),
 }
-UNEXPLAINED = (
-    "the loss of training is lower for a reason that no module shows by itself, such as code "
-    "between modules that reads self.training"
-)
+UNEXPLAINED = "the loss of training is lower, and no module shows why (self.training between them?)"
 RECOMPUTE = (
     "recompute the averages with the final weights, by forwards over the training data in training "
     "mode (for torch's batch norm, torch.optim.swa_utils.update_bn(train_loader, model))"
@@ -175,8 +172,7 @@ def _averages(seen: Measurement) -> Iterator[Finding]:
 
 
 def _of_terms(seen: Measurement) -> Iterator[Finding]:
-    parts, known = seen.parts, [*seen.active, *seen.unknown]
-    acting = [path for path in parts.acting() if not is_within(path, *known)]
+    acting = [p for p in seen.parts.acting() if not is_within(p, *seen.active, *seen.unknown)]
     paths = {"not_analysed": [*seen.unknown], "rest": acting}
     least = 0.1 * max(abs(term.value) for term in seen.terms.values())
     for term, (cause, remedy) in OF_TERM.items():
@@ -195,9 +191,8 @@ def _evaluation(seen: Measurement) -> Iterator[Finding]:
             seen,
             "left_in_training",
             [path for path in left if not path or path.rpartition(".")[0] not in left],
-            "in evaluation, {names} run in training mode (a train() that ignores its argument, or "
-            "a call of train() on a part of the model), so results depend on the batch"
-            f"{_losses(seen)}",
+            "in evaluation, {names} run in training mode (train() of a part was called, or ignores "
+            f"its argument), so results depend on the batch{_losses(seen)}",
             "call eval() on the whole model last, and let overridden train(mode) pass the mode on",
             term="left_in_training",
         )

@@ -34,7 +34,14 @@ def frozen():
     return model.eval()
 
 
-HEALTHY = {"batch": trained, "none": partial(trained, "none"), "frozen": frozen}
+def masked():
+    """Infinite values that are no running state, as those of an attention mask."""
+    model = trained()
+    model.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+    return model
+
+
+HEALTHY = {"batch": trained, "masked": masked, "none": partial(trained, "none"), "frozen": frozen}
 HEALTHY |= {"group": partial(trained, "group")}
 
 
