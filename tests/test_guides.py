@@ -199,6 +199,9 @@ def test_the_exported_network_of_the_guide_equals_the_trained_one(folder: Path):
     inputs = names["data"].model_inputs(images * 255)
     torch.testing.assert_close(names["deployed"](images), trained(inputs))
     torch.testing.assert_close(names["program"].module()(images), trained(inputs))
+    colour = names["Normalize"]((0.5, 0.4, 0.3), (0.2, 0.3, 0.2))
+    program = torch.export.export(colour, (images := torch.rand(2, 3, 8, 8),))
+    torch.testing.assert_close(program.module()(images), colour(images))
     assert folder == Path.cwd()
 
 
