@@ -146,8 +146,8 @@ class Diagnosis:
 
     def _sites(self) -> str:
         rows = sorted(self.sites, key=lambda row: -row.largest_distance)
-        table = pd.DataFrame(rows).to_string(
-            index=False, na_rep="-", float_format="{:.3g}".format, max_rows=MAX_ROWS
+        table = pd.DataFrame(rows)
+        text = table.where(table.notna(), "-").to_string(
+            index=False, float_format="{:.3g}".format, max_rows=MAX_ROWS
         )
-        words = "distance: running averages from batches, median channel, in standard deviations"
-        return f"{words}\n{table}"
+        return f"running averages from batches, median channel, in standard deviations:\n{text}"

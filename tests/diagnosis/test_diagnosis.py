@@ -593,3 +593,9 @@ def test_a_diagnosis_is_plain_data():
     content = json.loads(json.dumps(examine(poisoned()).to_dict(), allow_nan=False))
     assert content["findings"][0]["kind"] == "not_finite"
     assert content["evaluation"] is None
+
+
+def test_what_a_norm_does_not_count_is_a_dash():
+    model = nn.Sequential(Parameters(nn.BatchNorm2d(1)), nn.Flatten(), nn.Linear(64, 10))
+    (row,) = str(examine(model)).splitlines()[-1:]
+    assert row.split()[:4] == ["0", "-", "-", "-"]
