@@ -15,7 +15,7 @@ from statistics import median
 
 from normexp.checks.network import name_some
 from normexp.diagnosis.measure import Measurement
-from normexp.diagnosis.network import is_within
+from normexp.diagnosis.network import innermost, is_within
 from normexp.diagnosis.result import ROOT, Finding
 from normexp.diagnosis.rows import of_single_batches
 
@@ -31,25 +31,20 @@ OF_TERM = {  # cause and remedy of the terms that have one of each
     ),
     "own_share": (
         "in training alone, each sample is part (1 / {size}) of the statistics that normalize it",
-        "evaluate with the own share (norm=eval_norm, arXiv:1904.06031), share statistics among "
-        "more samples, or use group norm",
+        "evaluate with the own share (norm=eval_norm, arXiv:1904.06031), or use group norm",
     ),
     "dropout_shift": (
         "the averages were taken behind dropout, which evaluation leaves out (arXiv:1801.05134)",
         "move dropout behind the last batch norm, or recompute the averages with dropout off",
     ),
     "not_analysed": (
-        "running state of {names}, which could not be read as mean and variance of an input "
-        "(TorchScript, batch norm called as a function, or a norm of another kind), fits these "
-        "samples worse than what training uses",
+        "running state of {names}, which could not be read as mean and variance of an input, fits "
+        "these samples worse than what training uses",
         "recompute this state with the final weights, by forwards in training mode",
     ),
 }
 UNEXPLAINED = "the loss of training is lower, and no module shows why (self.training between them?)"
-RECOMPUTE = (
-    "recompute the averages with the final weights, by forwards over the training data in training "
-    "mode (for torch's batch norm, torch.optim.swa_utils.update_bn(train_loader, model))"
-)
+RECOMPUTE = "recompute the averages in training mode (swa_utils.update_bn(train_loader, model))"
 
 
 def find(seen: Measurement) -> list[Finding]:
@@ -115,8 +110,7 @@ def _averages(seen: Measurement) -> Iterator[Finding]:
             fresh,
             "running averages of {names} are at their initial values (mean 0, variance 1): no "
             "forward in training mode has moved them, or they were reset, not saved or not loaded",
-            "load them too (print what load_state_dict(..., strict=False) returns; only buffers "
-            f"and parameters are saved), or {RECOMPUTE}",
+            f"load them too (only buffers and parameters are saved), or {RECOMPUTE}",
         )
     if cost is None:
         return
@@ -157,8 +151,7 @@ def _averages(seen: Measurement) -> Iterator[Finding]:
             far,
             "running averages do not belong to these weights and inputs: a typical channel is "
             f"{typical:.2g} standard deviations between batches off, the farthest {farthest:.2g}, "
-            "most at {names}. The weights moved faster than the averages or changed after them, or "
-            "these inputs are preprocessed otherwise than in training",
+            "most at {names}. Either the weights have moved on, or the preprocessing is another",
             f"if the inputs are those of training, {RECOMPUTE}; else mend the preprocessing",
         )
     elif len(rows) == len(seen.rows):
@@ -172,7 +165,8 @@ def _averages(seen: Measurement) -> Iterator[Finding]:
 
 
 def _of_terms(seen: Measurement) -> Iterator[Finding]:
-    acting = [p for p in seen.parts.acting() if not is_within(p, *seen.active, *seen.unknown)]
+    acting = innermost(filter(seen.parts.acts_in_training, seen.parts.calls))
+    acting = [path for path in acting if not is_within(path, *seen.active, *seen.unknown)]
     paths = {"not_analysed": [*seen.unknown], "rest": acting}
     least = 0.1 * max(abs(term.value) for term in seen.terms.values())
     for term, (cause, remedy) in OF_TERM.items():

@@ -152,18 +152,19 @@ class Measurement:
     def _loss_at_size(self) -> dict[int, Estimate]:
         """The loss of an evaluation that depends on the batch, of single samples if it has one.
 
-        Over the first sample, or pair, of each batch.
+        Over the first and the last sample, or pair, of each batch.
         """
         parts, modes = self.parts, self.parts.evaluation
         for size in (1, 2) if self.depends_on_batch else ():
             try:
                 losses = [
-                    parts.loss(parts.fresh(modes), take(batch, slice(size), num), modes)
+                    parts.loss(parts.fresh(modes), take(batch, slice(k, k + size), num), modes)
                     for batch, num in zip(self.batches, self.sizes, strict=True)
+                    for k in (0, num - size)
                 ]
             except UserError:  # one value per channel has no variance
                 continue
-            return {size: self._mean(np.array(losses))}
+            return {size: Estimate.of(np.array(losses), np.ones_like(losses))}
         return {}
 
 

@@ -123,10 +123,6 @@ class Parts:
     def acts_in_training(self, path: str) -> bool:
         return differ(self.outputs(path, self.training), self.outputs(path, SILENT))
 
-    def acting(self) -> list[str]:
-        """The innermost modules that compute otherwise in training."""
-        return innermost(filter(self.acts_in_training, self.calls))
-
     def varies_in_evaluation(self) -> str:
         """Says so if two evaluations of one batch differ."""
         again = self.run(self.evaluated, self.calls[""], self.evaluation, seed=1)
