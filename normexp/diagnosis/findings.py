@@ -25,8 +25,7 @@ OF_TERM = {  # cause and remedy of the terms that have one of each
         "compare what is computed there in the two modes: dropout, self.training, functional norms",
     ),
     "small_batch": (
-        "the network needs the statistics of its current batch: samples carry information about "
-        "each other (sorted or related batches), or training adapted to the noise",
+        "the network needs the statistics of its current batch: are its samples related (sorted)?",
         "shuffle the training data, share statistics among more samples, or use group norm",
     ),
     "own_share": (
@@ -108,8 +107,7 @@ def _averages(seen: Measurement) -> Iterator[Finding]:
         yield finding(
             "never_updated",
             fresh,
-            "running averages of {names} are at their initial values (mean 0, variance 1): no "
-            "forward in training mode has moved them, or they were reset, not saved or not loaded",
+            "running averages of {names} are at mean 0, variance 1: never moved, saved or loaded",
             f"load them too (only buffers and parameters are saved), or {RECOMPUTE}",
         )
     if cost is None:
@@ -198,8 +196,7 @@ def _evaluation(seen: Measurement) -> Iterator[Finding]:
             parts.mixing(modes),
             "in evaluation the output of a sample depends on the other samples of its batch, at "
             f"{{names}}{_losses(seen)}",
-            "use running averages in evaluation (batch norm: track_running_stats=True, "
-            "training=self.training), or always evaluate in shuffled batches of one size",
+            "use running averages in evaluation, or evaluate in shuffled batches of one size",
         )
     if varies:
         yield _finding(

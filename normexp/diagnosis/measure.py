@@ -93,7 +93,7 @@ class Measurement:
     def exceeds(self, estimate: Estimate) -> bool:
         """True if its size exceeds the tolerance and chance; NaN does not."""
         bound = stats.t.ppf(0.995, len(self.sizes) - 1) * estimate.error
-        return abs(estimate.value) > max(self.tolerance, bound)
+        return bool(abs(estimate.value) > max(self.tolerance, bound))
 
     def cost(self, name: str) -> Estimate | None:
         """A term by which evaluation is worse."""
