@@ -13,10 +13,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
+from torch.utils.data import default_collate
 
 from normexp.batching.copies import copied
 from normexp.batching.draws import Dropout
 from normexp.norms.contract import KnowsStack, State
+from normexp.norms.counters import counting
 
 Batch = dict[str, Tensor]
 Measurements = dict[str, Tensor]
@@ -61,6 +63,7 @@ class Replicas(nn.Module, ABC):
             function: of a model's output and its batch; returns a tensor or a dict of tensors.
         """
 
+    @counting(together=True)
     def add_gradient(self, batch: Batch, loss: Loss, weight: float) -> Tensor:
         """Adds the gradient of `weight` times each replica's loss; returns the losses (S,)."""
         return backward(self.measure(batch, loss), weight)
@@ -102,11 +105,11 @@ class InTurn(Replicas):
 
     def measure(self, batch: Batch, function: Measure[T], *, shared: bool = False) -> T:
         every = range(self.num_replicas)
-        rows = [self._measure_one(i, batch, function, shared=shared) for i in every]
-        if isinstance(rows[0], Tensor):
-            return torch.stack(rows)  # type: ignore[arg-type]
-        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}  # type: ignore[index]
+        return default_collate(
+            [self._measure_one(i, batch, function, shared=shared) for i in every]
+        )
 
+    @counting(together=True)
     def add_gradient(self, batch: Batch, loss: Loss, weight: float) -> Tensor:
         """As the base class, but holds the activations of one network at a time."""
         every = range(self.num_replicas)

@@ -85,21 +85,9 @@ class NormFactory:
         """Returns the activation after a norm of `num_features`, on maps (N, C, *)."""
         return ACTIVATIONS[self._use("act")](num_features)
 
-    def conv(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int,
-        *,
-        stride: int = 1,
-        padding: int = 0,
-        bias: bool = True,
-    ) -> nn.Conv2d:
-        """Returns a convolution over (N, C, H, W); arguments and defaults as nn.Conv2d."""
-        build = CONVOLUTIONS[self._use("conv")]
-        return build(
-            in_channels, out_channels, kernel_size, stride=stride, padding=padding, bias=bias
-        )
+    def conv(self, *args: Any, **kwargs: Any) -> nn.Conv2d:
+        """Returns a convolution over (N, C, H, W); arguments as nn.Conv2d."""
+        return CONVOLUTIONS[self._use("conv")](*args, **kwargs)
 
     def residual(self, *shape: int) -> nn.Module:
         """Returns the last module of a residual branch; any shape in and out.
@@ -108,13 +96,12 @@ class NormFactory:
             shape: of `layer_scale`, one number per channel: (C,) for tokens, (C, 1, 1) for maps.
                 Without a shape the branch ignores `layer_scale`.
         """
-        starts: list[tuple[Any, tuple[int, ...]]] = [(self._use("residual_scale"), ())]
-        if shape:
-            starts.append((self._use("layer_scale"), shape))
-        scales = [ResidualScale(start, size) for start, size in starts if start is not None]
-        if len(scales) == 1:
-            return scales[0]
-        return nn.Sequential(*scales) if scales else nn.Identity()
+        scales = []
+        if (start := self._use("residual_scale")) is not None:
+            scales.append(ResidualScale(start))
+        if shape and (start := self._use("layer_scale")) is not None:
+            scales.append(ResidualScale(start, shape))
+        return scales[0] if len(scales) == 1 else nn.Sequential(*scales)
 
     @property
     def placement(self) -> Placement:
@@ -231,7 +218,7 @@ class WeightStandardizedConv2d(nn.Conv2d):
         return (self.weight - mean) * torch.rsqrt(var + WEIGHT_EPS)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.conv2d(x, self.filters(), self.bias, self.stride, self.padding)
+        return self._conv_forward(x, self.filters(), self.bias)
 
 
 class ScaledWeightStandardizedConv2d(WeightStandardizedConv2d):
