@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple, TypeVar, dataclass_transform
+from typing import ClassVar, NamedTuple, TypeVar, dataclass_transform
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ def widen(x: Tensor) -> Tensor:
 
 def wide_dtype(x: Tensor) -> torch.dtype:
     """Returns float32, or the dtype of `x` if that is wider."""
-    return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def zero_padding(x: Tensor, real: Mask) -> Tensor:
@@ -67,7 +67,7 @@ def count_values(x: Tensor, real: Mask, dims: tuple[int, ...]) -> int | Tensor:
         return math.prod([x.shape[dim] for dim in dims])  # lists: dynamo cannot trace a generator
     shared = math.prod([x.shape[dim] for dim in dims if real.shape[dim] == 1])
     count = real.sum(dim=dims, keepdim=True) if dims else real
-    return count.to(x.dtype) * shared if shared != 1 else count.to(x.dtype)
+    return count.to(x.dtype) * shared
 
 
 def at_least_one(count: int | Tensor) -> int | Tensor:
@@ -195,6 +195,7 @@ class AffineNorm(nn.Module):
     affine: bool = True
     zero_centered: bool = False
     has_bias = True  # False: `affine` means a weight alone
+    learned: ClassVar[dict[str, float]] = {}  # parameters (C,) to add, and their initial values
     is_stacked = False  # True: runs under vmap, with the replicas of a stack
     channel_axis = 1  # of the x that `normalize` is given; 2 for (G, N, C, *), G ghost groups
 
@@ -203,10 +204,16 @@ class AffineNorm(nn.Module):
         if self.zero_centered and not self.affine:
             raise UserError("zero_centered=true has no effect with affine=false; set affine=true")
         self.check_knobs()
-        ones, zeros = torch.ones(self.num_features), torch.zeros(self.num_features)
-        self.weight = nn.Parameter(zeros if self.zero_centered else ones) if self.affine else None
-        self.bias = nn.Parameter(zeros.clone()) if self.affine and self.has_bias else None
+        weight, bias = (self.vector(start) for start in (not self.zero_centered, 0))
+        self.weight = nn.Parameter(weight) if self.affine else None
+        self.bias = nn.Parameter(bias) if self.affine and self.has_bias else None
         self.add_state()
+        for name, start in self.learned.items():
+            setattr(self, name, nn.Parameter(self.vector(start)))
+
+    def vector(self, start: float) -> Tensor:
+        """Returns `start` for each channel, (C,)."""
+        return torch.full((self.num_features,), float(start))
 
     def check_knobs(self) -> None:
         """Refuses knobs out of their range, and derives others from them."""

@@ -184,8 +184,8 @@ class FrozenBatchNorm(AffineNorm):
     running_var: Tensor
 
     def add_state(self) -> None:
-        self.register_buffer("running_mean", torch.zeros(self.num_features))
-        self.register_buffer("running_var", torch.ones(self.num_features))
+        self.register_buffer("running_mean", self.vector(0))
+        self.register_buffer("running_var", self.vector(1))
         self.register_load_state_dict_pre_hook(_drop_counter)
 
     def normalize(self, x: Tensor, _: Mask, affine: Affine) -> Tensor:

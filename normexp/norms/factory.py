@@ -11,6 +11,7 @@ A model never asks which norm it got. The parts follow: activations, convolution
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -22,6 +23,7 @@ from normexp.norms.site import AsBuiltSite, Site
 from normexp.norms.slots import Act, Conv, Placement, Slots
 
 
+@dataclass(eq=False)
 class NormFactory:
     """Builds the norm of each site, and what the slots put around it.
 
@@ -37,21 +39,13 @@ class NormFactory:
         used: the slots that models have asked for; setting any other is refused.
     """
 
-    def __init__(
-        self,
-        make: Callable[..., nn.Module],
-        *,
-        view: Literal["token", "sequence"] = "token",
-        norm_batch_size: int | None = None,
-        slots: Slots | None = None,
-        keeps_norms: bool = False,
-    ) -> None:
-        self.make = make
-        self.keeps_norms = keeps_norms
-        self.view: Literal["token", "sequence"] = view
-        self.norm_batch_size = norm_batch_size
-        self.slots = slots or Slots()
-        self.used: set[str] = set()
+    make: Callable[..., nn.Module]
+    _: KW_ONLY
+    view: Literal["token", "sequence"] = "token"
+    norm_batch_size: int | None = None
+    slots: Slots = Slots()
+    keeps_norms: bool = False
+    used: set[str] = field(default_factory=set, init=False)
 
     def __call__(self, num_features: int, **settings: Any) -> Site:
         """Returns a site for maps (N, C, *). For `settings`, see `bare`."""

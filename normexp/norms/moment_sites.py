@@ -246,15 +246,13 @@ def _hooked(
 
 def pool_batches(site: NormSite, batches: list[Moments]) -> Population:
     """The moments of all samples of several batches, from those of each (arXiv:2105.07576)."""
-    counts = [torch.as_tensor(b.count, dtype=b.mean.dtype, device=b.mean.device) for b in batches]
-    means, variances = (
-        torch.stack(v) for v in zip(*((b.mean, b.var) for b in batches), strict=True)
-    )
-    count = torch.stack(counts).view(-1, 1)
-    if site.pools_samples:
-        mean, var, _ = pool(Moments(means, variances, count), dim=0)
-        return Population(mean[0], var[0])
-    return Population(means.mean(dim=0), variances.mean(dim=0))
+    means = torch.stack([batch.mean for batch in batches])
+    variances = torch.stack([batch.var for batch in batches])
+    if not site.pools_samples:
+        return Population(means.mean(dim=0), variances.mean(dim=0))
+    counts = means.new_tensor([float(batch.count) for batch in batches])[:, None]
+    mean, var, _ = pool(Moments(means, variances, counts), dim=0)
+    return Population(mean[0], var[0])
 
 
 def distances(running: Tensor, batches: Sequence[Tensor], scale: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class RunningNorm(AffineNorm):
 
     def add_state(self) -> None:
         for name, start in self.averages.items():
-            self.register_buffer(name, torch.full((self.num_features,), start))
+            self.register_buffer(name, self.vector(start))
         self.register_buffer("num_batches_tracked", torch.tensor(0))
         # An integer, so that casting the module to half precision does not round it.
         self.register_buffer("num_values", torch.tensor(0), persistent=False)
@@ -249,7 +249,8 @@ class OwnMomentsNorm(RunningMomentsNorm):
         return self.combine(x, per_sample, batch.mean, batch.var, affine)
 
     def normalize_by_running(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
-        return self.combine(x, measure_samples(x, real), *self.averages_like(x), affine)
+        mean, var = self.averages_like(x)
+        return self.combine(x, measure_samples(x, real), mean, var, affine)
 
     def combine(
         self, x: Tensor, own: Moments, mean: Tensor, var: Tensor, affine: Affine, /

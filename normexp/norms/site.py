@@ -122,12 +122,12 @@ class Site(InPlaceOfNorm):
         if self.view == "token":
             rows = x.flatten(-3, -2)  # (B, T, C) -> (B*T, C)
             row_mask = None if mask is None else mask.flatten(-2)
-            return self._apply(norm, rows, row_mask).unflatten(-2, x.shape[-3:-1])
+            return self._call(norm, rows, row_mask).unflatten(-2, x.shape[-3:-1])
         if self.view == "sequence":
-            return self._apply(norm, x.mT, mask).mT  # (B, T, C) -> (B, C, T)
-        return self._apply(norm, x, mask)
+            return self._call(norm, x.mT, mask).mT  # (B, T, C) -> (B, C, T)
+        return self._call(norm, x, mask)
 
-    def _apply(self, norm: Callable[..., Tensor], x: Tensor, mask: Mask) -> Tensor:
+    def _call(self, norm: Callable[..., Tensor], x: Tensor, mask: Mask) -> Tensor:
         if mask is None:
             return norm(x)
         return norm(x, mask=mask) if self.takes_mask else self._apply_to_real(x, mask)

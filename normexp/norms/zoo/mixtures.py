@@ -63,10 +63,8 @@ class GatedBatchNorm(RunningMomentsNorm):
     """
 
     pools_channels: bool  # true: z_sample is layer norm
-
-    def add_state(self) -> None:
-        super().add_state()
-        self.gate = nn.Parameter(torch.full((self.num_features,), 0.99))
+    learned = {"gate": 0.99}
+    gate: Tensor
 
     def rho(self, gate: Tensor) -> Tensor:
         """Returns the share of batch norm in each channel (C,)."""

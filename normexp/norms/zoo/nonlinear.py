@@ -62,11 +62,10 @@ class GlobalResponseNorm(AffineNorm):
     beta. With one position g is |x|.
     """
 
+    learned = {"response": 0.0, "shift": 0.0}
     affine: bool = field(default=False, init=False)
-
-    def add_state(self) -> None:
-        self.response = nn.Parameter(torch.zeros(self.num_features))
-        self.shift = nn.Parameter(torch.zeros(self.num_features))
+    response: Tensor = field(init=False)
+    shift: Tensor = field(init=False)
 
     def normalize(self, x: Tensor, _real: Mask, _affine: Affine) -> Tensor:
         positions = tuple(range(2, x.ndim))
@@ -88,9 +87,8 @@ class EvoNormB0(OwnMomentsNorm):
     EvoNorm2dB0 computes the same, keeps no running mean, and has eps 1e-3; the paper has 1e-5.
     """
 
-    def add_state(self) -> None:
-        super().add_state()
-        self.v = nn.Parameter(torch.ones(self.num_features))
+    learned = {"v": 1.0}
+    v: Tensor
 
     def combine(self, x: Tensor, own: Moments, _: Tensor, var: Tensor, affine: Affine) -> Tensor:
         of_sample = over_channels(self.v, x, axis=2) * x + torch.sqrt(own.var + self.eps)
@@ -108,9 +106,8 @@ class EvoNormS0(ChannelGroupsNorm):
     unbiased variance. arXiv:2004.02967.
     """
 
-    def add_state(self) -> None:
-        super().add_state()
-        self.v = nn.Parameter(torch.ones(self.num_features))
+    learned = {"v": 1.0}
+    v: Tensor
 
     def normalize(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         self.refuse_one_value(x)

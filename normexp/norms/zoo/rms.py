@@ -30,8 +30,8 @@ class PreAffineRMSNorm(RMSNorm):
     arXiv:2601.22966.
     """
 
-    def add_state(self) -> None:
-        self.pre_weight = nn.Parameter(torch.ones(self.num_features))
+    learned = {"pre_weight": 1.0}
+    pre_weight: Tensor
 
     def normalize(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         return super().normalize(x * over_channels(self.pre_weight, x), real, affine)
@@ -73,10 +73,9 @@ class SeeDNorm(AffineNorm):
     """
 
     has_bias = False
-
-    def add_state(self) -> None:
-        self.alpha = nn.Parameter(torch.ones(self.num_features))
-        self.beta = nn.Parameter(torch.zeros(self.num_features))
+    learned = {"alpha": 1.0, "beta": 0.0}
+    alpha: Tensor
+    beta: Tensor
 
     def normalize(self, x: Tensor, _: Mask, affine: Affine) -> Tensor:
         alpha, beta = (over_channels(v, x) for v in (self.alpha, self.beta))
@@ -178,9 +177,11 @@ class TaperNorm(RunningNorm):
     num_training_steps: int = NUM_TRAINING_STEPS
     momentum: float = field()
     affine: bool = field(default=True, init=False)
+    drift: Tensor = field(init=False)
     anchor: Tensor = field(init=False)
     running_scaled: Tensor = field(init=False)
     running_energy: Tensor = field(init=False)
+    learned = {"drift": 0.0}
     has_bias = False
     needs_momentum = True
 
@@ -197,8 +198,7 @@ class TaperNorm(RunningNorm):
 
     def add_state(self) -> None:
         super().add_state()
-        self.drift = nn.Parameter(torch.zeros(self.num_features))
-        self.register_buffer("anchor", torch.ones(self.num_features))
+        self.register_buffer("anchor", self.vector(1))
         for name in ("running_scaled", "running_energy"):
             self.register_buffer(name, torch.zeros(1))
 
