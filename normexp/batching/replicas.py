@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 
 from normexp.batching.copies import copied
 from normexp.batching.draws import Dropout
-from normexp.norms.contract import KnowsStack, State
+from normexp.norms.contract import State
 from normexp.norms.counters import counting
 
 Batch = dict[str, Tensor]
@@ -150,7 +150,6 @@ class Stacked(Replicas):
         stacked = copied(networks[0])
         for name, tensor in (*stacked.named_parameters(), *stacked.named_buffers()):
             tensor.data = tensors[name].detach()
-        _tell_norms(stacked, is_stacked=True)
         super().__init__([stacked], len(networks))
 
     def measure(self, batch: Batch, function: Measure[T], *, shared: bool = False) -> T:
@@ -179,7 +178,6 @@ class Stacked(Replicas):
         network.zero_grad()  # gradients of the whole stack
         for tensor in (*network.parameters(), *network.buffers()):
             tensor.data = tensor.detach()[index].clone()
-        _tell_norms(network, is_stacked=False)
         return network
 
     def clip_gradients(self, max_norm: float) -> None:
@@ -203,12 +201,6 @@ def backward(losses: Tensor, weight: float) -> Tensor:
     # supported precision scales the loss.
     losses.backward(torch.full_like(losses, weight))
     return losses.detach()
-
-
-def _tell_norms(network: nn.Module, *, is_stacked: bool) -> None:
-    for module in network.modules():
-        if isinstance(module, KnowsStack):
-            module.is_stacked = is_stacked
 
 
 # --- What is faster: stacked or in turn, one CPU thread or several --------------------------------

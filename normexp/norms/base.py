@@ -196,7 +196,6 @@ class AffineNorm(nn.Module):
     zero_centered: bool = False
     has_bias = True  # False: `affine` means a weight alone
     learned: ClassVar[dict[str, float]] = {}  # parameters (C,) to add, and their initial values
-    is_stacked = False  # True: runs under vmap, with the replicas of a stack
     channel_axis = 1  # of the x that `normalize` is given; 2 for (G, N, C, *), G ghost groups
 
     def __post_init__(self) -> None:

@@ -190,7 +190,7 @@ class FrozenBatchNorm(AffineNorm):
 
     def normalize(self, x: Tensor, _: Mask, affine: Affine) -> Tensor:
         mean, var = self.running_mean.to(x.dtype), self.running_var.to(x.dtype)
-        return batch_norm(x, affine, (mean, var), None, self.eps, is_stacked=self.is_stacked)
+        return batch_norm(x, affine, (mean, var), None, self.eps)
 
 
 def _drop_counter(_: nn.Module, state: dict[str, Any], prefix: str, *_rest: object) -> None:

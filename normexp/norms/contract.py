@@ -80,10 +80,3 @@ class HasNormParameters(Protocol):
     """A module around a norm: weight decay treats these of its parameters as a norm's."""
 
     norm_parameters: tuple[str, ...]
-
-
-@runtime_checkable
-class KnowsStack(Protocol):
-    """`is_stacked` tells it that it runs under vmap, with the replicas of a stack."""
-
-    is_stacked: bool

@@ -85,7 +85,7 @@ class GroupNorm(ChannelGroupsNorm):
 
     def normalize(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         self.refuse_one_value(x)
-        return group_norm(x, real, self.num_groups, affine, self.eps, is_stacked=self.is_stacked)
+        return group_norm(x, real, self.num_groups, affine, self.eps)
 
 
 class LayerNorm(AffineNorm):
@@ -98,7 +98,7 @@ class LayerNorm(AffineNorm):
     def normalize(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         if x.ndim == 2:
             return F.layer_norm(x, x.shape[1:], *affine, self.eps)
-        return group_norm(x, real, 1, affine, self.eps, is_stacked=self.is_stacked)
+        return group_norm(x, real, 1, affine, self.eps)
 
 
 class InstanceNorm(AffineNorm):
@@ -111,7 +111,7 @@ class InstanceNorm(AffineNorm):
 
     def normalize(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         refuse_one_position(x.shape, "instance norm", "norm=layer or norm=group")
-        return group_norm(x, real, self.num_features, affine, self.eps, is_stacked=self.is_stacked)
+        return group_norm(x, real, self.num_features, affine, self.eps)
 
 
 class LayerNorm2d(AffineNorm):
@@ -183,8 +183,6 @@ def group_norm(
     num_groups: int,
     affine: Affine,
     eps: float,
-    *,
-    is_stacked: bool = False,
 ) -> Tensor:
     """Normalizes each run of C / num_groups channels of each sample over its real positions.
 
@@ -195,7 +193,7 @@ def group_norm(
             # The kernel loses digits far from zero, twice as many as nn.InstanceNorm's. No output
             # depends on a constant that is added to a whole channel, so neither does a gradient.
             x = x - x.detach().mean(dim=tuple(range(2, x.ndim)), keepdim=True)
-        return kernel.group_norm(x, num_groups, affine, eps, is_stacked=is_stacked)
+        return kernel.group_norm(x, num_groups, affine, eps)
     groups = x.unflatten(1, (num_groups, -1))  # (N, G, C/G, *)
     real = real.unsqueeze(1)  # (N, 1, 1, *)
     mean, var, _ = measure(groups, real, tuple(range(2, groups.ndim)))

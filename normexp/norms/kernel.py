@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor
 
 from normexp.norms.base import Affine, Moments, centre, measure
 from normexp.norms.contract import Mask
@@ -36,7 +37,6 @@ def batch_norm(
     eps: float,
     *,
     num_groups: int = 1,
-    is_stacked: bool,
 ) -> Tensor:
     """Returns batch norm of x (G * N, C, *), each group of N samples by its own statistics.
 
@@ -46,10 +46,9 @@ def batch_norm(
         x: may be of half precision; all else is in float32 or wider.
         averages: running mean and variance (C,), moved in place.
         momentum: weight of the new values; None normalizes by the averages, and leaves them.
-        is_stacked: under vmap with other replicas.
     """
     # The operator has a rule for vmap. Without need it costs 5 % of a small norm.
-    folds = num_groups > 1 or (is_stacked and _folding_pays(x))
+    folds = num_groups > 1 or _folding_pays(x, averages[0])
     function = torch.ops.normexp.batch_norm.default if folds else _batch_norm
     return function(x, *affine, *averages, num_groups, momentum, eps)
 
@@ -124,15 +123,13 @@ def _by_group(kernel: Kernel, x: Tensor, affine: Affine) -> tuple[Tensor, Tensor
     return out.unflatten(1, (num_groups, num_channels)).movedim(1, 0), first, second
 
 
-def group_norm(
-    x: Tensor, num_groups: int, affine: Affine, eps: float, *, is_stacked: bool
-) -> Tensor:
+def group_norm(x: Tensor, num_groups: int, affine: Affine, eps: float) -> Tensor:
     """Returns torch's group norm of x (N, C, *); replicas of a stack fold into channels and groups.
 
     vmap's own rule makes samples of the replicas, with two copies of all values in each direction:
     convolutions of a stack want its channels together.
     """
-    folds = is_stacked and x.ndim > 2 and _folding_pays(x)
+    folds = x.ndim > 2 and _folding_pays(x, affine.weight)
     function = torch.ops.normexp.group_norm.default if folds else _group_norm
     return function(x, *affine, x.shape[1] // num_groups, eps)
 
@@ -143,8 +140,10 @@ def _group_norm(
     return torch.nn.functional.group_norm(x, x.shape[1] // group_size, weight, bias, eps)
 
 
-def _folding_pays(x: Tensor) -> bool:
-    return x.device.type != "cpu" or x.numel() >= FOLD_FROM_ELEMENTS
+def _folding_pays(x: Tensor, row: Tensor | None) -> bool:
+    """True under vmap, if x or a row (C,) differs between the replicas and x is large enough."""
+    is_stacked = is_batchedtensor(x) or (row is not None and is_batchedtensor(row))
+    return is_stacked and (x.device.type != "cpu" or x.numel() >= FOLD_FROM_ELEMENTS)
 
 
 _LIBRARY = torch.library.Library("normexp", "FRAGMENT")  # registrations last as long as it

@@ -182,7 +182,7 @@ class RunningMomentsNorm(RunningNorm):
     def normalize_by_running(self, x: Tensor, _: Mask, affine: Affine) -> Tensor:
         mean, var = self.running_mean.to(x.dtype), self.running_var.to(x.dtype)
         groups = x.flatten(0, 1)
-        out = batch_norm(groups, affine, (mean, var), None, self.eps, is_stacked=self.is_stacked)
+        out = batch_norm(groups, affine, (mean, var), None, self.eps)
         return out.unflatten(0, x.shape[:2])
 
     def kernel_moves_averages(self, x: Tensor) -> bool:
@@ -198,7 +198,6 @@ class RunningMomentsNorm(RunningNorm):
         return batch_norm(
             *(x, affine, averages, self.momentum, self.eps),
             num_groups=num_groups,
-            is_stacked=self.is_stacked,
         )
 
     @torch.no_grad()

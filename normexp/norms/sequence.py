@@ -183,7 +183,7 @@ class BatchNormPerPosition(RunningMomentsNorm):
         mean, var = (rows[:length].flatten().to(x.dtype) for rows in averages)
         affine = self.affine_of_features(x, affine)
         features = x.flatten(0, 1).mT.flatten(-2)  # (G * N, T * C)
-        out = batch_norm(features, affine, (mean, var), None, self.eps, is_stacked=self.is_stacked)
+        out = batch_norm(features, affine, (mean, var), None, self.eps)
         return out.unflatten(-1, (length, -1)).mT.unflatten(0, x.shape[:2])
 
     @torch.no_grad()

@@ -29,7 +29,7 @@ View = Literal["map", "token", "sequence"]
 NOTHING: Mapping[str, Any] = {}
 NOT_PASSED_ON = (
     *("forward_groups", "merge_state", "sequential_state", "spans_devices", "momentum"),
-    *("num_training_steps", "norm_parameters", "is_stacked", "track_running_stats", "inplace"),
+    *("num_training_steps", "norm_parameters", "track_running_stats", "inplace"),
 )
 OWN_OF_A_NORM = ("weight", "bias", "eps")  # what networks read to normalize without its forward
 
