@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
-from torch.utils.data import default_collate
+from torch.utils._pytree import tree_map
 
 from normexp.batching.copies import copied
 from normexp.batching.draws import Dropout
@@ -105,9 +105,8 @@ class InTurn(Replicas):
 
     def measure(self, batch: Batch, function: Measure[T], *, shared: bool = False) -> T:
         every = range(self.num_replicas)
-        return default_collate(
-            [self._measure_one(i, batch, function, shared=shared) for i in every]
-        )
+        rows = [self._measure_one(i, batch, function, shared=shared) for i in every]
+        return tree_map(lambda *values: torch.stack(values), *rows)
 
     @counting(together=True)
     def add_gradient(self, batch: Batch, loss: Loss, weight: float) -> Tensor:
