@@ -128,11 +128,7 @@ def adapt(make: Callable[..., Any], *, target: str, eps: float | None) -> Build:
 
 def _free_arguments(make: Callable[..., Any]) -> list[inspect.Parameter]:
     """Returns the arguments of a class, a function or a partial that are not bound yet."""
-    bound: set[str] = set()
-    function = make
-    while isinstance(function, partial):
-        bound |= function.keywords.keys()
-        function = function.func
+    function, bound = (make.func, make.keywords) if isinstance(make, partial) else (make, {})
     if getattr(function, "__init__", None) is nn.Module.__init__:
         return []  # takes no arguments, despite its signature
     try:

@@ -118,13 +118,13 @@ class BatchNormPerPosition(RunningMomentsNorm):
     bias there, and the running variance stays as it was.
 
     Args:
-        num_positions: T, the longest sequence; only padding may lie beyond.
+        num_positions: T, the longest sequence.
         momentum: weight of the new value in the running averages; null does not fit, because
             positions are not real equally often.
 
     Raises:
-        UserError: in forward, one sample in training, an input that is not (N, C, T), or real
-            positions beyond `num_positions`.
+        UserError: in forward, one sample in training, an input that is not (N, C, T), or one that
+            is longer than `num_positions`.
     """
 
     num_positions: int
@@ -147,19 +147,14 @@ class BatchNormPerPosition(RunningMomentsNorm):
                 "batch norm per position needs one axis of positions, (N, C, T), but got shape "
                 f"{tuple(x.shape[1:])}; try norm=batch, or norm.view=sequence for tokens"
             )
-        surplus = x.shape[-1] - self.num_positions
-        if surplus <= 0:
-            return super().forward_groups(x, mask)
-        padding = None if mask is None else mask[..., self.num_positions :]
-        if padding is None or bool(padding.any()):
+        if x.shape[-1] > self.num_positions:
             raise UserError(
                 f"a sequence of {x.shape[-1]} positions is longer than "
                 f"num_positions={self.num_positions} of batch norm per position; set "
                 f"+norm.num_positions={x.shape[-1]}, or qk_norm=false if it is true: there each "
                 "head of a token is a position"
             )
-        known = None if mask is None else mask[..., : self.num_positions]
-        return F.pad(super().forward_groups(x[..., : self.num_positions], known), (0, surplus))
+        return super().forward_groups(x, mask)
 
     def check_shape(self, shape: torch.Size) -> None:
         if shape[0] == 1:

@@ -33,7 +33,7 @@ class SquareNorm(RunningNorm):
     momentum: float
 
     def normalize_by_running(self, x: Tensor, _: Mask, affine: Affine) -> Tensor:
-        square = over_channels(self.running_square, x, axis=2)
+        square = self.averages_like(x)[0]
         return affine.apply(x, torch.rsqrt(square + self.eps), axis=2)
 
 
