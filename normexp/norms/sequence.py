@@ -118,13 +118,13 @@ class BatchNormPerPosition(RunningMomentsNorm):
     bias there, and the running variance stays as it was.
 
     Args:
-        num_positions: T, the longest sequence.
+        num_positions: T, the longest sequence; only padding may lie beyond.
         momentum: weight of the new value in the running averages; null does not fit, because
             positions are not real equally often.
 
     Raises:
-        UserError: in forward, one sample in training, an input that is not (N, C, T), or one that
-            is longer than `num_positions`.
+        UserError: in forward, one sample in training, an input that is not (N, C, T), or real
+            positions beyond `num_positions`.
     """
 
     num_positions: int
@@ -147,14 +147,18 @@ class BatchNormPerPosition(RunningMomentsNorm):
                 "batch norm per position needs one axis of positions, (N, C, T), but got shape "
                 f"{tuple(x.shape[1:])}; try norm=batch, or norm.view=sequence for tokens"
             )
-        if x.shape[-1] > self.num_positions:
+        surplus = x.shape[-1] - self.num_positions
+        if surplus <= 0:
+            return super().forward_groups(x, mask)
+        if mask is None or mask[..., self.num_positions :].any():
             raise UserError(
                 f"a sequence of {x.shape[-1]} positions is longer than "
                 f"num_positions={self.num_positions} of batch norm per position; set "
                 f"+norm.num_positions={x.shape[-1]}, or qk_norm=false if it is true: there each "
                 "head of a token is a position"
             )
-        return super().forward_groups(x, mask)
+        x, mask = x[..., : self.num_positions], mask[..., : self.num_positions]
+        return F.pad(super().forward_groups(x, mask), (0, surplus))
 
     def check_shape(self, shape: torch.Size) -> None:
         if shape[0] == 1:
