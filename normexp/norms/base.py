@@ -48,7 +48,7 @@ def widen(x: Tensor) -> Tensor:
 
 def wide_dtype(x: Tensor) -> torch.dtype:
     """Returns float32, or the dtype of `x` if that is wider."""
-    return torch.promote_types(x.dtype, torch.float32)
+    return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
 
 
 def zero_padding(x: Tensor, real: Mask) -> Tensor:
