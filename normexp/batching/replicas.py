@@ -13,10 +13,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
+from torch.utils._pytree import tree_map
 
 from normexp.batching.copies import copied
 from normexp.batching.draws import Dropout
-from normexp.norms.contract import KnowsStack, State
+from normexp.norms.contract import State
+from normexp.norms.counters import counting
 
 Batch = dict[str, Tensor]
 Measurements = dict[str, Tensor]
@@ -61,6 +63,7 @@ class Replicas(nn.Module, ABC):
             function: of a model's output and its batch; returns a tensor or a dict of tensors.
         """
 
+    @counting(together=True)
     def add_gradient(self, batch: Batch, loss: Loss, weight: float) -> Tensor:
         """Adds the gradient of `weight` times each replica's loss; returns the losses (S,)."""
         return backward(self.measure(batch, loss), weight)
@@ -103,10 +106,9 @@ class InTurn(Replicas):
     def measure(self, batch: Batch, function: Measure[T], *, shared: bool = False) -> T:
         every = range(self.num_replicas)
         rows = [self._measure_one(i, batch, function, shared=shared) for i in every]
-        if isinstance(rows[0], Tensor):
-            return torch.stack(rows)  # type: ignore[arg-type]
-        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}  # type: ignore[index]
+        return tree_map(lambda *values: torch.stack(values), *rows)
 
+    @counting(together=True)
     def add_gradient(self, batch: Batch, loss: Loss, weight: float) -> Tensor:
         """As the base class, but holds the activations of one network at a time."""
         every = range(self.num_replicas)
@@ -147,7 +149,6 @@ class Stacked(Replicas):
         stacked = copied(networks[0])
         for name, tensor in (*stacked.named_parameters(), *stacked.named_buffers()):
             tensor.data = tensors[name].detach()
-        _tell_norms(stacked, is_stacked=True)
         super().__init__([stacked], len(networks))
 
     def measure(self, batch: Batch, function: Measure[T], *, shared: bool = False) -> T:
@@ -176,7 +177,6 @@ class Stacked(Replicas):
         network.zero_grad()  # gradients of the whole stack
         for tensor in (*network.parameters(), *network.buffers()):
             tensor.data = tensor.detach()[index].clone()
-        _tell_norms(network, is_stacked=False)
         return network
 
     def clip_gradients(self, max_norm: float) -> None:
@@ -200,12 +200,6 @@ def backward(losses: Tensor, weight: float) -> Tensor:
     # supported precision scales the loss.
     losses.backward(torch.full_like(losses, weight))
     return losses.detach()
-
-
-def _tell_norms(network: nn.Module, *, is_stacked: bool) -> None:
-    for module in network.modules():
-        if isinstance(module, KnowsStack):
-            module.is_stacked = is_stacked
 
 
 # --- What is faster: stacked or in turn, one CPU thread or several --------------------------------

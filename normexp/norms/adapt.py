@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from normexp.errors import UserError
+from normexp.norms.contract import Mask
 from normexp.records.provenance import source_line_of
 
 logger = logging.getLogger(__name__)
@@ -127,11 +128,7 @@ def adapt(make: Callable[..., Any], *, target: str, eps: float | None) -> Build:
 
 def _free_arguments(make: Callable[..., Any]) -> list[inspect.Parameter]:
     """Returns the arguments of a class, a function or a partial that are not bound yet."""
-    bound: set[str] = set()
-    function = make
-    while isinstance(function, partial):
-        bound |= function.keywords.keys()
-        function = function.func
+    function, bound = (make.func, make.keywords) if isinstance(make, partial) else (make, {})
     if getattr(function, "__init__", None) is nn.Module.__init__:
         return []  # takes no arguments, despite its signature
     try:
@@ -189,13 +186,13 @@ class LayoutAdapter(nn.Module):
     def extra_repr(self) -> str:
         return str(self.layout)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
         """(N, C, *) -> same; mask (N, *), for a norm that takes one."""
         if not self.layout.channels_last:
             return self._fit_and_apply(x, mask, first_position=2)
         return self._fit_and_apply(x.movedim(1, -1), mask, first_position=1).movedim(-1, 1)
 
-    def _fit_and_apply(self, x: Tensor, mask: Tensor | None, first_position: int) -> Tensor:
+    def _fit_and_apply(self, x: Tensor, mask: Mask, first_position: int) -> Tensor:
         accepted = self.layout.num_dims
         if larger := [n for n in accepted if n >= x.ndim]:
             ones = [1] * (larger[0] - x.ndim)

@@ -5,7 +5,7 @@ Axis letters, as in every shape comment of the project:
     * any number of position axes (none, L, H W, D H W), G groups of samples, S replicas,
     V vocabulary
 
-Masks are called `real` here: true where a value counts, broadcastable to the values, as (N, 1, *).
+Masks are called `real` here, and broadcast to the values, as (N, 1, *).
 Values that are not real must already be zero (`zero_padding`): 0 * NaN would reach a gradient.
 """
 
@@ -13,12 +13,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, TypeVar, dataclass_transform
 
 import torch
 from torch import Tensor, nn
 
 from normexp.errors import UserError
+from normexp.norms.contract import Mask
+
+Norm = TypeVar("Norm")
+
+
+@dataclass_transform(eq_default=False, kw_only_default=True, field_specifiers=(field,))
+def knobs(norm: type[Norm]) -> type[Norm]:
+    """Makes the annotated attributes of a norm its knobs, arguments of its constructor."""
+    return dataclass(eq=False, repr=False, kw_only=True)(norm)
 
 
 class Moments(NamedTuple):
@@ -42,23 +51,23 @@ def wide_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
 
 
-def zero_padding(x: Tensor, real: Tensor | None) -> Tensor:
+def zero_padding(x: Tensor, real: Mask) -> Tensor:
     """Returns `x` with zeros where `real` is false, even in place of NaN."""
     return x if real is None else torch.where(real, x, 0)
 
 
-def centre(x: Tensor, mean: Tensor, real: Tensor | None) -> Tensor:
+def centre(x: Tensor, mean: Tensor, real: Mask) -> Tensor:
     """Returns x - mean, zero where `real` is false."""
     return zero_padding(x - mean, real)
 
 
-def count_values(x: Tensor, real: Tensor | None, dims: tuple[int, ...]) -> int | Tensor:
+def count_values(x: Tensor, real: Mask, dims: tuple[int, ...]) -> int | Tensor:
     """Returns how many values of `x` each statistic over `dims` pools."""
     if real is None:
         return math.prod([x.shape[dim] for dim in dims])  # lists: dynamo cannot trace a generator
     shared = math.prod([x.shape[dim] for dim in dims if real.shape[dim] == 1])
     count = real.sum(dim=dims, keepdim=True) if dims else real
-    return count.to(x.dtype) * shared if shared != 1 else count.to(x.dtype)
+    return count.to(x.dtype) * shared
 
 
 def at_least_one(count: int | Tensor) -> int | Tensor:
@@ -66,9 +75,7 @@ def at_least_one(count: int | Tensor) -> int | Tensor:
     return count.clamp(min=1) if isinstance(count, Tensor) else count
 
 
-def measure_mean(
-    x: Tensor, real: Tensor | None, dims: tuple[int, ...]
-) -> tuple[Tensor, int | Tensor]:
+def measure_mean(x: Tensor, real: Mask, dims: tuple[int, ...]) -> tuple[Tensor, int | Tensor]:
     """Returns the mean over `dims`, kept with size 1, and the number of values behind it."""
     count = count_values(x, real, dims)
     if not dims:
@@ -76,7 +83,7 @@ def measure_mean(
     return x.sum(dim=dims, keepdim=True) / at_least_one(count), count
 
 
-def measure(x: Tensor, real: Tensor | None, dims: tuple[int, ...]) -> Moments:
+def measure(x: Tensor, real: Mask, dims: tuple[int, ...]) -> Moments:
     """Returns the moments over `dims`, kept with size 1; over no axis, each value is its mean.
 
     The variance is that of deviations from the mean: E[x^2] - E[x]^2 would lose digits.
@@ -120,6 +127,13 @@ def pool(parts: Moments, dim: int) -> Moments:
     return Moments(mean, var, total)
 
 
+def mix(own: Moments, share: float | Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns mean and variance of values of which `own` are a share, the others having these."""
+    between = share * (1 - share) * (own.mean - mean).square()
+    var = share * own.var + (1 - share) * var + between
+    return share * own.mean + (1 - share) * mean, var
+
+
 def unbiased(var: Tensor, count: int | Tensor) -> Tensor:
     """Returns a biased variance over n = `count` values times n / (n - 1); unchanged below two."""
     fewer = (count - 1).clamp(min=1) if isinstance(count, Tensor) else max(count - 1, 1)
@@ -158,13 +172,12 @@ class Affine(NamedTuple):
 NO_AFFINE = Affine(None, None)
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
+@knobs
 class AffineNorm(nn.Module):
     """Abstract: a norm with a weight and a bias per channel, in float32 or wider.
 
     Shape (N, C, *) in and out, in the dtype of the input; where a mask (N, *) is false, the output
-    is zero and the input is ignored. A subclass is a dataclass whose fields are its knobs, and
-    defines `normalize`.
+    is zero and the input is ignored. A subclass defines `normalize`; `knobs` adds its own.
 
     Args:
         eps: small constant added to the variance, or to the mean square.
@@ -182,7 +195,7 @@ class AffineNorm(nn.Module):
     affine: bool = True
     zero_centered: bool = False
     has_bias = True  # False: `affine` means a weight alone
-    is_stacked = False  # True: runs under vmap, with the replicas of a stack
+    learned: ClassVar[dict[str, float]] = {}  # parameters (C,) to add, and their initial values
     channel_axis = 1  # of the x that `normalize` is given; 2 for (G, N, C, *), G ghost groups
 
     def __post_init__(self) -> None:
@@ -190,10 +203,16 @@ class AffineNorm(nn.Module):
         if self.zero_centered and not self.affine:
             raise UserError("zero_centered=true has no effect with affine=false; set affine=true")
         self.check_knobs()
-        ones, zeros = torch.ones(self.num_features), torch.zeros(self.num_features)
-        self.weight = nn.Parameter(zeros if self.zero_centered else ones) if self.affine else None
-        self.bias = nn.Parameter(zeros.clone()) if self.affine and self.has_bias else None
+        weight, bias = (self.vector(start) for start in (not self.zero_centered, 0))
+        self.weight = nn.Parameter(weight) if self.affine else None
+        self.bias = nn.Parameter(bias) if self.affine and self.has_bias else None
         self.add_state()
+        for name, start in self.learned.items():
+            setattr(self, name, nn.Parameter(self.vector(start)))
+
+    def vector(self, start: float) -> Tensor:
+        """Returns `start` for each channel, (C,)."""
+        return torch.full((self.num_features,), float(start))
 
     def check_knobs(self) -> None:
         """Refuses knobs out of their range, and derives others from them."""
@@ -211,12 +230,17 @@ class AffineNorm(nn.Module):
         knobs = [knob.name for knob in fields(self) if knob.init]
         return ", ".join(f"{name}={getattr(self, name)}" for name in knobs)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
         real = None if mask is None else mask.unsqueeze(self.channel_axis)  # (N, 1, *)
-        wide = zero_padding(widen(x), real)
-        return zero_padding(self.normalize(wide, real, self.affine_like(wide)), real).to(x.dtype)
+        wide = zero_padding(x if self.widens_itself(x, mask) else widen(x), real)
+        return zero_padding(self.normalize(wide, real, self.affine_like(x)), real).to(x.dtype)
 
-    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+    def widens_itself(self, x: Tensor, mask: Mask) -> bool:
+        """True if `normalize` takes half precision as it is, which saves a copy of `x`."""
+        del x, mask
+        return False
+
+    def normalize(self, x: Tensor, real: Mask, affine: Affine, /) -> Tensor:
         """Returns the output for x (N, C, *), which is zero where `real` (N, 1, *) is false.
 
         The caller discards outputs where `real` is false.
@@ -224,6 +248,7 @@ class AffineNorm(nn.Module):
         raise NotImplementedError
 
     def affine_like(self, x: Tensor) -> Affine:
-        """Returns gain and bias in the dtype of `x`, since kernels want one dtype for both."""
-        weight, bias = (None if v is None else v.to(x.dtype) for v in (self.weight, self.bias))
+        """Returns gain and bias in the dtype of `widen(x)`: kernels want one for all but `x`."""
+        dtype = wide_dtype(x)
+        weight, bias = (None if v is None else v.to(dtype) for v in (self.weight, self.bias))
         return Affine(weight + 1 if weight is not None and self.zero_centered else weight, bias)

@@ -10,7 +10,6 @@ In training the moments pool positions and samples; evaluation uses their runnin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,8 +24,9 @@ from normexp.norms.base import (
     at_least_one,
     centre,
     count_values,
+    knobs,
 )
-from normexp.norms.contract import State
+from normexp.norms.contract import Mask, State
 from normexp.norms.kernel import batch_norm
 from normexp.norms.running import (
     RunningMomentsNorm,
@@ -34,7 +34,7 @@ from normexp.norms.running import (
 )
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
+@knobs
 class BatchNorm(RunningMomentsNorm):
     """(x - mean) / sqrt(var + eps) * weight + bias, moments over all samples and positions.
 
@@ -53,19 +53,14 @@ class BatchNorm(RunningMomentsNorm):
             for name, _ in list(self.named_buffers()):
                 setattr(self, name, None)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        if mask is not None or not (self.training and self.kernel_moves_averages(x)):
+    def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
+        if not self.widens_itself(x, mask):
             return super().forward(x, mask)
-        # The whole forward is torch's kernel, which needs no wide copy of `x`.
         self.check_shape(x.shape)  # skips the axis of groups, which would slow small inputs
-        return self.normalize_in_kernel(x, self.affine_like(self.running_mean))
+        return self.normalize_in_kernel(x, self.affine_like(x))
 
-    def forward_groups(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        if mask is not None or not (self.training and self.kernel_moves_averages(x)):
-            return super().forward_groups(x, mask)
-        self.check_shape(x.shape[1:])
-        affine = self.affine_like(self.running_mean)
-        return self.normalize_in_kernel(x.flatten(0, 1), affine, len(x)).unflatten(0, x.shape[:2])
+    def widens_itself(self, x: Tensor, mask: Mask) -> bool:
+        return mask is None and self.training and self.kernel_moves_averages(x)
 
     def kernel_moves_averages(self, x: Tensor) -> bool:
         return self.track_running_stats and super().kernel_moves_averages(x)
@@ -74,7 +69,7 @@ class BatchNorm(RunningMomentsNorm):
         if self.track_running_stats:
             super().advance(groups)
 
-    def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+    def normalize_by_running(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         if self.track_running_stats:
             return super().normalize_by_running(x, real, affine)
         self.check_shape(x.shape[1:])
@@ -84,7 +79,7 @@ class BatchNorm(RunningMomentsNorm):
         return super().merge_state(start, parts, shares) if self.track_running_stats else {}
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
+@knobs
 class GhostBatchNorm(RunningMomentsNorm):
     """Batch norm whose statistics in training pool `ghost_size` samples and all positions.
 
@@ -110,7 +105,7 @@ class GhostBatchNorm(RunningMomentsNorm):
             if size:
                 super().check_shape(torch.Size((size, *shape[1:])))
 
-    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+    def normalize_by_batch(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         num_samples = x.shape[1]
         size = min(self.ghost_size, num_samples)
         missing = -num_samples % size
@@ -143,7 +138,7 @@ class SyncBatchNorm(RunningMomentsNorm):
         if not _has_peers():
             super().check_shape(shape)
 
-    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+    def normalize_by_batch(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         if not _has_peers():
             return super().normalize_by_batch(x, real, affine)
         dims = group_dims(x)
@@ -167,8 +162,7 @@ class _AddOverProcesses(torch.autograd.Function):
     """Sums a tensor over all processes; sums its gradient too, as each value is in every sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        del ctx
+    def forward(_: Any, x: Tensor) -> Tensor:
         total = x.contiguous().clone()
         dist.all_reduce(total)
         return total
@@ -190,17 +184,15 @@ class FrozenBatchNorm(AffineNorm):
     running_var: Tensor
 
     def add_state(self) -> None:
-        self.register_buffer("running_mean", torch.zeros(self.num_features))
-        self.register_buffer("running_var", torch.ones(self.num_features))
+        self.register_buffer("running_mean", self.vector(0))
+        self.register_buffer("running_var", self.vector(1))
         self.register_load_state_dict_pre_hook(_drop_counter)
 
-    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        del real
+    def normalize(self, x: Tensor, _: Mask, affine: Affine) -> Tensor:
         mean, var = self.running_mean.to(x.dtype), self.running_var.to(x.dtype)
-        return batch_norm(x, affine, (mean, var), None, self.eps, is_stacked=self.is_stacked)
+        return batch_norm(x, affine, (mean, var), None, self.eps)
 
 
-def _drop_counter(module: nn.Module, state: dict[str, Any], prefix: str, *rest: object) -> None:
+def _drop_counter(_: nn.Module, state: dict[str, Any], prefix: str, *_rest: object) -> None:
     """Drops the step counter from a batch norm's state_dict."""
-    del module, rest
     state.pop(f"{prefix}num_batches_tracked", None)

@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 State = dict[str, Tensor]  # buffers by name
+Mask = Tensor | None  # true where a value is real; None: everywhere
 
 
 class Norm(Protocol):
@@ -22,14 +23,14 @@ class Norm(Protocol):
     lack the argument `mask`; of any other without it, a site shows it only real positions.
     """
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor: ...
+    def forward(self, x: Tensor, mask: Mask = None) -> Tensor: ...
 
 
 @runtime_checkable
 class NormOfGroups(Protocol):
     """It takes all groups of a split batch in one call, which is faster."""
 
-    def forward_groups(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward_groups(self, x: Tensor, mask: Mask = None) -> Tensor:
         """Returns the output for x (G, N, C, *), mask (G, N, *): statistics per group."""
         ...
 
@@ -79,10 +80,3 @@ class HasNormParameters(Protocol):
     """A module around a norm: weight decay treats these of its parameters as a norm's."""
 
     norm_parameters: tuple[str, ...]
-
-
-@runtime_checkable
-class KnowsStack(Protocol):
-    """`is_stacked` tells it that it runs under vmap, with the replicas of a stack."""
-
-    is_stacked: bool

@@ -17,7 +17,7 @@ nn.LayerNorm(C), and instance norm has nothing to pool.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 import torch
@@ -26,12 +26,13 @@ from torch import Tensor, nn
 
 from normexp.errors import UserError
 from normexp.norms import kernel
-from normexp.norms.base import Affine, AffineNorm, centre, measure, zero_padding
+from normexp.norms.base import Affine, AffineNorm, centre, knobs, measure, zero_padding
+from normexp.norms.contract import Mask
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
+@knobs
 class ChannelGroupsNorm(AffineNorm):
     """Abstract: a norm over `num_groups` runs of neighbouring channels.
 
@@ -82,9 +83,9 @@ class GroupNorm(ChannelGroupsNorm):
     takes num_groups first) and on tokens: torch on (N, C, T) pools positions too.
     """
 
-    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+    def normalize(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         self.refuse_one_value(x)
-        return group_norm(x, real, self.num_groups, affine, self.eps, is_stacked=self.is_stacked)
+        return group_norm(x, real, self.num_groups, affine, self.eps)
 
 
 class LayerNorm(AffineNorm):
@@ -94,10 +95,10 @@ class LayerNorm(AffineNorm):
     `LayerNorm2d`; torch.nn.LayerNorm([C, H, W]) has a weight and a bias per value.
     """
 
-    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+    def normalize(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         if x.ndim == 2:
             return F.layer_norm(x, x.shape[1:], *affine, self.eps)
-        return group_norm(x, real, 1, affine, self.eps, is_stacked=self.is_stacked)
+        return group_norm(x, real, 1, affine, self.eps)
 
 
 class InstanceNorm(AffineNorm):
@@ -108,9 +109,9 @@ class InstanceNorm(AffineNorm):
     set, does not exist here.
     """
 
-    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+    def normalize(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         refuse_one_position(x.shape, "instance norm", "norm=layer or norm=group")
-        return group_norm(x, real, self.num_features, affine, self.eps, is_stacked=self.is_stacked)
+        return group_norm(x, real, self.num_features, affine, self.eps)
 
 
 class LayerNorm2d(AffineNorm):
@@ -120,13 +121,12 @@ class LayerNorm2d(AffineNorm):
     and what transformers do with tokens.
     """
 
-    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        del real
+    def normalize(self, x: Tensor, _: Mask, affine: Affine) -> Tensor:
         last = x.movedim(1, -1)  # (N, *, C)
         return F.layer_norm(last, (last.shape[-1],), *affine, self.eps).movedim(-1, 1)
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
+@knobs
 class PositionNorm(LayerNorm2d):
     """Moments over the channels at each position, no weight and no bias: PONO. arXiv:1907.04312.
 
@@ -148,14 +148,13 @@ class RMSNorm(AffineNorm):
 
     has_bias = False
 
-    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        del real
+    def normalize(self, x: Tensor, _: Mask, affine: Affine) -> Tensor:
         if x.ndim == 2:  # torch's kernel wants channels last, which is slower for maps
             return F.rms_norm(x, (self.num_features,), affine.weight, self.eps)
         return affine.apply(x * inverse_rms(x, self.eps))
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
+@knobs
 class SimpleRMSNorm(RMSNorm):
     """x / sqrt(mean_C(x^2) + eps): RMS norm without parameters. arXiv:2307.14995.
 
@@ -174,18 +173,16 @@ class NoNorm(nn.Module):
         super().__init__()
         self.num_features = num_features
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
         return zero_padding(x, None if mask is None else mask.unsqueeze(1))
 
 
 def group_norm(
     x: Tensor,
-    real: Tensor | None,
+    real: Mask,
     num_groups: int,
     affine: Affine,
     eps: float,
-    *,
-    is_stacked: bool = False,
 ) -> Tensor:
     """Normalizes each run of C / num_groups channels of each sample over its real positions.
 
@@ -196,7 +193,7 @@ def group_norm(
             # The kernel loses digits far from zero, twice as many as nn.InstanceNorm's. No output
             # depends on a constant that is added to a whole channel, so neither does a gradient.
             x = x - x.detach().mean(dim=tuple(range(2, x.ndim)), keepdim=True)
-        return kernel.group_norm(x, num_groups, affine, eps, is_stacked=is_stacked)
+        return kernel.group_norm(x, num_groups, affine, eps)
     groups = x.unflatten(1, (num_groups, -1))  # (N, G, C/G, *)
     real = real.unsqueeze(1)  # (N, 1, 1, *)
     mean, var, _ = measure(groups, real, tuple(range(2, groups.ndim)))

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor
 
 from normexp.norms.base import Affine, Moments, centre, measure
+from normexp.norms.contract import Mask
 
 # On a CPU, groups of more elements than this run one after another: a loop saves the two copies
 # needed to fold them, which cost more than its extra calls from about this size. On a GPU a launch
@@ -35,7 +37,6 @@ def batch_norm(
     eps: float,
     *,
     num_groups: int = 1,
-    is_stacked: bool,
 ) -> Tensor:
     """Returns batch norm of x (G * N, C, *), each group of N samples by its own statistics.
 
@@ -45,11 +46,9 @@ def batch_norm(
         x: may be of half precision; all else is in float32 or wider.
         averages: running mean and variance (C,), moved in place.
         momentum: weight of the new values; None normalizes by the averages, and leaves them.
-        is_stacked: under vmap with other replicas.
     """
-    pays = x.device.type != "cpu" or x.numel() >= FOLD_FROM_ELEMENTS
     # The operator has a rule for vmap. Without need it costs 5 % of a small norm.
-    folds = num_groups > 1 or (is_stacked and pays)
+    folds = num_groups > 1 or _folding_pays(x, averages[0])
     function = torch.ops.normexp.batch_norm.default if folds else _batch_norm
     return function(x, *affine, *averages, num_groups, momentum, eps)
 
@@ -89,9 +88,7 @@ def _batch_norm(
     return out.flatten(0, 1)
 
 
-def normalize_groups(
-    x: Tensor, real: Tensor | None, affine: Affine, eps: float
-) -> tuple[Tensor, Moments]:
+def normalize_groups(x: Tensor, real: Mask, affine: Affine, eps: float) -> tuple[Tensor, Moments]:
     """Returns batch norm of each group of x (G, N, C, *), and the moments (G, 1, C, 1, ...)."""
     if real is not None:
         moments = measure(x, real, (1, *range(3, x.ndim)))
@@ -126,70 +123,62 @@ def _by_group(kernel: Kernel, x: Tensor, affine: Affine) -> tuple[Tensor, Tensor
     return out.unflatten(1, (num_groups, num_channels)).movedim(1, 0), first, second
 
 
-def _fold_replicas(
-    info: Any, in_dims: tuple[int | None, ...], x: Tensor, *rest: Any
-) -> tuple[Tensor, int]:
-    """The rule of vmap for `_batch_norm`: the channels of all replicas in one call."""
-    axis, size = in_dims[0], info.batch_size
-    x = x[:, None].expand(-1, size, *x.shape[1:]) if axis is None else x.movedim(axis, 1)
-    *values, _, momentum, _ = rest
-
-    def flat(value: Tensor) -> Tensor:  # (S, C) to (S * C,)
-        # Averages are moved in place: not in a copy. Those that are not may be a part of more rows.
-        return value.flatten() if momentum is None else value.view(-1)
-
-    rows = [
-        None if value is None else flat(value.movedim(dim, 0))
-        for value, dim in zip(values, in_dims[1:5], strict=True)
-    ]
-    out = _batch_norm(x.flatten(1, 2), *rows, *rest[4:])  # type: ignore[arg-type]
-    return out.unflatten(1, (size, -1)), 1
-
-
-def group_norm(
-    x: Tensor, num_groups: int, affine: Affine, eps: float, *, is_stacked: bool
-) -> Tensor:
+def group_norm(x: Tensor, num_groups: int, affine: Affine, eps: float) -> Tensor:
     """Returns torch's group norm of x (N, C, *); replicas of a stack fold into channels and groups.
 
     vmap's own rule makes samples of the replicas, with two copies of all values in each direction:
     convolutions of a stack want its channels together.
     """
-    pays = x.device.type != "cpu" or x.numel() >= FOLD_FROM_ELEMENTS
-    folds = is_stacked and pays and x.ndim > 2
+    folds = x.ndim > 2 and _folding_pays(x, affine.weight)
     function = torch.ops.normexp.group_norm.default if folds else _group_norm
-    return function(x, *affine, num_groups, eps)
+    return function(x, *affine, x.shape[1] // num_groups, eps)
 
 
 def _group_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, group_size: int, eps: float
 ) -> Tensor:
-    return torch.nn.functional.group_norm(x, num_groups, weight, bias, eps)
+    return torch.nn.functional.group_norm(x, x.shape[1] // group_size, weight, bias, eps)
 
 
-def _fold_replicas_of_groups(
-    info: Any, in_dims: tuple[int | None, ...], x: Tensor, *rest: Any
-) -> tuple[Tensor, int]:
-    """The rule of vmap for `_group_norm`."""
-    axis, size = in_dims[0], info.batch_size
-    *values, num_groups, eps = rest
-    x = x[:, None].expand(-1, size, *x.shape[1:]) if axis is None else x.movedim(axis, 1)
-    rows = [
-        value if value is None else value.movedim(dim, 0).flatten()
-        for value, dim in zip(values, in_dims[1:3], strict=True)
-    ]
-    out = _group_norm(x.flatten(1, 2), *rows, size * num_groups, eps)  # type: ignore[arg-type]
-    return out.unflatten(1, (size, -1)), 1
+def _folding_pays(x: Tensor, row: Tensor | None) -> bool:
+    """True under vmap, if x or a row (C,) differs between the replicas and x is large enough."""
+    is_stacked = is_batchedtensor(x) or (row is not None and is_batchedtensor(row))
+    return is_stacked and (x.device.type != "cpu" or x.numel() >= FOLD_FROM_ELEMENTS)
 
 
 _LIBRARY = torch.library.Library("normexp", "FRAGMENT")  # registrations last as long as it
-_LIBRARY.define(
-    "batch_norm(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!) running_mean, "
-    "Tensor(b!) running_var, int num_groups, float? momentum, float eps) -> Tensor"
+
+
+def _register(kernel: Callable[..., Tensor], arguments: str, num_rows: int) -> None:
+    """Makes an operator of a kernel of x (N, C, *), `num_rows` rows (C,) and settings.
+
+    Under vmap it takes the channels of all replicas in one call.
+    """
+
+    def fold_replicas(
+        info: Any, in_dims: tuple[int | None, ...], x: Tensor, *rest: Any
+    ) -> tuple[Tensor, int]:
+        axis, size = in_dims[0], info.batch_size
+        x = x[:, None].expand(-1, size, *x.shape[1:]) if axis is None else x.movedim(axis, 1)
+        rows = [  # (S, C) to (S * C,); a view of buffers, which the kernel moves in place
+            None if row is None else row.movedim(dim, 0).flatten()
+            for row, dim in zip(rest[:num_rows], in_dims[1 : num_rows + 1], strict=True)
+        ]
+        out = kernel(x.flatten(1, 2), *rows, *rest[num_rows:])
+        return out.unflatten(1, (size, -1)), 1
+
+    name = kernel.__name__.lstrip("_")
+    _LIBRARY.define(f"{name}({arguments}) -> Tensor")
+    _LIBRARY.impl(name, kernel, "CompositeImplicitAutograd")
+    torch.library.register_vmap(f"normexp::{name}", fold_replicas, lib=_LIBRARY)
+
+
+_register(
+    _batch_norm,
+    "Tensor x, Tensor? weight, Tensor? bias, Tensor(a!) running_mean, Tensor(b!) running_var, "
+    "int num_groups, float? momentum, float eps",
+    num_rows=4,
 )
-_LIBRARY.impl("batch_norm", _batch_norm, "CompositeImplicitAutograd")
-torch.library.register_vmap("normexp::batch_norm", _fold_replicas, lib=_LIBRARY)
-_LIBRARY.define(
-    "group_norm(Tensor x, Tensor? weight, Tensor? bias, int num_groups, float eps) -> Tensor"
+_register(
+    _group_norm, "Tensor x, Tensor? weight, Tensor? bias, int group_size, float eps", num_rows=2
 )
-_LIBRARY.impl("group_norm", _group_norm, "CompositeImplicitAutograd")
-torch.library.register_vmap("normexp::group_norm", _fold_replicas_of_groups, lib=_LIBRARY)

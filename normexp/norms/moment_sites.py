@@ -8,7 +8,7 @@ shown any other moments, even those of each sample apart, by a change of its inp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from normexp.norms.base import Moments, measure, pool, unbiased, widen
+from normexp.norms.base import Moments, measure, mix, pool, unbiased, widen, zero_padding
+from normexp.norms.contract import Mask
 from normexp.norms.site import Site, as_maps, input_and_mask
 
 INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -85,11 +86,11 @@ class NormSite:
             maps = maps.transpose(1, 2)
         return maps.reshape(x.shape).to(x.dtype)
 
-    def of_samples(self, x: Tensor, mask: Tensor | None) -> Moments:
+    def of_samples(self, x: Tensor, mask: Mask) -> Moments:
         """The moments (N, C, 1) of each sample over its positions."""
         real = None if mask is None else mask.reshape(len(x), 1, -1)
         maps = widen(self.maps(x.detach()))
-        return measure(maps if real is None else torch.where(real, maps, 0), real, (2,))
+        return measure(zero_padding(maps, real), real, (2,))
 
     def pooled(self, samples: Moments) -> Moments:
         """The moments (C,) that a training forward on these samples sees and averages, biased."""
@@ -137,8 +138,7 @@ def watching(sites: list[NormSite]) -> Iterator[Samples]:
     """Collects the moments of the samples that pass each site inside the block."""
     seen: Samples = {site: [] for site in sites}
 
-    def watch(site: NormSite, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x, mask = _input_of(site, args, kwargs)
+    def watch(site: NormSite, x: Tensor, mask: Mask) -> None:
         seen[site].append(site.of_samples(x, mask))
 
     with _hooked(sites, watch):
@@ -150,8 +150,8 @@ def inputs_to(sites: list[NormSite]) -> Iterator[dict[NormSite, Tensor]]:
     """Keeps the input of each site's first call."""
     inputs: dict[NormSite, Tensor] = {}
 
-    def keep(site: NormSite, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs.setdefault(site, _input_of(site, args, kwargs)[0])
+    def keep(site: NormSite, x: Tensor, _: Mask) -> None:
+        inputs.setdefault(site, x)
 
     with _hooked(sites, keep):
         yield inputs
@@ -177,24 +177,16 @@ def with_moments(
     """
     num_calls = dict.fromkeys(populations, 0)
 
-    def show(site: NormSite, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        x, mask = _input_of(site, args, kwargs)
+    def show(site: NormSite, x: Tensor, mask: Mask) -> Tensor:
         of_calls = populations[site]
         of_call = of_calls[min(num_calls[site], len(of_calls) - 1)]
         num_calls[site] += 1
         mean, var = (value.view(1, -1, 1) for value in of_call)
         if own_share:
-            means, variances, _count = site.of_samples(x, mask)
-            share = 1 / site.group_size(len(x))
-            between = share * (1 - share) * (means - mean).square()
-            var = share * variances + (1 - share) * var + between
-            mean = share * means + (1 - share) * mean
-        shown = site.shown(x, mean, var)
-        if args:
-            return (shown, *args[1:]), kwargs
-        return args, kwargs | {next(name for name, value in kwargs.items() if value is x): shown}
+            mean, var = mix(site.of_samples(x, mask), 1 / site.group_size(len(x)), mean, var)
+        return site.shown(x, mean, var)
 
-    with _hooked(list(populations), show):
+    with _hooked(populations, show):
         yield
 
 
@@ -230,34 +222,37 @@ def can_be_shown(site: NormSite, x: Tensor) -> bool:
     return bool(error <= 0.01 * size + 1e-6)
 
 
-def _input_of(
-    site: NormSite, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Tensor, Tensor | None]:
-    if isinstance(site.entry, Site):
-        return input_and_mask(args, kwargs)
-    return (args[0] if args else next(iter(kwargs.values()))), None
-
-
 @contextmanager
-def _hooked(sites: list[NormSite], hook: Callable[..., Any]) -> Iterator[None]:
+def _hooked(
+    sites: Iterable[NormSite], hook: Callable[[NormSite, Tensor, Mask], Tensor | None]
+) -> Iterator[None]:
+    """Calls `hook` with what enters each site, and shows the site what it returns instead."""
+
+    def call(site: NormSite, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x, mask = input_and_mask(args, kwargs)
+        shown = hook(site, x, mask if isinstance(site.entry, Site) else None)
+        if shown is None:
+            return None
+        if args:
+            return (shown, *args[1:]), kwargs
+        return args, kwargs | {next(iter(kwargs)): shown}
+
     with ExitStack() as hooks:
         for site in sites:
-            handle = site.entry.register_forward_pre_hook(partial(hook, site), with_kwargs=True)
+            handle = site.entry.register_forward_pre_hook(partial(call, site), with_kwargs=True)
             hooks.callback(handle.remove)
         yield
 
 
 def pool_batches(site: NormSite, batches: list[Moments]) -> Population:
     """The moments of all samples of several batches, from those of each (arXiv:2105.07576)."""
-    counts = [torch.as_tensor(b.count, dtype=b.mean.dtype, device=b.mean.device) for b in batches]
-    means, variances = (
-        torch.stack(v) for v in zip(*((b.mean, b.var) for b in batches), strict=True)
-    )
-    count = torch.stack(counts).view(-1, 1)
-    if site.pools_samples:
-        mean, var, _ = pool(Moments(means, variances, count), dim=0)
-        return Population(mean[0], var[0])
-    return Population(means.mean(dim=0), variances.mean(dim=0))
+    means = torch.stack([batch.mean for batch in batches])
+    variances = torch.stack([batch.var for batch in batches])
+    if not site.pools_samples:
+        return Population(means.mean(dim=0), variances.mean(dim=0))
+    counts = means.new_tensor([float(batch.count) for batch in batches])[:, None]
+    mean, var, _ = pool(Moments(means, variances, counts), dim=0)
+    return Population(mean[0], var[0])
 
 
 def distances(running: Tensor, batches: Sequence[Tensor], scale: Tensor) -> Tensor:

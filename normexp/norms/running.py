@@ -16,7 +16,7 @@ for a card, the number is 1000.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import ClassVar
 
 import torch
@@ -27,6 +27,7 @@ from normexp.norms.base import (
     Affine,
     AffineNorm,
     Moments,
+    knobs,
     measure,
     over_channels,
     pool,
@@ -34,11 +35,12 @@ from normexp.norms.base import (
     unbiased,
     wide_dtype,
 )
-from normexp.norms.contract import State
+from normexp.norms.contract import Mask, State
+from normexp.norms.counters import add_to_counters
 from normexp.norms.kernel import batch_norm, normalize_groups
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
+@knobs
 class RunningNorm(AffineNorm):
     """Abstract: a norm that pools samples in training and uses running averages in evaluation.
 
@@ -55,7 +57,7 @@ class RunningNorm(AffineNorm):
     needs_momentum = False  # True: momentum=None is refused
     channel_axis = 2
     num_batches_tracked: Tensor = field(init=False)
-    num_values: Tensor = field(init=False)  # of the last training forward: the weight of a part
+    num_values: Tensor = field(init=False)  # in training so far: their increase weighs a part
 
     def check_knobs(self) -> None:
         if self.momentum is None and self.needs_momentum:
@@ -70,33 +72,33 @@ class RunningNorm(AffineNorm):
 
     def add_state(self) -> None:
         for name, start in self.averages.items():
-            self.register_buffer(name, torch.full((self.num_features,), start))
+            self.register_buffer(name, self.vector(start))
         self.register_buffer("num_batches_tracked", torch.tensor(0))
         # An integer, so that casting the module to half precision does not round it.
         self.register_buffer("num_values", torch.tensor(0), persistent=False)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
         out = self.forward_groups(x[None], None if mask is None else mask[None])
         return out.squeeze(0)  # out[0] would cost a tensor of zeros and a copy in the backward
 
-    def forward_groups(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward_groups(self, x: Tensor, mask: Mask = None) -> Tensor:
         """Returns the output for x (G, N, C, *), mask (G, N, *), each group by its own statistics.
 
         In training the running averages move once, by the values of all groups together.
         """
         return super().forward(x, mask)
 
-    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+    def normalize(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         if not self.training:
             return self.normalize_by_running(x, real, affine)
         self.check_shape(x.shape[1:])
         return self.normalize_by_batch(x, real, affine)
 
-    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+    def normalize_by_batch(self, x: Tensor, real: Mask, affine: Affine, /) -> Tensor:
         """Returns the output in training and moves the state by one step."""
         raise NotImplementedError
 
-    def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+    def normalize_by_running(self, x: Tensor, real: Mask, affine: Affine, /) -> Tensor:
         """Returns the output in evaluation."""
         raise NotImplementedError
 
@@ -120,13 +122,16 @@ class RunningNorm(AffineNorm):
         weight = self.new_weight(self.num_batches_tracked, mean.dtype)
         if isinstance(total, Tensor):
             total = total.flatten()[0]
-            self.num_values.copy_(total)
             weight = weight * (total > 0).to(mean.dtype)  # padding alone moves nothing
-        else:
-            self.num_values.fill_(total)
+            total = total.long()
+        self.num_values.add_(total)
         for name, (value, _) in pooled.items():
             average = getattr(self, name)
             average.mul_(1 - weight).add_(weight * value.reshape(average.shape))
+
+    def averages_like(self, x: Tensor) -> list[Tensor]:
+        """Returns the `averages` shaped for x (G, N, C, *), and in its dtype."""
+        return [over_channels(getattr(self, name), x, axis=2) for name in self.averages]
 
     def new_weight(self, step: Tensor, dtype: torch.dtype) -> float | Tensor:
         """Returns the weight of the new value at the `step`-th update, counted from 1."""
@@ -139,14 +144,19 @@ class RunningNorm(AffineNorm):
         Without a real value in any part, the buffer keeps its start.
         """
         del shares
-        values = torch.stack([part["num_values"] for part in parts])  # (parts, ...)
-        merged = {"num_values": values.sum(dim=0)}
+        values = values_of(parts, start)  # (parts, ...)
+        merged = {"num_values": start["num_values"] + values.sum(dim=0)}
         for name in [name for name, value in start.items() if value.is_floating_point()]:
             ends = torch.stack([part[name] for part in parts])  # (parts, ..., C)
             counts = values.view(*values.shape, *[1] * (ends.ndim - values.ndim)).to(ends.dtype)
             mean, _ = pool_mean(ends, counts, dim=0)
             merged[name] = torch.where(counts.sum(dim=0) > 0, mean[0], start[name])
         return merged
+
+
+def values_of(parts: list[State], start: State) -> Tensor:
+    """Returns how many values each part of a step has counted, (parts, ...)."""
+    return torch.stack([part["num_values"] for part in parts]) - start["num_values"]
 
 
 class RunningMomentsNorm(RunningNorm):
@@ -160,7 +170,7 @@ class RunningMomentsNorm(RunningNorm):
     running_var: Tensor
     unbiased_running_var = True  # the running variance averages n / (n - 1) times the biased one
 
-    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+    def normalize_by_batch(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         # One kernel normalizes and moves the state where it computes the same.
         if real is None and self.kernel_moves_averages(x):
             out = self.normalize_in_kernel(x.flatten(0, 1), affine, len(x))
@@ -169,16 +179,11 @@ class RunningMomentsNorm(RunningNorm):
         self.advance(moments)
         return out
 
-    def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        del real
+    def normalize_by_running(self, x: Tensor, _: Mask, affine: Affine) -> Tensor:
         mean, var = self.running_mean.to(x.dtype), self.running_var.to(x.dtype)
         groups = x.flatten(0, 1)
-        out = batch_norm(groups, affine, (mean, var), None, self.eps, is_stacked=self.is_stacked)
+        out = batch_norm(groups, affine, (mean, var), None, self.eps)
         return out.unflatten(0, x.shape[:2])
-
-    def averages_like(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns running mean and variance shaped for x (G, N, C, *), and in its dtype."""
-        return over_channels(self.running_mean, x, 2), over_channels(self.running_var, x, 2)
 
     def kernel_moves_averages(self, x: Tensor) -> bool:
         """True if torch's kernel can move the averages: it needs a fixed momentum and one dtype."""
@@ -188,13 +193,11 @@ class RunningMomentsNorm(RunningNorm):
 
     def normalize_in_kernel(self, x: Tensor, affine: Affine, num_groups: int = 1) -> Tensor:
         """Returns batch norm of x (G * N, C, *), in any precision, and moves the state."""
-        self.num_batches_tracked.add_(1)
-        self.num_values.fill_(x[:, 0].numel())
+        add_to_counters(self, num_batches_tracked=1, num_values=x[:, 0].numel())
         averages = (self.running_mean, self.running_var)
         return batch_norm(
             *(x, affine, averages, self.momentum, self.eps),
             num_groups=num_groups,
-            is_stacked=self.is_stacked,
         )
 
     @torch.no_grad()
@@ -213,28 +216,23 @@ class RunningMomentsNorm(RunningNorm):
         parts' own `num_values`, which count real positions, and not `shares`. All values may lead
         with replica axes.
         """
-        del shares
-        means, ends = (
-            torch.stack([part[name] for part in parts]) for name in ("running_mean", "running_var")
-        )  # (parts, ..., C)
-        values = torch.stack([part["num_values"] for part in parts])  # (parts, ...)
+        kept = {name: start[name] for name in ("num_values", "running_mean")}
+        merged = super().merge_state(kept, parts, shares)
+        means, ends = (torch.stack([part[name] for part in parts]) for name in self.averages)
+        counts = values_of(parts, start)[..., None].to(means.dtype)  # (parts, ..., 1)
+        total = counts.sum(dim=0)
         step = start["num_batches_tracked"] + 1
         factor = self.new_weight(step[..., None], means.dtype)
-        counts = values[..., None].to(means.dtype)
-        total = counts.sum(dim=0)
-        kept = (1 - factor) * start["running_var"]
+        start_var = start["running_var"]
+        kept_var = (1 - factor) * start_var
         mean, _ = pool_mean(means, counts, dim=0)
         # Both terms carry the factor: f * v_i, and f * (m_i - m)^2.
-        within, between = ends - kept, (means - mean).square() / factor
+        within, between = ends - kept_var, (means - mean).square() / factor
         if self.unbiased_running_var:
             within = within * (counts - 1).clamp(min=0) / counts.clamp(min=1)
         var, _ = pool_mean(within + between, counts, dim=0)
-        var = kept + (unbiased(var[0], total) if self.unbiased_running_var else var[0])
-        return {
-            "running_mean": torch.where(total > 0, mean[0], start["running_mean"]),
-            "running_var": torch.where(total > 0, var, start["running_var"]),
-            "num_values": values.sum(dim=0),
-        }
+        var = kept_var + (unbiased(var[0], total) if self.unbiased_running_var else var[0])
+        return merged | {"running_var": torch.where(total > 0, var, start_var)}
 
 
 class OwnMomentsNorm(RunningMomentsNorm):
@@ -243,16 +241,19 @@ class OwnMomentsNorm(RunningMomentsNorm):
     A subclass defines `combine`. In evaluation the running averages stand for all samples.
     """
 
-    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+    def normalize_by_batch(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         per_sample = measure_samples(x, real)
         batch = pool(per_sample, dim=1)
         self.advance(batch)
         return self.combine(x, per_sample, batch.mean, batch.var, affine)
 
-    def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        return self.combine(x, measure_samples(x, real), *self.averages_like(x), affine)
+    def normalize_by_running(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
+        mean, var = self.averages_like(x)
+        return self.combine(x, measure_samples(x, real), mean, var, affine)
 
-    def combine(self, x: Tensor, own: Moments, mean: Tensor, var: Tensor, affine: Affine) -> Tensor:
+    def combine(
+        self, x: Tensor, own: Moments, mean: Tensor, var: Tensor, affine: Affine, /
+    ) -> Tensor:
         """Returns the output by each sample's own moments (G, N, C, 1, ...), and those of all."""
         raise NotImplementedError
 
@@ -262,7 +263,7 @@ def group_dims(x: Tensor) -> tuple[int, ...]:
     return (1, *range(3, x.ndim))
 
 
-def measure_samples(x: Tensor, real: Tensor | None) -> Moments:
+def measure_samples(x: Tensor, real: Mask) -> Moments:
     """Returns the moments (G, N, C, 1, ...) over the positions of each channel of a sample."""
     return measure(x, real, tuple(range(3, x.ndim)))
 

@@ -6,15 +6,13 @@ position has separate statistics at each.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from normexp.errors import UserError
-from normexp.norms.base import Affine, AffineNorm, Moments, pool, unbiased, zero_padding
-from normexp.norms.contract import State
+from normexp.norms.base import Affine, AffineNorm, Moments, knobs, pool, unbiased, zero_padding
+from normexp.norms.contract import Mask, State
 from normexp.norms.group import ChannelGroupsNorm, refuse_one_position
 from normexp.norms.kernel import batch_norm, normalize_groups
 from normexp.norms.running import RunningMomentsNorm
@@ -28,7 +26,7 @@ class CausalGroupNorm(ChannelGroupsNorm):
     arXiv:1803.08494, cumulative like cLN of Conv-TasNet (arXiv:1809.07454), which is G = 1.
     """
 
-    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+    def normalize(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         if self.training:
             self.refuse_one_value(x)
         return normalize_prefixes(x, real, self.num_groups, affine, self.eps)
@@ -43,14 +41,14 @@ class CausalInstanceNorm(AffineNorm):
     with one.
     """
 
-    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+    def normalize(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         if self.training or x.ndim == 2:
             refuse_one_position(x.shape, "causal instance norm", "norm=causal_group")
         return normalize_prefixes(x, real, self.num_features, affine, self.eps)
 
 
 def normalize_prefixes(
-    x: Tensor, real: Tensor | None, num_groups: int, affine: Affine, eps: float
+    x: Tensor, real: Mask, num_groups: int, affine: Affine, eps: float
 ) -> Tensor:
     """Normalizes each position by its group's moments over the real positions up to it.
 
@@ -68,7 +66,7 @@ def normalize_prefixes(
     return affine.apply(out.flatten(1, 2).view(x.shape))
 
 
-def _centre_prefixes(x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+def _centre_prefixes(x: Tensor, real: Mask) -> tuple[Tensor, Tensor]:
     """Returns x_t - mean_t and the biased var_t over K and the real positions s <= t.
 
     Shapes: x (N, G, K, T), zero where `real` (N, 1, T) is false -> (N, G, K, T) and (N, G, T).
@@ -105,7 +103,7 @@ def _centre_prefixes(x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
     return centred, steps.cumsum(dim=-1) / count
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
+@knobs
 class BatchNormPerPosition(RunningMomentsNorm):
     """(x_t - mean_t) / sqrt(var_t + eps) * weight + bias, moments over the samples at position t.
 
@@ -139,11 +137,11 @@ class BatchNormPerPosition(RunningMomentsNorm):
         self.running_var = torch.ones(self.num_positions, self.num_features)
         self.num_values = torch.zeros(self.num_positions, dtype=torch.int64)
 
-    def affine_of_features(self, x: Tensor, affine: Affine) -> Affine:
+    def affine_of_features(self, x: Tensor, affine: Affine, /) -> Affine:
         """Returns weight and bias (T * C,) of the features of x (..., C, T), in its dtype."""
         return Affine(*[None if v is None else v.repeat(x.shape[-1]) for v in affine])
 
-    def forward_groups(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward_groups(self, x: Tensor, mask: Mask = None) -> Tensor:
         if x.ndim != 4:
             raise UserError(
                 "batch norm per position needs one axis of positions, (N, C, T), but got shape "
@@ -152,16 +150,15 @@ class BatchNormPerPosition(RunningMomentsNorm):
         surplus = x.shape[-1] - self.num_positions
         if surplus <= 0:
             return super().forward_groups(x, mask)
-        padding = None if mask is None else mask[..., self.num_positions :]
-        if padding is None or bool(padding.any()):
+        if mask is None or mask[..., self.num_positions :].any():
             raise UserError(
                 f"a sequence of {x.shape[-1]} positions is longer than "
                 f"num_positions={self.num_positions} of batch norm per position; set "
                 f"+norm.num_positions={x.shape[-1]}, or qk_norm=false if it is true: there each "
                 "head of a token is a position"
             )
-        known = None if mask is None else mask[..., : self.num_positions]
-        return F.pad(super().forward_groups(x[..., : self.num_positions], known), (0, surplus))
+        x, mask = x[..., : self.num_positions], mask[..., : self.num_positions]
+        return F.pad(super().forward_groups(x, mask), (0, surplus))
 
     def check_shape(self, shape: torch.Size) -> None:
         if shape[0] == 1:
@@ -170,7 +167,7 @@ class BatchNormPerPosition(RunningMomentsNorm):
                 "more: try a larger batch_size or norm_batch_size"
             )
 
-    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+    def normalize_by_batch(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         length = x.shape[-1]
         features = x.mT.flatten(-2)  # (G, N, T * C)
         real = None if real is None else real.expand(x.shape).mT.flatten(-2)
@@ -179,14 +176,13 @@ class BatchNormPerPosition(RunningMomentsNorm):
         self._advance_rows(pool(moments, dim=0), length)
         return out.unflatten(-1, (length, -1)).mT
 
-    def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        del real
+    def normalize_by_running(self, x: Tensor, _: Mask, affine: Affine) -> Tensor:
         length = x.shape[-1]
         averages = (self.running_mean, self.running_var)
         mean, var = (rows[:length].flatten().to(x.dtype) for rows in averages)
         affine = self.affine_of_features(x, affine)
         features = x.flatten(0, 1).mT.flatten(-2)  # (G * N, T * C)
-        out = batch_norm(features, affine, (mean, var), None, self.eps, is_stacked=self.is_stacked)
+        out = batch_norm(features, affine, (mean, var), None, self.eps)
         return out.unflatten(-1, (length, -1)).mT.unflatten(0, x.shape[:2])
 
     @torch.no_grad()
@@ -197,7 +193,7 @@ class BatchNormPerPosition(RunningMomentsNorm):
         count = torch.zeros_like(moments.mean) + moments.count
         count = F.pad(count.view(length, -1)[:, :1], beyond)  # (num_positions, 1)
         self.num_batches_tracked.add_(1)
-        self.num_values.copy_(count.squeeze(1))
+        self.num_values.add_(count.squeeze(1).long())
         weight = self.momentum * (count > 0).to(mean.dtype)
         self.running_mean.mul_(1 - weight).add_(weight * mean)
         weight = self.momentum * (count > 1).to(mean.dtype)  # a variance needs two values
@@ -206,6 +202,6 @@ class BatchNormPerPosition(RunningMomentsNorm):
     def merge_state(self, start: State, parts: list[State], shares: list[float]) -> State:
         """As `RunningMomentsNorm.merge_state`, for each position by its number of values."""
         merged = super().merge_state(start, parts, shares)
-        known = merged["num_values"][..., None] > 1
+        known = (merged["num_values"] - start["num_values"])[..., None] > 1
         merged["running_var"] = torch.where(known, merged["running_var"], start["running_var"])
         return merged

@@ -18,16 +18,18 @@ from normexp.norms.adapt import LayoutAdapter
 from normexp.norms.contract import (
     DeclaresOrder,
     HasNormParameters,
+    Mask,
     MergesState,
     NormOfGroups,
     State,
 )
+from normexp.norms.counters import counting
 
 View = Literal["map", "token", "sequence"]
 NOTHING: Mapping[str, Any] = {}
 NOT_PASSED_ON = (
     *("forward_groups", "merge_state", "sequential_state", "spans_devices", "momentum"),
-    *("num_training_steps", "norm_parameters", "is_stacked", "track_running_stats", "inplace"),
+    *("num_training_steps", "norm_parameters", "track_running_stats", "inplace"),
 )
 OWN_OF_A_NORM = ("weight", "bias", "eps")  # what networks read to normalize without its forward
 
@@ -70,22 +72,28 @@ class Site(InPlaceOfNorm):
     def extra_repr(self) -> str:
         return f"view={self.view}, norm_batch_size={self.norm_batch_size}"
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
         if self.view != "map" and x.ndim != 3:
             return self.forward(x.reshape(len(x), -1, x.shape[-1])).view(x.shape)
-        size = self.norm_batch_size
-        if not self.training or size is None or size >= len(x):
+        sizes = self._group_sizes(len(x))
+        if len(sizes) < 2:
             return self._apply_in_view(self.norm, x, mask)
-        num_groups, rest = divmod(len(x), size)
-        ragged = [rest] if rest else []
         # Each part comes through this forward again, and then divides evenly.
         if not isinstance(self.norm, NormOfGroups):
-            return self._apply_in_parts([size] * num_groups + ragged, (x, mask))
-        if ragged:
-            return self._apply_in_parts([num_groups * size, rest], (x, mask))
-        groups = x.unflatten(0, (-1, size))  # (G, n, ...)
-        group_masks = None if mask is None else mask.unflatten(0, (-1, size))
+            return self._apply_in_parts(sizes, (x, mask))
+        if sizes[-1] != sizes[0]:
+            return self._apply_in_parts([sum(sizes[:-1]), sizes[-1]], (x, mask))
+        groups = x.unflatten(0, (len(sizes), -1))  # (G, n, ...)
+        group_masks = None if mask is None else mask.unflatten(0, (len(sizes), -1))
         return self._apply_in_view(self.norm.forward_groups, groups, group_masks).flatten(0, 1)
+
+    def _group_sizes(self, num_samples: int) -> list[int]:
+        """The samples of each set of statistics of a forward; the last set may be smaller."""
+        size = self.norm_batch_size
+        if not self.training or size is None:
+            return [num_samples]
+        num_groups, rest = divmod(num_samples, size)
+        return [size] * num_groups + ([rest] if rest else [])
 
     def _apply_in_parts(
         self, sizes: list[int], args: tuple[Any, ...], keywords: Mapping[str, Any] = NOTHING
@@ -100,7 +108,8 @@ class Site(InPlaceOfNorm):
                 # Fresh tensors for each part, because a kernel may keep them for its backward.
                 install_state(self.norm, {name: value.clone() for name, value in start.items()})
                 named = dict(zip(keywords, part[len(args) :], strict=True))
-                outputs.append(self.forward(*part[: len(args)], **named))
+                with counting(together=False):
+                    outputs.append(self.forward(*part[: len(args)], **named))
                 ends.append(read_state(self.norm))
         finally:
             install_state(self.norm, originals)
@@ -108,23 +117,20 @@ class Site(InPlaceOfNorm):
         write_state(self.norm, merge_state(self.norm, start, ends, shares))
         return torch.cat(outputs)
 
-    def _apply_in_view(self, norm: Callable[..., Tensor], x: Tensor, mask: Tensor | None) -> Tensor:
+    def _apply_in_view(self, norm: Callable[..., Tensor], x: Tensor, mask: Mask) -> Tensor:
         """Shows x, which may lead with an axis of groups, to the norm and turns the result back."""
-        shown, shown_mask = x, mask
         if self.view == "token":
-            shown = x.flatten(-3, -2)  # (B, T, C) -> (B*T, C)
-            shown_mask = None if mask is None else mask.flatten(-2)
-        elif self.view == "sequence":
-            shown = x.transpose(-1, -2)  # (B, T, C) -> (B, C, T)
-        if shown_mask is None:
-            out = norm(shown)
-        elif self.takes_mask:
-            out = norm(shown, mask=shown_mask)
-        else:
-            out = self._apply_to_real(shown, shown_mask)
-        if self.view == "token":
-            return out.unflatten(-2, x.shape[-3:-1])
-        return out.transpose(-1, -2) if self.view == "sequence" else out
+            rows = x.flatten(-3, -2)  # (B, T, C) -> (B*T, C)
+            row_mask = None if mask is None else mask.flatten(-2)
+            return self._call(norm, rows, row_mask).unflatten(-2, x.shape[-3:-1])
+        if self.view == "sequence":
+            return self._call(norm, x.mT, mask).mT  # (B, T, C) -> (B, C, T)
+        return self._call(norm, x, mask)
+
+    def _call(self, norm: Callable[..., Tensor], x: Tensor, mask: Mask) -> Tensor:
+        if mask is None:
+            return norm(x)
+        return norm(x, mask=mask) if self.takes_mask else self._apply_to_real(x, mask)
 
     def _apply_to_real(self, x: Tensor, mask: Tensor) -> Tensor:
         """Shows only real positions to a norm without a mask; shapes vary, so never under vmap."""
@@ -154,11 +160,9 @@ class AsBuiltSite(Site):
 
     def forward(self, *args: Any, **keywords: Any) -> Tensor:
         x, _ = input_and_mask(args, keywords)
-        size = self.norm_batch_size
-        if not self.training or size is None or size >= len(x):
+        sizes = self._group_sizes(len(x))
+        if len(sizes) < 2:
             return self.norm(*args, **keywords)
-        num_parts, rest = divmod(len(x), size)
-        sizes = [size] * num_parts + ([rest] if rest else [])
         return self._apply_in_parts(sizes, args, keywords)
 
 
@@ -295,9 +299,7 @@ def as_maps(x: Tensor, site: nn.Module) -> Tensor:
     return x.flatten(2) if x.ndim > 2 else x.unsqueeze(-1)
 
 
-def input_and_mask(
-    args: tuple[Any, ...], keywords: Mapping[str, Any]
-) -> tuple[Tensor, Tensor | None]:
+def input_and_mask(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[Tensor, Mask]:
     """Returns input and mask from the arguments of a site's forward."""
     x, *more = (*args, *keywords.values())
     mask = more[0] if more else None

@@ -330,8 +330,8 @@ def with_population(
             ends.append(read_state(copies))
             shares.append(len(block) / len(indices))
     write_state(copies, merge_state(copies, start, ends, shares))
-    for norm in norms.values():
-        _undo_bessel(norm)
+    for name, norm in norms.items():
+        _undo_bessel(norm, start.get(f"{name}.num_values"))
     pooled = {site: [site.pooled(samples) for samples in calls] for site, calls in seen.items()}
     write_populations({site: pool_batches(site, calls) for site, calls in pooled.items() if calls})
     moved = {
@@ -342,12 +342,15 @@ def with_population(
     return copies.eval() if moved and moved <= norms.keys() else None
 
 
-def _undo_bessel(norm: Any) -> None:
-    """Turns the unbiased variances that shipped norms average into population variances."""
-    names = {name for name, _ in norm.named_buffers(recurse=False)}
-    is_unbiased = getattr(norm, "unbiased_running_var", True)
-    if is_unbiased and {"running_mean", "running_var", "num_values"} <= names:
-        num = norm.num_values[..., None].to(norm.running_var.dtype)
+def _undo_bessel(norm: Any, num_before: Tensor | None) -> None:
+    """Turns the unbiased variances that shipped norms average into population variances.
+
+    Args:
+        num_before: the norm's `num_values` before the population; None if it has none.
+    """
+    is_unbiased = getattr(norm, "unbiased_running_var", False)
+    if is_unbiased and num_before is not None:
+        num = (norm.num_values - num_before)[..., None].to(norm.running_var.dtype)
         norm.running_var.mul_(torch.where(num > 1, (num - 1) / num, 1))
 
 

@@ -15,7 +15,7 @@ from normexp.batching.replicas import (
 )
 from normexp.batching.sizes import Share, Sizes
 from normexp.errors import UserError
-from normexp.norms.factory import ResidualScale
+from normexp.norms.parts import ResidualScale
 
 
 def test_draws_are_functions_of_seed_stream_and_index_and_independent():

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from normexp.norms.batch import BatchNorm, FrozenBatchNorm
-from normexp.norms.factory import (
+from normexp.norms.factory import NormFactory
+from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d, RMSNorm
+from normexp.norms.parts import (
     ACTIVATIONS,
     TLU,
-    NormFactory,
     ResidualScale,
     ScaledWeightStandardizedConv2d,
     WeightStandardizedConv2d,
 )
-from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d, RMSNorm
 from normexp.norms.sequence import BatchNormPerPosition
 from normexp.norms.site import norm_parameters
 from normexp.norms.slots import PLACES, SLOTS, Slots, resolve, set_but_unused

@@ -17,7 +17,7 @@ from lightning_fabric.plugins.environments.lightning import LightningEnvironment
 from torch import nn
 from torch.multiprocessing.spawn import ProcessExitedException
 from training_cases import (
-    PLACES,
+    NOT_SAVED,
     batch_norm,
     build_module,
     image_data,
@@ -133,7 +133,7 @@ def resume(fabric: Fabric, *, checkpoint: Path) -> None:
 
 def assert_same_outcome(found: dict[str, Any], expected: dict[str, Any], atol: float) -> None:
     for own, theirs in zip(expected["states"], found["states"], strict=True):
-        for name in (name for name in own if not name.endswith(PLACES)):
+        for name in (name for name in own if not name.endswith(NOT_SAVED)):
             torch.testing.assert_close(theirs[name], own[name], rtol=0, atol=atol, msg=name)
     for name, column in expected["metrics"].items():
         assert found["metrics"][name] == pytest.approx(column, abs=atol)

@@ -8,13 +8,21 @@ BatchRenorm   corrected towards the running averages in training
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from normexp.errors import UserError
-from normexp.norms.base import NO_AFFINE, Affine, Moments, centre, measure_mean, over_channels
+from normexp.norms.base import (
+    NO_AFFINE,
+    Affine,
+    Moments,
+    centre,
+    knobs,
+    measure_mean,
+    mix,
+)
+from normexp.norms.contract import Mask
 from normexp.norms.kernel import normalize_groups
 from normexp.norms.running import (
     NUM_TRAINING_STEPS,
@@ -42,10 +50,8 @@ class L1BatchNorm(RunningNorm):
     """
 
     averages = {"running_mean": 0.0, "running_deviation": 1.0}
-    running_mean: Tensor
-    running_deviation: Tensor
 
-    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+    def normalize_by_batch(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         dims = group_dims(x)
         mean, count = measure_mean(x, real, dims)
         centred = centre(x, mean, real)
@@ -54,10 +60,8 @@ class L1BatchNorm(RunningNorm):
         self.move_averages(count, running_mean=mean, running_deviation=deviation)
         return affine.apply(centred, 1 / (deviation + self.eps), axis=2)
 
-    def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        del real
-        mean = over_channels(self.running_mean, x, axis=2)
-        deviation = over_channels(self.running_deviation, x, axis=2)
+    def normalize_by_running(self, x: Tensor, _: Mask, affine: Affine) -> Tensor:
+        mean, deviation = self.averages_like(x)
         return affine.apply(x - mean, 1 / (deviation + self.eps), axis=2)
 
 
@@ -84,7 +88,7 @@ class EvalNorm(RunningMomentsNorm):
         super().add_state()
         self.register_buffer("running_share", torch.tensor(0.5))
 
-    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+    def normalize_by_batch(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         with torch.no_grad():
             share = 1 / x.shape[1]
             if real is not None:  # the samples with a real position in each group count
@@ -94,17 +98,13 @@ class EvalNorm(RunningMomentsNorm):
             self.running_share.mul_(1 - weight).add_(weight * share)
         return super().normalize_by_batch(x, real, affine)
 
-    def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        means, variances, _ = measure_samples(x, real)
-        mean, var = self.averages_like(x)
+    def normalize_by_running(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         share = self.running_share.to(x.dtype).clamp(max=1)
-        between = share * (1 - share) * (means - mean).square()
-        var = share * variances + (1 - share) * var + between
-        centred = x - (share * means + (1 - share) * mean)
-        return affine.apply(centred, torch.rsqrt(var + self.eps), axis=2)
+        mean, var = mix(measure_samples(x, real), share, *self.averages_like(x))
+        return affine.apply(x - mean, torch.rsqrt(var + self.eps), axis=2)
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
+@knobs
 class BatchRenorm(RunningMomentsNorm):
     """((x - mean) / std * r + d) * weight + bias, moments over all samples and positions.
 
@@ -151,7 +151,7 @@ class BatchRenorm(RunningMomentsNorm):
                     f"{key}={end} lies before warmup={warmup}; try norm.{key}={warmup} or more"
                 )
 
-    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+    def normalize_by_batch(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         out, moments = normalize_groups(x, real, NO_AFFINE, self.eps)
         r, d = self._corrections(moments)
         self.advance(moments)

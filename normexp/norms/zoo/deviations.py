@@ -5,13 +5,23 @@ The docstrings say what each mistake changes; n is the number of values per stat
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import torch
 from torch import Tensor, nn
 
 from normexp.errors import UserError
-from normexp.norms.base import Affine, AffineNorm, Moments, centre, measure, measure_mean, unbiased
+from normexp.norms.base import (
+    Affine,
+    AffineNorm,
+    Moments,
+    centre,
+    knobs,
+    measure,
+    measure_mean,
+    unbiased,
+)
+from normexp.norms.contract import Mask
 from normexp.norms.running import RunningMomentsNorm, group_dims
 from normexp.norms.sequence import BatchNormPerPosition
 
@@ -19,15 +29,14 @@ from normexp.norms.sequence import BatchNormPerPosition
 class DeviatingBatchNorm(RunningMomentsNorm):
     """Abstract: batch norm whose moments or scale a subclass computes differently."""
 
-    def measure(self, x: Tensor, real: Tensor | None) -> Moments:
+    def measure(self, x: Tensor, real: Mask) -> Moments:
         return measure(x, real, group_dims(x))
 
-    def scale(self, var: Tensor, count: int | Tensor) -> Tensor:
+    def scale(self, var: Tensor, _count: int | Tensor, /) -> Tensor:
         """Returns the factor of x - mean in training."""
-        del count
         return torch.rsqrt(var + self.eps)
 
-    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+    def normalize_by_batch(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         mean, var, count = moments = self.measure(x, real)
         self.advance(moments)
         return affine.apply(centre(x, mean, real), self.scale(var, count), axis=2)
@@ -51,12 +60,11 @@ class BatchNormEpsOutside(DeviatingBatchNorm):
     3.3 times at 0.001. At 0 the gradient of a value may be 1 / eps = 100 000, not 1 / sqrt(eps).
     """
 
-    def scale(self, var: Tensor, count: int | Tensor) -> Tensor:
-        del count
+    def scale(self, var: Tensor, _: int | Tensor) -> Tensor:
         # The root has no gradient at 0; the clamp's gradient is 0 below the smallest normal number.
         return 1 / (var.clamp(min=torch.finfo(var.dtype).tiny).sqrt() + self.eps)
 
-    def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+    def normalize_by_running(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         mean, var = self.averages_like(x)
         return affine.apply(centre(x, mean, real), self.scale(var, 1), axis=2)
 
@@ -78,13 +86,13 @@ class BatchNormNaiveVariance(DeviatingBatchNorm):
     out negative, and the output NaN.
     """
 
-    def measure(self, x: Tensor, real: Tensor | None) -> Moments:
+    def measure(self, x: Tensor, real: Mask) -> Moments:
         mean, count = measure_mean(x, real, group_dims(x))
         square, _ = measure_mean(x.square(), real, group_dims(x))
         return Moments(mean, square - mean.square(), count)
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
+@knobs
 class BatchNormNoEps(DeviatingBatchNorm):
     """(x - mean) / sqrt(var) * weight + bias: batch norm without eps.
 
@@ -98,7 +106,7 @@ class BatchNormNoEps(DeviatingBatchNorm):
         return torch.rsqrt(one_if_empty(var, count))
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
+@knobs
 class BatchNormFlattened(BatchNormPerPosition):
     """Batch norm of C * T features: each position has its own statistics, weight and bias.
 
@@ -115,8 +123,7 @@ class BatchNormFlattened(BatchNormPerPosition):
         self.position_weight = nn.Parameter(torch.ones(shape))
         self.position_bias = nn.Parameter(torch.zeros(shape))
 
-    def affine_of_features(self, x: Tensor, affine: Affine) -> Affine:
-        del affine
+    def affine_of_features(self, x: Tensor, _: Affine) -> Affine:
         rows = (self.position_weight, self.position_bias)
         return Affine(*[row[: x.shape[-1]].flatten().to(x.dtype) for row in rows])
 
@@ -129,7 +136,7 @@ class LayerNormUnbiased(AffineNorm):
     up.
     """
 
-    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+    def normalize(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         if x.shape[1:].numel() == 1:
             raise UserError(
                 f"an unbiased variance needs 2 values or more, and an input of shape "
@@ -140,7 +147,7 @@ class LayerNormUnbiased(AffineNorm):
         return affine.apply(centre(x, mean, real), scale)
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
+@knobs
 class LayerNormNoEps(AffineNorm):
     """(x - mean) / sqrt(var) * weight + bias: layer norm without eps.
 
@@ -149,7 +156,7 @@ class LayerNormNoEps(AffineNorm):
 
     eps: float = field(default=0.0, init=False)
 
-    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+    def normalize(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         mean, var, count = measure(x, real, tuple(range(1, x.ndim)))
         return affine.apply(centre(x, mean, real), torch.rsqrt(one_if_empty(var, count)))
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import torch
 from torch import Tensor, nn
 
-from normexp.norms.base import NO_AFFINE, Affine, Moments, count_values, over_channels
+from normexp.norms.base import NO_AFFINE, Affine, Moments, count_values, knobs, over_channels
+from normexp.norms.contract import Mask
 from normexp.norms.group import group_norm, refuse_one_position
 from normexp.norms.running import (
     OwnMomentsNorm,
@@ -62,22 +63,20 @@ class GatedBatchNorm(RunningMomentsNorm):
     """
 
     pools_channels: bool  # true: z_sample is layer norm
-
-    def add_state(self) -> None:
-        super().add_state()
-        self.gate = nn.Parameter(torch.full((self.num_features,), 0.99))
+    learned = {"gate": 0.99}
+    gate: Tensor
 
     def rho(self, gate: Tensor) -> Tensor:
         """Returns the share of batch norm in each channel (C,)."""
         return gate
 
-    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+    def normalize_by_batch(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         return self._mix(x, real, super().normalize_by_batch(x, real, NO_AFFINE), affine)
 
-    def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+    def normalize_by_running(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         return self._mix(x, real, super().normalize_by_running(x, real, NO_AFFINE), affine)
 
-    def _mix(self, x: Tensor, real: Tensor | None, by_batch: Tensor, affine: Affine) -> Tensor:
+    def _mix(self, x: Tensor, real: Mask, by_batch: Tensor, affine: Affine) -> Tensor:
         real = None if real is None else real.flatten(0, 1)
         num_groups = 1 if self.pools_channels else self.num_features
         by_sample = group_norm(x.flatten(0, 1), real, num_groups, NO_AFFINE, self.eps)
@@ -99,7 +98,7 @@ class BatchInstanceNorm(GatedBatchNorm):
     def rho(self, gate: Tensor) -> Tensor:
         return gate + (gate.clamp(0, 1) - gate).detach()
 
-    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+    def normalize(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         refuse_one_position(x.shape[1:], "batch-instance norm", "norm=batch")
         return super().normalize(x, real, affine)
 
@@ -115,7 +114,7 @@ class BatchChannelNorm(GatedBatchNorm):
     pools_channels = True
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
+@knobs
 class ModeNorm(RunningNorm):
     """sum_k g_k * (x - mean_k) / sqrt(var_k + eps) * weight + bias, over K modes.
 
@@ -150,7 +149,7 @@ class ModeNorm(RunningNorm):
         start = 1 + 0.1 * torch.arange(num_modes)[:, None]
         self.register_buffer("mode_var", start.repeat(1, num_features))
 
-    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+    def normalize_by_batch(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         per_sample, gates = self._gate(x, real)
         weights = (
             gates * per_sample.count.flatten(2) if isinstance(per_sample.count, Tensor) else gates
@@ -167,12 +166,12 @@ class ModeNorm(RunningNorm):
         self.move_averages(count, mode_mean=mean, mode_var=var)
         return self._standardize(x, per_sample.mean, gates, mean, var, affine)
 
-    def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+    def normalize_by_running(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         per_sample, gates = self._gate(x, real)
         mean, var = (v.to(x.dtype)[None] for v in (self.mode_mean, self.mode_var))
         return self._standardize(x, per_sample.mean, gates, mean, var, affine)
 
-    def _gate(self, x: Tensor, real: Tensor | None) -> tuple[Moments, Tensor]:
+    def _gate(self, x: Tensor, real: Mask) -> tuple[Moments, Tensor]:
         """Returns the moments of each sample's channels, and its gates (G, N, K)."""
         per_sample = measure_samples(x, real)
         weight, bias = self.gates.weight.to(x.dtype), self.gates.bias.to(x.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import torch
 from torch import Tensor, nn
@@ -11,17 +11,19 @@ from normexp.norms.base import (
     Affine,
     AffineNorm,
     Moments,
+    knobs,
     measure,
     measure_mean,
     over_channels,
 )
+from normexp.norms.contract import Mask
 from normexp.norms.group import ChannelGroupsNorm, refuse_one_position
 from normexp.norms.running import OwnMomentsNorm
 
 LEARNED_EPS_INIT = 1e-4  # the paper's
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
+@knobs
 class FilterResponseNorm(AffineNorm):
     """x / sqrt(mean(x^2) + eps) * weight + bias, the mean over the positions of one channel.
 
@@ -40,7 +42,7 @@ class FilterResponseNorm(AffineNorm):
     def add_state(self) -> None:
         self.learned_eps = nn.Parameter(torch.tensor(LEARNED_EPS_INIT)) if self.learn_eps else None
 
-    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+    def normalize(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         if self.learned_eps is None:
             refuse_one_position(x.shape, "filter response norm", "norm.learn_eps=true")
             eps = self.eps
@@ -50,7 +52,7 @@ class FilterResponseNorm(AffineNorm):
         return affine.apply(x, torch.rsqrt(square + eps))
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
+@knobs
 class GlobalResponseNorm(AffineNorm):
     """x * (1 + response * g / (mean_C(g) + eps)) + shift, g the L2 norm of a channel's positions.
 
@@ -60,14 +62,12 @@ class GlobalResponseNorm(AffineNorm):
     beta. With one position g is |x|.
     """
 
+    learned = {"response": 0.0, "shift": 0.0}
     affine: bool = field(default=False, init=False)
+    response: Tensor = field(init=False)
+    shift: Tensor = field(init=False)
 
-    def add_state(self) -> None:
-        self.response = nn.Parameter(torch.zeros(self.num_features))
-        self.shift = nn.Parameter(torch.zeros(self.num_features))
-
-    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        del real, affine
+    def normalize(self, x: Tensor, _real: Mask, _affine: Affine) -> Tensor:
         positions = tuple(range(2, x.ndim))
         g = torch.linalg.vector_norm(x, dim=positions, keepdim=True) if positions else x.abs()
         g = g / (g.mean(dim=1, keepdim=True) + self.eps)
@@ -87,12 +87,10 @@ class EvoNormB0(OwnMomentsNorm):
     EvoNorm2dB0 computes the same, keeps no running mean, and has eps 1e-3; the paper has 1e-5.
     """
 
-    def add_state(self) -> None:
-        super().add_state()
-        self.v = nn.Parameter(torch.ones(self.num_features))
+    learned = {"v": 1.0}
+    v: Tensor
 
-    def combine(self, x: Tensor, own: Moments, mean: Tensor, var: Tensor, affine: Affine) -> Tensor:
-        del mean
+    def combine(self, x: Tensor, own: Moments, _: Tensor, var: Tensor, affine: Affine) -> Tensor:
         of_sample = over_channels(self.v, x, axis=2) * x + torch.sqrt(own.var + self.eps)
         of_batch = torch.sqrt(var + self.eps)
         # Not torch.maximum: its backward, which halves ties, takes several times as long.
@@ -108,11 +106,10 @@ class EvoNormS0(ChannelGroupsNorm):
     unbiased variance. arXiv:2004.02967.
     """
 
-    def add_state(self) -> None:
-        super().add_state()
-        self.v = nn.Parameter(torch.ones(self.num_features))
+    learned = {"v": 1.0}
+    v: Tensor
 
-    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+    def normalize(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         self.refuse_one_value(x)
         by_group = (self.num_groups, -1)
         groups = x.unflatten(1, by_group)  # (N, G, C/G, *)
@@ -123,7 +120,7 @@ class EvoNormS0(ChannelGroupsNorm):
         return affine.apply(out.flatten(1, 2))
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
+@knobs
 class DynamicSquashing(AffineNorm):
     """Abstract: squash(alpha * x + shift) * weight + bias, alpha () and shift () learned.
 
@@ -139,8 +136,7 @@ class DynamicSquashing(AffineNorm):
         self.alpha = nn.Parameter(torch.tensor(float(self.alpha_init)))
         self.shift = nn.Parameter(torch.tensor(0.0)) if self.is_shifted else None
 
-    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        del real
+    def normalize(self, x: Tensor, _: Mask, affine: Affine) -> Tensor:
         z = self.alpha.to(x.dtype) * x
         return affine.apply(self.squash(z if self.shift is None else z + self.shift.to(x.dtype)))
 

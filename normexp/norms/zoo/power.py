@@ -6,14 +6,15 @@ gradient by an average that the backward pass moves: each forward must be follow
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from normexp.errors import UserError
-from normexp.norms.base import Affine, at_least_one, measure_mean, over_channels, pool_mean
+from normexp.norms.base import Affine, at_least_one, knobs, measure_mean, over_channels, pool_mean
+from normexp.norms.contract import Mask
 from normexp.norms.running import (
     NUM_TRAINING_STEPS,
     RunningNorm,
@@ -31,9 +32,8 @@ class SquareNorm(RunningNorm):
     running_square: Tensor
     momentum: float
 
-    def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        del real
-        square = over_channels(self.running_square, x, axis=2)
+    def normalize_by_running(self, x: Tensor, _: Mask, affine: Affine) -> Tensor:
+        square = self.averages_like(x)[0]
         return affine.apply(x, torch.rsqrt(square + self.eps), axis=2)
 
 
@@ -80,7 +80,7 @@ class ScaleByPast(torch.autograd.Function):
         return grad, *[None] * 7
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
+@knobs
 class PowerNorm(SquareNorm):
     """x / sqrt(q + eps) * weight + bias, q the running mean of x^2 before the step.
 
@@ -112,7 +112,7 @@ class PowerNorm(SquareNorm):
         super().check_knobs()
         (self.warmup_steps,) = shares_to_steps(self.num_training_steps, warmup=self.warmup)
 
-    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+    def normalize_by_batch(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         with torch.no_grad():
             square, count = measure_mean(x.square(), real, group_dims(x))
             warm = before_step(self.num_batches_tracked, torch.int64) < self.warmup_steps
@@ -132,7 +132,7 @@ class PowerNorm(SquareNorm):
         return affine.apply(z, axis=2)
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
+@knobs
 class MovingAverageBatchNorm(SquareNorm):
     """x / sqrt(q + eps) * r * weight + bias, q the mean of x^2 over the last `memory` steps.
 
@@ -182,7 +182,7 @@ class MovingAverageBatchNorm(SquareNorm):
         for name in ("past_squares", "past_products"):
             self.register_buffer(name, torch.zeros(self.memory, self.num_features))
 
-    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+    def normalize_by_batch(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         with torch.no_grad():
             square, count = measure_mean(x.square(), real, group_dims(x))
             counts = torch.zeros_like(square[:, :, :1]) + count

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normexp.errors import UserError
-from normexp.norms.base import Affine, AffineNorm, measure_mean, over_channels
+from normexp.norms.base import Affine, AffineNorm, knobs, measure_mean, over_channels
+from normexp.norms.contract import Mask
 from normexp.norms.group import RMSNorm, inverse_rms
 from normexp.norms.running import (
     NUM_TRAINING_STEPS,
@@ -29,14 +30,14 @@ class PreAffineRMSNorm(RMSNorm):
     arXiv:2601.22966.
     """
 
-    def add_state(self) -> None:
-        self.pre_weight = nn.Parameter(torch.ones(self.num_features))
+    learned = {"pre_weight": 1.0}
+    pre_weight: Tensor
 
-    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+    def normalize(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         return super().normalize(x * over_channels(self.pre_weight, x), real, affine)
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
+@knobs
 class GatedRMSNorm(RMSNorm):
     """y * sigmoid(U silu(D y)) with y the RMS norm of x: a low-rank gate of each channel.
 
@@ -57,7 +58,7 @@ class GatedRMSNorm(RMSNorm):
         self.down = nn.Linear(self.num_features, self.rank, bias=False)
         self.up = nn.Linear(self.rank, self.num_features, bias=False)
 
-    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+    def normalize(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         y = super().normalize(x, real, affine).movedim(1, -1)  # (N, *, C)
         inner = F.silu(F.linear(y, self.down.weight.to(y.dtype)))
         return (y * F.linear(inner, self.up.weight.to(y.dtype)).sigmoid()).movedim(-1, 1)
@@ -72,20 +73,18 @@ class SeeDNorm(AffineNorm):
     """
 
     has_bias = False
+    learned = {"alpha": 1.0, "beta": 0.0}
+    alpha: Tensor
+    beta: Tensor
 
-    def add_state(self) -> None:
-        self.alpha = nn.Parameter(torch.ones(self.num_features))
-        self.beta = nn.Parameter(torch.zeros(self.num_features))
-
-    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        del real
+    def normalize(self, x: Tensor, _: Mask, affine: Affine) -> Tensor:
         alpha, beta = (over_channels(v, x) for v in (self.alpha, self.beta))
         gain = alpha * torch.tanh((beta * x).sum(dim=1, keepdim=True))  # (N, C, *)
         gain = gain + (1 if affine.weight is None else over_channels(affine.weight, x))
         return x * inverse_rms(x, self.eps) * gain
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
+@knobs
 class BHyT(AffineNorm):
     """tanh(alpha / kappa * x / sqrt(mean_C(x^2) + eps)) * weight, with one learned alpha.
 
@@ -110,13 +109,12 @@ class BHyT(AffineNorm):
     def add_state(self) -> None:
         self.alpha = nn.Parameter(torch.tensor(float(self.alpha_init)))
 
-    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        del real
+    def normalize(self, x: Tensor, _: Mask, affine: Affine) -> Tensor:
         scale = self.alpha.to(x.dtype) / self.kappa * inverse_rms(x, self.eps)
         return affine.apply(torch.tanh(x * scale))
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
+@knobs
 class ScaleNorm(AffineNorm):
     """g * x / sqrt(sum_C(x^2) + C * eps), with one learned g. Pools C at each position.
 
@@ -130,8 +128,7 @@ class ScaleNorm(AffineNorm):
     def add_state(self) -> None:
         self.weight = nn.Parameter(torch.tensor(self.num_features**0.5))
 
-    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        del real
+    def normalize(self, x: Tensor, _: Mask, affine: Affine) -> Tensor:
         assert affine.weight is not None
         weight = affine.weight / self.num_features**0.5
         return x * (weight * inverse_rms(x, self.eps))
@@ -148,15 +145,14 @@ class CRMSNorm(AffineNorm):
 
     has_bias = False
 
-    def normalize(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        del real
+    def normalize(self, x: Tensor, _: Mask, affine: Affine) -> Tensor:
         squares = x.square().sum(dim=1, keepdim=True)  # (N, 1, *)
         dropped = x.sum(dim=1, keepdim=True)  # minus the dropped coordinate
         mean_square = (squares + dropped.square()) / (self.num_features + 1)
         return affine.apply(x * torch.rsqrt(mean_square + self.eps))
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
+@knobs
 class TaperNorm(RunningNorm):
     """gate * x / r * weight + (1 - gate) * c * x * (anchor + drift), r = sqrt(mean_C(x^2) + eps).
 
@@ -181,9 +177,11 @@ class TaperNorm(RunningNorm):
     num_training_steps: int = NUM_TRAINING_STEPS
     momentum: float = field()
     affine: bool = field(default=True, init=False)
+    drift: Tensor = field(init=False)
     anchor: Tensor = field(init=False)
     running_scaled: Tensor = field(init=False)
     running_energy: Tensor = field(init=False)
+    learned = {"drift": 0.0}
     has_bias = False
     needs_momentum = True
 
@@ -200,8 +198,7 @@ class TaperNorm(RunningNorm):
 
     def add_state(self) -> None:
         super().add_state()
-        self.drift = nn.Parameter(torch.zeros(self.num_features))
-        self.register_buffer("anchor", torch.ones(self.num_features))
+        self.register_buffer("anchor", self.vector(1))
         for name in ("running_scaled", "running_energy"):
             self.register_buffer(name, torch.zeros(1))
 
@@ -211,7 +208,7 @@ class TaperNorm(RunningNorm):
     def new_weight(self, step: Tensor, dtype: torch.dtype) -> Tensor:
         return self.momentum * (step <= self.start).to(dtype)
 
-    def normalize_by_batch(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
+    def normalize_by_batch(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         weight = affine.weight
         assert weight is not None
         step = before_step(self.num_batches_tracked, x.dtype) + 1
@@ -228,8 +225,7 @@ class TaperNorm(RunningNorm):
             self.move_averages(count, running_scaled=pooled, running_energy=whole)
         return self._taper(x, weight, step, anchor, scale)
 
-    def normalize_by_running(self, x: Tensor, real: Tensor | None, affine: Affine) -> Tensor:
-        del real
+    def normalize_by_running(self, x: Tensor, _: Mask, affine: Affine) -> Tensor:
         step, anchor = self.num_batches_tracked.to(x.dtype), self.anchor.to(x.dtype)
         assert affine.weight is not None
         return self._taper(x, affine.weight, step, anchor, self._scale(x.dtype))
