@@ -246,9 +246,8 @@ def _carry_over(old: Values, site: Site) -> list[str]:
     if isinstance(site.norm, HasRamp):
         tensors.pop(COUNT, None)
     lost = []
-    for (role, start), value in zip(STARTS.items(), old, strict=True):
-        if value is None:
-            continue
+    for role, value in old.items():
+        start = STARTS[role]
         fitting = [
             tensor
             for name, tensor in tensors.items()

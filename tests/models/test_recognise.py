@@ -189,7 +189,7 @@ LEFT: dict[str, tuple[nn.Module, Tensor, str]] = {
     "other scale": (Own(lambda m, x: m.p * over(x, 1).sigmoid(), C, 1, 1), MAPS, "no affine map"),
     "second input": (Calling(Film(), torch.rand(4, 1)), MAPS, "a second input"),
     "mode": (Calling(Film(), style="norm"), MAPS, "a second input"),
-    "other evaluation": (Switching(C), MAPS, "in evaluation something else"),
+    "other evaluation": (Switching(C), MAPS, "something besides in evaluation"),
     "channels unknown": (Own(lambda _, x: over(x, -1)), TOKENS, "its channels are not known"),
     "never called": (unused(MAPS), MAPS, "never called"),
 }
