@@ -178,7 +178,7 @@ def test_an_edited_module_of_the_users_is_another_training(
 
 def test_data_and_weights_count_as_typed_whatever_is_there(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    line = "data=image_folder data.root=images model=torchvision model.weights=w.pt"
+    line = "data=image_folder data.root=images model=timm model.name=vit model.weights=w.pt"
     before = id_of(line)
     (tmp_path / "images/train/a").mkdir(parents=True)
     assert id_of(f"{line} data_dir=elsewhere") == before
