@@ -11,10 +11,12 @@ moments, which moved in training. A norm of fixed moments is an affine map of x 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +32,7 @@ FITS = 1e-4  # of an output: what a formula may leave unexplained
 EQUALS = 1e-5  # of an output: between a module, or a network, and its description
 LARGE, SMALL = 100.0, 0.01  # inputs: large against eps, and near eps
 LEAST_EPS = 1e-12  # of a norm that has none: a row of zeros gives no NaN
-FEW_SAMPLES, FEW_POSITIONS = 5, 8  # of an input, where the module takes fewer than in the network
+NUM_SAMPLES, NUM_POSITIONS = 4, 5  # of an input, positions along each axis
 
 FORMULAS: dict[str, type[AffineNorm]] = {
     "layer": LayerNorm2d,  # moments over the channels at a position
@@ -60,25 +62,27 @@ class Formula:
         Args:
             averages: a batch norm evaluates by running moments.
         """
-        knobs: dict[str, Any] = {}
-        if self.pool == "group":
-            knobs["num_groups"] = self.num_groups
-        if self.pool == "batch":
-            knobs["track_running_stats"] = averages
-        return FORMULAS[self.pool](num_features, eps=eps, affine=False, **knobs).double()
+        knobs = {
+            "group": {"num_groups": self.num_groups},
+            "batch": {"track_running_stats": averages},
+        }
+        more: dict[str, Any] = knobs.get(self.pool, {})
+        norm = FORMULAS[self.pool](num_features, eps=eps, affine=False, **more)
+        return norm.double()
 
 
 @dataclass(frozen=True)
 class Call:
-    """How a module is called: with x of this shape, and with a mask by position or keyword.
+    """How a module is called: with x of this shape, and perhaps with a mask.
 
     Attributes:
         layouts: whether the channels may be the last axis; the mask has the other axes.
+        mask: the name of that argument.
     """
 
     shape: torch.Size
     layouts: tuple[bool, ...]
-    mask: Literal["position", "keyword"] | None = None
+    mask: str | None = None
 
 
 @dataclass(frozen=True)
@@ -142,30 +146,41 @@ class Fit(NamedTuple):
 
 def recognise_norm(module: nn.Module, call: Call) -> Norm:
     """The norm that a module is. Raises Misfit with the reason if it is none."""
-    trials = [Trial(module, call, is_last) for is_last in call.layouts]
-    fixed = [trial for trial in trials if not trial.takes_more_channels()]
-    trials = fixed if len(fixed) == 1 else trials
-    fits = [trial.fit() for trial in trials]
-    fitting = [index for index, fit in enumerate(fits) if fit.residual < FITS]
-    if not fitting:
-        nearest = min(fits, key=lambda fit: fit.residual)
-        raise Misfit(
-            "its output is no affine map of a normalized input: the nearest, "
-            f"{nearest.formula}, is off by {100 * nearest.residual:.2g} %"
-        )
-    if len(fitting) > 1:
-        both = " and ".join(str(fits[index].formula) for index in fitting)
+    fits: list[tuple[Trial, Fit]] = []
+    for is_last in call.layouts:
+        try:
+            trial = Trial(module, call, is_last)
+        except Exception as error:  # of foreign code, any kind: its channels are elsewhere
+            failed = error
+        else:
+            fits.append((trial, trial.fit()))
+    if not fits:
+        raise failed
+    fitting = [(trial, fit) for trial, fit in fits if fit.residual < FITS]
+    if len(fitting) == 1:
+        ((trial, fit),) = fitting
+        return trial.settle(fit)
+    if fitting:
+        both = " and ".join(str(fit.formula) for _, fit in fitting)
         raise Misfit(f"{both} are the same on its input, so its channels are not known")
-    return trials[fitting[0]].settle(fits[fitting[0]])
+    _, nearest = min(fits, key=lambda pair: pair[1].residual)
+    raise Misfit(
+        "its output is no affine map of a normalized input: the nearest, "
+        f"{nearest.formula}, is off by {100 * nearest.residual:.2g} %"
+    )
 
 
 class Trial:
     """A module on random inputs (N, C, *), turned to its layout, in float64 on the CPU.
 
+    The channels are as many as in the network, the samples and positions are not: if the channels
+    are on another axis, most modules raise.
+
     Attributes:
         core: without the children that hold no tensors, which are its tail.
         drawn: the core with parameters, and buffers that do not move, from U(0.5, 1.5), since many
             start at 0.
+        mask: (N, *), false for one more position at the end of each further sample; or None.
     """
 
     def __init__(self, module: nn.Module, call: Call, is_last: bool) -> None:
@@ -176,12 +191,16 @@ class Trial:
         for name in tail:
             setattr(self.core, name, nn.Identity())
 
-        axes = [*call.shape]
-        channels = axes.pop(-1 if is_last else 1)
-        few = [min(size, FEW_POSITIONS) for size in axes[1:]]
-        shapes = [(FEW_SAMPLES, channels, *positions) for positions in (few, axes[1:])]
-        self.shape = next(filter(self._takes, shapes), (axes[0], channels, *axes[1:]))
+        _, *axes = call.shape
+        self.num_features = axes.pop(-1 if is_last else 0)
+        positions = [NUM_POSITIONS + (size == NUM_POSITIONS) for size in axes]
+        self.shape = NUM_SAMPLES, self.num_features, *positions
         self.x = LARGE * draw(self.shape, 1), LARGE * draw(self.shape, 2)
+        self.mask = None
+        if call.mask is not None:
+            from_end = torch.arange(math.prod(positions)).flip(0)
+            self.mask = from_end >= torch.arange(NUM_SAMPLES)[:, None]
+            self.mask = self.mask.view(NUM_SAMPLES, *positions)
 
         moved = copy.deepcopy(self.core).train()
         self._call(moved, self.x[0])
@@ -197,41 +216,19 @@ class Trial:
 
     def rows(self, x: Tensor) -> Tensor:
         """The real values of an input or output by channel, (C, M)."""
-        rows, mask = x.movedim(1, 0).flatten(1), self._mask(x)
-        return rows if mask is None else rows[:, mask.flatten()]
+        rows = x.movedim(1, 0).flatten(1)
+        return rows if self.mask is None else rows[:, self.mask.flatten()]
 
     def _call(self, module: nn.Module, x: Tensor) -> Tensor:
-        axis, mask = -1 if self.is_last else 1, self._mask(x)
-        more = (mask,) if self.call.mask == "position" else ()
-        keywords = {"mask": mask} if self.call.mask == "keyword" else {}
+        axis = -1 if self.is_last else 1
+        shown = x.movedim(1, axis).clone(memory_format=torch.contiguous_format)
+        keywords = {self.call.mask: self.mask} if self.call.mask else {}
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            shown = x.movedim(1, axis).clone(memory_format=torch.contiguous_format)
-            return module(shown, *more, **keywords).movedim(axis, 1)
-
-    def _mask(self, x: Tensor) -> Tensor | None:
-        """False for one more position at the end of each further sample, up to half of them."""
-        if self.call.mask is None:
-            return None
-        mask = torch.ones_like(x[:, 0], dtype=torch.bool)
-        for index, row in enumerate(mask.view(len(x), -1)):
-            row[len(row) - min(index, len(row) // 2) :] = False
-        return mask
-
-    def _takes(self, shape: tuple[int, ...]) -> bool:
-        try:
-            for training in (True, False):
-                self.run(self.core, draw(shape, 1), training)
-            return True
-        except Exception:  # of foreign code, any kind
-            return False
-
-    def takes_more_channels(self) -> bool:
-        num_samples, channels, *positions = self.shape
-        return self._takes((num_samples, channels + 1, *positions))
+            return module(shown, **keywords).movedim(axis, 1)
 
     def _normal(self, formula: Formula, x: Tensor, eps: float = 0.0) -> Tensor:
-        return formula.build(self.shape[1], eps)(x, self._mask(x))
+        return formula.build(self.num_features, eps)(x, self.mask)
 
     def _line(self, x: Tensor, y: Tensor) -> Line:
         """The line that explains y by x, by least squares."""
@@ -266,8 +263,8 @@ class Trial:
 
     def _formulas(self) -> Iterator[Formula]:
         yield from (Formula(pool, self.is_last) for pool in ("layer", "rms", "batch", "frozen"))
-        for num_groups in range(1, self.shape[1] + 1):
-            if self.shape[1] % num_groups == 0:
+        for num_groups in range(1, self.num_features + 1):
+            if self.num_features % num_groups == 0:
                 yield Formula("group", self.is_last, num_groups)
 
     def settle(self, fit: Fit) -> Norm:
@@ -284,7 +281,7 @@ class Trial:
         settings: dict[str, Any] = {"affine": largest > EQUALS, "eps": eps}
         if averages:
             settings |= self._momentum(line)
-        return Norm(formula, self.shape[1], settings, self.call, self.tail, averages, moments)
+        return Norm(formula, self.num_features, settings, self.call, self.tail, averages, moments)
 
     def _eps(self, formula: Formula, line: Line) -> float:
         """From an input of a small variance v, which is divided by sqrt(v + eps)."""
@@ -354,12 +351,13 @@ class Trial:
 
 def draw(shape: tuple[int, ...], seed: int) -> Tensor:
     """Random values with another mean and scale along each axis."""
-    options: dict[str, Any] = {"dtype": torch.double}
-    options["generator"] = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, **options)
+    generator = torch.Generator().manual_seed(seed)
+    random = partial(torch.randn, generator=generator, dtype=torch.double)
+    x = random(shape)
     for axis, length in enumerate(shape):
-        mean, scale = torch.randn(2, length, **options)
-        x = (x.transpose(axis, -1) * (0.5 + scale.abs()) + mean).transpose(axis, -1)
+        mean, scale = random(2, length)
+        last = x.transpose(axis, -1)
+        x = (last * (0.5 + scale.abs()) + mean).transpose(axis, -1)
     return x
 
 

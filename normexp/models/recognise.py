@@ -8,6 +8,7 @@ left as it is: an activation inside its forward, a second input, another scale.
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections import defaultdict
 from collections.abc import Mapping
@@ -128,13 +129,13 @@ def _record_calls(
     seen: defaultdict[str, list[Seen]] = defaultdict(list)
 
     def watch(
-        path: str, _: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], out: Any
+        path: str, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], out: Any
     ) -> None:
         x = next(iter((*args, *keywords.values())), None)
         if not (isinstance(x, Tensor) and isinstance(out, Tensor) and x.is_floating_point()):
             return
         if x.ndim > 1 and (out.shape, out.dtype) == (x.shape, x.dtype):
-            seen[path].append(Seen(_call_of_norm(args, keywords), args, keywords))
+            seen[path].append(Seen(_call_of_norm(module, args, keywords), args, keywords))
 
     of_torch = {path for path, module in network.named_modules() if _is_torchs(module)}
     for path, module in network.named_modules():
@@ -146,7 +147,9 @@ def _record_calls(
     return seen
 
 
-def _call_of_norm(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Call | None:
+def _call_of_norm(
+    module: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> Call | None:
     """How a module is called with x alone, or with x and a mask (N, *); None: with more."""
     x, *more = (*args, *keywords.values())
     more = [value for value in more if value is not None]
@@ -157,8 +160,8 @@ def _call_of_norm(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Call | 
     (mask,) = more
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != x.ndim - 1:
         return None
-    how = "keyword" if "mask" in keywords else "position"
-    return Call(x.shape, (mask.shape == x.shape[:-1],), how)
+    name = "mask" if "mask" in keywords else [*inspect.signature(module.forward).parameters][1]
+    return Call(x.shape, (mask.shape == x.shape[:-1],), name)
 
 
 def run_network(network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
