@@ -171,7 +171,9 @@ def _content_of(group: str, choice: str, values: dict[str, Any]) -> dict[str, An
         content = values | {"_target_": name}
     else:
         name = f"{group}/{choice}"
-        former = {key: FORMER_DEFAULTS.get(f"{group}.{key}", value) for key, value in defaults.items()}
+        former = {
+            key: FORMER_DEFAULTS.get(f"{group}.{key}", value) for key, value in defaults.items()
+        }
         content = {
             "choice": choice,
             **differences(values, defining_values({group: former})[group]),

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from normexp.batching.copies import copied
 from normexp.errors import UserError
-from normexp.norms.base import Affine, AffineNorm, zero_padding
+from normexp.norms.base import AffineNorm
 from normexp.norms.batch import BatchNorm, FrozenBatchNorm
 from normexp.norms.group import GroupNorm, LayerNorm2d, RMSNorm
 from normexp.norms.site import InPlaceOfNorm
@@ -34,9 +34,14 @@ LARGE, SMALL = 100.0, 0.01  # inputs: large against eps, and near eps
 LEAST_EPS = 1e-12  # of a norm that has none: a row of zeros gives no NaN
 NUM_SAMPLES, NUM_POSITIONS = 4, 5  # of an input, positions along each axis
 
+
+class RMSNormWithBias(RMSNorm):
+    has_bias = True
+
+
 FORMULAS: dict[str, type[AffineNorm]] = {
     "layer": LayerNorm2d,  # moments over the channels at a position
-    "rms": RMSNorm,  # the same without centring
+    "rms": RMSNormWithBias,  # the same without centring
     "batch": BatchNorm,  # over all values of a channel
     "group": GroupNorm,  # over a run of C / num_groups channels of a sample
     "frozen": FrozenBatchNorm,  # over none: they are tensors of the module
@@ -56,19 +61,18 @@ class Formula:
         groups = f" of {self.num_groups} groups" if self.pool == "group" else ""
         return f"{self.pool} norm{groups}, channels {'last' if self.is_last else 'first'}"
 
-    def build(self, num_features: int, eps: float, *, averages: bool = False) -> nn.Module:
-        """The shipped norm for (N, C, *), without gain and shift.
+    def build(self, num_features: int, *, averages: bool = False, **knobs: Any) -> nn.Module:
+        """The shipped norm for (N, C, *), in float64.
 
         Args:
             averages: a batch norm evaluates by running moments.
+            knobs: eps and affine.
         """
-        knobs = {
-            "group": {"num_groups": self.num_groups},
-            "batch": {"track_running_stats": averages},
-        }
-        more: dict[str, Any] = knobs.get(self.pool, {})
-        norm = FORMULAS[self.pool](num_features, eps=eps, affine=False, **more)
-        return norm.double()
+        if self.pool == "group":
+            knobs["num_groups"] = self.num_groups
+        if self.pool == "batch":
+            knobs["track_running_stats"] = averages
+        return FORMULAS[self.pool](num_features, **knobs).double()
 
 
 @dataclass(frozen=True)
@@ -109,23 +113,16 @@ class Norm:
 class DescribedNorm(InPlaceOfNorm):
     """Computes what was recognised of a module, at values that were found, and its tail."""
 
-    gain: Tensor
-    shift: Tensor
-
     def __init__(self, norm: Norm, values: Values, module: nn.Module) -> None:
         super().__init__()
         self.axis = -1 if norm.formula.is_last else 1
         eps = norm.settings["eps"]
-        self.norm = norm.formula.build(norm.num_features, eps, averages=norm.averages)
+        self.norm = norm.formula.build(norm.num_features, eps=eps, averages=norm.averages)
         self.norm.load_state_dict(values, strict=False)
-        self.register_buffer("gain", values["weight"])
-        self.register_buffer("shift", values["bias"])
         self.tail = nn.Sequential(*(copied(module.get_submodule(n)) for n in norm.tail))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        normalized = self.norm(x.double().movedim(self.axis, 1), mask)
-        out = Affine(self.gain, self.shift).apply(normalized)
-        out = zero_padding(out, None if mask is None else mask.unsqueeze(1))
+        out = self.norm(x.double().movedim(self.axis, 1), mask)
         return self.tail(out.movedim(1, self.axis).to(x.dtype))
 
 
@@ -146,16 +143,15 @@ class Fit(NamedTuple):
 
 def recognise_norm(module: nn.Module, call: Call) -> Norm:
     """The norm that a module is. Raises Misfit with the reason if it is none."""
-    fits: list[tuple[Trial, Fit]] = []
+    fits, failures = list[tuple[Trial, Fit]](), list[Exception]()
     for is_last in call.layouts:
         try:
             trial = Trial(module, call, is_last)
-        except Exception as error:  # of foreign code, any kind: its channels are elsewhere
-            failed = error
-        else:
             fits.append((trial, trial.fit()))
+        except Exception as failure:  # of foreign code, any kind: the channels are elsewhere
+            failures.append(failure)
     if not fits:
-        raise failed
+        raise failures[0]
     fitting = [(trial, fit) for trial, fit in fits if fit.residual < FITS]
     if len(fitting) == 1:
         ((trial, fit),) = fitting
@@ -221,14 +217,15 @@ class Trial:
 
     def _call(self, module: nn.Module, x: Tensor) -> Tensor:
         axis = -1 if self.is_last else 1
-        shown = x.movedim(1, axis).clone(memory_format=torch.contiguous_format)
+        shown = x.clone().movedim(1, axis).contiguous()
         keywords = {self.call.mask: self.mask} if self.call.mask else {}
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return module(shown, **keywords).movedim(axis, 1)
 
     def _normal(self, formula: Formula, x: Tensor, eps: float = 0.0) -> Tensor:
-        return formula.build(self.num_features, eps)(x, self.mask)
+        norm = formula.build(self.num_features, eps=eps, affine=False)
+        return norm(x, self.mask)
 
     def _line(self, x: Tensor, y: Tensor) -> Line:
         """The line that explains y by x, by least squares."""
@@ -270,6 +267,7 @@ class Trial:
     def settle(self, fit: Fit) -> Norm:
         """Adds what evaluation and small inputs tell."""
         formula, line, _ = fit
+        slope, constant = line
         evaluated = self.run(self.drawn, self.x[1], False)
         residual = self._unexplained(line, self._normal(formula, self.x[1]), evaluated)
         averages = residual > FITS
@@ -277,8 +275,8 @@ class Trial:
             moments, eps = self._moments(line)
         else:
             moments, eps = (), self._eps(formula, line)
-        largest = max(float(value.abs().max()) for value in (line[0] - 1, line[1]))
-        settings: dict[str, Any] = {"affine": largest > EQUALS, "eps": eps}
+        is_affine = bool((slope - 1).abs().max() + constant.abs().max() > EQUALS)
+        settings: dict[str, Any] = {"affine": is_affine, "eps": eps}
         if averages:
             settings |= self._momentum(line)
         return Norm(formula, self.num_features, settings, self.call, self.tail, averages, moments)

@@ -251,7 +251,9 @@ def _try(module: nn.Module, seen: list[Seen]) -> Norm | Left:
             by_keyword = not seen[0].args and len(seen[0].keywords) == 1
             way = "given its input by keyword" if by_keyword else "called with a second input"
             raise Misfit(f"it is {way}")
-        found = [recognise_norm(module, call) for call in dict.fromkeys(one.call for one in seen) if call]
+        found = [
+            recognise_norm(module, call) for call in dict.fromkeys(one.call for one in seen) if call
+        ]
         # On rows (N, C) the last axis is the first one after the samples.
         maps = [norm for norm in found if norm.call and len(norm.call.shape) > 2]
         if len({norm.formula.is_last for norm in maps}) > 1:
