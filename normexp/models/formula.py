@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,8 @@ NUM_SAMPLES, NUM_POSITIONS = 4, 5  # of an input, positions along each axis
 
 
 class RMSNormWithBias(RMSNorm):
+    """What most RMS norms lack, but not all."""
+
     has_bias = True
 
 
@@ -77,16 +79,15 @@ class Formula:
 
 @dataclass(frozen=True)
 class Call:
-    """How a module is called: with x of this shape, and perhaps with a mask.
+    """How a module is called: with x of this shape, and with a mask by position or keyword.
 
     Attributes:
         layouts: whether the channels may be the last axis; the mask has the other axes.
-        mask: the name of that argument.
     """
 
     shape: torch.Size
     layouts: tuple[bool, ...]
-    mask: str | None = None
+    mask: Literal["position", "keyword"] | None = None
 
 
 @dataclass(frozen=True)
@@ -218,10 +219,11 @@ class Trial:
     def _call(self, module: nn.Module, x: Tensor) -> Tensor:
         axis = -1 if self.is_last else 1
         shown = x.clone().movedim(1, axis).contiguous()
-        keywords = {self.call.mask: self.mask} if self.call.mask else {}
+        more = (self.mask,) if self.call.mask == "position" else ()
+        keywords = {"mask": self.mask} if self.call.mask == "keyword" else {}
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return module(shown, **keywords).movedim(axis, 1)
+            return module(shown, *more, **keywords).movedim(axis, 1)
 
     def _normal(self, formula: Formula, x: Tensor, eps: float = 0.0) -> Tensor:
         norm = formula.build(self.num_features, eps=eps, affine=False)
@@ -322,7 +324,7 @@ class Trial:
             found = 1 / ((slope / smaller).square() - 1) - value.flatten()
             if is_close(constant - slope, lower, EQUALS):
                 mean = name
-            elif -EQUALS < found.min() and found.max() - found.min() < EQUALS:
+            elif found.min() > -EQUALS and found.max() - found.min() < EQUALS:
                 var, eps = name, rounded(found)
         if not mean or not var:
             raise Misfit("it is an affine map of its input, without moments")

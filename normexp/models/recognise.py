@@ -8,7 +8,6 @@ left as it is: an activation inside its forward, a second input, another scale.
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections import defaultdict
 from collections.abc import Mapping
@@ -39,12 +38,16 @@ from normexp.models.formula import (
 )
 from normexp.records.provenance import source_line_of
 
-CHANNELS_FIRST = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm),
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-)
-CHANNELS_LAST = (nn.LayerNorm, nn.RMSNorm)
-TORCH_NAMES = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+TORCHS = {  # torch's own norms and their formulas
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm), "batch"),
+    **dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), "group"),
+    nn.GroupNorm: "group",
+    nn.LayerNorm: "layer",
+    nn.RMSNorm: "rms",
+}
+# The tensors of a norm by role, and their initial values.
+COUNT = "num_batches_tracked"
+STARTS = {"weight": 1, "bias": 0, "running_mean": 0, "running_var": 1, COUNT: 0}
 TYPICAL = 3.0  # inputs, as in networks
 NOTHING: Mapping[str, Any] = {}
 
@@ -115,7 +118,7 @@ def values_of(module: nn.Module, norm: Norm) -> Values:
     """Of torch's own norms read, of others measured."""
     if norm.call is not None:
         return Trial(module, norm.call, norm.formula.is_last).values(norm)
-    values = {name: getattr(module, name, None) for name in TORCH_NAMES}
+    values = {name: getattr(module, name, None) for name in STARTS}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -129,13 +132,13 @@ def _record_calls(
     seen: defaultdict[str, list[Seen]] = defaultdict(list)
 
     def watch(
-        path: str, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], out: Any
+        path: str, _: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], out: Any
     ) -> None:
         x = next(iter((*args, *keywords.values())), None)
         if not (isinstance(x, Tensor) and isinstance(out, Tensor) and x.is_floating_point()):
             return
         if x.ndim > 1 and (out.shape, out.dtype) == (x.shape, x.dtype):
-            seen[path].append(Seen(_call_of_norm(module, args, keywords), args, keywords))
+            seen[path].append(Seen(_call_of_norm(args, keywords), args, keywords))
 
     of_torch = {path for path, module in network.named_modules() if _is_torchs(module)}
     for path, module in network.named_modules():
@@ -147,9 +150,7 @@ def _record_calls(
     return seen
 
 
-def _call_of_norm(
-    module: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]
-) -> Call | None:
+def _call_of_norm(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Call | None:
     """How a module is called with x alone, or with x and a mask (N, *); None: with more."""
     x, *more = (*args, *keywords.values())
     more = [value for value in more if value is not None]
@@ -160,8 +161,8 @@ def _call_of_norm(
     (mask,) = more
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != x.ndim - 1:
         return None
-    name = "mask" if "mask" in keywords else [*inspect.signature(module.forward).parameters][1]
-    return Call(x.shape, (mask.shape == x.shape[:-1],), name)
+    how = "keyword" if "mask" in keywords else "position"
+    return Call(x.shape, (mask.shape == x.shape[:-1],), how)
 
 
 def run_network(network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
@@ -220,40 +221,34 @@ def _is_named(module: nn.Module) -> bool:
 def _is_torchs(module: nn.Module) -> bool:
     """True for a norm of torch that nobody has changed."""
     changed = "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
-    return type(module) in (*CHANNELS_FIRST, *CHANNELS_LAST) and not changed
+    return type(module) in TORCHS and not changed
 
 
 def _read_torchs(module: Any) -> Norm | Left:
-    is_last = type(module) in CHANNELS_LAST
-    if is_last and len(module.normalized_shape) > 1:
+    shape = getattr(module, "normalized_shape", ())
+    if len(shape) > 1:
         reason = "it normalizes several axes; a site normalizes one axis of channels"
         return Left(type(module).__name__, reason)
-    sizes = [getattr(module, name, 0) for name in ("num_features", "num_channels")]
-    num_features = max(sizes) or module.normalized_shape[0]
+    counts = (getattr(module, name, None) for name in ("num_features", "num_channels"))
+    num_features = next(filter(None, (*counts, *shape)))
+    pool = TORCHS[type(module)]
+    groups = getattr(module, "num_groups", num_features) if pool == "group" else 1
     eps = torch.finfo(torch.float32).eps if module.eps is None else module.eps
     settings: dict[str, Any] = {"affine": module.weight is not None, "eps": float(eps)}
     if hasattr(module, "momentum"):
         settings["momentum"] = module.momentum
-    formula = Formula("batch", False)
-    if is_last:
-        formula = Formula("rms" if isinstance(module, nn.RMSNorm) else "layer", True)
-    elif isinstance(module, nn.GroupNorm):
-        formula = Formula("group", False, module.num_groups)
-    elif isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d):
-        formula = Formula("group", False, num_features)
-    return Norm(formula, num_features, settings)
+    return Norm(Formula(pool, bool(shape), groups), num_features, settings)
 
 
 def _try(module: nn.Module, seen: list[Seen]) -> Norm | Left:
     """The norm that fits the calls of every shape."""
+    calls = dict.fromkeys(one.call for one in seen)
     try:
-        if not all(one.call for one in seen):
+        if None in calls:
             by_keyword = not seen[0].args and len(seen[0].keywords) == 1
             way = "given its input by keyword" if by_keyword else "called with a second input"
             raise Misfit(f"it is {way}")
-        found = [
-            recognise_norm(module, call) for call in dict.fromkeys(one.call for one in seen) if call
-        ]
+        found = [recognise_norm(module, call) for call in calls if call]
         # On rows (N, C) the last axis is the first one after the samples.
         maps = [norm for norm in found if norm.call and len(norm.call.shape) > 2]
         if len({norm.formula.is_last for norm in maps}) > 1:
@@ -264,7 +259,8 @@ def _try(module: nn.Module, seen: list[Seen]) -> Norm | Left:
     except Exception as error:  # of foreign code, any kind
         reason = f"trying it fails: {type(error).__name__}: {first_line(error)}"
         reason += source_line_of(error)
-    return Left(type(module).__name__, reason, _is_named(module) or _ignores_scale(module, seen[0]))
+    resembles = _is_named(module) or _ignores_scale(module, seen[0])
+    return Left(type(module).__name__, reason, resembles)
 
 
 def _ignores_scale(module: nn.Module, seen: Seen) -> bool:

@@ -14,16 +14,20 @@ from torch.utils._pytree import tree_leaves, tree_map
 from normexp.batching.copies import copied
 from normexp.errors import UserError
 from normexp.models.formula import EQUALS, DescribedNorm, Norm, Values, is_close
-from normexp.models.recognise import Left, Recognition, run_network, values_of
+from normexp.models.recognise import (
+    COUNT,
+    STARTS,
+    Left,
+    Recognition,
+    run_network,
+    values_of,
+)
 from normexp.models.weights import MAX_NAMES, shorten
 from normexp.norms.contract import HasRamp
 from normexp.norms.factory import NormFactory
 from normexp.norms.site import Site, named_sites
 
 FLOAT_EQUALS = 1e-3  # of the outputs, of a network that runs in float32 alone
-# The tensors of a new norm by role, and their initial values.
-COUNT = "num_batches_tracked"
-STARTS = {"weight": 1, "bias": 0, "running_mean": 0, "running_var": 1, COUNT: 0}
 
 
 class SiteWithTail(nn.Sequential):
