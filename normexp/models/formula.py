@@ -31,6 +31,7 @@ from normexp.norms.site import InPlaceOfNorm
 FITS = 1e-4  # of an output: what a formula may leave unexplained
 EQUALS = 1e-5  # of an output: between a module, or a network, and its description
 LARGE, SMALL = 100.0, 0.01  # inputs: large against eps, and near eps
+ROUNDING = 1e-6  # of a norm that computes in float32
 LEAST_EPS = 1e-12  # of a norm that has none: a row of zeros gives no NaN
 NUM_SAMPLES, NUM_POSITIONS = 4, 5  # of an input, positions along each axis
 
@@ -177,7 +178,7 @@ class Trial:
         core: without the children that hold no tensors, which are its tail.
         drawn: the core with parameters, and buffers that do not move, from U(0.5, 1.5), since many
             start at 0.
-        mask: (N, *), false for one more position at the end of each further sample; or None.
+        mask: (N, *), false for up to half of the positions, at the end of a sample; or None.
     """
 
     def __init__(self, module: nn.Module, call: Call, is_last: bool) -> None:
@@ -192,12 +193,11 @@ class Trial:
         self.num_features = axes.pop(-1 if is_last else 0)
         positions = [NUM_POSITIONS + (size == NUM_POSITIONS) for size in axes]
         self.shape = NUM_SAMPLES, self.num_features, *positions
-        self.x = LARGE * draw(self.shape, 1), LARGE * draw(self.shape, 2)
-        self.mask = None
-        if call.mask is not None:
-            from_end = torch.arange(math.prod(positions)).flip(0)
-            self.mask = from_end >= torch.arange(NUM_SAMPLES)[:, None]
-            self.mask = self.mask.view(NUM_SAMPLES, *positions)
+        self.x = [LARGE * draw(self.shape, seed) for seed in (1, 2)]
+        from_end = torch.arange(math.prod(positions)).flip(0)
+        gone = torch.arange(NUM_SAMPLES).clamp(max=len(from_end) // 2)
+        mask = from_end >= gone[:, None]
+        self.mask = mask.view(NUM_SAMPLES, *positions) if call.mask else None
 
         moved = copy.deepcopy(self.core).train()
         self._call(moved, self.x[0])
@@ -261,7 +261,8 @@ class Trial:
         return min(fits, key=lambda fit: fit.residual)
 
     def _formulas(self) -> Iterator[Formula]:
-        yield from (Formula(pool, self.is_last) for pool in ("layer", "rms", "batch", "frozen"))
+        for pool in ("layer", "rms", "batch", "frozen"):
+            yield Formula(pool, self.is_last)
         for num_groups in range(1, self.num_features + 1):
             if self.num_features % num_groups == 0:
                 yield Formula("group", self.is_last, num_groups)
@@ -296,9 +297,9 @@ class Trial:
             means.append(self._running(module, line)[0])
             self._call(module.train(), self.x[0])
         batch = self.rows(self.x[0]).mean(dim=1)
-        weights = [(new - old) / (batch - old) for old, new in pairwise(means)]
-        momentum = float(weights[0].median())
-        is_fixed = all(bool((one - momentum).abs().max() < 1e-3) for one in weights)
+        weights = torch.stack([(new - old) / (batch - old) for old, new in pairwise(means)])
+        momentum = float(weights.median())
+        is_fixed = bool((weights - momentum).abs().max() < 1e-3)
         return {"momentum": round(momentum, 6)} if is_fixed else {}
 
     def _running(self, module: nn.Module, line: Line) -> tuple[Tensor, Tensor]:
@@ -337,6 +338,9 @@ class Trial:
         eps, own, x = norm.settings["eps"], state_of(self.core), self.x[0]
         normal = x if norm.moments else self._normal(norm.formula, x, eps)
         gain, shift = self._line(normal, self.run(self.core, x, True))
+        shift[shift.abs() < ROUNDING] = (
+            0  # else a row of zeros, as of a padded token, would not stay
+        )
         if norm.moments:
             mean, var = (own[name].detach().flatten() for name in norm.moments)
             gain, shift = gain * (var + eps).sqrt(), shift + gain * mean
