@@ -59,6 +59,8 @@ OTHERS_OF_HYDRA = {  # what does instead what another one would do in a Hydra ap
 }
 STATES = (ConfigStore, GlobalHydra, HydraConfig, JobRuntime, VersionBase)  # of a Hydra app
 BUDGETS = ("epochs", "steps", "samples")
+# Defaults of keys that must be typed now, each an example. Recorded ids leave them out.
+FORMER_DEFAULTS = {"model.name": "resnet18"}
 FEW = 12  # most choices that a message lists
 
 
@@ -146,7 +148,8 @@ def refuse_missing_values(tree: Mapping[str, Any], prefix: str = "") -> None:
     """Raises UserError for a `???` in a config, or in its part at the dotted key `prefix`."""
     for key in dotted_keys(tree):
         if value_at(tree, key) == MISSING:
-            raise UserError(f"{prefix}{key} is not set; give {prefix}{key}=...")
+            example = FORMER_DEFAULTS.get(f"{prefix}{key}", "...")
+            raise UserError(f"{prefix}{key} is not set; give {prefix}{key}={example}")
 
 
 # --- Words and choices ----------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Any
 
 from normexp.batching.sizes import SIZES, Sizes
 from normexp.config.compose import (
+    FORMER_DEFAULTS,
     parts_with_target,
     shipped_config,
     shipped_defaults,
@@ -170,9 +171,12 @@ def _content_of(group: str, choice: str, values: dict[str, Any]) -> dict[str, An
         content = values | {"_target_": name}
     else:
         name = f"{group}/{choice}"
+        former = {
+            key: FORMER_DEFAULTS.get(f"{group}.{key}", value) for key, value in defaults.items()
+        }
         content = {
             "choice": choice,
-            **differences(values, defining_values({group: defaults})[group]),
+            **differences(values, defining_values({group: former})[group]),
         }
     if version := VERSIONS.get(name):
         content["version"] = version

@@ -1,46 +1,62 @@
 """Finds what a module computes if it is a norm, from its outputs alone.
 
-With all of its parameters drawn, a norm has in training, for each channel,
+A few shipped norms n are fitted to it on random inputs, by least squares in each channel:
 
-    out = gain * n(x) + shift,    n(x) = (x - mean) / sqrt(var + eps),
+    out = gain * n(x) + shift
 
-with moments over one of a few sets of values. Evaluation uses the same, or the affine map of
-running moments, which moved in training. A norm whose moments are buffers is an affine map in both.
+with all of its parameters drawn. In evaluation it is the same, or the affine map of its running
+moments, which moved in training. A norm of fixed moments is an affine map of x in both modes.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from normexp.batching.copies import copied
-from normexp.norms.base import centre, measure, measure_mean, zero_padding
+from normexp.errors import UserError
+from normexp.norms.base import AffineNorm
+from normexp.norms.batch import BatchNorm, FrozenBatchNorm
+from normexp.norms.group import GroupNorm, LayerNorm2d, RMSNorm
 from normexp.norms.site import InPlaceOfNorm
 
 FITS = 1e-4  # of an output: what a formula may leave unexplained
 EQUALS = 1e-5  # of an output: between a module, or a network, and its description
-EXACT = 1e-6  # rounding of a norm that computes in float32
-LARGE, TYPICAL, SMALL = 100.0, 3.0, 0.01  # inputs: large against eps, as in networks, near eps
+LARGE, SMALL = 100.0, 0.01  # inputs: large against eps, and near eps
+ROUNDING = 1e-6  # of a norm that computes in float32
 LEAST_EPS = 1e-12  # of a norm that has none: a row of zeros gives no NaN
-FEW_SAMPLES, FEW_ROWS = 5, 8  # of an input, where the module takes fewer than the network gives
+NUM_SAMPLES, NUM_POSITIONS = 4, 5  # of an input, positions along each axis
+
+
+class RMSNormWithBias(RMSNorm):
+    """What most RMS norms lack, but not all."""
+
+    has_bias = True
+
+
+FORMULAS: dict[str, type[AffineNorm]] = {
+    "layer": LayerNorm2d,  # moments over the channels at a position
+    "rms": RMSNormWithBias,  # the same without centring
+    "batch": BatchNorm,  # over all values of a channel
+    "group": GroupNorm,  # over a run of C / num_groups channels of a sample
+    "frozen": FrozenBatchNorm,  # over none: they are tensors of the module
+}
+Values = dict[str, Tensor]  # (C,) by the names of torch's batch norm, and num_batches_tracked
 
 
 @dataclass(frozen=True)
 class Formula:
-    """Over which values of x (N, C, *), or (N, *, C) if `is_last`, the moments are taken.
+    """A key of FORMULAS, for x (N, C, *), or (N, *, C) if `is_last`."""
 
-    Attributes:
-        pool: `batch`, all values of a channel; `group`, a run of C / num_groups channels of a
-            sample; `layer`, the channels at a position; `rms`, the same without centring;
-            `frozen`, none: the moments are buffers.
-    """
-
-    pool: Literal["batch", "group", "layer", "rms", "frozen"]
+    pool: str
     is_last: bool
     num_groups: int = 1
 
@@ -48,39 +64,18 @@ class Formula:
         groups = f" of {self.num_groups} groups" if self.pool == "group" else ""
         return f"{self.pool} norm{groups}, channels {'last' if self.is_last else 'first'}"
 
-    def maps(self, x: Tensor) -> Tensor:
-        """x as (N, C, P)."""
-        x = x.movedim(-1, 1) if self.is_last else x
-        return x.flatten(2) if x.ndim > 2 else x.unsqueeze(-1)
+    def build(self, num_features: int, *, averages: bool = False, **knobs: Any) -> nn.Module:
+        """The shipped norm for (N, C, *), in float64.
 
-    def like_input(self, maps: Tensor, x: Tensor) -> Tensor:
-        """Maps (N, C, P) in the shape of x."""
-        if self.is_last:
-            return maps.reshape(x.movedim(-1, 1).shape).movedim(1, -1)
-        return maps.reshape(x.shape)
-
-    def normalize(self, maps: Tensor, eps: float, real: Tensor | None = None) -> Tensor:
-        """n(x) of maps (N, C, P); only positions that are real (N, 1, P) count."""
-        maps = zero_padding(maps, real)
-        shown, dims = maps, (0, 2) if self.pool == "batch" else (1,)
+        Args:
+            averages: a batch norm evaluates by running moments.
+            knobs: eps and affine.
+        """
         if self.pool == "group":
-            shown, dims = maps.unflatten(1, (self.num_groups, -1)), (2, 3)
-            real = None if real is None else real.unsqueeze(1)
-        if self.pool == "rms":
-            square, _ = measure_mean(shown.square(), real, dims)
-            return shown * torch.rsqrt(square + eps)
-        mean, var, _ = measure(shown, real, dims)
-        return (centre(shown, mean, real) * torch.rsqrt(var + eps)).reshape(maps.shape)
-
-
-class Values(NamedTuple):
-    """Gain and shift, running mean and variance (C,), and batches so far; None: it has none."""
-
-    gain: Tensor | None
-    shift: Tensor | None
-    mean: Tensor | None = None
-    var: Tensor | None = None
-    count: Tensor | None = None
+            knobs["num_groups"] = self.num_groups
+        if self.pool == "batch":
+            knobs["track_running_stats"] = averages
+        return FORMULAS[self.pool](num_features, **knobs).double()
 
 
 @dataclass(frozen=True)
@@ -88,12 +83,12 @@ class Call:
     """How a module is called: with x of this shape, and with a mask by position or keyword.
 
     Attributes:
-        mask_is_last: the mask has the shape of x without its last axis, not its second.
+        layouts: whether the channels may be the last axis; the mask has the other axes.
     """
 
     shape: torch.Size
+    layouts: tuple[bool, ...]
     mask: Literal["position", "keyword"] | None = None
-    mask_is_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,8 +100,7 @@ class Norm:
         call: an input that it gets; None for torch's own norms, which are not measured.
         tail: names of its children that follow the norm: dropout and activation.
         averages: evaluation uses running moments.
-        has_shift: its shift may differ from 0.
-        moments: the buffers that are mean and variance of a frozen norm.
+        moments: the names of its tensors that are mean and variance, if these are fixed.
     """
 
     formula: Formula
@@ -115,326 +109,260 @@ class Norm:
     call: Call | None = None
     tail: tuple[str, ...] = ()
     averages: bool = False
-    has_shift: bool = True
-    moments: Mapping[str, str] = field(default_factory=dict)
+    moments: tuple[str, ...] = ()
 
 
 class DescribedNorm(InPlaceOfNorm):
     """Computes what was recognised of a module, at values that were found, and its tail."""
 
-    gain: Tensor
-    shift: Tensor
-    mean: Tensor
-    var: Tensor
-
     def __init__(self, norm: Norm, values: Values, module: nn.Module) -> None:
         super().__init__()
-        self.norm = norm
-        ones = torch.ones(norm.num_features, dtype=torch.double)
-        for name, value, default in zip(Values._fields, values, (1, 0, 0, 1, 0), strict=True):
-            value = default * ones if value is None else value.detach().double()
-            self.register_buffer(name, value.view(-1, 1))
+        self.axis = -1 if norm.formula.is_last else 1
+        eps = norm.settings["eps"]
+        self.norm = norm.formula.build(norm.num_features, eps=eps, averages=norm.averages)
+        self.norm.load_state_dict(values, strict=False)
         self.tail = nn.Sequential(*(copied(module.get_submodule(n)) for n in norm.tail))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        formula, eps = self.norm.formula, self.norm.settings["eps"]
-        maps = formula.maps(x.double())
-        real = None if mask is None else mask.reshape(len(x), 1, -1)
-        if formula.pool == "frozen" or (self.norm.averages and not self.training):
-            normalized = (maps - self.mean) * torch.rsqrt(self.var + eps)
-        else:
-            normalized = formula.normalize(maps, eps, real)
-        out = zero_padding(normalized * self.gain + self.shift, real)
-        return self.tail(formula.like_input(out, x).to(x.dtype))
+        out = self.norm(x.double().movedim(self.axis, 1), mask)
+        return self.tail(out.movedim(1, self.axis).to(x.dtype))
 
 
 class Misfit(Exception):
-    """Why a module is no norm.
+    """Why a module is no norm."""
 
-    Attributes:
-        resembles: its output does not depend on the scale of its input.
-    """
 
-    def __init__(self, reason: str, *, resembles: bool = True) -> None:
-        super().__init__(reason)
-        self.resembles = resembles
+Line = tuple[Tensor, Tensor]  # slope and constant, (C,) each
+
+
+class Fit(NamedTuple):
+    """How a formula explains an output, and the part of it that stays unexplained."""
+
+    formula: Formula
+    line: Line
+    residual: float
+
+
+def recognise_norm(module: nn.Module, call: Call) -> Norm:
+    """The norm that a module is. Raises Misfit with the reason if it is none."""
+    fits, failures = list[tuple[Trial, Fit]](), list[Exception]()
+    for is_last in call.layouts:
+        try:
+            trial = Trial(module, call, is_last)
+            fits.append((trial, trial.fit()))
+        except Exception as failure:  # of foreign code, any kind: the channels are elsewhere
+            failures.append(failure)
+    if not fits:
+        raise failures[0]
+    fitting = [(trial, fit) for trial, fit in fits if fit.residual < FITS]
+    if len(fitting) == 1:
+        ((trial, fit),) = fitting
+        return trial.settle(fit)
+    if fitting:
+        both = " and ".join(str(fit.formula) for _, fit in fitting)
+        raise Misfit(f"{both} are the same on its input, so its channels are not known")
+    _, nearest = min(fits, key=lambda pair: pair[1].residual)
+    raise Misfit(
+        "its output is no affine map of a normalized input: the nearest, "
+        f"{nearest.formula}, is off by {100 * nearest.residual:.2g} %"
+    )
 
 
 class Trial:
-    """A module on random inputs, in float64 on the CPU.
+    """A module on random inputs (N, C, *), turned to its layout, in float64 on the CPU.
 
-    Rows are the real values of an input or output by channel, (C, M).
+    The channels are as many as in the network, the samples and positions are not: if the channels
+    are on another axis, most modules raise.
 
     Attributes:
         core: without the children that hold no tensors, which are its tail.
         drawn: the core with parameters, and buffers that do not move, from U(0.5, 1.5), since many
             start at 0.
+        mask: (N, *), false for up to half of the positions, at the end of a sample; or None.
     """
 
-    def __init__(self, module: nn.Module, call: Call) -> None:
-        self.call = call
+    def __init__(self, module: nn.Module, call: Call, is_last: bool) -> None:
+        self.call, self.is_last = call, is_last
         self.core = copied(module).cpu().double()
-        tail = [name for name, child in self.core.named_children() if not state_of(child)]
-        self.tail = tuple(n for n in tail if not isinstance(module.get_submodule(n), nn.Identity))
+        tail = {n: child for n, child in self.core.named_children() if not state_of(child)}
+        self.tail = tuple(n for n, child in tail.items() if not isinstance(child, nn.Identity))
         for name in tail:
             setattr(self.core, name, nn.Identity())
-        self.shape = self._accepted_shape()
-        self.x = self.draw(1), self.draw(2)
-        before, after = state_of(self.core), copy.deepcopy(self.core).train()
-        self._call(after, self.x[0])
-        moved = {n for n, value in state_of(after).items() if not torch.equal(value, before[n])}
-        self.counts = [before[name] for name in moved if not before[name].ndim]
-        self.moves = bool(moved)
+
+        _, *axes = call.shape
+        self.num_features = axes.pop(-1 if is_last else 0)
+        positions = [NUM_POSITIONS + (size == NUM_POSITIONS) for size in axes]
+        self.shape = NUM_SAMPLES, self.num_features, *positions
+        self.x = [LARGE * draw(self.shape, seed) for seed in (1, 2)]
+        from_end = torch.arange(math.prod(positions)).flip(0)
+        gone = torch.arange(NUM_SAMPLES).clamp(max=len(from_end) // 2)
+        mask = from_end >= gone[:, None]
+        self.mask = mask.view(NUM_SAMPLES, *positions) if call.mask else None
+
+        moved = copy.deepcopy(self.core).train()
+        self._call(moved, self.x[0])
         self.drawn = copy.deepcopy(self.core)
         generator = torch.Generator().manual_seed(0)
         for name, value in state_of(self.drawn).items():
-            if name not in moved and value.is_floating_point():
+            if value.is_floating_point() and torch.equal(value, state_of(moved)[name]):
                 value.data.uniform_(0.5, 1.5, generator=generator)
-
-    def _accepted_shape(self) -> torch.Size:
-        """A smaller shape, with the same first and last channels, if the module takes it."""
-        shape = self.call.shape
-        rows = [min(size, FEW_ROWS) for size in shape[2:-1]]
-        self.shape = torch.Size([FEW_SAMPLES, *shape[1:2], *rows, *shape[2:][-1:]])
-        try:
-            for training in (True, False):
-                self.run(self.core, self.draw(1), training)
-        except Exception:  # of foreign code: it takes inputs of one shape
-            return shape
-        return self.shape
-
-    def draw(self, seed: int, size: float = LARGE) -> Tensor:
-        """Random values with another mean and scale along each axis."""
-        options: dict[str, Any] = {"dtype": torch.double}
-        options["generator"] = torch.Generator().manual_seed(seed)
-        x = torch.randn(self.shape, **options)
-        for axis, length in enumerate(self.shape):
-            along = [1] * len(self.shape)
-            along[axis] = length
-            x = x * (0.5 + torch.rand(along, **options)) + 0.5 * torch.randn(along, **options)
-        return size * x
-
-    @property
-    def mask(self) -> Tensor | None:
-        """False for one more position at the end of each further sample, up to half of them."""
-        if self.call.mask is None:
-            return None
-        shape = [*self.shape]
-        del shape[-1 if self.call.mask_is_last else 1]
-        mask = torch.ones(shape, dtype=torch.bool)
-        for index, row in enumerate(mask.view(len(mask), -1)):
-            row[len(row) - min(index, len(row) // 2) :] = False
-        return mask
-
-    @property
-    def real(self) -> Tensor | None:
-        """The mask as (N, 1, P)."""
-        return None if self.mask is None else self.mask.reshape(len(self.mask), 1, -1)
 
     def run(self, module: nn.Module, x: Tensor, training: bool) -> Tensor:
         """The output of a copy, with fixed draws."""
         return self._call(copy.deepcopy(module).train(training), x)
 
+    def rows(self, x: Tensor) -> Tensor:
+        """The real values of an input or output by channel, (C, M)."""
+        rows = x.movedim(1, 0).flatten(1)
+        return rows if self.mask is None else rows[:, self.mask.flatten()]
+
     def _call(self, module: nn.Module, x: Tensor) -> Tensor:
+        axis = -1 if self.is_last else 1
+        shown = x.clone().movedim(1, axis).contiguous()
         more = (self.mask,) if self.call.mask == "position" else ()
         keywords = {"mask": self.mask} if self.call.mask == "keyword" else {}
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return module(x.clone(), *more, **keywords)
+            return module(shown, *more, **keywords).movedim(axis, 1)
 
-    def rows(self, formula: Formula, x: Tensor) -> Tensor:
-        by_channel = formula.maps(x).movedim(1, 0)
-        return by_channel.flatten(1) if self.real is None else by_channel[:, self.real[:, 0]]
+    def _normal(self, formula: Formula, x: Tensor, eps: float = 0.0) -> Tensor:
+        norm = formula.build(self.num_features, eps=eps, affine=False)
+        return norm(x, self.mask)
 
-    def normal(self, formula: Formula, x: Tensor, eps: float = 0.0) -> Tensor:
-        """The rows of n(x)."""
-        normalized = formula.normalize(formula.maps(x), eps, self.real)
-        return self.rows(formula, formula.like_input(normalized, x))
+    def _line(self, x: Tensor, y: Tensor) -> Line:
+        """The line that explains y by x, by least squares."""
+        x, y = self.rows(x), self.rows(y)
+        centred = x - x.mean(dim=1, keepdim=True)
+        slope = (centred * y).sum(dim=1) / centred.square().sum(dim=1).clamp_min(1e-30)
+        return slope, y.mean(dim=1) - slope * x.mean(dim=1)
+
+    def _unexplained(self, line: Line, x: Tensor, y: Tensor) -> float:
+        """The part of y that a line leaves."""
+        x, y = self.rows(x), self.rows(y)
+        slope, constant = (value[:, None] for value in line)
+        error = (y - slope * x - constant).norm() / y.norm()
+        return float(error.nan_to_num(torch.inf))
 
     # --- Which norm it is
 
-    def fit(self) -> Norm:
-        """The norm that explains its outputs. Raises Misfit with the reason if none does."""
-        y, other = (self.run(self.drawn, x, True) for x in self.x)
-        larger = self.run(self.drawn, 4 * self.x[0], True)
-        if is_close(y, larger, 1e-3) and not is_close(y, other, 1e-3):
-            return self._fit_moments(y, other)
-        frozen = [Formula("frozen", is_last) for is_last in self._layouts()]
-        fitting = [norm for formula in frozen if (norm := self._fit_frozen(formula))]
-        if not fitting:
-            raise Misfit("its output follows the scale of its input", resembles=False)
-        return fitting[0]
-
-    def _layouts(self) -> tuple[bool, ...]:
-        """Whether the channels may be the first axis after the samples, and the last."""
-        if self.call.mask is not None:
-            return (self.call.mask_is_last,)
-        return (False, True) if len(self.shape) > 2 else (False,)
+    def fit(self) -> Fit:
+        """The first formula that explains its outputs in training, or else the nearest."""
+        first, second = (self.run(self.drawn, x, True) for x in self.x)
+        fits: list[Fit] = []
+        for formula in self._formulas():
+            try:
+                normal = [self._normal(formula, x) for x in self.x]
+            except UserError:  # this shape leaves one value to pool
+                continue
+            line = self._line(normal[0], first)
+            fits.append(Fit(formula, line, self._unexplained(line, normal[1], second)))
+            if fits[-1].residual < FITS:
+                break
+        return min(fits, key=lambda fit: fit.residual)
 
     def _formulas(self) -> Iterator[Formula]:
-        for is_last in self._layouts():
-            yield from (Formula(pool, is_last) for pool in ("layer", "rms", "batch"))
-            _, channels, positions = Formula("layer", is_last).maps(self.x[0]).shape
-            for groups in range(1, channels + 1):
-                if channels % groups == 0 and channels // groups * positions > 1:
-                    yield Formula("group", is_last, groups)
+        for pool in ("layer", "rms", "batch", "frozen"):
+            yield Formula(pool, self.is_last)
+        for num_groups in range(1, self.num_features + 1):
+            if self.num_features % num_groups == 0:
+                yield Formula("group", self.is_last, num_groups)
 
-    def _fit_moments(self, y: Tensor, other: Tensor) -> Norm:
-        """Of formulas that are the same on this shape, along one axis, the first counts."""
-        fitting: dict[bool, Norm] = {}
-        nearest: list[tuple[float, str]] = []
-        for formula in self._formulas():
-            if formula.is_last in fitting:
-                continue
-            line = fit_line(self.normal(formula, self.x[0]), self.rows(formula, y))
-            normal = self.normal(formula, self.x[1])
-            residual = unexplained(normal, self.rows(formula, other), *line)
-            nearest.append((residual, str(formula)))
-            if residual < FITS:
-                fitting[formula.is_last] = self._settle(formula, *line)
-        if not fitting:
-            residual, formula = min(nearest)
-            raise Misfit(
-                f"its output is no affine map of a normalized input: the nearest, {formula}, "
-                f"is off by {100 * residual:.2g} %"
-            )
-        if len(fitting) > 1:
-            fixed = [is_last for is_last in fitting if not self._takes_more_channels(is_last)]
-            if len(fixed) == 1:
-                return fitting[fixed[0]]
-            both = " and ".join(str(norm.formula) for norm in fitting.values())
-            raise Misfit(f"{both} are the same on its input, so its channels are not known")
-        return next(iter(fitting.values()))
-
-    def _takes_more_channels(self, is_last: bool) -> bool:
-        shape = [*self.shape]
-        shape[-1 if is_last else 1] += 1
-        try:
-            self.run(self.core, torch.ones(shape, dtype=torch.double), True)
-            return True
-        except Exception:  # of foreign code, any kind
-            return False
-
-    def _settle(self, formula: Formula, gain: Tensor, shift: Tensor) -> Norm:
+    def settle(self, fit: Fit) -> Norm:
         """Adds what evaluation and small inputs tell."""
-        has_shift = bool(shift.abs().max() > EQUALS)
-        affine = has_shift or bool((gain - 1).abs().max() > EQUALS)
-        settings: dict[str, Any] = {"affine": affine, "eps": self._eps(formula, gain, shift)}
-        norm = Norm(formula, len(gain), settings, self.call, self.tail, False, has_shift)
-        outputs = [self.rows(formula, self.run(self.drawn, x, False)) for x in self.x]
-        if unexplained(self.normal(formula, self.x[1]), outputs[1], gain, shift) < FITS:
-            return norm
-        first, second = (self.rows(formula, x) for x in self.x)
-        line = fit_line(first, outputs[0])
-        if not self.moves or unexplained(second, outputs[1], *line) > FITS:
-            raise Misfit(f"in training it is {formula}, in evaluation something else")
-        settings |= self._momentum(formula, gain, shift)
-        return Norm(formula, len(gain), settings, self.call, self.tail, True, has_shift)
+        formula, line, _ = fit
+        slope, constant = line
+        evaluated = self.run(self.drawn, self.x[1], False)
+        residual = self._unexplained(line, self._normal(formula, self.x[1]), evaluated)
+        averages = residual > FITS
+        if formula.pool == "frozen":
+            moments, eps = self._moments(line)
+        else:
+            moments, eps = (), self._eps(formula, line)
+        is_affine = bool((slope - 1).abs().max() + constant.abs().max() > EQUALS)
+        settings: dict[str, Any] = {"affine": is_affine, "eps": eps}
+        if averages:
+            settings |= self._momentum(line)
+        return Norm(formula, self.num_features, settings, self.call, self.tail, averages, moments)
 
-    def _eps(self, formula: Formula, gain: Tensor, shift: Tensor) -> float:
-        """From the ratio sqrt((v + eps) / v) by which small inputs shrink."""
-        x = self.draw(1, SMALL)
-        normal = self.normal(formula, x)
-        output = self.rows(formula, self.run(self.drawn, x, True)) - shift[:, None]
-        shrunk, by_one = gain[:, None] * normal / output, normal / self.normal(formula, x, 1.0)
-        eps = (shrunk.square() - 1) / (by_one.square() - 1)
-        return float(f"{max(float(eps.median()), LEAST_EPS):.3g}")
+    def _eps(self, formula: Formula, line: Line) -> float:
+        """From an input of a small variance v, which is divided by sqrt(v + eps)."""
+        x = SMALL * self._normal(formula, self.x[0])
+        slope, _ = self._line(x, self.run(self.drawn, x, True))
+        return rounded((line[0] / slope).square() - SMALL**2)
 
-    def _momentum(self, formula: Formula, gain: Tensor, shift: Tensor) -> dict[str, Any]:
-        """The weight of a batch in the running mean; None if all weigh alike, {} if not known."""
-        module, shares = copy.deepcopy(self.drawn).train(), list[Tensor]()
-        batch = self.rows(formula, self.x[0]).mean(dim=1)
-        for _ in range(2):
-            before, _ = self._running(formula, module, gain, shift)
+    def _momentum(self, line: Line) -> dict[str, float]:
+        """The weight of a batch in the running mean, if it is the same in two steps."""
+        module, means = copy.deepcopy(self.drawn), list[Tensor]()
+        for _ in range(3):
+            means.append(self._running(module, line)[0])
             self._call(module.train(), self.x[0])
-            after, _ = self._running(formula, module, gain, shift)
-            shares.append((after - before) / (batch - before))
-        first, second = (float(share.median()) for share in shares)
-        if any(not is_close(share.median().expand_as(share), share, 1e-3) for share in shares):
-            return {}
-        if abs(first - second) < 1e-3:
-            return {"momentum": round(first, 6)}
-        return {"momentum": None} if abs(first - 1) + abs(second - 0.5) < 1e-3 else {}
+        batch = self.rows(self.x[0]).mean(dim=1)
+        weights = torch.stack([(new - old) / (batch - old) for old, new in pairwise(means)])
+        momentum = float(weights.median())
+        is_fixed = bool((weights - momentum).abs().max() < 1e-3)
+        return {"momentum": round(momentum, 6)} if is_fixed else {}
 
-    def _running(
-        self, formula: Formula, module: nn.Module, gain: Tensor, shift: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Mean and variance + eps (C,) with which a module of this gain and shift evaluates."""
-        slope, constant = self._line(formula, module, False)
+    def _running(self, module: nn.Module, line: Line) -> tuple[Tensor, Tensor]:
+        """Mean and variance + eps (C,) by which a module evaluates that trains by this line."""
+        gain, shift = line
+        slope, constant = self._line(self.x[0], self.run(module, self.x[0], False))
         return (shift - constant) / slope, (gain / slope).square()
 
-    def _line(self, formula: Formula, module: nn.Module, training: bool) -> tuple[Tensor, Tensor]:
-        """The affine map of x that a module is on the first input."""
-        y = self.run(module, self.x[0], training)
-        return fit_line(self.rows(formula, self.x[0]), self.rows(formula, y))
+    def _moments(self, line: Line) -> tuple[tuple[str, ...], float]:
+        """The names of the tensors that are mean and variance, and eps.
 
-    def _fit_frozen(self, formula: Formula) -> Norm | None:
-        """A norm whose moments are buffers in both modes.
-
-        Four times the variance halves the output, and a mean larger by 1 subtracts the slope.
+        A mean larger by 1 subtracts the slope. A variance v larger by 1 divides the squared slope
+        by 1 + 1 / (v + eps).
         """
-        slope, constant = self._line(formula, self.drawn, True)
-        x, outputs = self.x[1], [self.run(self.drawn, self.x[1], mode) for mode in (True, False)]
-        rows = [(self.rows(formula, x), self.rows(formula, y)) for y in outputs]
-        if max(unexplained(*pair, slope, constant) for pair in rows) > FITS:
-            return None
-        moments, eps = dict[str, str](), 0.0
-        for name, value in self.drawn.named_buffers():
+        slope, constant = line
+        mean, var, eps = "", "", 0.0
+        for name, value in state_of(self.drawn).items():
             if value.numel() != len(slope):
                 continue
-            lines = []
-            for changed in (4 * value, value + 1):
-                module = copy.deepcopy(self.drawn)
-                module.get_buffer(name).copy_(changed)
-                lines.append(self._line(formula, module, True))
-            square = (lines[0][0] / slope).square()  # (v + eps) / (4 v + eps)
-            found = value.flatten() * (4 * square - 1) / (1 - square)
-            if bool((found > 0).all()) and is_close(found.median().expand_as(found), found, 0.1):
-                moments["var"], eps = name, float(f"{float(found.median()):.3g}")
-            elif is_close(constant - slope, lines[1][1], FITS):
-                moments["mean"] = name
-        settings = {"affine": True, "eps": eps}
-        norm = Norm(formula, len(slope), settings, self.call, self.tail, moments=moments)
-        return norm if "var" in moments else None
+            module = copy.deepcopy(self.drawn)
+            state_of(module)[name].data += 1
+            smaller, lower = self._line(self.x[0], self.run(module, self.x[0], True))
+            found = 1 / ((slope / smaller).square() - 1) - value.flatten()
+            if is_close(constant - slope, lower, EQUALS):
+                mean = name
+            elif found.min() > -EQUALS and found.max() - found.min() < EQUALS:
+                var, eps = name, rounded(found)
+        if not mean or not var:
+            raise Misfit("it is an affine map of its input, without moments")
+        return (mean, var), eps
 
     # --- The values of the module itself
 
     def values(self, norm: Norm) -> Values:
-        """Measured, and replaced by a tensor of the module, or 1 + it, where that is the value."""
-        formula, eps = norm.formula, norm.settings["eps"]
-        if formula.pool == "frozen":
-            slope, constant = self._line(formula, self.core, True)
-            var = self.core.get_buffer(norm.moments["var"]).flatten()
-            mean = torch.zeros_like(var)
-            if "mean" in norm.moments:
-                mean = self.core.get_buffer(norm.moments["mean"]).flatten()
-            values = Values(slope * (var + eps).sqrt(), constant + slope * mean, mean, var)
-        else:
-            gain, shift = self._affine(norm, self.core)
-            has_gain = norm.settings["affine"]
-            values = Values(gain if has_gain else None, shift if norm.has_shift else None)
+        """Gain and shift, and running or fixed moments if it has some."""
+        eps, own, x = norm.settings["eps"], state_of(self.core), self.x[0]
+        normal = x if norm.moments else self._normal(norm.formula, x, eps)
+        gain, shift = self._line(normal, self.run(self.core, x, True))
+        shift[shift.abs() < ROUNDING] = (
+            0  # else a row of zeros, as of a padded token, would not stay
+        )
+        if norm.moments:
+            mean, var = (own[name].detach().flatten() for name in norm.moments)
+            gain, shift = gain * (var + eps).sqrt(), shift + gain * mean
+            return {"weight": gain, "bias": shift, "running_mean": mean, "running_var": var}
+        values = {"weight": gain, "bias": shift}
         if norm.averages:  # of the drawn module, since a gain of 0 would hide them
-            mean, var = self._running(formula, self.drawn, *self._affine(norm, self.drawn))
-            values = values._replace(mean=mean, var=var - eps)
-        count = self.counts[0] if self.counts else None
-        return Values(*map(self._exact, values))._replace(count=count)
+            line = self._line(normal, self.run(self.drawn, x, True))
+            mean, var = self._running(self.drawn, line)
+            values |= {"running_mean": mean, "running_var": var - eps}
+        return values
 
-    def _affine(self, norm: Norm, module: nn.Module) -> tuple[Tensor, Tensor]:
-        x, eps = self.x[0], norm.settings["eps"]
-        y = self.rows(norm.formula, self.run(module, x, True))
-        return fit_line(self.normal(norm.formula, x, eps), y)
 
-    def _exact(self, value: Tensor | None) -> Tensor | None:
-        if value is None:
-            return None
-        for own in state_of(self.core).values():
-            if own.numel() not in (1, len(value)):
-                continue
-            own = own.flatten().expand_as(value)
-            for known in (own, 1 + own):
-                if bool((known - value).abs().max() < EXACT):
-                    return known
-        return value
+def draw(shape: tuple[int, ...], seed: int) -> Tensor:
+    """Random values with another mean and scale along each axis."""
+    generator = torch.Generator().manual_seed(seed)
+    random = partial(torch.randn, generator=generator, dtype=torch.double)
+    x = random(shape)
+    for axis, length in enumerate(shape):
+        mean, scale = random(2, length)
+        last = x.transpose(axis, -1)
+        x = (last * (0.5 + scale.abs()) + mean).transpose(axis, -1)
+    return x
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
@@ -442,17 +370,9 @@ def state_of(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def fit_line(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Slope and constant (C,) of rows y = slope * x + constant, by least squares."""
-    centred = x - x.mean(dim=1, keepdim=True)
-    slope = (centred * y).sum(dim=1) / centred.square().sum(dim=1).clamp_min(1e-30)
-    return slope, y.mean(dim=1) - slope * x.mean(dim=1)
-
-
-def unexplained(x: Tensor, y: Tensor, slope: Tensor, constant: Tensor) -> float:
-    """The part of y that a line leaves."""
-    error = (y - slope[:, None] * x - constant[:, None]).norm() / y.norm()
-    return float(error.nan_to_num(torch.inf))
+def rounded(eps: Tensor) -> float:
+    """The median of measured values, to three digits."""
+    return float(f"{max(float(eps.median()), LEAST_EPS):.3g}")
 
 
 def is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:

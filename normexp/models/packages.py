@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from normexp.errors import UserError, first_line
-from normexp.models.common import check_image_shape
+from normexp.models.common import check_image_shape, check_positive
 from normexp.models.weights import Values
 
 # What networks raise for images of a size that they do not support.
@@ -68,9 +68,13 @@ def find_builder(name: str) -> Callable[..., nn.Module]:
 
     names = models.list_models(module=models)
     if name not in names:
-        near = get_close_matches(name, names, n=3, cutoff=0.5) or ["resnet18", "resnet50"]
-        raise UserError(f"model.name={name} is not a torchvision classifier; try {', '.join(near)}")
+        raise unknown_name(name, names, "torchvision")
     return models.get_model_builder(name)
+
+
+def unknown_name(name: str, names: Sequence[str], package: str) -> UserError:
+    near = get_close_matches(name, names, n=3, cutoff=0.5) or ["resnet18", "resnet50"]
+    return UserError(f"model.name={name} is no classifier of {package}; try {', '.join(near)}")
 
 
 def torchvision_weights(name: str, weights: str) -> tuple[str, Callable[[], Values]]:
@@ -129,8 +133,7 @@ def shape_after(
     channels, height, width = input_shape
     if image_size is None:
         return channels, height, width
-    if not isinstance(image_size, int) or image_size < 1:
-        raise UserError(f"model.image_size={image_size} must be a whole number above 0, or null")
+    check_positive(image_size=image_size)
     return channels, image_size, image_size
 
 
@@ -206,9 +209,7 @@ def import_timm(name: str) -> ModuleType:
     import timm
 
     if not timm.is_model(name):
-        near = get_close_matches(name, timm.list_models(), n=3, cutoff=0.5)
-        names = ", ".join(near or ["resnet18", "convnext_atto"])
-        raise UserError(f"model.name={name} is not a model of timm; try {names}")
+        raise unknown_name(name, timm.list_models(), "timm")
     return timm
 
 

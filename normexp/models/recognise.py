@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +24,6 @@ from normexp.batching.copies import copied
 from normexp.errors import UserError, first_line
 from normexp.models.formula import (
     EQUALS,
-    TYPICAL,
     Call,
     DescribedNorm,
     Formula,
@@ -32,17 +31,24 @@ from normexp.models.formula import (
     Norm,
     Trial,
     Values,
+    draw,
     is_close,
+    recognise_norm,
     state_of,
 )
 from normexp.records.provenance import source_line_of
 
-CHANNELS_FIRST = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm),
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-)
-CHANNELS_LAST = (nn.LayerNorm, nn.RMSNorm)
-TORCH_NAMES = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+TORCHS = {  # torch's own norms and their formulas
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm), "batch"),
+    **dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), "group"),
+    nn.GroupNorm: "group",
+    nn.LayerNorm: "layer",
+    nn.RMSNorm: "rms",
+}
+# The tensors of a norm by role, and their initial values.
+COUNT = "num_batches_tracked"
+STARTS = {"weight": 1, "bias": 0, "running_mean": 0, "running_var": 1, COUNT: 0}
+TYPICAL = 3.0  # inputs, as in networks
 NOTHING: Mapping[str, Any] = {}
 
 
@@ -70,10 +76,11 @@ class Recognition:
 
 
 class Seen(NamedTuple):
-    """A call of a module in a forward, with its arguments if they are more than a norm's."""
+    """A call of a module in a forward; `call` is None if it has more arguments than a norm's."""
 
-    call: Call
-    more: tuple[tuple[Any, ...], dict[str, Any]] | None
+    call: Call | None
+    args: tuple[Any, ...]
+    keywords: Mapping[str, Any]
 
 
 def recognise(
@@ -90,7 +97,7 @@ def recognise(
     seen = None if args is None else _record_calls(copied(network), args, keywords)
     norms: dict[str, Norm] = {}
     left: dict[str, Left] = {}
-    tried: dict[str, Norm | Left | None] = {}
+    tried: dict[str, Norm | Left] = {}
     modules = dict(network.named_modules())
     weights = [f"{path}." for path, one in modules.items() if isinstance(one, ParametrizationList)]
     del modules[""]  # the network itself has no place in which another module could be put
@@ -109,9 +116,10 @@ def recognise(
 
 def values_of(module: nn.Module, norm: Norm) -> Values:
     """Of torch's own norms read, of others measured."""
-    if norm.call is None:
-        return Values(*(getattr(module, name, None) for name in TORCH_NAMES))
-    return Trial(module, norm.call).values(norm)
+    if norm.call is not None:
+        return Trial(module, norm.call, norm.formula.is_last).values(norm)
+    values = {name: getattr(module, name, None) for name in STARTS}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 # --- The forward ----------------------------------------------------------------------------------
@@ -126,19 +134,11 @@ def _record_calls(
     def watch(
         path: str, _: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], out: Any
     ) -> None:
-        x, *more = (*args, *keywords.values(), None)
+        x = next(iter((*args, *keywords.values())), None)
         if not (isinstance(x, Tensor) and isinstance(out, Tensor) and x.is_floating_point()):
             return
-        if x.ndim < 2 or (out.shape, out.dtype) != (x.shape, x.dtype):
-            return
-        more = [value for value in more if value is not None]
-        is_named = any(name not in ("x", "mask") for name in keywords)
-        call, mask = Call(x.shape), more[0] if len(more) == 1 else None
-        if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.ndim == x.ndim - 1:
-            how = "keyword" if "mask" in keywords else "position"
-            call, more = Call(x.shape, how, mask.shape == x.shape[:-1]), []
-        has_more = is_named or bool(more)
-        seen[path].append(Seen(call, (args, dict(keywords)) if has_more else None))
+        if x.ndim > 1 and (out.shape, out.dtype) == (x.shape, x.dtype):
+            seen[path].append(Seen(_call_of_norm(args, keywords), args, keywords))
 
     of_torch = {path for path, module in network.named_modules() if _is_torchs(module)}
     for path, module in network.named_modules():
@@ -148,6 +148,21 @@ def _record_calls(
         if of_torch <= seen.keys():
             break  # else a layer was dropped at random
     return seen
+
+
+def _call_of_norm(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Call | None:
+    """How a module is called with x alone, or with x and a mask (N, *); None: with more."""
+    x, *more = (*args, *keywords.values())
+    more = [value for value in more if value is not None]
+    if not keywords.keys() <= {"x", "mask"} or len(more) > 1:
+        return None
+    if not more:
+        return Call(x.shape, (False, True)[: x.ndim - 1])
+    (mask,) = more
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != x.ndim - 1:
+        return None
+    how = "keyword" if "mask" in keywords else "position"
+    return Call(x.shape, (mask.shape == x.shape[:-1],), how)
 
 
 def run_network(network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
@@ -175,94 +190,86 @@ def run_network(network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str
 
 
 def _judge(
-    module: nn.Module, seen: list[Seen] | None, tried: dict[str, Norm | Left | None]
+    module: nn.Module, seen: list[Seen] | None, tried: dict[str, Norm | Left]
 ) -> Norm | Left | None:
     """What a module is, from its calls; None if it cannot be a norm."""
-    name = type(module).__name__
-    holds_more = any(state_of(child) for child in module.children())
-    named = "norm" in name.lower() and not holds_more  # for messages alone
-    if seen and (more := [one.more for one in seen if one.more is not None]):
-        args, keywords = more[0]
-        reason = "it is called with a second input"
-        if not args and len(keywords) == 1:
-            reason = "it is given its input by keyword"
-        key = repr((id(type(module)), module, seen[0].call))
-        if key not in tried:
-            resembles = named or _is_torchs(module) or _ignores_scale_of(module, args, keywords)
-            tried[key] = Left(name, reason, resembles)
-        return tried[key]
-    if _is_torchs(module) and (seen is None or seen):
+    if _is_torchs(module) and (seen is None or (seen and all(one.call for one in seen))):
         return _read_torchs(module)
     if not seen:
         reason = "without inputs it cannot be tried" if seen is None else "it is never called"
-        return Left(name, reason, is_called=False) if named else None
-    if type(module).__module__.startswith("torch.nn.modules.") or isinstance(
-        module, torch.jit.ScriptModule
-    ):
+        return Left(type(module).__name__, reason, is_called=False) if _is_named(module) else None
+    of_torch = type(module).__module__.startswith("torch.nn.modules.")
+    if isinstance(module, torch.jit.ScriptModule) or (of_torch and not _is_torchs(module)):
         return None
-    plain = [v for v in vars(module).items() if isinstance(v[1], bool | int | float | str | tuple)]
-    shapes = [(key, value.shape) for key, value in state_of(module).items()]
+    plain = bool | int | float | str | tuple
+    settings = [item for item in vars(module).items() if isinstance(item[1], plain)]
+    shapes = [(name, value.shape) for name, value in state_of(module).items()]
     calls = tuple(dict.fromkeys(one.call for one in seen))
-    key = repr((id(type(module)), module, plain, shapes, calls))
+    key = repr((id(type(module)), module, settings, shapes, calls))
     if key not in tried:
-        tried[key] = _try(module, calls)
+        tried[key] = _try(module, seen)
     found = tried[key]
-    if isinstance(found, Norm):
-        found = _compare(module, found)
-    return replace(found, resembles=found.resembles or named) if isinstance(found, Left) else found
+    return _compare(module, found) if isinstance(found, Norm) else found
+
+
+def _is_named(module: nn.Module) -> bool:
+    """Its class is called a norm, which counts for messages alone."""
+    holds_more = any(state_of(child) for child in module.children())
+    return "norm" in type(module).__name__.lower() and not holds_more
 
 
 def _is_torchs(module: nn.Module) -> bool:
     """True for a norm of torch that nobody has changed."""
     changed = "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
-    return type(module) in (*CHANNELS_FIRST, *CHANNELS_LAST) and not changed
+    return type(module) in TORCHS and not changed
 
 
 def _read_torchs(module: Any) -> Norm | Left:
-    is_last = type(module) in CHANNELS_LAST
-    if is_last and len(module.normalized_shape) > 1:
+    shape = getattr(module, "normalized_shape", ())
+    if len(shape) > 1:
         reason = "it normalizes several axes; a site normalizes one axis of channels"
         return Left(type(module).__name__, reason)
-    sizes = [getattr(module, name, 0) for name in ("num_features", "num_channels")]
-    num_features = max(sizes) or module.normalized_shape[0]
+    counts = (getattr(module, name, None) for name in ("num_features", "num_channels"))
+    num_features = next(filter(None, (*counts, *shape)))
+    pool = TORCHS[type(module)]
+    groups = getattr(module, "num_groups", num_features) if pool == "group" else 1
     eps = torch.finfo(torch.float32).eps if module.eps is None else module.eps
     settings: dict[str, Any] = {"affine": module.weight is not None, "eps": float(eps)}
     if hasattr(module, "momentum"):
         settings["momentum"] = module.momentum
-    formula = Formula("batch", False)
-    if is_last:
-        formula = Formula("rms" if isinstance(module, nn.RMSNorm) else "layer", True)
-    elif isinstance(module, nn.GroupNorm):
-        formula = Formula("group", False, module.num_groups)
-    elif isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d):
-        formula = Formula("group", False, num_features)
-    return Norm(formula, num_features, settings)
+    return Norm(Formula(pool, bool(shape), groups), num_features, settings)
 
 
-def _try(module: nn.Module, calls: tuple[Call, ...]) -> Norm | Left:
+def _try(module: nn.Module, seen: list[Seen]) -> Norm | Left:
     """The norm that fits the calls of every shape."""
-    name = type(module).__name__
+    calls = dict.fromkeys(one.call for one in seen)
     try:
-        found = [Trial(module, call).fit() for call in calls]
+        if None in calls:
+            by_keyword = not seen[0].args and len(seen[0].keywords) == 1
+            way = "given its input by keyword" if by_keyword else "called with a second input"
+            raise Misfit(f"it is {way}")
+        found = [recognise_norm(module, call) for call in calls if call]
         # On rows (N, C) the last axis is the first one after the samples.
         maps = [norm for norm in found if norm.call and len(norm.call.shape) > 2]
         if len({norm.formula.is_last for norm in maps}) > 1:
             raise Misfit("its channels are first in some calls and last in others")
         return (maps or found)[0]
     except Misfit as misfit:
-        return Left(name, str(misfit), misfit.resembles)
+        reason = str(misfit)
     except Exception as error:  # of foreign code, any kind
         reason = f"trying it fails: {type(error).__name__}: {first_line(error)}"
-        return Left(name, reason + source_line_of(error), False)
+        reason += source_line_of(error)
+    resembles = _is_named(module) or _ignores_scale(module, seen[0])
+    return Left(type(module).__name__, reason, resembles)
 
 
-def _ignores_scale_of(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+def _ignores_scale(module: nn.Module, seen: Seen) -> bool:
     """True if another scale of the first argument gives the same output."""
 
     def run(size: float) -> Tensor:
-        own, named = copied((args, keywords))
-        (own or list(named.values()))[0].mul_(size)
-        return run_network(copied(module).train(), own, named)
+        args, keywords = copied((seen.args, dict(seen.keywords)))
+        (args or list(keywords.values()))[0].mul_(size)
+        return run_network(copied(module).train(), args, keywords)
 
     try:
         return is_close(run(100.0), run(400.0), 1e-3) and bool(run(100.0).any())
@@ -273,13 +280,13 @@ def _ignores_scale_of(module: nn.Module, args: tuple[Any, ...], keywords: dict[s
 def _compare(module: nn.Module, norm: Norm) -> Norm | Left:
     """The norm, if at its own values the module equals its description and tail in both modes."""
     assert norm.call is not None
-    trial = Trial(module, norm.call)
-    described = DescribedNorm(norm, trial.values(norm), module).double().cpu()
-    own, x = copied(module).cpu().double(), trial.draw(3, TYPICAL)
+    trial = Trial(module, norm.call, norm.formula.is_last)
+    described = DescribedNorm(norm, trial.values(norm), module)
+    own, x = copied(module).cpu().double(), TYPICAL * draw(trial.shape, 3)
     for training in (True, False):
-        pair = (trial.run(one, x, training) for one in (own, described))
-        expected, out = (trial.rows(norm.formula, y) for y in pair)
+        expected, out = (trial.rows(trial.run(one, x, training)) for one in (own, described))
         if not is_close(expected, out, EQUALS):
-            reason = f"it is {norm.formula}, and does something besides"
+            mode = "training" if training else "evaluation"
+            reason = f"it is {norm.formula}, and does something besides in {mode}"
             return Left(type(module).__name__, reason)
     return norm

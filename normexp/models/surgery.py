@@ -14,16 +14,20 @@ from torch.utils._pytree import tree_leaves, tree_map
 from normexp.batching.copies import copied
 from normexp.errors import UserError
 from normexp.models.formula import EQUALS, DescribedNorm, Norm, Values, is_close
-from normexp.models.recognise import Left, Recognition, run_network, values_of
+from normexp.models.recognise import (
+    COUNT,
+    STARTS,
+    Left,
+    Recognition,
+    run_network,
+    values_of,
+)
 from normexp.models.weights import MAX_NAMES, shorten
 from normexp.norms.contract import HasRamp
 from normexp.norms.factory import NormFactory
 from normexp.norms.site import Site, named_sites
 
 FLOAT_EQUALS = 1e-3  # of the outputs, of a network that runs in float32 alone
-# The tensors of a new norm by role, and their initial values.
-COUNT = "num_batches_tracked"
-STARTS = {"weight": 1, "bias": 0, "running_mean": 0, "running_var": 1, COUNT: 0}
 
 
 class SiteWithTail(nn.Sequential):
@@ -103,23 +107,17 @@ def replace_norms(
         raise UserError(_why_nothing(network, recognition, found, only))
     left = {p: one for p, one in recognition.left.items() if p not in kept}
     surgery = Surgery(left if only is None else {}, factory.keeps_norms)
-    new: dict[nn.Module, nn.Module] = {}
+    new: dict[str, nn.Module] = {}
     for path in [path for path in modules if path in norms or path in kept]:
         old, norm = modules[path], norms.get(path)
         surgery.classes[path] = classes[path]
         if factory.keeps_norms:
-            new[old] = factory.around(old, is_last=norm is not None and norm.formula.is_last)
-            continue
-        assert norm is not None
-        site, lost = _site_for(old, norm, factory)
-        new[old] = SiteWithTail() if norm.tail else site
-        _like(old, network, site)
-        for child, module in {"site": site, **_tail_of(old, norm)}.items() if norm.tail else ():
-            new[old].add_module(child, module)
-        surgery.lost += [f"{path}.{role}" for role in lost]
-    for path, module in list(network.named_modules(remove_duplicate=False)):
-        if module in new:
-            network.set_submodule(path, new[module])
+            new[path] = factory.around(old, is_last=norm is not None and norm.formula.is_last)
+        elif norm is not None:
+            site, lost = _site_for(old, norm, factory)
+            new[path] = _with_tail(_like(old, network, site), old, norm)
+            surgery.lost += [f"{path}.{role}" for role in lost]
+    _put(new, network)
     for module in network.modules():
         if hasattr(module, "inplace"):  # a norm may need its output for its gradient
             setattr(module, "inplace", False)  # noqa: B010 (nn.Module is typed to hold no bool)
@@ -142,14 +140,11 @@ def check_formulas(
     measured = {path: norm for path, norm in recognition.norms.items() if norm.call is not None}
     if not measured:
         return
-    described = copied(network)
-    twins = {}
+    described, twins = copied(network), dict[str, nn.Module]()
     for path, norm in measured.items():
         old = network.get_submodule(path)
-        twins[old] = _like(old, network, DescribedNorm(norm, values_of(old, norm), old))
-    for path, old in list(network.named_modules(remove_duplicate=False)):
-        if old in twins:
-            described.set_submodule(path, twins[old])
+        twins[path] = _like(old, network, DescribedNorm(norm, values_of(old, norm), old))
+    _put(twins, described)
     for training in (False, True):
         pair = (copied(one).train(training) for one in (network, described))
         expected, out = (_outputs(one, args, keywords) for one in pair)
@@ -210,8 +205,22 @@ def _like(old: nn.Module, network: nn.Module, new: nn.Module) -> nn.Module:
     return new.to(first.device, first.dtype)
 
 
-def _tail_of(old: nn.Module, norm: Norm) -> dict[str, nn.Module]:
-    return {name: old.get_submodule(name) for name in norm.tail}
+def _with_tail(site: nn.Module, old: nn.Module, norm: Norm) -> nn.Module:
+    if not norm.tail:
+        return site
+    new = SiteWithTail()
+    new.add_module("site", site)
+    for name in norm.tail:
+        new.add_module(name, old.get_submodule(name))
+    return new
+
+
+def _put(new: Mapping[str, nn.Module], network: nn.Module) -> None:
+    """Puts modules in place of those at their paths, wherever else these stand too."""
+    by_old = {network.get_submodule(path): module for path, module in new.items()}
+    for path, old in list(network.named_modules(remove_duplicate=False)):
+        if old in by_old:
+            network.set_submodule(path, by_old[old])
 
 
 def _why_nothing(
@@ -246,9 +255,8 @@ def _carry_over(old: Values, site: Site) -> list[str]:
     if isinstance(site.norm, HasRamp):
         tensors.pop(COUNT, None)
     lost = []
-    for (role, start), value in zip(STARTS.items(), old, strict=True):
-        if value is None:
-            continue
+    for role, value in old.items():
+        start = STARTS[role]
         fitting = [
             tensor
             for name, tensor in tensors.items()

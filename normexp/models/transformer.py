@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import Literal, get_args
 
 import torch
@@ -275,54 +275,56 @@ class Embedding(nn.Module):
         return self.dropout(self.tokens(inputs) + self.positions.weight[:length])
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class Transformer(nn.Module):
-    """Base of the token models: embedding norm, blocks and final norm of `EQUATIONS`, a head.
+    """Abstract: embedding norm, blocks and final norm of `EQUATIONS`, a head.
 
-    A subclass defines the embedding and calls `add_blocks`.
+    A subclass defines `embed`; all initial weights are drawn in the order of the modules.
+
+    Args:
+        depth: number of blocks.
+        width: features of a token, a multiple of `num_heads`.
+        dropout: probability of dropping an element of a branch's output.
+
+    Raises:
+        UserError: a single block for a placement in which blocks differ; as `Attention`.
     """
 
-    embedding_norm: nn.Module
-    blocks: nn.ModuleList
-    final_norm: nn.Module
+    norm: InitVar[NormFactory] = field(kw_only=False)
+    depth: int
+    width: int
+    num_heads: int
+    dropout: float
+    init: Init = "depth_scaled"
+    is_causal = False
 
-    def add_blocks(
-        self,
-        norm: NormFactory,
-        depth: int,
-        width: int,
-        num_heads: int,
-        num_outputs: int,
-        *,
-        is_causal: bool,
-        dropout: float,
-        init: Init,
-        has_bias: bool = True,
-    ) -> None:
-        """Builds the blocks, the norms around them and the head; draws all initial weights.
-
-        Args:
-            depth: number of blocks.
-            width: features of a token, a multiple of `num_heads`.
-            dropout: probability of dropping an element of a branch's output.
-            has_bias: the head has a bias.
-
-        Raises:
-            UserError: a single block for a placement in which blocks differ; as `Attention`.
-        """
+    def __post_init__(self, norm: NormFactory) -> None:
+        super().__init__()
+        width = self.width
+        check_positive(depth=self.depth, width=width, num_heads=self.num_heads)
         equation = EQUATIONS[norm.placement]
-        if depth == 1 and (equation.early or equation.is_scaled):
+        if self.depth == 1 and (equation.early or equation.is_scaled):
             raise UserError(
                 f"placement={norm.placement} needs two blocks or more, and model.depth=1 has one; "
                 "try model.depth=2 or placement=pre"
             )
-        common = {"is_causal": is_causal, "dropout": dropout, "depth": depth}
+        self.add_embedding()
         self.embedding_norm = norm.tokens(width) if equation.norms_embedding else NoSite()
+        common = {"is_causal": self.is_causal, "dropout": self.dropout, "depth": self.depth}
         self.blocks = nn.ModuleList(
-            Block(width, num_heads, norm, layer=layer, **common) for layer in range(1, depth + 1)
+            Block(width, self.num_heads, norm, layer=layer, **common)
+            for layer in range(1, self.depth + 1)
         )
         self.final_norm = norm.tokens(width) if equation.has_final_norm else NoSite()
-        self.head = nn.Linear(width, num_outputs, bias=has_bias)
-        self.init_weights(init)
+        self.head = self.build_head()
+        self.init_weights(self.init)
+
+    def add_embedding(self) -> None:
+        """Adds what makes tokens (B, T, C) of the inputs."""
+        raise NotImplementedError
+
+    def build_head(self) -> nn.Linear:
+        raise NotImplementedError
 
     def apply_blocks(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Embedded tokens (B, T, C) to the features that the head reads, same shape."""
@@ -358,70 +360,57 @@ class Transformer(nn.Module):
                     parameter /= math.sqrt(2 * len(self.blocks))
 
 
-class GPT(Transformer):
+@dataclass(eq=False, repr=False)
+class TextTransformer(Transformer):
+    """Abstract: its inputs are (B, T) int64, T at most block_size."""
+
+    vocab_size: int
+    block_size: int
+
+    def add_embedding(self) -> None:
+        self.embedding = Embedding(
+            self.vocab_size, self.block_size, self.width, dropout=self.dropout
+        )
+
+
+class GPT(TextTransformer):
     """Predicts each next token from those up to it (Radford et al. 2019, "GPT-2").
 
     Shapes: (B, T) int64 -> (B, T, V), T at most block_size. Position t sees the positions 0..t,
     provided that the norm looks no further. The output layer has its own weights and no bias.
-    Sizes as in `Transformer.add_blocks`; the embedding has the same dropout.
+    Sizes as in `Transformer`; the embedding has the same dropout.
 
     Raises:
         UserError: sizes that do not fit; a sequence longer than block_size.
     """
 
-    def __init__(
-        self,
-        norm: NormFactory,
-        vocab_size: int,
-        block_size: int,
-        *,
-        depth: int,
-        width: int,
-        num_heads: int,
-        dropout: float,
-        init: Init = "depth_scaled",
-    ) -> None:
-        super().__init__()
-        check_positive(depth=depth, width=width, num_heads=num_heads)
-        self.embedding = Embedding(vocab_size, block_size, width, dropout=dropout)
-        sizes = (depth, width, num_heads, vocab_size)
-        self.add_blocks(norm, *sizes, is_causal=True, dropout=dropout, init=init, has_bias=False)
+    is_causal = True
+
+    def build_head(self) -> nn.Linear:
+        return nn.Linear(self.width, self.vocab_size, bias=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.head(self.apply_blocks(self.embedding(inputs)))
 
 
-class TextEncoder(Transformer):
+@dataclass(eq=False, repr=False)
+class TextEncoder(TextTransformer):
     """Classifies a short string; neither content nor amount of padding moves its output.
 
     Shapes: inputs (B, T) int64 and mask (B, T) bool, true where real -> (B, num_outputs), T at most
     block_size. Attention reads real positions only, every site gets the mask, and the head reads
     the maximum over real positions: a mean would erase a norm that centres each channel over
-    positions, as instance norm does. All shapes are static. Sizes as in `Transformer.add_blocks`;
-    the embedding has the same dropout.
+    positions, as instance norm does. All shapes are static. Sizes as in `Transformer`; the
+    embedding has the same dropout.
 
     Raises:
         UserError: sizes that do not fit; a sequence longer than block_size.
     """
 
-    def __init__(
-        self,
-        norm: NormFactory,
-        vocab_size: int,
-        block_size: int,
-        num_outputs: int,
-        *,
-        depth: int,
-        width: int,
-        num_heads: int,
-        dropout: float,
-        init: Init = "depth_scaled",
-    ) -> None:
-        super().__init__()
-        check_positive(depth=depth, width=width, num_heads=num_heads)
-        self.embedding = Embedding(vocab_size, block_size, width, dropout=dropout)
-        sizes = (depth, width, num_heads, num_outputs)
-        self.add_blocks(norm, *sizes, is_causal=False, dropout=dropout, init=init)
+    num_outputs: int
+
+    def build_head(self) -> nn.Linear:
+        return nn.Linear(self.width, self.num_outputs)
 
     def forward(self, inputs: Tensor, mask: Tensor) -> Tensor:
         return self.head(masked_max(self.apply_blocks(self.embedding(inputs), mask), mask))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normexp.errors import UserError
 from normexp.models.common import check_image_shape, check_positive
-from normexp.models.transformer import Init, Transformer
+from normexp.models.transformer import Transformer
 from normexp.norms.factory import NormFactory
 from normexp.norms.site import modules_outside_sites
 
@@ -179,6 +181,7 @@ class DeepMLP(nn.Module):
         return self.head(x)
 
 
+@dataclass(eq=False, repr=False)
 class ViT(Transformer):
     """Patches become tokens with learned positions; blocks, final norm, maximum over tokens.
 
@@ -186,7 +189,7 @@ class ViT(Transformer):
 
     Shapes: (N, C, H, W) -> (N, num_outputs). The paper has a class token instead of the maximum; a
     mean would erase a norm that centres each channel over positions. Other sizes as in
-    `Transformer.add_blocks`.
+    `Transformer`.
 
     Args:
         patch_size: pixels along a side of a patch; divides H and W.
@@ -196,39 +199,32 @@ class ViT(Transformer):
             sizes that do not fit.
     """
 
-    def __init__(
-        self,
-        norm: NormFactory,
-        input_shape: tuple[int, ...],
-        num_outputs: int,
-        *,
-        patch_size: int,
-        depth: int,
-        width: int,
-        num_heads: int,
-        dropout: float,
-        init: Init = "depth_scaled",
-    ) -> None:
-        super().__init__()
-        check_positive(patch_size=patch_size, depth=depth, width=width, num_heads=num_heads)
-        check_image_shape(input_shape, smallest=2 * patch_size, model="vit")
-        channels, rows, columns = input_shape
-        sides = (rows, columns)
-        if any(side % patch_size for side in sides):
-            smaller = range(patch_size, 0, -1)
+    input_shape: tuple[int, ...]
+    num_outputs: int
+    patch_size: int = field(kw_only=True)
+
+    def __post_init__(self, norm: NormFactory) -> None:
+        check_positive(patch_size=self.patch_size)
+        check_image_shape(self.input_shape, smallest=2 * self.patch_size, model="vit")
+        sides = self.input_shape[1:]
+        if any(side % self.patch_size for side in sides):
+            smaller = range(self.patch_size, 0, -1)
             fitting = next(s for s in smaller if not any(side % s for side in sides))
             raise UserError(
-                f"model.patch_size={patch_size} does not divide images of "
-                f"{rows}x{columns}; try model.patch_size={fitting}"
+                f"model.patch_size={self.patch_size} does not divide images of "
+                f"{'x'.join(map(str, sides))}; try model.patch_size={fitting}"
             )
-        num_tokens = rows * columns // patch_size**2
-        self.patch_size = patch_size
-        self.patch_embedding = nn.Linear(channels * patch_size**2, width)
-        self.positions = nn.Embedding(num_tokens, width)
-        sizes = (depth, width, num_heads, num_outputs)
-        self.add_blocks(norm, *sizes, is_causal=False, dropout=dropout, init=init)
+        super().__post_init__(norm)
         # Pixels have unit variance, and so should tokens.
         nn.init.kaiming_normal_(self.patch_embedding.weight, nonlinearity="linear")
+
+    def add_embedding(self) -> None:
+        channels, rows, columns = self.input_shape
+        self.patch_embedding = nn.Linear(channels * self.patch_size**2, self.width)
+        self.positions = nn.Embedding(rows * columns // self.patch_size**2, self.width)
+
+    def build_head(self) -> nn.Linear:
+        return nn.Linear(self.width, self.num_outputs)
 
     def split(self, images: Tensor) -> Tensor:
         """(N, C, H, W) -> (N, T, C * patch_size^2), T patches row by row."""

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from normexp.errors import UserError, first_line
-from normexp.norms.site import names_as_built
+from normexp.norms.site import named_sites, names_as_built
 
 Values = dict[str, Tensor]
 Download = Callable[[str], tuple[str, Callable[[], Values]]]
 MAX_NAMES = 4  # spelled out in a line of the log
-LEAST_LOADED = 0.1  # of the network's parameters; fewer are no start, but another network's
 INNER = ("state_dict", "model", "model_state_dict")  # where a checkpoint has its weights
 
 
@@ -45,45 +44,48 @@ class Weights:
     def load(self, network: nn.Module, say: Callable[[str], None]) -> Values:
         """Loads what fits a network; returns the rest.
 
+        Norms and the last layer keep their own values where the file has none that fit.
+
         Args:
             say: is told what was loaded, what was not, and what the file has in excess.
 
         Raises:
-            UserError: hardly a parameter of the network has a value in the file.
+            UserError: any other parameter of the network has no value that fits in the file.
         """
-        sizes = {name: p.numel() for name, p in network.named_parameters()}
-        names = names_as_built(network)
+        names, sizes = names_as_built(network), dict(network.named_parameters())
         values = _without_prefix(self.values, list(names.values()))
-        missing, unfit, rest = load_fitting(network, values)
-        loaded = sizes.keys() - missing
-        if len(loaded) < LEAST_LOADED * len(sizes):
-            theirs, ours = (", ".join([*some][:2]) for some in (self.values, names.values()))
-            example = next(iter(unfit), f"it has {theirs}, and the model {ours}")
-            raise UserError(f"model.weights={self.name} does not fit the model: {example}")
-        num_loaded, total = sum(sizes[name] for name in loaded), sum(sizes.values())
+        unloaded, rest = load_fitting(network, values)
+        why = {own: f"{names[own]} {reason}" for own, reason in unloaded.items() if own in sizes}
+        loaded, free = sizes.keys() - why.keys(), _may_start_anew(network)
+        key = f"model.weights={self.name}"
+        if needed := [reason for own, reason in why.items() if own not in free]:
+            raise UserError(
+                f"{key} does not fit the model: {len(loaded)} of its {len(sizes)} parameters are "
+                f"in the file, which has {', '.join([*self.values][:2])}; {needed[0]}, and only "
+                "norms and the last layer may be missing"
+            )
+        num_loaded, total = (sum(sizes[own].numel() for own in some) for some in (loaded, sizes))
         said = f"{num_loaded:,} of {total:,} parameters are loaded"
-        if unfit:
-            said += f"; other shapes, not loaded: {', '.join(unfit)}"
-        elif missing:
-            said += f"; not loaded: {shorten(sorted(missing))}"
-        say(f"model.weights={self.name}: {said}; every seed starts from them")
+        said += f"; not loaded: {shorten(why.values())}" if why else ""
+        say(f"{key}: {said}; every seed starts from them")
         if extra := shorten(name for name in rest if name not in names.values()):
             say(f"in the file, but not in the model: {extra}")
         return rest
 
 
-def load_fitting(network: nn.Module, values: Values) -> tuple[set[str], list[str], Values]:
+def load_fitting(network: nn.Module, values: Values) -> tuple[dict[str, str], Values]:
     """Loads the values whose names, of the network as built, and shapes fit.
 
     Returns:
-        the network's own names that got no value, a line for each value of another shape, and the
-        values that were not loaded.
+        the network's own names that got no value, each with the reason, and the values that were
+        not loaded.
     """
-    names, tensors = names_as_built(network), network.state_dict()
-    fitting, unfit, rest = {}, [], dict(values)
-    for own, tensor in tensors.items():
+    names, fitting = names_as_built(network), dict[str, Tensor]()
+    unloaded, rest = {}, dict(values)
+    for own, tensor in network.state_dict().items():
         value = values.get(names[own])
         if value is None:
+            unloaded[own] = "is not in the file"
             continue
         if value.ndim == tensor.ndim == 4 and (value.shape[1], tensor.shape[1]) == (3, 1):
             value = value.sum(dim=1, keepdim=True)  # a grey image is three equal colours
@@ -91,10 +93,22 @@ def load_fitting(network: nn.Module, values: Values) -> tuple[set[str], list[str
             fitting[own] = value
             rest.pop(names[own], None)
         else:
-            sizes = ("x".join(map(str, t.shape)) for t in (tensor, value))
-            unfit.append("{} is {}, in the file {}".format(names[own], *sizes))
-    missing, _ = network.load_state_dict(fitting, strict=False)
-    return set(missing), unfit, rest
+            sizes = ("x".join(map(str, one.shape)) for one in (tensor, value))
+            unloaded[own] = "is {}, in the file {}".format(*sizes)
+    network.load_state_dict(fitting, strict=False)
+    return unloaded, rest
+
+
+def _may_start_anew(network: nn.Module) -> set[str]:
+    """The parameters of norms, whose own are vectors, and those with a row for each output."""
+    sites = tuple(f"{path}." for path, _ in named_sites(network))
+    num_outputs = [len(p) for p in network.parameters() if p.ndim > 1][-1:]  # of the last layer
+    free = set[str]()
+    for path, module in network.named_modules():
+        own = dict(module.named_parameters(path, recurse=False))
+        is_norm = f"{path}.".startswith(sites) or all(p.ndim < 2 for p in own.values())
+        free |= {name for name, p in own.items() if is_norm or [*p.shape[:1]] == num_outputs}
+    return free
 
 
 def open_weights(name: str, download: Download | None) -> Weights:

@@ -134,6 +134,7 @@ MISSING = {
     "norm=no_such.LpNorm": "there is no module no_such",
     "norm=custom": "norm._target_ is not set; give norm._target_=...",
     "data=image_folder": "data.root is not set; give data.root=...",
+    "model=timm": "model.name is not set; give model.name=resnet18",
 }
 
 

@@ -49,6 +49,8 @@ GOLDEN = {
     "data=text_file data.path=text.txt model.width=16 model.depth=1 norm=rms placement=post": (
         "rms-gpt-text_file-b32-lr0.001-be13848a31"
     ),
+    "model=timm model.name=resnet18 norm=group": "group-resnet18-digits-b32-lr0.1-9e9d64d802",
+    "model=torchvision model.name=resnet50": "batch-resnet50-digits-b32-lr0.1-17d03722bd",
     "norm=custom norm._target_=torch.nn.BatchNorm2d +norm.momentum=0.2": (
         "batchnorm2d-convnet-digits-b32-lr0.1-ea05f00a04"
     ),
@@ -141,7 +143,9 @@ def test_shipped_choices_are_named_and_none_of_their_values_is_hashed():
     }
     for names in zip_longest(*choices.values()):  # one choice of each group, as long as they last
         chosen = {group: name for group, name in zip(choices, names, strict=True) if name}
-        content = spec_of(*(f"{group}={name}" for group, name in chosen.items())).identity
+        words = [f"{group}={name}" for group, name in chosen.items()]
+        named = ["model.name=resnet18"] if chosen.get("model") == "timm" else []
+        content = spec_of(*words, *named).identity
         for group, name in chosen.items():
             assert content[group] == {"choice": name}
 
@@ -178,7 +182,7 @@ def test_an_edited_module_of_the_users_is_another_training(
 
 def test_data_and_weights_count_as_typed_whatever_is_there(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    line = "data=image_folder data.root=images model=torchvision model.weights=w.pt"
+    line = "data=image_folder data.root=images model=timm model.name=vit model.weights=w.pt"
     before = id_of(line)
     (tmp_path / "images/train/a").mkdir(parents=True)
     assert id_of(f"{line} data_dir=elsewhere") == before

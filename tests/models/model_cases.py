@@ -44,6 +44,7 @@ def build(name: str, norm: NormFactory | None = None, **knobs: Any) -> nn.Module
     norm = norm or NormFactory(layer_norm)
     if name != "torchvision":
         return instantiate(values)(norm=norm, **knobs)
+    values["name"] = "resnet18"
     network = instantiate(values)(**knobs)
     replaced(network, taking_settings(norm.make), torch.randn(2, *IMAGES))
     return network

@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from normexp import load
+from normexp.errors import UserError
+from normexp.models.weights import Weights
 from normexp.train import main
 
 SOURCE = """
@@ -131,6 +133,11 @@ def test_batch_norm_keeps_statistics_and_a_head_of_another_size_is_fresh(
         ({"other": torch.ones(3)}, MODEL, "model.weights=.*does not fit.*other.*conv"),
         ({}, MODEL, "model.weights=.*holds no tensors"),
         (plain_weights(), ["model=convnet"], "model.weights=.*does not fit"),
+        (
+            {name: value for name, value in plain_weights().items() if "conv" not in name},
+            MODEL,
+            "4 of its 6 parameters are in the file.*; conv.weight is not in the file, and only",
+        ),
         (plain_weights(), ["model=convnet", "+model.replace=[ReLU]"], "model.replace"),
         (
             plain_weights(),
@@ -151,3 +158,24 @@ def test_weights_and_data_that_do_not_fit_are_refused(
     assert main([*line, f"runs_dir={folder / 'runs'}"]) == 2
     assert re.search(message, capsys.readouterr().err)
     assert not list((folder / "runs").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("missing", "is_refused"),
+    [("1.weight", False), ("3.bias", False), ("0.bias", True), ("2.weight", True)],
+)
+def test_norms_and_the_last_layer_alone_may_lack_weights(missing: str, is_refused: bool) -> None:
+    """An encoder without its head is a start; half of an encoder is not."""
+    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 6, 3), nn.Conv2d(6, 4, 3)]
+    network, said = nn.Sequential(*layers), list[str]()
+    values = {name: torch.rand(p.shape) for name, p in network.named_parameters()}
+    del values[missing]
+    weights = Weights("file.pt", "", lambda: values)
+    if is_refused:
+        with pytest.raises(UserError, match=f"7 of its 8 parameters.*{missing} is not in the file"):
+            weights.load(network, said.append)
+        return
+    assert weights.load(network, said.append) == {}
+    assert f"not loaded: {missing} is not in the file" in said[0]
+    for name, value in values.items():
+        assert torch.equal(network.get_parameter(name), value)

@@ -16,7 +16,7 @@ from torchvision.ops import FrozenBatchNorm2d
 
 import normexp
 from normexp.errors import UserError
-from normexp.models.recognise import Left, recognise
+from normexp.models.recognise import Left, recognise, values_of
 from normexp.models.surgery import check_formulas
 from normexp.norms.factory import NormFactory
 
@@ -189,7 +189,7 @@ LEFT: dict[str, tuple[nn.Module, Tensor, str]] = {
     "other scale": (Own(lambda m, x: m.p * over(x, 1).sigmoid(), C, 1, 1), MAPS, "no affine map"),
     "second input": (Calling(Film(), torch.rand(4, 1)), MAPS, "a second input"),
     "mode": (Calling(Film(), style="norm"), MAPS, "a second input"),
-    "other evaluation": (Switching(C), MAPS, "in evaluation something else"),
+    "other evaluation": (Switching(C), MAPS, "something besides in evaluation"),
     "channels unknown": (Own(lambda _, x: over(x, -1)), TOKENS, "its channels are not known"),
     "never called": (unused(MAPS), MAPS, "never called"),
 }
@@ -256,6 +256,13 @@ class MaskedNorm(nn.Module):
         mean = (x * real).sum((0, 1)) / count
         var = ((x - mean).square() * real).sum((0, 1)) / count
         return (x - mean) * (var + 1e-5).rsqrt() * self.gain * real
+
+
+def test_a_row_of_zeros_stays_one_where_a_norm_has_no_shift() -> None:
+    """The embedding of padding is zero; norms after norms would enlarge what rounding adds."""
+    network = nn.Sequential(Own(lambda m, x: (m.p * rms(x.float())).type_as(x)))
+    ((path, norm),) = recognise(network, (TOKENS,)).norms.items()
+    assert not values_of(network.get_submodule(path), norm)["bias"].any()
 
 
 def test_a_mask_must_be_true_where_a_value_is_real() -> None:
