@@ -20,8 +20,9 @@ from normexp.stats.interval import Interval, mean
 ORDER = ("batch", "layer", "instance", "group", "rms", "layer2d", "none")  # first in figures
 # Config keys that belong to the norm, so they may differ between norms that are compared.
 NORM_KEYS = ("norm", *SLOTS)
-# The length of a training; it separates cells by the one with the fewest distinct values.
-BUDGET = ("epochs", "steps")
+# The length of a training; it separates cells by the one with the fewest distinct values. Epochs
+# and steps follow from samples, differently where a batch size does not divide the data.
+BUDGET = ("samples", "epochs", "steps")
 DIGESTS = "digests."  # of what was loaded: compared where both are known
 FOLLOWS = ("norm.momentum", "micro_batch_size")  # may follow from the norm batch size
 
@@ -33,8 +34,6 @@ class CellRow:
     directory: runs/<study>/<cell_id>
     norm: its label: the name, the knobs in which cells of that norm differ, and the study if there
         are several
-    lr: None if not recorded
-    norm_batch_size: effective, never None
     settings: values that must be equal for cells to share a table
     title: model, data, and the settings in which tables of the same model and data differ
     wanted: the seeds that the study asks for
@@ -48,11 +47,6 @@ class CellRow:
     runs: Sequence[RunRow]
     config: Config
     norm: str
-    model: str
-    data: str
-    lr: float | None
-    batch_size: int
-    norm_batch_size: int
     mixes_samples: bool
     wanted: frozenset[int]
     value_of: Callable[[str], Any]
@@ -60,6 +54,28 @@ class CellRow:
     search: SearchRecord | None = None
     settings: Config = field(default_factory=dict)
     title: str = ""
+
+    @property
+    def model(self) -> str:
+        return str(self.config.get("model"))
+
+    @property
+    def data(self) -> str:
+        return str(self.config.get("data"))
+
+    @property
+    def lr(self) -> float | None:
+        """None if it is not recorded."""
+        return self.config.get("lr")
+
+    @property
+    def batch_size(self) -> int:
+        return self.config["batch_size"]
+
+    @property
+    def norm_batch_size(self) -> int:
+        """The effective one."""
+        return self.config["norm_batch_size"]
 
     @property
     def searched(self) -> frozenset[str]:
@@ -148,10 +164,7 @@ def build_cells(records: Records) -> list[CellRow]:
         by_folder.setdefault((run.study, run.directory.parent), []).append(run)
     cells = [_cell_of(runs, records) for runs in by_folder.values()]
     cells += _planned_cells(records, cells)
-    if len({cell.study for cell in cells}) > 1:
-        cells = [replace(cell, norm=f"{cell.norm} · {cell.study}") for cell in cells]
-    cells = _with_settings(cells)
-    cells = _with_norms(cells)
+    cells = _with_norms(_with_settings(cells))
     rank = {norm: place for place, norm in enumerate(order_norms(cell.norm for cell in cells))}
 
     def order(cell: CellRow) -> tuple[Any, ...]:
@@ -169,9 +182,10 @@ def _cell_of(runs: Sequence[RunRow], records: Records) -> CellRow:
     asked = records.asked.get(place) or [known]
     ended = {run.seed for run in runs if run.status != Status.FAILED}
     return CellRow(
-        **_named_values(first.config),
         study=first.study,
         directory=first.directory.parent,
+        config=first.config,
+        norm=str(first.config.get("norm")),
         runs=sorted(runs, key=lambda run: run.seed),
         mixes_samples=first.result.measured.traits.get("mixes_samples") is not False,
         wanted=frozenset(known).union(*asked),
@@ -179,12 +193,6 @@ def _cell_of(runs: Sequence[RunRow], records: Records) -> CellRow:
         is_extended=not ended <= set(asked[0]),
         search=records.searches.get(place),
     )
-
-
-def _named_values(config: Config) -> dict[str, Any]:
-    names = {key: str(config.get(key) or "-") for key in ("norm", "model", "data")}
-    numbers = {key: config.get(key) for key in ("lr", "batch_size", "norm_batch_size")}
-    return {**names, **numbers, "config": config}
 
 
 def _planned_cells(records: Records, known: Sequence[CellRow]) -> list[CellRow]:
@@ -205,10 +213,11 @@ def _planned_cells(records: Records, known: Sequence[CellRow]) -> list[CellRow]:
             sizes.setdefault(config["norm"], set()).add(config["norm_batch_size"])
             cells.append(
                 CellRow(
-                    **_named_values(config),
                     study=study,
                     directory=state.directory,
                     runs=(),
+                    config=config,
+                    norm=config["norm"],
                     mixes_samples=True,
                     wanted=frozenset(state.states),
                     value_of=config.get,
@@ -289,7 +298,8 @@ def _varies_within_norm(cells: Sequence[CellRow], key: str) -> bool:
     """True if two cells of one norm, model, data set and sizes have two values of the key."""
     seen: dict[Hashable, set[Hashable]] = {}
     for cell in cells:
-        place = (cell.norm, cell.model, cell.data, cell.batch_size, cell.norm_batch_size)
+        sizes = (cell.batch_size, cell.norm_batch_size)
+        place = (cell.study, cell.norm, cell.model, cell.data, sizes)
         seen.setdefault(place, set()).add(comparable(cell.config.get(key)))
     return any(len(values) > 1 for values in seen.values())
 
@@ -298,8 +308,8 @@ def _with_norms(cells: Sequence[CellRow]) -> list[CellRow]:
     """Adds to the label of each norm the knobs in which its cells differ."""
     groups: dict[str, list[CellRow]] = {}
     for cell in cells:
-        groups.setdefault(cell.norm.partition(" · ")[0], []).append(cell)
-    labelled = []
+        groups.setdefault(cell.norm, []).append(cell)
+    labelled, has_studies = [], len({cell.study for cell in cells}) > 1
     for name, same in groups.items():
         keys = sorted({key for cell in same for key in cell.config if is_norm_key(key)})
         varying = [
@@ -310,11 +320,11 @@ def _with_norms(cells: Sequence[CellRow]) -> list[CellRow]:
         ]
         for cell in same:
             knobs = [
-                f"{key.removeprefix('norm.')}={as_typed(cell.value_of(key))}" for key in varying
+                setting_words(key.removeprefix("norm."), cell.value_of(key)) for key in varying
             ]
             words = [name, *knobs, *(["INVALID"] if cell.invalid else [])]
-            _, mark, study = cell.norm.partition(" · ")
-            labelled.append(replace(cell, norm=" ".join(words) + mark + study))
+            words += ["·", cell.study] if has_studies else []
+            labelled.append(replace(cell, norm=" ".join(words)))
     return labelled
 
 
@@ -359,7 +369,7 @@ def _may_differ(key: str, first: CellRow, second: CellRow, different: Collection
         is_other_norm = first.norm != second.norm
         return is_other_norm or (key == "norm.momentum" and _has_one_half_life(first, second))
     if first.batch_size == second.batch_size:
-        return False
+        return key == "samples"  # which act through the steps
     if key in BUDGET:
         return any(other in first.config and other not in different for other in BUDGET)
     # What follows from the batch size by one rule.
@@ -382,8 +392,12 @@ def settings_key(cell: CellRow) -> Hashable:
 
 def setting_words(key: str, value: Any) -> str:
     """`epochs=12`."""
-    whole = int(value) if isinstance(value, float) and value.is_integer() else value
-    return f"{key}={as_typed(whole)}"
+    return f"{key}={value_words(value)}"
+
+
+def value_words(value: Any) -> str:
+    """A value as typed, a float with six digits."""
+    return f"{value:.6g}" if isinstance(value, float) else as_typed(value)
 
 
 def is_norm_key(key: str) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -19,15 +20,14 @@ from normexp.reporting.cells import (
     mean_of_seeds,
     metric_names,
     order_norms,
-    setting_words,
     settings_key,
 )
 from normexp.reporting.metric import (
     PREFERRED,
+    Estimate,
     Metric,
     choose_metric,
     describe_metric,
-    format_mean,
 )
 from normexp.stats.crossfit import CrossFit, cross_fit
 from normexp.stats.interval import Array, Interval
@@ -163,11 +163,10 @@ class Grid:
         values, step = list(self.values.values()), self.best.step(self.metric)
         return mean_of_seeds(values, step, self.metric)
 
-    @property
-    def mean_words(self) -> str:
+    def estimate(self, **more: Any) -> Estimate:
         """The mean with its interval, or with its few seeds unless they tuned it."""
         seeds = self.values.values() if self.fit is None else ()
-        return format_mean(self.mean, self.metric, seeds)
+        return Estimate(self.mean, self.metric.digits, seeds, **more)
 
     @property
     def lost(self) -> str:
@@ -182,24 +181,25 @@ class Grid:
         return ", ".join(f"{count} {words}" for words, count in counts.items() if count)
 
     @property
-    def rate_words(self) -> str:
-        """`0.1`, or `tuned over 5, 0.1 most often`, and whether the best is at an edge."""
+    def lr(self) -> float | None:
+        """The learning rate of its mean: of a tuned norm the one that is chosen most often."""
+        return self.best.lr if self.fit is None else self.rates[int(self.fit.shares.argmax())]
+
+    @property
+    def search_words(self) -> str:
+        """`most often of 5; at the edge: add 0.9`: how its learning rate was found."""
         if self.fit is not None:
-            shares = self.fit.shares
-            rates = [rate or 0.0 for rate in self.rates]
-            at_edge = (shares[0] > shares[-1], self.fit.is_at_edge)
-            words = f"tuned over {len(rates)}, {rates[int(shares.argmax())]:g} most often"
-        elif self.best.lr is None:
-            return ""
+            rates, shares = self.rates, self.fit.shares
+            is_at_edge, is_low = self.fit.is_at_edge, shares[0] > shares[-1]
+            words = [f"most often of {len(rates)}"]
         else:
             rates, lr = self.best.searched_rates, self.best.lr
-            at_edge = (lr in rates[:1], lr in (*rates[:1], *rates[-1:]))
-            words = f"{lr:g}" + (f", best of {len(self.cells)}" if len(self.cells) > 1 else "")
-        is_low, is_at_edge = at_edge
-        if not is_at_edge or len(rates) < 3:
-            return words
-        further = rates[0] ** 2 / rates[1] if is_low else rates[-1] ** 2 / rates[-2]
-        return f"{words} (at the edge: add {further:.2g})"
+            is_at_edge, is_low = lr in (*rates[:1], *rates[-1:]), lr in rates[:1]
+            words = [f"best of {len(self.cells)}"] if len(self.cells) > 1 else []
+        if is_at_edge and len(rates) > 2:
+            end, inner = rates[:2] if is_low else (rates[-1], rates[-2])
+            words.append(f"at the edge: add {(end or 0.0) ** 2 / (inner or 1.0):.2g}")
+        return "; ".join(words)
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,42 +262,42 @@ class Slice:
     @property
     def scope(self) -> str:
         """What every number of the slice has in common, in words."""
-        cells = self.cells
-        budget = common(cells, lambda cell: cell.budget) or ""
-        lr, optim = common(cells, lambda c: c.lr), common(cells, lambda c: c.config.get("optim"))
-        lr = "lr by norm" if lr is None else setting_words("lr", lr)
-        rates = sorted({len(grid.cells) for grid in self.grids})
-        if rates != [1]:
-            lr = f"lr tuned over {'-'.join(map(str, rates))}"
+        cells, runs = self.cells, [run.result for cell in self.cells for run in cell.runs]
+        rates, budget = (
+            sorted({cell.lr or 0 for cell in cells}),
+            common(cells, lambda cell: cell.budget),
+        )
+        words = [self.title, self.fixed, *([budget] if budget and budget not in self.title else [])]
+        counts = sorted({len(grid.cells) for grid in self.grids})
         if searched := sorted({key for cell in cells for key in cell.searched}):
             named = "learning rates" if searched == ["lr"] else " and ".join(searched)
-            lr = f"at the {named} that one search chose"
-        environments = [run.result.measured.environment for cell in cells for run in cell.runs]
-        machines = {one.get("gpu") or one.get("cpu") for one in environments}
-        budget = "" if budget in self.title else budget
-        words = [self.title, self.fixed, budget, lr, optim, *sorted(filter(None, machines))]
-        words += _unequal_conditions(cells)
-        counts = sorted({len(grid.seeds) for grid in self.grids})
-        n = f"{counts[0]} to " if len(counts) > 1 else ""
-        n += format_count(counts[-1], "seed")
+            words.append(f"at the {named} that one search chose")
+        elif counts != [1]:
+            words.append(f"lr tuned over {'-'.join(map(str, counts))}")
+        else:
+            words.append(
+                "lr=" + " to ".join(f"{rate:.3g}" for rate in sorted({rates[0], rates[-1]}))
+            )
+        environments = [run.measured.environment for run in runs]
+        machines = {one.get("gpu") or one.get("cpu") for one in environments} - {None}
+        optim = common(cells, lambda cell: cell.config.get("optim"))
+        words += [*([optim] if optim else []), *sorted(machines)]
+        for name in (*DISTRIBUTIONS, "python"):
+            versions = sorted({str(one[name]) for one in environments if name in one})
+            words += [f"{name} {' and '.join(versions)}"] if len(versions) > 1 else []
+        codes = {one.get("code_version") for one in environments} - {None}
+        words += [f"{len(codes)} versions of normexp's code"] if len(codes) > 1 else []
+        if early := Counter(c.norm for c in cells for run in c.runs if run.result.measured.stopped):
+            counted = (f"{count} of {norm}" for norm, count in early.items())
+            words.append(f"ended early: {' and '.join(counted)}")
+        ns = sorted({len(grid.seeds) for grid in self.grids})
+        fewest = f"{ns[0]} to " if len(ns) > 1 else ""
+        words.append(f"n = {fewest}{format_count(ns[-1], 'seed')}")
         samples = "and test samples" if self.has_samples else "on these test samples"
-        words = [*words, f"n = {n}; means over seeds alone, for these test samples"]
-        return f"{', '.join(filter(None, words))}; differences over new seeds {samples}"
-
-
-def _unequal_conditions(cells: Sequence[CellRow]) -> Iterator[str]:
-    """What differs between runs: versions and code; and the norms with runs that ended early."""
-    results = [run.result for cell in cells for run in cell.runs]
-    for name in (*DISTRIBUTIONS, "python"):
-        versions = {str(one.measured.environment.get(name, "")) for one in results} - {""}
-        if len(versions) > 1:
-            yield f"{name} {' and '.join(sorted(versions))}"
-    codes = {one.measured.environment.get("code_version") for one in results} - {None}
-    if len(codes) > 1:
-        yield f"{len(codes)} versions of normexp's code"
-    early = Counter(cell.norm for cell in cells for run in cell.runs if run.result.measured.stopped)
-    if early:
-        yield "ended early: " + " and ".join(f"{count} of {norm}" for norm, count in early.items())
+        return (
+            f"{', '.join(words)}; means over seeds alone, for these test samples; differences over "
+            f"new seeds {samples}"
+        )
 
 
 def build_slices(
@@ -323,71 +323,76 @@ def _slices_of(cells: Sequence[CellRow], metric: Metric) -> list[Slice]:
     twins = {(cell.norm, cell.lr, cell.batch_size, cell.norm_batch_size): cell for cell in cells}
     cells = [cell for cell in cells if cell.mixes_samples or cell in twins.values()]
     independent = {cell.norm for cell in cells} - {c.norm for c in cells if c.mixes_samples}
-    mixing = [cell for cell in cells if cell.norm not in independent] or cells
-    sizes = {
-        size: sorted({cell.norm_batch_size for cell in mixing if cell.batch_size == size})
-        for size in sorted({cell.batch_size for cell in mixing})
-    }
-
-    def along_norm_batch_size(batch_size: int, along: Sequence[int]) -> Slice:
-        points = [
-            (size, cell)
-            for cell in cells
-            if cell.batch_size == batch_size
-            for size in (along if cell.norm in independent else [cell.norm_batch_size])
-        ]
-        fixed = f"batch size {batch_size}"
-        return _slice("norm_batch_size", fixed, along, points, metric, frozenset(independent))
-
-    slices = [along_norm_batch_size(size, along) for size, along in sizes.items() if len(along) > 1]
+    by_batch_size = [
+        _slice(
+            "norm_batch_size",
+            f"batch size {size}",
+            [cell for cell in cells if cell.batch_size == size],
+            metric,
+            frozenset(independent),
+        )
+        for size in sorted({cell.batch_size for cell in cells})
+    ]
+    slices = [part for part in by_batch_size if len(part.sizes) > 1]
     ways = {
-        "norm batch size = batch size": {
+        "norm batch size = batch size": [
             cell
             for cell in cells
             if cell.norm in independent or cell.norm_batch_size == cell.batch_size
-        }
+        ]
     }
+    mixing = [cell for cell in cells if cell.norm not in independent] or cells
     for size in [] if slices else sorted({cell.norm_batch_size for cell in mixing}):
-        ways[f"norm batch size {size}"] = {
+        ways[f"norm batch size {size}"] = [
             cell for cell in cells if cell.norm in independent or cell.norm_batch_size == size
-        }
+        ]
     seen: list[set[CellRow]] = []
     for fixed, chosen in ways.items():
-        along = sorted({cell.batch_size for cell in chosen})
-        if len(along) > 1 and not any(chosen <= earlier for earlier in seen):
-            points = [(cell.batch_size, cell) for cell in cells if cell in chosen]
-            slices.append(_slice("batch_size", fixed, along, points, metric, frozenset()))
-            seen.append(chosen)
-    return slices or [
-        along_norm_batch_size(size, sizes.get(size) or [size])
-        for size in sorted({cell.batch_size for cell in cells})
-    ]
+        if len({cell.batch_size for cell in chosen}) > 1 and not any(
+            {*chosen} <= earlier for earlier in seen
+        ):
+            slices.append(_slice("batch_size", fixed, chosen, metric))
+            seen.append({*chosen})
+    return slices or by_batch_size
 
 
 def _slice(
     axis: str,
     fixed: str,
-    sizes: Sequence[int],
-    points: Sequence[tuple[int, CellRow]],
+    cells: Sequence[CellRow],
     metric: Metric,
-    independent: frozenset[str],
+    independent: frozenset[str] = frozenset(),
 ) -> Slice:
-    """points: each size with a cell that stands there; several rates of one norm at one size."""
-    norms = order_norms(cell.norm for _, cell in points)
-    placed: dict[str, dict[int, list[CellRow]]] = {norm: {} for norm in norms}
-    for size, cell in sorted(points, key=lambda point: (point[0], point[1].lr or 0)):
-        placed[cell.norm].setdefault(size, []).append(cell)
+    """The cells by norm and size; several learning rates of one norm at one size are a grid."""
+    own = {cell: getattr(cell, axis) for cell in cells}
+    mixing = {own[cell] for cell in cells if cell.norm not in independent}
+    sizes = sorted(mixing) or [cells[0].batch_size]
+    placed: dict[str, dict[int, list[CellRow]]] = {
+        norm: {} for norm in order_norms(cell.norm for cell in cells)
+    }
+    for cell in sorted(cells, key=lambda cell: (own[cell], cell.lr or 0)):
+        for size in sizes if cell.norm in independent else [own[cell]]:
+            placed[cell.norm].setdefault(size, []).append(cell)
     known: dict[tuple[CellRow, ...], Grid] = {}
     lines = {
         norm: {
             size: known.setdefault(tuple(same), Grid(norm, same, metric, size))
-            for size, same in line.items()
+            for size, same in sorted(line.items())
         }
         for norm, line in placed.items()
     }
-    first, own = points[0][1], independent & lines.keys()
-    family = settings_key(first)
-    return Slice(first.title, fixed, "", axis, sizes, metric, lines, own, sizes[0], family)
+    return Slice(
+        title=cells[0].title,
+        fixed=fixed,
+        slug="",
+        axis=axis,
+        sizes=sizes,
+        metric=metric,
+        lines=lines,
+        independent=independent & lines.keys(),
+        at=sizes[0],
+        family=settings_key(cells[0]),
+    )
 
 
 def _with_slugs(slices: Sequence[Slice]) -> list[Slice]:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from normexp.reporting.tables import Table as ReportTable
 
 PIPE_WIDTH = 100  # characters, without a terminal and without COLUMNS
-WRAPPED = ("why", "lost", "lr", "claim")
 LEAST_WIDTH = 30  # characters of a column that wraps
 MAX_ROWS = {"lost": 10, "claims": 80}  # of a table; else 40
 SHORT = 60  # characters of a text that a table shows itself
@@ -117,13 +116,15 @@ def print_report(report: Report) -> None:
 
 def print_table(console: Console, table: ReportTable) -> None:
     """Caption, rows and note."""
+    from normexp.reporting.tables import PROSE
+
     console.print(f"\n{table.caption}", markup=False, soft_wrap=True)
     most = MAX_ROWS.get(table.name, 40)
     texts = table.frame.head(most)
     drawn = text_table(texts.columns, texts.to_numpy().tolist())
     for name, column in zip(texts, drawn.columns, strict=True):
         widest = int(texts[name].str.len().max())
-        column.min_width = min(LEAST_WIDTH, widest) if name in WRAPPED else widest
+        column.min_width = min(LEAST_WIDTH, widest) if name in PROSE else widest
     console.print(drawn, soft_wrap=True)
     if len(table.frame) > most:
         console.out(f"... and {len(table.frame) - most} more rows in tables/{table.name}.csv")

@@ -89,7 +89,7 @@ def test_a_row_names_the_keys_in_which_recipes_differ(config: dict, words: str):
     (one,) = report.comparisons
     assert one.why == words and one.is_comparable == (not words)
     assert (one.verdict is None) == bool(words)
-    assert (one.row[DIFFERENCE] == "-") == bool(words)
+    assert (str(one.row[DIFFERENCE]) == "-") == bool(words)
 
 
 def test_a_norm_that_does_not_mix_samples_stands_at_every_norm_batch_size():
