@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ NORM_KEYS = ("norm", *SLOTS)
 # and steps follow from samples, differently where a batch size does not divide the data.
 BUDGET = ("samples", "epochs", "steps")
 DIGESTS = "digests."  # of what was loaded: compared where both are known
+LOST = ("failed", "diverged", "at chance", "missing")  # of runs
 FOLLOWS = ("norm.momentum", "micro_batch_size")  # may follow from the norm batch size
 
 
@@ -34,6 +36,8 @@ class CellRow:
     directory: runs/<study>/<cell_id>
     norm: its label: the name, the knobs in which cells of that norm differ, and the study if there
         are several
+    lr: None if not recorded
+    norm_batch_size: effective, never None
     settings: values that must be equal for cells to share a table
     title: model, data, and the settings in which tables of the same model and data differ
     wanted: the seeds that the study asks for
@@ -47,6 +51,11 @@ class CellRow:
     runs: Sequence[RunRow]
     config: Config
     norm: str
+    model: str
+    data: str
+    lr: float | None
+    batch_size: int
+    norm_batch_size: int
     mixes_samples: bool
     wanted: frozenset[int]
     value_of: Callable[[str], Any]
@@ -54,28 +63,6 @@ class CellRow:
     search: SearchRecord | None = None
     settings: Config = field(default_factory=dict)
     title: str = ""
-
-    @property
-    def model(self) -> str:
-        return str(self.config.get("model"))
-
-    @property
-    def data(self) -> str:
-        return str(self.config.get("data"))
-
-    @property
-    def lr(self) -> float | None:
-        """None if it is not recorded."""
-        return self.config.get("lr")
-
-    @property
-    def batch_size(self) -> int:
-        return self.config["batch_size"]
-
-    @property
-    def norm_batch_size(self) -> int:
-        """The effective one."""
-        return self.config["norm_batch_size"]
 
     @property
     def searched(self) -> frozenset[str]:
@@ -99,9 +86,15 @@ class CellRow:
         return len(self.wanted - {run.seed for run in self.runs})
 
     @property
-    def at_chance(self) -> set[int]:
-        """The seeds that name classes no better than always the most frequent one."""
-        return {run.seed for run in self.runs if run.is_at_chance}
+    def lost(self) -> dict[str, int]:
+        """The number of runs that count as chance level, or not at all, by what became of them.
+
+        At chance are those that name classes no better than always the most frequent one.
+        """
+        statuses = Counter(str(run.status) for run in self.runs)
+        statuses["at chance"] = sum(run.is_at_chance for run in self.runs)
+        statuses["missing"] = self.missing
+        return {what: statuses[what] for what in LOST if statuses[what]}
 
     @property
     def invalid(self) -> str | None:
@@ -118,34 +111,24 @@ class CellRow:
     @property
     def budget(self) -> str:
         """`epochs=12`, or `steps=300`."""
-        known = {key: self.config.get(key) for key in BUDGET}
-        whole = [key for key, value in known.items() if value is not None and value == int(value)]
-        return setting_words(whole[0], known[whole[0]]) if whole else ""
-
-    def seeds_with(self, *statuses: Status) -> set[int]:
-        return {run.seed for run in self.runs if run.status in statuses}
-
-    def count(self, status: Status) -> int:
-        return len(self.seeds_with(status))
+        known = [(key, self.config.get(key)) for key in BUDGET]
+        whole = [pair for pair in known if pair[1] is not None and pair[1] == int(pair[1])]
+        return setting_words(*whole[0]) if whole else ""
 
     def values(self, metric: Metric) -> dict[int, float]:
         """The metric as shown, by seed; diverged runs count as chance level."""
         return {run.seed: value for run in self.runs if (value := run.value(metric)) is not None}
 
-    def without_value(self, metric: Metric) -> set[int]:
-        """The seeds that diverged under a metric that has no chance level."""
-        return self.seeds_with(Status.DIVERGED) - self.values(metric).keys()
+    def without_value(self, metric: Metric) -> int:
+        """The number of runs that diverged under a metric that has no chance level."""
+        lost = [run for run in self.runs if run.status == Status.DIVERGED]
+        return sum(run.value(metric) is None for run in lost)
 
     def step(self, metric: Metric) -> float | None:
         """The smallest difference that test accuracies could have; None: not known."""
         count = max((run.num_test_samples for run in self.runs), default=0)
         is_count = metric.name.partition("@")[0] == "test/accuracy"
         return metric.scale / count if count and is_count else None
-
-    def mean(self, metric: Metric) -> Interval:
-        """The mean over seeds as every table and figure shows it."""
-        values, step = self.values(metric), self.step(metric)
-        return mean_of_seeds([*values.values()], step, metric)
 
 
 def mean_of_seeds(values: Sequence[float], step: float | None, metric: Metric) -> Interval:
@@ -182,10 +165,9 @@ def _cell_of(runs: Sequence[RunRow], records: Records) -> CellRow:
     asked = records.asked.get(place) or [known]
     ended = {run.seed for run in runs if run.status != Status.FAILED}
     return CellRow(
+        **_named_values(first.config),
         study=first.study,
         directory=first.directory.parent,
-        config=first.config,
-        norm=str(first.config.get("norm")),
         runs=sorted(runs, key=lambda run: run.seed),
         mixes_samples=first.result.measured.traits.get("mixes_samples") is not False,
         wanted=frozenset(known).union(*asked),
@@ -195,52 +177,56 @@ def _cell_of(runs: Sequence[RunRow], records: Records) -> CellRow:
     )
 
 
+def _named_values(config: Config) -> dict[str, Any]:
+    names = {key: str(config.get(key)) for key in ("norm", "model", "data")}
+    numbers = {key: config.get(key) for key in ("lr", "batch_size", "norm_batch_size")}
+    return {**names, **numbers, "config": config}
+
+
 def _planned_cells(records: Records, known: Sequence[CellRow]) -> list[CellRow]:
     """A cell without runs for each one that was asked for: families are those of the whole study.
 
     What its title does not say is as in the most similar cell of its study.
     """
-    cells, sizes = [], dict[str, set[Any]]()
+    cells = []
     for study, state in records.planned:
-        words = [word.partition("=") for word in state.title.split()]
+        words = (word.partition("=") for word in state.title.split())
         typed = {key.lstrip("+"): _typed_value(text) for key, _, text in words}
 
         def likeness(cell: CellRow, typed: Config = typed) -> int:
             return sum(comparable(cell.config.get(key)) == comparable(typed[key]) for key in typed)
 
-        if alike := max((c for c in known if c.study == study), key=likeness, default=None):
+        alike = max((c for c in known if c.study == study), key=likeness, default=None)
+        if alike is not None:
             config = _with_typed(alike.config, typed)
-            sizes.setdefault(config["norm"], set()).add(config["norm_batch_size"])
-            cells.append(
-                CellRow(
-                    study=study,
-                    directory=state.directory,
-                    runs=(),
-                    config=config,
-                    norm=config["norm"],
-                    mixes_samples=True,
-                    wanted=frozenset(state.states),
-                    value_of=config.get,
-                    search=records.searches.get((study, state.id)),
-                )
+            planned = CellRow(
+                **_named_values(config),
+                study=study,
+                directory=state.directory,
+                runs=(),
+                mixes_samples=True,
+                wanted=frozenset(state.states),
+                value_of=config.get,
+                search=records.searches.get((study, state.id)),
             )
+            cells.append(planned)
     # A norm that is known to mix no samples was asked for once, whatever the sizes.
     mixing = {cell.norm: cell.mixes_samples for cell in known}
+    sizes = Counter(norm for norm, _ in {(cell.norm, cell.norm_batch_size) for cell in cells})
     return [
-        replace(cell, mixes_samples=mixing.get(cell.norm, len(sizes[cell.norm]) > 1))
-        for cell in cells
+        replace(cell, mixes_samples=mixing.get(cell.norm, sizes[cell.norm] > 1)) for cell in cells
     ]
 
 
 def _with_typed(config: Config, typed: Config) -> dict[str, Any]:
     """The settings of a cell with other words; a norm's own values go with it."""
     is_same = config.get("norm") == typed.get("norm")
-    kept = {key: value for key, value in config.items() if is_same or not is_norm_key(key)}
-    for key in BUDGET:  # steps follow from epochs, and epochs from steps
-        if key in typed and kept.get(key):
-            kept |= {
-                other: kept[other] * typed[key] / kept[key] for other in BUDGET if other in kept
-            }
+    has_budget = not typed.keys().isdisjoint(BUDGET)  # the others follow from the typed one
+    kept = {
+        key: value
+        for key, value in config.items()
+        if (is_same or not is_norm_key(key)) and not (has_budget and key in BUDGET)
+    }
     for key, whole in zip(SIZES[1:], SIZES, strict=False):
         kept[key] = typed.get(whole, kept[whole])
         typed = {key: kept[key], **typed}
@@ -266,27 +252,28 @@ def _with_settings(cells: Sequence[CellRow]) -> list[CellRow]:
     counts = {key: {comparable(cell.config.get(key)) for cell in known} for key in BUDGET}
     lengths = [key for key in BUDGET if comparable(None) not in counts[key]]
     length = min(lengths, key=lambda key: len(counts[key]), default="")
+    places = [
+        (cell.study, cell.norm, cell.model, cell.data, cell.batch_size, cell.norm_batch_size)
+        for cell in known
+    ]
     separating = [
         key
         for key in sorted(keys - named)
         if not is_norm_key(key)
         and (key == length or key not in BUDGET)
-        and _varies_within_norm(known, key)
+        and _varies([cell.config.get(key) for cell in known], places)
     ]
-    alike: dict[tuple[str, str], list[CellRow]] = {}  # cells of one model and data set
-    for cell in known:
-        alike.setdefault((cell.model, cell.data), []).append(cell)
     labelled = []
     for cell in cells:
-        others = alike.get((cell.model, cell.data), [cell])
+        place = (cell.model, cell.data)
+        others = [one for one in known if (one.model, one.data) == place] or [cell]
         # A cell that failed too early to have them stands with the first of the others.
-        values = {
-            key: (cell if cell.is_prepared else others[0]).value_of(key) for key in separating
-        }
+        source = cell if cell.is_prepared else others[0]
+        values = {key: source.value_of(key) for key in separating}
         words = [
             setting_words(key, value)
             for key, value in values.items()
-            if len({comparable(other.config.get(key)) for other in others}) > 1
+            if _varies([other.config.get(key) for other in others])
         ]
         title = ", ".join([f"{cell.model} on {cell.data}", *words])
         settings = {"model": cell.model, "data": cell.data, **values}
@@ -294,14 +281,11 @@ def _with_settings(cells: Sequence[CellRow]) -> list[CellRow]:
     return labelled
 
 
-def _varies_within_norm(cells: Sequence[CellRow], key: str) -> bool:
-    """True if two cells of one norm, model, data set and sizes have two values of the key."""
-    seen: dict[Hashable, set[Hashable]] = {}
-    for cell in cells:
-        sizes = (cell.batch_size, cell.norm_batch_size)
-        place = (cell.study, cell.norm, cell.model, cell.data, sizes)
-        seen.setdefault(place, set()).add(comparable(cell.config.get(key)))
-    return any(len(values) > 1 for values in seen.values())
+def _varies(values: Sequence[Any], places: Sequence[Hashable] | None = None) -> bool:
+    """True if two values differ; with places, if two of one place do."""
+    known: dict[Hashable, Hashable] = {}
+    pairs = zip(places or [None] * len(values), map(comparable, values), strict=True)
+    return any(known.setdefault(place, value) != value for place, value in pairs)
 
 
 def _with_norms(cells: Sequence[CellRow]) -> list[CellRow]:
@@ -309,32 +293,23 @@ def _with_norms(cells: Sequence[CellRow]) -> list[CellRow]:
     groups: dict[str, list[CellRow]] = {}
     for cell in cells:
         groups.setdefault(cell.norm, []).append(cell)
-    labelled, has_studies = [], len({cell.study for cell in cells}) > 1
+    labelled, has_studies = [], _varies([cell.study for cell in cells])
     for name, same in groups.items():
         keys = sorted({key for cell in same for key in cell.config if is_norm_key(key)})
-        varying = [
-            key
-            for key in (*keys, "micro_batch_size")
-            if len({comparable(cell.value_of(key)) for cell in same}) > 1
-            and (key not in FOLLOWS or _is_free(same, key))
-        ]
+        places = [(cell.batch_size, cell.norm_batch_size, cell.lr, settings_key(cell))
+                  for cell in same]  # fmt: skip
+        varying = []
+        for key in (*keys, "micro_batch_size"):
+            if _varies([cell.value_of(key) for cell in same], places if key in FOLLOWS else None):
+                varying.append(key)
         for cell in same:
-            knobs = [
+            words = [
                 setting_words(key.removeprefix("norm."), cell.value_of(key)) for key in varying
             ]
-            words = [name, *knobs, *(["INVALID"] if cell.invalid else [])]
+            words += ["INVALID"] if cell.invalid else []
             words += ["·", cell.study] if has_studies else []
-            labelled.append(replace(cell, norm=" ".join(words)))
+            labelled.append(replace(cell, norm=" ".join([name, *words])))
     return labelled
-
-
-def _is_free(cells: Sequence[CellRow], key: str) -> bool:
-    """True if cells that agree in sizes, learning rate and settings differ in the key."""
-    places = [
-        (cell.batch_size, cell.norm_batch_size, cell.lr, settings_key(cell)) for cell in cells
-    ]
-    values = [comparable(cell.value_of(key)) for cell in cells]
-    return len({*zip(places, values, strict=True)}) > len({*places})
 
 
 def unlike(
@@ -423,20 +398,14 @@ def metric_names(cells: Iterable[CellRow]) -> list[str]:
     return sorted({name for cell in cells for run in cell.runs for name in run.metrics})
 
 
-def common(cells: Sequence[CellRow], of: Callable[[CellRow], Any]) -> Any:
-    """What all cells have in common; None if they differ."""
-    values = {comparable(of(cell)): of(cell) for cell in cells}
-    return next(iter(values.values())) if len(values) == 1 else None
-
-
 def order_norms(labels: Iterable[str]) -> list[str]:
     """Norms of ORDER first, then others by name; numbers in names sort by value."""
 
-    def rank(label: str) -> tuple[int, list[tuple[int, float, str]]]:
+    def rank(label: str) -> tuple[int, list[Any]]:
         base = base_of(label)
-        place = ORDER.index(base) if base in ORDER else len(ORDER)
-        pieces = filter(None, re.split(r"(\d+(?:\.\d+)?)", label))
-        return place, [(0, float(p), "") if p[0].isdigit() else (1, 0.0, p) for p in pieces]
+        pieces: list[Any] = re.split(r"(\d+(?:\.\d+)?)", label)  # every second one is a number
+        pieces[1::2] = map(float, pieces[1::2])
+        return ORDER.index(base) if base in ORDER else len(ORDER), pieces
 
     return sorted(set(labels), key=rank)
 

@@ -311,9 +311,9 @@ def measure_causes(comparison: Comparison) -> Causes | None:
     is_along = comparison.is_along_sizes and comparison.part.axis == "norm_batch_size"
     if not is_along or "@" in metric.name:
         return None
-    small, large = (grid.best for grid in (comparison.first, comparison.second))
+    cells = (comparison.second.best, comparison.first.best)  # at the largest size, and the smallest
     kinds = [describe_metric(metric.name + kind) for kind in STATISTICS]
-    tables = [[cell.values(kind) for kind in kinds] for cell in (large, small)]
+    tables = [[cell.values(kind) for kind in kinds] for cell in cells]
     seeds = sorted(set[int].intersection(*(set(known) for table in tables for known in table)))
     if len(seeds) < 2:
         return None
@@ -321,10 +321,11 @@ def measure_causes(comparison: Comparison) -> Causes | None:
     of_large, of_small = comparison.first.sign * np.array(values)  # (3 statistics, n)
     running, precise, own_share = of_large - of_small
     terms = {
+        "drop": running,
         "training noise": own_share,
         "own share": precise - own_share,
         "averages": running - precise,
     }
-    step = small.step(metric)
-    shown = {name: mean(term, step=step) for name, term in terms.items()}
-    return Causes(comparison.norm, metric, mean(running, step=step), shown)
+    step = cells[1].step(metric)
+    means = {name: mean(term, step=step) for name, term in terms.items()}
+    return Causes(comparison.norm, metric, means.pop("drop"), means)

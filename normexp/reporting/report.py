@@ -37,6 +37,20 @@ from normexp.reporting.tables import (
 
 SCHEMA = 3  # of report.json
 MOST_WORDS = 15  # of a headline
+ALONG_SIZES = {  # by verdict
+    "worse": "At {first}, {norm} loses {gap} against {second}",
+    "better": "At {first}, {norm} gains {gap} against {second}",
+    "tie": "At {first}, {norm} ties with {second}",
+    "undecided": "{norm} at {first} against {second}: undecided",
+    None: "{norm} at {first} against {second}: no verdict",
+}
+BETWEEN_NORMS = {
+    "worse": "{against} is {gap} ahead of {norm}",
+    "better": "{norm} is {gap} ahead of {against}",
+    "tie": "{norm} and {against} tie within {margin}",
+    "undecided": "{norm} against {against}: undecided",
+    None: "{norm} against {against}: no verdict",
+}
 PLAIN_NAMES = ("batch", "layer", "instance", "group", "rms")  # known as `batch norm`
 
 
@@ -101,7 +115,7 @@ class Report:
         if not along:
             return f"{best}{part.at_words}." if best else "nothing to compare."
         shown = min(along, key=lambda one: (one.verdict != "worse", one.gap.estimate or 0.0))
-        size = _size_claim(shown)
+        size = _claim(shown)
         at = "" if part.at == shown.sizes[0] else f"at {part.at}, "
         for claim in (size, size.replace(f" against {shown.sizes[1]}", "")) if best else ():
             if len((full := f"{claim}; {at}{best}.").split()) <= MOST_WORDS:
@@ -148,56 +162,36 @@ class Report:
         return "\n".join([*shown, f"<p>{escape(self.counts)}</p>"])
 
 
-def _size_claim(one: Comparison) -> str:
-    """`At 2, batch norm loses 10.7 pp against 128`."""
-    norm, (first, second) = _named(one.first.norm), one.sizes
-    shown = _size_of(one)
-    claims = {
-        "worse": f"At {first}, {norm} loses {shown} against {second}",
-        "better": f"At {first}, {norm} gains {shown} against {second}",
-        "tie": f"At {first}, {norm} ties with {second}",
+def _claim(one: Comparison) -> str:
+    """`At 2, batch norm loses 10.7 pp against 128`, `own is 5.0 pp ahead of batch norm`."""
+    metric, sentences = one.part.metric, ALONG_SIZES if one.is_along_sizes else BETWEEN_NORMS
+    words = {
+        "norm": _named(one.first.norm),
+        "against": _named(one.second.norm),
+        "first": one.sizes[0],
+        "second": one.sizes[1],
+        "gap": f"{abs(one.gap.estimate or 0.0):.{metric.digits}f} {metric.unit}".strip(),
+        "margin": f"{metric.tolerance:g} {metric.unit}".strip(),
     }
-    other = f"{norm} at {first} against {second}: {one.verdict or 'no verdict'}"
-    return claims.get(one.verdict or "", other) + one.mark
+    return sentences[one.verdict].format(**words) + one.mark
 
 
 def _best_claim(ranking: Ranking, *, is_alone: bool) -> str:
     """`layer norm is ahead`; a norm that is not ranked is named, or there is no best."""
     pairs = [place.comparison for place in ranking.places if place.comparison]
     best, missing = ranking.best, [one.norm for one in pairs if one.verdict is None]
-    mark = "".join({one.mark for one in pairs})
     if is_alone and len(pairs) == 1:
-        return _pair_claim(pairs[0]) + mark
+        return _claim(pairs[0])
     if len(missing) > 1:
         return f"{len(missing)} norms are not ranked"
-    names = " or ".join(map(_named, best))
-    if {*best} <= {*PLAIN_NAMES}:
-        names = names.replace(" norm or ", " or ")
-    claim = f"{names} is ahead" if len(best) == 1 else f"{names} may lead"
+    claims = [f"{_named(norm)} is not ranked" for norm in missing]
+    claim = f"{' or '.join(map(_named, best))} {'is ahead' if len(best) == 1 else 'may lead'}"
     if len(best) == len(ranking.places):
         claim = "no norm is ahead"
     elif len(best) > 2:
         claim = f"{len(best)} of {len(ranking.places)} norms may lead"
-    claims = [claim + mark] if best else []
-    return "; ".join([*claims, *(f"{_named(norm)} is not ranked" for norm in missing)])
-
-
-def _pair_claim(one: Comparison) -> str:
-    """`own is 5.0 pp ahead of batch norm`."""
-    norm, against = _named(one.norm), _named(one.against)
-    metric, shown = one.part.metric, _size_of(one)
-    claims = {
-        "better": f"{norm} is {shown} ahead of {against}",
-        "worse": f"{against} is {shown} ahead of {norm}",
-        "tie": f"{norm} and {against} tie within {metric.tolerance:g} {metric.unit}".strip(),
-    }
-    other = f"{norm} against {against}: {one.verdict or 'no verdict'}"
-    return claims.get(one.verdict or "", other)
-
-
-def _size_of(one: Comparison) -> str:
-    metric = one.part.metric
-    return f"{abs(one.gap.estimate or 0.0):.{metric.digits}f} {metric.unit}".strip()
+    mark = max(one.mark for one in pairs)
+    return "; ".join([claim + mark, *claims] if best else claims)
 
 
 def _named(norm: str) -> str:

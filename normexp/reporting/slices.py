@@ -16,7 +16,6 @@ from normexp.records.provenance import DISTRIBUTIONS
 from normexp.records.result import Status
 from normexp.reporting.cells import (
     CellRow,
-    common,
     mean_of_seeds,
     metric_names,
     order_norms,
@@ -29,7 +28,7 @@ from normexp.reporting.metric import (
     choose_metric,
     describe_metric,
 )
-from normexp.stats.crossfit import CrossFit, cross_fit
+from normexp.stats.crossfit import AT_EDGE, CrossFit, cross_fit
 from normexp.stats.interval import Array, Interval
 
 AXIS_WORDS = {"norm_batch_size": "norm batch size", "batch_size": "batch size"}
@@ -60,34 +59,40 @@ class Grid:
         """For each cell, by seed, what its learning rate is chosen by; -inf if diverged."""
         name, tables = self.metric.selection_name, []
         for cell in self.cells:
-            known = {run.seed: run.metrics.get(name) for run in cell.runs}
-            own = {seed: self.sign * x for seed, x in known.items() if x is not None}
-            tables.append(own | dict.fromkeys(cell.seeds_with(Status.DIVERGED), -np.inf))
+            scores = {
+                run.seed: self.sign * run.metrics[name] for run in cell.runs if name in run.metrics
+            }
+            for run in cell.runs:
+                if run.status == Status.DIVERGED:
+                    scores[run.seed] = -np.inf
+            tables.append(scores)
         return tables
 
     @cached_property
     def best(self) -> CellRow:
         """The cell with the fewest failed runs, and the best mean on validation."""
-        means = [float(np.mean([*table.values()])) if table else -np.inf for table in self.scores]
-        failed = [cell.count(Status.FAILED) for cell in self.cells]
-        ranks = [(-count, mean) for count, mean in zip(failed, means, strict=True)]
-        return self.cells[ranks.index(max(ranks))]
+
+        def rank(pair: tuple[CellRow, dict[int, float]]) -> tuple[int, float]:
+            cell, scores = pair
+            mean = float(np.mean([*scores.values()])) if scores else -np.inf
+            return -cell.lost.get("failed", 0), mean
+
+        return max(zip(self.cells, self.scores, strict=True), key=rank)[0]
 
     @property
     def why_incomplete(self) -> str:
         """Why it allows no verdict: `5 of 8 seeds of group`; empty if it does."""
         for cell in self.cells:
-            known, count = cell.values(self.metric).keys() & cell.wanted, len(cell.wanted)
-            if len(known) < count:
-                diverged = len(cell.without_value(self.metric))
-                which = f"{diverged or len(known)} of {format_count(count, 'seed')} of {cell.norm}"
-                return which + " diverged" * bool(diverged)
+            known, wanted = cell.values(self.metric), format_count(len(cell.wanted), "seed")
+            if diverged := cell.without_value(self.metric):
+                return f"{diverged} of {wanted} of {cell.norm} diverged"
+            if not cell.wanted <= known.keys():
+                return f"{len(known)} of {wanted} of {cell.norm}"
         if len(self.cells) == 1 or self.fit is not None:
             return ""
-        seeds = {*self.seeds}
-        if len(seeds) < 3:
-            return f"to tune lr takes 3 seeds, not {len(seeds)}"
-        if any(cell.values(self.metric).keys() != seeds for cell in self.cells):
+        if len(self.seeds) < 3:
+            return f"to tune lr takes 3 seeds, not {len(self.seeds)}"
+        if any(cell.values(self.metric).keys() != {*self.seeds} for cell in self.cells):
             return "seeds differ between learning rates"
         return f"{self.metric.selection_name} is missing, by which lr is chosen"
 
@@ -173,12 +178,8 @@ class Grid:
         """`1 diverged, 2 at chance`, of the rates that some split chooses."""
         shares = [] if self.fit is None else self.fit.shares.tolist()
         cells = [c for c, share in zip(self.cells, shares, strict=False) if share] or [self.best]
-        counts = {
-            "failed": sum(cell.count(Status.FAILED) for cell in cells),
-            "diverged": sum(cell.count(Status.DIVERGED) for cell in cells),
-            "at chance": sum(len(cell.at_chance) for cell in cells),
-        }
-        return ", ".join(f"{count} {words}" for words, count in counts.items() if count)
+        counts = sum((Counter(cell.lost) for cell in cells), Counter[str]())
+        return ", ".join(f"{count} {what}" for what, count in counts.items() if what != "missing")
 
     @property
     def lr(self) -> float | None:
@@ -188,17 +189,16 @@ class Grid:
     @property
     def search_words(self) -> str:
         """`most often of 5; at the edge: add 0.9`: how its learning rate was found."""
+        rates, words = self.best.searched_rates, []
+        shares = [float(rate == self.best.lr) for rate in rates]
         if self.fit is not None:
-            rates, shares = self.rates, self.fit.shares
-            is_at_edge, is_low = self.fit.is_at_edge, shares[0] > shares[-1]
-            words = [f"most often of {len(rates)}"]
-        else:
-            rates, lr = self.best.searched_rates, self.best.lr
-            is_at_edge, is_low = lr in (*rates[:1], *rates[-1:]), lr in rates[:1]
-            words = [f"best of {len(self.cells)}"] if len(self.cells) > 1 else []
-        if is_at_edge and len(rates) > 2:
-            end, inner = rates[:2] if is_low else (rates[-1], rates[-2])
-            words.append(f"at the edge: add {(end or 0.0) ** 2 / (inner or 1.0):.2g}")
+            rates, shares = [rate or 0.0 for rate in self.rates], self.fit.shares.tolist()
+            words.append(f"most often of {len(rates)}")
+        elif len(self.cells) > 1:
+            words.append(f"best of {len(self.cells)}")
+        if len(rates) > 2 and shares[0] + shares[-1] >= AT_EDGE:  # a better one may lie outside
+            end, inner = rates[:2] if shares[0] > shares[-1] else (rates[-1], rates[-2])
+            words.append(f"at the edge: add {end**2 / inner:.2g}")
         return "; ".join(words)
 
 
@@ -261,43 +261,38 @@ class Slice:
 
     @property
     def scope(self) -> str:
-        """What every number of the slice has in common, in words."""
-        cells, runs = self.cells, [run.result for cell in self.cells for run in cell.runs]
-        rates, budget = (
-            sorted({cell.lr or 0 for cell in cells}),
-            common(cells, lambda cell: cell.budget),
-        )
-        words = [self.title, self.fixed, *([budget] if budget and budget not in self.title else [])]
-        counts = sorted({len(grid.cells) for grid in self.grids})
-        if searched := sorted({key for cell in cells for key in cell.searched}):
+        """What every number of the slice has in common, in words; and in what its runs differ."""
+        runs = [run for cell in self.cells for run in cell.runs]
+        words = [self.title, self.fixed]
+        words += [cell.budget for cell in self.cells if cell.budget not in self.title]
+        words.append(self._lr_words)
+        if searched := sorted({key for cell in self.cells for key in cell.searched}):
             named = "learning rates" if searched == ["lr"] else " and ".join(searched)
             words.append(f"at the {named} that one search chose")
-        elif counts != [1]:
-            words.append(f"lr tuned over {'-'.join(map(str, counts))}")
-        else:
-            words.append(
-                "lr=" + " to ".join(f"{rate:.3g}" for rate in sorted({rates[0], rates[-1]}))
-            )
-        environments = [run.measured.environment for run in runs]
-        machines = {one.get("gpu") or one.get("cpu") for one in environments} - {None}
-        optim = common(cells, lambda cell: cell.config.get("optim"))
-        words += [*([optim] if optim else []), *sorted(machines)]
-        for name in (*DISTRIBUTIONS, "python"):
+        words += [cell.config.get("optim") for cell in self.cells]
+        environments = [run.result.measured.environment for run in runs]
+        words += [one.get("gpu") or one.get("cpu") for one in environments]
+        for name in (*DISTRIBUTIONS, "python", "code_version"):
             versions = sorted({str(one[name]) for one in environments if name in one})
             words += [f"{name} {' and '.join(versions)}"] if len(versions) > 1 else []
-        codes = {one.get("code_version") for one in environments} - {None}
-        words += [f"{len(codes)} versions of normexp's code"] if len(codes) > 1 else []
-        if early := Counter(c.norm for c in cells for run in c.runs if run.result.measured.stopped):
-            counted = (f"{count} of {norm}" for norm, count in early.items())
-            words.append(f"ended early: {' and '.join(counted)}")
-        ns = sorted({len(grid.seeds) for grid in self.grids})
-        fewest = f"{ns[0]} to " if len(ns) > 1 else ""
-        words.append(f"n = {fewest}{format_count(ns[-1], 'seed')}")
+        for cell in self.cells:
+            early = sum(run.result.measured.stopped is not None for run in cell.runs)
+            words += [f"ended early: {early} of {cell.norm}"] if early else []
+        counts = sorted({len(grid.seeds) for grid in self.grids})
+        fewest = f"{counts[0]} to " if len(counts) > 1 else ""
+        words.append(f"n = {fewest}{format_count(counts[-1], 'seed')}")
         samples = "and test samples" if self.has_samples else "on these test samples"
         return (
-            f"{', '.join(words)}; means over seeds alone, for these test samples; differences over "
-            f"new seeds {samples}"
+            f"{', '.join(filter(None, dict.fromkeys(words)))}; means over seeds alone, for these "
+            f"test samples; differences over new seeds {samples}"
         )
+
+    @property
+    def _lr_words(self) -> str:
+        rates = [cell.lr or 0.0 for cell in self.cells]
+        words = " to ".join(f"{rate:.3g}" for rate in sorted({min(rates), max(rates)}))
+        counts = sorted({len(grid.cells) for grid in self.grids})
+        return f"lr={words}" if counts == [1] else f"lr tuned over {'-'.join(map(str, counts))}"
 
 
 def build_slices(
@@ -322,37 +317,34 @@ def _slices_of(cells: Sequence[CellRow], metric: Metric) -> list[Slice]:
     # An undeclared norm that does not mix samples was trained at every size, each time the same.
     twins = {(cell.norm, cell.lr, cell.batch_size, cell.norm_batch_size): cell for cell in cells}
     cells = [cell for cell in cells if cell.mixes_samples or cell in twins.values()]
-    independent = {cell.norm for cell in cells} - {c.norm for c in cells if c.mixes_samples}
+    independent = frozenset(c.norm for c in cells) - {c.norm for c in cells if c.mixes_samples}
     by_batch_size = [
         _slice(
             "norm_batch_size",
             f"batch size {size}",
             [cell for cell in cells if cell.batch_size == size],
             metric,
-            frozenset(independent),
+            independent,
         )
         for size in sorted({cell.batch_size for cell in cells})
     ]
     slices = [part for part in by_batch_size if len(part.sizes) > 1]
-    ways = {
-        "norm batch size = batch size": [
+    ways: dict[str, int | None] = {"norm batch size = batch size": None}
+    if not slices:
+        mixing = [cell.norm_batch_size for cell in cells if cell.norm not in independent]
+        ways |= {f"norm batch size {size}": size for size in sorted(set(mixing))}
+    seen: list[set[CellRow]] = []
+    for fixed, size in ways.items():
+        chosen = {
             cell
             for cell in cells
-            if cell.norm in independent or cell.norm_batch_size == cell.batch_size
-        ]
-    }
-    mixing = [cell for cell in cells if cell.norm not in independent] or cells
-    for size in [] if slices else sorted({cell.norm_batch_size for cell in mixing}):
-        ways[f"norm batch size {size}"] = [
-            cell for cell in cells if cell.norm in independent or cell.norm_batch_size == size
-        ]
-    seen: list[set[CellRow]] = []
-    for fixed, chosen in ways.items():
-        if len({cell.batch_size for cell in chosen}) > 1 and not any(
-            {*chosen} <= earlier for earlier in seen
-        ):
-            slices.append(_slice("batch_size", fixed, chosen, metric))
-            seen.append({*chosen})
+            if cell.norm in independent or cell.norm_batch_size == (size or cell.batch_size)
+        }
+        has_sizes = len({cell.batch_size for cell in chosen}) > 1
+        if has_sizes and not any(chosen <= earlier for earlier in seen):
+            own = [cell for cell in cells if cell in chosen]
+            slices.append(_slice("batch_size", fixed, own, metric))
+            seen.append(chosen)
     return slices or by_batch_size
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ import pandas as pd
 from normexp.config.words import format_count
 from normexp.records.result import Status, flatten
 from normexp.records.study import Refusal
-from normexp.reporting.cells import CellRow, base_of, metric_names, order_norms
-from normexp.reporting.compare import ADDED, NOTHING, Causes, Comparison, Ranking
+from normexp.reporting.cells import LOST, CellRow, base_of, metric_names, order_norms
+from normexp.reporting.compare import ADDED, Causes, Comparison, Ranking
 from normexp.reporting.metric import (
     BEST,
     PREFERRED,
@@ -24,7 +24,7 @@ from normexp.reporting.metric import (
     describe_metric,
 )
 from normexp.reporting.runs import RunRow
-from normexp.reporting.slices import AXIS_WORDS, Slice
+from normexp.reporting.slices import AXIS_WORDS, Grid, Slice
 
 NOTE = f"{BEST} may be the best: no other norm is shown to be better, which is no order among them."
 ADDED_NOTE = (
@@ -83,33 +83,50 @@ class Table:
     def latex(self) -> str:
         r"""A floating table for a paper, which needs `\usepackage{booktabs}`.
 
-        Numbers of a column have the same decimals and width, so they are aligned.
+        Numbers of a column have the same decimals and stand right, so they are aligned.
         """
         values = self.values.drop(columns=[name for name in PROSE if name in self.values])
-        cells = values.to_numpy().ravel()
-        notes = [BRACKETS] if any(isinstance(cell, Estimate) for cell in cells) else []
-        notes += [NOTE] if any(map(_is_best, cells)) and NOTE not in self.note else []
+        columns, styles = dict[tuple[str, int], Iterable[str]](), ""
+        for name, column in values.items():
+            head, known = str(name).translate(LATEX), [*filter(_is_estimate, column)]
+            decimals = max((one.decimals for one in known), default=0)
+            numbers, brackets = zip(*(_latex_of(value, decimals) for value in column), strict=True)
+            columns[head, 0] = numbers
+            is_number = all(isinstance(value, float | int) for value in column)
+            styles += "r" if known or is_number else "l"
+            if known:
+                columns[head, 1] = brackets
+                styles += r"@{\ }l"
+        notes = [BRACKETS] if "@" in styles else []
+        has_best = any(map(_is_best, values.to_numpy().ravel()))
+        notes += [NOTE] if has_best and NOTE not in self.note else []
         caption = " ".join([f"{self.caption[:1].upper()}{self.caption[1:]}.", *notes, self.note])
-        are_numbers = [
-            any(isinstance(cell, Estimate | float | int) for cell in values[name])
-            for name in values
-        ]
-        shown = {str(name).translate(LATEX): _latex_column([*values[name]]) for name in values}
-        return (
-            pd.DataFrame(shown)
-            .style.hide(axis="index")
-            .to_latex(
-                hrules=True,
-                column_format="".join("lr"[is_number] for is_number in are_numbers),
-                caption=caption.strip().translate(LATEX),
-                label=f"tab:{self.name}",
-                position_float="centering",
-            )
+        style = pd.DataFrame(columns).style.hide(axis="index").hide(axis="columns", level=1)
+        return style.to_latex(
+            hrules=True,
+            column_format=styles,
+            multicol_align="c",
+            caption=caption.strip().translate(LATEX),
+            label=f"tab:{self.name}",
+            position_float="centering",
         )
+
+
+def _is_estimate(value: Any) -> bool:
+    return isinstance(value, Estimate)
 
 
 def _is_best(value: Any) -> bool:
     return isinstance(value, Estimate) and value.is_best
+
+
+def _latex_of(value: Any, decimals: int) -> tuple[str, str]:
+    """A value, or a number and what stands in brackets behind it."""
+    if not isinstance(value, Estimate):
+        return show(value).translate(LATEX), ""
+    number, *others = [f"${number}$" for number in value.numbers(decimals)] or ["-"]
+    shown = rf"{{\boldmath{number}}}" if value.is_best else number
+    return shown, value.joined(["", *others]).strip()
 
 
 def table_of(name: str, caption: str, rows: Sequence[Mapping[str, Any]], **more: Any) -> Table:
@@ -127,28 +144,6 @@ def show(value: Any) -> str:
     return " ".join(text.split())
 
 
-def _latex_column(values: Sequence[Any]) -> list[str]:
-    """The cells of a column as LaTeX; the numbers of estimates padded to one width."""
-    known = [value for value in values if isinstance(value, Estimate)]
-    decimals = max((one.decimals for one in known), default=0)
-    numbers = [number for one in known for number in one.numbers(decimals)]
-    width = max((len(number.lstrip("+-")) for number in numbers), default=0)
-    no_sign = r"\phantom{-}" * any(number[0] in "+-" for number in numbers)
-
-    def latex_of(value: Any) -> str:
-        if not isinstance(value, Estimate):
-            return show(value).translate(LATEX)
-        padded = []
-        for number in value.numbers(decimals):
-            digits = number.lstrip("+-")
-            blank = r"\phantom{0}" * (width - len(digits))
-            bold = rf"\mathbf{{{digits}}}" if value.is_best and not padded else digits
-            padded.append(f"${blank}{number.removesuffix(digits) or no_sign}{bold}$")
-        return value.joined(padded)
-
-    return [latex_of(value) for value in values]
-
-
 def write_tables(folder: Path, tables: Iterable[Table]) -> None:
     """Writes each table as CSV, those for papers as LaTeX too."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -157,12 +152,6 @@ def write_tables(folder: Path, tables: Iterable[Table]) -> None:
         (folder / f"{table.name}.csv").write_text(csv, encoding="utf-8")
         if table.has_latex:
             (folder / f"{table.name}.tex").write_text(table.latex, encoding="utf-8")
-
-
-def _joined(values: Iterable[Any]) -> Any:
-    """The value that all have, or each one once, as a text."""
-    once = [value for value in dict.fromkeys(values) if value not in ("", None)]
-    return once[0] if len(once) == 1 else "; ".join(map(show, once))
 
 
 def mean_table(part: Slice, ranking: Ranking | None) -> Table:
@@ -183,9 +172,8 @@ def mean_table(part: Slice, ranking: Ranking | None) -> Table:
         row["lost"] = _joined(grid.lost for grid in line.values())
         row["n"] = _joined(len(grid.seeds) for grid in line.values())
         rows.append(row)
-    is_searched = any(row["search"] for row in rows) or any(cell.search for cell in part.cells)
-    if len({row["lr"] for row in rows}) == 1 and not is_searched:  # the scope says it
-        rows = [row | {"lr": None} for row in rows]
+    if len({row["lr"] for row in rows}) == 1 and not any(row["search"] for row in rows):
+        rows = [row | {"lr": None} for row in rows]  # the scope says it
     note = "Diverged runs and runs at chance count as chance level." * any(r["lost"] for r in rows)
     if any(cell.without_value(part.metric) for cell in part.cells):
         note = "A diverged run has no value of this metric and is missing from its mean."
@@ -254,13 +242,10 @@ def workload_table(rankings: Sequence[Ranking]) -> Table:
     norms = order_norms(place.norm for ranking in rankings for place in ranking.places)
     rows: dict[str, dict[str, Any]] = {norm: {"norm": norm} for norm in norms}
     for ranking in rankings:
-        metric = ranking.part.metric
+        head = f"{ranking.part.heading}: {ranking.part.metric.label}"
         for place in ranking.places:
-            mean = place.grid.mean if place.grid else NOTHING
-            shown = Estimate(
-                replace(mean, low=None, high=None), metric.digits, is_best=bool(place.may_be_best)
-            )
-            rows[place.norm][f"{ranking.part.heading}: {metric.label}"] = shown
+            if place.grid:
+                rows[place.norm][head] = place.grid.estimate(is_best=bool(place.may_be_best))
     note = f"{NOTE} Each column is judged by itself; nothing is said over all of them."
     return table_of("workloads", "Norms by workload", [*rows.values()], note=note)
 
@@ -286,22 +271,19 @@ def lost_table(cells: Sequence[CellRow], refused: Sequence[Refusal]) -> Table:
     """What was refused, failed, diverged, ended at chance, is missing or in doubt, and why."""
     rows: list[dict[str, Any]] = []
     for cell in (cell for cell in cells if cell.runs):
-        errors = [run.result.error for run in cell.runs if run.result.error]
-        batched = f"other samples of a batch move the output; metrics are of {cell.norm_batch_size}"
-        found = (
-            ("failed", cell.count(Status.FAILED), next(iter(errors), "")),
-            ("diverged", cell.count(Status.DIVERGED), ""),
-            ("at chance", len(cell.at_chance), ""),
-            ("missing", cell.missing, ""),
-            ("INVALID", len(cell.runs) * bool(cell.invalid), cell.invalid),
-            ("evaluated in batches", len(cell.runs) * cell.mixes_in_evaluation, batched),
-        )
-        rows += [
-            {"cell": cell.directory.name, "what": what, "seeds": count, "of": len(cell.wanted)}
-            | {"why": why}
-            for what, count, why in found
-            if count
-        ]
+        reasons = dict.fromkeys(cell.lost, "")
+        if "failed" in reasons:
+            reasons["failed"] = next(run.result.error for run in cell.runs if run.result.error)
+        if cell.invalid:
+            reasons["INVALID"] = cell.invalid
+        if cell.mixes_in_evaluation:
+            reasons["evaluated in batches"] = (
+                f"other samples of a batch move the output; metrics are of {cell.norm_batch_size}"
+            )
+        for what, why in reasons.items():
+            count = cell.lost.get(what, len(cell.runs))
+            row = {"cell": cell.directory.name, "what": what, "seeds": count}
+            rows.append(row | {"of": len(cell.wanted), "why": why})
     for one in refused:
         rows.append({"cell": one.title, "what": "refused", "why": f"refused: {one.error}"})
     caption = f"Lost or in doubt: {format_count(len(rows), 'line')}"
@@ -314,8 +296,8 @@ def cell_table(cells: Sequence[CellRow], metric: str | None, tolerance: float | 
     for cell in cells:
         name = metric or choose_metric(metric_names([cell])) or PREFERRED[0]
         described = describe_metric(name, tolerance)
-        values = cell.values(described).values()
-        worst = (min if described.higher_is_better else max)(values, default=None)
+        grid = Grid(cell.norm, [cell], described)
+        worst = (min if described.higher_is_better else max)(grid.values.values(), default=None)
         rows.append(
             {
                 "norm": cell.norm,
@@ -323,12 +305,10 @@ def cell_table(cells: Sequence[CellRow], metric: str | None, tolerance: float | 
                 "batch size": cell.batch_size,
                 "norm batch size": cell.norm_batch_size if cell.mixes_samples else "any",
                 "lr": cell.lr,
-                described.label: Estimate(cell.mean(described), described.digits, values),
+                described.label: grid.estimate(),
                 "worst seed": None if worst is None else f"{worst:.{described.digits}f}",
-                "finished": cell.count(Status.FINISHED),
-                "diverged": cell.count(Status.DIVERGED) or None,
-                "failed": cell.count(Status.FAILED) or None,
-                "missing": cell.missing or None,
+                "finished": sum(run.status == Status.FINISHED for run in cell.runs),
+                **{what: cell.lost.get(what) for what in LOST},
                 "id": cell.directory.name,
             }
         )

@@ -151,3 +151,29 @@ def test_a_slot_that_is_typed_equals_the_same_slot_in_a_norms_yaml():
     own = cell_of("frn", [0.8, 0.85, 0.81], knobs={"act": "tlu"})
     (one,) = report_of_cells(cell_of("batch", FLAT, act="tlu"), own).comparisons
     assert one.is_comparable
+
+
+def with_samples(cell: list, count: int) -> list:
+    """The runs of a cell that was asked for by a number of samples."""
+    for run in cell:
+        run.result.defines["samples"] = count
+    return cell
+
+
+@pytest.mark.parametrize(("samples", "is_comparable"), [((700, 700), True), ((700, 1400), False)])
+def test_a_budget_of_samples_is_compared_as_it_was_asked_for(samples: tuple, is_comparable: bool):
+    """Epochs and steps follow, with a rest that depends on the batch size."""
+    cells = [
+        with_samples(
+            cell_of("batch", FLAT, batch_size=size, epochs=steps * size / 333, steps=steps), count
+        )
+        for size, steps, count in ((3, 233, samples[0]), (32, 21, samples[1]))
+    ]
+    (one,) = report_of_cells(*cells).comparisons
+    assert one.is_comparable == is_comparable and "samples=700" in one.part.scope
+
+
+def test_floats_in_reasons_have_six_digits():
+    cells = [cell_of(norm, FLAT, epochs=epochs) for norm, epochs in (("batch", 7 / 3), ("rms", 3))]
+    (one,) = report_of_cells(*cells).comparisons
+    assert one.why == "not compared: epochs 3 and 2.33333"
