@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
+from ast import literal_eval
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -13,7 +13,7 @@ from typing import Any
 
 from normexp.batching.sizes import SIZES
 from normexp.config.words import as_typed
-from normexp.records.result import Status
+from normexp.records.result import Status, flatten
 from normexp.reporting.metric import FEW_SEEDS, Metric
 from normexp.reporting.runs import SLOTS, Config, Records, RunRow, SearchRecord
 from normexp.stats.interval import Interval, mean
@@ -70,13 +70,6 @@ class CellRow:
         return self.search.keys if self.search else frozenset()
 
     @property
-    def searched_rates(self) -> list[float]:
-        """The learning rates among which a search chose, ascending."""
-        points = self.search.points if self.search else ()
-        words = {word for point, _ in points for word in point.split() if word.startswith("lr=")}
-        return sorted(float(word.removeprefix("lr=")) for word in words)
-
-    @property
     def is_prepared(self) -> bool:
         """False if its runs failed before its data were known."""
         return not self.runs or any("epochs" in run.result.derived for run in self.runs)
@@ -101,12 +94,6 @@ class CellRow:
         """Why its numbers must not be compared."""
         reasons = (run.result.measured.invalid for run in self.runs)
         return next(filter(None, reasons), None)
-
-    @property
-    def mixes_in_evaluation(self) -> bool:
-        """True if its metrics depend on how test samples are batched."""
-        name = "mixes_samples_in_evaluation"
-        return any(run.result.measured.traits.get(name) for run in self.runs)
 
     @property
     def budget(self) -> str:
@@ -234,9 +221,9 @@ def _with_typed(config: Config, typed: Config) -> dict[str, Any]:
 
 
 def _typed_value(text: str) -> Any:
-    """A number, or the text."""
-    with suppress(ValueError):
-        return float(text) if "." in text or "e" in text else int(text)
+    """A number, a list or a truth value, or the text."""
+    with suppress(ValueError, SyntaxError):
+        return literal_eval(text)
     return text
 
 
@@ -317,47 +304,33 @@ def unlike(
 ) -> dict[str, tuple[Any, Any]]:
     """By key, the values for which two cells must not be compared.
 
-    These are all differences but those of the norm (with the slots of its YAML), of the sizes (with
-    what follows from the batch size) and of keys that were searched for both.
+    These are all differences in what was asked for, but those of the norm (with the slots of its
+    YAML), of the sizes and of keys that were searched for both. What follows from equal words may
+    differ, as a learning rate by `lr_rule`, or epochs where a batch size does not divide the data.
     """
+    asked = [flatten(cell.runs[0].result.defines) for cell in (first, second)]
     free = {*SIZES, *searched, *(first.searched & second.searched)}
+    lengths = [(first.config.get(key), second.config.get(key)) for key in BUDGET]
+    if any(a is not None and a == b for a, b in lengths):  # one length in other words
+        free |= {*BUDGET}
     different = {}
-    for key in sorted({*first.config, *second.config} - free):
-        values = first.value_of(key), second.value_of(key)
-        is_known = None not in values or not key.startswith(DIGESTS)
-        if is_known and comparable(values[0]) != comparable(values[1]):
-            different[key] = values
-    return {
-        key: values
-        for key, values in different.items()
-        if not _may_differ(key, first, second, different)
-    }
+    for key in sorted({*asked[0], *asked[1]} - free):
+        a, b = first.value_of(key), second.value_of(key)
+        is_asked = comparable(asked[0].get(key)) != comparable(asked[1].get(key))
+        is_known = None not in (a, b) or not key.startswith(DIGESTS)
+        is_other = is_asked and is_known and comparable(a) != comparable(b)
+        if is_other and not _belongs_to_norms(key, first, second):
+            different[key] = (a, b)
+    return different
 
 
-def _may_differ(key: str, first: CellRow, second: CellRow, different: Collection[str]) -> bool:
-    """True if cells that differ in a key may be compared. `different`: all keys that differ."""
-    if key in SLOTS:  # which the YAMLs of the norms set
+def _belongs_to_norms(key: str, first: CellRow, second: CellRow) -> bool:
+    """True for what two norms may differ in: their own keys, and slots that their YAMLs set."""
+    if key in SLOTS:
         own = [cell.value_of(f"norm.{key}") for cell in (first, second)]
         of_norms = [SLOTS[key] if value is None else value for value in own]
         return of_norms == [cell.value_of(key) for cell in (first, second)]
-    if is_norm_key(key):
-        is_other_norm = first.norm != second.norm
-        return is_other_norm or (key == "norm.momentum" and _has_one_half_life(first, second))
-    if first.batch_size == second.batch_size:
-        return key == "samples"  # which act through the steps
-    if key in BUDGET:
-        return any(other in first.config and other not in different for other in BUDGET)
-    # What follows from the batch size by one rule.
-    rules = {cell.value_of("lr_rule") for cell in (first, second)}
-    follows = {"optim.momentum": {"momentum_aware"}, "lr": {"linear", "sqrt", "momentum_aware"}}
-    return len(rules) == 1 and rules <= follows.get(key, set())
-
-
-def _has_one_half_life(first: CellRow, second: CellRow) -> bool:
-    """True if the running averages forget equally many samples at two batch sizes."""
-    values = [(cell.value_of("norm.momentum"), cell.batch_size) for cell in (first, second)]
-    rates = [math.log1p(-m) / size for m, size in values if isinstance(m, float) and 0 < m < 1]
-    return len(rates) == 2 and math.isclose(*rates, rel_tol=1e-6)
+    return is_norm_key(key) and first.norm != second.norm
 
 
 def settings_key(cell: CellRow) -> Hashable:

@@ -86,7 +86,7 @@ class Comparison:
             DIFFERENCE: Estimate(self.gap, self.part.metric.digits, is_signed=True),
             "verdict": (self.verdict or "-") + self.mark,
             "why": self.why,
-            "n": self.gap.n or "-",
+            "n": self.gap.n or None,
         }
 
 
@@ -203,9 +203,9 @@ def paired(first: Grid, second: Grid) -> tuple[Array, Array]:
     if any(grid.fit and grid.seeds != seeds for grid in (first, second)):
         return np.empty(0), np.empty(0)
     a, b = (grid.outcomes[[grid.seeds.index(seed) for seed in seeds]] for grid in (first, second))
-    if a.shape == b.shape:
-        return a, b
-    return (a if a.ndim == 1 else a.mean(axis=1)), (b if b.ndim == 1 else b.mean(axis=1))
+    if a.shape != b.shape:  # one of them has no samples
+        a, b = (values.reshape(len(seeds), -1).mean(axis=1) for values in (a, b))
+    return a, b
 
 
 # Rankings

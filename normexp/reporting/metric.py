@@ -182,6 +182,12 @@ class Estimate:
         number, *others = (f"{value:{style}}" for value in values)
         return [f"{values[0]:+{style}}" if self.is_signed else number, *others]
 
+    def named(self, head: str) -> dict[str, float | bool | None]:
+        """The number and its bounds under names of their own, for programs."""
+        low, high = f"{head} low", f"{head} high"
+        known = {head: self.interval.estimate, low: self.interval.low, high: self.interval.high}
+        return known | ({f"{head} may be best": True} if self.is_best else {})
+
     def joined(self, numbers: Sequence[str]) -> str:
         """`1.2 [0.6, 1.9]`, or of a few seeds `1.2 (0.9, 1.5)`; `-` without a value."""
         number, *others = numbers or "-"

@@ -252,15 +252,17 @@ def _label_of(reference: str | None, slices: Sequence[Slice]) -> str | None:
     Raises:
         UserError: no slice has it; names the norms there are.
     """
-    norms = order_norms(norm for part in slices for norm in part.norms)
-    if reference is None or reference in {*norms, *map(base_of, norms)}:
-        return reference
-    for cell in (cell for part in slices for cell in part.cells):
-        if reference.rpartition("=")[2] == cell.value_of("norm._target_"):
-            return cell.norm
-    raise UserError(
-        f"reference={reference}: no cell has this norm; the norms are {', '.join(norms)}"
-    )
+    if reference is None:
+        return None
+    word = reference.rpartition("=")[2]
+    norms = {cell.norm: cell for part in slices for cell in part.cells}
+    for norm, cell in norms.items():
+        if word in (norm, base_of(norm)):
+            return word
+        if word == cell.value_of("norm._target_"):
+            return norm
+    names = ", ".join(order_norms(norms))
+    raise UserError(f"reference={reference}: no cell has this norm; the norms are {names}")
 
 
 def to_json(report: Report) -> dict[str, Any]:

@@ -189,7 +189,9 @@ class Grid:
     @property
     def search_words(self) -> str:
         """`most often of 5; at the edge: add 0.9`: how its learning rate was found."""
-        rates, words = self.best.searched_rates, []
+        words, points = [], self.best.search.points if self.best.search else ()
+        tried = {word for point, _ in points for word in point.split() if word.startswith("lr=")}
+        rates = sorted(float(word.removeprefix("lr=")) for word in tried)
         shares = [float(rate == self.best.lr) for rate in rates]
         if self.fit is not None:
             rates, shares = [rate or 0.0 for rate in self.rates], self.fit.shares.tolist()

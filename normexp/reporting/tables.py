@@ -65,19 +65,14 @@ class Table:
     @property
     def numbers(self) -> pd.DataFrame:
         """The rows for programs: an estimate and its bounds have a column each."""
-        columns: dict[str, Iterable[Any]] = {}
-        for name, values in self.values.items():
-            head = str(name).removesuffix(" [95 %]")
-            known = [value if isinstance(value, Estimate) else None for value in values]
-            if not any(known):
-                columns[head] = values
-                continue
-            for end in ("estimate", "low", "high"):
-                column = head if end == "estimate" else f"{head} {end}"
-                columns[column] = [one and getattr(one.interval, end) for one in known]
-            if any(map(_is_best, known)):
-                columns[f"{head} may be best"] = [*map(_is_best, known)]
-        return pd.DataFrame(columns)
+        rows = []
+        for row in self.values.to_dict("records"):
+            numbers: dict[str, Any] = {}
+            for name, value in row.items():
+                head = str(name).removesuffix(" [95 %]")
+                numbers |= value.named(head) if isinstance(value, Estimate) else {head: value}
+            rows.append(numbers)
+        return pd.DataFrame(rows, dtype=object)
 
     @property
     def latex(self) -> str:
@@ -85,20 +80,21 @@ class Table:
 
         Numbers of a column have the same decimals and stand right, so they are aligned.
         """
-        values = self.values.drop(columns=[name for name in PROSE if name in self.values])
-        columns, styles = dict[tuple[str, int], Iterable[str]](), ""
-        for name, column in values.items():
-            head, known = str(name).translate(LATEX), [*filter(_is_estimate, column)]
+        columns, styles = dict[tuple[str, int], Sequence[str]](), ""
+        for name, column in self.values.items():
+            if name in PROSE:
+                continue
+            head, known = str(name).translate(LATEX), [x for x in column if isinstance(x, Estimate)]
             decimals = max((one.decimals for one in known), default=0)
             numbers, brackets = zip(*(_latex_of(value, decimals) for value in column), strict=True)
             columns[head, 0] = numbers
-            is_number = all(isinstance(value, float | int) for value in column)
-            styles += "r" if known or is_number else "l"
             if known:
                 columns[head, 1] = brackets
-                styles += r"@{\ }l"
+                styles += r"r@{\ }l"
+            else:
+                styles += "r" if all(isinstance(value, float | int) for value in column) else "l"
         notes = [BRACKETS] if "@" in styles else []
-        has_best = any(map(_is_best, values.to_numpy().ravel()))
+        has_best = any("boldmath" in text for texts in columns.values() for text in texts)
         notes += [NOTE] if has_best and NOTE not in self.note else []
         caption = " ".join([f"{self.caption[:1].upper()}{self.caption[1:]}.", *notes, self.note])
         style = pd.DataFrame(columns).style.hide(axis="index").hide(axis="columns", level=1)
@@ -110,14 +106,6 @@ class Table:
             label=f"tab:{self.name}",
             position_float="centering",
         )
-
-
-def _is_estimate(value: Any) -> bool:
-    return isinstance(value, Estimate)
-
-
-def _is_best(value: Any) -> bool:
-    return isinstance(value, Estimate) and value.is_best
 
 
 def _latex_of(value: Any, decimals: int) -> tuple[str, str]:
@@ -276,7 +264,8 @@ def lost_table(cells: Sequence[CellRow], refused: Sequence[Refusal]) -> Table:
             reasons["failed"] = next(run.result.error for run in cell.runs if run.result.error)
         if cell.invalid:
             reasons["INVALID"] = cell.invalid
-        if cell.mixes_in_evaluation:
+        traits = [run.result.measured.traits for run in cell.runs]
+        if any(one.get("mixes_samples_in_evaluation") for one in traits):
             reasons["evaluated in batches"] = (
                 f"other samples of a batch move the output; metrics are of {cell.norm_batch_size}"
             )

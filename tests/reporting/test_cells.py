@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from synthetic_study import cell_of, report_of_cells
 
@@ -174,6 +176,20 @@ def test_a_budget_of_samples_is_compared_as_it_was_asked_for(samples: tuple, is_
 
 
 def test_floats_in_reasons_have_six_digits():
-    cells = [cell_of(norm, FLAT, epochs=epochs) for norm, epochs in (("batch", 7 / 3), ("rms", 3))]
+    cells = [cell_of("batch", FLAT, lr=2 / 3), cell_of("rms", FLAT)]
+    assert report_of_cells(*cells).comparisons[0].why == "not compared: lr 0.1 and 0.666667"
+
+
+def test_what_follows_from_equal_words_may_differ():
+    """A momentum by `norm.half_life`, a learning rate by `lr_rule`."""
+    cells = [cell_of("batch", FLAT, batch_size=size, knobs={"half_life": 900}) for size in (6, 48)]
+    for cell, momentum, lr in zip(cells, (0.004, 0.036), (0.05, 0.14), strict=True):
+        for run in cell:
+            run.result.derived.update({"norm.momentum": momentum, "lr": lr})
     (one,) = report_of_cells(*cells).comparisons
-    assert one.why == "not compared: epochs 3 and 2.33333"
+    assert one.is_comparable
+    for run in cells[0]:
+        run.result.defines["base_batch_size"] = 12
+    typed = [replace(run, load_config=lambda: "base_batch_size: 12") for run in cells[0]]
+    (one,) = report_of_cells(typed, cells[1]).comparisons
+    assert one.why == "not compared: base_batch_size 12 and null"
