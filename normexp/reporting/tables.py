@@ -14,7 +14,7 @@ from normexp.config.words import format_count
 from normexp.records.result import Status, flatten
 from normexp.records.study import Refusal
 from normexp.reporting.cells import LOST, CellRow, base_of, metric_names, order_norms
-from normexp.reporting.compare import ADDED, Causes, Comparison, Ranking
+from normexp.reporting.compare import ADDED, DIFFERENCE, Causes, Comparison, Ranking
 from normexp.reporting.metric import (
     BEST,
     PREFERRED,
@@ -210,14 +210,13 @@ def ranking_table(ranking: Ranking, comparisons: Sequence[Comparison]) -> Table:
     """Norms by their estimate, with a mark and a verdict against the reference."""
     part, rows = ranking.part, []
     for place in ranking.places:
-        mean = place.grid.estimate(is_best=bool(place.may_be_best)) if place.grid else "-"
-        row = {"norm": place.norm, part.metric.label: mean}
-        if place.comparison:
-            known = place.comparison.row
-            del known["against"]
-            row |= known
-        elif place.grid:
+        row: dict[str, Any] = {"norm": place.norm, part.metric.label: "-", DIFFERENCE: None}
+        if place.grid:
+            row[part.metric.label] = place.grid.estimate(is_best=bool(place.may_be_best))
             row |= {"verdict": "reference", "why": place.grid.lost, "n": len(place.grid.seeds)}
+        if place.comparison:
+            row |= place.comparison.row
+            del row["against"]
         rows.append(row)
     own = [one for one in comparisons if one.part is part]
     caption = f"{part.metric.label}{part.at_words}, against {ranking.reference}"

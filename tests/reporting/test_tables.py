@@ -44,6 +44,7 @@ def test_a_csv_has_the_bounds_in_columns_of_their_own(report: Report, tmp_path: 
             found = means.loc[norm, [f"{size}", f"{size} low", f"{size} high"]]
             assert found.tolist() == pytest.approx(known)
     ranking = pd.read_csv(tmp_path / "ranking_main.csv").set_index("norm")
+    assert [*ranking][-3:] == ["verdict", "why", "n"]
     for one in (place.comparison for place in report.rankings[0].places):
         if one and one.is_comparable:
             row = ranking.loc[one.norm, ["difference", "difference low", "difference high", "n"]]
