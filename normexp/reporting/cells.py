@@ -291,7 +291,7 @@ def _with_norms(cells: Sequence[CellRow]) -> list[CellRow]:
                 varying.append(key)
         for cell in same:
             words = [
-                setting_words(key.removeprefix("norm."), cell.value_of(key)) for key in varying
+                f"{key.removeprefix('norm.')}={as_typed(cell.value_of(key))}" for key in varying
             ]
             words += ["INVALID"] if cell.invalid else []
             words += ["·", cell.study] if has_studies else []

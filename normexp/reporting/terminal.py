@@ -83,14 +83,13 @@ def print_cells(console: Console, columns: Sequence[str], rows: Sequence[Sequenc
 
 def without_shared_words(titles: Sequence[str]) -> tuple[list[str], list[str]]:
     """The words that all of several titles share, except norms, and the titles without them."""
-    first, *others = (title.split() for title in titles or [""])
+    split = [title.split() for title in titles]
     shared = [
         word
-        for word in first
-        if others and not word.startswith("norm=") and all(word in other for other in others)
+        for word in (split[0] if len(split) > 1 else [])
+        if not word.startswith("norm=") and all(word in words for words in split)
     ]
-    own = [[word for word in title.split() if word not in shared] for title in titles]
-    return shared, [" ".join(words) for words in own]
+    return shared, [" ".join(w for w in words if w not in shared) for words in split]
 
 
 def print_report(report: Report) -> None:
@@ -213,18 +212,18 @@ def commands_to_look(states: Sequence[CellState]) -> list[str]:
     """Commands that show the log of a failure, the status and the report of the study."""
     from normexp.config.cells import study_words
 
-    failed = [run for state in states for run in state.results if run.status is Status.FAILED]
-    folders = {state.id: state.directory for state in states if state.states and not state.refused}
-    logs = [seed_dir(folders[run.cell_id], run.seed) / LOG_FILE for run in failed[:1]]
-    where = [
-        shlex.join(study_words(study)) for study in sorted({f.parent for f in folders.values()})
+    shown = [state for state in states if state.states and not state.refused]
+    logs = [
+        seed_dir(state.directory, run.seed) / LOG_FILE
+        for state in shown
+        for run in state.results
+        if run.status is Status.FAILED
     ]
-    has_more = any(state.status in ("failed", "refused", "stopped") for state in states)
-    return [
-        *(f"  less {shlex.quote(str(log))}" for log in logs),
-        *(f"  python -m normexp.status {words}" for words in where if has_more),
-        *(f"  python -m normexp.report {words}" for words in where),
-    ]
+    studies = sorted({shlex.join(study_words(state.directory.parent)) for state in shown})
+    lines = [f"  less {shlex.quote(str(log))}" for log in logs[:1]]
+    if any(state.status in ("failed", "refused", "stopped") for state in states):
+        lines += [f"  python -m normexp.status {words}" for words in studies]
+    return lines + [f"  python -m normexp.report {words}" for words in studies]
 
 
 def _notes_on(state: CellState) -> list[str]:
@@ -270,11 +269,13 @@ def _early_ends(results: Sequence[Result]) -> list[str]:
     ends: dict[str, list[str]] = {}
     for run in results:
         measured = run.measured
-        words = f"ended at step {measured.last_step}: {measured.stopped}"
         if run.status is Status.DIVERGED:
             words = f"diverged at step {measured.diverged_at_step}"
-        if run.status is Status.DIVERGED or measured.stopped:
-            ends.setdefault(words, []).append(str(run.seed))
+        elif measured.stopped:
+            words = f"ended at step {measured.last_step}: {measured.stopped}"
+        else:
+            continue
+        ends.setdefault(words, []).append(str(run.seed))
     return [f"seed {', '.join(seeds)} {words}" for words, seeds in ends.items()]
 
 
@@ -328,15 +329,14 @@ def _next(study: Study) -> list[str]:
         for seed, state in cell.states.items()
         if state not in ENDED and not cell.refused
     }
-    again = [
-        f"  {_as_typed(command, study)}"
-        for command in study.commands
-        if command.searched
-        or any((cell, seed) in lacking for cell, one in command.cells.items() for seed in one.seeds)
-    ]
+    again = dict[str, None]()
+    for command in study.commands:
+        asked = {(cell, seed) for cell, one in command.cells.items() for seed in one.seeds}
+        if command.searched or asked & lacking:
+            again[f"  {_as_typed(command, study)}"] = None
     running = study.runs[Status.RUNNING]
     purpose = "running now; if that stops" if running else "to finish"
-    return [f"{purpose}, type again:", *dict.fromkeys(again)]
+    return [f"{purpose}, type again:", *again]
 
 
 def _as_typed(command: CommandEntry, study: Study) -> str:
