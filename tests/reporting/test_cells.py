@@ -186,6 +186,7 @@ def test_what_follows_from_equal_words_may_differ():
     for cell, momentum, lr in zip(cells, (0.004, 0.036), (0.05, 0.14), strict=True):
         for run in cell:
             run.result.derived.update({"norm.momentum": momentum, "lr": lr})
+            run.result.defines["lr"] = 0.2  # as typed
     (one,) = report_of_cells(*cells).comparisons
     assert one.is_comparable
     for run in cells[0]:

@@ -31,7 +31,8 @@ def report() -> Report:
     ]
     own = cell_of("my_norm", [None, *draw(0.8, 4)], **chance)
     tuned = [cell_of("rms", draw(0.9), lr=lr, **chance) for lr in (0.05, 0.2, 0.8)]
-    return report_of_cells(*sizes, own, *tuned)
+    steady = cell_of("steady", (0.85 + 1e-4 * RNG.normal(size=5)).tolist(), **chance)  # 2 decimals
+    return report_of_cells(*sizes, own, *tuned, steady)
 
 
 def test_a_csv_has_the_bounds_in_columns_of_their_own(report: Report, tmp_path: Path):
