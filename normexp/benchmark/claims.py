@@ -16,8 +16,8 @@ import yaml
 from normexp.benchmark.reference import Reference
 from normexp.config.schema import conf_dir
 from normexp.reporting.cells import CellRow, build_cells, metric_names
-from normexp.reporting.compare import paired
-from normexp.reporting.metric import Metric, describe_metric
+from normexp.reporting.compare import DIFFERENCE, paired
+from normexp.reporting.metric import Estimate, Metric, describe_metric
 from normexp.reporting.slices import Grid
 from normexp.reporting.tables import Table, table_of
 from normexp.stats.family import ALPHA, Verdict, decide, difference, p_value
@@ -164,12 +164,12 @@ def claims_table(claims: list[Claim]) -> Table:
         words = f"{claim.statement} ({claim.source})"
         rows.append({"claim": words, "outcome": claim.outcome})
         for one in claim.tested:
-            shown = one.metric.format(one.gap) if one.metric and one.gap else ""
             where = f"– {one.norm} against {one.against}, {one.workload}"
-            rows.append(
-                {"claim": where, "difference [95 %]": shown, "verdict": one.verdict}
-                | {"expected": one.expected, "outcome": one.outcome}
-            )
+            row: dict[str, Any] = {"claim": where, "verdict": one.verdict}
+            if one.metric and one.gap:
+                row |= {DIFFERENCE: Estimate(one.gap, one.metric.digits, is_signed=True)}
+                row |= {"unit": one.metric.unit}
+            rows.append(row | {"expected": one.expected, "outcome": one.outcome})
     count = sum(len(claim.tested) for claim in claims)
     note = f"{NOTE} Verdicts are corrected for {count} comparisons (5 % for all claims)."
     return table_of("claims", "Claims of the literature", rows, note=note)

@@ -15,7 +15,7 @@ from normexp.errors import UserError
 from normexp.records.archive import Archive
 from normexp.records.layout import RESULT_FILE, seed_dir
 from normexp.records.study import CommandEntry
-from normexp.reporting.runs import Records, RunRow, read_archive, read_run
+from normexp.reporting.runs import Records, RunRow, read_run
 
 BENCHMARK = "benchmark1"
 WORKLOADS = ("convnet", "vit", "encoder", "gpt")  # recipes at the long budget, where norms rank
@@ -75,4 +75,6 @@ def read_reference(name: str) -> Reference:
                 recipes.setdefault(match[2], set()).update(command.cells)
     if len(benchmarks) != 1:
         raise UserError(f"reference={name}: its commands are not of one benchmark")
-    return Reference(benchmarks.pop(), path.stem, read_archive(archive), recipes)
+    records = Records()
+    records.add_archive(archive)
+    return Reference(benchmarks.pop(), path.stem, records, recipes)

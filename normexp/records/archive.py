@@ -7,6 +7,7 @@ Reports read it where a folder of that name would stand, `runs/mine.zip` for `st
 histories and logs are left out. In the zip:
 
     study.jsonl             as in the folder
+    search.jsonl            that of mine-search, if `tune` chose its values
     results.jsonl           a result.json per line; its metrics include those of evaluation.json
     <cell_id>/config.yaml   as in the folder
     <cell_id>/samples.npz   a row per run for each kind of statistics, and the seeds of the rows
@@ -37,6 +38,7 @@ from normexp.records.layout import (
     STUDY_FILE,
     list_cells,
     list_seeds,
+    search_dir,
     seed_dir,
 )
 from normexp.records.result import (
@@ -54,6 +56,7 @@ from normexp.records.result import (
 from normexp.records.study import append_entry, parse_entries
 
 ARCHIVED_RESULTS = "results.jsonl"
+SEARCH_FILE = "search.jsonl"
 SEEDS = "/seeds"  # after the name of a kind of statistics: the seeds of its rows
 Samples = Mapping[str, np.ndarray]  # of a run, by kind of statistics
 
@@ -83,7 +86,8 @@ def pack_study(study_dir: Path, path: Path) -> None:
     ended = [cell for cell in cells if cell.results]
     if not ended:
         raise UserError(f"{study_dir} has no ended run")
-    write_archive(path, _text_of(study_dir / STUDY_FILE), ended)
+    commands, trials = (_text_of(one / STUDY_FILE) for one in (study_dir, search_dir(study_dir)))
+    write_archive(path, commands, ended, trials)
 
 
 def _read_cell(folder: Path) -> ArchivedCell:
@@ -105,14 +109,19 @@ def _text_of(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
-def write_archive(path: Path, commands: str, cells: Sequence[ArchivedCell]) -> None:
+def write_archive(
+    path: Path, commands: str, cells: Sequence[ArchivedCell], trials: str = ""
+) -> None:
     """Replaces a zip atomically.
 
     Args:
         commands: the text of study.jsonl.
+        trials: that of the search.
     """
     with open_atomic(path) as file, ZipFile(file, "w", ZIP_DEFLATED, compresslevel=9) as archive:
         archive.writestr(STUDY_FILE, commands)
+        if trials:
+            archive.writestr(SEARCH_FILE, trials)
         results = [result.to_dict() for cell in cells for result in cell.results]
         lines = [json.dumps(result, separators=(",", ":")) for result in results]
         archive.writestr(ARCHIVED_RESULTS, "\n".join(lines))
@@ -146,6 +155,9 @@ class Archive:
         try:
             self._zip = ZipFile(io.BytesIO(path.read_bytes()))
             self.entries = parse_entries(self._zip.read(STUDY_FILE).decode(), path)
+            has_search = SEARCH_FILE in self._zip.namelist()
+            trials = self._zip.read(SEARCH_FILE).decode() if has_search else ""
+            self.trials = parse_entries(trials, path)  # the commands of the search
             self._results = self._zip.read(ARCHIVED_RESULTS).decode().splitlines()
         except (OSError, KeyError, BadZipFile) as error:
             raise UserError(f"{path} is not a zip of a study ({error})") from error
@@ -205,6 +217,8 @@ def unpack_study(path: Path, study_dir: Path) -> None:
             append_entry(Path(folder), entry)
         for content in Path(folder).iterdir():
             os.replace(content, study_dir / content.name)
+    for entry in archive.trials:
+        append_entry(search_dir(study_dir), entry)
 
 
 def main(source: Path, target: Path) -> int:

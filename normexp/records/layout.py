@@ -78,6 +78,11 @@ def _nearest(name: str, known: list[str]) -> str:
     return ", ".join(difflib.get_close_matches(name, known, 3, 0.4) or known[:5]) or "none"
 
 
+def search_dir(study_dir: Path) -> Path:
+    """The study of the points that `tune` tried for a study."""
+    return study_dir.with_name(f"{study_dir.name}-search")
+
+
 def seed_dir(cell_dir: Path, seed: int) -> Path:
     """The directory of the run (cell, seed)."""
     return cell_dir / f"seed-{seed}"

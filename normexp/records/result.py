@@ -45,7 +45,7 @@ ENDED = (Status.FINISHED, Status.DIVERGED)  # runs that no command trains again
 
 
 # Keys that act on a training through derived values alone.
-ACT_THROUGH_DERIVED = ("samples", "base_batch_size", "norm.half_life")
+ACT_THROUGH_DERIVED = ("base_batch_size", "norm.half_life")
 
 
 @dataclass(frozen=True)

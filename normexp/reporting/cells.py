@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
+from ast import literal_eval
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,7 @@ from typing import Any
 
 from normexp.batching.sizes import SIZES
 from normexp.config.words import as_typed
-from normexp.records.result import Status
+from normexp.records.result import Status, flatten
 from normexp.reporting.metric import FEW_SEEDS, Metric
 from normexp.reporting.runs import SLOTS, Config, Records, RunRow, SearchRecord
 from normexp.stats.interval import Interval, mean
@@ -20,9 +21,11 @@ from normexp.stats.interval import Interval, mean
 ORDER = ("batch", "layer", "instance", "group", "rms", "layer2d", "none")  # first in figures
 # Config keys that belong to the norm, so they may differ between norms that are compared.
 NORM_KEYS = ("norm", *SLOTS)
-# The length of a training; it separates cells by the one with the fewest distinct values.
-BUDGET = ("epochs", "steps")
+# The length of a training; it separates cells by the one with the fewest distinct values. Epochs
+# and steps follow from samples, differently where a batch size does not divide the data.
+BUDGET = ("samples", "epochs", "steps")
 DIGESTS = "digests."  # of what was loaded: compared where both are known
+LOST = ("failed", "diverged", "at chance", "missing")  # of runs
 FOLLOWS = ("norm.momentum", "micro_batch_size")  # may follow from the norm batch size
 
 
@@ -67,13 +70,6 @@ class CellRow:
         return self.search.keys if self.search else frozenset()
 
     @property
-    def searched_rates(self) -> list[float]:
-        """The learning rates among which a search chose, ascending."""
-        points = self.search.points if self.search else ()
-        words = {word for point, _ in points for word in point.split() if word.startswith("lr=")}
-        return sorted(float(word.removeprefix("lr=")) for word in words)
-
-    @property
     def is_prepared(self) -> bool:
         """False if its runs failed before its data were known."""
         return not self.runs or any("epochs" in run.result.derived for run in self.runs)
@@ -83,9 +79,15 @@ class CellRow:
         return len(self.wanted - {run.seed for run in self.runs})
 
     @property
-    def at_chance(self) -> set[int]:
-        """The seeds that name classes no better than always the most frequent one."""
-        return {run.seed for run in self.runs if run.is_at_chance}
+    def lost(self) -> dict[str, int]:
+        """The number of runs that count as chance level, or not at all, by what became of them.
+
+        At chance are those that name classes no better than always the most frequent one.
+        """
+        statuses = Counter(str(run.status) for run in self.runs)
+        statuses["at chance"] = sum(run.is_at_chance for run in self.runs)
+        statuses["missing"] = self.missing
+        return {what: statuses[what] for what in LOST if statuses[what]}
 
     @property
     def invalid(self) -> str | None:
@@ -94,42 +96,26 @@ class CellRow:
         return next(filter(None, reasons), None)
 
     @property
-    def mixes_in_evaluation(self) -> bool:
-        """True if its metrics depend on how test samples are batched."""
-        name = "mixes_samples_in_evaluation"
-        return any(run.result.measured.traits.get(name) for run in self.runs)
-
-    @property
     def budget(self) -> str:
         """`epochs=12`, or `steps=300`."""
-        known = {key: self.config.get(key) for key in BUDGET}
-        whole = [key for key, value in known.items() if value is not None and value == int(value)]
-        return setting_words(whole[0], known[whole[0]]) if whole else ""
-
-    def seeds_with(self, *statuses: Status) -> set[int]:
-        return {run.seed for run in self.runs if run.status in statuses}
-
-    def count(self, status: Status) -> int:
-        return len(self.seeds_with(status))
+        known = [(key, self.config.get(key)) for key in BUDGET]
+        whole = [pair for pair in known if pair[1] is not None and pair[1] == int(pair[1])]
+        return setting_words(*whole[0]) if whole else ""
 
     def values(self, metric: Metric) -> dict[int, float]:
         """The metric as shown, by seed; diverged runs count as chance level."""
         return {run.seed: value for run in self.runs if (value := run.value(metric)) is not None}
 
-    def without_value(self, metric: Metric) -> set[int]:
-        """The seeds that diverged under a metric that has no chance level."""
-        return self.seeds_with(Status.DIVERGED) - self.values(metric).keys()
+    def without_value(self, metric: Metric) -> int:
+        """The number of runs that diverged under a metric that has no chance level."""
+        lost = [run for run in self.runs if run.status == Status.DIVERGED]
+        return sum(run.value(metric) is None for run in lost)
 
     def step(self, metric: Metric) -> float | None:
         """The smallest difference that test accuracies could have; None: not known."""
         count = max((run.num_test_samples for run in self.runs), default=0)
         is_count = metric.name.partition("@")[0] == "test/accuracy"
         return metric.scale / count if count and is_count else None
-
-    def mean(self, metric: Metric) -> Interval:
-        """The mean over seeds as every table and figure shows it."""
-        values, step = self.values(metric), self.step(metric)
-        return mean_of_seeds([*values.values()], step, metric)
 
 
 def mean_of_seeds(values: Sequence[float], step: float | None, metric: Metric) -> Interval:
@@ -148,10 +134,7 @@ def build_cells(records: Records) -> list[CellRow]:
         by_folder.setdefault((run.study, run.directory.parent), []).append(run)
     cells = [_cell_of(runs, records) for runs in by_folder.values()]
     cells += _planned_cells(records, cells)
-    if len({cell.study for cell in cells}) > 1:
-        cells = [replace(cell, norm=f"{cell.norm} · {cell.study}") for cell in cells]
-    cells = _with_settings(cells)
-    cells = _with_norms(cells)
+    cells = _with_norms(_with_settings(cells))
     rank = {norm: place for place, norm in enumerate(order_norms(cell.norm for cell in cells))}
 
     def order(cell: CellRow) -> tuple[Any, ...]:
@@ -182,7 +165,7 @@ def _cell_of(runs: Sequence[RunRow], records: Records) -> CellRow:
 
 
 def _named_values(config: Config) -> dict[str, Any]:
-    names = {key: str(config.get(key) or "-") for key in ("norm", "model", "data")}
+    names = {key: str(config.get(key)) for key in ("norm", "model", "data")}
     numbers = {key: config.get(key) for key in ("lr", "batch_size", "norm_batch_size")}
     return {**names, **numbers, "config": config}
 
@@ -192,46 +175,45 @@ def _planned_cells(records: Records, known: Sequence[CellRow]) -> list[CellRow]:
 
     What its title does not say is as in the most similar cell of its study.
     """
-    cells, sizes = [], dict[str, set[Any]]()
+    cells = []
     for study, state in records.planned:
-        words = [word.partition("=") for word in state.title.split()]
+        words = (word.partition("=") for word in state.title.split())
         typed = {key.lstrip("+"): _typed_value(text) for key, _, text in words}
 
         def likeness(cell: CellRow, typed: Config = typed) -> int:
             return sum(comparable(cell.config.get(key)) == comparable(typed[key]) for key in typed)
 
-        if alike := max((c for c in known if c.study == study), key=likeness, default=None):
+        alike = max((c for c in known if c.study == study), key=likeness, default=None)
+        if alike is not None:
             config = _with_typed(alike.config, typed)
-            sizes.setdefault(config["norm"], set()).add(config["norm_batch_size"])
-            cells.append(
-                CellRow(
-                    **_named_values(config),
-                    study=study,
-                    directory=state.directory,
-                    runs=(),
-                    mixes_samples=True,
-                    wanted=frozenset(state.states),
-                    value_of=config.get,
-                    search=records.searches.get((study, state.id)),
-                )
+            planned = CellRow(
+                **_named_values(config),
+                study=study,
+                directory=state.directory,
+                runs=(),
+                mixes_samples=True,
+                wanted=frozenset(state.states),
+                value_of=config.get,
+                search=records.searches.get((study, state.id)),
             )
+            cells.append(planned)
     # A norm that is known to mix no samples was asked for once, whatever the sizes.
     mixing = {cell.norm: cell.mixes_samples for cell in known}
+    sizes = Counter(norm for norm, _ in {(cell.norm, cell.norm_batch_size) for cell in cells})
     return [
-        replace(cell, mixes_samples=mixing.get(cell.norm, len(sizes[cell.norm]) > 1))
-        for cell in cells
+        replace(cell, mixes_samples=mixing.get(cell.norm, sizes[cell.norm] > 1)) for cell in cells
     ]
 
 
 def _with_typed(config: Config, typed: Config) -> dict[str, Any]:
     """The settings of a cell with other words; a norm's own values go with it."""
     is_same = config.get("norm") == typed.get("norm")
-    kept = {key: value for key, value in config.items() if is_same or not is_norm_key(key)}
-    for key in BUDGET:  # steps follow from epochs, and epochs from steps
-        if key in typed and kept.get(key):
-            kept |= {
-                other: kept[other] * typed[key] / kept[key] for other in BUDGET if other in kept
-            }
+    has_budget = not typed.keys().isdisjoint(BUDGET)  # the others follow from the typed one
+    kept = {
+        key: value
+        for key, value in config.items()
+        if (is_same or not is_norm_key(key)) and not (has_budget and key in BUDGET)
+    }
     for key, whole in zip(SIZES[1:], SIZES, strict=False):
         kept[key] = typed.get(whole, kept[whole])
         typed = {key: kept[key], **typed}
@@ -239,9 +221,9 @@ def _with_typed(config: Config, typed: Config) -> dict[str, Any]:
 
 
 def _typed_value(text: str) -> Any:
-    """A number, or the text."""
-    with suppress(ValueError):
-        return float(text) if "." in text or "e" in text else int(text)
+    """A number, a list or a truth value, or the text."""
+    with suppress(ValueError, SyntaxError):
+        return literal_eval(text)
     return text
 
 
@@ -257,27 +239,28 @@ def _with_settings(cells: Sequence[CellRow]) -> list[CellRow]:
     counts = {key: {comparable(cell.config.get(key)) for cell in known} for key in BUDGET}
     lengths = [key for key in BUDGET if comparable(None) not in counts[key]]
     length = min(lengths, key=lambda key: len(counts[key]), default="")
+    places = [
+        (cell.study, cell.norm, cell.model, cell.data, cell.batch_size, cell.norm_batch_size)
+        for cell in known
+    ]
     separating = [
         key
         for key in sorted(keys - named)
         if not is_norm_key(key)
         and (key == length or key not in BUDGET)
-        and _varies_within_norm(known, key)
+        and _varies([cell.config.get(key) for cell in known], places)
     ]
-    alike: dict[tuple[str, str], list[CellRow]] = {}  # cells of one model and data set
-    for cell in known:
-        alike.setdefault((cell.model, cell.data), []).append(cell)
     labelled = []
     for cell in cells:
-        others = alike.get((cell.model, cell.data), [cell])
+        place = (cell.model, cell.data)
+        others = [one for one in known if (one.model, one.data) == place] or [cell]
         # A cell that failed too early to have them stands with the first of the others.
-        values = {
-            key: (cell if cell.is_prepared else others[0]).value_of(key) for key in separating
-        }
+        source = cell if cell.is_prepared else others[0]
+        values = {key: source.value_of(key) for key in separating}
         words = [
             setting_words(key, value)
             for key, value in values.items()
-            if len({comparable(other.config.get(key)) for other in others}) > 1
+            if _varies([other.config.get(key) for other in others])
         ]
         title = ", ".join([f"{cell.model} on {cell.data}", *words])
         settings = {"model": cell.model, "data": cell.data, **values}
@@ -285,46 +268,35 @@ def _with_settings(cells: Sequence[CellRow]) -> list[CellRow]:
     return labelled
 
 
-def _varies_within_norm(cells: Sequence[CellRow], key: str) -> bool:
-    """True if two cells of one norm, model, data set and sizes have two values of the key."""
-    seen: dict[Hashable, set[Hashable]] = {}
-    for cell in cells:
-        place = (cell.norm, cell.model, cell.data, cell.batch_size, cell.norm_batch_size)
-        seen.setdefault(place, set()).add(comparable(cell.config.get(key)))
-    return any(len(values) > 1 for values in seen.values())
+def _varies(values: Sequence[Any], places: Sequence[Hashable] | None = None) -> bool:
+    """True if two values differ; with places, if two of one place do."""
+    known: dict[Hashable, Hashable] = {}
+    pairs = zip(places or [None] * len(values), map(comparable, values), strict=True)
+    return any(known.setdefault(place, value) != value for place, value in pairs)
 
 
 def _with_norms(cells: Sequence[CellRow]) -> list[CellRow]:
     """Adds to the label of each norm the knobs in which its cells differ."""
     groups: dict[str, list[CellRow]] = {}
     for cell in cells:
-        groups.setdefault(cell.norm.partition(" · ")[0], []).append(cell)
-    labelled = []
+        groups.setdefault(cell.norm, []).append(cell)
+    labelled, has_studies = [], _varies([cell.study for cell in cells])
     for name, same in groups.items():
         keys = sorted({key for cell in same for key in cell.config if is_norm_key(key)})
-        varying = [
-            key
-            for key in (*keys, "micro_batch_size")
-            if len({comparable(cell.value_of(key)) for cell in same}) > 1
-            and (key not in FOLLOWS or _is_free(same, key))
-        ]
+        places = [(cell.batch_size, cell.norm_batch_size, cell.lr, settings_key(cell))
+                  for cell in same]  # fmt: skip
+        varying = []
+        for key in (*keys, "micro_batch_size"):
+            if _varies([cell.value_of(key) for cell in same], places if key in FOLLOWS else None):
+                varying.append(key)
         for cell in same:
-            knobs = [
+            words = [
                 f"{key.removeprefix('norm.')}={as_typed(cell.value_of(key))}" for key in varying
             ]
-            words = [name, *knobs, *(["INVALID"] if cell.invalid else [])]
-            _, mark, study = cell.norm.partition(" · ")
-            labelled.append(replace(cell, norm=" ".join(words) + mark + study))
+            words += ["INVALID"] if cell.invalid else []
+            words += ["·", cell.study] if has_studies else []
+            labelled.append(replace(cell, norm=" ".join([name, *words])))
     return labelled
-
-
-def _is_free(cells: Sequence[CellRow], key: str) -> bool:
-    """True if cells that agree in sizes, learning rate and settings differ in the key."""
-    places = [
-        (cell.batch_size, cell.norm_batch_size, cell.lr, settings_key(cell)) for cell in cells
-    ]
-    values = [comparable(cell.value_of(key)) for cell in cells]
-    return len({*zip(places, values, strict=True)}) > len({*places})
 
 
 def unlike(
@@ -332,47 +304,33 @@ def unlike(
 ) -> dict[str, tuple[Any, Any]]:
     """By key, the values for which two cells must not be compared.
 
-    These are all differences but those of the norm (with the slots of its YAML), of the sizes (with
-    what follows from the batch size) and of keys that were searched for both.
+    These are all differences in what was asked for, but those of the norm (with the slots of its
+    YAML), of the sizes and of keys that were searched for both. What follows from equal words may
+    differ, as a learning rate by `lr_rule`, or epochs where a batch size does not divide the data.
     """
+    asked = [flatten(cell.runs[0].result.defines) for cell in (first, second)]
     free = {*SIZES, *searched, *(first.searched & second.searched)}
+    lengths = [(first.config.get(key), second.config.get(key)) for key in BUDGET]
+    if any(a is not None and a == b for a, b in lengths):  # one length in other words
+        free |= {*BUDGET}
     different = {}
-    for key in sorted({*first.config, *second.config} - free):
-        values = first.value_of(key), second.value_of(key)
-        is_known = None not in values or not key.startswith(DIGESTS)
-        if is_known and comparable(values[0]) != comparable(values[1]):
-            different[key] = values
-    return {
-        key: values
-        for key, values in different.items()
-        if not _may_differ(key, first, second, different)
-    }
+    for key in sorted({*asked[0], *asked[1]} - free):
+        a, b = first.value_of(key), second.value_of(key)
+        is_asked = comparable(asked[0].get(key)) != comparable(asked[1].get(key))
+        is_known = None not in (a, b) or not key.startswith(DIGESTS)
+        is_other = is_asked and is_known and comparable(a) != comparable(b)
+        if is_other and not _belongs_to_norms(key, first, second):
+            different[key] = (a, b)
+    return different
 
 
-def _may_differ(key: str, first: CellRow, second: CellRow, different: Collection[str]) -> bool:
-    """True if cells that differ in a key may be compared. `different`: all keys that differ."""
-    if key in SLOTS:  # which the YAMLs of the norms set
+def _belongs_to_norms(key: str, first: CellRow, second: CellRow) -> bool:
+    """True for what two norms may differ in: their own keys, and slots that their YAMLs set."""
+    if key in SLOTS:
         own = [cell.value_of(f"norm.{key}") for cell in (first, second)]
         of_norms = [SLOTS[key] if value is None else value for value in own]
         return of_norms == [cell.value_of(key) for cell in (first, second)]
-    if is_norm_key(key):
-        is_other_norm = first.norm != second.norm
-        return is_other_norm or (key == "norm.momentum" and _has_one_half_life(first, second))
-    if first.batch_size == second.batch_size:
-        return False
-    if key in BUDGET:
-        return any(other in first.config and other not in different for other in BUDGET)
-    # What follows from the batch size by one rule.
-    rules = {cell.value_of("lr_rule") for cell in (first, second)}
-    follows = {"optim.momentum": {"momentum_aware"}, "lr": {"linear", "sqrt", "momentum_aware"}}
-    return len(rules) == 1 and rules <= follows.get(key, set())
-
-
-def _has_one_half_life(first: CellRow, second: CellRow) -> bool:
-    """True if the running averages forget equally many samples at two batch sizes."""
-    values = [(cell.value_of("norm.momentum"), cell.batch_size) for cell in (first, second)]
-    rates = [math.log1p(-m) / size for m, size in values if isinstance(m, float) and 0 < m < 1]
-    return len(rates) == 2 and math.isclose(*rates, rel_tol=1e-6)
+    return is_norm_key(key) and first.norm != second.norm
 
 
 def settings_key(cell: CellRow) -> Hashable:
@@ -382,8 +340,12 @@ def settings_key(cell: CellRow) -> Hashable:
 
 def setting_words(key: str, value: Any) -> str:
     """`epochs=12`."""
-    whole = int(value) if isinstance(value, float) and value.is_integer() else value
-    return f"{key}={as_typed(whole)}"
+    return f"{key}={value_words(value)}"
+
+
+def value_words(value: Any) -> str:
+    """A value as typed, a float with six digits."""
+    return f"{value:.6g}" if isinstance(value, float) else as_typed(value)
 
 
 def is_norm_key(key: str) -> bool:
@@ -409,20 +371,14 @@ def metric_names(cells: Iterable[CellRow]) -> list[str]:
     return sorted({name for cell in cells for run in cell.runs for name in run.metrics})
 
 
-def common(cells: Sequence[CellRow], of: Callable[[CellRow], Any]) -> Any:
-    """What all cells have in common; None if they differ."""
-    values = {comparable(of(cell)): of(cell) for cell in cells}
-    return next(iter(values.values())) if len(values) == 1 else None
-
-
 def order_norms(labels: Iterable[str]) -> list[str]:
     """Norms of ORDER first, then others by name; numbers in names sort by value."""
 
-    def rank(label: str) -> tuple[int, list[tuple[int, float, str]]]:
+    def rank(label: str) -> tuple[int, list[Any]]:
         base = base_of(label)
-        place = ORDER.index(base) if base in ORDER else len(ORDER)
-        pieces = filter(None, re.split(r"(\d+(?:\.\d+)?)", label))
-        return place, [(0, float(p), "") if p[0].isdigit() else (1, 0.0, p) for p in pieces]
+        pieces: list[Any] = re.split(r"(\d+(?:\.\d+)?)", label)  # every second one is a number
+        pieces[1::2] = map(float, pieces[1::2])
+        return ORDER.index(base) if base in ORDER else len(ORDER), pieces
 
     return sorted(set(labels), key=rank)
 

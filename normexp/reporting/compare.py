@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
-from normexp.config.words import as_typed, format_count
-from normexp.reporting.cells import base_of, unlike
-from normexp.reporting.metric import Metric, describe_metric, signed
+from normexp.config.words import format_count
+from normexp.reporting.cells import base_of, unlike, value_words
+from normexp.reporting.metric import Estimate, Metric, describe_metric
 from normexp.reporting.slices import Grid, Slice
-from normexp.stats.family import ALPHA, Verdict, decide, difference, p_value
+from normexp.stats.family import Verdict, decide, difference
 from normexp.stats.interval import LEVEL, Array, Interval, mean
 
 REFERENCES = ("batch", "as_built")  # unless one is named: the first that a slice has
@@ -35,41 +36,57 @@ NOTHING = Interval(None, None, None, LEVEL, 0)
 class Comparison:
     """The difference between two cells of a slice, paired by seed; positive: the first is better.
 
-    norm, against: names of the two, with the size if they are one norm at two
     sizes: of the first and of the second, along the axis of the slice
-    gap: in the unit of the metric
+    gap: in the unit of the metric; without a value where the two must not be compared
     verdict: None where none is allowed; `why` says why
     num_samples: test samples; 0: not recorded for every run, so the gap is over seeds alone
     is_comparable: the two recipes are alike, so it belongs to the family
     family_size: the number of differences that share the error rate
-    is_extended: seeds were added after those that the first command declared
     """
 
     part: Slice = field(repr=False)
     first: Grid = field(repr=False)
     second: Grid = field(repr=False)
-    norm: str
-    against: str
-    is_along_sizes: bool
     sizes: tuple[int, int]
     gap: Interval
     num_samples: int
     why: str
     is_comparable: bool
-    is_extended: bool
     verdict: Verdict | None = None
     family_size: int = 0
 
     @property
-    def row(self) -> dict[str, str]:
+    def is_along_sizes(self) -> bool:
+        return self.first.norm == self.second.norm
+
+    @property
+    def norm(self) -> str:
+        """Of the first, with its size if both have the same norm."""
+        return self.first.norm + f" at {self.sizes[0]}" * self.is_along_sizes
+
+    @property
+    def against(self) -> str:
+        return self.second.norm + f" at {self.sizes[1]}" * self.is_along_sizes
+
+    @property
+    def mark(self) -> str:
+        """Of a verdict whose seeds were added after those that the first command declared."""
+        return ADDED * (self.is_extended and self.verdict is not None)
+
+    @property
+    def is_extended(self) -> bool:
+        return any(cell.is_extended for cell in (*self.first.cells, *self.second.cells))
+
+    @property
+    def row(self) -> dict[str, Any]:
         """The difference as every table prints it."""
         return {
             "norm": self.norm,
             "against": self.against,
-            DIFFERENCE: signed(self.gap, self.part.metric) if self.is_comparable else "-",
-            "verdict": verdict_words(self),
+            DIFFERENCE: Estimate(self.gap, self.part.metric.digits, is_signed=True),
+            "verdict": (self.verdict or "-") + self.mark,
             "why": self.why,
-            "n": str(self.gap.n or "-"),
+            "n": self.gap.n or None,
         }
 
 
@@ -90,13 +107,15 @@ def judge(comparison: Comparison, family_size: int) -> Comparison:
     known = replace(comparison, family_size=family_size)
     if known.why:
         return known
-    verdict = decide(known.gap, margin=known.part.metric.tolerance, family_size=family_size)
-    words = [f"{one.norm}: {one.lost}" for one in (known.first, known.second) if one.lost]
-    if known.gap.n < max(len(known.first.seeds), len(known.second.seeds)):
-        words.append(f"{format_count(known.gap.n, 'seed')} in common")
-    words += ["over seeds alone"] if known.part.has_samples and not known.num_samples else []
     if known.gap.low is None:
         return replace(known, why="one seed" if known.gap.n == 1 else "same value for every seed")
+    grids = (known.first, known.second)
+    words = [f"{one.norm}: {one.lost}" for one in grids if one.lost]
+    if known.gap.n < max(len(one.seeds) for one in grids):
+        words.append(f"{format_count(known.gap.n, 'seed')} in common")
+    if known.part.has_samples and not known.num_samples:
+        words.append("over seeds alone")
+    verdict = decide(known.gap, margin=known.part.metric.tolerance, family_size=family_size)
     return replace(known, verdict=verdict, why="; ".join(dict.fromkeys(words)))
 
 
@@ -113,66 +132,55 @@ def _comparisons_of(part: Slice, wanted: str | None) -> Iterator[Comparison]:
         size, largest = min(line), max(line)
         if len(line) > 1 and norm not in part.independent:
             yield compare_grids(part, line[size], line[largest], (size, largest))
-    if grids := part.compared:
-        reference = grids[reference_of(list(grids), wanted)]
-        for grid in grids.values():
-            if grid is not reference:
-                yield compare_grids(part, grid, reference, (part.at, part.at))
+    grids = part.compared
+    reference = grids[reference_of(list(grids), wanted)]
+    for norm, line in part.lines.items():
+        if norm != reference.norm:
+            first = grids.get(norm, line[min(line)])
+            yield compare_grids(part, first, reference, (part.at, part.at))
 
 
 def compare_grids(part: Slice, first: Grid, second: Grid, sizes: tuple[int, int]) -> Comparison:
     """The comparison of two grids, not yet judged."""
-    grids, is_tuned = (first, second), len(first.rates) > 1 or len(second.rates) > 1
-    different = {}
-    if first.best.runs and second.best.runs:  # of planned cells little is known
-        different = unlike(first.best, second.best, searched=["lr"] if is_tuned else [])
-    words = [f"{key} {as_typed(a)} and {as_typed(b)}" for key, (a, b) in different.items()]
-    words += ["lr not searched alike"] if is_tuned and first.rates != second.rates else []
-    why = ""
-    if words:
-        more = f" and {len(words) - 2} more" if len(words) > 2 else ""
-        why = f"not compared: {', '.join(words[:2])}{more}"
-    elif any(cell.invalid for grid in grids for cell in grid.cells):
-        why = "INVALID"
+    why, gap, num_samples = _why_not_compared(part, first, second, sizes), NOTHING, 0
+    is_comparable = not why
     a, b = paired(first, second)
-    gap = NOTHING
-    num_samples = a.shape[1] if a.ndim == 2 else 0
-    if a.size:
+    if is_comparable and a.size:
+        num_samples = a.shape[1] if a.ndim == 2 else 0
         step, limit = first.best.step(part.metric), part.metric.limit
         step = limit / num_samples if num_samples and part.metric.bounds else step
         gap = difference(a, b, step=step, limit=limit)
-    is_comparable = not why
-    why = why or next(filter(None, (grid.why_incomplete for grid in grids)), "")
-    why = why or _why_not_searched_alike(first, second)
-    is_along = first.norm == second.norm
-    names = [f"{grid.norm} at {size}" for grid, size in zip(grids, sizes, strict=True)]
-    return Comparison(
-        part=part,
-        first=first,
-        second=second,
-        norm=names[0] if is_along else first.norm,
-        against=names[1] if is_along else second.norm,
-        is_along_sizes=is_along,
-        sizes=sizes,
-        gap=gap,
-        num_samples=num_samples,
-        why=why or ("" if a.size else _why_not_paired(first, second)),
-        is_comparable=is_comparable,
-        is_extended=any(cell.is_extended for grid in grids for cell in grid.cells),
-    )
+    reasons = (why, first.why_incomplete, second.why_incomplete, _why_not_searched(first, second))
+    why = next(filter(None, reasons), "" if a.size else _why_not_paired(first, second))
+    return Comparison(part, first, second, sizes, gap, num_samples, why, is_comparable)
 
 
-def _why_not_searched_alike(first: Grid, second: Grid) -> str:
+def _why_not_compared(part: Slice, first: Grid, second: Grid, sizes: tuple[int, int]) -> str:
+    """`not compared: lr 0.1 and 0.3`; empty where the recipes are alike."""
+    if part.lines[first.norm].get(sizes[0]) is not first:
+        return f"not run{part.at_words}"
+    is_tuned = len(first.rates) > 1 or len(second.rates) > 1
+    different = {}
+    if first.best.runs and second.best.runs:  # of planned cells little is known
+        different = unlike(first.best, second.best, searched=["lr"] if is_tuned else [])
+    words = [f"{key} {value_words(a)} and {value_words(b)}" for key, (a, b) in different.items()]
+    words += ["lr not searched alike"] if is_tuned and first.rates != second.rates else []
+    if words:
+        more = f" and {len(words) - 2} more" if len(words) > 2 else ""
+        return f"not compared: {', '.join(words[:2])}{more}"
+    return "INVALID" if any(cell.invalid for cell in (*first.cells, *second.cells)) else ""
+
+
+def _why_not_searched(first: Grid, second: Grid) -> str:
     """Empty if no search chose their values, or one with the same points for both.
 
     The seeds that it compared were the luckiest at these values, so none of them may count again.
     """
-    searches = [grid.best.search for grid in (first, second)]
-    if searches[0] != searches[1]:
-        return (
-            f"{' and '.join(sorted(first.best.searched | second.best.searched))} not searched alike"
-        )
-    if (search := searches[0]) is None:
+    search = first.best.search
+    if search != second.best.search:
+        keys = first.best.searched | second.best.searched
+        return f"{' and '.join(sorted(keys))} not searched alike"
+    if search is None:
         return ""
     if not search.points:
         return f"study {first.best.study}-search is missing"
@@ -195,9 +203,9 @@ def paired(first: Grid, second: Grid) -> tuple[Array, Array]:
     if any(grid.fit and grid.seeds != seeds for grid in (first, second)):
         return np.empty(0), np.empty(0)
     a, b = (grid.outcomes[[grid.seeds.index(seed) for seed in seeds]] for grid in (first, second))
-    if a.shape == b.shape:
-        return a, b
-    return (a if a.ndim == 1 else a.mean(axis=1)), (b if b.ndim == 1 else b.mean(axis=1))
+    if a.shape != b.shape:  # one of them has no samples
+        a, b = (values.reshape(len(seeds), -1).mean(axis=1) for values in (a, b))
+    return a, b
 
 
 # Rankings
@@ -208,19 +216,23 @@ class Place:
     """A norm in a ranking.
 
     grid: None if it was not run where norms are compared
-    n: seeds of the reference, pairs of seeds of the others
-    gap: to the reference, positive if better; None for the reference
-    may_be_best: None if it is not ranked; `why` says for what reason
+    comparison: with the reference; None for the reference itself
+    may_be_best: None if it is not ranked
     """
 
     norm: str
     grid: Grid | None
-    n: int
-    gap: Interval | None = None
-    verdict: Verdict | None = None
-    why: str = ""
-    is_extended: bool = False
+    comparison: Comparison | None
     may_be_best: bool | None = None
+
+    @property
+    def gap(self) -> Interval:
+        """To the reference, positive if better; without a value for the reference."""
+        return self.comparison.gap if self.comparison else NOTHING
+
+    @property
+    def verdict(self) -> Verdict | None:
+        return self.comparison.verdict if self.comparison else None
 
 
 @dataclass(frozen=True)
@@ -243,67 +255,28 @@ class Ranking:
         return [place.norm for place in self.places if place.may_be_best]
 
 
-def rank(part: Slice, comparisons: Sequence[Comparison], reference: str | None = None) -> Ranking:
-    """The norms of a slice at the size where they are compared.
-
-    comparisons, reference: of the report, see `compare`
-    """
-    grids = part.compared
-    name = reference_of(list(grids), reference)
-    against = {
-        one.first.norm: one for one in comparisons if one.part is part and not one.is_along_sizes
-    }
-    family_size = max((one.family_size for one in against.values()), default=1)
-
-    def gap_of(first: str, second: str) -> Interval:
-        pair = compare_grids(part, grids[first], grids[second], (part.at, part.at))
-        return pair.gap if judge(pair, family_size).verdict else NOTHING
-
-    places = []
+def rank(part: Slice, comparisons: Sequence[Comparison]) -> Ranking:
+    """The norms of a slice at the size where they are compared, as these comparisons say."""
+    own = [one for one in comparisons if one.part is part and not one.is_along_sizes]
+    against, grids = {one.first.norm: one for one in own}, part.compared
+    reference, family_size = own[0].against, own[0].family_size
+    ranked = [norm for norm in grids if norm == reference or against[norm].verdict]
+    levels = dict.fromkeys(part.lines, -math.inf)
     for norm, grid in grids.items():
-        place = Place(norm, grid, len(grid.seeds), why=grid.lost)
-        if norm != name:
-            one = against[norm]
-            gap = one.gap if one.is_comparable else None
-            place = replace(place, n=one.gap.n, gap=gap, verdict=one.verdict, why=one.why,
-                            is_extended=one.is_extended)  # fmt: skip
-        places.append(place)
-    elsewhere = [norm for norm in part.norms if norm not in grids]
-    places += [Place(norm, None, 0, why=f"not run{part.at_words}") for norm in elsewhere]
-    levels = dict.fromkeys(elsewhere, -math.inf) | {
-        norm: -math.inf if grid.mean.estimate is None else grid.sign * grid.mean.estimate
-        for norm, grid in grids.items()
-    }
-    places = _sorted(places, name, levels, gap_of, family_size)
-    return Ranking(part, name, places, family_size)
-
-
-def _sorted(
-    places: Sequence[Place],
-    reference: str,
-    levels: Mapping[str, float],
-    gap_of: Callable[[str, str], Interval],
-    family_size: int,
-) -> list[Place]:
-    """The places in order of their levels, with a mark for those that no other one beats."""
-    ranked = [one.norm for one in places if one.norm == reference or one.verdict is not None]
+        if grid.mean.estimate is not None:
+            levels[norm] = grid.sign * grid.mean.estimate
 
     def is_beaten(norm: str) -> bool:
-        gaps = (gap_of(rival, norm) for rival in ranked if levels[rival] > levels[norm])
-        return any((g.estimate or 0.0) > 0 and family_size * p_value(g) <= ALPHA for g in gaps)
+        better = (rival for rival in ranked if levels[rival] > levels[norm])
+        pairs = (compare_grids(part, grids[one], grids[norm], (part.at, part.at)) for one in better)
+        return any(judge(pair, family_size).verdict == "better" for pair in pairs)
 
-    marked = [
-        replace(one, may_be_best=not is_beaten(one.norm))
-        if one.norm in ranked and len(ranked) > 1
-        else one
-        for one in places
+    marks = {norm: not is_beaten(norm) for norm in ranked} if len(ranked) > 1 else {}
+    places = [
+        Place(norm, grids.get(norm), against.get(norm), marks.get(norm))
+        for norm in sorted(part.lines, key=lambda norm: (norm not in ranked, -levels[norm]))
     ]
-    return sorted(marked, key=lambda one: (one.norm not in ranked, -levels[one.norm]))
-
-
-def verdict_words(one: Comparison | Place) -> str:
-    """The verdict with the mark of added seeds; `-` without one."""
-    return (one.verdict or "-") + ADDED * (one.is_extended and one.verdict is not None)
+    return Ranking(part, reference, places, family_size)
 
 
 # Causes
@@ -335,11 +308,12 @@ class Causes:
 def measure_causes(comparison: Comparison) -> Causes | None:
     """The causes of a norm's drop; None where a kind of statistics has no two seeds at a size."""
     metric = comparison.part.metric
-    if not comparison.is_along_sizes or "@" in metric.name:
+    is_along = comparison.is_along_sizes and comparison.part.axis == "norm_batch_size"
+    if not is_along or "@" in metric.name:
         return None
-    small, large = (grid.best for grid in (comparison.first, comparison.second))
+    cells = (comparison.second.best, comparison.first.best)  # at the largest size, and the smallest
     kinds = [describe_metric(metric.name + kind) for kind in STATISTICS]
-    tables = [[cell.values(kind) for kind in kinds] for cell in (large, small)]
+    tables = [[cell.values(kind) for kind in kinds] for cell in cells]
     seeds = sorted(set[int].intersection(*(set(known) for table in tables for known in table)))
     if len(seeds) < 2:
         return None
@@ -347,10 +321,11 @@ def measure_causes(comparison: Comparison) -> Causes | None:
     of_large, of_small = comparison.first.sign * np.array(values)  # (3 statistics, n)
     running, precise, own_share = of_large - of_small
     terms = {
+        "drop": running,
         "training noise": own_share,
         "own share": precise - own_share,
         "averages": running - precise,
     }
-    step = small.step(metric)
-    shown = {name: mean(term, step=step) for name, term in terms.items()}
-    return Causes(comparison.norm, metric, mean(running, step=step), shown)
+    step = cells[1].step(metric)
+    means = {name: mean(term, step=step) for name, term in terms.items()}
+    return Causes(comparison.norm, metric, means.pop("drop"), means)

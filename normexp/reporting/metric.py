@@ -29,6 +29,7 @@ MARGINS = {"accuracy": 1.0, "bits_per_byte": 0.02, "loss": 0.05}
 UNIFORM_BITS = 8.0  # per byte, of a diverged language model
 LOWER_IS_BETTER = ("loss", "bits_per_byte", "perplexity", "error")
 MAX_DIGITS = 4
+BEST = "●"  # may be the best
 FEW_SEEDS = 3  # or fewer: they are shown themselves, without an interval
 NOISE, SMALL, LARGE = 1e-12, 1e-4, 1e6  # between SMALL and LARGE numbers have no exponent
 
@@ -92,10 +93,6 @@ class Metric:
         split, _, rest = self.name.partition("/")
         return f"val/{rest.partition('@')[0]}" if split == "test" else self.name
 
-    def format(self, interval: Interval) -> str:
-        """`1.2 [0.6, 1.9] pp`."""
-        return f"{format_interval(interval, self.digits)} {self.unit}".strip()
-
 
 def describe_metric(name: str, tolerance: float | None = None) -> Metric:
     """The metric of that name; tolerance: instead of that of MARGINS."""
@@ -142,54 +139,61 @@ def is_at_chance(accuracy: float | None, chance: float | None, num_samples: int)
     return accuracy <= chance + min(2 * error, 0.1 * (1 - chance))
 
 
-def format_interval(interval: Interval, digits: int) -> str:
-    """`1.2 [0.6, 1.9]` with at least `digits` decimals; `1.2` without bounds, `-` without a value.
+@dataclass(frozen=True)
+class Estimate:
+    """A number of a table with its interval, or with the values of its few seeds.
 
-    The number of decimals follows the width of the interval, and a number or a bound that is not 0
-    is not shown as 0. Very small and very large numbers have an exponent.
+    digits: the fewest decimals; more for a narrow interval, or one that would seem to touch 0
+    is_signed: a difference
+    is_best: it may be the best of its column
+    words: a text that says the same
     """
-    if interval.estimate is None:
-        return "-"
-    bounds = [] if interval.low is None or interval.high is None else [interval.low, interval.high]
-    values = [interval.estimate, *bounds]
-    style = f"z.{_digits_of(min(bounds or values), max(bounds or values), digits)}f"
-    if not (size := max(map(abs, values))) < LARGE or NOISE < size < SMALL:
-        style = ".2e"
-    estimate, *ends = (f"{x:{style}}" for x in values)
-    return f"{estimate} [{', '.join(ends)}]" if ends else estimate
 
+    interval: Interval
+    digits: int
+    seeds: Collection[float] = ()
+    is_signed: bool = False
+    is_best: bool = False
+    words: str = ""
 
-def signed(gap: Interval, metric: Metric) -> str:
-    """`+1.2 [0.6, 1.9]`: a difference; `-` without a value."""
-    shown = format_interval(gap, metric.digits)
-    return shown if shown.startswith("-") else f"+{shown}"
+    @property
+    def bounds(self) -> list[float]:
+        """Of the interval; none where it is not known."""
+        low, high = self.interval.low, self.interval.high
+        return [] if low is None or high is None else [low, high]
 
+    @property
+    def decimals(self) -> int:
+        """Enough for the half width, and for the bound next to 0 if that is not 0."""
+        low, high = self.bounds or [self.interval.estimate or 0.0] * 2
+        nearest = min(abs(low), abs(high)) if low * high > 0 else 0.0
+        sizes = [size for size in ((high - low) / 2, nearest) if size > NOISE]
+        wanted = [math.ceil(-math.log10(size)) for size in sizes]
+        return min(max(self.digits, *wanted, 0), MAX_DIGITS)
 
-def format_mean(interval: Interval, metric: Metric, seeds: Collection[float] = ()) -> str:
-    """`96.0 [95.2, 96.7]`, or of a few seeds `96.0 (95.8, 96.2)`.
+    def numbers(self, decimals: int) -> list[str]:
+        """The number, then its bounds or seeds; very small and large ones have an exponent."""
+        if self.interval.estimate is None:
+            return []
+        few = sorted(self.seeds) if 1 < len(self.seeds) <= FEW_SEEDS else []
+        values = [self.interval.estimate, *(self.bounds or few)]
+        size = max(map(abs, values))
+        style = f"z.{decimals}f" if SMALL <= size < LARGE or size <= NOISE else ".2e"
+        number, *others = (f"{value:{style}}" for value in values)
+        return [f"{values[0]:+{style}}" if self.is_signed else number, *others]
 
-    Every mean of a metric has the same decimals, and one more where the interval has no width.
-    """
-    if interval.estimate is None:
-        return "-"
-    digits = metric.digits
-    if interval.low is None or interval.high is None:
-        shown = f"{interval.estimate:z.{digits}f}"
-        known = ", ".join(f"{value:z.{digits}f}" for value in sorted(seeds))
-        return f"{shown} ({known})" if 1 < len(seeds) <= FEW_SEEDS else shown
-    values = (interval.estimate, interval.low, interval.high)
-    if not SMALL < max(map(abs, values)) < LARGE:
-        return format_interval(interval, digits)
-    digits += interval.high - interval.low < 10**-digits
-    return "{} [{}, {}]".format(*(f"{value:z.{digits}f}" for value in values))
+    def named(self, head: str) -> dict[str, float | bool | None]:
+        """The number and its bounds under names of their own, for programs."""
+        low, high = f"{head} low", f"{head} high"
+        known = {head: self.interval.estimate, low: self.interval.low, high: self.interval.high}
+        return known | ({f"{head} may be best": True} if self.is_best else {})
 
+    def joined(self, numbers: Sequence[str]) -> str:
+        """`1.2 [0.6, 1.9]`, or of a few seeds `1.2 (0.9, 1.5)`; `-` without a value."""
+        number, *others = numbers or "-"
+        text = ", ".join(others)
+        return f"{number} [{text}]" if self.bounds else f"{number} ({text})" if text else number
 
-def _digits_of(low: float, high: float, digits: int) -> int:
-    half_width = (high - low) / 2
-    has_width = half_width > 1e-9 * max(abs(low), abs(high))  # else only floating-point noise
-    wanted = max(digits, math.ceil(-math.log10(half_width))) if has_width else digits
-    excludes_zero = low > 0 or high < 0
-    nearest = min(abs(low), abs(high))
-    while excludes_zero and nearest > NOISE and wanted < MAX_DIGITS and not round(nearest, wanted):
-        wanted += 1
-    return min(wanted, MAX_DIGITS)
+    def __str__(self) -> str:
+        text = self.words or self.joined(self.numbers(self.decimals))
+        return f"{text} {BEST}" if self.is_best else text

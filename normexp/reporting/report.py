@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,13 @@ from normexp.config.words import format_count
 from normexp.errors import UserError
 from normexp.reporting.cells import CellRow, base_of, build_cells, metric_names, order_norms
 from normexp.reporting.compare import (
-    ADDED,
     Causes,
     Comparison,
-    Place,
     Ranking,
     compare,
     measure_causes,
     rank,
 )
-from normexp.reporting.metric import Metric
 from normexp.reporting.runs import Records, read_studies
 from normexp.reporting.slices import Slice, build_slices
 from normexp.reporting.tables import (
@@ -39,6 +37,20 @@ from normexp.reporting.tables import (
 
 SCHEMA = 3  # of report.json
 MOST_WORDS = 15  # of a headline
+ALONG_SIZES = {  # by verdict
+    "worse": "At {first}, {norm} loses {gap} against {second}",
+    "better": "At {first}, {norm} gains {gap} against {second}",
+    "tie": "At {first}, {norm} ties with {second}",
+    "undecided": "{norm} at {first} against {second}: undecided",
+    None: "{norm} at {first} against {second}: no verdict",
+}
+BETWEEN_NORMS = {
+    "worse": "{against} is {gap} ahead of {norm}",
+    "better": "{norm} is {gap} ahead of {against}",
+    "tie": "{norm} and {against} tie within {margin}",
+    "undecided": "{norm} against {against}: undecided",
+    None: "{norm} against {against}: no verdict",
+}
 PLAIN_NAMES = ("batch", "layer", "instance", "group", "rms")  # known as `batch norm`
 
 
@@ -91,22 +103,24 @@ class Report:
         runs = format_count(ended.total(), "run")
         return f"{format_count(len(self.cells), 'cell')}, {runs}: {words}"
 
+    def ranking_of(self, part: Slice) -> Ranking | None:
+        return next((one for one in self.rankings if one.part is part), None)
+
     def headline(self, part: Slice) -> str:
         """The answer to the sweep that was typed, sizes first; what does not fit is a row."""
-        along = [
-            one
-            for one in self.comparisons
-            if one.part is part and one.is_along_sizes and one.is_comparable
-        ]
-        rankings = [one for one in self.rankings if one.part is part]
-        best = "".join(_best_claim(one, is_alone=not along) for one in rankings)
+        own = [one for one in self.comparisons if one.part is part and one.is_comparable]
+        along = [one for one in own if one.is_along_sizes]
+        ranking = self.ranking_of(part)
+        best = _best_claim(ranking, is_alone=not along) if ranking else ""
         if not along:
-            return f"{best or 'nothing to compare'}{part.at_words if best else ''}."
+            return f"{best}{part.at_words}." if best else "nothing to compare."
         shown = min(along, key=lambda one: (one.verdict != "worse", one.gap.estimate or 0.0))
-        size, short = _size_claim(shown), _size_claim(shown, has_second=False)
+        size = _claim(shown)
         at = "" if part.at == shown.sizes[0] else f"at {part.at}, "
-        full = [f"{size}; {at}{best}", f"{short}; {at}{best}"] if best else []
-        return f"{next((one for one in full if len(one.split()) <= MOST_WORDS), size)}."
+        for claim in (size, size.replace(f" against {shown.sizes[1]}", "")) if best else ():
+            if len((full := f"{claim}; {at}{best}.").split()) <= MOST_WORDS:
+                return full
+        return f"{size}."
 
     @cached_property
     def tables(self) -> list[Table]:
@@ -120,97 +134,77 @@ class Report:
             cell_table(self.cells, self.metric, self.tolerance),
             Table("runs", "Runs", run_frame(self.records.runs), has_latex=False),
         ]
-        return [table for table in tables if len(table.frame)]
+        return [table for table in tables if len(table.values)]
 
     def tables_of(self, part: Slice) -> list[Table]:
         """Means by size, differences along the sizes, and the ranking."""
-        rankings = [one for one in self.rankings if one.part is part]
+        ranking = self.ranking_of(part)
         tables = [
-            mean_table(part),
-            difference_table(part, self.comparisons, has_note=not rankings),
-            *(ranking_table(one, self.comparisons) for one in rankings),
+            mean_table(part, ranking),
+            difference_table(part, self.comparisons, has_note=ranking is None),
+            *([ranking_table(ranking, self.comparisons)] if ranking else []),
         ]
-        return [table for table in tables if len(table.frame)]
+        return [table for table in tables if len(table.values)]
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the answer, the first figure and the tables of each slice."""
+        from normexp.reporting.figures import draw_figures
+        from normexp.reporting.page import vl_convert  # None if it is missing
+
+        shown = []
+        for part in self.slices:
+            shown += [f"<h3>{escape(self.headline(part))}</h3><p>{escape(part.scope)}</p>"]
+            for figure in draw_figures(part, self.ranking_of(part))[:1] if vl_convert else ():
+                shown.append(vl_convert.vegalite_to_svg(figure.spec))
+            for table in self.tables_of(part):
+                rows = table.frame.to_html(index=False, border=0)
+                shown.append(f"<p>{escape(table.caption)}</p>{rows}<p>{escape(table.note)}</p>")
+        return "\n".join([*shown, f"<p>{escape(self.counts)}</p>"])
 
 
-def _size_claim(one: Comparison, *, has_second: bool = True) -> str:
-    """`At 2, batch norm loses 10.7 pp against 128`."""
-    metric, norm, (first, second) = one.part.metric, _named(one.first.norm), one.sizes
-    shown = _size_of(one.gap.estimate, metric)
-    mark = ADDED * (one.is_extended and one.verdict is not None)
-    against = f" against {second}" * has_second
-    match one.verdict:
-        case "worse":
-            return f"At {first}, {norm} loses {shown}{against}{mark}"
-        case "better":
-            return f"At {first}, {norm} gains {shown}{against}{mark}"
-        case "tie":
-            return f"At {first}, {norm} ties with {second}{mark}"
-    return f"{norm} at {first} against {second}: {one.verdict or 'no verdict'}{mark}"
+def _claim(one: Comparison) -> str:
+    """`At 2, batch norm loses 10.7 pp against 128`, `own is 5.0 pp ahead of batch norm`."""
+    metric, sentences = one.part.metric, ALONG_SIZES if one.is_along_sizes else BETWEEN_NORMS
+    words = {
+        "norm": _named(one.first.norm),
+        "against": _named(one.second.norm),
+        "first": one.sizes[0],
+        "second": one.sizes[1],
+        "gap": f"{abs(one.gap.estimate or 0.0):.{metric.digits}f} {metric.unit}".strip(),
+        "margin": f"{metric.tolerance:g} {metric.unit}".strip(),
+    }
+    return sentences[one.verdict].format(**words) + one.mark
 
 
 def _best_claim(ranking: Ranking, *, is_alone: bool) -> str:
     """`layer norm is ahead`; a norm that is not ranked is named, or there is no best."""
-    others = [place for place in ranking.places if place.norm != ranking.reference]
-    best, missing = ranking.best, [place.norm for place in others if place.verdict is None]
-    mark = ADDED * any(place.is_extended and place.verdict is not None for place in others)
-    if is_alone and len(others) == 1:
-        return _pair_claim(others[0], ranking) + mark
+    pairs = [place.comparison for place in ranking.places if place.comparison]
+    best, missing = ranking.best, [one.norm for one in pairs if one.verdict is None]
+    if is_alone and len(pairs) == 1:
+        return _claim(pairs[0])
     if len(missing) > 1:
         return f"{len(missing)} norms are not ranked"
-    names = " or ".join(map(_named, best))
-    if {*best} <= {*PLAIN_NAMES}:
-        names = names.replace(" norm or ", " or ")
-    claim = f"{names} is ahead" if len(best) == 1 else f"{names} may lead"
+    claims = [f"{_named(norm)} is not ranked" for norm in missing]
+    claim = f"{' or '.join(map(_named, best))} {'is ahead' if len(best) == 1 else 'may lead'}"
     if len(best) == len(ranking.places):
         claim = "no norm is ahead"
     elif len(best) > 2:
         claim = f"{len(best)} of {len(ranking.places)} norms may lead"
-    claims = [claim + mark] if best else []
-    return "; ".join([*claims, *(f"{_named(norm)} is not ranked" for norm in missing)])
-
-
-def _pair_claim(place: Place, ranking: Ranking) -> str:
-    """`own is 5.0 pp ahead of batch norm`."""
-    metric, gap = ranking.part.metric, place.gap.estimate if place.gap else None
-    pair = (_named(place.norm), _named(ranking.reference))
-    if place.verdict in ("better", "worse"):
-        first, second = pair if place.verdict == "better" else pair[::-1]
-        return f"{first} is {_size_of(gap, metric)} ahead of {second}"
-    if place.verdict == "tie":
-        return f"{' and '.join(pair)} tie within {metric.tolerance:g} {metric.unit}".strip()
-    return f"{' against '.join(pair)}: {place.verdict or 'no verdict'}"
-
-
-def _size_of(gap: float | None, metric: Metric) -> str:
-    return f"{abs(gap or 0.0):.{metric.digits}f} {metric.unit}".strip()
+    mark = max(one.mark for one in pairs)
+    return "; ".join([claim + mark, *claims] if best else claims)
 
 
 def _named(norm: str) -> str:
     return f"{norm} norm" if norm in PLAIN_NAMES else norm
 
 
-def read_report(
-    runs_dir: Path,
-    studies: Sequence[str],
-    *,
-    metric: str | None = None,
-    tolerance: float | None = None,
-    reference: str | None = None,
-) -> Report:
-    """Reads the studies and compares their cells.
+def read_report(runs_dir: Path, studies: Sequence[str], **options: Any) -> Report:
+    """Reads the studies and compares their cells. options: of `report_on`.
 
     Raises:
         UserError: a study that is missing or empty, a metric or a reference that no run has.
     """
-    return report_on(
-        read_studies(runs_dir, studies),
-        runs_dir,
-        studies,
-        metric=metric,
-        tolerance=tolerance,
-        reference=reference,
-    )
+    return report_on(read_studies(runs_dir, studies), runs_dir, studies, **options)
 
 
 def report_on(
@@ -225,6 +219,8 @@ def report_on(
 ) -> Report:
     """The report of records from anywhere; see `read_report`.
 
+    metric, tolerance: None: the first known metric of a slice, and its tolerance
+    reference: the norm that the others are compared with; None: batch norm
     at_largest: norms are compared at the largest size, not at the smallest
     """
     cells = build_cells(records)
@@ -235,13 +231,7 @@ def report_on(
     slices = build_slices(cells, metric=metric, tolerance=tolerance)
     if at_largest:
         slices = [replace(part, at=part.sizes[-1]) for part in slices]
-    reference = _label_of(reference, slices)
-    comparisons = compare(slices, reference)
-    causes = [
-        causes
-        for one in comparisons
-        if one.part.axis == "norm_batch_size" and (causes := measure_causes(one))
-    ]
+    comparisons = compare(slices, _label_of(reference, slices))
     return Report(
         runs_dir=runs_dir,
         studies=studies,
@@ -251,8 +241,8 @@ def report_on(
         cells=cells,
         slices=slices,
         comparisons=comparisons,
-        rankings=[rank(part, comparisons, reference) for part in slices if len(part.norms) > 1],
-        causes=causes,
+        rankings=[rank(part, comparisons) for part in slices if len(part.norms) > 1],
+        causes=[causes for one in comparisons if (causes := measure_causes(one))],
     )
 
 
@@ -262,15 +252,17 @@ def _label_of(reference: str | None, slices: Sequence[Slice]) -> str | None:
     Raises:
         UserError: no slice has it; names the norms there are.
     """
-    norms = order_norms(norm for part in slices for norm in part.norms)
-    if reference is None or reference in {*norms, *map(base_of, norms)}:
-        return reference
-    for cell in (cell for part in slices for cell in part.cells):
-        if reference.rpartition("=")[2] == cell.value_of("norm._target_"):
-            return cell.norm
-    raise UserError(
-        f"reference={reference}: no cell has this norm; the norms are {', '.join(norms)}"
-    )
+    if reference is None:
+        return None
+    word = reference.rpartition("=")[2]
+    norms = {cell.norm: cell for part in slices for cell in part.cells}
+    for norm, cell in norms.items():
+        if word in (norm, base_of(norm)):
+            return word
+        if word == cell.value_of("norm._target_"):
+            return norm
+    names = ", ".join(order_norms(norms))
+    raise UserError(f"reference={reference}: no cell has this norm; the norms are {names}")
 
 
 def to_json(report: Report) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from normexp.records.layout import (
     RESULT_FILE,
     find_study,
     list_runs,
+    search_dir,
     seed_dir,
 )
 from normexp.records.result import (
@@ -36,7 +37,14 @@ from normexp.records.result import (
     read_result,
     read_samples,
 )
-from normexp.records.study import CellState, CommandEntry, Refusal, read_entries, read_study
+from normexp.records.study import (
+    CellState,
+    CommandEntry,
+    Entry,
+    Refusal,
+    read_entries,
+    read_study,
+)
 from normexp.reporting.metric import Metric, is_at_chance
 
 NUM_BLOCKS = 20  # of a test text: its sequences are not independent
@@ -170,7 +178,7 @@ class SearchRecord:
     points: frozenset[tuple[str, tuple[int, ...]]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Records:
     """The records of one or more studies, as a report needs them.
 
@@ -183,12 +191,74 @@ class Records:
         that has no ended run
     """
 
-    runs: Sequence[RunRow]
-    asked: Mapping[tuple[str, str], Sequence[Sequence[int]]] = field(default_factory=dict)
-    searches: Mapping[tuple[str, str], SearchRecord] = field(default_factory=dict)
-    planned: Sequence[tuple[str, CellState]] = ()
-    refused: Sequence[Refusal] = ()
-    problems: Sequence[str] = ()
+    runs: list[RunRow] = field(default_factory=list)
+    asked: dict[tuple[str, str], list[list[int]]] = field(default_factory=dict)
+    searches: dict[tuple[str, str], SearchRecord] = field(default_factory=dict)
+    planned: list[tuple[str, CellState]] = field(default_factory=list)
+    refused: list[Refusal] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def add_study(self, name: str, root: Path) -> None:
+        """Adds the ended runs of a folder, and what was asked of it."""
+        study, runs, problems = read_study(root), [], dict[str, None]()
+        for run_dir in list_runs(root):
+            if (run_dir / RESULT_FILE).exists():
+                try:
+                    runs.append(read_run(name, run_dir))
+                except UserError as error:  # all runs of an old schema give the same line
+                    problems[str(error)] = None
+        ended = {run.directory.parent for run in runs}
+        for cell in study.cells.values():
+            if cell.directory in ended or cell.refused:
+                continue
+            if cell.title != cell.id:
+                self.planned.append((name, cell))
+            if cell.directory.is_dir() and (cell.title == cell.id or not runs):
+                problems[
+                    f"{cell.id}: {format_count(len(cell.states), 'run')} begun, none ended"
+                ] = None
+        refused = list(study.refusals.values())
+        if not runs:
+            reasons = [*problems, *(f"refused: {one.error}" for one in refused)]
+            if not reasons:
+                raise UserError(
+                    f"study={name} is empty: {root} has no runs; train one with study={name}"
+                )
+            raise UserError(f"study={name} has no readable result; the first problem: {reasons[0]}")
+        self.runs += runs
+        self.refused += refused
+        self.problems += problems
+        trials = read_entries(search_dir(root))
+        self.add_commands(name, study.commands, trials)
+
+    def add_archive(self, archive: Archive) -> None:
+        """Adds a study that ships as a zip."""
+        folder, study = archive.path.with_suffix(""), archive.path.stem
+        self.runs += [
+            RunRow(
+                study,
+                seed_dir(folder / result.cell_id, result.seed),
+                result,
+                result.metrics,
+                load_samples=partial(archive.samples, result.cell_id, result.seed),
+                load_config=partial(archive.config, result.cell_id),
+            )
+            for result in archive.results()
+        ]
+        self.add_commands(study, archive.entries, archive.trials)
+
+    def add_commands(self, study: str, entries: Iterable[Entry], trials: Iterable[Entry]) -> None:
+        """Adds what the commands of a study asked for. trials: of the search NAME-search."""
+        commands, of_search = (
+            [entry for entry in known if isinstance(entry, CommandEntry)]
+            for known in (entries, trials)
+        )
+        for command in commands:
+            for cell, one in command.cells.items():
+                self.asked.setdefault((study, cell), []).append(sorted(one.seeds))
+        if of_search or not study.endswith("-search"):  # whose cells are points themselves
+            found = _searches(commands, of_search)
+            self.searches |= {(study, cell): search for cell, search in found.items()}
 
 
 def read_studies(runs_dir: Path, names: Sequence[str]) -> Records:
@@ -197,55 +267,14 @@ def read_studies(runs_dir: Path, names: Sequence[str]) -> Records:
     Raises:
         UserError: a study that does not exist, or that has no ended run.
     """
-    studies = [_read_study(runs_dir, name) for name in names]
-    return Records(
-        [run for study in studies for run in study.runs],
-        {place: seeds for study in studies for place, seeds in study.asked.items()},
-        {place: search for study in studies for place, search in study.searches.items()},
-        [cell for study in studies for cell in study.planned],
-        [cell for study in studies for cell in study.refused],
-        [line for study in studies for line in study.problems],
-    )
-
-
-def _read_study(runs_dir: Path, name: str) -> Records:
-    root = find_study(runs_dir, name)
-    if root.is_file():
-        return read_archive(Archive(root))
-    study = read_study(root)
-    refused = list(study.refusals.values())
-    runs, torn = [], []
-    for run_dir in list_runs(root):
-        if not (run_dir / RESULT_FILE).exists():
-            continue
-        try:
-            runs.append(read_run(name, run_dir))
-        except UserError as error:
-            torn.append(str(error))
-    ended = {run.directory.parent for run in runs}
-    waiting = [
-        cell for cell in study.cells.values() if cell.directory not in ended and not cell.refused
-    ]
-    lines = {
-        cell.id: f"{cell.id}: {format_count(len(cell.states), 'run')} begun, none ended"
-        for cell in waiting
-        if cell.directory.is_dir()
-    }
-    torn = list(dict.fromkeys(torn))  # all runs of an old schema give the same line
-    reasons = [*torn, *lines.values(), *(f"refused: {one.error}" for one in refused)]
-    if reasons and not runs:
-        raise UserError(f"study={name} has no readable result; the first problem: {reasons[0]}")
-    if not runs:
-        raise UserError(f"study={name} is empty: {root} has no runs; train one with study={name}")
-    trials = [
-        entry
-        for entry in read_entries(root.with_name(f"{root.name}-search"))
-        if isinstance(entry, CommandEntry)
-    ]
-    planned = [(name, cell) for cell in waiting if cell.title != cell.id]
-    problems = [*torn, *(lines[cell.id] for cell in waiting if cell.title == cell.id)]
-    known = _records_of(name, runs, study.commands, trials)
-    return replace(known, planned=planned, refused=refused, problems=problems)
+    records = Records()
+    for name in names:
+        root = find_study(runs_dir, name)
+        if root.is_file():
+            records.add_archive(Archive(root))
+        else:
+            records.add_study(name, root)
+    return records
 
 
 def read_run(study: str, run_dir: Path) -> RunRow:
@@ -260,40 +289,6 @@ def read_run(study: str, run_dir: Path) -> RunRow:
         load_samples=partial(read_samples, run_dir),
         load_config=partial(config.read_text, encoding="utf-8"),
     )
-
-
-def read_archive(archive: Archive) -> Records:
-    """Reads a study that ships as a zip."""
-    folder, study = archive.path.with_suffix(""), archive.path.stem
-    runs = [
-        RunRow(
-            study,
-            seed_dir(folder / result.cell_id, result.seed),
-            result,
-            result.metrics,
-            load_samples=partial(archive.samples, result.cell_id, result.seed),
-            load_config=partial(archive.config, result.cell_id),
-        )
-        for result in archive.results()
-    ]
-    commands = [entry for entry in archive.entries if isinstance(entry, CommandEntry)]
-    return _records_of(study, runs, commands)
-
-
-def _records_of(
-    study: str,
-    runs: Sequence[RunRow],
-    commands: Sequence[CommandEntry],
-    trials: Sequence[CommandEntry] = (),
-) -> Records:
-    asked: dict[tuple[str, str], list[list[int]]] = {}
-    for command in commands:
-        for cell, one in command.cells.items():
-            asked.setdefault((study, cell), []).append(sorted(one.seeds))
-    is_search = study.endswith("-search") and not trials  # its cells are points themselves
-    found = {} if is_search else _searches(commands, trials)
-    searches = {(study, cell): search for cell, search in found.items()}
-    return Records(runs, asked, searches)
 
 
 def _searches(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -15,21 +16,19 @@ from normexp.records.provenance import DISTRIBUTIONS
 from normexp.records.result import Status
 from normexp.reporting.cells import (
     CellRow,
-    common,
     mean_of_seeds,
     metric_names,
     order_norms,
-    setting_words,
     settings_key,
 )
 from normexp.reporting.metric import (
     PREFERRED,
+    Estimate,
     Metric,
     choose_metric,
     describe_metric,
-    format_mean,
 )
-from normexp.stats.crossfit import CrossFit, cross_fit
+from normexp.stats.crossfit import AT_EDGE, CrossFit, cross_fit
 from normexp.stats.interval import Array, Interval
 
 AXIS_WORDS = {"norm_batch_size": "norm batch size", "batch_size": "batch size"}
@@ -60,34 +59,40 @@ class Grid:
         """For each cell, by seed, what its learning rate is chosen by; -inf if diverged."""
         name, tables = self.metric.selection_name, []
         for cell in self.cells:
-            known = {run.seed: run.metrics.get(name) for run in cell.runs}
-            own = {seed: self.sign * x for seed, x in known.items() if x is not None}
-            tables.append(own | dict.fromkeys(cell.seeds_with(Status.DIVERGED), -np.inf))
+            scores = {
+                run.seed: self.sign * run.metrics[name] for run in cell.runs if name in run.metrics
+            }
+            for run in cell.runs:
+                if run.status == Status.DIVERGED:
+                    scores[run.seed] = -np.inf
+            tables.append(scores)
         return tables
 
     @cached_property
     def best(self) -> CellRow:
         """The cell with the fewest failed runs, and the best mean on validation."""
-        means = [float(np.mean([*table.values()])) if table else -np.inf for table in self.scores]
-        failed = [cell.count(Status.FAILED) for cell in self.cells]
-        ranks = [(-count, mean) for count, mean in zip(failed, means, strict=True)]
-        return self.cells[ranks.index(max(ranks))]
+
+        def rank(pair: tuple[CellRow, dict[int, float]]) -> tuple[int, float]:
+            cell, scores = pair
+            mean = float(np.mean([*scores.values()])) if scores else -np.inf
+            return -cell.lost.get("failed", 0), mean
+
+        return max(zip(self.cells, self.scores, strict=True), key=rank)[0]
 
     @property
     def why_incomplete(self) -> str:
         """Why it allows no verdict: `5 of 8 seeds of group`; empty if it does."""
         for cell in self.cells:
-            known, count = cell.values(self.metric).keys() & cell.wanted, len(cell.wanted)
-            if len(known) < count:
-                diverged = len(cell.without_value(self.metric))
-                which = f"{diverged or len(known)} of {format_count(count, 'seed')} of {cell.norm}"
-                return which + " diverged" * bool(diverged)
+            known, wanted = cell.values(self.metric), format_count(len(cell.wanted), "seed")
+            if diverged := cell.without_value(self.metric):
+                return f"{diverged} of {wanted} of {cell.norm} diverged"
+            if not cell.wanted <= known.keys():
+                return f"{len(known)} of {wanted} of {cell.norm}"
         if len(self.cells) == 1 or self.fit is not None:
             return ""
-        seeds = {*self.seeds}
-        if len(seeds) < 3:
-            return f"to tune lr takes 3 seeds, not {len(seeds)}"
-        if any(cell.values(self.metric).keys() != seeds for cell in self.cells):
+        if len(self.seeds) < 3:
+            return f"to tune lr takes 3 seeds, not {len(self.seeds)}"
+        if any(cell.values(self.metric).keys() != {*self.seeds} for cell in self.cells):
             return "seeds differ between learning rates"
         return f"{self.metric.selection_name} is missing, by which lr is chosen"
 
@@ -163,43 +168,40 @@ class Grid:
         values, step = list(self.values.values()), self.best.step(self.metric)
         return mean_of_seeds(values, step, self.metric)
 
-    @property
-    def mean_words(self) -> str:
+    def estimate(self, **more: Any) -> Estimate:
         """The mean with its interval, or with its few seeds unless they tuned it."""
         seeds = self.values.values() if self.fit is None else ()
-        return format_mean(self.mean, self.metric, seeds)
+        return Estimate(self.mean, self.metric.digits, seeds, **more)
 
     @property
     def lost(self) -> str:
         """`1 diverged, 2 at chance`, of the rates that some split chooses."""
         shares = [] if self.fit is None else self.fit.shares.tolist()
         cells = [c for c, share in zip(self.cells, shares, strict=False) if share] or [self.best]
-        counts = {
-            "failed": sum(cell.count(Status.FAILED) for cell in cells),
-            "diverged": sum(cell.count(Status.DIVERGED) for cell in cells),
-            "at chance": sum(len(cell.at_chance) for cell in cells),
-        }
-        return ", ".join(f"{count} {words}" for words, count in counts.items() if count)
+        counts = sum((Counter(cell.lost) for cell in cells), Counter[str]())
+        return ", ".join(f"{count} {what}" for what, count in counts.items() if what != "missing")
 
     @property
-    def rate_words(self) -> str:
-        """`0.1`, or `tuned over 5, 0.1 most often`, and whether the best is at an edge."""
+    def lr(self) -> float | None:
+        """The learning rate of its mean: of a tuned norm the one that is chosen most often."""
+        return self.best.lr if self.fit is None else self.rates[int(self.fit.shares.argmax())]
+
+    @property
+    def search_words(self) -> str:
+        """`most often of 5; at the edge: add 0.9`: how its learning rate was found."""
+        words, points = [], self.best.search.points if self.best.search else ()
+        tried = {word for point, _ in points for word in point.split() if word.startswith("lr=")}
+        rates = sorted(float(word.removeprefix("lr=")) for word in tried)
+        shares = [float(rate == self.best.lr) for rate in rates]
         if self.fit is not None:
-            shares = self.fit.shares
-            rates = [rate or 0.0 for rate in self.rates]
-            at_edge = (shares[0] > shares[-1], self.fit.is_at_edge)
-            words = f"tuned over {len(rates)}, {rates[int(shares.argmax())]:g} most often"
-        elif self.best.lr is None:
-            return ""
-        else:
-            rates, lr = self.best.searched_rates, self.best.lr
-            at_edge = (lr in rates[:1], lr in (*rates[:1], *rates[-1:]))
-            words = f"{lr:g}" + (f", best of {len(self.cells)}" if len(self.cells) > 1 else "")
-        is_low, is_at_edge = at_edge
-        if not is_at_edge or len(rates) < 3:
-            return words
-        further = rates[0] ** 2 / rates[1] if is_low else rates[-1] ** 2 / rates[-2]
-        return f"{words} (at the edge: add {further:.2g})"
+            rates, shares = [rate or 0.0 for rate in self.rates], self.fit.shares.tolist()
+            words.append(f"most often of {len(rates)}")
+        elif len(self.cells) > 1:
+            words.append(f"best of {len(self.cells)}")
+        if len(rates) > 2 and shares[0] + shares[-1] >= AT_EDGE:  # a better one may lie outside
+            end, inner = rates[:2] if shares[0] > shares[-1] else (rates[-1], rates[-2])
+            words.append(f"at the edge: add {end**2 / inner:.2g}")
+        return "; ".join(words)
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,43 +263,38 @@ class Slice:
 
     @property
     def scope(self) -> str:
-        """What every number of the slice has in common, in words."""
-        cells = self.cells
-        budget = common(cells, lambda cell: cell.budget) or ""
-        lr, optim = common(cells, lambda c: c.lr), common(cells, lambda c: c.config.get("optim"))
-        lr = "lr by norm" if lr is None else setting_words("lr", lr)
-        rates = sorted({len(grid.cells) for grid in self.grids})
-        if rates != [1]:
-            lr = f"lr tuned over {'-'.join(map(str, rates))}"
-        if searched := sorted({key for cell in cells for key in cell.searched}):
+        """What every number of the slice has in common, in words; and in what its runs differ."""
+        runs = [run for cell in self.cells for run in cell.runs]
+        words = [self.title, self.fixed]
+        words += [cell.budget for cell in self.cells if cell.budget not in self.title]
+        words.append(self._lr_words)
+        if searched := sorted({key for cell in self.cells for key in cell.searched}):
             named = "learning rates" if searched == ["lr"] else " and ".join(searched)
-            lr = f"at the {named} that one search chose"
-        environments = [run.result.measured.environment for cell in cells for run in cell.runs]
-        machines = {one.get("gpu") or one.get("cpu") for one in environments}
-        budget = "" if budget in self.title else budget
-        words = [self.title, self.fixed, budget, lr, optim, *sorted(filter(None, machines))]
-        words += _unequal_conditions(cells)
+            words.append(f"at the {named} that one search chose")
+        words += [cell.config.get("optim") for cell in self.cells]
+        environments = [run.result.measured.environment for run in runs]
+        words += [one.get("gpu") or one.get("cpu") for one in environments]
+        for name in (*DISTRIBUTIONS, "python", "code_version"):
+            versions = sorted({str(one[name]) for one in environments if name in one})
+            words += [f"{name} {' and '.join(versions)}"] if len(versions) > 1 else []
+        for cell in self.cells:
+            early = sum(run.result.measured.stopped is not None for run in cell.runs)
+            words += [f"ended early: {early} of {cell.norm}"] if early else []
         counts = sorted({len(grid.seeds) for grid in self.grids})
-        n = f"{counts[0]} to " if len(counts) > 1 else ""
-        n += format_count(counts[-1], "seed")
+        fewest = f"{counts[0]} to " if len(counts) > 1 else ""
+        words.append(f"n = {fewest}{format_count(counts[-1], 'seed')}")
         samples = "and test samples" if self.has_samples else "on these test samples"
-        words = [*words, f"n = {n}; means over seeds alone, for these test samples"]
-        return f"{', '.join(filter(None, words))}; differences over new seeds {samples}"
+        return (
+            f"{', '.join(filter(None, dict.fromkeys(words)))}; means over seeds alone, for these "
+            f"test samples; differences over new seeds {samples}"
+        )
 
-
-def _unequal_conditions(cells: Sequence[CellRow]) -> Iterator[str]:
-    """What differs between runs: versions and code; and the norms with runs that ended early."""
-    results = [run.result for cell in cells for run in cell.runs]
-    for name in (*DISTRIBUTIONS, "python"):
-        versions = {str(one.measured.environment.get(name, "")) for one in results} - {""}
-        if len(versions) > 1:
-            yield f"{name} {' and '.join(sorted(versions))}"
-    codes = {one.measured.environment.get("code_version") for one in results} - {None}
-    if len(codes) > 1:
-        yield f"{len(codes)} versions of normexp's code"
-    early = Counter(cell.norm for cell in cells for run in cell.runs if run.result.measured.stopped)
-    if early:
-        yield "ended early: " + " and ".join(f"{count} of {norm}" for norm, count in early.items())
+    @property
+    def _lr_words(self) -> str:
+        rates = [cell.lr or 0.0 for cell in self.cells]
+        words = " to ".join(f"{rate:.3g}" for rate in sorted({min(rates), max(rates)}))
+        counts = sorted({len(grid.cells) for grid in self.grids})
+        return f"lr={words}" if counts == [1] else f"lr tuned over {'-'.join(map(str, counts))}"
 
 
 def build_slices(
@@ -322,72 +319,74 @@ def _slices_of(cells: Sequence[CellRow], metric: Metric) -> list[Slice]:
     # An undeclared norm that does not mix samples was trained at every size, each time the same.
     twins = {(cell.norm, cell.lr, cell.batch_size, cell.norm_batch_size): cell for cell in cells}
     cells = [cell for cell in cells if cell.mixes_samples or cell in twins.values()]
-    independent = {cell.norm for cell in cells} - {c.norm for c in cells if c.mixes_samples}
-    mixing = [cell for cell in cells if cell.norm not in independent] or cells
-    sizes = {
-        size: sorted({cell.norm_batch_size for cell in mixing if cell.batch_size == size})
-        for size in sorted({cell.batch_size for cell in mixing})
-    }
-
-    def along_norm_batch_size(batch_size: int, along: Sequence[int]) -> Slice:
-        points = [
-            (size, cell)
-            for cell in cells
-            if cell.batch_size == batch_size
-            for size in (along if cell.norm in independent else [cell.norm_batch_size])
-        ]
-        fixed = f"batch size {batch_size}"
-        return _slice("norm_batch_size", fixed, along, points, metric, frozenset(independent))
-
-    slices = [along_norm_batch_size(size, along) for size, along in sizes.items() if len(along) > 1]
-    ways = {
-        "norm batch size = batch size": {
-            cell
-            for cell in cells
-            if cell.norm in independent or cell.norm_batch_size == cell.batch_size
-        }
-    }
-    for size in [] if slices else sorted({cell.norm_batch_size for cell in mixing}):
-        ways[f"norm batch size {size}"] = {
-            cell for cell in cells if cell.norm in independent or cell.norm_batch_size == size
-        }
-    seen: list[set[CellRow]] = []
-    for fixed, chosen in ways.items():
-        along = sorted({cell.batch_size for cell in chosen})
-        if len(along) > 1 and not any(chosen <= earlier for earlier in seen):
-            points = [(cell.batch_size, cell) for cell in cells if cell in chosen]
-            slices.append(_slice("batch_size", fixed, along, points, metric, frozenset()))
-            seen.append(chosen)
-    return slices or [
-        along_norm_batch_size(size, sizes.get(size) or [size])
+    independent = frozenset(c.norm for c in cells) - {c.norm for c in cells if c.mixes_samples}
+    by_batch_size = [
+        _slice(
+            "norm_batch_size",
+            f"batch size {size}",
+            [cell for cell in cells if cell.batch_size == size],
+            metric,
+            independent,
+        )
         for size in sorted({cell.batch_size for cell in cells})
     ]
+    slices = [part for part in by_batch_size if len(part.sizes) > 1]
+    ways: dict[str, int | None] = {"norm batch size = batch size": None}
+    if not slices:
+        mixing = [cell.norm_batch_size for cell in cells if cell.norm not in independent]
+        ways |= {f"norm batch size {size}": size for size in sorted(set(mixing))}
+    seen: list[set[CellRow]] = []
+    for fixed, size in ways.items():
+        chosen = {
+            cell
+            for cell in cells
+            if cell.norm in independent or cell.norm_batch_size == (size or cell.batch_size)
+        }
+        has_sizes = len({cell.batch_size for cell in chosen}) > 1
+        if has_sizes and not any(chosen <= earlier for earlier in seen):
+            own = [cell for cell in cells if cell in chosen]
+            slices.append(_slice("batch_size", fixed, own, metric))
+            seen.append(chosen)
+    return slices or by_batch_size
 
 
 def _slice(
     axis: str,
     fixed: str,
-    sizes: Sequence[int],
-    points: Sequence[tuple[int, CellRow]],
+    cells: Sequence[CellRow],
     metric: Metric,
-    independent: frozenset[str],
+    independent: frozenset[str] = frozenset(),
 ) -> Slice:
-    """points: each size with a cell that stands there; several rates of one norm at one size."""
-    norms = order_norms(cell.norm for _, cell in points)
-    placed: dict[str, dict[int, list[CellRow]]] = {norm: {} for norm in norms}
-    for size, cell in sorted(points, key=lambda point: (point[0], point[1].lr or 0)):
-        placed[cell.norm].setdefault(size, []).append(cell)
+    """The cells by norm and size; several learning rates of one norm at one size are a grid."""
+    own = {cell: getattr(cell, axis) for cell in cells}
+    mixing = {own[cell] for cell in cells if cell.norm not in independent}
+    sizes = sorted(mixing) or [cells[0].batch_size]
+    placed: dict[str, dict[int, list[CellRow]]] = {
+        norm: {} for norm in order_norms(cell.norm for cell in cells)
+    }
+    for cell in sorted(cells, key=lambda cell: (own[cell], cell.lr or 0)):
+        for size in sizes if cell.norm in independent else [own[cell]]:
+            placed[cell.norm].setdefault(size, []).append(cell)
     known: dict[tuple[CellRow, ...], Grid] = {}
     lines = {
         norm: {
             size: known.setdefault(tuple(same), Grid(norm, same, metric, size))
-            for size, same in line.items()
+            for size, same in sorted(line.items())
         }
         for norm, line in placed.items()
     }
-    first, own = points[0][1], independent & lines.keys()
-    family = settings_key(first)
-    return Slice(first.title, fixed, "", axis, sizes, metric, lines, own, sizes[0], family)
+    return Slice(
+        title=cells[0].title,
+        fixed=fixed,
+        slug="",
+        axis=axis,
+        sizes=sizes,
+        metric=metric,
+        lines=lines,
+        independent=independent & lines.keys(),
+        at=sizes[0],
+        family=settings_key(cells[0]),
+    )
 
 
 def _with_slugs(slices: Sequence[Slice]) -> list[Slice]:

@@ -24,24 +24,20 @@ from normexp.config.words import format_count, format_duration
 from normexp.records.layout import LOG_FILE, seed_dir
 from normexp.records.result import ENDED, Result, Status, count_samples, values_of
 from normexp.records.study import STATES, CellState, CommandEntry, Study
-from normexp.reporting.metric import (
-    is_at_chance,
-)
+from normexp.reporting.metric import PREFERRED, is_at_chance
 
 if TYPE_CHECKING:
     from normexp.reporting.report import Report
     from normexp.reporting.tables import Table as ReportTable
 
 PIPE_WIDTH = 100  # characters, without a terminal and without COLUMNS
-WRAPPED = ("why", "lost", "lr", "claim")
 LEAST_WIDTH = 30  # characters of a column that wraps
 MAX_ROWS = {"lost": 10, "claims": 80}  # of a table; else 40
 SHORT = 60  # characters of a text that a table shows itself
 Contents = Mapping[int, Mapping[str, Any]]  # the content of evaluation.json by seed
-SHOWN = ("test/accuracy", "test/bits_per_byte", "test/loss", "val/accuracy", "val/bits_per_byte")
-MAIN = ("test/accuracy", "test/bits_per_byte", "test/loss")
+MAIN = PREFERRED[:3]  # the metric of a task that stands in one line
 STATUSES = ("finished", "skipped", "diverged", "refused", "failed", "stopped")
-ENTRIES = {"normexp-train": "python -m normexp.train", "normexp-tune": "python -m normexp.tune"}
+PROGRAM = re.compile("^normexp-")  # a console script
 
 
 def open_console() -> Console:
@@ -87,14 +83,13 @@ def print_cells(console: Console, columns: Sequence[str], rows: Sequence[Sequenc
 
 def without_shared_words(titles: Sequence[str]) -> tuple[list[str], list[str]]:
     """The words that all of several titles share, except norms, and the titles without them."""
-    first, *others = (title.split() for title in titles or [""])
+    split = [title.split() for title in titles]
     shared = [
         word
-        for word in first
-        if others and not word.startswith("norm=") and all(word in other for other in others)
+        for word in (split[0] if len(split) > 1 else [])
+        if not word.startswith("norm=") and all(word in words for words in split)
     ]
-    own = [[word for word in title.split() if word not in shared] for title in titles]
-    return shared, [" ".join(words) for words in own]
+    return shared, [" ".join(w for w in words if w not in shared) for words in split]
 
 
 def print_report(report: Report) -> None:
@@ -117,13 +112,15 @@ def print_report(report: Report) -> None:
 
 def print_table(console: Console, table: ReportTable) -> None:
     """Caption, rows and note."""
+    from normexp.reporting.tables import PROSE
+
     console.print(f"\n{table.caption}", markup=False, soft_wrap=True)
     most = MAX_ROWS.get(table.name, 40)
     texts = table.frame.head(most)
     drawn = text_table(texts.columns, texts.to_numpy().tolist())
     for name, column in zip(texts, drawn.columns, strict=True):
         widest = int(texts[name].str.len().max())
-        column.min_width = min(LEAST_WIDTH, widest) if name in WRAPPED else widest
+        column.min_width = min(LEAST_WIDTH, widest) if name in PROSE else widest
     console.print(drawn, soft_wrap=True)
     if len(table.frame) > most:
         console.out(f"... and {len(table.frame) - most} more rows in tables/{table.name}.csv")
@@ -140,8 +137,11 @@ def print_evaluations(
         why_nothing: printed if there is no number.
         invalid: why the numbers must not be compared; None if they may.
     """
-    kinds = list(dict.fromkeys(kind for c in contents.values() for kind in c))
-    names = dict.fromkeys(name for c in contents.values() for k in kinds for name in c.get(k, {}))
+    of_seeds = contents.values()
+    kinds = dict.fromkeys(kind for content in of_seeds for kind in content)
+    names = dict.fromkeys(
+        name for content in of_seeds for metrics in content.values() for name in metrics
+    )
     console = open_console()
     if invalid:
         console.out(f"INVALID, every number below: {invalid}")
@@ -151,7 +151,7 @@ def print_evaluations(
     console.out(f"{title}: n = {format_count(len(contents), 'seed')}, mean (sd over seeds)")
     rows = []
     for kind in kinds:
-        known = [c.get(kind, {}) for c in contents.values()]
+        known = [content.get(kind, {}) for content in of_seeds]
         shown = [mean_words([x[name] for x in known if name in x], len(known)) for name in names]
         rows.append([kind, *shown])
     console.print(text_table(["statistics", *names], rows))
@@ -164,14 +164,15 @@ def print_summary(state: CellState) -> None:
     console, ended = open_console(), [run for run in state.results if run.status in ENDED]
     if not ended:
         return
-    config, how = ended[0].settings, "already recorded" if state.was_over else "trained"
+    config, timing = ended[0].settings, ended[0].measured.timing
+    how = "already recorded" if state.was_over else "trained"
     n = format_count(len(ended), "seed")
     console.out(f"\n{config['norm']} on {config['data']}: {how}, n = {n}")
     if state.invalid:
         console.out(f"INVALID, every number: {state.invalid}")
     rows = []
     names = sorted({name for run in ended for name in run.metrics})
-    for metric in (n for base in SHOWN for n in names if n.partition("@")[0] == base):
+    for metric in (n for base in PREFERRED[:-1] for n in names if n.partition("@")[0] == base):
         values = values_of(ended, metric)
         spread = f"{statistics.stdev(values):.4f}" if len(values) > 1 else "-"
         mean, least, most = (f"{f(values):.4f}" for f in (statistics.mean, min, max))
@@ -180,16 +181,12 @@ def print_summary(state: CellState) -> None:
     if rows:  # unless all have diverged
         heads = ("metric", "mean", "sd over seeds", "lowest", "highest", "n")
         console.print(text_table(heads, rows))
-    for line in _early_ends(ended):
-        console.out(line)
-    timing = ended[0].measured.timing
-    seconds, step = timing.get("train_seconds", 0.0), timing.get("step_ms", 0.0)
     together = int(timing.get("stack_size", 1))
     whose = f"of {together} runs together" if together > 1 else "of a run"
-    console.out(f"trained in {seconds:.1f} s, {step:.2f} ms per step {whose}")
-    console.out(f"run directory: {state.directory}")
-    for line in [*_notes_on(state), "next:", *commands_to_look([state])]:
-        console.out(line)
+    seconds, step = timing.get("train_seconds", 0.0), timing.get("step_ms", 0.0)
+    lines = [*_early_ends(ended), f"trained in {seconds:.1f} s, {step:.2f} ms per step {whose}"]
+    lines += [f"run directory: {state.directory}", *_notes_on(state)]
+    console.out("\n".join([*lines, "next:", *commands_to_look([state])]))
 
 
 def print_closing_table(states: Sequence[CellState]) -> None:
@@ -198,8 +195,8 @@ def print_closing_table(states: Sequence[CellState]) -> None:
     names = {main_metric(state.results) for state in states} - {""}
     metric = names.pop() if len(names) == 1 else ""
     for state in states:
-        shown = _shown(state, in_header=metric)
         count = len(values_of(state.results, main_metric(state.results)))
+        shown = _shown(state, in_header=metric)
         table.append([state.status, state.title, shown, str(count or "")])
     print_cells(console, ["status", "cell", metric or "result", "n"], table)
     counts = Counter(state.status for state in states)
@@ -215,18 +212,18 @@ def commands_to_look(states: Sequence[CellState]) -> list[str]:
     """Commands that show the log of a failure, the status and the report of the study."""
     from normexp.config.cells import study_words
 
-    failed = [run for state in states for run in state.results if run.status is Status.FAILED]
-    folders = {state.id: state.directory for state in states if state.states and not state.refused}
-    logs = [seed_dir(folders[run.cell_id], run.seed) / LOG_FILE for run in failed[:1]]
-    where = [
-        shlex.join(study_words(study)) for study in sorted({f.parent for f in folders.values()})
+    shown = [state for state in states if state.states and not state.refused]
+    logs = [
+        seed_dir(state.directory, run.seed) / LOG_FILE
+        for state in shown
+        for run in state.results
+        if run.status is Status.FAILED
     ]
-    has_more = any(state.status in ("failed", "refused", "stopped") for state in states)
-    return [
-        *(f"  less {shlex.quote(str(log))}" for log in logs),
-        *(f"  python -m normexp.status {words}" for words in where if has_more),
-        *(f"  python -m normexp.report {words}" for words in where),
-    ]
+    studies = sorted({shlex.join(study_words(state.directory.parent)) for state in shown})
+    lines = [f"  less {shlex.quote(str(log))}" for log in logs[:1]]
+    if any(state.status in ("failed", "refused", "stopped") for state in states):
+        lines += [f"  python -m normexp.status {words}" for words in studies]
+    return lines + [f"  python -m normexp.report {words}" for words in studies]
 
 
 def _notes_on(state: CellState) -> list[str]:
@@ -235,16 +232,15 @@ def _notes_on(state: CellState) -> list[str]:
     if not ended:
         return []
     notes, chance = [], ended[0].measured.chance_accuracy
-    at_chance = [
-        run
+    at_chance = sum(
+        is_at_chance(
+            run.metrics.get(MAIN[0]), chance, count_samples(seed_dir(state.directory, run.seed))
+        )
         for run in ended
-        for accuracy in [run.metrics.get(MAIN[0])]
-        if is_at_chance(accuracy, chance, 1)  # else the samples need not be read
-        and is_at_chance(accuracy, chance, count_samples(seed_dir(state.directory, run.seed)))
-    ]
+    )
     if chance is not None and at_chance:
         notes.append(
-            f"{len(at_chance)} of {len(ended)} seeds at chance ({100 * chance:.0f} %): lower its "
+            f"{at_chance} of {len(ended)} seeds at chance ({100 * chance:.0f} %): lower its "
             "learning rate, search it, or train longer"
         )
     if all(run.status is Status.DIVERGED for run in ended):
@@ -273,11 +269,13 @@ def _early_ends(results: Sequence[Result]) -> list[str]:
     ends: dict[str, list[str]] = {}
     for run in results:
         measured = run.measured
-        words = f"ended at step {measured.last_step}: {measured.stopped}"
         if run.status is Status.DIVERGED:
             words = f"diverged at step {measured.diverged_at_step}"
-        if run.status is Status.DIVERGED or measured.stopped:
-            ends.setdefault(words, []).append(str(run.seed))
+        elif measured.stopped:
+            words = f"ended at step {measured.last_step}: {measured.stopped}"
+        else:
+            continue
+        ends.setdefault(words, []).append(str(run.seed))
     return [f"seed {', '.join(seeds)} {words}" for words, seeds in ends.items()]
 
 
@@ -295,24 +293,21 @@ def mean_words(values: Sequence[float], num_seeds: int = 0) -> str:
 
 def print_status(study: Study) -> None:
     """Prints a row per cell, the commands so far, and the command to type next."""
-    console, cells = open_console(), list(study.cells.values())
+    console, rows = open_console(), []
     states = [state for state in STATES if study.runs[state]]
-    rows = []
-    for cell in cells:
+    for cell in study.cells.values():
         counts = Counter(cell.states.values()) if not cell.refused else Counter[Status]()
-        processes = dict.fromkeys(stack.holder for stack in cell.stacks if stack.holder)
-        steps = [
-            f"{'' if stack.holder else 'interrupted at '}step {stack.step} of {stack.total}"
+        at_work = [
+            f"{stack.holder or 'interrupted'} at step {stack.step} of {stack.total}"
             for stack in cell.stacks
             if stack.total
         ]
-        at_work = [", ".join([*processes, *steps])] if steps else []
         notes = [f"refused: {cell.refused}"] if cell.refused else [*cell.failures, *at_work]
         numbers = [str(counts[state] or "-") for state in states]
         rows.append([cell.title, *numbers, "; ".join(notes)])
     print_cells(console, ["cell", *states, ""], rows)
-    refused = sum(bool(cell.refused) for cell in cells)
-    can_train = format_count(len(cells) - refused, "cell")
+    refused = len(study.refusals)
+    can_train = format_count(len(study.cells) - refused, "cell")
     counts = ", ".join(f"{study.runs[state]} {state}" for state in states)
     end = f"; {format_count(refused, 'cell')} refused" if refused else ""
     runs = format_count(study.runs.total(), "run")
@@ -334,15 +329,14 @@ def _next(study: Study) -> list[str]:
         for seed, state in cell.states.items()
         if state not in ENDED and not cell.refused
     }
-    again = [
-        f"  {_as_typed(command, study)}"
-        for command in study.commands
-        if command.searched
-        or any((cell, seed) in lacking for cell, one in command.cells.items() for seed in one.seeds)
-    ]
+    again = dict[str, None]()
+    for command in study.commands:
+        asked = {(cell, seed) for cell, one in command.cells.items() for seed in one.seeds}
+        if command.searched or asked & lacking:
+            again[f"  {_as_typed(command, study)}"] = None
     running = study.runs[Status.RUNNING]
     purpose = "running now; if that stops" if running else "to finish"
-    return [f"{purpose}, type again:", *dict.fromkeys(again)]
+    return [f"{purpose}, type again:", *again]
 
 
 def _as_typed(command: CommandEntry, study: Study) -> str:
@@ -356,7 +350,7 @@ def _as_typed(command: CommandEntry, study: Study) -> str:
         name = name.with_name(name.name.removesuffix("-search"))
     if name.name != "default" or any(word.startswith("experiment=") for word in kept):
         kept += study_words(name)
-    return f"{ENTRIES.get(program, program)} {shlex.join(kept)}"
+    return f"{PROGRAM.sub('python -m normexp.', program)} {shlex.join(kept)}"
 
 
 # --- Dry runs -------------------------------------------------------------------------------------
@@ -385,21 +379,23 @@ class Plan:
 
 def print_plan(plans: Sequence[Plan], *, num_workers: int, num_points: int) -> None:
     """Prints a row per cell and the totals."""
-    console, rows = open_console(), []
+    console, rows, todo = open_console(), [], []
     for plan in plans:
-        state = plan.state
+        state, time = plan.state, "-"
         if state.refused:
             rows.append([state.title, f"refused: {state.refused}", "", "", ""])
             continue
-        time = format_duration(plan.seconds) if state.missing else "-"
+        if state.missing:
+            todo.append(plan)
+            time = format_duration(plan.seconds)
         done = len(state.states) - len(state.missing)
         rows.append([state.title, str(len(state.missing)), str(done), f"{plan.num_steps:,}", time])
     print_cells(console, ("cell", "runs to do", "done", "steps", "time"), rows)
     if num_points > len(plans):
         console.out(f"{num_points} points of the grid, {format_count(len(plans), 'cell')}")
-    todo = [plan for plan in plans if plan.state.missing and not plan.state.refused]
-    seconds, count = sum(plan.seconds for plan in todo), sum(len(p.state.missing) for p in todo)
-    shared = seconds / max(1, min(num_workers, sum(plan.num_stacks for plan in todo)))
+    count = sum(len(plan.state.missing) for plan in todo)
+    num_stacks = sum(plan.num_stacks for plan in todo)
+    shared = sum(plan.seconds for plan in todo) / max(1, min(num_workers, num_stacks))
     console.out(
         f"{format_count(count, 'run')} of {format_count(len(todo), 'cell')} to do: about "
         f"{format_duration(shared)}, by a few steps of each (a stack of small networks takes less)"

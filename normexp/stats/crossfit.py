@@ -49,11 +49,6 @@ class CrossFit:
     values: Array
     shares: Array
 
-    @property
-    def is_at_edge(self) -> bool:
-        """True if the lowest or the highest rate was chosen often: a better one may lie outside."""
-        return len(self.shares) > 1 and self.shares[0] + self.shares[-1] >= AT_EDGE
-
 
 def cross_fit(scores: ArrayLike, outcomes: ArrayLike) -> CrossFit:
     """Cross-fitted outcomes of one norm from a complete grid.

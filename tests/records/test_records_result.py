@@ -63,7 +63,7 @@ def test_settings_are_flat_and_derived_values_stand_for_typed_ones():
     derived = {"steps": 2, "norm.momentum": 0.5, "model": "resnet18", "devices": 2}
     assert make_result(defines=defines, derived=derived).settings == {
         **{"norm": "batch", "norm.momentum": 0.5, "model": "resnet18"},
-        **{"model.choice": "torchvision", "data.sizes": (1,), "steps": 2},
+        **{"model.choice": "torchvision", "data.sizes": (1,), "samples": 64, "steps": 2},
     }
 
 

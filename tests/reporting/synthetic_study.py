@@ -55,6 +55,8 @@ def cell_of(
         "model": {"choice": model},
         "data": {"choice": data},
         "optim": {"choice": "sgd", **(optim or {})},
+        **({"epochs": epochs} if epochs == round(epochs) != 3 else {}),
+        **({"lr": lr} if lr != 0.1 else {}),
         **typed,
     }
     micro = micro_batch_size or batch_size

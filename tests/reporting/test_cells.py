@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from synthetic_study import cell_of, report_of_cells
 
@@ -89,7 +91,7 @@ def test_a_row_names_the_keys_in_which_recipes_differ(config: dict, words: str):
     (one,) = report.comparisons
     assert one.why == words and one.is_comparable == (not words)
     assert (one.verdict is None) == bool(words)
-    assert (one.row[DIFFERENCE] == "-") == bool(words)
+    assert (str(one.row[DIFFERENCE]) == "-") == bool(words)
 
 
 def test_a_norm_that_does_not_mix_samples_stands_at_every_norm_batch_size():
@@ -151,3 +153,44 @@ def test_a_slot_that_is_typed_equals_the_same_slot_in_a_norms_yaml():
     own = cell_of("frn", [0.8, 0.85, 0.81], knobs={"act": "tlu"})
     (one,) = report_of_cells(cell_of("batch", FLAT, act="tlu"), own).comparisons
     assert one.is_comparable
+
+
+def with_samples(cell: list, count: int) -> list:
+    """The runs of a cell that was asked for by a number of samples."""
+    for run in cell:
+        run.result.defines["samples"] = count
+    return cell
+
+
+@pytest.mark.parametrize(("samples", "is_comparable"), [((700, 700), True), ((700, 1400), False)])
+def test_a_budget_of_samples_is_compared_as_it_was_asked_for(samples: tuple, is_comparable: bool):
+    """Epochs and steps follow, with a rest that depends on the batch size."""
+    cells = [
+        with_samples(
+            cell_of("batch", FLAT, batch_size=size, epochs=steps * size / 333, steps=steps), count
+        )
+        for size, steps, count in ((3, 233, samples[0]), (32, 21, samples[1]))
+    ]
+    (one,) = report_of_cells(*cells).comparisons
+    assert one.is_comparable == is_comparable and "samples=700" in one.part.scope
+
+
+def test_floats_in_reasons_have_six_digits():
+    cells = [cell_of("batch", FLAT, lr=2 / 3), cell_of("rms", FLAT)]
+    assert report_of_cells(*cells).comparisons[0].why == "not compared: lr 0.1 and 0.666667"
+
+
+def test_what_follows_from_equal_words_may_differ():
+    """A momentum by `norm.half_life`, a learning rate by `lr_rule`."""
+    cells = [cell_of("batch", FLAT, batch_size=size, knobs={"half_life": 900}) for size in (6, 48)]
+    for cell, momentum, lr in zip(cells, (0.004, 0.036), (0.05, 0.14), strict=True):
+        for run in cell:
+            run.result.derived.update({"norm.momentum": momentum, "lr": lr})
+            run.result.defines["lr"] = 0.2  # as typed
+    (one,) = report_of_cells(*cells).comparisons
+    assert one.is_comparable
+    for run in cells[0]:
+        run.result.defines["base_batch_size"] = 12
+    typed = [replace(run, load_config=lambda: "base_batch_size: 12") for run in cells[0]]
+    (one,) = report_of_cells(typed, cells[1]).comparisons
+    assert one.why == "not compared: base_batch_size 12 and null"

@@ -12,7 +12,7 @@ import normexp
 from normexp.errors import UserError
 from normexp.records.archive import pack_study
 from normexp.records.files import write_json
-from normexp.reporting.metric import format_interval
+from normexp.reporting.metric import Estimate
 from normexp.reporting.runs import read_studies
 from normexp.stats.interval import Interval
 from normexp.status import main as status_main
@@ -89,7 +89,7 @@ def test_studies_without_a_readable_result_are_refused(tmp_path: Path, cell: Pat
     ],
 )
 def test_digits_follow_the_width_of_the_interval(values: tuple, text: str):
-    assert format_interval(Interval(*values, 0.95, 8), 1) == text
+    assert str(Estimate(Interval(*values, 0.95, 8), 1)) == text
 
 
 def test_a_study_that_ships_as_a_zip_has_the_report_of_its_folder(tmp_path: Path):
