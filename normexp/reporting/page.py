@@ -8,12 +8,11 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from glob import escape, glob
 from importlib import import_module
-from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,20 +20,22 @@ from urllib.parse import quote
 
 import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 from rich.console import Console
 from rich.progress import track
 
+from normexp.config.help import norm_words
+from normexp.config.schema import group_choices
 from normexp.errors import UserError
 from normexp.records.files import write_text
 from normexp.records.layout import list_studies
+from normexp.reporting.cells import base_of
 from normexp.reporting.compare import ADDED
 from normexp.reporting.figures import Figure, draw_figures
 from normexp.reporting.report import Report, read_report, to_json
-from normexp.reporting.tables import ADDED_NOTE, write_tables
+from normexp.reporting.slices import Slice
+from normexp.reporting.tables import ADDED_NOTE, Table, table_of, write_tables
 from normexp.reporting.terminal import open_console, print_report, text_table
 
-PACKAGE = "normexp.reporting"
 vl_convert: Any = import_module("vl_convert") if find_spec("vl_convert") else None
 MISSING = "" if vl_convert else "no figures: vl-convert is missing; pip install vl-convert-python"
 PNG_SCALE = 2.0  # pixels per point of the figure
@@ -45,7 +46,7 @@ RELOAD_EVERY = 10  # seconds between reloads of a watched page
 PAGE = "index.html"
 REPORT = "report.json"
 PAGES = Environment(
-    loader=PackageLoader(PACKAGE, "."),
+    loader=PackageLoader("normexp.reporting", "."),
     autoescape=True,
     undefined=StrictUndefined,
     trim_blocks=True,
@@ -152,7 +153,7 @@ def publish_index(runs_dir: Path) -> None:
     note = ADDED_NOTE if any(ADDED in texts[-1] for _, texts in rows) else ""
     title = f"studies in {runs_dir}"
     index = PAGES.get_template("index.html.j2").render(
-        title=title, columns=COLUMNS, rows=rows, note=note, css=_asset("page.css")
+        title=title, columns=COLUMNS, rows=rows, note=note
     )
     open_console().print(text_table(COLUMNS, [texts for _, texts in rows]))
     if note:
@@ -179,22 +180,19 @@ def _stamp(runs_dir: Path, names: Sequence[str]) -> set[tuple[str, int]]:
 def _write_files(folder: Path, report: Report, reload_seconds: int | None) -> None:
     """Writes tables, figures, report.json and a page that loads nothing from anywhere."""
     (folder / "figures").mkdir(parents=True)
-    write_tables(folder / "tables", report.tables)
     content = json.dumps(to_json(report), indent=1, allow_nan=False)
     (folder / REPORT).write_text(content, encoding="utf-8")
     sections = []
     for part in report.slices:
         ranking = next((one for one in report.rankings if one.part is part), None)
         drawn = [] if MISSING else draw_figures(part, ranking)
-        sections.append((part, report.tables_of(part), drawn))
+        sections.append((part, [*report.tables_of(part), norm_table(part)], drawn))
     figures = [figure for _, _, drawn in sections for figure in drawn]
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
         list(pool.map(lambda figure: _write_figure(folder / "figures", figure), figures))
-    shown = {table.name for _, tables, _ in sections for table in tables}
-    others = [table for table in report.tables if table.name not in shown]
-    specs = json.dumps({figure.name: figure.spec for figure in figures}, allow_nan=False)
-    # Vega, Vega-Lite and vega-embed as one script that sets window.vegaEmbed.
-    bundle: str = "" if MISSING else vl_convert.javascript_bundle()
+    shown = {table.name: table for _, tables, _ in sections for table in tables}
+    others = {table.name: table for table in report.tables if table.name not in shown}
+    write_tables(folder / "tables", [*shown.values(), *others.values()])
     page = PAGES.get_template("page.html.j2").render(
         report=report,
         sections=sections,
@@ -202,12 +200,38 @@ def _write_files(folder: Path, report: Report, reload_seconds: int | None) -> No
         others=others,
         shown_rows=SHOWN_ROWS,
         reload_seconds=reload_seconds,
-        specs=Markup(specs.replace("<", "\\u003c")),
-        bundle=Markup(bundle.replace("</script", "<\\/script")),
-        css=_asset("page.css"),
-        js=_asset("page.js"),
+        specs={figure.name: figure.spec for figure in figures},
+        # Vega, Vega-Lite and vega-embed as one script that sets window.vegaEmbed.
+        bundle="" if MISSING else vl_convert.javascript_bundle(),
     )
     (folder / PAGE).write_text(page, encoding="utf-8")
+
+
+def norm_table(part: Slice) -> Table:
+    """What each norm does, and what its training took."""
+    rows = []
+    for norm in part.norms:
+        name = base_of(norm)
+        cells = [cell for cell in part.cells if cell.norm == norm]
+        timings = [run.result.measured.timing for cell in cells for run in cell.runs]
+        rows.append(
+            {
+                "norm": norm,
+                "what it does": norm_words(name)[0] if name in group_choices("norm") else "",
+                "ms per step": _span(timings, "step_ms"),
+                "peak memory (MB)": _span(timings, "peak_memory_mb"),
+            }
+        )
+    note = "Of a run: that of all runs trained together over their number; the least and the most."
+    return table_of(
+        f"norms_{part.slug}", "The norms and their cost", rows, note=note, has_latex=False
+    )
+
+
+def _span(timings: Sequence[Mapping[str, float]], key: str) -> str:
+    """`9.1 to 13.4`, of a run."""
+    values = sorted(one[key] / one.get("stack_size", 1) for one in timings if key in one)
+    return " to ".join(dict.fromkeys(f"{value:.1f}" for value in (*values[:1], *values[-1:])))
 
 
 def _write_figure(folder: Path, figure: Figure) -> None:
@@ -216,7 +240,3 @@ def _write_figure(folder: Path, figure: Figure) -> None:
     (folder / f"{figure.name}.svg").write_text(svg, encoding="utf-8")
     (folder / f"{figure.name}.png").write_bytes(vl_convert.svg_to_png(svg, scale=PNG_SCALE))
     pd.DataFrame(figure.rows).to_csv(folder / f"{figure.name}.csv", index=False)
-
-
-def _asset(name: str) -> Markup:
-    return Markup(files(PACKAGE).joinpath(name).read_text(encoding="utf-8"))
