@@ -28,7 +28,7 @@ POINTS = 60  # of a curve
 CONFIG = {
     "font": "DejaVu Sans, Liberation Sans, Arial, sans-serif",
     "view": {"stroke": None, "continuousWidth": WIDTH},
-    "axis": {"titleFontWeight": "normal", "gridOpacity": 0.4},
+    "axis": {"titleFontWeight": "normal", "gridOpacity": 0.4, "labelSeparation": 6},
     "legend": {
         "orient": "top",
         "columns": 4,
@@ -47,7 +47,7 @@ COLOURS = (
     *("#848484", "#2a9fc4", "#c04a6c", "#86902a", "#ae6e42", "#38a08f"),
 )
 SIZES = ("#2b86d9", "#a06fd8", "#cf5791", "#d9603b", "#b07d1e", "#2f9e6b")  # in their order
-# Fewer than colours, and no divisor of their number, so norms of one colour differ in these.
+# Their numbers have no divisor in common with that of colours: norms of one colour differ in them.
 MARKERS = (
     *("circle", "square", "triangle-up", "diamond", "triangle-down"),
     *("triangle-right", "triangle-left"),
@@ -282,13 +282,13 @@ def _norm_axis(norms: Iterable[str]) -> alt.Y:
     return alt.Y("norm:N", title=None, sort=list(norms)).axis(labelLimit=140, grid=True)
 
 
-def _of_norms(norms: Iterable[str]) -> tuple[alt.Color, alt.Shape, alt.StrokeDash]:
+def _of_norms(norms: Sequence[str]) -> tuple[alt.Color, alt.Shape, alt.StrokeDash]:
     """Colour, marker and dash of norms, with one legend."""
     places = place_norms(norms)
 
     def scale(styles: Sequence[Any]) -> alt.Scale:
-        shown = [styles[at % len(styles)] for at in places.values()]
-        return alt.Scale(domain=list(places), range=shown)
+        shown = [styles[places[norm] % len(styles)] for norm in norms]
+        return alt.Scale(domain=list(norms), range=shown)
 
     return (
         alt.Color("norm:N", scale=scale(COLOURS)),
@@ -306,6 +306,7 @@ def place_norms(labels: Iterable[str]) -> dict[str, int]:
     # The first variant, as `group num_groups=4`, inherits the norm's place.
     heirs = {base_of(label): label for label in reversed(ordered)}
     places = {heirs[norm]: at for at, norm in enumerate(ORDER) if norm in heirs}
-    turns = (*range(own, count), *range(own), *range(count, count + len(ordered)))
-    free = iter([at for at in turns if at not in places.values()])
-    return {label: places[label] if label in places else next(free) for label in ordered}
+    others = [label for label in ordered if label not in places]
+    turns = (*range(own, count), *range(own), *range(count, count + len(others)))
+    free = [at for at in turns if at not in places.values()]
+    return {**places, **dict(zip(others, free, strict=False))}

@@ -9,16 +9,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from glob import escape, glob
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pandas as pd
+import vl_convert
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.console import Console
 from rich.progress import track
@@ -36,8 +34,6 @@ from normexp.reporting.slices import Slice
 from normexp.reporting.tables import ADDED_NOTE, Table, table_of, write_tables
 from normexp.reporting.terminal import open_console, print_report, text_table
 
-vl_convert: Any = import_module("vl_convert") if find_spec("vl_convert") else None
-MISSING = "" if vl_convert else "no figures: vl-convert is missing; pip install vl-convert-python"
 PNG_SCALE = 2.0  # pixels per point of the figure
 COLUMNS = ("study", "last result", "size", "what its report says")
 SHOWN_ROWS = 1000  # of a table; the others are in its CSV
@@ -69,17 +65,15 @@ def publish(runs_dir: Path, names: Sequence[str], *, watch: bool, **options: Any
     if not watch:
         report = read_report(runs_dir, names, **options)
         print_report(report)
-        if MISSING:
-            print(MISSING)
         if can_write(report):
             print(f"report: {report.directory / PAGE}")
         return
     print(f"watching {', '.join(names)} for results; Ctrl-C stops", flush=True)
-    seen, report = set[tuple[str, int]](), None
+    seen, report = 0, None
     try:
         while True:
-            if (stamp := _stamp(runs_dir, names)) != seen:
-                seen, report = stamp, read_report(runs_dir, names, **options)
+            if (newest := _newest(runs_dir, names)) > seen:
+                seen, report = newest, read_report(runs_dir, names, **options)
                 write_report(report, RELOAD_EVERY)
                 now = time.strftime("%H:%M:%S")
                 print(f"{now} {report.counts}: {report.directory / PAGE}", flush=True)
@@ -131,10 +125,9 @@ def publish_index(runs_dir: Path) -> None:
     Raises:
         UserError: a folder without studies, or one that cannot be written.
     """
-    stamps = {name: _stamp(runs_dir, [name]) for name in list_studies(runs_dir)}
-    latest = {name: max((time for _, time in stamps[name]), default=0) for name in stamps}
+    latest = {name: _newest(runs_dir, [name]) for name in list_studies(runs_dir)}
     rows = []
-    newest_first = sorted(stamps, key=lambda name: -latest[name])
+    newest_first = sorted(latest, key=lambda name: -latest[name])
     for name in track(newest_first, "reading", console=Console(stderr=True), transient=True):
         folder = runs_dir / name / "report"
         try:
@@ -165,16 +158,16 @@ def publish_index(runs_dir: Path) -> None:
         print(f"no page: {runs_dir / PAGE} cannot be written ({error.strerror})", file=sys.stderr)
 
 
-def _stamp(runs_dir: Path, names: Sequence[str]) -> set[tuple[str, int]]:
-    """Every result and evaluation of the studies with the time it was written."""
-    stamps = set()
+def _newest(runs_dir: Path, names: Sequence[str]) -> int:
+    """When the last result or evaluation of the studies was written, in ns; 0: there is none."""
+    times = [0]
     for name in names:
         # Not Path.glob, which raises if a folder disappears meanwhile.
         study = escape(str(runs_dir / name))
         for path in [*glob(f"{study}/*/seed-*/*.json"), *glob(f"{study}.zip")]:
             with suppress(FileNotFoundError):  # just removed by a rerun
-                stamps.add((path, os.stat(path).st_mtime_ns))
-    return stamps
+                times.append(os.stat(path).st_mtime_ns)
+    return max(times)
 
 
 def _write_files(folder: Path, report: Report, reload_seconds: int | None) -> None:
@@ -185,24 +178,23 @@ def _write_files(folder: Path, report: Report, reload_seconds: int | None) -> No
     sections = []
     for part in report.slices:
         ranking = next((one for one in report.rankings if one.part is part), None)
-        drawn = [] if MISSING else draw_figures(part, ranking)
+        drawn = draw_figures(part, ranking)
         sections.append((part, [*report.tables_of(part), norm_table(part)], drawn))
     figures = [figure for _, _, drawn in sections for figure in drawn]
-    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-        list(pool.map(lambda figure: _write_figure(folder / "figures", figure), figures))
+    for figure in figures:
+        _write_figure(folder / "figures", figure)
     shown = {table.name: table for _, tables, _ in sections for table in tables}
     others = {table.name: table for table in report.tables if table.name not in shown}
     write_tables(folder / "tables", [*shown.values(), *others.values()])
     page = PAGES.get_template("page.html.j2").render(
         report=report,
         sections=sections,
-        missing=MISSING,
         others=others,
         shown_rows=SHOWN_ROWS,
         reload_seconds=reload_seconds,
         specs={figure.name: figure.spec for figure in figures},
         # Vega, Vega-Lite and vega-embed as one script that sets window.vegaEmbed.
-        bundle="" if MISSING else vl_convert.javascript_bundle(),
+        bundle=vl_convert.javascript_bundle(),  # pyright: ignore[reportCallIssue]
     )
     (folder / PAGE).write_text(page, encoding="utf-8")
 
@@ -212,20 +204,17 @@ def norm_table(part: Slice) -> Table:
     rows = []
     for norm in part.norms:
         name = base_of(norm)
-        cells = [cell for cell in part.cells if cell.norm == norm]
-        timings = [run.result.measured.timing for cell in cells for run in cell.runs]
-        rows.append(
-            {
-                "norm": norm,
-                "what it does": norm_words(name)[0] if name in group_choices("norm") else "",
-                "ms per step": _span(timings, "step_ms"),
-                "peak memory (MB)": _span(timings, "peak_memory_mb"),
-            }
-        )
-    note = "Of a run: that of all runs trained together over their number; the least and the most."
-    return table_of(
-        f"norms_{part.slug}", "The norms and their cost", rows, note=note, has_latex=False
+        runs = [run for cell in part.cells if cell.norm == norm for run in cell.runs]
+        timings = [run.result.measured.timing for run in runs]
+        row = {"norm": norm, "ms per step": _span(timings, "step_ms")}
+        row["peak memory (MB)"] = _span(timings, "peak_memory_mb")
+        row["what it does"] = norm_words(name)[0] if name in group_choices("norm") else ""
+        rows.append(row)
+    note = (
+        "Time and memory of the runs trained together, over their number, from the least to the "
+        "most; time is as noisy as the machine."
     )
+    return table_of(f"norms_{part.slug}", "Norms and their cost", rows, note=note, has_latex=False)
 
 
 def _span(timings: Sequence[Mapping[str, float]], key: str) -> str:
