@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import altair as alt
@@ -74,7 +75,7 @@ class Figure:
     rows: Sequence[Row]
     height: Any = HEIGHT
 
-    @property
+    @cached_property
     def spec(self) -> dict[str, Any]:
         """Vega-Lite as plain values."""
         data = alt.NamedData("rows")
