@@ -37,11 +37,11 @@ CONFIG = {
         "titleFontWeight": "normal",
         "symbolOpacity": 1,
     },
+    "mark": {"tooltip": {"content": "data"}},
     "point": {"opacity": 1, "size": 80, "strokeWidth": 2},
 }
 DOT = {"size": 6, "opacity": 0.8, "strokeWidth": 3}  # not filled, so that the legend is open too
 DOTS = "Open marks are means, with 95 % intervals over more than 3 seeds; each dot is a seed"
-TOOLTIP = ("norm:N", "size:N", "lr:Q", "seed:Q", "value:Q", "n:Q")
 VERDICTS = {"better": "#009e73", "worse": "#d55e00", "tie": "#2b86d9", "undecided": "#848484"}
 COLOURS = (
     *("#d55e00", "#2b86d9", "#cc6fa7", "#009e73", "#b88600", "#8f74dc"),
@@ -185,9 +185,7 @@ def draw_curves(part: Slice) -> Iterator[Figure]:
             rows += [keys | row for row in _curve(grid, metric)]
         x = alt.X("samples:Q", title="training samples seen").axis(format="~s", tickCount=4)
         y = alt.Y("value:Q", title=metric.label).scale(zero=False)
-        base = alt.Chart().encode(
-            x, y, colour.legend(symbolType="stroke", symbolSize=400), tooltip=TOOLTIP
-        )
+        base = alt.Chart().encode(x, y, colour.legend(symbolType="stroke", symbolSize=400))
         lines = base.mark_line(strokeWidth=1.5).encode(dash)
         ends = base.mark_point(**DOT)
         chart = alt.layer(lines.transform_filter(IS_MEAN), ends.transform_filter(IS_SEED))
@@ -262,7 +260,7 @@ def _marks(x: alt.X, y: alt.Y, colour: alt.Color, shape: alt.Shape) -> Any:
 
     x or y is the column `value`.
     """
-    base = alt.Chart().encode(x, y, colour, tooltip=TOOLTIP)
+    base = alt.Chart().encode(x, y, colour)
     second = alt.X2 if x["shorthand"] == "value:Q" else alt.Y2
     mean = base.transform_filter(IS_MEAN)
     return alt.layer(

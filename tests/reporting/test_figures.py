@@ -69,6 +69,7 @@ def test_sizes_of_a_norm_share_a_panel_and_its_axes(written: Report):
     assert panels == {norm: norm for norm in ("batch", "layer", "group")}
     assert {row["size"] for row in curves.rows if row["norm"] == "batch"} == {"2", "128"}
     assert {row["size"] for row in curves.rows if row["norm"] == "layer"} == {"any"}
+    assert curves.spec["facet"]["sort"] == ["batch", "layer", "group"]
     assert "resolve" not in curves.spec  # one pair of axes
     ends = [row for row in curves.rows if row["kind"] == "seed" and row["norm"] == "layer"]
     assert len(ends) == len(SEEDS)
