@@ -38,7 +38,8 @@ TITLES = {
 FONT = 19  # pixels; a phone shows the picture at half its size
 TEXTS = {
     "axis": CONFIG["axis"] | {"labelFontSize": FONT, "titleFontSize": FONT},
-    "legend": CONFIG["legend"] | {"labelFontSize": FONT + 1, "columns": 5, "symbolSize": 160},
+    "legend": CONFIG["legend"]
+    | {"labelFontSize": FONT + 1, "columns": 5, "symbolSize": 160, "title": None},
 }
 
 
@@ -68,7 +69,7 @@ def draw_panel(part: Slice, title: str) -> Any:
     mean, seed = (base.transform_filter(f"datum.kind == '{kind}'") for kind in ("mean", "seed"))
     band = mean.transform_filter("isValid(datum.low)").mark_area(opacity=0.15)
     band = band.encode(alt.Y("low:Q", title=words), alt.Y2("high:Q"))
-    dots = seed.mark_point(size=25, opacity=0.6).encode(y)
+    dots = seed.mark_circle(size=25, opacity=0.6).encode(y)
     line = mean.mark_line(strokeWidth=2.5, point=alt.OverlayMarkDef(size=70)).encode(y)
     # A chart's own title is pushed up by labels of its axis, and would not be level in both panels.
     heading = alt.Chart(alt.Data(values=[{}])).mark_text(

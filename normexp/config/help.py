@@ -164,14 +164,20 @@ def option_defaults(entry: str) -> dict[str, Any]:
     return yaml.safe_load((conf_dir() / "entries.yaml").read_text(encoding="utf-8"))[entry]
 
 
+def norm_words(name: str) -> tuple[str, str]:
+    """The phrase and the family of a shipped norm, from the comments at the top of its YAML."""
+    lines = (conf_dir() / "norm" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    header = [line.lstrip("# ") for line in takewhile(lambda line: line[:1] == "#", lines)]
+    phrase = re.sub(r" \(arXiv:[^)]*\)", "", header[0]).rstrip(".")
+    return phrase, header[-1].removeprefix("family: ")
+
+
 def _norms() -> str:
     """The norms by family, with a phrase each, from the comments at the top of their YAMLs."""
     families: dict[str, list[tuple[str, str]]] = {}
     for name in (name for name in group_choices("norm") if "/" not in name):
-        lines = (conf_dir() / "norm" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
-        header = [line.lstrip("# ") for line in takewhile(lambda line: line[:1] == "#", lines)]
-        phrase = re.sub(r" \(arXiv:[^)]*\)", "", header[0]).rstrip(".")
-        families.setdefault(header[-1].removeprefix("family: "), []).append((name, phrase))
+        phrase, family = norm_words(name)
+        families.setdefault(family, []).append((name, phrase))
     tables = [_table(f"  {family}", rows, "    ") for family, rows in sorted(families.items())]
     title = "Norms (norm=NAME) by family; `over` says what their statistics pool:\n"
     return (

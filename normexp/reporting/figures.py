@@ -1,59 +1,62 @@
-"""The figures of a report: by norm batch size, by norm, error against lr, curves, ranking, cost.
+"""The figures of a report: by norm batch size, by norm, error against lr, curves, ranking.
 
-Colours after Okabe and Ito (2008), extended by muted colours of similar lightness, all with a
-contrast of 2.4 or more on white and on the dark page. A norm has one colour, marker and dash in
-every figure; markers and dashes differ too, so that figures can be read in grey.
+Every colour has a contrast of 3 or more on white and on the dark page. A norm has one colour and
+marker, and its curves one dash, in every figure.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from functools import cached_property
 from typing import Any
 
 import altair as alt
+import pandas as pd
 
 from normexp.config.words import format_count
 from normexp.reporting.cells import ORDER, base_of, mean_of_seeds, order_norms
 from normexp.reporting.compare import Ranking
-from normexp.reporting.metric import describe_metric
+from normexp.reporting.metric import Metric, describe_metric
 from normexp.reporting.slices import AXIS_WORDS, Grid, Slice
 from normexp.stats.interval import Interval
 
 WIDTH, HEIGHT = 560, 300  # pixels; on the page the width follows the window
 PANEL = 230  # width of each of several panels
+LINE = 24  # pixels of a row of norms
+POINTS = 60  # of a curve
 CONFIG = {
     "font": "DejaVu Sans, Liberation Sans, Arial, sans-serif",
     "view": {"stroke": None, "continuousWidth": WIDTH},
-    "axis": {"titleFontWeight": "normal", "gridOpacity": 0.4, "labelOverlap": True},
-    "legend": {"orient": "top", "columns": 3, "title": None, "labelLimit": 110, "symbolOpacity": 1},
-    "point": {"filled": True, "opacity": 1, "size": 60},
+    "axis": {"titleFontWeight": "normal", "gridOpacity": 0.4, "labelSeparation": 6},
+    "legend": {
+        "orient": "top",
+        "columns": 4,
+        "labelLimit": 110,
+        "titleFontWeight": "normal",
+        "symbolOpacity": 1,
+    },
+    "mark": {"tooltip": {"content": "data"}},
+    "point": {"opacity": 1, "size": 80, "strokeWidth": 2},
 }
-SPREAD = 0.5  # octaves over which the norms at one size stand beside each other
-POINTS = 60  # of a curve
-LINE = 20  # pixels of a row of norms
-DOTS = "Marks are means, with 95 % intervals over more than 3 seeds; each dot is a seed"
-VERDICTS = {"better": "#009e73", "worse": "#d55e00", "tie": "#56a5d9", "undecided": "#8c8c8c"}
+DOT = {"size": 6, "opacity": 0.8, "strokeWidth": 3}  # not filled, so that the legend is open too
+DOTS = "Open marks are means, with 95 % intervals over more than 3 seeds; each dot is a seed"
+VERDICTS = {"better": "#009e73", "worse": "#d55e00", "tie": "#2b86d9", "undecided": "#848484"}
 COLOURS = (
-    *("#d55e00", "#0072b2", "#cc79a7", "#009e73", "#56a5d9", "#c98a00"),
-    *("#7f7f7f", "#a8466e", "#8f8f2a", "#8870d0", "#a86a3d", "#3fa294"),
+    *("#d55e00", "#2b86d9", "#cc6fa7", "#009e73", "#b88600", "#8f74dc"),
+    *("#848484", "#2a9fc4", "#c04a6c", "#86902a", "#ae6e42", "#38a08f"),
 )
-STAR = "M0,-1L0.25,-0.3L1,-0.3L0.4,0.15L0.6,0.9L0,0.45L-0.6,0.9L-0.4,0.15L-1,-0.3L-0.25,-0.3Z"
-HOURGLASS = "M-0.8,-0.8L0.8,-0.8L-0.8,0.8L0.8,0.8Z"
-BAR = "M-0.3,-1L0.3,-1L0.3,1L-0.3,1Z"
-MARKERS = (  # one fewer than colours: norms that share a colour have two markers
-    *("circle", "square", "triangle-up", "diamond", "triangle-down", "cross", BAR),
-    *("triangle-right", "triangle-left", STAR, HOURGLASS),
+SIZES = ("#2b86d9", "#a06fd8", "#cf5791", "#d9603b", "#b07d1e", "#2f9e6b")  # in their order
+# Their numbers have no divisor in common with that of colours: norms of one colour differ in them.
+MARKERS = (
+    *("circle", "square", "triangle-up", "diamond", "triangle-down"),
+    *("triangle-right", "triangle-left"),
 )
-DASHES = (
-    *((1, 0), (6, 2), (2, 2), (8, 2), (4, 2), (10, 3)),
-    *((3, 3), (12, 2), (5, 5), (7, 4), (2, 4), (9, 5)),
-)
+DASHES = ((1, 0), (6, 2), (2, 2), (8, 2, 2, 2), (4, 4))
+IS_MEAN, IS_SEED = "datum.kind == 'mean'", "datum.kind == 'seed'"
+NO_SEEDS: Mapping[int, float] = {}
 Row = dict[str, Any]
-Styles = Mapping[str, tuple[str, str, tuple[int, int]]]  # colour, symbol of Vega, dash in pixels
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class Figure:
     rows: Sequence[Row]
     height: Any = HEIGHT
 
-    @property
+    @cached_property
     def spec(self) -> dict[str, Any]:
         """Vega-Lite as plain values."""
         data = alt.NamedData("rows")
@@ -88,41 +91,52 @@ class Figure:
         return {**shown, "data": {"values": list(self.rows)}, "config": CONFIG}
 
 
-def assign_styles(labels: Iterable[str]) -> Styles:
-    """A style per label, in order. Norms of ORDER always have their own; others take free styles.
-
-    Beyond 12 norms the colours repeat, each time with another marker.
-    """
-    ordered, count = order_norms(labels), len(COLOURS)
-    # The first variant, as `group num_groups=4`, inherits the norm's style.
-    heirs = {base_of(label): label for label in reversed(ordered) if base_of(label) in ORDER}
-    places = {label: ORDER.index(base) for base, label in heirs.items()}
-    # The styles of norms of ORDER that are absent come after those that belong to no norm.
-    turns = (*range(len(ORDER), count), *range(len(ORDER)), *range(count, count + len(ordered)))
-    free = [place for place in turns if place not in places.values()]
-    places |= zip([label for label in ordered if label not in places], free, strict=False)
-    return {
-        label: (COLOURS[at % count], MARKERS[at % len(MARKERS)], DASHES[at % count])
-        for label in ordered
-        for at in [places[label]]
-    }
-
-
 def draw_figures(part: Slice, ranking: Ranking | None) -> list[Figure]:
     """Every figure for which the slice has data, the main one first."""
-    styles = assign_styles(part.norms)
-    by_size = len(part.sizes) > 1
-    drawn = [draw_by_size(part, styles) if by_size else draw_by_norm(part, styles)]
-    drawn += [draw_rates(part, styles)] if any(len(grid.cells) > 1 for grid in part.grids) else []
+    drawn = [draw_by_size(part) if len(part.sizes) > 1 else draw_by_norm(part)]
+    drawn += [draw_rates(part)] if any(len(grid.cells) > 1 for grid in part.grids) else []
     drawn += [draw_ranking(ranking)] if ranking and len(ranking.places) > 2 else []
-    return [one for one in (*drawn, *draw_curves(part, styles), draw_cost(part)) if one.rows]
+    return [figure for figure in (*drawn, *draw_curves(part)) if figure.rows]
+
+
+def draw_by_size(part: Slice) -> Figure:
+    """The metric against the size that varies, a line per norm; norms stand beside each other."""
+    rows: list[Row] = []
+    for line in part.lines.values():
+        for size, grid in line.items():
+            rows += _points(grid, size=size)
+    x = (
+        alt.X("size:O", title=AXIS_WORDS[part.axis])
+        .axis(labelAngle=0)
+        .scale(paddingInner=0.6, paddingOuter=0.2)
+    )
+    y = alt.Y("value:Q", title=part.metric.label).scale(zero=False)
+    chart = _lines(x, y, part.norms).encode(xOffset=alt.XOffset("norm:N", sort=part.norms))
+    words = _dots_words(part)
+    if part.independent:
+        names = ", ".join(norm for norm in part.norms if norm in part.independent)
+        words += f" {names}: not mixing samples, so the same runs at every size."
+    title = f"{part.metric.label} by {AXIS_WORDS[part.axis]}"
+    return Figure(f"by_size_{part.slug}", title, words, chart, rows)
+
+
+def draw_by_norm(part: Slice) -> Figure:
+    """The metric of each norm, the best first."""
+    grids = sorted(
+        part.compared.values(), key=lambda grid: -grid.sign * (grid.mean.estimate or 0.0)
+    )
+    rows = [row for grid in grids for row in _points(grid)]
+    x = alt.X("value:Q", title=part.metric.label).scale(zero=False)
+    colour, shape, _ = _of_norms(part.norms)
+    y = _norm_axis(grid.norm for grid in grids)
+    chart = _marks(x, y, colour.legend(None), shape.legend(None))
+    title, height = f"{part.metric.label} by norm", alt.Step(LINE)
+    return Figure(f"by_norm_{part.slug}", title, _dots_words(part), chart, rows, height)
 
 
 def _points(grid: Grid, **keys: object) -> list[Row]:
     """The mean of a grid and its seeds; of a tuned norm the seeds at its best learning rate."""
-    shown = {"norm": grid.norm, **keys}
-    values = grid.best.values(grid.metric)
-    return interval_row(grid.mean, **shown) + seed_rows(values, **shown)
+    return _rows(grid.mean, grid.best.values(grid.metric), norm=grid.norm, **keys)
 
 
 def _dots_words(part: Slice) -> str:
@@ -131,62 +145,7 @@ def _dots_words(part: Slice) -> str:
     return f"{DOTS}{at}. {part.scope}."
 
 
-def draw_by_size(part: Slice, styles: Styles) -> Figure:
-    """The metric against the size that varies, a line per norm."""
-    rows: list[Row] = []
-    step = SPREAD / max(len(part.norms), 4)
-    for place, (_, line) in enumerate(part.lines.items()):
-        beside = 2 ** (step * (place - (len(part.lines) - 1) / 2))
-        for size, grid in line.items():
-            rows += _points(grid, size=size, at=size * beside)
-    x = alt.X("at:Q", title=AXIS_WORDS[part.axis])
-    x = x.axis(values=list(part.sizes), format="d", grid=False).scale(
-        type="log", base=2, nice=False, padding=9
-    )
-    y = alt.Y("value:Q", title=part.metric.label).scale(zero=False)
-    chart = _lines(x, y, styles)
-    words = f"{_dots_words(part)} Norms at one size stand beside each other."
-    if part.independent:
-        names = ", ".join(norm for norm in part.norms if norm in part.independent)
-        words += f" {names}: not mixing samples, so the same runs at every size."
-    title = f"{part.metric.label} by {AXIS_WORDS[part.axis]}"
-    return Figure(f"by_size_{part.slug}", title, words, chart, rows)
-
-
-def _lines(x: alt.X, y: alt.Y, styles: Styles) -> Any:
-    """A line per norm through its means, with their intervals and every seed."""
-    colour, shape, dash = of_norms(styles)
-    line = alt.Chart().mark_line(strokeWidth=1.5).encode(x, y, colour, dash)
-    return alt.layer(
-        line.transform_filter("datum.kind == 'mean'"), dots_and_means(x, y, colour, shape)
-    )
-
-
-def draw_by_norm(part: Slice, styles: Styles) -> Figure:
-    """The metric of each norm, the best first."""
-    grids = sorted(
-        part.compared.values(), key=lambda grid: -grid.sign * (grid.mean.estimate or 0.0)
-    )
-    rows = [row for grid in grids for row in _points(grid)]
-    x = alt.X("value:Q", title=part.metric.label).scale(zero=False)
-    y = _norm_axis([grid.norm for grid in grids])
-    colour, shape, _ = of_norms(styles)
-    chart = dots_and_means(x, y, colour.legend(None), shape.legend(None))
-    return Figure(
-        name=f"by_norm_{part.slug}",
-        title=f"{part.metric.label} by norm",
-        caption=_dots_words(part),
-        chart=chart,
-        rows=rows,
-        height=alt.Step(LINE),
-    )
-
-
-def _norm_axis(norms: Sequence[str]) -> alt.Y:
-    return alt.Y("norm:N", title=None, sort=list(norms)).axis(labelLimit=140, grid=True)
-
-
-def draw_rates(part: Slice, styles: Styles) -> Figure:
+def draw_rates(part: Slice) -> Figure:
     """The error at each learning rate; a panel per size where sizes vary."""
     best, sign = (part.metric.bounds[1], -1) if part.metric.bounds else (0.0, 1)
     rows: list[Row] = []
@@ -196,82 +155,66 @@ def draw_rates(part: Slice, styles: Styles) -> Figure:
                 keys = {"norm": norm, "lr": cell.lr, "panel": f"{AXIS_WORDS[part.axis]} {size}"}
                 values = cell.values(part.metric)
                 errors = {seed: best + sign * value for seed, value in values.items()}
-                interval = mean_of_seeds([*errors.values()], cell.step(part.metric), part.metric)
-                rows += interval_row(interval, **keys) + seed_rows(errors, **keys)
-    rows = [row for row in rows if row["value"] > 0 and row["lr"] is not None]  # log axes
-    floor = min((row["value"] for row in rows), default=1.0)
-    rows = [row | {"low": max(row["low"] or row["value"], floor)} if "low" in row else row
-            for row in rows]  # fmt: skip
+                mean = mean_of_seeds([*errors.values()], cell.step(part.metric), part.metric)
+                rows += _rows(mean, errors, **keys)
     kind = part.metric.label.replace("accuracy", "error")
-    x = (
-        alt.X("lr:Q", title="learning rate")
-        .scale(type="log")
-        .axis(format="~g", tickCount=5, grid=False)
-    )
-    y = alt.Y("value:Q", title=kind).axis(format="~g", tickCount=6)
-    y = y.scale(type="log", nice=False, padding=9)
-    chart = _lines(x, y, styles)
+    rates = sorted({row["lr"] for row in rows})
+    x = alt.X("lr:Q", title="learning rate").axis(values=rates, format=".3~g", grid=False)
+    y = alt.Y("value:Q", title=kind).scale(type="sqrt", zero=False)
+    chart = _lines(x.scale(type="log", nice=False, padding=12), y, part.norms)
     words = f"{DOTS}. A diverged run or one at chance counts as chance level."
     return Figure(f"rates_{part.slug}", f"{kind} against learning rate", words, chart, rows)
 
 
-def draw_curves(part: Slice, styles: Styles) -> Iterator[Figure]:
+def draw_curves(part: Slice) -> Iterator[Figure]:
     """Training loss and validation: the sizes of a norm in one panel, or all norms in one."""
+    colour, _, dash = _of_norms(part.norms)
+    words = "Mean over seeds at the best learning rate; the dots are each seed's last value."
     by_size = len(part.sizes) > 1
+    if by_size:
+        sizes = [*map(str, part.sizes), *(["any"] if part.independent else [])]
+        title = AXIS_WORDS[part.axis]
+        colour = alt.Color("size:N", title=title).scale(domain=sizes, range=SIZES)
+        dash = alt.StrokeDash("size:N", title=title).scale(domain=sizes, range=DASHES)
     for name in ("train/loss", part.metric.selection_name):
         metric = describe_metric(name)
         rows: list[Row] = []
         for grid in part.grids:
-            curves = [
-                [(x.samples_seen, x.value) for x in run.history() if x.name == name]
-                for run in grid.best.runs
-            ]
-            panel = grid.norm if by_size else ""
-            keys = {"norm": grid.norm, "size": str(grid.size), "panel": panel}
-            rows += _curve(list(filter(None, curves)), metric.scale, keys)
+            size = "any" if grid.norm in part.independent else str(grid.size)
+            keys = {"norm": grid.norm, "size": size, "panel": grid.norm if by_size else ""}
+            rows += [keys | row for row in _curve(grid, metric)]
         x = alt.X("samples:Q", title="training samples seen").axis(format="~s", tickCount=4)
         y = alt.Y("value:Q", title=metric.label).scale(zero=False)
-        colour, _, dash = of_norms(styles)
-        if by_size:
-            sizes = [str(size) for size in part.sizes]
-            colour = alt.Color("size:N", sort=sizes).scale(scheme="viridis", domain=sizes)
-            dash = alt.StrokeDash("size:N", sort=sizes, legend=None)
-        base = alt.Chart().encode(x, y, colour, tooltip=tooltip("norm", "size", "value"))
+        base = alt.Chart().encode(x, y, colour.legend(symbolType="stroke", symbolSize=400))
         lines = base.mark_line(strokeWidth=1.5).encode(dash)
-        ends = base.mark_point(size=14, opacity=0.5)
-        chart = alt.layer(
-            lines.transform_filter("datum.kind == 'mean'"),
-            ends.transform_filter("datum.kind == 'seed'"),
-        )
-        words = "Mean over seeds at the best learning rate; the dots are each seed's last value."
-        if by_size:
-            words += f" Lines of a panel: {AXIS_WORDS[part.axis]}."
+        ends = base.mark_point(**DOT)
+        chart = alt.layer(lines.transform_filter(IS_MEAN), ends.transform_filter(IS_SEED))
         title, file = f"{metric.label} during training", name.replace("/", "_")
-        yield Figure(f"curves_{file}_{part.slug}", title, words, chart, rows)
+        if len({row["samples"] for row in rows}) > 1:
+            yield Figure(f"curves_{file}_{part.slug}", title, words, chart, rows)
 
 
-def _curve(curves: Sequence[Sequence[tuple[int, float]]], scale: float, keys: Row) -> list[Row]:
-    """The mean of the curves in at most POINTS bins, where all have a value; each one's end."""
-    if not curves:
-        return []
-    width = max(curve[-1][0] for curve in curves) / POINTS
-    binned = [
-        {place: [value for _, value in points]
-         for place, points in groupby(curve, lambda point: round(point[0] / width))}
-        for curve in curves
-    ]  # fmt: skip
-    shared = sorted(set[int].intersection(*map(set, binned)))
-    means = [
-        {"samples": place * width, "kind": "mean",
-         "value": scale * statistics.fmean(statistics.fmean(one[place]) for one in binned)}
-        for place in shared
-    ]  # fmt: skip
-    ends = [
-        {"samples": curve[-1][0], "kind": "seed",
-         "value": scale * statistics.fmean(one[max(one)])}
-        for curve, one in zip(curves, binned, strict=True)
-    ]  # fmt: skip
-    return [{**keys, **row} for row in means + ends]
+def _curve(grid: Grid, metric: Metric) -> Iterator[Row]:
+    """The mean over seeds in at most POINTS bins, where all have a value; each one's end."""
+    points = pd.DataFrame(
+        [
+            (run.seed, row.samples_seen, metric.scale * row.value)
+            for run in grid.best.runs
+            for row in run.history()
+            if row.name == metric.name
+        ],
+        columns=["seed", "samples", "value"],
+    )
+    if points.empty:
+        return
+    width = points["samples"].max() / POINTS
+    points["samples"] = (points["samples"] / width).round() * width
+    binned = points.pivot_table("value", index="samples", columns="seed")
+    for samples, value in binned.dropna().mean(axis="columns").items():
+        yield {"kind": "mean", "samples": samples, "value": value}
+    for seed, curve in binned.items():
+        end = curve.dropna()
+        yield {"kind": "seed", "seed": seed, "samples": end.index[-1], "value": end.iloc[-1]}
 
 
 def draw_ranking(ranking: Ranking) -> Figure:
@@ -279,95 +222,90 @@ def draw_ranking(ranking: Ranking) -> Figure:
     rows: list[Row] = []
     for place in ranking.places:
         if place.gap is not None:
-            verdict = place.verdict or "undecided"
-            keys = {"norm": place.norm, "verdict": verdict, "best": bool(place.may_be_best)}
-            rows += interval_row(place.gap, **keys)
-    label = f"difference to {ranking.reference} ({ranking.part.metric.unit})"
-    x = alt.X("value:Q", title=label).scale(zero=False)
-    y = _norm_axis([place.norm for place in ranking.places])
+            verdict, best = place.verdict or "undecided", bool(place.may_be_best)
+            rows += _rows(place.gap, norm=place.norm, verdict=verdict, best=best)
+    part, title = ranking.part, f"difference to {ranking.reference}"
+    x = alt.X("value:Q", title=f"{title} ({part.metric.unit})").scale(zero=False)
+    y = _norm_axis(place.norm for place in ranking.places)
     colour = alt.Color("verdict:N").scale(domain=list(VERDICTS), range=list(VERDICTS.values()))
     shape = alt.Shape("best:N", legend=None).scale(domain=[True, False], range=["circle", "square"])
-    even = alt.Chart().mark_rule(strokeDash=[3, 3], color="#8c8c8c")
-    even = even.encode(x=alt.X(datum=0))
-    chart = alt.layer(even, dots_and_means(x, y, colour, shape))
+    even = alt.Chart().mark_rule(strokeDash=[3, 3], color="#848484").encode(x=alt.X(datum=0))
+    chart = alt.layer(even, _marks(x, y, colour, shape))
     words = (
         "Right of the dashed line is better; 95 % intervals, one at a time, while verdicts "
         f"(colours) are corrected for {format_count(ranking.family_size, 'comparison')}. "
         "A circle: may be the best."
     )
-    name, title = f"ranking_{ranking.part.slug}", f"Ranking {ranking.part.heading}"
-    return Figure(name, title, words, chart, rows, alt.Step(LINE))
+    title = f"{part.metric.label}: {title}{part.at_words}"
+    return Figure(f"ranking_{part.slug}", title, words, chart, rows, alt.Step(LINE))
 
 
-def draw_cost(part: Slice) -> Figure:
-    """The time of a training step of one run, a dot per run."""
-    rows: list[Row] = []
-    for grid in part.grids:
-        is_sized = len(part.sizes) > 1 and grid.norm not in part.independent
-        for cell in grid.cells:
-            times = {run.seed: run.step_ms for run in cell.runs if run.step_ms is not None}
-            rows += seed_rows(times, norm=grid.norm + f" at {grid.size}" * is_sized, lr=cell.lr)
-    x = alt.X("value:Q", title="ms per step and run").scale(zero=True)
-    y = _norm_axis(list(dict.fromkeys(row["norm"] for row in rows)))
-    dots = alt.Chart().mark_point(size=30, opacity=0.5)
-    chart = dots.encode(x, y, tooltip=tooltip("norm", "lr", "seed", "value"))
-    words = (
-        "Training time of an optimizer step over the number of runs trained together, a dot per "
-        "run: as noisy as the machine."
-    )
-    return Figure(
-        f"cost_{part.slug}", "Time of a training step", words, chart, rows, alt.Step(LINE)
-    )
+# Rows, marks and channels
 
 
-# Rows and channels
-
-
-def interval_row(interval: Interval, **keys: Any) -> list[Row]:
-    """The row of a mean; none if it is not known."""
-    if interval.estimate is None:
-        return []
-    values = {"value": interval.estimate, "low": interval.low, "high": interval.high}
-    return [{**keys, "kind": "mean", **values, "n": interval.n}]
-
-
-def seed_rows(values: Mapping[int, float], **keys: Any) -> list[Row]:
-    """A row for each seed with a finite value."""
-    return [
-        {**keys, "kind": "seed", "seed": seed, "value": value}
-        for seed, value in values.items()
+def _rows(interval: Interval, seeds: Mapping[int, float] = NO_SEEDS, **keys: Any) -> list[Row]:
+    """A row for a mean, if it is known, and one for each seed with a finite value."""
+    mean = {"value": interval.estimate, "low": interval.low, "high": interval.high}
+    rows = [] if interval.estimate is None else [{"kind": "mean", "n": interval.n, **mean}]
+    rows += [
+        {"kind": "seed", "seed": seed, "value": value}
+        for seed, value in seeds.items()
         if math.isfinite(value)
     ]
+    return [keys | row for row in rows]
 
 
-def of_norms(styles: Styles) -> tuple[alt.Color, alt.Shape, alt.StrokeDash]:
-    """Colour, marker and dash of norms, with one legend."""
-    norms = list(styles)
-    colours, markers, dashes = map(list, zip(*styles.values(), strict=True))
-    return (
-        alt.Color("norm:N").scale(domain=norms, range=colours),
-        alt.Shape("norm:N").scale(domain=norms, range=markers),
-        alt.StrokeDash("norm:N").scale(domain=norms, range=list(map(list, dashes))),
-    )
-
-
-def dots_and_means(x: alt.X, y: alt.Y, colour: alt.Color, shape: alt.Shape) -> Any:
-    """Every seed as a dot, each mean as a mark with its 95 % interval.
+def _marks(x: alt.X, y: alt.Y, colour: alt.Color, shape: alt.Shape) -> Any:
+    """Every seed as a dot, each mean as an open mark with its 95 % interval.
 
     x or y is the column `value`.
     """
     base = alt.Chart().encode(x, y, colour)
-    marks = base.encode(shape, tooltip=tooltip("norm", "seed", "value", "n"))
-    mean, seed = "datum.kind == 'mean'", "datum.kind == 'seed'"
     second = alt.X2 if x["shorthand"] == "value:Q" else alt.Y2
-    rule = base.mark_rule(strokeWidth=1.5).transform_filter(mean)
+    mean = base.transform_filter(IS_MEAN)
     return alt.layer(
-        marks.mark_point(size=14, opacity=0.35).transform_filter(seed),
-        *(rule.encode(second(f"{end}:Q")) for end in ("low", "high")),
-        marks.mark_point().transform_filter(mean),
+        *(mean.mark_rule(strokeWidth=1.5).encode(second(f"{end}:Q")) for end in ("low", "high")),
+        base.mark_point(**DOT).transform_filter(IS_SEED),
+        mean.mark_point().encode(shape),
     )
 
 
-def tooltip(*fields: str) -> list[alt.Tooltip]:
-    numbers = ("value", "n", "seed")
-    return [alt.Tooltip(f"{field}:{'Q' if field in numbers else 'N'}") for field in fields]
+def _lines(x: alt.X, y: alt.Y, norms: Sequence[str]) -> Any:
+    """A line per norm through its means, with their intervals and every seed."""
+    colour, shape, _ = _of_norms(norms)
+    line = alt.Chart().mark_line(strokeWidth=1.5).encode(x, y, colour)
+    return alt.layer(line.transform_filter(IS_MEAN), _marks(x, y, colour, shape))
+
+
+def _norm_axis(norms: Iterable[str]) -> alt.Y:
+    return alt.Y("norm:N", title=None, sort=list(norms)).axis(labelLimit=140, grid=True)
+
+
+def _of_norms(norms: Sequence[str]) -> tuple[alt.Color, alt.Shape, alt.StrokeDash]:
+    """Colour, marker and dash of norms, with one legend."""
+    places = place_norms(norms)
+
+    def scale(styles: Sequence[Any]) -> alt.Scale:
+        shown = [styles[places[norm] % len(styles)] for norm in norms]
+        return alt.Scale(domain=list(norms), range=shown)
+
+    return (
+        alt.Color("norm:N", scale=scale(COLOURS)),
+        alt.Shape("norm:N", scale=scale(MARKERS)),
+        alt.StrokeDash("norm:N", scale=scale(DASHES)),
+    )
+
+
+def place_norms(labels: Iterable[str]) -> dict[str, int]:
+    """The place of each norm in COLOURS, MARKERS and DASHES, which repeat.
+
+    Norms of ORDER always have their own; others take free ones, first those of no norm of ORDER.
+    """
+    ordered, own, count = order_norms(labels), len(ORDER), len(COLOURS)
+    # The first variant, as `group num_groups=4`, inherits the norm's place.
+    heirs = {base_of(label): label for label in reversed(ordered)}
+    places = {heirs[norm]: at for at, norm in enumerate(ORDER) if norm in heirs}
+    others = [label for label in ordered if label not in places]
+    turns = (*range(own, count), *range(own), *range(count, count + len(others)))
+    free = [at for at in turns if at not in places.values()]
+    return {**places, **dict(zip(others, free, strict=False))}

@@ -4,7 +4,11 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 
 async function draw() {
   for (const element of document.querySelectorAll("[data-figure]")) {
-    await window.vegaEmbed(element, specs[element.dataset.figure], {
+    const spec = structuredClone(specs[element.dataset.figure]);
+    const fitting = (pixels) => Math.max(1, Math.floor(element.clientWidth / pixels));
+    spec.config.legend.columns = fitting(120);
+    if (spec.facet) spec.columns = fitting(280);
+    await window.vegaEmbed(element, spec, {
       actions: { export: true, source: false, compiled: false, editor: false },
       config: { background: "transparent" },
       renderer: "svg",

@@ -8,35 +8,32 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from glob import escape, glob
-from importlib import import_module
-from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pandas as pd
+import vl_convert
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 from rich.console import Console
 from rich.progress import track
 
+from normexp.config.help import norm_words
+from normexp.config.schema import group_choices
 from normexp.errors import UserError
 from normexp.records.files import write_text
 from normexp.records.layout import list_studies
+from normexp.reporting.cells import base_of
 from normexp.reporting.compare import ADDED
 from normexp.reporting.figures import Figure, draw_figures
 from normexp.reporting.report import Report, read_report, to_json
-from normexp.reporting.tables import ADDED_NOTE, write_tables
+from normexp.reporting.slices import Slice
+from normexp.reporting.tables import ADDED_NOTE, Table, table_of, write_tables
 from normexp.reporting.terminal import open_console, print_report, text_table
 
-PACKAGE = "normexp.reporting"
-vl_convert: Any = import_module("vl_convert") if find_spec("vl_convert") else None
-MISSING = "" if vl_convert else "no figures: vl-convert is missing; pip install vl-convert-python"
 PNG_SCALE = 2.0  # pixels per point of the figure
 COLUMNS = ("study", "last result", "size", "what its report says")
 SHOWN_ROWS = 1000  # of a table; the others are in its CSV
@@ -45,7 +42,7 @@ RELOAD_EVERY = 10  # seconds between reloads of a watched page
 PAGE = "index.html"
 REPORT = "report.json"
 PAGES = Environment(
-    loader=PackageLoader(PACKAGE, "."),
+    loader=PackageLoader("normexp.reporting", "."),
     autoescape=True,
     undefined=StrictUndefined,
     trim_blocks=True,
@@ -68,17 +65,15 @@ def publish(runs_dir: Path, names: Sequence[str], *, watch: bool, **options: Any
     if not watch:
         report = read_report(runs_dir, names, **options)
         print_report(report)
-        if MISSING:
-            print(MISSING)
         if can_write(report):
             print(f"report: {report.directory / PAGE}")
         return
     print(f"watching {', '.join(names)} for results; Ctrl-C stops", flush=True)
-    seen, report = set[tuple[str, int]](), None
+    seen, report = 0, None
     try:
         while True:
-            if (stamp := _stamp(runs_dir, names)) != seen:
-                seen, report = stamp, read_report(runs_dir, names, **options)
+            if (newest := _newest(runs_dir, names)) > seen:
+                seen, report = newest, read_report(runs_dir, names, **options)
                 write_report(report, RELOAD_EVERY)
                 now = time.strftime("%H:%M:%S")
                 print(f"{now} {report.counts}: {report.directory / PAGE}", flush=True)
@@ -130,10 +125,9 @@ def publish_index(runs_dir: Path) -> None:
     Raises:
         UserError: a folder without studies, or one that cannot be written.
     """
-    stamps = {name: _stamp(runs_dir, [name]) for name in list_studies(runs_dir)}
-    latest = {name: max((time for _, time in stamps[name]), default=0) for name in stamps}
+    latest = {name: _newest(runs_dir, [name]) for name in list_studies(runs_dir)}
     rows = []
-    newest_first = sorted(stamps, key=lambda name: -latest[name])
+    newest_first = sorted(latest, key=lambda name: -latest[name])
     for name in track(newest_first, "reading", console=Console(stderr=True), transient=True):
         folder = runs_dir / name / "report"
         try:
@@ -152,7 +146,7 @@ def publish_index(runs_dir: Path) -> None:
     note = ADDED_NOTE if any(ADDED in texts[-1] for _, texts in rows) else ""
     title = f"studies in {runs_dir}"
     index = PAGES.get_template("index.html.j2").render(
-        title=title, columns=COLUMNS, rows=rows, note=note, css=_asset("page.css")
+        title=title, columns=COLUMNS, rows=rows, note=note
     )
     open_console().print(text_table(COLUMNS, [texts for _, texts in rows]))
     if note:
@@ -164,50 +158,69 @@ def publish_index(runs_dir: Path) -> None:
         print(f"no page: {runs_dir / PAGE} cannot be written ({error.strerror})", file=sys.stderr)
 
 
-def _stamp(runs_dir: Path, names: Sequence[str]) -> set[tuple[str, int]]:
-    """Every result and evaluation of the studies with the time it was written."""
-    stamps = set()
+def _newest(runs_dir: Path, names: Sequence[str]) -> int:
+    """When the last result or evaluation of the studies was written, in ns; 0: there is none."""
+    times = [0]
     for name in names:
         # Not Path.glob, which raises if a folder disappears meanwhile.
         study = escape(str(runs_dir / name))
         for path in [*glob(f"{study}/*/seed-*/*.json"), *glob(f"{study}.zip")]:
             with suppress(FileNotFoundError):  # just removed by a rerun
-                stamps.add((path, os.stat(path).st_mtime_ns))
-    return stamps
+                times.append(os.stat(path).st_mtime_ns)
+    return max(times)
 
 
 def _write_files(folder: Path, report: Report, reload_seconds: int | None) -> None:
     """Writes tables, figures, report.json and a page that loads nothing from anywhere."""
     (folder / "figures").mkdir(parents=True)
-    write_tables(folder / "tables", report.tables)
     content = json.dumps(to_json(report), indent=1, allow_nan=False)
     (folder / REPORT).write_text(content, encoding="utf-8")
     sections = []
     for part in report.slices:
         ranking = next((one for one in report.rankings if one.part is part), None)
-        drawn = [] if MISSING else draw_figures(part, ranking)
-        sections.append((part, report.tables_of(part), drawn))
+        drawn = draw_figures(part, ranking)
+        sections.append((part, [*report.tables_of(part), norm_table(part)], drawn))
     figures = [figure for _, _, drawn in sections for figure in drawn]
-    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-        list(pool.map(lambda figure: _write_figure(folder / "figures", figure), figures))
-    shown = {table.name for _, tables, _ in sections for table in tables}
-    others = [table for table in report.tables if table.name not in shown]
-    specs = json.dumps({figure.name: figure.spec for figure in figures}, allow_nan=False)
-    # Vega, Vega-Lite and vega-embed as one script that sets window.vegaEmbed.
-    bundle: str = "" if MISSING else vl_convert.javascript_bundle()
+    for figure in figures:
+        _write_figure(folder / "figures", figure)
+    shown = {table.name: table for _, tables, _ in sections for table in tables}
+    others = {table.name: table for table in report.tables if table.name not in shown}
+    write_tables(folder / "tables", [*shown.values(), *others.values()])
     page = PAGES.get_template("page.html.j2").render(
         report=report,
         sections=sections,
-        missing=MISSING,
         others=others,
         shown_rows=SHOWN_ROWS,
         reload_seconds=reload_seconds,
-        specs=Markup(specs.replace("<", "\\u003c")),
-        bundle=Markup(bundle.replace("</script", "<\\/script")),
-        css=_asset("page.css"),
-        js=_asset("page.js"),
+        specs={figure.name: figure.spec for figure in figures},
+        # Vega, Vega-Lite and vega-embed as one script that sets window.vegaEmbed.
+        bundle=vl_convert.javascript_bundle(),  # pyright: ignore[reportCallIssue]
     )
     (folder / PAGE).write_text(page, encoding="utf-8")
+
+
+def norm_table(part: Slice) -> Table:
+    """What each norm does, and what its training took."""
+    rows = []
+    for norm in part.norms:
+        name = base_of(norm)
+        runs = [run for cell in part.cells if cell.norm == norm for run in cell.runs]
+        timings = [run.result.measured.timing for run in runs]
+        row = {"norm": norm, "ms per step": _span(timings, "step_ms")}
+        row["peak memory (MB)"] = _span(timings, "peak_memory_mb")
+        row["what it does"] = norm_words(name)[0] if name in group_choices("norm") else ""
+        rows.append(row)
+    note = (
+        "Time and memory of the runs trained together, over their number, from the least to the "
+        "most; time is as noisy as the machine."
+    )
+    return table_of(f"norms_{part.slug}", "Norms and their cost", rows, note=note, has_latex=False)
+
+
+def _span(timings: Sequence[Mapping[str, float]], key: str) -> str:
+    """`9.1 to 13.4`, of a run."""
+    values = sorted(one[key] / one.get("stack_size", 1) for one in timings if key in one)
+    return " to ".join(dict.fromkeys(f"{value:.1f}" for value in (*values[:1], *values[-1:])))
 
 
 def _write_figure(folder: Path, figure: Figure) -> None:
@@ -216,7 +229,3 @@ def _write_figure(folder: Path, figure: Figure) -> None:
     (folder / f"{figure.name}.svg").write_text(svg, encoding="utf-8")
     (folder / f"{figure.name}.png").write_bytes(vl_convert.svg_to_png(svg, scale=PNG_SCALE))
     pd.DataFrame(figure.rows).to_csv(folder / f"{figure.name}.csv", index=False)
-
-
-def _asset(name: str) -> Markup:
-    return Markup(files(PACKAGE).joinpath(name).read_text(encoding="utf-8"))

@@ -152,12 +152,6 @@ class RunRow:
         shown = metric.scale * samples
         return shown if abs(shown.mean() - value) <= ROUNDED * abs(value) else np.empty(0)
 
-    @property
-    def step_ms(self) -> float | None:
-        """The time of an optimizer step, over the number of runs trained together."""
-        timing = self.result.measured.timing
-        return timing["step_ms"] / timing.get("stack_size", 1) if "step_ms" in timing else None
-
     def history(self) -> list[MetricRow]:
         """Every finite value of metrics.csv, up to the divergence of a run; none if torn."""
         with suppress(UserError):

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
 import vl_convert
-from synthetic_study import cell_of, report_of_cells, write_study
+from synthetic_study import cell_of, report_of_cells, write_cell, write_study
 
-from normexp.reporting import page
 from normexp.reporting.cells import ORDER, order_norms
-from normexp.reporting.figures import COLOURS, Figure, assign_styles, draw_figures
-from normexp.reporting.page import write_report
+from normexp.reporting.figures import (
+    COLOURS,
+    MARKERS,
+    SIZES,
+    VERDICTS,
+    Figure,
+    draw_figures,
+    place_norms,
+)
+from normexp.reporting.page import norm_table, write_report
 from normexp.reporting.report import Report, read_report
+from normexp.reporting.runs import RunRow
 
 SEEDS = range(4)
 
@@ -36,7 +48,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Report:
 def test_the_first_figure_is_by_size_and_every_seed_is_a_dot(written: Report):
     (part,) = written.slices
     figures = drawn(written)
-    assert [*figures][:2] == ["by_size", "ranking"] and "cost" in figures
+    assert [*figures][:2] == ["by_size", "ranking"]
     first = figures["by_size"]
     for norm, line in part.lines.items():
         for size, grid in line.items():
@@ -56,6 +68,8 @@ def test_sizes_of_a_norm_share_a_panel_and_its_axes(written: Report):
     panels = {row["norm"]: row["panel"] for row in curves.rows}
     assert panels == {norm: norm for norm in ("batch", "layer", "group")}
     assert {row["size"] for row in curves.rows if row["norm"] == "batch"} == {"2", "128"}
+    assert {row["size"] for row in curves.rows if row["norm"] == "layer"} == {"any"}
+    assert curves.spec["facet"]["sort"] == ["batch", "layer", "group"]
     assert "resolve" not in curves.spec  # one pair of axes
     ends = [row for row in curves.rows if row["kind"] == "seed" and row["norm"] == "layer"]
     assert len(ends) == len(SEEDS)
@@ -100,24 +114,85 @@ def test_texts_of_runs_are_escaped(tmp_path: Path):
 
 
 def test_a_norm_has_one_look_and_no_two_of_forty_share_it():
-    styles = assign_styles(["own", *ORDER])
+    places = place_norms(["own", *ORDER])
     for norm in ORDER:
-        assert assign_styles([norm, "other"])[norm] == styles[norm]
-    assert styles["batch"][0] == COLOURS[0]
-    many = assign_styles(f"norm{place}" for place in range(40))
-    assert len({style[:2] for style in many.values()}) == 40
+        assert place_norms([norm, "other"])[norm] == places[norm]
+    assert places["batch"] == 0
+    many = place_norms(f"norm{place}" for place in range(40)).values()
+    looks = {(COLOURS[at % len(COLOURS)], MARKERS[at % len(MARKERS)]) for at in many}
+    assert len(looks) == 40
     assert order_norms(["g 16", "g 4", "group", "batch"]) == ["batch", "group", "g 4", "g 16"]
 
 
-def test_without_vl_convert_a_page_has_its_tables_and_says_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(page, "vl_convert", None)
-    monkeypatch.setattr(page, "MISSING", "no figures: install it")
-    write_study(tmp_path, sizes=(2, 128), num_seeds=4)
-    report = read_report(tmp_path, ["synthetic"])
-    write_report(report)
-    text = (report.directory / "index.html").read_text(encoding="utf-8")
-    assert "no figures: install it" in text and "<table" in text and 'data-figure="' not in text
-    assert [*(report.directory / "figures").iterdir()] == []
-    assert (report.directory / "tables" / "means_main.csv").is_file()
+def test_every_colour_has_contrast_on_white_and_on_the_dark_page():
+    css = (files("normexp.reporting") / "page.css").read_text(encoding="utf-8")
+    pages = [
+        luminance(colour) for colour in ("#ffffff", *re.findall("--page: (#[0-9a-f]{6});", css))
+    ]
+    assert len(pages) == 2
+    for colour in {*COLOURS, *SIZES, *VERDICTS.values()}:
+        for shade in pages:
+            dark, light = sorted([shade, luminance(colour)])
+            assert (light + 0.05) / (dark + 0.05) >= 3, colour
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of `#rrggbb` by WCAG, 0 to 1."""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (x / 12.92 if x <= 0.04 else ((x + 0.055) / 1.055) ** 2.4 for x in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_norms_with_one_size_each_are_lines_of_one_panel(tmp_path: Path):
+    for norm in ("rms", "group", "own"):
+        write_cell(tmp_path, norm, [0.7, 0.9])
+    (tmp_path / "synthetic" / "study.jsonl").touch()
+    curves = drawn(read_report(tmp_path, ["synthetic"]))["curves_train_loss"]
+    assert "facet" not in curves.spec
+    assert {row["norm"] for row in curves.rows} == {"rms", "group", "own"}
+    means = [row["value"] for row in curves.rows if (row["norm"], row["kind"]) == ("own", "mean")]
+    assert means[0] == pytest.approx(2.3 * math.exp(-0.2) + 0.2)  # of both seeds, after 20 steps
+
+
+def test_ticks_are_the_rates_that_were_tried_and_legends_have_titles():
+    tried = (0.02, 0.07, 0.5)
+    cells = [
+        cell_of(norm, [0.9, 0.8], lr=lr, norm_batch_size=size)
+        for norm, sizes in (("batch", (4, 128)), ("rms", (None,)))
+        for size in sizes
+        for lr in tried
+    ]
+    figures = drawn(report_of_cells(*cells))
+    assert f'"values": {json.dumps(tried)}'.replace("(", "[") in json.dumps(figures["rates"].spec)
+    for figure in figures.values():
+        svg = vl_convert.vegalite_to_svg(json.dumps(figure.spec))
+        titles = re.findall(r"legend titled \W*(\w+)", svg)
+        assert titles and set(titles) <= {"norm", "verdict"}, figure.name
+
+
+def test_a_curve_of_one_evaluation_is_left_out(tmp_path: Path):
+    for norm in ("batch", "rms"):
+        cell = write_cell(tmp_path, norm, [0.7, 0.9])
+        for file in cell.glob("*/metrics.csv"):
+            lines = file.read_text().splitlines(keepends=True)
+            early = [line for line in lines if line.startswith("100,") and ",val/" in line]
+            file.write_text("".join(line for line in lines if line not in early))
+    (tmp_path / "synthetic" / "study.jsonl").touch()
+    curves = [name for name in drawn(read_report(tmp_path, ["synthetic"])) if "curves" in name]
+    assert early and curves == ["curves_train_loss"]
+
+
+def test_each_norm_has_a_sentence_and_its_cost():
+    def timed(norm: str, **timing: float) -> list[RunRow]:
+        (run,) = cell_of(norm, [0.9])
+        measured = replace(run.result.measured, timing=timing)
+        return [replace(run, result=replace(run.result, measured=measured))]
+
+    slow = {"step_ms": 12.0, "stack_size": 2.0, "peak_memory_mb": 800.0}
+    cells = [timed("scale", **slow), timed("rms", step_ms=4.04), timed("mine")]
+    cells += [cell_of("rms", {1: 0.9})]  # of TIMING
+    rows = norm_table(report_of_cells(*cells).slices[0]).frame.set_index("norm")
+    assert rows["ms per step"].to_dict() == {"rms": "0.6 to 4.0", "mine": "", "scale": "6.0"}
+    assert rows["peak memory (MB)"].to_dict() == {"rms": "", "mine": "", "scale": "400.0"}
+    words = rows["what it does"].to_dict()
+    assert words["scale"].startswith("ScaleNorm: each position") and words["mine"] == ""
