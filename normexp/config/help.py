@@ -7,7 +7,7 @@ family, as `# family: batch`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import takewhile
 from textwrap import fill
 from typing import Any
@@ -129,10 +129,11 @@ VALUES = "Values (key=value) and their defaults"
 def help_text(entry: str) -> str:
     """The help of `train`, `tune`, `check`, `benchmark`, `evaluate`, `report` or `status`."""
     if entry == "train":
-        choices = [(group, ", ".join(group_choices(group))) for group in GROUPS[1:]]
+        others = [group for group in GROUPS[1:] if group_choices(group)]
         parts = [
             _norms(),
-            _table("Groups (group=choice):", choices) + GROUPS_FOOTER,
+            *(_table(f"Choices of {group} ({group}=NAME):", _choices(group)) for group in others),
+            GROUPS_FOOTER,
             _table(
                 "Placements (placement=NAME) of norms in a transformer block:", PLACEMENTS.items()
             ),
@@ -165,11 +166,9 @@ def option_defaults(entry: str) -> dict[str, Any]:
 
 
 def _norms() -> str:
-    """The norms by family, with a phrase each, from the comments at the top of their YAMLs."""
+    """The norms by family, which is the last comment at the top of their YAMLs."""
     families: dict[str, list[tuple[str, str]]] = {}
-    for name in (name for name in group_choices("norm") if "/" not in name):
-        lines = (conf_dir() / "norm" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
-        header = [line.lstrip("# ") for line in takewhile(lambda line: line[:1] == "#", lines)]
+    for name, header in _headers("norm"):
         phrase = re.sub(r" \(arXiv:[^)]*\)", "", header[0]).rstrip(".")
         families.setdefault(header[-1].removeprefix("family: "), []).append((name, phrase))
     tables = [_table(f"  {family}", rows, "    ") for family, rows in sorted(families.items())]
@@ -177,6 +176,26 @@ def _norms() -> str:
     return (
         title + "".join(tables) + "  and NAME of conf/norm/deviations: the errors of other code\n"
     )
+
+
+def _choices(group: str) -> list[tuple[str, str]]:
+    """The choices of a group, with the first sentence of each YAML; then its folders of choices."""
+    rows = []
+    for name, header in _headers(group):
+        first = next(line for line in header if line[:1] != "@")
+        sentence = re.split(r"(?<=\?) |(?<=\.) (?=[A-Z])", first)[0]
+        rows.append((name, sentence.rstrip(".,")))
+    folders = {name.partition("/")[0] for name in group_choices(group) if "/" in name}
+    return rows + [(f"{folder}/NAME", f"see conf/{group}/{folder}") for folder in sorted(folders)]
+
+
+def _headers(group: str) -> Iterator[tuple[str, list[str]]]:
+    """The comments at the top of each YAML of a group, but for those in folders."""
+    for name in group_choices(group):
+        if "/" not in name:
+            text = (conf_dir() / group / f"{name}.yaml").read_text(encoding="utf-8")
+            lines = takewhile(lambda line: line[:1] == "#", text.splitlines())
+            yield name, [line.lstrip("# ") for line in lines]
 
 
 def _table(title: str, rows: Iterable[tuple[str, str]], indent: str = "  ") -> str:

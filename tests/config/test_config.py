@@ -47,7 +47,7 @@ REFUSED = {
     "batch_size=abc": "batch_size=abc: must be a whole number",
     "dry_run=1": "dry_run=1: must be a boolean",
     "lr=${optim.defualt_lr}": "lr: Interpolation key 'optim.defualt_lr'",
-    "hydra/launcher=foo": "hydra/launcher/foo: no such config; for a launcher, pip install",
+    "hydra/launcher=foo": "hydra/launcher=foo: no such choice; it takes ray, submitit_slurm",
     # Keys that nothing reads.
     "+foo=1": "foo: unknown key; --help lists",
     "schedule.peak=0.2": "schedule.peak: unknown key",
