@@ -243,8 +243,8 @@ def find_layout(
             is_last = _pools_last_axis_alone(build(num_features), _input(4, num_features))
     if not fitting[is_last]:
         raise UserError(
-            f"norm._target_={target} does not fit {'; '.join(problems.values())}; norm.layout=first or "
-            "norm.layout=last says where its channels are"
+            f"norm._target_={target} does not fit {'; '.join(problems.values())}; "
+            "norm.layout=first or norm.layout=last says where its channels are"
         )
     return Layout(is_last, fitting[is_last])
 
