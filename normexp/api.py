@@ -255,8 +255,9 @@ def replace_norms(
     from normexp.models.recognise import recognise
 
     check_value("norm_batch_size", norm_batch_size, Count | None)
-    typed = {key: as_typed(value) for key, value in knobs.items()}
-    words = [f"{'' if key == 'eps' else 'norm.'}{key}={value}" for key, value in typed.items()]
+    words = [
+        f"{'' if key == 'eps' else 'norm.'}{key}={as_typed(value)}" for key, value in knobs.items()
+    ]
     factory = norm_factory(
         compose_config([f"norm={norm}", *words]), norm_batch_size=norm_batch_size
     )

@@ -265,14 +265,11 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 # What other tools call our keys, by the last part of each name.
 OTHER_NAMES = {
-    **dict.fromkeys(("seeds", "num_seeds", "n_seeds"), "replicas"),
-    **dict.fromkeys(("max_epochs", "num_epochs", "n_epochs"), "epochs"),
-    **dict.fromkeys(("max_steps", "num_steps", "iterations"), "steps"),
-    **dict.fromkeys(("learning_rate", "base_lr"), "lr"),
-    **dict.fromkeys(("num_workers", "n_jobs"), "workers"),
-    **dict.fromkeys(("gpus", "num_gpus"), "devices"),
+    **dict.fromkeys(("seeds", "num_seeds"), "replicas"),
+    **dict.fromkeys(("max_epochs", "num_epochs"), "epochs"),
+    **dict.fromkeys(("max_steps", "num_steps"), "steps"),
+    **{"learning_rate": "lr", "num_workers": "workers", "gpus": "devices"},
     **{"gradient_clip_val": "max_grad_norm", "accumulate_grad_batches": "micro_batch_size"},
-    **{"run_name": "study", "output_dir": "runs_dir", "activation": "act"},
 }
 
 

@@ -26,9 +26,7 @@ def tune(searches: Sequence[Search], words: Sequence[str]) -> int:
     base = searches[0].base
     cells = join_points([cell for search in searches for _, cell in search.trials])
     if base["dry_run"]:
-        # Searches that come to the same cells, as at sizes that a norm ignores, train seeds once.
-        reports = {tuple(cell.id for _, cell in one.trials): one for one in reversed(searches)}
-        return run_cells([*cells, *map(_planned_report, [*reports.values()][::-1])], words)
+        return run_cells([*cells, *join_points([*map(_planned_report, searches)])], words)
     states = _train(searches[0], cells, words)
     if all(state.refused for state in states.values()):
         raise UserError(next(iter(states.values())).refused)
