@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from train_cases import QUICK, files
 
 import normexp
@@ -64,7 +66,7 @@ def test_command_is_understood(command: str, own_module: Callable[[str, str], Pa
 
 
 def test_the_tree_and_the_spine_exist_and_hold_every_package():
-    words = README.split("## Read the code")[1]
+    words = SECTIONS["Read the code"]
     named = set(re.findall(r"(\w+(?:/\w+)*(?:/|\.py))(?=[`\s])", words))
     for name in named:
         places = (ROOT, ROOT / "normexp", ROOT / "scripts")
@@ -105,7 +107,7 @@ def folder(
 
 
 def test_the_norms_of_guide_and_readme_keep_the_contract():
-    (short,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    short = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)[0]
     for source in (FILES["my_norm.py"], short):
         names: dict[str, type] = {}
         exec(source, names)
@@ -171,6 +173,38 @@ def test_the_network_of_the_guide_has_other_norms(caplog: pytest.LogCaptureFixtu
     assert "sites in place of 47 BatchNorm2d" in caplog.text
 
 
+def test_the_loop_of_the_readme_diagnoses_and_replaces(capsys, caplog: pytest.LogCaptureFixture):
+    code = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)[1]
+    images = torch.randn(4, 3, 8, 8)
+    names: dict[str, Any] = {
+        "model": nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 2)
+        ),
+        "batches": [(images, torch.tensor([0, 1, 0, 1]))] * 8,
+        "loss": nn.functional.cross_entropy,
+        "images": images,
+    }
+    exec(code, names)
+    assert "running averages" in capsys.readouterr().out
+    assert "in place of 1 BatchNorm2d" in caplog.text
+    assert "1.norm.weight" in names["model"].state_dict()
+
+
+@pytest.mark.slow
+def test_the_exported_network_of_the_guide_equals_the_trained_one(folder: Path):
+    (code,) = re.findall(r"```python\n(.*?)```", SECTIONS["Weights for other programs"], re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    trained, images = normexp.load(names["run_dir"]), names["images"]
+    inputs = names["data"].model_inputs(images * 255)
+    torch.testing.assert_close(names["deployed"](images), trained(inputs))
+    torch.testing.assert_close(names["program"].module()(images), trained(inputs))
+    colour = names["Normalize"]((0.5, 0.4, 0.3), (0.2, 0.3, 0.2))
+    program = torch.export.export(colour, (images := torch.rand(2, 3, 8, 8),))
+    torch.testing.assert_close(program.module()(images), colour(images))
+    assert folder == Path.cwd()
+
+
 @pytest.mark.slow
 def test_the_python_of_the_guide_prints_the_recorded_accuracy(folder: Path, capsys):
     code = re.findall(r"```python\n(.*?)```", PYTHON, flags=re.DOTALL)[0]
@@ -231,7 +265,7 @@ def test_every_line_of_the_five_minutes_does_what_it_says(folder: Path):
 
 @pytest.mark.slow
 def test_the_comparison_of_the_readme_takes_its_own_norm(folder: Path):
-    (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    code = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)[0]
     (folder / "my_norm.py").write_text(code)
     train_line, report_line = re.findall(r"^    (python -m .*)$", README, flags=re.MULTILINE)[:2]
     for old, new in (("norm=batch,layer", "norm=batch,layer,my_norm.AbsNorm"), ("400", "4")):
