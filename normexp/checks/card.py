@@ -209,9 +209,9 @@ def _table(cards: Sequence[Card], *, alone: bool) -> Table:
     for name in dict.fromkeys(name for lines in found for name in lines):
         answers = [lines.get(name) for lines in found]
         if any(line and (line.section == "traits" or line.status == "fail") for line in answers):
-            has_detail = alone and answers[0] and answers[0].status != "fail"  # printed above
-            detail = Text(answers[0].detail if has_detail else "")
-            table.add_row(Text(name), *map(_cell, answers), detail)
+            # Those of failures are printed above the table.
+            details = [line.detail for line in answers if alone and line and line.status != "fail"]
+            table.add_row(Text(name), *map(_cell, answers), Text("".join(details)))
     return table
 
 
