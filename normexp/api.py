@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,20 +20,22 @@ if TYPE_CHECKING:
     from normexp.reporting.report import Report
 
 
-def run(overrides: Sequence[str], workers: int = 0) -> list[Result]:
+def run(overrides: str | Sequence[str] = (), workers: int = 0, **values: Any) -> list[Result]:
     """Trains like `python -m normexp.train` with these words, and skips recorded runs.
 
     Returns one result per cell and seed, in the order of the cells, including failed and diverged
     runs:
 
-        results = normexp.run(["norm=group", "lr=0.3", "study=mine"])
+        results = normexp.run(norm="group", lr=0.3, study="mine")
         scores = [result.metrics["val/accuracy"] for result in results]
-        normexp.run(["-m", "norm=batch,group", "norm_batch_size=2,32"], workers=2)
+        normexp.run(norm=["batch", "group"], norm_batch_size=[2, 32], workers=2)  # a sweep
+        normexp.run("-m norm=group norm.num_groups=2,4", epochs=3, tags=["mine"])
 
     Args:
         overrides: as on the command line; -m, --config-dir and experiments are understood.
         workers: the most trainings at once, in processes of their own; 0: this process trains all.
             Other values need a script with `if __name__ == "__main__":`, as multiprocessing does.
+        values: of keys; a list is swept, unless the key takes a list, as `evaluate_with`.
 
     Raises:
         normexp.errors.UserError: a mistake in the overrides; a sweep trains its other cells first.
@@ -43,21 +46,22 @@ def run(overrides: Sequence[str], workers: int = 0) -> list[Result]:
     from normexp.errors import UserError
 
     check_value("workers", workers, Index)
-    cells = _compose(overrides)
+    words = _words(overrides, values)
+    cells = _compose(words)
 
     from normexp.sweeps.sweep import raise_if_stopped, train_cells
 
-    states = train_cells(cells, ["normexp.run", *overrides], workers=workers)
+    states = train_cells(cells, ["normexp.run", *words], workers=workers)
     raise_if_stopped(cells, states)
     if refused := [state.refused for state in states if state.refused]:
         raise UserError(refused[0])
     return [result for state in states for result in state.results]
 
 
-def module(overrides: Sequence[str]) -> LightningModule:
+def module(overrides: str | Sequence[str] = (), **values: Any) -> LightningModule:
     """The module that trains these words, with its data, for a Trainer of your own.
 
-        module = normexp.module(["norm=group", "norm_batch_size=8", "epochs=3"])
+        module = normexp.module(norm="group", batch_size=8, epochs=3)
         trainer = pytorch_lightning.Trainer(max_epochs=3)
         trainer.fit(module)
         trainer.test(module)
@@ -69,20 +73,24 @@ def module(overrides: Sequence[str]) -> LightningModule:
     optimizer step. Nothing is written to `runs_dir`.
 
     Args:
-        overrides: as on the command line, of one cell.
+        overrides, values: as for `run`, of one cell.
 
     Raises:
         normexp.errors.UserError: a mistake in the overrides, or several cells.
     """
     from normexp.errors import UserError
 
-    says_more = any(word.startswith("replicas=") for word in overrides)
-    cells = _compose(overrides if says_more else [*overrides, "replicas=1"])
+    words = _words(overrides, values)
+    says_more = any(word.startswith("replicas=") for word in words)
+    cells = _compose(words if says_more else [*words, "replicas=1"])
     if len(cells) > 1:
         raise UserError(f"{len(cells)} cells in one module; drop -m and name one value per key")
 
-    from normexp.cells.cell import prepare_cell
-    from normexp.cells.run import module_of
+    from normexp.sweeps.machine import importing_torch
+
+    with importing_torch():
+        from normexp.cells.cell import prepare_cell
+        from normexp.cells.run import module_of
 
     return module_of(prepare_cell(cells[0]))
 
@@ -101,7 +109,10 @@ def load(run_dir: str | Path) -> nn.Module:
         normexp.errors.UserError: no such run, several seeds, no weights, or weights that do not
             fit.
     """
-    from normexp.cells.finished import load_run
+    from normexp.sweeps.machine import importing_torch
+
+    with importing_torch():
+        from normexp.cells.finished import load_run
 
     return load_run(Path(run_dir).expanduser())
 
@@ -244,8 +255,9 @@ def replace_norms(
     from normexp.models.recognise import recognise
 
     check_value("norm_batch_size", norm_batch_size, Count | None)
-    typed = {key: as_typed(value) for key, value in knobs.items()}
-    words = [f"{'' if key == 'eps' else 'norm.'}{key}={value}" for key, value in typed.items()]
+    words = [
+        f"{'' if key == 'eps' else 'norm.'}{key}={as_typed(value)}" for key, value in knobs.items()
+    ]
     factory = norm_factory(
         compose_config([f"norm={norm}", *words]), norm_batch_size=norm_batch_size
     )
@@ -262,17 +274,30 @@ def replace_norms(
     return network
 
 
-def _compose(overrides: Sequence[str]) -> list[CellSpec]:
+def _words(overrides: str | Sequence[str], values: Mapping[str, Any]) -> list[str]:
+    """The words of a command line: `overrides`, and one for each of the values."""
+    from normexp.config.schema import Words, check_value, takes
+    from normexp.config.words import as_typed
+
+    words = shlex.split(overrides) if isinstance(overrides, str) else [*overrides]
+    check_value("overrides", words, Words)
+    for key, value in values.items():
+        is_swept = isinstance(value, list | tuple) and not takes(key, [*value])
+        words += ["-m"] if is_swept else []
+        text = ",".join(map(as_typed, value)) if is_swept else as_typed(value)
+        words.append(f"{key}={text}")
+    return words
+
+
+def _compose(words: Sequence[str]) -> list[CellSpec]:
     """The cells of a command line that trains here."""
     from normexp.cli import parse_command
     from normexp.config.cells import compose_cells
-    from normexp.config.schema import Words, check_value
     from normexp.errors import UserError
 
-    check_value("overrides", overrides, Words)
-    command = parse_command(overrides)
+    command = parse_command(words)
     if command.shows_config or command.launcher is not None:
-        raise UserError(f"overrides={overrides}: --cfg and launchers work only in a shell")
+        raise UserError(f"{' '.join(words)}: --cfg and launchers work only in a shell")
     return compose_cells(command)
 
 

@@ -109,6 +109,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("--config-dir", "-cd", action="append", default=[])
     parser.add_argument("--cfg", "-c", choices=["job"])
+    parser.add_argument("--config-name", "-cn", "--config-path", "-cp", dest="config")  # of Hydra
     return parser.parse_intermixed_args(list(words))
 
 
@@ -118,6 +119,9 @@ def parse_command(words: Sequence[str]) -> Command:
 
     options = _parse(words)
     _refuse_repeated(options.overrides)
+    if options.config:
+        own = f"a recipe of yours is --config-dir FOLDER experiment={options.config}"
+        raise UserError(f"--config-name and --config-path: normexp has one config; {own}")
     if options.cfg and options.multirun:
         raise UserError("--cfg shows one cell: drop -m and name one value per key")
     searched = [_search_path(options.config_dir)] if options.config_dir else []

@@ -11,6 +11,10 @@ class UserError(ValueError):
     Entries print the message without a traceback and exit with code 2.
     """
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in place of a traceback."""
+        return [f"normexp: {self}"]
+
 
 class Halted(Exception):
     """No cell can be trained any more, for example because the disk is full.

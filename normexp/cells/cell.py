@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from normexp.batching.copies import copied
 from normexp.batching.replicas import model_arguments, suitable_threads
+from normexp.batching.sizes import Sizes
 from normexp.build import NetworkBuilder, build_network, build_norm, load_data, norm_target
 from normexp.cells.recipe import defines_of, derived_of, deviations, devices_of, recipe_of
 from normexp.checks.network import name_some, probe_batch
@@ -199,10 +200,15 @@ def _findings(spec: CellSpec, recipe: Recipe, traits: Traits, alone: str | None)
             "then instance norm), in evaluation all share the running averages; "
             "evaluate_with=[running,batch] shows the difference"
         )
-    if not traits.mixes_samples and spec.sizes["norm_batch_size"] is not None:
+    typed = {word for word in spec.overrides if word.startswith("norm_batch_size=")}
+    if typed - {"norm_batch_size=null"} and not traits.mixes_samples:
+        notes.append(f"norm={norm} does not mix samples, so norm_batch_size has no effect")
+        if may_mix_samples(spec.config):
+            notes[-1] += "; declare norm.mixes_samples=false, and it is trained once for all sizes"
+    if traits.mixes_samples and recipe.sizes.norm < Sizes(**spec.sizes).norm:
         notes.append(
-            f"norm={norm} does not mix samples, so norm_batch_size has no effect; "
-            "declare norm.mixes_samples=false, and it is trained once for all sizes"
+            f"{recipe.devices.count} processes: norm={norm} takes its statistics over "
+            f"{recipe.sizes.norm} samples each"
         )
     return notes
 

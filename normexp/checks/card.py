@@ -179,7 +179,7 @@ def as_json(cards: Sequence[Card]) -> str:
 
 
 def print_cards(console: Console, cards: Sequence[Card]) -> None:
-    """Prints verdicts and failures, then traits, then how many lines of the contract hold.
+    """Prints verdicts and failures, then traits.
 
     One card has its details; several have a column each, in several tables if the terminal is too
     narrow for one.
@@ -209,10 +209,9 @@ def _table(cards: Sequence[Card], *, alone: bool) -> Table:
     for name in dict.fromkeys(name for lines in found for name in lines):
         answers = [lines.get(name) for lines in found]
         if any(line and (line.section == "traits" or line.status == "fail") for line in answers):
-            detail = Text(answers[0].detail if alone and answers[0] else "")
-            table.add_row(Text(name), *map(_cell, answers), detail)
-    held = [sum(line.status == "pass" for line in card.lines) for card in cards]
-    table.add_row(Text("\nlines of the contract that hold"), *(f"\n{count}" for count in held))
+            # Those of failures are printed above the table.
+            details = [line.detail for line in answers if alone and line and line.status != "fail"]
+            table.add_row(Text(name), *map(_cell, answers), Text("".join(details)))
     return table
 
 

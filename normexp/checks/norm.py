@@ -71,8 +71,7 @@ class Question:
             training and false for evaluation if `modes` is set.
         shapes: the inputs (N, C, *) to ask about.
         says: the answer over all shapes and modes. "fault": the first fault, else the first
-            answer. "works": the same, as yes or no. "moves", "same": the modes in which something
-            or nothing moves.
+            answer. "moves", "same": the modes in which something or nothing moves.
     """
 
     name: str
@@ -80,7 +79,7 @@ class Question:
     section: Literal["contract", "traits"] = "contract"
     shapes: Callable[[LoneNorm], Sequence[Shape]] | None = None
     modes: tuple[bool, ...] = ()
-    says: Literal["fault", "works", "moves", "same"] = "fault"
+    says: Literal["fault", "moves", "same"] = "fault"
 
     def answer(self, norm: LoneNorm) -> Answer:
         """The line of a card; an exception is a fault. Starts from a fixed random state."""
@@ -94,9 +93,7 @@ class Question:
                 found = Answer(status="fail", detail=explain(error))
                 if norm.shapes and not norm.takes_float64:  # the line "dtype kept" says so
                     found = skipped("asks in float64, in which the norm fails")
-        if self.says == "works" and found.status in ("pass", "fail"):
-            found = measured("yes" if found.status == "pass" else "no", found.detail)
-        elif self.section == "traits" and found.status == "fail":
+        if self.section == "traits" and found.status == "fail":
             found = skipped(found.detail)
         return replace(found, section=self.section, name=self.name, question=question)
 

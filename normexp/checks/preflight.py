@@ -157,12 +157,29 @@ def _examine(network: BuiltNetwork, allow_leak: bool) -> Traits:
         leak=leak,
         leaks_future_in_training=leak_in_training is not None,
         draws_for_itself=draws,
-        stacking_obstacle="a module draws its own random numbers"
-        if draws
-        else cannot_stack(network.network, network.short),
+        stacking_obstacle=why_not_stacked(network, draws=draws),
         elements_per_sample=num_elements // len(network.batch["targets"]),
         reaches=reaches,
     )
+
+
+def why_not_stacked(network: BuiltNetwork, *, draws: bool) -> str | None:
+    """Says why replicas cannot run under vmap; None if they can.
+
+    Args:
+        draws: a module uses torch's global random state.
+    """
+    if draws:
+        return "a module draws its own random numbers"
+    reason = cannot_stack(network.network, network.short)
+    if reason and (where := names_where(network.sites, lacks_mask)):
+        return f"the norm at {where} is shown real positions alone; give its forward a `mask`"
+    return reason
+
+
+def lacks_mask(site: EnteredSite) -> bool:
+    """True if a mask reaches the site, and its norm has no argument for it."""
+    return site.mask is not None and not site.module.site.takes_mask
 
 
 def check_optimizer(network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -229,9 +246,10 @@ def reach_of(site: EnteredSite) -> Reach | None:
 
     Counts the outputs that an outlier at the first position moves, in two samples and channels;
     cumulative statistics carry the first position to all later ones. If only the outlier's own
-    output moves, the input is rescaled: a statistic over one value gives the same (x - x) or
-    x / |x| again, while a norm without statistics changes. Changes are relative to what the sign
-    of the input moves, as a bias or a large running variance may hide the input in the output.
+    output moves, the first position is rescaled: a statistic over one value gives the same (x - x)
+    or x / |x| again, while a norm without statistics, or with those of later positions, changes.
+    Changes are relative to what the sign of the input moves, as a bias or a large running variance
+    may hide the input in the output.
     """
     probe = site.probe(training=True)
     (x,), before = probe.inputs, probe.observe().output
@@ -253,7 +271,12 @@ def reach_of(site: EnteredSite) -> Reach | None:
             reaches.append(Reach(max(of_sample, 1), others / max(len(x) - 1, 1)))
     if reaches:
         return max(reaches)
-    small, large, flipped = (probe.observe(scale * x).output for scale in (0.1, 3.0, -3.0))
+    outputs = []
+    for scale in (0.1, 3.0, -3.0):
+        scaled = x.clone()
+        scaled[:, :, 0] *= scale
+        outputs.append(probe.observe(scaled).output[:, :, 0])
+    small, large, flipped = outputs
     by_sign, by_scale = ((large - other).abs().max() for other in (flipped, small))
     return Reach(1, 0.0) if by_scale <= max(1e-2 * by_sign, least) else None
 
@@ -294,11 +317,7 @@ def check_padding(network: BuiltNetwork) -> None:
     batch = train.gather(order[torch.linspace(0, (len(order) - 1) / 2, PROBE_SAMPLES).long()])
     sites = [site for site in enter_sites(network.exposed, batch) if site.mask is not None]
     # A norm without `mask` gets one sample at a time, so it must not mix samples.
-    alone = [
-        site
-        for site in sites
-        if not site.module.site.takes_mask and site.module.site.view == "sequence"
-    ]
+    alone = [s for s in sites if lacks_mask(s) and s.module.site.view == "sequence"]
     if where := names_where(alone, lambda site: bool(site.probe(training=True).reads_across(0))):
         raise UserError(
             f"the norm at {where} mixes samples but its forward has no argument `mask`, so texts "

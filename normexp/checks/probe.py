@@ -8,8 +8,7 @@ one tensor: a norm, a site or a whole network.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
 from normexp.norms.contract import State
 from normexp.norms.site import read_state
@@ -161,7 +161,7 @@ class Probe:
     def reads_later(self) -> bool:
         """True if changes from some position on move an earlier output."""
         length, before = self.inputs[0].shape[self.position_axis], self.observe()
-        for index, cut in enumerate(cuts(length)[: self.max_cuts]):
+        for index, cut in enumerate(cuts(length, self.max_cuts)):
             keep = (torch.arange(length) < cut).view(*[1] * self.position_axis, -1)
             if self.influence(keep, before=before, way=index % 4):
                 return True
@@ -201,11 +201,9 @@ def holds(count: int) -> list[Tensor]:
     return list(held)
 
 
-def cuts(length: int) -> list[int]:
-    """Positions that cut a sequence into before and after, likely ones first; at most MAX_CUTS."""
-    likely = [length // 2, length - 1, 1, length // 3, 2, 3, 2 * length // 3, length - 2]
-    spread = range(1, length, max(1, math.ceil(length / MAX_CUTS)))
-    return [cut for cut in dict.fromkeys([*likely, *spread]) if 0 < cut < length][:MAX_CUTS]
+def cuts(length: int, most: int) -> range:
+    """At most so many positions that cut a sequence into before and after, spread evenly."""
+    return range(1, length, max(1, math.ceil(length / most)))
 
 
 def fit(keep: Tensor, values: Tensor) -> Tensor:
@@ -287,7 +285,7 @@ def unlike(module: nn.Module, other: nn.Module) -> list[str]:
         f"{path}.{name}".lstrip(".")
         for path, part in module.named_modules()
         for name, value in values_of(part).items()
-        if path in twins and _are_unlike(value, values_of(twins[path]).get(name), set())
+        if path in twins and _are_unlike(value, values_of(twins[path]).get(name))
     ]
 
 
@@ -298,27 +296,17 @@ def values_of(module: nn.Module) -> dict[str, Any]:
     return values | dict(module.named_buffers(recurse=False))
 
 
-def _are_unlike(value: Any, other: Any, seen: set[int]) -> bool:
-    """True if numbers, tensors, collections or plain objects hold other values."""
+def _are_unlike(value: Any, other: Any) -> bool:
+    """True if tensors, numbers and texts differ, also those in nested collections."""
+    leaves, others = tree_leaves(value), tree_leaves(other)
+    return len(leaves) != len(others) or any(map(_is_other_value, leaves, others))
+
+
+def _is_other_value(value: Any, other: Any) -> bool:
     if isinstance(value, Tensor) and isinstance(other, Tensor):
         return change(value, other) > 0
-    if value is None or isinstance(value, bool | int | float | str | Tensor):
-        return repr(value) != repr(other)  # in which NaN is NaN
-    if callable(value) or id(value) in seen:  # modules and functions; cycles
-        return False
-    seen.add(id(value))
-    parts, others = _parts_of(value), _parts_of(other)
-    return parts.keys() != others.keys() or any(
-        _are_unlike(part, others[key], seen) for key, part in parts.items()
-    )
-
-
-def _parts_of(value: Any) -> dict[Any, Any]:
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, list | tuple | deque):
-        return dict(enumerate(value))
-    return getattr(value, "__dict__", {})
+    is_plain = value is None or isinstance(value, bool | int | float | str | Tensor)
+    return is_plain and repr(value) != repr(other)  # in which NaN is NaN
 
 
 @contextmanager
@@ -330,24 +318,3 @@ def fixed_draws(seed: int = 0) -> Iterator[None]:
         yield
     finally:
         torch.set_rng_state(before)
-
-
-def kept_for_backward(module: nn.Module, *inputs: Tensor) -> int:
-    """Bytes, without parameters and buffers, that a forward keeps for its backward.
-
-    Each storage counts once; an input counts if the module keeps it.
-    """
-    of_module = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
-    kept: dict[int, int] = {}
-    held: list[Tensor] = []  # keeps addresses from being reused
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in of_module:
-            kept[storage.data_ptr()] = storage.nbytes()
-        held.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        module(*inputs)
-    return sum(kept.values())

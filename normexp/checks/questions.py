@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
-from normexp.batching.replicas import InTurn
 from normexp.checks.network import EnteredSite, SiteOnMaps, name_some
 from normexp.checks.norm import (
     Answer,
@@ -34,20 +33,17 @@ from normexp.checks.probe import (
     MODES,
     Probe,
     change,
-    kept_for_backward,
     moves,
     normal,
     unlike,
 )
 from normexp.checks.wiring import (
     find_stacking_fault,
-    first_difference,
     state_not_saved,
-    training_step,
 )
 from normexp.errors import first_line
 from normexp.norms.adapt import EPS_NAMES
-from normexp.norms.site import Site, is_sequential, read_state, takes_mask
+from normexp.norms.site import Site, read_state, takes_mask
 
 # ---------------------------------------------------------------- the contract
 
@@ -228,9 +224,6 @@ SCALES = tuple(partial(operator.mul, factor) for factor in (4.0, 0.3))
 SHIFTS = tuple(partial(operator.add, by) for by in (3.0, -20.0))
 TINY_EPS = 1e-12
 EXACT = 1e-6  # of inputs in float64; a norm may compute in float32
-PARTS, PART_SIZE = 4, 2
-# Samples and positions of maps, texts, features.
-KEPT_AT = ((32, 16, 16), (32, 64), (1024,))
 
 
 def mixes_samples(case: NormCase, training: bool) -> Reply:
@@ -294,45 +287,20 @@ def has_running_state(case: NormCase) -> Answer:
     return measured("yes", ", ".join(changed)) if changed else measured("no")
 
 
-def bytes_kept(norm: LoneNorm) -> Answer:
-    """How many bytes, without parameters, does a training forward keep for its backward?
-
-    Each storage counts once; the input counts if the norm keeps it.
-    """
-    fitting = [step for step in KEPT_AT if norm.with_dims(len(step) + 1)]
-    if not fitting:
-        return skipped("takes no features, texts or maps")
-    case = norm.at((fitting[0][0], norm.num_features, *fitting[0][1:]))
-    x = case.values().requires_grad_()
-    total = kept_for_backward(case.build(), x)
-    return measured(total, f"{total / (x.numel() * 4):.2g} x the input, {show(x.shape)} float32")
-
-
 # ---------------------------------------------------------------- how it can be trained
 
 
-def stacks(case: NormCase) -> Reply:
+def stacks(norm: LoneNorm) -> Answer:
     """Do two replicas under vmap get the outputs, gradients and state of each alone?"""
-    if case.lone.draws:
+    if norm.draws:
         return skipped("draws random numbers, so each seed trains by itself")
-    sites: list[nn.Module] = [_site(case) for _ in range(2)]
-    x = torch.stack([case.values(torch.float64, seed) for seed in (3, 4)])
-    return find_stacking_fault(sites, {"inputs": x.requires_grad_()}, tolerance=EXACT)
-
-
-def splits(case: NormCase) -> Reply:
-    """Do ghost groups of one forward get the outputs, gradients and state of micro-batches?"""
-    if is_sequential(case.build()):
-        return measured("refused", "declares its state sequential")
-    batch = {"inputs": case.values(torch.float64)[None].requires_grad_()}
-    accumulated = training_step(InTurn([_site(case)]), batch, PARTS)
-    ghost = training_step(InTurn([_site(case, PART_SIZE)]), batch)
-    moved = first_difference(accumulated, ghost, EXACT)
-    return f"{moved} differs, {PARTS} groups of {PART_SIZE}" if moved else None
-
-
-def _site(case: NormCase, norm_batch_size: int | None = None) -> Site:
-    return Site(case.trained(), "map", norm_batch_size)
+    for case in map(norm.at, norm.shapes):
+        sites: list[nn.Module] = [Site(case.trained(), "map", None) for _ in range(2)]
+        x = torch.stack([case.values(torch.float64, seed) for seed in (3, 4)])
+        batch = {"inputs": x.requires_grad_()}
+        if fault := find_stacking_fault(sites, batch, tolerance=EXACT):
+            return measured("no", f"{fault}, {show(case.shape)}")
+    return measured("yes")
 
 
 # ---------------------------------------------------------------- the table
@@ -351,16 +319,9 @@ def padded_text(norm: LoneNorm) -> list[Shape]:
     return [shape] if shape in norm.shapes else []
 
 
-def batch_to_split(norm: LoneNorm) -> list[Shape]:
-    """The smallest batch with positions, if the norm takes any, in PARTS parts."""
-    small = [shape for shape in norm.shapes if len(shape) > 2] or list(norm.shapes)
-    return [(PARTS * PART_SIZE, *shape[1:]) for shape in small[:1]]
-
-
 trait = partial(Question, section="traits")
 shows = partial(trait, says="moves")
 same = partial(trait, says="same", shapes=every)
-works = partial(trait, says="works")
 
 BUILT = "can be built"  # answered by opening the norm
 OF_NORMS = (
@@ -381,8 +342,6 @@ OF_NORMS = (
     same("ignores input scale", partial(changes_output, SCALES)),
     same("ignores input shift", partial(changes_output, SHIFTS)),
     trait("running state", has_running_state, shapes=largest),
-    trait("bytes kept for backward", bytes_kept),
-    works("replicas under vmap", stacks, shapes=every),
-    works("ghost = accumulated", splits, shapes=batch_to_split),
+    trait("replicas under vmap", stacks),
 )
 CONTRACT = (BUILT, *(question.name for question in OF_NORMS if question.section == "contract"))

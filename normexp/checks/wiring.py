@@ -19,7 +19,7 @@ from normexp.checks.network import BuiltNetwork, EnteredSite, explain, name_some
 from normexp.checks.probe import EVERYWHERE, Probe, change, fixed_draws, moves, normal, unlike
 from normexp.errors import UserError, first_line
 from normexp.norms.contract import State
-from normexp.norms.site import Site, merge_state, named_sites, read_state, write_state
+from normexp.norms.site import Site, named_sites, read_state
 from normexp.norms.site import is_sequential as declares_order
 
 logger = logging.getLogger(__name__)
@@ -254,7 +254,7 @@ def find_stacking_fault(
     for form in (InTurn, Stacked):
         try:  # foreign code and vmap may raise anything; training in turn is exact
             replicas = form([*map(copied, networks)])
-            steps.append(training_step(replicas, batch))
+            steps.append(_training_step(replicas, batch))
         except Exception as error:
             return first_line(error)
         try:
@@ -263,32 +263,22 @@ def find_stacking_fault(
         except Exception:  # a tensor of vmap, or foreign code
             return "a module keeps a tensor of its forward outside its buffers"
     alone, stacked = steps
-    moved = first_difference(alone, stacked, tolerance)
+    moved = _first_difference(alone, stacked, tolerance)
     return f"{moved} differs under vmap" if moved else None
 
 
-def training_step(replicas: InTurn | Stacked, batch: Batch, num_parts: int = 1) -> State:
-    """Outputs, gradients and final state of a step in equal parts, by name.
+def _training_step(replicas: InTurn | Stacked, batch: Batch) -> State:
+    """Outputs, gradients and final state of a step, by name.
 
     Every result is (S, ...). Inputs that require a gradient have theirs among the results.
     """
     inputs = batch["inputs"]
     inputs.grad = None
-    start, outputs, ends = read_state(replicas), [], []
     with fixed_draws(), torch.enable_grad():
-        for index in range(num_parts):
-            write_state(replicas, start)
-            part = {name: value.chunk(num_parts, 1)[index] for name, value in batch.items()}
-            outputs.append(replicas.measure(part, lambda output, _: output))
-            if outputs[-1].requires_grad:
-                weights = normal((*inputs.shape[:2], *outputs[-1].shape[2:]), 1)
-                weights = weights.chunk(num_parts, 1)[index].to(outputs[-1].dtype)
-                (outputs[-1] * weights).sum().backward()
-            ends.append(read_state(replicas))
-    if num_parts > 1:
-        shares = [1 / num_parts] * num_parts
-        write_state(replicas, merge_state(replicas, start, ends, shares))
-    results = {"the output": torch.cat(outputs, 1).detach()}
+        output = replicas.measure(batch, lambda output, _: output)
+        if output.requires_grad:
+            (output * normal(output.shape, 1).to(output.dtype)).sum().backward()
+    results = {"the output": output.detach()}
     if inputs.grad is not None:
         results["the gradient of the input"] = inputs.grad
     of_trees = []
@@ -300,7 +290,7 @@ def training_step(replicas: InTurn | Stacked, batch: Batch, num_parts: int = 1) 
     return results | {name: torch.stack([t[name] for t in of_trees]) for name in of_trees[0]}
 
 
-def first_difference(before: State, after: State, tolerance: float) -> str | None:
+def _first_difference(before: State, after: State, tolerance: float) -> str | None:
     """The first result that differs or is missing.
 
     Outputs and state are compared on their usual scales, gradients on that of the largest.

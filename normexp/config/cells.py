@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from normexp.config.compose import (
 )
 from normexp.config.identity import id_of, identity_of, may_mix_samples, sources_of
 from normexp.config.schema import OPTIONS, group_choices, in_identity, validate
-from normexp.config.words import suggest
+from normexp.config.words import as_typed, suggest
 from normexp.errors import UserError
 
 NOT_GLOBBED = "as_built"  # fits certain models
@@ -96,11 +95,10 @@ class Command:
 
 
 def study_words(study_dir: Path) -> list[str]:
-    """The words that name a study in any command, quoted where Hydra could not read them."""
+    """The words that name a study in any command."""
     named = {"study": study_dir.name, "runs_dir": str(study_dir.parent)}
-    plain = re.compile(r"[\w./ -]+", re.ASCII)
     return [
-        f"{key}={value if plain.fullmatch(value) else json.dumps(value, ensure_ascii=False)}"
+        f"{key}={as_typed(value)}"
         for key, value in named.items()
         if (key, value) != ("runs_dir", "runs")
     ]

@@ -57,6 +57,7 @@ OTHERS_OF_HYDRA = {  # what does instead what another one would do in a Hydra ap
     "verbose": "changes nothing here; messages go to stderr, and to run.log while a run trains",
     "logging": "changes nothing here; messages go to stderr, and to run.log while a run trains",
 }
+LAUNCHERS = {"ray": "ray", "submitit_slurm": "slurm", "submitit_local": "slurm"}  # and their extras
 STATES = (ConfigStore, GlobalHydra, HydraConfig, JobRuntime, VersionBase)  # of a Hydra app
 BUDGETS = ("epochs", "steps", "samples")
 # Defaults of keys that must be typed now, each an example. Recorded ids leave them out.
@@ -173,6 +174,8 @@ def _parse(word: str) -> list[Override]:
     if hydra_key != key.lstrip("+") and not re.match(READ_OF_HYDRA, hydra_key):
         reasons = [reason for part, reason in OTHERS_OF_HYDRA.items() if part in hydra_key]
         raise UserError(f"{word}: {[*reasons, 'changes nothing here; --help lists the keys'][0]}")
+    if key.lstrip("+") in GROUPS:  # of which each cell has one: there is nothing to add
+        key, word = key.lstrip("+"), word.lstrip("+")
     is_path = key in CUSTOM_GROUPS and re.fullmatch(r"[^\W\d]\w*(\.\w+)+", value)
     text = f"{key}={json.dumps(value)}" if value.startswith("~") else name_as_text(word)
     given = [f"{key}=custom", f"{key}._target_={value}"] if is_path else [text]
@@ -233,12 +236,15 @@ def _explain(error: Exception) -> UserError:
 def _no_such_choice(error: MissingConfigException) -> UserError:
     group, _, name = str(error.missing_cfg_file).partition("/")
     if group not in GROUPS:
-        extras = "; for a launcher, pip install -e '.[ray]' or '.[slurm]'"
-        return UserError(f"{error.missing_cfg_file}: no such config{extras}")
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        known = f"it takes {', '.join(LAUNCHERS)}"
+        needed = f"pip install -e '.[{LAUNCHERS[name]}]'" if name in LAUNCHERS else known
+        return UserError(f"{group}={name}: no such choice; {needed}")
     choices = sorted({*group_choices(group), *(error.options or ())} - {"claims"})
     few = f"it takes {', '.join(choices)}" if len(choices) <= FEW else "--help lists all"
-    hint = suggest(name, choices, most=3) or few
-    return UserError(f"{group}={name}: no such {group}; {hint}")
+    hint = suggest(name, choices, most=3) or f"{few};"
+    own = "YAMLs of yours need --config-dir FOLDER"
+    return UserError(f"{group}={name}: no such {group}; {hint} {own}")
 
 
 @contextmanager

@@ -7,7 +7,7 @@ family, as `# family: batch`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import takewhile
 from textwrap import fill
 from typing import Any
@@ -129,10 +129,11 @@ VALUES = "Values (key=value) and their defaults"
 def help_text(entry: str) -> str:
     """The help of `train`, `tune`, `check`, `benchmark`, `evaluate`, `report` or `status`."""
     if entry == "train":
-        choices = [(group, ", ".join(group_choices(group))) for group in GROUPS[1:]]
+        others = [group for group in GROUPS[1:] if group_choices(group)]
         parts = [
             _norms(),
-            _table("Groups (group=choice):", choices) + GROUPS_FOOTER,
+            *(_table(f"Choices of {group} ({group}=NAME):", _choices(group)) for group in others),
+            GROUPS_FOOTER,
             _table(
                 "Placements (placement=NAME) of norms in a transformer block:", PLACEMENTS.items()
             ),
@@ -166,14 +167,13 @@ def option_defaults(entry: str) -> dict[str, Any]:
 
 def norm_words(name: str) -> tuple[str, str]:
     """The phrase and the family of a shipped norm, from the comments at the top of its YAML."""
-    lines = (conf_dir() / "norm" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
-    header = [line.lstrip("# ") for line in takewhile(lambda line: line[:1] == "#", lines)]
+    header = _header("norm", name)
     phrase = re.sub(r" \(arXiv:[^)]*\)", "", header[0]).rstrip(".")
     return phrase, header[-1].removeprefix("family: ")
 
 
 def _norms() -> str:
-    """The norms by family, with a phrase each, from the comments at the top of their YAMLs."""
+    """The norms by family, which is the last comment at the top of their YAMLs."""
     families: dict[str, list[tuple[str, str]]] = {}
     for name in (name for name in group_choices("norm") if "/" not in name):
         phrase, family = norm_words(name)
@@ -183,6 +183,25 @@ def _norms() -> str:
     return (
         title + "".join(tables) + "  and NAME of conf/norm/deviations: the errors of other code\n"
     )
+
+
+def _choices(group: str) -> list[tuple[str, str]]:
+    """The choices of a group, with the first sentence of each YAML; then its folders of choices."""
+    rows = []
+    for name in (name for name in group_choices(group) if "/" not in name):
+        first = next(line for line in _header(group, name) if line[:1] != "@")
+        sentence = re.split(r"(?<=\?) |(?<=\.) (?=[A-Z])", first)[0]
+        rows.append((name, sentence.rstrip(".,")))
+    folders = {name.partition("/")[0] for name in group_choices(group) if "/" in name}
+    return rows + [(f"{folder}/NAME", f"see conf/{group}/{folder}") for folder in sorted(folders)]
+
+
+def _header(group: str, name: str) -> list[str]:
+    """The comments at the top of a YAML."""
+    text = (conf_dir() / group / f"{name}.yaml").read_text(encoding="utf-8")
+    return [
+        line.lstrip("# ") for line in takewhile(lambda line: line[:1] == "#", text.splitlines())
+    ]
 
 
 def _table(title: str, rows: Iterable[tuple[str, str]], indent: str = "  ") -> str:

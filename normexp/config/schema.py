@@ -247,15 +247,37 @@ def check_value(key: str, value: Any, kind: Any, unit: str = "") -> Any:
     raise UserError(f"{key}={as_typed(value)}: {said}{unit and f' ({unit})'}{remedy}")
 
 
+def takes(key: str, value: Any) -> bool:
+    """True if a key may have this value."""
+    if key == "logger":
+        return True
+    try:
+        check_value(key, value, KEYS[key].kind)
+    except (KeyError, UserError):
+        return False
+    return True
+
+
 @cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False))
 
 
+# What other tools call our keys, by the last part of each name.
+OTHER_NAMES = {
+    **dict.fromkeys(("seeds", "num_seeds"), "replicas"),
+    **dict.fromkeys(("max_epochs", "num_epochs"), "epochs"),
+    **dict.fromkeys(("max_steps", "num_steps"), "steps"),
+    **{"learning_rate": "lr", "num_workers": "workers", "gpus": "devices"},
+    **{"gradient_clip_val": "max_grad_norm", "accumulate_grad_batches": "micro_batch_size"},
+}
+
+
 def unknown_key(key: str, known: Iterable[str], choice: str = "") -> UserError:
     """The error for a key that nothing reads, or a `choice` lacks, with the nearest known ones."""
     known, leaf = list(known), key.rpartition(".")[2]
-    same = [name for name in known if name.rpartition(".")[2] == leaf]
+    leaves = (leaf, OTHER_NAMES.get(leaf))
+    same = [name for name in known if name.rpartition(".")[2] in leaves]
     hint = f"did you mean {join_or(same)}?" if same else suggest(key, known, most=2)
     of = f" of {choice}" if choice else ""
     return UserError(f"{key}: unknown key{of}; {hint or '--help lists the keys'}")

@@ -10,12 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
 from normexp.config.compose import refuse_missing_values
+from normexp.config.schema import check_value
 from normexp.config.words import join_or, one_line, suggest
 from normexp.errors import UserError
 from normexp.records.provenance import source_line_of, why_missing
@@ -81,7 +83,10 @@ class Target:
             made = self.call(*given)
         if not isinstance(made, kind):
             wanted = f"{kind.__module__}.{kind.__name__}"
-            raise UserError(f"{self.name} returned a {type(made).__name__}, not a {wanted}")
+            remedy = "conf/README.md leads to an example"
+            raise UserError(
+                f"{self.name} returned a {type(made).__name__}, not a {wanted}; {remedy}"
+            )
         return made
 
     @contextmanager
@@ -110,12 +115,27 @@ def read_target(values: Mapping[str, Any], key: str) -> Target:
     except InstantiationException as error:
         raise _explain(error, values["_target_"], key) from error
     target = Target(key, values["_target_"], partial(call.func, *call.args, **call.keywords))
+    _refuse_texts(target)
     names = target.arguments
     unknown = [] if not names or "**" in names else sorted(call.keywords.keys() - names)
     if unknown:
         hint = suggest(unknown[0], names) or f"it takes {join_or(sorted(names))}"
         raise UserError(f"{key}.{unknown[0]}: {target.path} has no such argument; {hint}")
     return target
+
+
+def _refuse_texts(target: Target) -> None:
+    """Raises UserError for a text where the signature takes numbers or booleans alone."""
+    made = target.call.func
+    try:
+        kinds = get_type_hints(made.__init__ if isinstance(made, type) else made)
+    except Exception:  # of foreign code, any kind
+        return
+    for name, value in target.call.keywords.items():
+        kind = kinds.get(name)
+        takes_text = set(get_args(kind) or (kind,)) - {int, float, bool, NoneType}
+        if isinstance(value, str) and not takes_text:
+            check_value(f"{target.key}.{name}", value, kind)
 
 
 def _parameters(call: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 
 def as_typed(value: Any) -> str:
-    """A value as typed on the command line: null, true, false, 3, [2,8]."""
+    """A value as typed on the command line: null, true, 3, [2,8], a text, "a text, quoted"."""
     if value is None:
         return "null"
     if isinstance(value, Sequence) and not isinstance(value, str):
         return f"[{','.join(map(as_typed, value))}]"
+    if isinstance(value, str) and not re.fullmatch(r"[\w./ +-]+", value, re.ASCII):
+        return json.dumps(value, ensure_ascii=False)  # Hydra could not read it
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -147,7 +148,11 @@ def read_values(path: Path) -> Values:
     try:
         content: Any = load(path)
     except Exception as error:  # torch and safetensors raise many kinds
-        why = f"{type(error).__name__}: {first_line(error)}"
+        why = (
+            "a pickled object, such as a whole model"
+            if isinstance(error, UnpicklingError)
+            else first_line(error)
+        )
         raise UserError(
             f"{key} holds neither a state_dict, as torch.save(model.state_dict(), FILE) writes it, "
             f"nor safetensors ({why})"

@@ -223,7 +223,7 @@ def find_layout(
         UserError: no input is accepted.
     """
     fitting: dict[bool, tuple[int, ...]] = {False: (), True: ()}
-    problems: list[str] = []
+    problems: dict[str, str] = {}  # one for each line of code that fails
     with torch.random.fork_rng(devices=[]):
         for is_last in (False, True) if layout is None else (layout == "last",):
             for num_dims in PROBED_DIMS:
@@ -232,14 +232,16 @@ def find_layout(
                     _try(build, num_features, x, Layout(is_last, (num_dims,)))
                     fitting[is_last] += (num_dims,)
                 except Exception as error:  # of foreign code, any kind
-                    problems.append(f"on an input of shape {tuple(x.shape)}: {_described(error)}")
+                    where = source_line_of(error) or type(error).__name__
+                    said = f"on an input of shape {tuple(x.shape)}: {_described(error)}"
+                    problems.setdefault(where, said)
         is_last = fitting[False] in ((), (2,)) and bool(fitting[True])
         if 4 in fitting[False] and 4 in fitting[True]:
             is_last = _pools_last_axis_alone(build(num_features), _input(4, num_features))
     if not fitting[is_last]:
         raise UserError(
-            f"norm._target_={target} does not fit {'; '.join(problems)}; norm.layout=first or "
-            "norm.layout=last says where its channels are"
+            f"norm._target_={target} does not fit {'; '.join(problems.values())}; "
+            "norm.layout=first or norm.layout=last says where its channels are"
         )
     return Layout(is_last, fitting[is_last])
 

@@ -107,7 +107,8 @@ def find_cell(run: Path) -> Path:
     if seed_of(run) is not None and (run.parent / CONFIG_FILE).is_file():
         raise UserError(f"{run} is one seed of a cell; give the cell, {run.parent}")
     folder = run if run.is_dir() else run.parent
-    near = _nearest(str(run), [str(path) for path in list_cells(folder)])
+    cells = list_cells(folder) or [cell for part in subfolders(folder) for cell in list_cells(part)]
+    near = _nearest(str(run), [str(path) for path in cells])
     lacks = f"is no cell, as it has no {CONFIG_FILE}" if run.exists() else "does not exist"
     raise UserError(f"{run} {lacks}; nearest: {near}")
 

@@ -99,9 +99,9 @@ def plan_searches(command: Command) -> list[Search]:
 
 def check_settings(config: Mapping[str, Any]) -> None:
     """Raises UserError for `tune` keys that contradict each other or the report's seeds."""
-    validate_keys(config, [key for key in KEYS if key.startswith("tune.")])
-    validate_keys(config, ["seed", "replicas", "study", "runs_dir", "evaluate_with"])
-    validate_keys(config, ["trainer.devices", "trainer.num_nodes"])
+    others = ("seed", "replicas", "study", "runs_dir", "evaluate_with")
+    own = [key for key in KEYS if key.startswith(("tune.", "trainer."))]
+    validate_keys(config, [*own, *others])
     tune = config["tune"]
     metric = tune["metric"]
     name, at, statistics = (metric or VALIDATION[0]).partition("@")

@@ -9,10 +9,10 @@ from dataclasses import replace
 from normexp.config.cells import CellSpec, join_points
 from normexp.errors import FAILED, UserError
 from normexp.records.result import Status
-from normexp.records.study import CellState
+from normexp.records.study import CellState, read_cell
 from normexp.reporting.metric import Metric, describe_metric
 from normexp.reporting.terminal import open_console, print_closing_table, text_table
-from normexp.search.points import VALIDATION, Search, words_of
+from normexp.search.points import VALIDATION, Point, Search, words_of
 from normexp.sweeps.sweep import raise_if_stopped, run_cells, train_cells
 
 
@@ -26,9 +26,7 @@ def tune(searches: Sequence[Search], words: Sequence[str]) -> int:
     base = searches[0].base
     cells = join_points([cell for search in searches for _, cell in search.trials])
     if base["dry_run"]:
-        # Searches that come to the same cells, as at sizes that a norm ignores, train seeds once.
-        reports = {tuple(cell.id for _, cell in one.trials): one for one in reversed(searches)}
-        return run_cells([*cells, *map(_planned_report, [*reports.values()][::-1])], words)
+        return run_cells([*cells, *join_points([*map(_planned_report, searches)])], words)
     states = _train(searches[0], cells, words)
     if all(state.refused for state in states.values()):
         raise UserError(next(iter(states.values())).refused)
@@ -38,18 +36,12 @@ def tune(searches: Sequence[Search], words: Sequence[str]) -> int:
         return FAILED
     chosen, rows = list[CellSpec](), list[list[str]]()
     for search in searches:
-        metric = _metric_of(search, states)
-        means = [
-            (metric.mean_over(states[cell.id].results), point)
-            for point, cell in search.trials
-            if _has_ended(states[cell.id])
-        ]
-        known = [pair for pair in means if pair[0] != metric.worst]
+        metric, known = _metric_of(search, states), _points_with_a_value(search, states)
         count = f"{len(known)} of {len(search.trials)}"
         if not known:
             rows.append([search.title, "none", count, "-"])
             continue
-        value, best = (max if metric.higher_is_better else min)(known, key=lambda pair: pair[0])
+        value, best = known[0]
         shown = f"{metric.scale * value:.{metric.digits}f} {metric.label}"
         rows.append([search.title, " ".join(words_of(best)), count, shown])
         chosen.append(search.cell(best, is_report=True))
@@ -62,8 +54,29 @@ def tune(searches: Sequence[Search], words: Sequence[str]) -> int:
     return FAILED if lost or not is_whole else 0
 
 
+def _points_with_a_value(
+    search: Search, states: Mapping[str, CellState]
+) -> list[tuple[float, Point]]:
+    """The ended points of a search with their validation means, the best first."""
+    metric = _metric_of(search, states)
+    means = [
+        (metric.mean_over(states[cell.id].results), point)
+        for point, cell in search.trials
+        if _has_ended(states[cell.id])
+    ]
+    known = [pair for pair in means if pair[0] != metric.worst]
+    return sorted(known, key=lambda pair: pair[0], reverse=metric.higher_is_better)
+
+
 def _planned_report(search: Search) -> CellSpec:
-    """The cell of the fresh seeds, at any point."""
+    """The cell of the fresh seeds: at the best point, or at any while the search has not ended."""
+    cells = [cell for _, cell in search.trials]
+    states = {
+        cell.id: read_cell(cell.study_dir, cell.id, cell.title, cell.seeds, []) for cell in cells
+    }
+    known = _points_with_a_value(search, states)
+    if known and all(map(_has_ended, states.values())):
+        return search.cell(known[0][1], is_report=True)
     words = [*search.fixed, *(f"{key}=best" for key in search.space.keys)]
     return replace(search.cell(search.trials[0][0], is_report=True), overrides=words)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -20,6 +20,7 @@ from normexp.records.logs import messages_to
 from normexp.records.result import values_of
 from normexp.records.study import CellState, StackState
 from normexp.reporting.terminal import main_metric, without_shared_words
+from normexp.sweeps.machine import console_for_progress
 
 SECONDS_BETWEEN_LINES = 60.0  # without a terminal
 SHARE_FOR_A_GUESS = 0.05  # of the work, before the time left is guessed
@@ -48,7 +49,7 @@ class Display(logging.Handler):
         self.began = self._line_at = time.monotonic()
         self.first_seen: dict[Path, tuple[float, int]] = {}  # of each training: when, and its step
         self.printed: set[str] = set()
-        self.console = Console(stderr=True, highlight=False, emoji=False)
+        self.console = console_for_progress()
         self.live = Live(console=self.console, transient=True, auto_refresh=False)
         self._open = ExitStack()  # what the `with` block closes
 
@@ -97,10 +98,9 @@ class Display(logging.Handler):
             self.print("\n  ".join([f"{done}/{self.total} runs, {times}", *lines]))
 
     def _line_of(self, state: CellState) -> str:
-        reason = state.refused or "; ".join(state.failures)
-        what = f": {reason}" if reason else f"  {_result_of(state)}"
+        """Without the reason of a failure, which the closing table has."""
         count = f"[{self.num_ended}/{self.total} runs]"
-        return f"{count} {state.status:<8} {self.titles[state.id]}{what}".rstrip()
+        return f"{count} {state.status:<8} {self.titles[state.id]}  {_result_of(state)}".rstrip()
 
     def _row(self, state: CellState, stack: StackState) -> Row:
         title = self.titles[state.id]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -102,8 +104,21 @@ def importing_torch() -> Iterator[None]:
     depends on it.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is loaded
-    with Console(stderr=True).status("importing torch"):
+    # In a notebook, tqdm and rich ask for widgets.
+    warnings.filterwarnings("ignore", "IProgress not found|install .ipywidgets")
+    with console_for_progress().status("importing torch"):
         yield
+
+
+def console_for_progress() -> Console:
+    """Standard error, drawn anew on a terminal alone: never in a notebook or a log with colours."""
+    return Console(
+        stderr=True,
+        highlight=False,
+        emoji=False,
+        force_terminal=sys.stderr.isatty(),
+        force_jupyter=False,
+    )
 
 
 def shared_value(cells: Sequence[CellSpec], key: str) -> Any:

@@ -124,8 +124,9 @@ def train_cells(
                     Sweep(job, workers=0).train()
 
                 count = shared_value(cells, "workers") or len(left)
-                if error := launch_workers(command, job.study_dir, count, act):
-                    logger.warning("the launcher stopped: %s", error)
+                error = launch_workers(command, job.study_dir, count, act)
+                if error and job.left():
+                    raise Halted(f"hydra/launcher={command.launcher} stopped: {error}")
         return [replace(state, was_over=state.id in over) for state in job.states()]
     finally:
         if not is_read_only(job.study_dir):

@@ -168,6 +168,26 @@ def test_an_evaluation_that_depends_on_the_batch_is_said_with_its_size():
     assert not [line for line in prepare("norm=batch").messages if "other samples" in line]
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("norm=layer norm_batch_size=4", "norm=layer does not mix samples, so norm_batch_size has"),
+        ("norm=layer norm_batch_size=null", ""),
+        (
+            "trainer=ddp trainer.accelerator=cpu",
+            "2 processes: norm=batch takes its statistics over 16",
+        ),
+        ("trainer=ddp trainer.accelerator=cpu norm_batch_size=16", ""),
+        ("trainer=ddp trainer.accelerator=cpu norm=sync", ""),
+    ],
+)
+def test_a_size_that_is_not_as_typed_is_said(line: str, said: str):
+    (spec,) = compose_cells(parse_command([NO_RECORDS, *line.split()]))
+    messages = prepare_cell(spec).messages
+    found = [text for text in messages if "norm_batch_size" in text or "processes" in text]
+    assert len(found) == bool(said) and all(text.startswith(said) for text in found)
+
+
 def test_a_seed_has_its_own_initial_weights_the_same_for_every_norm():
     builds = [prepare(f"norm={name}").build for name in ("batch", "group")]
     (first, other), (again, _) = (

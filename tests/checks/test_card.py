@@ -220,10 +220,6 @@ LINES = [
     (broken.KeepsItsMean, "running state", NO, ""),
     (BatchNorm, "replicas under vmap", YES, ""),
     (broken.CallsNumpy, "replicas under vmap", NO, "(5, 8)"),
-    (BatchNorm, "ghost = accumulated", YES, ""),
-    (broken.NoisyTraining, "ghost = accumulated", YES, ""),
-    (lambda _: broken.Streaming(), "ghost = accumulated", "refused", ""),
-    (lambda _: NoHalf(), "bytes kept for backward", 4 * 32 * 8 * 16 * 16, ""),  # the output
 ]
 
 
@@ -256,7 +252,7 @@ def test_failures_come_first_then_traits_and_brackets_are_text(
     words = ("1 line of the contract failed", "FAIL mine, one [/x]: raises", "mixes samples")
     places = [out.index(word) for word in words]
     assert places == sorted(places) and out.count("FAIL ") == 2
-    assert "dtype kept" not in out and "lines of the contract that hold  1" in out
+    assert "dtype kept" not in out
 
 
 # ---------------------------------------------------------------- norms of torch and torchvision

@@ -350,6 +350,25 @@ LEAKING: dict[str, tuple[nn.Module, str, str]] = {
 }
 
 
+def over_the_last(x: Tensor) -> Tensor:
+    """Divides all positions by the last one: scaling them all alike changes nothing."""
+    return x / x[..., -1:].abs() if x.ndim > 2 else x
+
+
+def test_statistics_of_later_positions_alone_are_a_leak_and_not_over_one_value():
+    network = gpt(norm_of(over_the_last, "sequence"))
+    with pytest.raises(UserError, match=f"a later position moves an earlier output at {SITES}"):
+        traits_of(network, text_data())
+    assert traits_of(network, text_data(), allow_leak=True).leak == SITES
+
+
+def test_a_norm_without_a_mask_is_told_so_and_not_what_vmap_says():
+    obstacle = traits_of(encoder(norm_of(torch.tanh)), padded_data()).stacking_obstacle
+    assert (
+        obstacle == f"the norm at {SITES} is shown real positions alone; give its forward a `mask`"
+    )
+
+
 @pytest.mark.parametrize("name", LEAKING)
 def test_leak_is_refused_with_its_place_and_a_remedy_that_fits(name: str):
     network, where, remedy = LEAKING[name]

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 import normexp
-from normexp import train
+from normexp import api, train
 from normexp.__main__ import main as commands
 from normexp.cli import entry, parse_command, read_options
+from normexp.config.compose import compose_config
 from normexp.config.help import USAGE, help_text
 from normexp.config.schema import GROUPS, KEYS, OPTIONS, group_choices
 from normexp.errors import UserError
@@ -65,6 +66,8 @@ REFUSED = [
     ("train", "--config-dir nowhere", "--config-dir nowhere: no such folder"),
     ("train", "--cfg everything", "everything"),
     ("train", "--cfg job -m", "drop -m"),
+    ("train", "--config-name mine -m", "a recipe of yours is --config-dir FOLDER experiment=mine"),
+    ("train", "-cp my_conf", "normexp has one config"),
     ("train", "--cfg job optim=sgdd", "optim=sgdd: no such optim"),
     ("train", "norm.momentum=1 +norm.momentum=2", "norm.momentum is given twice; name it once"),
     ("train", "hydra.sweeper.params.lr=3", "search with python -m normexp.tune"),
@@ -164,8 +167,8 @@ def test_code_that_ends_the_program_is_named_and_is_no_success(
 @pytest.mark.parametrize(
     ("function", "arguments", "part"),
     [
-        ("run", [["norm=group", 3]], "overrides=[norm=group,3]: must be a"),
-        ("run", ["norm=group"], "overrides=norm=group: must be a"),
+        ("run", [["lr", 3]], "overrides=[lr,3]: must be a"),
+        ("run", ["norm=grup"], "norm=grup: no such norm; did you mean group"),
         ("run", [["norm=group"], -1], "workers=-1: must be greater than or equal to 0"),
         ("load_study", [[]], "study=[]: must have at least 1 item"),
         ("load_report", [[]], "study=[]: must have at least 1 item"),
@@ -175,6 +178,38 @@ def test_a_mistake_in_python_is_one_line(function: str, arguments: list, part: s
     with pytest.raises(UserError) as caught:
         getattr(normexp, function)(*arguments)
     assert part in str(caught.value)
+
+
+def test_values_from_python_are_words_and_lists_are_swept():
+    words = api._words(
+        "-m norm=group 'study=a b'",
+        {
+            "lr": [0.1, 1],
+            "evaluate_with": ["running", "precise"],
+            "tags": ("x", "y, z"),
+            "steps": 3,
+        },
+    )
+    assert words == [
+        *("-m", "norm=group", "study=a b", "-m", "lr=0.1,1", "evaluate_with=[running,precise]"),
+        *('tags=[x,"y, z"]', "steps=3"),
+    ]
+    texts = {"notes": "it is: [good]", "logger": ["csv", "wandb"], "steps": None, "stack": False}
+    words = api._words(["norm=batch"], texts)
+    assert words[1:] == [
+        'notes="it is: [good]"',
+        "logger=[csv,wandb]",
+        "steps=null",
+        "stack=false",
+    ]
+    assert compose_config(words)["notes"] == "it is: [good]"
+
+
+def test_a_notebook_shows_a_mistake_as_one_line():
+    """IPython calls this method of an error, if it has it, for what it prints."""
+    assert UserError("lr=0: must be above 0")._render_traceback_() == [
+        "normexp: lr=0: must be above 0"
+    ]
 
 
 def test_a_console_script_imports_from_the_current_folder(tmp_path: Path):
@@ -240,6 +275,8 @@ def test_help_lists_every_choice_and_the_norms_by_family():
         for name in group_choices(group):
             assert "/" in name or name in text
     assert all(f"\n  {name:<28}{phrase}\n" in text for name, phrase in PLACEMENTS.items())
+    assert "\n  debug                       A first try of a model, norm or data set: can" in text
+    assert "\n  gpu                         One CUDA GPU in bfloat16 mixed precision;" in text
     _, _, families = text.partition("Norms (norm=NAME) by family")
     assert "\n  token\n    bhyt" in families and "RMS norm: each position divided by" in families
 

@@ -18,13 +18,18 @@ from normexp.cli import parse_command, read_options
 from normexp.config.cells import compose_cells
 from normexp.config.compose import compose_cell, compose_config, composed
 from normexp.config.schema import GROUPS, conf_dir, group_choices, validate
+from normexp.config.target import read_target
 from normexp.errors import UserError
 
 REFUSED = {
     # Composing.
     "model=convent": "model=convent: no such model; did you mean convnet",
     "optim=xyz": "optim=xyz: no such optim; it takes adamw, custom, sgd",
-    "norm=xyz": "norm=xyz: no such norm; --help lists all",
+    "norm=xyz": "norm=xyz: no such norm; --help lists all; YAMLs of yours need --config-dir FOLDER",
+    "num_seeds=3": "num_seeds: unknown key; did you mean replicas?",
+    "+trainer.max_steps=9": "trainer.max_steps: unknown key; did you mean steps?",
+    "optim.learning_rate=1": "optim.learning_rate: unknown key of optim=sgd; did you mean lr?",
+    "hydra/launcher=ray": "hydra/launcher=ray: no such choice; pip install -e '.[ray]'",
     "experiment=claim": "experiment=claim: no such experiment; --help lists all",
     "logger=[wandb,neptune]": "logger=neptune: no such logger",
     "btch_size=3": "btch_size: unknown key; did you mean batch_size",
@@ -47,7 +52,7 @@ REFUSED = {
     "batch_size=abc": "batch_size=abc: must be a whole number",
     "dry_run=1": "dry_run=1: must be a boolean",
     "lr=${optim.defualt_lr}": "lr: Interpolation key 'optim.defualt_lr'",
-    "hydra/launcher=foo": "hydra/launcher/foo: no such config; for a launcher, pip install",
+    "hydra/launcher=foo": "hydra/launcher=foo: no such choice; it takes ray, submitit_slurm",
     # Keys that nothing reads.
     "+foo=1": "foo: unknown key; --help lists",
     "schedule.peak=0.2": "schedule.peak: unknown key",
@@ -152,6 +157,32 @@ def test_missing_modules_are_found_without_torch(
             compose_cells(parse_command(["-m", line.replace("=", "=group,", 1)]))
     for name in ("LpNorm", "build", "_hidden", "layers"):
         compose_cells(parse_command([f"norm=my_own.{name}"]))
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        (
+            {"groups_policy": "nearest", "num_groups": "auto"},
+            "norm.num_groups=auto: must be a whole",
+        ),
+        ({"affine": "sometimes"}, "norm.affine=sometimes: must be a boolean"),
+        ({"groups_policy": "nearest", "num_groups": 4}, ""),
+    ],
+)
+def test_a_text_for_a_number_is_refused_by_the_signature(knobs: dict[str, object], message: str):
+    values = {"_target_": "normexp.norms.group.GroupNorm", **knobs}
+    if not message:
+        assert read_target(values, "norm").call.keywords == knobs
+        return
+    with pytest.raises(UserError, match=f"^{message}"):
+        read_target(values, "norm")
+
+
+def test_a_plus_before_a_group_changes_nothing():
+    assert compose_cell(["+model=vit", "++optim=adamw"]) == compose_cell(
+        ["model=vit", "optim=adamw"]
+    )
 
 
 def test_threads_compose_at_once():

@@ -130,6 +130,11 @@ def test_batch_norm_keeps_statistics_and_a_head_of_another_size_is_fresh(
     [
         (None, MODEL, "model.weights=.*does not exist"),
         (b"text", MODEL, "model.weights=.*state_dict"),
+        (
+            torch.nn.Linear(2, 2),
+            MODEL,
+            r"nor safetensors \(a pickled object, such as a whole model\)",
+        ),
         ({"other": torch.ones(3)}, MODEL, "model.weights=.*does not fit.*other.*conv"),
         ({}, MODEL, "model.weights=.*holds no tensors"),
         (plain_weights(), ["model=convnet"], "model.weights=.*does not fit"),

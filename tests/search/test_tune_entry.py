@@ -109,6 +109,16 @@ def test_dry_run_counts_the_fresh_seeds(tmp_path: Path, capsys, monkeypatch: pyt
     assert "24 runs of 12 cells to do" in out and out.count("norm=none lr=best") == 1
 
 
+def test_dry_run_plans_the_best_point_of_an_ended_search(tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    line = ["lr=choice(0.3,0.1)", "steps=2", "workers=0", "trainer=cpu"]
+    assert tune(tmp_path, *line) == 0
+    capsys.readouterr()
+    assert tune(tmp_path, *line, "dry_run=true") == 0
+    out = capsys.readouterr().out
+    assert "0 runs of 0 cells to do" in out and "best" not in out
+
+
 def test_smaller_loss_is_better_and_the_first_of_equals_is_chosen(tmp_path: Path, trainer: Trainer):
     trainer.accuracy = lambda lr, _: None if lr == 0.4 else max(lr, 0.2)
     assert tune(tmp_path, "lr=choice(0.3,0.2,0.1,0.4)", "tune.metric=val/loss") == 0

@@ -14,6 +14,7 @@ from normexp.records.study import CellState, StackState
 from normexp.reporting.terminal import without_shared_words
 from normexp.sweeps import display as display_module
 from normexp.sweeps.display import Display
+from normexp.sweeps.machine import console_for_progress
 
 
 def cell(name: str, *, ended: int = 0, status: Status = Status.FINISHED, **stack) -> CellState:
@@ -36,7 +37,9 @@ def screen(monkeypatch: pytest.MonkeyPatch, *, width: int, is_terminal: bool = T
     """What displays write, to a terminal of this width or to a file."""
     out = io.StringIO()
     options = {"width": width, "force_terminal": is_terminal, "color_system": None}
-    monkeypatch.setattr(display_module, "Console", lambda **_: Console(file=out, **options))
+    monkeypatch.setattr(
+        display_module, "console_for_progress", lambda: Console(file=out, **options)
+    )
     return out
 
 
@@ -90,8 +93,8 @@ def test_counts_of_ended_cells_never_repeat_or_shrink(monkeypatch):
         display.update([cell("batch", ended=3), before[1], failed, refused])
     assert new_lines(out) == [
         "[6/12 runs] finished norm=batch  97.0 ± 0.0",
-        "[9/12 runs] failed   norm=layer: boom",
-        "[12/12 runs] refused  norm=rms: too few channels",
+        "[9/12 runs] failed   norm=layer  97.0 ± 0.0",
+        "[12/12 runs] refused  norm=rms",
     ]
 
 
@@ -118,3 +121,9 @@ def test_titles_leave_out_what_all_share_but_the_norm():
     )
     assert without_shared_words(titles[:1]) == ([], titles[:1])
     assert without_shared_words([]) == ([], [])
+
+
+def test_only_a_terminal_is_drawn_on(monkeypatch: pytest.MonkeyPatch):
+    """A notebook and some logs ask for colours, and cannot go back a line."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert not console_for_progress().is_terminal

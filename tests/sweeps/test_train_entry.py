@@ -27,6 +27,7 @@ from normexp.records.study import (
     read_study,
 )
 from normexp.status import main as status
+from normexp.sweeps import sweep as sweep_module
 from normexp.sweeps.machine import WorkerSlot
 from normexp.train import main
 
@@ -213,6 +214,15 @@ def test_two_commands_at_once_train_each_run_once(tmp_path: Path):
     assert [command.returncode for command in both] == [0, 0], texts
     assert len(results_of(tmp_path)) == 8
     assert not [*tmp_path.rglob(".lock")] and not [*(tmp_path / "s" / "stacks").glob("*")]
+
+
+def test_a_launcher_that_starts_no_job_says_why(tmp_path: Path, monkeypatch, capsys):
+    pytest.importorskip("submitit")
+    monkeypatch.setattr(sweep_module, "launch_workers", lambda *_: "there is no srun")
+    assert main(words_of(tmp_path, "hydra/launcher=submitit_slurm")) == 1
+    said = capsys.readouterr().err
+    assert said.endswith("normexp: hydra/launcher=submitit_slurm stopped: there is no srun\n")
+    assert "continues" not in said
 
 
 @pytest.mark.slow

@@ -51,12 +51,6 @@ def test_schedules_follow_their_formulas():
     assert rates(named_schedule("linear", 0.2, 10)) == pytest.approx(linear)
     wsd = [0.5, 1, *[1.0] * 15, 0.75, 0.5, 0.25]
     assert rates(named_schedule("wsd", 0.1, 20)) == pytest.approx(wsd)
-    for kind, warmup, message in (
-        ("triangle", 0.1, "schedule=triangle"),
-        ("cosine", 1, "warmup=1"),
-    ):
-        with pytest.raises(UserError, match=rf"optim\.{message}"):
-            named_schedule(kind, warmup, 10)
 
 
 @pytest.mark.parametrize(
@@ -94,8 +88,6 @@ def test_length_in_epochs_steps_or_samples():
     assert count(None, 140, steps_per_epoch=3, per_epoch=70) == 6
     with pytest.raises(UserError, match="batch_size=80 is more than the 70 training samples"):
         count_steps_per_epoch(70, 80, drop_last=True)
-    with pytest.raises(UserError, match="steps=7 and samples=100 are both set"):
-        count(7, 100)
     with pytest.raises(UserError, match="samples=20 is less than one batch_size=32"):
         count(None, 20)
 
