@@ -23,7 +23,7 @@ from normexp.checks.card import Card, measure_card
 from normexp.checks.network import PROBE_SAMPLES
 from normexp.config import identity
 from normexp.config.cells import CellSpec
-from normexp.config.compose import shipped_config, shipped_values
+from normexp.config.compose import shipped_config, shipped_defaults, shipped_values
 from normexp.config.schema import Index, check_value
 from normexp.config.target import Target, read_target
 from normexp.config.words import as_typed
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Keys of a norm's YAML for the model or for normexp; all others are passed to the norm.
-RESERVED_NORM_KEYS = ("view", "layout", "half_life", "mixes_samples", "synchronized", *SLOTS)
+RESERVED_NORM_KEYS = ("at", "view", "layout", "half_life", "mixes_samples", "synchronized", *SLOTS)
 # Keys of a model's YAML for normexp; all others are passed to the model.
 RESERVED_MODEL_KEYS = ("weights", "replace")
 # Keys of an optimizer's YAML for the training; all others are passed to the optimizer.
@@ -158,6 +158,10 @@ def norm_factory(
         kept = {key: value for key, value in settings.items() if key not in fixed}
         return build(tuple(sorted(kept.items())))(num_features)
 
+    at = {
+        glob: norm_factory({**config, "norm": _shipped_norm(name)}, available, norm_batch_size)
+        for glob, name in (reserved.get("at") or {}).items()
+    }
     if not keeps_norms:
         build(())  # refuses a wrong knob before the model is built
     return NormFactory(
@@ -166,7 +170,17 @@ def norm_factory(
         norm_batch_size=norm_batch_size,
         slots=resolve({slot: config[slot] for slot in SLOTS}, reserved),
         keeps_norms=keeps_norms,
+        at=at,
     )
+
+
+def _shipped_norm(name: str) -> dict[str, Any]:
+    values = shipped_defaults("norm", name)
+    if values is None:
+        raise UserError(
+            f"norm.at={{...:{name}}}: no such norm; python -m normexp.train --help lists all"
+        )
+    return values
 
 
 def _changed_settings(config: Mapping[str, Any]) -> set[str]:
@@ -251,18 +265,12 @@ class NetworkBuilder:
     def unsplit(self) -> NetworkBuilder:
         """A builder whose norms do not divide a forward pass into sub-batches."""
         assert self.norm is not None
-        return replace(
-            self,
-            norm=NormFactory(
-                self.norm.make,
-                view=self.norm.view,
-                slots=self.norm.slots,
-                keeps_norms=self.norm.keeps_norms,
-            ),
-        )
+        return replace(self, norm=self.norm.unsplit())
 
     def _finish(self, network: nn.Module) -> None:
         """Loads weights and replaces norms; what only the new norms have is loaded afterwards."""
+        if self.norm and self.takes_norm:
+            self.norm.put_norms(network)
         rest = self.weights.load(network, self._say) if self.weights else {}
         if not self.takes_norm:
             network.register_forward_hook(_take_scores)
@@ -307,6 +315,8 @@ def build_network(values: Mapping[str, Any], norm: NormFactory, data: Data) -> N
             "norm=as_built keeps the norms of a network that has some, as model=torchvision, "
             f"model=timm or one of yours; {target.path} builds those that `norm` names"
         )
+    if norm.at and "norm" not in names:
+        raise UserError(f"norm.at: {target.path} does not build its norms from an argument `norm`")
     if "norm" not in names:  # other libraries have other names for the same arguments
         available["num_classes"] = data.num_outputs
         if len(data.input_shape) == 3:

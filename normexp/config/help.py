@@ -7,7 +7,7 @@ family, as `# family: batch`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import takewhile
 from textwrap import fill
 from typing import Any

@@ -29,6 +29,7 @@ from normexp.config.schema import (
     SLOTS,
     in_identity,
 )
+from normexp.config.words import as_typed
 from normexp.records.provenance import digest_of, source_digest, source_files
 
 # Versions of choices, raised when a default or the meaning of a choice changes: {"norm/group": 2}.
@@ -52,7 +53,7 @@ NOT_HASHED = {"optim.default_lr", *(f"{group}._partial_" for group in (*PARTS, "
 IMPLIED_VALUES = {
     "optim.decay_bias": True,
     "data.order": "shuffled",
-    **dict.fromkeys(("data.limit_train", "norm.half_life", "model.replace")),
+    **dict.fromkeys(("data.limit_train", "norm.at", "norm.half_life", "model.replace")),
     **dict.fromkeys(f"norm.{slot}" for slot in SLOTS),
 }
 
@@ -68,6 +69,8 @@ def identity_of(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[s
     """
     defaults = defining_values(shipped_config() | {"trainer": shipped_defaults("trainer", "auto")})
     values = deepcopy(defining_values(config))
+    if at := values["norm"].get("at"):
+        values["norm"]["at"] = as_typed(at)  # one value in tables
     for part in parts_with_target(values):
         target = part["_target_"]
         digests = {"source_digest": source_digest(target), "text_digest": TEXT_DIGESTS.get(target)}

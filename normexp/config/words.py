@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 
 def as_typed(value: Any) -> str:
-    """A value as typed on the command line: null, true, 3, [2,8], a text, "a text, quoted"."""
+    """A value as typed: null, true, 3, [2,8], {a:1}, a text, "a text, quoted"."""
     if value is None:
         return "null"
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{as_typed(item)}' for key, item in value.items())}}}"
     if isinstance(value, Sequence) and not isinstance(value, str):
         return f"[{','.join(map(as_typed, value))}]"
     if isinstance(value, str) and not re.fullmatch(r"[\w./ +-]+", value, re.ASCII):

@@ -26,6 +26,8 @@ NAMES = {
     "zoo.mixtures": "SwitchableNorm BatchInstanceNorm BatchChannelNorm ModeNorm",
     "zoo.nonlinear": "FilterResponseNorm GlobalResponseNorm EvoNormB0 EvoNormS0 "
     "DyT Derf ISRU HardTanh",
+    "zoo.rep_batch": "RepBatchNorm ProgressiveRepBatchNorm",
+    "zoo.salu": "SALU",
     "zoo.rms": "PreAffineRMSNorm GatedRMSNorm SeeDNorm BHyT ScaleNorm CRMSNorm TaperNorm",
 }
 MODULES = {name: module for module, names in NAMES.items() for name in names.split()}

@@ -10,15 +10,17 @@ A model never asks which norm it got. The parts follow: activations, convolution
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, field
+import fnmatch
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from normexp.errors import UserError
 from normexp.norms.parts import ACTIVATIONS, CONVOLUTIONS, ResidualScale
-from normexp.norms.site import AsBuiltSite, Site
+from normexp.norms.site import AsBuiltSite, Site, View, named_sites
 from normexp.norms.slots import Placement, Slots
 
 
@@ -33,6 +35,7 @@ class NormFactory:
         norm_batch_size: samples that share batch statistics in training; None for all of a forward.
         slots: what surrounds a norm.
         keeps_norms: a network with norms of its own keeps them, see `around`; `make` refuses.
+        at: the norms of single sites, by a glob of their names; see `put_norms`.
 
     Attributes:
         used: the slots that models have asked for; setting any other is refused.
@@ -44,15 +47,21 @@ class NormFactory:
     norm_batch_size: int | None = None
     slots: Slots = Slots()
     keeps_norms: bool = False
+    at: Mapping[str, NormFactory] = field(default_factory=dict)
     used: set[str] = field(default_factory=set, init=False)
 
     def __call__(self, num_features: int, **settings: Any) -> Site:
         """Returns a site for maps (N, C, *). For `settings`, see `bare`."""
-        return Site(self.bare(num_features, **settings), "map", self.norm_batch_size)
+        return self._site("map", num_features, settings)
 
     def tokens(self, num_features: int, **settings: Any) -> Site:
         """Returns a site for tokens (B, T, C) or (N, *, C). For `settings`, see `bare`."""
-        return Site(self.bare(num_features, **settings), self.view, self.norm_batch_size)
+        return self._site(self.view, num_features, settings)
+
+    def _site(self, view: View, num_features: int, settings: Mapping[str, Any]) -> Site:
+        site = Site(self.bare(num_features, **settings), view, self.norm_batch_size)
+        site.num_features = num_features
+        return site
 
     def around(self, norm: nn.Module, *, is_last: bool) -> AsBuiltSite:
         """Returns a site around a norm that a network already has, which runs as it is.
@@ -61,6 +70,28 @@ class NormFactory:
             is_last: the norm takes its channels as the last axis, as nn.LayerNorm does.
         """
         return AsBuiltSite(norm, "token" if is_last else "map", self.norm_batch_size)
+
+    def put_norms(self, network: nn.Module) -> None:
+        """Gives the sites that a glob of `at` matches the norm that stands there.
+
+        Raises:
+            UserError: a glob that matches no site.
+        """
+        sites = dict(named_sites(network))
+        for glob, factory in self.at.items():
+            names = fnmatch.filter(sites, glob)
+            if not names:
+                raise UserError(
+                    f"norm.at={{{glob}:...}}: no such site; the sites are {', '.join(sites)}"
+                )
+            for name in names:
+                build = factory if sites[name].view == "map" else factory.tokens
+                network.set_submodule(name, build(sites[name].num_features))
+
+    def unsplit(self) -> NormFactory:
+        """Returns a factory of the same norms that does not divide a forward into sub-batches."""
+        at = {glob: factory.unsplit() for glob, factory in self.at.items()}
+        return replace(self, norm_batch_size=None, at=at)
 
     def bare(self, num_features: int, **settings: Any) -> nn.Module:
         """Returns a norm without a site.

@@ -61,6 +61,7 @@ class Site(InPlaceOfNorm):
     """
 
     adds_level = "norm"  # the part of a tensor's name that the network's authors do not have
+    num_features: int  # of the norm, as the model asked for it
 
     def __init__(self, norm: nn.Module, view: View, norm_batch_size: int | None) -> None:
         super().__init__()

@@ -19,6 +19,7 @@ from normexp.config.cells import CellSpec, compose_cells
 from normexp.config.compose import compose_cell
 from normexp.config.schema import validate
 from normexp.errors import UserError
+from normexp.norms.site import named_sites
 
 OWN = """
 import threading
@@ -104,6 +105,9 @@ TEXT = "data=manual model.width=16 model.depth=1"
 DDP = "trainer=ddp trainer.accelerator=cpu"
 PLATEAU = "schedule._target_=torch.optim.lr_scheduler.ReduceLROnPlateau"
 REFUSED = {
+    "norm.at={norm9:none}": r"no such site; the sites are norm1, norm2, norm3$",
+    "norm.at={norm1:nn}": r"norm\.at=\{...:nn\}: no such norm; .*--help lists all",
+    "norm.at={norm1:none} model=torchvision model.name=resnet18": "does not build its norms from",
     "norm=instance model=custom model._target_=torch.nn.Identity": "argument `norm`",
     "model=gpt": "does not fit data=digits",
     "model=text_encoder": "does not fit data=digits; try data=langid",
@@ -194,6 +198,18 @@ def test_a_seed_has_its_own_initial_weights_the_same_for_every_norm():
         [next(build(seed).parameters()) for seed in (0, 1)] for build in builds
     )
     assert first.equal(again) and not first.equal(other)
+
+
+def test_sites_named_by_a_glob_have_another_norm_split_like_the_others():
+    cell = prepare("norm=batch", "norm.at={norm?:ghost,norm3:layer}", "norm_batch_size=8")
+    sites = dict(named_sites(cell.build(0)))
+    classes = {name: type(site.norm).__name__ for name, site in sites.items()}
+    ghost, layer = "GhostBatchNorm", "LayerNorm"
+    assert classes == {"norm1": ghost, "norm2": ghost, "norm3": layer}
+    assert {site.norm_batch_size for site in sites.values()} == {8}
+    assert cell.defines["norm"]["at"] == "{norm?:ghost,norm3:layer}"
+    first, other = (next(one.build(0).parameters()) for one in (cell, prepare("norm=batch")))
+    assert first.equal(other)
 
 
 @pytest.mark.parametrize(

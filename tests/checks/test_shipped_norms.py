@@ -37,7 +37,7 @@ BY_ENTRY: list[tuple[Mixed, str, str]] = [
     (
         SEPARATE,
         "layer layer2d group causal_group rms group1 position scale simple_rms crms evonorm_s0 dyt "
-        "derf isru hard_tanh frozen pre_affine_rms gated_rms seednorm bhyt grn proxy_group "
+        "salu derf isru hard_tanh frozen pre_affine_rms gated_rms seednorm bhyt grn proxy_group "
         "deviations/ln_unbiased deviations/ln_no_eps none skipinit ws nf group_ws",
         "layer2d causal_instance causal_group rms position scale simple_rms crms dyt derf none "
         "skipinit gated_rms seednorm",
@@ -51,6 +51,7 @@ BY_ENTRY: list[tuple[Mixed, str, str]] = [
     (
         MIXED,
         "batch evonorm_b0 batch_renorm sync power l1_batch moving_average_batch eval_norm "
+        "rep_batch progressive_rep_batch "
         "switchable batch_channel mode deviations/bn_unbiased deviations/bn_eps_outside "
         "deviations/bn_biased_ema "
         "deviations/bn_naive_var deviations/no_eps",

@@ -48,6 +48,7 @@ KNOBS: dict[str, dict[str, Any]] = {
     },
     "moving_average_batch": {"memory": 2, "r_max": 1.2, "warmup": 0, "momentum": 0.1},
     "power": {"warmup": 0.1, "num_training_steps": 10},
+    "progressive_rep_batch": {"fade_end": 0.4, "num_training_steps": 10},
     "taper": {"warmup": 0.1, "taper_end": 0.6, "num_training_steps": 10, "momentum": 0.01},
     "ghost": {"ghost_size": 2},
     "gated_rms": {"rank": 3},
@@ -140,9 +141,12 @@ def mask_for(x: Tensor) -> Tensor:
 
 
 def gradients(out: Tensor, wanted: list[Tensor], **options: Any) -> tuple[Tensor, ...]:
-    """Of sum(out * r), r fixed and random: a plain sum is blind where outputs add up to zero."""
+    """Of sum(out * r), r fixed and random: a plain sum is blind where outputs add up to zero.
+
+    Zero for a parameter that the output does not use, as some in evaluation.
+    """
     weight = random_tensor(*out.shape, seed=11).to(out.dtype)
-    return torch.autograd.grad((out * weight).sum(), wanted, **options)
+    return torch.autograd.grad((out * weight).sum(), wanted, materialize_grads=True, **options)
 
 
 def run(norm: nn.Module, x: Tensor, mask: Tensor | None = None):

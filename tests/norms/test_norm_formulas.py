@@ -217,6 +217,23 @@ def hard_tanh(x: Tensor, state: State) -> Tensor:
     return torch.where(z.abs() < 1, z, z.sign())
 
 
+def salu(x: Tensor, state: State) -> Tensor:
+    a, b = column(state, "log_a").exp(), column(state, "log_b").exp()
+    return (a / b) ** 0.5 * torch.sin(torch.atan((a * b) ** 0.5 * x))
+
+
+def with_skip(formula: Formula) -> Formula:
+    """The skip is outside the weight, by which the test multiplies the result."""
+    return lambda x, s: formula(x, s) + s["alpha"] * x / column(s, "weight")
+
+
+def half_faded(x: Tensor, state: State) -> Tensor:
+    """After two of four steps of the fade."""
+    by_layer = token(x, state) * column(state, "layer_weight") + column(state, "layer_bias")
+    by_layer = (by_layer - column(state, "bias")) / column(state, "weight")
+    return (by_layer + with_skip(batch)(x, state)) / 2
+
+
 def unbiased(formula: Formula, *axes: int) -> Formula:
     """(x - mean) / sqrt(n / (n - 1) * var + eps), n the values over `axes`."""
 
@@ -274,6 +291,7 @@ ALIKE: dict[str, Formula] = {
     "derf": derf,
     "isru": isru,
     "hard_tanh": hard_tanh,
+    "salu": salu,
     "evonorm_s0": evonorm_s0,
     "deviations/ln_no_eps": standard(1, 2, eps=0),
     "deviations/ln_unbiased": unbiased(layer, 1, 2),
@@ -281,6 +299,8 @@ ALIKE: dict[str, Formula] = {
 # The formula in training, and that in evaluation.
 BY_MODE: dict[str, tuple[Formula, Formula]] = {
     **dict.fromkeys(("batch", "sync"), (batch, running)),
+    "rep_batch": (with_skip(batch), with_skip(running)),
+    "progressive_rep_batch": (half_faded, with_skip(running)),
     "ghost": (ghost, running),
     "batch_renorm": (renorm, running),
     "l1_batch": (l1, l1_running),
