@@ -74,6 +74,7 @@ Names = Annotated[
     AfterValidator(_distinct),
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
 ]
+NormsOfSites = Annotated[dict[Text, Name], Field(min_length=1)]
 Words = list[str]
 Group = dict[str, Any]
 
@@ -139,7 +140,7 @@ KEYS = {
     "tune.seeds": Key(Several, in_id=False),
     "tune.first_seed": Key(Index, in_id=False),
     "tune.metric": Key(Text | None, in_id=False),
-    "norm.at": Key(Annotated[dict[Text, Name], Field(min_length=1)] | None),
+    "norm.at": Key(Optional[NormsOfSites]),
     "norm.half_life": Key(Positive | None, "samples"),
     "norm.mixes_samples": Key(bool | None, in_id=False),  # both count in norm_batch_size
     "norm.synchronized": Key(bool | None, in_id=False),

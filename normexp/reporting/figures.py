@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import altair as alt
@@ -22,6 +24,7 @@ from normexp.reporting.metric import Metric, describe_metric
 from normexp.reporting.slices import AXIS_WORDS, Grid, Slice
 from normexp.stats.interval import Interval
 
+vl_convert: Any = import_module("vl_convert") if find_spec("vl_convert") else None
 WIDTH, HEIGHT = 560, 300  # pixels; on the page the width follows the window
 PANEL = 230  # width of each of several panels
 LINE = 24  # pixels of a row of norms
@@ -92,7 +95,9 @@ class Figure:
 
 
 def draw_figures(part: Slice, ranking: Ranking | None) -> list[Figure]:
-    """Every figure for which the slice has data, the main one first."""
+    """Every figure for which the slice has data, the main one first; none without vl-convert."""
+    if vl_convert is None:
+        return []
     drawn = [draw_by_size(part) if len(part.sizes) > 1 else draw_by_norm(part)]
     drawn += [draw_rates(part)] if any(len(grid.cells) > 1 for grid in part.grids) else []
     drawn += [draw_ranking(ranking)] if ranking and len(ranking.places) > 2 else []

@@ -16,7 +16,6 @@ from typing import Any
 from urllib.parse import quote
 
 import pandas as pd
-import vl_convert
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.console import Console
 from rich.progress import track
@@ -28,12 +27,13 @@ from normexp.records.files import write_text
 from normexp.records.layout import list_studies
 from normexp.reporting.cells import base_of
 from normexp.reporting.compare import ADDED
-from normexp.reporting.figures import Figure, draw_figures
+from normexp.reporting.figures import Figure, draw_figures, vl_convert
 from normexp.reporting.report import Report, read_report, to_json
 from normexp.reporting.slices import Slice
 from normexp.reporting.tables import ADDED_NOTE, Table, table_of, write_tables
 from normexp.reporting.terminal import open_console, print_report, text_table
 
+MISSING = "" if vl_convert else "no figures: vl-convert is missing; pip install vl-convert-python"
 PNG_SCALE = 2.0  # pixels per point of the figure
 COLUMNS = ("study", "last result", "size", "what its report says")
 SHOWN_ROWS = 1000  # of a table; the others are in its CSV
@@ -67,6 +67,8 @@ def publish(runs_dir: Path, names: Sequence[str], *, watch: bool, **options: Any
         print_report(report)
         if can_write(report):
             print(f"report: {report.directory / PAGE}")
+            if MISSING:
+                print(MISSING)
         return
     print(f"watching {', '.join(names)} for results; Ctrl-C stops", flush=True)
     seen, report = 0, None
@@ -194,7 +196,8 @@ def _write_files(folder: Path, report: Report, reload_seconds: int | None) -> No
         reload_seconds=reload_seconds,
         specs={figure.name: figure.spec for figure in figures},
         # Vega, Vega-Lite and vega-embed as one script that sets window.vegaEmbed.
-        bundle=vl_convert.javascript_bundle(),  # pyright: ignore[reportCallIssue]
+        bundle=vl_convert.javascript_bundle() if figures else "",
+        missing=MISSING,
     )
     (folder / PAGE).write_text(page, encoding="utf-8")
 

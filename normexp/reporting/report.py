@@ -148,13 +148,12 @@ class Report:
 
     def _repr_html_(self) -> str:
         """In a notebook: the answer, the first figure and the tables of each slice."""
-        from normexp.reporting.figures import draw_figures
-        from normexp.reporting.page import vl_convert  # None if it is missing
+        from normexp.reporting.figures import draw_figures, vl_convert
 
         shown = []
         for part in self.slices:
             shown += [f"<h3>{escape(self.headline(part))}</h3><p>{escape(part.scope)}</p>"]
-            for figure in draw_figures(part, self.ranking_of(part))[:1] if vl_convert else ():
+            for figure in draw_figures(part, self.ranking_of(part))[:1]:
                 shown.append(vl_convert.vegalite_to_svg(figure.spec))
             for table in self.tables_of(part):
                 rows = table.frame.to_html(index=False, border=0)

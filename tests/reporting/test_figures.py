@@ -13,6 +13,7 @@ import pytest
 import vl_convert
 from synthetic_study import cell_of, report_of_cells, write_cell, write_study
 
+from normexp.reporting import figures, page
 from normexp.reporting.cells import ORDER, order_norms
 from normexp.reporting.figures import (
     COLOURS,
@@ -196,3 +197,17 @@ def test_each_norm_has_a_sentence_and_its_cost():
     assert rows["peak memory (MB)"].to_dict() == {"rms": "", "mine": "", "scale": "400.0"}
     words = rows["what it does"].to_dict()
     assert words["scale"].startswith("ScaleNorm: each position") and words["mine"] == ""
+
+
+def test_without_vl_convert_a_page_has_its_tables_and_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(figures, "vl_convert", None)
+    monkeypatch.setattr(page, "MISSING", "no figures: install it")
+    write_study(tmp_path, sizes=(2, 128), num_seeds=4)
+    report = read_report(tmp_path, ["synthetic"])
+    write_report(report)
+    text = (report.directory / "index.html").read_text(encoding="utf-8")
+    assert "no figures: install it" in text and "<table" in text and 'data-figure="' not in text
+    assert [*(report.directory / "figures").iterdir()] == []
+    assert (report.directory / "tables" / "means_main.csv").is_file()
