@@ -48,7 +48,7 @@ FILES = dict(re.findall(r"as\s`(my_\w+\.py)`:\n\n```python\n(.*?)```", GUIDE, fl
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_is_understood(command: str, own_module: Callable[[str, str], Path]):
-    own_module("my_norm", "class MyNorm: ...")
+    own_module("my_norm", "class MyNorm: ...\nclass AbsNorm: ...")
     _, _, module, *words = shlex.split(command)
     entry = module.removeprefix("normexp.")
     if "--help" in words:

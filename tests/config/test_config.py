@@ -24,7 +24,7 @@ from normexp.errors import UserError
 REFUSED = {
     # Composing.
     "model=convent": "model=convent: no such model; did you mean convnet",
-    "optim=xyz": "optim=xyz: no such optim; it takes adamw, custom, sgd",
+    "optim=xyz": "optim=xyz: no such optim; it takes adamw, custom, muon, sgd",
     "norm=xyz": "norm=xyz: no such norm; --help lists all; YAMLs of yours need --config-dir FOLDER",
     "num_seeds=3": "num_seeds: unknown key; did you mean replicas?",
     "+trainer.max_steps=9": "trainer.max_steps: unknown key; did you mean steps?",
@@ -241,7 +241,11 @@ def own_yaml(folder: Path, name: str, text: str) -> list[str]:
 def test_users_file_may_leave_the_target_to_the_line_and_change_between_commands(tmp_path: Path):
     folder = own_yaml(tmp_path, "norm/mine.yaml", "_target_: ???\nknob: 2\n")
     line = ["--config-dir", str(tmp_path), "norm=mine", "norm._target_=my.Norm"]
-    assert compose_config([*folder, *line[2:]])["norm"] == {"_target_": "my.Norm", "knob": 2}
+    assert compose_config([*folder, *line[2:]])["norm"] == {
+        "_target_": "my.Norm",
+        "knob": 2,
+        "at": None,
+    }
     Path(tmp_path, "norm/mine.yaml").write_text("_target_: ???\nknob: 3\n")
     assert compose_config(parse_command(line).overrides)["norm"]["knob"] == 3
 
