@@ -48,6 +48,7 @@ from normexp.norms.site import Site, read_state, takes_mask
 # ---------------------------------------------------------------- the contract
 
 ON_CONSTANTS = " on a constant input"
+ON_ZEROS = f"{ON_CONSTANTS}, 0"
 CONSTANT = 3.5  # its sums and means are exact, so a variance is 0
 HALF_MEAN = 30.0  # squares in bfloat16 then keep no digit of a variance of 1
 HALF_TOLERANCE = 0.03  # half precision may round the output, 2^-8 in bfloat16, not the statistics
@@ -84,9 +85,10 @@ def keeps_dtype(norm: LoneNorm) -> Reply:
 
 
 def is_finite(case: NormCase, training: bool) -> Reply:
-    """Are outputs, gradients and running state finite, on constants too?"""
+    """Are outputs, gradients and running state finite, on constants and zeros too?"""
     probe = Probe(case.build().train(training), (case.values(),))
-    for what, x in (("", case.values()), (ON_CONSTANTS, 0 * case.values() + CONSTANT)):
+    zeros = torch.zeros_like(case.values())
+    for what, x in (("", case.values()), (ON_CONSTANTS, zeros + CONSTANT), (ON_ZEROS, zeros)):
         step = probe.observe(x, upstream=EVERYWHERE)
         results = {"the output": step.output}
         results |= {f"the gradient of {name}": g for name, g in step.gradients.items()}

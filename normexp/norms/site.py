@@ -44,8 +44,9 @@ class InPlaceOfNorm(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name in OWN_OF_A_NORM:
             raise ReadAroundNorm(
-                f"the network reads the {name} of its norm, as one does that normalizes by itself "
-                "and would bypass a new norm; use norm=as_built, or switch its fused path off"
+                f"the {name} of a replaced norm is read, and that of the new norm is at "
+                f".norm.{name}; a network that reads it in its forward normalizes by itself and "
+                "would bypass the new norm: use norm=as_built, or switch its fused path off"
             )
         return super().__getattr__(name)
 

@@ -395,8 +395,10 @@ def print_plan(plans: Sequence[Plan], *, num_workers: int, num_points: int) -> N
         console.out(f"{num_points} points of the grid, {format_count(len(plans), 'cell')}")
     count = sum(len(plan.state.missing) for plan in todo)
     num_stacks = sum(plan.num_stacks for plan in todo)
-    shared = sum(plan.seconds for plan in todo) / max(1, min(num_workers, num_stacks))
+    busy = max(1, min(num_workers, num_stacks))
+    duration = format_duration(sum(plan.seconds for plan in todo) / busy)
     console.out(
         f"{format_count(count, 'run')} of {format_count(len(todo), 'cell')} to do: about "
-        f"{format_duration(shared)}, by a few steps of each (a stack of small networks takes less)"
+        f"{duration} with {format_count(busy, 'worker')}, by a few steps of each (a stack of "
+        "small networks takes less)"
     )

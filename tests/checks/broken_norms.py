@@ -80,6 +80,11 @@ class Affine(nn.Module):
 caught_by("finite", "on a constant input")(BatchNormNoEps)
 
 
+@caught_by("finite", "on a constant input, 0")
+def divided_by_the_largest(x: Tensor) -> Tensor:
+    return x / x.abs().amax(dim=1, keepdim=True)
+
+
 @caught_by("statistics wide in bfloat16")
 class NarrowStatistics(Affine):
     """Moments in the dtype of the input."""

@@ -295,14 +295,14 @@ def test_a_network_reads_the_norm_of_a_site_only_as_built() -> None:
     network = Fused()
     kept = normexp.replace_norms(network, "as_built", TOKENS).eval()
     assert torch.equal(kept(TOKENS), network.eval()(TOKENS))
-    with pytest.raises(UserError, match="reads the weight of its norm.*norm=as_built"):
+    with pytest.raises(UserError, match="the weight of a replaced norm is read.*norm=as_built"):
         normexp.replace_norms(network, "rms", TOKENS)
     assert not hasattr(normexp.replace_norms(network, "rms").norm, "weight")
     network.norm = Own(
         lambda m, x: m.weight * rms(x), weight=nn.Parameter(torch.ones(C)), bias=None
     )
     network.norm.eps = 1e-5
-    with pytest.raises(UserError, match="reads the weight of its norm"):
+    with pytest.raises(UserError, match="the weight of a replaced norm is read"):
         normexp.replace_norms(network, "rms", TOKENS)
 
 
