@@ -196,7 +196,7 @@ def test_the_exported_network_of_the_guide_equals_the_trained_one(folder: Path):
     names: dict[str, Any] = {}
     exec(code, names)
     trained, images = normexp.load(names["run_dir"]), names["images"]
-    inputs = names["data"].model_inputs(images * 255)
+    inputs = names["Normalize"](names["data"]["mean"], names["data"]["std"])(images)
     torch.testing.assert_close(names["deployed"](images), trained(inputs))
     torch.testing.assert_close(names["program"].module()(images), trained(inputs))
     colour = names["Normalize"]((0.5, 0.4, 0.3), (0.2, 0.3, 0.2))
@@ -330,8 +330,6 @@ def test_a_mistake_is_raised_after_the_other_cells(tmp_path: Path):
     for words in (["norm=grup"], ["--cfg", "job"], ["-m", "hydra/launcher=ray"], ["--nothing"]):
         with pytest.raises(UserError):
             normexp.run(words)
-    with pytest.raises(UserError, match="must be a list"):
-        normexp.run("norm=group")
 
 
 def test_importing_normexp_is_light():

@@ -35,6 +35,7 @@ from normexp.records.provenance import digest_of, source_digest, source_files
 # Versions of choices, raised when a default or the meaning of a choice changes: {"norm/group": 2}.
 # Versions are hashed, so that trainings before and after the change are different cells.
 VERSIONS: dict[str, int] = {
+    "norm/progressive_rep_batch": 2,  # the fade begins with the first step
     "model/torchvision": 2,  # sites keep the eps and momentum of the norms that they replace
     # 2: warm-ups and ramps are shares of the training; they were steps
     **dict.fromkeys(("norm/batch_renorm", "norm/moving_average_batch", "norm/power"), 2),

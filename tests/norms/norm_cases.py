@@ -48,7 +48,7 @@ KNOBS: dict[str, dict[str, Any]] = {
     },
     "moving_average_batch": {"memory": 2, "r_max": 1.2, "warmup": 0, "momentum": 0.1},
     "power": {"warmup": 0.1, "num_training_steps": 10},
-    "progressive_rep_batch": {"fade_end": 0.4, "num_training_steps": 10},
+    "progressive_rep_batch": {"fade_end": 0.6, "num_training_steps": 10},
     "taper": {"warmup": 0.1, "taper_end": 0.6, "num_training_steps": 10, "momentum": 0.01},
     "ghost": {"ghost_size": 2},
     "gated_rms": {"rank": 3},

@@ -228,7 +228,7 @@ def with_skip(formula: Formula) -> Formula:
 
 
 def half_faded(x: Tensor, state: State) -> Tensor:
-    """After two of four steps of the fade."""
+    """In the third of six steps of the fade."""
     by_layer = token(x, state) * column(state, "layer_weight") + column(state, "layer_bias")
     by_layer = (by_layer - column(state, "bias")) / column(state, "weight")
     return (by_layer + with_skip(batch)(x, state)) / 2

@@ -41,7 +41,7 @@ class ProgressiveRepBatchNorm(RepBatchNorm):
     """share * LN(x) + (1 - share) * RepBN(x): layer norm that fades into RepBN. PRepBN.
 
     LN pools the channels at each position, and has a weight and a bias of its own. Its share falls
-    linearly from 1 at the start of the training to 0 at `fade_end`; evaluation uses RepBN alone, so
+    linearly from 1 before the first step to 0 at `fade_end`; evaluation uses RepBN alone, so
     validation says little before that. arXiv:2405.11582; the authors' code (xinghaochen/SLAB) takes
     the number of steps of the fade as an argument.
 
@@ -60,7 +60,8 @@ class ProgressiveRepBatchNorm(RepBatchNorm):
         (self.fade_steps,) = shares_to_steps(self.num_training_steps, fade_end=self.fade_end)
 
     def normalize_by_batch(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
-        share = 1 - linear_ramp(before_step(self.num_batches_tracked, x.dtype), 0, self.fade_steps)
+        step = before_step(self.num_batches_tracked, x.dtype) + 1
+        share = 1 - linear_ramp(step, 0, self.fade_steps)
         var, mean = torch.var_mean(x, dim=2, correction=0, keepdim=True)
         by_layer = Affine(self.layer_weight, self.layer_bias).apply(
             x - mean, torch.rsqrt(var + self.eps), axis=2
