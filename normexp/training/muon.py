@@ -16,11 +16,12 @@ class MuonAdamW(Optimizer):
     """Orthogonalized momentum for parameters of two dimensions, AdamW for the others.
 
     Both have one learning rate and one weight decay: torch.optim.Muon scales its update to the
-    root mean square of AdamW's (arXiv:2502.16982). Matrices are the weights of linear maps and of
-    embeddings, which others leave to AdamW; filters of convolutions have four dimensions. A stack
-    of seeds is not possible, since a matrix of each seed would have three.
+    root mean square of AdamW's (arXiv:2502.16982). Matrices are the weights of linear maps and,
+    unlike in most recipes, of embeddings; filters of convolutions have four dimensions. Seeds train
+    one by one, since a stack of matrices has three.
 
     Args:
+        params: groups of parameters.
         momentum: of Muon, with Nesterov's correction.
         betas, eps: of AdamW.
 

@@ -60,7 +60,7 @@ class ProgressiveRepBatchNorm(RepBatchNorm):
         (self.fade_steps,) = shares_to_steps(self.num_training_steps, fade_end=self.fade_end)
 
     def normalize_by_batch(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
-        step = before_step(self.num_batches_tracked, x.dtype) + 1
+        step = before_step(self.num_batches_tracked, x.dtype) + 1  # this one, counted from 1
         share = 1 - linear_ramp(step, 0, self.fade_steps)
         var, mean = torch.var_mean(x, dim=2, correction=0, keepdim=True)
         by_layer = Affine(self.layer_weight, self.layer_bias).apply(

@@ -24,6 +24,7 @@ class SALU(AffineNorm):
     log_a: Tensor = field(init=False)
     log_b: Tensor = field(init=False)
     affine: bool = field(default=False, init=False)
+    zero_centered: bool = field(default=False, init=False)
     eps: float = field(default=0.0, init=False)
 
     def normalize(self, x: Tensor, _: Mask, __: Affine) -> Tensor:
