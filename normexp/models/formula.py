@@ -37,7 +37,7 @@ NUM_SAMPLES, NUM_POSITIONS = 4, 5  # of an input, positions along each axis
 
 
 class RMSNormWithBias(RMSNorm):
-    """What most RMS norms lack, but not all."""
+    """RMS norm with a bias, which some have."""
 
     has_bias = True
 
@@ -338,9 +338,8 @@ class Trial:
         eps, own, x = norm.settings["eps"], state_of(self.core), self.x[0]
         normal = x if norm.moments else self._normal(norm.formula, x, eps)
         gain, shift = self._line(normal, self.run(self.core, x, True))
-        shift[shift.abs() < ROUNDING] = (
-            0  # else a row of zeros, as of a padded token, would not stay
-        )
+        # Else a row of zeros, as of a padded token, would not stay zero.
+        shift[shift.abs() < ROUNDING] = 0
         if norm.moments:
             mean, var = (own[name].detach().flatten() for name in norm.moments)
             gain, shift = gain * (var + eps).sqrt(), shift + gain * mean

@@ -103,12 +103,21 @@ def load_fitting(network: nn.Module, values: Values) -> tuple[dict[str, str], Va
 def _may_start_anew(network: nn.Module) -> set[str]:
     """The parameters of norms, whose own are vectors, and those with a row for each output."""
     sites = tuple(f"{path}." for path, _ in named_sites(network))
-    num_outputs = [len(p) for p in network.parameters() if p.ndim > 1][-1:]  # of the last layer
+    last, num_outputs = None, 0
+    for module in network.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.ndim > 1:
+                last, num_outputs = module, len(parameter)
     free = set[str]()
     for path, module in network.named_modules():
         own = dict(module.named_parameters(path, recurse=False))
         is_norm = f"{path}.".startswith(sites) or all(p.ndim < 2 for p in own.values())
-        free |= {name for name, p in own.items() if is_norm or [*p.shape[:1]] == num_outputs}
+        # Other heads are linear; a convolution may have as many channels as there are outputs.
+        is_head = module is last or all(
+            p.ndim < 3 and p.shape[:1] == (num_outputs,) for p in own.values()
+        )
+        if is_norm or is_head:
+            free |= own.keys()
     return free
 
 

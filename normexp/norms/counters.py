@@ -28,7 +28,8 @@ def add_to_counters(norm: nn.Module, **numbers: int) -> None:
 def counting(*, together: bool) -> Iterator[None]:
     """Norms inside the block count at its end, `together`, or each in its forward.
 
-    Together only outside of vmap, and where nothing reads the counters before the end.
+    Enter and leave the block outside of vmap. A norm that runs twice in it reads, both times, the
+    count from before.
     """
     global _waiting
     outer = _waiting

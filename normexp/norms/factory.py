@@ -5,7 +5,7 @@
     self.act = norm.act(width)               the rest are slots; see norms/slots.py
     self.conv = norm.conv(3, width, kernel_size=3)
 
-A model never asks which norm it got. The parts follow: activations, convolutions, residual scales.
+A model never asks which norm it got. norms/parts.py has the modules that slots build.
 """
 
 from __future__ import annotations

@@ -182,17 +182,16 @@ def gpu_arithmetic(matmul_precision: str) -> Iterator[None]:
     of fused attention may add up in any order (pytorch#182551). Then a resumed training would not
     end as one that was never interrupted. So both are off. (Under vmap, that backward also fails.)
     """
-    before = torch.get_float32_matmul_precision()
-    allow_tf32 = matmul_precision != "highest"
+    cudnn: Any = torch.backends.cudnn  # not its `flags`, which switch it off by default
+    before = torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.deterministic
     torch.set_float32_matmul_precision(matmul_precision)
+    cudnn.allow_tf32, cudnn.deterministic = matmul_precision != "highest", True
     try:
-        with (
-            torch.backends.cudnn.flags(deterministic=True, allow_tf32=allow_tf32),
-            sdpa_kernel(SDPBackend.MATH),
-        ):
+        with sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(before[0])
+        cudnn.allow_tf32, cudnn.deterministic = before[1:]
 
 
 # --- Length and learning rates -------------------------------------------------------------------

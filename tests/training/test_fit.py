@@ -102,6 +102,7 @@ def test_arithmetic_of_a_gpu_is_set_inside_the_block_and_put_back():
     for precision, tf32 in (("high", True), ("highest", False)):
         with gpu_arithmetic(precision):
             assert arithmetic() == (precision, tf32, True, False, False)
+            assert torch.backends.cudnn.enabled
         assert arithmetic() == before
 
 
