@@ -246,8 +246,8 @@ def reach_of(site: EnteredSite) -> Reach | None:
 
     Counts the outputs that an outlier at the first position moves, in two samples and channels;
     cumulative statistics carry the first position to all later ones. If only the outlier's own
-    output moves, the first position is rescaled: a statistic over one value gives the same (x - x)
-    or x / |x| again, while a norm without statistics, or with those of later positions, changes.
+    output moves, the first position is rescaled. A statistic over that value alone returns the same
+    x - x or x / |x|; without statistics, or with statistics of later positions, the output changes.
     Changes are relative to what the sign of the input moves, as a bias or a large running variance
     may hide the input in the output.
     """

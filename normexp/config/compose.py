@@ -174,7 +174,7 @@ def _parse(word: str) -> list[Override]:
     if hydra_key != key.lstrip("+") and not re.match(READ_OF_HYDRA, hydra_key):
         reasons = [reason for part, reason in OTHERS_OF_HYDRA.items() if part in hydra_key]
         raise UserError(f"{word}: {[*reasons, 'changes nothing here; --help lists the keys'][0]}")
-    if key.lstrip("+") in GROUPS:  # of which each cell has one: there is nothing to add
+    if key.lstrip("+") in GROUPS:  # every cell has one choice per group, so `+` means nothing
         key, word = key.lstrip("+"), word.lstrip("+")
     is_path = key in CUSTOM_GROUPS and re.fullmatch(r"[^\W\d]\w*(\.\w+)+", value)
     text = f"{key}={json.dumps(value)}" if value.startswith("~") else name_as_text(word)

@@ -128,7 +128,7 @@ def pool(parts: Moments, dim: int) -> Moments:
 
 
 def mix(own: Moments, share: float | Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns mean and variance of values of which `own` are a share, the others having these."""
+    """Returns mean and variance of a pool: a `share` has moments `own`, the rest the others."""
     between = share * (1 - share) * (own.mean - mean).square()
     var = share * own.var + (1 - share) * var + between
     return share * own.mean + (1 - share) * mean, var

@@ -40,7 +40,7 @@ class Comparison:
     gap: in the unit of the metric; without a value where the two must not be compared
     verdict: None where none is allowed; `why` says why
     num_samples: test samples; 0: not recorded for every run, so the gap is over seeds alone
-    is_comparable: the two recipes are alike, so it belongs to the family
+    is_comparable: both were trained with the same settings, so it belongs to the family
     family_size: the number of differences that share the error rate
     """
 
@@ -156,7 +156,7 @@ def compare_grids(part: Slice, first: Grid, second: Grid, sizes: tuple[int, int]
 
 
 def _why_not_compared(part: Slice, first: Grid, second: Grid, sizes: tuple[int, int]) -> str:
-    """`not compared: lr 0.1 and 0.3`; empty where the recipes are alike."""
+    """`not compared: lr 0.1 and 0.3`; empty if both were trained with the same settings."""
     if part.lines[first.norm].get(sizes[0]) is not first:
         return f"not run{part.at_words}"
     is_tuned = len(first.rates) > 1 or len(second.rates) > 1
@@ -239,9 +239,9 @@ class Place:
 class Ranking:
     """Norms by their estimate, the best first; those that cannot be compared stand last.
 
-    A norm may be the best unless another one is shown to be better. The best norm is left out by
-    mistake if any other is found to be better than it: k - 1 one-sided tests, two of which count as
-    one member of the family. Together with the verdicts against the reference, that is at most 5 %.
+    A norm may be the best unless another is shown to be better. The true best norm is left out by
+    mistake if any of k - 1 one-sided tests errs; two of these count as one member of the family.
+    Together with the verdicts against the reference, the error rate is at most 5 %.
     """
 
     part: Slice
