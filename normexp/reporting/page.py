@@ -179,8 +179,7 @@ def _write_files(folder: Path, report: Report, reload_seconds: int | None) -> No
     (folder / REPORT).write_text(content, encoding="utf-8")
     sections = []
     for part in report.slices:
-        ranking = next((one for one in report.rankings if one.part is part), None)
-        drawn = draw_figures(part, ranking)
+        drawn = draw_figures(part, report.ranking_of(part))
         sections.append((part, [*report.tables_of(part), norm_table(part)], drawn))
     figures = [figure for _, _, drawn in sections for figure in drawn]
     for figure in figures:
