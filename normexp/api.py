@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pytorch_lightning import LightningModule
     from torch import nn
 
-    from normexp.config.cells import CellSpec
+    from normexp.config.spec import CellSpec
     from normexp.diagnosis import Diagnosis
     from normexp.diagnosis.network import Loss
     from normexp.records.result import Result
@@ -292,7 +292,7 @@ def _words(overrides: str | Sequence[str], values: Mapping[str, Any]) -> list[st
 def _compose(words: Sequence[str]) -> list[CellSpec]:
     """The cells of a command line that trains here."""
     from normexp.cli import parse_command
-    from normexp.config.cells import compose_cells
+    from normexp.config.command import compose_cells
     from normexp.errors import UserError
 
     command = parse_command(words)

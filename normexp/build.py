@@ -18,13 +18,14 @@ from normexp.batching.copies import copied
 from normexp.batching.draws import derive_seed
 from normexp.batching.processes import spans_devices
 from normexp.batching.replicas import suitable_threads
-from normexp.batching.sizes import Sizes
 from normexp.checks.card import Card, measure_card
 from normexp.checks.network import PROBE_SAMPLES
 from normexp.config import identity
-from normexp.config.cells import CellSpec
 from normexp.config.compose import shipped_config, shipped_defaults, shipped_values
 from normexp.config.schema import Index, check_value
+from normexp.config.sizes import Sizes
+from normexp.config.slots import SLOTS, resolve
+from normexp.config.spec import CellSpec
 from normexp.config.target import Target, read_target
 from normexp.config.words import as_typed
 from normexp.data.dataset import Data, describe_copies, limit_train, validate
@@ -37,7 +38,6 @@ from normexp.models.weights import Weights, load_fitting, open_weights
 from normexp.norms.adapt import foreign_factory
 from normexp.norms.factory import AsBuilt, NormFactory, is_shipped
 from normexp.norms.running import NUM_TRAINING_STEPS
-from normexp.norms.slots import SLOTS, resolve
 from normexp.training.recipe import Schedule, named_schedule, own_schedule
 
 # Lightning takes seconds to import, and neither a card nor a reloaded network needs it.

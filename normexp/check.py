@@ -17,7 +17,7 @@ def main(words: list[str]) -> int:
     """Exit code: 0, 1 if the contract fails, 2 the user's mistake, 130 interrupted."""
     option_words, overrides = split_options("check", words)
     options = read_options("check", option_words)
-    from normexp.config.cells import compose_norms
+    from normexp.config.command import compose_norms
     from normexp.sweeps.machine import importing_torch
 
     norms = compose_norms(parse_command(overrides))  # mistakes are refused before torch is imported

@@ -27,7 +27,7 @@ from normexp.records.files import FULL_DISK, describe, is_full_disk
 from normexp.records.provenance import source_line_of
 
 if TYPE_CHECKING:
-    from normexp.config.cells import Command
+    from normexp.config.command import Command
 
 
 def entry(name: str) -> Callable[[Callable[[list[str]], int]], Callable[..., int]]:
@@ -115,7 +115,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 def parse_command(words: Sequence[str]) -> Command:
     """Separates overrides from options, in any order. Raises UserError for an unknown option."""
-    from normexp.config.cells import Command
+    from normexp.config.command import Command
 
     options = _parse(words)
     _refuse_repeated(options.overrides)

@@ -15,7 +15,8 @@ def main(words: list[str]) -> int:
     if command.shows_config:
         return show_config(command)
     line = ["normexp-train", *words]
-    from normexp.config.cells import check_processes, compose_cells
+    from normexp.config.command import compose_cells
+    from normexp.config.torchrun import check_processes
 
     cells = compose_cells(command)  # mistakes are refused before torch is imported
     rank = check_processes(cells, line)

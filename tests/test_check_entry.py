@@ -11,7 +11,7 @@ import pytest
 
 from normexp.check import main
 from normexp.cli import parse_command
-from normexp.config.cells import compose_norms
+from normexp.config.command import compose_norms
 
 CONTRACT = "part=contract"
 MODULE = """
@@ -61,7 +61,7 @@ def test_one_card_as_json(capsys: pytest.CaptureFixture[str]):
     (card,) = body["cards"]
     assert body["schema"] == 2
     assert card["name"] == "group num_groups=4"
-    assert card["target"] == "normexp.norms.group.GroupNorm"
+    assert card["target"] == "normexp.norms.sample.GroupNorm"
     assert card["passes"] is True and card["num_features"] == 64
     assert {line["section"] for line in card["lines"]} == {"contract"}
     assert {line["status"] for line in card["lines"]} <= {"pass", "value", "skipped"}

@@ -19,7 +19,7 @@ from train_cases import QUICK, files
 import normexp
 from normexp.checks import assert_contract
 from normexp.cli import parse_command, read_options, split_options
-from normexp.config.cells import compose_norms
+from normexp.config.command import compose_norms
 from normexp.config.compose import compose_config
 from normexp.config.help import help_text
 from normexp.config.schema import validate

@@ -16,14 +16,14 @@ ORDER = [
     "errors",
     "stats",
     "records",
+    "config",
+    "reporting",
     "norms",
     "batching",
     "data",
     "models",
-    "config",
     "training",
     "checks",
-    "reporting",
     "diagnosis",
     "build",
     "cells",
@@ -33,7 +33,7 @@ ORDER = [
     "api",
     "benchmark",
 ]
-ENTRIES = {"train", "tune", "evaluate", "check", "status", "report", "complete"}
+ENTRIES = {"train", "tune", "evaluate", "check", "status", "report"}
 ENTRIES |= {"__init__", "__main__"}
 HYDRA_USERS = {"config", "build", "cells", "sweeps", "search", "cli", *ENTRIES}
 # Slow to import or optional: imported inside the functions that use them.

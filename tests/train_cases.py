@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from normexp.cells.cell import Cell, prepare_cell
-from normexp.config.cells import CellSpec
 from normexp.config.compose import compose_cell
+from normexp.config.spec import CellSpec
 from normexp.records.result import Result, read_result
 from normexp.train import main
 

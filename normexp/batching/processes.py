@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from normexp.batching.replicas import Replicas
-from normexp.batching.sizes import Share
+from normexp.config.sizes import Share
 from normexp.norms.contract import DeclaresSpan, State
 from normexp.norms.site import merge_state, read_state, write_state
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from normexp.cli import entry, parse_command, read_options, split_options
 from normexp.config.schema import in_identity
+from normexp.config.slots import SLOTS
 from normexp.errors import UserError
-from normexp.norms.slots import SLOTS
 
 if TYPE_CHECKING:
     from normexp.benchmark.reference import Reference
-    from normexp.config.cells import CellSpec
+    from normexp.config.spec import CellSpec
 
 FIXED = ("seed", "replicas", "study", "experiment")
 
@@ -55,7 +55,7 @@ def _train(
     Raises:
         UserError: not one norm, or a key that the rules fix.
     """
-    from normexp.config.cells import compose_cells
+    from normexp.config.command import compose_cells
     from normexp.sweeps.sweep import run_cells
 
     for word in parse_command(overrides).overrides:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from normexp.config.cells import CellSpec
+from normexp.config.spec import CellSpec
 from normexp.errors import UserError
 from normexp.records.archive import Archive
 from normexp.records.layout import RESULT_FILE, seed_dir

@@ -14,18 +14,18 @@ from torch.optim import Optimizer
 
 from normexp.batching.copies import copied
 from normexp.batching.replicas import model_arguments, suitable_threads
-from normexp.batching.sizes import Sizes
 from normexp.build import NetworkBuilder, build_network, build_norm, load_data, norm_target
 from normexp.cells.recipe import defines_of, derived_of, deviations, devices_of, recipe_of
 from normexp.checks.network import name_some, probe_batch
 from normexp.checks.preflight import Traits, check_optimizer, examine
 from normexp.checks.probe import fixed_draws
-from normexp.config.cells import CellSpec
 from normexp.config.identity import may_mix_samples
+from normexp.config.sizes import Sizes
+from normexp.config.slots import PLACES, set_but_unused
+from normexp.config.spec import CellSpec
 from normexp.config.words import as_typed
 from normexp.data.dataset import Data, describe_data
 from normexp.errors import UserError, first_line
-from normexp.norms.slots import PLACES, set_but_unused
 from normexp.records.logs import collected_messages
 from normexp.records.provenance import refuse_edited, source_line_of
 from normexp.records.result import Measured, check_joins

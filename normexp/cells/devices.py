@@ -17,7 +17,7 @@ from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
 from torch import distributed
 
 from normexp.cells.recipe import devices_of
-from normexp.config.cells import CellSpec
+from normexp.config.spec import CellSpec
 from normexp.errors import INTERRUPTED, Halted
 from normexp.training.fit import quiet_lightning
 from normexp.training.recipe import Devices

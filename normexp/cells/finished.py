@@ -19,9 +19,9 @@ from normexp.build import keeping_data
 from normexp.cells.cell import Cell, make_builder, make_recipe, prepare_cell
 from normexp.cells.recipe import choices_of
 from normexp.cells.run import arrange_replicas, build_module
-from normexp.config.cells import CellSpec
 from normexp.config.compose import refuse_missing_values, shipped_defaults
 from normexp.config.schema import PARTS, validate
+from normexp.config.spec import CellSpec
 from normexp.config.words import format_count
 from normexp.data.dataset import attach_prediction, without_samples
 from normexp.diagnosis import TERMS, decompose
@@ -106,7 +106,11 @@ def recorded_spec(cell_dir: Path, result: Result, changes: Mapping[str, Any]) ->
             f"{path} cannot be read ({first_line(error)}); remove the cell's folder and train it "
             "again"
         ) from error
-    return CellSpec(values, choices_of(result))
+    choices = choices_of(result)
+    for group in PARTS:  # a class that ships may have moved since
+        if shipped := shipped_defaults(group, choices[group]):
+            values[group]["_target_"] = shipped["_target_"]
+    return CellSpec(values, choices)
 
 
 def load_weights(network: nn.Module, path: Path, *, precision: str) -> None:

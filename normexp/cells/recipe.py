@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from normexp.batching.sizes import SIZES, Share, Sizes
 from normexp.build import (
     build_callbacks,
     build_loggers,
@@ -15,9 +14,10 @@ from normexp.build import (
     logger_targets,
     synchronized,
 )
-from normexp.config.cells import CellSpec
 from normexp.config.compose import DEFAULT_SCHEDULE, shipped_defaults
 from normexp.config.schema import OPTIONAL_GROUPS, PARTS
+from normexp.config.sizes import SIZES, Share, Sizes
+from normexp.config.spec import CellSpec
 from normexp.config.words import as_typed
 from normexp.data.dataset import Data
 from normexp.errors import UserError

@@ -22,8 +22,8 @@ from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.devices import training_together
 from normexp.cells.recipe import typed_values
 from normexp.cells.stack import Run, Stack, claimed, commit, remove, settle
-from normexp.config.cells import CellSpec
 from normexp.config.identity import may_mix_samples
+from normexp.config.spec import CellSpec
 from normexp.config.words import one_line
 from normexp.data.batches import TrainingBatches
 from normexp.errors import Halted, UserError

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from normexp.config.cells import CellSpec
+from normexp.config.spec import CellSpec
 from normexp.records.files import file_lock, read_json, write_json
 from normexp.records.layout import (
     ATTEMPTS_FILE,

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_map_only
 
 from normexp.batching.copies import copied
 from normexp.batching.replicas import Batch, model_arguments
-from normexp.batching.sizes import Sizes
 from normexp.checks.probe import Probe, fixed_draws
+from normexp.config.sizes import Sizes
 from normexp.config.words import one_line
 from normexp.data.dataset import Data
 from normexp.errors import UserError

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from normexp.batching.replicas import Batch
-from normexp.batching.sizes import Sizes
 from normexp.checks.network import (
     PROBE_SAMPLES,
     BuiltNetwork,
@@ -34,6 +33,7 @@ from normexp.checks.wiring import (
     check_state,
     warn_of_other_norms,
 )
+from normexp.config.sizes import Sizes
 from normexp.data.dataset import Data
 from normexp.errors import UserError
 from normexp.norms.site import named_sites

@@ -13,7 +13,7 @@ from textwrap import fill
 from typing import Any
 
 from normexp.config.schema import GROUPS, conf_dir, group_choices
-from normexp.norms.slots import PLACEMENTS
+from normexp.config.slots import PLACEMENTS
 
 WIDTH, HEADS = 100, 28  # characters of a line, and of the heads in it
 

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
-from normexp.batching.sizes import SIZES, Sizes
 from normexp.config.compose import (
     FORMER_DEFAULTS,
     parts_with_target,
@@ -29,6 +28,7 @@ from normexp.config.schema import (
     SLOTS,
     in_identity,
 )
+from normexp.config.sizes import SIZES, Sizes
 from normexp.config.words import as_typed
 from normexp.records.provenance import digest_of, source_digest, source_files
 

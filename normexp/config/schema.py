@@ -25,10 +25,10 @@ from pydantic import (
     ValidationError,
 )
 
-from normexp.batching.sizes import SIZES, Sizes
+from normexp.config.sizes import SIZES, Sizes
+from normexp.config.slots import Act, Conv, Placement
 from normexp.config.words import as_typed, join_or, suggest
 from normexp.errors import UserError
-from normexp.norms.slots import Act, Conv, Placement
 
 MISSING = "???"  # in a config: a value that must be given
 PARTS = ("norm", "model", "data", "optim")  # of every cell; their targets say what they take

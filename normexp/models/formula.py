@@ -25,7 +25,7 @@ from normexp.batching.copies import copied
 from normexp.errors import UserError
 from normexp.norms.base import AffineNorm
 from normexp.norms.batch import BatchNorm, FrozenBatchNorm
-from normexp.norms.group import GroupNorm, LayerNorm2d, RMSNorm
+from normexp.norms.sample import GroupNorm, LayerNorm2d, RMSNorm
 from normexp.norms.site import InPlaceOfNorm
 
 FITS = 1e-4  # of an output: what a formula may leave unexplained

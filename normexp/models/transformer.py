@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from normexp.batching.draws import Dropout
+from normexp.config.slots import Placement
 from normexp.errors import UserError
 from normexp.models.common import check_positive
 from normexp.norms.factory import NormFactory
 from normexp.norms.site import modules_outside_sites
-from normexp.norms.slots import Placement
 
 Init = Literal["depth_scaled", "unscaled", "torch"]
 

@@ -1,4 +1,4 @@
-"""Norms. To read the code, start with factory, site, base and group; contract: what a norm is.
+"""Norms. To read the code, start with factory, site, base and sample; contract: what a norm is.
 
     from normexp.norms import GroupNorm
 
@@ -14,10 +14,9 @@ from typing import Any
 NAMES = {
     "factory": "NormFactory",
     "site": "Site",
-    "slots": "Slots",
     "contract": "Norm NormOfGroups MergesState",
     "base": "AffineNorm",
-    "group": "GroupNorm LayerNorm InstanceNorm LayerNorm2d PositionNorm RMSNorm SimpleRMSNorm "
+    "sample": "GroupNorm LayerNorm InstanceNorm LayerNorm2d PositionNorm RMSNorm SimpleRMSNorm "
     "NoNorm",
     "batch": "BatchNorm GhostBatchNorm SyncBatchNorm FrozenBatchNorm",
     "sequence": "CausalGroupNorm CausalInstanceNorm BatchNormPerPosition",

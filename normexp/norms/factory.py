@@ -2,7 +2,7 @@
 
     self.norm1 = norm(width)                 a site for maps (N, C, *)
     self.norm2 = norm.tokens(width)          a site for tokens (B, T, C)
-    self.act = norm.act(width)               the rest are slots; see norms/slots.py
+    self.act = norm.act(width)               the rest are slots; see config/slots.py
     self.conv = norm.conv(3, width, kernel_size=3)
 
 A model never asks which norm it got. norms/parts.py has the modules that slots build.
@@ -18,10 +18,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from normexp.config.slots import Placement, Slots
 from normexp.errors import UserError
 from normexp.norms.parts import ACTIVATIONS, CONVOLUTIONS, ResidualScale
 from normexp.norms.site import AsBuiltSite, Site, View, named_sites
-from normexp.norms.slots import Placement, Slots
 
 
 @dataclass(eq=False)

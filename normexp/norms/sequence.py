@@ -13,9 +13,9 @@ from torch import Tensor
 from normexp.errors import UserError
 from normexp.norms.base import Affine, AffineNorm, Moments, knobs, pool, unbiased, zero_padding
 from normexp.norms.contract import Mask, State
-from normexp.norms.group import ChannelGroupsNorm, refuse_one_position
 from normexp.norms.kernel import batch_norm, normalize_groups
 from normexp.norms.running import RunningMomentsNorm
+from normexp.norms.sample import ChannelGroupsNorm, refuse_one_position
 
 
 class CausalGroupNorm(ChannelGroupsNorm):

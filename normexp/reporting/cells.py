@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from normexp.batching.sizes import SIZES
+from normexp.config.sizes import SIZES
 from normexp.config.words import as_typed
 from normexp.records.result import Status, flatten
 from normexp.reporting.metric import FEW_SEEDS, Metric

@@ -15,9 +15,9 @@ import yaml
 from yaml import YAMLError
 
 from normexp.config.schema import value_at
+from normexp.config.slots import Slots
 from normexp.config.words import format_count
 from normexp.errors import UserError
-from normexp.norms.slots import Slots
 from normexp.records.archive import Archive
 from normexp.records.layout import (
     CONFIG_FILE,

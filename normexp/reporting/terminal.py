@@ -210,7 +210,7 @@ def print_closing_table(states: Sequence[CellState]) -> None:
 
 def commands_to_look(states: Sequence[CellState]) -> list[str]:
     """Commands that show the log of a failure, the status and the report of the study."""
-    from normexp.config.cells import study_words
+    from normexp.config.command import study_words
 
     shown = [state for state in states if state.states and not state.refused]
     logs = [
@@ -319,7 +319,7 @@ def print_status(study: Study) -> None:
 
 def _next(study: Study) -> list[str]:
     """The commands that finish the study, or that report on a finished one."""
-    from normexp.config.cells import study_words
+    from normexp.config.command import study_words
 
     if all(state in ENDED for state in study.runs):
         return ["next:", f"  python -m normexp.report {shlex.join(study_words(study.directory))}"]
@@ -341,7 +341,7 @@ def _next(study: Study) -> list[str]:
 
 def _as_typed(command: CommandEntry, study: Study) -> str:
     """A recorded command, for the study's present folder and name."""
-    from normexp.config.cells import study_words
+    from normexp.config.command import study_words
 
     program, *words = command.command
     kept = [word for word in words if not re.match(r"\+*(study|runs_dir)=", word)]

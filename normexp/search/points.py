@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from normexp.config.cells import CellSpec, Command, is_searched
+from normexp.config.command import Command, is_searched
 from normexp.config.schema import KEYS, in_identity, validate_keys
+from normexp.config.spec import CellSpec
 from normexp.config.words import join_or
 from normexp.errors import UserError
 from normexp.search.space import Space, read_space

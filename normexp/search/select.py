@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from normexp.config.cells import CellSpec, join_points
+from normexp.config.spec import CellSpec, join_points
 from normexp.errors import FAILED, UserError
 from normexp.records.result import Status
 from normexp.records.study import CellState, read_cell

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from normexp.config.cells import Command
+from normexp.config.command import Command
 from normexp.config.compose import VERSION_BASE, own_hydra
 from normexp.config.schema import conf_dir
 

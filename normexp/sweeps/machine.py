@@ -15,7 +15,8 @@ from typing import Any
 
 from rich.console import Console
 
-from normexp.config.cells import CellSpec, started_processes
+from normexp.config.spec import CellSpec
+from normexp.config.torchrun import started_processes
 from normexp.errors import UserError
 from normexp.records.files import file_lock, holder_of, other_holders
 from normexp.records.provenance import usable_cores, visible_gpus

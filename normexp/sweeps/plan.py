@@ -9,7 +9,7 @@ from normexp.batching.replicas import model_arguments, suitable_threads
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.run import must_split
 from normexp.checks.network import probe_batch
-from normexp.config.cells import CellSpec
+from normexp.config.spec import CellSpec
 from normexp.config.words import one_line
 from normexp.errors import FAILED, UserError
 from normexp.records.logs import messages_to_stderr

@@ -10,7 +10,9 @@ from dataclasses import replace
 from multiprocessing.connection import wait
 
 from normexp.cells.stack import remove_failed, settle
-from normexp.config.cells import CellSpec, Command, check_processes
+from normexp.config.command import Command
+from normexp.config.spec import CellSpec
+from normexp.config.torchrun import check_processes
 from normexp.config.words import format_count
 from normexp.errors import FAILED, Halted, UserError
 from normexp.records.files import ensure_writable, is_read_only

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from normexp.cells.stack import Stack, cut_stacks
-from normexp.config.cells import CellSpec
+from normexp.config.spec import CellSpec
 from normexp.config.words import one_line
 from normexp.errors import FAILED, INTERRUPTED, Halted, UserError
 from normexp.records.files import describe, other_holders

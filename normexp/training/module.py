@@ -22,7 +22,7 @@ from torch import Tensor
 
 from normexp.batching.processes import Processes
 from normexp.batching.replicas import Replicas
-from normexp.batching.sizes import Share
+from normexp.config.sizes import Share
 from normexp.data.batches import TrainingBatches
 from normexp.errors import UserError
 from normexp.records.result import MetricRow, write_metrics

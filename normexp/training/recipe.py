@@ -20,7 +20,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from normexp.batching.replicas import Replicas
-from normexp.batching.sizes import Sizes
+from normexp.config.sizes import Sizes
 from normexp.errors import UserError
 from normexp.norms.site import norm_parameters
 

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from normexp.batching.draws import derive_seed
 from normexp.batching.processes import Processes
 from normexp.batching.replicas import Batch, InTurn, Loss, Replicas, backward
-from normexp.batching.sizes import WHOLE, Bounds, Share, Sizes
+from normexp.config.sizes import WHOLE, Bounds, Share, Sizes
 from normexp.norms.contract import State
 from normexp.norms.site import merge_state, read_state, write_state
 from normexp.training.cuda_graph import RecordedStep

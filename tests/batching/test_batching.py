@@ -13,7 +13,7 @@ from normexp.batching.replicas import (
     Stacked,
     suitable_threads,
 )
-from normexp.batching.sizes import Share, Sizes
+from normexp.config.sizes import Share, Sizes
 from normexp.errors import UserError
 from normexp.norms.parts import ResidualScale
 

@@ -12,7 +12,7 @@ from normexp.benchmark import claims, main
 from normexp.benchmark.claims import declared_claims, judge_claims
 from normexp.benchmark.reference import WORKLOADS, Reference, read_reference
 from normexp.cli import parse_command
-from normexp.config.cells import compose_cells
+from normexp.config.command import compose_cells
 from normexp.records.archive import ArchivedCell, pack_study, write_archive
 from normexp.records.result import Measured, Result, Status
 from normexp.records.study import Asked, CommandEntry, entry_line

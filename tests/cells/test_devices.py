@@ -11,7 +11,7 @@ from train_cases import spec_of
 
 from normexp.cells.cell import check_norm_batch_size
 from normexp.cells.recipe import recipe_of
-from normexp.config.cells import started_processes
+from normexp.config.torchrun import started_processes
 from normexp.errors import UserError
 from normexp.records.result import read_result
 from normexp.train import main

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from copy import deepcopy
@@ -72,6 +73,14 @@ def test_loaded_networks_have_the_recorded_test_accuracy(cell_dir: Path):
         assert accuracy == recorded["test/accuracy"]
         network.train()(torch.randn(4, 1, 8, 8)).sum().backward()
         assert all(parameter.grad is not None for parameter in network.parameters())
+
+
+def test_a_run_is_loaded_whose_norm_has_moved_since(copy: Path):
+    config = copy / "config.yaml"
+    moved = re.sub(r"normexp\.norms\.\w+", "normexp.norms.former_home", config.read_text())
+    assert moved != config.read_text()
+    config.write_text(moved)
+    normexp.load(seed_dir(copy, 0))
 
 
 def test_a_loaded_network_names_the_classes_of_bytes_and_floats(cell_dir: Path, monkeypatch):

@@ -15,9 +15,10 @@ from train_cases import NO_RECORDS
 from normexp.cells import cell as cell_module
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cli import parse_command
-from normexp.config.cells import CellSpec, compose_cells
+from normexp.config.command import compose_cells
 from normexp.config.compose import compose_cell
 from normexp.config.schema import validate
+from normexp.config.spec import CellSpec
 from normexp.errors import UserError
 from normexp.norms.site import named_sites
 
@@ -113,7 +114,7 @@ REFUSED = {
     "model=text_encoder": "does not fit data=digits; try data=langid",
     "data=langid model=convnet": "does not fit data=langid",
     "norm=as_built model=torchvision model.name=resnet18 eps=1e-3": "eps has no effect on norm=as",
-    "norm._target_=normexp.norms.group.Grp": "norm._target_=normexp.norms.group.Grp: ",
+    "norm._target_=normexp.norms.sample.Grp": "norm._target_=normexp.norms.sample.Grp: ",
     "norm._target_=torch.nn.GroupNorm": "num_groups",
     "model=vit act=relu": r"act=relu: model=vit has no activation after a norm; try model=convnet",
     "data.limit_train=31": "data.limit_train=31 is less than one batch_size=32; try",

@@ -16,7 +16,8 @@ from normexp.cells.cell import prepare_cell
 from normexp.cells.run import train_stack
 from normexp.cells.stack import Stack, cut_stacks, remove, remove_failed, settle
 from normexp.cli import parse_command
-from normexp.config.cells import CellSpec, compose_cells
+from normexp.config.command import compose_cells
+from normexp.config.spec import CellSpec
 from normexp.errors import Halted
 from normexp.records.files import file_lock
 from normexp.records.layout import CHECKPOINT_FILE, STACKS

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normexp.batching.sizes import Sizes
 from normexp.build import build_norm
 from normexp.config.compose import compose_config
+from normexp.config.sizes import Sizes
 from normexp.data import Data, Examples, build_text_data
 from normexp.models.transformer import GPT, TextEncoder
 from normexp.models.vision import ConvNet

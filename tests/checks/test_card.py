@@ -22,7 +22,7 @@ from normexp.checks.questions import CONTRACT, OF_NORMS
 from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm
 from normexp.norms.factory import NormFactory
-from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d, NoNorm, RMSNorm
+from normexp.norms.sample import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d, NoNorm, RMSNorm
 from normexp.norms.sequence import CausalGroupNorm
 from normexp.norms.zoo.power import PowerNorm
 

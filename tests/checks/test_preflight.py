@@ -30,16 +30,16 @@ from checks_cases import (
 from torch import Tensor, nn
 from train_cases import prepare
 
-from normexp.batching.sizes import Sizes
 from normexp.checks.network import BuiltNetwork, smallest_group
 from normexp.checks.preflight import OUTSIDE, Traits, check_optimizer, examine, reaches_of
+from normexp.config.sizes import Sizes
+from normexp.config.slots import Slots
 from normexp.data.dataset import Data
 from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm
 from normexp.norms.factory import NormFactory
-from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d, NoNorm
+from normexp.norms.sample import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d, NoNorm
 from normexp.norms.sequence import BatchNormPerPosition
-from normexp.norms.slots import Slots
 from normexp.records.result import read_result
 from normexp.train import main
 from normexp.training.recipe import parameter_groups

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from normexp.checks.probe import Probe, cuts, holds, moves
 from normexp.norms.batch import BatchNorm
-from normexp.norms.group import InstanceNorm, LayerNorm, NoNorm
+from normexp.norms.sample import InstanceNorm, LayerNorm, NoNorm
 from normexp.norms.sequence import CausalGroupNorm
 
 

@@ -10,12 +10,12 @@ import torch
 from checks_cases import convnet, encoder, gpt, image_data, padded_data, shipped, text_data
 from torch.nn import functional
 
-from normexp.batching.sizes import Sizes
 from normexp.build import build_norm, measure_norm
 from normexp.checks.network import BuiltNetwork
 from normexp.checks.preflight import check_padding, examine
 from normexp.config.compose import compose_config, shipped_defaults
 from normexp.config.schema import group_choices
+from normexp.config.sizes import Sizes
 from normexp.norms.site import View
 
 

@@ -19,8 +19,8 @@ from normexp.cli import entry, parse_command, read_options
 from normexp.config.compose import compose_config
 from normexp.config.help import USAGE, help_text
 from normexp.config.schema import GROUPS, KEYS, OPTIONS, group_choices
+from normexp.config.slots import PLACEMENTS
 from normexp.errors import UserError
-from normexp.norms.slots import PLACEMENTS
 from normexp.records.files import write_text
 
 ENTRIES = sorted(USAGE)

@@ -15,7 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.version import VersionBase
 
 from normexp.cli import parse_command, read_options
-from normexp.config.cells import compose_cells
+from normexp.config.command import compose_cells
 from normexp.config.compose import compose_cell, compose_config, composed
 from normexp.config.schema import GROUPS, conf_dir, group_choices, validate
 from normexp.config.target import read_target
@@ -171,7 +171,7 @@ def test_missing_modules_are_found_without_torch(
     ],
 )
 def test_a_text_for_a_number_is_refused_by_the_signature(knobs: dict[str, object], message: str):
-    values = {"_target_": "normexp.norms.group.GroupNorm", **knobs}
+    values = {"_target_": "normexp.norms.sample.GroupNorm", **knobs}
     if not message:
         assert read_target(values, "norm").call.keywords == knobs
         return

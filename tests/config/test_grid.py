@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from normexp.cli import parse_command
-from normexp.config.cells import compose_cells
+from normexp.config.command import compose_cells
 from normexp.errors import UserError
 
 

@@ -13,10 +13,10 @@ import pytest
 
 from normexp.cli import parse_command
 from normexp.config import identity
-from normexp.config.cells import CellSpec
 from normexp.config.compose import compose_cell
 from normexp.config.identity import canonical_sizes, cell_id, differences
 from normexp.config.schema import group_choices
+from normexp.config.spec import CellSpec
 from normexp.errors import UserError
 
 # Recorded results are found by these. A change of one orphans them: a changed default or meaning
@@ -153,7 +153,7 @@ def test_shipped_choices_are_named_and_none_of_their_values_is_hashed():
 @pytest.mark.parametrize(
     ("target", "knobs", "content"),
     [
-        ("group.GroupNorm", {"num_groups": 4}, {"_target_": "norm/group"}),
+        ("sample.GroupNorm", {"num_groups": 4}, {"_target_": "norm/group"}),
         ("zoo.power.PowerNorm", {"warmup": 1.0}, {"_target_": "norm/power", "version": 2}),
     ],
 )
@@ -200,7 +200,7 @@ def test_a_class_without_a_file_is_refused():
 def test_ids_need_no_torch():
     program = (
         "import sys; from normexp.config.compose import compose_cell;"
-        "from normexp.config.cells import CellSpec;"
+        "from normexp.config.spec import CellSpec;"
         "CellSpec(*compose_cell(['data=manual', 'norm=group'])).id;"
         "assert not {'torch', 'numpy'} & sys.modules.keys()"
     )

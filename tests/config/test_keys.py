@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import normexp
-from normexp.config.cells import CellSpec
 from normexp.config.compose import compose_cell, compose_config, shipped_config
 from normexp.config.help import config_lines, option_defaults
 from normexp.config.schema import KEYS, OPTIONS, check_value, in_identity, validate_keys
+from normexp.config.spec import CellSpec
 
 PACKAGE = Path(normexp.__file__).parent
 GROUPED = ("norm.", "model.", "data.", "optim.", "trainer.", "logger.")  # a choice's YAML has these

@@ -14,9 +14,9 @@ from torch import Tensor
 from training_cases import image_data, recipe_for, text_data
 
 from normexp.batching.replicas import InTurn, Replicas, Stacked
-from normexp.batching.sizes import Sizes
 from normexp.build import build_network, build_norm
 from normexp.config.compose import compose_config
+from normexp.config.sizes import Sizes
 from normexp.data.batches import TrainingBatches
 from normexp.data.dataset import Data, Windows
 from normexp.training.cuda_graph import RecordedStep

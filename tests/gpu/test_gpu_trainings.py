@@ -31,7 +31,7 @@ from training_cases import (
 )
 
 from normexp.batching.replicas import Batch
-from normexp.batching.sizes import Sizes
+from normexp.config.sizes import Sizes
 from normexp.norms import kernel
 from normexp.records.result import read_result
 from normexp.train import main

@@ -24,12 +24,12 @@ from model_cases import (
 from torch import Tensor, nn
 
 from normexp.checks.wiring import find_stacking_fault
+from normexp.config.slots import PLACEMENTS, SLOTS, Slots
 from normexp.errors import UserError
 from normexp.models.transformer import EQUATIONS, Attention
 from normexp.models.vision import ResidualBlock, ViT
 from normexp.norms.factory import NormFactory
 from normexp.norms.site import modules_outside_sites, named_sites
-from normexp.norms.slots import PLACEMENTS, SLOTS, Slots
 
 CHANGED: dict[str, Any] = {
     "act": "tlu",

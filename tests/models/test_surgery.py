@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from wild_norms import LlamaRMSNorm
 
-from normexp.batching.sizes import Sizes
 from normexp.build import NetworkBuilder, build_network, build_norm
 from normexp.config.compose import compose_config
+from normexp.config.sizes import Sizes
 from normexp.data import Data, Examples, build_image_data, build_text_data
 from normexp.errors import UserError
 from normexp.models.packages import build_timm_model, build_torchvision_model

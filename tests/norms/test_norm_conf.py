@@ -31,15 +31,15 @@ from train_cases import spec_of
 from wild_norms import LlamaRMSNorm
 
 from normexp import norms
-from normexp.batching.sizes import Sizes
 from normexp.build import build_data, build_norm, norm_target
 from normexp.cells.cell import make_builder, make_recipe
 from normexp.config.compose import compose_config
+from normexp.config.sizes import Sizes
 from normexp.errors import UserError
 from normexp.norms.adapt import adapt, find_layout, foreign_factory
 from normexp.norms.batch import BatchNorm, GhostBatchNorm
 from normexp.norms.factory import NormFactory
-from normexp.norms.group import GroupNorm
+from normexp.norms.sample import GroupNorm
 from normexp.norms.zoo.batch import BatchRenorm
 from normexp.norms.zoo.power import MovingAverageBatchNorm, PowerNorm
 from normexp.norms.zoo.rms import TaperNorm

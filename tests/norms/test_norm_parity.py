@@ -15,9 +15,9 @@ from timm.layers.std_conv import ScaledStdConv2d, StdConv2d
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from normexp.config.slots import PLACES, SLOTS, Slots, resolve, set_but_unused
 from normexp.norms.batch import BatchNorm, FrozenBatchNorm
 from normexp.norms.factory import NormFactory
-from normexp.norms.group import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d, RMSNorm
 from normexp.norms.parts import (
     ACTIVATIONS,
     TLU,
@@ -25,9 +25,9 @@ from normexp.norms.parts import (
     ScaledWeightStandardizedConv2d,
     WeightStandardizedConv2d,
 )
+from normexp.norms.sample import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d, RMSNorm
 from normexp.norms.sequence import BatchNormPerPosition
 from normexp.norms.site import norm_parameters
-from normexp.norms.slots import PLACES, SLOTS, Slots, resolve, set_but_unused
 from normexp.norms.zoo.nonlinear import FilterResponseNorm
 
 BATCH = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}

@@ -27,7 +27,7 @@ from wild_norms import StrangerNorm
 from normexp.norms import kernel
 from normexp.norms.batch import BatchNorm, GhostBatchNorm
 from normexp.norms.factory import NormFactory
-from normexp.norms.group import LayerNorm
+from normexp.norms.sample import LayerNorm
 from normexp.norms.site import Site, read_state
 from normexp.norms.zoo.batch import BatchRenorm, EvalNorm
 from normexp.norms.zoo.power import MovingAverageBatchNorm, PowerNorm

@@ -60,7 +60,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("broken.Norm", "broken"),
         ("missing.Norm", ""),
         ("torch.nn.BatchNorm2d", ""),
-        ("normexp.norms.group.GroupNorm", ""),
+        ("normexp.norms.sample.GroupNorm", ""),
         ("collections.Counter", ""),
     ],
 )

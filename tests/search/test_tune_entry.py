@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from normexp.config.cells import CellSpec
+from normexp.config.spec import CellSpec
 from normexp.records.result import Measured, Result, Status
 from normexp.records.study import CellState, CommandEntry, read_entries
 from normexp.search import select

@@ -15,7 +15,7 @@ import pytest
 
 from normexp.cells import run as run_module
 from normexp.cli import parse_command
-from normexp.config.cells import compose_cells
+from normexp.config.command import compose_cells
 from normexp.records.files import file_lock
 from normexp.records.result import Status, read_result
 from normexp.records.study import (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from normexp.config.cells import CellSpec
+from normexp.config.spec import CellSpec
 from normexp.records import provenance
 from normexp.records.provenance import visible_gpus
 from normexp.sweeps import machine

@@ -27,7 +27,7 @@ from training_cases import (
 )
 
 from normexp.batching.replicas import Replicas
-from normexp.batching.sizes import Sizes
+from normexp.config.sizes import Sizes
 from normexp.norms.batch import BatchNorm
 from normexp.training import cuda_graph
 from normexp.training.cuda_graph import RecordedStep

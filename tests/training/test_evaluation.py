@@ -24,7 +24,7 @@ from training_cases import (
 )
 
 from normexp.batching.replicas import Replicas
-from normexp.batching.sizes import Sizes
+from normexp.config.sizes import Sizes
 from normexp.data.augment import Augmentation
 from normexp.data.dataset import Data, Examples, Windows
 from normexp.models.transformer import GPT

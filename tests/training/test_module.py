@@ -24,7 +24,7 @@ from training_cases import (
     train,
 )
 
-from normexp.batching.sizes import Sizes
+from normexp.config.sizes import Sizes
 from normexp.records.result import read_metrics
 from normexp.training.module import Recorder
 from normexp.training.recipe import own_schedule

@@ -30,7 +30,7 @@ from training_cases import (
 )
 from wild_norms import StrangerNorm
 
-from normexp.batching.sizes import Sizes
+from normexp.config.sizes import Sizes
 from normexp.norms.batch import SyncBatchNorm
 from normexp.training import fit
 from normexp.training.module import TrainingModule

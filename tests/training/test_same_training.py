@@ -28,15 +28,15 @@ from training_cases import (
 )
 from wild_norms import StrangerNorm
 
-from normexp.batching.sizes import Sizes
 from normexp.build import build_norm
 from normexp.checks.network import probe_batch
 from normexp.checks.wiring import cannot_stack
 from normexp.config.compose import compose_config
 from normexp.config.schema import group_choices
+from normexp.config.sizes import Sizes
+from normexp.config.slots import Slots
 from normexp.norms.factory import NormFactory
-from normexp.norms.group import RMSNorm
-from normexp.norms.slots import Slots
+from normexp.norms.sample import RMSNorm
 from normexp.training.recipe import own_schedule
 
 slow = pytest.mark.slow

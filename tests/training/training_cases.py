@@ -15,14 +15,14 @@ from torch import nn
 
 from normexp.batching.draws import derive_seed
 from normexp.batching.replicas import InTurn, Replicas, Stacked
-from normexp.batching.sizes import Sizes
+from normexp.config.sizes import Sizes
 from normexp.data.batches import TrainingBatches
 from normexp.data.dataset import Data, Examples
 from normexp.models.transformer import TextEncoder
 from normexp.models.vision import ConvNet, ResNet
 from normexp.norms.batch import BatchNorm
 from normexp.norms.factory import NormFactory
-from normexp.norms.group import GroupNorm
+from normexp.norms.sample import GroupNorm
 from normexp.training.fit import fit
 from normexp.training.module import Recorder, TrainingModule
 from normexp.training.recipe import Devices, Recipe, count_steps_per_epoch, named_schedule

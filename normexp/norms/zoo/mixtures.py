@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from normexp.norms.base import NO_AFFINE, Affine, Moments, count_values, knobs, over_channels
 from normexp.norms.contract import Mask
-from normexp.norms.group import group_norm, refuse_one_position
 from normexp.norms.running import (
     OwnMomentsNorm,
     RunningMomentsNorm,
@@ -17,6 +16,7 @@ from normexp.norms.running import (
     group_dims,
     measure_samples,
 )
+from normexp.norms.sample import group_norm, refuse_one_position
 
 
 class SwitchableNorm(OwnMomentsNorm):

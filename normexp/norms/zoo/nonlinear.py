@@ -17,8 +17,8 @@ from normexp.norms.base import (
     over_channels,
 )
 from normexp.norms.contract import Mask
-from normexp.norms.group import ChannelGroupsNorm, refuse_one_position
 from normexp.norms.running import OwnMomentsNorm
+from normexp.norms.sample import ChannelGroupsNorm, refuse_one_position
 
 LEARNED_EPS_INIT = 1e-4  # the paper's
 

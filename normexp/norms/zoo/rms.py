@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from normexp.errors import UserError
 from normexp.norms.base import Affine, AffineNorm, knobs, measure_mean, over_channels
 from normexp.norms.contract import Mask
-from normexp.norms.group import RMSNorm, inverse_rms
 from normexp.norms.running import (
     NUM_TRAINING_STEPS,
     RunningNorm,
@@ -21,6 +20,7 @@ from normexp.norms.running import (
     linear_ramp,
     shares_to_steps,
 )
+from normexp.norms.sample import RMSNorm, inverse_rms
 
 
 class PreAffineRMSNorm(RMSNorm):

@@ -1,21 +1,17 @@
-"""A command and the cells that it asks for: its grid, each cell's config and id."""
+"""A command of train, tune or check: its words, its grid, and the cells that it asks for."""
 
 from __future__ import annotations
 
 import itertools
-import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from shlex import join
 from typing import Any
 
 from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
 from hydra.errors import HydraException
 
-from normexp.batching.sizes import SIZES
 from normexp.config.compose import (
     compose_cell,
     compose_choices,
@@ -23,8 +19,9 @@ from normexp.config.compose import (
     parse_overrides,
     refuse_missing,
 )
-from normexp.config.identity import id_of, identity_of, may_mix_samples, sources_of
-from normexp.config.schema import OPTIONS, group_choices, in_identity, validate
+from normexp.config.identity import may_mix_samples
+from normexp.config.schema import OPTIONS, group_choices, validate
+from normexp.config.spec import CellSpec, join_points
 from normexp.config.words import as_typed, suggest
 from normexp.errors import UserError
 
@@ -132,89 +129,6 @@ def _words_of(override: Override) -> list[str]:
     return [f"{key}={name}" for name in names]
 
 
-# --- Cells ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class CellSpec:
-    """One cell as a command line specifies it.
-
-    Attributes:
-        config: the values of all keys.
-        choices: the choice in each config group, as `compose_cell` returns them.
-        error: why it cannot be trained; empty if it can.
-        overrides: its typed words, one value per key.
-        more_seeds: of other points of its grid that are the same cell.
-        num_points: of its grid that are this cell.
-    """
-
-    config: dict[str, Any]
-    choices: dict[str, str]
-    error: str = ""
-    overrides: Sequence[str] = ()
-    more_seeds: Sequence[int] = ()
-    num_points: int = 1
-
-    @cached_property
-    def identity(self) -> dict[str, Any]:
-        """The canonical content of the cell, which its id hashes; if refused, its words."""
-        if self.error:
-            return {"overrides": list(self.overrides)}
-        return identity_of(self.config, self.choices)
-
-    @cached_property
-    def id(self) -> str:
-        """The id of the cell: a readable slug and a hash of its identity."""
-        _ = self.sources  # of the same moment
-        return id_of(self.config, self.choices, self.identity)
-
-    @cached_property
-    def sources(self) -> dict[str, str]:
-        """The digest of each of the user's own source files that the id counts, by path."""
-        return sources_of(self.config)
-
-    @property
-    def title(self) -> str:
-        """Its norm, sizes and other words: `norm=batch batch_size=32 norm_batch_size=2 epochs=3`.
-
-        Independent of the other cells of the command; leaves out the study, folders and seeds.
-        """
-        named = {"norm": self.choices["norm"], **self.sizes}
-        typed = {text.lstrip("+").partition("=")[0]: text for text in self.overrides}
-        words = [f"{key}={value}" for key, value in named.items() if value is not None]
-        words += [
-            text
-            for key, text in typed.items()
-            if key not in (*named, "trainer") and in_identity(re.split("[/@]", key)[0])
-        ]
-        return " ".join(words)
-
-    @property
-    def sizes(self) -> dict[str, Any]:
-        """The three sizes as typed."""
-        return {key: self.config[key] for key in SIZES}
-
-    @property
-    def lr(self) -> float:
-        """The learning rate as typed; `lr_rule` may scale it."""
-        return float(self.config["lr"])
-
-    @property
-    def seeds(self) -> list[int]:
-        """The seeds to train; none if the cell is refused."""
-        first, replicas = self.config["seed"], self.config["replicas"]
-        return [] if self.error else sorted({*range(first, first + replicas), *self.more_seeds})
-
-    @property
-    def study_dir(self) -> Path:
-        return Path(self.config["runs_dir"], str(self.config["study"]))
-
-    @property
-    def directory(self) -> Path:
-        """The folder of the cell in its study."""
-        return self.study_dir / self.id
-
-
 def compose_cells(command: Command) -> list[CellSpec]:
     """Every cell of a command once, with its config and its title.
 
@@ -230,26 +144,6 @@ def compose_cells(command: Command) -> list[CellSpec]:
     if len({cell.study_dir for cell in cells}) > 1:
         raise UserError("study and runs_dir must be the same in all cells of a command")
     return join_points(cells)
-
-
-def join_points(cells: Sequence[CellSpec]) -> list[CellSpec]:
-    """Each cell once, with the seeds of all of its points and the words that they share."""
-    points: dict[Path, list[CellSpec]] = {}
-    for cell in cells:
-        points.setdefault(cell.directory, []).append(cell)
-    return [
-        first
-        if not others
-        else replace(
-            first,
-            overrides=[
-                word for word in first.overrides if all(word in o.overrides for o in others)
-            ],
-            more_seeds=[seed for other in others for seed in other.seeds],
-            num_points=1 + len(others),
-        )
-        for first, *others in points.values()
-    ]
 
 
 def compose_norms(command: Command) -> dict[str, dict[str, Any]]:
@@ -272,43 +166,3 @@ def compose_norms(command: Command) -> dict[str, dict[str, Any]]:
         knobs = [w for w in knobs if not w.startswith(("norm=", "_target_=", "hydra"))]
         norms[" ".join([spec.choices["norm"], *knobs])] = spec.config
     return norms
-
-
-# --- Who trains it --------------------------------------------------------------------------------
-
-# Variables of torchrun and of srun: number of processes, index of this process, and a variable that
-# only a started process has. (SLURM also sets the first two in a batch script.)
-VARIABLES = (("WORLD_SIZE", "RANK", "RANK"), ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_ID"))
-
-
-def started_processes() -> tuple[int, int]:
-    """The rank of this process, and how many torchrun or srun has started; (0, 1) without them."""
-    for size, index, proof in VARIABLES:
-        if proof in os.environ and index in os.environ:
-            return int(os.environ[index]), int(os.environ.get(size, 1))
-    return 0, 1
-
-
-def check_processes(cells: Sequence[CellSpec], words: Sequence[str]) -> int | None:
-    """The rank of this process; None if it is alone.
-
-    Raises:
-        UserError: torchrun or srun has not started a process for each device of the only cell.
-    """
-    rank, started = started_processes()
-    for trainer in (cell.config["trainer"] for cell in cells if not cell.error):
-        devices, num_nodes = trainer["devices"], trainer["num_nodes"]
-        if devices * num_nodes != started:
-            remedy = f"type torchrun --nnodes {num_nodes} --nproc-per-node {devices} "
-            raise UserError(
-                f"trainer.devices={devices}, trainer.num_nodes={num_nodes}: needs as many "
-                f"processes, and this command has {started}; "
-                + (
-                    f"{remedy}-m normexp.train {join(words[1:])}"
-                    if devices * num_nodes > 1
-                    else "drop torchrun or srun"
-                )
-            )
-    if started > 1 and len(cells) > 1:
-        raise UserError(f"{len(cells)} cells in one torchrun or srun: start one cell each")
-    return rank if started > 1 else None

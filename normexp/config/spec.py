@@ -1,0 +1,114 @@
+"""A cell as a command specifies it: its config, its id, and the seeds to train."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from normexp.config.identity import id_of, identity_of, sources_of
+from normexp.config.schema import in_identity
+from normexp.config.sizes import SIZES
+
+
+@dataclass(frozen=True)
+class CellSpec:
+    """One cell as a command line specifies it.
+
+    Attributes:
+        config: the values of all keys.
+        choices: the choice in each config group, as `compose_cell` returns them.
+        error: why it cannot be trained; empty if it can.
+        overrides: its typed words, one value per key.
+        more_seeds: of other points of its grid that are the same cell.
+        num_points: of its grid that are this cell.
+    """
+
+    config: dict[str, Any]
+    choices: dict[str, str]
+    error: str = ""
+    overrides: Sequence[str] = ()
+    more_seeds: Sequence[int] = ()
+    num_points: int = 1
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """The canonical content of the cell, which its id hashes; if refused, its words."""
+        if self.error:
+            return {"overrides": list(self.overrides)}
+        return identity_of(self.config, self.choices)
+
+    @cached_property
+    def id(self) -> str:
+        """The id of the cell: a readable slug and a hash of its identity."""
+        _ = self.sources  # of the same moment
+        return id_of(self.config, self.choices, self.identity)
+
+    @cached_property
+    def sources(self) -> dict[str, str]:
+        """The digest of each of the user's own source files that the id counts, by path."""
+        return sources_of(self.config)
+
+    @property
+    def title(self) -> str:
+        """Its norm, sizes and other words: `norm=batch batch_size=32 norm_batch_size=2 epochs=3`.
+
+        Independent of the other cells of the command; leaves out the study, folders and seeds.
+        """
+        named = {"norm": self.choices["norm"], **self.sizes}
+        typed = {text.lstrip("+").partition("=")[0]: text for text in self.overrides}
+        words = [f"{key}={value}" for key, value in named.items() if value is not None]
+        words += [
+            text
+            for key, text in typed.items()
+            if key not in (*named, "trainer") and in_identity(re.split("[/@]", key)[0])
+        ]
+        return " ".join(words)
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The three sizes as typed."""
+        return {key: self.config[key] for key in SIZES}
+
+    @property
+    def lr(self) -> float:
+        """The learning rate as typed; `lr_rule` may scale it."""
+        return float(self.config["lr"])
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seeds to train; none if the cell is refused."""
+        first, replicas = self.config["seed"], self.config["replicas"]
+        return [] if self.error else sorted({*range(first, first + replicas), *self.more_seeds})
+
+    @property
+    def study_dir(self) -> Path:
+        return Path(self.config["runs_dir"], str(self.config["study"]))
+
+    @property
+    def directory(self) -> Path:
+        """The folder of the cell in its study."""
+        return self.study_dir / self.id
+
+
+def join_points(cells: Sequence[CellSpec]) -> list[CellSpec]:
+    """Each cell once, with the seeds of all of its points and the words that they share."""
+    points: dict[Path, list[CellSpec]] = {}
+    for cell in cells:
+        points.setdefault(cell.directory, []).append(cell)
+    return [
+        first
+        if not others
+        else replace(
+            first,
+            overrides=[
+                word for word in first.overrides if all(word in o.overrides for o in others)
+            ],
+            more_seeds=[seed for other in others for seed in other.seeds],
+            num_points=1 + len(others),
+        )
+        for first, *others in points.values()
+    ]
