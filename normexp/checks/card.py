@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from normexp.checks.norm import Answer, open_norm
+from normexp.checks.norm import open_norm
+from normexp.checks.question import Answer
 from normexp.checks.questions import BUILT, CONTRACT, OF_NORMS, ON_CONSTANTS
 from normexp.errors import UserError
 
