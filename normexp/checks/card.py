@@ -16,12 +16,19 @@ from torch import nn
 
 from normexp.checks.norm import open_norm
 from normexp.checks.question import Answer
-from normexp.checks.questions import BUILT, CONTRACT, OF_NORMS, ON_CONSTANTS
+from normexp.checks.questions import (
+    BUILT,
+    CONTRACT,
+    FINITE,
+    MIXES_SAMPLES,
+    OF_NORMS,
+    ON_CONSTANTS,
+    READS_FUTURE,
+    SHAPE_KEPT,
+)
 from normexp.errors import UserError
 
 SCHEMA = 2
-CAUSALITY = "reads the future"  # breaks no contract, and rules out causal models
-MIXING = "mixes samples"  # in evaluation, a result depends on how samples are batched
 STYLES = {"pass": "green", "fail": "bold red", "value": "", "skipped": "dim"}
 CELL_WIDTH = 12  # minimum width of a norm's column in a comparison
 NAME_WIDTH = 31  # width of the column with the names of lines
@@ -62,13 +69,13 @@ class Card:
         if count := len(self.failures):
             lines = "line" if count == 1 else "lines"
             return f"{self.name}: {count} {lines} of the contract failed"
-        remark = ""
+        verdict = f"{self.name}: the contract holds"
         in_evaluation = {line.name for line in self.lines if line.value in ("yes", "in evaluation")}
-        if MIXING in in_evaluation:
-            remark += "; its evaluation depends on the other samples of a batch, and on its size"
-        if self.sees_texts and CAUSALITY in in_evaluation:
-            remark += "; it reads later tokens, so causal models such as model=gpt refuse it"
-        return f"{self.name}: the contract holds{remark}"
+        if MIXES_SAMPLES in in_evaluation:
+            verdict += "; its evaluation depends on the other samples of a batch, and on its size"
+        if self.sees_texts and READS_FUTURE in in_evaluation:
+            verdict += "; it reads later tokens, so causal models such as model=gpt refuse it"
+        return verdict
 
 
 def measure_card(
@@ -99,24 +106,21 @@ def measure_card(
             raise
         line = Answer("contract", BUILT, "fail", detail=str(error))
         return Card(name, target, 0, "no input", (line,))
-    asked = [
-        question
-        for question in OF_NORMS
-        if question.section == "contract"
-        or not contract_only
-        or (sees_texts and question.name == CAUSALITY)
-    ]
-    opening, rest = (asked[:2], asked[2:]) if norm.problem else (asked[:3], asked[3:])
-    lines = [Answer("contract", BUILT), *(question.answer(norm) for question in opening)]
-    why = ""
-    if norm.problem:
-        why = "no input is taken"
-    elif lines[-1].status == "fail" and ON_CONSTANTS not in lines[-1].detail:
-        why = "outputs are not finite"
-    if why:
-        lines += [Answer(q.section, q.name, "skipped", detail=why) for q in rest]
-    else:
-        lines += [question.answer(norm) for question in rest]
+    lines = [Answer("contract", BUILT)]
+    obstacle = ""  # to all further questions
+    for question in OF_NORMS:
+        rules_out_models = sees_texts and question.name == READS_FUTURE
+        if contract_only and question.section == "traits" and not rules_out_models:
+            continue
+        if obstacle:
+            lines.append(Answer(question.section, question.name, "skipped", detail=obstacle))
+            continue
+        line = question.answer(norm)
+        lines.append(line)
+        if question.name == SHAPE_KEPT and norm.problem:
+            obstacle = "no input is taken"
+        if question.name == FINITE and line.status == "fail" and ON_CONSTANTS not in line.detail:
+            obstacle = "outputs are not finite"
     return Card(name, target, norm.num_features, norm.takes, tuple(lines), sees_texts)
 
 
@@ -146,24 +150,17 @@ def assert_contract(
     for name in sorted(waived.difference(CONTRACT)):
         there_are = ", ".join(CONTRACT)
         raise UserError(f"except_for: the contract has no line {name!r}; there are {there_are}")
-    named: Any = factory
-    while isinstance(named, partial):
-        named = named.func
-    named = named if hasattr(named, "__qualname__") else type(named)
-    target = f"{named.__module__}.{named.__qualname__}"
-    card = measure_card(
-        *(factory,),
-        name=target,
-        target=target,
-        eps=eps,
-        num_features=num_features,
-        contract_only=True,
-    )
-    failures = [
-        f"  {line.name}: {line.detail}" for line in card.failures if line.name not in waived
-    ]
-    if failures:
-        raise AssertionError("\n".join([f"{target} breaks the contract:", *failures]))
+    made: Any = factory
+    while isinstance(made, partial):
+        made = made.func
+    kind = made if hasattr(made, "__qualname__") else type(made)
+    target = f"{kind.__module__}.{kind.__qualname__}"
+    options: dict[str, Any] = {"name": target, "target": target, "contract_only": True}
+    card = measure_card(factory, eps=eps, num_features=num_features, **options)
+    broken = [line for line in card.failures if line.name not in waived]
+    if broken:
+        lines = [f"  {line.name}: {line.detail}" for line in broken]
+        raise AssertionError("\n".join([f"{target} breaks the contract:", *lines]))
 
 
 # ---------------------------------------------------------------- output

@@ -50,8 +50,8 @@ class LoneNorm:
     shapes: tuple[Shape, ...] = ()
     problem: str = ""
 
-    def at(self, shape: Shape) -> NormCase:
-        return NormCase(self, shape)
+    def at(self, shape: Shape, training: bool = True) -> NormCase:
+        return NormCase(self, shape, training)
 
     def with_dims(self, *num_dims: int) -> list[Shape]:
         return [shape for shape in self.shapes if len(shape) in num_dims]
@@ -87,10 +87,15 @@ class LoneNorm:
 
 @dataclass(frozen=True)
 class NormCase:
-    """A norm by itself, with the shape (N, C, *) of its input."""
+    """A norm by itself with the shape (N, C, *) of its input, in one mode."""
 
     lone: LoneNorm
     shape: Shape
+    training: bool
+
+    @property
+    def mode(self) -> str:
+        return mode_name(self.training)
 
     def values(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
         """Fixed standard normal numbers of this shape, the same in every dtype."""
@@ -104,7 +109,8 @@ class NormCase:
         target = target.filled_in({"num_positions": positions[-1] if positions else 1})
         if not is_shipped(path):
             return adapt(target.call, target=path, eps=eps)(num_features)
-        target = target if eps is None else target.filled_in({"eps": eps})
+        if eps is not None:
+            target = target.filled_in({"eps": eps})
         return target.make(nn.Module, num_features)
 
     def build(self, dtype: torch.dtype = torch.float32, **knobs: Any) -> nn.Module:
@@ -115,12 +121,12 @@ class NormCase:
         torch.default_generator.manual_seed(0)
         return self.lone.layout.present(self.bare(**knobs)).to(dtype).train()
 
-    def probe(self, training: bool) -> Probe:
-        """Of the trained norm."""
-        return Probe(self.trained(torch.float32).train(training), (self.values(),))
+    def probe(self) -> Probe:
+        """A probe of the trained norm in the mode of this case."""
+        return Probe(self.trained(torch.float32).train(self.training), (self.values(),))
 
     def trained(self, dtype: torch.dtype = torch.float64, **knobs: Any) -> nn.Module:
-        """The norm after two training forwards; see `_fill_hiding_zeros` for zeros."""
+        """The norm after two training forwards, without the zeros of `_fill_hiding_zeros`."""
         norm = self.build(dtype, **knobs)
         with torch.no_grad():
             _fill_hiding_zeros(norm, self.values(dtype))
@@ -176,18 +182,18 @@ def open_norm(
 
 def _find_inputs(lone: LoneNorm) -> LoneNorm:
     """Sets layout and shapes; channels first for shipped norms and if no layout is found."""
-    shapes = [(step[0], lone.num_features, *step[1:]) for step in LADDER]
-    build = lambda _: lone.at(shapes[2]).bare()  # noqa: E731
-    build(lone.num_features)  # refused here, as it would be later
+    shapes = [(samples, lone.num_features, *positions) for samples, *positions in LADDER]
+    of_maps = lone.at(shapes[2])
+    of_maps.bare()  # refused here, as it would be later
     if not is_shipped(lone.target):
         try:
-            layout = find_layout(build, lone.num_features, target=lone.target)
-            lone = replace(lone, layout=layout)
+            layout = find_layout(lambda _: of_maps.bare(), lone.num_features, target=lone.target)
         except UserError as error:
             problem = str(error).removeprefix(f"norm._target_={lone.target} ")
             return replace(lone, problem=problem)
-    shapes = [shape for shape in shapes if accepts(lone.at(shape))]
-    return replace(lone, shapes=tuple(shapes), problem="" if shapes else "every input is refused")
+        lone = replace(lone, layout=layout)
+    accepted = tuple(shape for shape in shapes if accepts(lone.at(shape)))
+    return replace(lone, shapes=accepted, problem="" if accepted else "every input is refused")
 
 
 def accepts(case: NormCase) -> bool:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from normexp.checks.network import explain
 from normexp.checks.norm import LoneNorm, Shape, mode_name, show
 from normexp.checks.probe import MODES, fixed_draws
+
+Section = Literal["contract", "traits"]
+ShapesOf = Callable[[LoneNorm], Sequence[Shape]]
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Answer:
     Attributes:
         value: the measurement, if the status is `value`.
         detail: an input that shows the result, or the reason.
-        question: that the line answers.
+        question: the question that the line answers, in words.
     """
 
     section: str = ""
@@ -32,6 +34,13 @@ class Answer:
     question: str = ""
 
 
+Reply = Answer | str | None  # a string names a fault, or a result that moves
+
+
+def failed(fault: str) -> Answer:
+    return Answer(status="fail", detail=fault)
+
+
 def measured(value: str | float | int, detail: str = "") -> Answer:
     return Answer(status="value", value=value, detail=detail)
 
@@ -40,72 +49,115 @@ def skipped(reason: str) -> Answer:
     return Answer(status="skipped", detail=reason)
 
 
-Reply = Answer | str | None  # a string names a fault, or what moves; None: nothing is wrong
+NO_INPUT = skipped("takes no input that can show this")
+
+
+def every(norm: LoneNorm) -> Sequence[Shape]:
+    return norm.shapes
 
 
 @dataclass(frozen=True)
-class Question:
-    """A row about a norm by itself: a line of its card.
+class Question(ABC):
+    """A row about a norm by itself.
 
     Attributes:
-        ask: answers; the first line of its docstring is the question. It is called with the
-            `LoneNorm` or, if `shapes` is set, with one `NormCase` per shape, followed by true for
-            training and false for evaluation if `modes` is set.
-        shapes: the inputs (N, C, *) to ask about.
-        says: the answer over all shapes and modes. "fault": the first fault, else the first
-            answer. "moves", "same": the modes in which something or nothing moves.
+        name: of its line on a card.
+        text: the question in words.
+        ask: finds the reply.
     """
 
     name: str
-    ask: Callable[..., Any]
-    section: Literal["contract", "traits"] = "contract"
-    shapes: Callable[[LoneNorm], Sequence[Shape]] | None = None
-    modes: tuple[bool, ...] = ()
-    says: Literal["fault", "moves", "same"] = "fault"
+    text: str
+    ask: Callable[..., Reply]
+    section: Section = "contract"
 
     def answer(self, norm: LoneNorm) -> Answer:
         """The line of a card; an exception is a fault. Starts from a fixed random state."""
-        function = self.ask.func if isinstance(self.ask, partial) else self.ask
-        question = (function.__doc__ or "").partition("\n")[0]
         with fixed_draws(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                found = (self._modes if self.says in ("moves", "same") else self._first)(norm)
+                answer = self._ask(norm)
             except Exception as error:  # of foreign code, any kind
-                found = Answer(status="fail", detail=explain(error))
+                answer = failed(explain(error))
                 if norm.shapes and not norm.takes_float64:  # the line "dtype kept" says so
-                    found = skipped("asks in float64, in which the norm fails")
-        if self.section == "traits" and found.status == "fail":
-            found = skipped(found.detail)
-        return replace(found, section=self.section, name=self.name, question=question)
+                    answer = skipped("asks in float64, in which the norm fails")
+        if self.section == "traits" and answer.status == "fail":
+            answer = skipped(answer.detail)
+        return replace(answer, section=self.section, name=self.name, question=self.text)
 
-    def _first(self, norm: LoneNorm) -> Answer:
-        if self.shapes is None:
-            reply: Reply = self.ask(norm)
-            fault = Answer(status="fail", detail=str(reply))
-            return fault if isinstance(reply, str) else reply or Answer()
-        shapes, first = self.shapes(norm), None
-        modes = [(training,) for training in self.modes] or [()]
-        for shape, mode in itertools.product(shapes, modes):
-            reply = self.ask(norm.at(shape), *mode)
-            if isinstance(reply, str):
-                said = ", ".join([reply, *map(mode_name, mode), show(shape)])
-                return Answer(status="fail", detail=said)
-            first = first or reply
-        return first or (Answer() if shapes else skipped("takes no input that can show this"))
+    @abstractmethod
+    def _ask(self, norm: LoneNorm) -> Answer: ...
 
-    def _modes(self, norm: LoneNorm) -> Answer:
-        """The value is "yes", "no" or a mode; the detail is where it moves."""
-        assert self.shapes is not None
-        shown: dict[bool, str] = {}
-        for training, shape in itertools.product(MODES, self.shapes(norm)):
-            reply: Reply = None if training in shown else self.ask(norm.at(shape), training)
-            if isinstance(reply, Answer):
-                return reply
-            if reply:
-                shown[training] = f"moves the {reply} {mode_name(training)}, {show(shape)}"
-        if not self.shapes(norm):
-            return skipped("takes no input that can show this")
-        modes = [mode for mode in MODES if (mode in shown) is (self.says == "moves")]
-        value = mode_name(modes[0]) if len(modes) == 1 else "yes" if modes else "no"
-        return measured(value, next(iter(shown.values()), ""))
+
+class NormQuestion(Question):
+    """Calls `ask(norm)` once; a string is a fault."""
+
+    def _ask(self, norm: LoneNorm) -> Answer:
+        reply = self.ask(norm)
+        return failed(reply) if isinstance(reply, str) else reply or Answer()
+
+
+@dataclass(frozen=True)
+class InputQuestion(Question):
+    """Calls `ask(case)` for each input; the first fault counts, else the first answer.
+
+    Attributes:
+        shapes: the inputs (N, C, *).
+        modes: true for training, false for evaluation.
+    """
+
+    shapes: ShapesOf = every
+    modes: tuple[bool, ...] = (True,)
+
+    def _ask(self, norm: LoneNorm) -> Answer:
+        shapes = self.shapes(norm)
+        if not shapes:
+            return NO_INPUT
+        first: Answer | None = None
+        for shape in shapes:
+            for training in self.modes:
+                case = norm.at(shape, training)
+                reply = self.ask(case)
+                if isinstance(reply, str):
+                    mode = [case.mode] if len(self.modes) > 1 else []
+                    return failed(", ".join([reply, *mode, show(shape)]))
+                first = first or reply
+        return first or Answer()
+
+
+@dataclass(frozen=True)
+class ModeQuestion(Question):
+    """Finds the modes in which a change that `ask(case)` makes moves a result, which it names.
+
+    Attributes:
+        shapes: the inputs (N, C, *).
+        wants_still: the line names the modes in which nothing moves.
+    """
+
+    section: Section = "traits"
+    shapes: ShapesOf = every
+    wants_still: bool = False
+
+    def _ask(self, norm: LoneNorm) -> Answer:
+        """The value is "yes", "no" or one mode; the detail is the first input that shows it."""
+        shapes = self.shapes(norm)
+        if not shapes:
+            return NO_INPUT
+        moved: dict[bool, str] = {}  # by mode
+        for training in MODES:
+            for shape in shapes:
+                case = norm.at(shape, training)
+                reply = self.ask(case)
+                if isinstance(reply, Answer):
+                    return reply
+                if reply:
+                    moved[training] = f"moves the {reply} {case.mode}, {show(shape)}"
+                    break
+        modes = [mode for mode in MODES if (mode in moved) is not self.wants_still]
+        if not modes:
+            value = "no"
+        elif len(modes) == 1:
+            value = mode_name(modes[0])
+        else:
+            value = "yes"
+        return measured(value, next(iter(moved.values()), ""))
