@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
+from normexp.batching.replicas import suitable_threads
 from normexp.checks.norm import open_norm
 from normexp.checks.question import Answer
 from normexp.checks.questions import (
@@ -27,6 +28,7 @@ from normexp.checks.questions import (
     SHAPE_KEPT,
 )
 from normexp.errors import UserError
+from normexp.norms.build import norm_target
 
 SCHEMA = 2
 STYLES = {"pass": "green", "fail": "bold red", "value": "", "skipped": "dim"}
@@ -122,6 +124,20 @@ def measure_card(
         if question.name == FINITE and line.status == "fail" and ON_CONSTANTS not in line.detail:
             obstacle = "outputs are not finite"
     return Card(name, target, norm.num_features, norm.takes, tuple(lines), sees_texts)
+
+
+@suitable_threads()
+def measure_norm(name: str, config: Mapping[str, Any], *, contract_only: bool = False) -> Card:
+    """The card of a norm, see `measure_card`."""
+    target, reserved = norm_target(config["norm"])
+    return measure_card(
+        target.call,
+        name=name,
+        target=target.path,
+        eps=config["eps"],
+        sees_texts=reserved.get("view") == "sequence",
+        contract_only=contract_only,
+    )
 
 
 def assert_contract(
