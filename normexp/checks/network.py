@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -40,28 +40,35 @@ class SiteOnMaps(nn.Module):
     """Adapts a site of any view to (N, C, P) -> (N, C, P).
 
     Args:
-        positions: their axes in the input of the site.
-        more: its further arguments, if it is a site of a norm as built.
+        positions: the sizes of their axes in the input of the site.
+        more_inputs: arguments and keywords besides x, of a site of a norm as built.
     """
 
-    def __init__(self, site: Site, positions: torch.Size, more: tuple[Any, ...] = ((), {})) -> None:
+    def __init__(
+        self,
+        site: Site,
+        positions: torch.Size,
+        more_inputs: tuple[tuple[Any, ...], dict[str, Any]] = ((), {}),
+    ) -> None:
         super().__init__()
         self.site = site
         self.positions = positions
-        self.more = more
+        self.more_inputs = more_inputs
 
-    def forward(self, values: Tensor, mask: Tensor | None = None) -> Tensor:
-        shown = values.unflatten(-1, self.positions) if self.positions else values[..., 0]
+    def forward(self, maps: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = maps.unflatten(-1, self.positions) if self.positions else maps[..., 0]
         if self.site.view != "map":
-            shown = shown.movedim(1, -1)
+            x = x.movedim(1, -1)
         if isinstance(self.site, AsBuiltSite):
-            args, keywords = self.more
-            return as_maps(self.site(shown, *args, **keywords), self.site)
-        return as_maps(self.site(shown, mask), self.site)
+            args, keywords = self.more_inputs
+            out = self.site(x, *args, **keywords)
+        else:
+            out = self.site(x, mask)
+        return as_maps(out, self.site)
 
 
 class FirstInput(nn.Module):
-    """y = x, whatever else it is given."""
+    """The identity, which ignores all further arguments."""
 
     def forward(self, *args: Any, **keywords: Any) -> Tensor:
         return input_and_mask(args, keywords)[0]
@@ -72,8 +79,8 @@ class EnteredSite:
     """A site with the shape (N, C, P) and the mask (N, P) that reached it in a forward.
 
     Attributes:
-        names: of this site and of all equal ones, which need no probe of their own; a name
-            repeats for each time that its site was entered.
+        names: of this site and of all equal ones, which need no probe of their own. A site that was
+            entered several times has its name as often.
         is_frozen: the network keeps the site in evaluation mode while it trains.
     """
 
@@ -98,20 +105,21 @@ class EnteredSite:
             yield
         except Exception as error:  # of foreign code, any kind
             where = f"norm at {name_some(self.names)}"
-            raise _refusal(where, self.shape[0], error) from error
+            raise _named(where, self.shape[0], error) from error
 
 
 def names_where(sites: Sequence[EnteredSite], ask: Callable[[EnteredSite], bool]) -> str:
-    """The sites for which a question finds something; "" if there are none."""
+    """The names of the sites for which `ask` is true, for messages; "" if there are none."""
     names: list[str] = []
     for site in sites:
         with site.naming_errors():
-            names += site.names if ask(site) else []
+            if ask(site):
+                names += site.names
     return name_some(names)
 
 
-def _refusal(where: str, num_samples: int, error: Exception) -> UserError:
-    """Of a norm that explains itself, or of code that fails on the few samples of a probe."""
+def _named(where: str, num_samples: int, error: Exception) -> UserError:
+    """An error with its place: a norm's own refusal, or code that fails on so few samples."""
     if isinstance(error, UserError):
         return UserError(f"{where}: {error}")
     return UserError(f"probing the {where} on {num_samples} samples fails: {explain(error)}")
@@ -125,37 +133,41 @@ def enter_sites(network: nn.Module, batch: Batch) -> list[EnteredSite]:
     Raises:
         UserError: an error of a norm or the model, with the name of the site.
     """
-    entered: dict[Any, EnteredSite] = {}
-    inside: list[str] = []
+    entered: dict[str, EnteredSite] = {}
+    running: list[str] = []  # sites whose forward has not ended
 
-    def enter(name: str, site: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+    def enter(name: str, site: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        running.append(name)
         x, mask = input_and_mask(args, kwargs)
-        named = {name: value for name, value in kwargs.items() if value is not x}
-        more = tree_map_only(Tensor, Tensor.detach, (args[1:], named))
         shapes = [(key, value.shape) for key, value in site.state_dict().items()]
         content = repr((type(site.norm), site, site.training, shapes, x.shape))
         if content not in entered:
+            keywords = {name: value for name, value in kwargs.items() if value is not x}
+            more_inputs = tree_map_only(Tensor, Tensor.detach, (args[1:], keywords))
             positions = x.shape[2:] if site.view == "map" else x.shape[1:-1]
-            shape, module = as_maps(x, site).shape, SiteOnMaps(site, positions, more)
-            entered[content] = EnteredSite([], module, shape, mask, not site.training)
+            module = SiteOnMaps(site, positions, more_inputs)
+            shape = as_maps(x, site).shape
+            entered[content] = EnteredSite([], module, shape, mask, is_frozen=not site.training)
         entered[content].names.append(name)
-        inside.append(name)
 
-    handles: list[Any] = []
-    for name, site in named_sites(network):
-        hook = partial(enter, name)
-        handles.append(site.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
-        handles.append(site.register_forward_hook(lambda *_: inside.pop() and None))
+    def leave(*_: Any) -> None:
+        running.pop()
+
     try:
-        Probe(network.train(), model_arguments(batch)).observe()
+        with ExitStack() as hooks:
+            for name, site in named_sites(network):
+                before = site.register_forward_pre_hook(
+                    partial(enter, name), with_kwargs=True, prepend=True
+                )
+                after = site.register_forward_hook(leave)
+                hooks.callback(before.remove)
+                hooks.callback(after.remove)
+            Probe(network.train(), model_arguments(batch)).observe()
     except Exception as error:  # of foreign code, any kind
-        if not inside and isinstance(error, UserError):
+        if not running and isinstance(error, UserError):
             raise
-        where = f"norm at site {inside[-1]}" if inside else f"model {type(network).__name__}"
-        raise _refusal(where, len(batch["inputs"]), error) from error
-    finally:
-        for handle in handles:
-            handle.remove()
+        where = f"norm at site {running[-1]}" if running else f"model {type(network).__name__}"
+        raise _named(where, len(batch["inputs"]), error) from error
     return list(entered.values())
 
 
@@ -170,7 +182,7 @@ class BuiltNetwork:
 
     @cached_property
     def exposed(self) -> nn.Module:
-        """A copy without branches at zero and scales of norms near it, which hide from probes.
+        """A copy in which no branch and no scale of a norm is near zero, which would hide it.
 
         All samples of a forward share statistics.
         """
@@ -179,7 +191,6 @@ class BuiltNetwork:
             for _, site in named_sites(exposed):
                 site.norm_batch_size = None
                 for parameter in site.parameters():
-                    # A scale of zero hides all dependence.
                     parameter.masked_fill_(parameter.abs() < HIDING, 1)
             for parameter in exposed.parameters():
                 if not parameter.any():
@@ -195,7 +206,10 @@ class BuiltNetwork:
         """The batch, with texts cut short if the model takes them so."""
         if self.batch["inputs"].is_floating_point():
             return self.batch
-        short = {n: v[:, :SHORT_TEXT] if v.ndim == 2 else v for n, v in self.batch.items()}
+        short = {
+            name: values[:, :SHORT_TEXT] if values.ndim == 2 else values
+            for name, values in self.batch.items()
+        }
         try:
             Probe(self.exposed.train(), model_arguments(short)).observe()
         except Exception:  # a model for one length
@@ -207,9 +221,10 @@ class BuiltNetwork:
         return enter_sites(self.exposed, self.batch)
 
     def whole(self, batch: Batch, training: bool) -> Probe:
-        """A probe of all of it. A fault that it has, and no site, lies outside of its norms."""
+        """A probe of the whole network."""
         return Probe(
-            *(self.exposed.train(training), model_arguments(batch)),
+            self.exposed.train(training),
+            model_arguments(batch),
             vocab_size=self.data.vocab_size,
             position_axis=1,
             max_cuts=NETWORK_CUTS,
@@ -217,30 +232,31 @@ class BuiltNetwork:
 
     @cached_property
     def bare(self) -> BuiltNetwork:
-        """The network with identities as norms, whose faults are those of the model."""
+        """The network with identities as norms: the faults that it has are not theirs."""
         bare = copied(self.network)
         for _, site in named_sites(bare):
-            site.norm, site.takes_mask = FirstInput(), False
+            site.norm = FirstInput()
+            site.takes_mask = False
         return replace(self, network=bare)
 
 
 def smallest_group(sizes: Sizes, num_samples: int, *, drop_last: bool) -> int:
     """Samples in the smallest set that shares batch statistics in an epoch of `num_samples`."""
-    rest = 0 if drop_last else num_samples % sizes.batch_size
-    if not rest:
+    last_batch = 0 if drop_last else num_samples % sizes.batch_size
+    if not last_batch:
         return sizes.norm
-    last_micro = rest % sizes.micro or sizes.micro
+    last_micro = last_batch % sizes.micro or sizes.micro
     return last_micro % sizes.norm or sizes.norm
 
 
 def explain(error: Exception) -> str:
-    """The message of an error; of foreign code also its type, file and line."""
+    """The message of an error, with type, file and line if foreign code raised it."""
     return str(error) if isinstance(error, UserError) else one_line(error) + source_line_of(error)
 
 
 def name_some(names: Sequence[str]) -> str:
     """`a, b, c and 6 more`, for messages."""
     unique = list(dict.fromkeys(names))
-    shown = ", ".join(unique[:SHOWN_NAMES])
-    rest = len(unique) - SHOWN_NAMES
-    return f"{shown} and {rest} more" if rest > 0 else shown
+    text = ", ".join(unique[:SHOWN_NAMES])
+    num_more = len(unique) - SHOWN_NAMES
+    return f"{text} and {num_more} more" if num_more > 0 else text

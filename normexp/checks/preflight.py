@@ -1,6 +1,6 @@
 """Examines a built network before it trains: refuses it, or measures its traits and notes doubts.
 
-What it reads: other samples, later positions, padding; and how far its statistics reach.
+Asks whether it reads other samples, later positions or padding, and how far its statistics reach.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from normexp.batching.replicas import Batch
 from normexp.checks.network import (
@@ -44,7 +44,7 @@ CAUSAL_NORMS = "norm.view=token, norm=causal_instance, norm=causal_group or norm
 
 @dataclass(frozen=True, order=True)
 class Reach:
-    """How many values a statistic pools: of one sample, and of each further one."""
+    """How many values a statistic pools from one sample, and from each other that shares it."""
 
     of_sample: int
     of_others: float
@@ -52,6 +52,11 @@ class Reach:
     def num_values(self, group_size: int) -> int:
         """Values in the statistic when `group_size` samples share one."""
         return self.of_sample + round(self.of_others * (group_size - 1))
+
+
+def single_valued(reaches: Mapping[str, Reach], group_size: int) -> list[str]:
+    """The sites whose statistics are over one value if `group_size` samples share them."""
+    return [name for name, reach in reaches.items() if reach.num_values(group_size) == 1]
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ class Traits:
 
     @property
     def norms_mix_samples(self) -> bool:
-        """True if it is a norm that mixes them."""
+        """True if the samples are mixed by a norm."""
         return self.mixing not in (None, OUTSIDE)
 
     @property
@@ -99,8 +104,7 @@ class Traits:
         return self.leak is not None
 
     def single_valued(self, group_size: int) -> list[str]:
-        """Sites with statistics over a single value if `group_size` samples share them."""
-        return [name for name, r in self.reaches.items() if r.num_values(group_size) == 1]
+        return single_valued(self.reaches, group_size)
 
 
 def examine(
@@ -122,14 +126,14 @@ def examine(
 
 
 def _examine(network: BuiltNetwork, allow_leak: bool) -> Traits:
-    """Asks all questions; the first refusal ends it."""
     num_elements = sum(len(site.names) * site.shape.numel() for site in network.sites)
     notes = [*check_sites(network), *note_other_norms(network)]
     check_split(network)
     reaches = reaches_of(network)
     check_padding(network)
     check_state(network)
-    leak_in_training, leak = (where_future_leaks(network, mode) for mode in MODES)
+    leak_in_training = where_future_leaks(network, training=True)
+    leak = where_future_leaks(network, training=False)
     if leak and not allow_leak:
         remedy = "mask its attention, or use model=gpt" if leak == OUTSIDE else CAUSAL_NORMS
         raise UserError(
@@ -142,7 +146,7 @@ def _examine(network: BuiltNetwork, allow_leak: bool) -> Traits:
             "train/loss is meaningless; evaluation with running statistics is not affected"
         )
     draws = network.whole(network.short, training=True).observe().drew
-    mixing, mixing_in_evaluation = (where_samples_mix(network, mode) for mode in MODES)
+    mixing = where_samples_mix(network, training=True)
     if mixing == OUTSIDE:
         notes.append(
             "the model mixes samples outside its norms, or along another axis than the first of a "
@@ -150,7 +154,7 @@ def _examine(network: BuiltNetwork, allow_leak: bool) -> Traits:
         )
     return Traits(
         mixing=mixing,
-        mixing_in_evaluation=mixing_in_evaluation,
+        mixing_in_evaluation=where_samples_mix(network, training=False),
         leak=leak,
         leaks_future_in_training=leak_in_training is not None,
         draws_for_itself=draws,
@@ -170,8 +174,9 @@ def why_not_stacked(network: BuiltNetwork, *, draws: bool) -> str | None:
     if draws:
         return "a module draws its own random numbers"
     reason = cannot_stack(network.network, network.short)
-    if reason and (where := names_where(network.sites, lacks_mask)):
-        return f"the norm at {where} is shown real positions alone; give its forward a `mask`"
+    unmasked = names_where(network.sites, lacks_mask)
+    if reason and unmasked:
+        return f"the norm at {unmasked} is shown real positions alone; give its forward a `mask`"
     return reason
 
 
@@ -186,8 +191,12 @@ def check_optimizer(network: nn.Module, optimizer: torch.optim.Optimizer) -> Non
     Args:
         optimizer: built for the parameters of this network.
     """
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    missing = [n for n, p in network.named_parameters() if p.requires_grad and id(p) not in held]
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [
+        name
+        for name, parameter in network.named_parameters()
+        if parameter.requires_grad and id(parameter) not in trained
+    ]
     if missing:
         raise UserError(
             f"parameter {name_some(missing)} requires a gradient but is not in the optimizer; "
@@ -201,14 +210,14 @@ def check_optimizer(network: nn.Module, optimizer: torch.optim.Optimizer) -> Non
 def where_samples_mix(network: BuiltNetwork, training: bool) -> str | None:
     """The norms, or else the model outside of them, that let samples influence each other."""
 
-    def reads(probe: Probe) -> bool:
+    def mixes(probe: Probe) -> bool:
         return probe.reads_across(0, gradients=training, state=True) is not None
 
-    return _place_of(network, network.sites, network.short, training, reads)
+    return _place_of(network, network.sites, network.short, training, mixes)
 
 
 def where_future_leaks(network: BuiltNetwork, training: bool) -> str | None:
-    """Where does a later position of a language model move an earlier output?"""
+    """The norms, or else the model outside of them, that let a text read its later positions."""
     if network.data.task != "language_modeling":
         return None
     length = network.batch["inputs"].shape[1]
@@ -221,17 +230,16 @@ def _place_of(
     sites: Sequence[EnteredSite],
     batch: Batch,
     training: bool,
-    reads: Callable[[Probe], bool],
+    has_fault: Callable[[Probe], bool],
 ) -> str | None:
-    """The sites that read what they must not, or else where the whole network does; or None.
-
-    A fault that no site shows by itself is of the model if it has it without its norms as well.
-    """
-    if names := names_where(sites, lambda site: reads(site.probe(training))):
+    """The sites that have a fault, or else where the whole network has it; None if nowhere."""
+    names = names_where(sites, lambda site: has_fault(site.probe(training)))
+    if names:
         return names
-    if not reads(network.whole(batch, training)):
+    if not has_fault(network.whole(batch, training)):
         return None
-    if reads(network.bare.whole(batch, training)):
+    # No site shows the fault by itself: the model has it if it stays without the norms.
+    if has_fault(network.bare.whole(batch, training)):
         return OUTSIDE
     return name_some([name for site in network.sites for name in site.names])
 
@@ -242,41 +250,69 @@ def _place_of(
 def reach_of(site: EnteredSite) -> Reach | None:
     """How many values do a site's statistics pool in training? None if it takes no statistic.
 
-    Counts the outputs that an outlier at the first position moves, in two samples and channels;
-    cumulative statistics carry the first position to all later ones. If only the outlier's own
-    output moves, the first position is rescaled. A statistic over that value alone returns the same
-    x - x or x / |x|; without statistics, or with statistics of later positions, the output changes.
-    Changes are relative to what the sign of the input moves, as a bias or a large running variance
-    may hide the input in the output.
+    Puts an outlier (o) at a first position and counts the outputs that it moves (o and x):
+
+                    batch norm    layer norm    instance norm    RMS norm by position    tanh
+        channel      0     1       0     1        0     1             0     1            0     1
+        sample 0    oxxx  ....    oxxx  xxxx     oxxx  ....          o...  x...         o...  ....
+        sample 1    xxxx  ....    ....  ....     ....  ....          ....  ....         ....  ....
+        of_sample        4             8              4                   2                  1
+        of_others        4             0              0                   0                  0
+
+    Cumulative statistics carry the first position to all later ones. Outputs that move like those
+    of tanh have no statistic, or one over a single value: see `_erases_first_position`.
+
+    Raises:
+        UserError: the outputs are not finite.
     """
     probe = site.probe(training=True)
-    (x,), before = probe.inputs, probe.observe().output
+    (x,) = probe.inputs
+    before = probe.observe().output  # (N, C, P)
     if not before.isfinite().all():
         raise UserError("returns NaN or infinity in training for inputs of size 1")
-    least = TOLERANCE * before.abs().max()
+    # A bias or a large running variance may hide the input in the output, so changes are compared
+    # with those of the same channel if the input changes its sign.
     by_sign = (before - probe.observe(-x).output).abs().amax(dim=(0, 2), keepdim=True)  # (1, C, 1)
+    least = TOLERANCE * before.abs().max()
+    num_others = len(x) - 1
     reaches: list[Reach] = []
-    for sample, channel in ((0, 0), (len(x) - 1, x.shape[1] - 1)):
+    for sample, channel in ((0, 0), (num_others, x.shape[1] - 1)):
         changed = x.clone()
         changed[sample, channel, 0] += math.sqrt(x.numel())
-        far = (probe.observe(changed).output - before).abs()
-        moved = ~(far <= (TOLERANCE * by_sign).clamp_min(least))  # (N, C, P), true for NaN
-        of_samples = moved.flatten(1).sum(dim=1)
-        of_sample = int(of_samples[sample])
-        others = int(of_samples.sum()) - of_sample
+        change = (probe.observe(changed).output - before).abs()
+        moved = ~(change <= (TOLERANCE * by_sign).clamp_min(least))  # (N, C, P), true for NaN
+        of_sample = int(moved[sample].sum())
+        of_others = int(moved.sum()) - of_sample
         moved[sample, channel, 0] = False
         if moved.any():
-            reaches.append(Reach(max(of_sample, 1), others / max(len(x) - 1, 1)))
+            reaches.append(Reach(max(of_sample, 1), of_others / max(num_others, 1)))
     if reaches:
         return max(reaches)
-    outputs = []
-    for scale in (0.1, 3.0, -3.0):
+    return Reach(1, 0.0) if _erases_first_position(probe, least) else None
+
+
+def _erases_first_position(probe: Probe, least: Tensor) -> bool:
+    """True if the output shows no more of the first position than its sign.
+
+        first position times     0.1     3     -3
+        x - x                     0      0      0      a statistic over x alone
+        x / |x|                   1      1     -1      a statistic over x alone
+        x / |later x|            0.1     3     -3      a statistic of later positions
+        tanh x                   0.1     1     -1      no statistic
+
+    Args:
+        least: smaller changes are rounding.
+    """
+    (x,) = probe.inputs
+    outputs: list[Tensor] = []
+    for factor in (0.1, 3.0, -3.0):
         scaled = x.clone()
-        scaled[:, :, 0] *= scale
+        scaled[:, :, 0] *= factor
         outputs.append(probe.observe(scaled).output[:, :, 0])
     small, large, flipped = outputs
-    by_sign, by_scale = ((large - other).abs().max() for other in (flipped, small))
-    return Reach(1, 0.0) if by_scale <= max(1e-2 * by_sign, least) else None
+    by_size = (large - small).abs().max()
+    by_sign = (large - flipped).abs().max()
+    return bool(by_size <= max(1e-2 * by_sign, least))
 
 
 def reaches_of(network: BuiltNetwork) -> dict[str, Reach]:
@@ -290,9 +326,11 @@ def reaches_of(network: BuiltNetwork) -> dict[str, Reach]:
         with site.naming_errors():
             reach = reach_of(site)
         if reach is not None:
-            reaches |= {name: min(reaches.get(name, reach), reach) for name in site.names}
+            for name in site.names:
+                reaches[name] = min(reaches.get(name, reach), reach)
     size = smallest_group(network.sizes, len(network.data.train), drop_last=network.drop_last)
-    if single := [name for name, reach in reaches.items() if reach.num_values(size) == 1]:
+    single = single_valued(reaches, size)
+    if single:
         raise UserError(
             f"the norm takes statistics over 1 value at {name_some(single)}, which erases its "
             f"input (samples per statistic: {size}); try a larger batch_size or "
@@ -306,23 +344,25 @@ def reaches_of(network: BuiltNetwork) -> dict[str, Reach]:
 
 def check_padding(network: BuiltNetwork) -> None:
     """Raises UserError if padding moves a real output, a gradient or a running state."""
-    train, mask = network.data.train, getattr(network.data.train, "mask", None)
+    train = network.data.train
+    mask = getattr(train, "mask", None)
     if mask is None or mask.all():
         return
-    # From the shorter half of the samples with padding.
+    # Probes the shorter half of the samples with padding.
     order = mask.sum(dim=1).argsort(stable=True)
     order = order[mask[order].logical_not().any(dim=1)]
     batch = train.gather(order[torch.linspace(0, (len(order) - 1) / 2, PROBE_SAMPLES).long()])
     sites = [site for site in enter_sites(network.exposed, batch) if site.mask is not None]
     # A norm without `mask` gets one sample at a time, so it must not mix samples.
-    alone = [s for s in sites if lacks_mask(s) and s.module.site.view == "sequence"]
-    if where := names_where(alone, lambda site: bool(site.probe(training=True).reads_across(0))):
+    apart = [s for s in sites if lacks_mask(s) and s.module.site.view == "sequence"]
+    where = names_where(apart, lambda site: bool(site.probe(training=True).reads_across(0)))
+    if where:
         raise UserError(
             f"the norm at {where} mixes samples but its forward has no argument `mask`, so texts "
             "of different length reach it one at a time; try norm.view=token, or add `mask`"
         )
-    reads = lambda site: any(site.probe(mode, site.mask).reads_padding() for mode in MODES)  # noqa: E731
-    if where := names_where(sites, reads):
+    where = names_where(sites, reads_padding)
+    if where:
         raise UserError(
             f"norm reads padding at {where}: it moves real positions or the running "
             "state; its forward must leave out values where its argument `mask` is false"
@@ -332,6 +372,11 @@ def check_padding(network: BuiltNetwork) -> None:
             "model reads padding: its content or amount moves the output, and no norm does; use "
             "`mask` in attention and pooling, and pass it to each site"
         )
+
+
+def reads_padding(site: EnteredSite) -> bool:
+    assert site.mask is not None
+    return any(site.probe(training, site.mask).reads_padding() for training in MODES)
 
 
 def model_reads_padding(network: BuiltNetwork, batch: Batch) -> bool:

@@ -71,37 +71,39 @@ class Probe:
     max_cuts: int = MAX_CUTS
 
     def observe(self, *inputs: Tensor, upstream: Tensor | None = None) -> Observation:
-        """One forward and, given `upstream`, one backward.
+        """Runs one forward and, given `upstream`, one backward.
 
         Args:
             inputs: x and maybe a mask, in place of the probe's own.
             upstream: a mask over leading axes of the output; multiplies random upstream gradients.
         """
-        inputs = inputs or self.inputs
-        x, *mask = inputs
-        x = x.detach().clone()
-        tensors = read_state(self.module)
-        state_names = [*tensors]
-        parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        for name, parameter in self.module.named_parameters():
-            tensors[name] = parameter.detach().clone().requires_grad_(name in parameters)
+        has_backward = upstream is not None
+        x, *mask = inputs or self.inputs
+        x = x.detach().clone().requires_grad_(has_backward and x.is_floating_point())
+        state = read_state(self.module)
+        parameters = {
+            name: parameter.detach().clone().requires_grad_(parameter.requires_grad)
+            for name, parameter in self.module.named_parameters()
+        }
+        tensors = parameters | state
         gradients: State = {}
-        with fixed_draws(), torch.set_grad_enabled(upstream is not None):
+        with fixed_draws(), torch.set_grad_enabled(has_backward):
             start = torch.get_rng_state()
-            x.requires_grad_(upstream is not None and x.is_floating_point())
             out = functional_call(self.module, tensors, (x, *mask))
             drew = not torch.equal(start, torch.get_rng_state())
-            if upstream is not None and out.requires_grad:
-                wanted = {INPUT: x} if x.requires_grad else {}
-                wanted |= {name: tensors[name] for name in parameters}
+            if has_backward and out.requires_grad:
+                leaves = {INPUT: x} | parameters
+                leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
                 weights = cached_normal(out.shape, 7) * fit(upstream, out)
                 slopes = torch.autograd.grad(
-                    *(out, [*wanted.values()], weights.to(out.dtype)),
+                    out,
+                    [*leaves.values()],
+                    weights.to(out.dtype),
                     allow_unused=True,
                     materialize_grads=True,
                 )
-                gradients = dict(zip(wanted, slopes, strict=True))
-        state = {name: tensors[name].detach() for name in state_names}
+                gradients = dict(zip(leaves, slopes, strict=True))
+        state = {name: tensors[name].detach() for name in state}  # as the forward leaves it
         return Observation(out.detach(), state, drew, gradients)
 
     def influence(
@@ -112,10 +114,10 @@ class Probe:
         Args:
             keep: boolean, broadcast to the leading axes of input and output: the region held fixed
                 in the input and compared in the output.
-            before: the observation of the inputs. Its gradients, if any (with `keep` as upstream),
-                are compared too: those of kept inputs and of parameters.
+            before: the observation of the inputs. If it has gradients, with `keep` as upstream,
+                those of kept inputs and of parameters are compared too.
             state: also compare buffers, which must then depend only on kept inputs.
-            way: of the random replacement.
+            way: selects a random replacement, see `replacement`.
         """
         x, *mask = self.inputs
         changed = torch.where(fit(keep, x), x, self.replacement(x, way))
@@ -146,21 +148,23 @@ class Probe:
         shape = self.inputs[0].shape
         sizes = shape[axis : axis + 1] if axis < 2 else shape[2:]
         whole = self.observe(upstream=EVERYWHERE if gradients else None)
-        # Upstream gradients of the others must not reach the gradient of a kept input.
+        # Parameters sum over all samples, so only the gradient of the input is comparable.
         of_input = {name: g for name, g in whole.gradients.items() if name == INPUT}
+        with_all_upstream = replace(whole, gradients=of_input)
         for index, hold in enumerate(holds(sizes.numel())):
             keep = hold.view(*[1] * axis, *sizes)
             before = self.observe(upstream=keep) if gradients else whole
-            others = replace(whole, gradients=of_input)
             moved = self.influence(keep, before=before, state=state, way=index % 4)
-            moved = moved or difference(before, others, keep)
-            if moved is not None:
+            # Upstream gradients of the others must not reach the gradient of a kept input.
+            moved = moved or difference(before, with_all_upstream, keep)
+            if moved:
                 return moved
         return None
 
     def reads_later(self) -> bool:
         """True if changes from some position on move an earlier output."""
-        length, before = self.inputs[0].shape[self.position_axis], self.observe()
+        length = self.inputs[0].shape[self.position_axis]
+        before = self.observe()
         for index, cut in enumerate(cuts(length, self.max_cuts)):
             keep = (torch.arange(length) < cut).view(*[1] * self.position_axis, -1)
             if self.influence(keep, before=before, way=index % 4):
@@ -173,7 +177,8 @@ class Probe:
         The inputs are (N, C, P) and a mask (N, P).
         """
         x, mask = self.inputs
-        real, length = mask.unsqueeze(1), mask.shape[1]
+        real = mask.unsqueeze(1)
+        length = mask.shape[1]
         before = self.observe(upstream=real if self.module.training else None)
         if self.influence(real, before=before, state=True):
             return True
@@ -184,8 +189,8 @@ class Probe:
         except Exception:  # foreign code: a norm for one length
             return False
         after = replace(after, output=after.output[:, :, :length])
-        plain = self.observe()  # a backward may move state as well
-        return difference(plain, after, real, state=True) is not None
+        before = self.observe()  # without a backward, which may move state as well
+        return difference(before, after, real, state=True) is not None
 
 
 def holds(count: int) -> list[Tensor]:
@@ -194,15 +199,15 @@ def holds(count: int) -> list[Tensor]:
     As few as possible: each index is held by another half of the masks (Sperner's theorem).
     """
     num_masks = next(m for m in range(count + 1) if math.comb(m, m // 2) >= count)
-    holders = islice(combinations(range(num_masks), num_masks // 2), count)
-    held = torch.zeros(num_masks, count, dtype=torch.bool)
-    for index, chosen in enumerate(holders):
-        held[list(chosen), index] = True
-    return list(held)
+    halves = combinations(range(num_masks), num_masks // 2)
+    masks = torch.zeros(num_masks, count, dtype=torch.bool)
+    for index, half in enumerate(islice(halves, count)):
+        masks[list(half), index] = True
+    return list(masks)
 
 
 def cuts(length: int, most: int) -> range:
-    """At most so many positions that cut a sequence into before and after, spread evenly."""
+    """At most `most` positions, spread evenly, that cut a sequence into before and after."""
     return range(1, length, max(1, math.ceil(length / most)))
 
 
@@ -212,30 +217,30 @@ def fit(keep: Tensor, values: Tensor) -> Tensor:
 
 
 def difference(
-    before: Observation,
-    after: Observation,
-    keep: Tensor,
-    *,
-    state: bool = False,
+    before: Observation, after: Observation, keep: Tensor, *, state: bool = False
 ) -> str | None:
     """The name of a result that differs between two observations; None if none does.
 
     Outputs and input gradients are compared where `keep` is true; gradients only if both have them.
     """
-    kept = lambda values: torch.where(fit(keep, values), values, 0)  # noqa: E731
-    if change(kept(before.output), kept(after.output)) > TOLERANCE:
+
+    def kept(values: Tensor) -> Tensor:
+        return torch.where(fit(keep, values), values, 0)
+
+    if moves(kept(before.output), kept(after.output)):
         return "output"
-    slopes = [g for name, g in before.gradients.items() if name != INPUT]
     # Rounding errors scale with the largest of all parameter gradients.
+    slopes = [slope for name, slope in before.gradients.items() if name != INPUT]
     scale = max(map(_largest, slopes), default=0.0)
-    for name in before.gradients.keys() & after.gradients.keys():
-        pair = before.gradients[name], after.gradients[name]
-        far = change(*map(kept, pair)) if name == INPUT else change(*pair, scale=scale)
-        if far > TOLERANCE:
+    for name in [name for name in before.gradients if name in after.gradients]:
+        old, new = before.gradients[name], after.gradients[name]
+        size = change(kept(old), kept(new)) if name == INPUT else change(old, new, scale=scale)
+        if size > TOLERANCE:
             return f"gradient of {name}"
-    for name, old in before.state.items() if state else ():
-        if change(old, after.state[name]) > TOLERANCE:
-            return name
+    if state:
+        for name, value in before.state.items():
+            if moves(value, after.state[name]):
+                return name
     return None
 
 
@@ -254,13 +259,13 @@ def change(before: Tensor, after: Tensor, *, scale: float = 0.0) -> float:
     if not before.numel() or torch.equal(before, after):  # nearly always
         return 0.0
     before, after = before.detach().double(), after.detach().double()
-    apart = (after - before).abs() / max(_largest(before), scale, MIN_SCALE)
+    sizes = (after - before).abs() / max(_largest(before), scale, MIN_SCALE)
     same = (before == after) | (before.isnan() & after.isnan())
-    return float(apart.nan_to_num(math.inf, math.inf).masked_fill(same, 0.0).amax())
+    return float(sizes.nan_to_num(math.inf, math.inf).masked_fill(same, 0.0).amax())
 
 
 def _largest(values: Tensor) -> float:
-    """The largest size of a finite value; 0 without one."""
+    """The largest absolute value that is finite; 0 if there is none."""
     sizes = values.detach().double().abs().nan_to_num(0.0, 0.0, 0.0)
     return float(sizes.amax()) if values.numel() else 0.0
 
@@ -271,7 +276,7 @@ def normal(shape: Sequence[int], seed: int = 0) -> Tensor:
     return torch.randn(tuple(shape), generator=draws, dtype=torch.float64)
 
 
-cached_normal = lru_cache(maxsize=64)(normal)  # of tensors that nobody writes to
+cached_normal = lru_cache(maxsize=64)(normal)  # its results must not be written to
 
 
 def unlike(module: nn.Module, other: nn.Module) -> list[str]:
@@ -280,16 +285,19 @@ def unlike(module: nn.Module, other: nn.Module) -> list[str]:
     Args:
         other: of the same structure, as a copy is.
     """
-    twins = dict(other.named_modules())
-    return [
-        f"{path}.{name}".lstrip(".")
-        for path, part in module.named_modules()
-        for name, value in values_of(part).items()
-        if path in twins and _are_unlike(value, values_of(twins[path]).get(name))
-    ]
+    others = dict(other.named_modules())
+    names: list[str] = []
+    for path, child in module.named_modules():
+        if path in others:
+            values = values_of(others[path])
+            for name, value in values_of(child).items():
+                if _are_unlike(value, values.get(name)):
+                    names.append(f"{path}.{name}".lstrip("."))
+    return names
 
 
 def values_of(module: nn.Module) -> dict[str, Any]:
+    """The attributes, parameters and buffers of a module itself, by name."""
     internal = vars(nn.Module())
     values = {name: value for name, value in vars(module).items() if name not in internal}
     values |= dict(module.named_parameters(recurse=False))
@@ -297,7 +305,7 @@ def values_of(module: nn.Module) -> dict[str, Any]:
 
 
 def _are_unlike(value: Any, other: Any) -> bool:
-    """True if tensors, numbers and texts differ, also those in nested collections."""
+    """True if tensors, numbers or texts differ, also those in nested collections."""
     leaves, others = tree_leaves(value), tree_leaves(other)
     return len(leaves) != len(others) or any(map(_is_other_value, leaves, others))
 
