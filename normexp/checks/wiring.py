@@ -1,9 +1,8 @@
-"""A network's parts: does every norm matter, is all state saved, can it be split and stacked?"""
+"""Does every norm of a network matter, is all its state saved, can it be split and stacked?"""
 
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -18,8 +17,8 @@ from normexp.checks.network import BuiltNetwork, EnteredSite, explain, name_some
 from normexp.checks.probe import EVERYWHERE, Probe, change, fixed_draws, moves, normal, unlike
 from normexp.errors import UserError, first_line
 from normexp.norms.contract import State
-from normexp.norms.site import Site, named_sites, read_state
 from normexp.norms.site import is_sequential as declares_order
+from normexp.norms.site import named_sites, read_state
 
 
 def check_sites(network: BuiltNetwork) -> list[str]:
@@ -53,13 +52,11 @@ def check_sites(network: BuiltNetwork) -> list[str]:
             "hold them as nn.Parameter, nn.ParameterList or nn.ModuleList in attributes of the "
             "module"
         )
-    untrained = [
-        f"{site_name}.{name}"
-        for site_name in sites
-        if site_name in reached
-        for name, parameter in sites[site_name].named_parameters()
-        if parameter.requires_grad and parameter.grad is None
-    ]
+    untrained: list[str] = []
+    for site_name, site in sites.items():
+        for name, parameter in site.named_parameters():
+            if site_name in reached and parameter.requires_grad and parameter.grad is None:
+                untrained.append(f"{site_name}.{name}")
     if untrained:
         notes.append(f"no gradient reaches {name_some(untrained)} of the norm: it is not trained")
     return notes
@@ -72,54 +69,55 @@ def _backward(model: nn.Module, batch: Batch) -> tuple[set[str], list[tuple[int,
         The sites that the loss depends on, and the shapes of tensors that get a gradient and are
         no parameters.
     """
-    added: defaultdict[str, list[Tensor]] = defaultdict(list)
+    added: list[tuple[str, Tensor]] = []  # zeros that each call of a site adds to its output
 
     def add_zeros(name: str, _: nn.Module, __: Any, output: Tensor) -> Tensor:
-        added[name].append(torch.zeros_like(output, requires_grad=True))
-        return output + added[name][-1]
+        zeros = torch.zeros_like(output, requires_grad=True)
+        added.append((name, zeros))
+        return output + zeros
 
     for name, site in named_sites(model):
         site.register_forward_hook(partial(add_zeros, name))
     with fixed_draws(), torch.enable_grad():
         output = model(*model_arguments(batch))  # (N, classes) or (B, T, V)
-        known = {id(p) for p in model.parameters()} | {id(z) for zs in added.values() for z in zs}
-        outside = [tuple(t.shape) for t in _leaves_of(output) if id(t) not in known]
+        inside = {id(tensor) for tensor in model.parameters()}
+        inside |= {id(zeros) for _, zeros in added}
+        outside = [tuple(leaf.shape) for leaf in _leaves_of(output) if id(leaf) not in inside]
         loss = functional.cross_entropy(output.flatten(0, -2), batch["targets"].flatten())
         try:
             loss.backward()
         except Exception as error:  # of foreign code, any kind
             raise UserError(f"the backward pass fails: {explain(error)}") from error
-    gradients = [(name, zeros.grad) for name, several in added.items() for zeros in several]
-    return {name for name, grad in gradients if grad is not None and grad.any()}, outside
+    reached = {name for name, zeros in added if zeros.grad is not None and zeros.grad.any()}
+    return reached, outside
 
 
 def _leaves_of(output: Tensor) -> list[Tensor]:
     """The leaves that a backward of `output` would give a gradient."""
-    stack, known, leaves = [output.grad_fn], set(), []
+    stack = [output.grad_fn]
+    seen: set[Any] = set()
+    leaves: list[Tensor] = []
     while stack:
         node = stack.pop()
-        if node is None or node in known:
+        if node is None or node in seen:
             continue
-        known.add(node)
-        leaf = getattr(node, "variable", None)  # of an accumulation of gradients
+        seen.add(node)
+        stack += [following for following, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)  # of a node that accumulates a gradient
         if leaf is not None:
             leaves.append(leaf)
-        stack += [following for following, _ in node.next_functions]
     return leaves
 
 
 def note_other_norms(network: BuiltNetwork) -> list[str]:
     """Notes modules that are called norms and lie outside of all sites."""
-    model = network.exposed
-    inside = {id(m) for _, site in named_sites(model) for m in site.modules()}
-    around = {id(m) for m in model.modules() if any(isinstance(c, Site) for c in m.modules())}
-    others = [
-        f"{path} ({type(module).__name__})"
-        for path, module in model.named_modules()
-        if "norm" in type(module).__name__.lower()
-        and not type(module).__name__.startswith("_")  # torch's weight norms
-        and id(module) not in inside | around
-    ]
+    in_sites = {module for _, site in named_sites(network.exposed) for module in site.modules()}
+    others: list[str] = []
+    for path, module in network.exposed.named_modules():
+        kind = type(module).__name__
+        is_named_norm = "norm" in kind.lower() and not kind.startswith("_")  # torch's weight norms
+        if is_named_norm and in_sites.isdisjoint(module.modules()):
+            others.append(f"{path} ({kind})")
     if not others:
         return []
     return [
@@ -144,7 +142,7 @@ def check_state(network: BuiltNetwork) -> None:
         with site.naming_errors():
             fault = state_not_saved(probe.module, probe.inputs)
         if fault:
-            fault = fault.replace("site.norm.", "")  # the path in the probe's wrapper
+            fault = fault.replace("site.norm.", "")  # the path inside SiteOnMaps
             raise UserError(f"the norm at {name_some(site.names)} {fault}; {remedy}")
     fault = state_not_saved(network.exposed.train(), model_arguments(network.short))
     if fault:
@@ -160,13 +158,14 @@ def state_not_saved(module: nn.Module, inputs: tuple[Tensor, ...]) -> str | None
     with fixed_draws():
         for step in range(STATE_STEPS):
             _run(trained, inputs, step)
-        restored.load_state_dict(trained.state_dict())
-        pairs = zip(*(_run(one, inputs, STATE_STEPS) for one in (restored, trained)), strict=True)
-    if not any(moves(*pair) for pair in pairs):
+        saved = trained.state_dict()
+        restored.load_state_dict(saved)
+        before = _run(restored, inputs, STATE_STEPS)
+        after = _run(trained, inputs, STATE_STEPS)
+    if not any(moves(*pair) for pair in zip(before, after, strict=True)):
         return None
-    saved = trained.state_dict()
-    named = name_some([name for name in unlike(trained, module) if name not in saved])
-    named = named or "an attribute, or random numbers that torch does not seed"
+    lacking = [name for name in unlike(trained, module) if name not in saved]
+    named = name_some(lacking) or "an attribute, or random numbers that torch does not seed"
     return f"keeps state that its state_dict lacks: {named}"
 
 
@@ -175,16 +174,16 @@ def _run(module: nn.Module, inputs: tuple[Tensor, ...], step: int) -> list[Tenso
     torch.default_generator.manual_seed(step)
     x, *mask = inputs
     x = x * (1 + 0.2 * step) + 0.1 * step if x.is_floating_point() else x.roll(step, -1)
-    seen = []
+    results: list[Tensor] = []
     for training in (False, True, False):
         module.train(training).zero_grad()
         with torch.set_grad_enabled(training):
             out = module(x, *mask)
-        seen.append(out.detach().clone())
+        results.append(out.detach().clone())
         if out.requires_grad:
             (out * normal(out.shape).to(out.dtype)).sum().backward()
-            seen += [p.grad.clone() for p in module.parameters() if p.grad is not None]
-    return seen
+            results += [p.grad.clone() for p in module.parameters() if p.grad is not None]
+    return results
 
 
 # ---------------------------------------------------------------- parts and replicas
@@ -198,7 +197,8 @@ def check_split(network: BuiltNetwork) -> None:
     sizes = network.sizes
     if sizes.norm == sizes.batch_size:
         return
-    if where := names_where(network.sites, is_sequential):
+    where = names_where(network.sites, is_sequential)
+    if where:
         key = "norm_batch_size" if sizes.norm < sizes.micro else "micro_batch_size"
         raise UserError(
             f"{key}={getattr(sizes, key)} splits a step of {sizes.batch_size} samples, and the "
@@ -208,7 +208,7 @@ def check_split(network: BuiltNetwork) -> None:
 
 
 def is_sequential(site: EnteredSite) -> bool:
-    """True if the norm declares that its state is, or writes parameters in its forward."""
+    """True if the norm declares sequential state, or writes parameters in its forward."""
     probe = site.probe(training=True)
     with fixed_draws(), torch.no_grad():
         before = [parameter.clone() for parameter in probe.module.parameters()]
@@ -220,7 +220,7 @@ def is_sequential(site: EnteredSite) -> bool:
 def cannot_stack(network: nn.Module, batch: Batch) -> str | None:
     """Says why replicas cannot run under vmap; None if two of them train as each alone does.
 
-    Asks in float64 where the network computes so, as gradients of few samples lose digits.
+    Compares in float64 if the network can compute so, as gradients of few samples lose digits.
     """
     wide = copied(network).train().double()
     inputs = batch["inputs"].double() if batch["inputs"].is_floating_point() else batch["inputs"]
@@ -228,10 +228,9 @@ def cannot_stack(network: nn.Module, batch: Batch) -> str | None:
         Probe(wide, model_arguments({**batch, "inputs": inputs})).observe(upstream=EVERYWHERE)
     except Exception:  # foreign code: a kernel of one dtype
         wide, inputs = copied(network).train(), batch["inputs"]
-    networks = [copied(wide) for _ in range(2)]
     batch = {**batch, "inputs": inputs}
-    batches = {name: torch.stack([value] * 2) for name, value in batch.items()}
-    return find_stacking_fault(networks, batches, tolerance=STACKING_TOLERANCE)
+    of_two = {name: torch.stack([value, value]) for name, value in batch.items()}
+    return find_stacking_fault([wide, copied(wide)], of_two, tolerance=STACKING_TOLERANCE)
 
 
 def find_stacking_fault(
@@ -251,18 +250,18 @@ def find_stacking_fault(
     steps: list[State] = []
     for form in (InTurn, Stacked):
         try:  # foreign code and vmap may raise anything; training in turn is exact
-            replicas = form([*map(copied, networks)])
+            replicas = form([copied(network) for network in networks])
             steps.append(_training_step(replicas, batch))
         except Exception as error:
             return first_line(error)
         try:
-            parameters = {id(p): p for p in replicas.parameters()}
-            copy.deepcopy(replicas, parameters)  # which are as they were
+            shared = {id(parameter): parameter for parameter in replicas.parameters()}
+            copy.deepcopy(replicas, shared)
         except Exception:  # a tensor of vmap, or foreign code
             return "a module keeps a tensor of its forward outside its buffers"
-    alone, stacked = steps
-    moved = _first_difference(alone, stacked, tolerance)
-    return f"{moved} differs under vmap" if moved else None
+    in_turn, stacked = steps
+    name = _first_difference(in_turn, stacked, tolerance)
+    return f"{name} differs under vmap" if name else None
 
 
 def _training_step(replicas: InTurn | Stacked, batch: Batch) -> State:
@@ -279,10 +278,13 @@ def _training_step(replicas: InTurn | Stacked, batch: Batch) -> State:
     results = {"the output": output.detach()}
     if inputs.grad is not None:
         results["the gradient of the input"] = inputs.grad
-    of_trees = []
+    of_trees: list[State] = []
     for tree in replicas.trees:
-        slopes = {f"the gradient of {name}": p.grad for name, p in tree.named_parameters()}
-        of_trees.append({n: g for n, g in slopes.items() if g is not None} | read_state(tree))
+        of_tree: State = {}
+        for name, parameter in tree.named_parameters():
+            if parameter.grad is not None:
+                of_tree[f"the gradient of {name}"] = parameter.grad
+        of_trees.append(of_tree | read_state(tree))
     if replicas.is_stacked:
         return results | of_trees[0]
     return results | {name: torch.stack([t[name] for t in of_trees]) for name in of_trees[0]}
@@ -293,12 +295,12 @@ def _first_difference(before: State, after: State, tolerance: float) -> str | No
 
     Outputs and state are compared on their usual scales, gradients on that of the largest.
     """
-    largest = max(
-        (float(g.abs().max()) for n, g in before.items() if "gradient of" in n), default=0
-    )
+    gradients = {name: value for name, value in before.items() if "gradient of" in name}
+    largest = max((float(gradient.abs().max()) for gradient in gradients.values()), default=0)
     for name, value in before.items():
         scale = OUTPUT_SCALE if name == "the output" else MIN_GRADIENT
-        scale = max(scale, largest) if "gradient of" in name else scale
+        if name in gradients:
+            scale = max(scale, largest)
         if name not in after or change(value, after[name], scale=scale) > tolerance:
             return name
     return None
