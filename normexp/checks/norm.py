@@ -11,16 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normexp.checks.probe import (
-    MODES,
-    Probe,
-    fixed_draws,
-    moves,
-    normal,
-)
+from normexp.checks.probe import MODES, Probe, fixed_draws, moves, normal
 from normexp.config.target import Target
 from normexp.errors import UserError
-from normexp.norms.adapt import EPS_NAMES, PROBED_DIMS, Layout, adapt, find_layout
+from normexp.norms.adapt import PROBED_DIMS, Layout, adapt, find_layout
 from normexp.norms.factory import is_shipped
 
 Shape = tuple[int, ...]
@@ -78,12 +72,6 @@ class LoneNorm:
         num_dims = tuple(n for n in self.layout.num_dims if self.with_dims(n))
         return str(replace(self.layout, num_dims=num_dims)) if num_dims else "no input"
 
-    @property
-    def eps_name(self) -> str | None:
-        """The argument that takes eps; None if there is none."""
-        arguments = Target("norm", self.target, partial(self.make)).arguments
-        return next((name for name in EPS_NAMES if name in arguments), None)
-
 
 @dataclass(frozen=True)
 class NormCase:
@@ -101,11 +89,11 @@ class NormCase:
         """Fixed standard normal numbers of this shape, the same in every dtype."""
         return normal(self.shape, seed).to(dtype)
 
-    def bare(self, **knobs: Any) -> nn.Module:
+    def bare(self) -> nn.Module:
         """The norm without a wrapper; a shipped one is built directly."""
         _, num_features, *positions = self.shape
         path, eps = self.lone.target, self.lone.eps
-        target = Target("norm", path, partial(self.lone.make, **knobs))
+        target = Target("norm", path, partial(self.lone.make))
         target = target.filled_in({"num_positions": positions[-1] if positions else 1})
         if not is_shipped(path):
             return adapt(target.call, target=path, eps=eps)(num_features)
@@ -113,21 +101,21 @@ class NormCase:
             target = target.filled_in({"eps": eps})
         return target.make(nn.Module, num_features)
 
-    def build(self, dtype: torch.dtype = torch.float32, **knobs: Any) -> nn.Module:
+    def build(self, dtype: torch.dtype = torch.float32) -> nn.Module:
         """The norm as (N, C, *) -> (N, C, *), in training mode and with its first values.
 
         It draws the same random numbers each time, here and in the forwards that follow.
         """
         torch.default_generator.manual_seed(0)
-        return self.lone.layout.present(self.bare(**knobs)).to(dtype).train()
+        return self.lone.layout.present(self.bare()).to(dtype).train()
 
     def probe(self) -> Probe:
         """A probe of the trained norm in the mode of this case."""
         return Probe(self.trained(torch.float32).train(self.training), (self.values(),))
 
-    def trained(self, dtype: torch.dtype = torch.float64, **knobs: Any) -> nn.Module:
-        """The norm after two training forwards, without the zeros of `_fill_hiding_zeros`."""
-        norm = self.build(dtype, **knobs)
+    def trained(self, dtype: torch.dtype = torch.float64) -> nn.Module:
+        """The norm after two training forwards, without zeros that hide its dependences."""
+        norm = self.build(dtype)
         with torch.no_grad():
             _fill_hiding_zeros(norm, self.values(dtype))
             for seed in (1, 2):
@@ -137,20 +125,21 @@ class NormCase:
 
 @torch.no_grad()
 def _fill_hiding_zeros(norm: nn.Module, x: Tensor) -> None:
-    """Sets parameters that are all zero to one where zeros hide how outputs depend on inputs.
+    """Sets parameters that are all zero to one if zeros hide how outputs depend on inputs.
 
-    A bias hides nothing, because it moves the outputs of two inputs alike; it stays zero.
+    A bias moves the outputs of two inputs alike and hides nothing, so it stays zero.
     """
+    probe = Probe(norm, (x,))
 
     def contrast() -> Tensor:
-        probe = Probe(norm, (x,))
         return probe.observe(3 * x.flip(0) + 1).output - probe.observe().output
 
     for parameter in norm.parameters():
         if not parameter.any():
             before = contrast()
             parameter.fill_(1)
-            if not (before.isfinite().all() and moves(before, contrast())):
+            hides = before.isfinite().all() and moves(before, contrast())
+            if not hides:
                 parameter.zero_()
 
 
@@ -201,8 +190,8 @@ def accepts(case: NormCase) -> bool:
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            norm, x = case.build(), case.values()
-            return all(norm.train(mode)(x).shape == case.shape for mode in MODES)
+            norm = case.build()
+            return all(norm.train(mode)(case.values()).shape == case.shape for mode in MODES)
         except Exception:  # of foreign code, any kind
             return False
 

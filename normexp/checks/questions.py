@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -255,11 +254,10 @@ def reads_shift(case: NormCase) -> Reply:
 
 def _output_moves(case: NormCase, changed_inputs: Sequence[Tensor]) -> Reply:
     """Compares with the output of the unchanged input, with a tiny eps."""
-    knobs: dict[str, Any] = {case.lone.eps_name: TINY_EPS} if case.lone.eps_name else {}
-    norm = case.trained(**knobs).train(case.training)
-    for module in norm.modules():  # also of norms whose signature has no eps
-        for name in EPS_NAMES:
-            if isinstance(vars(module).get(name), float):
+    norm = case.trained().train(case.training)
+    for module in norm.modules():
+        for name, value in [*vars(module).items()]:
+            if name.strip("_") in EPS_NAMES and isinstance(value, float):
                 setattr(module, name, TINY_EPS)
     probe = Probe(norm, (case.values(torch.float64),))
     before = probe.observe().output

@@ -189,6 +189,19 @@ class HidesItsEps(nn.GroupNorm):
         super().__init__(1, num_channels, **others)
 
 
+class PrivateEps(nn.Module):
+    """RMS norm over all of a sample, with a large eps that no argument sets."""
+
+    def __init__(self, num_features: int) -> None:
+        del num_features
+        super().__init__()
+        self._eps = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = x.square().mean(list(range(1, x.ndim)), keepdim=True)
+        return x * (size + self._eps).rsqrt()
+
+
 class KeepsParameters(nn.Module):
     """Moves averages that are parameters, and uses those of the batch."""
 
@@ -214,6 +227,7 @@ LINES = [
     (ReadsPadding, "reads padding", YES, ""),
     (nn.BatchNorm1d, "reads padding", "skipped", "`mask`"),
     (HidesItsEps, "ignores input scale", YES, ""),
+    (PrivateEps, "ignores input scale", YES, ""),
     (nn.BatchNorm1d, "running state", YES, "running_var"),
     (LayerNorm, "running state", NO, ""),
     (KeepsParameters, "running state", YES, "centre"),
