@@ -27,6 +27,7 @@ from normexp.checks.questions import (
     READS_FUTURE,
     SHAPE_KEPT,
 )
+from normexp.config.words import format_count
 from normexp.errors import UserError
 from normexp.norms.build import norm_target
 
@@ -68,9 +69,9 @@ class Card:
 
     @property
     def verdict(self) -> str:
-        if count := len(self.failures):
-            lines = "line" if count == 1 else "lines"
-            return f"{self.name}: {count} {lines} of the contract failed"
+        if self.failures:
+            count = format_count(len(self.failures), "line")
+            return f"{self.name}: {count} of the contract failed"
         verdict = f"{self.name}: the contract holds"
         in_evaluation = {line.name for line in self.lines if line.value in ("yes", "in evaluation")}
         if MIXES_SAMPLES in in_evaluation:
@@ -92,7 +93,7 @@ def measure_card(
 ) -> Card:
     """Measures every line of a norm's card; each question builds the norm afresh.
 
-    If no input is taken, or outputs are not finite, the rest is skipped.
+    Skips all further questions if no input is taken, or outputs are not finite.
 
     Args:
         make: a class or partial with the user's knobs bound.

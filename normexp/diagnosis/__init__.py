@@ -38,18 +38,18 @@ def diagnose(
             f"torch.utils.data.DataLoader(dataset, batch_size=32, shuffle=True); {FORM}"
         )
     with isolate_rng():
-        seen = Measurement(model, read_batches(batches, max_batches, model), loss, tolerance)
-        findings = find(seen)
+        measured = Measurement(model, read_batches(batches, max_batches, model), loss, tolerance)
+        findings = find(measured)
     return Diagnosis(
-        summary=" ".join(_sentences(seen, findings)),
-        training=seen.training.value,
-        evaluation=seen.evaluation.value,
-        gap=seen.gap,
-        terms=seen.terms,
+        summary=" ".join(_sentences(measured, findings)),
+        training=measured.training.value,
+        evaluation=measured.evaluation.value,
+        gap=measured.gap,
+        terms=measured.terms,
         findings=tuple(findings),
-        sites=tuple(seen.rows.values()),
-        loss_at_size=seen.loss_at_size,
-        not_analysed=tuple(path or ROOT for path in seen.unknown),
+        sites=tuple(measured.rows.values()),
+        loss_at_size=measured.loss_at_size,
+        not_analysed=tuple(path or ROOT for path in measured.unknown),
     )
 
 
@@ -60,20 +60,20 @@ def decompose(model: nn.Module, batches: Iterable[Any], loss: Loss) -> dict[str,
     return {"training": diagnosis.training, **terms, "evaluation": diagnosis.evaluation}
 
 
-def _sentences(seen: Measurement, findings: Sequence[Finding]) -> Iterator[str]:
-    """The gap, the rows of the table that exceed chance, and findings that are no row."""
+def _sentences(measured: Measurement, findings: Sequence[Finding]) -> Iterator[str]:
+    """The gap, the terms that exceed chance, and findings that explain no term."""
     yield (
-        f"Evaluation minus training mode: {seen.gap} (loss {seen.evaluation.value:.4f} and "
-        f"{seen.training.value:.4f}; {len(seen.sizes)} batches of {max(seen.sizes)})."
+        f"Evaluation minus training mode: {measured.gap} (loss {measured.evaluation.value:.4f} and "
+        f"{measured.training.value:.4f}; {len(measured.sizes)} batches of {max(measured.sizes)})."
     )
     places = {f.term: f", at {name_some(f.sites)}" for f in findings if f.sites}
-    largest = [name for name, term in seen.terms.items() if seen.exceeds(term)]
-    largest.sort(key=lambda name: -abs(seen.terms[name].value))
-    rows = [f"{TERMS[name]} {seen.terms[name]}{places.get(name, '')}" for name in largest]
-    if rows:
-        yield f"Largest term{'s' if len(rows) > 1 else ''}: {'; '.join(rows)}."
+    largest = [name for name, term in measured.terms.items() if measured.exceeds(term)]
+    largest.sort(key=lambda name: -abs(measured.terms[name].value))
+    terms = [f"{TERMS[name]} {measured.terms[name]}{places.get(name, '')}" for name in largest]
+    if terms:
+        yield f"Largest term{'s' if len(terms) > 1 else ''}: {'; '.join(terms)}."
     elif not findings:
-        yield f"No term exceeds chance and {seen.tolerance:.2g}."
+        yield f"No term exceeds chance and {measured.tolerance:.2g}."
     for finding in findings:
         if finding.cost is None:
             yield f"{finding.cause[0].upper()}{finding.cause[1:]}."

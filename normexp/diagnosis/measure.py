@@ -1,7 +1,7 @@
-"""What is measured of a network: its loss on the same samples, from training to evaluation mode.
+"""Measures the loss of a network on the same samples, in stages from training to evaluation mode.
 
-The gap is the difference of the first and the last stage, which are the user's own. The stages
-between change one thing each, on the same batches:
+The gap is the difference between the first and the last stage, which are the user's own. Each stage
+between them changes one thing, on the same batches:
 
     training        every module as in training, with gradients
     batch           norms as in training, every other module as in evaluation (no dropout)
@@ -19,6 +19,8 @@ runs several times in one forward has moments for each call up to `noisy_precise
 
 from __future__ import annotations
 
+import sys
+import time
 from itertools import zip_longest
 from typing import Any
 
@@ -43,6 +45,7 @@ from normexp.norms.moment_sites import (
 )
 
 FEW = 16  # samples on which modules are looked at one by one
+PATIENCE = 10  # seconds without a line of progress
 
 
 class Measurement:
@@ -57,8 +60,8 @@ class Measurement:
         losses: of each batch, in one stage after the other.
         moments: of each active site in each batch, in training.
         training, evaluation, gap: the mean losses and their difference.
-        tolerance: smaller terms are no fault, in units of the loss.
-        terms: what the gap consists of, by the names in `TERMS`.
+        tolerance: terms below it are no fault, in units of the loss.
+        terms: the parts of the gap, by the names in `TERMS`.
         rows: of each active site, by path.
         group_size: the fewest samples that share statistics in training.
         depends_on_batch: a sample's output in evaluation depends on the others of its batch.
@@ -73,12 +76,14 @@ class Measurement:
         self.parts = Parts(model, take(first, slice(FEW), num_samples(first)), loss)
         self.active = self.parts.sites()
         self.unknown = self.parts.unknown(self.active)
+        self.start = time.monotonic()
         self.losses: list[Losses] = []
         self.moments = self._measure_stages()
         self.training = self._mean(self.losses[0])
         self.evaluation = self._mean(self.losses[-1])
         self.gap = self._mean(self.losses[-1] - self.losses[0])
-        self.terms = dict(zip(TERMS, map(self._mean, np.diff(self.losses, axis=0)), strict=True))
+        changes = np.diff(self.losses, axis=0)
+        self.terms = dict(zip(TERMS, map(self._mean, changes), strict=True))
         self.rows = {path: row_of(site, self.moments[path]) for path, site in self.active.items()}
         largest = max(self.sizes)
         sizes = [site.group_size(largest) for site in self.active.values()]
@@ -96,7 +101,7 @@ class Measurement:
         return bool(abs(estimate.value) > max(self.tolerance, bound))
 
     def cost(self, name: str) -> Estimate | None:
-        """A term by which evaluation is worse."""
+        """The term, if evaluation is worse by it beyond chance."""
         term = self.terms[name]
         return term if term.value > 0 and self.exceeds(term) else None
 
@@ -104,19 +109,22 @@ class Measurement:
 
     def _measure_stages(self) -> dict[str, list[Calls]]:
         """Fills `losses`, and returns the moments of training."""
-        parts, training = self.parts, self.parts.training.training
+        parts = self.parts
+        in_training = parts.training.training
         norms = {path for path in parts.modules if is_within(path, *self.active)}
-        others = set().union(*self.unknown.values())
-        running = Modes(training & others, False)
-        noisy = self._stage(parts.training)
-        clean = self._stage(Modes(training & (others | norms), True))
-        self._stage(running, clean, own_share=True)
-        self._stage(running, clean)
-        self._stage(running, noisy)
+        unknown = set().union(*self.unknown.values())
+        batch = Modes(in_training & (unknown | norms), learning=True)
+        running = Modes(in_training & unknown, learning=False)
+
+        noisy_moments = self._stage(parts.training)
+        moments = self._stage(batch)
+        self._stage(running, moments, own_share=True)
+        self._stage(running, moments)
+        self._stage(running, noisy_moments)
         self._stage(running)
         self._stage(SILENT)
         self._stage(parts.evaluation)
-        return noisy
+        return noisy_moments
 
     def _stage(
         self,
@@ -129,39 +137,41 @@ class Measurement:
 
         Given moments of each batch, norms use those of all other batches.
         """
-        losses, seen = [], {path: list[Calls]() for path in self.active}
+        losses: list[float] = []
+        measured: dict[str, list[Calls]] = {path: [] for path in self.active}
         for index, batch in enumerate(self.batches):
             model, sites = copied((self.parts.model, self.active), self.parts.fixed)
             set_modes(model, modes)
-            others = {
-                site: _of_others(site, moments[path], index)
-                for path, site in sites.items()
-                if moments
-            }
+            others: dict[NormSite, list[Population]] = {}
+            for path, batch_moments in (moments or {}).items():
+                others[sites[path]] = _of_others(sites[path], batch_moments, index)
             with torch.no_grad():
                 write_populations({site: calls[0] for site, calls in others.items()})
             with watching([*sites.values()]) as samples, with_moments(others, own_share=own_share):
                 losses.append(self.parts.loss(model, batch, modes, index))
             for path, site in sites.items():
-                seen[path].append([site.pooled(call) for call in samples[site]])
+                measured[path].append([site.pooled(call) for call in samples[site]])
         self.losses.append(np.array(losses))
-        return seen
+        if time.monotonic() - self.start > PATIENCE:
+            num_stages = len(TERMS) + 1
+            print(f"diagnose: measured {len(self.losses)} of {num_stages}", file=sys.stderr)
+        return measured
 
     # --- Beside the gap --------------------------------------------------------------------------
 
     def _loss_at_size(self) -> dict[int, Estimate]:
-        """The loss of an evaluation that depends on the batch, of single samples if it has one.
+        """The loss for single samples, or else for pairs, of an evaluation that mixes samples.
 
         Over the first and the last sample, or pair, of each batch.
         """
         parts, modes = self.parts, self.parts.evaluation
         for size in (1, 2) if self.depends_on_batch else ():
+            losses: list[float] = []
             try:
-                losses = [
-                    parts.loss(parts.fresh(modes), take(batch, slice(k, k + size), num), modes)
-                    for batch, num in zip(self.batches, self.sizes, strict=True)
-                    for k in (0, num - size)
-                ]
+                for batch, num in zip(self.batches, self.sizes, strict=True):
+                    for first in (0, num - size):
+                        samples = take(batch, slice(first, first + size), num)
+                        losses.append(parts.loss(parts.fresh(modes), samples, modes))
             except UserError:  # one value per channel has no variance
                 continue
             return {size: Estimate.of(np.array(losses), np.ones_like(losses))}
@@ -171,5 +181,9 @@ class Measurement:
 def _of_others(site: NormSite, batches: list[Calls], index: int) -> list[Population]:
     """The moments of all batches but one, for each call of a site within a forward."""
     others = batches[:index] + batches[index + 1 :]
-    calls = zip_longest(*(others if any(others) else batches))
-    return [pool_batches(site, [of_batch for of_batch in call if of_batch]) for call in calls]
+    if not any(others):
+        others = batches
+    populations: list[Population] = []
+    for moments in zip_longest(*others):  # None for a batch with fewer calls
+        populations.append(pool_batches(site, [of_call for of_call in moments if of_call]))
+    return populations

@@ -1,4 +1,4 @@
-"""Batches of any form, and what a network and its modules are called with."""
+"""A network as a set of modules that are called, and the batches that it is called with."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FORM = "a batch is a pair (inputs, targets), or a mapping whose keys the model's
 
 @contextmanager
 def hooked(model: nn.Module, hook: Callable[..., None]) -> Iterator[None]:
-    """Calls `hook(path, module, args, kwargs)` before every module, but those of TorchScript."""
+    """Calls `hook(path, module, args, kwargs)` before each module runs, TorchScript's excepted."""
     with ExitStack() as hooks:
         for path, module in model.named_modules():
             if not isinstance(module, torch.jit.ScriptModule):
@@ -34,12 +34,12 @@ def hooked(model: nn.Module, hook: Callable[..., None]) -> Iterator[None]:
 
 
 def is_within(path: str, *outer: str) -> bool:
-    """True for the path of a module in one of the others, and of that one itself."""
+    """True if a module's path is one of `outer`, or below one of them."""
     return any(not name or f"{path}.".startswith(f"{name}.") for name in outer)
 
 
 def innermost(paths: Iterable[str]) -> list[str]:
-    """Those that have no other below them."""
+    """The paths that have no other of `paths` below them."""
     paths = list(paths)
     return [path for path in paths if sum(is_within(other, path) for other in paths) == 1]
 
@@ -48,7 +48,7 @@ def innermost(paths: Iterable[str]) -> list[str]:
 
 
 def num_batches_of(size: int) -> int:
-    """The batches of `size` samples that a diagnosis reads: SAMPLES, within FEWEST and MOST."""
+    """How many batches of `size` samples a diagnosis reads: SAMPLES, within FEWEST and MOST."""
     return max(FEWEST, min(MOST, SAMPLES // size))
 
 
@@ -65,7 +65,8 @@ def read_batches(batches: Iterable[Any], most: int | None, model: nn.Module) -> 
         if isinstance(batch, Mapping):
             batch = dict(batch)
         is_pair = isinstance(batch, tuple | list) and len(batch) == 2
-        if not (is_pair or isinstance(batch, dict)) or not num_samples(batch):
+        is_batch = is_pair or isinstance(batch, dict)
+        if not is_batch or not num_samples(batch):
             raise UserError(f"batches holds a {type(batch).__name__}: {FORM}")
         read.append(tree_map_only(Tensor, lambda tensor: tensor.to(device), batch))
         if len(read) >= (most or num_batches_of(num_samples(read[0]))):
@@ -89,12 +90,12 @@ def num_samples(batch: Any) -> int:
 
 
 def take(batch: Any, samples: slice | Sequence[int], num: int) -> Any:
-    """Samples of a batch that has `num` of them."""
+    """The selected samples of a batch of `num`."""
     return tree_map_only(Tensor, lambda t: t[samples] if t.ndim and len(t) == num else t, batch)
 
 
 def join(batches: Sequence[Any]) -> Any:
-    """All samples as one batch; None where they cannot be joined, as for several shapes."""
+    """All samples as one batch; None if they cannot be joined, for example as shapes differ."""
     try:
         return tree_map(lambda *parts: torch.cat(parts), *batches)
     except (RuntimeError, TypeError, ValueError):
@@ -138,10 +139,10 @@ def call_of(model: nn.Module, batch: Any) -> Call:
         inputs = batch[0]
         return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
     arguments = inspect.signature(model.forward).parameters
-    known = {name: value for name, value in batch.items() if name in arguments}
-    if not known:
+    keywords = {name: value for name, value in batch.items() if name in arguments}
+    if not keywords:
         raise UserError(
             f"batches are mappings of {', '.join(map(str, batch))}, but the model's forward "
             f"takes {', '.join(arguments)}; pass pairs"
         )
-    return (), known
+    return (), keywords

@@ -1,7 +1,7 @@
-"""The modules of a network, each run by itself on what reached it in one training forward.
+"""Runs each module of a network by itself, on what reached it in one training forward.
 
-So they are known by what they compute: which normalize by running moments, which keep other state,
-which mix samples, and which act otherwise in training.
+Finds by what they compute the modules that normalize by running moments, keep other running state,
+mix samples, or act differently in training.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Modes(NamedTuple):
     learning: bool
 
 
-SILENT = Modes(frozenset(), False)
+SILENT = Modes(frozenset(), learning=False)
 
 
 class Parts:
@@ -57,19 +57,22 @@ class Parts:
         evaluation: the modes in which it is evaluated: as they are, or after `eval()`.
         trained, evaluated: copies after one forward.
         calls: what each module was called with first in training, by path.
-        fixed: weights that no forward moves, which all copies share.
+        fixed: weights that no forward changes, which all copies share.
     """
 
     def __init__(self, model: nn.Module, batch: Any, loss: Loss) -> None:
-        self.model, self.trained, self.evaluated = copied(model), copied(model), copied(model)
+        self.model = copied(model)
+        self.trained = copied(model)
+        self.evaluated = copied(model)
         if model.training:
             self.evaluated.eval()
         else:
             self.trained.train()
-        self.training = Modes(_in_training(self.trained), True)
-        self.evaluation = Modes(_in_training(self.evaluated), False)
+        self.training = Modes(_in_training(self.trained), learning=True)
+        self.evaluation = Modes(_in_training(self.evaluated), learning=False)
         self.modules = dict(self.model.named_modules())
-        self.num, self.criterion = num_samples(batch), loss
+        self.num = num_samples(batch)
+        self.criterion = loss
         self.calls: dict[str, Call] = {}
         with hooked(model, _refuse):
             with hooked(self.trained, self._record):
@@ -77,8 +80,11 @@ class Parts:
             self.loss(self.evaluated, batch, self.evaluation)
         self.calls.setdefault("", call_of(model, batch))
         moved = unlike(self.trained, self.model) + unlike(self.evaluated, self.model)
-        named = self.model.named_parameters()
-        self.fixed = [p for name, p in named if p.requires_grad and name not in moved]
+        self.fixed = [
+            parameter
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad and name not in moved
+        ]
 
     def _record(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         call = tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs))
@@ -102,18 +108,19 @@ class Parts:
             return tensors_in(module(*args, **kwargs))
 
     def outputs(self, path: str, modes: Modes, call: Call | None = None) -> list[Tensor]:
-        """What a module returns in these modes; without a `call`, for what it was called with."""
+        """The outputs of a module in these modes, for `call` or what it was called with."""
         return self.run(self.fresh(modes, path), call or self.calls[path], modes)
 
     def mixes(self, path: str, modes: Modes) -> bool:
         """True if a sample's output depends on the other samples."""
         middle = self.num // 2
-        alike = take(self.calls[path], [middle] * self.num, self.num)
-        pairs = zip(self.outputs(path, modes), self.outputs(path, modes, alike), strict=True)
+        all_alike = take(self.calls[path], [middle] * self.num, self.num)
+        before = self.outputs(path, modes)
+        after = self.outputs(path, modes, all_alike)
         return any(
-            moves(before[middle], after[middle])
-            for before, after in pairs
-            if before.ndim and len(before) == self.num
+            moves(old[middle], new[middle])
+            for old, new in zip(before, after, strict=True)
+            if old.ndim and len(old) == self.num
         )
 
     def mixing(self, modes: Modes) -> list[str]:
@@ -124,12 +131,13 @@ class Parts:
         return differ(self.outputs(path, self.training), self.outputs(path, SILENT))
 
     def varies_in_evaluation(self) -> str:
-        """Says so if two evaluations of one batch differ."""
+        """Says how two evaluations of one batch differ; "" if they agree."""
         again = self.run(self.evaluated, self.calls[""], self.evaluation, seed=1)
         if not differ(self.outputs("", self.evaluation), again):
             return ""
+        said = "two forwards of one batch differ"
         moved = name_some(unlike(self.evaluated, self.model))
-        return "two forwards of one batch differ" + (f", and one changes {moved}" if moved else "")
+        return f"{said}, and one changes {moved}" if moved else said
 
     def up_to_called(self, path: str) -> list[str]:
         """A module and those around it, up to the innermost that is called."""
@@ -144,8 +152,9 @@ class Parts:
     def sites(self) -> dict[str, NormSite]:
         """By path, the norms with batch statistics in training and running ones in evaluation."""
         found: dict[str, NormSite] = {}
-        own_sites = named_sites(self.model)
-        entries = {module: name for name, site in own_sites for module in site.modules()}
+        entries: dict[nn.Module, str] = {}  # for modules inside a `Site`, the path of that
+        for name, around in named_sites(self.model):
+            entries |= dict.fromkeys(around.modules(), name)
         for path, module in self.modules.items():
             entry = self.up_to_called(entries.get(module, path))[-1]
             for mean, var in permutations(_untrained(module), 2):
@@ -173,29 +182,30 @@ class Parts:
         """
         found: dict[str, list[str]] = {}
         before = self.outputs("", SILENT)
+        trained = dict(self.trained.named_modules())
         for moved in unlike(self.trained, self.model):
             owner, _, name = moved.rpartition(".")
             if owner in found or is_within(owner, *sites):
                 continue
             model = self.fresh(SILENT)
-            trained, own = (dict(part.named_modules())[owner] for part in (self.trained, model))
-            setattr(own, name, copied(getattr(trained, name)))
+            value = copied(getattr(trained[owner], name))
+            setattr(dict(model.named_modules())[owner], name, value)
             if differ(before, self.run(model, self.calls[""], SILENT)):
                 found[owner] = self.up_to_called(owner)
         return found
 
 
 def _in_training(model: nn.Module) -> frozenset[str]:
-    """The paths of modules in training mode; one frozen by TorchScript evaluates."""
+    """The paths of modules in training mode; modules frozen by TorchScript have no mode."""
     modules = model.named_modules()
     return frozenset(path for path, module in modules if getattr(module, "training", False))
 
 
 def set_modes(module: nn.Module, modes: Modes, path: str = "") -> nn.Module:
     """Sets the mode of the module at `path` and of all inside; returns it."""
-    for name, part in module.named_modules(prefix=path):
-        if hasattr(part, "training"):
-            part.training = name in modes.training
+    for name, child in module.named_modules(prefix=path):
+        if hasattr(child, "training"):
+            child.training = name in modes.training
     return module
 
 
@@ -205,7 +215,7 @@ def differ(outputs: list[Tensor], others: list[Tensor]) -> bool:
 
 
 def _refuse(path: str, *_: Any) -> None:
-    """Called where a function that a copy still holds runs the user's own modules."""
+    """Refuses a model with a function that still runs the original modules from inside a copy."""
     raise UserError(
         f"a function inside the model holds its module {path or 'itself'}, so a copy would run the "
         f"original; let it be a method that uses self{path and '.'}{path}"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from normexp.diagnosis.result import SiteRow
 from normexp.norms.base import Moments
-from normexp.norms.moment_sites import NormSite, averaged_var, distances, pool_batches
+from normexp.norms.moment_sites import NormSite, averaged_var, pool_batches
+from normexp.norms.moment_sites import distances as distances_from
 
 Calls = list[Moments]  # of each call of a site within one forward
 INITIAL_SHARE = 0.1  # weight beyond which initial values are a fault
@@ -21,7 +23,6 @@ def row_of(site: NormSite, batches: list[Calls]) -> SiteRow:
     momentum = getattr(site.norm, "momentum", None)
     share = (1 - momentum) ** site.counter if momentum and site.counter else None
     mean, var = site.running
-    state = "averaged"
     if momentum == 0:
         state = "momentum 0"
     elif bool(((mean == 0) & (var == 1)).all()):
@@ -30,10 +31,12 @@ def row_of(site: NormSite, batches: list[Calls]) -> SiteRow:
         state = "initial"
     elif max(map(len, batches)) > 1:
         state = "used twice"
-    apart = _distances(site, mean, var, batches)
-    if not apart.numel():  # of one batch alone
-        apart = torch.zeros(2, 1)
-    of_mean, of_var = apart.median(dim=1).values.tolist()
+    else:
+        state = "averaged"
+    distances = _distances(site, mean, var, batches)
+    if not distances.numel():  # one batch has no spread
+        distances = torch.zeros(2, 1)
+    of_mean, of_var = distances.median(dim=1).values.tolist()
     return SiteRow(
         name=site.name,
         momentum=momentum,
@@ -41,25 +44,25 @@ def row_of(site: NormSite, batches: list[Calls]) -> SiteRow:
         initial_share=share,
         mean_distance=of_mean,
         var_distance=of_var,
-        largest_distance=float(apart.max()),
+        largest_distance=float(distances.max()),
         state=state,
     )
 
 
 def _distances(site: NormSite, mean: Tensor, var: Tensor, batches: list[Calls]) -> Tensor:
     """How far mean and variance of each channel (2, C) are from those of batches."""
-    moments = [part for calls in batches for part in calls]
+    moments = list(chain.from_iterable(batches))
     scale = pool_batches(site, moments).var + site.eps
-    of_mean = distances(mean, [part.mean for part in moments], scale.sqrt())
-    of_var = distances(var, [averaged_var(part) for part in moments], scale)
+    of_mean = distances_from(mean, [of_call.mean for of_call in moments], scale.sqrt())
+    of_var = distances_from(var, [averaged_var(of_call) for of_call in moments], scale)
     return torch.stack([of_mean, of_var])
 
 
 def of_single_batches(moments: Mapping[NormSite, list[Calls]]) -> tuple[float, float]:
     """The median and the largest distance of a single batch from all, in standard deviations."""
-    apart = []
+    distances: list[Tensor] = []
     for site, batches in moments.items():
-        for calls in batches[:FEW]:
-            apart += [_distances(site, one.mean, averaged_var(one), batches) for one in calls]
-    values = torch.cat(apart, dim=1)
+        for of_call in chain.from_iterable(batches[:FEW]):
+            distances.append(_distances(site, of_call.mean, averaged_var(of_call), batches))
+    values = torch.cat(distances, dim=1)
     return float(values.median()), float(values.max())
