@@ -1,8 +1,8 @@
-"""Rules: from measurements to findings, each with one sentence of cause and the remedy.
+"""Rules that turn measurements into findings, each with one sentence of cause and the remedy.
 
 A term of the gap has a cost if it exceeds the tolerance and what its standard error explains
-(two-sided t test at 1 %). Terms that are no mistake by themselves count from a tenth of the largest
-term on.
+(two-sided t test at 1 %). Terms that are no mistake by themselves must also be a tenth of the
+largest term.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from normexp.diagnosis.network import innermost, is_within
 from normexp.diagnosis.result import ROOT, Finding
 from normexp.diagnosis.rows import of_single_batches
 
-OF_TERM = {  # cause and remedy of the terms that have one of each
+CAUSES = {  # cause and remedy of a term
     "rest": (
         "other results of {names} in training than in evaluation make the loss of training lower",
         "compare what is computed there in the two modes: dropout, self.training, functional norms",
@@ -46,15 +46,15 @@ UNEXPLAINED = "the loss of training is lower, and no module shows why (self.trai
 RECOMPUTE = "recompute the averages in training mode (swa_utils.update_bn(train_loader, model))"
 
 
-def find(seen: Measurement) -> list[Finding]:
-    """All findings: NaN, then those with a cost, the largest first, then the others."""
-    found = [*_averages(seen), *_of_terms(seen), *_evaluation(seen)]
-    found.sort(key=lambda finding: -finding.cost.value if finding.cost else math.inf)
-    return [*_not_finite(seen), *found]
+def find(measured: Measurement) -> list[Finding]:
+    """All findings: values that are not finite, then by cost, then findings without a cost."""
+    findings = [*_averages(measured), *_terms(measured), *_evaluation(measured)]
+    findings.sort(key=lambda finding: -finding.cost.value if finding.cost else math.inf)
+    return [*_not_finite(measured), *findings]
 
 
 def _finding(
-    seen: Measurement,
+    measured: Measurement,
     kind: str,
     paths: Iterable[str],
     cause: str,
@@ -64,25 +64,26 @@ def _finding(
 ) -> Finding:
     """A finding whose cause names the modules at these paths."""
     names = tuple(path or ROOT for path in dict.fromkeys(paths))
-    cause = cause.replace("{names}", name_some(names)).replace("{size}", str(seen.group_size))
-    return Finding(kind, cause, remedy, names, term, seen.cost(term) if term else None)
+    cause = cause.replace("{names}", name_some(names)).replace("{size}", str(measured.group_size))
+    return Finding(kind, cause, remedy, names, term, measured.cost(term) if term else None)
 
 
-def _not_finite(seen: Measurement) -> Iterator[Finding]:
-    bad = []
-    for path, site in seen.active.items():
-        bad += [path for moments in site.running if not moments.isfinite().all()]
-    if bad:
+def _not_finite(measured: Measurement) -> Iterator[Finding]:
+    paths: list[str] = []
+    for path, site in measured.active.items():
+        if not all(moments.isfinite().all() for moments in site.running):
+            paths.append(path)
+    if paths:
         yield _finding(
-            seen,
+            measured,
             "not_finite",
-            bad,
+            paths,
             "running state of {names} holds NaN or infinity, which stays in an average for ever",
             f"find the batch, then reset_running_stats() and {RECOMPUTE}",
         )
-    elif not math.isfinite(seen.gap.value):
+    elif not math.isfinite(measured.gap.value):
         yield _finding(
-            seen,
+            measured,
             "not_finite",
             (),
             "the loss is not finite, so the gap has no terms",
@@ -90,117 +91,126 @@ def _not_finite(seen: Measurement) -> Iterator[Finding]:
         )
 
 
-def _averages(seen: Measurement) -> Iterator[Finding]:
-    cost = seen.cost("averages")
-    finding = partial(_finding, seen, term="averages")
+def _averages(measured: Measurement) -> Iterator[Finding]:
+    cost = measured.cost("averages")
+    finding = partial(_finding, measured, term="averages")
     paths: dict[str, list[str]] = defaultdict(list)  # by state
-    for path, row in seen.rows.items():
+    for path, row in measured.rows.items():
         paths[row.state].append(path)
-    if still := paths["momentum 0"]:
+    if paths["momentum 0"]:
         yield finding(
             "stale_averages",
-            still,
+            paths["momentum 0"],
             "running averages of {names} have momentum 0, so training never moves them",
             f"set momentum=0.1, then {RECOMPUTE}",
         )
-    if fresh := paths["never updated"]:
+    if paths["never updated"]:
         yield finding(
             "never_updated",
-            fresh,
+            paths["never updated"],
             "running averages of {names} are at mean 0, variance 1: never moved, saved or loaded",
             f"load them too (only buffers and parameters are saved), or {RECOMPUTE}",
         )
     if cost is None:
         return
-    if young := paths["initial"]:
-        row = max((seen.rows[path] for path in young), key=lambda row: row.initial_share or 0)
+    if paths["initial"]:
+        rows = [measured.rows[path] for path in paths["initial"]]
+        row = max(rows, key=lambda row: row.initial_share or 0)
         yield finding(
             "initial_values",
-            young,
+            paths["initial"],
             f"running averages of {{names}} are {row.initial_share:.1%} initial values (mean 0, "
             f"variance 1): {row.updates} updates at momentum {row.momentum:g}",
             f"train longer, raise momentum (the weight of the new value), or {RECOMPUTE}",
         )
-    if twice := paths["used twice"]:
+    if paths["used twice"]:
         yield finding(
             "used_twice",
-            twice,
+            paths["used twice"],
             "{names} run several times in one forward, and their averages mix all of its inputs",
             "give each use a norm of its own, or join the inputs into one batch",
         )
-    rows = {path: seen.rows[path] for path in paths["averaged"]}
-    if not rows:
-        return
+    if paths["averaged"]:
+        yield from _distant_averages(measured, paths["averaged"])
+
+
+def _distant_averages(measured: Measurement, paths: list[str]) -> Iterator[Finding]:
+    """Stale averages if their distance from the moments of batches exceeds chance, else noisy."""
+    rows = {path: measured.rows[path] for path in paths}
     typical = median(max(row.mean_distance, row.var_distance) for row in rows.values())
     farthest = max(row.largest_distance for row in rows.values())
     momentum = max(row.momentum or 0.1 for row in rows.values())  # torch's, if none is named
-    # The standard deviation of running minus precise, in those between batches.
-    noise = math.sqrt(momentum / (2 - momentum) + 1 / len(seen.sizes))
-    moments = {seen.active[path]: seen.moments[path] for path in rows}
-    typical_of_one, farthest_of_one = of_single_batches(moments)
-    most = 2.5 * farthest_of_one * noise
+    # The standard deviation by chance of running minus precise, in those between batches.
+    noise = math.sqrt(momentum / (2 - momentum) + 1 / len(measured.sizes))
+    moments = {measured.active[path]: measured.moments[path] for path in paths}
+    typical_of_batch, farthest_of_batch = of_single_batches(moments)
+    most = 2.5 * farthest_of_batch * noise
     least = min(most, 0.3 * farthest)
-    far = [path for path, row in rows.items() if row.largest_distance >= least]
-    far.sort(key=lambda path: -rows[path].largest_distance)
-    # Averages move with the weights.
-    if typical > 1.5 * typical_of_one * noise or farthest > most:
+    paths = [path for path in paths if rows[path].largest_distance >= least]
+    paths.sort(key=lambda path: -rows[path].largest_distance)
+    finding = partial(_finding, measured, term="averages")
+    if typical > 1.5 * typical_of_batch * noise or farthest > most:
         yield finding(
             "stale_averages",
-            far,
+            paths,
             "running averages do not belong to these weights and inputs: a typical channel is "
             f"{typical:.2g} standard deviations between batches off, the farthest {farthest:.2g}, "
             "most at {names}. Either the weights have moved on, or the preprocessing is another",
             f"if the inputs are those of training, {RECOMPUTE}; else mend the preprocessing",
         )
-    elif len(rows) == len(seen.rows):
+    elif len(rows) == len(measured.rows):
         yield finding(
             "noisy_averages",
-            far,
+            paths,
             "running averages are as far from the statistics of all samples as averages over "
             f"batches of {{size}} at momentum {momentum:g} come",
             "pool the moments of many batches (precise statistics), or lower momentum",
         )
 
 
-def _of_terms(seen: Measurement) -> Iterator[Finding]:
-    acting = innermost(filter(seen.parts.acts_in_training, seen.parts.calls))
-    acting = [path for path in acting if not is_within(path, *seen.active, *seen.unknown)]
-    paths = {"not_analysed": [*seen.unknown], "rest": acting}
-    least = 0.1 * max(abs(term.value) for term in seen.terms.values())
-    for term, (cause, remedy) in OF_TERM.items():
-        cost, modules = seen.cost(term), paths.get(term, [*seen.active])
-        if cost and cost.value >= least:
-            cause = cause if modules else UNEXPLAINED
-            yield _finding(seen, term, modules, cause, remedy, term=term)
+def _terms(measured: Measurement) -> Iterator[Finding]:
+    acting = innermost(filter(measured.parts.acts_in_training, measured.parts.calls))
+    acting = [p for p in acting if not is_within(p, *measured.active, *measured.unknown)]
+    paths = {"not_analysed": [*measured.unknown], "rest": acting}
+    least = 0.1 * max(abs(term.value) for term in measured.terms.values())
+    for term, (cause, remedy) in CAUSES.items():
+        cost = measured.cost(term)
+        if cost is not None and cost.value >= least:
+            modules = paths.get(term, [*measured.active])
+            yield _finding(
+                measured, term, modules, cause if modules else UNEXPLAINED, remedy, term=term
+            )
 
 
-def _evaluation(seen: Measurement) -> Iterator[Finding]:
-    parts, modes = seen.parts, seen.parts.evaluation
-    left = [path for path in parts.modules if path in modes.training]
-    term, varies = seen.terms["left_in_training"], parts.varies_in_evaluation()
-    if left and (term.value or term.error or seen.depends_on_batch or varies):
+def _evaluation(measured: Measurement) -> Iterator[Finding]:
+    parts = measured.parts
+    training = parts.evaluation.training
+    varies = parts.varies_in_evaluation()
+    term = measured.terms["left_in_training"]
+    if training and (term.value or term.error or measured.depends_on_batch or varies):
+        in_order = [path for path in parts.modules if path in training]
         yield _finding(
-            seen,
+            measured,
             "left_in_training",
-            [path for path in left if not path or path.rpartition(".")[0] not in left],
+            [path for path in in_order if not path or path.rpartition(".")[0] not in training],
             "in evaluation, {names} run in training mode (train() of a part was called, or ignores "
-            f"its argument), so results depend on the batch{_losses(seen)}",
+            f"its argument), so results depend on the batch{_losses(measured)}",
             "call eval() on the whole model last, and let overridden train(mode) pass the mode on",
             term="left_in_training",
         )
         return
-    if seen.depends_on_batch:
+    if measured.depends_on_batch:
         yield _finding(
-            seen,
+            measured,
             "depends_on_batch",
-            parts.mixing(modes),
+            parts.mixing(parts.evaluation),
             "in evaluation the output of a sample depends on the other samples of its batch, at "
-            f"{{names}}{_losses(seen)}",
+            f"{{names}}{_losses(measured)}",
             "use running averages in evaluation, or evaluate in shuffled batches of one size",
         )
     if varies:
         yield _finding(
-            seen,
+            measured,
             "varies_in_evaluation",
             (),
             f"in evaluation mode {varies}",
@@ -208,13 +218,13 @@ def _evaluation(seen: Measurement) -> Iterator[Finding]:
         )
 
 
-def _losses(seen: Measurement) -> str:
-    """Of an evaluation that depends on the size of its batches."""
-    for size, loss in seen.loss_at_size.items():
-        alone = "for single samples" if size == 1 else f"in batches of {size}"
-        usual = seen.evaluation
+def _losses(measured: Measurement) -> str:
+    """The losses of an evaluation at both sizes of its batches, if it depends on them."""
+    usual = measured.evaluation
+    for size, loss in measured.loss_at_size.items():
+        batches = "for single samples" if size == 1 else f"in batches of {size}"
         return (
-            f": loss {loss.value:.3g} ± {loss.error:.2g} {alone}, {usual.value:.3g} ± "
-            f"{usual.error:.2g} in batches of {max(seen.sizes)}"
+            f": loss {loss.value:.3g} ± {loss.error:.2g} {batches}, {usual.value:.3g} ± "
+            f"{usual.error:.2g} in batches of {max(measured.sizes)}"
         )
     return ""

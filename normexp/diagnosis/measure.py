@@ -86,8 +86,8 @@ class Measurement:
         self.terms = dict(zip(TERMS, map(self._mean, changes), strict=True))
         self.rows = {path: row_of(site, self.moments[path]) for path, site in self.active.items()}
         largest = max(self.sizes)
-        sizes = [site.group_size(largest) for site in self.active.values()]
-        self.group_size = min(sizes, default=largest)
+        groups = [site.group_size(largest) for site in self.active.values()]
+        self.group_size = min(groups, default=largest)
         self.depends_on_batch = self.parts.mixes("", self.parts.evaluation)
         self.loss_at_size = self._loss_at_size()
         self.tolerance = max(0.01, 0.01 * self.training.value) if tolerance is None else tolerance
@@ -137,14 +137,15 @@ class Measurement:
 
         Given moments of each batch, norms use those of all other batches.
         """
-        losses: list[float] = []
-        measured: dict[str, list[Calls]] = {path: [] for path in self.active}
+        losses = []
+        measured = {path: list[Calls]() for path in self.active}
         for index, batch in enumerate(self.batches):
             model, sites = copied((self.parts.model, self.active), self.parts.fixed)
             set_modes(model, modes)
-            others: dict[NormSite, list[Population]] = {}
-            for path, batch_moments in (moments or {}).items():
-                others[sites[path]] = _of_others(sites[path], batch_moments, index)
+            others = {
+                sites[path]: _of_others(sites[path], of_batches, index)
+                for path, of_batches in (moments or {}).items()
+            }
             with torch.no_grad():
                 write_populations({site: calls[0] for site, calls in others.items()})
             with watching([*sites.values()]) as samples, with_moments(others, own_share=own_share):
@@ -153,8 +154,8 @@ class Measurement:
                 measured[path].append([site.pooled(call) for call in samples[site]])
         self.losses.append(np.array(losses))
         if time.monotonic() - self.start > PATIENCE:
-            num_stages = len(TERMS) + 1
-            print(f"diagnose: measured {len(self.losses)} of {num_stages}", file=sys.stderr)
+            count = f"{len(self.losses)} of {len(TERMS) + 1}"
+            print(f"diagnose: {count} stages measured", file=sys.stderr)
         return measured
 
     # --- Beside the gap --------------------------------------------------------------------------
@@ -181,9 +182,5 @@ class Measurement:
 def _of_others(site: NormSite, batches: list[Calls], index: int) -> list[Population]:
     """The moments of all batches but one, for each call of a site within a forward."""
     others = batches[:index] + batches[index + 1 :]
-    if not any(others):
-        others = batches
-    populations: list[Population] = []
-    for moments in zip_longest(*others):  # None for a batch with fewer calls
-        populations.append(pool_batches(site, [of_call for of_call in moments if of_call]))
-    return populations
+    calls = zip_longest(*(others if any(others) else batches))  # None in batches with fewer calls
+    return [pool_batches(site, [*filter(None, of_call)]) for of_call in calls]

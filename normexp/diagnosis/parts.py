@@ -152,9 +152,9 @@ class Parts:
     def sites(self) -> dict[str, NormSite]:
         """By path, the norms with batch statistics in training and running ones in evaluation."""
         found: dict[str, NormSite] = {}
-        entries: dict[nn.Module, str] = {}  # for modules inside a `Site`, the path of that
-        for name, around in named_sites(self.model):
-            entries |= dict.fromkeys(around.modules(), name)
+        entries: dict[nn.Module, str] = {}  # the path of the `Site` that holds a module
+        for name, own_site in named_sites(self.model):
+            entries |= dict.fromkeys(own_site.modules(), name)
         for path, module in self.modules.items():
             entry = self.up_to_called(entries.get(module, path))[-1]
             for mean, var in permutations(_untrained(module), 2):

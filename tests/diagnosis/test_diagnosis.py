@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from normexp.checks.probe import unlike
-from normexp.diagnosis import Diagnosis, decompose, diagnose
+from normexp.diagnosis import Diagnosis, decompose, diagnose, measure
 from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm
 from normexp.norms.running import RunningMomentsNorm
@@ -593,6 +593,15 @@ def test_a_diagnosis_is_plain_data():
     content = json.loads(json.dumps(examine(poisoned()).to_dict(), allow_nan=False))
     assert content["findings"][0]["kind"] == "not_finite"
     assert content["evaluation"] is None
+
+
+@pytest.mark.parametrize(("patience", "lines"), [(-1, 8), (100, 0)])
+def test_a_long_diagnosis_says_how_far_it_is(patience: int, lines: int, monkeypatch, capsys):
+    monkeypatch.setattr(measure, "PATIENCE", patience)
+    examine(trained(), batches=batches()[:2])
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == lines
+    assert not said or said[-1] == "diagnose: 8 of 8 stages measured"
 
 
 def test_what_a_norm_does_not_count_is_a_dash():
