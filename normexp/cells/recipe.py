@@ -7,8 +7,9 @@ from functools import partial
 from typing import Any
 
 from normexp.batching.processes import is_synchronized
-from normexp.config.compose import DEFAULT_SCHEDULE, shipped_defaults
-from normexp.config.schema import OPTIONAL_GROUPS, PARTS
+from normexp.config.compose import DEFAULT_SCHEDULE
+from normexp.config.groups import OPTIONAL_GROUPS, PARTS
+from normexp.config.shipped import shipped_defaults
 from normexp.config.sizes import SIZES, Share, Sizes
 from normexp.config.spec import CellSpec
 from normexp.config.words import as_typed

@@ -8,18 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from normexp.config.schema import Index, check_value
+from normexp.config.keys import Index, own_keys
 from normexp.config.target import Target, read_target
+from normexp.config.validate import check_value
 from normexp.training.recipe import Schedule, named_schedule, own_schedule
 
 if TYPE_CHECKING:
     from pytorch_lightning.callbacks import Callback
     from pytorch_lightning.loggers import Logger
-
-# Keys of an optimizer's YAML for the training; all others are passed to the optimizer.
-RESERVED_OPTIM_KEYS = (
-    *("default_lr", "decay_norm", "decay_bias", "schedule", "warmup", "weight_decay"),
-)
 
 
 def build_optimizer(
@@ -34,7 +30,8 @@ def build_optimizer(
     Raises:
         UserError: a knob that it does not take.
     """
-    values = {key: value for key, value in values.items() if key not in RESERVED_OPTIM_KEYS}
+    own = own_keys("optim")
+    values = {key: value for key, value in values.items() if key not in own}
     if momentum is not None:
         values["momentum"] = momentum
     target = read_target(values, "optim")

@@ -31,7 +31,7 @@ from wild_norms import StrangerNorm
 from normexp.checks.network import probe_batch
 from normexp.checks.wiring import cannot_stack
 from normexp.config.compose import compose_config
-from normexp.config.schema import group_choices
+from normexp.config.groups import group_choices
 from normexp.config.sizes import Sizes
 from normexp.config.slots import Slots
 from normexp.norms.build import build_norm
