@@ -1,66 +1,18 @@
-"""Builds the optimizer, schedule, callbacks and loggers that a config names."""
+"""Builds the callbacks and loggers that a config names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from normexp.config.keys import Index, own_keys
+from normexp.config.keys import Index
 from normexp.config.target import Target, read_target
 from normexp.config.validate import check_value
-from normexp.training.recipe import Schedule, named_schedule, own_schedule
 
 if TYPE_CHECKING:
     from pytorch_lightning.callbacks import Callback
     from pytorch_lightning.loggers import Logger
-
-
-def build_optimizer(
-    values: Mapping[str, Any], *, momentum: float | None = None
-) -> Callable[..., torch.optim.Optimizer]:
-    """The optimizer that `optim` names, to be called with parameters and a learning rate.
-
-    Args:
-        values: of the group `optim`.
-        momentum: in place of that among the values.
-
-    Raises:
-        UserError: a knob that it does not take.
-    """
-    own = own_keys("optim")
-    values = {key: value for key, value in values.items() if key not in own}
-    if momentum is not None:
-        values["momentum"] = momentum
-    target = read_target(values, "optim")
-    target.require(1, "lr", "weight_decay")
-    return target.call
-
-
-def build_schedule(
-    values: Mapping[str, Any] | None, num_steps: int, *, shape: str, warmup: float
-) -> Schedule:
-    """The schedule that `schedule` names; without one, a shape by name.
-
-    Args:
-        values: of the group `schedule`.
-        shape, warmup: of the group `optim`.
-
-    Raises:
-        UserError: a knob that it does not take, or an error of its own code.
-    """
-    if values is None:
-        return named_schedule(shape, warmup, num_steps)
-    values = dict(values)
-    monitor = values.pop("monitor", None)
-    target = read_target(values, "schedule")
-    if isinstance(target.call.func, type):  # a function gets step and total by position
-        target = target.filled_in({"total_steps": num_steps})
-    target.require(1 if isinstance(target.call.func, type) else 2)
-    with target.explaining_errors():
-        return own_schedule(target.call, target.call.func, num_steps, monitor, target.name)
 
 
 def build_callbacks(values: Mapping[str, Any] | None, metrics: Sequence[str]) -> list[Callback]:
