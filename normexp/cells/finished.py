@@ -16,11 +16,13 @@ from yaml import YAMLError
 
 from normexp.batching.replicas import Batch, Replicas, model_arguments
 from normexp.cells.cell import Cell, make_builder, make_recipe, prepare_cell
-from normexp.cells.recipe import choices_of
+from normexp.cells.describe import choices_of
 from normexp.cells.run import arrange_replicas, build_module
-from normexp.config.compose import refuse_missing_values, shipped_defaults
-from normexp.config.schema import PARTS, validate
+from normexp.config.compose import refuse_missing_values
+from normexp.config.groups import PARTS
+from normexp.config.shipped import shipped_defaults
 from normexp.config.spec import CellSpec
+from normexp.config.validate import read_settings
 from normexp.config.words import format_count
 from normexp.data.build import keeping_data
 from normexp.data.dataset import attach_prediction, without_samples
@@ -41,9 +43,10 @@ from normexp.records.layout import (
 )
 from normexp.records.result import Result, read_result, read_samples, write_samples
 from normexp.reporting.terminal import print_evaluations
-from normexp.training.evaluation import criterion_of, shuffled
+from normexp.training.evaluation import criterion_of
 from normexp.training.fit import evaluate
 from normexp.training.module import Recorder
+from normexp.training.samples import shuffled
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +82,7 @@ def load_run(run_dir: Path) -> nn.Module:
     recipe = make_recipe(spec, data)
     network = make_builder(spec, recipe, data)(seed)
     file = seed_dir(cell_dir, seed) / WEIGHTS_FILE
-    load_weights(network, file, precision=recipe.devices.precision)
+    load_weights(network, file, precision=recipe.settings.trainer.precision)
     attach_prediction(network, data)
     return network.eval()
 
@@ -160,7 +163,7 @@ def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
     if not torch.cuda.is_available():
         changes["trainer.accelerator"] = "cpu"
     spec = recorded_spec(cell_dir, results[0], changes)
-    validate(spec.config)
+    read_settings(spec.config)
     cell = prepare_cell(spec)
     seeds = [result.seed for result in results]
     replicas = _load_replicas(cell, cell_dir, seeds)
@@ -227,7 +230,7 @@ def _load_replicas(cell: Cell, cell_dir: Path, seeds: Sequence[int]) -> Replicas
     networks = [cell.build(seed) for seed in seeds]
     for seed, network in zip(seeds, networks, strict=True):
         path = seed_dir(cell_dir, seed) / WEIGHTS_FILE
-        load_weights(network, path, precision=cell.recipe.devices.precision)
+        load_weights(network, path, precision=cell.recipe.settings.trainer.precision)
     return arrange_replicas(cell, networks)
 
 

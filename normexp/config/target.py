@@ -17,7 +17,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 
 from normexp.config.compose import refuse_missing_values
-from normexp.config.schema import check_value
+from normexp.config.validate import check_value
 from normexp.config.words import join_or, one_line, suggest
 from normexp.errors import UserError
 from normexp.records.provenance import source_line_of, why_missing

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,12 @@ from pytorch_lightning import callbacks as shipped
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy
 
+from normexp.config.keys import TrainerKeys
 from normexp.errors import UserError
 from normexp.records.files import open_atomic
+from normexp.training.callbacks import why_stopped
+from normexp.training.devices import device_type
 from normexp.training.module import TrainingModule
-from normexp.training.recipe import Devices
 from normexp.training.stopping import Interrupted, StopRequest
 
 SECONDS_BETWEEN_SAVES = 60.0
@@ -60,17 +62,17 @@ def fit(
         KeyboardInterrupt: a second request, which stops at once.
     """
     stop = stop or StopRequest()
-    devices = module.recipe.devices
+    settings = module.recipe.settings
     with quiet_lightning(), module.arithmetic, stop.listening():
         trainer = pl.Trainer(
             max_epochs=math.ceil(module.recipe.num_steps / module.batches.steps_per_epoch),
-            check_val_every_n_epoch=module.recipe.val_every_epochs,
+            check_val_every_n_epoch=settings.val_every_epochs,
             num_sanity_val_steps=0,
             logger=False,
             callbacks=[*callbacks, Checkpointer(checkpoint, stop)],
             plugins=[AtomicCheckpointIO()],
             **BARE,
-            **trainer_options(devices, stop),
+            **trainer_options(settings.trainer, stop),
         )
         resume = str(checkpoint) if checkpoint.is_file() else None
         try:
@@ -95,8 +97,7 @@ def fit(
 
 def evaluate(module: TrainingModule) -> None:
     """Validates and tests a module without training; fills `module.metrics`."""
-    devices = module.recipe.devices
-    options = trainer_options(devices, StopRequest())
+    options = trainer_options(module.recipe.settings.trainer, StopRequest())
     with quiet_lightning(), module.arithmetic:
         trainer = pl.Trainer(logger=False, enable_checkpointing=False, **BARE, **options)
         trainer.validate(module, verbose=False)
@@ -124,19 +125,19 @@ def quiet_lightning() -> Iterator[None]:
 # --- Devices -------------------------------------------------------------------------------------
 
 
-def trainer_options(devices: Devices, stop: StopRequest) -> dict[str, Any]:
+def trainer_options(keys: TrainerKeys, stop: StopRequest) -> dict[str, Any]:
     """Returns the options of Lightning's Trainer."""
     strategy: Any = "auto"
-    if devices.strategy == "ddp" and devices.count > 1:
+    if keys.num_processes > 1:
         # The processes are connected already. Without an explicit environment Lightning would
         # choose SLURM's inside any SLURM job.
         strategy = ReplicatedStrategy(stop, cluster_environment=LightningEnvironment())
     return {
-        "accelerator": devices.type,
-        "devices": devices.per_node,
-        "num_nodes": devices.num_nodes,
+        "accelerator": device_type(keys.accelerator),
+        "devices": keys.devices,
+        "num_nodes": keys.num_nodes,
         "strategy": strategy,
-        "precision": devices.precision,
+        "precision": keys.precision,
     }
 
 
@@ -224,83 +225,6 @@ class Checkpointer(shipped.Checkpoint):
             self._saved_at = time.monotonic()
         if wish == STOP:
             raise Interrupted
-
-
-# --- Callbacks -----------------------------------------------------------------------------------
-
-# Callbacks of Lightning that cannot be used, and what to use instead.
-UNSUPPORTED: dict[type, str] = {
-    shipped.Checkpoint: "normexp writes checkpoints and weights.pt itself, and resumes from them",
-    shipped.ProgressBar: "normexp shows its own progress",
-    shipped.ModelSummary: "the result and the report have the number of parameters",
-    shipped.GradientAccumulationScheduler: "set micro_batch_size=...",
-    shipped.StochasticWeightAveraging: "the weights of the last step are evaluated",
-    shipped.WeightAveraging: "the weights of the last step are evaluated",
-    shipped.BatchSizeFinder: "set micro_batch_size=...",
-    shipped.LearningRateFinder: "python -m normexp.tune searches it",
-    shipped.Timer: "set steps=... or epochs=...",
-    shipped.BaseFinetuning: "its parameters would leave the optimizer's groups",
-    shipped.ModelPruning: "it renames parameters, so that no checkpoint would fit",
-    shipped.BasePredictionWriter: "nothing is predicted",
-}
-ON_BATCHES = ("on_train_batch_start", "on_train_batch_end")
-NEVER_CALLED = (
-    *("on_before_zero_grad", "on_before_backward", "on_after_backward"),
-    "on_before_optimizer_step",
-)
-
-
-def check_callback(callback: pl.Callback, name: str, metrics: Sequence[str]) -> None:
-    """Raises UserError for a callback that cannot work here.
-
-    Args:
-        name: its key and class, for messages.
-        metrics: names of validation metrics that it may monitor.
-    """
-    for kind, instead in UNSUPPORTED.items():
-        if isinstance(callback, kind):
-            raise UserError(f"{name} cannot be used: {instead}")
-    never = _own_hooks(callback, NEVER_CALLED)
-    if never:
-        raise UserError(
-            f"{name}: {never[0]} is never called, since normexp takes the optimizer steps itself; "
-            "try on_train_batch_end"
-        )
-    monitor = getattr(callback, "monitor", None)
-    if monitor is not None and monitor not in metrics:
-        raise UserError(
-            f"{name}: monitor={monitor} is not a metric of the validation; try {', '.join(metrics)}"
-        )
-
-
-def describe_monitor(callbacks: Iterable[pl.Callback]) -> str | None:
-    """Describes the first callback with a `monitor`: `EarlyStopping acts on val/loss`, or None."""
-    for callback in callbacks:
-        if (metric := getattr(callback, "monitor", None)) is not None:
-            return f"{type(callback).__name__} acts on {metric}"
-    return None
-
-
-def act_on_batches(callbacks: Iterable[pl.Callback]) -> bool:
-    """True if a callback acts on training batches: each must then be a single optimizer step."""
-    return any(_own_hooks(callback, ON_BATCHES) for callback in callbacks)
-
-
-def why_stopped(trainer: pl.Trainer) -> str | None:
-    """Why an EarlyStopping ended the training; None if none did."""
-    for callback in trainer.early_stopping_callbacks:
-        if trainer.should_stop and callback.stopping_reason_message:
-            reason = callback.stopping_reason_message.partition(" Signaling")[0]
-            return f"{type(callback).__name__}: {reason}"
-    return None
-
-
-def _own_hooks(callback: pl.Callback, hooks: Sequence[str]) -> list[str]:
-    """The hooks that a callback defines, in its class or on the instance."""
-    functions = {hook: getattr(getattr(callback, hook), "__func__", None) for hook in hooks}
-    return [
-        hook for hook, function in functions.items() if function is not getattr(pl.Callback, hook)
-    ]
 
 
 class StepReports(pl.Callback):

@@ -1,129 +1,79 @@
-"""The recipe of a training: every choice but its network, its data and its seeds.
-
-Its devices, the number of its steps, their learning rates, and the optimizer of a stack.
-"""
+"""The recipe of a training: the settings of a cell, and what follows from them and its data."""
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from numbers import Real
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-import torch
+from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.loggers import Logger
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim import Optimizer
 
+from normexp.batching.processes import is_synchronized
 from normexp.batching.replicas import Replicas
-from normexp.config.sizes import Sizes
+from normexp.config.compose import DEFAULT_SCHEDULE
+from normexp.config.keys import Settings
+from normexp.config.shipped import shipped_defaults
+from normexp.config.sizes import Share, Sizes
+from normexp.config.spec import CellSpec
+from normexp.config.words import as_typed
 from normexp.errors import UserError
-from normexp.norms.site import norm_parameters
-
-if TYPE_CHECKING:
-    from pytorch_lightning.callbacks import Callback
-    from pytorch_lightning.loggers import Logger
-
-OptimizerFactory = Callable[..., Optimizer]
-
-
-@dataclass(frozen=True)
-class Devices:
-    """The devices that train a cell together, and the precision of their numbers."""
-
-    accelerator: str  # auto, cpu, gpu or cuda
-    per_node: int
-    num_nodes: int
-    strategy: str  # auto, or ddp for several devices
-    precision: str  # 32-true, bf16-mixed or 64-true
-    matmul_precision: str  # of float32 on a GPU: highest, high or medium
-    shares_statistics: bool  # the norm takes its statistics over all devices
-
-    @property
-    def count(self) -> int:
-        """The number of devices, over all nodes."""
-        return self.per_node * self.num_nodes
-
-    @property
-    def type(self) -> str:
-        """`cuda` or `cpu`; any other accelerator is left for Lightning to check.
-
-        `auto` is never "mps", which has no float64 for sums over a data set.
-        """
-        if self.accelerator == "auto":
-            return "cuda" if torch.cuda.is_available() else "cpu"
-        return "cuda" if self.accelerator == "gpu" else self.accelerator
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The learning rate over a training, as a scheduler of torch sets it.
-
-    Attributes:
-        build: makes the scheduler, which steps after each optimizer step, or at each validation if
-            it monitors a metric.
-        follows_lr: at every step the rate is proportional to `lr`; not known of schedulers that
-            are not ours, such as OneCycleLR with its `max_lr`.
-        monitor: the name of that metric.
-        name: of the class of the scheduler.
-    """
-
-    total_steps: int
-    build: Callable[[Optimizer], LRScheduler]
-    follows_lr: bool = False
-    monitor: str | None = None
-    name: str | None = None
+from normexp.training.callbacks import act_on_batches, build_callbacks
+from normexp.training.optimizer import (
+    OptimizerFactory,
+    OwnRates,
+    build_optimizer,
+    parameter_groups,
+    scale_learning_rate,
+)
+from normexp.training.schedule import Schedule, build_schedule
+from normexp.training.statistics import STATISTICS
+from normexp.training.trackers import build_loggers, logger_targets
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a cell is trained, evaluated and logged. Its factories build anew for each training."""
+    """How a cell is trained, evaluated and logged.
 
-    # Length
-    sizes: Sizes  # those with which one device trains like all devices together
-    drop_last: bool  # drop the last incomplete batch of each epoch
-    steps_per_epoch: int
-    schedule: Schedule  # the learning rate of each of all optimizer steps
+    Attributes:
+        settings: as typed.
+        num_train: training samples of its data.
+        sizes: those with which one device trains like all devices together.
+        schedule: the learning rate of each of all optimizer steps.
+        optimizer: builds it, from parameters and a learning rate.
+        lr: as typed, scaled by `lr_rule`.
+        optimizer_momentum: scaled likewise; None for an optimizer without momentum.
+        max_chunk: at most so many optimizer steps in one call of training_step.
+        is_synchronized: the norm takes its statistics over all devices.
+        callbacks: builds those of the user.
+        loggers: builds those of one run, from its names and folders.
+        mixes_samples, mixes_in_evaluation: whether its norms do, as probed.
+        lr_scales: the learning rate of each replica of a stack, as a share of `lr`.
+    """
 
-    # Optimizer steps
-    optimizer: OptimizerFactory  # has `optimizer_momentum`
-    optimizer_target: str  # its dotted path, for messages
+    settings: Settings
+    num_train: int
+    sizes: Sizes
+    schedule: Schedule
+    optimizer: OptimizerFactory
     lr: float
-    optimizer_momentum: float | None  # None for an optimizer without momentum
-    weight_decay: float
-    decay_norm: bool  # also the parameters of norms
-    decay_bias: bool  # also biases of modules other than norms
-    max_grad_norm: float | None  # 2-norm per replica; None: no clipping
-    norm_momentum: float | None  # of running averages, from a half-life; None: that of the norm
+    optimizer_momentum: float | None
+    max_chunk: int
+    is_synchronized: bool
+    callbacks: Callable[[], list[Callback]]
+    loggers: Callable[[Mapping[str, Any]], list[Logger]]
+    mixes_samples: bool = True
+    mixes_in_evaluation: bool = False
+    lr_scales: tuple[float, ...] | None = None
 
-    # Evaluation
-    val_every_epochs: int
-    statistics: tuple[str, ...]  # of running, precise, own_share and batch; running always
-    precise_samples: int  # training samples to pool for precise statistics
-    evaluation_batch_sizes: tuple[int, ...]  # samples per batch, for batch statistics
-    evaluates_every_epoch: bool  # all statistics at every validation, not only at the end
-
-    # Execution
-    devices: Devices
-    stack: bool | None  # train seeds together; None: where it pays
-    max_chunk: int  # at most so many optimizer steps in one call of training_step
-    compile: bool  # torch.compile the forward of training
-    cuda_graph: bool  # record an optimizer step once and replay it
-    save_weights: bool
-    allow_leak: bool  # train a network that sees future tokens; its numbers are INVALID
-
-    # What watches and records
-    callbacks: Callable[[], list[Callback]]  # the user's
-    log_every: int  # optimizer steps per row of train/loss
-    loggers: Callable[[Mapping[str, Any]], list[Logger]]  # of one run, from its names and folders
-
-    # Of one training
-    lr_scales: tuple[float, ...] | None = None  # each replica's learning rate, as a share of `lr`
-    mixed_in_evaluation: int | None = None  # samples that the norm mixes there; None if it does not
+    @property
+    def steps_per_epoch(self) -> int:
+        drop_last = self.settings.drop_last
+        return count_steps_per_epoch(self.num_train, self.sizes.batch_size, drop_last=drop_last)
 
     @property
     def num_steps(self) -> int:
@@ -133,21 +83,41 @@ class Recipe:
     def num_epochs(self) -> float:
         return self.num_steps / self.steps_per_epoch
 
-    def for_norm(self, *, mixes_samples: bool, mixes_in_evaluation: bool) -> Recipe:
-        """The recipe for a norm that was probed: what does not depend on batches is left out."""
-        return replace(
-            self,
-            evaluation_batch_sizes=self.evaluation_batch_sizes if mixes_samples else (),
-            statistics=tuple(s for s in self.statistics if mixes_samples or s != "own_share"),
-            mixed_in_evaluation=self.sizes.norm if mixes_in_evaluation else None,
-        )
+    @property
+    def norm_momentum(self) -> float | None:
+        """The momentum of running averages, from a half-life; None: that of the norm."""
+        half_life = self.settings.norm.half_life
+        if half_life is None:
+            return None
+        return momentum_of_half_life(half_life, self.sizes.batch_size)
 
-    def build_optimizer(self, replicas: Replicas) -> torch.optim.Optimizer:
+    @property
+    def statistics(self) -> Sequence[str]:
+        """The kinds of statistics that evaluation uses: those asked for that the norm has."""
+        kinds = self.settings.evaluate_with
+        if not self.mixes_samples:
+            kinds = [k for k in kinds if k not in STATISTICS or not STATISTICS[k].needs_mixing]
+        return kinds
+
+    @property
+    def evaluation_batch_sizes(self) -> list[int]:
+        """Samples per batch, for batch statistics."""
+        if "batch" not in self.statistics:
+            return []
+        return self.settings.evaluate_batch_sizes or [self.sizes.norm]
+
+    @property
+    def mixed_in_evaluation(self) -> int | None:
+        """Samples that the norm mixes in evaluation; None if it mixes none."""
+        return self.sizes.norm if self.mixes_in_evaluation else None
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        optim = self.settings.optim
         groups = parameter_groups(
-            replicas,
-            weight_decay=self.weight_decay,
-            decay_norm=self.decay_norm,
-            decay_bias=self.decay_bias,
+            model,
+            weight_decay=optim.weight_decay,
+            decay_norm=optim.decay_norm,
+            decay_bias=bool(optim.decay_bias),
         )
         return self.optimizer(groups, lr=self.lr)
 
@@ -155,50 +125,81 @@ class Recipe:
         return None if self.lr_scales is None else OwnRates(replicas, self.lr_scales)
 
 
-def check_devices(devices: Devices) -> None:
-    """Raises UserError for GPUs that this machine lacks."""
-    accelerator, wanted, count = devices.accelerator, devices.per_node, torch.cuda.device_count()
-    if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
-        raise UserError(
-            f"trainer.accelerator={accelerator}: this machine has no CUDA GPU; "
-            "try trainer=cpu, or trainer=auto, which takes a GPU if there is one"
-        )
-    if accelerator != "cpu" and torch.cuda.is_available() and wanted > max(count, 1):
-        raise UserError(
-            f"trainer.devices={wanted}: this machine has {count} GPU{'s' if count > 1 else ''}; "
-            f"try trainer.devices={count} or trainer.accelerator=cpu"
-        )
+def recipe_of(spec: CellSpec, *, num_train: int, metrics: Sequence[str]) -> Recipe:
+    """The recipe of a cell, before it is known what its norm mixes.
 
+    Args:
+        num_train: training samples of its data.
+        metrics: names of the metrics that a validation measures.
 
-@contextmanager
-def gpu_arithmetic(matmul_precision: str) -> Iterator[None]:
-    """Inside the block a GPU multiplies float32 as asked for, and equal steps have equal bits.
-
-    `highest` is float32; `high` is TF32 with 10 bits of mantissa, and `medium` less, on tensor
-    cores. By default torch uses TF32 for convolutions but not for matrix products; here both follow
-    one setting.
-
-    By default cuDNN may choose convolutions whose sums differ from call to call, and the backward
-    of fused attention may add up in any order (pytorch#182551). Then a resumed training would not
-    end as one that was never interrupted. So both are off. (Under vmap, that backward also fails.)
+    Raises:
+        UserError: values that contradict each other, or a part that cannot be built.
     """
-    cudnn: Any = torch.backends.cudnn  # not its `flags`, which switch it off by default
-    before = torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.deterministic
-    torch.set_float32_matmul_precision(matmul_precision)
-    cudnn.allow_tf32, cudnn.deterministic = matmul_precision != "highest", True
-    try:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before[0])
-        cudnn.allow_tf32, cudnn.deterministic = before[1:]
+    settings, config = spec.settings, spec.config
+    synchronized = is_synchronized(config["norm"])
+    sizes = _sizes_of(settings, num_train, synchronized=synchronized)
+    limit, batch_size = settings.data.limit_train, sizes.batch_size
+    if limit is not None and limit < batch_size:
+        raise UserError(
+            f"data.limit_train={limit} is less than one batch_size={batch_size}; "
+            f"try data.limit_train={batch_size} or a smaller batch_size"
+        )
+    lr, momentum = scale_learning_rate(
+        settings.lr_rule,
+        lr=settings.lr,
+        momentum=settings.optim.momentum,
+        batch_size=batch_size,
+        base_batch_size=settings.base_batch_size,
+    )
+    _check_schedule(spec, metrics)
+    _check_half_life(config["norm"])
+    logger_targets(config["logger"])  # refuses a mistake before a training begins
+    callbacks = partial(build_callbacks, config.get("callback"), metrics)
+    return Recipe(
+        settings=settings,
+        num_train=num_train,
+        sizes=sizes,
+        schedule=build_schedule(
+            config.get("schedule"),
+            count_steps(settings, num_train),
+            shape=settings.optim.schedule,
+            warmup=settings.optim.warmup,
+        ),
+        optimizer=build_optimizer(config["optim"], momentum=momentum),
+        lr=lr,
+        optimizer_momentum=momentum,
+        max_chunk=1 if act_on_batches(callbacks()) else settings.chunk,
+        is_synchronized=synchronized,
+        callbacks=callbacks,
+        loggers=partial(build_loggers, config["logger"]),
+    )
 
 
-# --- Length and learning rates -------------------------------------------------------------------
+# --- Sizes and length ----------------------------------------------------------------------------
+
+
+def _sizes_of(settings: Settings, num_train: int, *, synchronized: bool) -> Sizes:
+    """The sizes with which one device trains like all devices of a training."""
+    typed, num_devices = settings.sizes, settings.trainer.num_processes
+    if num_devices > 1 and synchronized and typed.norm < typed.micro:
+        raise UserError(
+            f"norm_batch_size={typed.norm}: the norm takes statistics over all "
+            f"{num_devices} devices; try norm_batch_size=null, or norm=batch"
+        )
+    sizes = typed.shared_by(num_devices, synchronized=synchronized)
+    rest = 0 if settings.drop_last else num_train % sizes.batch_size
+    last_device = Share(num_devices - 1, num_devices)
+    has_samples = len(sizes.micro_bounds(rest, last_device)) == len(sizes.micro_bounds(rest))
+    if synchronized and not has_samples:  # the others would wait for its part of the statistics
+        raise UserError(
+            f"drop_last=false: the last batch of an epoch has {rest} samples, which leaves one of "
+            f"{num_devices} devices without any; try drop_last=true, or norm=batch"
+        )
+    return sizes
 
 
 def count_steps_per_epoch(num_samples: int, batch_size: int, *, drop_last: bool) -> int:
-    """Returns the number of optimizer steps in one pass over the training samples."""
+    """The number of optimizer steps in one pass over the training samples."""
     steps = num_samples // batch_size if drop_last else math.ceil(num_samples / batch_size)
     if steps == 0:
         raise UserError(
@@ -208,53 +209,25 @@ def count_steps_per_epoch(num_samples: int, batch_size: int, *, drop_last: bool)
     return steps
 
 
-def count_steps(
-    steps_per_epoch: int,
-    batch_size: int,
-    *,
-    epochs: int,
-    steps: int | None,
-    samples: int | None,
-    samples_per_epoch: int,
-) -> int:
-    """Returns the optimizer steps of a whole training; `steps` or `samples` override `epochs`."""
-    if steps is not None:
-        return steps
-    if samples is not None:
-        if samples < batch_size:
-            raise UserError(f"samples={samples} is less than one batch_size={batch_size}")
-        whole, rest = divmod(samples, samples_per_epoch)
-        return whole * steps_per_epoch + rest // batch_size
-    return epochs * steps_per_epoch
+def count_steps(settings: Settings, num_train: int) -> int:
+    """The optimizer steps of a whole training; `steps` or `samples` override `epochs`."""
+    size, samples = settings.batch_size, settings.samples
+    per_epoch = count_steps_per_epoch(num_train, size, drop_last=settings.drop_last)
+    if settings.steps is not None:
+        return settings.steps
+    if samples is None:
+        return settings.epochs * per_epoch
+    if samples < size:
+        raise UserError(f"samples={samples} is less than one batch_size={size}")
+    whole, rest = divmod(samples, min(num_train, per_epoch * size))
+    return whole * per_epoch + rest // size
 
 
-def scale_learning_rate(
-    rule: str, *, lr: float, momentum: float | None, batch_size: int, base_batch_size: int
-) -> tuple[float, float | None]:
-    """Returns learning rate and momentum for `batch_size`, given those for `base_batch_size`.
-
-    With k = batch_size / base_batch_size:
-        none            unchanged
-        linear          lr * k (Goyal et al., arXiv:1706.02677)
-        sqrt            lr * sqrt(k) (Hoffer et al., arXiv:1705.08741)
-        momentum_aware  m' = m^k, lr * k * (1 - m') / (1 - m): past samples have the same weight
-                        at every batch size (Chiley et al., arXiv:1905.05894)
-
-    Raises:
-        UserError: momentum_aware for an optimizer without momentum.
-    """
-    k = batch_size / base_batch_size
-    if rule == "momentum_aware":
-        if momentum is None:
-            raise UserError("lr_rule=momentum_aware needs optim.momentum; try optim=sgd")
-        scaled = momentum**k
-        return lr * k * (1 - scaled) / (1 - momentum), scaled
-    factor = {"none": 1.0, "linear": k, "sqrt": math.sqrt(k)}[rule]
-    return lr * factor, momentum
+# --- What contradicts each other ------------------------------------------------------------------
 
 
 def momentum_of_half_life(half_life: float, batch_size: int) -> float:
-    """Returns the momentum (weight of the new value) that halves the past in `half_life` samples.
+    """The momentum (weight of the new value) that halves the past in `half_life` samples.
 
     1 - 2^(-batch_size / half_life): the running average remembers equally many samples at every
     batch size.
@@ -262,144 +235,32 @@ def momentum_of_half_life(half_life: float, batch_size: int) -> float:
     return 1 - 2 ** (-batch_size / half_life)
 
 
-def schedule_by_factor(factor: Callable[[int], float], total_steps: int) -> Schedule:
-    """The schedule whose rate at a step, counted from 0, is `lr` times a factor."""
-
-    def build(optimizer: Optimizer) -> LRScheduler:
-        # After the last step the scheduler asks for the rate of one more.
-        return LambdaLR(optimizer, lambda step: factor(min(step, total_steps - 1)))
-
-    return Schedule(total_steps, build, follows_lr=True)
-
-
-def named_schedule(kind: str, warmup: float, total_steps: int) -> Schedule:
-    """Linear warm-up over the first `warmup` (a share of the steps), then, as u goes from 0 to 1:
-
-    constant    1
-    cosine      (1 + cos(pi u)) / 2 (arXiv:1608.03983)
-    linear      1 - u
-    wsd         1, then linear to 0 over the last fifth of all steps (arXiv:2404.06395)
-    one_cycle   cosine down to 1e-4; its warm-up begins at 1/25 (arXiv:1708.07120)
-    """
-    warmup_steps = round(warmup * total_steps)
-    rest = max(1, total_steps - warmup_steps)
-
-    def factor(step: int) -> float:
-        if step < warmup_steps:
-            risen = (step + 1) / warmup_steps
-            return 1 / 25 + (1 - 1 / 25) * risen if kind == "one_cycle" else risen
-        if kind == "wsd":
-            return min(1.0, (total_steps - step) / (0.2 * total_steps))
-        if kind == "constant":
-            return 1.0
-        if kind == "linear":
-            return 1 - (step - warmup_steps) / rest
-        cosine = (1 + math.cos(math.pi * (step - warmup_steps) / rest)) / 2
-        return max(cosine, 1e-4) if kind == "one_cycle" else cosine
-
-    return schedule_by_factor(factor, total_steps)
+def _check_half_life(norm: Mapping[str, Any]) -> None:
+    """Refuses a half-life beside a momentum, among the values of `norm`."""
+    half_life, momentum = norm.get("half_life"), norm.get("momentum")
+    if half_life is not None and momentum is not None:
+        raise UserError(
+            f"norm.momentum={momentum} and norm.half_life={half_life} are both set; "
+            "add norm.momentum=null to use the half-life"
+        )
 
 
-def own_schedule(
-    make: Callable[..., Any], target: Any, total_steps: int, monitor: str | None, name: str
-) -> Schedule:
-    """The schedule of a user's function of (step, total_steps), or of a scheduler class.
-
-    Args:
-        make: `target` with its knobs.
-        monitor: for a scheduler whose `step` takes `metrics`; val/loss if None.
-        name: of the target, for messages.
-
-    Raises:
-        UserError: a factor that is not a number from 0 on. Errors of its own code pass through.
-    """
-    is_scheduler = isinstance(target, type) and issubclass(target, LRScheduler)
-    takes_metric = is_scheduler and "metrics" in inspect.signature(target.step).parameters
-    if monitor is not None and not takes_metric:
-        raise UserError(f"schedule.monitor={monitor}: this schedule uses no metric; drop the key")
-    if not is_scheduler:
-        for step in {*range(0, total_steps, max(1, total_steps // 100)), total_steps - 1}:
-            factor = make(step, total_steps)
-            if not isinstance(factor, Real) or not 0 <= float(factor) < math.inf:
-                raise UserError(
-                    f"{name} returns {factor!r} at step {step} of {total_steps}; return a number, "
-                    "0 or more: the factor on lr"
-                )
-        return schedule_by_factor(lambda step: float(make(step, total_steps)), total_steps)
-    trial = SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
-    scheduler = make(trial)
-    if not takes_metric:
-        trial.step()
-        scheduler.step()
-    watched = (monitor or "val/loss") if takes_metric else None
-    return Schedule(total_steps, make, monitor=watched, name=target.__name__)
-
-
-# --- One optimizer for all replicas of a stack, and weight decay ----------------------------------
-
-
-def parameter_groups(
-    model: nn.Module, *, weight_decay: float, decay_norm: bool, decay_bias: bool = True
-) -> list[dict[str, object]]:
-    """Returns groups with and without weight decay.
-
-    Parameters are told apart by their module and name (a bias is called `bias` or `..._bias`), not
-    by their dimensions: a stack adds a dimension, and some norms have parameters with several.
-
-    Args:
-        decay_norm: whether the parameters of norms decay, their biases included.
-        decay_bias: whether all other biases do.
-    """
-    of_norms = {id(p) for p in norm_parameters(model)}
-    decayed, kept = list[nn.Parameter](), list[nn.Parameter]()
-    for name, parameter in model.named_parameters():
-        decays = decay_norm if id(parameter) in of_norms else decay_bias or name[-4:] != "bias"
-        if parameter.requires_grad:
-            (decayed if decays else kept).append(parameter)
-    groups: list[dict[str, object]] = [{"params": decayed, "weight_decay": weight_decay}]
-    return [*groups, {"params": kept, "weight_decay": 0.0}] if kept else groups
-
-
-class OwnRates:
-    """Trains each replica of a stack at its own learning rate, with one optimizer.
-
-    The optimizer steps at the common rate lr, then replica r keeps the share s_r of its update:
-    p_r = old_r + s_r (new_r - old_r). This equals a step at the rate s_r lr for every optimizer
-    whose update is linear in its rate given the gradients, and whose state does not contain the
-    rate: SGD with momentum, Adam, AdamW with its decoupled decay, and the other elementwise
-    optimizers of torch.
-
-    Args:
-        scales: s_r in (0, 1]. The common rate is the largest, so rounding is never magnified.
-    """
-
-    def __init__(self, replicas: Replicas, scales: Sequence[float]) -> None:
-        device = next(replicas.parameters()).device
-        factors = torch.tensor(scales, dtype=torch.float64, device=device)
-        trees = [factors] if replicas.is_stacked else list(factors)
-        self._scaled = [  # with a scale () or (S, 1, ...)
-            (p, scale.to(p.dtype).view(scale.shape + (1,) * (p.ndim - scale.ndim)))
-            for tree, scale in zip(replicas.trees, trees, strict=True)
-            for p in tree.parameters()
-            if p.requires_grad
-        ]
-
-    @torch.no_grad()
-    def step(self, optimizer: Optimizer) -> None:
-        """Steps the optimizer; then each replica keeps its share of the update."""
-        before = [parameter.detach().clone() for parameter, _ in self._scaled]
-        optimizer.step()
-        for old, (parameter, scale) in zip(before, self._scaled, strict=True):
-            parameter.copy_(old.lerp_(parameter, scale))  # exact to the bit for a scale of 1
-
-
-# They update each value from its own history alone, by a step that is linear in the rate.
-ELEMENTWISE = (
-    *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
-    *(torch.optim.Adamax, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta),
-)
-
-
-def can_train_a_stack(optimizer: torch.optim.Optimizer) -> bool:
-    """True if one optimizer acts on a stack as on each run alone; not known of foreign ones."""
-    return type(optimizer) in ELEMENTWISE
+def _check_schedule(spec: CellSpec, metrics: Sequence[str]) -> None:
+    """Refuses keys of `optim` that `schedule` replaces, and a monitor that is not a metric."""
+    schedule = spec.settings.schedule
+    if schedule is None:
+        return
+    defaults = shipped_defaults("optim", spec.choices["optim"]) or DEFAULT_SCHEDULE
+    for key in DEFAULT_SCHEDULE:
+        value = spec.config["optim"][key]
+        if value != defaults[key]:
+            raise UserError(
+                f"optim.{key}={as_typed(value)}: nothing reads this key, since "
+                "schedule is set; drop one of them"
+            )
+    monitor = schedule.get("monitor", "val/loss")
+    if monitor not in metrics:
+        raise UserError(
+            f"schedule.monitor={monitor} is not a metric of the validation; "
+            f"try {', '.join(metrics)}"
+        )

@@ -20,13 +20,13 @@ from gpu_cases import (
 from tape import Tape
 
 from normexp.batching.draws import Dropout
-from normexp.config.schema import group_choices
+from normexp.config.groups import group_choices
 from normexp.config.sizes import Sizes
 from normexp.data.augment import Augmentation
 from normexp.data.batches import TrainingBatches
 from normexp.errors import UserError
 from normexp.training import cuda_graph
-from normexp.training.evaluation import with_population
+from normexp.training.statistics import with_population
 
 NORMS = [name for name in group_choices("norm") if name not in ("custom", "as_built")]
 EVERY = [
