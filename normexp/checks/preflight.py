@@ -103,9 +103,6 @@ class Traits:
     def leaks_future(self) -> bool:
         return self.leak is not None
 
-    def single_valued(self, group_size: int) -> list[str]:
-        return single_valued(self.reaches, group_size)
-
 
 def examine(
     network: nn.Module, data: Data, sizes: Sizes, *, drop_last: bool, allow_leak: bool = False

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from normexp.batching.copies import copied
 from normexp.batching.replicas import model_arguments
 from normexp.checks.network import name_some, probe_batch
-from normexp.checks.preflight import Traits, check_optimizer
+from normexp.checks.preflight import Traits, check_optimizer, single_valued
 from normexp.checks.probe import fixed_draws
 from normexp.config.slots import PLACES, set_but_unused
 from normexp.config.words import as_typed
@@ -129,7 +129,7 @@ def check_evaluation(recipe: Recipe, data: Data, traits: Traits) -> None:
                 f"evaluate_batch_sizes: {max(sizes)} is more than the {num_samples} samples "
                 f"of {split}; try evaluate_batch_sizes=[{num_samples}] or less"
             )
-    single = traits.single_valued(min(sizes))
+    single = single_valued(traits.reaches, min(sizes))
     if single:
         raise UserError(
             f"evaluate_batch_sizes={min(sizes)} leaves one value per statistic at "
