@@ -182,25 +182,6 @@ def lacks_mask(site: EnteredSite) -> bool:
     return site.mask is not None and not site.module.site.takes_mask
 
 
-def check_optimizer(network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raises UserError for a parameter that requires a gradient but is in no group.
-
-    Args:
-        optimizer: built for the parameters of this network.
-    """
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    missing = [
-        name
-        for name, parameter in network.named_parameters()
-        if parameter.requires_grad and id(parameter) not in trained
-    ]
-    if missing:
-        raise UserError(
-            f"parameter {name_some(missing)} requires a gradient but is not in the optimizer; "
-            "try another optim, or set requires_grad=False on what is not to be trained"
-        )
-
-
 # ---------------------------------------------------------------- other samples, later positions
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from normexp.batching.copies import copied
 from normexp.batching.replicas import model_arguments
 from normexp.checks.network import name_some, probe_batch
-from normexp.checks.preflight import Traits, check_optimizer, single_valued
+from normexp.checks.preflight import Traits, single_valued
 from normexp.checks.probe import fixed_draws
 from normexp.config.slots import PLACES, set_but_unused
 from normexp.config.words import as_typed
@@ -81,6 +81,25 @@ def check_optimizer_step(recipe: Recipe, network: nn.Module) -> Optimizer:
     except Exception as error:  # user code may raise anything
         line = source_line_of(error)
         raise UserError(f"{name}: {first_line(error)}{line}") from error
+
+
+def check_optimizer(network: nn.Module, optimizer: Optimizer) -> None:
+    """Raises UserError for a parameter that requires a gradient but is in no group.
+
+    Args:
+        optimizer: built for the parameters of this network.
+    """
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [
+        name
+        for name, parameter in network.named_parameters()
+        if parameter.requires_grad and id(parameter) not in trained
+    ]
+    if missing:
+        raise UserError(
+            f"parameter {name_some(missing)} requires a gradient but is not in the optimizer; "
+            "try another optim, or set requires_grad=False on what is not to be trained"
+        )
 
 
 def why_alone(recipe: Recipe, optimizer: Optimizer) -> str | None:

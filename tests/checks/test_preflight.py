@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from train_cases import prepare
 
 from normexp.checks.network import BuiltNetwork, smallest_group
-from normexp.checks.preflight import OUTSIDE, Traits, check_optimizer, examine, reaches_of
+from normexp.checks.preflight import OUTSIDE, Traits, examine, reaches_of
+from normexp.checks.training import check_optimizer
 from normexp.config.sizes import Sizes
 from normexp.config.slots import Slots
 from normexp.data.dataset import Data
