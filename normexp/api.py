@@ -250,9 +250,9 @@ def replace_norms(
     from normexp.build import norm_factory
     from normexp.config.compose import compose_config
     from normexp.config.schema import Count, check_value
-    from normexp.config.words import as_typed
     from normexp.models import surgery
     from normexp.models.recognise import recognise
+    from normexp.words import as_typed
 
     check_value("norm_batch_size", norm_batch_size, Count | None)
     words = [
@@ -277,7 +277,7 @@ def replace_norms(
 def _words(overrides: str | Sequence[str], values: Mapping[str, Any]) -> list[str]:
     """The words of a command line: `overrides`, and one for each of the values."""
     from normexp.config.schema import Words, check_value, takes
-    from normexp.config.words import as_typed
+    from normexp.words import as_typed
 
     words = shlex.split(overrides) if isinstance(overrides, str) else [*overrides]
     check_value("overrides", words, Words)

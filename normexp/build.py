@@ -27,7 +27,6 @@ from normexp.config.sizes import Sizes
 from normexp.config.slots import SLOTS, resolve
 from normexp.config.spec import CellSpec
 from normexp.config.target import Target, read_target
-from normexp.config.words import as_typed
 from normexp.data.dataset import Data, describe_copies, limit_train, validate
 from normexp.errors import UserError
 from normexp.models import packages
@@ -39,6 +38,7 @@ from normexp.norms.adapt import foreign_factory
 from normexp.norms.factory import AsBuilt, NormFactory, is_shipped
 from normexp.norms.running import NUM_TRAINING_STEPS
 from normexp.training.recipe import Schedule, named_schedule, own_schedule
+from normexp.words import as_typed
 
 # Lightning takes seconds to import, and neither a card nor a reloaded network needs it.
 if TYPE_CHECKING:

@@ -22,9 +22,8 @@ from normexp.config.schema import (
     name_as_text,
     unknown_key,
 )
-from normexp.errors import FAILED, INTERRUPTED, USER_MISTAKE, Halted, UserError
+from normexp.errors import FAILED, INTERRUPTED, USER_MISTAKE, Halted, UserError, source_line_of
 from normexp.records.files import FULL_DISK, describe, is_full_disk
-from normexp.records.provenance import source_line_of
 
 if TYPE_CHECKING:
     from normexp.config.command import Command

@@ -16,22 +16,22 @@ from normexp.batching.copies import copied
 from normexp.batching.replicas import model_arguments, suitable_threads
 from normexp.build import NetworkBuilder, build_network, build_norm, load_data, norm_target
 from normexp.cells.recipe import defines_of, derived_of, deviations, devices_of, recipe_of
-from normexp.checks.network import name_some, probe_batch
+from normexp.checks.network import probe_batch
 from normexp.checks.preflight import Traits, check_optimizer, examine
 from normexp.checks.probe import fixed_draws
 from normexp.config.identity import may_mix_samples
 from normexp.config.sizes import Sizes
 from normexp.config.slots import PLACES, set_but_unused
 from normexp.config.spec import CellSpec
-from normexp.config.words import as_typed
 from normexp.data.dataset import Data, describe_data
-from normexp.errors import UserError, first_line
+from normexp.errors import UserError, one_line
 from normexp.records.logs import collected_messages
-from normexp.records.provenance import refuse_edited, source_line_of
+from normexp.records.provenance import refuse_edited
 from normexp.records.result import Measured, check_joins
 from normexp.training.evaluation import criterion_of
 from normexp.training.fit import describe_monitor
 from normexp.training.recipe import Recipe, can_train_a_stack, check_devices, parameter_groups
+from normexp.words import as_typed, name_some
 
 logger = logging.getLogger(__name__)
 
@@ -276,9 +276,7 @@ def check_optimizer_step(recipe: Recipe, network: nn.Module) -> Optimizer:
     except UserError:
         raise
     except Exception as error:  # user code may raise anything
-        line = source_line_of(error)
-        name = recipe.optimizer_target
-        raise UserError(f"optim._target_={name}: {first_line(error)}{line}") from error
+        raise UserError(f"optim._target_={recipe.optimizer_target}: {one_line(error)}") from error
 
 
 def why_alone(recipe: Recipe, optimizer: Optimizer) -> str | None:

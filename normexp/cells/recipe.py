@@ -18,7 +18,6 @@ from normexp.config.compose import DEFAULT_SCHEDULE, shipped_defaults
 from normexp.config.schema import OPTIONAL_GROUPS, PARTS
 from normexp.config.sizes import SIZES, Share, Sizes
 from normexp.config.spec import CellSpec
-from normexp.config.words import as_typed
 from normexp.data.dataset import Data
 from normexp.errors import UserError
 from normexp.models.weights import Weights
@@ -32,6 +31,7 @@ from normexp.training.recipe import (
     momentum_of_half_life,
     scale_learning_rate,
 )
+from normexp.words import as_typed
 
 OPTIM_SCHEDULE = ("schedule", "warmup")  # keys of `optim` that `schedule` replaces
 

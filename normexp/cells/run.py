@@ -24,9 +24,8 @@ from normexp.cells.recipe import typed_values
 from normexp.cells.stack import Run, Stack, claimed, commit, remove, settle
 from normexp.config.identity import may_mix_samples
 from normexp.config.spec import CellSpec
-from normexp.config.words import one_line
 from normexp.data.batches import TrainingBatches
-from normexp.errors import Halted, UserError
+from normexp.errors import Halted, UserError, one_line
 from normexp.norms.site import state_as_built
 from normexp.records.files import (
     FULL_DISK,
@@ -48,7 +47,7 @@ from normexp.records.layout import (
     seed_dir,
 )
 from normexp.records.logs import messages_to_file
-from normexp.records.provenance import describe_environment, source_line_of, usable_cores
+from normexp.records.provenance import describe_environment, usable_cores
 from normexp.records.result import Measured, Result, Status, settings_of, write_samples
 from normexp.records.study import (
     Attempts,
@@ -145,9 +144,7 @@ class Attempt:
         except (Exception, SystemExit) as error:  # user code may raise anything
             if is_full_disk(error):
                 raise Halted(FULL_DISK) from error
-            self._give_up(
-                one_line(error) + source_line_of(error), "".join(traceback.format_exception(error))
-            )
+            self._give_up(one_line(error), "".join(traceback.format_exception(error)))
             if "CUDA error" in str(error):
                 raise Halted(
                     f"the GPU failed ({one_line(error)}), and this process cannot use it any more; "

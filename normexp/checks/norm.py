@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from normexp.checks.network import explain
 from normexp.checks.probe import (
     MODES,
     Probe,
@@ -21,7 +20,7 @@ from normexp.checks.probe import (
     normal,
 )
 from normexp.config.target import Target
-from normexp.errors import UserError
+from normexp.errors import UserError, one_line
 from normexp.norms.adapt import EPS_NAMES, PROBED_DIMS, Layout, adapt, find_layout
 from normexp.norms.factory import is_shipped
 
@@ -90,7 +89,7 @@ class Question:
             try:
                 found = (self._modes if self.says in ("moves", "same") else self._first)(norm)
             except Exception as error:  # of foreign code, any kind
-                found = Answer(status="fail", detail=explain(error))
+                found = Answer(status="fail", detail=one_line(error))
                 if norm.shapes and not norm.takes_float64:  # the line "dtype kept" says so
                     found = skipped("asks in float64, in which the norm fails")
         if self.section == "traits" and found.status == "fail":

@@ -22,8 +22,8 @@ from normexp.config.compose import (
 from normexp.config.identity import may_mix_samples
 from normexp.config.schema import OPTIONS, group_choices, validate
 from normexp.config.spec import CellSpec, join_points
-from normexp.config.words import as_typed, suggest
 from normexp.errors import UserError
+from normexp.words import as_typed, suggest
 
 NOT_GLOBBED = "as_built"  # fits certain models
 

@@ -42,9 +42,9 @@ from normexp.config.schema import (
     unknown_key,
     value_at,
 )
-from normexp.config.words import as_typed, suggest
 from normexp.errors import UserError
 from normexp.records.provenance import why_missing
+from normexp.words import as_typed, suggest
 
 # Hydra 1.3 warns without a version_base, 1.4 warns about one.
 VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}

@@ -27,8 +27,8 @@ from pydantic import (
 
 from normexp.config.sizes import SIZES, Sizes
 from normexp.config.slots import Act, Conv, Placement
-from normexp.config.words import as_typed, join_or, suggest
 from normexp.errors import UserError
+from normexp.words import as_typed, suggest
 
 MISSING = "???"  # in a config: a value that must be given
 PARTS = ("norm", "model", "data", "optim")  # of every cell; their targets say what they take
@@ -280,7 +280,7 @@ def unknown_key(key: str, known: Iterable[str], choice: str = "") -> UserError:
     known, leaf = list(known), key.rpartition(".")[2]
     leaves = (leaf, OTHER_NAMES.get(leaf))
     same = [name for name in known if name.rpartition(".")[2] in leaves]
-    hint = f"did you mean {join_or(same)}?" if same else suggest(key, known, most=2)
+    hint = f"did you mean {' or '.join(same)}?" if same else suggest(key, known, most=2)
     of = f" of {choice}" if choice else ""
     return UserError(f"{key}: unknown key{of}; {hint or '--help lists the keys'}")
 

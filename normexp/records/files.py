@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from filelock import FileLock, Timeout
 
-from normexp.errors import UserError, first_line
+from normexp.errors import UserError, one_line
 
 FULL_DISK = "the disk is full: free some space, then run the same command to continue"
 
@@ -125,7 +125,7 @@ REMEDIES = {  # by the number of an OSError
 def describe(error: OSError) -> str:
     """The path of an error of the file system, what is wrong with it and what to do, in a line."""
     place = f"{error.filename}: " if error.filename is not None else ""
-    said = error.strerror or first_line(error)
+    said = error.strerror or one_line(error)
     return f"{place}{said}; {REMEDIES.get(error.errno or 0, 'see to it, and run the same again')}"
 
 

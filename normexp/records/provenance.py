@@ -15,19 +15,15 @@ import os
 import platform
 import re
 import subprocess
-import traceback
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from normexp.errors import UserError
-
-STANDARD_LIBRARY = Path(ast.__file__).parent
-PACKAGE = Path(__file__).resolve().parents[1]
+from normexp.errors import PACKAGE, UserError, is_installed, is_own
+from normexp.words import name_some, suggest
 
 
 def source_files(target: str) -> dict[str, Path]:
@@ -91,28 +87,10 @@ def why_missing(target: str) -> str:
     if re.search(rf"\b({name}|__getattr__|globals|import \*)(?!\w)", text):
         return ""
     defined = re.findall(r"^(?:class|def) (\w+)", text, re.MULTILINE)
-    near = ", ".join(get_close_matches(name, defined, 3) or defined[:4])
     fault = f"{module} has no {name}" if _find(target) is None else f"{target} is a module"
-    return f"{fault}; it has {near}" if near else fault
-
-
-def source_line_of(error: BaseException) -> str:
-    """`" (file.py, line 3)"`, the line of the user's own code that raised; empty if none did."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if is_own(Path(frame.filename))]
-    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
-
-
-def is_own(path: Path) -> bool:
-    """True for a file of the user: not of normexp, Python or an installed package."""
-    path = path.resolve()
-    foreign = is_installed(path) or path.is_relative_to(STANDARD_LIBRARY)
-    return path.is_file() and not foreign and not path.is_relative_to(PACKAGE)
-
-
-def is_installed(path: Path) -> bool:
-    """True for a file in site-packages, where a version number stands for the source."""
-    return not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+    if not defined:
+        return fault
+    return f"{fault}; {suggest(name, defined, most=3) or f'it has {name_some(defined)}'}"
 
 
 def _own_file(name: str) -> Path | None:

@@ -16,7 +16,6 @@ from yaml import YAMLError
 
 from normexp.config.schema import value_at
 from normexp.config.slots import Slots
-from normexp.config.words import format_count
 from normexp.errors import UserError
 from normexp.records.archive import Archive
 from normexp.records.layout import (
@@ -46,6 +45,7 @@ from normexp.records.study import (
     read_study,
 )
 from normexp.reporting.metric import Metric, is_at_chance
+from normexp.words import format_count
 
 NUM_BLOCKS = 20  # of a test text: its sequences are not independent
 ROUNDED = 1e-4  # relative; a mean over float32 samples may differ from the metric by this much

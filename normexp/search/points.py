@@ -10,9 +10,9 @@ from typing import Any
 from normexp.config.command import Command, is_searched
 from normexp.config.schema import KEYS, in_identity, validate_keys
 from normexp.config.spec import CellSpec
-from normexp.config.words import join_or
 from normexp.errors import UserError
 from normexp.search.space import Space, read_space
+from normexp.words import name_some
 
 Point = Mapping[str, str]  # key to value, as typed on the command line
 VALIDATION = ("val/accuracy", "val/bits_per_byte", "val/loss")  # the first that a task has
@@ -111,7 +111,7 @@ def check_settings(config: Mapping[str, Any]) -> None:
         raise UserError(f"tune.metric={metric}: needs evaluate_with=[running,{kind or '...'}]")
     if name not in VALIDATION:
         why = "nothing is chosen on test or training data"
-        raise UserError(f"tune.metric={metric}: {why}; try {join_or(VALIDATION)}")
+        raise UserError(f"tune.metric={metric}: {why}; try {name_some(VALIDATION)}")
     search = range(tune["first_seed"], tune["first_seed"] + tune["seeds"])
     report = range(config["seed"], config["seed"] + config["replicas"])
     if max(search[0], report[0]) <= min(search[-1], report[-1]):

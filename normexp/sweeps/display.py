@@ -15,12 +15,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from normexp.config.words import format_duration
 from normexp.records.logs import messages_to
 from normexp.records.result import values_of
 from normexp.records.study import CellState, StackState
 from normexp.reporting.terminal import main_metric, without_shared_words
 from normexp.sweeps.machine import console_for_progress
+from normexp.words import format_duration
 
 SECONDS_BETWEEN_LINES = 60.0  # without a terminal
 SHARE_FOR_A_GUESS = 0.05  # of the work, before the time left is guessed

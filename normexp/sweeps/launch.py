@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 from normexp.config.command import Command
 from normexp.config.compose import VERSION_BASE, own_hydra
 from normexp.config.schema import conf_dir
+from normexp.errors import one_line
 
 LAUNCHER_WORDS = r"experiment=|\+*hydra(/|\.(?!sweeper|mode))"  # words that configure the launcher
 FOLDER = "launched"  # in a study: the files of Hydra, the launcher and the jobs
@@ -48,7 +49,7 @@ def launch_workers(command: Command, study_dir: Path, count: int, act: Callable[
         with own_hydra():
             hydra.main(config_path=str(conf_dir()), config_name="config", **VERSION_BASE)(run)()
     except Exception as error:  # a job died, or the launcher itself failed
-        return (str(error).strip() or type(error).__name__).splitlines()[0]
+        return one_line(error)
     finally:
         sys.argv = program
     return ""

@@ -13,7 +13,6 @@ from normexp.cells.stack import remove_failed, settle
 from normexp.config.command import Command
 from normexp.config.spec import CellSpec
 from normexp.config.torchrun import check_processes
-from normexp.config.words import format_count
 from normexp.errors import FAILED, Halted, UserError
 from normexp.records.files import ensure_writable, is_read_only
 from normexp.records.provenance import code_version
@@ -37,6 +36,7 @@ from normexp.sweeps.machine import (
 )
 from normexp.sweeps.worker import Job, Worker, ready_to_train, work
 from normexp.training.stopping import StopRequest, TrainingControl
+from normexp.words import format_count
 
 logger = logging.getLogger(__name__)
 

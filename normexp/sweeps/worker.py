@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING
 
 from normexp.cells.stack import Stack, cut_stacks
 from normexp.config.spec import CellSpec
-from normexp.config.words import one_line
-from normexp.errors import FAILED, INTERRUPTED, Halted, UserError
+from normexp.errors import FAILED, INTERRUPTED, Halted, UserError, one_line
 from normexp.records.files import describe, other_holders
 from normexp.records.logs import messages_to_stderr
 from normexp.records.study import (

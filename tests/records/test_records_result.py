@@ -117,7 +117,7 @@ def test_study_is_found_or_its_nearest_names_are_told(tmp_path: Path):
     (tmp_path / "file").touch()
     for name in ("default", "sensitivity"):
         assert find_study(tmp_path, name) == tmp_path / name
-    with pytest.raises(UserError, match="study=sensitivty .*nearest: sensitivity$"):
+    with pytest.raises(UserError, match="study=sensitivty .*did you mean sensitivity"):
         find_study(tmp_path, "sensitivty")
     for name in ("..", "sensitivity/cell", "", "notes", "file"):
         with pytest.raises(UserError, match="not found"):
