@@ -247,20 +247,18 @@ def replace_norms(
     """
 
     from normexp.batching.copies import copied
-    from normexp.build import norm_factory
     from normexp.config.compose import compose_config
     from normexp.config.schema import Count, check_value
     from normexp.models import surgery
     from normexp.models.recognise import recognise
+    from normexp.norms.build import build_norm
     from normexp.words import as_typed
 
     check_value("norm_batch_size", norm_batch_size, Count | None)
     words = [
         f"{'' if key == 'eps' else 'norm.'}{key}={as_typed(value)}" for key, value in knobs.items()
     ]
-    factory = norm_factory(
-        compose_config([f"norm={norm}", *words]), norm_batch_size=norm_batch_size
-    )
+    factory = build_norm(compose_config([f"norm={norm}", *words]), norm_batch_size)
     keywords = inputs if isinstance(inputs, Mapping) else {}
     args = () if keywords else inputs if isinstance(inputs, tuple) else (inputs,)
     network = copied(model)

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from normexp.batching.copies import copied
 from normexp.batching.replicas import model_arguments, suitable_threads
-from normexp.build import NetworkBuilder, build_network, build_norm, load_data, norm_target
 from normexp.cells.recipe import defines_of, derived_of, deviations, devices_of, recipe_of
 from normexp.checks.network import probe_batch
 from normexp.checks.preflight import Traits, check_optimizer, examine
@@ -23,8 +22,11 @@ from normexp.config.identity import may_mix_samples
 from normexp.config.sizes import Sizes
 from normexp.config.slots import PLACES, set_but_unused
 from normexp.config.spec import CellSpec
+from normexp.data.build import load_data
 from normexp.data.dataset import Data, describe_data
 from normexp.errors import UserError, one_line
+from normexp.models.build import NetworkBuilder, build_network
+from normexp.norms.build import build_norm, norm_target
 from normexp.records.logs import collected_messages
 from normexp.records.provenance import refuse_edited
 from normexp.records.result import Measured, check_joins
@@ -99,7 +101,7 @@ def prepare_cell(spec: CellSpec) -> Cell:
         raise UserError(spec.error)
     with collected_messages() as messages:
         check_devices(devices_of(spec))
-        data = load_data(spec)
+        data = load_data(spec.config["data"])
         recipe = make_recipe(spec, data)
         build = make_builder(spec, recipe, data)
         network = build(spec.seeds[0])
@@ -156,8 +158,13 @@ def make_recipe(spec: CellSpec, data: Data) -> Recipe:
 
 def make_builder(spec: CellSpec, recipe: Recipe, data: Data) -> NetworkBuilder:
     """The builder of a cell's networks."""
-    num_steps, momentum = recipe.num_steps, recipe.norm_momentum
-    norm = build_norm(spec.config, recipe.sizes, data, num_steps=num_steps, momentum=momentum)
+    norm = build_norm(
+        spec.config,
+        recipe.sizes.norm_batch_size,
+        num_steps=recipe.num_steps,
+        num_positions=data.input_shape[-1],
+        momentum=recipe.norm_momentum,
+    )
     return build_network(spec.config["model"], norm, data)
 
 

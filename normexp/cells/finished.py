@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from yaml import YAMLError
 
 from normexp.batching.replicas import Batch, Replicas, model_arguments
-from normexp.build import keeping_data
 from normexp.cells.cell import Cell, make_builder, make_recipe, prepare_cell
 from normexp.cells.recipe import choices_of
 from normexp.cells.run import arrange_replicas, build_module
 from normexp.config.compose import refuse_missing_values, shipped_defaults
 from normexp.config.schema import PARTS, validate
 from normexp.config.spec import CellSpec
+from normexp.data.build import keeping_data
 from normexp.data.dataset import attach_prediction, without_samples
 from normexp.diagnosis import TERMS, decompose
 from normexp.diagnosis.network import num_batches_of

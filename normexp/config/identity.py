@@ -81,7 +81,7 @@ def identity_of(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[s
     rest |= sizes_of(config)
     content = differences(defaults | rest, defaults)  # always has lr, whose default is a reference
     devices, norm = num_devices_of(config), config["norm"]
-    if devices > 1 and may_mix_samples(config) and spans_devices(norm) is None:
+    if devices > 1 and may_mix_samples(config) and declared_synchronized(norm) is None:
         content["devices"] = devices
     acts = any(config.get(group) is not None for group in OPTIONAL_GROUPS)
     if acts and config["val_every_epochs"] != 1:  # a callback or schedule sees validations
@@ -109,7 +109,7 @@ def sizes_of(config: Mapping[str, Any]) -> dict[str, int | None]:
     A device's share of a forward pass is a ghost sub-batch, unless the norm spans devices.
     """
     sizes, devices = Sizes(*(config[key] for key in SIZES)), num_devices_of(config)
-    if devices > 1 and (spans := spans_devices(config["norm"])) is not None:
+    if devices > 1 and (spans := declared_synchronized(config["norm"])) is not None:
         sizes = sizes.shared_by(devices, synchronized=spans)
     values = [getattr(sizes, key) for key in SIZES]
     return canonical_sizes(*values, mixes_samples=may_mix_samples(config))
@@ -125,7 +125,7 @@ def num_devices_of(config: Mapping[str, Any]) -> int:
     return config["trainer"]["devices"] * config["trainer"]["num_nodes"]
 
 
-def spans_devices(norm: Mapping[str, Any]) -> bool | None:
+def declared_synchronized(norm: Mapping[str, Any]) -> bool | None:
     """Whether a norm takes its statistics over all devices, as its YAML says (`synchronized`).
 
     None for a foreign norm whose values do not say.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from normexp.batching.replicas import InTurn, Stacked
-from normexp.build import RESERVED_NORM_KEYS
+from normexp.norms.build import RESERVED_NORM_KEYS
 from normexp.norms.running import RunningNorm
 
 Norm = TypeVar("Norm", bound=nn.Module)
