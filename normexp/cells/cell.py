@@ -28,8 +28,8 @@ from normexp.errors import UserError, one_line
 from normexp.models.build import NetworkBuilder, build_network
 from normexp.norms.build import build_norm, norm_target
 from normexp.records.logs import collected_messages
-from normexp.records.provenance import refuse_edited
 from normexp.records.result import Measured, check_joins
+from normexp.records.source import refuse_edited
 from normexp.training.evaluation import criterion_of
 from normexp.training.fit import describe_monitor
 from normexp.training.recipe import Recipe, can_train_a_stack, check_devices, parameter_groups

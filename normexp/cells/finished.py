@@ -38,7 +38,8 @@ from normexp.records.layout import (
     list_seeds,
     seed_dir,
 )
-from normexp.records.result import Result, read_result, read_samples, write_samples
+from normexp.records.result import Result, read_result
+from normexp.records.samples import read_samples, write_samples
 from normexp.reporting.terminal import print_evaluations
 from normexp.training.evaluation import criterion_of, shuffled
 from normexp.training.fit import evaluate

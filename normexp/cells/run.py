@@ -27,14 +27,9 @@ from normexp.config.spec import CellSpec
 from normexp.data.batches import TrainingBatches
 from normexp.errors import Halted, UserError, one_line
 from normexp.norms.site import state_as_built
-from normexp.records.files import (
-    FULL_DISK,
-    file_lock,
-    is_full_disk,
-    open_atomic,
-    write_json,
-    write_text,
-)
+from normexp.records.environment import describe_environment, usable_cores
+from normexp.records.files import FULL_DISK, is_full_disk, open_atomic, write_json, write_text
+from normexp.records.journal import CommandEntry, Refusal, append_entry, refused_by
 from normexp.records.layout import (
     CHECKPOINT_FILE,
     CONFIG_FILE,
@@ -46,19 +41,11 @@ from normexp.records.layout import (
     WEIGHTS_FILE,
     seed_dir,
 )
+from normexp.records.locks import file_lock
 from normexp.records.logs import messages_to_file
-from normexp.records.provenance import describe_environment, usable_cores
-from normexp.records.result import Measured, Result, Status, settings_of, write_samples
-from normexp.records.study import (
-    Attempts,
-    CommandEntry,
-    Refusal,
-    append_entry,
-    lock_of,
-    read_attempts,
-    refused_by,
-    write_attempts,
-)
+from normexp.records.result import Measured, Result, Status, settings_of
+from normexp.records.samples import write_samples
+from normexp.records.stacks import Attempts, lock_of, read_attempts, write_attempts
 from normexp.training.fit import StepReports, fit, why_stopped
 from normexp.training.module import Recorder, TrainingModule
 from normexp.training.stopping import Interrupted, StopRequest, TrainingControl

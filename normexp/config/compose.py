@@ -43,7 +43,7 @@ from normexp.config.schema import (
     value_at,
 )
 from normexp.errors import UserError
-from normexp.records.provenance import why_missing
+from normexp.records.source import why_missing
 from normexp.words import as_typed, suggest
 
 # Hydra 1.3 warns without a version_base, 1.4 warns about one.

@@ -29,7 +29,7 @@ from normexp.config.schema import (
     in_identity,
 )
 from normexp.config.sizes import SIZES, Sizes
-from normexp.records.provenance import digest_of, source_digest, source_files
+from normexp.records.source import digest_of, source_digest, source_files
 from normexp.words import as_typed
 
 # Versions of choices, raised when a default or the meaning of a choice changes: {"norm/group": 2}.

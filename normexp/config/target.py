@@ -19,7 +19,7 @@ from hydra.utils import get_object, instantiate
 from normexp.config.compose import refuse_missing_values
 from normexp.config.schema import check_value
 from normexp.errors import UserError, one_line
-from normexp.records.provenance import why_missing
+from normexp.records.source import why_missing
 from normexp.words import name_some, suggest
 
 logging.getLogger("hydra").addHandler(logging.NullHandler())  # Hydra also logs what it raises

@@ -31,6 +31,7 @@ import numpy as np
 
 from normexp.errors import USER_MISTAKE, UserError
 from normexp.records.files import open_atomic
+from normexp.records.journal import append_entry, parse_entries
 from normexp.records.layout import (
     CONFIG_FILE,
     RESULT_FILE,
@@ -41,19 +42,8 @@ from normexp.records.layout import (
     search_dir,
     seed_dir,
 )
-from normexp.records.result import (
-    TORN,
-    Result,
-    pack_bits,
-    read_evaluation,
-    read_result,
-    read_samples,
-    result_of,
-    unpack_bits,
-    write_result,
-    write_samples,
-)
-from normexp.records.study import append_entry, parse_entries
+from normexp.records.result import Result, read_evaluation, read_result, result_of, write_result
+from normexp.records.samples import TORN, pack_bits, read_samples, unpack_bits, write_samples
 
 ARCHIVED_RESULTS = "results.jsonl"
 SEARCH_FILE = "search.jsonl"

@@ -1,29 +1,26 @@
-"""What a run leaves behind: result.json (schema 2), metrics.csv, samples.npz, evaluation.json."""
+"""result.json (schema 2) and evaluation.json of a run."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import cache, cached_property
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
-from zipfile import BadZipFile
+from typing import TYPE_CHECKING, Any
 
 from normexp.errors import UserError
-from normexp.records.files import open_atomic, read_json, write_json, write_text
+from normexp.records.files import read_json, write_json
 from normexp.records.layout import (
     EVALUATION_FILE,
     RESULT_FILE,
-    SAMPLES_FILE,
     list_seeds,
     seed_dir,
 )
 
 if TYPE_CHECKING:
-    import numpy as np
+    pass
 
 SCHEMA = 2
 READERS = {1: "0.1"}  # the version of normexp that reads an earlier schema
@@ -240,116 +237,6 @@ def check_joins(cell_dir: Path, digests: Mapping[str, str]) -> None:
 def values_of(results: Sequence[Result], name: str) -> list[float]:
     """The values of a metric over the runs that have it."""
     return [result.metrics[name] for result in results if name in result.metrics]
-
-
-# --- metrics.csv: a history in long form, one value per line --------------------------------------
-
-HEADER = "step,epoch,samples_seen,name,value"
-
-
-class MetricRow(NamedTuple):
-    """One value after `step` optimizer steps; `epoch` counts finished epochs."""
-
-    step: int
-    epoch: int
-    samples_seen: int
-    name: str
-    value: float
-
-
-def write_metrics(path: Path, rows: Iterable[MetricRow]) -> None:
-    """Replaces metrics.csv atomically. Values keep every digit; a loss may be nan or inf here."""
-    lines = [f"{step},{epoch},{seen},{name},{value!r}" for step, epoch, seen, name, value in rows]
-    write_text(path, "\n".join([HEADER, *lines, ""]))
-
-
-def read_metrics(path: Path) -> list[MetricRow]:
-    """Reads the rows of a metrics.csv. Raises UserError if it is missing or was edited."""
-    try:
-        _, *lines = path.read_text().splitlines()
-        return [
-            MetricRow(int(step), int(epoch), int(seen), name, float(value))
-            for step, epoch, seen, name, value in (line.split(",") for line in lines)
-        ]
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path} cannot be read ({error}); remove the folder {path.parent} and run again"
-        ) from error
-
-
-# --- samples.npz ----------------------------------------------------------------------------------
-
-# A run's score on each test sample, so that runs can be compared sample by sample. One array for
-# each kind of test statistics (`running`, `precise`, `batch32`), in the order of the test split.
-# For classification: correct or not, stored as packed bits beside their number. For a language
-# model: the mean loss per token of each sequence, float32.
-NUM_SAMPLES = "num_samples"  # of packed bits, which are padded to whole bytes
-TORN = (OSError, EOFError, BadZipFile, TypeError, ValueError)  # what numpy raises for such a file
-
-
-def write_samples(run_dir: Path, samples: Mapping[str, np.ndarray]) -> None:
-    """Replaces samples.npz atomically; write it before result.json.
-
-    Args:
-        samples: by kind of statistics, bool or float (N,), with the same N.
-    """
-    import numpy as np
-
-    single = {
-        kind: values if values.dtype == bool else values.astype(np.float32)
-        for kind, values in samples.items()
-    }
-    with open_atomic(run_dir / SAMPLES_FILE) as file:
-        np.savez_compressed(file, **pack_bits(single))
-
-
-def pack_bits(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Arrays to save: those of bool (..., N) as bits, beside their number N."""
-    import numpy as np
-
-    packed = dict[str, Any](arrays)
-    for name, values in arrays.items():
-        if values.dtype == bool:
-            packed |= {name: np.packbits(values, axis=-1), NUM_SAMPLES: values.shape[-1]}
-    return packed
-
-
-def unpack_bits(file: IO[bytes]) -> dict[str, np.ndarray]:
-    """The arrays given to `pack_bits`, from an npz file."""
-    import numpy as np
-
-    with np.load(file) as content:
-        arrays = dict(content)
-    count = arrays.pop(NUM_SAMPLES, None)
-    for name, values in arrays.items():
-        if values.dtype == np.uint8:
-            arrays[name] = np.unpackbits(values, axis=-1, count=int(count)).astype(bool)
-    return arrays
-
-
-def count_samples(run_dir: Path) -> int:
-    """The number of test samples of a run; 0 if none or no readable ones are recorded."""
-    with suppress(UserError):
-        return max(map(len, read_samples(run_dir).values()), default=0)
-    return 0
-
-
-def read_samples(run_dir: Path) -> dict[str, np.ndarray]:
-    """Returns the arrays given to `write_samples`; none for a run without the file.
-
-    A kind whose metrics are not finite is absent.
-
-    Raises:
-        UserError: the file is torn or not from normexp.
-    """
-    path = run_dir / SAMPLES_FILE
-    if not path.exists():
-        return {}
-    try:
-        with open(path, "rb") as file:
-            return unpack_bits(file)
-    except TORN as error:
-        raise UserError(f"{path} cannot be read ({error}); remove it") from error
 
 
 # --- evaluation.json ------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from normexp.config.schema import value_at
 from normexp.config.slots import Slots
 from normexp.errors import UserError
 from normexp.records.archive import Archive
+from normexp.records.journal import CommandEntry, Entry, Refusal, read_entries
 from normexp.records.layout import (
     CONFIG_FILE,
     METRICS_FILE,
@@ -27,23 +28,10 @@ from normexp.records.layout import (
     search_dir,
     seed_dir,
 )
-from normexp.records.result import (
-    MetricRow,
-    Result,
-    Status,
-    read_evaluation,
-    read_metrics,
-    read_result,
-    read_samples,
-)
-from normexp.records.study import (
-    CellState,
-    CommandEntry,
-    Entry,
-    Refusal,
-    read_entries,
-    read_study,
-)
+from normexp.records.metrics import MetricRow, read_metrics
+from normexp.records.result import Result, Status, read_evaluation, read_result
+from normexp.records.samples import read_samples
+from normexp.records.study import CellState, read_study
 from normexp.reporting.metric import Metric, is_at_chance
 from normexp.words import format_count
 

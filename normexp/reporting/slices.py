@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from normexp.records.provenance import DISTRIBUTIONS
+from normexp.records.environment import DISTRIBUTIONS
 from normexp.records.result import Status
 from normexp.reporting.cells import (
     CellRow,

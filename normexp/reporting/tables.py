@@ -10,8 +10,8 @@ from typing import Any
 
 import pandas as pd
 
+from normexp.records.journal import Refusal
 from normexp.records.result import Status, flatten
-from normexp.records.study import Refusal
 from normexp.reporting.cells import LOST, CellRow, base_of, metric_names, order_norms
 from normexp.reporting.compare import ADDED, DIFFERENCE, Causes, Comparison, Ranking
 from normexp.reporting.metric import (

@@ -20,9 +20,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from normexp.records.journal import CommandEntry
 from normexp.records.layout import LOG_FILE, seed_dir
-from normexp.records.result import ENDED, Result, Status, count_samples, values_of
-from normexp.records.study import STATES, CellState, CommandEntry, Study
+from normexp.records.result import ENDED, Result, Status, values_of
+from normexp.records.samples import count_samples
+from normexp.records.study import STATES, CellState, Study
 from normexp.reporting.metric import PREFERRED, is_at_chance
 from normexp.words import format_count, format_duration
 

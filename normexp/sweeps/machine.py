@@ -18,8 +18,8 @@ from rich.console import Console
 from normexp.config.spec import CellSpec
 from normexp.config.torchrun import started_processes
 from normexp.errors import UserError
-from normexp.records.files import file_lock, holder_of, other_holders
-from normexp.records.provenance import usable_cores, visible_gpus
+from normexp.records.environment import usable_cores, visible_gpus
+from normexp.records.locks import file_lock, holder_of, other_holders
 
 
 @dataclass(frozen=True)

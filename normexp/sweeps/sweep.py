@@ -14,17 +14,11 @@ from normexp.config.command import Command
 from normexp.config.spec import CellSpec
 from normexp.config.torchrun import check_processes
 from normexp.errors import FAILED, Halted, UserError
+from normexp.records.environment import code_version
 from normexp.records.files import ensure_writable, is_read_only
-from normexp.records.provenance import code_version
+from normexp.records.journal import Asked, CommandEntry, Refusal, append_entry, remove_refused
 from normexp.records.result import Status
-from normexp.records.study import (
-    Asked,
-    CellState,
-    CommandEntry,
-    Refusal,
-    append_entry,
-    remove_refused,
-)
+from normexp.records.study import CellState
 from normexp.reporting.terminal import print_closing_table, print_summary
 from normexp.sweeps.display import Display
 from normexp.sweeps.launch import launch_workers

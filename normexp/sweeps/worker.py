@@ -28,16 +28,12 @@ from typing import TYPE_CHECKING
 from normexp.cells.stack import Stack, cut_stacks
 from normexp.config.spec import CellSpec
 from normexp.errors import FAILED, INTERRUPTED, Halted, UserError, one_line
-from normexp.records.files import describe, other_holders
+from normexp.records.files import describe
+from normexp.records.journal import CommandEntry, refused_by
+from normexp.records.locks import other_holders
 from normexp.records.logs import messages_to_stderr
-from normexp.records.study import (
-    CellState,
-    CommandEntry,
-    lock_of,
-    read_cell,
-    read_stacks,
-    refused_by,
-)
+from normexp.records.stacks import lock_of, read_stacks
+from normexp.records.study import CellState, read_cell
 from normexp.sweeps.machine import WorkerSlot, importing_torch
 from normexp.training.stopping import Interrupted, StopRequest, TrainingControl
 

@@ -14,8 +14,8 @@ from normexp.benchmark.reference import WORKLOADS, Reference, read_reference
 from normexp.cli import parse_command
 from normexp.config.command import compose_cells
 from normexp.records.archive import ArchivedCell, pack_study, write_archive
+from normexp.records.journal import Asked, CommandEntry, entry_line
 from normexp.records.result import Measured, Result, Status
-from normexp.records.study import Asked, CommandEntry, entry_line
 from normexp.reporting.cells import build_cells
 from normexp.reporting.metric import describe_metric
 from normexp.reporting.slices import Grid

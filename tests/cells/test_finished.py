@@ -22,7 +22,9 @@ from normexp.data.images import load_digits
 from normexp.errors import UserError
 from normexp.evaluate import main
 from normexp.records.layout import seed_dir
-from normexp.records.result import read_metrics, read_result, read_samples
+from normexp.records.metrics import read_metrics
+from normexp.records.result import read_result
+from normexp.records.samples import read_samples
 from normexp.train import main as train
 
 ALL = "evaluate_with=[running,precise,batch]"

@@ -11,8 +11,9 @@ import pytest
 from synthetic_study import cell_of, find, report_of_cells, write_cell
 
 import normexp
+from normexp.records.journal import Asked, CommandEntry, append_entry
 from normexp.records.result import Status
-from normexp.records.study import Asked, CellState, CommandEntry, append_entry
+from normexp.records.study import CellState
 from normexp.reporting.report import Report
 
 RNG = np.random.default_rng(8)

@@ -15,7 +15,7 @@ from synthetic_study import cell_of, find, report_of_cells, write_cell, write_st
 import normexp
 from normexp.errors import UserError
 from normexp.records.archive import pack_study, unpack_study
-from normexp.records.study import Asked, CommandEntry, append_entry
+from normexp.records.journal import Asked, CommandEntry, append_entry
 from normexp.report import main
 from normexp.reporting.compare import ADDED
 from normexp.reporting.report import Report, read_report, to_json

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from normexp.errors import UserError
-from normexp.records.provenance import (
+from normexp.records.source import (
     digest_of,
     refuse_edited,
     source_digest,
