@@ -48,8 +48,8 @@ RECORDED_TRAITS = (
     *("mixes_samples", "mixes_samples_in_evaluation", "leaks_future", "leaks_future_in_training"),
 )
 
-# What cells have in common: their traits, and what was logged.
-_probes: dict[str, tuple[Traits, list[str]]] = {}
+# The traits that cells have in common.
+_probes: dict[str, Traits] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,8 +116,8 @@ def prepare_cell(spec: CellSpec) -> Cell:
             check_norm_batch_size(spec.sizes["norm_batch_size"], recipe)
         alone = why_alone(recipe, check_optimizer_step(recipe, network))
         check_evaluation(recipe, data, traits)
-        notes = _findings(spec, recipe, traits, alone)
-        for note in [*deviations(spec, recipe, len(data.train)), *notes]:
+        findings = _findings(spec, recipe, traits, alone)
+        for note in [*traits.notes, *deviations(spec, recipe, len(data.train)), *findings]:
             logger.info(note)
         defines = defines_of(spec, data, build.weights)
         check_joins(spec.directory, defines["digests"])
@@ -177,15 +177,10 @@ def _probe(spec: CellSpec, network: nn.Module, data: Data, recipe: Recipe) -> Tr
     norm, _ = norm_target(spec.config["norm"])
     steps = recipe.num_steps if "num_training_steps" in norm.arguments else None
     key = json.dumps([content, steps, recipe.allow_leak, data.digest], sort_keys=True, default=str)
-    if key in _probes:
-        for message in _probes[key][1]:  # for the log of this cell's stack; a screen shows it once
-            logger.info("%s", message)
-        return _probes[key][0]
-    kind = {"drop_last": recipe.drop_last, "allow_leak": recipe.allow_leak}
-    with collected_messages() as messages:
-        traits = examine(network, data, recipe.sizes, **kind)
-    _probes[key] = traits, messages
-    return traits
+    if key not in _probes:
+        kind = {"drop_last": recipe.drop_last, "allow_leak": recipe.allow_leak}
+        _probes[key] = examine(network, data, recipe.sizes, **kind)
+    return _probes[key]
 
 
 def _findings(spec: CellSpec, recipe: Recipe, traits: Traits, alone: str | None) -> list[str]:

@@ -15,7 +15,8 @@ from rich.text import Text
 from torch import nn
 
 from normexp.batching.replicas import suitable_threads
-from normexp.checks.norm import Answer, open_norm
+from normexp.checks.norm import open_norm
+from normexp.checks.question import Answer
 from normexp.checks.questions import BUILT, CONTRACT, OF_NORMS, ON_CONSTANTS
 from normexp.errors import UserError
 from normexp.norms.build import norm_target
