@@ -46,7 +46,7 @@ def own_module(
     def write(name: str, source: str) -> Path:
         names.add(name)
         sys.modules.pop(name, None)
-        source._first_digests.pop(str(tmp_path / f"{name}.py"), None)
+        source.imported_digest.cache_clear()
         (tmp_path / f"{name}.py").write_text(source)
         importlib.invalidate_caches()
         return tmp_path / f"{name}.py"

@@ -19,7 +19,6 @@ from torch import nn
 
 from normexp.batching.replicas import SMALL_FORWARD, InTurn, Replicas, Stacked, suitable_threads
 from normexp.cells.cell import Cell, prepare_cell
-from normexp.cells.devices import training_together
 from normexp.cells.recipe import typed_values
 from normexp.cells.stack import Run, Stack, claimed, commit, remove, settle
 from normexp.config.identity import may_mix_samples
@@ -119,7 +118,7 @@ class Attempt:
                 return
             prepare_cells(self.specs, self.cells)
             append_entry(self.stack.study_dir, self.command)
-            with training_together((self.runs, self.folder, self.attempts.threads)):
+            with self.control.together((self.runs, self.folder, self.attempts.threads)):
                 results = self._train()
             commit(self.folder, results)
         except UserError as error:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from normexp.errors import UserError
 from normexp.records.files import write_text
@@ -27,7 +28,7 @@ def _now() -> str:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """What a command asks of a cell."""
 
     title: str
@@ -40,25 +41,25 @@ class CommandEntry:
 
     Attributes:
         command: the words that were typed, program first.
-        cells: by id; a search adds cells that its line does not list.
-        searched: the keys whose values it searches.
+        cells: what the command asks of each cell, by id.
+        searched: the keys whose values the command searches.
     """
 
     id: str
     command: list[str]
     code_version: str
-    cells: dict[str, Asked]
+    cells: dict[str, Request]
     searched: list[str] = field(default_factory=list)
     time: str = field(default_factory=_now)
 
     @property
     def key(self) -> tuple[str, ...]:
-        """Lines with one key say the same."""
+        """Equal for lines that say the same."""
         return (self.id,)
 
     @property
     def num_runs(self) -> int:
-        return sum(len(one.seeds) for one in self.cells.values())
+        return sum(len(request.seeds) for request in self.cells.values())
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,10 @@ Entry = CommandEntry | Refusal
 
 
 def append_entry(study_dir: Path, entry: Entry) -> None:
-    """Appends a line, and makes the study; what a line says already is not added again."""
+    """Appends a line, unless there is one with the same key; makes the study's folder."""
     study_dir.mkdir(parents=True, exist_ok=True)
     with file_lock(study_dir / LOCK_FILE, waits=True):
-        if entry.key in {one.key for one in read_entries(study_dir)}:
+        if any(entry.key == earlier.key for earlier in read_entries(study_dir)):
             return
         path = study_dir / STUDY_FILE
         before = path.read_text() if path.exists() else ""
@@ -102,7 +103,7 @@ def entry_line(entry: Entry) -> str:
 
 
 def read_entries(study_dir: Path) -> tuple[Entry, ...]:
-    """The lines of study.jsonl; none without the file.
+    """The lines of study.jsonl; empty without the file.
 
     Raises:
         UserError: a line was edited by hand.
@@ -120,16 +121,11 @@ def _entries(path: Path, _inode: int, _size: int) -> tuple[Entry, ...]:
 
 
 def parse_entries(text: str, path: Path) -> tuple[Entry, ...]:
-    """The lines of the text of a study.jsonl. Raises UserError, naming the file."""
+    """Parses the text of a study.jsonl. Raises UserError, naming the file and the line."""
     entries: list[Entry] = []
     for number, line in enumerate(text.splitlines(), start=1):
         try:
-            content = json.loads(line)
-            if content.pop("line") == "refusal":
-                entries.append(Refusal(**content))
-                continue
-            content["cells"] = {key: Asked(**asked) for key, asked in content["cells"].items()}
-            entries.append(CommandEntry(**content))
+            entries.append(_parse_entry(json.loads(line)))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"{path} line {number} was not written by normexp; correct the line, or move the "
@@ -138,22 +134,33 @@ def parse_entries(text: str, path: Path) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
+def _parse_entry(content: dict[str, Any]) -> Entry:
+    if content.pop("line") == "refusal":
+        return Refusal(**content)
+    requests = content["cells"].items()
+    content["cells"] = {cell_id: Request(**request) for cell_id, request in requests}
+    return CommandEntry(**content)
+
+
 def refused_by(study_dir: Path, command: str) -> dict[str, str]:
     """Why a command refused cells, by their ids."""
-    refusals = (entry for entry in read_entries(study_dir) if isinstance(entry, Refusal))
-    return {entry.cell: entry.error for entry in refusals if entry.command == command}
+    return {
+        entry.cell: entry.error
+        for entry in read_entries(study_dir)
+        if isinstance(entry, Refusal) and entry.command == command
+    }
 
 
 def remove_refused(study_dir: Path, command: str) -> None:
-    """Removes a study that holds nothing but refusals of one command, its author's mistakes."""
+    """Removes a study that holds nothing but the refusals of one command."""
     if not study_dir.is_dir():
         return
     with suppress(OSError):
         (study_dir / STACKS).rmdir()
     with file_lock(study_dir / LOCK_FILE, waits=True):
-        is_empty = {path.name for path in study_dir.iterdir()} <= {STUDY_FILE, LOCK_FILE}
-        entries = read_entries(study_dir)
-        if is_empty and len(refused_by(study_dir, command)) == len(entries):
+        has_runs = not {path.name for path in study_dir.iterdir()} <= {STUDY_FILE, LOCK_FILE}
+        num_refused, num_entries = len(refused_by(study_dir, command)), len(read_entries(study_dir))
+        if not has_runs and num_refused == num_entries:
             (study_dir / STUDY_FILE).unlink(missing_ok=True)
     if not any(study_dir.iterdir()):
         study_dir.rmdir()

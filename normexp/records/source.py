@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
@@ -49,17 +50,23 @@ def source_digest(target: str) -> str | None:
     return digest_of("".join(parts).encode()) if parts else None
 
 
-_first_digests: dict[str, str] = {}  # by path
+@cache
+def imported_digest(path: str) -> str:
+    """The digest of a file when this process first trained with it.
+
+    Python imports a module once, whatever becomes of its file.
+    """
+    return digest_of(Path(path).read_bytes())
 
 
 def refuse_edited(hashed: Mapping[str, str]) -> None:
-    """Raises UserError if a file has changed since this process first trained with it.
+    """Raises UserError if a file has changed since its digest, or since this process imported it.
 
     Args:
         hashed: digests of files by path, from when the id of a cell was computed.
     """
     for path, digest in hashed.items():
-        if digest_of(Path(path).read_bytes()) != _first_digests.setdefault(path, digest):
+        if {imported_digest(path), digest_of(Path(path).read_bytes())} != {digest}:
             raise UserError(
                 f"{path} was edited after the command began, or after this process imported it; "
                 "run the command again, in a notebook after restarting its kernel"

@@ -31,11 +31,12 @@ class Attempts:
 
     Attributes:
         members: the runs that are trained.
-        threads: of its first training, if it is large: its last digits depend on them.
-        count: trainings that have begun since the last checkpoint, and that nobody interrupted.
-        checkpointed_at: when the last of them began; 0 without a checkpoint.
-        is_apart: each run is a stack of its own instead.
-        why: the failure of the whole stack; empty if its runs would only have trained in turn.
+        threads: CPU threads of the first attempt, kept because last digits depend on them.
+        count: attempts since the last checkpoint, without those that were interrupted.
+        checkpointed_at: time of the checkpoint from which the last attempt began; 0 without one.
+        is_apart: True if each run is trained as a stack of its own instead.
+        why: the failure of the whole stack; empty if it was split only because its runs train in
+            turn.
     """
 
     members: list[Member] = field(default_factory=list)
@@ -47,7 +48,7 @@ class Attempts:
 
 
 def read_attempts(folder: Path) -> Attempts:
-    """Those of a stack; without the file, none."""
+    """Reads attempts.json of a stack; no attempts without the file."""
     attempts = Attempts(**read_json(folder / ATTEMPTS_FILE, missing={}))
     attempts.members = [(cell, seed) for cell, seed in attempts.members]
     return attempts
@@ -60,11 +61,13 @@ def write_attempts(folder: Path, attempts: Attempts) -> None:
 
 @dataclass(frozen=True)
 class StackState:
-    """A stack that has begun: the runs that it trains, and the steps done of how many.
+    """A stack that has begun.
 
     Attributes:
-        metrics: the last training loss and validation metric, as means over its runs.
+        members: the runs that it trains.
         holder: the process that trains it now, with its command; empty if none does.
+        step, total: optimizer steps done, and planned.
+        metrics: the last training loss and validation metric, as means over its runs.
     """
 
     folder: Path
@@ -76,17 +79,17 @@ class StackState:
 
 
 def read_stacks(study_dir: Path) -> list[StackState]:
-    """The stacks that have begun, except those whose runs are trained by themselves."""
+    """The stacks that have begun, except those that were split into their runs."""
     states = []
     for folder in subfolders(study_dir / STACKS):
         try:
             attempts = read_attempts(folder)
             progress = read_json(folder / PROGRESS_FILE, missing={})
-        except UserError:  # the process that trains it says so
+        except UserError:  # reported by the process that trains it
             continue
-        if not attempts.is_apart:
-            locks = [lock_of(study_dir / cell, seed) for cell, seed in attempts.members]
-            holders = [holder_of(lock) for lock in locks]
-            holder = holders[0] if holders and all(holders) else ""
-            states.append(StackState(folder, attempts.members, holder, **progress))
+        if attempts.is_apart:
+            continue
+        holders = [holder_of(lock_of(study_dir / cell, seed)) for cell, seed in attempts.members]
+        holder = holders[0] if holders and all(holders) else ""
+        states.append(StackState(folder, attempts.members, holder, **progress))
     return states

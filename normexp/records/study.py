@@ -1,19 +1,15 @@
-"""A study as its files tell: what was asked of it, and the state of every run, also while it runs.
-
-study.jsonl holds the commands, refusals and searches, one JSON object per line; it is only ever
-appended to, and no result depends on it.
-"""
+"""A study as its files tell, also while it runs: the state of every run of every cell."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 from normexp.errors import UserError
-from normexp.records.journal import Asked, CommandEntry, Entry, Refusal, read_entries
+from normexp.records.journal import CommandEntry, Entry, Refusal, Request, read_entries
 from normexp.records.layout import (
     CHECKPOINT_FILE,
     RESULT_FILE,
@@ -28,22 +24,19 @@ UNENDED = (Status.RUNNING, Status.INTERRUPTED, Status.NOT_STARTED)
 STATES = (*ENDED, Status.FAILED, *UNENDED, Status.UNREADABLE)  # in the order of tables
 
 
-# --- States ---------------------------------------------------------------------------------------
-
-
 @dataclass
 class CellState:
     """A cell: the state of each of its runs.
 
     Attributes:
         id: the name of its folder.
-        title: norm, sizes and overrides; the cell's id if no command asked for it.
-        states: by seed.
-        results: of ended and failed runs, in the order of seeds.
-        problems: results that cannot be read.
-        refused: why it cannot be trained; empty if it can.
-        stacks: that have begun with a run of it.
-        was_over: before the command that asks began.
+        title: norm, sizes and overrides; the id if no command asked for the cell.
+        states: the state of each seed.
+        results: ended and failed runs, in the order of seeds.
+        problems: why results cannot be read.
+        refused: why the cell cannot be trained; empty if it can.
+        stacks: the stacks that train, or have trained, a run of the cell.
+        was_over: True if nothing was left to train when the command began.
     """
 
     id: str
@@ -63,7 +56,7 @@ class CellState:
 
     @property
     def status(self) -> str:
-        """Of the cell for a command: finished, skipped, diverged, failed, refused or stopped."""
+        """The outcome of a command: finished, skipped, diverged, failed, refused or stopped."""
         states = set(self.states.values())
         if self.refused:
             return "refused"
@@ -82,13 +75,13 @@ class CellState:
 
     @property
     def failures(self) -> list[str]:
-        """The errors of failed runs, each once, and of results that cannot be read."""
+        """The errors of failed runs, each once, and why results cannot be read."""
         errors = [run.error for run in self.results if run.error]
         return list(dict.fromkeys([*errors, *self.problems]))
 
     @property
     def invalid(self) -> str | None:
-        """Why its numbers must not be compared."""
+        """Why the numbers of the cell must not be compared; None if they may."""
         return next((run.measured.invalid for run in self.results if run.measured.invalid), None)
 
 
@@ -100,27 +93,39 @@ def read_cell(
     stacks: Sequence[StackState],
     refused: str = "",
 ) -> CellState:
-    """The state of these runs of a cell."""
-    directory = study_dir / cell_id
-    state = CellState(cell_id, title, directory, refused=refused)
-    state.stacks = [one for one in stacks if any(cell == cell_id for cell, _ in one.members)]
+    """Reads the state of these runs of a cell.
+
+    Args:
+        stacks: those of the study that have begun.
+        refused: why the cell cannot be trained.
+    """
+    cell = CellState(cell_id, title, study_dir / cell_id, refused=refused)
+    for stack in stacks:
+        if any(member_id == cell_id for member_id, _ in stack.members):
+            cell.stacks.append(stack)
     for seed in sorted(set(seeds)):
-        run_dir = seed_dir(directory, seed)
-        state.states[seed] = Status.NOT_STARTED
-        if (run_dir / RESULT_FILE).exists():
-            try:
-                state.results.append(read_result(run_dir))
-                state.states[seed] = state.results[-1].status
-            except UserError as error:
-                state.problems.append(str(error))
-                state.states[seed] = Status.UNREADABLE
+        run_dir = seed_dir(cell.directory, seed)
+        if not (run_dir / RESULT_FILE).exists():
+            run_stacks = [stack for stack in cell.stacks if (cell_id, seed) in stack.members]
+            cell.states[seed] = _state_without_result(run_stacks)
             continue
-        mine = [stack for stack in state.stacks if (cell_id, seed) in stack.members]
-        if any(stack.holder for stack in mine):
-            state.states[seed] = Status.RUNNING
-        elif any((stack.folder / CHECKPOINT_FILE).is_file() for stack in mine):
-            state.states[seed] = Status.INTERRUPTED
-    return state
+        try:
+            result = read_result(run_dir)
+            cell.results.append(result)
+            cell.states[seed] = result.status
+        except UserError as error:
+            cell.problems.append(str(error))
+            cell.states[seed] = Status.UNREADABLE
+    return cell
+
+
+def _state_without_result(stacks: Sequence[StackState]) -> Status:
+    """The state of a run without a result, by the stacks that it belongs to."""
+    if any(stack.holder for stack in stacks):
+        return Status.RUNNING
+    if any((stack.folder / CHECKPOINT_FILE).is_file() for stack in stacks):
+        return Status.INTERRUPTED
+    return Status.NOT_STARTED
 
 
 @dataclass(frozen=True)
@@ -129,8 +134,8 @@ class Study:
 
     Attributes:
         commands: in the order of their lines.
-        refusals: of cells that cannot be trained, by id; a later command has not asked for them.
-        cells: those asked for by a command as it was last typed, and those on disk; by id.
+        refusals: why cells cannot be trained, by id.
+        cells: those that a command asks for as it was last typed, and those on disk; by id.
     """
 
     directory: Path
@@ -151,40 +156,53 @@ def read_study(directory: Path) -> Study:
     Raises:
         UserError: study.jsonl cannot be read.
     """
-    entries, stacks = read_entries(directory), read_stacks(directory)
+    entries = read_entries(directory)
     commands = [entry for entry in entries if isinstance(entry, CommandEntry)]
     on_disk = {folder.name: list_seeds(folder) for folder in list_cells(directory)}
-    refusals = _refusals(entries, on_disk)
-    asked = dict[str, Asked]()
-    last_typed = {tuple(command.command): command for command in commands}.values()
-    for command in commands:
-        for cell, one in command.cells.items():
-            if command in last_typed or cell in on_disk:
-                before = asked[cell].seeds if cell in asked else []
-                asked[cell] = Asked(one.title, [*before, *one.seeds])
-    asked |= {cell: Asked(one.title, one.seeds) for cell, one in refusals.items()}
-    for cell, seeds in on_disk.items():
-        asked.setdefault(cell, Asked(cell, seeds))  # copied here
-    cells = {
-        cell: read_cell(
-            *(directory, cell, one.title, one.seeds, stacks),
-            refused=refusals[cell].error if cell in refusals else "",
-        )
-        for cell, one in asked.items()
+    refusals = {
+        cell_id: refusal
+        for cell_id, refusal in _standing_refusals(entries).items()
+        if cell_id not in on_disk
     }
+    stacks, cells = read_stacks(directory), dict[str, CellState]()
+    for cell_id, request in _requests(commands, refusals, on_disk).items():
+        error = refusals[cell_id].error if cell_id in refusals else ""
+        cells[cell_id] = read_cell(directory, cell_id, request.title, request.seeds, stacks, error)
     return Study(directory, commands, refusals, cells)
 
 
-def _refusals(entries: Sequence[Entry], on_disk: Iterable[str]) -> dict[str, Refusal]:
-    """Those that no later command has reopened, of cells without a folder."""
+def _requests(
+    commands: Sequence[CommandEntry],
+    refusals: Mapping[str, Refusal],
+    on_disk: Mapping[str, Sequence[int]],
+) -> dict[str, Request]:
+    """The title and seeds of each cell that was asked for, or that is on disk."""
+    last_typed = {tuple(command.command): command for command in commands}
+    requests: dict[str, Request] = {}
+    for command in commands:
+        is_last = last_typed[tuple(command.command)] is command
+        for cell_id, request in command.cells.items():
+            # A command that was typed again, after an edit, may have asked for other cells before.
+            if is_last or cell_id in on_disk:
+                earlier = requests[cell_id].seeds if cell_id in requests else []
+                requests[cell_id] = Request(request.title, [*earlier, *request.seeds])
+    for cell_id, refusal in refusals.items():
+        requests[cell_id] = Request(refusal.title, refusal.seeds)
+    for cell_id, seeds in on_disk.items():
+        if cell_id not in requests:  # the folder was copied into this study
+            requests[cell_id] = Request(cell_id, [*seeds])
+    return requests
+
+
+def _standing_refusals(entries: Iterable[Entry]) -> dict[str, Refusal]:
+    """The last refusal of each cell, by id, unless a later command asks for the cell again."""
     refusals: dict[str, Refusal] = {}
     for entry in entries:
         if isinstance(entry, Refusal):
             refusals[entry.cell] = entry
-        else:
-            refusals = {
-                cell: one
-                for cell, one in refusals.items()
-                if cell not in entry.cells or one.command == entry.id
-            }
-    return {cell: one for cell, one in refusals.items() if cell not in on_disk}
+            continue
+        for cell_id in entry.cells:
+            # A command refuses cells before its own line is written.
+            if cell_id in refusals and refusals[cell_id].command != entry.id:
+                del refusals[cell_id]
+    return refusals

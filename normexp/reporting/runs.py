@@ -227,7 +227,7 @@ class Records:
             )
             for result in archive.results()
         ]
-        self.add_commands(study, archive.entries, archive.trials)
+        self.add_commands(study, archive.entries, archive.search_entries)
 
     def add_commands(self, study: str, entries: Iterable[Entry], trials: Iterable[Entry]) -> None:
         """Adds what the commands of a study asked for. trials: of the search NAME-search."""

@@ -8,9 +8,9 @@ import pytest
 
 from normexp.errors import UserError
 from normexp.records.journal import (
-    Asked,
     CommandEntry,
     Refusal,
+    Request,
     append_entry,
     read_entries,
     remove_refused,
@@ -23,7 +23,7 @@ from normexp.records.study import read_study
 
 
 def command(name: str, cells: dict[str, list[int]], *words: str) -> CommandEntry:
-    asked = {cell: Asked(f"norm={cell}", seeds) for cell, seeds in cells.items()}
+    asked = {cell: Request(f"norm={cell}", seeds) for cell, seeds in cells.items()}
     return CommandEntry(name, ["normexp-train", *words], "code", asked)
 
 
