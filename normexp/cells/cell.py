@@ -30,9 +30,11 @@ from normexp.norms.build import build_norm, norm_target
 from normexp.records.logs import collected_messages
 from normexp.records.result import Measured, check_joins
 from normexp.records.source import refuse_edited
+from normexp.training.callbacks import describe_monitor
+from normexp.training.devices import check_devices
 from normexp.training.evaluation import criterion_of
-from normexp.training.fit import describe_monitor
-from normexp.training.recipe import Recipe, can_train_a_stack, check_devices, parameter_groups
+from normexp.training.optimizer import can_train_a_stack, parameter_groups
+from normexp.training.recipe import Recipe
 from normexp.words import as_typed, name_some
 
 logger = logging.getLogger(__name__)

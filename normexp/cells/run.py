@@ -45,7 +45,8 @@ from normexp.records.logs import messages_to_file
 from normexp.records.result import Measured, Result, Status, settings_of
 from normexp.records.samples import write_samples
 from normexp.records.stacks import Attempts, lock_of, read_attempts, write_attempts
-from normexp.training.fit import StepReports, fit, why_stopped
+from normexp.training.callbacks import why_stopped
+from normexp.training.fit import StepReports, fit
 from normexp.training.module import Recorder, TrainingModule
 from normexp.training.stopping import Interrupted, StopRequest, TrainingControl
 

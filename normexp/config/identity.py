@@ -14,20 +14,10 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
-from normexp.config.compose import (
-    FORMER_DEFAULTS,
-    parts_with_target,
-    shipped_config,
-    shipped_defaults,
-    shipped_targets,
-    shipped_values,
-)
-from normexp.config.schema import (
-    OPTIONAL_GROUPS,
-    PARTS,
-    SLOTS,
-    in_identity,
-)
+from normexp.config.compose import FORMER_DEFAULTS, parts_with_target
+from normexp.config.groups import OPTIONAL_GROUPS, PARTS
+from normexp.config.keys import KEYS, in_identity
+from normexp.config.shipped import shipped_config, shipped_defaults, shipped_targets, shipped_values
 from normexp.config.sizes import SIZES, Sizes
 from normexp.records.source import digest_of, source_digest, source_files
 from normexp.words import as_typed
@@ -45,17 +35,6 @@ VERSIONS: dict[str, int] = {
 TEXT_DIGESTS = {
     "normexp.data.text.load_manual": "71f2ff5d99bdc1f9",
     "normexp.data.langid.load_langid": "135064382cc0a164",
-}
-
-# Keys that only say how a value of the config came about, or how a target is called.
-NOT_HASHED = {"optim.default_lr", *(f"{group}._partial_" for group in (*PARTS, "schedule"))}
-
-# Values that mean the same as a missing key.
-IMPLIED_VALUES = {
-    "optim.decay_bias": True,
-    "data.order": "shuffled",
-    **dict.fromkeys(("data.limit_train", "norm.at", "norm.half_life", "model.replace")),
-    **dict.fromkeys(f"norm.{slot}" for slot in SLOTS),
 }
 
 
@@ -136,23 +115,17 @@ def declared_synchronized(norm: Mapping[str, Any]) -> bool | None:
     return None if shipped is None else bool(shipped.get("synchronized"))
 
 
-def defining_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a config that define the training."""
-
-    def counted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-        keys = {f"{prefix}{name}": name for name in values}
-        return {
-            name: values[name]
-            for key, name in keys.items()
-            if in_identity(key)
-            and key not in NOT_HASHED
-            and (key, values[name]) not in IMPLIED_VALUES.items()
-        }
-
-    return {
-        key: counted(value, f"{key}.") if isinstance(value, Mapping) else value
-        for key, value in counted(config).items()
-    }
+def defining_values(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a config, or of its group at `prefix`, that define the training."""
+    defining = {}
+    for name, value in config.items():
+        key = f"{prefix}{name}"
+        is_implied = key in KEYS and KEYS[key].implied == value
+        if not in_identity(key) or is_implied:
+            continue
+        is_group = isinstance(value, Mapping) and not prefix
+        defining[name] = defining_values(value, f"{key}.") if is_group else value
+    return defining
 
 
 def sources_of(config: Mapping[str, Any]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 
 from normexp.config.compose import refuse_missing_values
-from normexp.config.schema import check_value
+from normexp.config.validate import check_value
 from normexp.errors import UserError, one_line
 from normexp.records.source import why_missing
 from normexp.words import name_some, suggest

@@ -26,8 +26,6 @@ from normexp.words import as_typed
 
 logger = logging.getLogger(__name__)
 
-# Keys of a model's YAML for normexp; all others are passed to the model.
-RESERVED_MODEL_KEYS = ("weights", "replace")
 NUM_EXAMPLES = 4  # samples of the forward in which norms are recognised
 # Models whose `model.name` also names weights that their package downloads.
 NAMED_WEIGHTS: dict[str, Callable[[str, str], Any]] = {
@@ -107,7 +105,7 @@ def build_network(values: Mapping[str, Any], norm: NormFactory, data: Data) -> N
     A model with an argument `norm` builds its norms from it; in any other model they are replaced.
     """
     values = dict(values)
-    start, classes = (values.pop(key, None) for key in RESERVED_MODEL_KEYS)
+    start, classes = values.pop("weights", None), values.pop("replace", None)
     target = read_target(values, "model")
     names = target.arguments - target.call.keywords.keys()
     find = NAMED_WEIGHTS.get(target.path)

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from normexp.config.compose import shipped_config, shipped_defaults, shipped_values
+from normexp.config.keys import own_keys
+from normexp.config.shipped import shipped_config, shipped_defaults, shipped_values
 from normexp.config.slots import SLOTS, resolve
 from normexp.config.target import Target, read_target
 from normexp.errors import UserError
@@ -17,8 +18,6 @@ from normexp.norms.adapt import foreign_factory
 from normexp.norms.factory import AsBuilt, NormFactory, is_shipped
 from normexp.norms.running import NUM_TRAINING_STEPS
 
-# Keys of a norm's YAML for the model or for normexp; all others are passed to the norm.
-RESERVED_NORM_KEYS = ("at", "view", "layout", "half_life", "mixes_samples", "synchronized", *SLOTS)
 # Arguments from a training, for a norm that is built outside one.
 NO_TRAINING = {"num_training_steps": NUM_TRAINING_STEPS}
 
@@ -147,7 +146,7 @@ def norm_target(
         momentum: of running averages, if the norm sets a half-life instead.
     """
     values = dict(values)
-    reserved = {key: values.pop(key) for key in RESERVED_NORM_KEYS if key in values}
+    reserved = {key: values.pop(key) for key in own_keys("norm") if key in values}
     if momentum is not None:
         values["momentum"] = momentum
     return read_target(values, "norm").filled_in(available), reserved

@@ -13,8 +13,9 @@ from torch.nn import functional
 from normexp.checks.card import measure_norm
 from normexp.checks.network import BuiltNetwork
 from normexp.checks.preflight import check_padding, examine
-from normexp.config.compose import compose_config, shipped_defaults
-from normexp.config.schema import group_choices
+from normexp.config.compose import compose_config
+from normexp.config.groups import group_choices
+from normexp.config.shipped import shipped_defaults
 from normexp.config.sizes import Sizes
 from normexp.norms.build import build_norm
 from normexp.norms.site import View

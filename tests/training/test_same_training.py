@@ -31,13 +31,13 @@ from wild_norms import StrangerNorm
 from normexp.checks.network import probe_batch
 from normexp.checks.wiring import cannot_stack
 from normexp.config.compose import compose_config
-from normexp.config.schema import group_choices
+from normexp.config.groups import group_choices
 from normexp.config.sizes import Sizes
 from normexp.config.slots import Slots
 from normexp.norms.build import build_norm
 from normexp.norms.factory import NormFactory
 from normexp.norms.sample import RMSNorm
-from normexp.training.recipe import own_schedule
+from normexp.training.schedule import own_schedule
 
 slow = pytest.mark.slow
 FULL, ACCUMULATED, BOTH = Sizes(8), Sizes(8, 2), Sizes(8, 4, 2)
