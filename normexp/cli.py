@@ -64,27 +64,27 @@ def _run(name: str, words: list[str], act: Callable[[list[str]], int]) -> int:
     except BrokenPipeError:  # as in `... | head`; Python flushes stdout once more, at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
-        code, message = _explain(error)
-        if not message:
-            raise
-        with suppress(KeyboardInterrupt):  # from one more Ctrl-C
-            print(f"normexp: {message}", file=sys.stderr)
-        return code
-
-
-def _explain(error: BaseException) -> tuple[int, str | None]:
-    """The exit code and one line for a mistake, an interruption or the file system; else None."""
-    if isinstance(error, UserError):
-        return USER_MISTAKE, str(error)
-    if isinstance(error, SystemExit):
+    except UserError as error:
+        return _end(USER_MISTAKE, str(error))
+    except Halted as error:
+        return _end(FAILED, str(error))
+    except KeyboardInterrupt as error:
+        return _end(INTERRUPTED, str(error) or "interrupted")
+    except OSError as error:
+        if is_full_disk(error):
+            return _end(FAILED, FULL_DISK)
+        return _end(USER_MISTAKE, describe(error))
+    except SystemExit as error:
         line = source_line_of(error)
-        return USER_MISTAKE, line and f"your own code ends the program, by sys.exit{line}"
-    if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED, str(error) or "interrupted"
-    if isinstance(error, OSError):
-        return (FAILED, FULL_DISK) if is_full_disk(error) else (USER_MISTAKE, describe(error))
-    return FAILED, str(error) if isinstance(error, Halted) else None
+        if not line:
+            raise
+        return _end(USER_MISTAKE, f"your own code ends the program, by sys.exit{line}")
+
+
+def _end(code: int, message: str) -> int:
+    with suppress(KeyboardInterrupt):  # from one more Ctrl-C
+        print(f"normexp: {message}", file=sys.stderr)
+    return code
 
 
 # --- train, tune, check, benchmark: Hydra's overrides ---------------------------------------------

@@ -61,10 +61,10 @@ class Search:
         if is_report:
             return cell
         tune, study = self.base["tune"], f"{self.base['study']}-search"
-        own = {"study": study, "seed": tune["first_seed"], "replicas": tune["seeds"]}
+        changes = {"study": study, "seed": tune["first_seed"], "replicas": tune["seeds"]}
         if "@" not in (tune["metric"] or ""):
-            own["evaluate_with"] = ["running"]
-        return replace(cell, config=cell.config | own)
+            changes["evaluate_with"] = ["running"]
+        return replace(cell, config=cell.config | changes)
 
 
 def plan_searches(command: Command) -> list[Search]:
@@ -85,16 +85,15 @@ def plan_searches(command: Command) -> list[Search]:
         if override.is_sweep_override() and not in_identity(key) and key != "experiment":
             raise UserError(f"{override.input_line}: {key} cannot be searched; give it one value")
     space = read_space(searched)
-    rest = [override for override in overrides if not is_searched(override)]
-    lines = command.points(rest)
-    shared = set(lines[0]).intersection(*map(set, lines))
+    grid = command.points([override for override in overrides if not is_searched(override)])
+    shared = set(grid[0]).intersection(*map(set, grid))
     searches = []
-    for line in lines:
-        base = command.cell([*line, *words_of(space.first)]).config
+    for words in grid:
+        base = command.cell([*words, *words_of(space.first)]).config
         check_settings(base)
-        grid_words = tuple(word for word in line if word not in shared)
-        search = Search(tuple(line), grid_words, space, base, command)
-        assert search.trials  # composes each, to find a mistake before the first training
+        grid_words = tuple(word for word in words if word not in shared)
+        search = Search(tuple(words), grid_words, space, base, command)
+        assert search.trials  # composing each finds mistakes before the first training
         searches.append(search)
     return searches
 
