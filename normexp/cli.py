@@ -50,9 +50,9 @@ def _import_from_current_folder() -> None:
 
 
 def _run(name: str, words: list[str], act: Callable[[list[str]], int]) -> int:
-    """Returns the exit code of `act`, or 0 after --help; prints what ended it in one line.
+    """Returns the exit code of `act`, or 0 after --help; prints an error in one line.
 
-    Exceptions that are nobody's mistake pass through: a traceback, and exit code 1.
+    Errors of normexp itself are raised, and end in a traceback and exit code 1.
     """
     try:
         if {"--help", "-h"} & set(words):
@@ -117,8 +117,9 @@ def parse_command(words: Sequence[str]) -> Command:
         raise UserError(f"--config-name and --config-path: normexp has one config; {own}")
     if options.cfg and options.multirun:
         raise UserError("--cfg shows one cell: drop -m and name one value per key")
-    searched = [_search_path(options.config_dir)] if options.config_dir else []
-    overrides = [*searched, *options.overrides]
+    overrides = options.overrides
+    if options.config_dir:
+        overrides = [_search_path(options.config_dir), *overrides]
     return Command(overrides, options.multirun, shows_config=options.cfg is not None)
 
 

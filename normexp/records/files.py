@@ -1,4 +1,4 @@
-"""Files that survive the death of their writer: atomic writes, and locks."""
+"""Files that survive the death of their writer, and errors of the file system."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def open_atomic(path: Path) -> Iterator[BinaryIO]:
         os.replace(temporary, path)
     except BaseException as error:
         if isinstance(error, OSError) and error.filename == str(temporary):
-            error.filename = str(path)  # which messages name
+            error.filename = str(path)  # for the message
         if temporary.exists():
             temporary.unlink()
         raise
@@ -74,7 +74,8 @@ def read_json(path: Path, *, missing: dict[str, Any] | None = None) -> dict[str,
 def ensure_writable(directory: Path, key: str = "runs_dir") -> None:
     """Raises UserError if nothing can be written and locked in a directory, or its nearest parent.
 
-    key: of the config, that names the directory
+    Args:
+        key: of the config; its value is the directory.
     """
     existing = directory.absolute()
     try:
@@ -91,7 +92,7 @@ def ensure_writable(directory: Path, key: str = "runs_dir") -> None:
 
 
 def is_read_only(directory: Path) -> bool:
-    """True for a folder of others, or of a read-only file system: there is nothing to tidy up."""
+    """True if this process may not write to a folder, so that there is nothing to tidy up."""
     return not os.access(directory, os.W_OK)
 
 
@@ -117,7 +118,8 @@ REMEDIES = {  # by the number of an OSError
 
 
 def describe(error: OSError) -> str:
-    """The path of an error of the file system, what is wrong with it and what to do, in a line."""
+    """One line for an error of the file system: the path, what is wrong, and the remedy."""
     place = f"{error.filename}: " if error.filename is not None else ""
-    said = error.strerror or one_line(error)
-    return f"{place}{said}; {REMEDIES.get(error.errno or 0, 'see to it, and run the same again')}"
+    fault = error.strerror or one_line(error)
+    remedy = REMEDIES.get(error.errno or 0, "see to it, and run the same again")
+    return f"{place}{fault}; {remedy}"

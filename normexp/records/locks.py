@@ -19,8 +19,8 @@ from filelock import FileLock, Timeout
 def file_lock(path: Path, *, waits: bool = False) -> Iterator[bool]:
     """Holds an exclusive lock inside the block.
 
-    Yields False if another holder has the lock, unless it `waits`. The kernel releases the lock of
-    a killed process. The file names its holder, see `this_command`, and goes at the end.
+    Yields False if another process has the lock, unless it `waits`. The kernel releases the lock of
+    a killed process. The file names its holder, see `this_command`, and is removed at the end.
     """
     lock = FileLock(path, blocking=waits)
     try:
@@ -29,7 +29,7 @@ def file_lock(path: Path, *, waits: bool = False) -> Iterator[bool]:
         yield False
         return
     except OSError as error:
-        error.filename = str(path)  # that of flock names none
+        error.filename = str(path)  # flock's error names no file
         raise
     try:
         path.write_text(this_command())
@@ -40,9 +40,9 @@ def file_lock(path: Path, *, waits: bool = False) -> Iterator[bool]:
 
 
 def holder_of(path: Path) -> str:
-    """What holds a lock at this moment, see `this_command`; empty if nothing does.
+    """The command that holds a lock now, see `this_command`; empty if none does.
 
-    Changes nothing, so that it works in a folder that others write.
+    Writes nothing, so that it works in a read-only folder.
     """
     try:
         with path.open() as file:
@@ -56,7 +56,7 @@ def holder_of(path: Path) -> str:
 
 
 def other_holders(paths: Iterable[Path]) -> list[str]:
-    """What holds these locks, except for this command and its workers."""
+    """The commands that hold these locks, without this command and its workers."""
     holders = [holder_of(path) for path in paths]
     return [holder for holder in holders if holder not in ("", this_command())]
 

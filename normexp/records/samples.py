@@ -1,4 +1,9 @@
-"""samples.npz: the score of a run on each test sample, so that runs can be compared by sample."""
+"""samples.npz: the score of a run on each test sample, so that runs can be compared by sample.
+
+One array for each kind of test statistics (`running`, `precise`, `batch32`), in the order of the
+test split. For classification: correct or not, stored as packed bits beside their number. For a
+language model: the mean loss per token of each sequence, float32.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +21,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-# A run's score on each test sample, so that runs can be compared sample by sample. One array for
-# each kind of test statistics (`running`, `precise`, `batch32`), in the order of the test split.
-# For classification: correct or not, stored as packed bits beside their number. For a language
-# model: the mean loss per token of each sequence, float32.
-NUM_SAMPLES = "num_samples"  # of packed bits, which are padded to whole bytes
-TORN = (OSError, EOFError, BadZipFile, TypeError, ValueError)  # what numpy raises for such a file
+NUM_SAMPLES = "num_samples"  # beside packed bits, which are padded to whole bytes
+TORN = (OSError, EOFError, BadZipFile, TypeError, ValueError)  # errors of numpy for a torn file
 
 
 def write_samples(run_dir: Path, samples: Mapping[str, np.ndarray]) -> None:

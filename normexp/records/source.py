@@ -22,19 +22,22 @@ from normexp.words import name_some, suggest
 def source_files(target: str) -> dict[str, Path]:
     """The user's own files behind a dotted target, by module name; {} if it is not the user's.
 
-    Names, not places, identify the files. A missing module has none: the error comes when it is
-    imported.
+    Names, not places, identify the files. A missing module has none: importing it raises.
     """
     files: dict[str, Path] = {}
     package = _file_of(target.partition(".")[0])
-    is_foreign = package is not None and not is_own(package)
-    waiting, tried = [] if is_foreign else [*_with_parents(target)], set[str]()
+    if package is not None and not is_own(package):
+        return files
+    waiting, seen = [*_with_parents(target)], set[str]()
     while waiting:
         name = waiting.pop()
-        if name not in tried and (file := _own_file(name)) is not None:
+        if name in seen:
+            continue
+        seen.add(name)
+        file = _file_of(name)
+        if file is not None and is_own(file):
             files[name] = file
             waiting += _imported(name, file)
-        tried.add(name)
     return files
 
 
@@ -74,7 +77,7 @@ def refuse_edited(hashed: Mapping[str, str]) -> None:
 
 
 def why_missing(target: str) -> str:
-    """Why a dotted target cannot be imported, as far as its files tell; empty if they do not."""
+    """Why a dotted target cannot be imported; empty if its files do not show it."""
     module, _, name = target.rpartition(".")
     top = target.partition(".")[0]
     if _find(top) is None:
@@ -92,13 +95,8 @@ def why_missing(target: str) -> str:
     return f"{fault}; {suggest(name, defined, most=3) or f'it has {name_some(defined)}'}"
 
 
-def _own_file(name: str) -> Path | None:
-    """The file of a module, if it is the user's own; None for a package without a file."""
-    path = _file_of(name)
-    return path if path is not None and is_own(path) else None
-
-
 def _file_of(name: str) -> Path | None:
+    """The file of a module; None if it is missing, or a package without a file."""
     spec = _find(name)
     origin = spec.origin if spec is not None and spec.has_location else None
     return None if origin is None else Path(origin).resolve()
@@ -129,19 +127,26 @@ def _imported(module: str, path: Path) -> Iterator[str]:
             for alias in node.names:
                 yield from _with_parents(alias.name)
         elif isinstance(node, ast.ImportFrom):
-            up = len(parents) - node.level + (path.name == "__init__.py")
-            base = [*(parents[:up] if node.level else []), *([node.module] if node.module else [])]
-            for alias in node.names:  # which may be modules
+            base: list[str] = []
+            if node.level:  # relative: from .a import b
+                depth = len(parents) - node.level + (path.name == "__init__.py")
+                base = parents[:depth]
+            if node.module:
+                base = [*base, node.module]
+            for alias in node.names:  # the name may be a module
                 yield from _with_parents(".".join([*base, alias.name]))
 
 
 def _tree_of(path: Path) -> ast.Module:
     try:
         return ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):  # raised again by the import; a compiled module, too
+    except (SyntaxError, ValueError):  # importing it raises again; or a compiled module
         return ast.Module([], [])
 
 
 def _with_parents(name: str) -> Iterator[str]:
+    """`a`, `a.b` and `a.b.c` for the name `a.b.c`; nothing for a relative name."""
     parts = name.split(".")
-    yield from (".".join(parts[: count + 1]) for count in range(len(parts)) if parts[0])
+    if parts[0]:
+        for depth in range(1, len(parts) + 1):
+            yield ".".join(parts[:depth])
