@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from normexp.errors import UserError, first_line
+from normexp.errors import UserError, one_line
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ def copied(value: T, sharing: Iterable[object] = ()) -> T:
         if not isinstance(value, nn.Module):
             raise
         raise UserError(
-            f"{_obstacle(value)} cannot be copied ({first_line(error)}); keep it outside of the "
+            f"{_obstacle(value)} cannot be copied ({one_line(error)}); keep it outside of the "
             "module, or define __deepcopy__ in its class"
         ) from error
 

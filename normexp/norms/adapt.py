@@ -22,9 +22,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from normexp.errors import UserError
+from normexp.errors import UserError, one_line, source_line_of
 from normexp.norms.contract import Mask
-from normexp.records.provenance import source_line_of
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +115,7 @@ def adapt(make: Callable[..., Any], *, target: str, eps: float | None) -> Build:
         except Exception as error:
             raise UserError(
                 f"norm._target_={target} cannot be built for {num_features} features: "
-                f"{_described(error)}"
+                f"{one_line(error)}"
             ) from error
         if not isinstance(norm, nn.Module):
             kind = type(norm).__name__
@@ -233,7 +232,7 @@ def find_layout(
                     fitting[is_last] += (num_dims,)
                 except Exception as error:  # of foreign code, any kind
                     where = source_line_of(error) or type(error).__name__
-                    said = f"on an input of shape {tuple(x.shape)}: {_described(error)}"
+                    said = f"on an input of shape {tuple(x.shape)}: {one_line(error)}"
                     problems.setdefault(where, said)
         is_last = fitting[False] in ((), (2,)) and bool(fitting[True])
         if 4 in fitting[False] and 4 in fitting[True]:
@@ -286,9 +285,3 @@ def _try(build: Build, num_features: int, x: Tensor, layout: Layout) -> None:
 def _shapes(norm: nn.Module) -> dict[str, torch.Size]:
     tensors = (*norm.named_parameters(), *norm.named_buffers())
     return {name: tensor.shape for name, tensor in tensors}
-
-
-def _described(error: Exception) -> str:
-    """The type and the first line of an error, and the line of the user's file that raised it."""
-    message = (str(error).strip().splitlines() or ["no message"])[0]
-    return f"{type(error).__name__}: {message}{source_line_of(error)}"
