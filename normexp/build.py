@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from normexp.batching.copies import copied
 from normexp.batching.draws import derive_seed
-from normexp.batching.processes import spans_devices
+from normexp.batching.processes import is_synchronized
 from normexp.batching.replicas import suitable_threads
 from normexp.checks.card import Card, measure_card
 from normexp.checks.network import PROBE_SAMPLES
@@ -454,12 +454,12 @@ def build_loggers(values: Mapping[str, Any], available: Mapping[str, Any]) -> li
 def synchronized(values: Mapping[str, Any]) -> bool:
     """True if the norm computes its statistics over all devices.
 
-    As its YAML says (`synchronized`); a foreign norm may also say it by `spans_devices`.
+    As its YAML says (`synchronized`); a foreign norm may also say it by an attribute of that name.
     """
     from_config = identity.spans_devices(values)
     if from_config is not None:
         return from_config
     try:
-        return spans_devices(get_object(values["_target_"]))
+        return is_synchronized(get_object(values["_target_"]))
     except Exception:  # a user's module may raise anything on import: `build_norm` reports it
         return False
