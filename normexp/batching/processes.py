@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, distributed, nn
 
 from normexp.batching.replicas import Replicas
+from normexp.config.identity import declared_synchronized
 from normexp.config.sizes import Share
+from normexp.config.target import locate
 from normexp.norms.contract import DeclaresSynchronized, State
 from normexp.norms.site import merge_state, read_state, write_state
 
@@ -71,7 +76,7 @@ class Processes:
         shares = [counts[index] / sum(counts) for index in active]
         merged = merge_state(replicas, start, [ends[index] for index in active], shares)
         for path, module in replicas.named_modules():
-            if is_synchronized(module):
+            if declares_synchronized(module):
                 merged |= {k: v for k, v in state.items() if k.startswith(f"{path}.")}
         write_state(replicas, merged)
 
@@ -87,7 +92,21 @@ class Processes:
         return ends
 
 
-def is_synchronized(norm: object) -> bool:
-    """True if a norm, or a class of norms, takes its statistics over all devices."""
+def declares_synchronized(norm: object) -> bool:
+    """True if a norm, or a class of norms, says that it takes statistics over all devices."""
     is_torchs = isinstance(norm, nn.SyncBatchNorm) or norm is nn.SyncBatchNorm
     return is_torchs or (isinstance(norm, DeclaresSynchronized) and norm.synchronized)
+
+
+def is_synchronized(values: Mapping[str, Any]) -> bool:
+    """True if the norm of a config takes its statistics over all devices.
+
+    Its YAML says so by `synchronized`, or the class of a foreign norm by an attribute of that name.
+    """
+    from_config = declared_synchronized(values)
+    if from_config is not None:
+        return from_config
+    try:
+        return declares_synchronized(locate(values["_target_"]))
+    except Exception:  # a user's module may raise anything on import: `build_norm` reports it
+        return False
