@@ -27,7 +27,7 @@ from normexp.norms.contract import (
 from normexp.norms.counters import counting
 
 View = Literal["map", "token", "sequence"]
-# Attributes of a network's norm that say what this package can do with it, or with a batch norm.
+# Attributes of a norm that its site hides, because they say how norms can be treated.
 NOT_PASSED_ON = (
     *("forward_groups", "merge_state", "sequential_state", "synchronized", "momentum"),
     *("num_training_steps", "norm_parameters", "track_running_stats", "inplace"),
@@ -37,7 +37,7 @@ READ_TO_BYPASS = ("weight", "bias", "eps")
 
 
 class ReadAroundNorm(AttributeError, UserError):
-    """A network reads an attribute that a replaced norm has not; `hasattr` is false."""
+    """A network reads an attribute that a replaced norm lacks; `hasattr` is false."""
 
 
 class InPlaceOfNorm(nn.Module):
@@ -63,8 +63,8 @@ class Site(InPlaceOfNorm):
     position axes are joined; mask (N, *) or (B, T).
     """
 
-    adds_level = "norm"  # a level in the names of tensors that the network's authors do not have
-    num_features: int  # that the model asked for
+    adds_level = "norm"  # in the names of tensors, which the network's authors do not have
+    num_features: int  # as the model asked
 
     def __init__(self, norm: nn.Module, view: View, norm_batch_size: int | None) -> None:
         super().__init__()

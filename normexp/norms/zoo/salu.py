@@ -27,5 +27,6 @@ class SALU(AffineNorm):
     eps: float = field(default=0.0, init=False)
 
     def normalize(self, x: Tensor, _: Mask, __: Affine) -> Tensor:
-        a, b = over_channels(self.log_a, x).exp(), over_channels(self.log_b, x).exp()
+        a = over_channels(self.log_a, x).exp()
+        b = over_channels(self.log_b, x).exp()
         return a * x * torch.rsqrt(1 + a * b * x.square())
