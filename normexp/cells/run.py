@@ -19,8 +19,8 @@ from torch import nn
 
 from normexp.batching.replicas import SMALL_FORWARD, InTurn, Replicas, Stacked, suitable_threads
 from normexp.cells.cell import Cell, prepare_cell
+from normexp.cells.describe import typed_values
 from normexp.cells.devices import training_together
-from normexp.cells.recipe import typed_values
 from normexp.cells.stack import Run, Stack, claimed, commit, remove, settle
 from normexp.config.identity import may_mix_samples
 from normexp.config.spec import CellSpec
@@ -61,6 +61,7 @@ from normexp.records.study import (
     write_attempts,
 )
 from normexp.training.callbacks import why_stopped
+from normexp.training.devices import device_type
 from normexp.training.fit import StepReports, fit
 from normexp.training.module import Recorder, TrainingModule
 from normexp.training.stopping import Interrupted, StopRequest, TrainingControl
@@ -178,15 +179,19 @@ class Attempt:
             remove(self.folder)
 
     def _split(self, why: str) -> None:
-        """Has each run trained by itself."""
-        self.attempts.is_apart, self.attempts.why = True, why
+        """Cuts the stack, so that each run is trained by itself."""
+        self.attempts.is_apart = True
+        self.attempts.why = why
         self.checkpoint.unlink(missing_ok=True)
         write_attempts(self.folder, self.attempts)
 
     def _refuse(self, error: str) -> None:
-        """Notes which cells cannot be trained: all, or one that was refused after the first."""
+        """Notes which cells cannot be trained: all, or the first that could not be prepared."""
+        refused = self.specs
         unprepared = [spec for spec in self.specs if spec.id not in self.cells]
-        for spec in unprepared[:1] if self.cells and unprepared else self.specs:
+        if self.cells and unprepared:
+            refused = unprepared[:1]
+        for spec in refused:
             refusal = Refusal(spec.id, spec.title, spec.seeds, self.command.id, error)
             append_entry(self.stack.study_dir, refusal)
 
@@ -201,10 +206,11 @@ class Attempt:
         run_dir = seed_dir(spec.directory, seed)
         run_dir.mkdir(parents=True, exist_ok=True)
         write_text(run_dir / LOG_FILE, trace or reason)
-        defines, derived = spec.identity, typed_values(spec)
-        measured = Measured(traits={"mixes_samples": may_mix_samples(spec.config)})
         if cell := self.cells.get(spec.id):
             defines, derived, measured = cell.defines, cell.derived, cell.measured
+        else:  # it failed before its cell was prepared
+            defines, derived = spec.identity, typed_values(spec)
+            measured = Measured(traits={"mixes_samples": may_mix_samples(spec.config)})
         environment = describe_environment(threads=self.attempts.threads)
         measured = replace(measured, environment=environment)
         failed = Result(spec.id, seed, Status.FAILED, defines, derived, measured, reason)
@@ -255,26 +261,17 @@ class Attempt:
         self.control.on_steps()
 
     def _record(self, module: TrainingModule) -> list[Result]:
-        device, source = module.trainer.strategy.root_device, self.cell.data.source_version
-        count, seconds, gpu = len(self.runs), module.train_seconds, None
-        samples = module.batches.num_samples_before(module.step) * count
-        timing = {
-            "train_seconds": seconds,
-            "step_ms": 1000 * seconds / max(module.step, 1),
-            "stack_size": count,
-            "samples_per_second": samples / max(seconds, 1e-9),
-        }
-        if module.recorded_step is not None:
-            timing["replayed_steps"] = module.recorded_step.num_replayed
-        if device.type == "cuda":  # on a CPU only the peak of the whole process is known
-            gpu = torch.cuda.get_device_name(device)
-            timing["peak_memory_mb"] = torch.cuda.max_memory_allocated(device) / 1e6
+        """Writes the files of each run but result.json, which it returns."""
+        device = module.trainer.strategy.root_device
+        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         environment = describe_environment(gpu, threads=torch.get_num_threads())
-        environment |= {"data_source": source} if source else {}
+        if source := self.cell.data.source_version:
+            environment["data_source"] = source
+        timing = self._timing(module, device)
         results = []
         for index, (spec, seed) in enumerate(self.runs):
             cell, run_dir = self.cells[spec.id], seed_dir(spec.directory, seed)
-            if cell.recipe.save_weights and module.losses.diverged_at[index] is None:
+            if cell.recipe.settings.save_weights and module.losses.diverged_at[index] is None:
                 with open_atomic(run_dir / WEIGHTS_FILE) as file:
                     torch.save(state_as_built(module.replicas.replica(index).cpu()), file)
             content = module.evaluator.content(module.metrics, index)
@@ -283,6 +280,21 @@ class Attempt:
             write_samples(run_dir, module.evaluator.samples_of(module.metrics, index))
             results.append(self._result(module, index, environment, timing))
         return results
+
+    def _timing(self, module: TrainingModule, device: torch.device) -> dict[str, float]:
+        seconds, num_runs = module.train_seconds, len(self.runs)
+        num_samples = module.batches.num_samples_before(module.step) * num_runs
+        timing = {
+            "train_seconds": seconds,
+            "step_ms": 1000 * seconds / max(module.step, 1),
+            "stack_size": num_runs,
+            "samples_per_second": num_samples / max(seconds, 1e-9),
+        }
+        if module.recorded_step is not None:
+            timing["replayed_steps"] = module.recorded_step.num_replayed
+        if device.type == "cuda":  # on a CPU only the peak of the whole process is known
+            timing["peak_memory_mb"] = torch.cuda.max_memory_allocated(device) / 1e6
+        return timing
 
     def _result(
         self,
@@ -335,8 +347,10 @@ def _fit(
     stop: StopRequest,
 ) -> TrainingModule:
     """Trains, from the checkpoint if there is one, stacked as it was."""
-    cell, checkpoint, is_stacked = cells[runs[0][0].id], folder / CHECKPOINT_FILE, None
+    cell = cells[runs[0][0].id]
     seeds = [seed for _, seed in runs]
+    checkpoint = folder / CHECKPOINT_FILE
+    is_stacked = None
     if checkpoint.is_file():
         state = torch.load(checkpoint, map_location="cpu", weights_only=True)["normexp"]
         step, is_stacked = state["step"], state["is_stacked"]
@@ -361,7 +375,7 @@ def build_module(
     """The module that trains and evaluates replicas; `seeds` and `lrs` have one value for each."""
     recipe = cell.recipe
     size = recipe.sizes.batch_size
-    batches = TrainingBatches(cell.data, seeds, size, drop_last=recipe.drop_last)
+    batches = TrainingBatches(cell.data, seeds, size, drop_last=recipe.settings.drop_last)
     if lrs is not None:
         scales = tuple(lr / max(lrs) for lr in lrs)
         recipe = replace(recipe, lr=max(lrs), lr_scales=scales)
@@ -397,14 +411,17 @@ def will_stack(cell: Cell, num_replicas: int, *, is_stacked: bool | None = None)
 
     `is_stacked`, the form in a checkpoint, overrides the recipe.
     """
-    devices = cell.recipe.devices
-    wanted = cell.recipe.stack if is_stacked is None else is_stacked
-    if wanted is None:
-        wanted = devices.type != "cpu" or cell.elements_per_forward <= SMALL_FORWARD
+    settings = cell.recipe.settings
+    wanted = settings.stack if is_stacked is None else is_stacked
+    if wanted == "auto":
+        is_on_cpu = device_type(settings.trainer.accelerator) == "cpu"
+        wanted = not is_on_cpu or cell.elements_per_forward <= SMALL_FORWARD
     if not wanted or num_replicas == 1 or cell.alone is not None:
         return False
     obstacle = cell.traits.stacking_obstacle
-    if devices.count > 1 and devices.shares_statistics:  # no communication under vmap
+    if (
+        settings.trainer.num_processes > 1 and cell.recipe.is_synchronized
+    ):  # no communication under vmap
         obstacle = "the norm takes statistics over all devices"
     if obstacle is not None:
         logger.info("%s: replicas run one after another: %s", cell.title, obstacle)
@@ -422,7 +439,7 @@ def must_split(cell: Cell, num_runs: int, num_rates: int = 1) -> bool:
     has_one_rate = num_rates == 1
     if will_stack(cell, num_runs) and (has_one_rate or cell.recipe.schedule.follows_lr):
         return False
-    on_gpu = cell.recipe.devices.type != "cpu"
+    on_gpu = device_type(cell.recipe.settings.trainer.accelerator) != "cpu"
     trains_in_turn = on_gpu and has_one_rate and cell.alone is None
     return num_runs > 1 and not trains_in_turn
 
