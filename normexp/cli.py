@@ -130,7 +130,7 @@ def _search_path(folders: Sequence[str]) -> str:
         UserError: a missing folder, or a file with the name of a shipped choice, which Hydra would
             take instead.
     """
-    from normexp.config.compose import composed
+    from normexp.config.choices import composed
 
     composed.cache_clear()  # their files may have changed since the last command
     for folder in map(Path, folders):

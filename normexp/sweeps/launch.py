@@ -15,8 +15,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from normexp.config.choices import VERSION_BASE, own_hydra
 from normexp.config.command import Command
-from normexp.config.compose import VERSION_BASE, own_hydra
 from normexp.config.groups import conf_dir
 from normexp.errors import one_line
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from normexp.batching.processes import is_synchronized
 from normexp.batching.replicas import Replicas
-from normexp.config.compose import DEFAULT_SCHEDULE
+from normexp.config.choices import DEFAULT_SCHEDULE
 from normexp.config.keys import Settings
 from normexp.config.shipped import shipped_defaults
 from normexp.config.sizes import Share, Sizes
