@@ -20,22 +20,15 @@ from torch import nn
 from normexp.batching.replicas import SMALL_FORWARD, InTurn, Replicas, Stacked, suitable_threads
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.describe import typed_values
-from normexp.cells.devices import training_together
 from normexp.cells.stack import Run, Stack, claimed, commit, remove, settle
 from normexp.config.identity import may_mix_samples
 from normexp.config.spec import CellSpec
-from normexp.config.words import one_line
 from normexp.data.batches import TrainingBatches
-from normexp.errors import Halted, UserError
+from normexp.errors import Halted, UserError, one_line
 from normexp.norms.site import state_as_built
-from normexp.records.files import (
-    FULL_DISK,
-    file_lock,
-    is_full_disk,
-    open_atomic,
-    write_json,
-    write_text,
-)
+from normexp.records.environment import describe_environment, usable_cores
+from normexp.records.files import FULL_DISK, is_full_disk, open_atomic, write_json, write_text
+from normexp.records.journal import CommandEntry, Refusal, append_entry, refused_by
 from normexp.records.layout import (
     CHECKPOINT_FILE,
     CONFIG_FILE,
@@ -47,19 +40,11 @@ from normexp.records.layout import (
     WEIGHTS_FILE,
     seed_dir,
 )
+from normexp.records.locks import file_lock
 from normexp.records.logs import messages_to_file
-from normexp.records.provenance import describe_environment, source_line_of, usable_cores
-from normexp.records.result import Measured, Result, Status, settings_of, write_samples
-from normexp.records.study import (
-    Attempts,
-    CommandEntry,
-    Refusal,
-    append_entry,
-    lock_of,
-    read_attempts,
-    refused_by,
-    write_attempts,
-)
+from normexp.records.result import Measured, Result, Status, settings_of
+from normexp.records.samples import write_samples
+from normexp.records.stacks import Attempts, lock_of, read_attempts, write_attempts
 from normexp.training.callbacks import why_stopped
 from normexp.training.devices import device_type
 from normexp.training.fit import StepReports, fit
@@ -135,7 +120,7 @@ class Attempt:
                 return
             prepare_cells(self.specs, self.cells)
             append_entry(self.stack.study_dir, self.command)
-            with training_together((self.runs, self.folder, self.attempts.threads)):
+            with self.control.together((self.runs, self.folder, self.attempts.threads)):
                 results = self._train()
             commit(self.folder, results)
         except UserError as error:
@@ -147,9 +132,7 @@ class Attempt:
         except (Exception, SystemExit) as error:  # user code may raise anything
             if is_full_disk(error):
                 raise Halted(FULL_DISK) from error
-            self._give_up(
-                one_line(error) + source_line_of(error), "".join(traceback.format_exception(error))
-            )
+            self._give_up(one_line(error), "".join(traceback.format_exception(error)))
             if "CUDA error" in str(error):
                 raise Halted(
                     f"the GPU failed ({one_line(error)}), and this process cannot use it any more; "
@@ -179,15 +162,19 @@ class Attempt:
             remove(self.folder)
 
     def _split(self, why: str) -> None:
-        """Has each run trained by itself."""
-        self.attempts.is_apart, self.attempts.why = True, why
+        """Cuts the stack, so that each run is trained by itself."""
+        self.attempts.is_apart = True
+        self.attempts.why = why
         self.checkpoint.unlink(missing_ok=True)
         write_attempts(self.folder, self.attempts)
 
     def _refuse(self, error: str) -> None:
-        """Notes which cells cannot be trained: all, or one that was refused after the first."""
+        """Notes which cells cannot be trained: all, or the first that could not be prepared."""
+        refused = self.specs
         unprepared = [spec for spec in self.specs if spec.id not in self.cells]
-        for spec in unprepared[:1] if self.cells and unprepared else self.specs:
+        if self.cells and unprepared:
+            refused = unprepared[:1]
+        for spec in refused:
             refusal = Refusal(spec.id, spec.title, spec.seeds, self.command.id, error)
             append_entry(self.stack.study_dir, refusal)
 
@@ -202,10 +189,11 @@ class Attempt:
         run_dir = seed_dir(spec.directory, seed)
         run_dir.mkdir(parents=True, exist_ok=True)
         write_text(run_dir / LOG_FILE, trace or reason)
-        defines, derived = spec.identity, typed_values(spec)
-        measured = Measured(traits={"mixes_samples": may_mix_samples(spec.config)})
         if cell := self.cells.get(spec.id):
             defines, derived, measured = cell.defines, cell.derived, cell.measured
+        else:  # it failed before its cell was prepared
+            defines, derived = spec.identity, typed_values(spec)
+            measured = Measured(traits={"mixes_samples": may_mix_samples(spec.config)})
         environment = describe_environment(threads=self.attempts.threads)
         measured = replace(measured, environment=environment)
         failed = Result(spec.id, seed, Status.FAILED, defines, derived, measured, reason)
@@ -256,22 +244,13 @@ class Attempt:
         self.control.on_steps()
 
     def _record(self, module: TrainingModule) -> list[Result]:
-        device, source = module.trainer.strategy.root_device, self.cell.data.source_version
-        count, seconds, gpu = len(self.runs), module.train_seconds, None
-        samples = module.batches.num_samples_before(module.step) * count
-        timing = {
-            "train_seconds": seconds,
-            "step_ms": 1000 * seconds / max(module.step, 1),
-            "stack_size": count,
-            "samples_per_second": samples / max(seconds, 1e-9),
-        }
-        if module.recorded_step is not None:
-            timing["replayed_steps"] = module.recorded_step.num_replayed
-        if device.type == "cuda":  # on a CPU only the peak of the whole process is known
-            gpu = torch.cuda.get_device_name(device)
-            timing["peak_memory_mb"] = torch.cuda.max_memory_allocated(device) / 1e6
+        """Writes the files of each run but result.json, which it returns."""
+        device = module.trainer.strategy.root_device
+        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         environment = describe_environment(gpu, threads=torch.get_num_threads())
-        environment |= {"data_source": source} if source else {}
+        if source := self.cell.data.source_version:
+            environment["data_source"] = source
+        timing = self._timing(module, device)
         results = []
         for index, (spec, seed) in enumerate(self.runs):
             cell, run_dir = self.cells[spec.id], seed_dir(spec.directory, seed)
@@ -284,6 +263,21 @@ class Attempt:
             write_samples(run_dir, module.evaluator.samples_of(module.metrics, index))
             results.append(self._result(module, index, environment, timing))
         return results
+
+    def _timing(self, module: TrainingModule, device: torch.device) -> dict[str, float]:
+        seconds, num_runs = module.train_seconds, len(self.runs)
+        num_samples = module.batches.num_samples_before(module.step) * num_runs
+        timing = {
+            "train_seconds": seconds,
+            "step_ms": 1000 * seconds / max(module.step, 1),
+            "stack_size": num_runs,
+            "samples_per_second": num_samples / max(seconds, 1e-9),
+        }
+        if module.recorded_step is not None:
+            timing["replayed_steps"] = module.recorded_step.num_replayed
+        if device.type == "cuda":  # on a CPU only the peak of the whole process is known
+            timing["peak_memory_mb"] = torch.cuda.max_memory_allocated(device) / 1e6
+        return timing
 
     def _result(
         self,
@@ -336,8 +330,10 @@ def _fit(
     stop: StopRequest,
 ) -> TrainingModule:
     """Trains, from the checkpoint if there is one, stacked as it was."""
-    cell, checkpoint, is_stacked = cells[runs[0][0].id], folder / CHECKPOINT_FILE, None
+    cell = cells[runs[0][0].id]
     seeds = [seed for _, seed in runs]
+    checkpoint = folder / CHECKPOINT_FILE
+    is_stacked = None
     if checkpoint.is_file():
         state = torch.load(checkpoint, map_location="cpu", weights_only=True)["normexp"]
         step, is_stacked = state["step"], state["is_stacked"]

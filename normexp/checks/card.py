@@ -27,9 +27,9 @@ from normexp.checks.questions import (
     READS_FUTURE,
     SHAPE_KEPT,
 )
-from normexp.config.words import format_count
 from normexp.errors import UserError
 from normexp.norms.build import norm_target
+from normexp.words import format_count
 
 SCHEMA = 2
 STYLES = {"pass": "green", "fail": "bold red", "value": "", "skipped": "dim"}

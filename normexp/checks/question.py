@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from normexp.checks.network import explain
 from normexp.checks.norm import LoneNorm, Shape, mode_name, show
 from normexp.checks.probe import MODES, fixed_draws
+from normexp.errors import one_line
 
 Section = Literal["contract", "traits"]
 ShapesOf = Callable[[LoneNorm], Sequence[Shape]]
@@ -78,7 +78,7 @@ class Question(ABC):
             try:
                 answer = self._ask(norm)
             except Exception as error:  # of foreign code, any kind
-                answer = failed(explain(error))
+                answer = failed(one_line(error))
                 if norm.shapes and not norm.takes_float64:  # the line "dtype kept" says so
                     answer = skipped("asks in float64, in which the norm fails")
         if self.section == "traits" and answer.status == "fail":

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
-from normexp.checks.network import EnteredSite, SiteOnMaps, name_some
+from normexp.checks.network import EnteredSite, SiteOnMaps
 from normexp.checks.norm import LoneNorm, NormCase, Shape, show
 from normexp.checks.probe import EVERYWHERE, MODES, Probe, change, moves, normal, unlike
 from normexp.checks.question import (
@@ -27,9 +27,10 @@ from normexp.checks.question import (
     skipped,
 )
 from normexp.checks.wiring import find_stacking_fault, state_not_saved
-from normexp.errors import first_line
+from normexp.errors import one_line
 from normexp.norms.adapt import EPS_NAMES
 from normexp.norms.site import Site, read_state, takes_mask
+from normexp.words import name_some
 
 # ---------------------------------------------------------------- the contract
 
@@ -74,7 +75,7 @@ def keeps_dtype(norm: LoneNorm) -> Reply:
                     return f"{name} in, {_name_of(out.dtype)} out"
         except Exception as error:  # of foreign code, any kind
             if not isinstance(error, NotImplementedError) and "not implemented" not in str(error):
-                return f"{name} {show(case.shape)}: {first_line(error)}"
+                return f"{name} {show(case.shape)}: {one_line(error)}"
             missing.append(name)
     return Answer(detail=f"this device lacks {', '.join(missing)}") if missing else None
 

@@ -12,19 +12,14 @@ from typing import Any
 from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
 from hydra.errors import HydraException
 
-from normexp.config.compose import (
-    compose_cell,
-    compose_choices,
-    is_choice,
-    parse_overrides,
-    refuse_missing,
-)
+from normexp.config.choices import compose_choices, is_choice, parse_overrides
+from normexp.config.compose import compose_cell, refuse_missing
 from normexp.config.groups import group_choices
 from normexp.config.identity import may_mix_samples
 from normexp.config.spec import CellSpec, join_points
 from normexp.config.validate import OPTIONS, read_settings
-from normexp.config.words import as_typed, suggest
 from normexp.errors import UserError
+from normexp.words import as_typed, suggest
 
 NOT_GLOBBED = "as_built"  # fits certain models
 

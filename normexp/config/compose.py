@@ -6,54 +6,25 @@ are then set, and every key is checked to be one that something reads.
 
 from __future__ import annotations
 
-import json
 import os
-import re
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-import hydra
-from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.core.plugins import Plugins
-from hydra.core.singleton import Singleton
-from hydra.core.utils import JobRuntime
-from hydra.errors import HydraException, MissingConfigException
-from hydra.version import VersionBase
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
-from normexp.config.groups import CUSTOM_GROUPS, GROUPS, conf_dir, group_choices
-from normexp.config.keys import BUDGETS, MISSING, is_read, value_at
-from normexp.config.validate import name_as_text, unknown_key
-from normexp.config.words import as_typed, suggest
+from normexp.config.choices import compose_choices, explain, is_choice, parse_overrides
+from normexp.config.groups import CUSTOM_GROUPS, GROUPS, group_choices
+from normexp.config.keys import BUDGETS, MISSING, is_read
+from normexp.config.trees import dotted_keys, parts_with_target, value_at
+from normexp.config.validate import unknown_key
 from normexp.errors import UserError
-from normexp.records.provenance import why_missing
+from normexp.records.source import why_missing
+from normexp.words import as_typed
 
-# Hydra 1.3 warns without a version_base, 1.4 warns about one.
-VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
-DEFAULT_SCHEDULE = {"schedule": "cosine", "warmup": 0.1}  # of an optimizer that has none
-# Keys of Hydra's own that may be typed: those of launchers and their jobs.
-READ_OF_HYDRA = r"(/|\.)(launcher|searchpath|mode|job\.(name|env_))"
-OTHERS_OF_HYDRA = {  # what does instead what another one would do in a Hydra app
-    "sweeper": "name several values as a,b with -m, or search with python -m normexp.tune",
-    "dir": "changes nothing here; study=NAME and runs_dir=FOLDER say where results go",
-    "verbose": "changes nothing here; messages go to stderr, and to run.log while a run trains",
-    "logging": "changes nothing here; messages go to stderr, and to run.log while a run trains",
-}
-LAUNCHERS = {"ray": "ray", "submitit_slurm": "slurm", "submitit_local": "slurm"}  # and their extras
-STATES = (ConfigStore, GlobalHydra, HydraConfig, JobRuntime, VersionBase)  # of a Hydra app
 # Defaults of keys that must be typed now, each an example. Recorded ids leave them out.
 FORMER_DEFAULTS = {"model.name": "resnet18"}
-FEW = 12  # most choices that a message lists
 
 
 def compose_config(words: Sequence[str]) -> dict[str, Any]:
@@ -96,7 +67,7 @@ def compose_cell(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
     try:
         plain: Any = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
-        raise UserError(f"{error.full_key}: {_explain(error)}") from error
+        raise UserError(f"{error.full_key}: {explain(error)}") from error
     recipe = choices.get("experiment")
     if "experiment" in plain:
         raise UserError(f"experiment={recipe}: its YAML must begin with `# @package _global_`")
@@ -142,153 +113,3 @@ def refuse_missing_values(tree: Mapping[str, Any], prefix: str = "") -> None:
         if value_at(tree, key) == MISSING:
             example = FORMER_DEFAULTS.get(f"{prefix}{key}", "...")
             raise UserError(f"{prefix}{key} is not set; give {prefix}{key}={example}")
-
-
-# --- Words and choices ----------------------------------------------------------------------------
-
-
-def parse_overrides(words: Sequence[str]) -> list[Override]:
-    """Parses each word with Hydra. Raises UserError for one that cannot be read.
-
-    A dotted path is a choice of every group that takes the user's own classes:
-    `norm=my_norm.LpNorm` becomes `norm=custom norm._target_=my_norm.LpNorm`.
-    """
-    return [override for word in words for override in _parse(word)]
-
-
-@lru_cache(maxsize=1024)  # the points of a grid share most words
-def _parse(word: str) -> list[Override]:
-    key, equals, value = word.partition("=")
-    if not key or not equals or key.startswith("~"):
-        raise UserError(f"{word!r} is not key=value, as in norm=group or batch_size=8")
-    hydra_key = key.lstrip("+").removeprefix("hydra")
-    if hydra_key != key.lstrip("+") and not re.match(READ_OF_HYDRA, hydra_key):
-        reasons = [reason for part, reason in OTHERS_OF_HYDRA.items() if part in hydra_key]
-        raise UserError(f"{word}: {[*reasons, 'changes nothing here; --help lists the keys'][0]}")
-    if key.lstrip("+") in GROUPS:  # every cell has one choice per group, so `+` means nothing
-        key, word = key.lstrip("+"), word.lstrip("+")
-    is_path = key in CUSTOM_GROUPS and re.fullmatch(r"[^\W\d]\w*(\.\w+)+", value)
-    text = f"{key}={json.dumps(value)}" if value.startswith("~") else name_as_text(word)
-    given = [f"{key}=custom", f"{key}._target_={value}"] if is_path else [text]
-    try:
-        return OverridesParser.create().parse_overrides(given)
-    except HydraException:
-        raise UserError(
-            f"{word}: the value cannot be read; quote a text with special characters, as in "
-            f"'{key}=\"...\"'"
-        ) from None
-
-
-def is_choice(override: Override) -> bool:
-    """True for a word that Hydra composes: a choice, or a key of Hydra's own."""
-    return override.key_or_group in GROUPS or override.key_or_group.startswith("hydra")
-
-
-def compose_choices(parsed: Sequence[Override]) -> dict[str, Any]:
-    """The config of the choices among the words, none of them swept; do not write to it.
-
-    Its key `hydra` has Hydra's own. Raises UserError.
-    """
-    chosen = [one for one in parsed if is_choice(one)]
-    for one in chosen:
-        if isinstance(one.value(), list) and one.key_or_group in {*GROUPS} - {"logger"}:
-            raise UserError(f"{one.input_line}: takes one name; add -m and write a,b for several")
-    return composed(tuple(str(one.input_line) for one in chosen))
-
-
-_composing = threading.RLock()  # Hydra has one state for all threads
-
-
-@lru_cache(maxsize=64)
-def composed(words: tuple[str, ...]) -> dict[str, Any]:
-    """What Hydra composes of these words; cached until a command has YAMLs of the user's."""
-    try:
-        with own_hydra(), hydra.initialize_config_dir(str(conf_dir()), **VERSION_BASE):
-            config = hydra.compose("config", [*words], return_hydra_config=True)
-    except MissingConfigException as error:
-        raise _no_such_choice(error) from error
-    except (HydraException, YAMLError, ValueError) as error:
-        raise _explain(error) from error
-    tree: Any = OmegaConf.to_container(config)
-    return tree
-
-
-def _explain(error: Exception) -> UserError:
-    """The first line of an error, with the next one where it ends in a colon."""
-    mark = getattr(error, "problem_mark", None)
-    if mark is not None:
-        return UserError(f"{mark.name}, line {mark.line + 1}: not valid YAML")
-    if named := re.search(r"Could not override '([^']+)'", str(error)):
-        return UserError(f"{named[1]}: unknown key")
-    lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines()]
-    return UserError(" ".join(lines[:2]) if lines[0].endswith(":") else lines[0])
-
-
-def _no_such_choice(error: MissingConfigException) -> UserError:
-    group, _, name = str(error.missing_cfg_file).partition("/")
-    if group not in GROUPS:
-        group, _, name = str(error.missing_cfg_file).rpartition("/")
-        known = f"it takes {', '.join(LAUNCHERS)}"
-        needed = f"pip install -e '.[{LAUNCHERS[name]}]'" if name in LAUNCHERS else known
-        return UserError(f"{group}={name}: no such choice; {needed}")
-    choices = sorted({*group_choices(group), *(error.options or ())} - {"claims"})
-    few = f"it takes {', '.join(choices)}" if len(choices) <= FEW else "--help lists all"
-    hint = suggest(name, choices, most=3) or f"{few};"
-    own = "YAMLs of yours need --config-dir FOLDER"
-    return UserError(f"{group}={name}: no such {group}; {hint} {own}")
-
-
-@contextmanager
-def own_hydra() -> Iterator[None]:
-    """Hydra as it is in a process of our own, with the choices `<group>=custom`.
-
-    An app that calls normexp may be a Hydra app: its state and its configs are neither read nor
-    changed. Those of plugins stay.
-    """
-    Plugins.instance()  # which adds their configs, once in a process
-    with _composing:
-        theirs = Singleton._instances
-        Singleton._instances = {kind: one for kind, one in theirs.items() if kind not in STATES}
-        try:
-            store = ConfigStore.instance()
-            store.repo["hydra"] = theirs[ConfigStore].repo["hydra"]  # type: ignore[attr-defined]
-            for group, node in custom_choices().items():
-                package = "logger.custom" if group == "logger" else None
-                content = DictConfig(node, flags={"struct": False})
-                store.store("custom", content, group, package, provider="normexp")
-            yield
-        finally:
-            Singleton._instances = theirs
-
-
-def custom_choices() -> dict[str, dict[str, Any]]:
-    """What `<group>=custom` means: any knob, as in `norm=custom norm._target_=my.Norm`.
-
-    A YAML file could not do this, since Hydra refuses unknown keys in configs from files.
-    The guides in conf/ say what each target is called with.
-    """
-    own = {"_target_": MISSING}
-    optim = {"default_lr": None, "weight_decay": 0.0, "decay_norm": False, **DEFAULT_SCHEDULE}
-    nodes: dict[str, Any] = {group: own | {"_partial_": True} for group in CUSTOM_GROUPS}
-    optim = nodes["optim"] | optim
-    return nodes | {"data": own, "callback": {}, "optim": optim, "logger": own}
-
-
-# --- Trees ----------------------------------------------------------------------------------------
-
-
-def parts_with_target(tree: Any) -> Iterator[dict[str, Any]]:
-    """Every mapping of a config, at any depth, that has a `_target_`."""
-    if isinstance(tree, dict):
-        if isinstance(tree.get("_target_"), str):
-            yield tree
-        tree = list(tree.values())
-    for value in tree if isinstance(tree, list) else ():
-        yield from parts_with_target(value)
-
-
-def dotted_keys(tree: Any, prefix: str = "") -> Iterator[str]:
-    """Every key of nested mappings, as `optim` and `optim.momentum`."""
-    for name in tree if isinstance(tree, Mapping) else ():
-        yield f"{prefix}{name}"
-        yield from dotted_keys(tree[name], f"{prefix}{name}.")

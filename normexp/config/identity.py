@@ -14,13 +14,14 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
-from normexp.config.compose import FORMER_DEFAULTS, parts_with_target
+from normexp.config.compose import FORMER_DEFAULTS
 from normexp.config.groups import OPTIONAL_GROUPS, PARTS
 from normexp.config.keys import KEYS, in_identity
 from normexp.config.shipped import shipped_config, shipped_defaults, shipped_targets, shipped_values
 from normexp.config.sizes import SIZES, Sizes
-from normexp.config.words import as_typed
-from normexp.records.provenance import digest_of, source_digest, source_files
+from normexp.config.trees import parts_with_target
+from normexp.records.source import digest_of, source_digest, source_files
+from normexp.words import as_typed
 
 # Versions of choices, raised when a default or the meaning of a choice changes: {"norm/group": 2}.
 # Versions are hashed, so that trainings before and after the change are different cells.
@@ -58,7 +59,8 @@ def identity_of(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[s
     groups = [name for name in (*PARTS, *OPTIONAL_GROUPS) if isinstance(values.get(name), dict)]
     rest = {key: value for key, value in values.items() if key not in groups}
     rest |= sizes_of(config)
-    content = differences(defaults | rest, defaults)  # always has lr, whose default is a reference
+    content = differences(defaults | rest, defaults)
+    content["lr"] = config["lr"]  # also where it is the default, which follows from the optimizer
     devices, norm = num_devices_of(config), config["norm"]
     if devices > 1 and may_mix_samples(config) and declared_synchronized(norm) is None:
         content["devices"] = devices

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -267,10 +267,3 @@ def in_identity(key: str) -> bool:
 def is_probed(key: str) -> bool:
     """True if what a network mixes and leaks may depend on a key of its identity."""
     return key not in KEYS or KEYS[key].is_probed
-
-
-def value_at(tree: Any, key: str) -> Any:
-    """The value at a dotted key of nested dicts; None if there is none."""
-    for name in key.split("."):
-        tree = tree.get(name) if isinstance(tree, Mapping) else None
-    return tree

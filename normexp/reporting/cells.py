@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from normexp.config.sizes import SIZES
-from normexp.config.words import as_typed
 from normexp.records.result import Status, flatten
 from normexp.reporting.metric import FEW_SEEDS, Metric
 from normexp.reporting.runs import SLOTS, Config, Records, RunRow, SearchRecord
 from normexp.stats.interval import Interval, mean
+from normexp.words import as_typed
 
 ORDER = ("batch", "layer", "instance", "group", "rms", "layer2d", "none")  # first in figures
 # Config keys that belong to the norm, so they may differ between norms that are compared.

@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from normexp.config.words import format_count
 from normexp.reporting.cells import base_of, unlike, value_words
 from normexp.reporting.metric import Estimate, Metric, describe_metric
 from normexp.reporting.slices import Grid, Slice
 from normexp.stats.family import Verdict, decide, difference
 from normexp.stats.interval import LEVEL, Array, Interval, mean
+from normexp.words import format_count
 
 REFERENCES = ("batch", "as_built")  # unless one is named: the first that a slice has
 DIFFERENCE = "difference [95 %]"

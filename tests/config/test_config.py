@@ -15,8 +15,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.version import VersionBase
 
 from normexp.cli import parse_command, read_options
+from normexp.config.choices import composed
 from normexp.config.command import compose_cells
-from normexp.config.compose import compose_cell, compose_config, composed
+from normexp.config.compose import compose_cell, compose_config
 from normexp.config.groups import GROUPS, conf_dir, group_choices
 from normexp.config.target import read_target
 from normexp.config.validate import read_settings
@@ -134,7 +135,7 @@ if True:
 _hidden = LpNorm
 """
 MISSING = {
-    "norm=my_own.LpNrm": "my_own has no LpNrm; it has LpNorm",
+    "norm=my_own.LpNrm": "my_own has no LpNrm; did you mean LpNorm?",
     "norm=my_own.py": "my_own has no py; it has LpNorm",
     "norm=custom norm._target_=my_own": "my_own is a module; it has LpNorm",
     "norm=no_such.LpNorm": "there is no module no_such",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from normexp.cli import parse_command
-from normexp.config.compose import parse_overrides
+from normexp.config.choices import parse_overrides
 from normexp.errors import UserError
 from normexp.search.points import Search, plan_searches
 from normexp.search.space import Dimension, Space, read_space
