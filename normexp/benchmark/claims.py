@@ -18,7 +18,7 @@ from normexp.config.schema import conf_dir
 from normexp.reporting.cells import CellRow, build_cells, metric_names
 from normexp.reporting.compare import DIFFERENCE, paired
 from normexp.reporting.metric import Estimate, Metric, describe_metric
-from normexp.reporting.slices import Grid
+from normexp.reporting.slices import NormAtSize
 from normexp.reporting.tables import Table, table_of
 from normexp.stats.family import ALPHA, Verdict, decide, difference, p_value
 from normexp.stats.interval import Interval
@@ -129,7 +129,7 @@ def _is_beyond(gap: Interval, margin: float, family: int) -> bool:
 
 def _grid(
     cells: Mapping[str, list[CellRow]], side: Mapping[str, Any], workload: str, budget: str
-) -> Grid | None:
+) -> NormAtSize | None:
     """The complete grid of learning rates of a side; None if it has no runs."""
     short = f"{workload}_short"
     recipe = short if budget == "short" and short in cells else workload
@@ -145,9 +145,9 @@ def _grid(
     names = metric_names(own)
     kind = "accuracy" if "test/accuracy" in names else "bits_per_byte"
     statistics = f"@{side['statistics']}" if "statistics" in side else ""
-    grid = Grid(side["norm"], sorted(own, key=lambda cell: cell.lr or 0.0),
+    grid = NormAtSize(side["norm"], sorted(own, key=lambda cell: cell.lr or 0.0),
                 describe_metric(f"test/{kind}{statistics}"))  # fmt: skip
-    return grid if grid.fit is not None else None
+    return grid if grid.tuning is not None else None
 
 
 def _words(side: Mapping[str, Any]) -> str:

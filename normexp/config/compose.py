@@ -32,6 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from normexp.config.schema import (
+    BUDGETS,
     CUSTOM_GROUPS,
     GROUPS,
     MISSING,
@@ -59,7 +60,6 @@ OTHERS_OF_HYDRA = {  # what does instead what another one would do in a Hydra ap
 }
 LAUNCHERS = {"ray": "ray", "submitit_slurm": "slurm", "submitit_local": "slurm"}  # and their extras
 STATES = (ConfigStore, GlobalHydra, HydraConfig, JobRuntime, VersionBase)  # of a Hydra app
-BUDGETS = ("epochs", "steps", "samples")
 # Defaults of keys that must be typed now, each an example. Recorded ids leave them out.
 FORMER_DEFAULTS = {"model.name": "resnet18"}
 FEW = 12  # most choices that a message lists

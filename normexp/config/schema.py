@@ -37,6 +37,7 @@ CUSTOM_GROUPS = (*PARTS, *OPTIONAL_GROUPS)  # take `<group>=custom <group>._targ
 GROUPS = (*CUSTOM_GROUPS, "trainer", "logger", "experiment")
 OPEN = (*CUSTOM_GROUPS, "logger", "experiment")  # groups of any keys
 NOT_IN_IDENTITY = ("hydra", "experiment", "logger", "tune")  # groups that define no training
+BUDGETS = ("samples", "epochs", "steps")  # a training has one; the others follow from it
 LONGEST_NAME = 200  # bytes; file systems allow 255, and derived names are longer
 
 

@@ -76,6 +76,11 @@ class Metric:
         return {"accuracy": self.scale * share, "loss": -math.log(share)}.get(kind)
 
     @property
+    def sign(self) -> float:
+        """Times it, a value is higher if it is better."""
+        return 1.0 if self.higher_is_better else -1.0
+
+    @property
     def worst(self) -> float:
         """The value that an unfinished run counts as when points of a search are compared."""
         return 0.0 if self.higher_is_better else math.inf

@@ -74,7 +74,7 @@ REFUSED = {
     "+norm.placement=mid": "norm.placement=mid: must be 'pre', 'post'",
     "lr=[0": "lr=[0: the value cannot be read",
     "epochs=2 steps=4": "epochs=2 and steps=4: a training has one budget; keep one",
-    "samples=9 steps=4": "steps=4 and samples=9: a training has one budget",
+    "samples=9 steps=4": "samples=9 and steps=4: a training has one budget",
     "experiment=debug epochs=2": "epochs=2 and steps=100: a training has one budget",
 }
 

@@ -45,9 +45,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
 
 
 def test_means_and_differences_are_those_of_before(report: Report):
-    (part,) = report.slices
+    (slice_,) = report.slices
     for (norm, size), expected in GOLDEN.items():
-        found = part.lines[norm][size].mean
+        found = slice_.lines[norm][size].mean
         assert (found.estimate, found.low, found.high) == pytest.approx(expected, abs=1e-9)
     for names, expected in GOLDEN_GAPS.items():
         gap = find(report, *names).gap

@@ -108,5 +108,5 @@ def test_a_value_that_was_not_typed_is_the_default_in_config_yaml(tmp_path: Path
         cell = write_cell(tmp_path, norm, {0: 0.8}, knobs=knobs)
         (cell / "config.yaml").write_text("norm: {momentum: 0.1}\n")
     assert [*normexp.load_study("synthetic", tmp_path)["norm.momentum"]] == [0.1, 0.3]
-    (part,) = normexp.load_report("synthetic", tmp_path).slices
-    assert part.norms == ["batch momentum=0.1", "batch momentum=0.3"]
+    (slice_,) = normexp.load_report("synthetic", tmp_path).slices
+    assert slice_.norms == ["batch momentum=0.1", "batch momentum=0.3"]
