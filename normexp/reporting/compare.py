@@ -24,12 +24,12 @@ from normexp.reporting.cells import unlike, value_words
 from normexp.reporting.metric import Estimate, Metric, describe_metric
 from normexp.reporting.slices import NormAtSize, Slice
 from normexp.stats.family import Verdict, decide, difference
-from normexp.stats.interval import LEVEL, Array, Interval, mean
+from normexp.stats.interval import Array, Interval, mean
 
 REFERENCES = ("batch", "as_built")  # unless one is named: the first that a slice has
 DIFFERENCE = "difference [95 %]"
 ADDED = "†"  # some of the seeds were added by a later command
-NOTHING = Interval(None, None, None, LEVEL, 0)
+NOTHING = Interval(None, None, None, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,12 +98,12 @@ def compare(slices: Sequence[Slice], reference: str | None = None) -> list[Compa
     """
     comparisons, family_sizes = [], Counter[Any]()
     for slice_ in slices:
-        own = [*_comparisons_of(slice_, reference)]
-        comparisons += own
-        family_sizes[slice_.family] += sum(comparison.is_comparable for comparison in own)
+        of_slice = [*_comparisons_of(slice_, reference)]
+        comparisons += of_slice
+        family_sizes[slice_.family] += sum(comparison.is_comparable for comparison in of_slice)
         # The choice of the best norms, see Ranking.
         family_sizes[slice_.family] += math.ceil(max(len(slice_.compared) - 2, 0) / 2)
-    return [judge(one, family_sizes[one.slice.family]) for one in comparisons]
+    return [judge(comparison, family_sizes[comparison.slice.family]) for comparison in comparisons]
 
 
 def judge(comparison: Comparison, family_size: int) -> Comparison:

@@ -118,7 +118,7 @@ class Report:
         best = _best_claim(ranking, is_alone=not along) if ranking else ""
         if not along:
             return f"{best}{slice_.at_words}." if best else "nothing to compare."
-        drop = min(along, key=lambda one: (one.verdict != "worse", one.gap.estimate or 0.0))
+        drop = min(along, key=lambda pair: (pair.verdict != "worse", pair.gap.estimate or 0.0))
         size = _claim(drop)
         if best:
             at = "" if slice_.at == drop.sizes[0] else f"at {slice_.at}, "

@@ -153,8 +153,8 @@ class RunRow:
         mean = float(samples.mean())
         if is_text and mean:
             return samples * (value / mean)
-        shown = metric.scale * samples
-        return shown if abs(shown.mean() - value) <= ROUNDED * abs(value) else np.empty(0)
+        samples = metric.scale * samples
+        return samples if abs(samples.mean() - value) <= ROUNDED * abs(value) else np.empty(0)
 
     def history(self) -> list[MetricRow]:
         """Every finite value of metrics.csv, up to the divergence of a run; none if torn."""

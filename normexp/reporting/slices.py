@@ -119,12 +119,14 @@ class NormAtSize:
         counts = {table.shape[1] for table in tables if table is not None}
         if len(counts) != 1:
             return None
-        for place, share in enumerate(shares):
-            if tables[place] is None:
-                if share:
-                    return None
-                tables[place] = np.repeat(means[place][:, None], *counts, axis=1)
-        return np.stack(tables)
+        (count,) = counts
+        complete = []
+        for table, share, of_rate in zip(tables, shares, means, strict=True):
+            if table is None and share:
+                return None
+            # A rate that is never chosen has its means instead.
+            complete.append(np.repeat(of_rate[:, None], count, 1) if table is None else table)
+        return np.stack(complete)
 
     def _means_of(self, cell: CellRow) -> Array:
         """(n,) over `seeds`, higher is better."""
@@ -259,8 +261,10 @@ class Slice:
     @property
     def norms_at_sizes(self) -> list[NormAtSize]:
         """Each once, by norm and then by size."""
-        repeated = [norm_at_size for line in self.lines.values() for norm_at_size in line.values()]
-        return list(dict.fromkeys(repeated))
+        everywhere = [
+            norm_at_size for line in self.lines.values() for norm_at_size in line.values()
+        ]
+        return list(dict.fromkeys(everywhere))
 
     @property
     def cells(self) -> list[CellRow]:
@@ -313,9 +317,11 @@ class Slice:
     def _machine_words(self) -> list[str]:
         """The processors, and the versions in which runs differ."""
         environments = [run.result.measured.environment for cell in self.cells for run in cell.runs]
-        words = [machine.get("gpu") or machine.get("cpu", "") for machine in environments]
+        words = [found.get("gpu") or found.get("cpu", "") for found in environments]
         for name in (*DISTRIBUTIONS, "python", "code_version"):
-            versions = sorted({str(known[name]) for known in environments if name in known})
+            versions = sorted(
+                {str(environment[name]) for environment in environments if name in environment}
+            )
             if len(versions) > 1:
                 words.append(f"{name} {' and '.join(versions)}")
         return words
@@ -349,23 +355,23 @@ def _slices_of(cells: Sequence[CellRow], metric: Metric) -> list[Slice]:
     independent = frozenset(cell.norm for cell in cells) - {cell.norm for cell in mixing}
     along_norm_batch_size = []
     for size in sorted({cell.batch_size for cell in cells}):
-        own = [cell for cell in cells if cell.batch_size == size]
+        chosen = [cell for cell in cells if cell.batch_size == size]
         fixed = f"batch size {size}"
-        along_norm_batch_size.append(_slice("norm_batch_size", fixed, own, metric, independent))
+        along_norm_batch_size.append(_slice("norm_batch_size", fixed, chosen, metric, independent))
     slices = [slice_ for slice_ in along_norm_batch_size if len(slice_.sizes) > 1]
     norm_batch_sizes: dict[str, int | None] = {"norm batch size = batch size": None}
     if not slices:
         for size in sorted({c.norm_batch_size for c in cells if c.norm not in independent}):
             norm_batch_sizes[f"norm batch size {size}"] = size
     for fixed, size in norm_batch_sizes.items():
-        own = [
+        chosen = [
             cell
             for cell in cells
             if cell.norm in independent or cell.norm_batch_size == (size or cell.batch_size)
         ]
-        is_known = any({*own} <= {*slice_.cells} for slice_ in slices)
-        if len({cell.batch_size for cell in own}) > 1 and not is_known:
-            slices.append(_slice("batch_size", fixed, own, metric))
+        is_repeated = any({*chosen} <= {*slice_.cells} for slice_ in slices)
+        if len({cell.batch_size for cell in chosen}) > 1 and not is_repeated:
+            slices.append(_slice("batch_size", fixed, chosen, metric))
     return slices or along_norm_batch_size
 
 
@@ -386,8 +392,8 @@ def _slice(
     for norm in order_norms({cell.norm: cell.norm_name for cell in cells}):
         line = by_place[norm]
         if norm in independent:
-            own = [cell for same in line.values() for cell in same]
-            lines[norm] = dict.fromkeys(sizes, NormAtSize(norm, own, metric, sizes[0]))
+            at_all_sizes = [cell for at_size in line.values() for cell in at_size]
+            lines[norm] = dict.fromkeys(sizes, NormAtSize(norm, at_all_sizes, metric, sizes[0]))
         else:
             lines[norm] = {size: NormAtSize(norm, line[size], metric, size) for size in line}
     return Slice(

@@ -115,8 +115,8 @@ def _latex_of(value: Any, decimals: int) -> tuple[str, str]:
     if not isinstance(value, Estimate):
         return show(value).translate(LATEX), ""
     number, *others = [f"${number}$" for number in value.numbers(decimals)] or ["-"]
-    shown = rf"{{\boldmath{number}}}" if value.is_best else number
-    return shown, value.joined(["", *others]).strip()
+    brackets = value.joined(["", *others]).strip()
+    return rf"{{\boldmath{number}}}" if value.is_best else number, brackets
 
 
 def table_of(name: str, caption: str, rows: Sequence[Mapping[str, Any]], **more: Any) -> Table:
@@ -187,7 +187,11 @@ def difference_table(
     slice_: Slice, comparisons: Sequence[Comparison], *, has_note: bool = True
 ) -> Table:
     """The comparisons along the sizes of a slice; without a note where a ranking follows."""
-    along = [one for one in comparisons if one.slice is slice_ and one.is_along_sizes]
+    along = [
+        comparison
+        for comparison in comparisons
+        if comparison.slice is slice_ and comparison.is_along_sizes
+    ]
     notes = [_family_note(slice_.metric, along)] if has_note else []
     for comparison in along:
         smallest = comparison.first
@@ -233,8 +237,8 @@ def ranking_table(ranking: Ranking, comparisons: Sequence[Comparison]) -> Table:
             del row["against"]
         rows.append(row)
     caption = f"{label}{slice_.at_words}, against {ranking.reference}"
-    own = [comparison for comparison in comparisons if comparison.slice is slice_]
-    note = f"{NOTE} {_family_note(slice_.metric, own)}".strip()
+    of_slice = [comparison for comparison in comparisons if comparison.slice is slice_]
+    note = f"{NOTE} {_family_note(slice_.metric, of_slice)}".strip()
     return table_of(f"ranking_{slice_.slug}", caption, rows, note=note)
 
 
@@ -256,12 +260,12 @@ def workload_table(rankings: Sequence[Ranking]) -> Table:
 
 def causes_table(causes: Sequence[Causes]) -> Table:
     """Where the drops come from: three numbers each."""
-    rows = [
-        {"norm": one.norm, "drop": Estimate(one.drop, one.metric.digits)}
-        | {name: Estimate(term, one.metric.digits) for name, term in one.terms.items()}
-        | {"n": one.drop.n}
-        for one in causes
-    ]
+    rows = []
+    for of_drop in causes:
+        row: dict[str, Any] = {"norm": of_drop.norm}
+        for name, term in {"drop": of_drop.drop, **of_drop.terms}.items():
+            row[name] = Estimate(term, of_drop.metric.digits)
+        rows.append(row | {"n": of_drop.drop.n})
     note = (
         "training noise: noisy statistics left worse weights, however evaluated; own share: in "
         "training a sample shapes its own statistics, in evaluation it does not (norm=eval_norm); "

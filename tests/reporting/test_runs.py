@@ -89,7 +89,7 @@ def test_studies_without_a_readable_result_are_refused(tmp_path: Path, cell: Pat
     ],
 )
 def test_digits_follow_the_width_of_the_interval(values: tuple, text: str):
-    assert str(Estimate(Interval(*values, 0.95, 8), 1)) == text
+    assert str(Estimate(Interval(*values, 8), 1)) == text
 
 
 def test_a_study_that_ships_as_a_zip_has_the_report_of_its_folder(tmp_path: Path):
