@@ -94,7 +94,7 @@ class CellRow:
         return not self.runs or any("epochs" in run.result.derived for run in self.runs)
 
     @property
-    def missing(self) -> int:
+    def num_missing(self) -> int:
         return len(self.wanted - {run.seed for run in self.runs})
 
     @property
@@ -102,7 +102,7 @@ class CellRow:
         """The number of runs that count as chance level, or not at all, by what became of them."""
         counts = Counter(str(run.status) for run in self.runs)
         counts["at chance"] = sum(run.is_at_chance for run in self.runs)
-        counts["missing"] = self.missing
+        counts["missing"] = self.num_missing
         return {what: counts[what] for what in LOST if counts[what]}
 
     @property

@@ -99,10 +99,13 @@ class Report:
         words = ", ".join(f"{count} {status}" for status, count in statuses.items())
         if refused := len(self.records.refused):
             words += f"; {format_count(refused, 'cell')} refused"
-        if missing := sum(cell.missing for cell in self.cells):
+        if missing := sum(cell.num_missing for cell in self.cells):
             words += f"; {format_count(missing, 'run')} missing"
         runs = format_count(statuses.total(), "run")
         return f"{format_count(len(self.cells), 'cell')}, {runs}: {words}"
+
+    def comparisons_of(self, slice_: Slice) -> list[Comparison]:
+        return [comparison for comparison in self.comparisons if comparison.slice is slice_]
 
     def ranking_of(self, slice_: Slice) -> Ranking | None:
         return next((ranking for ranking in self.rankings if ranking.slice is slice_), None)
@@ -111,8 +114,8 @@ class Report:
         """The answer to the sweep that was typed, sizes first; what does not fit is a row."""
         along = [
             comparison
-            for comparison in self.comparisons
-            if comparison.slice is slice_ and comparison.is_comparable and comparison.is_along_sizes
+            for comparison in self.comparisons_of(slice_)
+            if comparison.is_comparable and comparison.is_along_sizes
         ]
         ranking = self.ranking_of(slice_)
         best = _best_claim(ranking, is_alone=not along) if ranking else ""
@@ -144,11 +147,11 @@ class Report:
 
     def tables_of(self, slice_: Slice) -> list[Table]:
         """Means by size, differences along the sizes, and the ranking."""
-        ranking = self.ranking_of(slice_)
+        ranking, comparisons = self.ranking_of(slice_), self.comparisons_of(slice_)
         tables = [mean_table(slice_, ranking)]
-        tables.append(difference_table(slice_, self.comparisons, has_note=ranking is None))
+        tables.append(difference_table(slice_, comparisons, has_note=ranking is None))
         if ranking:
-            tables.append(ranking_table(ranking, self.comparisons))
+            tables.append(ranking_table(ranking, comparisons))
         return [table for table in tables if len(table.values)]
 
     def _repr_html_(self) -> str:

@@ -187,11 +187,7 @@ def difference_table(
     slice_: Slice, comparisons: Sequence[Comparison], *, has_note: bool = True
 ) -> Table:
     """The comparisons along the sizes of a slice; without a note where a ranking follows."""
-    along = [
-        comparison
-        for comparison in comparisons
-        if comparison.slice is slice_ and comparison.is_along_sizes
-    ]
+    along = [comparison for comparison in comparisons if comparison.is_along_sizes]
     notes = [_family_note(slice_.metric, along)] if has_note else []
     for comparison in along:
         smallest = comparison.first
@@ -237,8 +233,7 @@ def ranking_table(ranking: Ranking, comparisons: Sequence[Comparison]) -> Table:
             del row["against"]
         rows.append(row)
     caption = f"{label}{slice_.at_words}, against {ranking.reference}"
-    of_slice = [comparison for comparison in comparisons if comparison.slice is slice_]
-    note = f"{NOTE} {_family_note(slice_.metric, of_slice)}".strip()
+    note = f"{NOTE} {_family_note(slice_.metric, comparisons)}".strip()
     return table_of(f"ranking_{slice_.slug}", caption, rows, note=note)
 
 
