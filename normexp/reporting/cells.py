@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from normexp.config.schema import BUDGETS
+from normexp.config.keys import BUDGETS
 from normexp.config.sizes import SIZES
 from normexp.config.slots import SLOTS
 from normexp.config.words import as_typed
