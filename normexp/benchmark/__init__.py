@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from normexp.cli import entry, parse_command, read_options, split_options
 from normexp.config.keys import in_identity
-from normexp.config.slots import SLOTS
 from normexp.errors import UserError
 
 if TYPE_CHECKING:
@@ -58,12 +57,12 @@ def _train(
         UserError: not one norm, or a key that the rules fix.
     """
     from normexp.config.command import compose_cells
+    from normexp.reporting.cells import is_norm_key
     from normexp.sweeps.sweep import run_cells
 
     for word in parse_command(overrides).overrides:
         key = word.partition("=")[0].lstrip("+~")
-        is_of_norm = key.partition(".")[0] in ("norm", *SLOTS)
-        if key in FIXED or (in_identity(key) and not is_of_norm):
+        if key in FIXED or (in_identity(key) and not is_norm_key(key)):
             raise UserError(f"{word}: frozen by the rules; an entry sets its norm and its slots")
     commands: list[tuple[str, ...]] = []
     for workload in options["workloads"] or reference.workloads:

@@ -195,9 +195,11 @@ def _planned_cells(records: Records, ended: Sequence[CellRow]) -> list[CellRow]:
             cells.append(_planned_cell(study, state, similar, records))
     # A norm that is known to mix no samples was asked for once, whatever the sizes.
     mixing = {cell.norm_name: cell.mixes_samples for cell in ended}
-    sizes = Counter(name for name, _ in {(cell.norm_name, cell.norm_batch_size) for cell in cells})
+    sizes: dict[str, set[int]] = defaultdict(set)
+    for cell in cells:
+        sizes[cell.norm_name].add(cell.norm_batch_size)
     return [
-        replace(cell, mixes_samples=mixing.get(cell.norm_name, sizes[cell.norm_name] > 1))
+        replace(cell, mixes_samples=mixing.get(cell.norm_name, len(sizes[cell.norm_name]) > 1))
         for cell in cells
     ]
 

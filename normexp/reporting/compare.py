@@ -248,15 +248,6 @@ class Place:
     comparison: Comparison | None
     may_be_best: bool | None = None
 
-    @property
-    def gap(self) -> Interval:
-        """To the reference, positive if better; without a value for the reference."""
-        return self.comparison.gap if self.comparison else NOTHING
-
-    @property
-    def verdict(self) -> Verdict | None:
-        return self.comparison.verdict if self.comparison else None
-
 
 @dataclass(frozen=True)
 class Ranking:

@@ -255,8 +255,9 @@ def draw_ranking(ranking: Ranking) -> Figure:
     slice_ = ranking.slice
     rows: list[Row] = []
     for place in ranking.places:
-        verdict, best = place.verdict or "undecided", bool(place.may_be_best)
-        rows += _rows(place.gap, norm=place.norm, verdict=verdict, best=best)
+        if place.comparison:
+            verdict, best = place.comparison.verdict or "undecided", bool(place.may_be_best)
+            rows += _rows(place.comparison.gap, norm=place.norm, verdict=verdict, best=best)
     words = f"difference to {ranking.reference}"
     x = alt.X("value:Q", title=f"{words} ({slice_.metric.unit})").scale(zero=False)
     y = _norm_axis(place.norm for place in ranking.places)
