@@ -18,15 +18,15 @@ from normexp.records.study import CommandEntry
 from normexp.reporting.runs import Records, RunRow, read_run
 
 BENCHMARK = "benchmark1"
-WORKLOADS = ("convnet", "vit", "encoder", "gpt")  # recipes at the long budget, where norms rank
+WORKLOADS = ("convnet", "vit", "encoder", "gpt")  # recipes of the long budget, which rank norms
 
 
 @dataclass(frozen=True, eq=False)
 class Reference:
     """The runs of a benchmark, without entries.
 
-    name: of the benchmark
-    study: of its runs
+    name: the name of the benchmark
+    study: the study of its runs
     recipes: by name, the ids of the cells that it trains
     """
 

@@ -21,12 +21,20 @@ from normexp.reporting.metric import FEW_SEEDS, Metric
 from normexp.reporting.runs import SLOT_DEFAULTS, Config, Records, RunRow, SearchRecord
 from normexp.stats.interval import Interval, mean
 
-ORDER = ("batch", "layer", "instance", "group", "rms", "layer2d", "none")  # first in figures
+ORDER = (
+    "batch",
+    "layer",
+    "instance",
+    "group",
+    "rms",
+    "layer2d",
+    "none",
+)  # the first norms of figures
 # Config keys that belong to the norm, so they may differ between norms that are compared.
 NORM_KEYS = ("norm", *SLOTS)
-DIGESTS = "digests."  # of what was loaded: compared where both are known
-LOST = ("failed", "diverged", "at chance", "missing")  # of runs
-FOLLOWS = ("norm.momentum", "micro_batch_size")  # may follow from the norm batch size
+DIGESTS = "digests."  # keys that are compared only if both cells have them
+LOST = ("failed", "diverged", "at chance", "missing")  # what a run may be
+FOLLOWS = ("norm.momentum", "micro_batch_size")  # these may follow from the norm batch size
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,11 +45,11 @@ class CellRow:
     wanted: the seeds that the study asks for
     value_of: the value of a key that defines its training, also where it is a default
     is_extended: some of its seeds were added by a later command
-    search: that chose its learning rate or other values
+    search: the search that chose its learning rate or other values
     settings: values that must be equal for cells to share a table
     title: model, data, and the settings in which tables of the same model and data differ
-    norm: its label: the name, the knobs in which cells of that norm differ, and the study if there
-        are several
+    norm: the label of its norm: the name, the knobs in which cells of that norm differ, and the
+        study if there are several
     """
 
     study: str
@@ -80,7 +88,7 @@ class CellRow:
 
     @property
     def norm_batch_size(self) -> int:
-        """The effective one, never None."""
+        """The effective size, never None."""
         return self.config["norm_batch_size"]
 
     @property
@@ -99,7 +107,7 @@ class CellRow:
 
     @property
     def lost(self) -> dict[str, int]:
-        """The number of runs that count as chance level, or not at all, by what became of them."""
+        """How many runs are lost in each way of LOST: they count as chance level, or not at all."""
         counts = Counter(str(run.status) for run in self.runs)
         counts["at chance"] = sum(run.is_at_chance for run in self.runs)
         counts["missing"] = self.num_missing
@@ -113,7 +121,7 @@ class CellRow:
 
     @property
     def budget(self) -> str:
-        """`epochs=12`, or `steps=300`: the first way to say it that is a whole number."""
+        """`epochs=12`, or `steps=300`: the first of BUDGETS that is a whole number."""
         for key in BUDGETS:
             length = self.config.get(key)
             if length is not None and length == int(length):
@@ -126,12 +134,12 @@ class CellRow:
         return {seed: value for seed, value in values.items() if value is not None}
 
     def without_value(self, metric: Metric) -> int:
-        """The number of runs that diverged under a metric that has no chance level."""
+        """The number of diverged runs, if the metric has no chance level."""
         diverged = [run for run in self.runs if run.status == Status.DIVERGED]
         return sum(run.value(metric) is None for run in diverged)
 
     def step(self, metric: Metric) -> float | None:
-        """The smallest difference that test accuracies could have; None: not known."""
+        """The smallest difference between two test accuracies; None if not known."""
         count = max((run.num_test_samples for run in self.runs), default=0)
         is_count = metric.name.partition("@")[0] == "test/accuracy"
         return metric.scale / count if count and is_count else None
@@ -140,7 +148,7 @@ class CellRow:
 def mean_of_seeds(values: Sequence[float], step: float | None, metric: Metric) -> Interval:
     """The mean, for the same test samples, with its interval over seeds.
 
-    An interval of a few seeds would be far wider than they are, so the seeds are shown instead.
+    Few seeds have no interval: it would be far wider than their values, which are shown instead.
     """
     interval = mean(values, step=step, bounds=metric.bounds)
     return replace(interval, low=None, high=None) if interval.n <= FEW_SEEDS else interval
@@ -166,7 +174,7 @@ def build_cells(records: Records) -> list[CellRow]:
 
 def _ended_cell(runs: Sequence[RunRow], records: Records) -> CellRow:
     place = runs[0].study, runs[0].directory.parent.name
-    first = min(runs, key=lambda run: run.status == Status.FAILED)  # may have failed too early
+    first = min(runs, key=lambda run: run.status == Status.FAILED)  # a failed run may lack settings
     recorded = [run.seed for run in runs]
     by_command = records.asked.get(place) or [recorded]
     ended = {run.seed for run in runs if run.status != Status.FAILED}
@@ -187,13 +195,13 @@ def _ended_cell(runs: Sequence[RunRow], records: Records) -> CellRow:
 
 
 def _planned_cells(records: Records, ended: Sequence[CellRow]) -> list[CellRow]:
-    """The cells that were asked for and have no runs: families are those of the whole study."""
+    """Cells that were asked for and have no runs: they count in the families of the study."""
     cells = []
     for study, state in records.planned:
         similar = [cell for cell in ended if cell.study == study]
         if similar:
             cells.append(_planned_cell(study, state, similar, records))
-    # A norm that is known to mix no samples was asked for once, whatever the sizes.
+    # A norm that is declared to mix no samples is asked for once, whatever the sizes.
     mixing = {cell.norm_name: cell.mixes_samples for cell in ended}
     sizes: dict[str, set[int]] = defaultdict(set)
     for cell in cells:
@@ -207,7 +215,7 @@ def _planned_cells(records: Records, ended: Sequence[CellRow]) -> list[CellRow]:
 def _planned_cell(
     study: str, state: CellState, similar: Sequence[CellRow], records: Records
 ) -> CellRow:
-    """What its title does not say is as in the most similar cell of its study."""
+    """A cell with the values in its title; the others are those of the most similar cell."""
     words = (word.partition("=") for word in state.title.split())
     typed = {key.lstrip("+"): _typed_value(text) for key, _, text in words}
 
@@ -228,16 +236,16 @@ def _planned_cell(
 
 
 def _with_typed(config: Config, typed: Config) -> dict[str, Any]:
-    """The settings of a cell with other words."""
+    """The settings of a cell, with the typed values instead of its own."""
     values = dict(config)
     for key in config:
         if is_norm_key(key) and config.get("norm") != typed.get("norm"):
-            del values[key]  # of another norm
+            del values[key]  # a knob of another norm
         elif key in BUDGETS and not typed.keys().isdisjoint(BUDGETS):
-            del values[key]  # follows from the budget that was typed
+            del values[key]  # the budget that was typed determines it
     values |= typed
     size = values["batch_size"]
-    for key in SIZES[1:]:  # equal to the next larger one unless typed
+    for key in SIZES[1:]:  # each is equal to the next larger one unless typed
         size = typed.get(key, size)
         values[key] = size
     return values
@@ -254,14 +262,14 @@ def _typed_value(text: str) -> Any:
 
 
 def _with_settings(cells: Sequence[CellRow]) -> list[CellRow]:
-    """Adds the settings that separate tables, and titles."""
+    """Adds titles, and the settings that separate tables."""
     prepared = [cell for cell in cells if cell.is_prepared] or cells
     keys = _separating_keys(prepared)
     complete = []
     for cell in cells:
         task = (cell.model, cell.data)
         of_task = [other for other in prepared if (other.model, other.data) == task] or [cell]
-        # A cell that failed too early to have them stands with the first of the others.
+        # A cell that failed before it was prepared stands in the table of the first other cell.
         source = cell if cell.is_prepared else of_task[0]
         values = {key: source.value_of(key) for key in keys}
         words = [f"{cell.model} on {cell.data}"]
@@ -274,11 +282,11 @@ def _with_settings(cells: Sequence[CellRow]) -> list[CellRow]:
 
 
 def _separating_keys(cells: Sequence[CellRow]) -> list[str]:
-    """The keys of which a norm was run with several values.
+    """The keys for which some norm was run with several values.
 
-    A key that differs only between norms is not one, and a table then says that they are not
-    compared. The length of a training separates cells by the budget with the fewest values: epochs
-    and steps follow from samples, differently where a batch size does not divide the data.
+    A key that differs only between norms separates nothing: the norms share a table, which says
+    that they are not compared. Only the budget with the fewest values counts, since epochs and
+    steps follow from samples, differently where a batch size does not divide the data.
     """
     values = {
         key: [cell.config.get(key) for cell in cells]
@@ -333,7 +341,7 @@ def _varying_knobs(cells: Sequence[CellRow]) -> list[str]:
 
 
 def _varies(values: Sequence[Any], places: Sequence[Hashable] | None = None) -> bool:
-    """True if two values differ; with places, if two of one place do."""
+    """True if two values differ, or with places, if two values of one place do."""
     pairs = {*zip(places or [None] * len(values), map(comparable, values), strict=True)}
     return len(pairs) > len({place for place, _ in pairs})
 
@@ -341,12 +349,12 @@ def _varies(values: Sequence[Any], places: Sequence[Hashable] | None = None) -> 
 def order_norms(names: Mapping[str, str]) -> list[str]:
     """Labels of norms, those of ORDER first, then others by label; numbers sort by value.
 
-    names: of the norms, by label
+    names: the name of each norm, by label
     """
 
     def rank(label: str) -> tuple[int, list[Any]]:
         name = names[label]
-        pieces: list[Any] = re.split(r"(\d+(?:\.\d+)?)", label)  # every second one is a number
+        pieces: list[Any] = re.split(r"(\d+(?:\.\d+)?)", label)  # every second piece is a number
         pieces[1::2] = map(float, pieces[1::2])
         return ORDER.index(name) if name in ORDER else len(ORDER), pieces
 
@@ -359,17 +367,19 @@ def order_norms(names: Mapping[str, str]) -> list[str]:
 def unlike(
     first: CellRow, second: CellRow, *, searched: Collection[str] = ()
 ) -> dict[str, tuple[Any, Any]]:
-    """By key, the values for which two cells must not be compared.
+    """The values that keep two cells from being compared, by key.
 
-    These are all differences in what was asked for, except those of the norm (with the slots of its
-    YAML), of the sizes and of keys that were searched for both. What follows from equal words may
+    These are all differences in what was typed, except in the norm (with the slots of its YAML), in
+    the sizes and in keys that were searched for both. Values that follow from equal words may
     differ, such as a learning rate by `lr_rule`.
     """
     typed = [flatten(cell.runs[0].result.defines) for cell in (first, second)]
     ignored = {*SIZES, *searched, *(first.searched & second.searched)}
     for key in BUDGETS:
         length = first.config.get(key)
-        if length is not None and length == second.config.get(key):  # the others may be rounded
+        if length is not None and length == second.config.get(
+            key
+        ):  # the others follow from it, rounded
             ignored |= {*BUDGETS}
     different = {}
     for key in sorted({*typed[0], *typed[1]} - ignored):
@@ -385,7 +395,7 @@ def unlike(
 
 
 def _belongs_to_norms(key: str, first: CellRow, second: CellRow) -> bool:
-    """True for what two norms may differ in: their own keys, and slots that their YAMLs set."""
+    """True for a key of the norms, and for a slot that is as their YAMLs set it."""
     if key in SLOTS:
         for cell in (first, second):
             in_yaml = cell.value_of(f"norm.{key}")
@@ -415,7 +425,7 @@ def is_norm_key(key: str) -> bool:
 
 
 def comparable(value: Any) -> Hashable:
-    """A key that is equal for equal values: 1 is 1.0, and true is no number."""
+    """A hashable that is equal for equal values: 1 equals 1.0, and true equals no number."""
     if isinstance(value, list | tuple):
         return tuple(map(comparable, value))
     if isinstance(value, Mapping):

@@ -26,7 +26,7 @@ from normexp.reporting.slices import NormAtSize, Slice
 from normexp.stats.family import Verdict, decide, difference
 from normexp.stats.interval import Array, Interval, mean
 
-REFERENCES = ("batch", "as_built")  # unless one is named: the first that a slice has
+REFERENCES = ("batch", "as_built")  # the first that a slice has, unless one is named
 DIFFERENCE = "difference [95 %]"
 ADDED = "†"  # some of the seeds were added by a later command
 NOTHING = Interval(None, None, None, 0)
@@ -101,7 +101,7 @@ def compare(slices: Sequence[Slice], reference: str | None = None) -> list[Compa
         of_slice = [*_comparisons_of(slice_, reference)]
         comparisons += of_slice
         family_sizes[slice_.family] += sum(comparison.is_comparable for comparison in of_slice)
-        # The choice of the best norms, see Ranking.
+        # The marks of a ranking are tests as well, see Ranking.
         family_sizes[slice_.family] += math.ceil(max(len(slice_.compared) - 2, 0) / 2)
     return [judge(comparison, family_sizes[comparison.slice.family]) for comparison in comparisons]
 
@@ -134,7 +134,7 @@ def reference_of(compared: Mapping[str, NormAtSize], name: str | None = None) ->
 
 
 def _comparisons_of(slice_: Slice, reference_name: str | None) -> Iterator[Comparison]:
-    """Comparisons of a slice: along the sizes, then with the reference."""
+    """The comparisons of a slice: along the sizes, then with the reference."""
     for norm, line in slice_.lines.items():
         smallest, largest = min(line), max(line)
         if len(line) > 1 and norm not in slice_.independent:
@@ -179,7 +179,7 @@ def _why_not_compared(
         return f"not run{slice_.at_words}"
     is_tuned = len(first.cells) > 1 or len(second.cells) > 1
     words = []
-    if first.best.runs and second.best.runs:  # of planned cells little is known
+    if first.best.runs and second.best.runs:  # the settings of planned cells are not known
         different = unlike(first.best, second.best, searched=["lr"] if is_tuned else [])
         for key, (a, b) in different.items():
             words.append(f"{key} {value_words(a)} and {value_words(b)}")
@@ -192,9 +192,9 @@ def _why_not_compared(
 
 
 def _why_not_searched(first: NormAtSize, second: NormAtSize) -> str:
-    """Empty if no search chose their values, or one with the same points for both.
+    """Empty if no search chose their values, or if both searches had the same points.
 
-    The seeds that it compared were the luckiest at these values, so none of them may count again.
+    A searched seed may not count again: the search chose the values at which it was lucky.
     """
     search = first.best.search
     if search != second.best.search:
@@ -331,7 +331,7 @@ class Causes:
 
 
 def measure_causes(comparison: Comparison) -> Causes | None:
-    """The causes of a norm's drop; None where a kind of statistics has no two seeds at a size."""
+    """The causes of a norm's drop; None if fewer than two seeds have all kinds of statistics."""
     metric = comparison.slice.metric
     is_along = comparison.is_along_sizes and comparison.slice.axis == "norm_batch_size"
     if not is_along or "@" in metric.name:

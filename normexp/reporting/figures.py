@@ -26,9 +26,9 @@ from normexp.stats.interval import Interval
 
 vl_convert: Any = import_module("vl_convert") if find_spec("vl_convert") else None
 WIDTH, HEIGHT = 560, 300  # pixels; on the page the width follows the window
-PANEL = 230  # width of each of several panels
-LINE = 24  # pixels of a row of norms
-POINTS = 60  # of a curve
+PANEL = 230  # pixels: the width of each of several panels
+LINE = 24  # pixels: the height of a row of norms
+POINTS = 60  # the most points of a curve
 CONFIG = {
     "font": "DejaVu Sans, Liberation Sans, Arial, sans-serif",
     "view": {"stroke": None, "continuousWidth": WIDTH},
@@ -43,7 +43,7 @@ CONFIG = {
     "mark": {"tooltip": {"content": "data"}},
     "point": {"opacity": 1, "size": 80, "strokeWidth": 2},
 }
-DOT = {"size": 6, "opacity": 0.8, "strokeWidth": 3}  # not filled, so that the legend is open too
+DOT = {"size": 6, "opacity": 0.8, "strokeWidth": 3}  # a stroke, so that legends show open marks
 DOTS = "Open marks are means, with 95 % intervals over more than 3 seeds; each dot is a seed"
 VERDICTS = {"better": "#009e73", "worse": "#d55e00", "tie": "#2b86d9", "undecided": "#848484"}
 COLOURS = (
@@ -60,7 +60,14 @@ COLOURS = (
     "#ae6e42",
     "#38a08f",
 )
-SIZE_COLOURS = ("#2b86d9", "#a06fd8", "#cf5791", "#d9603b", "#b07d1e", "#2f9e6b")  # in their order
+SIZE_COLOURS = (
+    "#2b86d9",
+    "#a06fd8",
+    "#cf5791",
+    "#d9603b",
+    "#b07d1e",
+    "#2f9e6b",
+)  # from the smallest
 # 12 colours and 7 markers have no common divisor, so that norms of one colour differ in marker.
 MARKERS = (
     "circle",
@@ -159,7 +166,7 @@ def draw_by_norm(slice_: Slice) -> Figure:
 
 
 def _points(norm_at_size: NormAtSize, **keys: object) -> list[Row]:
-    """Its mean and its seeds; of a tuned norm the seeds at its best learning rate."""
+    """The mean and the seeds; a tuned norm has the seeds of its best learning rate."""
     values = norm_at_size.best.values(norm_at_size.metric)
     return _rows(norm_at_size.mean, values, norm=norm_at_size.norm, **keys)
 
@@ -230,7 +237,7 @@ def draw_curves(slice_: Slice) -> Iterator[Figure]:
 
 
 def _curve(cell: CellRow, metric: Metric) -> Iterator[Row]:
-    """The mean over seeds in at most POINTS bins, where all have a value; each one's end."""
+    """The mean of the seeds, in bins where all have a value, and the last value of each seed."""
     points = [
         (run.seed, row.samples_seen, metric.scale * row.value)
         for run in cell.runs
@@ -342,9 +349,10 @@ def _look_of_norms(slice_: Slice) -> Look:
 def place_norms(names: Mapping[str, str]) -> dict[str, int]:
     """The place of each norm in COLOURS, MARKERS and DASHES, which repeat.
 
-    Norms of ORDER always have their own; others take free ones, first those of no norm of ORDER.
+    Norms of ORDER always have the same place. Others take free places, first those that no norm of
+    ORDER has.
 
-    names: of the norms, by label
+    names: the name of each norm, by label
     """
     places: dict[str, int] = {}
     others = []

@@ -24,12 +24,13 @@ PREFERRED = (
     "val/bits_per_byte",
     "val/loss",
 )
-UNIFORM_BITS = 8.0  # per byte, of a diverged language model
+UNIFORM_BITS = 8.0  # bits per byte that a diverged language model counts as
 LOWER_IS_BETTER = ("loss", "bits_per_byte", "perplexity", "error")
 MAX_DIGITS = 4
-BEST = "●"  # may be the best
-FEW_SEEDS = 3  # or fewer: they are shown themselves, without an interval
-NOISE, SMALL, LARGE = 1e-12, 1e-4, 1e6  # between SMALL and LARGE numbers have no exponent
+BEST = "●"  # the mark of a norm that may be the best
+FEW_SEEDS = 3  # so many seeds or fewer are shown, without an interval
+NOISE = 1e-12  # a smaller number is a rounded 0
+SMALL, LARGE = 1e-4, 1e6  # numbers outside have an exponent
 
 
 class Kind(NamedTuple):
@@ -81,7 +82,7 @@ class Metric:
     def chance(self, share: float | None) -> float | None:
         """What a diverged run counts as: always the most frequent class, or uniform bits.
 
-        share: of that class; None, also as the result: not known
+        share: the share of that class; None if not known, and then there is no chance level
         """
         kind = self.name.partition("@")[0].split("/")[-1]
         if kind == "bits_per_byte":
@@ -115,7 +116,7 @@ class Metric:
 
 
 def describe_metric(name: str, tolerance: float | None = None) -> Metric:
-    """The metric of that name; tolerance: instead of that of its kind."""
+    """The metric of that name. tolerance: None: that of its kind."""
     path, _, statistics = name.partition("@")
     split, _, kind_name = path.rpartition("/")
     kind = KINDS.get(kind_name, Kind(kind_name.replace("_", " "), ""))
@@ -146,7 +147,7 @@ def is_at_chance(accuracy: float | None, chance: float | None, num_samples: int)
     chance: the accuracy there of always naming the most frequent class
     num_samples: of the test split; 0: not known, and the error counts as 0
     """
-    if accuracy is None or chance is None or chance >= 1:  # one class
+    if accuracy is None or chance is None or chance >= 1:  # there is one class
         return False
     error = math.sqrt(chance * (1 - chance) / num_samples) if num_samples else 0.0
     return accuracy <= chance + min(2 * error, 0.1 * (1 - chance))
@@ -177,7 +178,7 @@ class Estimate:
 
     @property
     def decimals(self) -> int:
-        """Enough for the half width, and for the bound next to 0 if that is not 0."""
+        """Enough digits to show the half width, and a bound near 0 as different from 0."""
         low, high = self.bounds or [self.interval.estimate or 0.0] * 2
         sizes = [(high - low) / 2]
         if low * high > 0:

@@ -35,7 +35,7 @@ from normexp.reporting.terminal import open_console, print_report, text_table
 MISSING = "" if vl_convert else "no figures: vl-convert is missing; pip install vl-convert-python"
 PNG_SCALE = 2.0  # pixels per point of the figure
 COLUMNS = ("study", "last result", "size", "what its report says")
-SHOWN_ROWS = 1000  # of a table; the others are in its CSV
+SHOWN_ROWS = 1000  # further rows of a table are in its CSV
 LOOK_EVERY = 2.0  # seconds between checks for new results
 RELOAD_EVERY = 10  # seconds between reloads of a watched page
 PAGE = "index.html"
@@ -91,7 +91,7 @@ def _watch(runs_dir: Path, names: Sequence[str], options: Mapping[str, Any]) -> 
 
 
 def try_to_write(report: Report) -> bool:
-    """Writes a report, or prints why its folder cannot be written, as that of a read-only study."""
+    """Writes a report, or prints why it cannot: its folder may be read-only."""
     try:
         write_report(report)
     except UserError as error:
@@ -173,13 +173,13 @@ def _summary_of(runs_dir: Path, name: str, latest: int) -> tuple[str | None, str
 
 
 def _newest(runs_dir: Path, names: Sequence[str]) -> int:
-    """When the last result or evaluation of the studies was written, in ns; 0: there is none."""
+    """The time in ns of the last result or evaluation of the studies; 0 if there is none."""
     times = [0]
     for name in names:
-        # Not Path.glob, which raises if a folder disappears meanwhile.
+        # Path.glob raises if a folder disappears meanwhile.
         study = escape(str(runs_dir / name))
         for path in [*glob(f"{study}/*/seed-*/*.json"), *glob(f"{study}.zip")]:
-            with suppress(FileNotFoundError):  # just removed by a rerun
+            with suppress(FileNotFoundError):  # a rerun has just removed it
                 times.append(os.stat(path).st_mtime_ns)
     return max(times)
 
@@ -214,7 +214,7 @@ def _write_files(folder: Path, report: Report, reload_seconds: int | None) -> No
 
 
 def norm_table(slice_: Slice) -> Table:
-    """What each norm does, and what its training took."""
+    """What each norm does, and the time and memory of its training."""
     shipped, rows = group_choices("norm"), []
     for norm, name in slice_.norm_names.items():
         runs = [run for cell in slice_.cells if cell.norm == norm for run in cell.runs]
@@ -237,7 +237,7 @@ def norm_table(slice_: Slice) -> Table:
 
 
 def _range_words(timings: Sequence[Mapping[str, float]], key: str) -> str:
-    """The least and the most of a run: `9.1 to 13.4`; empty if not recorded."""
+    """The least and the most over runs: `9.1 to 13.4`; empty if not recorded."""
     values = [timing[key] / timing.get("stack_size", 1) for timing in timings if key in timing]
     if not values:
         return ""

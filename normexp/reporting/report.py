@@ -35,9 +35,9 @@ from normexp.reporting.tables import (
     workload_table,
 )
 
-SCHEMA = 3  # of report.json
-MOST_WORDS = 15  # of a headline
-ALONG_SIZES = {  # by verdict
+SCHEMA = 3  # the version of report.json
+MOST_WORDS = 15  # the length of a headline
+ALONG_SIZES = {  # the claim for each verdict
     "worse": "At {first}, {norm} loses {gap} against {second}",
     "better": "At {first}, {norm} gains {gap} against {second}",
     "tie": "At {first}, {norm} ties with {second}",
@@ -111,7 +111,7 @@ class Report:
         return next((ranking for ranking in self.rankings if ranking.slice is slice_), None)
 
     def headline(self, slice_: Slice) -> str:
-        """The answer to the sweep that was typed, sizes first; what does not fit is a row."""
+        """The answer to the sweep that was typed, first along the sizes, then between norms."""
         along = [
             comparison
             for comparison in self.comparisons_of(slice_)

@@ -47,9 +47,11 @@ from normexp.records.study import (
 )
 from normexp.reporting.metric import Metric, is_at_chance
 
-NUM_BLOCKS = 20  # of a test text: its sequences are not independent
-ROUNDED = 1e-4  # relative; a mean over float32 samples may differ from the metric by this much
-YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where it was built
+NUM_BLOCKS = 20  # a test text is cut into blocks, since its sequences are not independent
+ROUNDED = 1e-4  # the relative error of a mean over float32 samples
+YAML_LOADER = getattr(
+    yaml, "CSafeLoader", yaml.SafeLoader
+)  # the one in C is faster, but not always there
 SLOT_DEFAULTS = asdict(Slots())
 Config = Mapping[str, Any]  # plain values, nested keys joined by dots (`norm.num_groups`)
 Samples = Mapping[str, np.ndarray]  # by kind of statistics, see normexp.records.result
@@ -61,9 +63,9 @@ class RunRow:
     """One ended run.
 
     directory: runs/<study>/<cell_id>/seed-<k>
-    metrics: as recorded, and those of later evaluations (`val/accuracy@precise`)
-    load_samples: the scores of test samples, read where they are needed
-    load_config: the text of its config.yaml, likewise
+    metrics: those of the training and of later evaluations (`val/accuracy@precise`)
+    load_samples: reads the scores of test samples
+    load_config: reads the text of config.yaml
     """
 
     study: str
@@ -80,7 +82,7 @@ class RunRow:
 
     @cached_property
     def _all_values(self) -> Config:
-        with suppress(YAMLError, OSError, KeyError):  # torn, or missing
+        with suppress(YAMLError, OSError, KeyError):  # the file may be torn or missing
             return yaml.load(self.load_config(), Loader=YAML_LOADER) or {}
         return {}
 
@@ -109,7 +111,7 @@ class RunRow:
 
     @property
     def num_test_samples(self) -> int:
-        """0: not recorded."""
+        """0 if not recorded."""
         return max(map(len, self._samples.values()), default=0)
 
     @cached_property
@@ -168,8 +170,8 @@ class RunRow:
 class SearchRecord:
     """The search that chose the values of a cell.
 
-    keys: whose values it chose
-    points: what it tried, each with its seeds; empty where NAME-search is not there
+    keys: the keys whose values it chose
+    points: what it tried, each with its seeds; empty without a study NAME-search
     """
 
     keys: frozenset[str]
@@ -177,7 +179,7 @@ class SearchRecord:
 
     @property
     def rates(self) -> list[float]:
-        """The learning rates that it tried, in their order."""
+        """The learning rates that it tried, the smallest first."""
         words = [word for point, _ in self.points for word in point.split()]
         return sorted({float(word.removeprefix("lr=")) for word in words if word.startswith("lr=")})
 
@@ -254,13 +256,13 @@ class Records:
     def add_commands(
         self, study: str, entries: Iterable[Entry], search_entries: Iterable[Entry]
     ) -> None:
-        """Adds what the commands of a study asked for. search_entries: of NAME-search."""
+        """Adds what the commands of a study asked for. search_entries: lines of NAME-search."""
         commands = [entry for entry in entries if isinstance(entry, CommandEntry)]
         for command in commands:
             for cell, asked in command.cells.items():
                 self.asked.setdefault((study, cell), []).append(sorted(asked.seeds))
         trials = [entry for entry in search_entries if isinstance(entry, CommandEntry)]
-        if not trials and study.endswith("-search"):  # its cells are points themselves
+        if not trials and study.endswith("-search"):  # its own cells are points of a search
             return
         for command in commands:
             if command.searched:
@@ -304,7 +306,7 @@ def read_run(study: str, run_dir: Path) -> RunRow:
 def _searches_of(command: CommandEntry, trials: Sequence[CommandEntry]) -> dict[str, SearchRecord]:
     """The search that chose each cell of a command. trials: the commands of NAME-search."""
     prefixes = tuple(f"{key}=" for key in command.searched)
-    points: dict[str, set[Point]] = {}  # by the other words of a title
+    points: dict[str, set[Point]] = {}  # the key is the other words of the title
     for trial in trials:
         if trial.command == command.command:
             for asked in trial.cells.values():

@@ -36,9 +36,9 @@ AXIS_WORDS = {"norm_batch_size": "norm batch size", "batch_size": "batch size"}
 
 @dataclass(frozen=True, eq=False)
 class NormAtSize:
-    """A norm at one size: its cells differ in learning rate alone, and are in its order.
+    """A norm at one size: its cells differ in learning rate alone, and the smallest is first.
 
-    size: the smallest one at which it stands, along the axis of its slice
+    size: along the axis of its slice; a norm that stands at every size has the smallest
     """
 
     norm: str
@@ -52,7 +52,7 @@ class NormAtSize:
 
     @cached_property
     def scores(self) -> list[dict[int, float]]:
-        """For each cell, by seed, what its learning rate is chosen by; -inf if diverged."""
+        """For each cell, by seed, the score that chooses a learning rate; -inf if diverged."""
         name, of_cells = self.metric.selection_name, []
         for cell in self.cells:
             scores = {}
@@ -77,7 +77,7 @@ class NormAtSize:
 
     @cached_property
     def seeds(self) -> list[int]:
-        """The seeds of the best cell, which all cells have where they tune the norm."""
+        """The seeds of the best cell; of a tuned norm all cells have these seeds."""
         return sorted(self.best.values(self.metric))
 
     @property
@@ -114,7 +114,7 @@ class NormAtSize:
         return tuning if samples is None else cross_fit(scores, samples)
 
     def _samples_of_rates(self, means: Array, shares: Array) -> Array | None:
-        """(num_rates, n, N); None unless every rate that some split chooses has test samples."""
+        """(num_rates, n, N) with test samples; None if a rate that some split chooses has none."""
         tables = [self._samples_of(cell) for cell in self.cells]
         counts = {table.shape[1] for table in tables if table is not None}
         if len(counts) != 1:
@@ -161,7 +161,7 @@ class NormAtSize:
 
     @property
     def values(self) -> dict[int, float]:
-        """By seed, as shown; of a tuned norm only their mean has a meaning."""
+        """By seed, as shown; of the pseudo-values of a tuned norm only the mean has a meaning."""
         if self.tuning is None:
             return self.best.values(self.metric)
         means = self.outcomes if self.outcomes.ndim == 1 else self.outcomes.mean(axis=1)
@@ -180,7 +180,7 @@ class NormAtSize:
 
     @property
     def lost(self) -> str:
-        """`1 diverged, 2 at chance`, at the learning rates that some split chooses."""
+        """`1 diverged, 2 at chance`, over the learning rates that some split chooses."""
         chosen = [self.best]
         if self.tuning is not None:
             shares = zip(self.cells, self.tuning.shares, strict=True)
@@ -192,7 +192,7 @@ class NormAtSize:
 
     @property
     def lr(self) -> float | None:
-        """The learning rate of its mean; of a tuned norm the one that is chosen most often."""
+        """The best learning rate; for a tuned norm the one that is chosen most often."""
         if self.tuning is None:
             return self.best.lr
         return self.rates[int(self.tuning.shares.argmax())]
@@ -209,7 +209,7 @@ class NormAtSize:
             shares = [float(rate == self.best.lr) for rate in rates]
             if len(self.cells) > 1:
                 words.append(f"best of {len(self.cells)}")
-        if len(rates) > 2 and shares[0] + shares[-1] >= AT_EDGE:  # a better one may lie outside
+        if len(rates) > 2 and shares[0] + shares[-1] >= AT_EDGE:  # a better rate may lie outside
             end, inner = rates[:2] if shares[0] > shares[-1] else (rates[-1], rates[-2])
             words.append(f"at the edge: add {end**2 / inner:.2g}")
         return "; ".join(words)
@@ -339,7 +339,7 @@ def build_slices(
         if not any(cell.runs for cell in equal):
             continue
         available = metric_names(equal)
-        # Where all diverged or failed, nothing is available; that is worth reporting too.
+        # If all runs diverged or failed, no metric is available; the report says so.
         name = choose_metric(available or [metric or PREFERRED[0]], metric)
         if name is not None:
             slices += _slices_of(equal, describe_metric(name, tolerance))
@@ -348,7 +348,8 @@ def build_slices(
 
 def _slices_of(cells: Sequence[CellRow], metric: Metric) -> list[Slice]:
     """Slices along the norm batch size and along the batch size, each if it varies."""
-    # An undeclared norm that does not mix samples was trained at every size, each time the same.
+    # An undeclared norm that does not mix samples was trained at every size, each time the same:
+    # one of these twins stands for all.
     twins = {(cell.norm, cell.lr, cell.batch_size, cell.norm_batch_size): cell for cell in cells}
     cells = [cell for cell in cells if cell.mixes_samples or cell in twins.values()]
     mixing = [cell for cell in cells if cell.mixes_samples]

@@ -44,10 +44,10 @@ LATEX = str.maketrans(
 class Table:
     """Rows under named columns.
 
-    name: of its files
-    caption: its scope, said once above
+    name: the name of its files
+    caption: the scope, printed once above
     values: numbers, estimates, texts and None
-    note: what its marks and verdicts mean, below
+    note: what its marks and verdicts mean, printed below
     has_latex: few columns, so it is written as LaTeX too
     """
 
@@ -166,7 +166,7 @@ def mean_table(slice_: Slice, ranking: Ranking | None) -> Table:
         rows.append(row)
     if len({row["lr"] for row in rows}) == 1 and not any(row["search"] for row in rows):
         for row in rows:
-            row["lr"] = None  # the scope says it
+            row["lr"] = None  # the scope says the learning rate
     note = ""
     if any(cell.without_value(metric) for cell in slice_.cells):
         note = "A diverged run has no value of this metric and is missing from its mean."
@@ -178,7 +178,7 @@ def mean_table(slice_: Slice, ranking: Ranking | None) -> Table:
 
 
 def _joined(values: Iterable[Any]) -> Any:
-    """The value that all have; of several each one once, as a text."""
+    """The value that all have, or else the different values as a text."""
     different = [value for value in dict.fromkeys(values) if value not in ("", None)]
     return different[0] if len(different) == 1 else "; ".join(map(show, different))
 
@@ -254,7 +254,7 @@ def workload_table(rankings: Sequence[Ranking]) -> Table:
 
 
 def causes_table(causes: Sequence[Causes]) -> Table:
-    """Where the drops come from: three numbers each."""
+    """Where each drop comes from, in three numbers."""
     rows = []
     for of_drop in causes:
         row: dict[str, Any] = {"norm": of_drop.norm}

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from normexp.reporting.report import Report
     from normexp.reporting.tables import Table as ReportTable
 
-PIPE_WIDTH = 100  # characters, without a terminal and without COLUMNS
-LEAST_WIDTH = 30  # characters of a column that wraps
-MAX_ROWS = {"lost": 10, "claims": 80}  # of a table; else 40
-SHORT = 60  # characters of a text that a table shows itself
+PIPE_WIDTH = 100  # characters, if there is neither a terminal nor COLUMNS
+LEAST_WIDTH = 30  # characters: a column that wraps is not narrower
+MAX_ROWS = {"lost": 10, "claims": 80}  # other tables show 40 rows
+SHORT = 60  # characters: longer texts are printed below their table
 Contents = Mapping[int, Mapping[str, Any]]  # the content of evaluation.json, by seed
-MAIN = PREFERRED[:3]  # the metric of a task that stands in one line
+MAIN = PREFERRED[:3]  # the first that a task has stands for it in one line
 STATUSES = ("finished", "skipped", "diverged", "refused", "failed", "stopped")
 PROGRAM = re.compile("^normexp-")  # a console script
 
@@ -175,7 +175,7 @@ def print_summary(state: CellState) -> None:
     if state.invalid:
         console.out(f"INVALID, every number: {state.invalid}")
     rows = _metric_rows(ended, stamp=" INVALID" if state.invalid else "")
-    if rows:  # unless all have diverged
+    if rows:  # there are none if all runs diverged
         heads = ("metric", "mean", "sd over seeds", "lowest", "highest", "n")
         console.print(text_table(heads, rows))
     lines = [*_early_ends(ended), _time_words(ended[0].measured.timing)]
@@ -185,7 +185,7 @@ def print_summary(state: CellState) -> None:
 
 
 def _metric_rows(ended: Sequence[Result], *, stamp: str) -> list[list[str]]:
-    """A row per metric, in the order of PREFERRED; perplexities and the like are left out."""
+    """A row per metric, in the order of PREFERRED, whose last, val/loss, is left out."""
     rows = []
     names = sorted({name for run in ended for name in run.metrics})
     for base in PREFERRED[:-1]:
@@ -221,7 +221,7 @@ def print_closing_table(states: Sequence[CellState]) -> None:
     console.out(", ".join(f"{counts[name]} {name}" for name in STATUSES if counts[name]))
     for state in states:
         for warning in _warnings_on(state):
-            console.print(f"{state.title}: {warning}", markup=False)  # wrapped
+            console.print(f"{state.title}: {warning}", markup=False)  # wraps
     for command in commands_to_look(states):
         console.out(command)
 
@@ -298,7 +298,7 @@ def _early_ends(results: Sequence[Result]) -> list[str]:
 
 
 def mean_words(values: Sequence[float], num_seeds: int = 0) -> str:
-    """`0.9861 (sd 0.0023)`, with `n=3` of fewer values than seeds; `-` without a value."""
+    """`0.9861 (sd 0.0023)`, with ` n=3` if some seeds have no value; `-` without a value."""
     if not values:
         return "-"
     spread = f" (sd {statistics.stdev(values):.4f})" if len(values) > 1 else ""
@@ -365,7 +365,7 @@ def _as_typed(command: CommandEntry, study: Study) -> str:
     program, *words = command.command
     kept = [word for word in words if not re.match(r"\+*(study|runs_dir)=", word)]
     name = study.directory
-    if command.searched:  # trials go to a study named after the report's
+    if command.searched:  # the trials are in a study NAME-search
         name = name.with_name(name.name.removesuffix("-search"))
     if name.name != "default" or any(word.startswith("experiment=") for word in kept):
         kept += study_words(name)

@@ -32,10 +32,10 @@ from numpy.typing import ArrayLike
 
 from normexp.stats.interval import Array
 
-AT_EDGE = 0.25  # of the splits; more often, a better rate may lie outside the grid
+AT_EDGE = 0.25  # if more of the splits choose an end of the grid, a better rate may lie outside
 MAX_SPLITS = 13_000  # all splits up to n = 16; for more seeds as many are drawn
 NUM_HALVES = 200  # halves of the seeds that are kept in turn; all of them up to n = 9
-SPLITS_OF_HALF = 70  # all splits of a half up to n = 17
+SPLITS_OF_HALF = 70  # splits of each half; all of them up to n = 17
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _error_by_halves(scores: Array, outcomes: Array) -> float:
 
 
 def _splits(n: int, k: int, most: int = MAX_SPLITS) -> Array:
-    """1 for k of n seeds, (num_splits, n): every split, or `most` drawn ones."""
+    """Splits of n seeds, (num_splits, n), 1 for k of them: all splits, or `most` random ones."""
     if comb(n, k) <= most:
         places = np.array(list(combinations(range(n), k)))
     else:

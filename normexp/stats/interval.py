@@ -38,7 +38,7 @@ class Interval:
 
     estimate: in the unit of the values; None if there are none
     low, high: the bounds; both None if the values allow none
-    n: number of values (seeds, or pairs of seeds) used
+    n: number of values (seeds, or pairs of seeds)
     df, error: degrees of freedom and standard error of a t interval; None for other intervals
     over_seeds: (df, error) over seeds alone, of an interval over new test samples too, which is
         never narrower at any level
