@@ -135,8 +135,7 @@ class CellRow:
 
     def without_value(self, metric: Metric) -> int:
         """The number of diverged runs, if the metric has no chance level."""
-        diverged = [run for run in self.runs if run.status == Status.DIVERGED]
-        return sum(run.value(metric) is None for run in diverged)
+        return sum(run.status == Status.DIVERGED and run.value(metric) is None for run in self.runs)
 
     def step(self, metric: Metric) -> float | None:
         """The smallest difference between two test accuracies; None if not known."""

@@ -81,7 +81,6 @@ MARKERS = (
 DASHES = ((1, 0), (6, 2), (2, 2), (8, 2, 2, 2), (4, 4))
 IS_MEAN = "datum.kind == 'mean'"
 IS_SEED = "datum.kind == 'seed'"
-NO_SEEDS: Mapping[int, float] = {}
 Row = dict[str, Any]
 
 
@@ -264,7 +263,7 @@ def draw_ranking(ranking: Ranking) -> Figure:
     for place in ranking.places:
         if place.comparison:
             verdict, best = place.comparison.verdict or "undecided", bool(place.may_be_best)
-            rows += _rows(place.comparison.gap, norm=place.norm, verdict=verdict, best=best)
+            rows += _rows(place.comparison.gap, {}, norm=place.norm, verdict=verdict, best=best)
     words = f"difference to {ranking.reference}"
     x = alt.X("value:Q", title=f"{words} ({slice_.metric.unit})").scale(zero=False)
     y = _norm_axis(place.norm for place in ranking.places)
@@ -284,16 +283,16 @@ def draw_ranking(ranking: Ranking) -> Figure:
 # Rows, marks and channels
 
 
-def _rows(interval: Interval, seeds: Mapping[int, float] = NO_SEEDS, **keys: Any) -> list[Row]:
+def _rows(mean: Interval, seeds: Mapping[int, float], **keys: Any) -> list[Row]:
     """A row for a mean, if it is known, and one for each seed with a finite value."""
-    mean = {"value": interval.estimate, "low": interval.low, "high": interval.high}
-    rows = [] if interval.estimate is None else [{"kind": "mean", "n": interval.n, **mean}]
-    rows += [
-        {"kind": "seed", "seed": seed, "value": value}
-        for seed, value in seeds.items()
-        if math.isfinite(value)
-    ]
-    return [keys | row for row in rows]
+    rows = []
+    if mean.estimate is not None:
+        row = {"kind": "mean", "n": mean.n, "value": mean.estimate}
+        rows.append(keys | row | {"low": mean.low, "high": mean.high})
+    for seed, value in seeds.items():
+        if math.isfinite(value):
+            rows.append(keys | {"kind": "seed", "seed": seed, "value": value})
+    return rows
 
 
 def _marks(x: alt.X, y: alt.Y, colour: alt.Color, shape: alt.Shape) -> Any:

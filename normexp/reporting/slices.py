@@ -108,56 +108,31 @@ class NormAtSize:
         if len(self.cells) == 1 or self._why_not_tuned:
             return None
         scores = np.array([[of_cell[seed] for seed in self.seeds] for of_cell in self.scores])
-        means = np.array([self._means_of(cell) for cell in self.cells])
-        tuning = cross_fit(scores, means)
-        samples = self._samples_of_rates(means, tuning.shares)
-        return tuning if samples is None else cross_fit(scores, samples)
-
-    def _samples_of_rates(self, means: Array, shares: Array) -> Array | None:
-        """(num_rates, n, N) with test samples; None if a rate that some split chooses has none."""
-        tables = [self._samples_of(cell) for cell in self.cells]
-        counts = {table.shape[1] for table in tables if table is not None}
-        if len(counts) != 1:
-            return None
-        (count,) = counts
-        complete = []
-        for table, share, of_rate in zip(tables, shares, means, strict=True):
-            if table is None and share:
-                return None
-            # A rate that is never chosen has its means instead.
-            complete.append(np.repeat(of_rate[:, None], count, 1) if table is None else table)
-        return np.stack(complete)
-
-    def _means_of(self, cell: CellRow) -> Array:
-        """(n,) over `seeds`, higher is better."""
-        values = cell.values(self.metric)
-        return self.metric.sign * np.array([values[seed] for seed in self.seeds], dtype=np.float64)
-
-    def _samples_of(self, cell: CellRow) -> Array | None:
-        """(n, N) over `seeds`, higher is better; each sample of a diverged run is at chance level.
-
-        None if not recorded.
-        """
-        runs = [run for run in cell.runs if run.seed in self.seeds]
-        rows = [run.samples(self.metric) for run in runs]
-        counts = {
-            len(row) for run, row in zip(runs, rows, strict=True) if run.status == Status.FINISHED
-        }
-        if len(counts) != 1 or (count := counts.pop()) < 2:
-            return None
-        full = [
-            row if len(row) else np.full(count, run.value(self.metric))
-            for run, row in zip(runs, rows, strict=True)
-        ]
-        return self.metric.sign * np.stack(full)
+        return cross_fit(scores, self._outcomes_of(self.cells))
 
     @cached_property
     def outcomes(self) -> Array:
         """Higher is better, (n,) over `seeds`, or (n, N) with test samples; cross-fitted."""
         if self.tuning is not None:
             return self.tuning.values
-        samples = self._samples_of(self.best)
-        return self._means_of(self.best) if samples is None else samples
+        return self._outcomes_of([self.best])[0]
+
+    def _outcomes_of(self, cells: Sequence[CellRow]) -> Array:
+        """Higher is better, (num_cells, n) over `seeds`, or (num_cells, n, N) with test samples.
+
+        Test samples count if every finished run has them; those of a diverged run are at chance
+        level.
+        """
+        runs = [run for cell in cells for run in cell.runs if run.seed in self.seeds]
+        values: list[Any] = [run.value(self.metric) for run in runs]
+        samples = {run: run.samples(self.metric) for run in runs if run.status == Status.FINISHED}
+        counts = {len(of_run) for of_run in samples.values()}
+        count = counts.pop() if len(counts) == 1 else 0
+        if count > 1:
+            for place, run in enumerate(runs):
+                values[place] = samples.get(run, np.full(count, values[place]))
+        outcomes = self.metric.sign * np.array(values, dtype=np.float64)
+        return outcomes.reshape(len(cells), len(self.seeds), *outcomes.shape[1:])
 
     @property
     def values(self) -> dict[int, float]:

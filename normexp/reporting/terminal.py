@@ -137,26 +137,25 @@ def print_evaluations(
         why_nothing: printed if there is no number.
         invalid: why the numbers must not be compared; None if they may.
     """
-    of_seeds = contents.values()
-    kinds = dict.fromkeys(kind for content in of_seeds for kind in content)
-    names = dict.fromkeys(
-        name for content in of_seeds for metrics in content.values() for name in metrics
-    )
+    names: dict[str, None] = {}
+    by_kind: dict[str, dict[str, list[float]]] = {}
+    for content in contents.values():
+        for kind, metrics in content.items():
+            values = by_kind.setdefault(kind, {})
+            for name, value in metrics.items():
+                names[name] = None
+                values.setdefault(name, []).append(value)
     console = open_console()
     if invalid:
         console.out(f"INVALID, every number below: {invalid}")
-    if not kinds:
+    if not by_kind:
         console.out(f"{title}: {why_nothing}")
         return
     console.out(f"{title}: n = {format_count(len(contents), 'seed')}, mean (sd over seeds)")
-    rows = []
-    for kind in kinds:
-        row = [kind]
-        for name in names:
-            recorded = [content[kind] for content in of_seeds if kind in content]
-            values = [metrics[name] for metrics in recorded if name in metrics]
-            row.append(mean_words(values, len(of_seeds)))
-        rows.append(row)
+    rows = [
+        [kind, *(mean_words(values.get(name, []), len(contents)) for name in names)]
+        for kind, values in by_kind.items()
+    ]
     console.print(text_table(["statistics", *names], rows))
 
 
