@@ -41,7 +41,7 @@ from normexp.norms.sample import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d
 from normexp.norms.sequence import BatchNormPerPosition
 from normexp.records.result import read_result
 from normexp.train import main
-from normexp.training.recipe import parameter_groups
+from normexp.training.optimizer import parameter_groups
 
 Build = Callable[[], nn.Module]
 LAYER, BATCH, NONE = NormFactory(LayerNorm), NormFactory(BatchNorm), NormFactory(NoNorm)

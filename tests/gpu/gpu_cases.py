@@ -21,8 +21,8 @@ from normexp.data.dataset import Data, Windows
 from normexp.models.build import build_network
 from normexp.norms.build import build_norm
 from normexp.training.cuda_graph import RecordedStep
+from normexp.training.devices import gpu_arithmetic
 from normexp.training.module import Recorder, TrainingModule
-from normexp.training.recipe import gpu_arithmetic
 from normexp.training.step import Step, StepGradient
 
 NEEDS_GPU = [

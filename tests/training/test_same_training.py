@@ -37,7 +37,7 @@ from normexp.config.slots import Slots
 from normexp.norms.build import build_norm
 from normexp.norms.factory import NormFactory
 from normexp.norms.sample import RMSNorm
-from normexp.training.recipe import own_schedule
+from normexp.training.schedule import own_schedule
 
 slow = pytest.mark.slow
 FULL, ACCUMULATED, BOTH = Sizes(8), Sizes(8, 2), Sizes(8, 4, 2)
