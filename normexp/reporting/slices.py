@@ -28,6 +28,7 @@ from normexp.reporting.metric import (
     choose_metric,
     describe_metric,
 )
+from normexp.reporting.runs import RunRow
 from normexp.stats.crossfit import AT_EDGE, CrossFit, cross_fit
 from normexp.stats.interval import Array, Interval
 
@@ -104,35 +105,53 @@ class NormAtSize:
 
     @cached_property
     def tuning(self) -> CrossFit | None:
-        """Cross-fitted outcomes, higher is better; None unless several learning rates tune it."""
+        """Cross-fitted outcomes, higher is better; None unless several learning rates tune it.
+
+        With test samples if every rate that some split chooses has them.
+        """
         if len(self.cells) == 1 or self._why_not_tuned:
             return None
         scores = np.array([[of_cell[seed] for seed in self.seeds] for of_cell in self.scores])
-        return cross_fit(scores, self._outcomes_of(self.cells))
+        tuning = cross_fit(scores, self._outcomes_of(self.cells))
+        chosen = [self.cells[place] for place in np.flatnonzero(tuning.shares)]
+        num_samples = self._num_samples(chosen)
+        if not num_samples:
+            return tuning
+        return cross_fit(scores, self._outcomes_of(self.cells, num_samples))
 
     @cached_property
     def outcomes(self) -> Array:
         """Higher is better, (n,) over `seeds`, or (n, N) with test samples; cross-fitted."""
         if self.tuning is not None:
             return self.tuning.values
-        return self._outcomes_of([self.best])[0]
+        return self._outcomes_of([self.best], self._num_samples([self.best]))[0]
 
-    def _outcomes_of(self, cells: Sequence[CellRow]) -> Array:
-        """Higher is better, (num_cells, n) over `seeds`, or (num_cells, n, N) with test samples.
+    def _num_samples(self, cells: Sequence[CellRow]) -> int:
+        """The test samples that every finished run has; 0 without."""
+        counts = {
+            len(run.samples(self.metric))
+            for run in self._runs_of(cells)
+            if run.status == Status.FINISHED
+        }
+        return counts.pop() if len(counts) == 1 and counts != {1} else 0
 
-        Test samples count if every finished run has them; those of a diverged run are at chance
-        level.
+    def _outcomes_of(self, cells: Sequence[CellRow], num_samples: int = 0) -> Array:
+        """Higher is better, (num_cells, n) over `seeds`, or (num_cells, n, num_samples).
+
+        A run without samples, such as a diverged one, has its value for each of them.
         """
-        runs = [run for cell in cells for run in cell.runs if run.seed in self.seeds]
-        values: list[Any] = [run.value(self.metric) for run in runs]
-        samples = {run: run.samples(self.metric) for run in runs if run.status == Status.FINISHED}
-        counts = {len(of_run) for of_run in samples.values()}
-        count = counts.pop() if len(counts) == 1 else 0
-        if count > 1:
-            for place, run in enumerate(runs):
-                values[place] = samples.get(run, np.full(count, values[place]))
-        outcomes = self.metric.sign * np.array(values, dtype=np.float64)
+        rows = []
+        for run in self._runs_of(cells):
+            row: Any = run.value(self.metric)
+            if num_samples:
+                samples = run.samples(self.metric)
+                row = samples if len(samples) == num_samples else np.full(num_samples, row)
+            rows.append(row)
+        outcomes = self.metric.sign * np.array(rows, dtype=np.float64)
         return outcomes.reshape(len(cells), len(self.seeds), *outcomes.shape[1:])
+
+    def _runs_of(self, cells: Sequence[CellRow]) -> list[RunRow]:
+        return [run for cell in cells for run in cell.runs if run.seed in self.seeds]
 
     @property
     def values(self) -> dict[int, float]:

@@ -182,6 +182,19 @@ def test_where_a_chosen_rate_has_no_samples_the_row_says_that_it_is_over_seeds_a
     assert "over new seeds and test samples" in one.slice.scope
 
 
+def test_a_rate_that_is_never_chosen_needs_no_samples():
+    """A study may ship without the samples of rates that nobody would choose."""
+
+    def grid(norm: str, level: float) -> list:
+        rights = {s: np.random.default_rng([s, len(norm)]).random(300) < level for s in range(6)}
+        means = {seed: float(right.mean()) for seed, right in rights.items()}
+        best = cell_of(norm, means, lr=0.3, samples=rights)
+        return [best, cell_of(norm, [0.3, 0.31, 0.29, 0.3, 0.32, 0.28], lr=3.0)]
+
+    one = find(report_of_cells(*grid("batch", 0.9), *grid("rms", 0.7)), "rms")
+    assert (one.num_samples, one.why, one.verdict) == (300, "", "worse")
+
+
 def test_a_best_rate_at_an_edge_names_the_one_to_add():
     cells = [
         cell_of("batch", level(mean, noise), lr=lr)
