@@ -113,7 +113,8 @@ class NormAtSize:
             return None
         scores = np.array([[of_cell[seed] for seed in self.seeds] for of_cell in self.scores])
         tuning = cross_fit(scores, self._outcomes_of(self.cells))
-        chosen = [self.cells[place] for place in np.flatnonzero(tuning.shares)]
+        shares = zip(self.cells, tuning.shares, strict=True)
+        chosen = [cell for cell, share in shares if share]
         num_samples = self._num_samples(chosen)
         if not num_samples:
             return tuning
