@@ -179,15 +179,19 @@ class Attempt:
             remove(self.folder)
 
     def _split(self, why: str) -> None:
-        """Has each run trained by itself."""
-        self.attempts.is_apart, self.attempts.why = True, why
+        """Cuts the stack, so that each run is trained by itself."""
+        self.attempts.is_apart = True
+        self.attempts.why = why
         self.checkpoint.unlink(missing_ok=True)
         write_attempts(self.folder, self.attempts)
 
     def _refuse(self, error: str) -> None:
-        """Notes which cells cannot be trained: all, or one that was refused after the first."""
+        """Notes which cells cannot be trained: all, or the first that could not be prepared."""
+        refused = self.specs
         unprepared = [spec for spec in self.specs if spec.id not in self.cells]
-        for spec in unprepared[:1] if self.cells and unprepared else self.specs:
+        if self.cells and unprepared:
+            refused = unprepared[:1]
+        for spec in refused:
             refusal = Refusal(spec.id, spec.title, spec.seeds, self.command.id, error)
             append_entry(self.stack.study_dir, refusal)
 
@@ -202,10 +206,11 @@ class Attempt:
         run_dir = seed_dir(spec.directory, seed)
         run_dir.mkdir(parents=True, exist_ok=True)
         write_text(run_dir / LOG_FILE, trace or reason)
-        defines, derived = spec.identity, typed_values(spec)
-        measured = Measured(traits={"mixes_samples": may_mix_samples(spec.config)})
         if cell := self.cells.get(spec.id):
             defines, derived, measured = cell.defines, cell.derived, cell.measured
+        else:  # it failed before its cell was prepared
+            defines, derived = spec.identity, typed_values(spec)
+            measured = Measured(traits={"mixes_samples": may_mix_samples(spec.config)})
         environment = describe_environment(threads=self.attempts.threads)
         measured = replace(measured, environment=environment)
         failed = Result(spec.id, seed, Status.FAILED, defines, derived, measured, reason)
@@ -256,22 +261,13 @@ class Attempt:
         self.control.on_steps()
 
     def _record(self, module: TrainingModule) -> list[Result]:
-        device, source = module.trainer.strategy.root_device, self.cell.data.source_version
-        count, seconds, gpu = len(self.runs), module.train_seconds, None
-        samples = module.batches.num_samples_before(module.step) * count
-        timing = {
-            "train_seconds": seconds,
-            "step_ms": 1000 * seconds / max(module.step, 1),
-            "stack_size": count,
-            "samples_per_second": samples / max(seconds, 1e-9),
-        }
-        if module.recorded_step is not None:
-            timing["replayed_steps"] = module.recorded_step.num_replayed
-        if device.type == "cuda":  # on a CPU only the peak of the whole process is known
-            gpu = torch.cuda.get_device_name(device)
-            timing["peak_memory_mb"] = torch.cuda.max_memory_allocated(device) / 1e6
+        """Writes the files of each run but result.json, which it returns."""
+        device = module.trainer.strategy.root_device
+        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         environment = describe_environment(gpu, threads=torch.get_num_threads())
-        environment |= {"data_source": source} if source else {}
+        if source := self.cell.data.source_version:
+            environment["data_source"] = source
+        timing = self._timing(module, device)
         results = []
         for index, (spec, seed) in enumerate(self.runs):
             cell, run_dir = self.cells[spec.id], seed_dir(spec.directory, seed)
@@ -284,6 +280,21 @@ class Attempt:
             write_samples(run_dir, module.evaluator.samples_of(module.metrics, index))
             results.append(self._result(module, index, environment, timing))
         return results
+
+    def _timing(self, module: TrainingModule, device: torch.device) -> dict[str, float]:
+        seconds, num_runs = module.train_seconds, len(self.runs)
+        num_samples = module.batches.num_samples_before(module.step) * num_runs
+        timing = {
+            "train_seconds": seconds,
+            "step_ms": 1000 * seconds / max(module.step, 1),
+            "stack_size": num_runs,
+            "samples_per_second": num_samples / max(seconds, 1e-9),
+        }
+        if module.recorded_step is not None:
+            timing["replayed_steps"] = module.recorded_step.num_replayed
+        if device.type == "cuda":  # on a CPU only the peak of the whole process is known
+            timing["peak_memory_mb"] = torch.cuda.max_memory_allocated(device) / 1e6
+        return timing
 
     def _result(
         self,
@@ -336,8 +347,10 @@ def _fit(
     stop: StopRequest,
 ) -> TrainingModule:
     """Trains, from the checkpoint if there is one, stacked as it was."""
-    cell, checkpoint, is_stacked = cells[runs[0][0].id], folder / CHECKPOINT_FILE, None
+    cell = cells[runs[0][0].id]
     seeds = [seed for _, seed in runs]
+    checkpoint = folder / CHECKPOINT_FILE
+    is_stacked = None
     if checkpoint.is_file():
         state = torch.load(checkpoint, map_location="cpu", weights_only=True)["normexp"]
         step, is_stacked = state["step"], state["is_stacked"]

@@ -58,7 +58,8 @@ def identity_of(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[s
     groups = [name for name in (*PARTS, *OPTIONAL_GROUPS) if isinstance(values.get(name), dict)]
     rest = {key: value for key, value in values.items() if key not in groups}
     rest |= sizes_of(config)
-    content = differences(defaults | rest, defaults)  # always has lr, whose default is a reference
+    content = differences(defaults | rest, defaults)
+    content["lr"] = config["lr"]  # also where it is the default, which follows from the optimizer
     devices, norm = num_devices_of(config), config["norm"]
     if devices > 1 and may_mix_samples(config) and declared_synchronized(norm) is None:
         content["devices"] = devices

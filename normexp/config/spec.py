@@ -47,16 +47,21 @@ class CellSpec:
             return {"overrides": list(self.overrides)}
         return identity_of(self.config, self.choices)
 
-    @cached_property
+    @property
     def id(self) -> str:
         """The id of the cell: a readable slug and a hash of its identity."""
-        _ = self.sources  # of the same moment
-        return id_of(self.config, self.choices, self.identity)
+        return self._id_and_sources[0]
 
-    @cached_property
+    @property
     def sources(self) -> dict[str, str]:
         """The digest of each of the user's own source files that the id counts, by path."""
-        return sources_of(self.config)
+        return self._id_and_sources[1]
+
+    @cached_property
+    def _id_and_sources(self) -> tuple[str, dict[str, str]]:
+        # Read at the same moment: an edit that follows is then seen, see `refuse_edited`.
+        sources = sources_of(self.config)
+        return id_of(self.config, self.choices, self.identity), sources
 
     @property
     def title(self) -> str:
