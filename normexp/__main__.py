@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from normexp.config.help import USAGE
-from normexp.config.words import suggest
+from normexp.words import suggest
 
 HOW = "\nEach has --help. From Python: see normexp/README.md."
 

@@ -8,6 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from normexp.errors import UserError
+from normexp.words import as_typed
+
 if TYPE_CHECKING:
     import pandas as pd
     from pytorch_lightning import LightningModule
@@ -44,7 +47,6 @@ def run(overrides: str | Sequence[str] = (), workers: int = 0, **values: Any) ->
     """
     from normexp.config.keys import Index
     from normexp.config.validate import check_value
-    from normexp.errors import UserError
 
     check_value("workers", workers, Index)
     words = _words(overrides, values)
@@ -79,7 +81,6 @@ def module(overrides: str | Sequence[str] = (), **values: Any) -> LightningModul
     Raises:
         normexp.errors.UserError: a mistake in the overrides, or several cells.
     """
-    from normexp.errors import UserError
 
     words = _words(overrides, values)
     says_more = any(word.startswith("replicas=") for word in words)
@@ -149,8 +150,8 @@ def load_report(
 ) -> Report:
     """What the report of a study says: its cells, and every comparison with interval and verdict.
 
-        for one in normexp.load_report("my-study").comparisons:
-            print(one.norm, one.against, one.gap, one.verdict, one.why)
+        for row in normexp.load_report("my-study").comparisons:
+            print(row.norm, row.against, row.gap, row.verdict, row.why)
 
     Args:
         study: a name, or several.
@@ -164,10 +165,10 @@ def load_report(
     from normexp.reporting.report import read_report
 
     names = [study] if isinstance(study, str) else study
-    asked = {"metric": metric, "tolerance": tolerance, "reference": reference}
-    for key, value in {"study": names, **asked}.items():
+    options = {"metric": metric, "tolerance": tolerance, "reference": reference}
+    for key, value in {"study": names, **options}.items():
         check_value(key, value, OPTIONS["report"][key])
-    report = read_report(Path(runs_dir).expanduser(), names, **asked)
+    report = read_report(Path(runs_dir).expanduser(), names, **options)
     _warn(report.problems)
     return report
 
@@ -251,7 +252,6 @@ def replace_norms(
     from normexp.config.compose import compose_config
     from normexp.config.keys import Count
     from normexp.config.validate import check_value
-    from normexp.config.words import as_typed
     from normexp.models import surgery
     from normexp.models.recognise import recognise
     from normexp.norms.build import build_norm
@@ -278,15 +278,14 @@ def _words(overrides: str | Sequence[str], values: Mapping[str, Any]) -> list[st
     """The words of a command line: `overrides`, and one for each of the values."""
     from normexp.config.keys import Words
     from normexp.config.validate import check_value, takes
-    from normexp.config.words import as_typed
 
     words = shlex.split(overrides) if isinstance(overrides, str) else [*overrides]
     check_value("overrides", words, Words)
     for key, value in values.items():
-        is_swept = isinstance(value, list | tuple) and not takes(key, [*value])
-        words += ["-m"] if is_swept else []
-        text = ",".join(map(as_typed, value)) if is_swept else as_typed(value)
-        words.append(f"{key}={text}")
+        if isinstance(value, list | tuple) and not takes(key, [*value]):
+            words += ["-m", f"{key}={','.join(map(as_typed, value))}"]
+        else:
+            words.append(f"{key}={as_typed(value)}")
     return words
 
 
@@ -294,7 +293,6 @@ def _compose(words: Sequence[str]) -> list[CellSpec]:
     """The cells of a command line that trains here."""
     from normexp.cli import parse_command
     from normexp.config.command import compose_cells
-    from normexp.errors import UserError
 
     command = parse_command(words)
     if command.shows_config or command.launcher is not None:

@@ -16,9 +16,8 @@ from normexp.config.groups import GROUPS, group_choices
 from normexp.config.help import help_text, option_defaults
 from normexp.config.keys import MISSING
 from normexp.config.validate import OPTIONS, check_value, name_as_text, unknown_key
-from normexp.errors import FAILED, INTERRUPTED, USER_MISTAKE, Halted, UserError
+from normexp.errors import FAILED, INTERRUPTED, USER_MISTAKE, Halted, UserError, source_line_of
 from normexp.records.files import FULL_DISK, describe, is_full_disk
-from normexp.records.provenance import source_line_of
 
 if TYPE_CHECKING:
     from normexp.config.command import Command
@@ -51,9 +50,9 @@ def _import_from_current_folder() -> None:
 
 
 def _run(name: str, words: list[str], act: Callable[[list[str]], int]) -> int:
-    """Returns the exit code of `act`, or 0 after --help; prints what ended it in one line.
+    """Returns the exit code of `act`, or 0 after --help; prints an error in one line.
 
-    Exceptions that are nobody's mistake pass through: a traceback, and exit code 1.
+    Errors of normexp itself are raised, and end in a traceback and exit code 1.
     """
     try:
         if {"--help", "-h"} & set(words):
@@ -65,27 +64,27 @@ def _run(name: str, words: list[str], act: Callable[[list[str]], int]) -> int:
     except BrokenPipeError:  # as in `... | head`; Python flushes stdout once more, at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
-        code, message = _explain(error)
-        if not message:
-            raise
-        with suppress(KeyboardInterrupt):  # from one more Ctrl-C
-            print(f"normexp: {message}", file=sys.stderr)
-        return code
-
-
-def _explain(error: BaseException) -> tuple[int, str | None]:
-    """The exit code and one line for a mistake, an interruption or the file system; else None."""
-    if isinstance(error, UserError):
-        return USER_MISTAKE, str(error)
-    if isinstance(error, SystemExit):
+    except UserError as error:
+        return _end(USER_MISTAKE, str(error))
+    except Halted as error:
+        return _end(FAILED, str(error))
+    except KeyboardInterrupt as error:
+        return _end(INTERRUPTED, str(error) or "interrupted")
+    except OSError as error:
+        if is_full_disk(error):
+            return _end(FAILED, FULL_DISK)
+        return _end(USER_MISTAKE, describe(error))
+    except SystemExit as error:
         line = source_line_of(error)
-        return USER_MISTAKE, line and f"your own code ends the program, by sys.exit{line}"
-    if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED, str(error) or "interrupted"
-    if isinstance(error, OSError):
-        return (FAILED, FULL_DISK) if is_full_disk(error) else (USER_MISTAKE, describe(error))
-    return FAILED, str(error) if isinstance(error, Halted) else None
+        if not line:
+            raise
+        return _end(USER_MISTAKE, f"your own code ends the program, by sys.exit{line}")
+
+
+def _end(code: int, message: str) -> int:
+    with suppress(KeyboardInterrupt):  # from one more Ctrl-C
+        print(f"normexp: {message}", file=sys.stderr)
+    return code
 
 
 # --- train, tune, check, benchmark: Hydra's overrides ---------------------------------------------
@@ -118,8 +117,9 @@ def parse_command(words: Sequence[str]) -> Command:
         raise UserError(f"--config-name and --config-path: normexp has one config; {own}")
     if options.cfg and options.multirun:
         raise UserError("--cfg shows one cell: drop -m and name one value per key")
-    searched = [_search_path(options.config_dir)] if options.config_dir else []
-    overrides = [*searched, *options.overrides]
+    overrides = options.overrides
+    if options.config_dir:
+        overrides = [_search_path(options.config_dir), *overrides]
     return Command(overrides, options.multirun, shows_config=options.cfg is not None)
 
 

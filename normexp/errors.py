@@ -1,8 +1,17 @@
-"""The error for user mistakes, and the exit codes of the entries."""
+"""The errors of normexp, the exit codes of its entries, and one line for any error."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from pathlib import Path
 
 FAILED = 1
 USER_MISTAKE = 2
 INTERRUPTED = 130
+
+PACKAGE = Path(__file__).resolve().parent
+STANDARD_LIBRARY = Path(os.__file__).parent
 
 
 class UserError(ValueError):
@@ -23,7 +32,32 @@ class Halted(Exception):
     """
 
 
-def first_line(error: Exception) -> str:
-    """The first line of an error's message; the type if there is none, and before a KeyError's."""
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return f"{type(error).__name__} {line}" if isinstance(error, KeyError) else line
+def one_line(error: BaseException) -> str:
+    """The message of a UserError; for other errors `Type: first line (file.py, line 3)`.
+
+    The place is the user's own code that raised, if any did.
+    """
+    if isinstance(error, UserError):
+        return str(error)
+    kind, message = type(error).__name__, str(error).strip()
+    first_line = f"{kind}: {message.splitlines()[0]}" if message else kind
+    return first_line + source_line_of(error)
+
+
+def source_line_of(error: BaseException) -> str:
+    """` (file.py, line 3)` of the user's own code that raised; empty if none did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if is_own(Path(frame.filename))]
+    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+
+
+def is_own(path: Path) -> bool:
+    """True for a file of the user: not of normexp, Python or an installed package."""
+    path = path.resolve()
+    foreign = is_installed(path) or path.is_relative_to(STANDARD_LIBRARY)
+    return path.is_file() and not foreign and not path.is_relative_to(PACKAGE)
+
+
+def is_installed(path: Path) -> bool:
+    """True for a file in site-packages, where a version number stands for the source."""
+    return not {"site-packages", "dist-packages"}.isdisjoint(path.parts)

@@ -23,12 +23,13 @@ def main(words: list[str]) -> int:
     from normexp.sweeps.sweep import run_cells
 
     train = partial(run_cells, cells, line, command)
-    if rank is not None:  # torchrun or srun has started several
-        from normexp.cells.devices import run_as_rank
-        from normexp.cells.run import follow_stack
+    if rank is None:
+        return train()
 
-        return run_as_rank(cells, rank, train, partial(follow_stack, {}))
-    return train()
+    from normexp.cells.devices import run_as_rank
+    from normexp.cells.run import follow_stack
+
+    return run_as_rank(cells, rank, train, partial(follow_stack, {}))
 
 
 if __name__ == "__main__":

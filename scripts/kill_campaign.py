@@ -26,9 +26,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from normexp.errors import UserError
+from normexp.records.journal import read_entries
 from normexp.records.layout import list_runs
-from normexp.records.result import read_metrics
-from normexp.records.study import read_entries
+from normexp.records.metrics import read_metrics
 from normexp.sweeps import worker
 
 SAVE_SECONDS = 0.2  # between checkpoints

@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "normexp"
 # A part imports only itself and the parts listed above it.
 ORDER = [
     "errors",
+    "words",
     "stats",
     "records",
     "config",

@@ -1,1 +1,1 @@
-"""The three batch sizes: how a step is split, stacked and drawn."""
+"""How a step is split over samples, replicas and devices, and how it draws random numbers."""

@@ -1,4 +1,4 @@
-"""Copies of networks, also of those that torch's own deep copy refuses after a forward."""
+"""Deep copies of networks, even after a forward that leaves tensors which torch does not copy."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from normexp.errors import UserError, first_line
+from normexp.errors import UserError, one_line
 
 T = TypeVar("T")
 
 
 class _WithoutGraph(TorchFunctionMode):
-    """Copies tensors that a forward computed, such as the weight of a spectral norm, as values."""
+    """Copies the values of tensors that a forward computed, as the weight of a spectral norm."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -25,16 +25,16 @@ class _WithoutGraph(TorchFunctionMode):
         if func is not Tensor.__deepcopy__ or args[0].is_leaf:
             return func(*args, **(kwargs or {}))
         tensor, memo = args
-        # It still requires a gradient, so that a check finds it where no forward computes it anew.
+        # A copy that no forward computes anew still requires a gradient, so that a check finds it.
         return memo.setdefault(id(tensor), tensor.detach().clone().requires_grad_())
 
 
 def copied(value: T, sharing: Iterable[object] = ()) -> T:
-    """A deep copy, in which tensors of a graph are values without it.
+    """Returns a deep copy, in which tensors that were computed are leaves.
 
     Args:
         value: a module, or anything with modules inside.
-        sharing: objects inside that the copy holds as they are.
+        sharing: objects inside that the copy shares with the original.
 
     Raises:
         UserError: a module with lazy parameters, or with an attribute that cannot be copied.
@@ -52,7 +52,7 @@ def copied(value: T, sharing: Iterable[object] = ()) -> T:
         if not isinstance(value, nn.Module):
             raise
         raise UserError(
-            f"{_obstacle(value)} cannot be copied ({first_line(error)}); keep it outside of the "
+            f"{_obstacle(value)} cannot be copied ({one_line(error)}); keep it outside of the "
             "module, or define __deepcopy__ in its class"
         ) from error
 
@@ -63,11 +63,11 @@ def _copied(value: T, sharing: Iterable[object] = ()) -> T:
 
 
 def _obstacle(module: nn.Module) -> str:
-    """The path of the attribute that cannot be copied, the innermost first."""
-    for path, part in reversed([*module.named_modules()]):
-        for name, value in vars(part).items():
+    """Returns the path of the innermost attribute that cannot be copied."""
+    for path, child in reversed([*module.named_modules()]):
+        for name, value in vars(child).items():
             try:
                 _copied(value)
-            except Exception:  # of foreign objects
+            except Exception:  # foreign objects may raise anything
                 return ".".join(filter(None, (type(module).__name__, path, name)))
     return f"a {type(module).__name__}"

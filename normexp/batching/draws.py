@@ -1,7 +1,7 @@
 """Randomness without state: every draw is a function of (seed, stream, index).
 
-So checkpoints need no generator state, the draws of a run do not depend on its neighbours in a
-stack, and one seed means the same draws for every norm: norms can be compared in pairs.
+So checkpoints need no generator state, and the draws of a run do not depend on its neighbours in a
+stack. A seed means the same draws for every norm, so norms can be compared in pairs.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Dropout(nn.Module):
     """Dropout with noise computed from a key: runs under vmap, and on parts of a batch.
 
     y = x * keep / (1 - p), where keep is a hash of (key, sample, element). The training step sets
-    `key` and `first_sample`, the index of the first sample of x within the step's batch, so the
-    noise of a sample does not depend on how the batch is split. Shape (N, *) in and out.
+    `key` and `first_sample`, the index of the first sample of x within the step's batch, so that
+    the noise of a sample does not depend on how the batch is split. Shape (N, *) in and out.
     """
 
     key: Tensor

@@ -23,12 +23,12 @@ from normexp.norms.counters import counting
 Batch = dict[str, Tensor]
 Measurements = dict[str, Tensor]
 T = TypeVar("T", Tensor, Measurements)
-Measure = Callable[[Tensor, Batch], T]  # from a model's output and its batch
-Loss = Measure[Tensor]  # a scalar
+Measure = Callable[[Tensor, Batch], T]  # of a model's output and its batch
+Loss = Measure[Tensor]  # returns a scalar
 
 
 def model_arguments(batch: Batch) -> tuple[Tensor, ...]:
-    """The arguments of a model's forward: inputs, and the mask if the batch has one."""
+    """Returns the arguments of a model's forward: inputs, and the mask if the batch has one."""
     mask = batch.get("mask")
     return (batch["inputs"],) if mask is None else (batch["inputs"], mask)
 
@@ -39,7 +39,7 @@ class Replicas(nn.Module, ABC):
     Attributes:
         trees: the modules that hold the tensors: one per network, or one for the whole stack.
         has_foreign_draws: a module draws from torch's global generator in its training forward.
-        num_dropouts: active dropout modules in one network.
+        num_dropouts: active dropout modules in a network.
     """
 
     is_stacked: bool
@@ -49,9 +49,7 @@ class Replicas(nn.Module, ABC):
         super().__init__()
         self.trees = nn.ModuleList(trees)
         self.num_replicas = num_replicas
-        self._dropouts = [  # of each tree; without those with p = 0, which draw nothing
-            [m for m in tree.modules() if isinstance(m, Dropout) and m.p > 0] for tree in trees
-        ]
+        self._dropouts = [_active_dropouts(tree) for tree in trees]
         self.num_dropouts = len(self._dropouts[0])
 
     @abstractmethod
@@ -63,14 +61,14 @@ class Replicas(nn.Module, ABC):
             function: of a model's output and its batch; returns a tensor or a dict of tensors.
         """
 
-    @counting(together=True)
+    @counting(at_end=True)
     def add_gradient(self, batch: Batch, loss: Loss, weight: float) -> Tensor:
         """Adds the gradient of `weight` times each replica's loss; returns the losses (S,)."""
         return backward(self.measure(batch, loss), weight)
 
     @abstractmethod
     def replica(self, index: int) -> nn.Module:
-        """A copy of replica `index` as a plain module."""
+        """Returns a copy of replica `index` as a plain module."""
 
     @abstractmethod
     def clip_gradients(self, max_norm: float) -> None:
@@ -78,7 +76,7 @@ class Replicas(nn.Module, ABC):
 
     @abstractmethod
     def gradient_norms(self) -> Tensor:
-        """The 2-norm of each replica's gradient over its parameters, (S,)."""
+        """Returns the 2-norm of each replica's gradient over its parameters, (S,)."""
 
     def set_dropout(self, keys: Tensor, first_sample: int) -> None:
         """Sets the noise of the next forward.
@@ -87,14 +85,14 @@ class Replicas(nn.Module, ABC):
             keys: one per dropout and replica, int64 (num_dropouts, S).
             first_sample: index of the forward's first sample within the optimizer step.
         """
-        for index, modules in enumerate(self._dropouts):
-            for key, dropout in zip(keys, modules, strict=True):
+        for index, dropouts in enumerate(self._dropouts):
+            for key, dropout in zip(keys, dropouts, strict=True):
                 dropout.key.copy_(key if self.is_stacked else key[index])
                 dropout.first_sample.fill_(first_sample)
 
 
 class InTurn(Replicas):
-    """Plain networks, run one after another; also the form of a single network."""
+    """Plain networks, run one after another; a single network has this form too."""
 
     is_stacked = False
 
@@ -104,17 +102,21 @@ class InTurn(Replicas):
         self._foreign_seeds: Sequence[int] | None = None
 
     def measure(self, batch: Batch, function: Measure[T], *, shared: bool = False) -> T:
-        every = range(self.num_replicas)
-        rows = [self._measure_one(i, batch, function, shared=shared) for i in every]
-        return tree_map(lambda *values: torch.stack(values), *rows)
+        measured = [
+            self._measure_replica(index, batch, function, shared=shared)
+            for index in range(self.num_replicas)
+        ]
+        return tree_map(lambda *values: torch.stack(values), *measured)
 
-    @counting(together=True)
+    @counting(at_end=True)
     def add_gradient(self, batch: Batch, loss: Loss, weight: float) -> Tensor:
         """As the base class, but holds the activations of one network at a time."""
-        every = range(self.num_replicas)
-        return torch.stack([backward(self._measure_one(i, batch, loss), weight) for i in every])
+        losses = []
+        for index in range(self.num_replicas):
+            losses.append(backward(self._measure_replica(index, batch, loss), weight))
+        return torch.stack(losses)
 
-    def _measure_one(
+    def _measure_replica(
         self, index: int, batch: Batch, function: Measure[T], *, shared: bool = False
     ) -> T:
         network = self.trees[index]
@@ -124,7 +126,7 @@ class InTurn(Replicas):
         return function(network(*model_arguments(replica_batch)), replica_batch)
 
     def seed_foreign_draws(self, seeds: Sequence[int]) -> None:
-        """Seeds torch's global generator before each training forward of replica r by seeds[r]."""
+        """Seeds torch's global generator by seeds[r] before each training forward of replica r."""
         self._foreign_seeds = seeds
 
     def replica(self, index: int) -> nn.Module:
@@ -145,7 +147,7 @@ class Stacked(Replicas):
 
     def __init__(self, networks: list[nn.Module]) -> None:
         parameters, buffers = stack_module_state(networks)
-        tensors = {**parameters, **buffers}
+        tensors = parameters | buffers
         stacked = copied(networks[0])
         for name, tensor in (*stacked.named_parameters(), *stacked.named_buffers()):
             tensor.data = tensors[name].detach()
@@ -154,34 +156,32 @@ class Stacked(Replicas):
     def measure(self, batch: Batch, function: Measure[T], *, shared: bool = False) -> T:
         network = self.trees[0]
         buffers = dict(network.named_buffers())
-        tensors = {**dict(network.named_parameters()), **buffers}
+        tensors = dict(network.named_parameters()) | buffers
 
-        def run_one(replica_tensors: dict[str, Tensor], replica_batch: Batch) -> tuple[T, State]:
-            before = {name: replica_tensors[name] for name in buffers}
-            output = functional_call(network, replica_tensors, model_arguments(replica_batch))
+        def run_replica(tensors: dict[str, Tensor], batch: Batch) -> tuple[T, State]:
+            before = dict(tensors)
+            output = functional_call(network, tensors, model_arguments(batch))
+            # Buffers that were written in place are the same tensors and need no copy.
             replaced = {
-                name: replica_tensors[name]
-                for name in buffers
-                if replica_tensors[name] is not before[name]
+                name: tensors[name] for name in buffers if tensors[name] is not before[name]
             }
-            return function(output, replica_batch), replaced
+            return function(output, batch), replaced
 
-        run = vmap(run_one, in_dims=(0, None if shared else 0))
+        run = vmap(run_replica, in_dims=(0, None if shared else 0))
         measured, replaced = run(tensors, batch)
-        for name, value in replaced.items():  # buffers written in place need no copy
+        for name, value in replaced.items():
             buffers[name].copy_(value.detach())
         return measured
 
     def replica(self, index: int) -> nn.Module:
         network = copied(self.trees[0])
-        network.zero_grad()  # gradients of the whole stack
+        network.zero_grad()  # its gradients are those of the whole stack
         for tensor in (*network.parameters(), *network.buffers()):
             tensor.data = tensor.detach()[index].clone()
         return network
 
     def clip_gradients(self, max_norm: float) -> None:
-        # The formula of clip_grad_norm_.
-        scale = (max_norm / (self.gradient_norms() + 1e-6)).clamp(max=1.0)
+        scale = (max_norm / (self.gradient_norms() + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_
         for gradient in _gradients(self.trees[0]):
             gradient.mul_(scale.view(-1, *[1] * (gradient.ndim - 1)))
 
@@ -190,13 +190,18 @@ class Stacked(Replicas):
         return torch.stack(squares).sum(dim=0).sqrt()
 
 
+def _active_dropouts(network: nn.Module) -> list[Dropout]:
+    """Returns the dropouts that draw; those with p = 0 do not."""
+    return [m for m in network.modules() if isinstance(m, Dropout) and m.p > 0]
+
+
 def _gradients(network: nn.Module) -> list[Tensor]:
     return [p.grad for p in network.parameters() if p.grad is not None]
 
 
 def backward(losses: Tensor, weight: float) -> Tensor:
     """Adds the gradient of `weight` times the sum of `losses`; returns the losses, detached."""
-    # Not Lightning's manual_backward: its hooks cost more than a small step's optimizer, and no
+    # Not Lightning's manual_backward, whose hooks cost more than the optimizer of a small step. No
     # supported precision scales the loss.
     losses.backward(torch.full_like(losses, weight))
     return losses.detach()
@@ -204,19 +209,19 @@ def backward(losses: Tensor, weight: float) -> Tensor:
 
 # --- What is faster: stacked or in turn, one CPU thread or several --------------------------------
 
-# With up to this many normalized elements in one replica's forward pass, a CPU gains from stacking.
+# Stacking pays on a CPU up to this many normalized elements in the forward pass of a replica.
 # Measured on two cores (shipped convnet, 8 replicas, one thread): stacking is 1.4x faster at half
 # the limit, 1.0x at it, 0.8x at twice.
 SMALL_FORWARD = 2**17
 
-# With more, a training gains from a second thread. Measured as typed on two cores (noisy, n = 3):
-# small_resnet is 0.9x as fast at 2.4M, 1.3x at 4.7M, 1.5x at 9.4M; resnet20 0.9x at 6M.
+# A second thread pays above this many. Measured as typed on two cores (noisy, n = 3): small_resnet
+# is 0.9x as fast at 2.4M, 1.3x at 4.7M, 1.5x at 9.4M; resnet20 0.9x at 6M.
 LARGE_FORWARD = 2**22
 
 
 @contextmanager
 def suitable_threads(elements_per_forward: int = 0, threads: int = 1) -> Iterator[None]:
-    """Inside the block torch uses one CPU thread, or `threads` if the network is large."""
+    """Inside the block torch uses one CPU thread, or `threads` if a network is large."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads if elements_per_forward > LARGE_FORWARD else 1)
     try:

@@ -13,8 +13,8 @@ from pathlib import Path
 from normexp.config.spec import CellSpec
 from normexp.errors import UserError
 from normexp.records.archive import Archive
+from normexp.records.journal import CommandEntry
 from normexp.records.layout import RESULT_FILE, seed_dir
-from normexp.records.study import CommandEntry
 from normexp.reporting.runs import Records, RunRow, read_run
 
 BENCHMARK = "benchmark1"

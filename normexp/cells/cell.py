@@ -30,8 +30,8 @@ from normexp.errors import UserError
 from normexp.models.build import NetworkBuilder, build_network
 from normexp.norms.build import build_norm, norm_target
 from normexp.records.logs import collected_messages
-from normexp.records.provenance import refuse_edited
 from normexp.records.result import Measured, check_joins
+from normexp.records.source import refuse_edited
 from normexp.training.devices import check_devices
 from normexp.training.evaluation import criterion_of
 from normexp.training.recipe import Recipe, recipe_of

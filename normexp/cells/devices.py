@@ -1,6 +1,6 @@
-"""A training on several devices, with a process for each, that torchrun or srun has started.
+"""One training on several devices, with a process for each, which torchrun or srun has started.
 
-Rank 0, the first, reads and writes the records and says what all of them train.
+Rank 0 reads and writes the records, and tells the other processes what to train.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from normexp.config.spec import CellSpec
 from normexp.errors import INTERRUPTED, Halted
 from normexp.training.devices import device_type
 from normexp.training.fit import quiet_lightning
-from normexp.training.stopping import Interrupted
+from normexp.training.stopping import Interrupted, Together
 
 Follow = Callable[..., None]  # trains along, from the arguments that rank 0 sends
-_ranks: Ranks | None = None  # the processes of this one's training, once they are connected
 
 
 class Ranks:
@@ -42,58 +41,61 @@ class Ranks:
                 plugins=[environment],
             )
             self.fabric.launch()
-        # Else a thread of Gloo that drops a tensor while Python ends aborts the process.
-        atexit.register(
-            lambda: distributed.is_initialized() and distributed.destroy_process_group()
-        )
-        ranks = {"LOCAL_RANK": self.fabric.local_rank, "NODE_RANK": self.fabric.node_rank}
-        os.environ.update({name: str(rank) for name, rank in ranks.items()})  # for the Trainer
-        self.are_waiting = True  # for a stack, while this process is rank 0
+        atexit.register(_leave_group)
+        # The Trainer reads its ranks here.
+        os.environ["LOCAL_RANK"] = str(self.fabric.local_rank)
+        os.environ["NODE_RANK"] = str(self.fabric.node_rank)
+        self.are_waiting = True  # for what rank 0 sends
 
     def follow(self, train: Follow) -> None:
-        """Trains the stacks that rank 0 sends until its command ends."""
+        """Trains the stacks that rank 0 sends, until its command ends."""
         with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
-            nothing: Any = None  # else the type of what is received
+            nothing: Any = None  # without Any, pyright infers that None is received
             while (job := self.fabric.broadcast(nothing)) is not None:
                 train(*job)
 
+    @contextmanager
+    def together(self, job: tuple[Any, ...]) -> Iterator[None]:
+        """Makes the other processes train the stack that rank 0 trains inside the block.
 
-@contextmanager
-def training_together(job: tuple[Any, ...]) -> Iterator[None]:
-    """Makes the other processes, if there are any, train what this one trains inside the block.
-
-    Raises:
-        Halted: they have ended, as after an error.
-    """
-    if _ranks is None:
+        Raises:
+            Halted: the other processes have ended, for example after an error.
+        """
+        if not self.are_waiting:
+            raise Halted("the other processes have ended; the same command continues")
+        self.fabric.broadcast(job)
+        self.are_waiting = False
         yield
-        return
-    if not _ranks.are_waiting:
-        raise Halted("the other processes have ended; the same command continues")
-    _ranks.fabric.broadcast(job)
-    _ranks.are_waiting = False
-    yield
-    _ranks.are_waiting = True
+        self.are_waiting = True
+
+    def close(self) -> None:
+        """Ends the other processes, unless a failure or a stop has ended them."""
+        if self.are_waiting:
+            self.fabric.broadcast(None)
+
+
+def _leave_group() -> None:
+    """Without this, a Gloo thread that frees a tensor while Python exits aborts the process."""
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def run_as_rank(
-    cells: Sequence[CellSpec], rank: int, train: Callable[[], int], follow: Follow
+    cells: Sequence[CellSpec], rank: int, train: Callable[[Together], int], follow: Follow
 ) -> int:
     """Trains one cell as one of several processes; returns the exit code.
 
     Args:
         rank: of this process. Rank 0 calls `train`; the others `follow` it.
     """
-    global _ranks
-    _ranks = Ranks(cells[0].settings.trainer)
+    ranks = Ranks(cells[0].settings.trainer)
     if rank > 0:
         try:
-            _ranks.follow(follow)
+            ranks.follow(follow)
         except Interrupted:
             return INTERRUPTED
         return 0
     try:
-        return train()
+        return train(ranks.together)
     finally:
-        if _ranks.are_waiting:  # else a failure or a stop has ended them
-            _ranks.fabric.broadcast(None)
+        ranks.close()

@@ -23,12 +23,11 @@ from normexp.config.groups import PARTS
 from normexp.config.shipped import shipped_defaults
 from normexp.config.spec import CellSpec
 from normexp.config.validate import read_settings
-from normexp.config.words import format_count
 from normexp.data.build import keeping_data
 from normexp.data.dataset import attach_prediction, without_samples
 from normexp.diagnosis import TERMS, decompose
 from normexp.diagnosis.network import num_batches_of
-from normexp.errors import UserError, first_line
+from normexp.errors import UserError, one_line
 from normexp.norms.site import load_as_built
 from normexp.records.files import ensure_writable, read_json, write_json
 from normexp.records.layout import (
@@ -41,12 +40,14 @@ from normexp.records.layout import (
     list_seeds,
     seed_dir,
 )
-from normexp.records.result import Result, read_result, read_samples, write_samples
+from normexp.records.result import Result, read_result
+from normexp.records.samples import read_samples, write_samples
 from normexp.reporting.terminal import print_evaluations
 from normexp.training.evaluation import criterion_of
 from normexp.training.fit import evaluate
 from normexp.training.module import Recorder
 from normexp.training.samples import shuffled
+from normexp.words import format_count
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ def recorded_spec(cell_dir: Path, result: Result, changes: Mapping[str, Any]) ->
         assert all(values[part] for part in (*PARTS, "trainer"))
     except (YAMLError, UnicodeDecodeError, AssertionError, KeyError, TypeError) as error:
         raise UserError(
-            f"{path} cannot be read ({first_line(error)}); remove the cell's folder and train it "
+            f"{path} cannot be read ({one_line(error)}); remove the cell's folder and train it "
             "again"
         ) from error
     choices = choices_of(result)
@@ -128,7 +129,7 @@ def load_weights(network: nn.Module, path: Path, *, precision: str) -> None:
         load_as_built(network, torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:  # torch raises many kinds for a torn or foreign file
         raise UserError(
-            f"{path} does not fit its config.yaml, or is torn ({first_line(error)}); train the "
+            f"{path} does not fit its config.yaml, or is torn ({one_line(error)}); train the "
             "run again"
         ) from error
 

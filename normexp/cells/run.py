@@ -20,22 +20,15 @@ from torch import nn
 from normexp.batching.replicas import SMALL_FORWARD, InTurn, Replicas, Stacked, suitable_threads
 from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.describe import typed_values
-from normexp.cells.devices import training_together
 from normexp.cells.stack import Run, Stack, claimed, commit, remove, settle
 from normexp.config.identity import may_mix_samples
 from normexp.config.spec import CellSpec
-from normexp.config.words import one_line
 from normexp.data.batches import TrainingBatches
-from normexp.errors import Halted, UserError
+from normexp.errors import Halted, UserError, one_line
 from normexp.norms.site import state_as_built
-from normexp.records.files import (
-    FULL_DISK,
-    file_lock,
-    is_full_disk,
-    open_atomic,
-    write_json,
-    write_text,
-)
+from normexp.records.environment import describe_environment, usable_cores
+from normexp.records.files import FULL_DISK, is_full_disk, open_atomic, write_json, write_text
+from normexp.records.journal import CommandEntry, Refusal, append_entry, refused_by
 from normexp.records.layout import (
     CHECKPOINT_FILE,
     CONFIG_FILE,
@@ -47,19 +40,11 @@ from normexp.records.layout import (
     WEIGHTS_FILE,
     seed_dir,
 )
+from normexp.records.locks import file_lock
 from normexp.records.logs import messages_to_file
-from normexp.records.provenance import describe_environment, source_line_of, usable_cores
-from normexp.records.result import Measured, Result, Status, settings_of, write_samples
-from normexp.records.study import (
-    Attempts,
-    CommandEntry,
-    Refusal,
-    append_entry,
-    lock_of,
-    read_attempts,
-    refused_by,
-    write_attempts,
-)
+from normexp.records.result import Measured, Result, Status, settings_of
+from normexp.records.samples import write_samples
+from normexp.records.stacks import Attempts, lock_of, read_attempts, write_attempts
 from normexp.training.callbacks import why_stopped
 from normexp.training.devices import device_type
 from normexp.training.fit import StepReports, fit
@@ -135,7 +120,7 @@ class Attempt:
                 return
             prepare_cells(self.specs, self.cells)
             append_entry(self.stack.study_dir, self.command)
-            with training_together((self.runs, self.folder, self.attempts.threads)):
+            with self.control.together((self.runs, self.folder, self.attempts.threads)):
                 results = self._train()
             commit(self.folder, results)
         except UserError as error:
@@ -147,9 +132,7 @@ class Attempt:
         except (Exception, SystemExit) as error:  # user code may raise anything
             if is_full_disk(error):
                 raise Halted(FULL_DISK) from error
-            self._give_up(
-                one_line(error) + source_line_of(error), "".join(traceback.format_exception(error))
-            )
+            self._give_up(one_line(error), "".join(traceback.format_exception(error)))
             if "CUDA error" in str(error):
                 raise Halted(
                     f"the GPU failed ({one_line(error)}), and this process cannot use it any more; "

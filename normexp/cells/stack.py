@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from normexp.config.spec import CellSpec
-from normexp.records.files import file_lock, read_json, write_json
+from normexp.records.files import read_json, write_json
 from normexp.records.layout import (
     ATTEMPTS_FILE,
     RESULT_FILE,
@@ -20,8 +20,10 @@ from normexp.records.layout import (
     seed_dir,
     subfolders,
 )
+from normexp.records.locks import file_lock
 from normexp.records.result import Result, Status, result_of, write_result
-from normexp.records.study import CellState, Member, lock_of, read_attempts
+from normexp.records.stacks import Member, lock_of, read_attempts
+from normexp.records.study import CellState
 
 # The most runs in a stack: on a CPU larger ones gain little, and a grid of learning rates still
 # keeps several workers busy.

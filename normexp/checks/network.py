@@ -16,13 +16,11 @@ from normexp.batching.copies import copied
 from normexp.batching.replicas import Batch, model_arguments
 from normexp.checks.probe import Probe, fixed_draws
 from normexp.config.sizes import Sizes
-from normexp.config.words import one_line
 from normexp.data.dataset import Data
-from normexp.errors import UserError
+from normexp.errors import UserError, one_line
 from normexp.norms.site import AsBuiltSite, Site, as_maps, input_and_mask, named_sites
-from normexp.records.provenance import source_line_of
+from normexp.words import name_some
 
-SHOWN_NAMES = 3  # sites that a message spells out
 PROBE_SAMPLES = 4
 HIDING = 1e-3  # scales below it hide how outputs depend on inputs
 SHORT_TEXT = 16  # positions
@@ -114,7 +112,7 @@ def _refusal(where: str, num_samples: int, error: Exception) -> UserError:
     """Of a norm that explains itself, or of code that fails on the few samples of a probe."""
     if isinstance(error, UserError):
         return UserError(f"{where}: {error}")
-    return UserError(f"probing the {where} on {num_samples} samples fails: {explain(error)}")
+    return UserError(f"probing the {where} on {num_samples} samples fails: {one_line(error)}")
 
 
 def enter_sites(network: nn.Module, batch: Batch) -> list[EnteredSite]:
@@ -231,16 +229,3 @@ def smallest_group(sizes: Sizes, num_samples: int, *, drop_last: bool) -> int:
         return sizes.norm
     last_micro = rest % sizes.micro or sizes.micro
     return last_micro % sizes.norm or sizes.norm
-
-
-def explain(error: Exception) -> str:
-    """The message of an error; of foreign code also its type, file and line."""
-    return str(error) if isinstance(error, UserError) else one_line(error) + source_line_of(error)
-
-
-def name_some(names: Sequence[str]) -> str:
-    """`a, b, c and 6 more`, for messages."""
-    unique = list(dict.fromkeys(names))
-    shown = ", ".join(unique[:SHOWN_NAMES])
-    rest = len(unique) - SHOWN_NAMES
-    return f"{shown} and {rest} more" if rest > 0 else shown

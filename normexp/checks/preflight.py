@@ -19,8 +19,6 @@ from normexp.checks.network import (
     BuiltNetwork,
     EnteredSite,
     enter_sites,
-    explain,
-    name_some,
     names_where,
     smallest_group,
 )
@@ -34,9 +32,9 @@ from normexp.checks.wiring import (
 )
 from normexp.config.sizes import Sizes
 from normexp.data.dataset import Data
-from normexp.errors import UserError
+from normexp.errors import UserError, one_line, source_line_of
 from normexp.norms.site import named_sites
-from normexp.records.provenance import source_line_of
+from normexp.words import name_some
 
 OUTSIDE = "the model outside its norms"
 CAUSAL_NORMS = "norm.view=token, norm=causal_instance, norm=causal_group or norm=batch_per_position"
@@ -118,7 +116,7 @@ def examine(
     except Exception as error:
         if isinstance(error, UserError) or not source_line_of(error):
             raise  # a refusal, or a fault that is not of the user's code
-        raise UserError(f"probing the model fails: {explain(error)}") from error
+        raise UserError(f"probing the model fails: {one_line(error)}") from error
 
 
 def _examine(network: BuiltNetwork, allow_leak: bool) -> Traits:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from normexp.checks.network import explain
 from normexp.checks.norm import LoneNorm, Shape, mode_name, show
 from normexp.checks.probe import MODES, fixed_draws
+from normexp.errors import one_line
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Question:
             try:
                 found = (self._modes if self.says in ("moves", "same") else self._first)(norm)
             except Exception as error:  # of foreign code, any kind
-                found = Answer(status="fail", detail=explain(error))
+                found = Answer(status="fail", detail=one_line(error))
                 if norm.shapes and not norm.takes_float64:  # the line "dtype kept" says so
                     found = skipped("asks in float64, in which the norm fails")
         if self.section == "traits" and found.status == "fail":

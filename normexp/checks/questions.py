@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
-from normexp.checks.network import EnteredSite, SiteOnMaps, name_some
+from normexp.checks.network import EnteredSite, SiteOnMaps
 from normexp.checks.norm import LoneNorm, NormCase, Shape, show
 from normexp.checks.probe import (
     EVERYWHERE,
@@ -32,9 +32,10 @@ from normexp.checks.wiring import (
     find_stacking_fault,
     state_not_saved,
 )
-from normexp.errors import first_line
+from normexp.errors import one_line
 from normexp.norms.adapt import EPS_NAMES
 from normexp.norms.site import Site, read_state, takes_mask
+from normexp.words import name_some
 
 # ---------------------------------------------------------------- the contract
 
@@ -67,7 +68,7 @@ def keeps_dtype(norm: LoneNorm) -> Reply:
             except Exception as error:  # of foreign code, any kind
                 known = isinstance(error, NotImplementedError) or "not implemented" in str(error)
                 if not known:
-                    return f"{name} {show(case.shape)}: {first_line(error)}"
+                    return f"{name} {show(case.shape)}: {one_line(error)}"
                 missing.append(name)
                 break
             if out.dtype != dtype:

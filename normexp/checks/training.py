@@ -11,19 +11,18 @@ from torch.optim import Optimizer
 
 from normexp.batching.copies import copied
 from normexp.batching.replicas import model_arguments
-from normexp.checks.network import name_some, probe_batch
+from normexp.checks.network import probe_batch
 from normexp.checks.preflight import Traits, check_optimizer
 from normexp.checks.probe import fixed_draws
 from normexp.config.slots import PLACES, set_but_unused
-from normexp.config.words import as_typed
 from normexp.data.dataset import Data
-from normexp.errors import UserError, first_line
+from normexp.errors import UserError, one_line
 from normexp.norms.factory import NormFactory
-from normexp.records.provenance import source_line_of
 from normexp.training.callbacks import describe_monitor
 from normexp.training.optimizer import can_train_a_stack
 from normexp.training.recipe import Recipe
 from normexp.training.statistics import STATISTICS
+from normexp.words import as_typed, name_some
 
 
 def check_slots(config: Mapping[str, Any], norm: NormFactory, model: str) -> None:
@@ -79,8 +78,7 @@ def check_optimizer_step(recipe: Recipe, network: nn.Module) -> Optimizer:
     except UserError:
         raise
     except Exception as error:  # user code may raise anything
-        line = source_line_of(error)
-        raise UserError(f"{name}: {first_line(error)}{line}") from error
+        raise UserError(f"{name}: {one_line(error)}") from error
 
 
 def why_alone(recipe: Recipe, optimizer: Optimizer) -> str | None:

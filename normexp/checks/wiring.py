@@ -14,12 +14,13 @@ from torch.nn import functional
 
 from normexp.batching.copies import copied
 from normexp.batching.replicas import Batch, InTurn, Stacked, model_arguments
-from normexp.checks.network import BuiltNetwork, EnteredSite, explain, name_some, names_where
+from normexp.checks.network import BuiltNetwork, EnteredSite, names_where
 from normexp.checks.probe import EVERYWHERE, Probe, change, fixed_draws, moves, normal, unlike
-from normexp.errors import UserError, first_line
+from normexp.errors import UserError, one_line
 from normexp.norms.contract import State
 from normexp.norms.site import Site, named_sites, read_state
 from normexp.norms.site import is_sequential as declares_order
+from normexp.words import name_some
 
 
 def check_sites(network: BuiltNetwork) -> list[str]:
@@ -88,7 +89,7 @@ def _backward(model: nn.Module, batch: Batch) -> tuple[set[str], list[tuple[int,
         try:
             loss.backward()
         except Exception as error:  # of foreign code, any kind
-            raise UserError(f"the backward pass fails: {explain(error)}") from error
+            raise UserError(f"the backward pass fails: {one_line(error)}") from error
     gradients = [(name, zeros.grad) for name, several in added.items() for zeros in several]
     return {name for name, grad in gradients if grad is not None and grad.any()}, outside
 
@@ -254,7 +255,7 @@ def find_stacking_fault(
             replicas = form([*map(copied, networks)])
             steps.append(_training_step(replicas, batch))
         except Exception as error:
-            return first_line(error)
+            return one_line(error)
         try:
             parameters = {id(p): p for p in replicas.parameters()}
             copy.deepcopy(replicas, parameters)  # which are as they were

@@ -23,8 +23,8 @@ from normexp.config.groups import group_choices
 from normexp.config.identity import may_mix_samples
 from normexp.config.spec import CellSpec, join_points
 from normexp.config.validate import OPTIONS, read_settings
-from normexp.config.words import as_typed, suggest
 from normexp.errors import UserError
+from normexp.words import as_typed, suggest
 
 NOT_GLOBBED = "as_built"  # fits certain models
 

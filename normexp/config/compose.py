@@ -34,9 +34,9 @@ from yaml import YAMLError
 from normexp.config.groups import CUSTOM_GROUPS, GROUPS, conf_dir, group_choices
 from normexp.config.keys import BUDGETS, MISSING, is_read, value_at
 from normexp.config.validate import name_as_text, unknown_key
-from normexp.config.words import as_typed, suggest
 from normexp.errors import UserError
-from normexp.records.provenance import why_missing
+from normexp.records.source import why_missing
+from normexp.words import as_typed, suggest
 
 # Hydra 1.3 warns without a version_base, 1.4 warns about one.
 VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}

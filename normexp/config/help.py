@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from itertools import takewhile
 from textwrap import fill
 from typing import Any
 
 from normexp.config.groups import GROUPS, conf_dir, group_choices
 from normexp.config.slots import PLACEMENTS
 
-WIDTH, HEADS = 100, 28  # characters of a line, and of the heads in it
-
+WIDTH, HEAD_WIDTH = 100, 28  # characters of a line, and of the key at its start
 
 USAGE = {
     "train": """\
@@ -128,38 +126,39 @@ VALUES = "Values (key=value) and their defaults"
 
 def help_text(entry: str) -> str:
     """The help of `train`, `tune`, `check`, `benchmark`, `evaluate`, `report` or `status`."""
-    if entry == "train":
-        others = [group for group in GROUPS[1:] if group_choices(group)]
-        parts = [
-            _norms(),
-            *(_table(f"Choices of {group} ({group}=NAME):", _choices(group)) for group in others),
-            GROUPS_FOOTER,
-            _table(
-                "Placements (placement=NAME) of norms in a transformer block:", PLACEMENTS.items()
-            ),
-            _table(f"{VALUES}; data and experiment files may set their own:", config_lines()),
-        ]
-    elif entry == "tune":
-        parts = [
-            _table(f"{VALUES}:", ((f"tune.{key}", text) for key, text in config_lines("tune")))
-        ]
-    else:
-        known = CHECK_KEYS if entry == "check" else ()
-        parts = [_table(f"{VALUES}:", [*known, *config_lines(entry, "entries.yaml")])]
-    return "\n".join([USAGE[entry], *parts, ENDINGS.get(entry, "")]).rstrip("\n")
+    return "\n".join([USAGE[entry], *_tables(entry), ENDINGS.get(entry, "")]).rstrip("\n")
+
+
+def _tables(entry: str) -> list[str]:
+    if entry == "tune":
+        return [_table(f"{VALUES}:", [(f"tune.{key}", text) for key, text in config_lines("tune")])]
+    if entry != "train":
+        norm_keys = CHECK_KEYS if entry == "check" else ()
+        return [_table(f"{VALUES}:", [*norm_keys, *config_lines(entry, "entries.yaml")])]
+    tables = [_norms()]
+    for group in GROUPS[1:]:
+        if group_choices(group):
+            tables.append(_table(f"Choices of {group} ({group}=NAME):", _choices(group)))
+    return [
+        *tables,
+        GROUPS_FOOTER,
+        _table("Placements (placement=NAME) of norms in a transformer block:", PLACEMENTS.items()),
+        _table(f"{VALUES}; data and experiment files may set their own:", config_lines()),
+    ]
 
 
 def config_lines(section: str = "", file: str = "config.yaml") -> list[tuple[str, str]]:
     """`key=default` and comment of each value in a YAML of conf/, at the top or under one key."""
     text, indent = (conf_dir() / file).read_text(encoding="utf-8"), ""
     if section:
-        text, indent = text.partition(f"\n{section}:\n")[2].partition("\n\n")[0], "  "
-    found = re.findall(rf"^{indent}(\w+): (.+?)  # (.+)$", text, re.MULTILINE)
-    return [(f"{key}={default.replace('???', '')}", comment) for key, default, comment in found]
+        text = text.partition(f"\n{section}:\n")[2].partition("\n\n")[0]
+        indent = "  "
+    lines = re.findall(rf"^{indent}(\w+): (.+?)  # (.+)$", text, re.MULTILINE)
+    return [(f"{key}={default.replace('???', '')}", comment) for key, default, comment in lines]
 
 
 def option_defaults(entry: str) -> dict[str, Any]:
-    """The default of each key of an entry without a config; ??? for one that must be given."""
+    """The default of each key of an entry without a config; ??? if the key must be given."""
     import yaml
 
     return yaml.safe_load((conf_dir() / "entries.yaml").read_text(encoding="utf-8"))[entry]
@@ -175,39 +174,46 @@ def norm_words(name: str) -> tuple[str, str]:
 def _norms() -> str:
     """The norms by family, which is the last comment at the top of their YAMLs."""
     families: dict[str, list[tuple[str, str]]] = {}
-    for name in (name for name in group_choices("norm") if "/" not in name):
-        phrase, family = norm_words(name)
-        families.setdefault(family, []).append((name, phrase))
-    tables = [_table(f"  {family}", rows, "    ") for family, rows in sorted(families.items())]
-    title = "Norms (norm=NAME) by family; `over` says what their statistics pool:\n"
-    return (
-        title + "".join(tables) + "  and NAME of conf/norm/deviations: the errors of other code\n"
-    )
+    for name in group_choices("norm"):
+        if "/" not in name:
+            phrase, family = norm_words(name)
+            families.setdefault(family, []).append((name, phrase))
+    text = "Norms (norm=NAME) by family; `over` says what their statistics pool:\n"
+    for family, rows in sorted(families.items()):
+        text += _table(f"  {family}", rows, "    ")
+    return text + "  and NAME of conf/norm/deviations: the errors of other code\n"
 
 
 def _choices(group: str) -> list[tuple[str, str]]:
     """The choices of a group, with the first sentence of each YAML; then its folders of choices."""
-    rows = []
-    for name in (name for name in group_choices(group) if "/" not in name):
-        first = next(line for line in _header(group, name) if line[:1] != "@")
-        sentence = re.split(r"(?<=\?) |(?<=\.) (?=[A-Z])", first)[0]
-        rows.append((name, sentence.rstrip(".,")))
-    folders = {name.partition("/")[0] for name in group_choices(group) if "/" in name}
-    return rows + [(f"{folder}/NAME", f"see conf/{group}/{folder}") for folder in sorted(folders)]
+    rows, folders = {}, {}
+    for name in group_choices(group):
+        folder, slash, _ = name.partition("/")
+        if slash:
+            folders[f"{folder}/NAME"] = f"see conf/{group}/{folder}"
+            continue
+        first_line = next(line for line in _header(group, name) if line[:1] != "@")
+        sentence = re.split(r"(?<=\?) |(?<=\.) (?=[A-Z])", first_line)[0]
+        rows[name] = sentence.rstrip(".,")
+    return [*(rows | folders).items()]
 
 
 def _header(group: str, name: str) -> list[str]:
     """The comments at the top of a YAML."""
     text = (conf_dir() / group / f"{name}.yaml").read_text(encoding="utf-8")
-    return [
-        line.lstrip("# ") for line in takewhile(lambda line: line[:1] == "#", text.splitlines())
-    ]
+    header = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        header.append(line.lstrip("# "))
+    return header
 
 
 def _table(title: str, rows: Iterable[tuple[str, str]], indent: str = "  ") -> str:
-    """Rows of a head and a text, side by side."""
+    """A title, and rows of a key and a text side by side."""
     lines = [title]
     for head, text in rows:
-        first, rest = f"{indent}{head}".ljust(HEADS) + "  ", " " * (HEADS + 2)
-        lines.append(fill(text, WIDTH, initial_indent=first, subsequent_indent=rest))
+        first_indent = f"{indent}{head}".ljust(HEAD_WIDTH) + "  "
+        other_indent = " " * (HEAD_WIDTH + 2)
+        lines.append(fill(text, WIDTH, initial_indent=first_indent, subsequent_indent=other_indent))
     return "\n".join(lines) + "\n"

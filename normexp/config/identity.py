@@ -19,8 +19,8 @@ from normexp.config.groups import OPTIONAL_GROUPS, PARTS
 from normexp.config.keys import KEYS, in_identity
 from normexp.config.shipped import shipped_config, shipped_defaults, shipped_targets, shipped_values
 from normexp.config.sizes import SIZES, Sizes
-from normexp.config.words import as_typed
-from normexp.records.provenance import digest_of, source_digest, source_files
+from normexp.records.source import digest_of, source_digest, source_files
+from normexp.words import as_typed
 
 # Versions of choices, raised when a default or the meaning of a choice changes: {"norm/group": 2}.
 # Versions are hashed, so that trainings before and after the change are different cells.

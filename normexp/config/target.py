@@ -18,9 +18,9 @@ from hydra.utils import get_object, instantiate
 
 from normexp.config.compose import refuse_missing_values
 from normexp.config.validate import check_value
-from normexp.config.words import join_or, one_line, suggest
-from normexp.errors import UserError
-from normexp.records.provenance import source_line_of, why_missing
+from normexp.errors import UserError, one_line
+from normexp.records.source import why_missing
+from normexp.words import name_some, suggest
 
 logging.getLogger("hydra").addHandler(logging.NullHandler())  # Hydra also logs what it raises
 
@@ -100,8 +100,7 @@ class Target:
         except UserError:
             raise
         except Exception as error:  # user code may raise anything
-            reason = f"{one_line(error)}{source_line_of(error)}"
-            raise UserError(f"{self.name} fails: {reason}") from error
+            raise UserError(f"{self.name} fails: {one_line(error)}") from error
 
 
 def locate(path: str) -> Any:
@@ -127,7 +126,7 @@ def read_target(values: Mapping[str, Any], key: str) -> Target:
     names = target.arguments
     unknown = [] if not names or "**" in names else sorted(call.keywords.keys() - names)
     if unknown:
-        hint = suggest(unknown[0], names) or f"it takes {join_or(sorted(names))}"
+        hint = suggest(unknown[0], names) or f"it takes {name_some(sorted(names))}"
         raise UserError(f"{key}.{unknown[0]}: {target.path} has no such argument; {hint}")
     return target
 
@@ -158,7 +157,7 @@ def _explain(error: InstantiationException, path: str, key: str) -> UserError:
     cause = error.__cause__ or error
     if isinstance(cause, UserError):
         return cause
-    reason = str(cause).strip().partition("\n")[0] or type(cause).__name__
+    reason = one_line(cause)
     if located := re.search(r"Error locating target '([^']+)'", str(error)):
         path = located[1]
         module, _, name = path.rpartition(".")

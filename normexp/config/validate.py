@@ -26,8 +26,8 @@ from normexp.config.keys import (
     Text,
     value_at,
 )
-from normexp.config.words import as_typed, join_or, suggest
 from normexp.errors import UserError
+from normexp.words import as_typed, suggest
 
 # The keys of the entries without a config; conf/entries.yaml has their defaults and meanings.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -130,7 +130,7 @@ def unknown_key(key: str, known: Iterable[str], choice: str = "") -> UserError:
     known, leaf = list(known), key.rpartition(".")[2]
     leaves = (leaf, OTHER_NAMES.get(leaf))
     same = [name for name in known if name.rpartition(".")[2] in leaves]
-    hint = f"did you mean {join_or(same)}?" if same else suggest(key, known, most=2)
+    hint = f"did you mean {' or '.join(same)}?" if same else suggest(key, known, most=2)
     of = f" of {choice}" if choice else ""
     return UserError(f"{key}: unknown key{of}; {hint or '--help lists the keys'}")
 

@@ -22,7 +22,7 @@ from normexp.data.dataset import Data, Examples
 from normexp.data.images import build_image_data
 from normexp.data.pixels import decode_images
 from normexp.data.sources import split_off_test
-from normexp.errors import UserError, first_line
+from normexp.errors import UserError, one_line
 from normexp.records.files import open_atomic
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def load_image_folder(
         digest = _digest_files(folder, files, size)
     except OSError as error:
         raise UserError(
-            f"{name}: {first_line(error)}; it needs images (jpg, png, tif, webp, ...) in <class>/, "
+            f"{name}: {one_line(error)}; it needs images (jpg, png, tif, webp, ...) in <class>/, "
             "or in train/<class>/ and test/<class>/"
         ) from error
     cache = Path(data_dir).expanduser() / "cache" / f"{digest}.pt"

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from normexp.data.images import count_levels
 from normexp.data.sources import refuse_beyond_memory
-from normexp.errors import UserError, first_line
+from normexp.errors import UserError, one_line
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def decode_images(files: list[Path], size: int | None, name: str) -> Tensor:
         try:
             return decode_image(file, size, whites)
         except Exception as error:  # Pillow raises half a dozen unrelated types for a broken file
-            return f"{file} ({type(error).__name__}: {first_line(error)})"
+            return f"{file} ({one_line(error)})"
 
     with warnings.catch_warnings(), ThreadPoolExecutor() as pool:
         warnings.filterwarnings("ignore", module="PIL")  # of EXIF data that end early

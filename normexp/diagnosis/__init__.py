@@ -8,12 +8,12 @@ from typing import Any
 from pytorch_lightning.utilities.seed import isolate_rng
 from torch import nn
 
-from normexp.checks.network import name_some
 from normexp.diagnosis.findings import find
 from normexp.diagnosis.measure import Measurement
 from normexp.diagnosis.network import FORM, Loss, read_batches
 from normexp.diagnosis.result import ROOT, TERMS, Diagnosis, Estimate, Finding, SiteRow
 from normexp.errors import UserError
+from normexp.words import name_some
 
 __all__ = ["TERMS", "Diagnosis", "Estimate", "Finding", "SiteRow", "decompose", "diagnose"]
 

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from statistics import median
 
-from normexp.checks.network import name_some
 from normexp.diagnosis.measure import Measurement
 from normexp.diagnosis.network import innermost, is_within
 from normexp.diagnosis.result import ROOT, Finding
 from normexp.diagnosis.rows import of_single_batches
+from normexp.words import name_some
 
 OF_TERM = {  # cause and remedy of the terms that have one of each
     "rest": (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from normexp.errors import UserError, first_line
+from normexp.errors import UserError, one_line
 
 Loss = Callable[[Any, Any], Tensor]
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a module is called with
@@ -115,7 +115,7 @@ def loss_on(model: nn.Module, batch: Any, loss: Loss) -> Tensor:
         raise UserError(
             f"the model or the loss fails on a batch of {num_samples(batch)} in "
             f"{'training' if model.training else 'evaluation'} mode{_place_of(error, model)} "
-            f"({type(error).__name__}: {first_line(error)}); loss is called as loss(output, "
+            f"({one_line(error)}); loss is called as loss(output, "
             "targets), and must work in both modes"
         ) from error
     if not isinstance(value, Tensor) or not value.numel():

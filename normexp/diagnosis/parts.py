@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from normexp.batching.copies import copied
-from normexp.checks.network import name_some
 from normexp.checks.probe import change, moves, unlike, values_of
 from normexp.diagnosis.network import (
     Call,
@@ -33,6 +32,7 @@ from normexp.diagnosis.result import ROOT
 from normexp.errors import UserError
 from normexp.norms.moment_sites import NormSite, can_be_shown
 from normexp.norms.site import named_sites
+from normexp.words import name_some
 
 ROUNDING = 1e-6  # relative; state that moves an output by less is of no use to it
 

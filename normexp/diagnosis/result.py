@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from normexp.checks.network import name_some
+from normexp.words import name_some
 
 Losses = np.ndarray  # of each batch (B,)
 WIDTH = 100  # characters of a printed line

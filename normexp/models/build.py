@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from normexp.batching.copies import copied
 from normexp.batching.draws import derive_seed
 from normexp.config.target import Target, read_target
-from normexp.config.words import as_typed
 from normexp.data.dataset import Data
 from normexp.errors import UserError
 from normexp.models import packages
@@ -23,6 +22,7 @@ from normexp.models.recognise import Recognition, recognise
 from normexp.models.surgery import check_formulas, replace_norms
 from normexp.models.weights import Weights, load_fitting, open_weights
 from normexp.norms.factory import NormFactory
+from normexp.words import as_typed
 
 logger = logging.getLogger(__name__)
 

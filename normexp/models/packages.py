@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from functools import partial
 from importlib.util import find_spec
 from types import ModuleType
@@ -15,9 +14,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from normexp.errors import UserError, first_line
+from normexp.errors import UserError, one_line
 from normexp.models.common import check_image_shape, check_positive
 from normexp.models.weights import Values
+from normexp.words import suggest
 
 # What networks raise for images of a size that they do not support.
 MISFITS = (RuntimeError, AssertionError, ValueError, IndexError, ZeroDivisionError)
@@ -73,8 +73,8 @@ def find_builder(name: str) -> Callable[..., nn.Module]:
 
 
 def unknown_name(name: str, names: Sequence[str], package: str) -> UserError:
-    near = get_close_matches(name, names, n=3, cutoff=0.5) or ["resnet18", "resnet50"]
-    return UserError(f"model.name={name} is no classifier of {package}; try {', '.join(near)}")
+    hint = suggest(name, names, most=3) or "try resnet18 or resnet50"
+    return UserError(f"model.name={name} is no classifier of {package}; {hint}")
 
 
 def torchvision_weights(name: str, weights: str) -> tuple[str, Callable[[], Values]]:
@@ -105,7 +105,7 @@ def download(get: Callable[[], Any], weights: str, source: str) -> Values:
         return dict(get())
     except Exception as error:  # of the library's client, many kinds
         raise UserError(
-            f"model.weights={weights}: downloading {source} failed ({first_line(error)}); "
+            f"model.weights={weights}: downloading {source} failed ({one_line(error)}); "
             "download it on another machine, and set model.weights to the file"
         ) from error
 
@@ -155,11 +155,11 @@ def build_for_images(
     except MISFITS as error:
         resized = f" at model.image_size={image_size}" if image_size else ""
         raise UserError(
-            f"{key} cannot take images of {shape}{resized}: {first_line(error)}; "
+            f"{key} cannot take images of {shape}{resized}: {one_line(error)}; "
             f"try model.image_size={64 if (image_size or 0) < 64 else 224}, which resizes them"
         ) from error
     except TypeError as error:
-        raise UserError(f"{key} cannot be built: {first_line(error)}") from error
+        raise UserError(f"{key} cannot be built: {one_line(error)}") from error
 
 
 def _resize(size: int, _: nn.Module, args: tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from normexp.batching.copies import copied
-from normexp.errors import UserError, first_line
+from normexp.errors import UserError, one_line
 from normexp.models.formula import (
     EQUALS,
     Call,
@@ -36,7 +36,6 @@ from normexp.models.formula import (
     recognise_norm,
     state_of,
 )
-from normexp.records.provenance import source_line_of
 
 TORCHS = {  # torch's own norms and their formulas
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm), "batch"),
@@ -178,8 +177,7 @@ def run_network(network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str
             raise
         except Exception as error:  # of foreign code, any kind
             raise UserError(
-                f"a forward of the model {type(network).__name__} fails: {type(error).__name__}: "
-                f"{first_line(error)}{source_line_of(error)}"
+                f"a forward of the model {type(network).__name__} fails: {one_line(error)}"
             ) from error
         finally:
             random.setstate(states[0])
@@ -257,8 +255,7 @@ def _try(module: nn.Module, seen: list[Seen]) -> Norm | Left:
     except Misfit as misfit:
         reason = str(misfit)
     except Exception as error:  # of foreign code, any kind
-        reason = f"trying it fails: {type(error).__name__}: {first_line(error)}"
-        reason += source_line_of(error)
+        reason = f"trying it fails: {one_line(error)}"
     resembles = _is_named(module) or _ignores_scale(module, seen[0])
     return Left(type(module).__name__, reason, resembles)
 

@@ -22,10 +22,10 @@ from normexp.models.recognise import (
     run_network,
     values_of,
 )
-from normexp.models.weights import MAX_NAMES, shorten
 from normexp.norms.contract import HasRamp
 from normexp.norms.factory import NormFactory
 from normexp.norms.site import Site, named_sites
+from normexp.words import name_some
 
 FLOAT_EQUALS = 1e-3  # of the outputs, of a network that runs in float32 alone
 
@@ -56,17 +56,13 @@ class Surgery:
         """Yields the lines of the log."""
         counts = Counter(self.classes.values()).items()
         classes = ", ".join(f"{number} {name}" for name, number in counts)
-        names = list(self.classes)
-        where = ", ".join(names)
-        if len(names) > MAX_NAMES:
-            where = f"first {names[0]}, last {names[-1]}"
         place = "around" if self.keeps_norms else "in place of"
-        if names:
-            yield f"{len(names)} sites {place} {classes}: {where}"
+        if self.classes:
+            yield f"{len(self.classes)} sites {place} {classes}: {name_some(self.classes)}"
         if left := describe_left(self.left):
             yield f"left alone: {left}"
         if self.lost:
-            yield f"the new norm has no place for {shorten(self.lost)}"
+            yield f"the new norm has no place for {name_some(self.lost)}"
 
 
 def describe_left(left: Mapping[str, Left]) -> str:
@@ -172,7 +168,7 @@ def check_called(network: nn.Module, args: tuple[Any, ...], keywords: Mapping[st
             where = f"norm at {entered[-1]}: " if entered and entered[-1] else ""
             raise UserError(f"{where}{error}") from error
     if idle := sorted(sites.keys() - set(entered)):
-        raise UserError(f"the new norm at {shorten(idle)} is never called; use norm=as_built")
+        raise UserError(f"the new norm at {name_some(idle)} is never called; use norm=as_built")
 
 
 def _outputs(network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Tensor:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
@@ -15,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normexp.errors import UserError, first_line
+from normexp.errors import UserError, one_line
 from normexp.norms.site import named_sites, names_as_built
+from normexp.words import name_some
 
 Values = dict[str, Tensor]
 Download = Callable[[str], tuple[str, Callable[[], Values]]]
-MAX_NAMES = 4  # spelled out in a line of the log
 INNER = ("state_dict", "model", "model_state_dict")  # where a checkpoint has its weights
 
 
@@ -67,9 +66,9 @@ class Weights:
             )
         num_loaded, total = (sum(sizes[own].numel() for own in some) for some in (loaded, sizes))
         said = f"{num_loaded:,} of {total:,} parameters are loaded"
-        said += f"; not loaded: {shorten(why.values())}" if why else ""
+        said += f"; not loaded: {name_some(why.values())}" if why else ""
         say(f"{key}: {said}; every seed starts from them")
-        if extra := shorten(name for name in rest if name not in names.values()):
+        if extra := name_some(name for name in rest if name not in names.values()):
             say(f"in the file, but not in the model: {extra}")
         return rest
 
@@ -160,7 +159,7 @@ def read_values(path: Path) -> Values:
         why = (
             "a pickled object, such as a whole model"
             if isinstance(error, UnpicklingError)
-            else first_line(error)
+            else one_line(error)
         )
         raise UserError(
             f"{key} holds neither a state_dict, as torch.save(model.state_dict(), FILE) writes it, "
@@ -181,12 +180,3 @@ def _without_prefix(values: Values, names: Sequence[str]) -> Values:
     ends = {own.removesuffix(names[0]) for own in values if names and own.endswith(f".{names[0]}")}
     best = max(["", *sorted(ends)], key=lambda start: sum(start + name in values for name in names))
     return {name.removeprefix(best): value for name, value in values.items()}
-
-
-def shorten(names: Iterable[str]) -> str:
-    """`fc.weight, fc.bias`; beyond MAX_NAMES, counts by last word: `20 weight, 20 bias`."""
-    names = list(names)
-    if len(names) <= MAX_NAMES:
-        return ", ".join(names)
-    counts = Counter(name.rpartition(".")[2] for name in names)
-    return ", ".join(f"{count} {word}" for word, count in counts.items())

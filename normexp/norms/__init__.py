@@ -2,42 +2,37 @@
 
     from normexp.norms import GroupNorm
 
-`NAMES` lists the public names by module, without the deliberate mistakes of zoo/deviations.
-Importing this package does not import torch; the first use of a name does.
+Every class of this package can be imported from here, but the mistakes of zoo/deviations. Importing
+the package does not import torch; the first use of a class does.
 """
 
 from __future__ import annotations
 
+import re
+from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
-
-NAMES = {
-    "factory": "NormFactory",
-    "site": "Site",
-    "contract": "Norm NormOfGroups MergesState",
-    "base": "AffineNorm",
-    "sample": "GroupNorm LayerNorm InstanceNorm LayerNorm2d PositionNorm RMSNorm SimpleRMSNorm "
-    "NoNorm",
-    "batch": "BatchNorm GhostBatchNorm SyncBatchNorm FrozenBatchNorm",
-    "sequence": "CausalGroupNorm CausalInstanceNorm BatchNormPerPosition",
-    "zoo.batch": "L1BatchNorm EvalNorm BatchRenorm",
-    "zoo.power": "PowerNorm MovingAverageBatchNorm",
-    "zoo.mixtures": "SwitchableNorm BatchInstanceNorm BatchChannelNorm ModeNorm",
-    "zoo.nonlinear": "FilterResponseNorm GlobalResponseNorm EvoNormB0 EvoNormS0 "
-    "DyT Derf ISRU HardTanh",
-    "zoo.rep_batch": "RepBatchNorm ProgressiveRepBatchNorm",
-    "zoo.salu": "SALU",
-    "zoo.rms": "PreAffineRMSNorm GatedRMSNorm SeeDNorm BHyT ScaleNorm CRMSNorm TaperNorm",
-}
-MODULES = {name: module for module, names in NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the module of a public name."""
-    if name not in MODULES:
+    """Imports the module of a class."""
+    if name not in _modules():
         raise AttributeError(f"module {__name__} has no attribute {name}")
-    return getattr(import_module(f"{__name__}.{MODULES[name]}"), name)
+    return getattr(import_module(_modules()[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *MODULES})
+    return sorted({*globals(), *_modules()})
+
+
+@cache
+def _modules() -> dict[str, str]:
+    """Maps each class to the module that defines it, as read from the source."""
+    folder, modules = Path(__file__).parent, {}
+    for file in folder.rglob("*.py"):
+        if file.stem != "deviations":
+            module = ".".join((__name__, *file.relative_to(folder).with_suffix("").parts))
+            for name in re.findall(r"^class ([A-Z]\w*)", file.read_text(), re.MULTILINE):
+                modules[name] = module
+    return modules

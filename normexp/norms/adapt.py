@@ -1,11 +1,11 @@
 """Adapts norms from outside this package to (N, C, *) -> same, built from a number of features.
 
 Arguments. The number of features goes to the argument that is named for it, else to the only
-required one. eps has one value for all norms, unless the user gives this one its own.
+required one. eps has one value for all norms, unless the user sets that of this one.
 
 Layout. Channels first and last are tried on small inputs of 2 to 5 dimensions, whose sizes all
 differ. The layout that fits is logged; if none does, the norm is refused with what each input
-raised. `norm.layout=first` or `norm.layout=last` says it instead.
+raised. `norm.layout=first` or `norm.layout=last` tries that one alone.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from normexp.errors import UserError
+from normexp.errors import UserError, one_line, source_line_of
 from normexp.norms.contract import Mask
-from normexp.records.provenance import source_line_of
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ FEATURE_NAMES = (
     *("normalized_shape", "normalized_dim", "hidden_size", "hidden_dim", "d_model", "embed_dim"),
     *("in_features", "in_channels", "width", "dim"),
 )
-AMBIGUOUS_NAMES = ("width", "dim")  # with a default, these may be an axis or a window
+AMBIGUOUS_NAMES = ("width", "dim")  # if they have a default, it may be an axis or a window
 EPS_NAMES = ("eps", "epsilon", "variance_epsilon")
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -90,15 +89,20 @@ def adapt(make: Callable[..., Any], *, target: str, eps: float | None) -> Build:
             a result that is not an nn.Module.
     """
     eps_names = [p.name for p in _free_arguments(make) if p.name in EPS_NAMES]
-    call = make if eps is None or not eps_names else partial(make, **{eps_names[0]: eps})
-    free = _free_arguments(call)
-    known = [p for name in FEATURE_NAMES for p in free if p.name == name]
-    required = [p for p in free if p.default is p.empty and p.kind not in VARIADIC]
-    choices = [p for p in known if p in required] + required
-    choices += [p for p in known if p.name not in AMBIGUOUS_NAMES]
-    choices += [p for p in free if p.kind is p.VAR_POSITIONAL]
-    feature = choices[0] if choices else None
-    if missing := [p.name for p in required if p is not feature]:
+    if eps is not None and eps_names:
+        make = partial(make, **{eps_names[0]: eps})
+    free = _free_arguments(make)
+    named = [p for name in FEATURE_NAMES for p in free if p.name == name]
+    required = [p for p in free if _is_required(p)]
+    candidates = [  # for the number of features, the least ambiguous first
+        *(p for p in named if _is_required(p)),
+        *required,
+        *(p for p in named if p.name not in AMBIGUOUS_NAMES),
+        *(p for p in free if p.kind is p.VAR_POSITIONAL),
+    ]
+    feature = candidates[0] if candidates else None
+    missing = [p.name for p in required if p is not feature]
+    if missing:
         raise UserError(
             f"norm._target_={target} needs the argument {missing[0]}; set norm.{missing[0]}=..."
         )
@@ -106,17 +110,17 @@ def adapt(make: Callable[..., Any], *, target: str, eps: float | None) -> Build:
     def construct(num_features: int) -> nn.Module:
         try:
             if feature is None:
-                norm = call()
+                norm = make()
             elif feature.kind in (feature.POSITIONAL_ONLY, feature.VAR_POSITIONAL):
-                norm = call(num_features)
+                norm = make(num_features)
             else:
-                norm = call(**{feature.name: num_features})
+                norm = make(**{feature.name: num_features})
         except UserError:
             raise
         except Exception as error:
             raise UserError(
                 f"norm._target_={target} cannot be built for {num_features} features: "
-                f"{_described(error)}"
+                f"{one_line(error)}"
             ) from error
         if not isinstance(norm, nn.Module):
             kind = type(norm).__name__
@@ -128,20 +132,24 @@ def adapt(make: Callable[..., Any], *, target: str, eps: float | None) -> Build:
 
 def _free_arguments(make: Callable[..., Any]) -> list[inspect.Parameter]:
     """Returns the arguments of a class, a function or a partial that are not bound yet."""
-    function, bound = (make.func, make.keywords) if isinstance(make, partial) else (make, {})
-    if getattr(function, "__init__", None) is nn.Module.__init__:
+    call = make if isinstance(make, partial) else partial(make)
+    if getattr(call.func, "__init__", None) is nn.Module.__init__:
         return []  # takes no arguments, despite its signature
     try:
-        parameters = inspect.signature(make).parameters
+        parameters = inspect.signature(make).parameters.values()
     except ValueError:  # written in C, without a signature: assume one positional argument
         return [inspect.Parameter("num_features", inspect.Parameter.POSITIONAL_ONLY)]
-    return [p for name, p in parameters.items() if name not in bound]
+    return [p for p in parameters if p.name not in call.keywords]
 
 
 def _required_by_forward(norm: nn.Module) -> list[str]:
-    """The arguments of its forward besides x that have no default."""
+    """Returns the arguments of the norm's forward after x that have no default."""
     parameters = list(inspect.signature(norm.forward).parameters.values())[1:]
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in VARIADIC]
+    return [p.name for p in parameters if _is_required(p)]
+
+
+def _is_required(argument: inspect.Parameter) -> bool:
+    return argument.default is argument.empty and argument.kind not in VARIADIC
 
 
 @dataclass(frozen=True)
@@ -158,20 +166,20 @@ class Layout:
     def present(self, norm: nn.Module) -> nn.Module:
         """Returns `norm` as (N, C, *) -> (N, C, *), wrapped only if necessary."""
         fits = not self.channels_last and self.num_dims == PROBED_DIMS
-        return (
-            norm if fits and "mask" not in _required_by_forward(norm) else LayoutAdapter(norm, self)
-        )
+        if fits and "mask" not in _required_by_forward(norm):
+            return norm
+        return LayoutAdapter(norm, self)
 
     def mask(self, x: Tensor) -> Tensor:
-        """A mask for x in this layout, true everywhere."""
-        one = x.select(-1 if self.channels_last else 1, 0)
-        return torch.ones_like(one, dtype=torch.bool)
+        """Returns a mask for x in this layout, true everywhere."""
+        channel = x.select(-1 if self.channels_last else 1, 0)
+        return torch.ones_like(channel, dtype=torch.bool)
 
 
 class LayoutAdapter(nn.Module):
     """Adapts a norm of another layout, or for some numbers of dimensions, to (N, C, *) -> same.
 
-    Adds missing position axes with size 1 and joins surplus ones; a norm that accepts only 2-D
+    Adds missing position axes with size 1 and joins surplus ones. A norm that accepts only 2-D
     inputs sees each position as a sample.
     """
 
@@ -193,20 +201,20 @@ class LayoutAdapter(nn.Module):
         return self._fit_and_apply(x.movedim(1, -1), mask, first_position=1).movedim(-1, 1)
 
     def _fit_and_apply(self, x: Tensor, mask: Mask, first_position: int) -> Tensor:
-        accepted = self.layout.num_dims
-        if larger := [n for n in accepted if n >= x.ndim]:
-            ones = [1] * (larger[0] - x.ndim)
-            shown = x.reshape([*x.shape[:first_position], *ones, *x.shape[first_position:]])
-        elif accepted[-1] == 2:
-            shown = x.flatten(0, -2)  # (N, *, C) -> (N * positions, C)
+        num_dims = min((n for n in self.layout.num_dims if n >= x.ndim), default=None)
+        most = self.layout.num_dims[-1]
+        if num_dims is not None:
+            ones = [1] * (num_dims - x.ndim)
+            fitted = x.reshape([*x.shape[:first_position], *ones, *x.shape[first_position:]])
+        elif most == 2:
+            fitted = x.flatten(0, -2)  # (N, *, C) -> (N * positions, C)
         else:
-            surplus = x.ndim - accepted[-1]
-            shown = x.flatten(first_position, first_position + surplus)
+            fitted = x.flatten(first_position, first_position + x.ndim - most)
         if mask is None and not self.needs_mask:
-            return self.norm(shown).reshape(x.shape)
-        all_real = self.layout.mask(shown)
+            return self.norm(fitted).reshape(x.shape)
+        all_real = self.layout.mask(fitted)
         mask = all_real if mask is None else mask.reshape(all_real.shape)
-        return self.norm(shown, mask=mask).reshape(x.shape)
+        return self.norm(fitted, mask=mask).reshape(x.shape)
 
 
 def find_layout(
@@ -222,40 +230,43 @@ def find_layout(
     Raises:
         UserError: no input is accepted.
     """
-    fitting: dict[bool, tuple[int, ...]] = {False: (), True: ()}
-    problems: dict[str, str] = {}  # one for each line of code that fails
+    first, last = list[int](), list[int]()  # numbers of dimensions that fit, by layout
+    problems: dict[str, str] = {}  # by the line of code that fails
     with torch.random.fork_rng(devices=[]):
-        for is_last in (False, True) if layout is None else (layout == "last",):
+        for order, fitting in (("first", first), ("last", last)):
+            if layout not in (None, order):
+                continue
             for num_dims in PROBED_DIMS:
-                x = _input(num_dims, num_features).movedim(1, -1 if is_last else 1)
+                x = _input(num_dims, num_features).movedim(1, -1 if order == "last" else 1)
                 try:
-                    _try(build, num_features, x, Layout(is_last, (num_dims,)))
-                    fitting[is_last] += (num_dims,)
-                except Exception as error:  # of foreign code, any kind
-                    where = source_line_of(error) or type(error).__name__
-                    said = f"on an input of shape {tuple(x.shape)}: {_described(error)}"
-                    problems.setdefault(where, said)
-        is_last = fitting[False] in ((), (2,)) and bool(fitting[True])
-        if 4 in fitting[False] and 4 in fitting[True]:
-            is_last = _pools_last_axis_alone(build(num_features), _input(4, num_features))
-    if not fitting[is_last]:
+                    _try(build, num_features, x, Layout(order == "last", (num_dims,)))
+                    fitting.append(num_dims)
+                except Exception as error:  # foreign code may raise anything
+                    line = source_line_of(error) or type(error).__name__
+                    problem = f"on an input of shape {tuple(x.shape)}: {one_line(error)}"
+                    problems.setdefault(line, problem)
+        channels_last = bool(last) and first in ([], [2])
+        if 4 in first and 4 in last:
+            channels_last = _pools_last_axis_alone(build(num_features), _input(4, num_features))
+    if not first and not last:
         raise UserError(
             f"norm._target_={target} does not fit {'; '.join(problems.values())}; "
             "norm.layout=first or norm.layout=last says where its channels are"
         )
-    return Layout(is_last, fitting[is_last])
+    return Layout(channels_last, tuple(last if channels_last else first))
 
 
 def _pools_last_axis_alone(norm: nn.Module, x: Tensor) -> bool:
-    moved = x.clone()
-    moved[0, 0, 0, 0] += 1
-    changed = norm(x) != norm(moved)
-    others = changed[0, 1:, 0, 0].any() or changed[0, 0, 1:, 0].any()
-    return bool(changed[0, 0, 0, 1:].any()) and not bool(others)
+    """True if a value of x (four axes) moves others along the last axis, but along no other."""
+    changed = x.clone()
+    changed[0, 0, 0, 0] += 1
+    moved = norm(x) != norm(changed)
+    moves_others = moved[0, 1:, 0, 0].any() or moved[0, 0, 1:, 0].any()
+    return bool(moved[0, 0, 0, 1:].any()) and not bool(moves_others)
 
 
 def _input(num_dims: int, num_features: int) -> Tensor:
-    """A random input (N, C, *) whose sizes differ."""
+    """Returns a random input (N, C, *) whose sizes differ."""
     sizes = [size for size in (4, 5, 6, 7, 8) if size != num_features][: num_dims - 1]
     sizes.insert(1, num_features)
     return torch.randn(sizes, generator=torch.Generator().manual_seed(0))
@@ -264,8 +275,8 @@ def _input(num_dims: int, num_features: int) -> Tensor:
 def _try(build: Build, num_features: int, x: Tensor, layout: Layout) -> None:
     """Runs a fresh norm in training and in evaluation.
 
-    Raises what the norm raises, and TypeError if it does not keep the shapes of input or state. A
-    warning counts: torch warns when it reads (N, C) as one sample without a batch axis.
+    Raises what the norm raises, and TypeError if it does not keep the shapes of input or state.
+    Warnings are errors: torch warns when it reads (N, C) as one sample without a batch axis.
     """
     torch.default_generator.manual_seed(0)
     norm = copy.deepcopy(build(num_features)).train()
@@ -286,9 +297,3 @@ def _try(build: Build, num_features: int, x: Tensor, layout: Layout) -> None:
 def _shapes(norm: nn.Module) -> dict[str, torch.Size]:
     tensors = (*norm.named_parameters(), *norm.named_buffers())
     return {name: tensor.shape for name, tensor in tensors}
-
-
-def _described(error: Exception) -> str:
-    """The type and the first line of an error, and the line of the user's file that raised it."""
-    message = (str(error).strip().splitlines() or ["no message"])[0]
-    return f"{type(error).__name__}: {message}{source_line_of(error)}"

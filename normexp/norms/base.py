@@ -1,12 +1,12 @@
-"""The frame of every shipped norm: moments with a mask, and a weight and a bias per channel.
+"""The base of every shipped norm: moments with a mask, and a weight and a bias per channel.
 
 Axis letters, as in every shape comment of the project:
     N samples, C channels (features), H W image rows and columns, T token positions,
     * any number of position axes (none, L, H W, D H W), G groups of samples, S replicas,
     V vocabulary
 
-Masks are called `real` here, and broadcast to the values, as (N, 1, *).
-Values that are not real must already be zero (`zero_padding`): 0 * NaN would reach a gradient.
+A mask that broadcasts to the values, as (N, 1, *), is called `real`. Values that are not real must
+already be zero (`zero_padding`), because 0 * NaN would reach a gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Norm = TypeVar("Norm")
 
 @dataclass_transform(eq_default=False, kw_only_default=True, field_specifiers=(field,))
 def knobs(norm: type[Norm]) -> type[Norm]:
-    """Makes the annotated attributes of a norm its knobs, arguments of its constructor."""
+    """Makes the annotated attributes of a norm class arguments of its constructor."""
     return dataclass(eq=False, repr=False, kw_only=True)(norm)
 
 
@@ -64,14 +64,14 @@ def centre(x: Tensor, mean: Tensor, real: Mask) -> Tensor:
 def count_values(x: Tensor, real: Mask, dims: tuple[int, ...]) -> int | Tensor:
     """Returns how many values of `x` each statistic over `dims` pools."""
     if real is None:
-        return math.prod([x.shape[dim] for dim in dims])  # lists: dynamo cannot trace a generator
+        return math.prod([x.shape[dim] for dim in dims])  # dynamo cannot trace a generator
     shared = math.prod([x.shape[dim] for dim in dims if real.shape[dim] == 1])
     count = real.sum(dim=dims, keepdim=True) if dims else real
     return count.to(x.dtype) * shared
 
 
 def at_least_one(count: int | Tensor) -> int | Tensor:
-    """Returns `count`, or 1 in place of 0, to divide by: the mean of padding alone is then 0."""
+    """Returns `count`, or 1 in place of 0, so that the mean of padding alone is 0 and not 0 / 0."""
     return count.clamp(min=1) if isinstance(count, Tensor) else count
 
 
@@ -86,7 +86,7 @@ def measure_mean(x: Tensor, real: Mask, dims: tuple[int, ...]) -> tuple[Tensor, 
 def measure(x: Tensor, real: Mask, dims: tuple[int, ...]) -> Moments:
     """Returns the moments over `dims`, kept with size 1; over no axis, each value is its mean.
 
-    The variance is that of deviations from the mean: E[x^2] - E[x]^2 would lose digits.
+    The variance averages squared deviations, because E[x^2] - E[x]^2 would lose digits.
     """
     if not dims:
         return Moments(x, torch.zeros_like(x), count_values(x, real, dims))
@@ -99,45 +99,49 @@ def measure(x: Tensor, real: Mask, dims: tuple[int, ...]) -> Moments:
 
 
 def pool_mean(means: Tensor, count: int | Tensor, dim: int) -> tuple[Tensor, int | Tensor]:
-    """Returns the mean of all values from means over parts of them, and the number of values.
+    """Returns the mean of all values from means over groups of them, and the number of values.
 
     Args:
-        means: one per part, along the axis `dim`, which is kept with size 1.
-        count: number of values in each part.
+        means: one per group, along the axis `dim`, which is kept with size 1.
+        count: number of values in each group.
     """
-    num_parts = means.shape[dim]
-    if num_parts == 1:
+    num_groups = means.shape[dim]
+    if num_groups == 1:
         return means, count
     if isinstance(count, Tensor):
         total = count.sum(dim=dim, keepdim=True)
         return (count / at_least_one(total) * means).sum(dim=dim, keepdim=True), total
-    return (1 / num_parts * means).sum(dim=dim, keepdim=True), count * num_parts
+    return (1 / num_groups * means).sum(dim=dim, keepdim=True), count * num_groups
 
 
-def pool(parts: Moments, dim: int) -> Moments:
-    """Returns the moments of all values from those of parts of them along the axis `dim`.
+def pool(groups: Moments, dim: int) -> Moments:
+    """Returns the moments of all values from those of groups of them along the axis `dim`.
 
-    The variance within the parts plus that between their means.
+    The variance is the mean variance within the groups plus the variance of their means.
     """
-    means, variances, count = parts
+    means, variances, count = groups
     if means.shape[dim] == 1:
-        return parts
+        return groups
     mean, total = pool_mean(means, count, dim)
     var, _ = pool_mean(variances + (means - mean).square(), count, dim)
     return Moments(mean, var, total)
 
 
-def mix(own: Moments, share: float | Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns mean and variance of a pool: a `share` has moments `own`, the rest the others."""
-    between = share * (1 - share) * (own.mean - mean).square()
-    var = share * own.var + (1 - share) * var + between
-    return share * own.mean + (1 - share) * mean, var
+def mix(sample: Moments, share: float | Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the mean and variance of a batch of which a `share` of the values is one sample.
+
+    Args:
+        mean, var: of the other values.
+    """
+    between = share * (1 - share) * (sample.mean - mean).square()
+    mixed_var = share * sample.var + (1 - share) * var + between
+    return share * sample.mean + (1 - share) * mean, mixed_var
 
 
 def unbiased(var: Tensor, count: int | Tensor) -> Tensor:
     """Returns a biased variance over n = `count` values times n / (n - 1); unchanged below two."""
-    fewer = (count - 1).clamp(min=1) if isinstance(count, Tensor) else max(count - 1, 1)
-    return var * (count / fewer)
+    freedom = (count - 1).clamp(min=1) if isinstance(count, Tensor) else max(count - 1, 1)
+    return var * (count / freedom)
 
 
 def over_channels(vector: Tensor, x: Tensor, axis: int = 1) -> Tensor:
@@ -146,9 +150,9 @@ def over_channels(vector: Tensor, x: Tensor, axis: int = 1) -> Tensor:
 
 
 class Affine(NamedTuple):
-    """Weight and bias (C,), each possibly None, in the dtype of the values to scale.
+    """Weight and bias (C,), or None, in the dtype of the values to scale.
 
-    A tuple, so that it can be passed to torch's kernels as `*affine`.
+    torch's kernels take them as `*affine`.
     """
 
     weight: Tensor | None
@@ -157,7 +161,7 @@ class Affine(NamedTuple):
     def apply(self, z: Tensor, scale: Tensor | None = None, *, axis: int = 1) -> Tensor:
         """Returns z * scale * weight + bias, with the channels of `z` along `axis`.
 
-        `scale` broadcasts to `z`; it is multiplied with the weight first, to save a pass over `z`.
+        `scale` broadcasts to `z`. It multiplies the weight first, which saves a pass over `z`.
         """
         if self.weight is not None:
             gain = over_channels(self.weight, z, axis)
@@ -182,9 +186,9 @@ class AffineNorm(nn.Module):
     Args:
         eps: small constant added to the variance, or to the mean square.
         affine: false leaves out weight and bias.
-        zero_centered: true scales by 1 + weight, the weight from 0, as Gemma's RMS norm does and
-            Megatron's `zero_centered_gamma`. The same training, but for weight decay, which then
-            pulls towards 1, and for the rounding of weights in half precision.
+        zero_centered: true scales by 1 + weight, and the weight starts at 0, as in Gemma's RMS norm
+            and Megatron's `zero_centered_gamma`. The training is the same but for weight decay,
+            which then pulls the gain towards 1, and for the rounding of half-precision weights.
 
     Raises, as every norm here:
         UserError: a knob outside its range; in forward, an input that leaves nothing to pool.
@@ -196,32 +200,32 @@ class AffineNorm(nn.Module):
     zero_centered: bool = False
     has_bias = True  # False: `affine` means a weight alone
     learned: ClassVar[dict[str, float]] = {}  # parameters (C,) to add, and their initial values
-    channel_axis = 1  # of the x that `normalize` is given; 2 for (G, N, C, *), G ghost groups
+    channel_axis = 1  # of the x that `normalize` gets; 2 if it gets G ghost groups, (G, N, C, *)
 
     def __post_init__(self) -> None:
         super().__init__()
         if self.zero_centered and not self.affine:
             raise UserError("zero_centered=true has no effect with affine=false; set affine=true")
         self.check_knobs()
-        weight, bias = (self.vector(start) for start in (not self.zero_centered, 0))
-        self.weight = nn.Parameter(weight) if self.affine else None
-        self.bias = nn.Parameter(bias) if self.affine and self.has_bias else None
+        start = 0 if self.zero_centered else 1
+        self.weight = nn.Parameter(self.vector(start)) if self.affine else None
+        self.bias = nn.Parameter(self.vector(0)) if self.affine and self.has_bias else None
         self.add_state()
-        for name, start in self.learned.items():
-            setattr(self, name, nn.Parameter(self.vector(start)))
+        for name, value in self.learned.items():
+            setattr(self, name, nn.Parameter(self.vector(value)))
 
-    def vector(self, start: float) -> Tensor:
-        """Returns `start` for each channel, (C,)."""
-        return torch.full((self.num_features,), float(start))
+    def vector(self, value: float) -> Tensor:
+        """Returns `value` for each channel, (C,)."""
+        return torch.full((self.num_features,), float(value))
 
     def check_knobs(self) -> None:
-        """Refuses knobs out of their range, and derives others from them."""
+        """Raises UserError for a knob out of its range, and derives attributes from the knobs."""
 
     def add_state(self) -> None:
         """Registers parameters and buffers beyond weight and bias."""
 
     def require_positive(self, knob: str, example: float) -> None:
-        """Raises UserError, which proposes `example`, unless the knob is above zero."""
+        """Raises UserError unless the knob is above zero; the message proposes `example`."""
         value = getattr(self, knob)
         if not value > 0:
             raise UserError(f"{knob}={value} is not positive; try norm.{knob}={example}")
@@ -233,10 +237,11 @@ class AffineNorm(nn.Module):
     def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
         real = None if mask is None else mask.unsqueeze(self.channel_axis)  # (N, 1, *)
         wide = zero_padding(x if self.widens_itself(x, mask) else widen(x), real)
-        return zero_padding(self.normalize(wide, real, self.affine_like(x)), real).to(x.dtype)
+        out = self.normalize(wide, real, self.affine_like(x))
+        return zero_padding(out, real).to(x.dtype)
 
     def widens_itself(self, x: Tensor, mask: Mask) -> bool:
-        """True if `normalize` takes half precision as it is, which saves a copy of `x`."""
+        """True if `normalize` takes half precision as it is, which saves a wider copy of `x`."""
         del x, mask
         return False
 
@@ -248,7 +253,9 @@ class AffineNorm(nn.Module):
         raise NotImplementedError
 
     def affine_like(self, x: Tensor) -> Affine:
-        """Returns gain and bias in the dtype of `widen(x)`: kernels want one for all but `x`."""
+        """Returns gain and bias in the dtype of `widen(x)`; kernels want one for all but `x`."""
         dtype = wide_dtype(x)
-        weight, bias = (None if v is None else v.to(dtype) for v in (self.weight, self.bias))
-        return Affine(weight + 1 if weight is not None and self.zero_centered else weight, bias)
+        gain = None if self.weight is None else self.weight.to(dtype)
+        if gain is not None and self.zero_centered:
+            gain = gain + 1
+        return Affine(gain, None if self.bias is None else self.bias.to(dtype))

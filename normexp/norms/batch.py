@@ -2,10 +2,10 @@
 
 In training the moments pool positions and samples; evaluation uses their running averages.
 
-    BatchNorm         all samples of a forward     nn.BatchNorm2d
-    GhostBatchNorm    sub-batches of a forward
-    SyncBatchNorm     those of all processes       nn.SyncBatchNorm
-    FrozenBatchNorm   none: fixed statistics       torchvision's FrozenBatchNorm2d
+    BatchNorm         all samples of a forward             nn.BatchNorm2d
+    GhostBatchNorm    a sub-batch of a forward
+    SyncBatchNorm     all samples of all processes         nn.SyncBatchNorm
+    FrozenBatchNorm   none, since statistics are fixed     torchvision's FrozenBatchNorm2d
 """
 
 from __future__ import annotations
@@ -28,18 +28,15 @@ from normexp.norms.base import (
 )
 from normexp.norms.contract import Mask, State
 from normexp.norms.kernel import batch_norm
-from normexp.norms.running import (
-    RunningMomentsNorm,
-    group_dims,
-)
+from normexp.norms.running import RunningMomentsNorm, group_dims
 
 
 @knobs
 class BatchNorm(RunningMomentsNorm):
     """(x - mean) / sqrt(var + eps) * weight + bias, moments over all samples and positions.
 
-    torch.nn's BatchNorm. Training uses the biased variance of the batch and moves the running
-    averages, the variance by the unbiased one; evaluation uses the averages. arXiv:1502.03167.
+    Equals torch.nn's BatchNorm. Training normalizes by the biased variance of the batch, and the
+    running variance averages the unbiased one. Evaluation uses the averages. arXiv:1502.03167.
 
     Args:
         track_running_stats: false keeps no running averages and evaluates with batch statistics.
@@ -50,13 +47,14 @@ class BatchNorm(RunningMomentsNorm):
     def add_state(self) -> None:
         super().add_state()
         if not self.track_running_stats:
-            for name, _ in list(self.named_buffers()):
+            for name in dict(self.named_buffers()):
                 setattr(self, name, None)
 
     def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
         if not self.widens_itself(x, mask):
             return super().forward(x, mask)
-        self.check_shape(x.shape)  # skips the axis of groups, which would slow small inputs
+        # Without the axis of groups, which would slow small inputs.
+        self.check_shape(x.shape)
         return self.normalize_in_kernel(x, self.affine_like(x))
 
     def widens_itself(self, x: Tensor, mask: Mask) -> bool:
@@ -109,10 +107,15 @@ class GhostBatchNorm(RunningMomentsNorm):
         num_samples = x.shape[1]
         size = min(self.ghost_size, num_samples)
         missing = -num_samples % size
-        if missing:  # fills the last sub-batch with padding
-            by_sample = (*[0, 0] * (x.ndim - 2), 0, missing)
-            real = torch.ones_like(x[:, :, :1], dtype=torch.bool) if real is None else real
-            x, real = F.pad(x, by_sample), F.pad(real, by_sample)
+        if missing:  # fill the last sub-batch with padding
+            padding = (
+                *[0, 0] * (x.ndim - 2),
+                0,
+                missing,
+            )  # of the axes from the last to the samples
+            if real is None:
+                real = torch.ones_like(x[:, :, :1], dtype=torch.bool)
+            x, real = F.pad(x, padding), F.pad(real, padding)
         shape = x.shape[:2]
         x = x.unflatten(1, (-1, size)).flatten(0, 1)  # (G * g, size, C, *)
         real = None if real is None else real.unflatten(1, (-1, size)).flatten(0, 1)
@@ -124,15 +127,16 @@ class SyncBatchNorm(RunningMomentsNorm):
     """Batch norm with moments over the samples and positions of all processes of a training.
 
     Without torch.distributed, or with one process, it is batch norm. Otherwise all processes must
-    call it together, possibly with different numbers of samples, even with a single value per
-    channel. Gradients pass through its all-reduce: they belong to the sum of all processes' losses,
-    which DistributedDataParallel divides by the number of processes. Evaluation exchanges nothing.
+    call it together; their numbers of samples may differ, and a process may have a single value per
+    channel. Gradients pass through the exchange, so they are those of the sum of all processes'
+    losses, which DistributedDataParallel divides by the number of processes. Evaluation exchanges
+    nothing.
 
     torch.nn.SyncBatchNorm computes the same, but only on GPUs. The variance takes a second
     exchange, of squares about the mean, because E[x^2] - E[x]^2 in one exchange loses digits.
     """
 
-    spans_devices = True  # a step that several devices share is not split between them
+    synchronized = True
 
     def check_shape(self, shape: torch.Size) -> None:
         if not _has_peers():
@@ -144,9 +148,9 @@ class SyncBatchNorm(RunningMomentsNorm):
         dims = group_dims(x)
         total = x.sum(dim=dims, keepdim=True)  # (G, 1, C, 1, ...)
         count_here = torch.zeros_like(total[:, :, :1]) + count_values(x, real, dims)
-        both = _AddOverProcesses.apply(torch.cat([total, count_here], dim=2))
-        count = both[:, :, -1:].detach()
-        mean = both[:, :, :-1] / at_least_one(count)
+        totals = _AddOverProcesses.apply(torch.cat([total, count_here], dim=2))
+        count = totals[:, :, -1:].detach()
+        mean = totals[:, :, :-1] / at_least_one(count)
         centred = centre(x, mean, real)
         squares = _AddOverProcesses.apply(centred.square().sum(dim=dims, keepdim=True))
         var = squares / at_least_one(count)
@@ -159,7 +163,7 @@ def _has_peers() -> bool:
 
 
 class _AddOverProcesses(torch.autograd.Function):
-    """Sums a tensor over all processes; sums its gradient too, as each value is in every sum."""
+    """Sums a tensor over all processes, and its gradient, since each value is in every sum."""
 
     @staticmethod
     def forward(_: Any, x: Tensor) -> Tensor:
@@ -175,9 +179,9 @@ class _AddOverProcesses(torch.autograd.Function):
 class FrozenBatchNorm(AffineNorm):
     """(x - running_mean) / sqrt(running_var + eps) * weight + bias, with fixed statistics.
 
-    The same in training and evaluation. The statistics are 0 and 1 unless loaded from a batch norm,
-    whose state_dict fits. Weight and bias are trained; torchvision's FrozenBatchNorm2d fixes them
-    too, to fine-tune detectors at 1 or 2 images.
+    Training and evaluation are the same. The statistics are 0 and 1 unless loaded from a batch
+    norm, whose state_dict fits. Weight and bias are trained; torchvision's FrozenBatchNorm2d fixes
+    them too, to fine-tune detectors at 1 or 2 images.
     """
 
     running_mean: Tensor
@@ -193,6 +197,6 @@ class FrozenBatchNorm(AffineNorm):
         return batch_norm(x, affine, (mean, var), None, self.eps)
 
 
-def _drop_counter(_: nn.Module, state: dict[str, Any], prefix: str, *_rest: object) -> None:
+def _drop_counter(_: nn.Module, state: dict[str, Any], prefix: str, *_others: object) -> None:
     """Drops the step counter from a batch norm's state_dict."""
     state.pop(f"{prefix}num_batches_tracked", None)

@@ -2,7 +2,7 @@
 
 A norm is an `nn.Module`; `Norm` is its forward. Every other protocol is optional, and holds for any
 module that has its member. Without `NormOfGroups` a batch that is split runs the norm once per
-part; without `MergesState` the state after a split step is the mean of those of its parts.
+part; without `MergesState` the state after a split step is the mean over the parts.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ Mask = Tensor | None  # true where a value is real; None: everywhere
 class Norm(Protocol):
     """Maps x (N, C, *) to the same shape and dtype, with statistics in float32 or wider.
 
-    Axis letters as in norms/base.py. The mask (N, *) is true where real: values elsewhere have
-    no influence, and outputs there are zero. A norm that pools neither positions nor samples may
-    lack the argument `mask`; of any other without it, a site shows it only real positions.
+    Axis letters as in norms/base.py. The mask (N, *) is true where a value is real: values
+    elsewhere have no influence, and outputs there are zero. A norm that pools neither positions nor
+    samples may lack the argument `mask`; a site shows any other norm without it the real positions
+    alone.
     """
 
     def forward(self, x: Tensor, mask: Mask = None) -> Tensor: ...
@@ -28,7 +29,7 @@ class Norm(Protocol):
 
 @runtime_checkable
 class NormOfGroups(Protocol):
-    """It takes all groups of a split batch in one call, which is faster."""
+    """A norm that takes all groups of a split batch in one call, which is faster."""
 
     def forward_groups(self, x: Tensor, mask: Mask = None) -> Tensor:
         """Returns the output for x (G, N, C, *), mask (G, N, *): statistics per group."""
@@ -37,46 +38,46 @@ class NormOfGroups(Protocol):
 
 @runtime_checkable
 class MergesState(Protocol):
-    """Its state after a split step is not the mean of the states of the parts."""
+    """A norm whose state after a split step is not the mean of the states of the parts."""
 
     def merge_state(self, start: State, parts: list[State], shares: list[float]) -> State:
         """Returns buffers as they are after a step that was run in parts, each from `start`.
 
-        Those that it leaves out are averaged by `shares`. Leading replica axes pass through.
+        Buffers that it leaves out are averaged by `shares`. Leading replica axes pass through.
         """
         ...
 
 
 @runtime_checkable
 class DeclaresOrder(Protocol):
-    """True: its state must see samples in order, so that a step that splits a batch is refused."""
+    """A norm that may need its samples in order: if true, a step that splits a batch is refused."""
 
     sequential_state: bool
 
 
 @runtime_checkable
-class DeclaresSpan(Protocol):
-    """True: it pools the samples of all processes of a training, whose states need no merging."""
+class DeclaresSynchronized(Protocol):
+    """A norm that may pool the samples of all devices: if true, its states are not merged."""
 
-    spans_devices: bool
+    synchronized: bool
 
 
 @runtime_checkable
 class HasMomentum(Protocol):
-    """`momentum` is the weight of the new value in running averages, as in torch.nn."""
+    """A norm with running averages; `momentum` is the weight of the new value, as in torch.nn."""
 
     momentum: float | None
 
 
 @runtime_checkable
 class HasRamp(Protocol):
-    """It changes over a training of `num_training_steps` optimizer steps, which it counts."""
+    """A norm that changes over a training, whose `num_training_steps` optimizer steps it counts."""
 
     num_training_steps: int
 
 
 @runtime_checkable
 class HasNormParameters(Protocol):
-    """A module around a norm: weight decay treats these of its parameters as a norm's."""
+    """A module around a norm; weight decay treats these of its parameters as a norm's."""
 
     norm_parameters: tuple[str, ...]

@@ -1,6 +1,6 @@
-"""Counters of norms: those of all norms in a step move together.
+"""Counters of norms, which all norms of a step move in one operation.
 
-A launch for each counter would take a GPU longer than many a norm.
+On a GPU a launch for each counter would take longer than many a norm.
 """
 
 from __future__ import annotations
@@ -12,32 +12,33 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-_waiting: Counter[tuple[nn.Module, str]] | None = None  # what is still to be added to a counter
+# What the current block adds at its end, by norm and name of the buffer; None: at once.
+_pending: Counter[tuple[nn.Module, str]] | None = None
 
 
-def add_to_counters(norm: nn.Module, **numbers: int) -> None:
-    """Adds each number to the integer buffer of its name, or leaves that to `counting`."""
-    for name, number in numbers.items():
-        if _waiting is None:
-            norm.get_buffer(name).add_(number)
+def add_to_counters(norm: nn.Module, **amounts: int) -> None:
+    """Adds each amount to the integer buffer of its name, now or at the end of a `counting`."""
+    for name, amount in amounts.items():
+        if _pending is None:
+            norm.get_buffer(name).add_(amount)
         else:
-            _waiting[norm, name] += number
+            _pending[norm, name] += amount
 
 
 @contextmanager
-def counting(*, together: bool) -> Iterator[None]:
-    """Norms inside the block count at its end, `together`, or each in its forward.
+def counting(*, at_end: bool) -> Iterator[None]:
+    """Norms inside the block move their counters `at_end` of it, or each in its own forward.
 
-    Enter and leave the block outside of vmap. A norm that runs twice in it reads, both times, the
-    count from before.
+    Enter and leave the block outside of vmap. With `at_end`, a norm that runs twice inside reads
+    the count from before the block both times.
     """
-    global _waiting
-    outer = _waiting
-    _waiting = waiting = Counter() if together else None
+    global _pending
+    outer = _pending
+    _pending = amounts = Counter() if at_end else None
     try:
         yield
     finally:
-        _waiting = outer
-    if waiting:
-        counters = [norm.get_buffer(name) for norm, name in waiting]
-        torch._foreach_add_(counters, [*waiting.values()])  # type: ignore[attr-defined]
+        _pending = outer
+    if amounts:
+        counters = [norm.get_buffer(name) for norm, name in amounts]
+        torch._foreach_add_(counters, [*amounts.values()])  # type: ignore[attr-defined]

@@ -1,9 +1,9 @@
 """The norm factory that every model takes: it builds each norm and the parts around it.
 
-    self.norm1 = norm(width)                 a site for maps (N, C, *)
-    self.norm2 = norm.tokens(width)          a site for tokens (B, T, C)
-    self.act = norm.act(width)               the rest are slots; see config/slots.py
-    self.conv = norm.conv(3, width, kernel_size=3)
+    self.norm1 = norm(width)                          a site for maps (N, C, *)
+    self.norm2 = norm.tokens(width)                   a site for tokens (B, T, C)
+    self.act = norm.act(width)                        a slot, see config/slots.py
+    self.conv = norm.conv(3, width, kernel_size=3)    another slot
 
 A model never asks which norm it got. norms/parts.py has the modules that slots build.
 """
@@ -34,8 +34,8 @@ class NormFactory:
             sample of its own; `sequence` as (B, C, T), where a norm may pool positions.
         norm_batch_size: samples that share batch statistics in training; None for all of a forward.
         slots: what surrounds a norm.
-        keeps_norms: a network with norms of its own keeps them, see `around`; `make` refuses.
-        at: the norms of single sites, by a glob of their names; see `put_norms`.
+        keeps_norms: a network keeps the norms that it has, see `around`; `make` refuses.
+        at: builds the norms of single sites, by a glob of their names; see `put_norms`.
 
     Attributes:
         used: the slots that models have asked for; setting any other is refused.
@@ -72,7 +72,7 @@ class NormFactory:
         return AsBuiltSite(norm, "token" if is_last else "map", self.norm_batch_size)
 
     def put_norms(self, network: nn.Module) -> None:
-        """Gives the sites that a glob of `at` matches the norm that stands there.
+        """Puts the norms of `at` into the sites whose names match their globs.
 
         Raises:
             UserError: a glob that matches no site.
@@ -117,14 +117,16 @@ class NormFactory:
         """Returns the last module of a residual branch; any shape in and out.
 
         Args:
-            shape: of `layer_scale`, one number per channel: (C,) for tokens, (C, 1, 1) for maps.
-                Without a shape the branch ignores `layer_scale`.
+            shape: of the numbers of `layer_scale`, one per channel: (C,) for tokens, (C, 1, 1) for
+                maps. Without a shape the branch ignores `layer_scale`.
         """
         scales = []
-        if (start := self._use("residual_scale")) is not None:
-            scales.append(ResidualScale(start))
-        if shape and (start := self._use("layer_scale")) is not None:
-            scales.append(ResidualScale(start, shape))
+        residual_scale = self._use("residual_scale")
+        if residual_scale is not None:
+            scales.append(ResidualScale(residual_scale))
+        layer_scale = self._use("layer_scale") if shape else None
+        if layer_scale is not None:
+            scales.append(ResidualScale(layer_scale, shape))
         return scales[0] if len(scales) == 1 else nn.Sequential(*scales)
 
     @property
@@ -148,12 +150,12 @@ class NormFactory:
 
 
 class AsBuilt(nn.Module):
-    """Stands in a config for the norms that a network has; sites are put around them.
+    """Stands in a config for the norms that a network already has, and is never built.
 
-    Never built: `models/surgery.py` leaves each norm of the network in its place.
+    `models/surgery.py` puts a site around each of them.
     """
 
 
 def is_shipped(target: str) -> bool:
-    """True for the import path of a norm of this package, which is built without adapting it."""
+    """True for the import path of a norm of this package, which needs no adapter."""
     return target.startswith("normexp.norms.")

@@ -1,7 +1,7 @@
-"""The norms of any network that keep running mean and variance, and what passes through them.
+"""The norms of any network that keep running mean and variance, and the moments of their inputs.
 
-In evaluation such a norm computes f((x - running_mean) / sqrt(running_var + eps)). So it can be
-shown any other moments, even those of each sample apart, by a change of its input alone:
+In evaluation such a norm computes f((x - running_mean) / sqrt(running_var + eps)). A change of its
+input alone makes it use any other moments, which may differ between samples:
 
     x' = (x - mean) * sqrt((running_var + eps) / (var + eps)) + running_mean.
 """
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from normexp.norms.base import Moments, measure, mix, pool, unbiased, widen, zero_padding
 from normexp.norms.contract import Mask
-from normexp.norms.site import Site, as_maps, input_and_mask
+from normexp.norms.site import Site, as_maps, input_and_mask, named_sites
 
 INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -32,8 +32,8 @@ class NormSite:
     Attributes:
         name: its path.
         norm: holds the running moments.
-        entry: its input is what `norm` normalizes: `norm` itself, or the `Site` around it.
-        pools_samples: False for instance norm, whose training statistics are each sample's own.
+        entry: the module whose input `norm` normalizes: `norm` itself, or the `Site` around it.
+        pools_samples: False for instance norm, whose training statistics are those of each sample.
         has_averages: False if it keeps no running moments (track_running_stats=False).
         mean, var: names of the running moments among the attributes of `norm`.
     """
@@ -48,101 +48,102 @@ class NormSite:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The modules whose mode decides which statistics are used."""
+        """The modules whose training mode decides which statistics are used."""
         return list(self.entry.modules()) if isinstance(self.entry, Site) else [self.norm]
 
     @property
     def running(self) -> tuple[Tensor, Tensor]:
         """Running mean and variance (C,), in float32 or wider."""
-        mean, var = (getattr(self.norm, name).detach() for name in (self.mean, self.var))
-        return widen(mean.flatten()), widen(var.flatten())
+        mean, var = getattr(self.norm, self.mean), getattr(self.norm, self.var)
+        return widen(mean.detach().flatten()), widen(var.detach().flatten())
 
     @property
     def eps(self) -> float:
-        """What it adds to a variance; torch's default if it does not say."""
+        """The constant that the norm adds to a variance; torch's default if it does not say."""
         eps = getattr(self.norm, "eps", None)
         return 1e-5 if eps is None else float(eps)
 
     @property
     def counter(self) -> int | None:
-        """Updates so far; None if the norm does not count them."""
+        """The number of updates so far; None if the norm does not count them."""
         counter = getattr(self.norm, "num_batches_tracked", None)
         return int(counter.max()) if isinstance(counter, Tensor) and counter.numel() else None
 
     def group_size(self, num_samples: int) -> int:
-        """Samples that share statistics in training, of a forward pass of `num_samples`."""
+        """Returns how many samples of a training forward of `num_samples` share statistics."""
         if not self.pools_samples:
             return 1
         sizes = [getattr(self.entry, "norm_batch_size", None), getattr(self.norm, "ghost_size", 0)]
         return min([num_samples, *(size for size in sizes if size)])
 
     def maps(self, x: Tensor) -> Tensor:
-        """The input of `entry` as (N, C, P)."""
+        """Returns the input of `entry` as (N, C, P)."""
         return as_maps(x, self.entry)
 
     def like_input(self, maps: Tensor, x: Tensor) -> Tensor:
-        """Maps (N, C, P) in the shape and dtype of the input x of `entry`."""
+        """Returns maps (N, C, P) in the shape and dtype of the input x of `entry`."""
         if isinstance(self.entry, Site) and self.entry.view != "map":
             maps = maps.transpose(1, 2)
         return maps.reshape(x.shape).to(x.dtype)
 
-    def of_samples(self, x: Tensor, mask: Mask) -> Moments:
-        """The moments (N, C, 1) of each sample over its positions."""
+    def measure_samples(self, x: Tensor, mask: Mask) -> Moments:
+        """Returns the moments (N, C, 1) of each sample over its positions."""
         real = None if mask is None else mask.reshape(len(x), 1, -1)
         maps = widen(self.maps(x.detach()))
         return measure(zero_padding(maps, real), real, (2,))
 
     def pooled(self, samples: Moments) -> Moments:
-        """The moments (C,) that a training forward on these samples sees and averages, biased."""
+        """Returns the (biased) moments (C,) that the running moments average in a training forward.
+
+        Args:
+            samples: moments (N, C, 1) of the samples of the forward.
+        """
         mean, var, count = pool(samples, dim=0)
-        if not self.pools_samples:  # the mean of the samples' variances
+        if not self.pools_samples:
             var, count = samples.var.mean(dim=0, keepdim=True), samples.count
             count = count.float().mean() if isinstance(count, Tensor) else count
         total = count.flatten()[0] if isinstance(count, Tensor) else count
         return Moments(mean.flatten(), var.flatten(), total)
 
-    def shown(self, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
-        """The input x as the norm must see it to use `mean` and `var` (N or 1, C, 1)."""
+    def moved_input(self, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+        """Returns x' by which the norm uses `mean` and `var` (N or 1, C, 1) in evaluation."""
         running_mean, running_var = (value.view(1, -1, 1) for value in self.running)
         scale = torch.sqrt((running_var + self.eps) / (var + self.eps))
         return self.like_input((widen(self.maps(x)) - mean) * scale + running_mean, x)
 
 
 def find_sites(model: nn.Module) -> list[NormSite]:
-    """Every norm with mean and variance of its channels, or built to have them."""
-    inside = {
-        module: (name, site)
-        for name, site in model.named_modules()
-        if isinstance(site, Site)
-        for module in site.modules()
-    }
+    """Returns every norm that keeps mean and variance of its channels, or could keep them."""
+    around = dict[nn.Module, tuple[str, Site]]()  # the site around a module, with its name
+    for name, site in named_sites(model):
+        around |= dict.fromkeys(site.modules(), (name, site))
     sites = []
     for path, module in model.named_modules():
         buffers = dict(module.named_buffers(recurse=False))
         moments = [buffers.get("running_mean"), buffers.get("running_var")]
         has_averages = all(isinstance(m, Tensor) and m.ndim == 1 for m in moments)
+        pools_samples = not isinstance(module, INSTANCE)
         is_batch = isinstance(module, BATCH) or hasattr(module, "track_running_stats")
-        without = is_batch and not isinstance(module, INSTANCE) and moments == [None, None]
-        if (has_averages and hasattr(module, "eps")) or without:
-            name, entry = inside.get(module, (path, module))
-            pools_samples = not isinstance(module, INSTANCE)
+        lacks_averages = is_batch and pools_samples and moments == [None, None]
+        if (has_averages and hasattr(module, "eps")) or lacks_averages:
+            name, entry = around.get(module, (path, module))
             sites.append(NormSite(name or "the model", module, entry, pools_samples, has_averages))
     return sites
 
 
-Samples = dict[NormSite, list[Moments]]  # of each call of a site within one forward
+Samples = dict[NormSite, list[Moments]]  # the moments of the samples in each call within a forward
 
 
 @contextmanager
 def watching(sites: list[NormSite]) -> Iterator[Samples]:
     """Collects the moments of the samples that pass each site inside the block."""
-    seen: Samples = {site: [] for site in sites}
+    samples: Samples = {site: [] for site in sites}
 
     def watch(site: NormSite, x: Tensor, mask: Mask) -> None:
-        seen[site].append(site.of_samples(x, mask))
+        samples[site].append(site.measure_samples(x, mask))
 
     with _hooked(sites, watch):
-        yield seen
+        yield samples
 
 
 @contextmanager
@@ -170,30 +171,32 @@ def with_moments(
 ) -> Iterator[None]:
     """Norms in evaluation mode use these moments, one for each call within a forward.
 
-    With `own_share`, those expected of a training batch that holds the sample. With m_i, v_i the
-    sample's own moments, m, v those of the population and a = 1 / n its share of a batch of n
-    (arXiv:1904.06031): a m_i + (1 - a) m and a v_i + (1 - a) v + a (1 - a) (m_i - m)^2. That the
-    mean of the others varies too is left out: of a drop it counts as training noise.
+    With `own_share`, they use for each sample the moments expected of a training batch that holds
+    it. With m_i, v_i the moments of the sample, m, v those of the population and a = 1 / n the
+    share of a sample in a batch of n (arXiv:1904.06031), these are a m_i + (1 - a) m and
+    a v_i + (1 - a) v + a (1 - a) (m_i - m)^2. The variation of the mean of the other samples is
+    left out, so that it counts as training noise.
     """
     num_calls = dict.fromkeys(populations, 0)
 
-    def show(site: NormSite, x: Tensor, mask: Mask) -> Tensor:
-        of_calls = populations[site]
-        of_call = of_calls[min(num_calls[site], len(of_calls) - 1)]
+    def move(site: NormSite, x: Tensor, mask: Mask) -> Tensor:
+        calls = populations[site]
+        population = calls[min(num_calls[site], len(calls) - 1)]
         num_calls[site] += 1
-        mean, var = (value.view(1, -1, 1) for value in of_call)
+        mean, var = (value.view(1, -1, 1) for value in population)
         if own_share:
-            mean, var = mix(site.of_samples(x, mask), 1 / site.group_size(len(x)), mean, var)
-        return site.shown(x, mean, var)
+            share = 1 / site.group_size(len(x))
+            mean, var = mix(site.measure_samples(x, mask), share, mean, var)
+        return site.moved_input(x, mean, var)
 
-    with _hooked(populations, show):
+    with _hooked(populations, move):
         yield
 
 
 def write_populations(populations: Mapping[NormSite, Population]) -> None:
     """Writes moments into the running ones."""
-    for site, moments in populations.items():
-        for name, value in zip((site.mean, site.var), moments, strict=True):
+    for site, population in populations.items():
+        for name, value in zip((site.mean, site.var), population, strict=True):
             running = getattr(site.norm, name)
             running.copy_(value.view_as(running))
 
@@ -201,41 +204,41 @@ def write_populations(populations: Mapping[NormSite, Population]) -> None:
 def can_be_shown(site: NormSite, x: Tensor) -> bool:
     """True if the norm's evaluation depends on running moments as this file assumes.
 
-    Compares, on an input of the network, other running moments with an input changed instead. The
-    norm must be in evaluation mode. Its state is changed.
+    Compares, on an input of the network, other running moments with a change of the input instead.
+    The norm must be in evaluation mode, and its state is changed.
     """
     mean, var = site.running
     if x.dim() < 2 or site.maps(x).shape[1] != len(mean):
         return False
     if not (mean.isfinite().all() and (var >= 0).all() and var.isfinite().all()):
-        mean, var = torch.zeros_like(mean), torch.ones_like(var)
-        write_populations({site: Population(mean, var)})
-    pooled = site.pooled(site.of_samples(x, None))
+        write_populations({site: Population(torch.zeros_like(mean), torch.ones_like(var))})
+    pooled = site.pooled(site.measure_samples(x, None))
     other = Population(pooled.mean + pooled.var.sqrt(), 2 * pooled.var + site.eps)
     try:
-        changed = site.entry(site.shown(x, *(value.view(1, -1, 1) for value in other)))
+        moved = site.moved_input(x, other.mean.view(1, -1, 1), other.var.view(1, -1, 1))
+        by_input = site.entry(moved)
         write_populations({site: other})
-        direct = site.entry(x)
-    except Exception:  # of foreign code, any kind
+        by_moments = site.entry(x)
+    except Exception:  # foreign code may raise anything
         return False
-    error, size = (changed - direct).abs().max(), direct.abs().max()
-    return bool(error <= 0.01 * size + 1e-6)
+    error = (by_input - by_moments).abs().max()
+    return bool(error <= 0.01 * by_moments.abs().max() + 1e-6)
 
 
 @contextmanager
 def _hooked(
     sites: Iterable[NormSite], hook: Callable[[NormSite, Tensor, Mask], Tensor | None]
 ) -> Iterator[None]:
-    """Calls `hook` with what enters each site, and shows the site what it returns instead."""
+    """Calls `hook` with the input of each site, which is replaced by what the hook returns."""
 
     def call(site: NormSite, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x, mask = input_and_mask(args, kwargs)
-        shown = hook(site, x, mask if isinstance(site.entry, Site) else None)
-        if shown is None:
+        moved = hook(site, x, mask if isinstance(site.entry, Site) else None)
+        if moved is None:
             return None
         if args:
-            return (shown, *args[1:]), kwargs
-        return args, kwargs | {next(iter(kwargs)): shown}
+            return (moved, *args[1:]), kwargs
+        return args, kwargs | {next(iter(kwargs)): moved}
 
     with ExitStack() as hooks:
         for site in sites:
@@ -245,7 +248,10 @@ def _hooked(
 
 
 def pool_batches(site: NormSite, batches: list[Moments]) -> Population:
-    """The moments of all samples of several batches, from those of each (arXiv:2105.07576)."""
+    """Returns the moments of all samples of several batches, from those of each batch.
+
+    This is precise batch norm (arXiv:2105.07576).
+    """
     means = torch.stack([batch.mean for batch in batches])
     variances = torch.stack([batch.var for batch in batches])
     if not site.pools_samples:
@@ -256,9 +262,9 @@ def pool_batches(site: NormSite, batches: list[Moments]) -> Population:
 
 
 def distances(running: Tensor, batches: Sequence[Tensor], scale: Tensor) -> Tensor:
-    """|running - mean over batches| in standard deviations of these, by channel.
+    """Returns |running - mean over batches| of each channel, in standard deviations over batches.
 
-    Of constant channels, in thousandths of their scale.
+    The unit is at least a thousandth of `scale`, for channels that are constant.
     """
     if len(batches) < 2:
         return running.new_empty(0)
@@ -268,5 +274,5 @@ def distances(running: Tensor, batches: Sequence[Tensor], scale: Tensor) -> Tens
 
 
 def averaged_var(moments: Moments) -> Tensor:
-    """The variance of a batch as running averages take it: n / (n - 1) times the biased one."""
+    """Returns the variance of a batch that running averages take, which is the unbiased one."""
     return unbiased(moments.var, moments.count)

@@ -1,4 +1,4 @@
-"""What the slots put around a norm: activations, convolutions and scales of residual branches."""
+"""Modules that slots put around a norm: activations, convolutions, scales of residual branches."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ WEIGHT_EPS = 1e-6
 
 
 class TLU(nn.Module):
-    """max(x, tau), tau learned for each channel and initially zero, which is ReLU.
+    """max(x, tau) with a learned tau per channel, which starts at zero as ReLU.
 
-    The threshold of filter response norm (Singh and Krishnan 2020, arXiv:1911.09737), whose outputs
-    are not centred. Shape (N, C, *) in and out.
+    The activation of filter response norm, whose outputs are not centred (Singh and Krishnan 2020,
+    arXiv:1911.09737). Shape (N, C, *) in and out.
     """
 
     norm_parameters = ("tau",)
@@ -53,10 +53,10 @@ class ScaledReLU(nn.Module):
 class ProxyActivation(nn.Module):
     """(f(w x + b) - mean(f(w g + b))) / sqrt(var(f(w g + b)) + 0.03), g a standard normal variable.
 
-    Proxy normalization of an activation f (Labatie et al. 2021, arXiv:2106.03743): it standardizes
-    what f would return if its normalized input were normal in each channel. The layer or group norm
-    before it has affine=false, because weight and bias are here. As in public code, g takes 256
-    values with equal probabilities between them, and var is biased. Shape (N, C, *) in and out.
+    Proxy normalization of an activation f (Labatie et al. 2021, arXiv:2106.03743) standardizes what
+    f would return if its normalized input had a normal distribution in each channel. The layer or
+    group norm before it has affine=false, because weight and bias are here. As in public code, g
+    takes the 256 midpoints of equal probabilities, and var is biased. Shape (N, C, *) in and out.
     """
 
     norm_parameters = ("weight", "bias")
@@ -75,7 +75,8 @@ class ProxyActivation(nn.Module):
         proxy = self.function(affine.apply(normal.expand(-1, len(self.weight))))
         var, mean = torch.var_mean(proxy, dim=0, correction=0)  # (C,)
         scale = torch.rsqrt(var + self.EPS)
-        y = self.function(affine.apply(x.to(torch.promote_types(x.dtype, scale.dtype))))
+        x_wide = x.to(torch.promote_types(x.dtype, scale.dtype))
+        y = self.function(affine.apply(x_wide))
         return Affine(scale, -mean * scale).apply(y).to(x.dtype)
 
 
@@ -122,8 +123,8 @@ class ScaledWeightStandardizedConv2d(WeightStandardizedConv2d):
 class ResidualScale(nn.Module):
     """y = scale * x with a learned scale of any shape, at the end of a residual branch.
 
-    One number from zero makes the network begin as its skip connections: SkipInit (De and Smith
-    2020, arXiv:2002.10444). A number per channel is LayerScale (Touvron et al. 2021,
+    A single scale that starts at zero makes the network begin as its skip connections: SkipInit (De
+    and Smith 2020, arXiv:2002.10444). A scale per channel is LayerScale (Touvron et al. 2021,
     arXiv:2103.17239); timm's CaiT starts it at 1e-5 in 24 layers, at 1e-6 in its largest networks.
     """
 

@@ -1,7 +1,7 @@
 """Norms that pool within a sample: group, layer, instance, positional and RMS norm; and none.
 
-But for RMS norm, which does not centre, one formula, (x - mean) / sqrt(var + eps) * weight + bias,
-with the biased variance. The norms differ in the values that the moments pool, for x (N, C, H, W):
+All but RMS norm, which does not centre, are (x - mean) / sqrt(var + eps) * weight + bias with the
+biased variance. They differ in the values that the moments pool, for x (N, C, H, W):
 
     GroupNorm      each run of C / num_groups channels, over H and W     nn.GroupNorm
     LayerNorm      all of a sample: C, H, W                              nn.GroupNorm(1, C)
@@ -51,21 +51,18 @@ class ChannelGroupsNorm(AffineNorm):
             raise UserError(
                 f"norm.groups_policy={self.groups_policy} is neither strict nor nearest"
             )
-        wanted, num_features = self.num_groups, self.num_features
-        if num_features % wanted == 0:
+        num_features = self.num_features
+        if num_features % self.num_groups == 0:
             return
-        fitting = [d for d in range(1, num_features) if num_features % d == 0] or [1]
-        nearest = min(fitting, key=lambda d: abs(d - wanted))
+        divisors = [d for d in range(1, num_features) if num_features % d == 0] or [1]
+        nearest = min(divisors, key=lambda d: abs(d - self.num_groups))
+        misfit = f"num_groups={self.num_groups} does not divide num_features={num_features}"
         if self.groups_policy == "strict":
             raise UserError(
-                f"num_groups={wanted} does not divide num_features={num_features}; try "
-                f"norm.num_groups={nearest}, or norm.groups_policy=nearest"
+                f"{misfit}; try norm.num_groups={nearest}, or norm.groups_policy=nearest"
             )
+        logger.info("%s: using %d", misfit, nearest)
         self.num_groups = nearest
-        logger.info(
-            "num_groups=%d does not divide num_features=%d: using %d",
-            *(wanted, num_features, self.num_groups),
-        )
 
     def refuse_one_value(self, x: Tensor) -> None:
         """Raises UserError if a group of x (N, C, *) holds one value: its variance is zero."""
@@ -79,8 +76,8 @@ class ChannelGroupsNorm(AffineNorm):
 class GroupNorm(ChannelGroupsNorm):
     """Moments over C / num_groups channels and all positions of a sample. arXiv:1803.08494.
 
-    The paper has 32 groups. Other implementations differ in the order of their arguments (torch
-    takes num_groups first) and on tokens: torch on (N, C, T) pools positions too.
+    The paper has 32 groups. torch takes num_groups as the first argument, and on (N, C, T) pools
+    positions too.
     """
 
     def normalize(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
@@ -104,9 +101,9 @@ class LayerNorm(AffineNorm):
 class InstanceNorm(AffineNorm):
     """Moments over the positions of one channel of a sample. arXiv:1607.08022.
 
-    torch.nn's InstanceNorm has no weight and bias by default; this one, like many tutorials, has
-    both per channel. torch's track_running_stats, which evaluates with averages over the training
-    set, does not exist here.
+    torch.nn's InstanceNorm has no weight and bias by default; this one, as in many tutorials, has
+    both per channel. It has no track_running_stats, with which torch's evaluates by averages over
+    the training set.
     """
 
     def normalize(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
@@ -122,13 +119,13 @@ class LayerNorm2d(AffineNorm):
     """
 
     def normalize(self, x: Tensor, _: Mask, affine: Affine) -> Tensor:
-        last = x.movedim(1, -1)  # (N, *, C)
-        return F.layer_norm(last, (last.shape[-1],), *affine, self.eps).movedim(-1, 1)
+        x = x.movedim(1, -1)  # (N, *, C)
+        return F.layer_norm(x, (self.num_features,), *affine, self.eps).movedim(-1, 1)
 
 
 @knobs
 class PositionNorm(LayerNorm2d):
-    """Moments over the channels at each position, no weight and no bias: PONO. arXiv:1907.04312.
+    """Moments over the channels at each position, without weight and bias: PONO. arXiv:1907.04312.
 
     The paper has the biased variance; the authors' code takes the unbiased one, over C - 1, which
     scales its output by sqrt((C - 1) / C). The paper's moment shortcut, which passes the moments to
@@ -167,7 +164,7 @@ class SimpleRMSNorm(RMSNorm):
 
 
 class NoNorm(nn.Module):
-    """y = x, without parameters. Shape (N, C, *) in and out; masked positions become zero."""
+    """y = x, without parameters. Shape (N, C, *) in and out; padding becomes zero."""
 
     def __init__(self, num_features: int) -> None:
         super().__init__()
@@ -186,12 +183,12 @@ def group_norm(
 ) -> Tensor:
     """Normalizes each run of C / num_groups channels of each sample over its real positions.
 
-    torch's kernel, or the same formula with a mask. Shapes: x (N, C, *), real (N, 1, *).
+    Computes by torch's kernel, or with a mask by the formula. Shapes: x (N, C, *), real (N, 1, *).
     """
     if real is None or x.ndim == 2:  # a sample of one position is real or padding as a whole
         if num_groups == x.shape[1]:
-            # The kernel loses digits far from zero, twice as many as nn.InstanceNorm's. No output
-            # depends on a constant that is added to a whole channel, so neither does a gradient.
+            # The kernel loses digits far from zero, twice as many as nn.InstanceNorm's. A constant
+            # added to a whole channel changes no output, so it needs no gradient.
             x = x - x.detach().mean(dim=tuple(range(2, x.ndim)), keepdim=True)
         return kernel.group_norm(x, num_groups, affine, eps)
     groups = x.unflatten(1, (num_groups, -1))  # (N, G, C/G, *)

@@ -1,6 +1,6 @@
-"""Norms of sequences in which no position looks at a later one.
+"""Norms of sequences in which no position depends on a later one.
 
-Causal instance and group norm use the moments of a position and the earlier ones; batch norm per
+Causal instance and group norm take the moments of a position and all earlier ones; batch norm per
 position has separate statistics at each.
 """
 
@@ -22,8 +22,8 @@ class CausalGroupNorm(ChannelGroupsNorm):
     """(x_t - mean_t) / sqrt(var_t + eps) * weight + bias, moments over C/G channels and s <= t.
 
     Shape (N, C, T) in and out, or (N, C), which is one position. The last position equals group
-    norm over the whole sequence; with G = C this is `CausalInstanceNorm`. The groups of
-    arXiv:1803.08494, cumulative like cLN of Conv-TasNet (arXiv:1809.07454), which is G = 1.
+    norm (arXiv:1803.08494) over the whole sequence. G = C is `CausalInstanceNorm`, and G = 1 is the
+    cLN of Conv-TasNet (arXiv:1809.07454).
     """
 
     def normalize(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
@@ -35,10 +35,10 @@ class CausalGroupNorm(ChannelGroupsNorm):
 class CausalInstanceNorm(AffineNorm):
     """(x_t - mean_t) / sqrt(var_t + eps) * weight + bias, moments of one channel over s <= t.
 
-    Shape (N, C, T) in and out. Instance norm of arXiv:1607.08022 on each prefix. The first real
-    position of a sample pools one value, so its variance is 0 and its output is always the bias.
-    Sequences of one position are therefore refused in training; in evaluation a text may start
-    with one.
+    Shape (N, C, T) in and out. Instance norm (arXiv:1607.08022) of each prefix of a sequence. The
+    first real position of a sample pools one value, so its variance is 0 and its output is always
+    the bias. Sequences of one position are therefore refused in training, but not in evaluation,
+    where a generated text starts with one.
     """
 
     def normalize(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
@@ -72,11 +72,11 @@ def _centre_prefixes(x: Tensor, real: Mask) -> tuple[Tensor, Tensor]:
     Shapes: x (N, G, K, T), zero where `real` (N, 1, T) is false -> (N, G, K, T) and (N, G, T).
 
     With c_s the centred values at s, a group's sum of squared deviations grows there by sum(c_s^2),
-    and by sum(c_s)^2 / (number of values before s), because the mean has moved for the values
-    before (after Chan, Golub and LeVeque 1979).
+    and by sum(c_s)^2 / (number of values before s), because the mean of the values before has moved
+    (Chan, Golub and LeVeque 1979).
 
-    Accuracy: no term is negative, so no digits cancel. Sums are of differences from the first real
-    value, so that a constant added to a sequence costs only the digits that its own rounding takes.
+    No term is negative, so no digits cancel. The sums are of differences from the first real value,
+    so a constant added to a sequence costs only the digits that its own rounding takes.
     """
     size, num_positions = x.shape[2:]  # K, T
     mask = None if real is None else real.unsqueeze(1)  # (N, 1, 1, T)
@@ -85,37 +85,37 @@ def _centre_prefixes(x: Tensor, real: Mask) -> tuple[Tensor, Tensor]:
         count = torch.arange(1, num_positions + 1, dtype=x.dtype, device=x.device)
     else:
         first = x.take_along_dim(real.int().argmax(dim=-1)[:, None, None], dim=-1)
-        count = real.cumsum(dim=-1).clamp(min=1).to(x.dtype)  # before the first real one: 0 / 1
-    count = count * size  # of values up to a position
-    before = (count - size).clamp(min=1)
-    # No output depends on a constant subtracted from a whole group, so neither does a gradient.
+        count = real.cumsum(dim=-1).clamp(min=1).to(x.dtype)  # 1 before the first real position
+    count = count * size  # values up to a position
+    count_before = (count - size).clamp(min=1)
+    # A constant subtracted from a whole group changes no output, so it needs no gradient.
     x = zero_padding(x - first.mean(dim=2, keepdim=True).detach(), mask)
     total = x.sum(dim=2)  # (N, G, T)
     mean = total.cumsum(dim=-1) / count
-    # Negates the smaller tensor: the backward of a difference would negate the larger one.
+    # x - mean in a form whose backward negates the smaller tensor.
     centred = zero_padding(x + (-mean).unsqueeze(2), mask)
     with torch.autocast(x.device.type, enabled=False):  # it would round to half precision
-        steps = torch.linalg.vecdot(centred, centred, dim=2)
+        growth = torch.linalg.vecdot(centred, centred, dim=2)
     if size == 1:  # sum(c)^2 is sum(c^2)
-        steps = steps * (count / before)
+        growth = growth * (count / count_before)
     else:
-        steps = steps + zero_padding(total - size * mean, real).square() / before
-    return centred, steps.cumsum(dim=-1) / count
+        growth = growth + zero_padding(total - size * mean, real).square() / count_before
+    return centred, growth.cumsum(dim=-1) / count
 
 
 @knobs
 class BatchNormPerPosition(RunningMomentsNorm):
     """(x_t - mean_t) / sqrt(var_t + eps) * weight + bias, moments over the samples at position t.
 
-    Shape (N, C, T) in and out. No position looks at another, in training or in evaluation. Running
-    averages are (T, C), a row per position; a shorter input moves the first rows, and a mask (N, T)
-    leaves out padding. Batch norm of C * T features (arXiv:1502.03167), but with a weight and a
-    bias per channel like every norm here: otherwise it would learn T times as much as the norms it
-    is compared with.
+    Shape (N, C, T) in and out. No position depends on another, in training or in evaluation.
+    Running averages are (T, C), a row per position; a shorter input moves the first rows, and a
+    mask (N, T) leaves out padding. It is batch norm of C * T features (arXiv:1502.03167), but with
+    a weight and a bias per channel like every norm here: otherwise it would learn T times as much
+    as the norms it is compared with.
 
-    Computed as batch norm of T * C features in position order, the order in which sites hold
-    tokens. If only one sample is real at a position, its variance is zero: training outputs the
-    bias there, and the running variance stays as it was.
+    The T * C features are in position order, the order in which sites hold tokens. If only one
+    sample is real at a position, its variance is zero: training outputs the bias there, and the
+    running variance stays as it was.
 
     Args:
         num_positions: T, the longest sequence; only padding may lie beyond.
@@ -171,27 +171,28 @@ class BatchNormPerPosition(RunningMomentsNorm):
         length = x.shape[-1]
         features = x.mT.flatten(-2)  # (G, N, T * C)
         real = None if real is None else real.expand(x.shape).mT.flatten(-2)
-        affine = self.affine_of_features(x, affine)
-        out, moments = normalize_groups(features, real, affine, self.eps)
+        out, moments = normalize_groups(
+            features, real, self.affine_of_features(x, affine), self.eps
+        )
         self._advance_rows(pool(moments, dim=0), length)
         return out.unflatten(-1, (length, -1)).mT
 
     def normalize_by_running(self, x: Tensor, _: Mask, affine: Affine) -> Tensor:
         length = x.shape[-1]
-        averages = (self.running_mean, self.running_var)
-        mean, var = (rows[:length].flatten().to(x.dtype) for rows in averages)
-        affine = self.affine_of_features(x, affine)
+        mean = self.running_mean[:length].flatten().to(x.dtype)
+        var = self.running_var[:length].flatten().to(x.dtype)
         features = x.flatten(0, 1).mT.flatten(-2)  # (G * N, T * C)
+        affine = self.affine_of_features(x, affine)
         out = batch_norm(features, affine, (mean, var), None, self.eps)
         return out.unflatten(-1, (length, -1)).mT.unflatten(0, x.shape[:2])
 
     @torch.no_grad()
     def _advance_rows(self, moments: Moments, length: int) -> None:
         """Moves the first rows one step by moments (1, 1, T * C), each by its number of values."""
-        beyond = (0, 0, 0, self.num_positions - length)
-        mean, var = (F.pad(m.view(length, -1), beyond) for m in moments[:2])
+        missing_rows = (0, 0, 0, self.num_positions - length)
+        mean, var = (F.pad(m.view(length, -1), missing_rows) for m in moments[:2])
         count = torch.zeros_like(moments.mean) + moments.count
-        count = F.pad(count.view(length, -1)[:, :1], beyond)  # (num_positions, 1)
+        count = F.pad(count.view(length, -1)[:, :1], missing_rows)  # (num_positions, 1)
         self.num_batches_tracked.add_(1)
         self.num_values.add_(count.squeeze(1).long())
         weight = self.momentum * (count > 0).to(mean.dtype)
@@ -202,6 +203,6 @@ class BatchNormPerPosition(RunningMomentsNorm):
     def merge_state(self, start: State, parts: list[State], shares: list[float]) -> State:
         """As `RunningMomentsNorm.merge_state`, for each position by its number of values."""
         merged = super().merge_state(start, parts, shares)
-        known = (merged["num_values"] - start["num_values"])[..., None] > 1
-        merged["running_var"] = torch.where(known, merged["running_var"], start["running_var"])
-        return merged
+        has_variance = (merged["num_values"] - start["num_values"])[..., None] > 1
+        var, start_var = merged["running_var"], start["running_var"]
+        return merged | {"running_var": torch.where(has_variance, var, start_var)}

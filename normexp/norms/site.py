@@ -1,7 +1,8 @@
-"""The site, which handles views, masks and ghost sub-batches for the norm inside, and its state.
+"""The site of a norm in a model: views, masks and ghost sub-batches for the norm inside.
 
-What it may expect of that norm is the contract, norms/contract.py. The state of a norm is its
-buffers by name: read, written, swapped, and merged from the parts of a step.
+norms/contract.py says what a site may expect of its norm. The functions below read, write and merge
+the state of norms, which is their buffers by name, and translate names between a model with sites
+and the network as its authors build it.
 """
 
 from __future__ import annotations
@@ -26,23 +27,24 @@ from normexp.norms.contract import (
 from normexp.norms.counters import counting
 
 View = Literal["map", "token", "sequence"]
-NOTHING: Mapping[str, Any] = {}
+# Attributes of a norm that its site hides, because they say how norms can be treated.
 NOT_PASSED_ON = (
-    *("forward_groups", "merge_state", "sequential_state", "spans_devices", "momentum"),
+    *("forward_groups", "merge_state", "sequential_state", "synchronized", "momentum"),
     *("num_training_steps", "norm_parameters", "track_running_stats", "inplace"),
 )
-OWN_OF_A_NORM = ("weight", "bias", "eps")  # what networks read to normalize without its forward
+# What networks read of a norm to normalize without its forward.
+READ_TO_BYPASS = ("weight", "bias", "eps")
 
 
 class ReadAroundNorm(AttributeError, UserError):
-    """A network reads what a site does not have; `hasattr` is false."""
+    """A network reads an attribute that a replaced norm lacks; `hasattr` is false."""
 
 
 class InPlaceOfNorm(nn.Module):
-    """A module whose tensors are not those that a network expects of its norm."""
+    """A module that replaces a norm, and lacks the tensors that a network expects of it."""
 
     def __getattr__(self, name: str) -> Any:
-        if name in OWN_OF_A_NORM:
+        if name in READ_TO_BYPASS:
             raise ReadAroundNorm(
                 f"the {name} of a replaced norm is read, and that of the new norm is at "
                 f".norm.{name}; a network that reads it in its forward normalizes by itself and "
@@ -58,11 +60,11 @@ class Site(InPlaceOfNorm):
     each to the norm in its view, and joins the outputs. In evaluation nothing is split.
 
     Shapes: x (N, C, *) for view `map`; (B, T, C) for `token` and `sequence`, or (N, *, C), whose
-    positions * it joins; mask (N, *) or (B, T).
+    position axes are joined; mask (N, *) or (B, T).
     """
 
-    adds_level = "norm"  # the part of a tensor's name that the network's authors do not have
-    num_features: int  # of the norm, as the model asked for it
+    adds_level = "norm"  # in the names of tensors, which the network's authors do not have
+    num_features: int  # as the model asked
 
     def __init__(self, norm: nn.Module, view: View, norm_batch_size: int | None) -> None:
         super().__init__()
@@ -80,38 +82,37 @@ class Site(InPlaceOfNorm):
         sizes = self._group_sizes(len(x))
         if len(sizes) < 2:
             return self._apply_in_view(self.norm, x, mask)
-        # Each part comes through this forward again, and then divides evenly.
         if not isinstance(self.norm, NormOfGroups):
-            return self._apply_in_parts(sizes, (x, mask))
-        if sizes[-1] != sizes[0]:
-            return self._apply_in_parts([sum(sizes[:-1]), sizes[-1]], (x, mask))
+            return self._apply_in_parts(sizes, x, mask)
+        if sizes[-1] != sizes[0]:  # the first part comes here again, and then divides evenly
+            return self._apply_in_parts([sum(sizes[:-1]), sizes[-1]], x, mask)
         groups = x.unflatten(0, (len(sizes), -1))  # (G, n, ...)
         group_masks = None if mask is None else mask.unflatten(0, (len(sizes), -1))
         return self._apply_in_view(self.norm.forward_groups, groups, group_masks).flatten(0, 1)
 
     def _group_sizes(self, num_samples: int) -> list[int]:
-        """The samples of each set of statistics of a forward; the last set may be smaller."""
+        """Returns the samples of each group that shares statistics; the last may have fewer."""
         size = self.norm_batch_size
         if not self.training or size is None:
             return [num_samples]
-        num_groups, rest = divmod(num_samples, size)
-        return [size] * num_groups + ([rest] if rest else [])
+        num_full, remainder = divmod(num_samples, size)
+        return [size] * num_full + ([remainder] if remainder else [])
 
-    def _apply_in_parts(
-        self, sizes: list[int], args: tuple[Any, ...], keywords: Mapping[str, Any] = NOTHING
-    ) -> Tensor:
+    def _apply_in_parts(self, sizes: list[int], /, *args: Any, **keywords: Any) -> Tensor:
         """Runs every part from the same initial state, then merges the final states by share."""
         originals = dict(self.norm.named_buffers())
         start = read_state(self.norm)
-        parts = [_split(value, sizes) for value in (*args, *keywords.values())]
+        split_args = [_split(value, sizes) for value in args]
+        split_keywords = {name: _split(value, sizes) for name, value in keywords.items()}
         outputs, ends = [], []
         try:
-            for part in zip(*parts, strict=True):
+            for i in range(len(sizes)):
                 # Fresh tensors for each part, because a kernel may keep them for its backward.
                 install_state(self.norm, {name: value.clone() for name, value in start.items()})
-                named = dict(zip(keywords, part[len(args) :], strict=True))
-                with counting(together=False):
-                    outputs.append(self.forward(*part[: len(args)], **named))
+                part_args = [values[i] for values in split_args]
+                part_keywords = {name: values[i] for name, values in split_keywords.items()}
+                with counting(at_end=False):
+                    outputs.append(self.forward(*part_args, **part_keywords))
                 ends.append(read_state(self.norm))
         finally:
             install_state(self.norm, originals)
@@ -120,11 +121,14 @@ class Site(InPlaceOfNorm):
         return torch.cat(outputs)
 
     def _apply_in_view(self, norm: Callable[..., Tensor], x: Tensor, mask: Mask) -> Tensor:
-        """Shows x, which may lead with an axis of groups, to the norm and turns the result back."""
+        """Shows x to the norm in its view, and returns the output in the shape of x.
+
+        Both may lead with an axis of groups.
+        """
         if self.view == "token":
-            rows = x.flatten(-3, -2)  # (B, T, C) -> (B*T, C)
-            row_mask = None if mask is None else mask.flatten(-2)
-            return self._call(norm, rows, row_mask).unflatten(-2, x.shape[-3:-1])
+            tokens = x.flatten(-3, -2)  # (B, T, C) -> (B*T, C)
+            token_mask = None if mask is None else mask.flatten(-2)
+            return self._call(norm, tokens, token_mask).unflatten(-2, x.shape[-3:-1])
         if self.view == "sequence":
             return self._call(norm, x.mT, mask).mT  # (B, T, C) -> (B, C, T)
         return self._call(norm, x, mask)
@@ -136,40 +140,40 @@ class Site(InPlaceOfNorm):
 
     def _apply_to_real(self, x: Tensor, mask: Tensor) -> Tensor:
         """Shows only real positions to a norm without a mask; shapes vary, so never under vmap."""
-        if self.view == "token":  # (B*T, C): drop the padded rows
+        if self.view == "token":  # (B*T, C): drop the padded tokens
             out = torch.zeros_like(x)
             out[mask] = self.norm(x[mask]).to(x.dtype)
             return out
-        rows = []  # (B, C, T): one sample at a time, each at its own length
+        outputs = []  # (B, C, T): one sample at a time, each at its own length
         for sample, real in zip(x, mask, strict=True):
-            row = torch.zeros_like(sample)
-            row[:, real] = self.norm(sample[None, :, real])[0].to(x.dtype)
-            rows.append(row)
-        return torch.stack(rows)
+            out = torch.zeros_like(sample)
+            out[:, real] = self.norm(sample[None, :, real])[0].to(x.dtype)
+            outputs.append(out)
+        return torch.stack(outputs)
 
 
 class AsBuiltSite(Site):
-    """The site of a norm that a network has: runs the module itself, with all its arguments.
+    """The site of a norm that a network already has, which runs with all its arguments.
 
     A training forward is split as in any site, with every argument that has a value per sample.
-    A network reads the attributes of its norm here, but for those that say what this package can
-    do with a norm.
+    The network reads the attributes of its norm from the site, but for NOT_PASSED_ON.
     """
 
     def __getattr__(self, name: str) -> Any:
-        is_own = name in self._modules or name in NOT_PASSED_ON or name.startswith("_")
-        return super().__getattr__(name) if is_own else getattr(self.norm, name)
+        if name in self._modules or name in NOT_PASSED_ON or name.startswith("_"):
+            return super().__getattr__(name)
+        return getattr(self.norm, name)
 
     def forward(self, *args: Any, **keywords: Any) -> Tensor:
         x, _ = input_and_mask(args, keywords)
         sizes = self._group_sizes(len(x))
         if len(sizes) < 2:
             return self.norm(*args, **keywords)
-        return self._apply_in_parts(sizes, args, keywords)
+        return self._apply_in_parts(sizes, *args, **keywords)
 
 
 def _split(value: Any, sizes: list[int]) -> Sequence[Any]:
-    """The parts of a tensor with a value per sample; any other value for each part."""
+    """Splits a tensor with a value per sample into parts; repeats any other value for each part."""
     if isinstance(value, Tensor) and value.ndim and len(value) == sum(sizes):
         return value.split(sizes)
     return [value] * len(sizes)
@@ -185,21 +189,23 @@ def takes_mask(norm: nn.Module) -> bool:
 def merge_state(module: nn.Module, start: State, parts: list[State], shares: list[float]) -> State:
     """Returns the buffers of `module` after a step run in parts that all began at `start`.
 
-    Floating-point buffers are the share-weighted mean of the parts; integers (counters) are as the
-    first part left them, so that a counter rises by one per step. A submodule's own `merge_state`
-    takes precedence for the buffers that it returns. Leading replica axes pass through.
+    A submodule may merge its buffers by its own `merge_state`. Of other buffers, floating-point
+    ones are the mean of the parts weighted by `shares`; integers are as the first part left them,
+    so that a counter rises by one per step. Leading replica axes pass through.
     """
     merged: State = {}
     for path, child in module.named_modules():
         if isinstance(child, MergesState):
             prefix = f"{path}." if path else ""
-            first, *ends = (_below(prefix, state) for state in (start, *parts))
-            values = child.merge_state(first, ends, shares)
-            merged |= {prefix + name: value for name, value in values.items()}
+            ends = [_below(prefix, part) for part in parts]
+            for name, value in child.merge_state(_below(prefix, start), ends, shares).items():
+                merged[prefix + name] = value
     for name in parts[0].keys() - merged.keys():
-        first = parts[0][name]
-        weighted = (part[name] * share for part, share in zip(parts, shares, strict=True))
-        merged[name] = torch.stack([*weighted]).sum(0) if first.is_floating_point() else first
+        value = parts[0][name]
+        if value.is_floating_point():
+            weighted = [part[name] * share for part, share in zip(parts, shares, strict=True)]
+            value = torch.stack(weighted).sum(0)
+        merged[name] = value
     return merged
 
 
@@ -209,8 +215,9 @@ def _below(prefix: str, state: State) -> State:
 
 def is_sequential(module: nn.Module) -> bool:
     """True if a norm in `module` declares that its state must see samples in order."""
-    norms = (child for child in module.modules() if isinstance(child, DeclaresOrder))
-    return any(norm.sequential_state for norm in norms)
+    return any(
+        isinstance(child, DeclaresOrder) and child.sequential_state for child in module.modules()
+    )
 
 
 def read_state(module: nn.Module) -> State:
@@ -219,7 +226,7 @@ def read_state(module: nn.Module) -> State:
 
 
 def write_state(module: nn.Module, state: State) -> None:
-    """Copies values into the module's buffers in place, which stacked replicas need."""
+    """Copies values into the module's buffers, in place, as stacked replicas need."""
     buffers = dict(module.named_buffers())
     for name, value in state.items():
         buffers[name].copy_(value)
@@ -253,16 +260,17 @@ def names_as_built(model: nn.Module) -> dict[str, str]:
 
     A site and what adapts a norm to it add a level: `bn1.norm.weight` is the authors' `bn1.weight`.
     """
-    modules = model.named_modules(remove_duplicate=False)
-    levels = {
-        f"{path}.{module.adds_level}".lstrip(".")
-        for path, module in modules
-        if hasattr(module, "adds_level")
-    }
+    added = set()  # paths of the norms below sites and adapters
+    for path, module in model.named_modules(remove_duplicate=False):
+        if hasattr(module, "adds_level"):
+            added.add(f"{path}.{module.adds_level}".lstrip("."))
     names = {}
     for name in model.state_dict():
-        parts = name.split(".")
-        kept = [part for i, part in enumerate(parts, 1) if ".".join(parts[:i]) not in levels]
+        path, kept = "", []
+        for level in name.split("."):
+            path = f"{path}.{level}".lstrip(".")
+            if path not in added:
+                kept.append(level)
         names[name] = ".".join(kept)
     return names
 
@@ -275,8 +283,8 @@ def state_as_built(model: nn.Module) -> State:
 
 def load_as_built(model: nn.Module, state: State) -> None:
     """Loads what `state_as_built` returned. Raises RuntimeError unless names and shapes fit."""
-    own = {name: own for own, name in names_as_built(model).items()}
-    model.load_state_dict({own.get(name, name): value for name, value in state.items()})
+    names = {as_built: name for name, as_built in names_as_built(model).items()}
+    model.load_state_dict({names.get(name, name): value for name, value in state.items()})
 
 
 def norm_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
@@ -288,13 +296,13 @@ def norm_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
         if isinstance(module, Site):
             yield from module.parameters()
         if isinstance(module, HasNormParameters):
-            yield from (module.get_parameter(name) for name in module.norm_parameters)
+            yield from map(module.get_parameter, module.norm_parameters)
 
 
 def as_maps(x: Tensor, site: nn.Module) -> Tensor:
-    """Reshapes an input or output of a site, (N, C, *) or (N, *, C), to (N, C, P), P positions.
+    """Reshapes an input or output of a module to (N, C, P), P positions.
 
-    Any other module has channels first.
+    A site of tokens has them as (N, *, C), any other module as (N, C, *).
     """
     if isinstance(site, Site) and site.view != "map":
         return x.reshape(len(x), -1, x.shape[-1]).transpose(1, 2)
@@ -303,7 +311,7 @@ def as_maps(x: Tensor, site: nn.Module) -> Tensor:
 
 def input_and_mask(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[Tensor, Mask]:
     """Returns input and mask from the arguments of a site's forward."""
-    x, *more = (*args, *keywords.values())
-    mask = more[0] if more else None
+    x, *others = (*args, *keywords.values())
+    mask = others[0] if others else None
     is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool
     return x, mask if is_mask else None

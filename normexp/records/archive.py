@@ -3,11 +3,11 @@
     python -m normexp.records.archive runs/mine mine.zip
     python -m normexp.records.archive mine.zip runs/mine    a folder again, to add runs
 
-Reports read it where a folder of that name would stand, `runs/mine.zip` for `study=mine`. Weights,
-histories and logs are left out. In the zip:
+Reports read `runs/mine.zip` for `study=mine`, like a folder of that name. Weights, histories and
+logs are left out. In the zip:
 
     study.jsonl             as in the folder
-    search.jsonl            that of mine-search, if `tune` chose its values
+    search.jsonl            the study.jsonl of the study mine-search, if `tune` wrote one
     results.jsonl           a result.json per line; its metrics include those of evaluation.json
     <cell_id>/config.yaml   as in the folder
     <cell_id>/samples.npz   a row per run for each kind of statistics, and the seeds of the rows
@@ -31,6 +31,7 @@ import numpy as np
 
 from normexp.errors import USER_MISTAKE, UserError
 from normexp.records.files import open_atomic
+from normexp.records.journal import Entry, append_entry, parse_entries
 from normexp.records.layout import (
     CONFIG_FILE,
     RESULT_FILE,
@@ -41,24 +42,13 @@ from normexp.records.layout import (
     search_dir,
     seed_dir,
 )
-from normexp.records.result import (
-    TORN,
-    Result,
-    pack_bits,
-    read_evaluation,
-    read_result,
-    read_samples,
-    result_of,
-    unpack_bits,
-    write_result,
-    write_samples,
-)
-from normexp.records.study import append_entry, parse_entries
+from normexp.records.result import Result, read_evaluation, read_result, result_of, write_result
+from normexp.records.samples import TORN, pack_bits, read_samples, unpack_bits, write_samples
 
 ARCHIVED_RESULTS = "results.jsonl"
 SEARCH_FILE = "search.jsonl"
 SEEDS = "/seeds"  # after the name of a kind of statistics: the seeds of its rows
-Samples = Mapping[str, np.ndarray]  # of a run, by kind of statistics
+Samples = Mapping[str, np.ndarray]  # of one run: test samples by kind of statistics
 
 
 @dataclass(frozen=True)
@@ -66,8 +56,8 @@ class ArchivedCell:
     """A cell as it is shipped.
 
     Attributes:
-        config: the text of its config.yaml.
-        samples: of each seed that has some.
+        config: the text of config.yaml.
+        samples: the test samples of each seed that has some.
     """
 
     id: str
@@ -86,8 +76,9 @@ def pack_study(study_dir: Path, path: Path) -> None:
     ended = [cell for cell in cells if cell.results]
     if not ended:
         raise UserError(f"{study_dir} has no ended run")
-    commands, trials = (_text_of(one / STUDY_FILE) for one in (study_dir, search_dir(study_dir)))
-    write_archive(path, commands, ended, trials)
+    commands = _text_of(study_dir / STUDY_FILE)
+    search_commands = _text_of(search_dir(study_dir) / STUDY_FILE)
+    write_archive(path, commands, ended, search_commands)
 
 
 def _read_cell(folder: Path) -> ArchivedCell:
@@ -99,8 +90,8 @@ def _read_cell(folder: Path) -> ArchivedCell:
         result = read_result(run_dir)
         metrics = read_evaluation(run_dir) | result.metrics  # the training's take precedence
         results.append(replace(result, measured=replace(result.measured, metrics=metrics)))
-        if known := read_samples(run_dir):
-            samples[seed] = known
+        if run_samples := read_samples(run_dir):
+            samples[seed] = run_samples
     return ArchivedCell(folder.name, _text_of(folder / CONFIG_FILE), results, samples)
 
 
@@ -110,18 +101,17 @@ def _text_of(path: Path) -> str:
 
 
 def write_archive(
-    path: Path, commands: str, cells: Sequence[ArchivedCell], trials: str = ""
+    path: Path, commands: str, cells: Sequence[ArchivedCell], search_commands: str = ""
 ) -> None:
     """Replaces a zip atomically.
 
     Args:
-        commands: the text of study.jsonl.
-        trials: that of the search.
+        commands, search_commands: the text of study.jsonl, and of that of the search.
     """
     with open_atomic(path) as file, ZipFile(file, "w", ZIP_DEFLATED, compresslevel=9) as archive:
         archive.writestr(STUDY_FILE, commands)
-        if trials:
-            archive.writestr(SEARCH_FILE, trials)
+        if search_commands:
+            archive.writestr(SEARCH_FILE, search_commands)
         results = [result.to_dict() for cell in cells for result in cell.results]
         lines = [json.dumps(result, separators=(",", ":")) for result in results]
         archive.writestr(ARCHIVED_RESULTS, "\n".join(lines))
@@ -134,8 +124,9 @@ def write_archive(
 def _join(samples: Mapping[int, Samples]) -> bytes:
     """The samples of all runs of a cell as one npz, which the zip compresses."""
     joined: dict[str, np.ndarray] = {}
-    for kind in sorted({kind for known in samples.values() for kind in known}):
-        seeds = [seed for seed, known in samples.items() if kind in known]
+    kinds = set[str]().union(*samples.values())
+    for kind in sorted(kinds):
+        seeds = [seed for seed, run_samples in samples.items() if kind in run_samples]
         joined[kind] = np.stack([samples[seed][kind] for seed in seeds])
         joined[kind + SEEDS] = np.array(seeds)
     file = io.BytesIO()
@@ -155,13 +146,14 @@ class Archive:
         try:
             self._zip = ZipFile(io.BytesIO(path.read_bytes()))
             self.entries = parse_entries(self._zip.read(STUDY_FILE).decode(), path)
-            has_search = SEARCH_FILE in self._zip.namelist()
-            trials = self._zip.read(SEARCH_FILE).decode() if has_search else ""
-            self.trials = parse_entries(trials, path)  # the commands of the search
+            self.search_entries: tuple[Entry, ...] = ()
+            if SEARCH_FILE in self._zip.namelist():
+                self.search_entries = parse_entries(self._zip.read(SEARCH_FILE).decode(), path)
             self._results = self._zip.read(ARCHIVED_RESULTS).decode().splitlines()
         except (OSError, KeyError, BadZipFile) as error:
             raise UserError(f"{path} is not a zip of a study ({error})") from error
-        self._samples = lru_cache(maxsize=1)(self._read_samples)  # a cell's runs come in a row
+        # Reports ask for the runs of a cell one after the other.
+        self._samples_of_cell = lru_cache(maxsize=1)(self._read_samples)
 
     def results(self) -> Iterator[Result]:
         """Every run, in the order of cells and seeds."""
@@ -173,14 +165,14 @@ class Archive:
 
     def samples(self, cell_id: str, seed: int) -> Samples:
         """The test samples of a run by kind of statistics, as `read_samples` returns them."""
-        return self._samples(cell_id).get(seed, {})
+        return self._samples_of_cell(cell_id).get(seed, {})
 
     def _read_samples(self, cell_id: str) -> dict[int, dict[str, np.ndarray]]:
         """The test samples of a cell's runs, by seed."""
         samples = defaultdict[int, dict[str, np.ndarray]](dict)
         try:
             file = io.BytesIO(self._zip.read(f"{cell_id}/{SAMPLES_FILE}"))
-        except KeyError:  # none are recorded
+        except KeyError:  # the cell has no samples
             return samples
         try:
             arrays = unpack_bits(file)
@@ -217,7 +209,7 @@ def unpack_study(path: Path, study_dir: Path) -> None:
             append_entry(Path(folder), entry)
         for content in Path(folder).iterdir():
             os.replace(content, study_dir / content.name)
-    for entry in archive.trials:
+    for entry in archive.search_entries:
         append_entry(search_dir(study_dir), entry)
 
 

@@ -1,4 +1,4 @@
-"""Files that survive the death of their writer: atomic writes, and locks."""
+"""Files that survive the death of their writer, and errors of the file system."""
 
 from __future__ import annotations
 
@@ -6,19 +6,13 @@ import errno
 import fcntl
 import json
 import os
-import shlex
-import sys
 import tempfile
-import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from filelock import FileLock, Timeout
-
-from normexp.errors import UserError, first_line
+from normexp.errors import UserError, one_line
 
 FULL_DISK = "the disk is full: free some space, then run the same command to continue"
 
@@ -39,7 +33,7 @@ def open_atomic(path: Path) -> Iterator[BinaryIO]:
         os.replace(temporary, path)
     except BaseException as error:
         if isinstance(error, OSError) and error.filename == str(temporary):
-            error.filename = str(path)  # which messages name
+            error.filename = str(path)  # for the message
         if temporary.exists():
             temporary.unlink()
         raise
@@ -80,7 +74,8 @@ def read_json(path: Path, *, missing: dict[str, Any] | None = None) -> dict[str,
 def ensure_writable(directory: Path, key: str = "runs_dir") -> None:
     """Raises UserError if nothing can be written and locked in a directory, or its nearest parent.
 
-    key: of the config, that names the directory
+    Args:
+        key: of the config; its value is the directory.
     """
     existing = directory.absolute()
     try:
@@ -97,7 +92,7 @@ def ensure_writable(directory: Path, key: str = "runs_dir") -> None:
 
 
 def is_read_only(directory: Path) -> bool:
-    """True for a folder of others, or of a read-only file system: there is nothing to tidy up."""
+    """True if this process may not write to a folder, so that there is nothing to tidy up."""
     return not os.access(directory, os.W_OK)
 
 
@@ -123,64 +118,8 @@ REMEDIES = {  # by the number of an OSError
 
 
 def describe(error: OSError) -> str:
-    """The path of an error of the file system, what is wrong with it and what to do, in a line."""
+    """One line for an error of the file system: the path, what is wrong, and the remedy."""
     place = f"{error.filename}: " if error.filename is not None else ""
-    said = error.strerror or first_line(error)
-    return f"{place}{said}; {REMEDIES.get(error.errno or 0, 'see to it, and run the same again')}"
-
-
-# --- Locks ----------------------------------------------------------------------------------------
-
-
-@contextmanager
-def file_lock(path: Path, *, waits: bool = False) -> Iterator[bool]:
-    """Holds an exclusive lock inside the block.
-
-    Yields False if another holder has the lock, unless it `waits`. The kernel releases the lock of
-    a killed process. The file names its holder, see `this_command`, and goes at the end.
-    """
-    lock = FileLock(path, blocking=waits)
-    try:
-        lock.acquire()
-    except (Timeout, FileNotFoundError):  # the folder has just been removed
-        yield False
-        return
-    except OSError as error:
-        error.filename = str(path)  # that of flock names none
-        raise
-    try:
-        path.write_text(this_command())
-        yield True
-    finally:
-        path.unlink(missing_ok=True)
-        lock.release()
-
-
-def holder_of(path: Path) -> str:
-    """What holds a lock at this moment, see `this_command`; empty if nothing does.
-
-    Changes nothing, so that it works in a folder that others write.
-    """
-    try:
-        with path.open() as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return file.read()
-    except OSError:  # no such lock, or no locks at all
-        pass
-    return ""
-
-
-def other_holders(paths: Iterable[Path]) -> list[str]:
-    """What holds these locks, except for this command and its workers."""
-    holders = [holder_of(path) for path in paths]
-    return [holder for holder in holders if holder not in ("", this_command())]
-
-
-def this_command() -> str:
-    """`process 12 (train norm=group)`: the command that this process, or its parent, belongs to."""
-    parent = parent_process()  # of a worker
-    process = os.getpid() if parent is None else parent.pid
-    words = shlex.join([Path(sys.argv[0]).stem, *sys.argv[1:]])
-    return f"process {process} ({textwrap.shorten(words, 120, placeholder=' ...')})"
+    fault = error.strerror or one_line(error)
+    remedy = REMEDIES.get(error.errno or 0, "see to it, and run the same again")
+    return f"{place}{fault}; {remedy}"

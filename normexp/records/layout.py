@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from pathlib import Path
 
 from normexp.errors import UserError
+from normexp.words import name_some, suggest
 
 STUDY_FILE = "study.jsonl"
 CONFIG_FILE = "config.yaml"
@@ -65,7 +65,7 @@ def find_study(runs_dir: Path, name: str) -> Path:
     """
     known = list_studies(runs_dir)
     if name not in known:
-        raise UserError(f"study={name} not found in {runs_dir}; nearest: {_nearest(name, known)}")
+        raise UserError(f"study={name} not found in {runs_dir}; {_hint(name, known)}")
     folder, archive = runs_dir / name, runs_dir / f"{name}.zip"
     if not archive.is_file():
         return folder
@@ -74,8 +74,8 @@ def find_study(runs_dir: Path, name: str) -> Path:
     return archive
 
 
-def _nearest(name: str, known: list[str]) -> str:
-    return ", ".join(difflib.get_close_matches(name, known, 3, 0.4) or known[:5]) or "none"
+def _hint(name: str, known: list[str]) -> str:
+    return suggest(name, known, most=3) or f"known: {name_some(known) or 'none'}"
 
 
 def search_dir(study_dir: Path) -> Path:
@@ -108,9 +108,9 @@ def find_cell(run: Path) -> Path:
         raise UserError(f"{run} is one seed of a cell; give the cell, {run.parent}")
     folder = run if run.is_dir() else run.parent
     cells = list_cells(folder) or [cell for part in subfolders(folder) for cell in list_cells(part)]
-    near = _nearest(str(run), [str(path) for path in cells])
+    hint = _hint(str(run), [str(path) for path in cells])
     lacks = f"is no cell, as it has no {CONFIG_FILE}" if run.exists() else "does not exist"
-    raise UserError(f"{run} {lacks}; nearest: {near}")
+    raise UserError(f"{run} {lacks}; {hint}")
 
 
 def find_run(run_dir: Path) -> tuple[Path, int]:

@@ -10,19 +10,34 @@ from pathlib import Path
 PACKAGE = logging.getLogger("normexp")
 
 
-@contextmanager
-def collected_messages() -> Iterator[list[str]]:
-    """Yields a list that receives every message logged inside the block."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    with messages_to(handler, alone=False):
-        yield messages
+class MessageList(logging.Handler):
+    """Appends each message to a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+class NewMessages(logging.Filter):
+    """Lets each message through once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        is_new = message not in self.seen
+        self.seen.add(message)
+        return is_new
 
 
 @contextmanager
 def messages_to(handler: logging.Handler, *, alone: bool = True) -> Iterator[None]:
-    """Sends messages from level INFO on to a handler; if `alone`, to none outside normexp."""
+    """Sends messages of level INFO and above to a handler; if `alone`, to none outside normexp."""
     level, propagate = PACKAGE.level, PACKAGE.propagate
     PACKAGE.addHandler(handler)
     PACKAGE.setLevel(logging.INFO)
@@ -36,11 +51,18 @@ def messages_to(handler: logging.Handler, *, alone: bool = True) -> Iterator[Non
 
 
 @contextmanager
+def collected_messages() -> Iterator[list[str]]:
+    """Yields a list that receives every message logged inside the block."""
+    handler = MessageList()
+    with messages_to(handler, alone=False):
+        yield handler.messages
+
+
+@contextmanager
 def messages_to_stderr() -> Iterator[None]:
     """Prints each message once, on a line of stderr."""
-    known, handler = set[str](), logging.StreamHandler()
-    handler.addFilter(lambda record: record.getMessage() not in known)
-    handler.addFilter(lambda record: known.add(record.getMessage()) is None)
+    handler = logging.StreamHandler()
+    handler.addFilter(NewMessages())
     with messages_to(handler):
         yield
 

@@ -1,29 +1,26 @@
-"""What a run leaves behind: result.json (schema 2), metrics.csv, samples.npz, evaluation.json."""
+"""result.json (schema 2) and evaluation.json of a run."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import cache, cached_property
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
-from zipfile import BadZipFile
+from typing import TYPE_CHECKING, Any
 
 from normexp.errors import UserError
-from normexp.records.files import open_atomic, read_json, write_json, write_text
+from normexp.records.files import read_json, write_json
 from normexp.records.layout import (
     EVALUATION_FILE,
     RESULT_FILE,
-    SAMPLES_FILE,
     list_seeds,
     seed_dir,
 )
 
 if TYPE_CHECKING:
-    import numpy as np
+    pass
 
 SCHEMA = 2
 READERS = {1: "0.1"}  # the version of normexp that reads an earlier schema
@@ -53,17 +50,17 @@ class Measured:
     """What was measured of a run. A missing value is None or an empty dict, and absent on disk.
 
     Attributes:
-        metrics: name, such as `val/accuracy`, to a finite number.
+        metrics: finite numbers by name, such as `val/accuracy`.
         environment: versions and machine, see `describe_environment`.
-        diverged_at_step: first optimizer step whose loss was not finite; set if diverged.
-        last_step: of the optimizer; before the planned one only if it diverged or `stopped`.
-        stopped: why a callback ended it before the planned steps.
+        diverged_at_step: the first optimizer step whose loss was not finite; set if diverged.
+        last_step: the last optimizer step; the planned one, unless diverged or `stopped`.
+        stopped: why a callback ended the training before the planned steps.
         invalid: why the numbers must not be compared, such as a model that reads future tokens.
-        apart: why the run was trained apart from its stack: its last digits may differ.
-        is_stacked: it was trained under vmap, together with others.
-        traits: what the network was probed to mix and to leak.
-        chance_accuracy: of always the most frequent class; None for texts.
-        data_set: shapes, classes and moments, with which the network can be built again.
+        apart: why the run was taken out of its stack, so that its last digits may differ.
+        is_stacked: True if the run was trained under vmap, together with others.
+        traits: whether the network mixes samples or leaks the future, as probed.
+        chance_accuracy: accuracy of predicting the most frequent class; None for texts.
+        data_set: shapes, classes and moments, from which the network can be built again.
         timing: train_seconds, step_ms of one optimizer step of the whole stack, stack_size,
             samples_per_second; on a GPU also peak_memory_mb of the whole stack, in 10^6 bytes, and
             with cuda_graph the replayed_steps of the last attempt.
@@ -89,8 +86,8 @@ class Result:
     """One ended run, (cell, seed).
 
     Attributes:
-        defines: what the id of the cell hashes (see `identity_of`), and `digests` of what was
-            loaded: the data, and the weights that it started from.
+        defines: what the id of the cell hashes (see `identity_of`), and `digests` of the data and
+            the initial weights that were loaded.
         derived: effective sizes, steps, epochs, learning rate and other values that follow from
             what was typed and from the data; and the names of parts that are not shipped choices.
         error: one line; set if failed.
@@ -104,20 +101,30 @@ class Result:
     measured: Measured
     error: str | None = None
 
+    def __repr__(self) -> str:
+        """Short, since `normexp.run` returns a list of results."""
+        facts = [str(self.status)]
+        for name, value in self.metrics.items():
+            if name.startswith("test/") and "@" not in name:
+                facts.append(f"{name}={value:.4g}")
+        if self.error:
+            facts.append(self.error)
+        return f"<{self.cell_id} seed {self.seed}: {', '.join(facts)}>"
+
     @property
     def metrics(self) -> dict[str, float]:
         return self.measured.metrics
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """What defined its training, see `settings_of`."""
+        """The values that define the training, see `settings_of`."""
         return settings_of(self.defines, self.derived)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values for JSON: metrics sorted by name, missing values absent."""
         metrics = {name: float(self.metrics[name]) for name in sorted(self.metrics)}
         measured = asdict(self.measured) | {"metrics": metrics}
-        known = {name: value for name, value in measured.items() if value not in (None, {})}
+        present = {name: value for name, value in measured.items() if value not in (None, {})}
         content = {
             "schema": SCHEMA,
             "cell_id": self.cell_id,
@@ -125,15 +132,15 @@ class Result:
             "status": str(self.status),
             "defines": self.defines,
             "derived": self.derived,
-            "measured": known,
+            "measured": present,
         }
         return content if self.error is None else content | {"error": self.error}
 
 
 def settings_of(defines: Mapping[str, Any], derived: Mapping[str, Any]) -> dict[str, Any]:
-    """What defines a training, flat: {"norm": "group", "norm.num_groups": 4, "lr": 0.1}.
+    """The values that define a training: {"norm": "group", "norm.num_groups": 4, "lr": 0.1}.
 
-    The choice of each group, the values that differ from its defaults, and derived values.
+    They are the choice of each group, the values that differ from its defaults, and derived values.
     """
     values = flatten(defines)
     # A part that has a name keeps its choice as well: resnet18 is a model of torchvision.
@@ -187,7 +194,7 @@ def _read(path: Path, _inode: int, _time: int) -> Result:
 
 
 def result_of(content: dict[str, Any], path: Path) -> Result:
-    """The result that `to_dict` made these values of. Raises UserError, naming the file."""
+    """The result whose `to_dict` gave this content. Raises UserError, naming the file."""
     schema = content.pop("schema", None)
     if schema in READERS:
         study = path if path.suffix == ".zip" else path.parents[2]
@@ -210,27 +217,30 @@ def result_of(content: dict[str, Any], path: Path) -> Result:
         ) from error
 
 
-LOADED = {"data": "the data set", "weights": "model.weights"}  # what has a digest
+LOADED = {"data": "the data set", "weights": "model.weights"}  # names of what has a digest
 
 
 def check_joins(cell_dir: Path, digests: Mapping[str, str]) -> None:
     """Refuses to add runs to a cell whose recorded runs had other data or weights.
 
-    The id of a cell is of its config and the user's source; what was loaded is compared here.
+    The id of a cell hashes its config and the user's source, but not what they load.
 
     Args:
-        digests: of what the new runs have loaded.
+        digests: of the data and the weights that the new runs have loaded.
 
     Raises:
         UserError: a digest differs; names the data set or the weights, and the remedy.
     """
     for seed in list_seeds(cell_dir):
-        if not (seed_dir(cell_dir, seed) / RESULT_FILE).exists():
+        run_dir = seed_dir(cell_dir, seed)
+        if not (run_dir / RESULT_FILE).exists():
             continue
-        result = read_result(seed_dir(cell_dir, seed))
-        before = {} if result.status == Status.FAILED else result.defines.get("digests", {})
-        for name in before.keys() & digests.keys():
-            if before[name] != digests[name]:
+        result = read_result(run_dir)
+        if result.status == Status.FAILED:
+            continue
+        recorded = result.defines.get("digests", {})
+        for name in recorded.keys() & digests.keys():
+            if recorded[name] != digests[name]:
                 raise UserError(
                     f"{LOADED[name]} is not what the recorded runs of {cell_dir} were trained "
                     "with; train in a study of its own: study=..."
@@ -242,127 +252,17 @@ def values_of(results: Sequence[Result], name: str) -> list[float]:
     return [result.metrics[name] for result in results if name in result.metrics]
 
 
-# --- metrics.csv: a history in long form, one value per line --------------------------------------
-
-HEADER = "step,epoch,samples_seen,name,value"
-
-
-class MetricRow(NamedTuple):
-    """One value after `step` optimizer steps; `epoch` counts finished epochs."""
-
-    step: int
-    epoch: int
-    samples_seen: int
-    name: str
-    value: float
-
-
-def write_metrics(path: Path, rows: Iterable[MetricRow]) -> None:
-    """Replaces metrics.csv atomically. Values keep every digit; a loss may be nan or inf here."""
-    lines = [f"{step},{epoch},{seen},{name},{value!r}" for step, epoch, seen, name, value in rows]
-    write_text(path, "\n".join([HEADER, *lines, ""]))
-
-
-def read_metrics(path: Path) -> list[MetricRow]:
-    """Reads the rows of a metrics.csv. Raises UserError if it is missing or was edited."""
-    try:
-        _, *lines = path.read_text().splitlines()
-        return [
-            MetricRow(int(step), int(epoch), int(seen), name, float(value))
-            for step, epoch, seen, name, value in (line.split(",") for line in lines)
-        ]
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path} cannot be read ({error}); remove the folder {path.parent} and run again"
-        ) from error
-
-
-# --- samples.npz ----------------------------------------------------------------------------------
-
-# A run's score on each test sample, so that runs can be compared sample by sample. One array for
-# each kind of test statistics (`running`, `precise`, `batch32`), in the order of the test split.
-# For classification: correct or not, stored as packed bits beside their number. For a language
-# model: the mean loss per token of each sequence, float32.
-NUM_SAMPLES = "num_samples"  # of packed bits, which are padded to whole bytes
-TORN = (OSError, EOFError, BadZipFile, TypeError, ValueError)  # what numpy raises for such a file
-
-
-def write_samples(run_dir: Path, samples: Mapping[str, np.ndarray]) -> None:
-    """Replaces samples.npz atomically; write it before result.json.
-
-    Args:
-        samples: by kind of statistics, bool or float (N,), with the same N.
-    """
-    import numpy as np
-
-    single = {
-        kind: values if values.dtype == bool else values.astype(np.float32)
-        for kind, values in samples.items()
-    }
-    with open_atomic(run_dir / SAMPLES_FILE) as file:
-        np.savez_compressed(file, **pack_bits(single))
-
-
-def pack_bits(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Arrays to save: those of bool (..., N) as bits, beside their number N."""
-    import numpy as np
-
-    packed = dict[str, Any](arrays)
-    for name, values in arrays.items():
-        if values.dtype == bool:
-            packed |= {name: np.packbits(values, axis=-1), NUM_SAMPLES: values.shape[-1]}
-    return packed
-
-
-def unpack_bits(file: IO[bytes]) -> dict[str, np.ndarray]:
-    """The arrays given to `pack_bits`, from an npz file."""
-    import numpy as np
-
-    with np.load(file) as content:
-        arrays = dict(content)
-    count = arrays.pop(NUM_SAMPLES, None)
-    for name, values in arrays.items():
-        if values.dtype == np.uint8:
-            arrays[name] = np.unpackbits(values, axis=-1, count=int(count)).astype(bool)
-    return arrays
-
-
-def count_samples(run_dir: Path) -> int:
-    """The number of test samples of a run; 0 if none or no readable ones are recorded."""
-    with suppress(UserError):
-        return max(map(len, read_samples(run_dir).values()), default=0)
-    return 0
-
-
-def read_samples(run_dir: Path) -> dict[str, np.ndarray]:
-    """Returns the arrays given to `write_samples`; none for a run without the file.
-
-    A kind whose metrics are not finite is absent.
-
-    Raises:
-        UserError: the file is torn or not from normexp.
-    """
-    path = run_dir / SAMPLES_FILE
-    if not path.exists():
-        return {}
-    try:
-        with open(path, "rb") as file:
-            return unpack_bits(file)
-    except TORN as error:
-        raise UserError(f"{path} cannot be read ({error}); remove it") from error
-
-
-# --- evaluation.json ------------------------------------------------------------------------------
-
-
 def read_evaluation(run_dir: Path) -> dict[str, float]:
     """Metrics of evaluation.json: {"precise": {"test/loss": 1.0}} gives `test/loss@precise`."""
     path = run_dir / EVALUATION_FILE
-    content = read_json(path) if path.exists() else {}
-    return {
-        name if statistics == "running" else f"{name}@{statistics}": value
-        for statistics, metrics in content.items()
-        if isinstance(metrics, dict)
-        for name, value in metrics.items()
-        if "/" in name and isinstance(value, float) and math.isfinite(value)
-    }
+    found: dict[str, float] = {}
+    if not path.exists():
+        return found
+    for statistics, metrics in read_json(path).items():
+        if not isinstance(metrics, dict):
+            continue
+        suffix = "" if statistics == "running" else f"@{statistics}"
+        for name, value in metrics.items():
+            if "/" in name and isinstance(value, float) and math.isfinite(value):
+                found[name + suffix] = value
+    return found

@@ -1,258 +1,27 @@
-"""A study as its files tell: what was asked of it, and the state of every run, also while it runs.
-
-study.jsonl holds the commands, refusals and searches, one JSON object per line; it is only ever
-appended to, and no result depends on it.
-"""
+"""A study as its files tell, also while it runs: the state of every run of every cell."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from normexp.errors import UserError
-from normexp.records.files import file_lock, holder_of, read_json, write_json, write_text
+from normexp.records.journal import CommandEntry, Entry, Refusal, Request, read_entries
 from normexp.records.layout import (
-    ATTEMPTS_FILE,
     CHECKPOINT_FILE,
-    LOCK_FILE,
-    PROGRESS_FILE,
     RESULT_FILE,
-    STACKS,
-    STUDY_FILE,
     list_cells,
     list_seeds,
     seed_dir,
-    subfolders,
 )
 from normexp.records.result import ENDED, Result, Status, read_result
+from normexp.records.stacks import StackState, read_stacks
 
-Member = tuple[str, int]  # the id of a cell, and a seed
 UNENDED = (Status.RUNNING, Status.INTERRUPTED, Status.NOT_STARTED)
 STATES = (*ENDED, Status.FAILED, *UNENDED, Status.UNREADABLE)  # in the order of tables
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-# --- study.jsonl ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a command asks of a cell."""
-
-    title: str
-    seeds: list[int]
-
-
-@dataclass(frozen=True)
-class CommandEntry:
-    """A command that trained something, or tried to.
-
-    Attributes:
-        command: the words that were typed, program first.
-        cells: by id; a search adds cells that its line does not list.
-        searched: the keys whose values it searches.
-    """
-
-    id: str
-    command: list[str]
-    code_version: str
-    cells: dict[str, Asked]
-    searched: list[str] = field(default_factory=list)
-    time: str = field(default_factory=_now)
-
-    @property
-    def key(self) -> tuple[str, ...]:
-        """Lines with one key say the same."""
-        return (self.id,)
-
-    @property
-    def num_runs(self) -> int:
-        return sum(len(one.seeds) for one in self.cells.values())
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A cell that cannot be trained; a later command tries again.
-
-    Attributes:
-        command: id of the command.
-    """
-
-    cell: str
-    title: str
-    seeds: list[int]
-    command: str
-    error: str
-    time: str = field(default_factory=_now)
-
-    @property
-    def key(self) -> tuple[str, ...]:
-        return (self.command, self.cell)
-
-
-Entry = CommandEntry | Refusal
-
-
-def append_entry(study_dir: Path, entry: Entry) -> None:
-    """Appends a line, and makes the study; what a line says already is not added again."""
-    study_dir.mkdir(parents=True, exist_ok=True)
-    with file_lock(study_dir / LOCK_FILE, waits=True):
-        if entry.key in {one.key for one in read_entries(study_dir)}:
-            return
-        path = study_dir / STUDY_FILE
-        before = path.read_text() if path.exists() else ""
-        write_text(path, before + entry_line(entry) + "\n")
-
-
-def entry_line(entry: Entry) -> str:
-    """A line of study.jsonl."""
-    kind = "command" if isinstance(entry, CommandEntry) else "refusal"
-    return json.dumps({"line": kind} | asdict(entry))
-
-
-def read_entries(study_dir: Path) -> tuple[Entry, ...]:
-    """The lines of study.jsonl; none without the file.
-
-    Raises:
-        UserError: a line was edited by hand.
-    """
-    path = study_dir / STUDY_FILE
-    if not path.exists():
-        return ()
-    stat = path.stat()
-    return _entries(path, stat.st_ino, stat.st_size)
-
-
-@lru_cache(maxsize=8)  # a study is read every second while it is trained
-def _entries(path: Path, _inode: int, _size: int) -> tuple[Entry, ...]:
-    return parse_entries(path.read_text(), path)
-
-
-def parse_entries(text: str, path: Path) -> tuple[Entry, ...]:
-    """The lines of the text of a study.jsonl. Raises UserError, naming the file."""
-    entries: list[Entry] = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        try:
-            content = json.loads(line)
-            if content.pop("line") == "refusal":
-                entries.append(Refusal(**content))
-                continue
-            content["cells"] = {key: Asked(**asked) for key, asked in content["cells"].items()}
-            entries.append(CommandEntry(**content))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UserError(
-                f"{path} line {number} was not written by normexp; correct the line, or move the "
-                "file away (results do not depend on it)"
-            ) from error
-    return tuple(entries)
-
-
-def refused_by(study_dir: Path, command: str) -> dict[str, str]:
-    """Why a command refused cells, by their ids."""
-    refusals = (entry for entry in read_entries(study_dir) if isinstance(entry, Refusal))
-    return {entry.cell: entry.error for entry in refusals if entry.command == command}
-
-
-def remove_refused(study_dir: Path, command: str) -> None:
-    """Removes a study that holds nothing but refusals of one command, its author's mistakes."""
-    if not study_dir.is_dir():
-        return
-    with suppress(OSError):
-        (study_dir / STACKS).rmdir()
-    with file_lock(study_dir / LOCK_FILE, waits=True):
-        is_empty = {path.name for path in study_dir.iterdir()} <= {STUDY_FILE, LOCK_FILE}
-        entries = read_entries(study_dir)
-        if is_empty and len(refused_by(study_dir, command)) == len(entries):
-            (study_dir / STUDY_FILE).unlink(missing_ok=True)
-    if not any(study_dir.iterdir()):
-        study_dir.rmdir()
-
-
-# --- Stacks ---------------------------------------------------------------------------------------
-
-
-def lock_of(cell_dir: Path, seed: int) -> Path:
-    """The lock of a run; beside its folder, which is there only once it trains."""
-    return cell_dir / f"{LOCK_FILE}-{seed}"
-
-
-@dataclass
-class Attempts:
-    """attempts.json of a stack, written before it trains.
-
-    Attributes:
-        members: the runs that are trained.
-        threads: of its first training, if it is large: its last digits depend on them.
-        count: trainings that have begun since the last checkpoint, and that nobody interrupted.
-        checkpointed_at: when the last of them began; 0 without a checkpoint.
-        is_apart: each run is a stack of its own instead.
-        why: the failure of the whole stack; empty if its runs would only have trained in turn.
-    """
-
-    members: list[Member] = field(default_factory=list)
-    threads: int = 0
-    count: int = 0
-    checkpointed_at: int = 0
-    is_apart: bool = False
-    why: str = ""
-
-
-def read_attempts(folder: Path) -> Attempts:
-    """Those of a stack; without the file, none."""
-    attempts = Attempts(**read_json(folder / ATTEMPTS_FILE, missing={}))
-    attempts.members = [(cell, seed) for cell, seed in attempts.members]
-    return attempts
-
-
-def write_attempts(folder: Path, attempts: Attempts) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / ATTEMPTS_FILE, asdict(attempts))
-
-
-@dataclass(frozen=True)
-class StackState:
-    """A stack that has begun: the runs that it trains, and the steps done of how many.
-
-    Attributes:
-        metrics: the last training loss and validation metric, as means over its runs.
-        holder: the process that trains it now, with its command; empty if none does.
-    """
-
-    folder: Path
-    members: Sequence[Member]
-    holder: str = ""
-    step: int = 0
-    total: int = 0
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-
-def read_stacks(study_dir: Path) -> list[StackState]:
-    """The stacks that have begun, except those whose runs are trained by themselves."""
-    states = []
-    for folder in subfolders(study_dir / STACKS):
-        try:
-            attempts = read_attempts(folder)
-            progress = read_json(folder / PROGRESS_FILE, missing={})
-        except UserError:  # the process that trains it says so
-            continue
-        if not attempts.is_apart:
-            locks = [lock_of(study_dir / cell, seed) for cell, seed in attempts.members]
-            holders = [holder_of(lock) for lock in locks]
-            holder = holders[0] if holders and all(holders) else ""
-            states.append(StackState(folder, attempts.members, holder, **progress))
-    return states
-
-
-# --- States ---------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -261,13 +30,13 @@ class CellState:
 
     Attributes:
         id: the name of its folder.
-        title: norm, sizes and overrides; the cell's id if no command asked for it.
-        states: by seed.
-        results: of ended and failed runs, in the order of seeds.
-        problems: results that cannot be read.
-        refused: why it cannot be trained; empty if it can.
-        stacks: that have begun with a run of it.
-        was_over: before the command that asks began.
+        title: norm, sizes and overrides; the id if no command asked for the cell.
+        states: the state of each seed.
+        results: ended and failed runs, in the order of seeds.
+        problems: why results cannot be read.
+        refused: why the cell cannot be trained; empty if it can.
+        stacks: the stacks that train, or have trained, a run of the cell.
+        was_over: True if nothing was left to train when the command began.
     """
 
     id: str
@@ -287,7 +56,7 @@ class CellState:
 
     @property
     def status(self) -> str:
-        """Of the cell for a command: finished, skipped, diverged, failed, refused or stopped."""
+        """The outcome of a command: finished, skipped, diverged, failed, refused or stopped."""
         states = set(self.states.values())
         if self.refused:
             return "refused"
@@ -306,13 +75,13 @@ class CellState:
 
     @property
     def failures(self) -> list[str]:
-        """The errors of failed runs, each once, and of results that cannot be read."""
+        """The errors of failed runs, each once, and why results cannot be read."""
         errors = [run.error for run in self.results if run.error]
         return list(dict.fromkeys([*errors, *self.problems]))
 
     @property
     def invalid(self) -> str | None:
-        """Why its numbers must not be compared."""
+        """Why the numbers of the cell must not be compared; None if they may."""
         return next((run.measured.invalid for run in self.results if run.measured.invalid), None)
 
 
@@ -324,27 +93,39 @@ def read_cell(
     stacks: Sequence[StackState],
     refused: str = "",
 ) -> CellState:
-    """The state of these runs of a cell."""
-    directory = study_dir / cell_id
-    state = CellState(cell_id, title, directory, refused=refused)
-    state.stacks = [one for one in stacks if any(cell == cell_id for cell, _ in one.members)]
+    """Reads the state of these runs of a cell.
+
+    Args:
+        stacks: those of the study that have begun.
+        refused: why the cell cannot be trained.
+    """
+    cell = CellState(cell_id, title, study_dir / cell_id, refused=refused)
+    for stack in stacks:
+        if any(member_id == cell_id for member_id, _ in stack.members):
+            cell.stacks.append(stack)
     for seed in sorted(set(seeds)):
-        run_dir = seed_dir(directory, seed)
-        state.states[seed] = Status.NOT_STARTED
-        if (run_dir / RESULT_FILE).exists():
-            try:
-                state.results.append(read_result(run_dir))
-                state.states[seed] = state.results[-1].status
-            except UserError as error:
-                state.problems.append(str(error))
-                state.states[seed] = Status.UNREADABLE
+        run_dir = seed_dir(cell.directory, seed)
+        if not (run_dir / RESULT_FILE).exists():
+            run_stacks = [stack for stack in cell.stacks if (cell_id, seed) in stack.members]
+            cell.states[seed] = _state_without_result(run_stacks)
             continue
-        mine = [stack for stack in state.stacks if (cell_id, seed) in stack.members]
-        if any(stack.holder for stack in mine):
-            state.states[seed] = Status.RUNNING
-        elif any((stack.folder / CHECKPOINT_FILE).is_file() for stack in mine):
-            state.states[seed] = Status.INTERRUPTED
-    return state
+        try:
+            result = read_result(run_dir)
+            cell.results.append(result)
+            cell.states[seed] = result.status
+        except UserError as error:
+            cell.problems.append(str(error))
+            cell.states[seed] = Status.UNREADABLE
+    return cell
+
+
+def _state_without_result(stacks: Sequence[StackState]) -> Status:
+    """The state of a run without a result, by the stacks that it belongs to."""
+    if any(stack.holder for stack in stacks):
+        return Status.RUNNING
+    if any((stack.folder / CHECKPOINT_FILE).is_file() for stack in stacks):
+        return Status.INTERRUPTED
+    return Status.NOT_STARTED
 
 
 @dataclass(frozen=True)
@@ -353,8 +134,8 @@ class Study:
 
     Attributes:
         commands: in the order of their lines.
-        refusals: of cells that cannot be trained, by id; a later command has not asked for them.
-        cells: those asked for by a command as it was last typed, and those on disk; by id.
+        refusals: why cells cannot be trained, by id.
+        cells: those that a command asks for as it was last typed, and those on disk; by id.
     """
 
     directory: Path
@@ -375,40 +156,53 @@ def read_study(directory: Path) -> Study:
     Raises:
         UserError: study.jsonl cannot be read.
     """
-    entries, stacks = read_entries(directory), read_stacks(directory)
+    entries = read_entries(directory)
     commands = [entry for entry in entries if isinstance(entry, CommandEntry)]
     on_disk = {folder.name: list_seeds(folder) for folder in list_cells(directory)}
-    refusals = _refusals(entries, on_disk)
-    asked = dict[str, Asked]()
-    last_typed = {tuple(command.command): command for command in commands}.values()
-    for command in commands:
-        for cell, one in command.cells.items():
-            if command in last_typed or cell in on_disk:
-                before = asked[cell].seeds if cell in asked else []
-                asked[cell] = Asked(one.title, [*before, *one.seeds])
-    asked |= {cell: Asked(one.title, one.seeds) for cell, one in refusals.items()}
-    for cell, seeds in on_disk.items():
-        asked.setdefault(cell, Asked(cell, seeds))  # copied here
-    cells = {
-        cell: read_cell(
-            *(directory, cell, one.title, one.seeds, stacks),
-            refused=refusals[cell].error if cell in refusals else "",
-        )
-        for cell, one in asked.items()
+    refusals = {
+        cell_id: refusal
+        for cell_id, refusal in _standing_refusals(entries).items()
+        if cell_id not in on_disk
     }
+    stacks, cells = read_stacks(directory), dict[str, CellState]()
+    for cell_id, request in _requests(commands, refusals, on_disk).items():
+        error = refusals[cell_id].error if cell_id in refusals else ""
+        cells[cell_id] = read_cell(directory, cell_id, request.title, request.seeds, stacks, error)
     return Study(directory, commands, refusals, cells)
 
 
-def _refusals(entries: Sequence[Entry], on_disk: Iterable[str]) -> dict[str, Refusal]:
-    """Those that no later command has reopened, of cells without a folder."""
+def _requests(
+    commands: Sequence[CommandEntry],
+    refusals: Mapping[str, Refusal],
+    on_disk: Mapping[str, Sequence[int]],
+) -> dict[str, Request]:
+    """The title and seeds of each cell that was asked for, or that is on disk."""
+    last_typed = {tuple(command.command): command for command in commands}
+    requests: dict[str, Request] = {}
+    for command in commands:
+        is_last = last_typed[tuple(command.command)] is command
+        for cell_id, request in command.cells.items():
+            # A command that was typed again, after an edit, may have asked for other cells before.
+            if is_last or cell_id in on_disk:
+                earlier = requests[cell_id].seeds if cell_id in requests else []
+                requests[cell_id] = Request(request.title, [*earlier, *request.seeds])
+    for cell_id, refusal in refusals.items():
+        requests[cell_id] = Request(refusal.title, refusal.seeds)
+    for cell_id, seeds in on_disk.items():
+        if cell_id not in requests:  # the folder was copied into this study
+            requests[cell_id] = Request(cell_id, [*seeds])
+    return requests
+
+
+def _standing_refusals(entries: Iterable[Entry]) -> dict[str, Refusal]:
+    """The last refusal of each cell, by id, unless a later command asks for the cell again."""
     refusals: dict[str, Refusal] = {}
     for entry in entries:
         if isinstance(entry, Refusal):
             refusals[entry.cell] = entry
-        else:
-            refusals = {
-                cell: one
-                for cell, one in refusals.items()
-                if cell not in entry.cells or one.command == entry.id
-            }
-    return {cell: one for cell, one in refusals.items() if cell not in on_disk}
+            continue
+        for cell_id in entry.cells:
+            # A command refuses cells before its own line is written.
+            if cell_id in refusals and refusals[cell_id].command != entry.id:
+                del refusals[cell_id]
+    return refusals

@@ -14,12 +14,12 @@ from typing import Any
 from normexp.config.keys import BUDGETS
 from normexp.config.sizes import SIZES
 from normexp.config.slots import SLOTS
-from normexp.config.words import as_typed
 from normexp.records.result import Status, flatten
 from normexp.records.study import CellState
 from normexp.reporting.metric import FEW_SEEDS, Metric
 from normexp.reporting.runs import SLOT_DEFAULTS, Config, Records, RunRow, SearchRecord
 from normexp.stats.interval import Interval, mean
+from normexp.words import as_typed
 
 ORDER = (
     "batch",

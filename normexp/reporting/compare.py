@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from normexp.config.words import format_count
 from normexp.reporting.cells import unlike, value_words
 from normexp.reporting.metric import Estimate, Metric, describe_metric
 from normexp.reporting.slices import NormAtSize, Slice
 from normexp.stats.family import Verdict, decide, difference
 from normexp.stats.interval import Array, Interval, mean
+from normexp.words import format_count
 
 REFERENCES = ("batch", "as_built")  # the first that a slice has, unless one is named
 DIFFERENCE = "difference [95 %]"

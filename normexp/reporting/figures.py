@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import altair as alt
 import pandas as pd
 
-from normexp.config.words import format_count
 from normexp.reporting.cells import ORDER, CellRow, mean_of_seeds, order_norms
 from normexp.reporting.compare import Ranking
 from normexp.reporting.metric import Metric, describe_metric
 from normexp.reporting.slices import AXIS_WORDS, NormAtSize, Slice
 from normexp.stats.interval import Interval
+from normexp.words import format_count
 
 vl_convert: Any = import_module("vl_convert") if find_spec("vl_convert") else None
 WIDTH, HEIGHT = 560, 300  # pixels; on the page the width follows the window

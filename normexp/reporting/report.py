@@ -10,7 +10,6 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from normexp.config.words import format_count
 from normexp.errors import UserError
 from normexp.reporting.cells import CellRow, build_cells, metric_names, order_norms
 from normexp.reporting.compare import (
@@ -34,6 +33,7 @@ from normexp.reporting.tables import (
     run_frame,
     workload_table,
 )
+from normexp.words import format_count
 
 SCHEMA = 3  # the version of report.json
 MOST_WORDS = 15  # the length of a headline

@@ -16,9 +16,9 @@ from yaml import YAMLError
 
 from normexp.config.keys import value_at
 from normexp.config.slots import Slots
-from normexp.config.words import format_count
 from normexp.errors import UserError
 from normexp.records.archive import Archive
+from normexp.records.journal import CommandEntry, Entry, Refusal, read_entries
 from normexp.records.layout import (
     CONFIG_FILE,
     METRICS_FILE,
@@ -28,24 +28,12 @@ from normexp.records.layout import (
     search_dir,
     seed_dir,
 )
-from normexp.records.result import (
-    MetricRow,
-    Result,
-    Status,
-    read_evaluation,
-    read_metrics,
-    read_result,
-    read_samples,
-)
-from normexp.records.study import (
-    CellState,
-    CommandEntry,
-    Entry,
-    Refusal,
-    read_entries,
-    read_study,
-)
+from normexp.records.metrics import MetricRow, read_metrics
+from normexp.records.result import Result, Status, read_evaluation, read_result
+from normexp.records.samples import read_samples
+from normexp.records.study import CellState, read_study
 from normexp.reporting.metric import Metric, is_at_chance
+from normexp.words import format_count
 
 NUM_BLOCKS = 20  # a test text is cut into blocks, since its sequences are not independent
 ROUNDED = 1e-4  # the relative error of a mean over float32 samples
@@ -251,7 +239,7 @@ class Records:
             )
             for result in archive.results()
         ]
-        self.add_commands(study, archive.entries, archive.trials)
+        self.add_commands(study, archive.entries, archive.search_entries)
 
     def add_commands(
         self, study: str, entries: Iterable[Entry], search_entries: Iterable[Entry]

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from normexp.config.words import format_count
-from normexp.records.provenance import DISTRIBUTIONS
+from normexp.records.environment import DISTRIBUTIONS
 from normexp.records.result import Status
 from normexp.reporting.cells import (
     CellRow,
@@ -31,6 +30,7 @@ from normexp.reporting.metric import (
 from normexp.reporting.runs import RunRow
 from normexp.stats.crossfit import AT_EDGE, CrossFit, cross_fit
 from normexp.stats.interval import Array, Interval
+from normexp.words import format_count
 
 AXIS_WORDS = {"norm_batch_size": "norm batch size", "batch_size": "batch size"}
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import pandas as pd
 
-from normexp.config.words import format_count
+from normexp.records.journal import Refusal
 from normexp.records.result import Status, flatten
-from normexp.records.study import Refusal
 from normexp.reporting.cells import LOST, CellRow, metric_names, order_norms
 from normexp.reporting.compare import ADDED, DIFFERENCE, Causes, Comparison, Ranking
 from normexp.reporting.metric import (
@@ -25,6 +24,7 @@ from normexp.reporting.metric import (
 )
 from normexp.reporting.runs import RunRow
 from normexp.reporting.slices import AXIS_WORDS, NormAtSize, Slice
+from normexp.words import format_count
 
 NOTE = f"{BEST} may be the best: no other norm is shown to be better, which is no order among them."
 ADDED_NOTE = (

@@ -20,11 +20,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from normexp.config.words import format_count, format_duration
+from normexp.records.journal import CommandEntry
 from normexp.records.layout import LOG_FILE, seed_dir
-from normexp.records.result import ENDED, Result, Status, count_samples, values_of
-from normexp.records.study import STATES, CellState, CommandEntry, Study
+from normexp.records.result import ENDED, Result, Status, values_of
+from normexp.records.samples import count_samples
+from normexp.records.study import STATES, CellState, Study
 from normexp.reporting.metric import PREFERRED, is_at_chance
+from normexp.words import format_count, format_duration
 
 if TYPE_CHECKING:
     from normexp.reporting.report import Report

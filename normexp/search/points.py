@@ -11,9 +11,9 @@ from normexp.config.command import Command, is_searched
 from normexp.config.keys import KEYS, in_identity
 from normexp.config.spec import CellSpec
 from normexp.config.validate import check_keys
-from normexp.config.words import join_or
 from normexp.errors import UserError
 from normexp.search.space import Space, read_space
+from normexp.words import name_some
 
 Point = Mapping[str, str]  # key to value, as typed on the command line
 VALIDATION = ("val/accuracy", "val/bits_per_byte", "val/loss")  # the first that a task has
@@ -61,10 +61,10 @@ class Search:
         if is_report:
             return cell
         tune, study = self.base["tune"], f"{self.base['study']}-search"
-        own = {"study": study, "seed": tune["first_seed"], "replicas": tune["seeds"]}
+        changes = {"study": study, "seed": tune["first_seed"], "replicas": tune["seeds"]}
         if "@" not in (tune["metric"] or ""):
-            own["evaluate_with"] = ["running"]
-        return replace(cell, config=cell.config | own)
+            changes["evaluate_with"] = ["running"]
+        return replace(cell, config=cell.config | changes)
 
 
 def plan_searches(command: Command) -> list[Search]:
@@ -85,16 +85,15 @@ def plan_searches(command: Command) -> list[Search]:
         if override.is_sweep_override() and not in_identity(key) and key != "experiment":
             raise UserError(f"{override.input_line}: {key} cannot be searched; give it one value")
     space = read_space(searched)
-    rest = [override for override in overrides if not is_searched(override)]
-    lines = command.points(rest)
-    shared = set(lines[0]).intersection(*map(set, lines))
+    grid = command.points([override for override in overrides if not is_searched(override)])
+    shared = set(grid[0]).intersection(*map(set, grid))
     searches = []
-    for line in lines:
-        base = command.cell([*line, *words_of(space.first)]).config
+    for words in grid:
+        base = command.cell([*words, *words_of(space.first)]).config
         check_settings(base)
-        grid_words = tuple(word for word in line if word not in shared)
-        search = Search(tuple(line), grid_words, space, base, command)
-        assert search.trials  # composes each, to find a mistake before the first training
+        grid_words = tuple(word for word in words if word not in shared)
+        search = Search(tuple(words), grid_words, space, base, command)
+        assert search.trials  # composing each finds mistakes before the first training
         searches.append(search)
     return searches
 
@@ -112,7 +111,7 @@ def check_settings(config: Mapping[str, Any]) -> None:
         raise UserError(f"tune.metric={metric}: needs evaluate_with=[running,{kind or '...'}]")
     if name not in VALIDATION:
         why = "nothing is chosen on test or training data"
-        raise UserError(f"tune.metric={metric}: {why}; try {join_or(VALIDATION)}")
+        raise UserError(f"tune.metric={metric}: {why}; try {name_some(VALIDATION)}")
     search = range(tune["first_seed"], tune["first_seed"] + tune["seeds"])
     report = range(config["seed"], config["seed"] + config["replicas"])
     if max(search[0], report[0]) <= min(search[-1], report[-1]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 
 from normexp.config.spec import CellSpec, join_points
 from normexp.errors import FAILED, UserError
@@ -30,28 +31,35 @@ def tune(searches: Sequence[Search], words: Sequence[str]) -> int:
     states = _train(searches[0], cells, words)
     if all(state.refused for state in states.values()):
         raise UserError(next(iter(states.values())).refused)
-    lost = not all(map(_has_ended, states.values()))
-    if lost and base["fail_fast"]:
+    has_searched = all(map(_has_ended, states.values()))
+    if not has_searched and base["fail_fast"]:
         print("fail_fast: the search ends here, and no fresh seeds are trained", file=sys.stderr)
         return FAILED
-    chosen, rows = list[CellSpec](), list[list[str]]()
+    best_cells = []
     for search in searches:
-        metric, known = _metric_of(search, states), _points_with_a_value(search, states)
-        count = f"{len(known)} of {len(search.trials)}"
-        if not known:
-            rows.append([search.title, "none", count, "-"])
-            continue
-        value, best = known[0]
-        shown = f"{metric.scale * value:.{metric.digits}f} {metric.label}"
-        rows.append([search.title, " ".join(words_of(best)), count, shown])
-        chosen.append(search.cell(best, is_report=True))
-    fresh = _train(searches[0], join_points(chosen), words) if chosen else {}
+        points = _points_with_a_value(search, states)
+        if points:
+            best_cells.append(search.cell(points[0][1], is_report=True))
+    fresh = _train(searches[0], join_points(best_cells), words) if best_cells else {}
     console = open_console()
+    rows = [_row_of(search, states) for search in searches]
     console.print(text_table(["search", "best", "points with a value", "search seeds"], rows))
     console.out("fresh seeds at the best points:")
     print_closing_table([*fresh.values()])
-    is_whole = len(chosen) == len(searches) and all(map(_has_ended, fresh.values()))
-    return FAILED if lost or not is_whole else 0
+    has_reported = len(best_cells) == len(searches) and all(map(_has_ended, fresh.values()))
+    return 0 if has_searched and has_reported else FAILED
+
+
+def _row_of(search: Search, states: Mapping[str, CellState]) -> list[str]:
+    """A search, its best point, the number of points with a value, and the value of the best."""
+    points = _points_with_a_value(search, states)
+    count = f"{len(points)} of {len(search.trials)}"
+    if not points:
+        return [search.title, "none", count, "-"]
+    mean, best = points[0]
+    metric = _metric_of(search, states)
+    score = f"{metric.scale * mean:.{metric.digits}f} {metric.label}"
+    return [search.title, " ".join(words_of(best)), count, score]
 
 
 def _points_with_a_value(
@@ -59,24 +67,22 @@ def _points_with_a_value(
 ) -> list[tuple[float, Point]]:
     """The ended points of a search with their validation means, the best first."""
     metric = _metric_of(search, states)
-    means = [
-        (metric.mean_over(states[cell.id].results), point)
-        for point, cell in search.trials
-        if _has_ended(states[cell.id])
-    ]
-    known = [pair for pair in means if pair[0] != metric.worst]
-    return sorted(known, key=lambda pair: pair[0], reverse=metric.higher_is_better)
+    points = []
+    for point, cell in search.trials:
+        state = states[cell.id]
+        if _has_ended(state) and (mean := metric.mean_over(state.results)) != metric.worst:
+            points.append((mean, point))
+    return sorted(points, key=itemgetter(0), reverse=metric.higher_is_better)
 
 
 def _planned_report(search: Search) -> CellSpec:
     """The cell of the fresh seeds: at the best point, or at any while the search has not ended."""
-    cells = [cell for _, cell in search.trials]
-    states = {
-        cell.id: read_cell(cell.study_dir, cell.id, cell.title, cell.seeds, []) for cell in cells
-    }
-    known = _points_with_a_value(search, states)
-    if known and all(map(_has_ended, states.values())):
-        return search.cell(known[0][1], is_report=True)
+    states = {}
+    for _, cell in search.trials:
+        states[cell.id] = read_cell(cell.study_dir, cell.id, cell.title, cell.seeds, [])
+    points = _points_with_a_value(search, states)
+    if points and all(map(_has_ended, states.values())):
+        return search.cell(points[0][1], is_report=True)
     words = [*search.fixed, *(f"{key}=best" for key in search.space.keys)]
     return replace(search.cell(search.trials[0][0], is_report=True), overrides=words)
 
@@ -99,12 +105,14 @@ def _metric_of(search: Search, states: Mapping[str, CellState]) -> Metric:
     Raises:
         UserError: no finished run has `tune.metric`.
     """
-    asked = search.base["tune"]["metric"]
-    runs = [run for state in states.values() for run in state.results]
-    known = {name for run in runs if run.status == Status.FINISHED for name in run.metrics}
-    if asked is not None and known and asked not in known:
-        near = ", ".join(sorted(name for name in known if name.startswith("val/")))
-        raise UserError(f"tune.metric={asked}: no run has this metric; try {near}")
-    return describe_metric(
-        asked or next((name for name in VALIDATION if name in known), VALIDATION[-1])
-    )
+    metric = search.base["tune"]["metric"]
+    recorded = set[str]()
+    for state in states.values():
+        for run in state.results:
+            if run.status == Status.FINISHED:
+                recorded |= run.metrics.keys()
+    if metric is not None and recorded and metric not in recorded:
+        names = ", ".join(sorted(name for name in recorded if name.startswith("val/")))
+        raise UserError(f"tune.metric={metric}: no run has this metric; try {names}")
+    first = next((name for name in VALIDATION if name in recorded), VALIDATION[-1])
+    return describe_metric(metric or first)

@@ -19,7 +19,7 @@ from normexp.errors import UserError
 DIGITS = 4  # significant digits of a value that is drawn from an interval
 SCRAMBLE = 0  # seed of the Sobol sequence: every search of a space has the same points
 LOGARITHMIC = ("lr",)  # keys whose intervals have a log scale without a tag
-DRAWN = 8  # points drawn for each one wanted, since rounded values and choices repeat
+DRAWS_PER_POINT = 8  # rounded values and choices repeat
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,13 @@ class Space:
         All combinations in order, if only choices are searched and there are no more of them;
         otherwise points of the Sobol sequence.
         """
-        rows = itertools.product(*(dimension.texts for dimension in self.dimensions))
-        sizes = [len(dimension.texts) for dimension in self.dimensions]
-        if not 0 < math.prod(sizes) <= count:
-            drawn = _sobol(len(sizes), DRAWN * count)
-            rows = (
-                tuple(d.at(u) for d, u in zip(self.dimensions, row, strict=True)) for row in drawn
-            )
-        unique = itertools.islice(dict.fromkeys(rows), count)
+        choices = [dimension.texts for dimension in self.dimensions]
+        if 0 < math.prod(map(len, choices)) <= count:
+            rows = [*itertools.product(*choices)]
+        else:
+            fractions = _sobol(len(choices), DRAWS_PER_POINT * count)
+            rows = [tuple(map(Dimension.at, self.dimensions, row)) for row in fractions]
+        unique = [*dict.fromkeys(rows)][:count]
         return [dict(zip(self.keys, row, strict=True)) for row in unique]
 
 
@@ -95,15 +94,8 @@ def _dimension(override: Override) -> Dimension:
     is_interval = isinstance(value, IntervalSweep)
     if value.tags - ({"log"} if is_interval else set()):
         raise UserError(f"{text}: the only tag is log, of an interval")
-    if is_interval and isinstance(value.start, int):  # by a cast
-        raise UserError(f"{text}: whole numbers are a range, as in {key}=range(2,10)")
     if is_interval:
-        low, high, log = value.start, value.end, "log" in value.tags or key in LOGARITHMIC
-        if low is None or high is None or not -math.inf < low < high < math.inf:
-            raise UserError(f"{text}: low must be below high, as in {key}=interval(0.1,1)")
-        if log and low <= 0:
-            raise UserError(f"{text}: a log scale begins above 0, not at {low:g}")
-        return Dimension(key, (), float(low), float(high), log)
+        return _interval(override)
     if isinstance(value, RangeSweep):  # without the digits of 0.1 + 0.2
         numbers = list(value.range())
         texts = [str(x if isinstance(x, int) else float(f"{x:.12g}")) for x in numbers]
@@ -113,3 +105,17 @@ def _dimension(override: Override) -> Dimension:
     if len(unique) < 2:
         raise UserError(f"{text}: {len(unique)} values to search; name two or more, or {key}=...")
     return Dimension(key, unique)
+
+
+def _interval(override: Override) -> Dimension:
+    value: Any = override.value()
+    key, text = override.get_key_element(), override.input_line
+    low, high = value.start, value.end
+    if isinstance(low, int):  # by a cast
+        raise UserError(f"{text}: whole numbers are a range, as in {key}=range(2,10)")
+    if low is None or high is None or not -math.inf < low < high < math.inf:
+        raise UserError(f"{text}: low must be below high, as in {key}=interval(0.1,1)")
+    log = "log" in value.tags or key in LOGARITHMIC
+    if log and low <= 0:
+        raise UserError(f"{text}: a log scale begins above 0, not at {low:g}")
+    return Dimension(key, (), float(low), float(high), log)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,12 +15,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from normexp.config.words import format_duration
 from normexp.records.logs import messages_to
 from normexp.records.result import values_of
-from normexp.records.study import CellState, StackState
+from normexp.records.stacks import StackState
+from normexp.records.study import CellState
 from normexp.reporting.terminal import main_metric, without_shared_words
 from normexp.sweeps.machine import console_for_progress
+from normexp.words import format_duration
 
 SECONDS_BETWEEN_LINES = 60.0  # without a terminal
 SHARE_FOR_A_GUESS = 0.05  # of the work, before the time left is guessed
@@ -28,26 +29,26 @@ Row = tuple[str, str, str, str]  # a training: its title, steps, metrics and tim
 
 
 class Display(logging.Handler):
-    """Prints the cells that end, what trains now, and other lines, each once. Writes to stderr.
+    """Prints to stderr the cells that end, what trains now, and messages, each line once.
 
-    On a terminal a bar and a line per training are drawn anew; elsewhere they are printed once a
+    On a terminal a bar and a line per training are redrawn; elsewhere they are printed once a
     minute.
 
     Args:
-        states: of the cells before anything trains.
+        states: the cells before anything trains.
     """
 
     def __init__(self, states: Sequence[CellState]) -> None:
         super().__init__()
-        over = [state for state in states if state.is_over]
-        self.ended = {state.id for state in over}
+        ended = [state for state in states if state.is_over]
+        self.ended = {state.id for state in ended}
+        self.num_ended = sum(len(state.states) for state in ended)  # runs of ended cells
+        self.total = sum(len(state.states) for state in states)
+        self.done_before = _num_runs_done(states) + _share_done(states)
         _, titles = without_shared_words([state.title for state in states])
         self.titles = dict(zip((state.id for state in states), titles, strict=True))
-        self.num_ended = sum(len(state.states) for state in over)  # runs of ended cells
-        self.total = sum(len(state.states) for state in states)
-        self.begun_with = _num_runs_done(states) + _share_done(states)
         self.began = self._line_at = time.monotonic()
-        self.first_seen: dict[Path, tuple[float, int]] = {}  # of each training: when, and its step
+        self.first_seen: dict[Path, tuple[float, int]] = {}  # time and step, by stack
         self.printed: set[str] = set()
         self.console = console_for_progress()
         self.live = Live(console=self.console, transient=True, auto_refresh=False)
@@ -64,7 +65,7 @@ class Display(logging.Handler):
         self.print(record.getMessage())
 
     def print(self, text: str) -> None:
-        """Prints a new line above the live view; of a progress bar only its last state."""
+        """Prints a new line above the live view. Of a progress bar, prints the last state alone."""
         if text not in self.printed:
             self.printed.add(text)
             self.console.print(text.rstrip("\r").rpartition("\r")[2], markup=False, soft_wrap=True)
@@ -77,12 +78,11 @@ class Display(logging.Handler):
                 self.num_ended += len(state.states)
                 if len(states) > 1:
                     self.print(self._line_of(state))
-        running = dict[Path, tuple[CellState, StackState]]()  # a stack may be of several cells
+        rows: dict[Path, Row] = {}  # by stack, since a stack may be of several cells
         for state in states:
             for stack in state.stacks:
-                if stack.holder:
-                    running.setdefault(stack.folder, (state, stack))
-        rows = [self._row(state, stack) for state, stack in running.values()]
+                if stack.holder and stack.folder not in rows:
+                    rows[stack.folder] = self._row(state, stack)
         if not rows and not self.live.is_started:
             return
         done = _num_runs_done(states)
@@ -90,15 +90,14 @@ class Display(logging.Handler):
         if self.console.is_terminal:
             if not self.live.is_started:
                 self._open.enter_context(self.live)
-            drawn = self._bar(done, times), _table(rows)
-            self.live.update(Group(*drawn), refresh=True)
+            self.live.update(Group(self._bar(done, times), _table(rows.values())), refresh=True)
         elif time.monotonic() - self._line_at > SECONDS_BETWEEN_LINES:
             self._line_at = time.monotonic()
-            lines = ["  ".join(filter(None, row)) for row in rows]
+            lines = ["  ".join(filter(None, row)) for row in rows.values()]
             self.print("\n  ".join([f"{done}/{self.total} runs, {times}", *lines]))
 
     def _line_of(self, state: CellState) -> str:
-        """Without the reason of a failure, which the closing table has."""
+        """An ended cell. The closing table has the reason of a failure."""
         count = f"[{self.num_ended}/{self.total} runs]"
         return f"{count} {state.status:<8} {self.titles[state.id]}  {_result_of(state)}".rstrip()
 
@@ -121,13 +120,13 @@ class Display(logging.Handler):
         return title, steps, "  ".join(metrics), left
 
     def _times(self, done: float) -> str:
-        """Time elapsed, and left by the mean time of a run so far."""
+        """The time elapsed, and the time left by the mean time of a run so far."""
         elapsed = time.monotonic() - self.began
-        words = f"{format_duration(elapsed)} elapsed"
-        trained, asked = done - self.begun_with, self.total - self.begun_with
-        if trained > SHARE_FOR_A_GUESS * asked:
-            words += f", {format_duration(elapsed * (asked - trained) / trained)} left"
-        return words
+        text = f"{format_duration(elapsed)} elapsed"
+        trained, total = done - self.done_before, self.total - self.done_before
+        if trained > SHARE_FOR_A_GUESS * total:
+            text += f", {format_duration(elapsed * (total - trained) / trained)} left"
+        return text
 
     def _bar(self, done: int, times: str) -> Table:
         grid = Table.grid(padding=(0, 2), expand=True)
@@ -137,8 +136,8 @@ class Display(logging.Handler):
         return grid
 
 
-def _table(rows: Sequence[Row]) -> Table:
-    """A line per training; where there is no room, its title is cut, never its step."""
+def _table(rows: Iterable[Row]) -> Table:
+    """A line per training. Where there is no room, the title is cut, never the step."""
     grid = Table.grid(padding=(0, 2), expand=True)
     grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
     for _ in range(3):
@@ -153,9 +152,9 @@ def _num_runs_done(states: Sequence[CellState]) -> int:
 
 
 def _share_done(states: Sequence[CellState]) -> float:
-    """How many runs' worth is done of the stacks that have begun."""
+    """How much of the begun stacks is done, in runs."""
     stacks = {stack.folder: stack for state in states for stack in state.stacks}
-    return sum(len(one.members) * one.step / max(one.total, 1) for one in stacks.values())
+    return sum(len(stack.members) * stack.step / max(stack.total, 1) for stack in stacks.values())
 
 
 def _result_of(state: CellState) -> str:

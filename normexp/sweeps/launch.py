@@ -18,18 +18,22 @@ from omegaconf import DictConfig
 from normexp.config.command import Command
 from normexp.config.compose import VERSION_BASE, own_hydra
 from normexp.config.groups import conf_dir
+from normexp.errors import one_line
 
 LAUNCHER_WORDS = r"experiment=|\+*hydra(/|\.(?!sweeper|mode))"  # words that configure the launcher
 FOLDER = "launched"  # in a study: the files of Hydra, the launcher and the jobs
 
 
 def launch_workers(command: Command, study_dir: Path, count: int, act: Callable[[], None]) -> str:
-    """Calls `act` in this many jobs of Hydra's multirun; returns the launcher's error."""
+    """Calls `act` in `count` jobs of Hydra's multirun; returns the launcher's error, or nothing."""
     hydra_words = [word for word in command.overrides if re.match(LAUNCHER_WORDS, word)]
     folder = (study_dir / FOLDER).resolve()
-    numbers = ",".join(map(str, range(count)))
-    overrides = [*hydra_words, f"+worker={numbers}", f"hydra.sweep.dir={json.dumps(str(folder))}"]
-    overrides.append("hydra.sweeper.params=null")  # of an experiment
+    overrides = [
+        *hydra_words,
+        f"+worker={','.join(map(str, range(count)))}",
+        f"hydra.sweep.dir={json.dumps(str(folder))}",
+        "hydra.sweeper.params=null",  # an experiment sets them
+    ]
     if command.launcher == "ray":  # the plugin sets a value that a running cluster refuses
         overrides.append("+hydra.launcher.ray.init.object_store_memory=null")
     cwd = Path.cwd()
@@ -48,7 +52,7 @@ def launch_workers(command: Command, study_dir: Path, count: int, act: Callable[
         with own_hydra():
             hydra.main(config_path=str(conf_dir()), config_name="config", **VERSION_BASE)(run)()
     except Exception as error:  # a job died, or the launcher itself failed
-        return (str(error).strip() or type(error).__name__).splitlines()[0]
+        return one_line(error)
     finally:
         sys.argv = program
     return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import tempfile
@@ -18,8 +19,8 @@ from rich.console import Console
 from normexp.config.spec import CellSpec
 from normexp.config.torchrun import started_processes
 from normexp.errors import UserError
-from normexp.records.files import file_lock, holder_of, other_holders
-from normexp.records.provenance import usable_cores, visible_gpus
+from normexp.records.environment import usable_cores, visible_gpus
+from normexp.records.locks import file_lock, holder_of, other_holders
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,9 @@ class WorkerSlot:
     """What one worker may use: the CPUs, and a GPU as CUDA_VISIBLE_DEVICES names it.
 
     Attributes:
-        locks: names of lock files of the GPU. A worker holds one while it trains. All commands of a
-            user share them, so that two terminals do not train on one GPU.
-        waits: train only while holding a lock; False: also beside other commands.
+        locks: names of the lock files of the GPU. A worker holds one while it trains. All commands
+            of a user share the files, so that two terminals do not train on one GPU.
+        waits: True to train only while holding a lock; False to train beside other commands.
     """
 
     gpu: str | None = None
@@ -37,13 +38,13 @@ class WorkerSlot:
     waits: bool = False
 
     def hide_other_gpus(self) -> None:
-        """Works only before this process loads torch."""
+        """Sets CUDA_VISIBLE_DEVICES; has no effect once torch is loaded."""
         if self.gpu is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = self.gpu
 
     @contextmanager
     def claim(self) -> Iterator[bool]:
-        """Holds one of the locks inside the block; yields False, at once, if it must wait."""
+        """Holds one of the locks inside the block; yields False if all are taken and it `waits`."""
         with ExitStack() as held:
             locks = (held.enter_context(file_lock(path)) for path in self.paths())
             yield any(locks) or not self.waits
@@ -52,7 +53,7 @@ class WorkerSlot:
         return all(map(holder_of, self.paths()))
 
     def paths(self) -> list[Path]:
-        """The lock files; on a CPU that of this process, by which others count it."""
+        """The lock files; on a CPU one of this process, by which other commands count it."""
         return [_lock_folder() / name for name in self.locks or [f"cpu-{os.getpid()}"]]
 
 
@@ -73,23 +74,26 @@ def worker_slots(
 ) -> tuple[list[WorkerSlot], int]:
     """The slots for training, and the largest number of workers; 0 if this process trains all.
 
-    There are more slots than workers if a command asks for fewer workers than GPUs. `workers`
-    overrides the configs; 0 does not wait for other commands.
+    There are more slots than workers if a command asks for fewer workers than GPUs.
+
+    Args:
+        workers: overrides the configs; 0 does not wait for other commands.
     """
-    asked = shared_value(cells, "workers") if workers is None else workers
+    if workers is None:
+        workers = shared_value(cells, "workers")
     accelerators = {cell.config["trainer"]["accelerator"] for cell in cells}
     gpus = visible_gpus() if accelerators & {"auto", "gpu", "cuda"} else []
-    count = asked or len(gpus) or usable_cores()
+    count = workers or len(gpus) or usable_cores()
     is_one_of_many = started_processes()[1] > 1
-    num_workers = 0 if asked == 0 or is_one_of_many else count
+    num_workers = 0 if workers == 0 or is_one_of_many else count
     if not gpus:
         return [WorkerSlot()] * count, num_workers
     # Several workers share a GPU only if the command asks for more workers than GPUs.
-    shares = -(-count // len(gpus))
-    slots = [
-        WorkerSlot(gpu, [f"gpu-{gpu}-{i}" for i in range(shares)], waits=asked != 0)
-        for gpu in islice(cycle(gpus), max(count, len(gpus)))
-    ]
+    num_shares = math.ceil(count / len(gpus))
+    slots = []
+    for gpu in islice(cycle(gpus), max(count, len(gpus))):
+        locks = [f"gpu-{gpu}-{share}" for share in range(num_shares)]
+        slots.append(WorkerSlot(gpu, locks, waits=workers != 0))
     if is_one_of_many:  # torchrun or srun gives each process its GPU
         slots = [replace(slot, gpu=None) for slot in slots]
     return slots, num_workers
@@ -99,10 +103,9 @@ def worker_slots(
 def importing_torch() -> Iterator[None]:
     """Shows on a terminal that torch is imported, and lets its idle threads sleep.
 
-    By default they spin while they wait for each other, and keep a busy core from the thread that
-    they wait for. On four cores with a load of 12, a step of the convnet for MNIST-5k took 3.5 s on
-    four threads that spin, 0.06 s on four that sleep and 0.013 s on one (medians, n = 3). No result
-    depends on it.
+    By default idle threads spin, and keep a busy core from the thread that they wait for. On four
+    cores with a load of 12, a step of the convnet for MNIST-5k took 3.5 s on four threads that
+    spin, 0.06 s on four that sleep and 0.013 s on one (medians, n = 3). No result depends on it.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is loaded
     # In a notebook, tqdm and rich ask for widgets.
@@ -112,7 +115,7 @@ def importing_torch() -> Iterator[None]:
 
 
 def console_for_progress() -> Console:
-    """Standard error, drawn anew on a terminal alone: never in a notebook or a log with colours."""
+    """Standard error, redrawn on a terminal alone: neither in a notebook nor in a log."""
     return Console(
         stderr=True,
         highlight=False,
@@ -123,7 +126,7 @@ def console_for_progress() -> Console:
 
 
 def shared_value(cells: Sequence[CellSpec], key: str) -> Any:
-    """The value that all cells of a command must share; None without cells.
+    """The value of a key that all cells of a command must share; None without cells.
 
     Raises:
         UserError: the value varies.

@@ -10,8 +10,7 @@ from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.run import must_split
 from normexp.checks.network import probe_batch
 from normexp.config.spec import CellSpec
-from normexp.config.words import one_line
-from normexp.errors import FAILED, UserError
+from normexp.errors import FAILED, UserError, one_line
 from normexp.records.logs import messages_to_stderr
 from normexp.records.study import CellState, read_cell
 from normexp.reporting.terminal import Plan, print_plan
@@ -46,7 +45,7 @@ def _plan(spec: CellSpec) -> Plan:
         seconds = _seconds_of_step(cell) if count else 0.0
         return Plan(state, cell.recipe.num_steps, seconds, num_stacks)
     except (Exception, SystemExit) as error:  # user code may raise anything
-        state.refused = str(error) if isinstance(error, UserError) else one_line(error)
+        state.refused = one_line(error)
         return Plan(state)
 
 

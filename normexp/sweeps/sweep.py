@@ -6,37 +6,28 @@ import logging
 import secrets
 import signal
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import wait
 
 from normexp.cells.stack import remove_failed, settle
 from normexp.config.command import Command
 from normexp.config.spec import CellSpec
 from normexp.config.torchrun import check_processes
-from normexp.config.words import format_count
 from normexp.errors import FAILED, Halted, UserError
+from normexp.records.environment import code_version
 from normexp.records.files import ensure_writable, is_read_only
-from normexp.records.provenance import code_version
+from normexp.records.journal import CommandEntry, Refusal, Request, append_entry, remove_refused
 from normexp.records.result import Status
-from normexp.records.study import (
-    Asked,
-    CellState,
-    CommandEntry,
-    Refusal,
-    append_entry,
-    remove_refused,
-)
+from normexp.records.study import CellState
 from normexp.reporting.terminal import print_closing_table, print_summary
 from normexp.sweeps.display import Display
 from normexp.sweeps.launch import launch_workers
-from normexp.sweeps.machine import (
-    WorkerSlot,
-    other_trainings,
-    shared_value,
-    worker_slots,
-)
+from normexp.sweeps.machine import WorkerSlot, other_trainings, shared_value, worker_slots
 from normexp.sweeps.worker import Job, Worker, ready_to_train, work
-from normexp.training.stopping import StopRequest, TrainingControl
+from normexp.training.stopping import StopRequest, Together, TrainingControl
+from normexp.words import format_count
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +35,15 @@ SECONDS_BETWEEN_LOOKS = 1.0  # at the files of the study
 
 
 def run_cells(
-    cells: Sequence[CellSpec], words: Sequence[str], command: Command | None = None
+    cells: Sequence[CellSpec],
+    words: Sequence[str],
+    command: Command | None = None,
+    together: Together = nullcontext,
 ) -> int:
     """Trains the missing runs of each cell and prints what came of it; returns the exit code.
 
     Args:
-        words, command: see `train_cells`.
+        words, command, together: see `train_cells`.
 
     Raises:
         UserError: all cells are refused; otherwise a refusal is a row.
@@ -60,7 +54,7 @@ def run_cells(
         from normexp.sweeps.plan import print_plan_of  # torch
 
         return print_plan_of(cells)
-    states = train_cells(cells, words, command=command)
+    states = train_cells(cells, words, command=command, together=together)
     refused = dict.fromkeys(state.refused for state in states)
     if "" not in refused:
         raise UserError("; ".join(refused))
@@ -73,13 +67,14 @@ def run_cells(
 
 
 def raise_if_stopped(cells: Sequence[CellSpec], states: Sequence[CellState]) -> None:
-    """Raises KeyboardInterrupt if runs are left, unless a failure under `fail_fast` ended it."""
+    """Raises KeyboardInterrupt if runs lack a result, unless `fail_fast` has ended the command."""
     has_failed = any(state.status == "failed" for state in states)
-    fails_fast = has_failed and shared_value(cells, "fail_fast")
-    if not fails_fast and any(state.missing for state in states if not state.refused):
-        has_begun = states[0].directory.parent.is_dir()
-        begun = "stopped; the same command continues"
-        raise KeyboardInterrupt(begun if has_begun else "stopped before anything was trained")
+    if has_failed and shared_value(cells, "fail_fast"):
+        return
+    if any(state.missing for state in states if not state.refused):
+        if states[0].directory.parent.is_dir():
+            raise KeyboardInterrupt("stopped; the same command continues")
+        raise KeyboardInterrupt("stopped before anything was trained")
 
 
 def train_cells(
@@ -89,14 +84,16 @@ def train_cells(
     workers: int | None = None,
     command: Command | None = None,
     searched: Sequence[str] = (),
+    together: Together = nullcontext,
 ) -> list[CellState]:
     """Trains the missing runs of each cell; returns the states of all, in order.
 
     Args:
         words: the command, as study.jsonl records it.
         workers: number of stacks trained at once, 0 for this process; overrides the config.
-        command: with the launcher that starts the workers elsewhere, if it names one.
+        command: names the launcher that starts the workers elsewhere, if any.
         searched: the keys whose values the command searches.
+        together: see `TrainingControl`.
 
     Raises:
         UserError: a study that cannot be written or read.
@@ -104,35 +101,41 @@ def train_cells(
         KeyboardInterrupt: a second Ctrl-C.
     """
     check_processes(cells, words)
-    asked = {cell.id: Asked(cell.title, cell.seeds) for cell in cells if not cell.error}
-    entry = CommandEntry(secrets.token_hex(8), [*words], code_version(), asked, [*searched])
+    requests = {cell.id: Request(cell.title, cell.seeds) for cell in cells if not cell.error}
+    entry = CommandEntry(secrets.token_hex(8), [*words], code_version(), requests, [*searched])
     job = Job(cells, entry)
-    before = job.states()
-    over = {one.id for one in before if one.is_over and one.status != "failed"}
+    states = job.states()
+    ended_before = {state.id for state in states if state.is_over and state.status != "failed"}
     if not is_read_only(job.study_dir):
         settle(job.study_dir)
-    remove_failed(before)
+    remove_failed(states)
     try:
-        for cell in (cell for cell in cells if cell.error):
-            refusal = Refusal(cell.id, cell.title, cell.seeds, entry.id, cell.error)
-            append_entry(job.study_dir, refusal)
-        if left := job.left():  # else torch is not imported
+        for cell in cells:
+            if cell.error:
+                refusal = Refusal(cell.id, cell.title, cell.seeds, entry.id, cell.error)
+                append_entry(job.study_dir, refusal)
+        if job.unfinished():  # otherwise torch is not imported
             ensure_writable(job.study_dir)
             if command is None or command.launcher is None:
-                Sweep(job, workers).train()
+                Sweep(job, workers, together).train()
             else:
-
-                def act() -> None:  # pickled by value, with the job
-                    Sweep(job, workers=0).train()
-
-                count = shared_value(cells, "workers") or len(left)
-                error = launch_workers(command, job.study_dir, count, act)
-                if error and job.left():
-                    raise Halted(f"hydra/launcher={command.launcher} stopped: {error}")
-        return [replace(state, was_over=state.id in over) for state in job.states()]
+                _launch(job, command)
+        return [replace(state, was_over=state.id in ended_before) for state in job.states()]
     finally:
         if not is_read_only(job.study_dir):
             remove_refused(job.study_dir, entry.id)
+
+
+def _launch(job: Job, command: Command) -> None:
+    """Trains in the jobs of a launcher. Raises Halted if the launcher fails before all ended."""
+    num_jobs = shared_value(job.cells, "workers") or len(job.unfinished())
+    error = launch_workers(command, job.study_dir, num_jobs, partial(_train_in_job, job))
+    if error and job.unfinished():
+        raise Halted(f"hydra/launcher={command.launcher} stopped: {error}")
+
+
+def _train_in_job(job: Job) -> None:
+    Sweep(job, workers=0).train()
 
 
 class Sweep:
@@ -143,7 +146,9 @@ class Sweep:
         here: the slot in which this process trains, if it does.
     """
 
-    def __init__(self, job: Job, workers: int | None = None) -> None:
+    def __init__(
+        self, job: Job, workers: int | None = None, together: Together = nullcontext
+    ) -> None:
         self.slots, self.num_workers = worker_slots(job.cells, workers)
         self.job = replace(job, on_gpu=bool(self.slots[0].locks))
         self.fails_fast = shared_value(job.cells, "fail_fast")
@@ -151,6 +156,7 @@ class Sweep:
         self.workers: list[Worker] = []
         self.here: list[WorkerSlot] = []
         self.request = StopRequest()
+        self.control = TrainingControl(self.request, self._look, together)
         self.is_stopping = False
 
     def train(self) -> None:
@@ -167,7 +173,7 @@ class Sweep:
                 beside = format_count(others, "other training")
                 logger.info("beside %s on this machine, this one takes longer", beside)
             try:
-                if not self.num_workers or len(self.job.left()) == 1:
+                if not self.num_workers or len(self.job.unfinished()) == 1:
                     self._train_here()
                 if self.num_workers:
                     self._train_in_workers()
@@ -183,7 +189,7 @@ class Sweep:
         self.here = [slot]
         try:
             with ready_to_train():
-                work(self.job, slot, TrainingControl(self.request, self._look))
+                work(self.job, slot, self.control)
         except KeyboardInterrupt:
             if self.request.requested or not self.workers:
                 raise
@@ -195,7 +201,7 @@ class Sweep:
         self._tend_workers()
         states = self.job.states()
         self.display.update(states)
-        if self.fails_fast and any(Status.FAILED in one.states.values() for one in states):
+        if self.fails_fast and any(Status.FAILED in state.states.values() for state in states):
             self._stop()
 
     def _stop(self) -> None:
@@ -208,18 +214,20 @@ class Sweep:
 
     def _train_in_workers(self) -> None:
         with self.request.listening():
-            while self.workers or (self.job.left() and not self.request.requested):
+            while self.workers or (self.job.unfinished() and not self.request.requested):
                 if self.request.requested:
                     self._stop()
                 self._look()
                 wait([worker.process.sentinel for worker in self.workers], SECONDS_BETWEEN_LOOKS)
 
     def _tend_workers(self) -> None:
-        """Reads what workers print, and starts as many as there are stacks left."""
+        """Reads what workers print, and starts one for each unfinished stack, up to the limit."""
         for worker in [*self.workers]:
             self._read(worker)
-        wanted = 0 if self.request.requested else min(self.num_workers, len(self.job.left()))
-        for _ in range(wanted - len(self.here) - len(self.workers)):
+        if self.request.requested:
+            return
+        num_wanted = min(self.num_workers, len(self.job.unfinished()))
+        for _ in range(num_wanted - len(self.here) - len(self.workers)):
             self.workers.append(Worker(self._free_slots()[0], self.job))
 
     def _free_slots(self) -> list[WorkerSlot]:

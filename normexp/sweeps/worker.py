@@ -1,7 +1,7 @@
 """A worker: walks the stacks of a command, takes the first that is free, trains it, commits it.
 
-Workers of this command, of another terminal and of a launcher's job do the same, and learn from the
-files of the study what is left.
+Workers of this command, of another terminal and of a launcher's job do the same. The files of the
+study tell them which runs lack a result.
 """
 
 from __future__ import annotations
@@ -27,18 +27,13 @@ from typing import TYPE_CHECKING
 
 from normexp.cells.stack import Stack, cut_stacks
 from normexp.config.spec import CellSpec
-from normexp.config.words import one_line
-from normexp.errors import FAILED, INTERRUPTED, Halted, UserError
-from normexp.records.files import describe, other_holders
+from normexp.errors import FAILED, INTERRUPTED, Halted, UserError, one_line
+from normexp.records.files import describe
+from normexp.records.journal import CommandEntry, refused_by
+from normexp.records.locks import other_holders
 from normexp.records.logs import messages_to_stderr
-from normexp.records.study import (
-    CellState,
-    CommandEntry,
-    lock_of,
-    read_cell,
-    read_stacks,
-    refused_by,
-)
+from normexp.records.stacks import lock_of, read_stacks
+from normexp.records.study import CellState, read_cell
 from normexp.sweeps.machine import WorkerSlot, importing_torch
 from normexp.training.stopping import Interrupted, StopRequest, TrainingControl
 
@@ -58,8 +53,8 @@ class Job:
     """What a command asks of its workers.
 
     Attributes:
-        cells: of one study; a refused one has a line in it.
-        command: its line in the study.
+        cells: of one study, whose journal has a line for each refused cell.
+        command: the line of the command in that journal.
     """
 
     cells: Sequence[CellSpec]
@@ -74,56 +69,68 @@ class Job:
     def study_dir(self) -> Path:
         return self.cells[0].study_dir
 
-    def left(self) -> list[Stack]:
+    def unfinished(self) -> list[Stack]:
         """The stacks with runs that lack a result, in order."""
         refused = refused_by(self.study_dir, self.command.id)
-        return [
-            part
-            for stack in self.stacks
-            if stack.left(refused)
-            for part in stack.parts()
-            if part.left(refused)
-        ]
+        stacks = []
+        for stack in self.stacks:
+            if stack.left(refused):  # the folder of an ended stack need not be read
+                stacks += [part for part in stack.parts() if part.left(refused)]
+        return stacks
 
     def states(self) -> list[CellState]:
-        """The state of each cell, of the runs that the command asks for."""
-        refused, stacks = refused_by(self.study_dir, self.command.id), read_stacks(self.study_dir)
-        return [
-            read_cell(
-                *(self.study_dir, cell.id, cell.title, cell.seeds, stacks),
-                refused=refused.get(cell.id, ""),
-            )
-            for cell in self.cells
-        ]
+        """The state of each cell, over the runs that the command asks for."""
+        study_dir, stacks = self.study_dir, read_stacks(self.study_dir)
+        refused = refused_by(study_dir, self.command.id)
+        states = []
+        for cell in self.cells:
+            error = refused.get(cell.id, "")
+            states.append(read_cell(study_dir, cell.id, cell.title, cell.seeds, stacks, error))
+        return states
 
 
 def work(job: Job, slot: WorkerSlot, control: TrainingControl) -> None:
-    """Walks until nothing is left, or a stop is requested.
+    """Trains stacks until none is unfinished, or a stop is requested.
 
     Raises:
         Halted: nothing more can be trained in this process.
     """
-    from normexp.cells.run import train_stack
-
     cells: dict[str, Cell] = {}
-    while not control.stop.requested and (left := job.left()):
-        with slot.claim() as is_free:
-            try:  # the first that no other process trains
-                has_trained = is_free and any(
-                    train_stack(stack, job.command, control, cells) for stack in left
-                )
+    while not control.stop.requested and (stacks := job.unfinished()):
+        with slot.claim() as has_slot:
+            try:
+                has_trained = has_slot and _train_first_free(stacks, job, control, cells)
             except Interrupted:
                 return
             except UserError as error:  # a record that cannot be read or written
                 raise Halted(str(error)) from error
         control.on_steps()
-        if has_trained:
-            continue
-        runs = [run for stack in left for run in stack.runs]
-        locks = [lock_of(spec.directory, seed) for spec, seed in runs] if is_free else slot.paths()
-        if others := other_holders(locks):  # the same line is shown once
-            logger.info(RUNS_WAIT if is_free else GPU_WAITS, "; ".join(dict.fromkeys(others)))
-        time.sleep(TICK)
+        if not has_trained:
+            _say_who_trains(stacks, None if has_slot else slot)
+            time.sleep(TICK)
+
+
+def _train_first_free(
+    stacks: Sequence[Stack], job: Job, control: TrainingControl, cells: dict[str, Cell]
+) -> bool:
+    """Trains the first stack that no other process trains; False if there is none."""
+    from normexp.cells.run import train_stack
+
+    return any(train_stack(stack, job.command, control, cells) for stack in stacks)
+
+
+def _say_who_trains(stacks: Sequence[Stack], slot: WorkerSlot | None) -> None:
+    """Logs which commands hold the slot, if it is not free, or else the runs of all stacks.
+
+    The same line is shown once.
+    """
+    if slot is not None:
+        text, locks = GPU_WAITS, slot.paths()
+    else:
+        runs = [run for stack in stacks for run in stack.runs]
+        text, locks = RUNS_WAIT, [lock_of(spec.directory, seed) for spec, seed in runs]
+    if others := other_holders(locks):
+        logger.info(text, "; ".join(dict.fromkeys(others)))
 
 
 @contextmanager
@@ -146,7 +153,7 @@ class Worker:
 
     def __init__(self, slot: WorkerSlot, job: Job) -> None:
         self.slot = slot
-        self._shown = 0
+        self._num_bytes_read = 0
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the worker
         # A Connection, because multiprocessing can pass one; the worker uses only its descriptor.
         with Connection(os.dup(self._output.fileno()), readable=False) as output:
@@ -163,10 +170,11 @@ class Worker:
     def new_output(self) -> list[str]:
         """The lines that the worker has printed or logged since the last call."""
         descriptor = self._output.fileno()
-        text = os.pread(descriptor, os.fstat(descriptor).st_size - self._shown, self._shown)
+        num_new_bytes = os.fstat(descriptor).st_size - self._num_bytes_read
+        text = os.pread(descriptor, num_new_bytes, self._num_bytes_read)
         if self.process.is_alive():
-            text = text[: text.rfind(b"\n") + 1]
-        self._shown += len(text)
+            text = text[: text.rfind(b"\n") + 1]  # the worker has not ended its last line
+        self._num_bytes_read += len(text)
         return text.decode(errors="replace").splitlines()
 
     def close(self) -> None:
@@ -197,12 +205,17 @@ def main(output: Connection, job: Job, slot: WorkerSlot) -> None:
             work(job, slot, TrainingControl(stop))
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
-    except Exception as error:  # but Halted, a fault of ours, which another worker would meet too
-        reason = describe(error) if isinstance(error, OSError) else one_line(error)
-        if not isinstance(error, Halted | OSError):
-            traceback.print_exc()
-        print(error if isinstance(error, Halted) else reason, flush=True)
-        sys.exit(FAILED)
+    except Halted as error:
+        reason = str(error)
+    except OSError as error:
+        reason = describe(error)
+    except Exception as error:  # a fault of normexp, which another worker would meet too
+        traceback.print_exc()
+        reason = one_line(error)
+    else:
+        return
+    print(reason, flush=True)
+    sys.exit(FAILED)
 
 
 def _stop_with_parent() -> None:

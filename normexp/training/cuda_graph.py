@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from normexp.batching.replicas import Batch, Replicas
-from normexp.config.words import one_line
+from normexp.errors import one_line
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from normexp.batching.replicas import Replicas
 from normexp.config.sizes import Share
 from normexp.data.batches import TrainingBatches
 from normexp.errors import UserError
-from normexp.records.result import MetricRow, write_metrics
+from normexp.records.metrics import MetricRow, write_metrics
 from normexp.training.cuda_graph import NOT_RECORDED, RecordedStep, why_not_recorded
 from normexp.training.devices import gpu_arithmetic
 from normexp.training.evaluation import Columns, Evaluator, criterion_of

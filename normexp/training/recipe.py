@@ -20,7 +20,6 @@ from normexp.config.keys import Settings
 from normexp.config.shipped import shipped_defaults
 from normexp.config.sizes import Share, Sizes
 from normexp.config.spec import CellSpec
-from normexp.config.words import as_typed
 from normexp.errors import UserError
 from normexp.training.callbacks import act_on_batches, build_callbacks
 from normexp.training.optimizer import (
@@ -33,6 +32,7 @@ from normexp.training.optimizer import (
 from normexp.training.schedule import Schedule, build_schedule
 from normexp.training.statistics import STATISTICS
 from normexp.training.trackers import build_loggers, logger_targets
+from normexp.words import as_typed
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+Together = Callable[[Any], AbstractContextManager[None]]
 
 
 class Interrupted(Exception):
@@ -64,7 +66,10 @@ class TrainingControl:
     Attributes:
         stop: requests to stop, by Ctrl-C or by another thread.
         on_steps: called once a second while it trains.
+        together: makes the other processes of the training, if there are any, train along inside
+            its block; see `cells.devices.Ranks`.
     """
 
     stop: StopRequest = field(default_factory=StopRequest)
     on_steps: Callable[[], None] = lambda: None
+    together: Together = nullcontext

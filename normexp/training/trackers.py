@@ -24,8 +24,7 @@ from urllib.request import urlopen
 from pytorch_lightning.loggers import Logger, MLFlowLogger, WandbLogger
 
 from normexp.config.target import Target, read_target
-from normexp.config.words import one_line
-from normexp.errors import UserError
+from normexp.errors import UserError, one_line
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from normexp.benchmark.reference import WORKLOADS, Reference, read_reference
 from normexp.cli import parse_command
 from normexp.config.command import compose_cells
 from normexp.records.archive import ArchivedCell, pack_study, write_archive
+from normexp.records.journal import CommandEntry, Request, entry_line
 from normexp.records.result import Measured, Result, Status
-from normexp.records.study import Asked, CommandEntry, entry_line
 from normexp.reporting.cells import build_cells
 from normexp.reporting.metric import describe_metric
 from normexp.reporting.slices import NormAtSize
@@ -66,7 +66,7 @@ def reference_of(path: Path, norms: Sequence[tuple[str, float, int]]) -> Referen
     lines, made = [], []
     for recipe in ("convnet", "convnet_short"):
         own = [cell for one in norms for cell in cells(recipe, *one)]
-        asked = {cell.id: Asked(cell.id, [*SEEDS]) for cell in own}
+        asked = {cell.id: Request(cell.id, [*SEEDS]) for cell in own}
         words = ["normexp-train", f"experiment=benchmark1/{recipe}"]
         lines.append(entry_line(CommandEntry(recipe, words, "", asked)))
         made += own

@@ -22,7 +22,9 @@ from normexp.data.images import load_digits
 from normexp.errors import UserError
 from normexp.evaluate import main
 from normexp.records.layout import seed_dir
-from normexp.records.result import read_metrics, read_result, read_samples
+from normexp.records.metrics import read_metrics
+from normexp.records.result import read_result
+from normexp.records.samples import read_samples
 from normexp.train import main as train
 
 ALL = "evaluate_with=[running,precise,batch]"
@@ -129,7 +131,7 @@ def test_study_is_a_table_with_a_row_per_run(copy: Path, tmp_path: Path, caplog)
         table = normexp.load_study("mine", runs_dir=tmp_path)
     assert table["seed"].tolist() == [0]
     assert "seed-1" in caplog.text and "later: 1 run" in caplog.text
-    with pytest.raises(UserError, match="nearest: mine"):
+    with pytest.raises(UserError, match="did you mean .*mine"):
         normexp.load_study("mien", runs_dir=tmp_path)
 
 
@@ -214,7 +216,7 @@ def edited(name: str, edit: Callable[[bytes], bytes]) -> Callable[[Path], None]:
 REMEDY = "remove the cell's folder and train it again"
 REFUSED: dict[str, tuple[Callable[[Path], None] | None, list[str], str]] = {
     "far": (None, ["run=/nowhere/at/all"], "/nowhere/at/all does not exist"),
-    "near": (None, ["run={cell}x"], "{cell}x does not exist; nearest: {cell}"),
+    "near": (None, ["run={cell}x"], "{cell}x does not exist; did you mean {cell}?"),
     "study": (None, ["run={study}"], "{study} is no cell"),
     "seed": (None, ["run={cell}/seed-0"], "is one seed of a cell; give the cell, {cell}"),
     "large": (None, ["run={cell}", "evaluate_batch_sizes=[145]"], "145 is more than the 144 sam"),

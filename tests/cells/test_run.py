@@ -19,20 +19,12 @@ from normexp.cli import parse_command
 from normexp.config.command import compose_cells
 from normexp.config.spec import CellSpec
 from normexp.errors import Halted
-from normexp.records.files import file_lock
+from normexp.records.journal import CommandEntry, Refusal, Request, read_entries
 from normexp.records.layout import CHECKPOINT_FILE, STACKS
+from normexp.records.locks import file_lock
 from normexp.records.result import Result, Status, read_result
-from normexp.records.study import (
-    Asked,
-    Attempts,
-    CommandEntry,
-    Refusal,
-    lock_of,
-    read_attempts,
-    read_cell,
-    read_entries,
-    write_attempts,
-)
+from normexp.records.stacks import Attempts, lock_of, read_attempts, write_attempts
+from normexp.records.study import read_cell
 from normexp.training.stopping import Interrupted, StopRequest, TrainingControl
 
 QUICK = ["steps=6", "log_every=2", "trainer=cpu", "norm_batch_size=2", "batch_size=8"]
@@ -44,7 +36,7 @@ def specs_of(runs_dir: Path, *words: str, replicas: int = 2) -> list[CellSpec]:
 
 
 def command(specs: list[CellSpec], name: str = "1") -> CommandEntry:
-    asked = {spec.id: Asked(spec.title, spec.seeds) for spec in specs}
+    asked = {spec.id: Request(spec.title, spec.seeds) for spec in specs}
     return CommandEntry(name, ["normexp-train"], "code", asked)
 
 

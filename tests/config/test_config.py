@@ -134,7 +134,7 @@ if True:
 _hidden = LpNorm
 """
 MISSING = {
-    "norm=my_own.LpNrm": "my_own has no LpNrm; it has LpNorm",
+    "norm=my_own.LpNrm": "my_own has no LpNrm; did you mean LpNorm?",
     "norm=my_own.py": "my_own has no py; it has LpNorm",
     "norm=custom norm._target_=my_own": "my_own is a module; it has LpNorm",
     "norm=no_such.LpNorm": "there is no module no_such",

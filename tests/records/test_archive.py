@@ -13,9 +13,10 @@ from test_records_result import make_result
 from normexp.errors import UserError
 from normexp.records.archive import Archive, main, pack_study
 from normexp.records.files import write_json
+from normexp.records.journal import CommandEntry, Request, append_entry
 from normexp.records.layout import find_study, seed_dir
-from normexp.records.result import Measured, write_result, write_samples
-from normexp.records.study import Asked, CommandEntry, append_entry
+from normexp.records.result import Measured, write_result
+from normexp.records.samples import write_samples
 
 RIGHT = np.arange(13) % 3 == 0
 LOSSES = np.linspace(0, 1, 5, dtype=np.float32)
@@ -36,7 +37,7 @@ def write_study(study: Path) -> None:
                 write_json(run_dir / "evaluation.json", {"precise": {"test/loss": 0.25}})
         (study / cell / "config.yaml").write_text(f"lr: 0.1 # {cell}\n")
     (study / "begun" / "seed-0").mkdir(parents=True)
-    command = CommandEntry("1", ["normexp-train", "lr=0.1"], "", {"images": Asked("lr", [0, 1])})
+    command = CommandEntry("1", ["normexp-train", "lr=0.1"], "", {"images": Request("lr", [0, 1])})
     append_entry(study, command)
 
 

@@ -14,15 +14,13 @@ import pytest
 from normexp.errors import UserError
 from normexp.records.files import (
     ensure_writable,
-    file_lock,
-    holder_of,
     is_full_disk,
     open_atomic,
     read_json,
-    this_command,
     write_json,
     write_text,
 )
+from normexp.records.locks import file_lock, holder_of, this_command
 
 
 def no_space(*_: object) -> None:
@@ -115,7 +113,7 @@ def test_a_folder_without_file_locks_is_named(tmp_path: Path, monkeypatch: pytes
 HOLD = """
 import sys
 from pathlib import Path
-from normexp.records.files import file_lock
+from normexp.records.locks import file_lock
 with file_lock(Path(sys.argv[1])) as held:
     print(held, flush=True)
     sys.stdin.read()

@@ -9,14 +9,8 @@ import numpy as np
 import pytest
 
 from normexp.errors import UserError
-from normexp.records.result import (
-    HEADER,
-    MetricRow,
-    read_metrics,
-    read_samples,
-    write_metrics,
-    write_samples,
-)
+from normexp.records.metrics import HEADER, MetricRow, read_metrics, write_metrics
+from normexp.records.samples import read_samples, write_samples
 
 
 @pytest.fixture

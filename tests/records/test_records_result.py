@@ -57,6 +57,13 @@ def test_missing_values_are_absent_and_metrics_are_sorted():
     assert list(metrics) == ["val/accuracy", "val/accuracy@batch32", "val/loss"]
 
 
+def test_a_list_of_results_is_short_to_print():
+    metrics = {"train/loss": 0.5, "test/accuracy": 0.98765, "test/accuracy@precise": 0.9}
+    run = repr(make_result(Measured(metrics=metrics, data_set={"moments": [0.1] * 100})))
+    assert run == f"<{make_result().cell_id} seed 3: finished, test/accuracy=0.9877>"
+    assert repr(FAILED).endswith(" seed 3: failed, x>")
+
+
 def test_settings_are_flat_and_derived_values_stand_for_typed_ones():
     defines = {"samples": 64, "norm": {"choice": "batch", "half_life": 8}, "data": {"sizes": [1]}}
     defines["model"] = {"choice": "torchvision"}
@@ -117,7 +124,7 @@ def test_study_is_found_or_its_nearest_names_are_told(tmp_path: Path):
     (tmp_path / "file").touch()
     for name in ("default", "sensitivity"):
         assert find_study(tmp_path, name) == tmp_path / name
-    with pytest.raises(UserError, match="study=sensitivty .*nearest: sensitivity$"):
+    with pytest.raises(UserError, match="study=sensitivty .*did you mean sensitivity"):
         find_study(tmp_path, "sensitivty")
     for name in ("..", "sensitivity/cell", "", "notes", "file"):
         with pytest.raises(UserError, match="not found"):

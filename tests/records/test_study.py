@@ -7,25 +7,23 @@ from pathlib import Path
 import pytest
 
 from normexp.errors import UserError
-from normexp.records.files import file_lock
-from normexp.records.layout import CHECKPOINT_FILE, STACKS, seed_dir
-from normexp.records.result import Measured, Result, Status, write_result
-from normexp.records.study import (
-    Asked,
-    Attempts,
+from normexp.records.journal import (
     CommandEntry,
     Refusal,
+    Request,
     append_entry,
-    lock_of,
     read_entries,
-    read_study,
     remove_refused,
-    write_attempts,
 )
+from normexp.records.layout import CHECKPOINT_FILE, STACKS, seed_dir
+from normexp.records.locks import file_lock
+from normexp.records.result import Measured, Result, Status, write_result
+from normexp.records.stacks import Attempts, lock_of, write_attempts
+from normexp.records.study import read_study
 
 
 def command(name: str, cells: dict[str, list[int]], *words: str) -> CommandEntry:
-    asked = {cell: Asked(f"norm={cell}", seeds) for cell, seeds in cells.items()}
+    asked = {cell: Request(f"norm={cell}", seeds) for cell, seeds in cells.items()}
     return CommandEntry(name, ["normexp-train", *words], "code", asked)
 
 

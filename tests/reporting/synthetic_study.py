@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from normexp.records.result import Measured, MetricRow, Result, Status, write_metrics, write_result
+from normexp.records.metrics import MetricRow, write_metrics
+from normexp.records.result import Measured, Result, Status, write_result
 from normexp.reporting.compare import Comparison
 from normexp.reporting.report import Report, report_on
 from normexp.reporting.runs import Records, RunRow

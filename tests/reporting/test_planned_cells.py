@@ -11,8 +11,9 @@ import pytest
 from synthetic_study import cell_of, find, report_of_cells, write_cell
 
 import normexp
+from normexp.records.journal import CommandEntry, Request, append_entry
 from normexp.records.result import Status
-from normexp.records.study import Asked, CellState, CommandEntry, append_entry
+from normexp.records.study import CellState
 from normexp.reporting.report import Report
 
 RNG = np.random.default_rng(8)
@@ -87,8 +88,8 @@ def test_what_a_command_asked_for_is_read_from_the_study(tmp_path: Path):
     for norm in ("batch", "group"):
         write_cell(tmp_path, norm, dict(enumerate(draw(0.9))))
     known = [path.name for path in (tmp_path / "synthetic").iterdir()]
-    asked = {name: Asked(f"norm={name.split('-')[0]}", [*SEEDS]) for name in known}
-    asked |= {f"{norm}-x": Asked(f"norm={norm}", [*SEEDS]) for norm in ("layer", "rms")}
+    asked = {name: Request(f"norm={name.split('-')[0]}", [*SEEDS]) for name in known}
+    asked |= {f"{norm}-x": Request(f"norm={norm}", [*SEEDS]) for norm in ("layer", "rms")}
     append_entry(tmp_path / "synthetic", CommandEntry("1", ["normexp-train"], "one", asked))
     report = normexp.load_report("synthetic", tmp_path)
     assert find(report, "group").family_size == 4 and find(report, "layer").gap.n == 0

@@ -15,7 +15,7 @@ from synthetic_study import cell_of, find, report_of_cells, write_cell, write_st
 import normexp
 from normexp.errors import UserError
 from normexp.records.archive import pack_study, unpack_study
-from normexp.records.study import Asked, CommandEntry, Refusal, append_entry
+from normexp.records.journal import CommandEntry, Refusal, Request, append_entry
 from normexp.report import main
 from normexp.reporting.compare import ADDED
 from normexp.reporting.report import Report, read_report, to_json
@@ -179,7 +179,7 @@ def test_seeds_of_a_later_command_are_those_that_were_added(tmp_path: Path):
         write_cell(tmp_path, norm, dict(enumerate(mean + noise)))
     cells = [path.name for path in (tmp_path / "synthetic").glob("*-*")]
     for number, seeds in enumerate(([0, 1], [0, 1, 2, 3])):
-        asked = {cell: Asked("", seeds) for cell in cells}
+        asked = {cell: Request("", seeds) for cell in cells}
         entry = CommandEntry(str(number), ["normexp-train"], "one", asked)
         append_entry(tmp_path / "synthetic", entry)
     one = find(normexp.load_report("synthetic", tmp_path), "group")
@@ -202,11 +202,11 @@ def test_the_points_of_a_search_are_those_of_the_same_words(tmp_path: Path):
         places[cell.name] = f"norm={norm} batch_size=8 lr={lr}"
     for number, rates in enumerate(((0.1, 1), (0.1, 0.3))):
         words = ["normexp-tune", f"lr=choice{rates}"]
-        tried = {f"{norm}-{lr}": Asked(f"norm={norm} batch_size=8 lr={lr}", [1000, 1001])
+        tried = {f"{norm}-{lr}": Request(f"norm={norm} batch_size=8 lr={lr}", [1000, 1001])
                  for norm in ("batch", "group") for lr in rates}  # fmt: skip
         trial = CommandEntry(f"t{number}", words, "one", tried, ["lr"])
         append_entry(tmp_path / "synthetic-search", trial)
-    chosen = {cell: Asked(title, [0, 1, 2, 3]) for cell, title in places.items()}
+    chosen = {cell: Request(title, [0, 1, 2, 3]) for cell, title in places.items()}
     append_entry(tmp_path / "synthetic", CommandEntry("f", words, "one", chosen, ["lr"]))
     report = normexp.load_report("synthetic", tmp_path)
     (search,) = {cell.search for cell in report.cells}

@@ -10,8 +10,9 @@ from typing import Literal
 import pytest
 
 from normexp.config.spec import CellSpec
+from normexp.records.journal import CommandEntry, read_entries
 from normexp.records.result import Measured, Result, Status
-from normexp.records.study import CellState, CommandEntry, read_entries
+from normexp.records.study import CellState
 from normexp.search import select
 from normexp.tune import main
 

@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from normexp.records.result import Measured, Result, Status
-from normexp.records.study import CellState, StackState
+from normexp.records.stacks import StackState
+from normexp.records.study import CellState
 from normexp.reporting.terminal import without_shared_words
 from normexp.sweeps import display as display_module
 from normexp.sweeps.display import Display

@@ -16,16 +16,11 @@ import pytest
 from normexp.cells import run as run_module
 from normexp.cli import parse_command
 from normexp.config.command import compose_cells
-from normexp.records.files import file_lock
+from normexp.records.journal import CommandEntry, Refusal, read_entries
+from normexp.records.locks import file_lock
 from normexp.records.result import Status, read_result
-from normexp.records.study import (
-    CellState,
-    CommandEntry,
-    Refusal,
-    lock_of,
-    read_entries,
-    read_study,
-)
+from normexp.records.stacks import lock_of
+from normexp.records.study import CellState, read_study
 from normexp.status import main as status
 from normexp.sweeps import sweep as sweep_module
 from normexp.sweeps.machine import WorkerSlot

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from normexp.config.spec import CellSpec
-from normexp.records import provenance
-from normexp.records.provenance import visible_gpus
+from normexp.records import environment
+from normexp.records.environment import visible_gpus
 from normexp.sweeps import machine
 from normexp.sweeps.machine import WorkerSlot, other_trainings, worker_slots
 
@@ -117,7 +117,7 @@ def test_gpus_are_named_as_the_environment_names_them(
     tool.write_text("#!/bin/sh\necho 'GPU 0: H200 (UUID: a)'; echo 'GPU 1: H200 (UUID: b)'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    monkeypatch.setattr(provenance, "version", lambda _: build)
+    monkeypatch.setattr(environment, "version", lambda _: build)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if asked is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", asked)

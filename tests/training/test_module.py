@@ -25,7 +25,7 @@ from training_cases import (
 )
 
 from normexp.config.sizes import Sizes
-from normexp.records.result import read_metrics
+from normexp.records.metrics import read_metrics
 from normexp.training.module import Recorder
 from normexp.training.schedule import own_schedule
 from normexp.training.step import StepGradient

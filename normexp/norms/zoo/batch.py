@@ -1,8 +1,8 @@
-"""Batch norms that change how statistics are taken.
+"""Batch norms that take other statistics.
 
 L1BatchNorm   the mean absolute deviation in place of the standard deviation
-EvalNorm      a sample's own moments count in evaluation as they did in training
-BatchRenorm   corrected towards the running averages in training
+EvalNorm      in evaluation, the moments of a sample weigh as much as in training
+BatchRenorm   in training, the batch's moments are corrected towards the running averages
 """
 
 from __future__ import annotations
@@ -13,15 +13,7 @@ import torch
 from torch import Tensor
 
 from normexp.errors import UserError
-from normexp.norms.base import (
-    NO_AFFINE,
-    Affine,
-    Moments,
-    centre,
-    knobs,
-    measure_mean,
-    mix,
-)
+from normexp.norms.base import NO_AFFINE, Affine, Moments, centre, knobs, measure_mean, mix
 from normexp.norms.contract import Mask
 from normexp.norms.kernel import normalize_groups
 from normexp.norms.running import (
@@ -46,7 +38,7 @@ class L1BatchNorm(RunningNorm):
     which leaves the factor sqrt(pi / 2) to `weight`. arXiv:1803.01814 has the factor, which makes s
     the standard deviation of a normal distribution, and mentions no eps.
 
-    For a step in parts or in ghost groups, s is averaged over the parts, each about its own mean.
+    If a step runs in parts or ghost groups, s is averaged over them, each about its own mean.
     """
 
     averages = {"running_mean": 0.0, "running_deviation": 1.0}
@@ -66,16 +58,16 @@ class L1BatchNorm(RunningNorm):
 
 
 class EvalNorm(RunningMomentsNorm):
-    """Batch norm in training; in evaluation a sample's own moments keep their training weight.
+    """Batch norm in training; in evaluation a sample's moments keep their weight in training.
 
     With m_i, v_i the moments of sample i over its positions, m, v the running averages and
     a = 1/B, evaluation normalizes by
 
         mean_i = a m_i + (1 - a) m,    var_i = a v_i + (1 - a) v + a (1 - a) (m_i - m)^2,
 
-    the moments of a batch of sample i and B - 1 average others, as in training. For large B it is
-    batch norm. B is measured, not set: a is the running average of 1 over the number of samples
-    that shared statistics in training, and 1/2 before training.
+    the moments of a batch of sample i and B - 1 average others. For large B it is batch norm. B is
+    measured, not set: a is the running average of 1 over the number of samples that shared
+    statistics in training, and 1/2 before training.
 
     EvalNorm, arXiv:1904.06031, learns its weights per layer with an extra loss, to reproduce the
     outputs of training; without noise this would give a = 1/B. epfml/ghost-noise uses 1/B^2, and
@@ -91,9 +83,9 @@ class EvalNorm(RunningMomentsNorm):
     def normalize_by_batch(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         with torch.no_grad():
             share = 1 / x.shape[1]
-            if real is not None:  # the samples with a real position in each group count
-                samples = real.flatten(2).any(dim=2).sum(dim=1)  # (G,)
-                share = (1 / samples.clamp(min=1).to(x.dtype)).mean()
+            if real is not None:  # only samples with a real position count
+                num_samples = real.flatten(2).any(dim=2).sum(dim=1)  # (G,)
+                share = (1 / num_samples.clamp(min=1).to(x.dtype)).mean()
             weight = self.new_weight(self.num_batches_tracked + 1, self.running_share.dtype)
             self.running_share.mul_(1 - weight).add_(weight * share)
         return super().normalize_by_batch(x, real, affine)
@@ -114,12 +106,13 @@ class BatchRenorm(RunningMomentsNorm):
 
     and no gradient flows through r and d. Where neither is clipped, the training output equals the
     evaluation output with these averages. For the share `warmup` of the training, r = 1 and d = 0,
-    which is batch norm; then the bounds grow linearly. Evaluation as batch norm. arXiv:1702.03275:
-    batch norm for 5000 steps, r_max up to 3 at step 40000, d_max up to 5 at 25000, momentum 0.01;
-    the shares in conf/norm have the same proportions.
+    which is batch norm; then the bounds grow linearly. Evaluation as batch norm. In the paper,
+    arXiv:1702.03275, batch norm lasts 5000 steps, r_max grows to 3 at step 40000 and d_max to 5 at
+    step 25000, with momentum 0.01; the shares in conf/norm have the same proportions.
 
-    The paper averages the biased std, ludvb/batchrenorm the std with eps added outside the root;
-    here it is the unbiased variance, as in batch norm, so that parts of a step merge exactly.
+    The paper averages the biased std, and ludvb/batchrenorm a std with eps added to it. Here the
+    running variance averages the unbiased one, as in batch norm, so that parts of a step merge
+    exactly.
 
     Args:
         r_max, d_max: final bounds.
@@ -141,14 +134,15 @@ class BatchRenorm(RunningMomentsNorm):
                 f"r_max={self.r_max}, d_max={self.d_max}: r_max must be 1 or more, d_max 0 or "
                 "more; try norm.r_max=3 norm.d_max=5"
             )
-        warmup, ends = self.warmup, {"r_ramp_end": self.r_ramp_end, "d_ramp_end": self.d_ramp_end}
+        ends = {"r_ramp_end": self.r_ramp_end, "d_ramp_end": self.d_ramp_end}
         self.warmup_steps, self.r_steps, self.d_steps = shares_to_steps(
-            self.num_training_steps, warmup=warmup, **ends
+            self.num_training_steps, warmup=self.warmup, **ends
         )
-        for key, end in ends.items():
-            if end < warmup:
+        for knob, end in ends.items():
+            if end < self.warmup:
                 raise UserError(
-                    f"{key}={end} lies before warmup={warmup}; try norm.{key}={warmup} or more"
+                    f"{knob}={end} lies before warmup={self.warmup}; "
+                    f"try norm.{knob}={self.warmup} or more"
                 )
 
     def normalize_by_batch(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
@@ -161,8 +155,8 @@ class BatchRenorm(RunningMomentsNorm):
     def _corrections(self, moments: Moments) -> tuple[Tensor, Tensor]:
         """Returns r and d of the coming step, shaped as the moments (G, 1, C, 1, ...)."""
         mean, var, _ = moments
-        averages = (self.running_mean, self.running_var)
-        old_mean, old_var = (before_step(old, mean.dtype).view(mean.shape[1:]) for old in averages)
+        old_mean = before_step(self.running_mean, mean.dtype).view(mean.shape[1:])
+        old_var = before_step(self.running_var, mean.dtype).view(mean.shape[1:])
         step = before_step(self.num_batches_tracked, mean.dtype) + 1
         r_bound = 1 + (self.r_max - 1) * linear_ramp(step, self.warmup_steps, self.r_steps)
         d_bound = self.d_max * linear_ramp(step, self.warmup_steps, self.d_steps)

@@ -1,6 +1,6 @@
-"""Norms with one mistake each that is common in tutorials, to train and see what it costs.
+"""Norms with a mistake that is common in tutorials, to train and see what it costs.
 
-The docstrings say what each mistake changes; n is the number of values per statistic.
+The docstrings say what the mistake changes; n is the number of values per statistic.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class DeviatingBatchNorm(RunningMomentsNorm):
 class BatchNormUnbiased(DeviatingBatchNorm):
     """Batch norm that divides by the root of the unbiased variance, n / (n - 1) times the biased.
 
-    Outputs are sqrt((n - 1) / n) of batch norm's: 0.707 at n = 2, 0.935 at 8, 0.984 at 32; only in
-    training, so that it looks like sensitivity to the batch size.
+    Training outputs are sqrt((n - 1) / n) times batch norm's: 0.707 at n = 2, 0.935 at 8, 0.984 at
+    32. Evaluation is the same as batch norm's, so the mistake looks like sensitivity to batch size.
     """
 
     def scale(self, var: Tensor, count: int | Tensor) -> Tensor:
@@ -56,8 +56,8 @@ class BatchNormUnbiased(DeviatingBatchNorm):
 class BatchNormEpsOutside(DeviatingBatchNorm):
     """(x - mean) / (sqrt(var) + eps) * weight + bias: eps added to the root and not under it.
 
-    With eps 1e-5 small channels grow: outputs are 1.048 times batch norm's at a deviation of 0.01,
-    3.3 times at 0.001. At 0 the gradient of a value may be 1 / eps = 100 000, not 1 / sqrt(eps).
+    With eps 1e-5, outputs of small channels grow: they are 1.048 times batch norm's at a deviation
+    of 0.01 and 3.3 times at 0.001. At 0 a gradient may reach 1 / eps = 100 000, not 1 / sqrt(eps).
     """
 
     def scale(self, var: Tensor, _: int | Tensor) -> Tensor:
@@ -72,8 +72,8 @@ class BatchNormEpsOutside(DeviatingBatchNorm):
 class BatchNormBiasedAverage(RunningMomentsNorm):
     """Batch norm whose running variance averages the biased variance of the batches.
 
-    In evaluation the variance is too small by (n - 1) / n: a half at n = 2, 0.875 at 8, 0.996 at
-    256.
+    In evaluation the variance is (n - 1) / n of what it should be: 0.5 at n = 2, 0.875 at 8, 0.996
+    at 256.
     """
 
     unbiased_running_var = False
@@ -82,8 +82,8 @@ class BatchNormBiasedAverage(RunningMomentsNorm):
 class BatchNormNaiveVariance(DeviatingBatchNorm):
     """Batch norm with var = mean(x^2) - mean(x)^2, in float32 or wider.
 
-    At a deviation of 1, the variance is off by about 0.1 at a mean of 1000; at 10 000 it may come
-    out negative, and the output NaN.
+    At a deviation of 1 and a mean of 1000, the variance is off by about 0.1; at a mean of 10 000 it
+    may be negative, and the output NaN.
     """
 
     def measure(self, x: Tensor, real: Mask) -> Moments:
@@ -96,8 +96,8 @@ class BatchNormNaiveVariance(DeviatingBatchNorm):
 class BatchNormNoEps(DeviatingBatchNorm):
     """(x - mean) / sqrt(var) * weight + bias: batch norm without eps.
 
-    Outputs are sqrt(1 + eps / var) of batch norm's, 1.4 percent more at a variance of 3.5e-4 and
-    eps 1e-5. A constant channel, as after a dead ReLU, is 0 / 0: NaN, from which none recovers.
+    Outputs are sqrt(1 + eps / var) times batch norm's: 1.4 percent more at a variance of 3.5e-4 and
+    eps 1e-5. A constant channel, as after a dead ReLU, is 0 / 0: NaN, and training cannot recover.
     """
 
     eps: float = field(default=0.0, init=False)
@@ -110,9 +110,9 @@ class BatchNormNoEps(DeviatingBatchNorm):
 class BatchNormFlattened(BatchNormPerPosition):
     """Batch norm of C * T features: each position has its own statistics, weight and bias.
 
-    Batch norm over the first axis of (N, T, C): 2 * C * T parameters instead of 2 * C, statistics
-    over N values instead of N * T, and a fixed length. `norm=batch_per_position` has these
-    statistics too, but a weight and a bias per channel.
+    Batch norm over the first axis of (N, T, C) has 2 * C * T parameters instead of 2 * C,
+    statistics over N values instead of N * T, and a fixed length. `norm=batch_per_position` has the
+    same statistics, but a weight and a bias per channel.
     """
 
     affine: bool = field(default=False, init=False)
@@ -131,9 +131,9 @@ class BatchNormFlattened(BatchNormPerPosition):
 class LayerNormUnbiased(AffineNorm):
     """Layer norm that divides by the root of the unbiased variance, D / (D - 1) times the biased.
 
-    D is the number of pooled values: C and all positions, as in `LayerNorm`. Outputs are
-    sqrt((D - 1) / D) of layer norm's, 0.866 at D = 4, 0.992 at 64: a constant, which `weight` takes
-    up.
+    D is the number of pooled values, all channels and positions as in `LayerNorm`. Outputs are
+    sqrt((D - 1) / D) times layer norm's: 0.866 at D = 4, 0.992 at 64. `weight` can undo this
+    constant.
     """
 
     def normalize(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
@@ -151,7 +151,7 @@ class LayerNormUnbiased(AffineNorm):
 class LayerNormNoEps(AffineNorm):
     """(x - mean) / sqrt(var) * weight + bias: layer norm without eps.
 
-    The costs of `BatchNormNoEps`, with a sample in place of a channel.
+    It costs what `BatchNormNoEps` does, for a sample in place of a channel.
     """
 
     eps: float = field(default=0.0, init=False)

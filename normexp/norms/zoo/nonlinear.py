@@ -17,7 +17,7 @@ from normexp.norms.base import (
     over_channels,
 )
 from normexp.norms.contract import Mask
-from normexp.norms.running import OwnMomentsNorm
+from normexp.norms.running import SampleMomentsNorm
 from normexp.norms.sample import ChannelGroupsNorm, refuse_one_position
 
 LEARNED_EPS_INIT = 1e-4  # the paper's
@@ -29,9 +29,9 @@ class FilterResponseNorm(AffineNorm):
 
     Nothing is centred. The paper's activation, max(y, tau), is a slot (act=tlu). arXiv:1911.09737.
 
-    With one position the output is close to the sign of x, and refused. The paper's remedy for maps
-    of 1x1 is a learned eps + |learned_eps|, one number per layer. Implementations differ: eps is
-    1e-6 in the paper and 1e-5 in timm, which has no learned part; some learn a number per channel.
+    An input of one position is refused, because the output would be close to the sign of x. The
+    paper's remedy for maps of 1x1 is a learned eps + |learned_eps|, one number per layer. eps is
+    1e-6 in the paper and 1e-5 in timm, which learns none; some code learns a number per channel.
 
     Args:
         learn_eps: adds |learned_eps| to eps, a parameter () that starts at 1e-4.
@@ -56,10 +56,10 @@ class FilterResponseNorm(AffineNorm):
 class GlobalResponseNorm(AffineNorm):
     """x * (1 + response * g / (mean_C(g) + eps)) + shift, g the L2 norm of a channel's positions.
 
-    `response` (C,) and `shift` (C,) start at 0, where it returns x: channels compete, and the scale
-    of x is kept. GRN, arXiv:2301.00808. ConvNeXt V2 has it besides layer norm, after the
-    activation; its code and timm's have eps 1e-6, and call the two weight and bias, or gamma and
-    beta. With one position g is |x|.
+    `response` (C,) and `shift` (C,) start at 0, where the norm returns x. It makes channels compete
+    and keeps the scale of x. GRN, arXiv:2301.00808. ConvNeXt V2 has it besides layer norm, after
+    the activation; its code and timm's have eps 1e-6, and call the two weight and bias, or gamma
+    and beta. With one position g is |x|.
     """
 
     learned = {"response": 0.0, "shift": 0.0}
@@ -71,11 +71,11 @@ class GlobalResponseNorm(AffineNorm):
         positions = tuple(range(2, x.ndim))
         g = torch.linalg.vector_norm(x, dim=positions, keepdim=True) if positions else x.abs()
         g = g / (g.mean(dim=1, keepdim=True) + self.eps)
-        response, shift = (over_channels(v, x) for v in (self.response, self.shift))
+        response, shift = over_channels(self.response, x), over_channels(self.shift, x)
         return torch.addcmul(shift, x, 1 + response * g)
 
 
-class EvoNormB0(OwnMomentsNorm):
+class EvoNormB0(SampleMomentsNorm):
     """x / max(sqrt(var_batch + eps), v * x + sqrt(var_own + eps)) * weight + bias.
 
     Both variances are biased and per channel: var_batch over all samples and positions, in
@@ -83,18 +83,21 @@ class EvoNormB0(OwnMomentsNorm):
     zero where there is one. It contains its nonlinearity: no activation should follow. `v` (C,)
     starts at 1. arXiv:2004.02967, found by a search.
 
-    The running mean is not used to normalize; it makes merged parts of a step exact. timm's
-    EvoNorm2dB0 computes the same, keeps no running mean, and has eps 1e-3; the paper has 1e-5.
+    The running mean does not normalize; with it, parts of a step merge exactly. timm's EvoNorm2dB0
+    computes the same, keeps no running mean, and has eps 1e-3; the paper has 1e-5.
     """
 
     learned = {"v": 1.0}
     v: Tensor
 
-    def combine(self, x: Tensor, own: Moments, _: Tensor, var: Tensor, affine: Affine) -> Tensor:
-        of_sample = over_channels(self.v, x, axis=2) * x + torch.sqrt(own.var + self.eps)
+    def combine(
+        self, x: Tensor, samples: Moments, _: Tensor, var: Tensor, affine: Affine
+    ) -> Tensor:
+        of_sample = over_channels(self.v, x, axis=2) * x + torch.sqrt(samples.var + self.eps)
         of_batch = torch.sqrt(var + self.eps)
-        # Not torch.maximum: its backward, which halves ties, takes several times as long.
-        return affine.apply(x / torch.where(of_sample < of_batch, of_batch, of_sample), axis=2)
+        # Not torch.maximum, whose backward halves ties and takes several times as long.
+        larger = torch.where(of_sample < of_batch, of_batch, of_sample)
+        return affine.apply(x / larger, axis=2)
 
 
 class EvoNormS0(ChannelGroupsNorm):
@@ -138,7 +141,9 @@ class DynamicSquashing(AffineNorm):
 
     def normalize(self, x: Tensor, _: Mask, affine: Affine) -> Tensor:
         z = self.alpha.to(x.dtype) * x
-        return affine.apply(self.squash(z if self.shift is None else z + self.shift.to(x.dtype)))
+        if self.shift is not None:
+            z = z + self.shift.to(x.dtype)
+        return affine.apply(self.squash(z))
 
     def squash(self, z: Tensor) -> Tensor:
         """Returns the bounded function of `z`, in its dtype."""
@@ -148,8 +153,8 @@ class DynamicSquashing(AffineNorm):
 class DyT(DynamicSquashing):
     """tanh(alpha * x) * weight + bias: dynamic tanh. arXiv:2503.10622.
 
-    The paper replaces the layer norms of transformers, and reports a loss of accuracy where it
-    replaces batch norm; its language models start attention with a larger alpha.
+    The paper replaces the layer norms of transformers; in place of batch norm it reports a loss of
+    accuracy. Its language models start alpha larger in attention.
     """
 
     is_shifted = False
@@ -182,8 +187,8 @@ class ISRU(DynamicSquashing):
 class HardTanh(DynamicSquashing):
     """clip(z, -1, 1) * weight + bias, z = alpha * x + shift: a bound without curvature.
 
-    `linear_clip` of the authors' code of arXiv:2512.10938. arXiv:2604.23434 uses a hard tanh to ask
-    whether it is the bound that makes DyT a regularizer.
+    `linear_clip` in the code of arXiv:2512.10938. arXiv:2604.23434 uses a hard tanh to ask whether
+    the bound is what makes DyT a regularizer.
     """
 
     def squash(self, z: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Batch norms by the mean square that average over steps in the forward and the backward pass.
 
-Neither centres. Both scale by statistics of earlier steps, and replace the batch's own term in the
-gradient by an average that the backward pass moves: each forward must be followed by its backward.
+Neither centres. Both scale by statistics of earlier steps, and in the gradient replace the term of
+the batch by an average that the backward pass moves, so each forward needs its backward.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class ScaleByPast(torch.autograd.Function):
 
         gradient of x = (g - (kept + share * P) z) * scale,   past <- decay * past + step * Q.
 
-    `counts` is the number of values in P, shaped (G, 1, ...); `kept` is (C, 1, ...), and `decay`
-    and `step` broadcast to `past`, whose last axis is C. No gradient flows through any of them.
+    `counts` (G, 1, ...) is the number of values behind P; `kept` is (C, 1, ...), and `decay` and
+    `step` broadcast to `past`, whose last axis is C. No gradient flows through any of them.
     """
 
     generate_vmap_rule = True
@@ -89,9 +89,10 @@ class PowerNorm(SquareNorm):
 
         q  += a * (mean(x^2) - q),    nu += a * (mean(g z) - nu * mean(z^2)),
 
-    and the gradient of x is (g - nu z) / sqrt(q + eps) by nu before the step: an approximation. Up
-    to the share `warmup` of the training q and nu are those of the batch, mean(x^2) and mean(g z),
-    which is exact (PN-V). Evaluation by q. arXiv:2003.07845, algorithm 2, which has momentum 0.1.
+    and the gradient of x is (g - nu z) / sqrt(q + eps) with nu before the step, an approximation.
+    Up to the share `warmup` of the training q and nu are those of the batch, mean(x^2) and
+    mean(g z), and the gradient is exact (PN-V). Evaluation by q. arXiv:2003.07845, algorithm 2,
+    which has momentum 0.1.
 
     The authors' code (sIncerass/powernorm) differs: it first scales each token by its root mean
     square in groups of channels, divides the gradient by the deviation of the batch, applies nu in
@@ -115,18 +116,17 @@ class PowerNorm(SquareNorm):
     def normalize_by_batch(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         with torch.no_grad():
             square, count = measure_mean(x.square(), real, group_dims(x))
-            warm = before_step(self.num_batches_tracked, torch.int64) < self.warmup_steps
-            old = over_channels(before_step(self.running_square, x.dtype), x, axis=2)
-            scale = torch.rsqrt(torch.where(warm, square, old) + self.eps)  # (G, 1, C, 1, ...)
             counts = torch.zeros_like(square[:, :, :1]) + count
-            kept = torch.where(warm, 0, self.running_product.to(x.dtype))
+            is_warmup = before_step(self.num_batches_tracked, torch.int64) < self.warmup_steps
+            old = over_channels(before_step(self.running_square, x.dtype), x, axis=2)
+            scale = torch.rsqrt(torch.where(is_warmup, square, old) + self.eps)  # (G, 1, C, 1, ...)
+            kept = torch.where(is_warmup, 0, self.running_product.to(x.dtype))
+            kept = over_channels(kept, x, axis=2)
             z_square, _ = pool_mean(scale.square() * square, counts, dim=0)
             step = self.momentum * (counts.sum(dim=0).flatten() > 0).to(x.dtype)
             decay = 1 - step * z_square.flatten()
-        z = ScaleByPast.apply(
-            *(x, scale, counts, over_channels(kept, x, axis=2), warm.to(x.dtype)),
-            *(self.running_product, decay, step),
-        )
+            share = is_warmup.to(x.dtype)
+        z = ScaleByPast.apply(x, scale, counts, kept, share, self.running_product, decay, step)
         assert isinstance(z, Tensor)
         self.move_averages(count, running_square=square)
         return affine.apply(z, axis=2)
@@ -136,8 +136,8 @@ class PowerNorm(SquareNorm):
 class MovingAverageBatchNorm(SquareNorm):
     """x / sqrt(q + eps) * r * weight + bias, q the mean of x^2 over the last `memory` steps.
 
-    Pools all samples and positions. The newest step in q is the present batch, or, if a site splits
-    the batch, the group that is normalized. With Q the running average of each batch's mean of x^2,
+    Pools all samples and positions. The newest step in q is the present batch, or the group that is
+    normalized if a site splits the batch. With Q the running average of each batch's mean of x^2,
     which evaluation uses,
 
         r = clip(sqrt(q + eps) / sqrt(Q + eps), 1 / r_max, r_max), without a gradient.
@@ -151,8 +151,8 @@ class MovingAverageBatchNorm(SquareNorm):
     (megvii-model/MABN) moves Q by q and not by the batch's mean of x^2; it has r = 1 for 1000 steps
     in one place and 100 in another, whatever the length of the training.
 
-    If the last group of a split is short, the backward pass leaves its oldest row of averages,
-    from `memory` steps ago, in place.
+    If the last group of a split is short, the backward pass does not replace its oldest row of
+    averages, from `memory` steps ago.
 
     Args:
         memory: steps in the moving average.
@@ -186,22 +186,21 @@ class MovingAverageBatchNorm(SquareNorm):
         with torch.no_grad():
             square, count = measure_mean(x.square(), real, group_dims(x))
             counts = torch.zeros_like(square[:, :, :1]) + count
-            steps = before_step(self.num_batches_tracked, torch.int64)
-            warm = steps < max(self.memory, self.warmup_steps)
+            num_steps = before_step(self.num_batches_tracked, torch.int64)
+            is_warmup = num_steps < max(self.memory, self.warmup_steps)
             rows = torch.arange(self.memory, device=x.device)
-            newest = (rows == steps % self.memory)[:, None]  # (memory, 1), the row to replace
-            share = 1 / torch.where(warm, 1, self.memory).to(x.dtype)  # of the batch's own mean
-            squares = self._keep(before_step(self.past_squares, x.dtype), newest, warm)
-            products = self._keep(self.past_products.to(x.dtype), newest, warm)
+            newest = (rows == num_steps % self.memory)[:, None]  # (memory, 1), the row to replace
+            share = 1 / torch.where(is_warmup, 1, self.memory).to(x.dtype)  # of the batch in q
+            past_squares = before_step(self.past_squares, x.dtype)
+            squares = over_channels(self._kept(past_squares, newest, is_warmup), x, axis=2)
+            products = self._kept(self.past_products.to(x.dtype), newest, is_warmup)
+            kept = over_channels(products, x, axis=2)
             running = over_channels(before_step(self.running_square, x.dtype), x, axis=2)
-            scale = torch.rsqrt(over_channels(squares, x, axis=2) + share * square + self.eps)
+            scale = torch.rsqrt(squares + share * square + self.eps)
             r = torch.rsqrt(running + self.eps) / scale  # (G, 1, C, 1, ...)
-            r = torch.where(warm, 1, r.clamp(1 / self.r_max, self.r_max))
+            r = torch.where(is_warmup, 1, r.clamp(1 / self.r_max, self.r_max))
             step = newest.to(x.dtype)
-        z = ScaleByPast.apply(
-            *(x, scale, counts, over_channels(products, x, axis=2), share),
-            *(self.past_products, 1 - step, step),
-        )
+        z = ScaleByPast.apply(x, scale, counts, kept, share, self.past_products, 1 - step, step)
         assert isinstance(z, Tensor)
         self.move_averages(count, running_square=square)
         with torch.no_grad():
@@ -209,6 +208,10 @@ class MovingAverageBatchNorm(SquareNorm):
             self.past_squares.copy_(torch.where(newest, pooled.flatten(), self.past_squares))
         return affine.apply(z, r, axis=2)
 
-    def _keep(self, past: Tensor, newest: Tensor, warm: Tensor) -> Tensor:
-        """Returns what all rows but the newest add to the mean of past (memory, C); 0 if warm."""
-        return torch.where(warm, 0, torch.where(newest, 0, past).sum(dim=0) / self.memory)
+    def _kept(self, past: Tensor, newest: Tensor, is_warmup: Tensor) -> Tensor:
+        """Returns the share of all rows but the newest in the mean of past (memory, C).
+
+        In the warm-up it is zero.
+        """
+        others = torch.where(newest, 0, past).sum(dim=0) / self.memory
+        return torch.where(is_warmup, 0, others)

@@ -42,8 +42,8 @@ class ProgressiveRepBatchNorm(RepBatchNorm):
 
     LN pools the channels at each position, and has a weight and a bias of its own. Its share falls
     linearly from 1 before the first step to 0 at `fade_end`; evaluation uses RepBN alone, so
-    validation says little before that. arXiv:2405.11582; the authors' code (xinghaochen/SLAB) takes
-    the number of steps of the fade as an argument.
+    validation says little before that. arXiv:2405.11582. In the authors' code (xinghaochen/SLAB)
+    the length of the fade is a number of steps.
 
     Args:
         fade_end: share of the training after which no layer norm is left.
@@ -60,10 +60,10 @@ class ProgressiveRepBatchNorm(RepBatchNorm):
         (self.fade_steps,) = shares_to_steps(self.num_training_steps, fade_end=self.fade_end)
 
     def normalize_by_batch(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
-        step = before_step(self.num_batches_tracked, x.dtype) + 1  # this one, counted from 1
+        step = before_step(self.num_batches_tracked, x.dtype) + 1
         share = 1 - linear_ramp(step, 0, self.fade_steps)
         var, mean = torch.var_mean(x, dim=2, correction=0, keepdim=True)
-        by_layer = Affine(self.layer_weight, self.layer_bias).apply(
-            x - mean, torch.rsqrt(var + self.eps), axis=2
-        )
-        return share * by_layer + (1 - share) * super().normalize_by_batch(x, real, affine)
+        layer_affine = Affine(self.layer_weight, self.layer_bias)
+        by_layer = layer_affine.apply(x - mean, torch.rsqrt(var + self.eps), axis=2)
+        by_batch = super().normalize_by_batch(x, real, affine)
+        return share * by_layer + (1 - share) * by_batch

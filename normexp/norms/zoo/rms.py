@@ -1,4 +1,4 @@
-"""Relatives of RMS norm, which pool the channels of each position; one fades out in training."""
+"""Relatives of RMS norm, which pool the channels of each position."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class PreAffineRMSNorm(RMSNorm):
 class GatedRMSNorm(RMSNorm):
     """y * sigmoid(U silu(D y)) with y the RMS norm of x: a low-rank gate of each channel.
 
-    D (rank, C) is `down.weight`, U (C, rank) `up.weight`. arXiv:2601.22966, which does not say
-    where they start; as in kubotadaichi/gated-norm-experiment it is torch's default for linear
-    layers, so that all gates begin near 1/2. Under autocast both are applied in half precision.
+    D (rank, C) is `down.weight`, U (C, rank) `up.weight`. arXiv:2601.22966 does not say how they
+    start; as in kubotadaichi/gated-norm-experiment they start as torch's linear layers do, so that
+    all gates begin near 1/2. Under autocast both are applied in half precision.
 
     Args:
-        rank: numbers between D and U; 16 in the paper.
+        rank: 16 in the paper.
     """
 
     rank: int
@@ -60,16 +60,17 @@ class GatedRMSNorm(RMSNorm):
 
     def normalize(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         y = super().normalize(x, real, affine).movedim(1, -1)  # (N, *, C)
-        inner = F.silu(F.linear(y, self.down.weight.to(y.dtype)))
-        return (y * F.linear(inner, self.up.weight.to(y.dtype)).sigmoid()).movedim(-1, 1)
+        hidden = F.silu(F.linear(y, self.down.weight.to(y.dtype)))
+        gate = F.linear(hidden, self.up.weight.to(y.dtype)).sigmoid()
+        return (y * gate).movedim(-1, 1)
 
 
 class SeeDNorm(AffineNorm):
     """x / sqrt(mean_C(x^2) + eps) * (weight + alpha * tanh(sum_C(beta * x))).
 
     RMS norm with a gain that depends on x. Pools C at each position. alpha (C,) starts at 1 and
-    beta (C,) at 0, where it is RMS norm. arXiv:2510.22777, without its form with several heads, as
-    in swiss-ai/Megatron-LM (torch_norm.py).
+    beta (C,) at 0, where it is RMS norm. arXiv:2510.22777 with a single head, as in
+    swiss-ai/Megatron-LM (torch_norm.py).
     """
 
     has_bias = False
@@ -78,7 +79,7 @@ class SeeDNorm(AffineNorm):
     beta: Tensor
 
     def normalize(self, x: Tensor, _: Mask, affine: Affine) -> Tensor:
-        alpha, beta = (over_channels(v, x) for v in (self.alpha, self.beta))
+        alpha, beta = over_channels(self.alpha, x), over_channels(self.beta, x)
         gain = alpha * torch.tanh((beta * x).sum(dim=1, keepdim=True))  # (N, C, *)
         gain = gain + (1 if affine.weight is None else over_channels(affine.weight, x))
         return x * inverse_rms(x, self.eps) * gain
@@ -88,14 +89,14 @@ class SeeDNorm(AffineNorm):
 class BHyT(AffineNorm):
     """tanh(alpha / kappa * x / sqrt(mean_C(x^2) + eps)) * weight, with one learned alpha.
 
-    DyT of RMS-normalized values, which |alpha| / kappa sqrt(C) bounds, so that the tanh does not
-    saturate in depth. Pools C at each position. arXiv:2601.09719; this is BHyT* of the authors'
-    code (MLAI-Yonsei/BHyT). Plain BHyT estimates the mean square at the second norm of a block
-    from that of the first, which a norm by itself cannot.
+    DyT of RMS-normalized values: |alpha| / kappa sqrt(C) bounds the argument of the tanh, so that
+    it does not saturate in depth. Pools C at each position. arXiv:2601.09719; this is BHyT* of the
+    authors' code (MLAI-Yonsei/BHyT). Plain BHyT estimates the mean square at the second norm of a
+    block from that of the first, which a norm by itself cannot.
 
     Args:
         alpha_init: initial alpha; the code's default is 2, its scripts try 1 to 5.
-        kappa: the divisor; it also makes the steps of alpha kappa times as short.
+        kappa: the divisor; it also makes the steps of alpha kappa times as small.
     """
 
     has_bias = False
@@ -120,7 +121,7 @@ class ScaleNorm(AffineNorm):
 
     g is the parameter `weight` () and starts at sqrt(C), where the norm is RMS norm.
     arXiv:1910.05895. The paper has g * x / |x|; implementations bound |x| from below by eps. Some
-    learn g / sqrt(C), from 1, which a step of the learning rate moves sqrt(C) times as far.
+    learn g / sqrt(C) from 1, and a step of the same learning rate moves g sqrt(C) times as far.
     """
 
     affine: bool = field(default=False, init=False)
@@ -137,18 +138,18 @@ class ScaleNorm(AffineNorm):
 class CRMSNorm(AffineNorm):
     """x / sqrt((sum_C(x^2) + sum_C(x)^2) / (C + 1) + eps) * weight: compressed RMS norm.
 
-    Pools C at each position. arXiv:2305.14858. The channels are a vector of mean zero without its
-    last coordinate, minus the sum of the others; this is the RMS norm, and the layer norm, of the
-    whole vector. The authors' code has no weight. The paper also changes the layers around the
-    norm, so that C coordinates carry what C + 1 did, which a norm alone cannot.
+    Pools C at each position. arXiv:2305.14858. The channels are C coordinates of a vector of mean
+    zero, whose last one is minus their sum; this is the RMS norm, and the layer norm, of the whole
+    vector. The authors' code has no weight. The paper also changes the layers around the norm, so
+    that C coordinates carry what C + 1 did, which a norm alone cannot.
     """
 
     has_bias = False
 
     def normalize(self, x: Tensor, _: Mask, affine: Affine) -> Tensor:
         squares = x.square().sum(dim=1, keepdim=True)  # (N, 1, *)
-        dropped = x.sum(dim=1, keepdim=True)  # minus the dropped coordinate
-        mean_square = (squares + dropped.square()) / (self.num_features + 1)
+        last_coordinate = -x.sum(dim=1, keepdim=True)
+        mean_square = (squares + last_coordinate.square()) / (self.num_features + 1)
         return affine.apply(x * torch.rsqrt(mean_square + self.eps))
 
 
@@ -157,16 +158,16 @@ class TaperNorm(RunningNorm):
     """gate * x / r * weight + (1 - gate) * c * x * (anchor + drift), r = sqrt(mean_C(x^2) + eps).
 
     Pools C at each position. The gate is 1 up to the share `warmup` of the training, falls to 0 by
-    half a cosine until the share `taper_end`, and stays there: what is left is a fixed scale of
-    each channel. Its c is the ratio of two running averages of the warm-up, |weight * x|^2 / r and
-    |weight * x|^2 over all samples and positions: c * weight * x is the least-squares fit of RMS
-    norm. After the warm-up `anchor` (C,) keeps the weight, and `drift` (C,) is learned, from 0.
+    half a cosine until the share `taper_end`, and stays there, which leaves a fixed scale for each
+    channel. c is the ratio of the running averages of |weight * x|^2 / r and |weight * x|^2 over
+    all samples and positions of the warm-up, so that c * weight * x is the least-squares fit of RMS
+    norm. After the warm-up `anchor` (C,) keeps the weight, and `drift` (C,) is learned from 0.
     arXiv:2602.10408.
 
     The paper learns one vector in place of anchor + drift, copied from the weight at the end of the
     warm-up; without weight decay of norms the training is the same. It also keeps the last norm of
-    the network, or replaces it by a loss; here every site is tapered. Its implementations
-    (Danieldotcomcoder/domain-shift-forgetting) agree on c and on averages with 0.99 of the past.
+    the network, or replaces it by a loss; here every site is tapered. c and averages with 0.99 of
+    the past are as in Danieldotcomcoder/domain-shift-forgetting.
 
     Args:
         warmup, taper_end: shares of the training.
@@ -194,7 +195,7 @@ class TaperNorm(RunningNorm):
                 f"warmup={self.warmup}, taper_end={self.taper_end}: warmup must be above 0, and "
                 "taper_end not below warmup; try norm.warmup=0.1 norm.taper_end=0.6"
             )
-        self.start = max(self.start, 1)  # without a step there is no c
+        self.start = max(self.start, 1)  # c needs a step
 
     def add_state(self) -> None:
         super().add_state()
@@ -213,27 +214,27 @@ class TaperNorm(RunningNorm):
         assert weight is not None
         step = before_step(self.num_batches_tracked, x.dtype) + 1
         with torch.no_grad():
-            learns = step <= self.start + 1
-            anchor = torch.where(learns, weight, before_step(self.anchor, x.dtype))
-            scale = self._scale(x.dtype)
-            weighted = (x * over_channels(weight, x, axis=2)).square()
-            energy = weighted.sum(dim=2, keepdim=True)  # (G, N, 1, *)
+            is_warmup = step <= self.start + 1
+            anchor = torch.where(is_warmup, weight, before_step(self.anchor, x.dtype))
+            c = self._fit(x.dtype)
+            squares = (x * over_channels(weight, x, axis=2)).square()
+            energy = squares.sum(dim=2, keepdim=True)  # (G, N, 1, *)
             scaled = energy * inverse_rms(x, self.eps, axis=2)
-            pooled, count = measure_mean(scaled, real, group_dims(x))
-            whole, _ = measure_mean(energy, real, group_dims(x))
+            mean_scaled, count = measure_mean(scaled, real, group_dims(x))
+            mean_energy, _ = measure_mean(energy, real, group_dims(x))
             self.anchor.copy_(anchor)
-            self.move_averages(count, running_scaled=pooled, running_energy=whole)
-        return self._taper(x, weight, step, anchor, scale)
+            self.move_averages(count, running_scaled=mean_scaled, running_energy=mean_energy)
+        return self._taper(x, weight, step, anchor, c)
 
     def normalize_by_running(self, x: Tensor, _: Mask, affine: Affine) -> Tensor:
-        step, anchor = self.num_batches_tracked.to(x.dtype), self.anchor.to(x.dtype)
         assert affine.weight is not None
-        return self._taper(x, affine.weight, step, anchor, self._scale(x.dtype))
+        step, anchor = self.num_batches_tracked.to(x.dtype), self.anchor.to(x.dtype)
+        return self._taper(x, affine.weight, step, anchor, self._fit(x.dtype))
 
-    def _scale(self, dtype: torch.dtype) -> Tensor:
-        """Returns c (1,), as it is before a step moves its averages."""
-        averages = (self.running_scaled, self.running_energy)
-        scaled, energy = (before_step(average, dtype) for average in averages)
+    def _fit(self, dtype: torch.dtype) -> Tensor:
+        """Returns c (1,) as it is before a step moves its averages."""
+        scaled = before_step(self.running_scaled, dtype)
+        energy = before_step(self.running_energy, dtype)
         return scaled / energy.clamp(min=torch.finfo(dtype).tiny)
 
     def _taper(self, x: Tensor, weight: Tensor, step: Tensor, anchor: Tensor, c: Tensor) -> Tensor:

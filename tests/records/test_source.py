@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from normexp.errors import UserError
-from normexp.records.provenance import (
+from normexp.records.source import (
     digest_of,
     refuse_edited,
     source_digest,
@@ -118,7 +118,7 @@ def test_an_edit_after_the_import_is_refused(folder: Path):
     ("target", "why"),
     [
         ("nowhere_at_all.Norm", "there is no module nowhere_at_all"),
-        ("helper.Lat", "helper has no Lat; it has late"),
+        ("helper.Lat", "helper has no Lat; did you mean late?"),
         ("helper.late", ""),
         ("pack.sub.leaf.y", ""),
         ("pack.part", "pack.part is a module"),

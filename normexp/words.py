@@ -1,4 +1,4 @@
-"""Words of messages: values as typed, counts, durations, the nearest known names."""
+"""Words of messages: values as typed, counts, durations, lists of names, suggestions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
+
+SHOWN_NAMES = 3  # spelled out in a message
 
 
 def as_typed(value: Any) -> str:
@@ -35,17 +37,15 @@ def format_duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def name_some(names: Iterable[str]) -> str:
+    """`a, b, c and 6 more`: the first names, each once."""
+    unique = list(dict.fromkeys(names))
+    first = ", ".join(unique[:SHOWN_NAMES])
+    num_more = len(unique) - SHOWN_NAMES
+    return f"{first} and {num_more} more" if num_more > 0 else first
+
+
 def suggest(word: str, known: Iterable[str], *, most: int = 1) -> str:
     """`did you mean a or b?` with the known words nearest to `word`; empty if none is near."""
     near = get_close_matches(word, list(known), most, cutoff=0.5)
-    return f"did you mean {join_or(near)}?" if near else ""
-
-
-def join_or(names: Sequence[str]) -> str:
-    """`a`, `a or b`, `a, b or c`."""
-    return " or ".join([*filter(None, [", ".join(names[:-1])]), names[-1]])
-
-
-def one_line(error: BaseException) -> str:
-    """The error's type and the first line of its message."""
-    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+    return f"did you mean {' or '.join(near)}?" if near else ""

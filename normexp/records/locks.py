@@ -1,0 +1,69 @@
+"""Locks on files, which the kernel releases if their holder is killed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shlex
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from multiprocessing import parent_process
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+
+@contextmanager
+def file_lock(path: Path, *, waits: bool = False) -> Iterator[bool]:
+    """Holds an exclusive lock inside the block.
+
+    Yields False if another process has the lock, unless it `waits`. The kernel releases the lock of
+    a killed process. The file names its holder, see `this_command`, and is removed at the end.
+    """
+    lock = FileLock(path, blocking=waits)
+    try:
+        lock.acquire()
+    except (Timeout, FileNotFoundError):  # the folder has just been removed
+        yield False
+        return
+    except OSError as error:
+        error.filename = str(path)  # flock's error names no file
+        raise
+    try:
+        path.write_text(this_command())
+        yield True
+    finally:
+        path.unlink(missing_ok=True)
+        lock.release()
+
+
+def holder_of(path: Path) -> str:
+    """The command that holds a lock now, see `this_command`; empty if none does.
+
+    Writes nothing, so that it works in a read-only folder.
+    """
+    try:
+        with path.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return file.read()
+    except OSError:  # no such lock, or no locks at all
+        pass
+    return ""
+
+
+def other_holders(paths: Iterable[Path]) -> list[str]:
+    """The commands that hold these locks, without this command and its workers."""
+    holders = [holder_of(path) for path in paths]
+    return [holder for holder in holders if holder not in ("", this_command())]
+
+
+def this_command() -> str:
+    """`process 12 (train norm=group)`: the command that this process, or its parent, belongs to."""
+    parent = parent_process()  # of a worker
+    process = os.getpid() if parent is None else parent.pid
+    words = shlex.join([Path(sys.argv[0]).stem, *sys.argv[1:]])
+    return f"process {process} ({textwrap.shorten(words, 120, placeholder=' ...')})"

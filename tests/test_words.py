@@ -1,0 +1,31 @@
+"""What messages are made of: one line of any error, lists of names."""
+
+from __future__ import annotations
+
+import pytest
+
+from normexp.errors import UserError, one_line
+from normexp.words import name_some, suggest
+
+ERRORS = {
+    "b=3: too many; try b=2": UserError("b=3: too many; try b=2"),
+    "KeyError: 'depth'": KeyError("depth"),
+    "RuntimeError: first": RuntimeError("\nfirst\nsecond"),
+    "ValueError": ValueError(),
+}
+
+
+@pytest.mark.parametrize(("line", "error"), ERRORS.items(), ids=ERRORS.keys())
+def test_an_error_is_told_in_one_line(line: str, error: Exception):
+    assert one_line(error) == line
+    with pytest.raises(type(error)) as caught:
+        raise error  # in a file that is the user's, as far as normexp knows
+    is_told = isinstance(error, UserError)
+    assert one_line(caught.value).startswith(line if is_told else f"{line} (test_words.py, line ")
+
+
+def test_many_names_are_shortened():
+    assert name_some("aab") == "a, b"
+    assert name_some("abcdee") == "a, b, c and 2 more"
+    assert suggest("norn", ["norm", "mode"]) == "did you mean norm?"
+    assert suggest("norn", ["seed"]) == ""
