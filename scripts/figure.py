@@ -47,21 +47,21 @@ def main(folder: Path = RECORDS) -> None:
     panels = []
     for study, title in TITLES.items():
         if (folder / f"{study}.zip").exists() or (folder / study).exists():
-            (part,) = normexp.load_report(study, runs_dir=folder).slices
-            panels.append(draw_panel(part, title))
+            (slice_,) = normexp.load_report(study, runs_dir=folder).slices
+            panels.append(draw_panel(slice_, title))
     if not panels:
         sys.exit(f"{folder} has none of the studies {', '.join(TITLES)}")
     chart = alt.hconcat(*panels, spacing=130, bounds="flush").resolve_scale(color="shared")
     chart.configure(**CONFIG | TEXTS).save(PICTURE, scale_factor=2)
 
 
-def draw_panel(part: Slice, title: str) -> Any:
+def draw_panel(slice_: Slice, title: str) -> Any:
     """A line per norm, a dot per seed, and from four seeds on a 95 % band."""
-    rows = [*rows_of(part)]
-    is_accuracy = part.metric.unit == "pp"
-    words = "test error (%)" if is_accuracy else f"test, {part.metric.unit}"
+    rows = [*rows_of(slice_)]
+    is_accuracy = slice_.metric.unit == "pp"
+    words = "test error (%)" if is_accuracy else f"test, {slice_.metric.unit}"
     x = alt.X("size:Q", title="norm batch size").scale(type="log", base=2, padding=12)
-    x = x.axis(values=sorted(part.sizes), format="d", grid=False)
+    x = x.axis(values=sorted(slice_.sizes), format="d", grid=False)
     y = alt.Y("value:Q", title=words).scale(zero=False, nice=False, padding=12)
     y = y.axis(tickCount=6)
     colour = alt.Color("norm:N").scale(domain=[*COLOURS], range=[*COLOURS.values()])
@@ -79,19 +79,20 @@ def draw_panel(part: Slice, title: str) -> Any:
     return alt.layer(band, dots, line, heading).properties(width=330, height=300)
 
 
-def rows_of(part: Slice) -> Iterator[dict[str, Any]]:
+def rows_of(slice_: Slice) -> Iterator[dict[str, Any]]:
     """The mean and the seeds of each norm at each size, as errors or bits: lower is better."""
 
     def shown(value: float | None) -> float | None:
-        return value if value is None or part.metric.unit != "pp" else 100 - value
+        return value if value is None or slice_.metric.unit != "pp" else 100 - value
 
-    for norm, line in part.lines.items():
-        for size, grid in line.items():
-            place, mean = {"norm": norm, "size": size}, grid.mean
+    for norm, line in slice_.lines.items():
+        for size, norm_at_size in line.items():
+            place, mean = {"norm": norm, "size": size}, norm_at_size.mean
             bounds = {"low": shown(mean.low), "high": shown(mean.high)}
             yield place | {"kind": "mean", "value": shown(mean.estimate)} | bounds
-            print(part.heading, norm, size, part.metric.format(mean), f"n = {len(grid.seeds)}")
-            for value in grid.values.values():
+            n = len(norm_at_size.seeds)
+            print(slice_.heading, norm, size, norm_at_size.estimate(), f"n = {n}")
+            for value in norm_at_size.values.values():
                 yield place | {"kind": "seed", "value": shown(value)}
 
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from normexp.cli import entry, parse_command, read_options, split_options
 from normexp.config.keys import in_identity
-from normexp.config.slots import SLOTS
 from normexp.errors import UserError
 
 if TYPE_CHECKING:
     from normexp.benchmark.reference import Reference
     from normexp.config.spec import CellSpec
+    from normexp.reporting.runs import RunRow
 
 FIXED = ("seed", "replicas", "study", "experiment")
 
@@ -30,12 +30,13 @@ def main(words: list[str]) -> int:
     option_words, overrides = split_options("benchmark", words)
     options = read_options("benchmark", option_words)
     reference = read_reference(options["reference"])
-    code, name, entry_runs = 0, reference.name, []
+    name, exit_code = reference.name, 0
+    entry_runs: list[RunRow] = []
     if overrides:
-        code, cells = _train(reference, overrides, options)
+        exit_code, cells = _train(reference, overrides, options)
         entry_runs = reference.runs_of(cells)
         if not entry_runs:  # a dry run, or nothing but refusals
-            return code
+            return exit_code
         name = f"{name}-{cells[0].choices['norm']}"
     records = reference.records_of(reference.workloads, entry_runs)
     report = report_on(records, Path(options["runs_dir"]), [name], at_largest=True)
@@ -44,7 +45,7 @@ def main(words: list[str]) -> int:
     write_report(report)
     print_report(report)
     print(f"report: {report.directory / 'index.html'}")
-    return code
+    return exit_code
 
 
 def _train(
@@ -56,24 +57,26 @@ def _train(
         UserError: not one norm, or a key that the rules fix.
     """
     from normexp.config.command import compose_cells
+    from normexp.reporting.cells import is_norm_key
     from normexp.sweeps.sweep import run_cells
 
     for word in parse_command(overrides).overrides:
         key = word.partition("=")[0].lstrip("+~")
-        is_of_norm = key.partition(".")[0] in ("norm", *SLOTS)
-        if key in FIXED or (in_identity(key) and not is_of_norm):
+        if key in FIXED or (in_identity(key) and not is_norm_key(key)):
             raise UserError(f"{word}: frozen by the rules; an entry sets its norm and its slots")
-    studies: dict[tuple[str, ...], list[CellSpec]] = {}  # by the words that train them
+    commands: list[tuple[str, ...]] = []
     for workload in options["workloads"] or reference.workloads:
         if workload not in reference.workloads:
-            known = ", ".join(reference.workloads)
-            raise UserError(f"workloads={workload}: the reference has {known}")
+            names = ", ".join(reference.workloads)
+            raise UserError(f"workloads={workload}: the reference has {names}")
         experiment = f"experiment={reference.name}/{workload}"
-        words = (experiment, f"runs_dir={options['runs_dir']}", *overrides)
-        studies[words] = compose_cells(parse_command(words))
-    cells = [cell for known in studies.values() for cell in known]
+        commands.append((experiment, f"runs_dir={options['runs_dir']}", *overrides))
+    specs = {words: compose_cells(parse_command(words)) for words in commands}
+    cells = [cell for of_command in specs.values() for cell in of_command]
     has_norm = any(word.startswith("norm=") for word in overrides)
     if not has_norm or len({cell.choices["norm"] for cell in cells}) > 1:
         raise UserError("an entry is one norm: norm=NAME, or norm=my_package.MyNorm")
-    codes = [run_cells(own, ["normexp-benchmark", *words]) for words, own in studies.items()]
-    return max(codes), cells
+    exit_codes = [
+        run_cells(of_command, ["normexp-benchmark", *words]) for words, of_command in specs.items()
+    ]
+    return max(exit_codes), cells

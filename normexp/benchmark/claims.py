@@ -18,7 +18,7 @@ from normexp.config.groups import conf_dir
 from normexp.reporting.cells import CellRow, build_cells, metric_names
 from normexp.reporting.compare import DIFFERENCE, paired
 from normexp.reporting.metric import Estimate, Metric, describe_metric
-from normexp.reporting.slices import Grid
+from normexp.reporting.slices import NormAtSize
 from normexp.reporting.tables import Table, table_of
 from normexp.stats.family import ALPHA, Verdict, decide, difference, p_value
 from normexp.stats.interval import Interval
@@ -32,14 +32,14 @@ NOTE = (
 
 
 @dataclass(frozen=True, eq=False)
-class Tested:
-    """A declared comparison at one budget; gap and verdict are None without runs."""
+class ClaimTest:
+    """A declared comparison at one budget; gap, verdict and metric are None without runs."""
 
     norm: str
     against: str
     workload: str
     expected: str
-    outcome: Outcome
+    outcome: Outcome = "no runs"
     gap: Interval | None = None
     verdict: Verdict | None = None
     metric: Metric | None = None
@@ -47,13 +47,13 @@ class Tested:
 
 @dataclass(frozen=True, eq=False)
 class Claim:
-    """What the runs say of one claim."""
+    """What the runs say about one claim."""
 
     name: str
     statement: str
     source: str
     outcome: Outcome
-    tested: tuple[Tested, ...]
+    tests: Sequence[ClaimTest]
 
 
 @cache
@@ -66,110 +66,113 @@ def declared_claims() -> list[dict[str, Any]]:
 def judge_claims(reference: Reference) -> list[Claim]:
     """The outcome of every claim."""
     declared = declared_claims()
-    family = sum(len(one["budgets"]) for claim in declared for one in claim["comparisons"])
-    recipes = reference.recipes
-    cells = {name: build_cells(reference.records_of([name])) for name in recipes}
+    family_size = sum(
+        len(comparison["budgets"]) for claim in declared for comparison in claim["comparisons"]
+    )
+    cells = {name: build_cells(reference.records_of([name])) for name in reference.recipes}
 
-    def test(comparison: Mapping[str, Any]) -> list[Tested]:
-        return [_test(cells, comparison, budget, family) for budget in comparison["budgets"]]
+    def tests_of(comparison: Mapping[str, Any]) -> list[ClaimTest]:
+        budgets = comparison["budgets"]
+        return [_test(cells, comparison, budget, family_size) for budget in budgets]
 
-    judged = []
+    claims = []
     for claim in declared:
-        tested = tuple(one for comparison in claim["comparisons"] for one in test(comparison))
-        outcome = _outcome_of(tested, needs_any=claim.get("rule") == "any")
-        needs = test(claim["requires"]) if "requires" in claim else []
-        if needs and outcome != "no runs" and all(one.outcome != "holds" for one in needs):
+        tests = [test for comparison in claim["comparisons"] for test in tests_of(comparison)]
+        outcome = _outcome_of(tests, decisive="holds" if claim.get("rule") == "any" else "fails")
+        required = tests_of(claim["requires"]) if "requires" in claim else []
+        is_met = not required or any(test.outcome == "holds" for test in required)
+        if outcome != "no runs" and not is_met:
             outcome = "nothing to explain"
-        judged.append(Claim(claim["name"], claim["statement"], claim["source"], outcome, tested))
-    return judged
+        claims.append(Claim(claim["name"], claim["statement"], claim["source"], outcome, tests))
+    return claims
 
 
-def _outcome_of(tested: Sequence[Tested], *, needs_any: bool) -> Outcome:
-    """That of a comparison that decides, or the one that all comparisons have."""
-    found = {one.outcome for one in tested}
-    decides: Outcome = "holds" if needs_any else "fails"
-    if decides in found:
-        return decides
-    return tested[0].outcome if len(found) == 1 else "undecided"
+def _outcome_of(tests: Sequence[ClaimTest], *, decisive: Outcome) -> Outcome:
+    """The decisive outcome if any test has it, or the one that all tests have."""
+    outcomes = {test.outcome for test in tests}
+    if decisive in outcomes:
+        return decisive
+    return tests[0].outcome if len(outcomes) == 1 else "undecided"
 
 
 def _test(
-    cells: Mapping[str, list[CellRow]], comparison: Mapping[str, Any], budget: str, family: int
-) -> Tested:
+    cells: Mapping[str, list[CellRow]], comparison: Mapping[str, Any], budget: str, family_size: int
+) -> ClaimTest:
     workload, expected = comparison["workload"], comparison["expect"]
     sides = [comparison["first"], comparison["second"]]
-    grids = [_grid(cells, side, side.get("workload", workload), budget) for side in sides]
-    unknown = Tested(
-        _words(sides[0]), _words(sides[1]), f"{workload}, {budget}", expected, "no runs"
+    test = ClaimTest(_words(sides[0]), _words(sides[1]), f"{workload}, {budget}", expected)
+    first, second = (
+        _norm_at_size(cells, side, side.get("workload", workload), budget) for side in sides
     )
-    first, second = grids
-    if first is None or second is None or not all(len(one.seeds) > 1 for one in (first, second)):
-        return unknown
+    if first is None or second is None:
+        return test
     a, b = paired(first, second)
     if not a.size:
-        return unknown
+        return test
     metric = second.metric
     gap = difference(a, b, step=second.best.step(metric), limit=metric.limit)
-    verdict = decide(gap, margin=metric.tolerance, family_size=family)
-    outcome: Outcome = "undecided"
+    verdict = decide(gap, margin=metric.tolerance, family_size=family_size)
+    is_refuted = verdict == OPPOSITE.get(expected)
+    if expected == "tie":
+        is_refuted = _is_beyond(gap, metric.tolerance, family_size)
+    outcome: Outcome = "fails" if is_refuted else "undecided"
     if verdict == expected:
         outcome = "holds"
-    elif verdict == OPPOSITE.get(expected) or (
-        expected == "tie" and _is_beyond(gap, metric.tolerance, family)
-    ):
-        outcome = "fails"
-    return replace(unknown, outcome=outcome, gap=gap, verdict=verdict, metric=metric)
+    return replace(test, outcome=outcome, gap=gap, verdict=verdict, metric=metric)
 
 
-def _is_beyond(gap: Interval, margin: float, family: int) -> bool:
-    """Whether the difference is shown to be larger than the margin."""
-    estimate = abs(gap.estimate or 0.0) - margin
-    return estimate > 0 and family * p_value(replace(gap, estimate=estimate)) <= ALPHA
+def _is_beyond(gap: Interval, margin: float, family_size: int) -> bool:
+    """True if the difference is shown to be larger than the margin."""
+    excess = abs(gap.estimate or 0.0) - margin
+    return excess > 0 and family_size * p_value(replace(gap, estimate=excess)) <= ALPHA
 
 
-def _grid(
+def _norm_at_size(
     cells: Mapping[str, list[CellRow]], side: Mapping[str, Any], workload: str, budget: str
-) -> Grid | None:
-    """The complete grid of learning rates of a side; None if it has no runs."""
+) -> NormAtSize | None:
+    """The norm of a side with all of its learning rates; None unless they tune it."""
     short = f"{workload}_short"
     recipe = short if budget == "short" and short in cells else workload
-    size = side.get("norm_batch_size")
-    own = [
-        cell
-        for cell in cells.get(recipe, ())
-        if cell.norm == side["norm"]
-        and (not cell.mixes_samples or cell.norm_batch_size == (size or cell.batch_size))
-    ]
-    if not own:
+    same = []
+    for cell in cells.get(recipe, ()):
+        size = side.get("norm_batch_size") or cell.batch_size
+        is_of_size = not cell.mixes_samples or cell.norm_batch_size == size
+        if cell.norm == side["norm"] and is_of_size:
+            same.append(cell)
+    if not same:
         return None
-    names = metric_names(own)
-    kind = "accuracy" if "test/accuracy" in names else "bits_per_byte"
+    kind = "accuracy" if "test/accuracy" in metric_names(same) else "bits_per_byte"
     statistics = f"@{side['statistics']}" if "statistics" in side else ""
-    grid = Grid(side["norm"], sorted(own, key=lambda cell: cell.lr or 0.0),
-                describe_metric(f"test/{kind}{statistics}"))  # fmt: skip
-    return grid if grid.fit is not None else None
+    metric = describe_metric(f"test/{kind}{statistics}")
+    same.sort(key=lambda cell: cell.lr or 0.0)
+    norm_at_size = NormAtSize(side["norm"], same, metric)
+    return norm_at_size if norm_at_size.tuning is not None else None
 
 
 def _words(side: Mapping[str, Any]) -> str:
-    size, kind = side.get("norm_batch_size"), side.get("statistics")
-    batch = f" at batch size {side['batch_size']}" if "batch_size" in side else ""
-    words = f"{side['norm']}{batch}" + (f" at {size}" if size else "")
-    return words + (f", {kind} statistics" if kind else "")
+    """`batch at batch size 32 at 2, precise statistics`."""
+    words = side["norm"]
+    if "batch_size" in side:
+        words += f" at batch size {side['batch_size']}"
+    if side.get("norm_batch_size"):
+        words += f" at {side['norm_batch_size']}"
+    if "statistics" in side:
+        words += f", {side['statistics']} statistics"
+    return words
 
 
-def claims_table(claims: list[Claim]) -> Table:
+def claims_table(claims: Sequence[Claim]) -> Table:
     """A row for each claim, followed by its comparisons."""
-    rows = []
+    rows, count = [], 0
     for claim in claims:
-        words = f"{claim.statement} ({claim.source})"
-        rows.append({"claim": words, "outcome": claim.outcome})
-        for one in claim.tested:
-            where = f"– {one.norm} against {one.against}, {one.workload}"
-            row: dict[str, Any] = {"claim": where, "verdict": one.verdict}
-            if one.metric and one.gap:
-                row |= {DIFFERENCE: Estimate(one.gap, one.metric.digits, is_signed=True)}
-                row |= {"unit": one.metric.unit}
-            rows.append(row | {"expected": one.expected, "outcome": one.outcome})
-    count = sum(len(claim.tested) for claim in claims)
+        rows.append({"claim": f"{claim.statement} ({claim.source})", "outcome": claim.outcome})
+        for test in claim.tests:
+            count += 1
+            where = f"– {test.norm} against {test.against}, {test.workload}"
+            row: dict[str, Any] = {"claim": where, "verdict": test.verdict}
+            if test.metric and test.gap:
+                row[DIFFERENCE] = Estimate(test.gap, test.metric.digits, is_signed=True)
+                row["unit"] = test.metric.unit
+            rows.append(row | {"expected": test.expected, "outcome": test.outcome})
     note = f"{NOTE} Verdicts are corrected for {count} comparisons (5 % for all claims)."
     return table_of("claims", "Claims of the literature", rows, note=note)

@@ -18,15 +18,15 @@ from normexp.records.layout import RESULT_FILE, seed_dir
 from normexp.reporting.runs import Records, RunRow, read_run
 
 BENCHMARK = "benchmark1"
-WORKLOADS = ("convnet", "vit", "encoder", "gpt")  # recipes at the long budget, where norms rank
+WORKLOADS = ("convnet", "vit", "encoder", "gpt")  # recipes of the long budget, which rank norms
 
 
 @dataclass(frozen=True, eq=False)
 class Reference:
     """The runs of a benchmark, without entries.
 
-    name: of the benchmark
-    study: of its runs
+    name: the name of the benchmark
+    study: the study of its runs
     recipes: by name, the ids of the cells that it trains
     """
 
@@ -50,8 +50,8 @@ class Reference:
         """The runs of some recipes, and those of an entry, which replace the same cells."""
         entered = {run.result.cell_id for run in entry}
         wanted = {cell for name in recipes for cell in self.recipes[name]} - entered
-        own = [run for run in self.records.runs if run.result.cell_id in wanted]
-        return replace(self.records, runs=[*own, *entry])
+        runs = [run for run in self.records.runs if run.result.cell_id in wanted]
+        return replace(self.records, runs=[*runs, *entry])
 
 
 def read_reference(name: str) -> Reference:
@@ -67,8 +67,11 @@ def read_reference(name: str) -> Reference:
             "python -m normexp.records.archive STUDY_DIR FILE"
         )
     archive = Archive(path)
-    benchmarks, recipes = set[str](), dict[str, set[str]]()
-    for command in (entry for entry in archive.entries if isinstance(entry, CommandEntry)):
+    benchmarks: set[str] = set()
+    recipes: dict[str, set[str]] = {}
+    for command in archive.entries:
+        if not isinstance(command, CommandEntry):
+            continue
         for word in command.command:
             if match := re.fullmatch(r"experiment=(\w+)/(\w+)", word):
                 benchmarks.add(match[1])

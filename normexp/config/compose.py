@@ -7,11 +7,11 @@ are then set, and every key is checked to be one that something reads.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from normexp.config.choices import compose_choices, explain, is_choice, parse_overrides
@@ -44,45 +44,69 @@ def compose_cell(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
         UserError: an unknown choice or key, a word that cannot be read.
     """
     parsed = parse_overrides(words)
-    for one in parsed:
-        if one.is_sweep_override():
-            raise UserError(f"{one.input_line} names several values: add -m, or quote a text")
+    for override in parsed:
+        if override.is_sweep_override():
+            raise UserError(f"{override.input_line} names several values: add -m, or quote a text")
     tree = dict(compose_choices(parsed))
     choices = tree.pop("hydra")["runtime"]["choices"]
-    config, known = OmegaConf.create(tree), [key for key in dotted_keys(tree) if is_read(key)]
-    typed = {one.get_key_element().lstrip("+"): one for one in parsed if not is_choice(one)}
-    for key, one in typed.items():
-        group, _, name = key.partition(".")
-        is_open = choices.get(group) == "custom" or key.startswith("logger.custom.")
-        if name == "_target_" and value_at(tree, key) not in (None, MISSING):
-            # Records would name it for another class.
-            raise UserError(f"{key}: {group}={choices[group]} has one; add {group}=custom")
-        if not (key in known or is_open or one.is_add() or one.is_force_add()):
+    known = [key for key in dotted_keys(tree) if is_read(key)]
+    typed = {o.get_key_element().lstrip("+"): o for o in parsed if not is_choice(o)}
+    config = OmegaConf.create(tree)
+    for key, override in typed.items():
+        # Only a class of the user's own takes keys that no YAML names, but for those with a plus.
+        group = key.partition(".")[0]
+        takes_any = choices.get(group) == "custom" or key.startswith("logger.custom.")
+        is_added = override.is_add() or override.is_force_add()
+        if not (key in known or takes_any or is_added):
             choice = f"{group}={choices[group]}" if choices.get(group) else ""
             raise unknown_key(key, known, choice)
-        OmegaConf.update(config, key, one.value(), merge=False, force_add=True)
+        if key == f"{group}._target_" and value_at(tree, key) not in (None, MISSING):
+            # Records would name it for another class.
+            raise UserError(f"{key}: {group}={choices[group]} has one; add {group}=custom")
+        OmegaConf.update(config, key, override.value(), merge=False, force_add=True)
+    plain = _resolved(config, choices.get("experiment"))
+    for key in dotted_keys(plain):
+        if not is_read(key):
+            raise unknown_key(key, known)
+    _refuse_two_budgets(plain, typed)
+    return plain, _choices_by_name(plain, choices)
+
+
+def _resolved(config: DictConfig, recipe: str | None) -> dict[str, Any]:
+    """Plain values, with all interpolations resolved, and the name of the recipe for loggers."""
     for key in ("runs_dir", "data_dir"):
         if isinstance(config[key], str):
             config[key] = os.path.expanduser(config[key])
     try:
-        plain: Any = OmegaConf.to_container(config, resolve=True)
+        values: Any = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key}: {explain(error)}") from error
-    recipe = choices.get("experiment")
-    if "experiment" in plain:
+    if "experiment" in values:
         raise UserError(f"experiment={recipe}: its YAML must begin with `# @package _global_`")
-    plain = {"logger": {}} | plain | {"experiment": recipe}  # for the loggers
-    for key in dotted_keys(plain):
-        if not is_read(key):
-            raise unknown_key(key, known)
-    chosen = [key for key in BUDGETS if key != "epochs" or key in typed]  # epochs has a default
-    budgets = [key for key in chosen if plain[key] is not None]
-    if len(budgets) > 1:  # one would win unseen
-        given = " and ".join(f"{key}={as_typed(plain[key])}" for key in budgets)
-        raise UserError(f"{given}: a training has one budget; keep one, or type {budgets[-1]}=null")
-    names = {group: str(name) for group in GROUPS if (name := choices.get(group)) is not None}
-    own = [group for group in names if names[group] == "custom" and group != "logger"]
-    return plain, names | {group: _name_of(group, plain[group]) for group in own}
+    return {"logger": {}, **values, "experiment": recipe}
+
+
+def _refuse_two_budgets(config: Mapping[str, Any], typed: Collection[str]) -> None:
+    """Refuses two lengths of a training, of which one would win unseen."""
+    given = []
+    for key in BUDGETS:
+        is_default = key == "epochs" and key not in typed
+        if config[key] is not None and not is_default:
+            given.append(key)
+    if len(given) > 1:
+        shown = " and ".join(f"{key}={as_typed(config[key])}" for key in given)
+        raise UserError(f"{shown}: a training has one budget; keep one, or type {given[-1]}=null")
+
+
+def _choices_by_name(config: Mapping[str, Any], choices: Mapping[str, Any]) -> dict[str, str]:
+    """The choice in each group; a class of the user's own goes by its name."""
+    names = {}
+    for group in GROUPS:
+        if choices.get(group) is not None:
+            names[group] = str(choices[group])
+            if names[group] == "custom" and group != "logger":
+                names[group] = _name_of(group, config[group])
+    return names
 
 
 def _name_of(group: str, values: Mapping[str, Any]) -> str:

@@ -79,7 +79,6 @@ class Key:
         implied: the value that means the same as a missing key, so that ids leave it out.
         is_probed: what a network mixes or leaks may depend on it.
         goes_to_target: in a group, it is an argument of the target and not for normexp alone.
-        acts_through: the recorded value that stands for it in comparisons.
     """
 
     unit: str = ""
@@ -87,7 +86,6 @@ class Key:
     implied: Any = NO_VALUE
     is_probed: bool = True
     goes_to_target: bool = False
-    acts_through: str = ""
     kind: Any = None
 
 
@@ -124,9 +122,7 @@ class NormKeys(SlotKeys, TargetKeys):
     at: Annotated[NormsOfSites | None, UNSET] = None
     view: str | None = None
     layout: str | None = None
-    half_life: Annotated[
-        Positive | None, Key(SAMPLES, implied=None, acts_through="norm.momentum")
-    ] = None
+    half_life: Annotated[Positive | None, Key(SAMPLES, implied=None)] = None
     # An id counts these two in norm_batch_size.
     mixes_samples: Annotated[bool | None, ELSEWHERE] = None
     synchronized: Annotated[bool | None, ELSEWHERE] = None
@@ -189,7 +185,7 @@ class Settings(SlotKeys):
     samples: Annotated[Count | None, Key(SAMPLES, is_probed=False)]
     lr: Annotated[Positive, OF_TRAINING]
     lr_rule: Annotated[Literal["none", "linear", "sqrt", "momentum_aware"], OF_TRAINING]
-    base_batch_size: Annotated[Count, Key(SAMPLES, is_probed=False, acts_through="lr")]
+    base_batch_size: Annotated[Count, Key(SAMPLES, is_probed=False)]
     max_grad_norm: Annotated[Positive | None, OF_TRAINING]
     seed: Annotated[Index, ELSEWHERE]
     replicas: Annotated[Replicas, ELSEWHERE]

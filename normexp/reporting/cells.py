@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import re
 from ast import literal_eval
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from normexp.config.keys import BUDGETS
 from normexp.config.sizes import SIZES
+from normexp.config.slots import SLOTS
 from normexp.records.result import Status, flatten
+from normexp.records.study import CellState
 from normexp.reporting.metric import FEW_SEEDS, Metric
-from normexp.reporting.runs import SLOTS, Config, Records, RunRow, SearchRecord
+from normexp.reporting.runs import SLOT_DEFAULTS, Config, Records, RunRow, SearchRecord
 from normexp.stats.interval import Interval, mean
 from normexp.words import as_typed
 
-ORDER = ("batch", "layer", "instance", "group", "rms", "layer2d", "none")  # first in figures
+ORDER = (
+    "batch",
+    "layer",
+    "instance",
+    "group",
+    "rms",
+    "layer2d",
+    "none",
+)  # the first norms of figures
 # Config keys that belong to the norm, so they may differ between norms that are compared.
 NORM_KEYS = ("norm", *SLOTS)
-# The length of a training; it separates cells by the one with the fewest distinct values. Epochs
-# and steps follow from samples, differently where a batch size does not divide the data.
-BUDGET = ("samples", "epochs", "steps")
-DIGESTS = "digests."  # of what was loaded: compared where both are known
-LOST = ("failed", "diverged", "at chance", "missing")  # of runs
-FOLLOWS = ("norm.momentum", "micro_batch_size")  # may follow from the norm batch size
+DIGESTS = "digests."  # keys that are compared only if both cells have them
+LOST = ("failed", "diverged", "at chance", "missing")  # what a run may be
+FOLLOWS = ("norm.momentum", "micro_batch_size")  # these may follow from the norm batch size
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,28 +42,20 @@ class CellRow:
     """A cell with its ended runs, in order of seeds.
 
     directory: runs/<study>/<cell_id>
-    norm: its label: the name, the knobs in which cells of that norm differ, and the study if there
-        are several
-    lr: None if not recorded
-    norm_batch_size: effective, never None
-    settings: values that must be equal for cells to share a table
-    title: model, data, and the settings in which tables of the same model and data differ
     wanted: the seeds that the study asks for
     value_of: the value of a key that defines its training, also where it is a default
     is_extended: some of its seeds were added by a later command
-    search: that chose its learning rate or other values
+    search: the search that chose its learning rate or other values
+    settings: values that must be equal for cells to share a table
+    title: model, data, and the settings in which tables of the same model and data differ
+    norm: the label of its norm: the name, the knobs in which cells of that norm differ, and the
+        study if there are several
     """
 
     study: str
     directory: Path
     runs: Sequence[RunRow]
     config: Config
-    norm: str
-    model: str
-    data: str
-    lr: float | None
-    batch_size: int
-    norm_batch_size: int
     mixes_samples: bool
     wanted: frozenset[int]
     value_of: Callable[[str], Any]
@@ -63,6 +63,33 @@ class CellRow:
     search: SearchRecord | None = None
     settings: Config = field(default_factory=dict)
     title: str = ""
+    norm: str = ""
+
+    @property
+    def norm_name(self) -> str:
+        return str(self.config.get("norm"))
+
+    @property
+    def model(self) -> str:
+        return str(self.config.get("model"))
+
+    @property
+    def data(self) -> str:
+        return str(self.config.get("data"))
+
+    @property
+    def lr(self) -> float | None:
+        """None if not recorded."""
+        return self.config.get("lr")
+
+    @property
+    def batch_size(self) -> int:
+        return self.config["batch_size"]
+
+    @property
+    def norm_batch_size(self) -> int:
+        """The effective size, never None."""
+        return self.config["norm_batch_size"]
 
     @property
     def searched(self) -> frozenset[str]:
@@ -75,19 +102,16 @@ class CellRow:
         return not self.runs or any("epochs" in run.result.derived for run in self.runs)
 
     @property
-    def missing(self) -> int:
+    def num_missing(self) -> int:
         return len(self.wanted - {run.seed for run in self.runs})
 
     @property
     def lost(self) -> dict[str, int]:
-        """The number of runs that count as chance level, or not at all, by what became of them.
-
-        At chance are those that name classes no better than always the most frequent one.
-        """
-        statuses = Counter(str(run.status) for run in self.runs)
-        statuses["at chance"] = sum(run.is_at_chance for run in self.runs)
-        statuses["missing"] = self.missing
-        return {what: statuses[what] for what in LOST if statuses[what]}
+        """How many runs are lost in each way of LOST: they count as chance level, or not at all."""
+        counts = Counter(str(run.status) for run in self.runs)
+        counts["at chance"] = sum(run.is_at_chance for run in self.runs)
+        counts["missing"] = self.num_missing
+        return {what: counts[what] for what in LOST if counts[what]}
 
     @property
     def invalid(self) -> str | None:
@@ -97,22 +121,24 @@ class CellRow:
 
     @property
     def budget(self) -> str:
-        """`epochs=12`, or `steps=300`."""
-        known = [(key, self.config.get(key)) for key in BUDGET]
-        whole = [pair for pair in known if pair[1] is not None and pair[1] == int(pair[1])]
-        return setting_words(*whole[0]) if whole else ""
+        """`epochs=12`, or `steps=300`: the first of BUDGETS that is a whole number."""
+        for key in BUDGETS:
+            length = self.config.get(key)
+            if length is not None and length == int(length):
+                return setting_words(key, length)
+        return ""
 
     def values(self, metric: Metric) -> dict[int, float]:
         """The metric as shown, by seed; diverged runs count as chance level."""
-        return {run.seed: value for run in self.runs if (value := run.value(metric)) is not None}
+        values = {run.seed: run.value(metric) for run in self.runs}
+        return {seed: value for seed, value in values.items() if value is not None}
 
     def without_value(self, metric: Metric) -> int:
-        """The number of runs that diverged under a metric that has no chance level."""
-        lost = [run for run in self.runs if run.status == Status.DIVERGED]
-        return sum(run.value(metric) is None for run in lost)
+        """The number of diverged runs, if the metric has no chance level."""
+        return sum(run.status == Status.DIVERGED and run.value(metric) is None for run in self.runs)
 
     def step(self, metric: Metric) -> float | None:
-        """The smallest difference that test accuracies could have; None: not known."""
+        """The smallest difference between two test accuracies; None if not known."""
         count = max((run.num_test_samples for run in self.runs), default=0)
         is_count = metric.name.partition("@")[0] == "test/accuracy"
         return metric.scale / count if count and is_count else None
@@ -121,103 +147,107 @@ class CellRow:
 def mean_of_seeds(values: Sequence[float], step: float | None, metric: Metric) -> Interval:
     """The mean, for the same test samples, with its interval over seeds.
 
-    Of a few seeds an interval would be far wider than they are, so the seeds are shown instead.
+    Few seeds have no interval: it would be far wider than their values, which are shown instead.
     """
-    known = mean(values, step=step, bounds=metric.bounds)
-    return replace(known, low=None, high=None) if known.n <= FEW_SEEDS else known
+    interval = mean(values, step=step, bounds=metric.bounds)
+    return replace(interval, low=None, high=None) if interval.n <= FEW_SEEDS else interval
 
 
 def build_cells(records: Records) -> list[CellRow]:
     """The cells with their labels, ordered by data, model, settings, norm and sizes."""
-    by_folder: dict[Any, list[RunRow]] = {}
+    by_folder: dict[Any, list[RunRow]] = defaultdict(list)
     for run in records.runs:
-        by_folder.setdefault((run.study, run.directory.parent), []).append(run)
-    cells = [_cell_of(runs, records) for runs in by_folder.values()]
+        by_folder[run.study, run.directory.parent].append(run)
+    cells = [_ended_cell(runs, records) for runs in by_folder.values()]
     cells += _planned_cells(records, cells)
-    cells = _with_norms(_with_settings(cells))
-    rank = {norm: place for place, norm in enumerate(order_norms(cell.norm for cell in cells))}
+    cells = _with_labels(_with_settings(cells))
+    norms = order_norms({cell.norm: cell.norm_name for cell in cells})
 
     def order(cell: CellRow) -> tuple[Any, ...]:
         settings = [_sortable(value) for value in cell.settings.values()]
         sizes = (cell.batch_size, cell.norm_batch_size)
-        return (cell.data, cell.model, settings, rank[cell.norm], *sizes, cell.lr or 0)
+        return (cell.data, cell.model, settings, norms.index(cell.norm), *sizes, cell.lr or 0)
 
     return sorted(cells, key=order)
 
 
-def _cell_of(runs: Sequence[RunRow], records: Records) -> CellRow:
+def _ended_cell(runs: Sequence[RunRow], records: Records) -> CellRow:
     place = runs[0].study, runs[0].directory.parent.name
-    first = min(runs, key=lambda run: run.status == Status.FAILED)  # may have failed too early
-    known = [run.seed for run in runs]
-    asked = records.asked.get(place) or [known]
+    first = min(runs, key=lambda run: run.status == Status.FAILED)  # a failed run may lack settings
+    recorded = [run.seed for run in runs]
+    by_command = records.asked.get(place) or [recorded]
     ended = {run.seed for run in runs if run.status != Status.FAILED}
     return CellRow(
-        **_named_values(first.config),
         study=first.study,
         directory=first.directory.parent,
         runs=sorted(runs, key=lambda run: run.seed),
+        config=first.config,
         mixes_samples=first.result.measured.traits.get("mixes_samples") is not False,
-        wanted=frozenset(known).union(*asked),
+        wanted=frozenset(recorded).union(*by_command),
         value_of=first.value_of,
-        is_extended=not ended <= set(asked[0]),
+        is_extended=not ended <= {*by_command[0]},
         search=records.searches.get(place),
     )
 
 
-def _named_values(config: Config) -> dict[str, Any]:
-    names = {key: str(config.get(key)) for key in ("norm", "model", "data")}
-    numbers = {key: config.get(key) for key in ("lr", "batch_size", "norm_batch_size")}
-    return {**names, **numbers, "config": config}
+# Cells without an ended run
 
 
-def _planned_cells(records: Records, known: Sequence[CellRow]) -> list[CellRow]:
-    """A cell without runs for each one that was asked for: families are those of the whole study.
-
-    What its title does not say is as in the most similar cell of its study.
-    """
+def _planned_cells(records: Records, ended: Sequence[CellRow]) -> list[CellRow]:
+    """Cells that were asked for and have no runs: they count in the families of the study."""
     cells = []
     for study, state in records.planned:
-        words = (word.partition("=") for word in state.title.split())
-        typed = {key.lstrip("+"): _typed_value(text) for key, _, text in words}
-
-        def likeness(cell: CellRow, typed: Config = typed) -> int:
-            return sum(comparable(cell.config.get(key)) == comparable(typed[key]) for key in typed)
-
-        alike = max((c for c in known if c.study == study), key=likeness, default=None)
-        if alike is not None:
-            config = _with_typed(alike.config, typed)
-            planned = CellRow(
-                **_named_values(config),
-                study=study,
-                directory=state.directory,
-                runs=(),
-                mixes_samples=True,
-                wanted=frozenset(state.states),
-                value_of=config.get,
-                search=records.searches.get((study, state.id)),
-            )
-            cells.append(planned)
-    # A norm that is known to mix no samples was asked for once, whatever the sizes.
-    mixing = {cell.norm: cell.mixes_samples for cell in known}
-    sizes = Counter(norm for norm, _ in {(cell.norm, cell.norm_batch_size) for cell in cells})
+        similar = [cell for cell in ended if cell.study == study]
+        if similar:
+            cells.append(_planned_cell(study, state, similar, records))
+    # A norm that is declared to mix no samples is asked for once, whatever the sizes.
+    mixing = {cell.norm_name: cell.mixes_samples for cell in ended}
+    sizes: dict[str, set[int]] = defaultdict(set)
+    for cell in cells:
+        sizes[cell.norm_name].add(cell.norm_batch_size)
     return [
-        replace(cell, mixes_samples=mixing.get(cell.norm, sizes[cell.norm] > 1)) for cell in cells
+        replace(cell, mixes_samples=mixing.get(cell.norm_name, len(sizes[cell.norm_name]) > 1))
+        for cell in cells
     ]
 
 
+def _planned_cell(
+    study: str, state: CellState, similar: Sequence[CellRow], records: Records
+) -> CellRow:
+    """A cell with the values in its title; the others are those of the most similar cell."""
+    words = (word.partition("=") for word in state.title.split())
+    typed = {key.lstrip("+"): _typed_value(text) for key, _, text in words}
+
+    def likeness(cell: CellRow) -> int:
+        return sum(comparable(cell.config.get(key)) == comparable(typed[key]) for key in typed)
+
+    config = _with_typed(max(similar, key=likeness).config, typed)
+    return CellRow(
+        study=study,
+        directory=state.directory,
+        runs=(),
+        config=config,
+        mixes_samples=True,
+        wanted=frozenset(state.states),
+        value_of=config.get,
+        search=records.searches.get((study, state.id)),
+    )
+
+
 def _with_typed(config: Config, typed: Config) -> dict[str, Any]:
-    """The settings of a cell with other words; a norm's own values go with it."""
-    is_same = config.get("norm") == typed.get("norm")
-    has_budget = not typed.keys().isdisjoint(BUDGET)  # the others follow from the typed one
-    kept = {
-        key: value
-        for key, value in config.items()
-        if (is_same or not is_norm_key(key)) and not (has_budget and key in BUDGET)
-    }
-    for key, whole in zip(SIZES[1:], SIZES, strict=False):
-        kept[key] = typed.get(whole, kept[whole])
-        typed = {key: kept[key], **typed}
-    return {**kept, **typed}
+    """The settings of a cell, with the typed values instead of its own."""
+    values = dict(config)
+    for key in config:
+        if is_norm_key(key) and config.get("norm") != typed.get("norm"):
+            del values[key]  # a knob of another norm
+        elif key in BUDGETS and not typed.keys().isdisjoint(BUDGETS):
+            del values[key]  # the budget that was typed determines it
+    values |= typed
+    size = values["batch_size"]
+    for key in SIZES[1:]:  # each is equal to the next larger one unless typed
+        size = typed.get(key, size)
+        values[key] = size
+    return values
 
 
 def _typed_value(text: str) -> Any:
@@ -227,115 +257,156 @@ def _typed_value(text: str) -> Any:
     return text
 
 
-def _with_settings(cells: Sequence[CellRow]) -> list[CellRow]:
-    """Adds settings and titles.
+# Settings and labels
 
-    A key separates cells if a norm was run with several values of it. One that differs only between
-    norms does not, and the table then says that they are not compared.
+
+def _with_settings(cells: Sequence[CellRow]) -> list[CellRow]:
+    """Adds titles, and the settings that separate tables."""
+    prepared = [cell for cell in cells if cell.is_prepared] or cells
+    keys = _separating_keys(prepared)
+    complete = []
+    for cell in cells:
+        task = (cell.model, cell.data)
+        of_task = [other for other in prepared if (other.model, other.data) == task] or [cell]
+        # A cell that failed before it was prepared stands in the table of the first other cell.
+        source = cell if cell.is_prepared else of_task[0]
+        values = {key: source.value_of(key) for key in keys}
+        words = [f"{cell.model} on {cell.data}"]
+        for key, value in values.items():
+            if _varies([other.config.get(key) for other in of_task]):
+                words.append(setting_words(key, value))
+        settings = {"model": cell.model, "data": cell.data, **values}
+        complete.append(replace(cell, settings=settings, title=", ".join(words)))
+    return complete
+
+
+def _separating_keys(cells: Sequence[CellRow]) -> list[str]:
+    """The keys for which some norm was run with several values.
+
+    A key that differs only between norms separates nothing: the norms share a table, which says
+    that they are not compared. Only the budget with the fewest values counts, since epochs and
+    steps follow from samples, differently where a batch size does not divide the data.
     """
-    named = {*SIZES, "lr", "model", "data"}
-    known = [cell for cell in cells if cell.is_prepared] or cells
-    keys = {key for cell in known for key in cell.config}
-    counts = {key: {comparable(cell.config.get(key)) for cell in known} for key in BUDGET}
-    lengths = [key for key in BUDGET if comparable(None) not in counts[key]]
-    length = min(lengths, key=lambda key: len(counts[key]), default="")
+    values = {
+        key: [cell.config.get(key) for cell in cells]
+        for key in sorted({key for cell in cells for key in cell.config})
+        if not is_norm_key(key) and key not in {*SIZES, "lr", "model", "data"}
+    }
+    budgets = [key for key in BUDGETS if key in values and None not in values[key]]
+    length = min(budgets, key=lambda key: len({*values[key]}), default="")
     places = [
-        (cell.study, cell.norm, cell.model, cell.data, cell.batch_size, cell.norm_batch_size)
-        for cell in known
+        (cell.study, cell.norm_name, cell.model, cell.data, cell.batch_size, cell.norm_batch_size)
+        for cell in cells
     ]
-    separating = [
+    return [
         key
-        for key in sorted(keys - named)
-        if not is_norm_key(key)
-        and (key == length or key not in BUDGET)
-        and _varies([cell.config.get(key) for cell in known], places)
+        for key, of_cells in values.items()
+        if (key == length or key not in BUDGETS) and _varies(of_cells, places)
     ]
+
+
+def _with_labels(cells: Sequence[CellRow]) -> list[CellRow]:
+    """Adds the label of each norm."""
+    by_name: dict[str, list[CellRow]] = defaultdict(list)
+    for cell in cells:
+        by_name[cell.norm_name].append(cell)
+    knobs = {name: _varying_knobs(same) for name, same in by_name.items()}
+    has_studies = len({cell.study for cell in cells}) > 1
     labelled = []
     for cell in cells:
-        place = (cell.model, cell.data)
-        others = [one for one in known if (one.model, one.data) == place] or [cell]
-        # A cell that failed too early to have them stands with the first of the others.
-        source = cell if cell.is_prepared else others[0]
-        values = {key: source.value_of(key) for key in separating}
-        words = [
-            setting_words(key, value)
-            for key, value in values.items()
-            if _varies([other.config.get(key) for other in others])
-        ]
-        title = ", ".join([f"{cell.model} on {cell.data}", *words])
-        settings = {"model": cell.model, "data": cell.data, **values}
-        labelled.append(replace(cell, settings=settings, title=title))
+        words = [cell.norm_name]
+        for key in knobs[cell.norm_name]:
+            words.append(f"{key.removeprefix('norm.')}={as_typed(cell.value_of(key))}")
+        if cell.invalid:
+            words.append("INVALID")
+        if has_studies:
+            words.append(f"· {cell.study}")
+        labelled.append(replace(cell, norm=" ".join(words)))
     return labelled
+
+
+def _varying_knobs(cells: Sequence[CellRow]) -> list[str]:
+    """The keys of a norm in which its cells differ."""
+    keys = sorted({key for cell in cells for key in cell.config if is_norm_key(key)})
+    places = [
+        (cell.batch_size, cell.norm_batch_size, cell.lr, settings_key(cell)) for cell in cells
+    ]
+    varying = []
+    for key in (*keys, "micro_batch_size"):
+        values = [cell.value_of(key) for cell in cells]
+        if _varies(values, places if key in FOLLOWS else None):
+            varying.append(key)
+    return varying
 
 
 def _varies(values: Sequence[Any], places: Sequence[Hashable] | None = None) -> bool:
-    """True if two values differ; with places, if two of one place do."""
-    known: dict[Hashable, Hashable] = {}
-    pairs = zip(places or [None] * len(values), map(comparable, values), strict=True)
-    return any(known.setdefault(place, value) != value for place, value in pairs)
+    """True if two values differ, or with places, if two values of one place do."""
+    pairs = {*zip(places or [None] * len(values), map(comparable, values), strict=True)}
+    return len(pairs) > len({place for place, _ in pairs})
 
 
-def _with_norms(cells: Sequence[CellRow]) -> list[CellRow]:
-    """Adds to the label of each norm the knobs in which its cells differ."""
-    groups: dict[str, list[CellRow]] = {}
-    for cell in cells:
-        groups.setdefault(cell.norm, []).append(cell)
-    labelled, has_studies = [], _varies([cell.study for cell in cells])
-    for name, same in groups.items():
-        keys = sorted({key for cell in same for key in cell.config if is_norm_key(key)})
-        places = [(cell.batch_size, cell.norm_batch_size, cell.lr, settings_key(cell))
-                  for cell in same]  # fmt: skip
-        varying = []
-        for key in (*keys, "micro_batch_size"):
-            if _varies([cell.value_of(key) for cell in same], places if key in FOLLOWS else None):
-                varying.append(key)
-        for cell in same:
-            words = [
-                f"{key.removeprefix('norm.')}={as_typed(cell.value_of(key))}" for key in varying
-            ]
-            words += ["INVALID"] if cell.invalid else []
-            words += ["·", cell.study] if has_studies else []
-            labelled.append(replace(cell, norm=" ".join([name, *words])))
-    return labelled
+def order_norms(names: Mapping[str, str]) -> list[str]:
+    """Labels of norms, those of ORDER first, then others by label; numbers sort by value.
+
+    names: the name of each norm, by label
+    """
+
+    def rank(label: str) -> tuple[int, list[Any]]:
+        name = names[label]
+        pieces: list[Any] = re.split(r"(\d+(?:\.\d+)?)", label)  # every second piece is a number
+        pieces[1::2] = map(float, pieces[1::2])
+        return ORDER.index(name) if name in ORDER else len(ORDER), pieces
+
+    return sorted(names, key=rank)
+
+
+# Differences between cells
 
 
 def unlike(
     first: CellRow, second: CellRow, *, searched: Collection[str] = ()
 ) -> dict[str, tuple[Any, Any]]:
-    """By key, the values for which two cells must not be compared.
+    """The values that keep two cells from being compared, by key.
 
-    These are all differences in what was asked for, but those of the norm (with the slots of its
-    YAML), of the sizes and of keys that were searched for both. What follows from equal words may
-    differ, as a learning rate by `lr_rule`, or epochs where a batch size does not divide the data.
+    These are all differences in what was typed, except in the norm (with the slots of its YAML), in
+    the sizes and in keys that were searched for both. Values that follow from equal words may
+    differ, such as a learning rate by `lr_rule`.
     """
-    asked = [flatten(cell.runs[0].result.defines) for cell in (first, second)]
-    free = {*SIZES, *searched, *(first.searched & second.searched)}
-    lengths = [(first.config.get(key), second.config.get(key)) for key in BUDGET]
-    if any(a is not None and a == b for a, b in lengths):  # one length in other words
-        free |= {*BUDGET}
+    typed = [flatten(cell.runs[0].result.defines) for cell in (first, second)]
+    ignored = {*SIZES, *searched, *(first.searched & second.searched)}
+    for key in BUDGETS:
+        length = first.config.get(key)
+        if length is not None and length == second.config.get(
+            key
+        ):  # the others follow from it, rounded
+            ignored |= {*BUDGETS}
     different = {}
-    for key in sorted({*asked[0], *asked[1]} - free):
+    for key in sorted({*typed[0], *typed[1]} - ignored):
         a, b = first.value_of(key), second.value_of(key)
-        is_asked = comparable(asked[0].get(key)) != comparable(asked[1].get(key))
-        is_known = None not in (a, b) or not key.startswith(DIGESTS)
-        is_other = is_asked and is_known and comparable(a) != comparable(b)
-        if is_other and not _belongs_to_norms(key, first, second):
-            different[key] = (a, b)
+        if comparable(typed[0].get(key)) == comparable(typed[1].get(key)):
+            continue
+        if comparable(a) == comparable(b) or _belongs_to_norms(key, first, second):
+            continue
+        if key.startswith(DIGESTS) and None in (a, b):
+            continue
+        different[key] = (a, b)
     return different
 
 
 def _belongs_to_norms(key: str, first: CellRow, second: CellRow) -> bool:
-    """True for what two norms may differ in: their own keys, and slots that their YAMLs set."""
+    """True for a key of the norms, and for a slot that is as their YAMLs set it."""
     if key in SLOTS:
-        own = [cell.value_of(f"norm.{key}") for cell in (first, second)]
-        of_norms = [SLOTS[key] if value is None else value for value in own]
-        return of_norms == [cell.value_of(key) for cell in (first, second)]
+        for cell in (first, second):
+            in_yaml = cell.value_of(f"norm.{key}")
+            if cell.value_of(key) != (SLOT_DEFAULTS[key] if in_yaml is None else in_yaml):
+                return False
+        return True
     return is_norm_key(key) and first.norm != second.norm
 
 
 def settings_key(cell: CellRow) -> Hashable:
     """Equal for cells that share a table."""
-    return tuple((key, comparable(value)) for key, value in cell.settings.items())
+    return comparable(cell.settings)
 
 
 def setting_words(key: str, value: Any) -> str:
@@ -353,7 +424,7 @@ def is_norm_key(key: str) -> bool:
 
 
 def comparable(value: Any) -> Hashable:
-    """A key that is equal for equal values: 1 is 1.0, and true is no number."""
+    """A hashable that is equal for equal values: 1 equals 1.0, and true equals no number."""
     if isinstance(value, list | tuple):
         return tuple(map(comparable, value))
     if isinstance(value, Mapping):
@@ -369,20 +440,3 @@ def _sortable(value: Any) -> tuple[bool, float, str]:
 def metric_names(cells: Iterable[CellRow]) -> list[str]:
     """The metrics that any of the runs has."""
     return sorted({name for cell in cells for run in cell.runs for name in run.metrics})
-
-
-def order_norms(labels: Iterable[str]) -> list[str]:
-    """Norms of ORDER first, then others by name; numbers in names sort by value."""
-
-    def rank(label: str) -> tuple[int, list[Any]]:
-        base = base_of(label)
-        pieces: list[Any] = re.split(r"(\d+(?:\.\d+)?)", label)  # every second one is a number
-        pieces[1::2] = map(float, pieces[1::2])
-        return ORDER.index(base) if base in ORDER else len(ORDER), pieces
-
-    return sorted(set(labels), key=rank)
-
-
-def base_of(label: str) -> str:
-    """The norm in a label: `group` of `group num_groups=4` and of `group · before`."""
-    return re.split(r"[ ·]", label)[0]

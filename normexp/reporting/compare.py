@@ -19,17 +19,17 @@ from typing import Any
 
 import numpy as np
 
-from normexp.reporting.cells import base_of, unlike, value_words
+from normexp.reporting.cells import unlike, value_words
 from normexp.reporting.metric import Estimate, Metric, describe_metric
-from normexp.reporting.slices import Grid, Slice
+from normexp.reporting.slices import NormAtSize, Slice
 from normexp.stats.family import Verdict, decide, difference
-from normexp.stats.interval import LEVEL, Array, Interval, mean
+from normexp.stats.interval import Array, Interval, mean
 from normexp.words import format_count
 
-REFERENCES = ("batch", "as_built")  # unless one is named: the first that a slice has
+REFERENCES = ("batch", "as_built")  # the first that a slice has, unless one is named
 DIFFERENCE = "difference [95 %]"
 ADDED = "†"  # some of the seeds were added by a later command
-NOTHING = Interval(None, None, None, LEVEL, 0)
+NOTHING = Interval(None, None, None, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,9 +44,9 @@ class Comparison:
     family_size: the number of differences that share the error rate
     """
 
-    part: Slice = field(repr=False)
-    first: Grid = field(repr=False)
-    second: Grid = field(repr=False)
+    slice: Slice = field(repr=False)
+    first: NormAtSize = field(repr=False)
+    second: NormAtSize = field(repr=False)
     sizes: tuple[int, int]
     gap: Interval
     num_samples: int
@@ -61,21 +61,22 @@ class Comparison:
 
     @property
     def norm(self) -> str:
-        """Of the first, with its size if both have the same norm."""
-        return self.first.norm + f" at {self.sizes[0]}" * self.is_along_sizes
+        """The first norm, with its size if both norms are the same."""
+        return f"{self.first.norm} at {self.sizes[0]}" if self.is_along_sizes else self.first.norm
 
     @property
     def against(self) -> str:
-        return self.second.norm + f" at {self.sizes[1]}" * self.is_along_sizes
-
-    @property
-    def mark(self) -> str:
-        """Of a verdict whose seeds were added after those that the first command declared."""
-        return ADDED * (self.is_extended and self.verdict is not None)
+        return f"{self.second.norm} at {self.sizes[1]}" if self.is_along_sizes else self.second.norm
 
     @property
     def is_extended(self) -> bool:
+        """True if some of its seeds were added after those that the first command declared."""
         return any(cell.is_extended for cell in (*self.first.cells, *self.second.cells))
+
+    @property
+    def mark(self) -> str:
+        """The mark of a verdict that rests on added seeds."""
+        return ADDED if self.is_extended and self.verdict is not None else ""
 
     @property
     def row(self) -> dict[str, Any]:
@@ -83,7 +84,7 @@ class Comparison:
         return {
             "norm": self.norm,
             "against": self.against,
-            DIFFERENCE: Estimate(self.gap, self.part.metric.digits, is_signed=True),
+            DIFFERENCE: Estimate(self.gap, self.slice.metric.digits, is_signed=True),
             "verdict": (self.verdict or "-") + self.mark,
             "why": self.why,
             "n": self.gap.n or None,
@@ -95,86 +96,105 @@ def compare(slices: Sequence[Slice], reference: str | None = None) -> list[Compa
 
     reference: norm that the others are compared with where it was run; None: batch norm
     """
-    comparisons = [one for part in slices for one in _comparisons_of(part, reference)]
-    sizes = Counter(one.part.family for one in comparisons if one.is_comparable)
-    for part in slices:  # the choice of the best norms, see Ranking
-        sizes[part.family] += math.ceil(max(len(part.compared) - 2, 0) / 2)
-    return [judge(one, sizes[one.part.family]) for one in comparisons]
+    comparisons, family_sizes = [], Counter[Any]()
+    for slice_ in slices:
+        of_slice = [*_comparisons_of(slice_, reference)]
+        comparisons += of_slice
+        family_sizes[slice_.family] += sum(comparison.is_comparable for comparison in of_slice)
+        # The marks of a ranking are tests as well, see Ranking.
+        family_sizes[slice_.family] += math.ceil(max(len(slice_.compared) - 2, 0) / 2)
+    return [judge(comparison, family_sizes[comparison.slice.family]) for comparison in comparisons]
 
 
 def judge(comparison: Comparison, family_size: int) -> Comparison:
     """The comparison with its verdict, if one is allowed."""
-    known = replace(comparison, family_size=family_size)
-    if known.why:
-        return known
-    if known.gap.low is None:
-        return replace(known, why="one seed" if known.gap.n == 1 else "same value for every seed")
-    grids = (known.first, known.second)
-    words = [f"{one.norm}: {one.lost}" for one in grids if one.lost]
-    if known.gap.n < max(len(one.seeds) for one in grids):
-        words.append(f"{format_count(known.gap.n, 'seed')} in common")
-    if known.part.has_samples and not known.num_samples:
-        words.append("over seeds alone")
-    verdict = decide(known.gap, margin=known.part.metric.tolerance, family_size=family_size)
-    return replace(known, verdict=verdict, why="; ".join(dict.fromkeys(words)))
+    comparison = replace(comparison, family_size=family_size)
+    metric, gap = comparison.slice.metric, comparison.gap
+    if comparison.why:
+        return comparison
+    if gap.low is None:
+        return replace(comparison, why="one seed" if gap.n == 1 else "same value for every seed")
+    sides = (comparison.first, comparison.second)
+    reasons = [f"{side.norm}: {side.lost}" for side in sides if side.lost]
+    if gap.n < max(len(side.seeds) for side in sides):
+        reasons.append(f"{format_count(gap.n, 'seed')} in common")
+    if comparison.slice.has_samples and not comparison.num_samples:
+        reasons.append("over seeds alone")
+    verdict = decide(gap, margin=metric.tolerance, family_size=family_size)
+    return replace(comparison, verdict=verdict, why="; ".join(dict.fromkeys(reasons)))
 
 
-def reference_of(norms: Sequence[str], wanted: str | None = None) -> str:
-    """The norm that the others are compared with; norms: in the order of figures."""
-    names = (wanted or REFERENCES[0], *REFERENCES)
-    known = [norm for name in names for norm in norms if name in (norm, base_of(norm))]
-    return known[0] if known else norms[0]
+def reference_of(compared: Mapping[str, NormAtSize], name: str | None = None) -> NormAtSize:
+    """The norm that the others are compared with: the first of REFERENCES unless one is named."""
+    for wanted in (name, *REFERENCES):
+        for norm_at_size in compared.values():
+            if wanted in (norm_at_size.norm, norm_at_size.cells[0].norm_name):
+                return norm_at_size
+    return next(iter(compared.values()))
 
 
-def _comparisons_of(part: Slice, wanted: str | None) -> Iterator[Comparison]:
-    """Comparisons of a slice: along the sizes, then with the reference."""
-    for norm, line in part.lines.items():
-        size, largest = min(line), max(line)
-        if len(line) > 1 and norm not in part.independent:
-            yield compare_grids(part, line[size], line[largest], (size, largest))
-    grids = part.compared
-    reference = grids[reference_of(list(grids), wanted)]
-    for norm, line in part.lines.items():
+def _comparisons_of(slice_: Slice, reference_name: str | None) -> Iterator[Comparison]:
+    """The comparisons of a slice: along the sizes, then with the reference."""
+    for norm, line in slice_.lines.items():
+        smallest, largest = min(line), max(line)
+        if len(line) > 1 and norm not in slice_.independent:
+            yield compare_pair(slice_, line[smallest], line[largest], (smallest, largest))
+    compared = slice_.compared
+    reference = reference_of(compared, reference_name)
+    for norm, line in slice_.lines.items():
         if norm != reference.norm:
-            first = grids.get(norm, line[min(line)])
-            yield compare_grids(part, first, reference, (part.at, part.at))
+            first = compared.get(norm, line[min(line)])
+            yield compare_pair(slice_, first, reference, (slice_.at, slice_.at))
 
 
-def compare_grids(part: Slice, first: Grid, second: Grid, sizes: tuple[int, int]) -> Comparison:
-    """The comparison of two grids, not yet judged."""
-    why, gap, num_samples = _why_not_compared(part, first, second, sizes), NOTHING, 0
-    is_comparable = not why
+def compare_pair(
+    slice_: Slice, first: NormAtSize, second: NormAtSize, sizes: tuple[int, int]
+) -> Comparison:
+    """The comparison of two norms or sizes, not yet judged."""
+    metric = slice_.metric
+    why = _why_not_compared(slice_, first, second, sizes)
+    is_comparable, gap, num_samples = not why, NOTHING, 0
     a, b = paired(first, second)
     if is_comparable and a.size:
-        num_samples = a.shape[1] if a.ndim == 2 else 0
-        step, limit = first.best.step(part.metric), part.metric.limit
-        step = limit / num_samples if num_samples and part.metric.bounds else step
-        gap = difference(a, b, step=step, limit=limit)
-    reasons = (why, first.why_incomplete, second.why_incomplete, _why_not_searched(first, second))
-    why = next(filter(None, reasons), "" if a.size else _why_not_paired(first, second))
-    return Comparison(part, first, second, sizes, gap, num_samples, why, is_comparable)
+        step = first.best.step(metric)
+        if a.ndim == 2:
+            num_samples = a.shape[1]
+            step = metric.limit / num_samples if metric.bounds else step
+        gap = difference(a, b, step=step, limit=metric.limit)
+    why = (
+        why
+        or first.why_incomplete
+        or second.why_incomplete
+        or _why_not_searched(first, second)
+        or ("" if a.size else _why_not_paired(first, second))
+    )
+    return Comparison(slice_, first, second, sizes, gap, num_samples, why, is_comparable)
 
 
-def _why_not_compared(part: Slice, first: Grid, second: Grid, sizes: tuple[int, int]) -> str:
+def _why_not_compared(
+    slice_: Slice, first: NormAtSize, second: NormAtSize, sizes: tuple[int, int]
+) -> str:
     """`not compared: lr 0.1 and 0.3`; empty if both were trained with the same settings."""
-    if part.lines[first.norm].get(sizes[0]) is not first:
-        return f"not run{part.at_words}"
-    is_tuned = len(first.rates) > 1 or len(second.rates) > 1
-    different = {}
-    if first.best.runs and second.best.runs:  # of planned cells little is known
+    if slice_.lines[first.norm].get(sizes[0]) is not first:
+        return f"not run{slice_.at_words}"
+    is_tuned = len(first.cells) > 1 or len(second.cells) > 1
+    words = []
+    if first.best.runs and second.best.runs:  # the settings of planned cells are not known
         different = unlike(first.best, second.best, searched=["lr"] if is_tuned else [])
-    words = [f"{key} {value_words(a)} and {value_words(b)}" for key, (a, b) in different.items()]
-    words += ["lr not searched alike"] if is_tuned and first.rates != second.rates else []
+        for key, (a, b) in different.items():
+            words.append(f"{key} {value_words(a)} and {value_words(b)}")
+    if is_tuned and first.rates != second.rates:
+        words.append("lr not searched alike")
     if words:
         more = f" and {len(words) - 2} more" if len(words) > 2 else ""
         return f"not compared: {', '.join(words[:2])}{more}"
     return "INVALID" if any(cell.invalid for cell in (*first.cells, *second.cells)) else ""
 
 
-def _why_not_searched(first: Grid, second: Grid) -> str:
-    """Empty if no search chose their values, or one with the same points for both.
+def _why_not_searched(first: NormAtSize, second: NormAtSize) -> str:
+    """Empty if no search chose their values, or if both searches had the same points.
 
-    The seeds that it compared were the luckiest at these values, so none of them may count again.
+    A searched seed may not count again: the search chose the values at which it was lucky.
     """
     search = first.best.search
     if search != second.best.search:
@@ -188,23 +208,26 @@ def _why_not_searched(first: Grid, second: Grid) -> str:
     return f"seed {min(again)} was searched, too" if again else ""
 
 
-def _why_not_paired(first: Grid, second: Grid) -> str:
+def _why_not_paired(first: NormAtSize, second: NormAtSize) -> str:
     if not {*first.seeds} & {*second.seeds}:
         return "no seed in common"
     return f"tuned over different seeds ({len(first.seeds)} and {len(second.seeds)})"
 
 
-def paired(first: Grid, second: Grid) -> tuple[Array, Array]:
+def paired(first: NormAtSize, second: NormAtSize) -> tuple[Array, Array]:
     """Outcomes of the same shape, higher is better, at the seeds that both have.
 
-    A norm that a grid tunes is compared at all of its seeds, or not at all.
+    A tuned norm is compared at all of its seeds, or not at all.
     """
     seeds = sorted({*first.seeds} & {*second.seeds})
-    if any(grid.fit and grid.seeds != seeds for grid in (first, second)):
-        return np.empty(0), np.empty(0)
-    a, b = (grid.outcomes[[grid.seeds.index(seed) for seed in seeds]] for grid in (first, second))
+    outcomes = []
+    for side in (first, second):
+        if side.tuning and side.seeds != seeds:
+            return np.empty(0), np.empty(0)
+        outcomes.append(side.outcomes[[side.seeds.index(seed) for seed in seeds]])
+    a, b = outcomes
     if a.shape != b.shape:  # one of them has no samples
-        a, b = (values.reshape(len(seeds), -1).mean(axis=1) for values in (a, b))
+        a, b = (values.reshape(len(seeds), -1).mean(axis=1) for values in outcomes)
     return a, b
 
 
@@ -215,24 +238,15 @@ def paired(first: Grid, second: Grid) -> tuple[Array, Array]:
 class Place:
     """A norm in a ranking.
 
-    grid: None if it was not run where norms are compared
+    norm_at_size: None if it was not run where norms are compared
     comparison: with the reference; None for the reference itself
     may_be_best: None if it is not ranked
     """
 
     norm: str
-    grid: Grid | None
+    norm_at_size: NormAtSize | None
     comparison: Comparison | None
     may_be_best: bool | None = None
-
-    @property
-    def gap(self) -> Interval:
-        """To the reference, positive if better; without a value for the reference."""
-        return self.comparison.gap if self.comparison else NOTHING
-
-    @property
-    def verdict(self) -> Verdict | None:
-        return self.comparison.verdict if self.comparison else None
 
 
 @dataclass(frozen=True)
@@ -244,7 +258,7 @@ class Ranking:
     Together with the verdicts against the reference, the error rate is at most 5 %.
     """
 
-    part: Slice
+    slice: Slice
     reference: str
     places: Sequence[Place]
     family_size: int
@@ -255,28 +269,39 @@ class Ranking:
         return [place.norm for place in self.places if place.may_be_best]
 
 
-def rank(part: Slice, comparisons: Sequence[Comparison]) -> Ranking:
+def rank(slice_: Slice, comparisons: Sequence[Comparison]) -> Ranking:
     """The norms of a slice at the size where they are compared, as these comparisons say."""
-    own = [one for one in comparisons if one.part is part and not one.is_along_sizes]
-    against, grids = {one.first.norm: one for one in own}, part.compared
-    reference, family_size = own[0].against, own[0].family_size
-    ranked = [norm for norm in grids if norm == reference or against[norm].verdict]
-    levels = dict.fromkeys(part.lines, -math.inf)
-    for norm, grid in grids.items():
-        if grid.mean.estimate is not None:
-            levels[norm] = grid.sign * grid.mean.estimate
-
-    def is_beaten(norm: str) -> bool:
-        better = (rival for rival in ranked if levels[rival] > levels[norm])
-        pairs = (compare_grids(part, grids[one], grids[norm], (part.at, part.at)) for one in better)
-        return any(judge(pair, family_size).verdict == "better" for pair in pairs)
-
-    marks = {norm: not is_beaten(norm) for norm in ranked} if len(ranked) > 1 else {}
-    places = [
-        Place(norm, grids.get(norm), against.get(norm), marks.get(norm))
-        for norm in sorted(part.lines, key=lambda norm: (norm not in ranked, -levels[norm]))
+    with_reference = {
+        comparison.norm: comparison
+        for comparison in comparisons
+        if comparison.slice is slice_ and not comparison.is_along_sizes
+    }
+    of_reference = next(iter(with_reference.values()))
+    compared = slice_.compared
+    levels = dict.fromkeys(slice_.lines, -math.inf)
+    for norm, norm_at_size in compared.items():
+        if norm_at_size.mean.estimate is not None:
+            levels[norm] = slice_.metric.sign * norm_at_size.mean.estimate
+    ranked = [
+        norm
+        for norm in compared
+        if norm not in with_reference or with_reference[norm].verdict is not None
     ]
-    return Ranking(part, reference, places, family_size)
+    may_be_best: dict[str, bool] = {}
+    for norm in ranked if len(ranked) > 1 else ():
+        may_be_best[norm] = True
+        for rival in ranked:
+            if levels[rival] > levels[norm]:
+                sizes = (slice_.at, slice_.at)
+                pair = compare_pair(slice_, compared[rival], compared[norm], sizes)
+                if judge(pair, of_reference.family_size).verdict == "better":
+                    may_be_best[norm] = False
+                    break
+    places = [
+        Place(norm, compared.get(norm), with_reference.get(norm), may_be_best.get(norm))
+        for norm in sorted(slice_.lines, key=lambda norm: (norm not in ranked, -levels[norm]))
+    ]
+    return Ranking(slice_, of_reference.against, places, of_reference.family_size)
 
 
 # Causes
@@ -306,26 +331,23 @@ class Causes:
 
 
 def measure_causes(comparison: Comparison) -> Causes | None:
-    """The causes of a norm's drop; None where a kind of statistics has no two seeds at a size."""
-    metric = comparison.part.metric
-    is_along = comparison.is_along_sizes and comparison.part.axis == "norm_batch_size"
+    """The causes of a norm's drop; None if fewer than two seeds have all kinds of statistics."""
+    metric = comparison.slice.metric
+    is_along = comparison.is_along_sizes and comparison.slice.axis == "norm_batch_size"
     if not is_along or "@" in metric.name:
         return None
-    cells = (comparison.second.best, comparison.first.best)  # at the largest size, and the smallest
+    large, small = comparison.second.best, comparison.first.best
     kinds = [describe_metric(metric.name + kind) for kind in STATISTICS]
-    tables = [[cell.values(kind) for kind in kinds] for cell in cells]
-    seeds = sorted(set[int].intersection(*(set(known) for table in tables for known in table)))
+    by_seed = [[cell.values(kind) for kind in kinds] for cell in (large, small)]
+    seeds = sorted(set[int].intersection(*(set(values) for cell in by_seed for values in cell)))
     if len(seeds) < 2:
         return None
-    values = [[[known[seed] for seed in seeds] for known in table] for table in tables]
-    of_large, of_small = comparison.first.sign * np.array(values)  # (3 statistics, n)
-    running, precise, own_share = of_large - of_small
+    values = np.array([[[of[seed] for seed in seeds] for of in cell] for cell in by_seed])
+    running, precise, own_share = metric.sign * (values[0] - values[1])  # each (n,)
+    step = small.step(metric)
     terms = {
-        "drop": running,
-        "training noise": own_share,
-        "own share": precise - own_share,
-        "averages": running - precise,
+        "training noise": mean(own_share, step=step),
+        "own share": mean(precise - own_share, step=step),
+        "averages": mean(running - precise, step=step),
     }
-    step = cells[1].step(metric)
-    means = {name: mean(term, step=step) for name, term in terms.items()}
-    return Causes(comparison.norm, metric, means.pop("drop"), means)
+    return Causes(comparison.norm, metric, mean(running, step=step), terms)

@@ -9,7 +9,7 @@ import math
 import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from normexp.records.result import Result
@@ -24,14 +24,30 @@ PREFERRED = (
     "val/bits_per_byte",
     "val/loss",
 )
-# Smaller differences count as none.
-MARGINS = {"accuracy": 1.0, "bits_per_byte": 0.02, "loss": 0.05}
-UNIFORM_BITS = 8.0  # per byte, of a diverged language model
+UNIFORM_BITS = 8.0  # bits per byte that a diverged language model counts as
 LOWER_IS_BETTER = ("loss", "bits_per_byte", "perplexity", "error")
 MAX_DIGITS = 4
-BEST = "●"  # may be the best
-FEW_SEEDS = 3  # or fewer: they are shown themselves, without an interval
-NOISE, SMALL, LARGE = 1e-12, 1e-4, 1e6  # between SMALL and LARGE numbers have no exponent
+BEST = "●"  # the mark of a norm that may be the best
+FEW_SEEDS = 3  # so many seeds or fewer are shown, without an interval
+NOISE = 1e-12  # a smaller number is a rounded 0
+SMALL, LARGE = 1e-4, 1e6  # numbers outside have an exponent
+
+
+class Kind(NamedTuple):
+    """What metrics of one kind have in common; see Metric."""
+
+    label: str
+    unit: str
+    scale: float = 1.0
+    digits: int = 3
+    tolerance: float = 0.0
+
+
+KINDS = {
+    "accuracy": Kind("accuracy (%)", "pp", 100.0, 1, 1.0),
+    "loss": Kind("loss (nats)", "nats", tolerance=0.05),
+    "bits_per_byte": Kind("bits per byte", "bits per byte", tolerance=0.02),
+}
 
 
 @dataclass(frozen=True)
@@ -66,7 +82,7 @@ class Metric:
     def chance(self, share: float | None) -> float | None:
         """What a diverged run counts as: always the most frequent class, or uniform bits.
 
-        share: of that class; None, also as the result: not known
+        share: the share of that class; None if not known, and then there is no chance level
         """
         kind = self.name.partition("@")[0].split("/")[-1]
         if kind == "bits_per_byte":
@@ -74,6 +90,11 @@ class Metric:
         if share is None:
             return None
         return {"accuracy": self.scale * share, "loss": -math.log(share)}.get(kind)
+
+    @property
+    def sign(self) -> float:
+        """Values times this are higher if they are better."""
+        return 1.0 if self.higher_is_better else -1.0
 
     @property
     def worst(self) -> float:
@@ -95,26 +116,19 @@ class Metric:
 
 
 def describe_metric(name: str, tolerance: float | None = None) -> Metric:
-    """The metric of that name; tolerance: instead of that of MARGINS."""
+    """The metric of that name. tolerance: None: that of its kind."""
     path, _, statistics = name.partition("@")
-    split, _, kind = path.rpartition("/")
-    words = f"{split} {kind.replace('_', ' ')}".strip()
-    suffix = f", {statistics} statistics" if statistics else ""
-    higher = not any(word in kind for word in LOWER_IS_BETTER)
-    known = {
-        "accuracy": (f"{words} (%)", "pp", 100.0, 1),
-        "loss": (f"{words} (nats)", "nats", 1.0, 3),
-        "bits_per_byte": (words, "bits per byte", 1.0, 3),
-    }
-    label, unit, scale, digits = known.get(kind, (words, "", 1.0, 3))
+    split, _, kind_name = path.rpartition("/")
+    kind = KINDS.get(kind_name, Kind(kind_name.replace("_", " "), ""))
+    label = f"{split} {kind.label}".strip()
     return Metric(
         name=name,
-        label=label + suffix,
-        unit=unit,
-        scale=scale,
-        higher_is_better=higher,
-        tolerance=MARGINS.get(kind, 0.0) if tolerance is None else tolerance,
-        digits=digits,
+        label=f"{label}, {statistics} statistics" if statistics else label,
+        unit=kind.unit,
+        scale=kind.scale,
+        higher_is_better=not any(word in kind_name for word in LOWER_IS_BETTER),
+        tolerance=kind.tolerance if tolerance is None else tolerance,
+        digits=kind.digits,
     )
 
 
@@ -125,15 +139,15 @@ def choose_metric(available: Collection[str], wanted: str | None = None) -> str 
 
 
 def is_at_chance(accuracy: float | None, chance: float | None, num_samples: int) -> bool:
-    """True if a run is not told from chance: above it by at most two standard errors of chance.
+    """True if a run is indistinguishable from chance: at most two standard errors above it.
 
-    Of few samples two standard errors are much, so a tenth of the way to 1 is the most.
+    Two standard errors of few samples are much, so a tenth of the way to 1 is the most.
 
     accuracy: on the test split, 0 to 1
     chance: the accuracy there of always naming the most frequent class
     num_samples: of the test split; 0: not known, and the error counts as 0
     """
-    if accuracy is None or chance is None or chance >= 1:  # one class
+    if accuracy is None or chance is None or chance >= 1:  # there is one class
         return False
     error = math.sqrt(chance * (1 - chance) / num_samples) if num_samples else 0.0
     return accuracy <= chance + min(2 * error, 0.1 * (1 - chance))
@@ -158,18 +172,19 @@ class Estimate:
 
     @property
     def bounds(self) -> list[float]:
-        """Of the interval; none where it is not known."""
+        """Both bounds of the interval; none where they are not known."""
         low, high = self.interval.low, self.interval.high
         return [] if low is None or high is None else [low, high]
 
     @property
     def decimals(self) -> int:
-        """Enough for the half width, and for the bound next to 0 if that is not 0."""
+        """Enough digits to show the half width, and a bound near 0 as different from 0."""
         low, high = self.bounds or [self.interval.estimate or 0.0] * 2
-        nearest = min(abs(low), abs(high)) if low * high > 0 else 0.0
-        sizes = [size for size in ((high - low) / 2, nearest) if size > NOISE]
-        wanted = [math.ceil(-math.log10(size)) for size in sizes]
-        return min(max(self.digits, *wanted, 0), MAX_DIGITS)
+        sizes = [(high - low) / 2]
+        if low * high > 0:
+            sizes.append(min(abs(low), abs(high)))
+        enough = [math.ceil(-math.log10(size)) for size in sizes if size > NOISE]
+        return min(max(self.digits, *enough, 0), MAX_DIGITS)
 
     def numbers(self, decimals: int) -> list[str]:
         """The number, then its bounds or seeds; very small and large ones have an exponent."""
@@ -179,20 +194,28 @@ class Estimate:
         values = [self.interval.estimate, *(self.bounds or few)]
         size = max(map(abs, values))
         style = f"z.{decimals}f" if SMALL <= size < LARGE or size <= NOISE else ".2e"
-        number, *others = (f"{value:{style}}" for value in values)
-        return [f"{values[0]:+{style}}" if self.is_signed else number, *others]
+        texts = [f"{value:{style}}" for value in values]
+        if self.is_signed:
+            texts[0] = f"{values[0]:+{style}}"
+        return texts
 
     def named(self, head: str) -> dict[str, float | bool | None]:
         """The number and its bounds under names of their own, for programs."""
-        low, high = f"{head} low", f"{head} high"
-        known = {head: self.interval.estimate, low: self.interval.low, high: self.interval.high}
-        return known | ({f"{head} may be best": True} if self.is_best else {})
+        named: dict[str, float | bool | None] = {head: self.interval.estimate}
+        named[f"{head} low"] = self.interval.low
+        named[f"{head} high"] = self.interval.high
+        if self.is_best:
+            named[f"{head} may be best"] = True
+        return named
 
     def joined(self, numbers: Sequence[str]) -> str:
         """`1.2 [0.6, 1.9]`, or of a few seeds `1.2 (0.9, 1.5)`; `-` without a value."""
-        number, *others = numbers or "-"
-        text = ", ".join(others)
-        return f"{number} [{text}]" if self.bounds else f"{number} ({text})" if text else number
+        if not numbers:
+            return "-"
+        others = ", ".join(numbers[1:])
+        if self.bounds:
+            return f"{numbers[0]} [{others}]"
+        return f"{numbers[0]} ({others})" if others else numbers[0]
 
     def __str__(self) -> str:
         text = self.words or self.joined(self.numbers(self.decimals))

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from glob import escape, glob
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import quote
 
 import pandas as pd
@@ -25,7 +25,6 @@ from normexp.config.help import norm_words
 from normexp.errors import UserError
 from normexp.records.files import write_text
 from normexp.records.layout import list_studies
-from normexp.reporting.cells import base_of
 from normexp.reporting.compare import ADDED
 from normexp.reporting.figures import Figure, draw_figures, vl_convert
 from normexp.reporting.report import Report, read_report, to_json
@@ -36,7 +35,7 @@ from normexp.reporting.terminal import open_console, print_report, text_table
 MISSING = "" if vl_convert else "no figures: vl-convert is missing; pip install vl-convert-python"
 PNG_SCALE = 2.0  # pixels per point of the figure
 COLUMNS = ("study", "last result", "size", "what its report says")
-SHOWN_ROWS = 1000  # of a table; the others are in its CSV
+SHOWN_ROWS = 1000  # further rows of a table are in its CSV
 LOOK_EVERY = 2.0  # seconds between checks for new results
 RELOAD_EVERY = 10  # seconds between reloads of a watched page
 PAGE = "index.html"
@@ -62,20 +61,25 @@ def publish(runs_dir: Path, names: Sequence[str], *, watch: bool, **options: Any
         UserError: a study that is missing or empty, a metric that no run has, a folder that cannot
             be written.
     """
-    if not watch:
-        report = read_report(runs_dir, names, **options)
-        print_report(report)
-        if can_write(report):
-            print(f"report: {report.directory / PAGE}")
-            if MISSING:
-                print(MISSING)
-        return
+    if watch:
+        _watch(runs_dir, names, options)
+    report = read_report(runs_dir, names, **options)
+    print_report(report)
+    if try_to_write(report):
+        print(f"report: {report.directory / PAGE}")
+        if MISSING:
+            print(MISSING)
+
+
+def _watch(runs_dir: Path, names: Sequence[str], options: Mapping[str, Any]) -> NoReturn:
     print(f"watching {', '.join(names)} for results; Ctrl-C stops", flush=True)
     seen, report = 0, None
     try:
         while True:
-            if (newest := _newest(runs_dir, names)) > seen:
-                seen, report = newest, read_report(runs_dir, names, **options)
+            newest = _newest(runs_dir, names)
+            if newest > seen:
+                seen = newest
+                report = read_report(runs_dir, names, **options)
                 write_report(report, RELOAD_EVERY)
                 now = time.strftime("%H:%M:%S")
                 print(f"{now} {report.counts}: {report.directory / PAGE}", flush=True)
@@ -86,8 +90,8 @@ def publish(runs_dir: Path, names: Sequence[str], *, watch: bool, **options: Any
         raise
 
 
-def can_write(report: Report) -> bool:
-    """Writes a report, or prints why its folder cannot be written, as that of a read-only study."""
+def try_to_write(report: Report) -> bool:
+    """Writes a report, or prints why it cannot: its folder may be read-only."""
     try:
         write_report(report)
     except UserError as error:
@@ -128,23 +132,12 @@ def publish_index(runs_dir: Path) -> None:
         UserError: a folder without studies, or one that cannot be written.
     """
     latest = {name: _newest(runs_dir, [name]) for name in list_studies(runs_dir)}
-    rows = []
     newest_first = sorted(latest, key=lambda name: -latest[name])
+    rows = []
     for name in track(newest_first, "reading", console=Console(stderr=True), transient=True):
-        folder = runs_dir / name / "report"
-        try:
-            page = f"{quote(name)}/report/{PAGE}"
-            if (file := folder / REPORT).is_file() and file.stat().st_mtime_ns >= latest[name]:
-                content = json.loads(file.read_text(encoding="utf-8"))
-            else:
-                report = read_report(runs_dir, [name])
-                content = to_json(report)
-                page = page if can_write(report) else None
-            texts = (content["counts"], " ".join(one["headline"] for one in content["slices"]))
-        except UserError as error:
-            page, texts = None, ("", str(error))
+        page, counts, headlines = _summary_of(runs_dir, name, latest[name])
         date = time.strftime("%Y-%m-%d %H:%M", time.localtime(latest[name] / 1e9))
-        rows.append((page, [name, date if latest[name] else "", *texts]))
+        rows.append((page, [name, date if latest[name] else "", counts, headlines]))
     note = ADDED_NOTE if any(ADDED in texts[-1] for _, texts in rows) else ""
     title = f"studies in {runs_dir}"
     index = PAGES.get_template("index.html.j2").render(
@@ -160,14 +153,33 @@ def publish_index(runs_dir: Path) -> None:
         print(f"no page: {runs_dir / PAGE} cannot be written ({error.strerror})", file=sys.stderr)
 
 
+def _summary_of(runs_dir: Path, name: str, latest: int) -> tuple[str | None, str, str]:
+    """The address of a study's page, None without one; its counts; and its headlines.
+
+    The report is made anew unless it is newer than `latest`.
+    """
+    file = runs_dir / name / "report" / REPORT
+    page: str | None = f"{quote(name)}/report/{PAGE}"
+    try:
+        if file.is_file() and file.stat().st_mtime_ns >= latest:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        else:
+            report = read_report(runs_dir, [name])
+            content = to_json(report)
+            page = page if try_to_write(report) else None
+    except UserError as error:
+        return None, "", str(error)
+    return page, content["counts"], " ".join(slice_["headline"] for slice_ in content["slices"])
+
+
 def _newest(runs_dir: Path, names: Sequence[str]) -> int:
-    """When the last result or evaluation of the studies was written, in ns; 0: there is none."""
+    """The time in ns of the last result or evaluation of the studies; 0 if there is none."""
     times = [0]
     for name in names:
-        # Not Path.glob, which raises if a folder disappears meanwhile.
+        # Path.glob raises if a folder disappears meanwhile.
         study = escape(str(runs_dir / name))
         for path in [*glob(f"{study}/*/seed-*/*.json"), *glob(f"{study}.zip")]:
-            with suppress(FileNotFoundError):  # just removed by a rerun
+            with suppress(FileNotFoundError):  # a rerun has just removed it
                 times.append(os.stat(path).st_mtime_ns)
     return max(times)
 
@@ -177,16 +189,16 @@ def _write_files(folder: Path, report: Report, reload_seconds: int | None) -> No
     (folder / "figures").mkdir(parents=True)
     content = json.dumps(to_json(report), indent=1, allow_nan=False)
     (folder / REPORT).write_text(content, encoding="utf-8")
-    sections = []
-    for part in report.slices:
-        drawn = draw_figures(part, report.ranking_of(part))
-        sections.append((part, [*report.tables_of(part), norm_table(part)], drawn))
-    figures = [figure for _, _, drawn in sections for figure in drawn]
+    sections, figures = [], []
+    for slice_ in report.slices:
+        drawn = draw_figures(slice_, report.ranking_of(slice_))
+        sections.append((slice_, [*report.tables_of(slice_), norm_table(slice_)], drawn))
+        figures += drawn
     for figure in figures:
         _write_figure(folder / "figures", figure)
-    shown = {table.name: table for _, tables, _ in sections for table in tables}
-    others = {table.name: table for table in report.tables if table.name not in shown}
-    write_tables(folder / "tables", [*shown.values(), *others.values()])
+    of_slices = {table.name: table for _, tables, _ in sections for table in tables}
+    others = {table.name: table for table in report.tables if table.name not in of_slices}
+    write_tables(folder / "tables", [*of_slices.values(), *others.values()])
     page = PAGES.get_template("page.html.j2").render(
         report=report,
         sections=sections,
@@ -201,28 +213,36 @@ def _write_files(folder: Path, report: Report, reload_seconds: int | None) -> No
     (folder / PAGE).write_text(page, encoding="utf-8")
 
 
-def norm_table(part: Slice) -> Table:
-    """What each norm does, and what its training took."""
-    rows = []
-    for norm in part.norms:
-        name = base_of(norm)
-        runs = [run for cell in part.cells if cell.norm == norm for run in cell.runs]
+def norm_table(slice_: Slice) -> Table:
+    """What each norm does, and the time and memory of its training."""
+    shipped, rows = group_choices("norm"), []
+    for norm, name in slice_.norm_names.items():
+        runs = [run for cell in slice_.cells if cell.norm == norm for run in cell.runs]
         timings = [run.result.measured.timing for run in runs]
-        row = {"norm": norm, "ms per step": _span(timings, "step_ms")}
-        row["peak memory (MB)"] = _span(timings, "peak_memory_mb")
-        row["what it does"] = norm_words(name)[0] if name in group_choices("norm") else ""
-        rows.append(row)
+        rows.append(
+            {
+                "norm": norm,
+                "ms per step": _range_words(timings, "step_ms"),
+                "peak memory (MB)": _range_words(timings, "peak_memory_mb"),
+                "what it does": norm_words(name)[0] if name in shipped else "",
+            }
+        )
     note = (
         "Time and memory of the runs trained together, over their number, from the least to the "
         "most; time is as noisy as the machine."
     )
-    return table_of(f"norms_{part.slug}", "Norms and their cost", rows, note=note, has_latex=False)
+    return table_of(
+        f"norms_{slice_.slug}", "Norms and their cost", rows, note=note, has_latex=False
+    )
 
 
-def _span(timings: Sequence[Mapping[str, float]], key: str) -> str:
-    """`9.1 to 13.4`, of a run."""
-    values = sorted(one[key] / one.get("stack_size", 1) for one in timings if key in one)
-    return " to ".join(dict.fromkeys(f"{value:.1f}" for value in (*values[:1], *values[-1:])))
+def _range_words(timings: Sequence[Mapping[str, float]], key: str) -> str:
+    """The least and the most over runs: `9.1 to 13.4`; empty if not recorded."""
+    values = [timing[key] / timing.get("stack_size", 1) for timing in timings if key in timing]
+    if not values:
+        return ""
+    ends = [f"{value:.1f}" for value in (min(values), max(values))]
+    return ends[0] if ends[0] == ends[1] else " to ".join(ends)
 
 
 def _write_figure(folder: Path, figure: Figure) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from normexp.errors import UserError
-from normexp.reporting.cells import CellRow, base_of, build_cells, metric_names, order_norms
+from normexp.reporting.cells import CellRow, build_cells, metric_names, order_norms
 from normexp.reporting.compare import (
     Causes,
     Comparison,
@@ -35,9 +35,9 @@ from normexp.reporting.tables import (
 )
 from normexp.words import format_count
 
-SCHEMA = 3  # of report.json
-MOST_WORDS = 15  # of a headline
-ALONG_SIZES = {  # by verdict
+SCHEMA = 3  # the version of report.json
+MOST_WORDS = 15  # the length of a headline
+ALONG_SIZES = {  # the claim for each verdict
     "worse": "At {first}, {norm} loses {gap} against {second}",
     "better": "At {first}, {norm} gains {gap} against {second}",
     "tie": "At {first}, {norm} ties with {second}",
@@ -95,105 +95,121 @@ class Report:
 
     @property
     def counts(self) -> str:
-        ended = Counter(str(run.status) for cell in self.cells for run in cell.runs)
-        missing = sum(cell.missing for cell in self.cells)
-        lost = {"cells refused": len(self.records.refused), "runs missing": missing}
-        words = ", ".join(f"{count} {status}" for status, count in ended.items())
-        words += "".join(f"; {count} {word}" for word, count in lost.items() if count)
-        runs = format_count(ended.total(), "run")
+        statuses = Counter(str(run.status) for cell in self.cells for run in cell.runs)
+        words = ", ".join(f"{count} {status}" for status, count in statuses.items())
+        if refused := len(self.records.refused):
+            words += f"; {format_count(refused, 'cell')} refused"
+        if missing := sum(cell.num_missing for cell in self.cells):
+            words += f"; {format_count(missing, 'run')} missing"
+        runs = format_count(statuses.total(), "run")
         return f"{format_count(len(self.cells), 'cell')}, {runs}: {words}"
 
-    def ranking_of(self, part: Slice) -> Ranking | None:
-        return next((one for one in self.rankings if one.part is part), None)
+    def comparisons_of(self, slice_: Slice) -> list[Comparison]:
+        return [comparison for comparison in self.comparisons if comparison.slice is slice_]
 
-    def headline(self, part: Slice) -> str:
-        """The answer to the sweep that was typed, sizes first; what does not fit is a row."""
-        own = [one for one in self.comparisons if one.part is part and one.is_comparable]
-        along = [one for one in own if one.is_along_sizes]
-        ranking = self.ranking_of(part)
+    def ranking_of(self, slice_: Slice) -> Ranking | None:
+        return next((ranking for ranking in self.rankings if ranking.slice is slice_), None)
+
+    def headline(self, slice_: Slice) -> str:
+        """The answer to the sweep that was typed, first along the sizes, then between norms."""
+        along = [
+            comparison
+            for comparison in self.comparisons_of(slice_)
+            if comparison.is_comparable and comparison.is_along_sizes
+        ]
+        ranking = self.ranking_of(slice_)
         best = _best_claim(ranking, is_alone=not along) if ranking else ""
         if not along:
-            return f"{best}{part.at_words}." if best else "nothing to compare."
-        shown = min(along, key=lambda one: (one.verdict != "worse", one.gap.estimate or 0.0))
-        size = _claim(shown)
-        at = "" if part.at == shown.sizes[0] else f"at {part.at}, "
-        for claim in (size, size.replace(f" against {shown.sizes[1]}", "")) if best else ():
-            if len((full := f"{claim}; {at}{best}.").split()) <= MOST_WORDS:
-                return full
+            return f"{best}{slice_.at_words}." if best else "nothing to compare."
+        drop = min(along, key=lambda pair: (pair.verdict != "worse", pair.gap.estimate or 0.0))
+        size = _claim(drop)
+        if best:
+            at = "" if slice_.at == drop.sizes[0] else f"at {slice_.at}, "
+            shorter = size.replace(f" against {drop.sizes[1]}", "")
+            for claim in (size, shorter):
+                both = f"{claim}; {at}{best}."
+                if len(both.split()) <= MOST_WORDS:
+                    return both
         return f"{size}."
 
     @cached_property
     def tables(self) -> list[Table]:
         """Every table, in the order of the page."""
-        tables = [
-            *([workload_table(self.rankings)] if len(self.rankings) > 1 else []),
-            *self.declared,
-            *(table for part in self.slices for table in self.tables_of(part)),
-            causes_table(self.causes),
-            lost_table(self.cells, self.records.refused),
-            cell_table(self.cells, self.metric, self.tolerance),
-            Table("runs", "Runs", run_frame(self.records.runs), has_latex=False),
-        ]
+        tables = [workload_table(self.rankings)] if len(self.rankings) > 1 else []
+        tables += self.declared
+        for slice_ in self.slices:
+            tables += self.tables_of(slice_)
+        tables.append(causes_table(self.causes))
+        tables.append(lost_table(self.cells, self.records.refused))
+        tables.append(cell_table(self.cells, self.metric, self.tolerance))
+        tables.append(Table("runs", "Runs", run_frame(self.records.runs), has_latex=False))
         return [table for table in tables if len(table.values)]
 
-    def tables_of(self, part: Slice) -> list[Table]:
+    def tables_of(self, slice_: Slice) -> list[Table]:
         """Means by size, differences along the sizes, and the ranking."""
-        ranking = self.ranking_of(part)
-        tables = [
-            mean_table(part, ranking),
-            difference_table(part, self.comparisons, has_note=ranking is None),
-            *([ranking_table(ranking, self.comparisons)] if ranking else []),
-        ]
+        ranking, comparisons = self.ranking_of(slice_), self.comparisons_of(slice_)
+        tables = [mean_table(slice_, ranking)]
+        tables.append(difference_table(slice_, comparisons, has_note=ranking is None))
+        if ranking:
+            tables.append(ranking_table(ranking, comparisons))
         return [table for table in tables if len(table.values)]
 
     def _repr_html_(self) -> str:
         """In a notebook: the answer, the first figure and the tables of each slice."""
         from normexp.reporting.figures import draw_figures, vl_convert
 
-        shown = []
-        for part in self.slices:
-            shown += [f"<h3>{escape(self.headline(part))}</h3><p>{escape(part.scope)}</p>"]
-            for figure in draw_figures(part, self.ranking_of(part))[:1]:
-                shown.append(vl_convert.vegalite_to_svg(figure.spec))
-            for table in self.tables_of(part):
+        lines = []
+        for slice_ in self.slices:
+            lines.append(f"<h3>{escape(self.headline(slice_))}</h3><p>{escape(slice_.scope)}</p>")
+            for figure in draw_figures(slice_, self.ranking_of(slice_))[:1]:
+                lines.append(vl_convert.vegalite_to_svg(figure.spec))
+            for table in self.tables_of(slice_):
                 rows = table.frame.to_html(index=False, border=0)
-                shown.append(f"<p>{escape(table.caption)}</p>{rows}<p>{escape(table.note)}</p>")
-        return "\n".join([*shown, f"<p>{escape(self.counts)}</p>"])
+                lines.append(f"<p>{escape(table.caption)}</p>{rows}<p>{escape(table.note)}</p>")
+        lines.append(f"<p>{escape(self.counts)}</p>")
+        return "\n".join(lines)
 
 
-def _claim(one: Comparison) -> str:
+def _claim(comparison: Comparison) -> str:
     """`At 2, batch norm loses 10.7 pp against 128`, `own is 5.0 pp ahead of batch norm`."""
-    metric, sentences = one.part.metric, ALONG_SIZES if one.is_along_sizes else BETWEEN_NORMS
-    words = {
-        "norm": _named(one.first.norm),
-        "against": _named(one.second.norm),
-        "first": one.sizes[0],
-        "second": one.sizes[1],
-        "gap": f"{abs(one.gap.estimate or 0.0):.{metric.digits}f} {metric.unit}".strip(),
-        "margin": f"{metric.tolerance:g} {metric.unit}".strip(),
-    }
-    return sentences[one.verdict].format(**words) + one.mark
+    metric, gap = comparison.slice.metric, abs(comparison.gap.estimate or 0.0)
+    sentences = ALONG_SIZES if comparison.is_along_sizes else BETWEEN_NORMS
+    first, second = comparison.sizes
+    claim = sentences[comparison.verdict].format(
+        norm=_full_name(comparison.first.norm),
+        against=_full_name(comparison.second.norm),
+        first=first,
+        second=second,
+        gap=f"{gap:.{metric.digits}f} {metric.unit}".strip(),
+        margin=f"{metric.tolerance:g} {metric.unit}".strip(),
+    )
+    return claim + comparison.mark
 
 
 def _best_claim(ranking: Ranking, *, is_alone: bool) -> str:
     """`layer norm is ahead`; a norm that is not ranked is named, or there is no best."""
     pairs = [place.comparison for place in ranking.places if place.comparison]
-    best, missing = ranking.best, [one.norm for one in pairs if one.verdict is None]
     if is_alone and len(pairs) == 1:
         return _claim(pairs[0])
-    if len(missing) > 1:
-        return f"{len(missing)} norms are not ranked"
-    claims = [f"{_named(norm)} is not ranked" for norm in missing]
-    claim = f"{' or '.join(map(_named, best))} {'is ahead' if len(best) == 1 else 'may lead'}"
-    if len(best) == len(ranking.places):
-        claim = "no norm is ahead"
-    elif len(best) > 2:
-        claim = f"{len(best)} of {len(ranking.places)} norms may lead"
-    mark = max(one.mark for one in pairs)
-    return "; ".join([claim + mark, *claims] if best else claims)
+    not_ranked = [pair.norm for pair in pairs if pair.verdict is None]
+    if len(not_ranked) > 1:
+        return f"{len(not_ranked)} norms are not ranked"
+    claims = []
+    best, num_norms = ranking.best, len(ranking.places)
+    if best:
+        if len(best) == num_norms:
+            claim = "no norm is ahead"
+        elif len(best) > 2:
+            claim = f"{len(best)} of {num_norms} norms may lead"
+        else:
+            names = " or ".join(map(_full_name, best))
+            claim = f"{names} is ahead" if len(best) == 1 else f"{names} may lead"
+        claims.append(claim + max(pair.mark for pair in pairs))
+    claims += [f"{_full_name(norm)} is not ranked" for norm in not_ranked]
+    return "; ".join(claims)
 
 
-def _named(norm: str) -> str:
+def _full_name(norm: str) -> str:
     return f"{norm} norm" if norm in PLAIN_NAMES else norm
 
 
@@ -223,14 +239,15 @@ def report_on(
     at_largest: norms are compared at the largest size, not at the smallest
     """
     cells = build_cells(records)
-    known = metric_names(cells)
-    if metric is not None and metric not in known:
-        names = ", ".join(known) or "no metric at all"
+    recorded = metric_names(cells)
+    if metric is not None and metric not in recorded:
+        names = ", ".join(recorded) or "no metric at all"
         raise UserError(f"metric={metric}: no run has it; the runs have {names}")
     slices = build_slices(cells, metric=metric, tolerance=tolerance)
     if at_largest:
-        slices = [replace(part, at=part.sizes[-1]) for part in slices]
-    comparisons = compare(slices, _label_of(reference, slices))
+        slices = [replace(slice_, at=slice_.sizes[-1]) for slice_ in slices]
+    comparisons = compare(slices, _name_of(reference, slices))
+    causes = map(measure_causes, comparisons)
     return Report(
         runs_dir=runs_dir,
         studies=studies,
@@ -240,12 +257,12 @@ def report_on(
         cells=cells,
         slices=slices,
         comparisons=comparisons,
-        rankings=[rank(part, comparisons) for part in slices if len(part.norms) > 1],
-        causes=[causes for one in comparisons if (causes := measure_causes(one))],
+        rankings=[rank(slice_, comparisons) for slice_ in slices if len(slice_.norms) > 1],
+        causes=[of_drop for of_drop in causes if of_drop],
     )
 
 
-def _label_of(reference: str | None, slices: Sequence[Slice]) -> str | None:
+def _name_of(reference: str | None, slices: Sequence[Slice]) -> str | None:
     """The name of the reference in the report, from that name or from the words of its training.
 
     Raises:
@@ -254,52 +271,52 @@ def _label_of(reference: str | None, slices: Sequence[Slice]) -> str | None:
     if reference is None:
         return None
     word = reference.rpartition("=")[2]
-    norms = {cell.norm: cell for part in slices for cell in part.cells}
-    for norm, cell in norms.items():
-        if word in (norm, base_of(norm)):
+    cells = [cell for slice_ in slices for cell in slice_.cells]
+    for cell in cells:
+        if word in (cell.norm, cell.norm_name):
             return word
         if word == cell.value_of("norm._target_"):
-            return norm
-    names = ", ".join(order_norms(norms))
+            return cell.norm
+    names = ", ".join(order_norms({cell.norm: cell.norm_name for cell in cells}))
     raise UserError(f"reference={reference}: no cell has this norm; the norms are {names}")
 
 
 def to_json(report: Report) -> dict[str, Any]:
     """The report as plain values: headlines, tables, and each comparison in numbers."""
+    slices = []
+    for slice_ in report.slices:
+        headline = report.headline(slice_)
+        slices.append({"heading": slice_.heading, "scope": slice_.scope, "headline": headline})
+    tables = {}
+    for table in report.tables:
+        if table.name != "runs":
+            rows = table.frame.to_dict("records")
+            tables[table.name] = {"caption": table.caption, "note": table.note, "rows": rows}
     return {
         "schema": SCHEMA,
         "studies": list(report.studies),
         "counts": report.counts,
-        "slices": [
-            {"heading": part.heading, "scope": part.scope, "headline": report.headline(part)}
-            for part in report.slices
-        ],
-        "comparisons": [
-            {
-                "norm": one.norm,
-                "against": one.against,
-                "why": one.why,
-                "slice": one.part.heading,
-                "axis": one.part.axis,
-                "sizes": list(one.sizes),
-                "metric": one.part.metric.name,
-                "difference": {key: getattr(one.gap, key) for key in ("estimate", "low", "high")},
-                "verdict": one.verdict,
-                "n": one.gap.n,
-                "test_samples": one.num_samples,
-                "family_size": one.family_size,
-                "seeds_added": one.is_extended,
-            }
-            for one in report.comparisons
-        ],
-        "tables": {
-            table.name: {
-                "caption": table.caption,
-                "note": table.note,
-                "rows": table.frame.to_dict("records"),
-            }
-            for table in report.tables
-            if table.name != "runs"
-        },
+        "slices": slices,
+        "comparisons": [_comparison_json(comparison) for comparison in report.comparisons],
+        "tables": tables,
         "problems": list(report.problems),
+    }
+
+
+def _comparison_json(comparison: Comparison) -> dict[str, Any]:
+    gap = comparison.gap
+    return {
+        "norm": comparison.norm,
+        "against": comparison.against,
+        "why": comparison.why,
+        "slice": comparison.slice.heading,
+        "axis": comparison.slice.axis,
+        "sizes": list(comparison.sizes),
+        "metric": comparison.slice.metric.name,
+        "difference": {"estimate": gap.estimate, "low": gap.low, "high": gap.high},
+        "verdict": comparison.verdict,
+        "n": gap.n,
+        "test_samples": comparison.num_samples,
+        "family_size": comparison.family_size,
+        "seeds_added": comparison.is_extended,
     }

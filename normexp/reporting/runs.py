@@ -35,12 +35,15 @@ from normexp.records.study import CellState, read_study
 from normexp.reporting.metric import Metric, is_at_chance
 from normexp.words import format_count
 
-NUM_BLOCKS = 20  # of a test text: its sequences are not independent
-ROUNDED = 1e-4  # relative; a mean over float32 samples may differ from the metric by this much
-YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where it was built
-SLOTS = asdict(Slots())  # and their defaults
+NUM_BLOCKS = 20  # a test text is cut into blocks, since its sequences are not independent
+ROUNDED = 1e-4  # the relative error of a mean over float32 samples
+YAML_LOADER = getattr(
+    yaml, "CSafeLoader", yaml.SafeLoader
+)  # the one in C is faster, but not always there
+SLOT_DEFAULTS = asdict(Slots())
 Config = Mapping[str, Any]  # plain values, nested keys joined by dots (`norm.num_groups`)
 Samples = Mapping[str, np.ndarray]  # by kind of statistics, see normexp.records.result
+Point = tuple[str, tuple[int, ...]]  # the words of a point of a search, and its seeds
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,9 +51,9 @@ class RunRow:
     """One ended run.
 
     directory: runs/<study>/<cell_id>/seed-<k>
-    metrics: as recorded, and those of later evaluations (`val/accuracy@precise`)
-    load_samples: the scores of test samples, read where they are needed
-    load_config: the text of its config.yaml, likewise
+    metrics: those of the training and of later evaluations (`val/accuracy@precise`)
+    load_samples: reads the scores of test samples
+    load_config: reads the text of config.yaml
     """
 
     study: str
@@ -67,15 +70,17 @@ class RunRow:
 
     @cached_property
     def _all_values(self) -> Config:
-        with suppress(YAMLError, OSError, KeyError):  # torn, or missing
+        with suppress(YAMLError, OSError, KeyError):  # the file may be torn or missing
             return yaml.load(self.load_config(), Loader=YAML_LOADER) or {}
         return {}
 
     def value_of(self, key: str) -> Any:
         """The value of a key that defines the training, also where it is a default."""
-        if key in SLOTS:
-            typed, own = self.config.get(key), self.value_of(f"norm.{key}")
-            return next((value for value in (typed, own) if value is not None), SLOTS[key])
+        if key in SLOT_DEFAULTS:
+            for value in (self.config.get(key), self.value_of(f"norm.{key}")):
+                if value is not None:
+                    return value
+            return SLOT_DEFAULTS[key]
         return self.config[key] if key in self.config else value_at(self._all_values, key)
 
     @property
@@ -94,7 +99,7 @@ class RunRow:
 
     @property
     def num_test_samples(self) -> int:
-        """0: not recorded."""
+        """0 if not recorded."""
         return max(map(len, self._samples.values()), default=0)
 
     @cached_property
@@ -121,10 +126,11 @@ class RunRow:
     def samples(self, metric: Metric) -> np.ndarray:
         """The metric of each test sample as shown, with the mean `value`; empty if not recorded.
 
-        Of a text it is that of contiguous blocks.
+        The samples of a text are contiguous blocks of its sequences.
         """
-        value, recorded = self.value(metric), self.recorded(metric)
-        samples = self._samples.get(metric.name.partition("@")[2] or "running", np.empty(0))
+        value = self.value(metric)
+        kind = metric.name.partition("@")[2] or "running"
+        samples = self._samples.get(kind, np.empty(0))
         if value is None or not metric.name.startswith("test/") or not len(samples):
             return np.empty(0)
         is_text = samples.dtype != bool
@@ -132,13 +138,13 @@ class RunRow:
             starts = np.linspace(0, len(samples), NUM_BLOCKS + 1).astype(int)[:-1]
             sums = np.add.reduceat(samples.astype(np.float64), starts)
             samples = sums * len(sums) / len(samples)  # blocks of any length, with the same mean
-        if value != recorded:  # chance level
+        if value != self.recorded(metric):  # chance level
             return np.full(len(samples), value)
         mean = float(samples.mean())
         if is_text and mean:
             return samples * (value / mean)
-        shown = metric.scale * samples
-        return shown if abs(shown.mean() - value) <= ROUNDED * abs(value) else np.empty(0)
+        samples = metric.scale * samples
+        return samples if abs(samples.mean() - value) <= ROUNDED * abs(value) else np.empty(0)
 
     def history(self) -> list[MetricRow]:
         """Every finite value of metrics.csv, up to the divergence of a run; none if torn."""
@@ -152,12 +158,18 @@ class RunRow:
 class SearchRecord:
     """The search that chose the values of a cell.
 
-    keys: whose values it chose
-    points: what it tried, each with its seeds; empty where NAME-search is not there
+    keys: the keys whose values it chose
+    points: what it tried, each with its seeds; empty without a study NAME-search
     """
 
     keys: frozenset[str]
-    points: frozenset[tuple[str, tuple[int, ...]]]
+    points: frozenset[Point]
+
+    @property
+    def rates(self) -> list[float]:
+        """The learning rates that it tried, the smallest first."""
+        words = [word for point, _ in self.points for word in point.split()]
+        return sorted({float(word.removeprefix("lr=")) for word in words if word.startswith("lr=")})
 
 
 @dataclass
@@ -182,26 +194,27 @@ class Records:
 
     def add_study(self, name: str, root: Path) -> None:
         """Adds the ended runs of a folder, and what was asked of it."""
-        study, runs, problems = read_study(root), [], dict[str, None]()
+        study, runs, problems = read_study(root), [], []
         for run_dir in list_runs(root):
             if (run_dir / RESULT_FILE).exists():
                 try:
                     runs.append(read_run(name, run_dir))
-                except UserError as error:  # all runs of an old schema give the same line
-                    problems[str(error)] = None
+                except UserError as error:
+                    problems.append(str(error))
         ended = {run.directory.parent for run in runs}
         for cell in study.cells.values():
             if cell.directory in ended or cell.refused:
                 continue
-            if cell.title != cell.id:
+            is_asked_for = cell.title != cell.id
+            if is_asked_for:
                 self.planned.append((name, cell))
-            if cell.directory.is_dir() and (cell.title == cell.id or not runs):
-                problems[
-                    f"{cell.id}: {format_count(len(cell.states), 'run')} begun, none ended"
-                ] = None
+            if cell.directory.is_dir() and not (is_asked_for and runs):
+                begun = format_count(len(cell.states), "run")
+                problems.append(f"{cell.id}: {begun} begun, none ended")
         refused = list(study.refusals.values())
+        problems = list(dict.fromkeys(problems))  # all runs of an old schema give the same line
         if not runs:
-            reasons = [*problems, *(f"refused: {one.error}" for one in refused)]
+            reasons = [*problems, *(f"refused: {refusal.error}" for refusal in refused)]
             if not reasons:
                 raise UserError(
                     f"study={name} is empty: {root} has no runs; train one with study={name}"
@@ -210,8 +223,7 @@ class Records:
         self.runs += runs
         self.refused += refused
         self.problems += problems
-        trials = read_entries(search_dir(root))
-        self.add_commands(name, study.commands, trials)
+        self.add_commands(name, study.commands, read_entries(search_dir(root)))
 
     def add_archive(self, archive: Archive) -> None:
         """Adds a study that ships as a zip."""
@@ -229,18 +241,21 @@ class Records:
         ]
         self.add_commands(study, archive.entries, archive.search_entries)
 
-    def add_commands(self, study: str, entries: Iterable[Entry], trials: Iterable[Entry]) -> None:
-        """Adds what the commands of a study asked for. trials: of the search NAME-search."""
-        commands, of_search = (
-            [entry for entry in known if isinstance(entry, CommandEntry)]
-            for known in (entries, trials)
-        )
+    def add_commands(
+        self, study: str, entries: Iterable[Entry], search_entries: Iterable[Entry]
+    ) -> None:
+        """Adds what the commands of a study asked for. search_entries: lines of NAME-search."""
+        commands = [entry for entry in entries if isinstance(entry, CommandEntry)]
         for command in commands:
-            for cell, one in command.cells.items():
-                self.asked.setdefault((study, cell), []).append(sorted(one.seeds))
-        if of_search or not study.endswith("-search"):  # whose cells are points themselves
-            found = _searches(commands, of_search)
-            self.searches |= {(study, cell): search for cell, search in found.items()}
+            for cell, asked in command.cells.items():
+                self.asked.setdefault((study, cell), []).append(sorted(asked.seeds))
+        trials = [entry for entry in search_entries if isinstance(entry, CommandEntry)]
+        if not trials and study.endswith("-search"):  # its own cells are points of a search
+            return
+        for command in commands:
+            if command.searched:
+                for cell, search in _searches_of(command, trials).items():
+                    self.searches[study, cell] = search
 
 
 def read_studies(runs_dir: Path, names: Sequence[str]) -> Records:
@@ -267,33 +282,35 @@ def read_run(study: str, run_dir: Path) -> RunRow:
     metrics = {**read_evaluation(run_dir), **result.metrics}  # the training's take precedence
     config = run_dir.parent / CONFIG_FILE
     return RunRow(
-        *(study, run_dir, result, metrics),
+        study,
+        run_dir,
+        result,
+        metrics,
         load_samples=partial(read_samples, run_dir),
         load_config=partial(config.read_text, encoding="utf-8"),
     )
 
 
-def _searches(
-    commands: Sequence[CommandEntry], trials: Sequence[CommandEntry]
-) -> dict[str, SearchRecord]:
-    """By cell id, the last search that chose it. trials: the commands of NAME-search."""
-    found = {}
-    for command in (one for one in commands if one.searched):
-        words = tuple(f"{key}=" for key in command.searched)
-        points: dict[str, set[tuple[str, tuple[int, ...]]]] = {}  # by the other words of a title
-        for trial in (one for one in trials if one.command == command.command):
-            for one in trial.cells.values():
-                rest, point = _split(one.title, words)
-                points.setdefault(rest, set()).add((point, tuple(sorted({*one.seeds}))))
-        keys = frozenset(key.lstrip("+") for key in command.searched)
-        for cell, one in command.cells.items():
-            rest, _ = _split(one.title, words)
-            found[cell] = SearchRecord(keys, frozenset(points.get(rest, ())))
-    return found
+def _searches_of(command: CommandEntry, trials: Sequence[CommandEntry]) -> dict[str, SearchRecord]:
+    """The search that chose each cell of a command. trials: the commands of NAME-search."""
+    prefixes = tuple(f"{key}=" for key in command.searched)
+    points: dict[str, set[Point]] = {}  # the key is the other words of the title
+    for trial in trials:
+        if trial.command == command.command:
+            for asked in trial.cells.values():
+                others, point = _split(asked.title, prefixes)
+                points.setdefault(others, set()).add((point, tuple(sorted({*asked.seeds}))))
+    keys = frozenset(key.lstrip("+") for key in command.searched)
+    searches = {}
+    for cell, asked in command.cells.items():
+        others, _ = _split(asked.title, prefixes)
+        searches[cell] = SearchRecord(keys, frozenset(points.get(others, ())))
+    return searches
 
 
-def _split(title: str, searched: tuple[str, ...]) -> tuple[str, str]:
-    """The words of a title that do not begin with any of `searched`, and those that do."""
+def _split(title: str, prefixes: tuple[str, ...]) -> tuple[str, str]:
+    """The words of a title that begin with none of the prefixes, and those that do."""
     words = title.split()
-    point = [word for word in words if word.startswith(searched)]
-    return " ".join(word for word in words if word not in point), " ".join(point)
+    point = [word for word in words if word.startswith(prefixes)]
+    others = [word for word in words if not word.startswith(prefixes)]
+    return " ".join(others), " ".join(point)

@@ -12,7 +12,7 @@ import pandas as pd
 
 from normexp.records.journal import Refusal
 from normexp.records.result import Status, flatten
-from normexp.reporting.cells import LOST, CellRow, base_of, metric_names, order_norms
+from normexp.reporting.cells import LOST, CellRow, metric_names, order_norms
 from normexp.reporting.compare import ADDED, DIFFERENCE, Causes, Comparison, Ranking
 from normexp.reporting.metric import (
     BEST,
@@ -23,7 +23,7 @@ from normexp.reporting.metric import (
     describe_metric,
 )
 from normexp.reporting.runs import RunRow
-from normexp.reporting.slices import AXIS_WORDS, Grid, Slice
+from normexp.reporting.slices import AXIS_WORDS, NormAtSize, Slice
 from normexp.words import format_count
 
 NOTE = f"{BEST} may be the best: no other norm is shown to be better, which is no order among them."
@@ -44,10 +44,10 @@ LATEX = str.maketrans(
 class Table:
     """Rows under named columns.
 
-    name: of its files
-    caption: its scope, said once above
+    name: the name of its files
+    caption: the scope, printed once above
     values: numbers, estimates, texts and None
-    note: what its marks and verdicts mean, below
+    note: what its marks and verdicts mean, printed below
     has_latex: few columns, so it is written as LaTeX too
     """
 
@@ -80,21 +80,23 @@ class Table:
 
         Numbers of a column have the same decimals and stand right, so they are aligned.
         """
-        columns, styles = dict[tuple[str, int], Sequence[str]](), ""
+        columns: dict[tuple[str, int], list[str]] = {}
+        styles, has_best = "", False
         for name, column in self.values.items():
             if name in PROSE:
                 continue
-            head, known = str(name).translate(LATEX), [x for x in column if isinstance(x, Estimate)]
-            decimals = max((one.decimals for one in known), default=0)
-            numbers, brackets = zip(*(_latex_of(value, decimals) for value in column), strict=True)
-            columns[head, 0] = numbers
-            if known:
-                columns[head, 1] = brackets
+            head = str(name).translate(LATEX)
+            estimates = [value for value in column if isinstance(value, Estimate)]
+            has_best = has_best or any(estimate.is_best for estimate in estimates)
+            decimals = max((estimate.decimals for estimate in estimates), default=0)
+            pairs = [_latex_of(value, decimals) for value in column]
+            columns[head, 0] = [number for number, _ in pairs]
+            if estimates:
+                columns[head, 1] = [brackets for _, brackets in pairs]
                 styles += r"r@{\ }l"
             else:
                 styles += "r" if all(isinstance(value, float | int) for value in column) else "l"
         notes = [BRACKETS] if "@" in styles else []
-        has_best = any("boldmath" in text for texts in columns.values() for text in texts)
         notes += [NOTE] if has_best and NOTE not in self.note else []
         caption = " ".join([f"{self.caption[:1].upper()}{self.caption[1:]}.", *notes, self.note])
         style = pd.DataFrame(columns).style.hide(axis="index").hide(axis="columns", level=1)
@@ -113,8 +115,8 @@ def _latex_of(value: Any, decimals: int) -> tuple[str, str]:
     if not isinstance(value, Estimate):
         return show(value).translate(LATEX), ""
     number, *others = [f"${number}$" for number in value.numbers(decimals)] or ["-"]
-    shown = rf"{{\boldmath{number}}}" if value.is_best else number
-    return shown, value.joined(["", *others]).strip()
+    brackets = value.joined(["", *others]).strip()
+    return rf"{{\boldmath{number}}}" if value.is_best else number, brackets
 
 
 def table_of(name: str, caption: str, rows: Sequence[Mapping[str, Any]], **more: Any) -> Table:
@@ -142,109 +144,123 @@ def write_tables(folder: Path, tables: Iterable[Table]) -> None:
             (folder / f"{table.name}.tex").write_text(table.latex, encoding="utf-8")
 
 
-def mean_table(part: Slice, ranking: Ranking | None) -> Table:
+def mean_table(slice_: Slice, ranking: Ranking | None) -> Table:
     """Each norm at each size: the means over seeds."""
-    rows = []
+    metric, has_sizes = slice_.metric, len(slice_.sizes) > 1
     best = ranking.best if ranking else []
-    for norm, line in part.lines.items():
+    rows = []
+    for norm, line in slice_.lines.items():
         row: dict[str, Any] = {"norm": norm}
-        for size in part.sizes:
-            head = str(size) if len(part.sizes) > 1 else part.metric.label
-            is_same = norm in part.independent and size != part.sizes[0]
+        for size in slice_.sizes:
+            head = str(size) if has_sizes else metric.label
             row[head] = None
             if size in line:
-                is_best = norm in best and size == part.at
-                row[head] = line[size].estimate(is_best=is_best, words="same" if is_same else "")
-        row["lr"] = _joined(grid.lr for grid in line.values())
-        row["search"] = _joined(grid.search_words for grid in line.values())
-        row["lost"] = _joined(grid.lost for grid in line.values())
-        row["n"] = _joined(len(grid.seeds) for grid in line.values())
+                is_repeated = norm in slice_.independent and size != slice_.sizes[0]
+                row[head] = line[size].estimate(
+                    is_best=norm in best and size == slice_.at, words="same" if is_repeated else ""
+                )
+        row["lr"] = _joined(norm_at_size.lr for norm_at_size in line.values())
+        row["search"] = _joined(norm_at_size.search_words for norm_at_size in line.values())
+        row["lost"] = _joined(norm_at_size.lost for norm_at_size in line.values())
+        row["n"] = _joined(len(norm_at_size.seeds) for norm_at_size in line.values())
         rows.append(row)
     if len({row["lr"] for row in rows}) == 1 and not any(row["search"] for row in rows):
-        rows = [row | {"lr": None} for row in rows]  # the scope says it
-    note = "Diverged runs and runs at chance count as chance level." * any(r["lost"] for r in rows)
-    if any(cell.without_value(part.metric) for cell in part.cells):
+        for row in rows:
+            row["lr"] = None  # the scope says the learning rate
+    note = ""
+    if any(cell.without_value(metric) for cell in slice_.cells):
         note = "A diverged run has no value of this metric and is missing from its mean."
-    along = f", by {AXIS_WORDS[part.axis]}" if len(part.sizes) > 1 else ""
-    caption = f"{part.metric.label}{along}: {part.heading}"
-    return table_of(f"means_{part.slug}", caption, rows, note=note)
+    elif any(row["lost"] for row in rows):
+        note = "Diverged runs and runs at chance count as chance level."
+    along = f", by {AXIS_WORDS[slice_.axis]}" if has_sizes else ""
+    caption = f"{metric.label}{along}: {slice_.heading}"
+    return table_of(f"means_{slice_.slug}", caption, rows, note=note)
 
 
 def _joined(values: Iterable[Any]) -> Any:
-    """The value that all have; of several each one once, as a text."""
-    once = [value for value in dict.fromkeys(values) if value not in ("", None)]
-    return once[0] if len(once) == 1 else "; ".join(map(show, once))
+    """The value that all have, or else the different values as a text."""
+    different = [value for value in dict.fromkeys(values) if value not in ("", None)]
+    return different[0] if len(different) == 1 else "; ".join(map(show, different))
 
 
 def difference_table(
-    part: Slice, comparisons: Sequence[Comparison], *, has_note: bool = True
+    slice_: Slice, comparisons: Sequence[Comparison], *, has_note: bool = True
 ) -> Table:
     """The comparisons along the sizes of a slice; without a note where a ranking follows."""
-    own = [one for one in comparisons if one.part is part and one.is_along_sizes]
-    notes = [_family_note(part.metric, own)] if has_note else []
-    for one in own:
-        grid = one.first
-        if base_of(grid.norm) == "batch" and one.verdict in ("tie", "undecided"):
-            where = ", ".join(filter(None, (grid.best.budget, f"lr {show(grid.lr)}")))
-            notes.append(f"No drop of batch norm is shown at {where}; "
-                         "experiment=why_size_2 has a recipe that shows one.")  # fmt: skip
-    caption = f"{part.metric.label}, smallest against largest {AXIS_WORDS[part.axis]}"
-    rows = [one.row for one in own]
-    return table_of(f"sizes_{part.slug}", caption, rows, note=" ".join(notes))
+    along = [comparison for comparison in comparisons if comparison.is_along_sizes]
+    notes = [_family_note(slice_.metric, along)] if has_note else []
+    for comparison in along:
+        smallest = comparison.first
+        is_batch = smallest.best.norm_name == "batch"
+        if is_batch and comparison.verdict in ("tie", "undecided"):
+            where = ", ".join(filter(None, (smallest.best.budget, f"lr {show(smallest.lr)}")))
+            notes.append(
+                f"No drop of batch norm is shown at {where}; "
+                "experiment=why_size_2 has a recipe that shows one."
+            )
+    caption = f"{slice_.metric.label}, smallest against largest {AXIS_WORDS[slice_.axis]}"
+    rows = [comparison.row for comparison in along]
+    return table_of(f"sizes_{slice_.slug}", caption, rows, note=" ".join(notes))
 
 
 def _family_note(metric: Metric, comparisons: Sequence[Comparison]) -> str:
-    size = max((one.family_size for one in comparisons), default=0)
+    """What the verdicts of a table mean."""
+    size = max((comparison.family_size for comparison in comparisons), default=0)
     if not size:
         return ""
-    words = format_count(size, "comparison")
     tie = f"tie: shown to be within {metric.tolerance:g} {metric.unit}".strip()
-    added = f" {ADDED_NOTE}" * any(one.mark for one in comparisons)
-    return (
-        f"Positive: the first is better. Verdicts: corrected for {words} (5 % per model, data and "
-        f"budget); {tie}.{added}"
+    note = (
+        f"Positive: the first is better. Verdicts: corrected for {format_count(size, 'comparison')}"
+        f" (5 % per model, data and budget); {tie}."
     )
+    has_marks = any(comparison.mark for comparison in comparisons)
+    return f"{note} {ADDED_NOTE}" if has_marks else note
 
 
 def ranking_table(ranking: Ranking, comparisons: Sequence[Comparison]) -> Table:
     """Norms by their estimate, with a mark and a verdict against the reference."""
-    part, rows = ranking.part, []
+    slice_, rows = ranking.slice, []
+    label = slice_.metric.label
     for place in ranking.places:
-        row: dict[str, Any] = {"norm": place.norm, part.metric.label: "-", DIFFERENCE: None}
-        if place.grid:
-            row[part.metric.label] = place.grid.estimate(is_best=bool(place.may_be_best))
-            row |= {"verdict": "reference", "why": place.grid.lost, "n": len(place.grid.seeds)}
+        row: dict[str, Any] = {"norm": place.norm, label: "-", DIFFERENCE: None}
+        if place.norm_at_size:
+            row[label] = place.norm_at_size.estimate(is_best=bool(place.may_be_best))
+            row["verdict"] = "reference"
+            row["why"] = place.norm_at_size.lost
+            row["n"] = len(place.norm_at_size.seeds)
         if place.comparison:
             row |= place.comparison.row
             del row["against"]
         rows.append(row)
-    own = [one for one in comparisons if one.part is part]
-    caption = f"{part.metric.label}{part.at_words}, against {ranking.reference}"
-    note = f"{NOTE} {_family_note(part.metric, own)}".strip()
-    return table_of(f"ranking_{part.slug}", caption, rows, note=note)
+    caption = f"{label}{slice_.at_words}, against {ranking.reference}"
+    note = f"{NOTE} {_family_note(slice_.metric, comparisons)}".strip()
+    return table_of(f"ranking_{slice_.slug}", caption, rows, note=note)
 
 
 def workload_table(rankings: Sequence[Ranking]) -> Table:
     """Each norm in each slice: its mean, marked where it may be the best."""
-    norms = order_norms(place.norm for ranking in rankings for place in ranking.places)
-    rows: dict[str, dict[str, Any]] = {norm: {"norm": norm} for norm in norms}
+    names: dict[str, str] = {}
     for ranking in rankings:
-        head = f"{ranking.part.heading}: {ranking.part.metric.label}"
+        names |= ranking.slice.norm_names
+    rows: dict[str, dict[str, Any]] = {norm: {"norm": norm} for norm in order_norms(names)}
+    for ranking in rankings:
+        head = f"{ranking.slice.heading}: {ranking.slice.metric.label}"
         for place in ranking.places:
-            if place.grid:
-                rows[place.norm][head] = place.grid.estimate(is_best=bool(place.may_be_best))
+            if place.norm_at_size:
+                mean = place.norm_at_size.estimate(is_best=bool(place.may_be_best))
+                rows[place.norm][head] = mean
     note = f"{NOTE} Each column is judged by itself; nothing is said over all of them."
     return table_of("workloads", "Norms by workload", [*rows.values()], note=note)
 
 
 def causes_table(causes: Sequence[Causes]) -> Table:
-    """Where the drops come from: three numbers each."""
-    rows = [
-        {"norm": one.norm, "drop": Estimate(one.drop, one.metric.digits)}
-        | {name: Estimate(term, one.metric.digits) for name, term in one.terms.items()}
-        | {"n": one.drop.n}
-        for one in causes
-    ]
+    """Where each drop comes from, in three numbers."""
+    rows = []
+    for of_drop in causes:
+        row: dict[str, Any] = {"norm": of_drop.norm}
+        for name, term in {"drop": of_drop.drop, **of_drop.terms}.items():
+            row[name] = Estimate(term, of_drop.metric.digits)
+        rows.append(row | {"n": of_drop.drop.n})
     note = (
         "training noise: noisy statistics left worse weights, however evaluated; own share: in "
         "training a sample shapes its own statistics, in evaluation it does not (norm=eval_norm); "
@@ -257,14 +273,16 @@ def causes_table(causes: Sequence[Causes]) -> Table:
 def lost_table(cells: Sequence[CellRow], refused: Sequence[Refusal]) -> Table:
     """What was refused, failed, diverged, ended at chance, is missing or in doubt, and why."""
     rows: list[dict[str, Any]] = []
-    for cell in (cell for cell in cells if cell.runs):
+    for cell in cells:
+        if not cell.runs:
+            continue
         reasons = dict.fromkeys(cell.lost, "")
         if "failed" in reasons:
             reasons["failed"] = next(run.result.error for run in cell.runs if run.result.error)
         if cell.invalid:
             reasons["INVALID"] = cell.invalid
         traits = [run.result.measured.traits for run in cell.runs]
-        if any(one.get("mixes_samples_in_evaluation") for one in traits):
+        if any(of_run.get("mixes_samples_in_evaluation") for of_run in traits):
             reasons["evaluated in batches"] = (
                 f"other samples of a batch move the output; metrics are of {cell.norm_batch_size}"
             )
@@ -272,8 +290,9 @@ def lost_table(cells: Sequence[CellRow], refused: Sequence[Refusal]) -> Table:
             count = cell.lost.get(what, len(cell.runs))
             row = {"cell": cell.directory.name, "what": what, "seeds": count}
             rows.append(row | {"of": len(cell.wanted), "why": why})
-    for one in refused:
-        rows.append({"cell": one.title, "what": "refused", "why": f"refused: {one.error}"})
+    for refusal in refused:
+        why = f"refused: {refusal.error}"
+        rows.append({"cell": refusal.title, "what": "refused", "why": why})
     caption = f"Lost or in doubt: {format_count(len(rows), 'line')}"
     return table_of("lost", caption, rows, has_latex=False)
 
@@ -284,26 +303,28 @@ def cell_table(cells: Sequence[CellRow], metric: str | None, tolerance: float | 
     for cell in cells:
         name = metric or choose_metric(metric_names([cell])) or PREFERRED[0]
         described = describe_metric(name, tolerance)
-        grid = Grid(cell.norm, [cell], described)
-        worst = (min if described.higher_is_better else max)(grid.values.values(), default=None)
-        rows.append(
-            {
-                "norm": cell.norm,
-                "settings": cell.title,
-                "batch size": cell.batch_size,
-                "norm batch size": cell.norm_batch_size if cell.mixes_samples else "any",
-                "lr": cell.lr,
-                described.label: grid.estimate(),
-                "worst seed": None if worst is None else f"{worst:.{described.digits}f}",
-                "finished": sum(run.status == Status.FINISHED for run in cell.runs),
-                **{what: cell.lost.get(what) for what in LOST},
-                "id": cell.directory.name,
-            }
+        norm_at_size = NormAtSize(cell.norm, [cell], described)
+        values = norm_at_size.values.values()
+        worst = min(values, key=lambda value: described.sign * value, default=None)
+        row = {
+            "norm": cell.norm,
+            "settings": cell.title,
+            "batch size": cell.batch_size,
+            "norm batch size": cell.norm_batch_size if cell.mixes_samples else "any",
+            "lr": cell.lr,
+            described.label: norm_at_size.estimate(),
+            "worst seed": None if worst is None else f"{worst:.{described.digits}f}",
+            "finished": sum(run.status == Status.FINISHED for run in cell.runs),
+        }
+        row |= {what: cell.lost.get(what) for what in LOST}
+        rows.append(row | {"id": cell.directory.name})
+    note = ""
+    if len({cell.lr for cell in cells}) > 1:
+        note = (
+            "One row per learning rate. Tuned numbers elsewhere are cross-validated: half of the "
+            "seeds pick the learning rate, the others are scored."
         )
-    note = "One row per learning rate. Tuned numbers elsewhere are cross-validated: half of the "
-    note += "seeds pick the learning rate, the others are scored."
-    has_grids = len({cell.lr for cell in cells}) > 1
-    return table_of("cells", "Cells", rows, note=note * has_grids, has_latex=False)
+    return table_of("cells", "Cells", rows, note=note, has_latex=False)
 
 
 def run_frame(runs: Sequence[RunRow]) -> pd.DataFrame:

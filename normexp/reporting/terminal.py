@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from normexp.reporting.report import Report
     from normexp.reporting.tables import Table as ReportTable
 
-PIPE_WIDTH = 100  # characters, without a terminal and without COLUMNS
-LEAST_WIDTH = 30  # characters of a column that wraps
-MAX_ROWS = {"lost": 10, "claims": 80}  # of a table; else 40
-SHORT = 60  # characters of a text that a table shows itself
-Contents = Mapping[int, Mapping[str, Any]]  # the content of evaluation.json by seed
-MAIN = PREFERRED[:3]  # the metric of a task that stands in one line
+PIPE_WIDTH = 100  # characters, if there is neither a terminal nor COLUMNS
+LEAST_WIDTH = 30  # characters: a column that wraps is not narrower
+MAX_ROWS = {"lost": 10, "claims": 80}  # other tables show 40 rows
+SHORT = 60  # characters: longer texts are printed below their table
+Contents = Mapping[int, Mapping[str, Any]]  # the content of evaluation.json, by seed
+MAIN = PREFERRED[:3]  # the first that a task has stands for it in one line
 STATUSES = ("finished", "skipped", "diverged", "refused", "failed", "stopped")
 PROGRAM = re.compile("^normexp-")  # a console script
 
@@ -65,47 +65,47 @@ def print_cells(console: Console, columns: Sequence[str], rows: Sequence[Sequenc
 
     The norm stays in every title, which is the column `cell`.
     """
-    at, notes, shown = columns.index("cell"), dict[str, str](), []
+    at = columns.index("cell")
     shared, titles = without_shared_words([row[at] for row in rows])
+    footnotes: dict[str, str] = {}
+    shortened = []
     for row, title in zip(rows, titles, strict=True):
-        texts = [
-            notes.setdefault(text, f"[{len(notes) + 1}]")
-            if len(text) > SHORT and text != row[at]
-            else text
-            for text in row
-        ]
-        texts[at] = title or row[at]
-        shown.append(texts)
-    console.print(text_table(columns, shown))
+        texts = []
+        for place, text in enumerate(row):
+            if place == at:
+                text = title or text
+            elif len(text) > SHORT:
+                text = footnotes.setdefault(text, f"[{len(footnotes) + 1}]")
+            texts.append(text)
+        shortened.append(texts)
+    console.print(text_table(columns, shortened))
     if shared:
         console.print(f"all with {' '.join(shared)}", markup=False)
-    for text, mark in notes.items():
+    for text, mark in footnotes.items():
         console.out(f"{mark} {text}")
 
 
 def without_shared_words(titles: Sequence[str]) -> tuple[list[str], list[str]]:
     """The words that all of several titles share, except norms, and the titles without them."""
     split = [title.split() for title in titles]
-    shared = [
-        word
-        for word in (split[0] if len(split) > 1 else [])
-        if not word.startswith("norm=") and all(word in words for words in split)
-    ]
-    return shared, [" ".join(w for w in words if w not in shared) for words in split]
+    shared = []
+    for word in split[0] if len(split) > 1 else ():
+        if not word.startswith("norm=") and all(word in words for words in split):
+            shared.append(word)
+    return shared, [" ".join(word for word in words if word not in shared) for words in split]
 
 
 def print_report(report: Report) -> None:
     """The answer and tables of each slice, then what is missing."""
     console = open_console()
-    for part in report.slices:
-        console.print(report.headline(part), style="bold", markup=False, soft_wrap=True)
-        console.print(part.scope, style="dim", markup=False, soft_wrap=True)
-        for table in report.tables_of(part):
+    for slice_ in report.slices:
+        console.print(report.headline(slice_), style="bold", markup=False, soft_wrap=True)
+        console.print(slice_.scope, style="dim", markup=False, soft_wrap=True)
+        for table in report.tables_of(slice_):
             print_table(console, table)
         console.out("")
-    shown = {"workloads", "claims", "causes", "lost"}
     for table in report.tables:
-        if table.name in shown:
+        if table.name in ("workloads", "claims", "causes", "lost"):
             print_table(console, table)
     console.out(f"{report.title}: {report.counts}")
     for problem in report.problems:
@@ -139,23 +139,25 @@ def print_evaluations(
         why_nothing: printed if there is no number.
         invalid: why the numbers must not be compared; None if they may.
     """
-    of_seeds = contents.values()
-    kinds = dict.fromkeys(kind for content in of_seeds for kind in content)
-    names = dict.fromkeys(
-        name for content in of_seeds for metrics in content.values() for name in metrics
-    )
+    names: dict[str, None] = {}
+    by_kind: dict[str, dict[str, list[float]]] = {}
+    for content in contents.values():
+        for kind, metrics in content.items():
+            values = by_kind.setdefault(kind, {})
+            for name, value in metrics.items():
+                names[name] = None
+                values.setdefault(name, []).append(value)
     console = open_console()
     if invalid:
         console.out(f"INVALID, every number below: {invalid}")
-    if not kinds:
+    if not by_kind:
         console.out(f"{title}: {why_nothing}")
         return
     console.out(f"{title}: n = {format_count(len(contents), 'seed')}, mean (sd over seeds)")
-    rows = []
-    for kind in kinds:
-        known = [content.get(kind, {}) for content in of_seeds]
-        shown = [mean_words([x[name] for x in known if name in x], len(known)) for name in names]
-        rows.append([kind, *shown])
+    rows = [
+        [kind, *(mean_words(values.get(name, []), len(contents)) for name in names)]
+        for kind, values in by_kind.items()
+    ]
     console.print(text_table(["statistics", *names], rows))
 
 
@@ -163,49 +165,64 @@ def print_summary(state: CellState) -> None:
     """Prints the metrics of one cell over its seeds, its directory, and commands to type next."""
     for error in state.failures:
         print(f"failed: {error}", file=sys.stderr)
-    console, ended = open_console(), [run for run in state.results if run.status in ENDED]
+    console = open_console()
+    ended = [run for run in state.results if run.status in ENDED]
     if not ended:
         return
-    config, timing = ended[0].settings, ended[0].measured.timing
+    settings = ended[0].settings
     how = "already recorded" if state.was_over else "trained"
     n = format_count(len(ended), "seed")
-    console.out(f"\n{config['norm']} on {config['data']}: {how}, n = {n}")
+    console.out(f"\n{settings['norm']} on {settings['data']}: {how}, n = {n}")
     if state.invalid:
         console.out(f"INVALID, every number: {state.invalid}")
-    rows = []
-    names = sorted({name for run in ended for name in run.metrics})
-    for metric in (n for base in PREFERRED[:-1] for n in names if n.partition("@")[0] == base):
-        values = values_of(ended, metric)
-        spread = f"{statistics.stdev(values):.4f}" if len(values) > 1 else "-"
-        mean, least, most = (f"{f(values):.4f}" for f in (statistics.mean, min, max))
-        stamp = " INVALID" if state.invalid else ""
-        rows.append([metric + stamp, mean, spread, least, most, str(len(values))])
-    if rows:  # unless all have diverged
+    rows = _metric_rows(ended, stamp=" INVALID" if state.invalid else "")
+    if rows:  # there are none if all runs diverged
         heads = ("metric", "mean", "sd over seeds", "lowest", "highest", "n")
         console.print(text_table(heads, rows))
+    lines = [*_early_ends(ended), _time_words(ended[0].measured.timing)]
+    lines += [f"run directory: {state.directory}", *_warnings_on(state)]
+    lines += ["next:", *commands_to_look([state])]
+    console.out("\n".join(lines))
+
+
+def _metric_rows(ended: Sequence[Result], *, stamp: str) -> list[list[str]]:
+    """A row per metric, in the order of PREFERRED, whose last, val/loss, is left out."""
+    rows = []
+    names = sorted({name for run in ended for name in run.metrics})
+    for base in PREFERRED[:-1]:
+        for name in names:
+            if name.partition("@")[0] == base:
+                values = values_of(ended, name)
+                spread = f"{statistics.stdev(values):.4f}" if len(values) > 1 else "-"
+                ends = [f"{min(values):.4f}", f"{max(values):.4f}"]
+                mean = f"{statistics.mean(values):.4f}"
+                rows.append([name + stamp, mean, spread, *ends, str(len(values))])
+    return rows
+
+
+def _time_words(timing: Mapping[str, float]) -> str:
     together = int(timing.get("stack_size", 1))
     whose = f"of {together} runs together" if together > 1 else "of a run"
     seconds, step = timing.get("train_seconds", 0.0), timing.get("step_ms", 0.0)
-    lines = [*_early_ends(ended), f"trained in {seconds:.1f} s, {step:.2f} ms per step {whose}"]
-    lines += [f"run directory: {state.directory}", *_notes_on(state)]
-    console.out("\n".join([*lines, "next:", *commands_to_look([state])]))
+    return f"trained in {seconds:.1f} s, {step:.2f} ms per step {whose}"
 
 
 def print_closing_table(states: Sequence[CellState]) -> None:
     """Prints a row per cell of a sweep."""
-    console, table = open_console(), []
+    console = open_console()
     names = {main_metric(state.results) for state in states} - {""}
     metric = names.pop() if len(names) == 1 else ""
+    rows = []
     for state in states:
         count = len(values_of(state.results, main_metric(state.results)))
-        shown = _shown(state, in_header=metric)
-        table.append([state.status, state.title, shown, str(count or "")])
-    print_cells(console, ["status", "cell", metric or "result", "n"], table)
+        result = _result_words(state, in_header=metric)
+        rows.append([state.status, state.title, result, str(count or "")])
+    print_cells(console, ["status", "cell", metric or "result", "n"], rows)
     counts = Counter(state.status for state in states)
     console.out(", ".join(f"{counts[name]} {name}" for name in STATUSES if counts[name]))
     for state in states:
-        for note in _notes_on(state):
-            console.print(f"{state.title}: {note}", markup=False)  # wrapped
+        for warning in _warnings_on(state):
+            console.print(f"{state.title}: {warning}", markup=False)  # wraps
     for command in commands_to_look(states):
         console.out(command)
 
@@ -214,40 +231,38 @@ def commands_to_look(states: Sequence[CellState]) -> list[str]:
     """Commands that show the log of a failure, the status and the report of the study."""
     from normexp.config.command import study_words
 
-    shown = [state for state in states if state.states and not state.refused]
+    begun = [state for state in states if state.states and not state.refused]
     logs = [
         seed_dir(state.directory, run.seed) / LOG_FILE
-        for state in shown
+        for state in begun
         for run in state.results
         if run.status is Status.FAILED
     ]
-    studies = sorted({shlex.join(study_words(state.directory.parent)) for state in shown})
+    studies = sorted({shlex.join(study_words(state.directory.parent)) for state in begun})
     lines = [f"  less {shlex.quote(str(log))}" for log in logs[:1]]
     if any(state.status in ("failed", "refused", "stopped") for state in states):
         lines += [f"  python -m normexp.status {words}" for words in studies]
     return lines + [f"  python -m normexp.report {words}" for words in studies]
 
 
-def _notes_on(state: CellState) -> list[str]:
+def _warnings_on(state: CellState) -> list[str]:
     """Warnings about results: seeds no better than chance, or all runs diverged."""
     ended = [run for run in state.results if run.status in ENDED]
     if not ended:
         return []
-    notes, chance = [], ended[0].measured.chance_accuracy
-    at_chance = sum(
-        is_at_chance(
-            run.metrics.get(MAIN[0]), chance, count_samples(seed_dir(state.directory, run.seed))
-        )
-        for run in ended
-    )
+    warnings, chance = [], ended[0].measured.chance_accuracy
+    at_chance = 0
+    for run in ended:
+        num_samples = count_samples(seed_dir(state.directory, run.seed))
+        at_chance += is_at_chance(run.metrics.get(MAIN[0]), chance, num_samples)
     if chance is not None and at_chance:
-        notes.append(
+        warnings.append(
             f"{at_chance} of {len(ended)} seeds at chance ({100 * chance:.0f} %): lower its "
             "learning rate, search it, or train longer"
         )
     if all(run.status is Status.DIVERGED for run in ended):
-        notes.append(f"every run diverged; try lr={min(ended[0].settings['lr'] / 10, 0.1):g}")
-    return notes
+        warnings.append(f"every run diverged; try lr={min(ended[0].settings['lr'] / 10, 0.1):g}")
+    return warnings
 
 
 def main_metric(results: Sequence[Result]) -> str:
@@ -255,15 +270,17 @@ def main_metric(results: Sequence[Result]) -> str:
     return next((name for name in MAIN if values_of(results, name)), "")
 
 
-def _shown(state: CellState, *, in_header: str) -> str:
+def _result_words(state: CellState, *, in_header: str) -> str:
     """The main metric, or why it is missing."""
     name = main_metric(state.results)
     values = values_of(state.results, name)
-    label = "" if name == in_header else f"{name} "
-    parts = [label + mean_words(values)] if values else []
-    parts += [state.refused] if state.refused else state.failures
-    shown = "; ".join([*parts, *_early_ends(state.results)])
-    return f"INVALID {shown}" if state.invalid else shown
+    words = []
+    if values:
+        mean = mean_words(values)
+        words.append(mean if name == in_header else f"{name} {mean}")
+    words += [state.refused] if state.refused else state.failures
+    words += _early_ends(state.results)
+    return f"INVALID {'; '.join(words)}" if state.invalid else "; ".join(words)
 
 
 def _early_ends(results: Sequence[Result]) -> list[str]:
@@ -282,7 +299,7 @@ def _early_ends(results: Sequence[Result]) -> list[str]:
 
 
 def mean_words(values: Sequence[float], num_seeds: int = 0) -> str:
-    """`0.9861 (sd 0.0023)`, with `n=3` of fewer values than seeds; `-` without a value."""
+    """`0.9861 (sd 0.0023)`, with ` n=3` if some seeds have no value; `-` without a value."""
     if not values:
         return "-"
     spread = f" (sd {statistics.stdev(values):.4f})" if len(values) > 1 else ""
@@ -296,30 +313,32 @@ def mean_words(values: Sequence[float], num_seeds: int = 0) -> str:
 def print_status(study: Study) -> None:
     """Prints a row per cell, the commands so far, and the command to type next."""
     console, rows = open_console(), []
-    states = [state for state in STATES if study.runs[state]]
+    columns = [state for state in STATES if study.runs[state]]
     for cell in study.cells.values():
-        counts = Counter(cell.states.values()) if not cell.refused else Counter[Status]()
-        at_work = [
-            f"{stack.holder or 'interrupted'} at step {stack.step} of {stack.total}"
-            for stack in cell.stacks
-            if stack.total
-        ]
-        notes = [f"refused: {cell.refused}"] if cell.refused else [*cell.failures, *at_work]
-        numbers = [str(counts[state] or "-") for state in states]
+        counts = Counter() if cell.refused else Counter(cell.states.values())
+        notes = [f"refused: {cell.refused}"] if cell.refused else cell.failures
+        for stack in cell.stacks:
+            if stack.total and not cell.refused:
+                holder = stack.holder or "interrupted"
+                notes.append(f"{holder} at step {stack.step} of {stack.total}")
+        numbers = [str(counts[state] or "-") for state in columns]
         rows.append([cell.title, *numbers, "; ".join(notes)])
-    print_cells(console, ["cell", *states, ""], rows)
+    print_cells(console, ["cell", *columns, ""], rows)
     refused = len(study.refusals)
-    can_train = format_count(len(study.cells) - refused, "cell")
-    counts = ", ".join(f"{study.runs[state]} {state}" for state in states)
+    cells = format_count(len(study.cells) - refused, "cell")
+    counts = ", ".join(f"{study.runs[state]} {state}" for state in columns)
     end = f"; {format_count(refused, 'cell')} refused" if refused else ""
     runs = format_count(study.runs.total(), "run")
-    console.out(f"{study.directory}: {runs} of {can_train}: {counts}{end}")
-    typed = {_as_typed(command, study): command.time for command in study.commands}
-    lines = [f"  {time}  {line}" for line, time in typed.items()]
-    console.out("\n".join(["commands so far, with their last time:", *lines, *_next(study)]))
+    console.out(f"{study.directory}: {runs} of {cells}: {counts}{end}")
+    console.out("commands so far, with their last time:")
+    last_times = {_as_typed(command, study): command.time for command in study.commands}
+    for line, time in last_times.items():
+        console.out(f"  {time}  {line}")
+    for line in _commands_to_continue(study):
+        console.out(line)
 
 
-def _next(study: Study) -> list[str]:
+def _commands_to_continue(study: Study) -> list[str]:
     """The commands that finish the study, or that report on a finished one."""
     from normexp.config.command import study_words
 
@@ -331,14 +350,13 @@ def _next(study: Study) -> list[str]:
         for seed, state in cell.states.items()
         if state not in ENDED and not cell.refused
     }
-    again = dict[str, None]()
+    commands: dict[str, None] = {}
     for command in study.commands:
-        asked = {(cell, seed) for cell, one in command.cells.items() for seed in one.seeds}
-        if command.searched or asked & lacking:
-            again[f"  {_as_typed(command, study)}"] = None
-    running = study.runs[Status.RUNNING]
-    purpose = "running now; if that stops" if running else "to finish"
-    return [f"{purpose}, type again:", *again]
+        runs = {(cell, seed) for cell, asked in command.cells.items() for seed in asked.seeds}
+        if command.searched or runs & lacking:
+            commands[f"  {_as_typed(command, study)}"] = None
+    purpose = "running now; if that stops" if study.runs[Status.RUNNING] else "to finish"
+    return [f"{purpose}, type again:", *commands]
 
 
 def _as_typed(command: CommandEntry, study: Study) -> str:
@@ -348,7 +366,7 @@ def _as_typed(command: CommandEntry, study: Study) -> str:
     program, *words = command.command
     kept = [word for word in words if not re.match(r"\+*(study|runs_dir)=", word)]
     name = study.directory
-    if command.searched:  # trials go to a study named after the report's
+    if command.searched:  # the trials are in a study NAME-search
         name = name.with_name(name.name.removesuffix("-search"))
     if name.name != "default" or any(word.startswith("experiment=") for word in kept):
         kept += study_words(name)
@@ -381,26 +399,26 @@ class Plan:
 
 def print_plan(plans: Sequence[Plan], *, num_workers: int, num_points: int) -> None:
     """Prints a row per cell and the totals."""
-    console, rows, todo = open_console(), [], []
+    console, rows, to_train = open_console(), [], []
     for plan in plans:
-        state, time = plan.state, "-"
+        state = plan.state
         if state.refused:
             rows.append([state.title, f"refused: {state.refused}", "", "", ""])
             continue
         if state.missing:
-            todo.append(plan)
-            time = format_duration(plan.seconds)
-        done = len(state.states) - len(state.missing)
-        rows.append([state.title, str(len(state.missing)), str(done), f"{plan.num_steps:,}", time])
+            to_train.append(plan)
+        time = format_duration(plan.seconds) if state.missing else "-"
+        missing, done = len(state.missing), len(state.states) - len(state.missing)
+        rows.append([state.title, str(missing), str(done), f"{plan.num_steps:,}", time])
     print_cells(console, ("cell", "runs to do", "done", "steps", "time"), rows)
     if num_points > len(plans):
         console.out(f"{num_points} points of the grid, {format_count(len(plans), 'cell')}")
-    count = sum(len(plan.state.missing) for plan in todo)
-    num_stacks = sum(plan.num_stacks for plan in todo)
+    runs = format_count(sum(len(plan.state.missing) for plan in to_train), "run")
+    num_stacks = sum(plan.num_stacks for plan in to_train)
     busy = max(1, min(num_workers, num_stacks))
-    duration = format_duration(sum(plan.seconds for plan in todo) / busy)
+    duration = format_duration(sum(plan.seconds for plan in to_train) / busy)
     console.out(
-        f"{format_count(count, 'run')} of {format_count(len(todo), 'cell')} to do: about "
-        f"{duration} with {format_count(busy, 'worker')}, by a few steps of each (a stack of "
-        "small networks takes less)"
+        f"{runs} of {format_count(len(to_train), 'cell')} to do: about {duration} with "
+        f"{format_count(busy, 'worker')}, by a few steps of each (a stack of small networks takes "
+        "less)"
     )

@@ -32,10 +32,10 @@ from numpy.typing import ArrayLike
 
 from normexp.stats.interval import Array
 
-AT_EDGE = 0.25  # of the splits; more often, a better rate may lie outside the grid
+AT_EDGE = 0.25  # if more of the splits choose an end of the grid, a better rate may lie outside
 MAX_SPLITS = 13_000  # all splits up to n = 16; for more seeds as many are drawn
 NUM_HALVES = 200  # halves of the seeds that are kept in turn; all of them up to n = 9
-SPLITS_OF_HALF = 70  # all splits of a half up to n = 17
+SPLITS_OF_HALF = 70  # splits of each half; all of them up to n = 17
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def cross_fit(scores: ArrayLike, outcomes: ArrayLike) -> CrossFit:
     """Cross-fitted outcomes of one norm from a complete grid.
 
     Norms are compared by the difference of their values: every norm with the same n has the same
-    splits. Half of the seeds choose, k = n // 2. Of equal rates the first is chosen.
+    splits. Half of the seeds choose, k = n // 2. The first of equal rates is chosen.
 
     scores: (num_rates, n), by which a rate is chosen, on validation data; higher is better, and
         -inf for a diverged run: its rate is chosen only where every rate has one
@@ -63,7 +63,8 @@ def cross_fit(scores: ArrayLike, outcomes: ArrayLike) -> CrossFit:
     Raises:
         ValueError: fewer than 3 seeds, or a missing value.
     """
-    chosen_by, reported = (np.asarray(array, dtype=np.float64) for array in (scores, outcomes))
+    chosen_by = np.asarray(scores, dtype=np.float64)
+    reported = np.asarray(outcomes, dtype=np.float64)
     num_rates, n = chosen_by.shape
     if n < 3:
         raise ValueError(f"{n} seeds: with two that report and one that chooses, it takes 3")
@@ -85,7 +86,8 @@ def cross_fit(scores: ArrayLike, outcomes: ArrayLike) -> CrossFit:
     without = np.tensordot(others.swapaxes(0, 1), reported, 2)  # (n, ...), row j without seed j
     values = theta + (n - 1) * (without.mean(axis=0) - without)
     of_seeds = values if values.ndim == 1 else values.mean(axis=1)
-    error, by_halves = of_seeds.std(ddof=1) / math.sqrt(n), _error_by_halves(chosen_by, reported)
+    error = of_seeds.std(ddof=1) / math.sqrt(n)
+    by_halves = _error_by_halves(chosen_by, reported)
     if by_halves > error > 0:
         further = (by_halves / error - 1) * (of_seeds - of_seeds.mean())
         values = values + further.reshape(n, *[1] * (values.ndim - 1))
@@ -96,7 +98,8 @@ def cross_fit(scores: ArrayLike, outcomes: ArrayLike) -> CrossFit:
 def _error_by_halves(scores: Array, outcomes: Array) -> float:
     """The standard error of the estimate by deleting half of the seeds; 0 for fewer than eight.
 
-    Of fewer, one seed of a half would choose, with far more luck than the seeds of the estimate.
+    With fewer, a single seed of a half would choose, and luck would play a far larger part in the
+    choice than it does in the estimate.
     """
     n = scores.shape[1]
     half = n // 2
@@ -107,18 +110,16 @@ def _error_by_halves(scores: Array, outcomes: Array) -> float:
     scores = np.where(np.isneginf(scores), -1e300, scores)  # -inf times 0 would be NaN
     kept = _splits(n, half, NUM_HALVES).nonzero()[1].reshape(-1, half)
     chooses = _splits(half, k, SPLITS_OF_HALF)
-    # [h, p, r]: in half h and split p, what chooses rate r and what it reports
-    sums, reports = (
-        np.tensordot(table[:, kept], weights, axes=(2, 1)).transpose(1, 2, 0)
-        for table, weights in ((scores, chooses), (means, (1 - chooses) / (half - k)))
-    )
-    chosen = sums.argmax(axis=2)[..., None]
-    thetas = np.take_along_axis(reports, chosen, axis=2).mean(axis=(1, 2))
+    # [r, h, p]: in half h and split p, what chooses rate r and what it reports
+    sums = np.tensordot(scores[:, kept], chooses, axes=(2, 1))
+    reports = np.tensordot(means[:, kept], (1 - chooses) / (half - k), axes=(2, 1))
+    rates = sums.argmax(axis=0)
+    thetas = np.take_along_axis(reports, rates[None], axis=0).mean(axis=(0, 2))
     return float(thetas.std() * math.sqrt(half / (n - half)))
 
 
 def _splits(n: int, k: int, most: int = MAX_SPLITS) -> Array:
-    """1 for k of n seeds, (num_splits, n): every split, or `most` drawn ones."""
+    """Splits of n seeds, (num_splits, n), 1 for k of them: all splits, or `most` random ones."""
     if comb(n, k) <= most:
         places = np.array(list(combinations(range(n), k)))
     else:

@@ -29,7 +29,7 @@ from scipy.special import stdtrit
 Array = NDArray[np.float64]
 Bounds = tuple[float, float]
 ROUNDING = 1e-9  # a deviation below this share of the values is floating-point noise
-LEVEL = 0.95  # of every interval unless stated
+LEVEL = 0.95  # the nominal coverage of every interval
 
 
 @dataclass(frozen=True)
@@ -38,17 +38,15 @@ class Interval:
 
     estimate: in the unit of the values; None if there are none
     low, high: the bounds; both None if the values allow none
-    level: nominal coverage in (0, 1)
-    n: number of values (seeds, or pairs of seeds) used
+    n: number of values (seeds, or pairs of seeds)
     df, error: degrees of freedom and standard error of a t interval; None for other intervals
-    over_seeds: (df, error) over seeds alone, of an interval over test samples too: at no level is
-        it narrower than that over seeds alone
+    over_seeds: (df, error) over seeds alone, of an interval over new test samples too, which is
+        never narrower at any level
     """
 
     estimate: float | None
     low: float | None
     high: float | None
-    level: float
     n: int
     df: float | None = None
     error: float | None = None
@@ -60,12 +58,6 @@ class Interval:
         if self.df is None or self.error is None:
             raise ValueError("only a t interval has the p value of a t test")
         return [(self.df, self.error), *([self.over_seeds] if self.over_seeds else [])]
-
-    def __neg__(self) -> Interval:
-        if self.estimate is None:
-            return self
-        low, high = (None if x is None else -x for x in (self.high, self.low))
-        return replace(self, estimate=-self.estimate, low=low, high=high)
 
 
 def smallest_step(values: ArrayLike) -> float:
@@ -86,21 +78,27 @@ def mean(
     *,
     step: float | None = None,
     bounds: Bounds | None = None,
-    level: float = LEVEL,
 ) -> Interval:
     """Mean of values (n,) with Student's t interval of n - 1 degrees of freedom.
 
     step: see the top of this file; by default `smallest_step(values)`
     bounds: range of the values, which the interval does not leave
+
+    Raises:
+        ValueError: another shape, NaN or infinity: callers leave missing seeds out and report them.
     """
-    sample = as_sample(values)
+    sample = np.asarray(values, dtype=np.float64)
+    if sample.ndim != 1:
+        raise ValueError(f"values have shape {sample.shape}; a sample is one-dimensional")
+    if not np.isfinite(sample).all():
+        raise ValueError("values hold NaN or infinity; leave missing seeds out and report them")
     n = len(sample)
     if n == 0:
-        return Interval(None, None, None, level, 0)
+        return Interval(None, None, None, 0)
     squares = float(((sample - sample.mean()) ** 2).sum())
     step = smallest_step(sample) if step is None else step
     error = math.sqrt((squares + step**2) / (n * (n - 1))) if n > 1 else 0.0
-    return t_interval(float(sample.mean()), error, n - 1, n=n, bounds=bounds, level=level)
+    return t_interval(float(sample.mean()), error, n - 1, n=n, bounds=bounds)
 
 
 def crossed_mean(
@@ -128,29 +126,29 @@ def crossed_mean(
     n, num_samples = cells.shape
     estimate = float(cells.mean()) if cells.size else None
     if estimate is None or n < 2 or num_samples < 2:
-        return Interval(estimate, None, None, LEVEL, n)
+        return Interval(estimate, None, None, n)
     step = float(step or smallest_step(cells) / num_samples)
     rows, columns = cells.mean(axis=1) - estimate, cells.mean(axis=0) - estimate
     of_rows, of_columns = rows @ rows, columns @ columns
-    residual = ((cells - estimate) ** 2).sum() - num_samples * of_rows - n * of_columns
+    residual_squares = ((cells - estimate) ** 2).sum() - num_samples * of_rows - n * of_columns
     seeds = (of_rows + step**2) / (n * (n - 1))
     # Effective number of samples that carry the squares; at least 2 are assumed.
     least = 2 * (step * num_samples) ** 2
     sharing = 2.0 if of_columns <= least else of_columns**2 / (columns**4).sum()
     samples = max(of_columns, least) / (num_samples * (num_samples - 1))
     df_samples = min(2 * sharing / max(1 - sharing / num_samples, 1 / num_samples), num_samples - 1)
-    rest = max(residual, 0.0) / ((n - 1) * (num_samples - 1) * n * num_samples)
+    residuals = max(residual_squares, 0.0) / ((n - 1) * (num_samples - 1) * n * num_samples)
     df = (n - 1, df_samples, (n - 1) * (num_samples - 1))
-    total = max(seeds + samples - rest, seeds, samples)
-    spread = sum(v**2 / d for v, d in zip((seeds, samples, rest), df, strict=True))
+    total = max(seeds + samples - residuals, seeds, samples)
+    spread = sum(v**2 / d for v, d in zip((seeds, samples, residuals), df, strict=True))
     freedom = max(float(total**2 / spread), min(df)) if spread else 0.0
-    both = t_interval(estimate, math.sqrt(total), freedom, n=n)
-    alone = t_interval(estimate, math.sqrt(seeds), n - 1, n=n)
-    if both.low is None or alone.low is None or alone.error is None:
-        return cut(both, limit)
-    wider = both if both.low < alone.low else alone
-    both = replace(both, low=wider.low, high=wider.high, over_seeds=(n - 1, alone.error))
-    return cut(both, limit)
+    interval = t_interval(estimate, math.sqrt(total), freedom, n=n)
+    over_seeds = t_interval(estimate, math.sqrt(seeds), n - 1, n=n)
+    if interval.low is not None and over_seeds.low is not None and over_seeds.error is not None:
+        wider = interval if interval.low < over_seeds.low else over_seeds
+        alone = (n - 1, over_seeds.error)
+        interval = replace(interval, low=wider.low, high=wider.high, over_seeds=alone)
+    return cut(interval, limit)
 
 
 def t_interval(
@@ -160,15 +158,14 @@ def t_interval(
     *,
     n: int,
     bounds: Bounds | None = None,
-    level: float = LEVEL,
 ) -> Interval:
-    """estimate -+ t(df, (1 + level) / 2) * error, on the arcsine scale within `bounds`.
+    """estimate -+ t(df, (1 + LEVEL) / 2) * error, on the arcsine scale within `bounds`.
 
     No bounds if df < 1 or the error is floating-point noise.
     """
     if df < 1 or error <= ROUNDING * abs(estimate):
-        return Interval(estimate, None, None, level, n)
-    quantile = float(stdtrit(df, (1 + level) / 2))
+        return Interval(estimate, None, None, n)
+    quantile = float(stdtrit(df, (1 + LEVEL) / 2))
     low, high = estimate - quantile * error, estimate + quantile * error
     if bounds is not None:
         least, width = bounds[0], bounds[1] - bounds[0]
@@ -179,21 +176,7 @@ def t_interval(
         angle = math.asin(math.sqrt(share))
         ends = max(angle - half, 0.0), min(angle + half, math.pi / 2)
         low, high = (least + width * math.sin(end) ** 2 for end in ends)
-    return Interval(estimate, low, high, level, n, df, error)
-
-
-def as_sample(values: ArrayLike) -> Array:
-    """Values as (n,) float64.
-
-    Raises:
-        ValueError: another shape, NaN or infinity: callers leave missing seeds out and report them.
-    """
-    sample = np.asarray(values, dtype=np.float64)
-    if sample.ndim != 1:
-        raise ValueError(f"values have shape {sample.shape}; a sample is one-dimensional")
-    if not np.isfinite(sample).all():
-        raise ValueError("values hold NaN or infinity; leave missing seeds out and report them")
-    return sample
+    return Interval(estimate, low, high, n, df, error)
 
 
 def cut(interval: Interval, limit: float) -> Interval:

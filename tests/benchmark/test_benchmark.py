@@ -18,7 +18,7 @@ from normexp.records.journal import CommandEntry, Request, entry_line
 from normexp.records.result import Measured, Result, Status
 from normexp.reporting.cells import build_cells
 from normexp.reporting.metric import describe_metric
-from normexp.reporting.slices import Grid
+from normexp.reporting.slices import NormAtSize
 
 NUM_IMAGES = 500
 SEEDS = range(8)
@@ -74,11 +74,13 @@ def reference_of(path: Path, norms: Sequence[tuple[str, float, int]]) -> Referen
     return read_reference(str(path))
 
 
-def tuned(shipped: Reference, recipe: str, norm: str, size: int) -> Grid:
+def tuned(shipped: Reference, recipe: str, norm: str, size: int) -> NormAtSize:
     known = build_cells(shipped.records_of([recipe]))
     own = [one for one in known if one.norm == norm]
     own = [one for one in own if not one.mixes_samples or one.norm_batch_size == size]
-    return Grid(norm, sorted(own, key=lambda one: one.lr or 0.0), describe_metric("test/accuracy"))
+    return NormAtSize(
+        norm, sorted(own, key=lambda one: one.lr or 0.0), describe_metric("test/accuracy")
+    )
 
 
 @pytest.mark.parametrize(

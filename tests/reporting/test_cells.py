@@ -45,9 +45,9 @@ def test_labels_say_in_what_cells_of_a_norm_differ(cells: list, labels: list[str
 
 def test_models_data_sets_budgets_and_sizes_have_tables_of_their_own():
     def tables(*cells: list) -> list[tuple]:
-        parts = report_of_cells(*cells).slices
-        assert len({part.slug for part in parts}) == len(parts)
-        return [(part.heading, part.axis, part.sizes) for part in parts]
+        slices = report_of_cells(*cells).slices
+        assert len({slice_.slug for slice_ in slices}) == len(slices)
+        return [(slice_.heading, slice_.axis, slice_.sizes) for slice_ in slices]
 
     fixed = "batch size 128"
     assert tables(*(cell_of("batch", FLAT, epochs=epochs) for epochs in (3, 12))) == [
@@ -96,9 +96,9 @@ def test_a_row_names_the_keys_in_which_recipes_differ(config: dict, words: str):
 
 def test_a_norm_that_does_not_mix_samples_stands_at_every_norm_batch_size():
     cells = [cell_of("batch", FLAT, norm_batch_size=size) for size in (2, 8)]
-    (part,) = report_of_cells(*cells, cell_of("group", FLAT)).slices
-    assert part.independent == {"group"} and part.lines["group"].keys() == {2, 8}
-    assert part.lines["group"][2] is part.lines["group"][8]
+    (slice_,) = report_of_cells(*cells, cell_of("group", FLAT)).slices
+    assert slice_.independent == {"group"} and slice_.lines["group"].keys() == {2, 8}
+    assert slice_.lines["group"][2] is slice_.lines["group"][8]
 
 
 def test_the_learning_rate_is_chosen_on_validation_and_never_on_test():
@@ -106,8 +106,8 @@ def test_the_learning_rate_is_chosen_on_validation_and_never_on_test():
         cell_of("batch", [0.5] * 2, lr=lr, metrics={"test/accuracy": test, "val/accuracy": val})
         for lr, test, val in ((0.1, 0.9, 0.7), (0.3, 0.8, 0.75))
     ]
-    (part,) = report_of_cells(*cells).slices
-    assert part.lines["batch"][128].best.lr == 0.3
+    (slice_,) = report_of_cells(*cells).slices
+    assert slice_.lines["batch"][128].best.lr == 0.3
 
 
 def test_a_cell_that_failed_before_it_was_prepared_stands_with_the_others():
@@ -115,11 +115,11 @@ def test_a_cell_that_failed_before_it_was_prepared_stands_with_the_others():
     del lost[0].result.derived["epochs"]  # of both runs, as `typed_values` records it
     cells = [cell_of("batch", FLAT, lr=0.1), lost, cell_of("group", FLAT)]
     cells += [cell_of(norm, FLAT, epochs=12) for norm in ("batch", "group")]
-    parts = report_of_cells(*cells).slices
-    assert [part.title for part in parts] == [
+    slices = report_of_cells(*cells).slices
+    assert [slice_.title for slice_ in slices] == [
         *("resnet on cifar10, epochs=3", "resnet on cifar10, epochs=12"),
     ]
-    assert [cell.lr for cell in parts[0].cells if cell.norm == "batch"] == [0.1, 0.3]
+    assert [cell.lr for cell in slices[0].cells if cell.norm == "batch"] == [0.1, 0.3]
 
 
 def test_a_knob_that_differs_between_studies_is_in_the_labels():
@@ -172,7 +172,7 @@ def test_a_budget_of_samples_is_compared_as_it_was_asked_for(samples: tuple, is_
         for size, steps, count in ((3, 233, samples[0]), (32, 21, samples[1]))
     ]
     (one,) = report_of_cells(*cells).comparisons
-    assert one.is_comparable == is_comparable and "samples=700" in one.part.scope
+    assert one.is_comparable == is_comparable and "samples=700" in one.slice.scope
 
 
 def test_floats_in_reasons_have_six_digits():

@@ -10,7 +10,7 @@ from synthetic_study import cell_of, find, report_of_cells
 
 from normexp.reporting.compare import DIFFERENCE
 from normexp.reporting.runs import SearchRecord
-from normexp.reporting.slices import Grid
+from normexp.reporting.slices import NormAtSize
 
 SEEDS = np.random.default_rng(3).normal(0, 0.002, 8)
 NOISE = np.random.default_rng(4).normal(0, 0.001, (4, 8))
@@ -67,14 +67,14 @@ def test_a_diverged_run_counts_as_chance_level_whatever_else_was_trained():
 def test_a_diverged_seed_counts_as_chance_level_at_every_learning_rate():
     """B1: also where only some of the seeds choose the learning rate at which it diverged."""
 
-    def grid(lost: float | None) -> Grid:
+    def grid(lost: float | None) -> NormAtSize:
         near = cell_of("group", level(0.949, 1), lr=0.1)
         best = cell_of("group", [lost, *level(0.95, 2)[1:]], lr=0.3)
-        (part,) = report_of_cells(near, best).slices
-        return part.lines["group"][128]
+        (slice_,) = report_of_cells(near, best).slices
+        return slice_.lines["group"][128]
 
     diverged, finished = grid(None), grid(0.95)
-    assert diverged.fit is not None and 0 < diverged.fit.shares[1] < finished.fit.shares[1]
+    assert diverged.tuning is not None and 0 < diverged.tuning.shares[1] < finished.tuning.shares[1]
     assert (diverged.mean.estimate or 0.0) < 90 < (finished.mean.estimate or 0.0)
     assert diverged.lost == "1 diverged"
 
@@ -121,7 +121,7 @@ def test_fresh_seeds_after_a_search_have_a_verdict_if_it_was_alike_for_both(
     searches = {place: search for place, search in found.items() if search}
     one = find(report_of_cells(BATCH, GROUP, searches=searches), "group")
     assert (one.verdict, one.why) == (None if why else "better", why)
-    assert "at the learning rates that one search chose" in one.part.scope
+    assert "at the learning rates that one search chose" in one.slice.scope
 
 
 def test_the_best_rate_of_a_search_at_its_edge_names_the_one_to_add():
@@ -179,7 +179,20 @@ def test_where_a_chosen_rate_has_no_samples_the_row_says_that_it_is_over_seeds_a
     batch = cell_of("batch", means, samples=rights)
     one = find(report_of_cells(batch, cell_of("group", level(0.8))), "group")
     assert (one.num_samples, one.why) == (0, "over seeds alone") and one.verdict == "worse"
-    assert "over new seeds and test samples" in one.part.scope
+    assert "over new seeds and test samples" in one.slice.scope
+
+
+def test_a_rate_that_is_never_chosen_needs_no_samples():
+    """A study may ship without the samples of rates that nobody would choose."""
+
+    def grid(norm: str, level: float) -> list:
+        rights = {s: np.random.default_rng([s, len(norm)]).random(300) < level for s in range(6)}
+        means = {seed: float(right.mean()) for seed, right in rights.items()}
+        best = cell_of(norm, means, lr=0.3, samples=rights)
+        return [best, cell_of(norm, [0.3, 0.31, 0.29, 0.3, 0.32, 0.28], lr=3.0)]
+
+    one = find(report_of_cells(*grid("batch", 0.9), *grid("rms", 0.7)), "rms")
+    assert (one.num_samples, one.why, one.verdict) == (300, "", "worse")
 
 
 def test_a_best_rate_at_an_edge_names_the_one_to_add():
@@ -205,10 +218,10 @@ def test_norms_stand_in_order_of_their_estimate_with_marks_and_verdicts():
     report = report_of_cells(*(cell_of(norm, draw(mean)) for norm, mean in means.items()))
     (ranking,) = report.rankings
     assert ranking.reference == "batch" and set(ranking.best) == {"layer", "group"}
-    estimates = [place.grid.mean.estimate for place in ranking.places]
+    estimates = [place.norm_at_size.mean.estimate for place in ranking.places]
     assert estimates == sorted(estimates, reverse=True)
-    verdicts = {place.norm: place.verdict for place in ranking.places}
-    assert verdicts == {"layer": "better", "group": "better", "batch": None, "rms": "worse"}
+    verdicts = {pair.norm: pair.verdict for place in ranking.places if (pair := place.comparison)}
+    assert verdicts == {"layer": "better", "group": "better", "rms": "worse"}
     # three against the reference; layer, group and rms with each other are one more
     assert ranking.family_size == 4
 
@@ -218,5 +231,6 @@ def test_equal_norms_all_may_be_the_best_and_one_that_cannot_be_compared_stands_
     (ranking,) = report_of_cells(*cells, cell_of("rms", draw(0.99), epochs=9)).rankings
     assert sorted(ranking.best) == ["batch", "group", "layer"]
     last = ranking.places[-1]
-    assert (last.norm, last.may_be_best, last.gap.estimate) == ("rms", None, None)
-    assert last.comparison and last.comparison.why == "not compared: epochs 9 and 3"
+    assert (last.norm, last.may_be_best) == ("rms", None)
+    assert last.comparison and last.comparison.gap.estimate is None
+    assert last.comparison.why == "not compared: epochs 9 and 3"

@@ -18,7 +18,7 @@ from normexp.reporting.cells import ORDER, order_norms
 from normexp.reporting.figures import (
     COLOURS,
     MARKERS,
-    SIZES,
+    SIZE_COLOURS,
     VERDICTS,
     Figure,
     draw_figures,
@@ -32,8 +32,8 @@ SEEDS = range(4)
 
 
 def drawn(report: Report) -> dict[str, Figure]:
-    (part,) = report.slices
-    figures = draw_figures(part, next(iter(report.rankings), None))
+    (slice_,) = report.slices
+    figures = draw_figures(slice_, next(iter(report.rankings), None))
     return {figure.name.rpartition("_")[0]: figure for figure in figures}
 
 
@@ -47,11 +47,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Report:
 
 
 def test_the_first_figure_is_by_size_and_every_seed_is_a_dot(written: Report):
-    (part,) = written.slices
+    (slice_,) = written.slices
     figures = drawn(written)
     assert [*figures][:2] == ["by_size", "ranking"]
     first = figures["by_size"]
-    for norm, line in part.lines.items():
+    for norm, line in slice_.lines.items():
         for size, grid in line.items():
             rows = [row for row in first.rows if (row["norm"], row["size"]) == (norm, size)]
             dots = [row["value"] for row in rows if row["kind"] == "seed"]
@@ -115,14 +115,22 @@ def test_texts_of_runs_are_escaped(tmp_path: Path):
 
 
 def test_a_norm_has_one_look_and_no_two_of_forty_share_it():
-    places = place_norms(["own", *ORDER])
+    places = place_norms(named("own", *ORDER))
     for norm in ORDER:
-        assert place_norms([norm, "other"])[norm] == places[norm]
+        assert place_norms(named(norm, "other"))[norm] == places[norm]
     assert places["batch"] == 0
-    many = place_norms(f"norm{place}" for place in range(40)).values()
+    many = place_norms(named(*(f"norm{place}" for place in range(40)))).values()
     looks = {(COLOURS[at % len(COLOURS)], MARKERS[at % len(MARKERS)]) for at in many}
     assert len(looks) == 40
-    assert order_norms(["g 16", "g 4", "group", "batch"]) == ["batch", "group", "g 4", "g 16"]
+    labels = named("group", "batch") | {"g 16": "g", "g 4": "g"}
+    assert order_norms(labels) == ["batch", "group", "g 4", "g 16"]
+    variants = {"group num_groups=4": "group", "group num_groups=16": "group"}
+    assert place_norms(variants)["group num_groups=4"] == places["group"]
+
+
+def named(*norms: str) -> dict[str, str]:
+    """Labels that are the names of the norms."""
+    return dict(zip(norms, norms, strict=True))
 
 
 def test_every_colour_has_contrast_on_white_and_on_the_dark_page():
@@ -131,7 +139,7 @@ def test_every_colour_has_contrast_on_white_and_on_the_dark_page():
         luminance(colour) for colour in ("#ffffff", *re.findall("--page: (#[0-9a-f]{6});", css))
     ]
     assert len(pages) == 2
-    for colour in {*COLOURS, *SIZES, *VERDICTS.values()}:
+    for colour in {*COLOURS, *SIZE_COLOURS, *VERDICTS.values()}:
         for shade in pages:
             dark, light = sorted([shade, luminance(colour)])
             assert (light + 0.05) / (dark + 0.05) >= 3, colour
@@ -139,8 +147,8 @@ def test_every_colour_has_contrast_on_white_and_on_the_dark_page():
 
 def luminance(colour: str) -> float:
     """Relative luminance of `#rrggbb` by WCAG, 0 to 1."""
-    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    red, green, blue = (x / 12.92 if x <= 0.04 else ((x + 0.055) / 1.055) ** 2.4 for x in parts)
+    channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (x / 12.92 if x <= 0.04 else ((x + 0.055) / 1.055) ** 2.4 for x in channels)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 

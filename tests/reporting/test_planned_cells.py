@@ -43,7 +43,7 @@ GRIDS = {
 
 
 def families(report: Report) -> set[tuple[str, int]]:
-    return {(one.part.title, one.family_size) for one in report.comparisons}
+    return {(one.slice.title, one.family_size) for one in report.comparisons}
 
 
 @pytest.mark.parametrize("name", GRIDS)

@@ -15,7 +15,7 @@ from synthetic_study import cell_of, find, report_of_cells, write_cell, write_st
 import normexp
 from normexp.errors import UserError
 from normexp.records.archive import pack_study, unpack_study
-from normexp.records.journal import CommandEntry, Request, append_entry
+from normexp.records.journal import CommandEntry, Refusal, Request, append_entry
 from normexp.report import main
 from normexp.reporting.compare import ADDED
 from normexp.reporting.report import Report, read_report, to_json
@@ -45,9 +45,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
 
 
 def test_means_and_differences_are_those_of_before(report: Report):
-    (part,) = report.slices
+    (slice_,) = report.slices
     for (norm, size), expected in GOLDEN.items():
-        found = part.lines[norm][size].mean
+        found = slice_.lines[norm][size].mean
         assert (found.estimate, found.low, found.high) == pytest.approx(expected, abs=1e-9)
     for names, expected in GOLDEN_GAPS.items():
         gap = find(report, *names).gap
@@ -135,14 +135,16 @@ def test_what_is_lost_has_a_row_with_its_reason(capsys):
     ]
     for run in cells[1]:
         run.result.measured.traits["mixes_samples_in_evaluation"] = True
-    report = report_of_cells(*cells)
+    refused = [Refusal("x", "norm=broken", [0], "1", "no such norm")]
+    report = report_of_cells(*cells, refused=refused)
     (lost,) = [table for table in report.tables if table.name == "lost"]
     rows = dict(zip(lost.frame["what"], lost.frame["why"], strict=True))
+    assert rows.pop("refused") == "refused: no such norm"
     assert rows.pop("evaluated in batches").endswith("metrics are of 128")
     assert rows == {"failed": "CUDA out of memory", "diverged": "", "at chance": ""}
     print_report(report)
     assert "at chance" in capsys.readouterr().out
-    assert "1 failed" in report.counts
+    assert report.counts == "2 cells, 8 runs: 6 finished, 1 diverged, 1 failed; 1 cell refused"
 
 
 def test_causes_of_a_drop_are_three_numbers_that_add_up():

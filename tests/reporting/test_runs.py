@@ -89,7 +89,7 @@ def test_studies_without_a_readable_result_are_refused(tmp_path: Path, cell: Pat
     ],
 )
 def test_digits_follow_the_width_of_the_interval(values: tuple, text: str):
-    assert str(Estimate(Interval(*values, 0.95, 8), 1)) == text
+    assert str(Estimate(Interval(*values, 8), 1)) == text
 
 
 def test_a_study_that_ships_as_a_zip_has_the_report_of_its_folder(tmp_path: Path):
@@ -108,5 +108,5 @@ def test_a_value_that_was_not_typed_is_the_default_in_config_yaml(tmp_path: Path
         cell = write_cell(tmp_path, norm, {0: 0.8}, knobs=knobs)
         (cell / "config.yaml").write_text("norm: {momentum: 0.1}\n")
     assert [*normexp.load_study("synthetic", tmp_path)["norm.momentum"]] == [0.1, 0.3]
-    (part,) = normexp.load_report("synthetic", tmp_path).slices
-    assert part.norms == ["batch momentum=0.1", "batch momentum=0.3"]
+    (slice_,) = normexp.load_report("synthetic", tmp_path).slices
+    assert slice_.norms == ["batch momentum=0.1", "batch momentum=0.3"]

@@ -37,9 +37,9 @@ def report() -> Report:
 
 def test_a_csv_has_the_bounds_in_columns_of_their_own(report: Report, tmp_path: Path):
     write_tables(tmp_path, report.tables)
-    (part,) = report.slices
+    (slice_,) = report.slices
     means = pd.read_csv(tmp_path / "means_main.csv").set_index("norm")
-    for norm, line in part.lines.items():
+    for norm, line in slice_.lines.items():
         for size, grid in line.items():  # also where the page says `same`
             known = [grid.mean.estimate, grid.mean.low, grid.mean.high]
             found = means.loc[norm, [f"{size}", f"{size} low", f"{size} high"]]

@@ -35,14 +35,14 @@ def test_of_three_seeds_or_fewer_the_seeds_are_shown_and_no_interval(n: int, sho
     report = report_of_cells(
         cell_of("batch", draw(0.9, n)), cell_of("rms", [*np.linspace(0.94, 0.96, n)])
     )
-    (part,) = report.slices
-    means, ranking = report.tables_of(part)
+    (slice_,) = report.slices
+    means, ranking = report.tables_of(slice_)
     cells = next(table for table in report.tables if table.name == "cells")
     for table in (means, ranking, cells):
         texts = dict(zip(table.frame["norm"], table.frame["test accuracy (%)"], strict=True))
         assert texts["rms"].startswith(shown)
     (row,) = (
-        r for r in draw_figures(part, None)[0].rows if (r["norm"], r["kind"]) == ("rms", "mean")
+        r for r in draw_figures(slice_, None)[0].rows if (r["norm"], r["kind"]) == ("rms", "mean")
     )
     assert (row["low"] is None) == (n <= 3)
     assert find(report, "rms").gap.low is not None

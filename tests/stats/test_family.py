@@ -65,13 +65,13 @@ def test_a_difference_is_paired_and_its_tests_are_those_of_scipy():
 
 def test_only_a_t_interval_has_a_p():
     with pytest.raises(ValueError, match="t interval"):
-        p_value(Interval(0.5, 0.2, 0.8, 0.95, 8))
-    assert p_value(Interval(0.5, None, None, 0.95, 1)) == 1
+        p_value(Interval(0.5, 0.2, 0.8, 8))
+    assert p_value(Interval(0.5, None, None, 1)) == 1
 
 
 def test_a_verdict_over_test_samples_holds_over_seeds_alone_too():
     # At 95 % the interval over both is wider; far out the seeds' 2 degrees of freedom decide.
     alone = (2.0, 0.1)
-    both = Interval(1.0, 0.7, 1.3, 0.95, 3, df=100.0, error=0.13, over_seeds=alone)
+    both = Interval(1.0, 0.7, 1.3, 3, df=100.0, error=0.13, over_seeds=alone)
     assert p_value(both) == pytest.approx(2 * scipy_stats.t.sf(1 / 0.1, 2))
     assert tie_p(both, 2.0) == pytest.approx(scipy_stats.t.sf(1 / 0.1, 2))
