@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from normexp.records.source import imported_digest
+
 # Tests run on small tensors, where more threads only wait; read when torch is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -46,7 +48,7 @@ def own_module(
     def write(name: str, source: str) -> Path:
         names.add(name)
         sys.modules.pop(name, None)
-        source.imported_digest.cache_clear()
+        imported_digest.cache_clear()
         (tmp_path / f"{name}.py").write_text(source)
         importlib.invalidate_caches()
         return tmp_path / f"{name}.py"
