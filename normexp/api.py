@@ -92,7 +92,7 @@ def module(overrides: str | Sequence[str] = (), **values: Any) -> LightningModul
 
     with importing_torch():
         from normexp.cells.cell import prepare_cell
-        from normexp.cells.run import module_of
+        from normexp.cells.module import module_of
 
     return module_of(prepare_cell(cells[0]))
 

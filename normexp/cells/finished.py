@@ -17,7 +17,7 @@ from yaml import YAMLError
 from normexp.batching.replicas import Batch, Replicas, model_arguments
 from normexp.cells.cell import Cell, make_builder, make_recipe, prepare_cell
 from normexp.cells.describe import choices_of
-from normexp.cells.run import arrange_replicas, build_module
+from normexp.cells.module import arrange_replicas, build_module
 from normexp.config.compose import refuse_missing_values
 from normexp.config.groups import PARTS
 from normexp.config.shipped import shipped_defaults

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from normexp.batching.replicas import model_arguments, suitable_threads
 from normexp.cells.cell import Cell, prepare_cell
-from normexp.cells.run import must_split
+from normexp.cells.module import must_split
 from normexp.checks.network import probe_batch
 from normexp.config.spec import CellSpec
 from normexp.errors import FAILED, UserError, one_line
