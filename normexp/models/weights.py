@@ -188,5 +188,11 @@ def shorten(names: Iterable[str]) -> str:
     names = list(names)
     if len(names) <= MAX_NAMES:
         return ", ".join(names)
-    counts = Counter(name.rpartition(".")[2] for name in names)
-    return ", ".join(f"{count} {word}" for word, count in counts.items())
+    return count_names(name.rpartition(".")[2] for name in names)
+
+
+def count_names(names: Iterable[str], most: int | None = None) -> str:
+    """`20 weight, 20 bias`; the `most` frequent ones."""
+    counts = Counter(names)
+    frequent = counts.items() if most is None else counts.most_common(most)
+    return ", ".join(f"{count} {name}" for name, count in frequent)
