@@ -33,22 +33,28 @@ def check_image_shape(input_shape: tuple[int, ...], *, smallest: int, model: str
 
 
 def refuse_misfit(model: Any, names: Collection[str], data: Data) -> None:
-    """Raises UserError if a model reads images and the data are texts, or its mask does not fit.
+    """Raises UserError if one of model and data is for texts alone, or the model's mask misfits.
 
     Args:
         model: its class, or a function that returns it.
-        names: of its arguments; those that read texts take `vocab_size`.
+        names: of its arguments; a model that reads texts takes `vocab_size`.
     """
-    forward = getattr(model, "forward", None)  # a function has none, and may return any model
-    mask = inspect.signature(forward).parameters.get("mask") if forward else None
+    reads_text = "vocab_size" in names
+    is_text = data.vocab_size is not None
     has_mask = getattr(data.train, "mask", None) is not None
-    takes_it = mask is not None if has_mask else mask is None or mask.default is not mask.empty
-    reads_text, is_text = "vocab_size" in names, data.vocab_size is not None
-    if reads_text == is_text and (takes_it or not is_text or forward is None):
+    fits = reads_text == is_text
+    mask = None
+    if hasattr(model, "forward"):  # a function has none, and may return any model
+        mask = inspect.signature(model.forward).parameters.get("mask")
+        needs_mask = mask is not None and mask.default is mask.empty
+        if is_text and (mask is None if has_mask else needs_mask):
+            fits = False
+    if fits:
         return
-    fits = f"model={'text_encoder' if has_mask else 'gpt'}"
-    if reads_text:
-        fits = "data=manual" if mask is None else "data=langid"
+    if not reads_text:
+        remedy = "model=text_encoder" if has_mask else "model=gpt"
+    else:
+        remedy = "data=manual" if mask is None else "data=langid"
     raise UserError(
-        f"model={getattr(model, '__name__', model)} does not fit data={data.name}; try {fits}"
+        f"model={getattr(model, '__name__', model)} does not fit data={data.name}; try {remedy}"
     )

@@ -273,18 +273,19 @@ class Measurement:
 
     def fit(self) -> Fit:
         """The first formula that explains the outputs in training, or else the nearest."""
-        output, other_output = (self.run(self.drawn, x, True) for x in (self.x, self.other_x))
+        output = self.run(self.drawn, self.x, True)
+        other_output = self.run(self.drawn, self.other_x, True)
         fits: list[Fit] = []
         for formula in self._formulas():
             try:
-                normal, other = (
-                    self.by_channel(self._normalize(formula, x)) for x in (self.x, self.other_x)
-                )
+                normal = self.by_channel(self._normalize(formula, self.x))
+                other_normal = self.by_channel(self._normalize(formula, self.other_x))
             except UserError:  # this shape leaves one value to normalize
                 continue
             line = Line.fitted(normal, output)
-            fits.append(Fit(formula, line, line.residual(other, other_output)))
-            if fits[-1].residual < MAX_RESIDUAL:
+            residual = line.residual(other_normal, other_output)
+            fits.append(Fit(formula, line, residual))
+            if residual < MAX_RESIDUAL:
                 break
         return min(fits, key=lambda fit: fit.residual)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from functools import partial
 from importlib.util import find_spec
 from types import ModuleType
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from normexp.config.words import suggest
 from normexp.errors import UserError, first_line
 from normexp.models.common import check_image_shape, check_positive
 from normexp.models.weights import Values
@@ -51,8 +51,8 @@ def build_torchvision_model(
         "input_size": (height, width),
     }
     network_class = inspect.signature(builder).return_annotation
-    known = inspect.signature(network_class).parameters
-    knobs = {key: value for key, value in offered.items() if key in known} | knobs
+    accepted = inspect.signature(network_class).parameters
+    knobs = {key: value for key, value in offered.items() if key in accepted} | knobs
 
     def build() -> nn.Module:
         network = builder(weights=None, num_classes=num_outputs, **knobs)
@@ -73,8 +73,8 @@ def find_builder(name: str) -> Callable[..., nn.Module]:
 
 
 def unknown_name(name: str, names: Sequence[str], package: str) -> UserError:
-    near = get_close_matches(name, names, n=3, cutoff=0.5) or ["resnet18", "resnet50"]
-    return UserError(f"model.name={name} is no classifier of {package}; try {', '.join(near)}")
+    hint = suggest(name, names, most=3) or "try resnet18 or resnet50"
+    return UserError(f"model.name={name} is no classifier of {package}; {hint}")
 
 
 def torchvision_weights(name: str, weights: str) -> tuple[str, Callable[[], Values]]:
@@ -82,9 +82,9 @@ def torchvision_weights(name: str, weights: str) -> tuple[str, Callable[[], Valu
     from torchvision import models
 
     find_builder(name)
-    known = models.get_model_weights(name)
-    check_weights("torchvision", name, weights, [member.name for member in known])
-    chosen = known[weights]
+    available = models.get_model_weights(name)
+    check_weights("torchvision", name, weights, [member.name for member in available])
+    chosen = available[weights]
     get = partial(chosen.get_state_dict, progress=False, check_hash=True)
     return chosen.name, partial(download, get, weights, chosen.url)
 
@@ -144,7 +144,7 @@ def build_for_images(
 
     Raises UserError if either fails.
     """
-    key, shape = f"model.name={name}", "x".join(map(str, input_shape))
+    key = f"model.name={name}"
     try:
         network = build()
         if image_size is not None:
@@ -153,6 +153,7 @@ def build_for_images(
             copy.deepcopy(network).eval()(torch.zeros(2, *input_shape))
         return network
     except MISFITS as error:
+        shape = "x".join(map(str, input_shape))
         resized = f" at model.image_size={image_size}" if image_size else ""
         raise UserError(
             f"{key} cannot take images of {shape}{resized}: {first_line(error)}; "

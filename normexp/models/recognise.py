@@ -1,7 +1,8 @@
 """Recognises the norms of a network by what they compute, whatever their names.
 
-A copy of the network runs once. Every module that returns the shape of its input is a candidate, the
-innermost first. Torch's own norms are known by their exact type; models/formula.py measures others. A module that computes more than a norm is left alone: an activation inside its forward, a
+A copy of the network runs once. Every module that returns the shape of its input is a candidate,
+the innermost first. Torch's own norms are known by their exact type; models/formula.py measures
+others. A module that computes more than a norm is left alone: an activation inside its forward, a
 second input, another scale.
 """
 
