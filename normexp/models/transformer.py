@@ -127,34 +127,35 @@ class Attention(nn.Module):
         self.num_heads = num_heads
         self.is_causal = is_causal
         self.qkv = nn.Linear(width, 3 * width)
-        for slot, is_set in (("qk_norm", norm.qk_norm), ("v_norm", norm.v_norm)):
-            if is_set and norms_qkv:
-                raise UserError(
-                    f"{slot}=true: placement={norm.placement} normalizes queries, keys and values "
-                    "already; leave it out"
-                )
-        self.qk_norm, self.norms_value = norm.qk_norm or norms_qkv, norm.v_norm or norms_qkv
-        if self.qk_norm:
-            self.q_norm = norm.tokens(width // num_heads)
-            self.k_norm = norm.tokens(width // num_heads)
-        if self.norms_value:
-            self.v_norm = norm.tokens(width // num_heads)
+        if norms_qkv and (norm.qk_norm or norm.v_norm):
+            slot = "qk_norm" if norm.qk_norm else "v_norm"
+            raise UserError(
+                f"{slot}=true: placement={norm.placement} normalizes queries, keys and values "
+                "already; leave it out"
+            )
+        head_width = width // num_heads
+        norms_queries = norms_qkv or norm.qk_norm
+        norms_values = norms_qkv or norm.v_norm
+        self.q_norm = norm.tokens(head_width) if norms_queries else NoSite()
+        self.k_norm = norm.tokens(head_width) if norms_queries else NoSite()
+        self.v_norm = norm.tokens(head_width) if norms_values else NoSite()
         self.out = nn.Linear(width, width)
 
-    def normalize(self, site: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Normalizes x (B, heads, T, D); the site sees (B, T * heads, D), in text order."""
-        x = x.transpose(1, 2)
+    def split_heads(self, x: Tensor, site: nn.Module, mask: Tensor | None) -> Tensor:
+        """Normalizes queries, keys or values (B, T, C) and returns (B, heads, T, C / heads)."""
+        x = x.unflatten(-1, (self.num_heads, -1))
+        if isinstance(site, NoSite):
+            return x.transpose(1, 2)
         if mask is not None:
             mask = mask[:, :, None].expand(-1, -1, self.num_heads).flatten(1, 2)
-        return site(x.flatten(1, 2), mask).unflatten(1, x.shape[1:3]).transpose(1, 2)
+        y = site(x.flatten(1, 2), mask)  # (B, T * heads, C / heads), in text order
+        return y.unflatten(1, x.shape[1:3]).transpose(1, 2)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # (B, T, 3, heads, C / heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, heads, T, C / heads)
-        if self.qk_norm:
-            q, k = self.normalize(self.q_norm, q, mask), self.normalize(self.k_norm, k, mask)
-        if self.norms_value:
-            v = self.normalize(self.v_norm, v, mask)
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        q = self.split_heads(q, self.q_norm, mask)
+        k = self.split_heads(k, self.k_norm, mask)
+        v = self.split_heads(v, self.v_norm, mask)
         bias = None
         if mask is not None:
             # Made from q, so that it has the axis of replicas: under vmap, torch 2.11 gives its
@@ -204,9 +205,11 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         equation = EQUATIONS[norm.placement]
-        early = equation.early if layer <= max(1, depth // 4) else None
-        self.attn_place = attn = early or equation.attention
-        self.mlp_place = mlp = early or equation.mlp
+        attn, mlp = equation.attention, equation.mlp
+        if equation.early is not None and layer <= max(1, depth // 4):
+            attn = mlp = equation.early
+        self.attn_branch = attn
+        self.mlp_branch = mlp
         self.is_parallel = equation.is_parallel
         self.divisor = math.sqrt(layer) if equation.is_scaled else 1.0
         self.attn_norm = norm.tokens(width) if attn.before or attn.around else NoSite()
@@ -225,9 +228,9 @@ class Block(nn.Module):
     def extra_repr(self) -> str:
         return f"divisor={self.divisor:.4g}" if self.divisor != 1 else ""
 
-    def read(self, place: Branch, norm: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Returns the input of a branch: x, or its norm."""
-        if not place.before:
+    def before(self, branch: Branch, norm: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
+        """The input of a branch: x, or its norm."""
+        if not branch.before:
             return x
         y = norm(x, mask)
         return y if self.divisor == 1 else y / self.divisor
@@ -241,14 +244,16 @@ class Block(nn.Module):
         return self.mlp_residual(self.mlp_dropout(y))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        h = self.before(self.attn_branch, self.attn_norm, x, mask)
         if self.is_parallel:
-            h = self.read(self.attn_place, self.attn_norm, x, mask)
             return x + self.attend(h, mask) + self.transform(h, mask)
-        attention = (self.attend, self.attn_place, self.attn_norm)
-        mlp = (self.transform, self.mlp_place, self.mlp_norm)
-        for branch, place, norm in (attention, mlp):
-            x = x + branch(self.read(place, norm, x, mask), mask)
-            x = norm(x, mask) if place.around else x
+        x = x + self.attend(h, mask)
+        if self.attn_branch.around:
+            x = self.attn_norm(x, mask)
+        h = self.before(self.mlp_branch, self.mlp_norm, x, mask)
+        x = x + self.transform(h, mask)
+        if self.mlp_branch.around:
+            x = self.mlp_norm(x, mask)
         return x
 
 
