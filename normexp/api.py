@@ -42,7 +42,8 @@ def run(overrides: str | Sequence[str] = (), workers: int = 0, **values: Any) ->
         normexp.errors.Halted: no cell can be trained any more, as on a full disk.
         KeyboardInterrupt: after Ctrl-C; the same call resumes.
     """
-    from normexp.config.schema import Index, check_value
+    from normexp.config.keys import Index
+    from normexp.config.validate import check_value
     from normexp.errors import UserError
 
     check_value("workers", workers, Index)
@@ -127,7 +128,7 @@ def load_study(study: str | Sequence[str], runs_dir: str | Path = "runs") -> pd.
     Raises:
         normexp.errors.UserError: no such study (names the nearest), or one without an ended run.
     """
-    from normexp.config.schema import OPTIONS, check_value
+    from normexp.config.validate import OPTIONS, check_value
     from normexp.reporting.runs import read_studies
     from normexp.reporting.tables import run_frame
 
@@ -159,7 +160,7 @@ def load_report(
         normexp.errors.UserError: a study that is missing or has no ended run, or a metric that no
             run has.
     """
-    from normexp.config.schema import OPTIONS, check_value
+    from normexp.config.validate import OPTIONS, check_value
     from normexp.reporting.report import read_report
 
     names = [study] if isinstance(study, str) else study
@@ -247,20 +248,19 @@ def replace_norms(
     """
 
     from normexp.batching.copies import copied
-    from normexp.build import norm_factory
     from normexp.config.compose import compose_config
-    from normexp.config.schema import Count, check_value
+    from normexp.config.keys import Count
+    from normexp.config.validate import check_value
     from normexp.config.words import as_typed
     from normexp.models import surgery
     from normexp.models.recognise import recognise
+    from normexp.norms.build import build_norm
 
     check_value("norm_batch_size", norm_batch_size, Count | None)
     words = [
         f"{'' if key == 'eps' else 'norm.'}{key}={as_typed(value)}" for key, value in knobs.items()
     ]
-    factory = norm_factory(
-        compose_config([f"norm={norm}", *words]), norm_batch_size=norm_batch_size
-    )
+    factory = build_norm(compose_config([f"norm={norm}", *words]), norm_batch_size)
     keywords = inputs if isinstance(inputs, Mapping) else {}
     args = () if keywords else inputs if isinstance(inputs, tuple) else (inputs,)
     network = copied(model)
@@ -276,7 +276,8 @@ def replace_norms(
 
 def _words(overrides: str | Sequence[str], values: Mapping[str, Any]) -> list[str]:
     """The words of a command line: `overrides`, and one for each of the values."""
-    from normexp.config.schema import Words, check_value, takes
+    from normexp.config.keys import Words
+    from normexp.config.validate import check_value, takes
     from normexp.config.words import as_typed
 
     words = shlex.split(overrides) if isinstance(overrides, str) else [*overrides]

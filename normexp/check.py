@@ -36,7 +36,8 @@ def main(words: list[str]) -> int:
 
 def _measure(norms: Mapping[str, Mapping[str, Any]], *, contract_only: bool) -> list[Card]:
     """The card of each norm, in order; a terminal shows which one is being measured."""
-    from normexp.build import measure_norm, norm_target
+    from normexp.checks.card import measure_norm
+    from normexp.norms.build import norm_target
 
     for config in norms.values():
         norm_target(config["norm"])  # import errors come first

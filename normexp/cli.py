@@ -12,16 +12,10 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from normexp.config.groups import GROUPS, group_choices
 from normexp.config.help import help_text, option_defaults
-from normexp.config.schema import (
-    GROUPS,
-    MISSING,
-    OPTIONS,
-    check_value,
-    group_choices,
-    name_as_text,
-    unknown_key,
-)
+from normexp.config.keys import MISSING
+from normexp.config.validate import OPTIONS, check_value, name_as_text, unknown_key
 from normexp.errors import FAILED, INTERRUPTED, USER_MISTAKE, Halted, UserError
 from normexp.records.files import FULL_DISK, describe, is_full_disk
 from normexp.records.provenance import source_line_of

@@ -22,7 +22,7 @@ from normexp.cli import parse_command, read_options, split_options
 from normexp.config.command import compose_norms
 from normexp.config.compose import compose_config
 from normexp.config.help import help_text
-from normexp.config.schema import validate
+from normexp.config.validate import read_settings
 from normexp.errors import UserError
 from normexp.records.result import Result
 from normexp.search.points import plan_searches
@@ -56,7 +56,7 @@ def test_command_is_understood(command: str, own_module: Callable[[str, str], Pa
     elif entry == "train":
         cells = parse_command(words).lines()
         for cell in (cells[0], cells[-1]):
-            validate(compose_config(cell))
+            read_settings(compose_config(cell))
     elif entry == "tune":
         assert plan_searches(parse_command(words))
     elif entry in ("check", "benchmark"):

@@ -25,7 +25,6 @@ ORDER = [
     "training",
     "checks",
     "diagnosis",
-    "build",
     "cells",
     "sweeps",
     "search",
@@ -35,7 +34,18 @@ ORDER = [
 ]
 ENTRIES = {"train", "tune", "evaluate", "check", "status", "report"}
 ENTRIES |= {"__init__", "__main__"}
-HYDRA_USERS = {"config", "build", "cells", "sweeps", "search", "cli", *ENTRIES}
+HYDRA_USERS = {
+    "config",
+    "norms",
+    "models",
+    "data",
+    "training",
+    "cells",
+    "sweeps",
+    "search",
+    "cli",
+    *ENTRIES,
+}
 # Slow to import or optional: imported inside the functions that use them.
 IMPORTED_WHERE_USED = {"torchvision", "babel", "wandb", "tensorboard", "timm"}
 IMPORTED_WHERE_USED |= {"safetensors"}
@@ -120,7 +130,7 @@ def test_heavy_or_optional_packages_are_imported_where_they_are_used(trees: dict
 
 def test_a_card_and_a_reloaded_network_need_no_lightning(trees: dict[Path, ast.Module]):
     files = {module_of(file): tree for file, tree in trees.items()}
-    waiting = ["normexp.checks.card", "normexp.build"]
+    waiting = ["normexp.checks.card", "normexp.models.build"]
     loaded = set[str]()
     while waiting:
         words = waiting.pop().split(".")

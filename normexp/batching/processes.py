@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, distributed, nn
 
 from normexp.batching.replicas import Replicas
+from normexp.config.identity import declared_synchronized
 from normexp.config.sizes import Share
+from normexp.config.target import locate
 from normexp.norms.contract import DeclaresSpan, State
 from normexp.norms.site import merge_state, read_state, write_state
 
@@ -93,3 +98,17 @@ def _of_spanning(replicas: Replicas, state: State) -> State:
     """Returns the buffers that belong to norms that span devices."""
     paths = [f"{path}." for path, module in replicas.named_modules() if spans_devices(module)]
     return {name: value for name, value in state.items() if name.startswith(tuple(paths))}
+
+
+def is_synchronized(values: Mapping[str, Any]) -> bool:
+    """True if the norm computes its statistics over all devices.
+
+    As its YAML says (`synchronized`); a foreign norm may also say it by `spans_devices`.
+    """
+    from_config = declared_synchronized(values)
+    if from_config is not None:
+        return from_config
+    try:
+        return spans_devices(locate(values["_target_"]))
+    except Exception:  # a user's module may raise anything on import: `build_norm` reports it
+        return False

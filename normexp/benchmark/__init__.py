@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from normexp.cli import entry, parse_command, read_options, split_options
-from normexp.config.schema import in_identity
+from normexp.config.keys import in_identity
 from normexp.config.slots import SLOTS
 from normexp.errors import UserError
 

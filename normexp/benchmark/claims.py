@@ -14,7 +14,7 @@ from typing import Any, Literal
 import yaml
 
 from normexp.benchmark.reference import Reference
-from normexp.config.schema import conf_dir
+from normexp.config.groups import conf_dir
 from normexp.reporting.cells import CellRow, build_cells, metric_names
 from normexp.reporting.compare import DIFFERENCE, paired
 from normexp.reporting.metric import Estimate, Metric, describe_metric

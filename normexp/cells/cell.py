@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from normexp.batching.copies import copied
 from normexp.batching.replicas import model_arguments, suitable_threads
-from normexp.build import NetworkBuilder, build_network, build_norm, load_data, norm_target
 from normexp.cells.recipe import defines_of, derived_of, deviations, devices_of, recipe_of
 from normexp.checks.network import name_some, probe_batch
 from normexp.checks.preflight import Traits, check_optimizer, examine
@@ -24,14 +23,19 @@ from normexp.config.sizes import Sizes
 from normexp.config.slots import PLACES, set_but_unused
 from normexp.config.spec import CellSpec
 from normexp.config.words import as_typed
+from normexp.data.build import load_data
 from normexp.data.dataset import Data, describe_data
 from normexp.errors import UserError, first_line
+from normexp.models.build import NetworkBuilder, build_network
+from normexp.norms.build import build_norm, norm_target
 from normexp.records.logs import collected_messages
 from normexp.records.provenance import refuse_edited, source_line_of
 from normexp.records.result import Measured, check_joins
+from normexp.training.devices import check_devices
 from normexp.training.evaluation import criterion_of
 from normexp.training.fit import describe_monitor
-from normexp.training.recipe import Recipe, can_train_a_stack, check_devices, parameter_groups
+from normexp.training.optimizer import can_train_a_stack, parameter_groups
+from normexp.training.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +50,8 @@ RECORDED_TRAITS = (
     *("mixes_samples", "mixes_samples_in_evaluation", "leaks_future", "leaks_future_in_training"),
 )
 
-# What cells have in common: their traits, and what was logged.
-_probes: dict[str, tuple[Traits, list[str]]] = {}
+# The traits that cells have in common.
+_probes: dict[str, Traits] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +103,7 @@ def prepare_cell(spec: CellSpec) -> Cell:
         raise UserError(spec.error)
     with collected_messages() as messages:
         check_devices(devices_of(spec))
-        data = load_data(spec)
+        data = load_data(spec.config["data"])
         recipe = make_recipe(spec, data)
         build = make_builder(spec, recipe, data)
         network = build(spec.seeds[0])
@@ -114,8 +118,8 @@ def prepare_cell(spec: CellSpec) -> Cell:
             check_norm_batch_size(spec.sizes["norm_batch_size"], recipe)
         alone = why_alone(recipe, check_optimizer_step(recipe, network))
         check_evaluation(recipe, data, traits)
-        notes = _findings(spec, recipe, traits, alone)
-        for note in [*deviations(spec, recipe, len(data.train)), *notes]:
+        findings = _findings(spec, recipe, traits, alone)
+        for note in [*traits.notes, *deviations(spec, recipe, len(data.train)), *findings]:
             logger.info(note)
         defines = defines_of(spec, data, build.weights)
         check_joins(spec.directory, defines["digests"])
@@ -156,8 +160,13 @@ def make_recipe(spec: CellSpec, data: Data) -> Recipe:
 
 def make_builder(spec: CellSpec, recipe: Recipe, data: Data) -> NetworkBuilder:
     """The builder of a cell's networks."""
-    num_steps, momentum = recipe.num_steps, recipe.norm_momentum
-    norm = build_norm(spec.config, recipe.sizes, data, num_steps=num_steps, momentum=momentum)
+    norm = build_norm(
+        spec.config,
+        recipe.sizes.norm_batch_size,
+        num_steps=recipe.num_steps,
+        num_positions=data.input_shape[-1],
+        momentum=recipe.norm_momentum,
+    )
     return build_network(spec.config["model"], norm, data)
 
 
@@ -170,15 +179,10 @@ def _probe(spec: CellSpec, network: nn.Module, data: Data, recipe: Recipe) -> Tr
     norm, _ = norm_target(spec.config["norm"])
     steps = recipe.num_steps if "num_training_steps" in norm.arguments else None
     key = json.dumps([content, steps, recipe.allow_leak, data.digest], sort_keys=True, default=str)
-    if key in _probes:
-        for message in _probes[key][1]:  # for the log of this cell's stack; a screen shows it once
-            logger.info("%s", message)
-        return _probes[key][0]
-    kind = {"drop_last": recipe.drop_last, "allow_leak": recipe.allow_leak}
-    with collected_messages() as messages:
-        traits = examine(network, data, recipe.sizes, **kind)
-    _probes[key] = traits, messages
-    return traits
+    if key not in _probes:
+        kind = {"drop_last": recipe.drop_last, "allow_leak": recipe.allow_leak}
+        _probes[key] = examine(network, data, recipe.sizes, **kind)
+    return _probes[key]
 
 
 def _findings(spec: CellSpec, recipe: Recipe, traits: Traits, alone: str | None) -> list[str]:

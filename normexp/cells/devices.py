@@ -19,8 +19,8 @@ from torch import distributed
 from normexp.cells.recipe import devices_of
 from normexp.config.spec import CellSpec
 from normexp.errors import INTERRUPTED, Halted
+from normexp.training.devices import Devices
 from normexp.training.fit import quiet_lightning
-from normexp.training.recipe import Devices
 from normexp.training.stopping import Interrupted
 
 Follow = Callable[..., None]  # trains along, from the arguments that rank 0 sends

@@ -15,14 +15,16 @@ from torch import Tensor, nn
 from yaml import YAMLError
 
 from normexp.batching.replicas import Batch, Replicas, model_arguments
-from normexp.build import keeping_data
 from normexp.cells.cell import Cell, make_builder, make_recipe, prepare_cell
 from normexp.cells.recipe import choices_of
 from normexp.cells.run import arrange_replicas, build_module
-from normexp.config.compose import refuse_missing_values, shipped_defaults
-from normexp.config.schema import PARTS, validate
+from normexp.config.compose import refuse_missing_values
+from normexp.config.groups import PARTS
+from normexp.config.shipped import shipped_defaults
 from normexp.config.spec import CellSpec
+from normexp.config.validate import read_settings
 from normexp.config.words import format_count
+from normexp.data.build import keeping_data
 from normexp.data.dataset import attach_prediction, without_samples
 from normexp.diagnosis import TERMS, decompose
 from normexp.diagnosis.network import num_batches_of
@@ -160,7 +162,7 @@ def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
     if not torch.cuda.is_available():
         changes["trainer.accelerator"] = "cpu"
     spec = recorded_spec(cell_dir, results[0], changes)
-    validate(spec.config)
+    read_settings(spec.config)
     cell = prepare_cell(spec)
     seeds = [result.seed for result in results]
     replicas = _load_replicas(cell, cell_dir, seeds)

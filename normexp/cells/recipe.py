@@ -6,16 +6,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from normexp.build import (
-    build_callbacks,
-    build_loggers,
-    build_optimizer,
-    build_schedule,
-    logger_targets,
-    synchronized,
-)
-from normexp.config.compose import DEFAULT_SCHEDULE, shipped_defaults
-from normexp.config.schema import OPTIONAL_GROUPS, PARTS
+from normexp.batching.processes import is_synchronized
+from normexp.config.compose import DEFAULT_SCHEDULE
+from normexp.config.groups import OPTIONAL_GROUPS, PARTS
+from normexp.config.shipped import shipped_defaults
 from normexp.config.sizes import SIZES, Share, Sizes
 from normexp.config.spec import CellSpec
 from normexp.config.words import as_typed
@@ -23,15 +17,17 @@ from normexp.data.dataset import Data
 from normexp.errors import UserError
 from normexp.models.weights import Weights
 from normexp.records.result import Result
+from normexp.training.build import build_callbacks, build_loggers, logger_targets
+from normexp.training.devices import Devices
 from normexp.training.fit import act_on_batches
+from normexp.training.optimizer import build_optimizer, scale_learning_rate
 from normexp.training.recipe import (
-    Devices,
     Recipe,
     count_steps,
     count_steps_per_epoch,
     momentum_of_half_life,
-    scale_learning_rate,
 )
+from normexp.training.schedule import build_schedule
 
 OPTIM_SCHEDULE = ("schedule", "warmup")  # keys of `optim` that `schedule` replaces
 
@@ -141,7 +137,7 @@ def devices_of(spec: CellSpec) -> Devices:
         strategy=trainer["strategy"],
         precision=trainer["precision"],
         matmul_precision=spec.config["matmul_precision"],
-        shares_statistics=synchronized(spec.config["norm"]),
+        shares_statistics=is_synchronized(spec.config["norm"]),
     )
 
 

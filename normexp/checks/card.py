@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -14,9 +14,12 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from normexp.checks.norm import Answer, open_norm
+from normexp.batching.replicas import suitable_threads
+from normexp.checks.norm import open_norm
+from normexp.checks.question import Answer
 from normexp.checks.questions import BUILT, CONTRACT, OF_NORMS, ON_CONSTANTS
 from normexp.errors import UserError
+from normexp.norms.build import norm_target
 
 SCHEMA = 2
 CAUSALITY = "reads the future"  # breaks no contract, and rules out causal models
@@ -117,6 +120,20 @@ def measure_card(
     else:
         lines += [question.answer(norm) for question in rest]
     return Card(name, target, norm.num_features, norm.takes, tuple(lines), sees_texts)
+
+
+@suitable_threads()
+def measure_norm(name: str, config: Mapping[str, Any], *, contract_only: bool = False) -> Card:
+    """The card of a norm, see `measure_card`."""
+    target, reserved = norm_target(config["norm"])
+    return measure_card(
+        target.call,
+        name=name,
+        target=target.path,
+        eps=config["eps"],
+        sees_texts=reserved.get("view") == "sequence",
+        contract_only=contract_only,
+    )
 
 
 def assert_contract(

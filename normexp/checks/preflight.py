@@ -1,11 +1,10 @@
-"""Examines a built network before it trains: refuses it, warns of it, or measures its traits.
+"""Examines a built network before it trains: refuses it, or measures its traits and notes doubts.
 
 What it reads: other samples, later positions, padding; and how far its statistics reach.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -31,15 +30,13 @@ from normexp.checks.wiring import (
     check_sites,
     check_split,
     check_state,
-    warn_of_other_norms,
+    note_other_norms,
 )
 from normexp.config.sizes import Sizes
 from normexp.data.dataset import Data
 from normexp.errors import UserError
 from normexp.norms.site import named_sites
 from normexp.records.provenance import source_line_of
-
-logger = logging.getLogger(__name__)
 
 OUTSIDE = "the model outside its norms"
 CAUSAL_NORMS = "norm.view=token, norm=causal_instance, norm=causal_group or norm=batch_per_position"
@@ -71,6 +68,7 @@ class Traits:
         stacking_obstacle: why replicas cannot run under vmap.
         elements_per_sample: values of one sample that reach all sites.
         reaches: the sites whose norm takes a statistic, and how far it reaches.
+        notes: what the user should know and nothing forbids, one sentence each.
     """
 
     mixing: str | None
@@ -81,6 +79,7 @@ class Traits:
     stacking_obstacle: str | None
     elements_per_sample: int
     reaches: Mapping[str, Reach]
+    notes: tuple[str, ...]
 
     @property
     def mixes_samples(self) -> bool:
@@ -125,8 +124,7 @@ def examine(
 def _examine(network: BuiltNetwork, allow_leak: bool) -> Traits:
     """Asks all questions; the first refusal ends it."""
     num_elements = sum(len(site.names) * site.shape.numel() for site in network.sites)
-    check_sites(network)
-    warn_of_other_norms(network)
+    notes = [*check_sites(network), *note_other_norms(network)]
     check_split(network)
     reaches = reaches_of(network)
     check_padding(network)
@@ -139,15 +137,14 @@ def _examine(network: BuiltNetwork, allow_leak: bool) -> Traits:
             f"{remedy}, or allow_leak=true to train it with every number marked INVALID"
         )
     if leak_in_training and not leak:
-        logger.info(
-            "in training a later position moves an earlier output at %s, so train/loss is "
-            "meaningless; evaluation with running statistics is not affected",
-            leak_in_training,
+        notes.append(
+            f"in training a later position moves an earlier output at {leak_in_training}, so "
+            "train/loss is meaningless; evaluation with running statistics is not affected"
         )
     draws = network.whole(network.short, training=True).observe().drew
     mixing, mixing_in_evaluation = (where_samples_mix(network, mode) for mode in MODES)
     if mixing == OUTSIDE:
-        logger.warning(
+        notes.append(
             "the model mixes samples outside its norms, or along another axis than the first of a "
             "norm's input; norm_batch_size has no effect there"
         )
@@ -160,6 +157,7 @@ def _examine(network: BuiltNetwork, allow_leak: bool) -> Traits:
         stacking_obstacle=why_not_stacked(network, draws=draws),
         elements_per_sample=num_elements // len(network.batch["targets"]),
         reaches=reaches,
+        notes=tuple(notes),
     )
 
 

@@ -17,17 +17,7 @@ from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
 from normexp.checks.network import EnteredSite, SiteOnMaps, name_some
-from normexp.checks.norm import (
-    Answer,
-    LoneNorm,
-    NormCase,
-    Question,
-    Reply,
-    Shape,
-    measured,
-    show,
-    skipped,
-)
+from normexp.checks.norm import LoneNorm, NormCase, Shape, show
 from normexp.checks.probe import (
     EVERYWHERE,
     MODES,
@@ -37,6 +27,7 @@ from normexp.checks.probe import (
     normal,
     unlike,
 )
+from normexp.checks.question import Answer, Question, Reply, measured, skipped
 from normexp.checks.wiring import (
     find_stacking_fault,
     state_not_saved,

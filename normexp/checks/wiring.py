@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
@@ -22,11 +21,9 @@ from normexp.norms.contract import State
 from normexp.norms.site import Site, named_sites, read_state
 from normexp.norms.site import is_sequential as declares_order
 
-logger = logging.getLogger(__name__)
 
-
-def check_sites(network: BuiltNetwork) -> None:
-    """Warns of norms that have no effect on the loss, and of their parameters that get no gradient.
+def check_sites(network: BuiltNetwork) -> list[str]:
+    """Notes norms that have no effect on the loss, and their parameters that get no gradient.
 
     Raises:
         UserError: no norm has an effect; the backward of the loss fails, or reaches tensors that
@@ -46,8 +43,9 @@ def check_sites(network: BuiltNetwork) -> None:
             f"the norm at {name_some(idle)} has no effect on the model's output, so every norm "
             "would give the same numbers; use what the norm returns"
         )
+    notes: list[str] = []
     if idle:
-        logger.warning("the norm at %s has no effect on the model's output", name_some(idle))
+        notes.append(f"the norm at {name_some(idle)} has no effect on the model's output")
     if outside:
         raise UserError(
             f"the network uses {len(outside)} tensors that require a gradient but are no "
@@ -63,9 +61,8 @@ def check_sites(network: BuiltNetwork) -> None:
         if parameter.requires_grad and parameter.grad is None
     ]
     if untrained:
-        logger.warning(
-            "no gradient reaches %s of the norm: it is not trained", name_some(untrained)
-        )
+        notes.append(f"no gradient reaches {name_some(untrained)} of the norm: it is not trained")
+    return notes
 
 
 def _backward(model: nn.Module, batch: Batch) -> tuple[set[str], list[tuple[int, ...]]]:
@@ -111,7 +108,8 @@ def _leaves_of(output: Tensor) -> list[Tensor]:
     return leaves
 
 
-def warn_of_other_norms(network: BuiltNetwork) -> None:
+def note_other_norms(network: BuiltNetwork) -> list[str]:
+    """Notes modules that are called norms and lie outside of all sites."""
     model = network.exposed
     inside = {id(m) for _, site in named_sites(model) for m in site.modules()}
     around = {id(m) for m in model.modules() if any(isinstance(c, Site) for c in m.modules())}
@@ -122,12 +120,12 @@ def warn_of_other_norms(network: BuiltNetwork) -> None:
         and not type(module).__name__.startswith("_")  # torch's weight norms
         and id(module) not in inside | around
     ]
-    if others:
-        logger.warning(
-            "the model has norms that `norm` does not replace: %s; build them with the argument "
-            "`norm`, else they stay the same for every norm that you compare",
-            name_some(others),
-        )
+    if not others:
+        return []
+    return [
+        f"the model has norms that `norm` does not replace: {name_some(others)}; build them with "
+        "the argument `norm`, else they stay the same for every norm that you compare"
+    ]
 
 
 # ---------------------------------------------------------------- state that is not saved

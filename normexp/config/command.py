@@ -19,9 +19,10 @@ from normexp.config.compose import (
     parse_overrides,
     refuse_missing,
 )
+from normexp.config.groups import group_choices
 from normexp.config.identity import may_mix_samples
-from normexp.config.schema import OPTIONS, group_choices, validate
 from normexp.config.spec import CellSpec, join_points
+from normexp.config.validate import OPTIONS, read_settings
 from normexp.config.words import as_typed, suggest
 from normexp.errors import UserError
 
@@ -83,7 +84,7 @@ class Command:
         refuse_missing(config)
         error = ""
         try:
-            validate(config)
+            read_settings(config)
             if not may_mix_samples(config):
                 config["norm_batch_size"] = None
         except UserError as refused:

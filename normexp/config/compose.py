@@ -31,17 +31,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from normexp.config.schema import (
-    CUSTOM_GROUPS,
-    GROUPS,
-    MISSING,
-    conf_dir,
-    group_choices,
-    is_read,
-    name_as_text,
-    unknown_key,
-    value_at,
-)
+from normexp.config.groups import CUSTOM_GROUPS, GROUPS, conf_dir, group_choices
+from normexp.config.keys import BUDGETS, MISSING, is_read, value_at
+from normexp.config.validate import name_as_text, unknown_key
 from normexp.config.words import as_typed, suggest
 from normexp.errors import UserError
 from normexp.records.provenance import why_missing
@@ -59,7 +51,6 @@ OTHERS_OF_HYDRA = {  # what does instead what another one would do in a Hydra ap
 }
 LAUNCHERS = {"ray": "ray", "submitit_slurm": "slurm", "submitit_local": "slurm"}  # and their extras
 STATES = (ConfigStore, GlobalHydra, HydraConfig, JobRuntime, VersionBase)  # of a Hydra app
-BUDGETS = ("epochs", "steps", "samples")
 # Defaults of keys that must be typed now, each an example. Recorded ids leave them out.
 FORMER_DEFAULTS = {"model.name": "resnet18"}
 FEW = 12  # most choices that a message lists
@@ -281,38 +272,6 @@ def custom_choices() -> dict[str, dict[str, Any]]:
     nodes: dict[str, Any] = {group: own | {"_partial_": True} for group in CUSTOM_GROUPS}
     optim = nodes["optim"] | optim
     return nodes | {"data": own, "callback": {}, "optim": optim, "logger": own}
-
-
-# --- The shipped YAMLs ----------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=256)
-def shipped_defaults(group: str, choice: str) -> dict[str, Any] | None:
-    """The values in conf/<group>/<choice>.yaml; None for a choice that normexp does not ship."""
-    if choice not in group_choices(group):
-        return None
-    tree: Any = OmegaConf.to_container(OmegaConf.load(conf_dir() / group / f"{choice}.yaml"))
-    return tree["data"] if group == "data" else tree  # data files also set top-level keys
-
-
-@lru_cache(maxsize=8)
-def shipped_targets(group: str) -> dict[str, str]:
-    """Maps each class in the shipped YAMLs of a group to its choice, the first of several."""
-    values = {choice: shipped_defaults(group, choice) for choice in group_choices(group)[::-1]}
-    return {part["_target_"]: f"{group}/{choice}" for choice, part in values.items() if part}
-
-
-def shipped_values(group: str, target: str) -> dict[str, Any] | None:
-    """The values in the YAML of a shipped class; None for any other class."""
-    choice = shipped_targets(group).get(target)
-    return None if choice is None else shipped_defaults(*choice.split("/", 1))
-
-
-@lru_cache(maxsize=1)
-def shipped_config() -> dict[str, Any]:
-    """The values in conf/config.yaml."""
-    tree: Any = OmegaConf.to_container(OmegaConf.load(conf_dir() / "config.yaml"))
-    return {key: value for key, value in tree.items() if key not in ("defaults", "hydra")}
 
 
 # --- Trees ----------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from itertools import takewhile
 from textwrap import fill
 from typing import Any
 
-from normexp.config.schema import GROUPS, conf_dir, group_choices
+from normexp.config.groups import GROUPS, conf_dir, group_choices
 from normexp.config.slots import PLACEMENTS
 
 WIDTH, HEADS = 100, 28  # characters of a line, and of the heads in it

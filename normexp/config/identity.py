@@ -14,20 +14,10 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
-from normexp.config.compose import (
-    FORMER_DEFAULTS,
-    parts_with_target,
-    shipped_config,
-    shipped_defaults,
-    shipped_targets,
-    shipped_values,
-)
-from normexp.config.schema import (
-    OPTIONAL_GROUPS,
-    PARTS,
-    SLOTS,
-    in_identity,
-)
+from normexp.config.compose import FORMER_DEFAULTS, parts_with_target
+from normexp.config.groups import OPTIONAL_GROUPS, PARTS
+from normexp.config.keys import KEYS, in_identity
+from normexp.config.shipped import shipped_config, shipped_defaults, shipped_targets, shipped_values
 from normexp.config.sizes import SIZES, Sizes
 from normexp.config.words import as_typed
 from normexp.records.provenance import digest_of, source_digest, source_files
@@ -45,17 +35,6 @@ VERSIONS: dict[str, int] = {
 TEXT_DIGESTS = {
     "normexp.data.text.load_manual": "71f2ff5d99bdc1f9",
     "normexp.data.langid.load_langid": "135064382cc0a164",
-}
-
-# Keys that only say how a value of the config came about, or how a target is called.
-NOT_HASHED = {"optim.default_lr", *(f"{group}._partial_" for group in (*PARTS, "schedule"))}
-
-# Values that mean the same as a missing key.
-IMPLIED_VALUES = {
-    "optim.decay_bias": True,
-    "data.order": "shuffled",
-    **dict.fromkeys(("data.limit_train", "norm.at", "norm.half_life", "model.replace")),
-    **dict.fromkeys(f"norm.{slot}" for slot in SLOTS),
 }
 
 
@@ -81,7 +60,7 @@ def identity_of(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[s
     rest |= sizes_of(config)
     content = differences(defaults | rest, defaults)  # always has lr, whose default is a reference
     devices, norm = num_devices_of(config), config["norm"]
-    if devices > 1 and may_mix_samples(config) and spans_devices(norm) is None:
+    if devices > 1 and may_mix_samples(config) and declared_synchronized(norm) is None:
         content["devices"] = devices
     acts = any(config.get(group) is not None for group in OPTIONAL_GROUPS)
     if acts and config["val_every_epochs"] != 1:  # a callback or schedule sees validations
@@ -109,7 +88,7 @@ def sizes_of(config: Mapping[str, Any]) -> dict[str, int | None]:
     A device's share of a forward pass is a ghost sub-batch, unless the norm spans devices.
     """
     sizes, devices = Sizes(*(config[key] for key in SIZES)), num_devices_of(config)
-    if devices > 1 and (spans := spans_devices(config["norm"])) is not None:
+    if devices > 1 and (spans := declared_synchronized(config["norm"])) is not None:
         sizes = sizes.shared_by(devices, synchronized=spans)
     values = [getattr(sizes, key) for key in SIZES]
     return canonical_sizes(*values, mixes_samples=may_mix_samples(config))
@@ -125,7 +104,7 @@ def num_devices_of(config: Mapping[str, Any]) -> int:
     return config["trainer"]["devices"] * config["trainer"]["num_nodes"]
 
 
-def spans_devices(norm: Mapping[str, Any]) -> bool | None:
+def declared_synchronized(norm: Mapping[str, Any]) -> bool | None:
     """Whether a norm takes its statistics over all devices, as its YAML says (`synchronized`).
 
     None for a foreign norm whose values do not say.
@@ -136,23 +115,17 @@ def spans_devices(norm: Mapping[str, Any]) -> bool | None:
     return None if shipped is None else bool(shipped.get("synchronized"))
 
 
-def defining_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a config that define the training."""
-
-    def counted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-        keys = {f"{prefix}{name}": name for name in values}
-        return {
-            name: values[name]
-            for key, name in keys.items()
-            if in_identity(key)
-            and key not in NOT_HASHED
-            and (key, values[name]) not in IMPLIED_VALUES.items()
-        }
-
-    return {
-        key: counted(value, f"{key}.") if isinstance(value, Mapping) else value
-        for key, value in counted(config).items()
-    }
+def defining_values(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a config, or of its group at `prefix`, that define the training."""
+    defining = {}
+    for name, value in config.items():
+        key = f"{prefix}{name}"
+        is_implied = key in KEYS and KEYS[key].implied == value
+        if not in_identity(key) or is_implied:
+            continue
+        is_group = isinstance(value, Mapping) and not prefix
+        defining[name] = defining_values(value, f"{key}.") if is_group else value
+    return defining
 
 
 def sources_of(config: Mapping[str, Any]) -> dict[str, str]:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from normexp.config.identity import id_of, identity_of, sources_of
-from normexp.config.schema import in_identity
+from normexp.config.keys import Settings, in_identity
 from normexp.config.sizes import SIZES
+from normexp.config.validate import read_settings
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,11 @@ class CellSpec:
     overrides: Sequence[str] = ()
     more_seeds: Sequence[int] = ()
     num_points: int = 1
+
+    @cached_property
+    def settings(self) -> Settings:
+        """The typed values. Raises UserError for a value that cannot be trained."""
+        return read_settings(self.config)
 
     @cached_property
     def identity(self) -> dict[str, Any]:

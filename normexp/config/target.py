@@ -14,10 +14,10 @@ from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from hydra.errors import InstantiationException
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 
 from normexp.config.compose import refuse_missing_values
-from normexp.config.schema import check_value
+from normexp.config.validate import check_value
 from normexp.config.words import join_or, one_line, suggest
 from normexp.errors import UserError
 from normexp.records.provenance import source_line_of, why_missing
@@ -51,11 +51,14 @@ class Target:
         names = _parameters(self.call.func)
         return {"**" if p.kind is p.VAR_KEYWORD else name for name, p in names.items()}
 
+    def with_knobs(self, knobs: Mapping[str, Any]) -> Target:
+        """A copy with other values for these arguments."""
+        return replace(self, call=partial(self.call, **knobs)) if knobs else self
+
     def filled_in(self, available: Mapping[str, Any]) -> Target:
         """A copy with every `available` argument that its signature has and no knob sets."""
         free = self.arguments - self.call.keywords.keys()
-        wanted = {name: value for name, value in available.items() if name in free}
-        return replace(self, call=partial(self.call, **wanted))
+        return self.with_knobs({name: available[name] for name in available.keys() & free})
 
     def require(self, num_given: int, *given: str) -> None:
         """Raises UserError for an argument that neither a knob nor the caller sets.
@@ -99,6 +102,11 @@ class Target:
         except Exception as error:  # user code may raise anything
             reason = f"{one_line(error)}{source_line_of(error)}"
             raise UserError(f"{self.name} fails: {reason}") from error
+
+
+def locate(path: str) -> Any:
+    """The class or function at a dotted path. Raises what importing it raises."""
+    return get_object(path)
 
 
 def read_target(values: Mapping[str, Any], key: str) -> Target:

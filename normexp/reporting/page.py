@@ -20,8 +20,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.console import Console
 from rich.progress import track
 
+from normexp.config.groups import group_choices
 from normexp.config.help import norm_words
-from normexp.config.schema import group_choices
 from normexp.errors import UserError
 from normexp.records.files import write_text
 from normexp.records.layout import list_studies

@@ -14,7 +14,7 @@ import numpy as np
 import yaml
 from yaml import YAMLError
 
-from normexp.config.schema import value_at
+from normexp.config.keys import value_at
 from normexp.config.slots import Slots
 from normexp.config.words import format_count
 from normexp.errors import UserError

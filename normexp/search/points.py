@@ -8,8 +8,9 @@ from functools import cached_property
 from typing import Any
 
 from normexp.config.command import Command, is_searched
-from normexp.config.schema import KEYS, in_identity, validate_keys
+from normexp.config.keys import KEYS, in_identity
 from normexp.config.spec import CellSpec
+from normexp.config.validate import check_keys
 from normexp.config.words import join_or
 from normexp.errors import UserError
 from normexp.search.space import Space, read_space
@@ -56,7 +57,7 @@ class Search:
         """The cell of a point; unless `is_report`, with the seeds and the study of the search."""
         words = words_of(point)
         cell = self.command.cell([*self.fixed, *words])
-        validate_keys(cell.config, [key for key in self.space.keys if key in KEYS])
+        check_keys(cell.config, [key for key in self.space.keys if key in KEYS])
         if is_report:
             return cell
         tune, study = self.base["tune"], f"{self.base['study']}-search"
@@ -102,7 +103,7 @@ def check_settings(config: Mapping[str, Any]) -> None:
     """Raises UserError for `tune` keys that contradict each other or the report's seeds."""
     others = ("seed", "replicas", "study", "runs_dir", "evaluate_with")
     own = [key for key in KEYS if key.startswith(("tune.", "trainer."))]
-    validate_keys(config, [*own, *others])
+    check_keys(config, [*own, *others])
     tune = config["tune"]
     metric = tune["metric"]
     name, at, statistics = (metric or VALIDATION[0]).partition("@")

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 
 from normexp.config.command import Command
 from normexp.config.compose import VERSION_BASE, own_hydra
-from normexp.config.schema import conf_dir
+from normexp.config.groups import conf_dir
 
 LAUNCHER_WORDS = r"experiment=|\+*hydra(/|\.(?!sweeper|mode))"  # words that configure the launcher
 FOLDER = "launched"  # in a study: the files of Hydra, the launcher and the jobs

@@ -132,7 +132,7 @@ def ready_to_train() -> Iterator[None]:
     warnings.filterwarnings("ignore", "There is a performance drop")  # of vmap, over attention
     with importing_torch():
         import normexp.cells.run  # noqa: F401
-        from normexp.build import keeping_data
+        from normexp.data.build import keeping_data
 
     with keeping_data():
         yield

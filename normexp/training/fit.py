@@ -26,8 +26,8 @@ from pytorch_lightning.strategies import DDPStrategy
 
 from normexp.errors import UserError
 from normexp.records.files import open_atomic
+from normexp.training.devices import Devices
 from normexp.training.module import TrainingModule
-from normexp.training.recipe import Devices
 from normexp.training.stopping import Interrupted, StopRequest
 
 SECONDS_BETWEEN_SAVES = 60.0

@@ -27,8 +27,9 @@ from normexp.data.batches import TrainingBatches
 from normexp.errors import UserError
 from normexp.records.result import MetricRow, write_metrics
 from normexp.training.cuda_graph import NOT_RECORDED, RecordedStep, why_not_recorded
+from normexp.training.devices import gpu_arithmetic
 from normexp.training.evaluation import Columns, Evaluator, criterion_of
-from normexp.training.recipe import Recipe, gpu_arithmetic
+from normexp.training.recipe import Recipe
 from normexp.training.step import Step, StepGradient, compiled_gradient
 
 log = logging.getLogger(__name__)

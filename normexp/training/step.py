@@ -20,7 +20,7 @@ from normexp.config.sizes import WHOLE, Bounds, Share, Sizes
 from normexp.norms.contract import State
 from normexp.norms.site import merge_state, read_state, write_state
 from normexp.training.cuda_graph import RecordedStep
-from normexp.training.recipe import OwnRates
+from normexp.training.optimizer import OwnRates
 
 AddGradient = Callable[[Batch, Loss, float], Tensor]  # see `Replicas.add_gradient`
 

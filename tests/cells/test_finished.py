@@ -87,7 +87,7 @@ def test_a_loaded_network_names_the_classes_of_bytes_and_floats(cell_dir: Path, 
     data = load_digits(val_fraction=0.1, split_seed=0, augmentation=None)
     images = data.test.gather(torch.arange(300))["inputs"]
     with monkeypatch.context() as patch:  # the data set is not needed
-        patch.setattr("normexp.build.build_data", lambda _: pytest.fail("data were loaded"))
+        patch.setattr("normexp.data.build.build_data", lambda _: pytest.fail("data were loaded"))
         network = normexp.load(cell_dir / "seed-0")
     with torch.no_grad():
         expected = [str(int(i)) for i in network(data.model_inputs(images)).argmax(dim=1)]

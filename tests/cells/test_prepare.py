@@ -17,8 +17,8 @@ from normexp.cells.cell import Cell, prepare_cell
 from normexp.cli import parse_command
 from normexp.config.command import compose_cells
 from normexp.config.compose import compose_cell
-from normexp.config.schema import validate
 from normexp.config.spec import CellSpec
+from normexp.config.validate import read_settings
 from normexp.errors import UserError
 from normexp.norms.site import named_sites
 
@@ -98,7 +98,7 @@ def prepare(*words: str) -> Cell:
     """Composes the cell of these words; a target in `own` chooses `custom` in its group."""
     custom = [f"{word.partition('.')[0]}=custom" for word in words if "._target_=" in word]
     config, choices = compose_cell([NO_RECORDS, *custom, *words])
-    validate(config)
+    read_settings(config)
     return prepare_cell(CellSpec(config, choices))
 
 

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normexp.build import build_norm
 from normexp.config.compose import compose_config
-from normexp.config.sizes import Sizes
 from normexp.data import Data, Examples, build_text_data
 from normexp.models.transformer import GPT, TextEncoder
 from normexp.models.vision import ConvNet
+from normexp.norms.build import build_norm
 from normexp.norms.factory import NormFactory
 from normexp.norms.site import View
 
@@ -70,7 +69,7 @@ def _classes(train: Examples, val: Examples, **others: Any) -> Data:
 
 def shipped(name: str, data: Data, view: View) -> NormFactory:
     """The norm of conf/norm/<name>.yaml in a view, for WIDTH features."""
-    return build_norm(_config_of(name, view), Sizes(8), data)
+    return build_norm(_config_of(name, view), num_positions=data.input_shape[-1])
 
 
 @cache

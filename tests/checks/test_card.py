@@ -17,7 +17,8 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from normexp.checks import assert_contract
 from normexp.checks.card import Card, measure_card, print_cards
-from normexp.checks.norm import Answer, LoneNorm, open_norm
+from normexp.checks.norm import LoneNorm, open_norm
+from normexp.checks.question import Answer
 from normexp.checks.questions import CONTRACT, OF_NORMS
 from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm

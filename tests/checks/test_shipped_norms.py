@@ -10,12 +10,14 @@ import torch
 from checks_cases import convnet, encoder, gpt, image_data, padded_data, shipped, text_data
 from torch.nn import functional
 
-from normexp.build import build_norm, measure_norm
+from normexp.checks.card import measure_norm
 from normexp.checks.network import BuiltNetwork
 from normexp.checks.preflight import check_padding, examine
-from normexp.config.compose import compose_config, shipped_defaults
-from normexp.config.schema import group_choices
+from normexp.config.compose import compose_config
+from normexp.config.groups import group_choices
+from normexp.config.shipped import shipped_defaults
 from normexp.config.sizes import Sizes
+from normexp.norms.build import build_norm
 from normexp.norms.site import View
 
 
@@ -142,7 +144,7 @@ def test_a_shipped_norm_learns_in_a_network(name: str):
     is_text = "per_position" in name or name.startswith("causal")
     data = padded_data() if is_text else image_data()
     own = shipped_defaults("norm", name)
-    norm = build_norm({**defaults(), "norm": own}, Sizes(8), data)
+    norm = build_norm({**defaults(), "norm": own}, num_positions=data.input_shape[-1])
     network, batch = (encoder if is_text else convnet)(norm), data.train.gather(torch.arange(6))
     scores = network(data.model_inputs(batch["inputs"]), *([batch["mask"]] if is_text else []))
     functional.cross_entropy(scores, batch["targets"]).backward()

@@ -17,9 +17,11 @@ from normexp import api, train
 from normexp.__main__ import main as commands
 from normexp.cli import entry, parse_command, read_options
 from normexp.config.compose import compose_config
+from normexp.config.groups import GROUPS, group_choices
 from normexp.config.help import USAGE, help_text
-from normexp.config.schema import GROUPS, KEYS, OPTIONS, group_choices
+from normexp.config.keys import KEYS
 from normexp.config.slots import PLACEMENTS
+from normexp.config.validate import OPTIONS
 from normexp.errors import UserError
 from normexp.records.files import write_text
 

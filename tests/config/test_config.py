@@ -17,8 +17,9 @@ from hydra.version import VersionBase
 from normexp.cli import parse_command, read_options
 from normexp.config.command import compose_cells
 from normexp.config.compose import compose_cell, compose_config, composed
-from normexp.config.schema import GROUPS, conf_dir, group_choices, validate
+from normexp.config.groups import GROUPS, conf_dir, group_choices
 from normexp.config.target import read_target
+from normexp.config.validate import read_settings
 from normexp.errors import UserError
 
 REFUSED = {
@@ -74,7 +75,7 @@ REFUSED = {
     "+norm.placement=mid": "norm.placement=mid: must be 'pre', 'post'",
     "lr=[0": "lr=[0: the value cannot be read",
     "epochs=2 steps=4": "epochs=2 and steps=4: a training has one budget; keep one",
-    "samples=9 steps=4": "steps=4 and samples=9: a training has one budget",
+    "samples=9 steps=4": "samples=9 and steps=4: a training has one budget",
     "experiment=debug epochs=2": "epochs=2 and steps=100: a training has one budget",
 }
 
@@ -83,7 +84,7 @@ REFUSED = {
 def test_a_mistake_is_one_line_with_its_key(line: str, part: str):
     words = [line] if line.startswith("study=") else line.split()
     with pytest.raises(UserError) as caught:
-        validate(compose_config(words))
+        read_settings(compose_config(words))
     assert part in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -100,7 +101,7 @@ def test_a_mistake_is_one_line_with_its_key(line: str, part: str):
 )
 def test_a_line_sets_its_values_and_leaves_the_defaults(line: str, values: dict[str, object]):
     config, choices = compose_cell(line.split())
-    validate(config)
+    read_settings(config)
     assert {key: config[key] for key in values} == values
     assert choices["optim"] == ("adamw" if "adamw" in line else "sgd")
     assert "hydra" not in config and "experiment" not in choices
@@ -295,7 +296,7 @@ def test_users_file_may_pick_a_model(tmp_path: Path):
 def test_a_mistake_in_a_users_file_is_one_line_too(tmp_path: Path, name, text, message):
     with pytest.raises(UserError, match=re.escape(message)):
         folder = own_yaml(tmp_path, name, text)
-        validate(compose_config([*folder, f"{name.partition('/')[0]}=mine"]))
+        read_settings(compose_config([*folder, f"{name.partition('/')[0]}=mine"]))
 
 
 @pytest.mark.parametrize(
@@ -330,7 +331,7 @@ def test_choice_composes_and_validates(choice: str):
     group, _, name = choice.partition("=")
     cells = parse_command([choice]).lines()
     config, choices = compose_cell(cells[-1])
-    validate(config)
+    read_settings(config)
     assert choices[group] == name or group == "logger"  # several may be chosen
 
 

@@ -14,8 +14,8 @@ import pytest
 from normexp.cli import parse_command
 from normexp.config import identity
 from normexp.config.compose import compose_cell
+from normexp.config.groups import group_choices
 from normexp.config.identity import canonical_sizes, cell_id, differences
-from normexp.config.schema import group_choices
 from normexp.config.spec import CellSpec
 from normexp.errors import UserError
 

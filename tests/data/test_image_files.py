@@ -11,8 +11,8 @@ import pytest
 import torch
 from PIL import Image, PngImagePlugin
 
-from normexp.build import build_data
 from normexp.data import Data
+from normexp.data.build import build_data
 from normexp.data.image_folder import load_image_folder
 from normexp.data.pixels import decode_images
 from normexp.errors import UserError

@@ -14,14 +14,15 @@ from torch import Tensor
 from training_cases import image_data, recipe_for, text_data
 
 from normexp.batching.replicas import InTurn, Replicas, Stacked
-from normexp.build import build_network, build_norm
 from normexp.config.compose import compose_config
 from normexp.config.sizes import Sizes
 from normexp.data.batches import TrainingBatches
 from normexp.data.dataset import Data, Windows
+from normexp.models.build import build_network
+from normexp.norms.build import build_norm
 from normexp.training.cuda_graph import RecordedStep
+from normexp.training.devices import gpu_arithmetic
 from normexp.training.module import Recorder, TrainingModule
-from normexp.training.recipe import gpu_arithmetic
 from normexp.training.step import Step, StepGradient
 
 NEEDS_GPU = [
@@ -78,7 +79,9 @@ def build(
     """The module of a shipped model and norm in float32, on the CPU."""
     data, sizes = data_for(model), sizes or Sizes(16)
     config = compose_config([f"norm={norm}", f"model={model}", *words])
-    factory = build_norm(config, sizes, data, num_steps=20)
+    factory = build_norm(
+        config, sizes.norm_batch_size, num_steps=20, num_positions=data.input_shape[-1]
+    )
     make = build_network(config["model"], factory, data)
     networks = [make(seed) for seed in SEEDS]
     replicas: Replicas = Stacked(networks) if stacked else InTurn(networks)

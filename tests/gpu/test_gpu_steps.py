@@ -20,7 +20,7 @@ from gpu_cases import (
 from tape import Tape
 
 from normexp.batching.draws import Dropout
-from normexp.config.schema import group_choices
+from normexp.config.groups import group_choices
 from normexp.config.sizes import Sizes
 from normexp.data.augment import Augmentation
 from normexp.data.batches import TrainingBatches

@@ -36,7 +36,7 @@ from normexp.norms import kernel
 from normexp.records.result import read_result
 from normexp.train import main
 from normexp.training import cuda_graph as cuda_graph_module
-from normexp.training.recipe import named_schedule
+from normexp.training.schedule import named_schedule
 from normexp.training.step import Step
 from normexp.training.stopping import Interrupted
 

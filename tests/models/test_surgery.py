@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from wild_norms import LlamaRMSNorm
 
-from normexp.build import NetworkBuilder, build_network, build_norm
 from normexp.config.compose import compose_config
-from normexp.config.sizes import Sizes
 from normexp.data import Data, Examples, build_image_data, build_text_data
 from normexp.errors import UserError
+from normexp.models.build import NetworkBuilder, build_network
 from normexp.models.packages import build_timm_model, build_torchvision_model
 from normexp.norms.adapt import foreign_factory
+from normexp.norms.build import build_norm
 from normexp.norms.factory import NormFactory
 from normexp.norms.site import load_as_built, named_sites, state_as_built
 from normexp.norms.zoo.batch import BatchRenorm
@@ -315,8 +315,8 @@ def text() -> Data:
 
 
 def builder_of(words: list[str], data: Data) -> NetworkBuilder:
-    config, sizes = compose_config(words), Sizes(4, None, None)
-    return build_network(config["model"], build_norm(config, sizes, data), data)
+    config = compose_config(words)
+    return build_network(config["model"], build_norm(config), data)
 
 
 def train(network: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:

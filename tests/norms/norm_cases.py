@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from normexp.batching.replicas import InTurn, Stacked
-from normexp.build import RESERVED_NORM_KEYS
+from normexp.config.keys import own_keys
 from normexp.norms.running import RunningNorm
 
 Norm = TypeVar("Norm", bound=nn.Module)
@@ -28,7 +28,7 @@ KNOBS_OF: dict[str, dict[str, Any]] = {  # and the class
     name: {
         str(key): value
         for key, value in cast(DictConfig, OmegaConf.load(path)).items()
-        if key not in RESERVED_NORM_KEYS
+        if key not in own_keys("norm")
     }
     for name, path in FILES.items()
 }

@@ -31,13 +31,13 @@ from train_cases import spec_of
 from wild_norms import LlamaRMSNorm
 
 from normexp import norms
-from normexp.build import build_data, build_norm, norm_target
 from normexp.cells.cell import make_builder, make_recipe
 from normexp.config.compose import compose_config
-from normexp.config.sizes import Sizes
+from normexp.data.build import build_data
 from normexp.errors import UserError
 from normexp.norms.adapt import adapt, find_layout, foreign_factory
 from normexp.norms.batch import BatchNorm, GhostBatchNorm
+from normexp.norms.build import build_norm, norm_target
 from normexp.norms.factory import NormFactory
 from normexp.norms.sample import GroupNorm
 from normexp.norms.zoo.batch import BatchRenorm
@@ -50,7 +50,7 @@ TEXTS: Any = SimpleNamespace(input_shape=(16,))  # all that `build_norm` asks of
 @pytest.mark.parametrize("name", ["group", "batch_per_position", "frn", "deviations/ln_no_eps"])
 def test_a_file_builds_its_norm_with_the_eps_of_the_config(name):
     config = compose_config([f"norm={name}", "eps=0.25"])
-    factory = build_norm(config, Sizes(8), TEXTS)
+    factory = build_norm(config, num_positions=TEXTS.input_shape[-1])
     norm = factory(2 * C).norm
     assert norm.eps == (0.0 if "no_eps" in name else 0.25)
     if name == "frn":

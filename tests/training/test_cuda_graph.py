@@ -32,7 +32,7 @@ from normexp.norms.batch import BatchNorm
 from normexp.training import cuda_graph
 from normexp.training.cuda_graph import RecordedStep
 from normexp.training.module import TrainingModule
-from normexp.training.recipe import named_schedule, own_schedule
+from normexp.training.schedule import named_schedule, own_schedule
 
 TEXT = {"model": partial(text_encoder, dropout=0.2), "data": text_data(40), "lr": 0.01}
 CASES: dict[str, dict[str, Any]] = {

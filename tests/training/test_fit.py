@@ -24,6 +24,7 @@ from training_cases import (
 )
 
 from normexp.errors import UserError
+from normexp.training.devices import gpu_arithmetic
 from normexp.training.fit import (
     act_on_batches,
     check_callback,
@@ -32,7 +33,6 @@ from normexp.training.fit import (
     why_stopped,
 )
 from normexp.training.module import TrainingModule
-from normexp.training.recipe import gpu_arithmetic
 from normexp.training.step import Step
 from normexp.training.stopping import StopRequest
 

@@ -27,7 +27,7 @@ from training_cases import (
 from normexp.config.sizes import Sizes
 from normexp.records.result import read_metrics
 from normexp.training.module import Recorder
-from normexp.training.recipe import own_schedule
+from normexp.training.schedule import own_schedule
 from normexp.training.step import StepGradient
 
 in_both_forms = pytest.mark.parametrize("stacked", [False, True], ids=["in_turn", "stacked"])

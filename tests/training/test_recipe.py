@@ -13,19 +13,15 @@ from torch.optim import SGD, lr_scheduler
 from normexp.batching.replicas import Stacked
 from normexp.errors import UserError
 from normexp.norms.factory import NormFactory
-from normexp.training.recipe import (
+from normexp.training.optimizer import (
     ELEMENTWISE,
     OwnRates,
-    Schedule,
     can_train_a_stack,
-    count_steps,
-    count_steps_per_epoch,
-    momentum_of_half_life,
-    named_schedule,
-    own_schedule,
     parameter_groups,
     scale_learning_rate,
 )
+from normexp.training.recipe import count_steps, count_steps_per_epoch, momentum_of_half_life
+from normexp.training.schedule import Schedule, named_schedule, own_schedule
 
 
 def rates(schedule: Schedule) -> list[float]:

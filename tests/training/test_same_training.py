@@ -28,16 +28,16 @@ from training_cases import (
 )
 from wild_norms import StrangerNorm
 
-from normexp.build import build_norm
 from normexp.checks.network import probe_batch
 from normexp.checks.wiring import cannot_stack
 from normexp.config.compose import compose_config
-from normexp.config.schema import group_choices
+from normexp.config.groups import group_choices
 from normexp.config.sizes import Sizes
 from normexp.config.slots import Slots
+from normexp.norms.build import build_norm
 from normexp.norms.factory import NormFactory
 from normexp.norms.sample import RMSNorm
-from normexp.training.recipe import own_schedule
+from normexp.training.schedule import own_schedule
 
 slow = pytest.mark.slow
 FULL, ACCUMULATED, BOTH = Sizes(8), Sizes(8, 2), Sizes(8, 4, 2)
@@ -179,7 +179,7 @@ def choices_of(name: str, sizes: Sizes, num_train: int) -> dict[str, Any]:
     data = image_data(num_train) if on_maps else text_data(num_train)
 
     def model(_: NormFactory) -> nn.Module:
-        norm = build_norm(config, sizes, data)
+        norm = build_norm(config, sizes.norm_batch_size, num_positions=data.input_shape[-1])
         return convnet(norm) if on_maps else text_encoder(norm, dropout=0.3)
 
     obstacle = cannot_stack(model(NormFactory(nn.Identity)), probe_batch(data, 4))
@@ -194,7 +194,7 @@ def choices_of(name: str, sizes: Sizes, num_train: int) -> dict[str, Any]:
     ],
 )
 def test_replica_of_a_stack_trains_as_the_seed_alone(tmp_path: Path, name, num_train: int):
-    norm = build_norm(compose_config([f"norm={name}"]), FULL, image_data()).make(8)
+    norm = build_norm(compose_config([f"norm={name}"])).make(8)
     splits = [BOTH] if num_train == 24 else [FULL, BOTH]
     if getattr(norm, "sequential_state", False):  # sees samples one after another
         splits = [FULL]

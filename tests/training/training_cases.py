@@ -23,9 +23,11 @@ from normexp.models.vision import ConvNet, ResNet
 from normexp.norms.batch import BatchNorm
 from normexp.norms.factory import NormFactory
 from normexp.norms.sample import GroupNorm
+from normexp.training.devices import Devices
 from normexp.training.fit import fit
 from normexp.training.module import Recorder, TrainingModule
-from normexp.training.recipe import Devices, Recipe, count_steps_per_epoch, named_schedule
+from normexp.training.recipe import Recipe, count_steps_per_epoch
+from normexp.training.schedule import named_schedule
 from normexp.training.stopping import Interrupted, StopRequest
 
 Row = tuple[int, int, int, dict[str, float]]

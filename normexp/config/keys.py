@@ -1,0 +1,266 @@
+"""The one table of keys: what each key of a cell may be, and what it means for whom.
+
+A new key takes a line in conf/config.yaml (default and meaning), a line here, and code that reads
+it from `Settings`. Knobs of norms, models and data are checked by the signatures that they go to.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, get_type_hints
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from normexp.config.groups import CUSTOM_GROUPS
+from normexp.config.sizes import Sizes
+from normexp.config.slots import Act, Conv, Placement
+
+MISSING = "???"  # in a config: a value that must be given
+OPEN = (*CUSTOM_GROUPS, "logger", "experiment")  # groups of any keys
+BUDGETS = ("samples", "epochs", "steps")  # a training has one; the others follow from it
+LONGEST_NAME = 200  # bytes; file systems allow 255, and derived names are longer
+STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+def _distinct(values: list[Any]) -> list[Any]:
+    if len(set(values)) < len(values):
+        raise ValueError("must be a list of different values")
+    return values
+
+
+def _name(text: str) -> str:
+    if not re.fullmatch(r"\w[\w.+-]*", text) or len(text.encode()) > LONGEST_NAME:
+        raise ValueError(
+            "must be a folder name of letters, digits, dot, plus, dash and underscore, of at most "
+            f"{LONGEST_NAME} bytes"
+        )
+    return text
+
+
+def _list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Count = Annotated[int, Field(gt=0)]
+Several = Annotated[int, Field(gt=1)]
+Index = Annotated[int, Field(ge=0)]
+Replicas = Annotated[int, Field(gt=0, le=10**6)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Eps = Annotated[float, Field(ge=0, le=1000)]
+Text = Annotated[str, Field(min_length=1)]
+Name = Annotated[str, AfterValidator(_name)]
+Folder = Annotated[Text, AfterValidator(os.path.expanduser)]
+Counts = Annotated[list[Count], Field(min_length=1), AfterValidator(_distinct)]
+Texts = Annotated[list[Text], Field(min_length=1), AfterValidator(_distinct)]
+Statistic = Literal["running", "precise", "own_share", "batch"]
+Statistics = Annotated[list[Statistic], Field(min_length=1), AfterValidator(_distinct)]
+Names = Annotated[
+    list[Name], Field(min_length=1), AfterValidator(_distinct), BeforeValidator(_list)
+]
+NormsOfSites = Annotated[dict[Text, Name], Field(min_length=1)]
+Words = list[str]
+
+NO_VALUE = object()
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a key means.
+
+    Attributes:
+        kind: its type, with the range of its values.
+        unit: as in its comment in config.yaml.
+        in_id: it defines the training; False for where, when or how a cell is trained.
+        implied: the value that means the same as a missing key, so that ids leave it out.
+        is_probed: what a network mixes or leaks may depend on it.
+        goes_to_target: in a group, it is an argument of the target and not for normexp alone.
+        acts_through: the recorded value that stands for it in comparisons.
+    """
+
+    unit: str = ""
+    in_id: bool = True
+    implied: Any = NO_VALUE
+    is_probed: bool = True
+    goes_to_target: bool = False
+    acts_through: str = ""
+    kind: Any = None
+
+
+ELSEWHERE = Key(in_id=False)  # where, when or how
+OF_TRAINING = Key(is_probed=False)
+UNSET = Key(implied=None)
+ARGUMENT = Key(goes_to_target=True)
+SAMPLES, STEPS = "samples", "optimizer steps"
+
+
+class Group(BaseModel):
+    """The keys of normexp's own in a config group; its target takes any others."""
+
+    model_config = STRICT | ConfigDict(extra="allow")
+
+
+class TargetKeys(Group):
+    target: Annotated[Text, ARGUMENT] = Field(alias="_target_")  # a class or function
+
+
+class SlotKeys(Group):
+    """What surrounds a norm, see config/slots.py; a norm's YAML may set these as well."""
+
+    act: Annotated[Act | None, UNSET] = None
+    conv: Annotated[Conv | None, UNSET] = None
+    residual_scale: Annotated[float | None, UNSET] = None
+    layer_scale: Annotated[float | None, UNSET] = None
+    placement: Annotated[Placement | None, UNSET] = None
+    qk_norm: Annotated[bool | None, UNSET] = None
+    v_norm: Annotated[bool | None, UNSET] = None
+
+
+class NormKeys(SlotKeys, TargetKeys):
+    at: Annotated[NormsOfSites | None, UNSET] = None
+    view: str | None = None
+    layout: str | None = None
+    half_life: Annotated[
+        Positive | None, Key(SAMPLES, implied=None, acts_through="norm.momentum")
+    ] = None
+    # An id counts these two in norm_batch_size.
+    mixes_samples: Annotated[bool | None, ELSEWHERE] = None
+    synchronized: Annotated[bool | None, ELSEWHERE] = None
+
+
+class ModelKeys(TargetKeys):
+    weights: Text | None = None
+    replace: Annotated[Texts | None, UNSET] = None
+
+
+class DataKeys(TargetKeys):
+    limit_train: Annotated[Count | None, Key("samples, for texts blocks", implied=None)] = None
+    order: Annotated[Literal["shuffled", "sorted"] | None, Key(implied="shuffled")] = None
+    data_dir: Annotated[Text | None, Key(in_id=False, goes_to_target=True)] = None
+    path: Annotated[Text | None, ARGUMENT] = None
+    root: Annotated[Text | None, ARGUMENT] = None
+
+
+class OptimKeys(TargetKeys):
+    default_lr: Annotated[float | None, ELSEWHERE] = None
+    momentum: Annotated[Fraction | None, ARGUMENT] = None
+    nesterov: Annotated[bool | None, ARGUMENT] = None
+    fused: Annotated[bool | None, ARGUMENT] = None
+    weight_decay: NotNegative
+    decay_norm: bool
+    decay_bias: Annotated[bool | None, Key(implied=True)] = True
+    schedule: Literal["constant", "cosine", "linear", "wsd", "one_cycle"]
+    warmup: Fraction
+
+
+class TrainerKeys(Group):
+    accelerator: Annotated[Literal["auto", "cpu", "gpu", "cuda"], ELSEWHERE]
+    # Counted in norm_batch_size: a device's share of a forward pass is a ghost sub-batch.
+    devices: Annotated[Count, ELSEWHERE]
+    num_nodes: Annotated[Count, ELSEWHERE]
+    strategy: Annotated[Literal["auto", "ddp"], ELSEWHERE]
+    precision: Literal["32-true", "bf16-mixed", "64-true"]
+
+
+class TuneKeys(Group):
+    points: Annotated[Count, ELSEWHERE]
+    seeds: Annotated[Several, ELSEWHERE]
+    first_seed: Annotated[Index, ELSEWHERE]
+    metric: Annotated[Text | None, ELSEWHERE]
+
+
+class Settings(SlotKeys):
+    """The typed values of a cell, in the order of conf/config.yaml."""
+
+    batch_size: Annotated[Count, Key(SAMPLES)]
+    micro_batch_size: Annotated[Count | None, Key(SAMPLES)]
+    norm_batch_size: Annotated[Count | None, Key(SAMPLES)]
+    epochs: Annotated[Count, OF_TRAINING]
+    steps: Annotated[Count | None, Key(STEPS, is_probed=False)]
+    samples: Annotated[Count | None, Key(SAMPLES, is_probed=False)]
+    lr: Annotated[Positive, OF_TRAINING]
+    lr_rule: Annotated[Literal["none", "linear", "sqrt", "momentum_aware"], OF_TRAINING]
+    base_batch_size: Annotated[Count, Key(SAMPLES, is_probed=False, acts_through="lr")]
+    max_grad_norm: Annotated[Positive | None, OF_TRAINING]
+    seed: Annotated[Index, ELSEWHERE]
+    replicas: Annotated[Replicas, ELSEWHERE]
+    study: Annotated[Name, ELSEWHERE]
+    tags: Annotated[Texts | None, ELSEWHERE]
+    notes: Annotated[Text | None, ELSEWHERE]
+    dry_run: Annotated[bool, ELSEWHERE]
+    workers: Annotated[Index | None, ELSEWHERE]
+    fail_fast: Annotated[bool, ELSEWHERE]
+    runs_dir: Annotated[Text, ELSEWHERE]
+    data_dir: Annotated[Text, ELSEWHERE]
+    eps: Eps
+    matmul_precision: Literal["highest", "high", "medium"]
+    drop_last: bool
+    val_every_epochs: Annotated[Count, Key("epochs", in_id=False, is_probed=False)]
+    log_every: Annotated[Count, Key(STEPS, in_id=False)]
+    chunk: Annotated[Count, Key(STEPS, in_id=False)]
+    stack: Annotated[Literal["auto", True, False], ELSEWHERE]
+    compile: Annotated[bool, ELSEWHERE]
+    cuda_graph: Annotated[bool, ELSEWHERE]
+    save_weights: Annotated[bool, ELSEWHERE]
+    evaluate_with: Annotated[Statistics, ELSEWHERE]
+    precise_samples: Annotated[Several, Key(SAMPLES, in_id=False)]
+    evaluate_batch_sizes: Annotated[Counts | None, Key(SAMPLES, in_id=False)]
+    evaluate_every_epoch: Annotated[bool, ELSEWHERE]
+    allow_leak: Annotated[bool, ELSEWHERE]
+    norm: NormKeys
+    model: ModelKeys
+    data: DataKeys
+    optim: Annotated[OptimKeys, OF_TRAINING]
+    schedule: Annotated[dict[str, Any] | None, OF_TRAINING] = None
+    callback: Annotated[dict[str, Any] | None, OF_TRAINING] = None
+    trainer: TrainerKeys
+    logger: Annotated[dict[str, Any], ELSEWHERE]
+    tune: Annotated[TuneKeys, ELSEWHERE]
+    experiment: Annotated[Text | None, ELSEWHERE]
+
+    @property
+    def sizes(self) -> Sizes:
+        """The three sizes as typed."""
+        return Sizes(self.batch_size, self.micro_batch_size, self.norm_batch_size)
+
+
+def _table(group: type[Group], prefix: str = "") -> Iterator[tuple[str, Key]]:
+    kinds = get_type_hints(group, include_extras=True)
+    for name, field in group.model_fields.items():
+        meaning = next((part for part in field.metadata if isinstance(part, Key)), Key())
+        key = f"{prefix}{field.alias or name}"
+        yield key, replace(meaning, kind=kinds[name])
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Group):
+            yield from _table(field.annotation, f"{key}.")
+
+
+KEYS = dict(_table(Settings))  # by dotted name, as norm.half_life
+
+
+def own_keys(group: str) -> list[str]:
+    """The keys in a group that are for normexp alone: its target does not get them."""
+    keys = [key.partition(".") for key, meaning in KEYS.items() if not meaning.goes_to_target]
+    return [name for prefix, dot, name in keys if prefix == group and dot]
+
+
+def is_read(key: str) -> bool:
+    """True if something reads a dotted key: normexp, or the target of its group."""
+    return key in KEYS or key.partition(".")[0] in OPEN
+
+
+def in_identity(key: str) -> bool:
+    """True if a dotted key, of normexp or of a user's module, is part of the identity."""
+    group, _, name = key.partition(".")
+    meaning = KEYS.get(key) or KEYS.get(group)
+    return meaning is not None and meaning.in_id and name != "_partial_"
+
+
+def value_at(tree: Any, key: str) -> Any:
+    """The value at a dotted key of nested dicts; None if there is none."""
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, Mapping) else None
+    return tree

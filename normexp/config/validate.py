@@ -1,0 +1,143 @@
+"""Checks the values of a config, and says in one line what is wrong with one."""
+
+# ruff: noqa: UP045 (types as values)
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any, Literal, Optional
+
+from pydantic import TypeAdapter, ValidationError
+
+from normexp.config.keys import (
+    KEYS,
+    STRICT,
+    Counts,
+    Folder,
+    Group,
+    Name,
+    Names,
+    NotNegative,
+    Settings,
+    Several,
+    Statistics,
+    Text,
+    value_at,
+)
+from normexp.config.words import as_typed, join_or, suggest
+from normexp.errors import UserError
+
+# The keys of the entries without a config; conf/entries.yaml has their defaults and meanings.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "benchmark": {"reference": Folder, "workloads": Optional[Names], "runs_dir": Folder},
+    "check": {"part": Literal["all", "contract"], "format": Literal["table", "json"]},
+    "evaluate": {
+        "run": Folder,
+        "evaluate_with": Optional[Statistics],
+        "precise_samples": Several,
+        "evaluate_batch_sizes": Optional[Counts],
+    },
+    "report": {
+        "study": Optional[Names],
+        "runs_dir": Folder,
+        "metric": Optional[Text],
+        "tolerance": Optional[NotNegative],
+        "reference": Optional[Text],
+        "watch": bool,
+    },
+    "status": {"study": Name, "runs_dir": Folder},
+}
+
+
+def read_settings(config: Mapping[str, Any]) -> Settings:
+    """The typed values of a cell. Raises UserError for one that cannot be trained.
+
+    What needs the data or the model is checked later.
+    """
+    try:
+        settings = Settings.model_validate(config)
+    except ValidationError as invalid:
+        where = [str(name) for name in invalid.errors(include_url=False)[0]["loc"]]
+        while ".".join(where) not in KEYS:  # inside a list, say
+            where.pop()
+        key = ".".join(where)
+        check_value(key, value_at(config, key), KEYS[key].kind, KEYS[key].unit)
+        raise
+    statistics, sizes = settings.evaluate_with, settings.evaluate_batch_sizes
+    if sizes and "batch" not in statistics:
+        raise UserError(
+            f"evaluate_batch_sizes={as_typed(sizes)}: only batch statistics use it; add batch, as "
+            f"in evaluate_with={as_typed([*statistics, 'batch'])}"
+        )
+    trainer = settings.trainer
+    devices = trainer.devices * trainer.num_nodes
+    if devices > 1 and trainer.strategy != "ddp":
+        typed = f"trainer.devices={trainer.devices} trainer.num_nodes={trainer.num_nodes}"
+        raise UserError(f"{typed}: several devices need trainer=ddp")
+    settings.sizes.shared_by(devices)
+    return settings
+
+
+def check_keys(config: Mapping[str, Any], keys: Iterable[str]) -> None:
+    """Checks the values of these keys alone. Raises UserError for the first that is refused."""
+    for key in keys:
+        check_value(key, value_at(config, key), KEYS[key].kind, KEYS[key].unit)
+
+
+def check_value(key: str, value: Any, kind: Any, unit: str = "") -> Any:
+    """The value, as a type of keys.py. Raises UserError for one that the type refuses."""
+    try:
+        return _adapter(kind).validate_python(value)
+    except ValidationError as invalid:
+        said = invalid.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+    said = re.sub(r"^\w+ should", "must", said).replace("a valid integer", "a whole number")
+    said = said.replace("a valid dictionary", "a group of keys").replace("a valid ", "a ")
+    remedy = f"; set {key}=..." if value is None else ""
+    raise UserError(f"{key}={as_typed(value)}: {said}{unit and f' ({unit})'}{remedy}")
+
+
+def takes(key: str, value: Any) -> bool:
+    """True if a key may have this value."""
+    if key == "logger":
+        return True
+    try:
+        check_value(key, value, KEYS[key].kind)
+    except (KeyError, UserError):
+        return False
+    return True
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    base = getattr(kind, "__origin__", kind)
+    is_group = isinstance(base, type) and issubclass(base, Group)  # which has its own config
+    return TypeAdapter(kind, config=None if is_group else STRICT)
+
+
+# What other tools call our keys, by the last part of each name.
+OTHER_NAMES = {
+    **dict.fromkeys(("seeds", "num_seeds"), "replicas"),
+    **dict.fromkeys(("max_epochs", "num_epochs"), "epochs"),
+    **dict.fromkeys(("max_steps", "num_steps"), "steps"),
+    **{"learning_rate": "lr", "num_workers": "workers", "gpus": "devices"},
+    **{"gradient_clip_val": "max_grad_norm", "accumulate_grad_batches": "micro_batch_size"},
+}
+
+
+def unknown_key(key: str, known: Iterable[str], choice: str = "") -> UserError:
+    """The error for a key that nothing reads, or a `choice` lacks, with the nearest known ones."""
+    known, leaf = list(known), key.rpartition(".")[2]
+    leaves = (leaf, OTHER_NAMES.get(leaf))
+    same = [name for name in known if name.rpartition(".")[2] in leaves]
+    hint = f"did you mean {join_or(same)}?" if same else suggest(key, known, most=2)
+    of = f" of {choice}" if choice else ""
+    return UserError(f"{key}: unknown key{of}; {hint or '--help lists the keys'}")
+
+
+def name_as_text(word: str) -> str:
+    """The word, with quotes for names of studies that would be read as numbers, as 2026_11."""
+    if not re.fullmatch(r"study=[\[\w.+,\]-]*", word):
+        return word
+    return re.sub(r"(?<=[=,\[])[\d.][\w.+-]*", lambda name: f"'{name[0]}'", word)

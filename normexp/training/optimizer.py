@@ -1,0 +1,130 @@
+"""The optimizer of a stack of replicas: its learning rates, and its weight decay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from normexp.batching.replicas import Replicas
+from normexp.config.keys import own_keys
+from normexp.config.target import read_target
+from normexp.errors import UserError
+from normexp.norms.site import norm_parameters
+
+
+def build_optimizer(
+    values: Mapping[str, Any], *, momentum: float | None = None
+) -> Callable[..., torch.optim.Optimizer]:
+    """The optimizer that `optim` names, to be called with parameters and a learning rate.
+
+    Args:
+        values: of the group `optim`.
+        momentum: in place of that among the values.
+
+    Raises:
+        UserError: a knob that it does not take.
+    """
+    own = own_keys("optim")
+    values = {key: value for key, value in values.items() if key not in own}
+    if momentum is not None:
+        values["momentum"] = momentum
+    target = read_target(values, "optim")
+    target.require(1, "lr", "weight_decay")
+    return target.call
+
+
+def scale_learning_rate(
+    rule: str, *, lr: float, momentum: float | None, batch_size: int, base_batch_size: int
+) -> tuple[float, float | None]:
+    """Returns learning rate and momentum for `batch_size`, given those for `base_batch_size`.
+
+    With k = batch_size / base_batch_size:
+        none            unchanged
+        linear          lr * k (Goyal et al., arXiv:1706.02677)
+        sqrt            lr * sqrt(k) (Hoffer et al., arXiv:1705.08741)
+        momentum_aware  m' = m^k, lr * k * (1 - m') / (1 - m): past samples have the same weight
+                        at every batch size (Chiley et al., arXiv:1905.05894)
+
+    Raises:
+        UserError: momentum_aware for an optimizer without momentum.
+    """
+    k = batch_size / base_batch_size
+    if rule == "momentum_aware":
+        if momentum is None:
+            raise UserError("lr_rule=momentum_aware needs optim.momentum; try optim=sgd")
+        scaled = momentum**k
+        return lr * k * (1 - scaled) / (1 - momentum), scaled
+    factor = {"none": 1.0, "linear": k, "sqrt": math.sqrt(k)}[rule]
+    return lr * factor, momentum
+
+
+def parameter_groups(
+    model: nn.Module, *, weight_decay: float, decay_norm: bool, decay_bias: bool = True
+) -> list[dict[str, object]]:
+    """Returns groups with and without weight decay.
+
+    Parameters are told apart by their module and name (a bias is called `bias` or `..._bias`), not
+    by their dimensions: a stack adds a dimension, and some norms have parameters with several.
+
+    Args:
+        decay_norm: whether the parameters of norms decay, their biases included.
+        decay_bias: whether all other biases do.
+    """
+    of_norms = {id(p) for p in norm_parameters(model)}
+    decayed, kept = list[nn.Parameter](), list[nn.Parameter]()
+    for name, parameter in model.named_parameters():
+        decays = decay_norm if id(parameter) in of_norms else decay_bias or name[-4:] != "bias"
+        if parameter.requires_grad:
+            (decayed if decays else kept).append(parameter)
+    groups: list[dict[str, object]] = [{"params": decayed, "weight_decay": weight_decay}]
+    return [*groups, {"params": kept, "weight_decay": 0.0}] if kept else groups
+
+
+class OwnRates:
+    """Trains each replica of a stack at its own learning rate, with one optimizer.
+
+    The optimizer steps at the common rate lr, then replica r keeps the share s_r of its update:
+    p_r = old_r + s_r (new_r - old_r). This equals a step at the rate s_r lr for every optimizer
+    whose update is linear in its rate given the gradients, and whose state does not contain the
+    rate: SGD with momentum, Adam, AdamW with its decoupled decay, and the other elementwise
+    optimizers of torch.
+
+    Args:
+        scales: s_r in (0, 1]. The common rate is the largest, so rounding is never magnified.
+    """
+
+    def __init__(self, replicas: Replicas, scales: Sequence[float]) -> None:
+        device = next(replicas.parameters()).device
+        factors = torch.tensor(scales, dtype=torch.float64, device=device)
+        trees = [factors] if replicas.is_stacked else list(factors)
+        self._scaled = [  # with a scale () or (S, 1, ...)
+            (p, scale.to(p.dtype).view(scale.shape + (1,) * (p.ndim - scale.ndim)))
+            for tree, scale in zip(replicas.trees, trees, strict=True)
+            for p in tree.parameters()
+            if p.requires_grad
+        ]
+
+    @torch.no_grad()
+    def step(self, optimizer: Optimizer) -> None:
+        """Steps the optimizer; then each replica keeps its share of the update."""
+        before = [parameter.detach().clone() for parameter, _ in self._scaled]
+        optimizer.step()
+        for old, (parameter, scale) in zip(before, self._scaled, strict=True):
+            parameter.copy_(old.lerp_(parameter, scale))  # exact to the bit for a scale of 1
+
+
+# They update each value from its own history alone, by a step that is linear in the rate.
+ELEMENTWISE = (
+    *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
+    *(torch.optim.Adamax, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta),
+)
+
+
+def can_train_a_stack(optimizer: torch.optim.Optimizer) -> bool:
+    """True if one optimizer acts on a stack as on each run alone; not known of foreign ones."""
+    return type(optimizer) in ELEMENTWISE
