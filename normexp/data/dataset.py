@@ -144,6 +144,13 @@ class Data:
         return {name: getattr(self, name) for name in SPLITS}
 
     @property
+    def has_mask(self) -> bool | None:
+        """True if samples are padded; None if the samples are gone, see `without_samples`."""
+        if isinstance(self.train, Windows):
+            return False
+        return None if self.train.inputs.ndim == 1 else self.train.mask is not None
+
+    @property
     def chance_accuracy(self) -> float | None:
         """Test accuracy of always predicting the most frequent class; None for language models."""
         if isinstance(self.test, Windows):

@@ -1,12 +1,7 @@
-"""Checks of a model's arguments and its data."""
+"""Checks of a model's arguments."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Collection
-from typing import Any
-
-from normexp.data.dataset import Data
 from normexp.errors import UserError
 
 
@@ -30,31 +25,3 @@ def check_image_shape(input_shape: tuple[int, ...], *, smallest: int, model: str
             f"images of {height}x{width} are too small for model={model}; "
             f"it needs {smallest}x{smallest} or larger"
         )
-
-
-def refuse_misfit(model: Any, names: Collection[str], data: Data) -> None:
-    """Raises UserError if one of model and data is for texts alone, or the model's mask misfits.
-
-    Args:
-        model: its class, or a function that returns it.
-        names: of its arguments; a model that reads texts takes `vocab_size`.
-    """
-    reads_text = "vocab_size" in names
-    is_text = data.vocab_size is not None
-    has_mask = getattr(data.train, "mask", None) is not None
-    fits = reads_text == is_text
-    mask = None
-    if hasattr(model, "forward"):  # a function has none, and may return any model
-        mask = inspect.signature(model.forward).parameters.get("mask")
-        needs_mask = mask is not None and mask.default is mask.empty
-        if is_text and (mask is None if has_mask else needs_mask):
-            fits = False
-    if fits:
-        return
-    if not reads_text:
-        remedy = "model=text_encoder" if has_mask else "model=gpt"
-    else:
-        remedy = "data=manual" if mask is None else "data=langid"
-    raise UserError(
-        f"model={getattr(model, '__name__', model)} does not fit data={data.name}; try {remedy}"
-    )
