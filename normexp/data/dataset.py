@@ -168,7 +168,7 @@ class Data:
         return dataclasses.replace(self, **splits)
 
 
-FEW_VALUES = 16  # of a sample
+MIN_VALUES = 16  # of a sample that does not equal another by chance
 
 
 def limit_train(data: Data, num_samples: int, seed: int) -> Data:
@@ -181,7 +181,8 @@ def limit_train(data: Data, num_samples: int, seed: int) -> Data:
     Raises:
         UserError: the split has fewer samples.
     """
-    train, available = data.train, len(data.train)
+    train = data.train
+    available = len(train)
     if num_samples > available:
         raise UserError(
             f"data.limit_train={num_samples}: the training split of data={data.name} has "
@@ -201,7 +202,7 @@ def describe_copies(data: Data) -> Iterator[str]:
 
     Samples of a few values coincide by chance, and are not compared.
     """
-    if not isinstance(data.train, Examples) or data.train.inputs[0].numel() < FEW_VALUES:
+    if not isinstance(data.train, Examples) or data.train.inputs[0].numel() < MIN_VALUES:
         return
     hashes = {}
     for name, split in data.splits.items():
@@ -218,7 +219,8 @@ def describe_copies(data: Data) -> Iterator[str]:
 
 def validate(data: Data) -> None:
     """Raises UserError for the first inconsistency in `data`."""
-    if problem := next(_problems(data), None):
+    problem = next(_problems(data), None)
+    if problem:
         raise UserError(f"data={data.name}: {problem}")
 
 
@@ -252,7 +254,8 @@ def _problems(data: Data) -> Iterator[str]:
                 yield f"{name}.{field} is {tensor.dtype} {given_shape}, must be {dtype} {shape}"
             key = "num_outputs" if field == "targets" else "vocab_size"
             limit = getattr(data, key)
-            lowest, highest = int(tensor.min()), int(tensor.max())
+            lowest = int(tensor.min())
+            highest = int(tensor.max())
             if limit is not None and not 0 <= lowest <= highest < limit:
                 wrong = lowest if lowest < 0 else highest
                 yield f"{name}.{field} has {wrong}; {key}={limit} allows 0 to {limit - 1}"
@@ -284,7 +287,8 @@ def predict(network: nn.Module, data: Data, images: Any) -> list[str]:
 
     Shapes: (N, C, H, W), or (C, H, W) for a single image. Raises UserError for other images.
     """
-    values, shape = torch.as_tensor(images), data.input_shape
+    values = torch.as_tensor(images)
+    shape = data.input_shape
     if values.ndim == len(shape):
         values = values.unsqueeze(0)
     white = 1 if values.is_floating_point() else 255

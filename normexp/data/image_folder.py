@@ -68,7 +68,8 @@ def load_image_folder(
         raise UserError(f"data.size={size} must be positive; try data.size=32")
     if mean is not None or std is not None:
         _check_moments(mean, std)
-    name, folder = f"data.root={root}", Path(root).expanduser()
+    name = f"data.root={root}"
+    folder = Path(root).expanduser()
     try:
         folders = find_splits(folder, name) or {"train": folder}
         classes = _read_classes(folders, name)
@@ -169,7 +170,7 @@ def _read_classes(folders: Mapping[str, Path], name: str) -> list[str]:
     """The names of the class folders.
 
     Raises:
-        UserError: classes that differ between splits, a single one, and splits taken for classes.
+        UserError: classes that differ between splits, a single class, or classes named like splits.
     """
     train = folders["train"]
     classes = [folder.name for folder in _subfolders(train)]

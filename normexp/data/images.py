@@ -42,7 +42,8 @@ def build_image_data(
     Raises:
         UserError: train images of another dtype or shape; a fraction that empties train or val.
     """
-    images, num_targets = train.inputs, len(train.targets)
+    images = train.inputs
+    num_targets = len(train.targets)
     if images.ndim != 4 or images.dtype != torch.uint8 or len(images) != num_targets:
         raise UserError(
             f"data={name}: train.inputs is {images.dtype} {tuple(images.shape)} for {num_targets} "

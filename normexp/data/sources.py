@@ -48,7 +48,8 @@ def split_off_test(targets: Tensor, fraction: float = TEST_FRACTION) -> tuple[Te
 def downloading(name: str, path: Path) -> Iterator[None]:
     """Turns a failed download to `path` into a UserError about data=`name`, without leftovers."""
     folder = path.parent
-    had_folder, had_file = folder.exists(), path.exists()
+    had_folder = folder.exists()
+    had_file = path.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield

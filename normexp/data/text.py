@@ -7,9 +7,11 @@ import logging
 import math
 import platform
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from normexp.data.dataset import SPLITS, Data, Windows
 from normexp.data.sources import downloading, refuse_beyond_memory
@@ -101,11 +103,14 @@ def build_text_data(
     num_test = int(len(text) * test_fraction)
     lengths = (len(text) - num_val - num_test, num_val, num_test)
     num_bytes = torch.tensor([len(symbol.encode()) for symbol in symbols])
-    windows, counts, bytes_per_token = {}, {}, {}  # by split: a text may change its script
-    for split, part in zip(SPLITS, torch.from_numpy(tokens).split(lengths), strict=True):
-        windows[split] = Windows(part, block_size)
-        counts[split] = part.bincount(minlength=len(symbols))
-        bytes_per_token[split] = int(counts[split] @ num_bytes) / len(part)
+    windows: dict[str, Any] = {}
+    counts: dict[str, Tensor] = {}
+    bytes_per_token: dict[str, float] = {}  # by split, because a text may change its script
+    splits = torch.from_numpy(tokens).split(lengths)
+    for split, characters in zip(SPLITS, splits, strict=True):
+        windows[split] = Windows(characters, block_size)
+        counts[split] = characters.bincount(minlength=len(symbols))
+        bytes_per_token[split] = int(counts[split] @ num_bytes) / len(characters)
     unseen = ((counts["test"] > 0) & (counts["train"] == 0)).nonzero().flatten().tolist()
     if unseen:
         examples = " ".join(ascii(symbols[token]) for token in unseen[:MOST_NAMED])

@@ -153,7 +153,7 @@ def describe_norm(module: nn.Module, form: CallForm) -> NormDescription:
         try:
             measurement = Measurement(module, form, is_last)
             fits[measurement] = measurement.fit()
-        except Exception as failure:  # foreign code raises any kind if its channels are elsewhere
+        except Exception as failure:  # a module whose channels are elsewhere may raise anything
             failures.append(failure)
     if not fits:
         raise failures[0]
@@ -308,8 +308,8 @@ class Measurement:
         normal = self.by_channel(self._normalize(formula, self.other_x))
         evaluated = self.run(self.drawn, self.other_x, False)
         has_averages = line.residual(normal, evaluated) > MAX_RESIDUAL
-        if has_averages and (momentum := self._measure_momentum(line)) is not None:
-            settings["momentum"] = momentum
+        if has_averages:
+            settings |= self._measure_momentum(line)
         return NormDescription(
             formula, self.num_features, settings, self.form, self.tail, has_averages, moments
         )
@@ -320,8 +320,8 @@ class Measurement:
         small = Line.fitted(self.by_channel(x), self.run(self.drawn, x, True))
         return rounded((line.slope / small.slope).square() - SMALL**2)
 
-    def _measure_momentum(self, line: Line) -> float | None:
-        """The weight of a batch in the running mean; None if two steps have different weights."""
+    def _measure_momentum(self, line: Line) -> dict[str, float]:
+        """The weight of a batch in the running mean; empty if two steps have different weights."""
         module = copy.deepcopy(self.drawn)
         means = []
         for _ in range(3):
@@ -332,7 +332,7 @@ class Measurement:
         weights = torch.stack([(new - old) / (batch - old) for old, new in pairwise(means)])
         momentum = float(weights.median())
         is_constant = (weights - momentum).abs().max() < 1e-3
-        return round(momentum, 6) if is_constant else None
+        return {"momentum": round(momentum, 6)} if is_constant else {}
 
     def _running_moments(self, module: nn.Module, line: Line) -> tuple[Tensor, Tensor]:
         """Mean and variance + eps (C,) from gain * (x - mean) / sqrt(var + eps) + shift.
@@ -350,7 +350,8 @@ class Measurement:
         A mean larger by 1 lowers the constant by the slope. A variance v larger by 1 divides the
         squared slope by 1 + 1 / (v + eps).
         """
-        mean, var, eps = "", "", 0.0
+        mean = var = ""
+        eps = 0.0
         for name, tensor in tensors_of(self.drawn).items():
             if tensor.numel() != self.num_features:
                 continue
@@ -361,14 +362,16 @@ class Measurement:
             if is_close(line.constant - line.slope, constant, TOLERANCE):
                 mean = name
             elif found.min() > -TOLERANCE and found.max() - found.min() < TOLERANCE:
-                var, eps = name, rounded(found)
+                var = name
+                eps = rounded(found)
         if not mean or not var:
             raise Misfit("it is an affine map of its input, without moments")
         return (mean, var), eps
 
     def values(self, description: NormDescription) -> State:
         """Gain and shift of the module as it is, and its moments if it has some of its own."""
-        eps, x = description.settings["eps"], self.x
+        eps = description.settings["eps"]
+        x = self.x
         if not description.moments:
             x = self._normalize(description.formula, x, eps)
         x = self.by_channel(x)

@@ -103,7 +103,7 @@ def download(get: Callable[[], Any], weights: str, source: str) -> Values:
     """Calls `get`; a failure becomes a UserError."""
     try:
         return dict(get())
-    except Exception as error:  # of the library's client, many kinds
+    except Exception as error:  # the library's client raises many kinds
         raise UserError(
             f"model.weights={weights}: downloading {source} failed ({first_line(error)}); "
             "download it on another machine, and set model.weights to the file"

@@ -100,12 +100,12 @@ def recognise(
     named: set[nn.Module] = set()
     norms: dict[str, NormDescription] = {}
     left_alone: dict[str, LeftAlone] = {}
-    known: dict[str, NormDescription | LeftAlone] = {}
+    cache: dict[str, NormDescription | LeftAlone] = {}
     del modules[""]  # the network itself has no place in which another module could be put
     for path, module in reversed(modules.items()):  # children come before their parents
         if module in weights or not named.isdisjoint(module.modules()):
             continue  # it computes a weight, or contains a norm
-        found = _judge(module, None if calls is None else calls.get(path, []), known)
+        found = _judge(module, None if calls is None else calls.get(path, []), cache)
         if isinstance(found, NormDescription):
             norms[path] = found
             named.add(module)
@@ -173,7 +173,7 @@ def run_network(network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str
             return network(*copied(args), **copied(dict(keywords)))
         except UserError:
             raise
-        except Exception as error:  # of foreign code, any kind
+        except Exception as error:  # foreign code may raise anything
             raise UserError(
                 f"a forward of the model {type(network).__name__} fails: "
                 f"{one_line(error)}{source_line_of(error)}"
@@ -187,13 +187,13 @@ def run_network(network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str
 
 
 def _judge(
-    module: nn.Module, calls: list[Call] | None, known: dict[str, NormDescription | LeftAlone]
+    module: nn.Module, calls: list[Call] | None, cache: dict[str, NormDescription | LeftAlone]
 ) -> NormDescription | LeftAlone | None:
     """What a module is, from its calls; None if it cannot be a norm.
 
     Args:
         calls: None if no forward was run.
-        known: what was found for equal modules, by their class, settings, shapes and calls.
+        cache: what was found for equal modules, by their class, settings, shapes and calls.
     """
     is_torch_norm = _is_torch_norm(module)
     if is_torch_norm and (calls is None or (calls and all(call.form for call in calls))):
@@ -210,9 +210,9 @@ def _judge(
     shapes = [(name, tensor.shape) for name, tensor in tensors_of(module).items()]
     forms = tuple(dict.fromkeys(call.form for call in calls))
     key = repr((id(type(module)), module, settings, shapes, forms))
-    if key not in known:
-        known[key] = _describe(module, calls)
-    found = known[key]
+    if key not in cache:
+        cache[key] = _describe(module, calls)
+    found = cache[key]
     if isinstance(found, LeftAlone):
         return found
     return _compare(module, found)
@@ -258,7 +258,7 @@ def _describe(module: nn.Module, calls: list[Call]) -> NormDescription | LeftAlo
         return _describe_calls(module, calls)
     except Misfit as misfit:
         reason = str(misfit)
-    except Exception as error:  # of foreign code, any kind
+    except Exception as error:  # foreign code may raise anything
         reason = f"trying it fails: {one_line(error)}{source_line_of(error)}"
     resembles = _has_name_of_norm(module) or _ignores_scale(module, calls[0])
     return LeftAlone(type(module).__name__, reason, resembles)
@@ -292,7 +292,7 @@ def _ignores_scale(module: nn.Module, call: Call) -> bool:
     try:
         output = run(100.0)
         return is_close(output, run(400.0), 1e-3) and bool(output.any())
-    except Exception:  # of foreign code, any kind
+    except Exception:  # foreign code may raise anything
         return False
 
 

@@ -98,9 +98,10 @@ def replace_norms(
     new: dict[str, nn.Module] = {}
     for path, old in network.named_modules():
         class_name = type(old).__name__
-        norm, other = recognition.norms.get(path), recognition.left_alone.get(path)
         if only is not None and class_name not in only:
             continue
+        norm = recognition.norms.get(path)
+        other = recognition.left_alone.get(path)
         if norm is not None and not factory.keeps_norms:
             new[path], lost = _new_norm(old, norm, factory, network)
             surgery.lost += [f"{path}.{name}" for name in lost]

@@ -272,7 +272,8 @@ class Embedding(nn.Module):
         self.dropout = Dropout(dropout)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        length, block_size = inputs.shape[-1], self.positions.num_embeddings
+        length = inputs.shape[-1]
+        block_size = self.positions.num_embeddings
         if length > block_size:
             raise UserError(
                 f"a sequence of {length} tokens is longer than block_size={block_size}; "

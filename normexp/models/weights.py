@@ -43,19 +43,19 @@ class Weights:
         return self.read()
 
     def load(self, network: nn.Module, say: Callable[[str], None]) -> Values:
-        """Loads what fits a network; returns the rest.
+        """Loads what fits a network; returns the values that do not.
 
         Norms and the last layer keep their own values where the file has none that fit.
 
         Args:
-            say: is told what was loaded, what was not, and what the file has in excess.
+            say: logs what was loaded, what was not, and what the file has in excess.
 
         Raises:
             UserError: any other parameter of the network has no value that fits in the file.
         """
         names = names_as_built(network)
         values = _without_prefix(self.values, list(names.values()))
-        unloaded, rest = load_fitting(network, values)
+        unloaded, unused = load_fitting(network, values)
         parameters = dict(network.named_parameters())
         missing = {
             name: f"{names[name]} {unloaded[name]}" for name in unloaded if name in parameters
@@ -77,9 +77,9 @@ class Weights:
             f"{key}: {total - num_missing:,} of {total:,} parameters are loaded{but}; "
             "every seed starts from them"
         )
-        if extra := shorten(name for name in rest if name not in names.values()):
+        if extra := shorten(name for name in unused if name not in names.values()):
             say(f"in the file, but not in the model: {extra}")
-        return rest
+        return unused
 
 
 def load_fitting(network: nn.Module, values: Values) -> tuple[dict[str, str], Values]:
@@ -92,7 +92,7 @@ def load_fitting(network: nn.Module, values: Values) -> tuple[dict[str, str], Va
     names = names_as_built(network)
     fitting: Values = {}
     unloaded: dict[str, str] = {}
-    rest = dict(values)
+    unused = dict(values)
     for name, tensor in network.state_dict().items():
         value = values.get(names[name])
         if value is None:
@@ -102,11 +102,11 @@ def load_fitting(network: nn.Module, values: Values) -> tuple[dict[str, str], Va
             value = value.sum(dim=1, keepdim=True)  # a grey image is three equal colours
         if value.shape == tensor.shape:
             fitting[name] = value
-            rest.pop(names[name], None)
+            unused.pop(names[name], None)
         else:
             unloaded[name] = f"is {_size(tensor)}, in the file {_size(value)}"
     network.load_state_dict(fitting, strict=False)
-    return unloaded, rest
+    return unloaded, unused
 
 
 def _size(tensor: Tensor) -> str:
@@ -127,11 +127,11 @@ def _may_start_anew(network: nn.Module) -> set[str]:
                 last, num_outputs = module, len(parameter)
     names: set[str] = set()
     for path, module in network.named_modules():
-        own = dict(module.named_parameters(path, recurse=False))
-        is_norm = f"{path}.".startswith(sites) or all(p.ndim < 2 for p in own.values())
-        is_head = all(p.ndim < 3 and p.shape[:1] == (num_outputs,) for p in own.values())
-        if is_norm or is_head or module is last:
-            names |= own.keys()
+        parameters = dict(module.named_parameters(path, recurse=False))
+        is_norm = all(p.ndim < 2 for p in parameters.values())
+        is_head = all(p.ndim < 3 and p.shape[:1] == (num_outputs,) for p in parameters.values())
+        if is_norm or is_head or module is last or f"{path}.".startswith(sites):
+            names |= parameters.keys()
     return names
 
 
@@ -191,10 +191,11 @@ def read_values(path: Path) -> Values:
 
 
 def _without_prefix(values: Values, names: Sequence[str]) -> Values:
-    """Strips a prefix that all names share, such as `module.`, if more then are the network's."""
+    """Strips a prefix such as `module.` from all names, if more of them are then the network's."""
     if not names:
         return values
-    prefixes = [own.removesuffix(names[0]) for own in values if own.endswith(f".{names[0]}")]
+    first = names[0]
+    prefixes = [name.removesuffix(first) for name in values if name.endswith(f".{first}")]
 
     def count_matches(prefix: str) -> int:
         return sum(prefix + name in values for name in names)
