@@ -31,9 +31,9 @@ from normexp.norms.build import build_norm, norm_target
 from normexp.records.logs import collected_messages
 from normexp.records.provenance import refuse_edited, source_line_of
 from normexp.records.result import Measured, check_joins
+from normexp.training.callbacks import describe_monitor
 from normexp.training.devices import check_devices
 from normexp.training.evaluation import criterion_of
-from normexp.training.fit import describe_monitor
 from normexp.training.optimizer import can_train_a_stack, parameter_groups
 from normexp.training.recipe import Recipe
 

@@ -17,9 +17,8 @@ from normexp.data.dataset import Data
 from normexp.errors import UserError
 from normexp.models.weights import Weights
 from normexp.records.result import Result
-from normexp.training.build import build_callbacks, build_loggers, logger_targets
+from normexp.training.callbacks import act_on_batches, build_callbacks
 from normexp.training.devices import Devices
-from normexp.training.fit import act_on_batches
 from normexp.training.optimizer import build_optimizer, scale_learning_rate
 from normexp.training.recipe import (
     Recipe,
@@ -28,6 +27,7 @@ from normexp.training.recipe import (
     momentum_of_half_life,
 )
 from normexp.training.schedule import build_schedule
+from normexp.training.trackers import build_loggers, logger_targets
 
 OPTIM_SCHEDULE = ("schedule", "warmup")  # keys of `optim` that `schedule` replaces
 

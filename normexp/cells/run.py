@@ -60,7 +60,8 @@ from normexp.records.study import (
     refused_by,
     write_attempts,
 )
-from normexp.training.fit import StepReports, fit, why_stopped
+from normexp.training.callbacks import why_stopped
+from normexp.training.fit import StepReports, fit
 from normexp.training.module import Recorder, TrainingModule
 from normexp.training.stopping import Interrupted, StopRequest, TrainingControl
 

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from pytorch_lightning.strategies import DDPStrategy
 
 from normexp.errors import UserError
 from normexp.records.files import open_atomic
+from normexp.training.callbacks import why_stopped
 from normexp.training.devices import Devices
 from normexp.training.module import TrainingModule
 from normexp.training.stopping import Interrupted, StopRequest
@@ -224,83 +225,6 @@ class Checkpointer(shipped.Checkpoint):
             self._saved_at = time.monotonic()
         if wish == STOP:
             raise Interrupted
-
-
-# --- Callbacks -----------------------------------------------------------------------------------
-
-# Callbacks of Lightning that cannot be used, and what to use instead.
-UNSUPPORTED: dict[type, str] = {
-    shipped.Checkpoint: "normexp writes checkpoints and weights.pt itself, and resumes from them",
-    shipped.ProgressBar: "normexp shows its own progress",
-    shipped.ModelSummary: "the result and the report have the number of parameters",
-    shipped.GradientAccumulationScheduler: "set micro_batch_size=...",
-    shipped.StochasticWeightAveraging: "the weights of the last step are evaluated",
-    shipped.WeightAveraging: "the weights of the last step are evaluated",
-    shipped.BatchSizeFinder: "set micro_batch_size=...",
-    shipped.LearningRateFinder: "python -m normexp.tune searches it",
-    shipped.Timer: "set steps=... or epochs=...",
-    shipped.BaseFinetuning: "its parameters would leave the optimizer's groups",
-    shipped.ModelPruning: "it renames parameters, so that no checkpoint would fit",
-    shipped.BasePredictionWriter: "nothing is predicted",
-}
-ON_BATCHES = ("on_train_batch_start", "on_train_batch_end")
-NEVER_CALLED = (
-    *("on_before_zero_grad", "on_before_backward", "on_after_backward"),
-    "on_before_optimizer_step",
-)
-
-
-def check_callback(callback: pl.Callback, name: str, metrics: Sequence[str]) -> None:
-    """Raises UserError for a callback that cannot work here.
-
-    Args:
-        name: its key and class, for messages.
-        metrics: names of validation metrics that it may monitor.
-    """
-    for kind, instead in UNSUPPORTED.items():
-        if isinstance(callback, kind):
-            raise UserError(f"{name} cannot be used: {instead}")
-    never = _own_hooks(callback, NEVER_CALLED)
-    if never:
-        raise UserError(
-            f"{name}: {never[0]} is never called, since normexp takes the optimizer steps itself; "
-            "try on_train_batch_end"
-        )
-    monitor = getattr(callback, "monitor", None)
-    if monitor is not None and monitor not in metrics:
-        raise UserError(
-            f"{name}: monitor={monitor} is not a metric of the validation; try {', '.join(metrics)}"
-        )
-
-
-def describe_monitor(callbacks: Iterable[pl.Callback]) -> str | None:
-    """Describes the first callback with a `monitor`: `EarlyStopping acts on val/loss`, or None."""
-    for callback in callbacks:
-        if (metric := getattr(callback, "monitor", None)) is not None:
-            return f"{type(callback).__name__} acts on {metric}"
-    return None
-
-
-def act_on_batches(callbacks: Iterable[pl.Callback]) -> bool:
-    """True if a callback acts on training batches: each must then be a single optimizer step."""
-    return any(_own_hooks(callback, ON_BATCHES) for callback in callbacks)
-
-
-def why_stopped(trainer: pl.Trainer) -> str | None:
-    """Why an EarlyStopping ended the training; None if none did."""
-    for callback in trainer.early_stopping_callbacks:
-        if trainer.should_stop and callback.stopping_reason_message:
-            reason = callback.stopping_reason_message.partition(" Signaling")[0]
-            return f"{type(callback).__name__}: {reason}"
-    return None
-
-
-def _own_hooks(callback: pl.Callback, hooks: Sequence[str]) -> list[str]:
-    """The hooks that a callback defines, in its class or on the instance."""
-    functions = {hook: getattr(getattr(callback, hook), "__func__", None) for hook in hooks}
-    return [
-        hook for hook, function in functions.items() if function is not getattr(pl.Callback, hook)
-    ]
 
 
 class StepReports(pl.Callback):

@@ -12,8 +12,9 @@ import secrets
 import ssl
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -22,6 +23,7 @@ from urllib.request import urlopen
 
 from pytorch_lightning.loggers import Logger, MLFlowLogger, WandbLogger
 
+from normexp.config.target import Target, read_target
 from normexp.config.words import one_line
 from normexp.errors import UserError
 
@@ -31,6 +33,27 @@ SECONDS_TO_REACH = 10  # a tracker
 LONGEST_REASON = 300  # characters
 SECONDS_UNTIL_RETRY = 600.0  # after which one that was not reached is tried again
 _lost: dict[str, float] = {}  # when a tracker was not reached, by its key
+
+
+def logger_targets(values: Mapping[str, Any]) -> dict[str, Target]:
+    """What each logger names. Raises UserError for a knob that it does not take."""
+    return {name: read_target(part, f"logger.{name}") for name, part in values.items() if part}
+
+
+def build_loggers(values: Mapping[str, Any], available: Mapping[str, Any]) -> list[Logger]:
+    """New loggers of one run; a training goes on if one fails.
+
+    Args:
+        values: of the group `logger`.
+        available: names and folders of the run, passed where a signature has an argument of that
+            name and the config does not set it.
+
+    """
+    loggers = list[Logger]()
+    for name, target in logger_targets(values).items():
+        target = target.filled_in({**available, "save_dir": f"{available['save_dir']}/{name}"})
+        loggers.append(Guarded(target.key, partial(target.make, Logger)))
+    return loggers
 
 
 class Guarded(Logger):
