@@ -271,6 +271,10 @@ class Measurement:
     def _normalize(self, formula: Formula, x: Tensor, eps: float = 0.0) -> Tensor:
         return formula.build(self.num_features, eps=eps, affine=False)(x, self.mask)
 
+    def _line_of(self, module: nn.Module, *, training: bool) -> Line:
+        """The line from x itself to the output of a module that computes no moments."""
+        return Line.fitted(self.by_channel(self.x), self.run(module, self.x, training))
+
     def fit(self) -> Fit:
         """The first formula that explains the outputs in training, or else the nearest."""
         output = self.run(self.drawn, self.x, True)
@@ -299,10 +303,11 @@ class Measurement:
     def describe(self, fit: Fit) -> NormDescription:
         """The description of a module that a formula fits in training."""
         formula, line, _ = fit
+        moments: tuple[str, ...] = ()
         if formula.name == "frozen":
             moments, eps = self._find_moments(line)
         else:
-            moments, eps = (), self._measure_eps(formula, line)
+            eps = self._measure_eps(formula, line)
         is_affine = bool((line.slope - 1).abs().max() + line.constant.abs().max() > TOLERANCE)
         settings: dict[str, Any] = {"affine": is_affine, "eps": eps}
         normal = self.by_channel(self._normalize(formula, self.other_x))
@@ -341,7 +346,7 @@ class Measurement:
             line: gain and shift, which are those of training.
         """
         gain, shift = line
-        slope, constant = Line.fitted(self.by_channel(self.x), self.run(module, self.x, False))
+        slope, constant = self._line_of(module, training=False)
         return (shift - constant) / slope, (gain / slope).square()
 
     def _find_moments(self, line: Line) -> tuple[tuple[str, str], float]:
@@ -357,7 +362,7 @@ class Measurement:
                 continue
             module = copy.deepcopy(self.drawn)
             tensors_of(module)[name].data += 1
-            slope, constant = Line.fitted(self.by_channel(self.x), self.run(module, self.x, True))
+            slope, constant = self._line_of(module, training=True)
             found = 1 / ((line.slope / slope).square() - 1) - tensor.flatten()
             if is_close(line.constant - line.slope, constant, TOLERANCE):
                 mean = name
@@ -371,22 +376,20 @@ class Measurement:
     def values(self, description: NormDescription) -> State:
         """Gain and shift of the module as it is, and its moments if it has some of its own."""
         eps = description.settings["eps"]
-        x = self.x
-        if not description.moments:
-            x = self._normalize(description.formula, x, eps)
-        x = self.by_channel(x)
-        gain, shift = Line.fitted(x, self.run(self.core, self.x, True))
-        # A row of zeros, as of a padded token, must stay zero.
-        shift[shift.abs() < ROUNDING] = 0
         if description.moments:
             tensors = tensors_of(self.core)
             mean, var = (tensors[name].detach().flatten() for name in description.moments)
-            gain, shift = gain * (var + eps).sqrt(), shift + gain * mean
+            slope, constant = self._line_of(self.core, training=True)
+            gain, shift = slope * (var + eps).sqrt(), constant + slope * mean
             return {"weight": gain, "bias": shift, "running_mean": mean, "running_var": var}
+        normal = self.by_channel(self._normalize(description.formula, self.x, eps))
+        gain, shift = Line.fitted(normal, self.run(self.core, self.x, True))
+        # A row of zeros, as of a padded token, must stay zero.
+        shift[shift.abs() < ROUNDING] = 0
         if not description.has_averages:
             return {"weight": gain, "bias": shift}
         # Measured with random gains, because a gain of 0 would hide the averages.
-        line = Line.fitted(x, self.run(self.drawn, self.x, True))
+        line = Line.fitted(normal, self.run(self.drawn, self.x, True))
         mean, var = self._running_moments(self.drawn, line)
         return {"weight": gain, "bias": shift, "running_mean": mean, "running_var": var - eps}
 
