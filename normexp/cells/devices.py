@@ -16,10 +16,10 @@ from lightning_fabric.plugins.environments.lightning import LightningEnvironment
 from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
 from torch import distributed
 
-from normexp.cells.recipe import devices_of
+from normexp.config.keys import TrainerKeys
 from normexp.config.spec import CellSpec
 from normexp.errors import INTERRUPTED, Halted
-from normexp.training.devices import Devices
+from normexp.training.devices import device_type
 from normexp.training.fit import quiet_lightning
 from normexp.training.stopping import Interrupted
 
@@ -30,14 +30,14 @@ _ranks: Ranks | None = None  # the processes of this one's training, once they a
 class Ranks:
     """The connected processes of a command."""
 
-    def __init__(self, devices: Devices) -> None:
+    def __init__(self, keys: TrainerKeys) -> None:
         by_srun = "RANK" not in os.environ
         environment = SLURMEnvironment(auto_requeue=False) if by_srun else LightningEnvironment()
         with quiet_lightning():
             self.fabric = Fabric(
-                accelerator=devices.type,
-                devices=devices.per_node,
-                num_nodes=devices.num_nodes,
+                accelerator=device_type(keys.accelerator),
+                devices=keys.devices,
+                num_nodes=keys.num_nodes,
                 strategy="ddp",
                 plugins=[environment],
             )
@@ -85,7 +85,7 @@ def run_as_rank(
         rank: of this process. Rank 0 calls `train`; the others `follow` it.
     """
     global _ranks
-    _ranks = Ranks(devices_of(cells[0]))
+    _ranks = Ranks(cells[0].settings.trainer)
     if rank > 0:
         try:
             _ranks.follow(follow)

@@ -16,7 +16,7 @@ from yaml import YAMLError
 
 from normexp.batching.replicas import Batch, Replicas, model_arguments
 from normexp.cells.cell import Cell, make_builder, make_recipe, prepare_cell
-from normexp.cells.recipe import choices_of
+from normexp.cells.describe import choices_of
 from normexp.cells.run import arrange_replicas, build_module
 from normexp.config.compose import refuse_missing_values
 from normexp.config.groups import PARTS
@@ -43,9 +43,10 @@ from normexp.records.layout import (
 )
 from normexp.records.result import Result, read_result, read_samples, write_samples
 from normexp.reporting.terminal import print_evaluations
-from normexp.training.evaluation import criterion_of, shuffled
+from normexp.training.evaluation import criterion_of
 from normexp.training.fit import evaluate
 from normexp.training.module import Recorder
+from normexp.training.samples import shuffled
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ def load_run(run_dir: Path) -> nn.Module:
     recipe = make_recipe(spec, data)
     network = make_builder(spec, recipe, data)(seed)
     file = seed_dir(cell_dir, seed) / WEIGHTS_FILE
-    load_weights(network, file, precision=recipe.devices.precision)
+    load_weights(network, file, precision=recipe.settings.trainer.precision)
     attach_prediction(network, data)
     return network.eval()
 
@@ -229,7 +230,7 @@ def _load_replicas(cell: Cell, cell_dir: Path, seeds: Sequence[int]) -> Replicas
     networks = [cell.build(seed) for seed in seeds]
     for seed, network in zip(seeds, networks, strict=True):
         path = seed_dir(cell_dir, seed) / WEIGHTS_FILE
-        load_weights(network, path, precision=cell.recipe.devices.precision)
+        load_weights(network, path, precision=cell.recipe.settings.trainer.precision)
     return arrange_replicas(cell, networks)
 
 

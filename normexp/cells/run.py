@@ -19,8 +19,8 @@ from torch import nn
 
 from normexp.batching.replicas import SMALL_FORWARD, InTurn, Replicas, Stacked, suitable_threads
 from normexp.cells.cell import Cell, prepare_cell
+from normexp.cells.describe import typed_values
 from normexp.cells.devices import training_together
-from normexp.cells.recipe import typed_values
 from normexp.cells.stack import Run, Stack, claimed, commit, remove, settle
 from normexp.config.identity import may_mix_samples
 from normexp.config.spec import CellSpec
@@ -61,6 +61,7 @@ from normexp.records.study import (
     write_attempts,
 )
 from normexp.training.callbacks import why_stopped
+from normexp.training.devices import device_type
 from normexp.training.fit import StepReports, fit
 from normexp.training.module import Recorder, TrainingModule
 from normexp.training.stopping import Interrupted, StopRequest, TrainingControl
@@ -274,7 +275,7 @@ class Attempt:
         results = []
         for index, (spec, seed) in enumerate(self.runs):
             cell, run_dir = self.cells[spec.id], seed_dir(spec.directory, seed)
-            if cell.recipe.save_weights and module.losses.diverged_at[index] is None:
+            if cell.recipe.settings.save_weights and module.losses.diverged_at[index] is None:
                 with open_atomic(run_dir / WEIGHTS_FILE) as file:
                     torch.save(state_as_built(module.replicas.replica(index).cpu()), file)
             content = module.evaluator.content(module.metrics, index)
@@ -361,7 +362,7 @@ def build_module(
     """The module that trains and evaluates replicas; `seeds` and `lrs` have one value for each."""
     recipe = cell.recipe
     size = recipe.sizes.batch_size
-    batches = TrainingBatches(cell.data, seeds, size, drop_last=recipe.drop_last)
+    batches = TrainingBatches(cell.data, seeds, size, drop_last=recipe.settings.drop_last)
     if lrs is not None:
         scales = tuple(lr / max(lrs) for lr in lrs)
         recipe = replace(recipe, lr=max(lrs), lr_scales=scales)
@@ -397,14 +398,17 @@ def will_stack(cell: Cell, num_replicas: int, *, is_stacked: bool | None = None)
 
     `is_stacked`, the form in a checkpoint, overrides the recipe.
     """
-    devices = cell.recipe.devices
-    wanted = cell.recipe.stack if is_stacked is None else is_stacked
-    if wanted is None:
-        wanted = devices.type != "cpu" or cell.elements_per_forward <= SMALL_FORWARD
+    settings = cell.recipe.settings
+    wanted = settings.stack if is_stacked is None else is_stacked
+    if wanted == "auto":
+        is_on_cpu = device_type(settings.trainer.accelerator) == "cpu"
+        wanted = not is_on_cpu or cell.elements_per_forward <= SMALL_FORWARD
     if not wanted or num_replicas == 1 or cell.alone is not None:
         return False
     obstacle = cell.traits.stacking_obstacle
-    if devices.count > 1 and devices.shares_statistics:  # no communication under vmap
+    if (
+        settings.trainer.num_processes > 1 and cell.recipe.is_synchronized
+    ):  # no communication under vmap
         obstacle = "the norm takes statistics over all devices"
     if obstacle is not None:
         logger.info("%s: replicas run one after another: %s", cell.title, obstacle)
@@ -422,7 +426,7 @@ def must_split(cell: Cell, num_runs: int, num_rates: int = 1) -> bool:
     has_one_rate = num_rates == 1
     if will_stack(cell, num_runs) and (has_one_rate or cell.recipe.schedule.follows_lr):
         return False
-    on_gpu = cell.recipe.devices.type != "cpu"
+    on_gpu = device_type(cell.recipe.settings.trainer.accelerator) != "cpu"
     trains_in_turn = on_gpu and has_one_rate and cell.alone is None
     return num_runs > 1 and not trains_in_turn
 

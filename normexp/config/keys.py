@@ -165,6 +165,11 @@ class TrainerKeys(Group):
     strategy: Annotated[Literal["auto", "ddp"], ELSEWHERE]
     precision: Literal["32-true", "bf16-mixed", "64-true"]
 
+    @property
+    def num_processes(self) -> int:
+        """One for each device, over all nodes."""
+        return self.devices * self.num_nodes
+
 
 class TuneKeys(Group):
     points: Annotated[Count, ELSEWHERE]
@@ -257,6 +262,11 @@ def in_identity(key: str) -> bool:
     group, _, name = key.partition(".")
     meaning = KEYS.get(key) or KEYS.get(group)
     return meaning is not None and meaning.in_id and name != "_partial_"
+
+
+def is_probed(key: str) -> bool:
+    """True if what a network mixes and leaks may depend on a key of its identity."""
+    return key not in KEYS or KEYS[key].is_probed
 
 
 def value_at(tree: Any, key: str) -> Any:

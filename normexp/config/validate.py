@@ -72,11 +72,10 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
             f"in evaluate_with={as_typed([*statistics, 'batch'])}"
         )
     trainer = settings.trainer
-    devices = trainer.devices * trainer.num_nodes
-    if devices > 1 and trainer.strategy != "ddp":
+    if trainer.num_processes > 1 and trainer.strategy != "ddp":
         typed = f"trainer.devices={trainer.devices} trainer.num_nodes={trainer.num_nodes}"
         raise UserError(f"{typed}: several devices need trainer=ddp")
-    settings.sizes.shared_by(devices)
+    settings.sizes.shared_by(trainer.num_processes)
     return settings
 
 

@@ -17,6 +17,7 @@ from normexp.records.study import CellState, read_cell
 from normexp.reporting.terminal import Plan, print_plan
 from normexp.sweeps.machine import worker_slots
 from normexp.sweeps.worker import ready_to_train
+from normexp.training.devices import device_type
 
 
 def print_plan_of(cells: Sequence[CellSpec]) -> int:
@@ -51,7 +52,8 @@ def _plan(spec: CellSpec) -> Plan:
 
 def _seconds_of_step(cell: Cell) -> float:
     """The time of a forward and backward pass over a batch of one run, after the first."""
-    sizes, device = cell.recipe.sizes, cell.recipe.devices.type
+    sizes = cell.recipe.sizes
+    device = device_type(cell.recipe.settings.trainer.accelerator)
     network = cell.build(cell.spec.seeds[0]).train().to(device)
     batch, times = probe_batch(cell.data, sizes.micro), [time.perf_counter()]
     for _ in range(3):

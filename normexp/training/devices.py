@@ -4,46 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from normexp.config.keys import TrainerKeys
 from normexp.errors import UserError
 
 
-@dataclass(frozen=True)
-class Devices:
-    """The devices that train a cell together, and the precision of their numbers."""
+def device_type(accelerator: str) -> str:
+    """`cuda` or `cpu`, from a value of `trainer.accelerator`.
 
-    accelerator: str  # auto, cpu, gpu or cuda
-    per_node: int
-    num_nodes: int
-    strategy: str  # auto, or ddp for several devices
-    precision: str  # 32-true, bf16-mixed or 64-true
-    matmul_precision: str  # of float32 on a GPU: highest, high or medium
-    shares_statistics: bool  # the norm takes its statistics over all devices
-
-    @property
-    def count(self) -> int:
-        """The number of devices, over all nodes."""
-        return self.per_node * self.num_nodes
-
-    @property
-    def type(self) -> str:
-        """`cuda` or `cpu`; any other accelerator is left for Lightning to check.
-
-        `auto` is never "mps", which has no float64 for sums over a data set.
-        """
-        if self.accelerator == "auto":
-            return "cuda" if torch.cuda.is_available() else "cpu"
-        return "cuda" if self.accelerator == "gpu" else self.accelerator
+    `auto` is never "mps", which has no float64 for sums over a data set.
+    """
+    if accelerator == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cpu" if accelerator == "cpu" else "cuda"
 
 
-def check_devices(devices: Devices) -> None:
+def check_devices(trainer: TrainerKeys) -> None:
     """Raises UserError for GPUs that this machine lacks."""
-    accelerator, wanted, count = devices.accelerator, devices.per_node, torch.cuda.device_count()
+    accelerator, wanted, count = trainer.accelerator, trainer.devices, torch.cuda.device_count()
     if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
         raise UserError(
             f"trainer.accelerator={accelerator}: this machine has no CUDA GPU; "

@@ -24,10 +24,11 @@ from pytorch_lightning import callbacks as shipped
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy
 
+from normexp.config.keys import TrainerKeys
 from normexp.errors import UserError
 from normexp.records.files import open_atomic
 from normexp.training.callbacks import why_stopped
-from normexp.training.devices import Devices
+from normexp.training.devices import device_type
 from normexp.training.module import TrainingModule
 from normexp.training.stopping import Interrupted, StopRequest
 
@@ -61,17 +62,17 @@ def fit(
         KeyboardInterrupt: a second request, which stops at once.
     """
     stop = stop or StopRequest()
-    devices = module.recipe.devices
+    settings = module.recipe.settings
     with quiet_lightning(), module.arithmetic, stop.listening():
         trainer = pl.Trainer(
             max_epochs=math.ceil(module.recipe.num_steps / module.batches.steps_per_epoch),
-            check_val_every_n_epoch=module.recipe.val_every_epochs,
+            check_val_every_n_epoch=settings.val_every_epochs,
             num_sanity_val_steps=0,
             logger=False,
             callbacks=[*callbacks, Checkpointer(checkpoint, stop)],
             plugins=[AtomicCheckpointIO()],
             **BARE,
-            **trainer_options(devices, stop),
+            **trainer_options(settings.trainer, stop),
         )
         resume = str(checkpoint) if checkpoint.is_file() else None
         try:
@@ -96,8 +97,7 @@ def fit(
 
 def evaluate(module: TrainingModule) -> None:
     """Validates and tests a module without training; fills `module.metrics`."""
-    devices = module.recipe.devices
-    options = trainer_options(devices, StopRequest())
+    options = trainer_options(module.recipe.settings.trainer, StopRequest())
     with quiet_lightning(), module.arithmetic:
         trainer = pl.Trainer(logger=False, enable_checkpointing=False, **BARE, **options)
         trainer.validate(module, verbose=False)
@@ -125,19 +125,19 @@ def quiet_lightning() -> Iterator[None]:
 # --- Devices -------------------------------------------------------------------------------------
 
 
-def trainer_options(devices: Devices, stop: StopRequest) -> dict[str, Any]:
+def trainer_options(keys: TrainerKeys, stop: StopRequest) -> dict[str, Any]:
     """Returns the options of Lightning's Trainer."""
     strategy: Any = "auto"
-    if devices.strategy == "ddp" and devices.count > 1:
+    if keys.num_processes > 1:
         # The processes are connected already. Without an explicit environment Lightning would
         # choose SLURM's inside any SLURM job.
         strategy = ReplicatedStrategy(stop, cluster_environment=LightningEnvironment())
     return {
-        "accelerator": devices.type,
-        "devices": devices.per_node,
-        "num_nodes": devices.num_nodes,
+        "accelerator": device_type(keys.accelerator),
+        "devices": keys.devices,
+        "num_nodes": keys.num_nodes,
         "strategy": strategy,
-        "precision": devices.precision,
+        "precision": keys.precision,
     }
 
 

@@ -69,7 +69,7 @@ class TrainingModule(pl.LightningModule):
         self.criterion = criterion_of(batches.data)
         self.evaluator = Evaluator(replicas, batches.data, self.criterion, recipe)
         self.step = 0
-        self.losses = LossHistory(replicas.num_replicas, recipe.log_every)
+        self.losses = LossHistory(replicas.num_replicas, recipe.settings.log_every)
         self.metrics: Columns = {}
         self.validated_at: int | None = None
         self.processes: Processes | None = None
@@ -88,10 +88,11 @@ class TrainingModule(pl.LightningModule):
         del stage
         # Lightning converts too, but only after it has loaded a checkpoint into these tensors.
         self.trainer.precision_plugin.convert_module(self)
-        device, wanted = self.trainer.strategy.root_device, self.recipe.devices.count
+        settings, device = self.recipe.settings, self.trainer.strategy.root_device
         self.arithmetic.close()
         if device.type == "cuda":
-            self.arithmetic.enter_context(gpu_arithmetic(self.recipe.devices.matmul_precision))
+            self.arithmetic.enter_context(gpu_arithmetic(settings.matmul_precision))
+        wanted = settings.trainer.num_processes
         if self.trainer.world_size != wanted:
             raise UserError(f"Trainer(devices={self.trainer.world_size}): set devices={wanted}")
         self.batches = self.batches.to(device)
@@ -118,7 +119,7 @@ class TrainingModule(pl.LightningModule):
     def on_train_start(self) -> None:
         recipe, replicas = self.recipe, self.replicas
         compiled = None
-        if recipe.compile:
+        if recipe.settings.compile:
             compiled = compiled_gradient(replicas, recipe.sizes, self.device)
         loss, seeds = self.criterion.loss, self.batches.seeds
         gradient = StepGradient(replicas, loss, recipe.sizes, seeds, self.processes, compiled)
@@ -129,21 +130,21 @@ class TrainingModule(pl.LightningModule):
             gradient,
             optimizer,
             scheduler,
-            max_grad_norm=recipe.max_grad_norm,
+            max_grad_norm=recipe.settings.max_grad_norm,
             rates=recipe.build_rates(replicas),
             recorded=self._record_steps(optimizer),
         )
 
     def _record_steps(self, optimizer: Any) -> RecordedStep | None:
         """What replays the steps, if that is asked for and possible; a line says why it is not."""
-        if not self.recipe.cuda_graph:
+        if not self.recipe.settings.cuda_graph:
             return None
         why_not = why_not_recorded(self.replicas, optimizer)
         if self.recipe.max_chunk == 1:
             why_not = "chunk=1, or a callback acts on batches"
         if self.processes is not None:
             why_not = "several processes share each"
-        if self.recipe.compile:
+        if self.recipe.settings.compile:
             why_not = "compile=true"
         if why_not is None:
             return RecordedStep(self.replicas, optimizer, self.recipe.sizes.batch_size)
@@ -171,7 +172,7 @@ class TrainingModule(pl.LightningModule):
             rate = self._optimizer_step.learning_rate
             self.losses.unread.append(self._optimizer_step.take(self.step, batch))
             self.step += 1
-            if self.step % self.recipe.log_every == 0:
+            if self.step % self.recipe.settings.log_every == 0:
                 gradient_norms[self.step], rates[self.step] = self.replicas.gradient_norms(), rate
         rows = list(self.losses.read(self.step))
         if self.device.type == "cuda":
@@ -233,7 +234,7 @@ class TrainingModule(pl.LightningModule):
 
     def validation_step(self, _: int) -> None:
         means = self._measured(self.evaluator.running("val"))
-        if self.recipe.evaluates_every_epoch:
+        if self.recipe.settings.evaluate_every_epoch:
             self._measured(self.evaluator.with_other_statistics(["val"]))
         self.validated_at = self.step
         monitor, is_in_training = self.recipe.schedule.monitor, self.trainer.state.fn == "fit"
@@ -243,7 +244,7 @@ class TrainingModule(pl.LightningModule):
 
     def test_step(self, _: int) -> None:
         """Evaluates the test split, and whatever remains for the end on the val split."""
-        splits = ["test"] if self.recipe.evaluates_every_epoch else ["val", "test"]
+        splits = ["test"] if self.recipe.settings.evaluate_every_epoch else ["val", "test"]
         self._measured(self.evaluator.running("test"))
         self._measured(self.evaluator.with_other_statistics(splits))
         self.recorder.write()

@@ -16,10 +16,12 @@ from normexp.config.target import read_target
 from normexp.errors import UserError
 from normexp.norms.site import norm_parameters
 
+OptimizerFactory = Callable[..., Optimizer]
+
 
 def build_optimizer(
     values: Mapping[str, Any], *, momentum: float | None = None
-) -> Callable[..., torch.optim.Optimizer]:
+) -> OptimizerFactory:
     """The optimizer that `optim` names, to be called with parameters and a learning rate.
 
     Args:

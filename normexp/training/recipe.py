@@ -1,77 +1,79 @@
-"""The recipe of a training: every choice but its network, its data and its seeds.
-
-Its devices, the number of its steps, their learning rates, and the optimizer of a stack.
-"""
+"""The recipe of a training: the settings of a cell, and what follows from them and its data."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-import torch
+from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.loggers import Logger
+from torch import nn
 from torch.optim import Optimizer
 
+from normexp.batching.processes import is_synchronized
 from normexp.batching.replicas import Replicas
-from normexp.config.sizes import Sizes
+from normexp.config.compose import DEFAULT_SCHEDULE
+from normexp.config.keys import Settings
+from normexp.config.shipped import shipped_defaults
+from normexp.config.sizes import Share, Sizes
+from normexp.config.spec import CellSpec
+from normexp.config.words import as_typed
 from normexp.errors import UserError
-from normexp.training.devices import Devices
-from normexp.training.optimizer import OwnRates, parameter_groups
-from normexp.training.schedule import Schedule
-
-if TYPE_CHECKING:
-    from pytorch_lightning.callbacks import Callback
-    from pytorch_lightning.loggers import Logger
-
-OptimizerFactory = Callable[..., Optimizer]
+from normexp.training.callbacks import act_on_batches, build_callbacks
+from normexp.training.optimizer import (
+    OptimizerFactory,
+    OwnRates,
+    build_optimizer,
+    parameter_groups,
+    scale_learning_rate,
+)
+from normexp.training.schedule import Schedule, build_schedule
+from normexp.training.statistics import STATISTICS
+from normexp.training.trackers import build_loggers, logger_targets
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a cell is trained, evaluated and logged. Its factories build anew for each training."""
+    """How a cell is trained, evaluated and logged.
 
-    # Length
-    sizes: Sizes  # those with which one device trains like all devices together
-    drop_last: bool  # drop the last incomplete batch of each epoch
-    steps_per_epoch: int
-    schedule: Schedule  # the learning rate of each of all optimizer steps
+    Attributes:
+        settings: as typed.
+        num_train: training samples of its data.
+        sizes: those with which one device trains like all devices together.
+        schedule: the learning rate of each of all optimizer steps.
+        optimizer: builds it, from parameters and a learning rate.
+        lr: as typed, scaled by `lr_rule`.
+        optimizer_momentum: scaled likewise; None for an optimizer without momentum.
+        max_chunk: at most so many optimizer steps in one call of training_step.
+        is_synchronized: the norm takes its statistics over all devices.
+        callbacks: builds those of the user.
+        loggers: builds those of one run, from its names and folders.
+        mixes_samples, mixes_in_evaluation: whether its norms do, as probed.
+        lr_scales: the learning rate of each replica of a stack, as a share of `lr`.
+    """
 
-    # Optimizer steps
-    optimizer: OptimizerFactory  # has `optimizer_momentum`
-    optimizer_target: str  # its dotted path, for messages
+    settings: Settings
+    num_train: int
+    sizes: Sizes
+    schedule: Schedule
+    optimizer: OptimizerFactory
     lr: float
-    optimizer_momentum: float | None  # None for an optimizer without momentum
-    weight_decay: float
-    decay_norm: bool  # also the parameters of norms
-    decay_bias: bool  # also biases of modules other than norms
-    max_grad_norm: float | None  # 2-norm per replica; None: no clipping
-    norm_momentum: float | None  # of running averages, from a half-life; None: that of the norm
+    optimizer_momentum: float | None
+    max_chunk: int
+    is_synchronized: bool
+    callbacks: Callable[[], list[Callback]]
+    loggers: Callable[[Mapping[str, Any]], list[Logger]]
+    mixes_samples: bool = True
+    mixes_in_evaluation: bool = False
+    lr_scales: tuple[float, ...] | None = None
 
-    # Evaluation
-    val_every_epochs: int
-    statistics: tuple[str, ...]  # of running, precise, own_share and batch; running always
-    precise_samples: int  # training samples to pool for precise statistics
-    evaluation_batch_sizes: tuple[int, ...]  # samples per batch, for batch statistics
-    evaluates_every_epoch: bool  # all statistics at every validation, not only at the end
-
-    # Execution
-    devices: Devices
-    stack: bool | None  # train seeds together; None: where it pays
-    max_chunk: int  # at most so many optimizer steps in one call of training_step
-    compile: bool  # torch.compile the forward of training
-    cuda_graph: bool  # record an optimizer step once and replay it
-    save_weights: bool
-    allow_leak: bool  # train a network that sees future tokens; its numbers are INVALID
-
-    # What watches and records
-    callbacks: Callable[[], list[Callback]]  # the user's
-    log_every: int  # optimizer steps per row of train/loss
-    loggers: Callable[[Mapping[str, Any]], list[Logger]]  # of one run, from its names and folders
-
-    # Of one training
-    lr_scales: tuple[float, ...] | None = None  # each replica's learning rate, as a share of `lr`
-    mixed_in_evaluation: int | None = None  # samples that the norm mixes there; None if it does not
+    @property
+    def steps_per_epoch(self) -> int:
+        drop_last = self.settings.drop_last
+        return count_steps_per_epoch(self.num_train, self.sizes.batch_size, drop_last=drop_last)
 
     @property
     def num_steps(self) -> int:
@@ -81,21 +83,41 @@ class Recipe:
     def num_epochs(self) -> float:
         return self.num_steps / self.steps_per_epoch
 
-    def for_norm(self, *, mixes_samples: bool, mixes_in_evaluation: bool) -> Recipe:
-        """The recipe for a norm that was probed: what does not depend on batches is left out."""
-        return replace(
-            self,
-            evaluation_batch_sizes=self.evaluation_batch_sizes if mixes_samples else (),
-            statistics=tuple(s for s in self.statistics if mixes_samples or s != "own_share"),
-            mixed_in_evaluation=self.sizes.norm if mixes_in_evaluation else None,
-        )
+    @property
+    def norm_momentum(self) -> float | None:
+        """The momentum of running averages, from a half-life; None: that of the norm."""
+        half_life = self.settings.norm.half_life
+        if half_life is None:
+            return None
+        return momentum_of_half_life(half_life, self.sizes.batch_size)
 
-    def build_optimizer(self, replicas: Replicas) -> torch.optim.Optimizer:
+    @property
+    def statistics(self) -> Sequence[str]:
+        """The kinds of statistics that evaluation uses: those asked for that the norm has."""
+        kinds = self.settings.evaluate_with
+        if not self.mixes_samples:
+            kinds = [k for k in kinds if k not in STATISTICS or not STATISTICS[k].needs_mixing]
+        return kinds
+
+    @property
+    def evaluation_batch_sizes(self) -> list[int]:
+        """Samples per batch, for batch statistics."""
+        if "batch" not in self.statistics:
+            return []
+        return self.settings.evaluate_batch_sizes or [self.sizes.norm]
+
+    @property
+    def mixed_in_evaluation(self) -> int | None:
+        """Samples that the norm mixes in evaluation; None if it mixes none."""
+        return self.sizes.norm if self.mixes_in_evaluation else None
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        optim = self.settings.optim
         groups = parameter_groups(
-            replicas,
-            weight_decay=self.weight_decay,
-            decay_norm=self.decay_norm,
-            decay_bias=self.decay_bias,
+            model,
+            weight_decay=optim.weight_decay,
+            decay_norm=optim.decay_norm,
+            decay_bias=bool(optim.decay_bias),
         )
         return self.optimizer(groups, lr=self.lr)
 
@@ -103,8 +125,81 @@ class Recipe:
         return None if self.lr_scales is None else OwnRates(replicas, self.lr_scales)
 
 
+def recipe_of(spec: CellSpec, *, num_train: int, metrics: Sequence[str]) -> Recipe:
+    """The recipe of a cell, before it is known what its norm mixes.
+
+    Args:
+        num_train: training samples of its data.
+        metrics: names of the metrics that a validation measures.
+
+    Raises:
+        UserError: values that contradict each other, or a part that cannot be built.
+    """
+    settings, config = spec.settings, spec.config
+    synchronized = is_synchronized(config["norm"])
+    sizes = _sizes_of(settings, num_train, synchronized=synchronized)
+    limit, batch_size = settings.data.limit_train, sizes.batch_size
+    if limit is not None and limit < batch_size:
+        raise UserError(
+            f"data.limit_train={limit} is less than one batch_size={batch_size}; "
+            f"try data.limit_train={batch_size} or a smaller batch_size"
+        )
+    lr, momentum = scale_learning_rate(
+        settings.lr_rule,
+        lr=settings.lr,
+        momentum=settings.optim.momentum,
+        batch_size=batch_size,
+        base_batch_size=settings.base_batch_size,
+    )
+    _check_schedule(spec, metrics)
+    _check_half_life(config["norm"])
+    logger_targets(config["logger"])  # refuses a mistake before a training begins
+    callbacks = partial(build_callbacks, config.get("callback"), metrics)
+    return Recipe(
+        settings=settings,
+        num_train=num_train,
+        sizes=sizes,
+        schedule=build_schedule(
+            config.get("schedule"),
+            count_steps(settings, num_train),
+            shape=settings.optim.schedule,
+            warmup=settings.optim.warmup,
+        ),
+        optimizer=build_optimizer(config["optim"], momentum=momentum),
+        lr=lr,
+        optimizer_momentum=momentum,
+        max_chunk=1 if act_on_batches(callbacks()) else settings.chunk,
+        is_synchronized=synchronized,
+        callbacks=callbacks,
+        loggers=partial(build_loggers, config["logger"]),
+    )
+
+
+# --- Sizes and length ----------------------------------------------------------------------------
+
+
+def _sizes_of(settings: Settings, num_train: int, *, synchronized: bool) -> Sizes:
+    """The sizes with which one device trains like all devices of a training."""
+    typed, num_devices = settings.sizes, settings.trainer.num_processes
+    if num_devices > 1 and synchronized and typed.norm < typed.micro:
+        raise UserError(
+            f"norm_batch_size={typed.norm}: the norm takes statistics over all "
+            f"{num_devices} devices; try norm_batch_size=null, or norm=batch"
+        )
+    sizes = typed.shared_by(num_devices, synchronized=synchronized)
+    rest = 0 if settings.drop_last else num_train % sizes.batch_size
+    last_device = Share(num_devices - 1, num_devices)
+    has_samples = len(sizes.micro_bounds(rest, last_device)) == len(sizes.micro_bounds(rest))
+    if synchronized and not has_samples:  # the others would wait for its part of the statistics
+        raise UserError(
+            f"drop_last=false: the last batch of an epoch has {rest} samples, which leaves one of "
+            f"{num_devices} devices without any; try drop_last=true, or norm=batch"
+        )
+    return sizes
+
+
 def count_steps_per_epoch(num_samples: int, batch_size: int, *, drop_last: bool) -> int:
-    """Returns the number of optimizer steps in one pass over the training samples."""
+    """The number of optimizer steps in one pass over the training samples."""
     steps = num_samples // batch_size if drop_last else math.ceil(num_samples / batch_size)
     if steps == 0:
         raise UserError(
@@ -114,30 +209,58 @@ def count_steps_per_epoch(num_samples: int, batch_size: int, *, drop_last: bool)
     return steps
 
 
-def count_steps(
-    steps_per_epoch: int,
-    batch_size: int,
-    *,
-    epochs: int,
-    steps: int | None,
-    samples: int | None,
-    samples_per_epoch: int,
-) -> int:
-    """Returns the optimizer steps of a whole training; `steps` or `samples` override `epochs`."""
-    if steps is not None:
-        return steps
-    if samples is not None:
-        if samples < batch_size:
-            raise UserError(f"samples={samples} is less than one batch_size={batch_size}")
-        whole, rest = divmod(samples, samples_per_epoch)
-        return whole * steps_per_epoch + rest // batch_size
-    return epochs * steps_per_epoch
+def count_steps(settings: Settings, num_train: int) -> int:
+    """The optimizer steps of a whole training; `steps` or `samples` override `epochs`."""
+    size, samples = settings.batch_size, settings.samples
+    per_epoch = count_steps_per_epoch(num_train, size, drop_last=settings.drop_last)
+    if settings.steps is not None:
+        return settings.steps
+    if samples is None:
+        return settings.epochs * per_epoch
+    if samples < size:
+        raise UserError(f"samples={samples} is less than one batch_size={size}")
+    whole, rest = divmod(samples, min(num_train, per_epoch * size))
+    return whole * per_epoch + rest // size
+
+
+# --- What contradicts each other ------------------------------------------------------------------
 
 
 def momentum_of_half_life(half_life: float, batch_size: int) -> float:
-    """Returns the momentum (weight of the new value) that halves the past in `half_life` samples.
+    """The momentum (weight of the new value) that halves the past in `half_life` samples.
 
     1 - 2^(-batch_size / half_life): the running average remembers equally many samples at every
     batch size.
     """
     return 1 - 2 ** (-batch_size / half_life)
+
+
+def _check_half_life(norm: Mapping[str, Any]) -> None:
+    """Refuses a half-life beside a momentum, among the values of `norm`."""
+    half_life, momentum = norm.get("half_life"), norm.get("momentum")
+    if half_life is not None and momentum is not None:
+        raise UserError(
+            f"norm.momentum={momentum} and norm.half_life={half_life} are both set; "
+            "add norm.momentum=null to use the half-life"
+        )
+
+
+def _check_schedule(spec: CellSpec, metrics: Sequence[str]) -> None:
+    """Refuses keys of `optim` that `schedule` replaces, and a monitor that is not a metric."""
+    schedule = spec.settings.schedule
+    if schedule is None:
+        return
+    defaults = shipped_defaults("optim", spec.choices["optim"]) or DEFAULT_SCHEDULE
+    for key in DEFAULT_SCHEDULE:
+        value = spec.config["optim"][key]
+        if value != defaults[key]:
+            raise UserError(
+                f"optim.{key}={as_typed(value)}: nothing reads this key, since "
+                "schedule is set; drop one of them"
+            )
+    monitor = schedule.get("monitor", "val/loss")
+    if monitor not in metrics:
+        raise UserError(
+            f"schedule.monitor={monitor} is not a metric of the validation; "
+            f"try {', '.join(metrics)}"
+        )

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 from train_cases import spec_of
 
-from normexp.cells.cell import check_norm_batch_size
-from normexp.cells.recipe import recipe_of
+from normexp.checks.training import check_norm_batch_size
 from normexp.config.torchrun import started_processes
 from normexp.errors import UserError
 from normexp.records.result import read_result
 from normexp.train import main
-from normexp.training.recipe import Recipe
+from normexp.training.recipe import Recipe, recipe_of
 
 DDP = ["trainer=ddp", "trainer.accelerator=cpu"]
 VARIABLES = ("WORLD_SIZE", "RANK", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_ID")
@@ -27,7 +26,7 @@ def recipe(*words: str) -> Recipe:
 
 def test_statistics_over_several_devices_are_refused_but_for_a_norm_that_spans_them():
     with pytest.raises(UserError, match="try norm_batch_size=16, or norm=sync"):
-        check_norm_batch_size(32, recipe("norm=batch", "norm_batch_size=32"))
+        check_norm_batch_size(recipe("norm=batch", "norm_batch_size=32"))
     assert recipe("norm=batch").sizes.norm == 16
     assert recipe("norm=sync").sizes.norm == 32
 

@@ -86,7 +86,7 @@ def build(
     networks = [make(seed) for seed in SEEDS]
     replicas: Replicas = Stacked(networks) if stacked else InTurn(networks)
     recipe = recipe_for(data, sizes, **choices)
-    batches = TrainingBatches(data, SEEDS, sizes.batch_size, drop_last=recipe.drop_last)
+    batches = TrainingBatches(data, SEEDS, sizes.batch_size, drop_last=recipe.settings.drop_last)
     return TrainingModule(replicas, batches, recipe, Recorder([None] * len(SEEDS)))
 
 
@@ -126,7 +126,9 @@ def steps_of(
     if not num_replayed:
         recorded.why_not = "asked for by the test"
     gradient = StepGradient(replicas, module.criterion.loss, recipe.sizes, SEEDS)
-    step = Step(gradient, optimizer, None, max_grad_norm=recipe.max_grad_norm, recorded=recorded)
+    step = Step(
+        gradient, optimizer, None, max_grad_norm=recipe.settings.max_grad_norm, recorded=recorded
+    )
     bf16 = torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16)
     with bf16, gpu_arithmetic("high"):
         losses = []

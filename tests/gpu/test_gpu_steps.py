@@ -26,7 +26,7 @@ from normexp.data.augment import Augmentation
 from normexp.data.batches import TrainingBatches
 from normexp.errors import UserError
 from normexp.training import cuda_graph
-from normexp.training.evaluation import with_population
+from normexp.training.statistics import with_population
 
 NORMS = [name for name in group_choices("norm") if name not in ("custom", "as_built")]
 EVERY = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,11 +17,11 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_cases import (
-    CPU,
     StopAt,
     assert_same_state,
     build_module,
     image_data,
+    on_devices,
     resnet20,
     rows_of,
     text_data,
@@ -212,7 +211,7 @@ class NotesArithmetic(pl.Callback):
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_GPU)])
 def test_a_trainer_of_ones_own_gets_the_arithmetic_of_a_gpu(tmp_path: Path, device: str):
     module, notes = build_module(), NotesArithmetic()
-    module.recipe = replace(module.recipe, devices=replace(CPU, accelerator=device))
+    module.recipe = on_devices(module.recipe, accelerator=device)
     before = torch.backends.cudnn.deterministic
     options = {"logger": False, "enable_progress_bar": False, "default_root_dir": tmp_path}
     pl.Trainer(accelerator="gpu", devices=1, max_epochs=1, callbacks=[notes], **options).fit(module)

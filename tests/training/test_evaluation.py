@@ -32,15 +32,13 @@ from normexp.norms.batch import BatchNorm
 from normexp.norms.site import named_sites
 from normexp.norms.zoo.batch import EvalNorm
 from normexp.norms.zoo.deviations import BatchNormBiasedAverage
-from normexp.training import evaluation
 from normexp.training.evaluation import (
     Classification,
     LanguageModeling,
-    gather,
-    shuffled,
-    with_population,
 )
 from normexp.training.module import TrainingModule
+from normexp.training.samples import gather, shuffled
+from normexp.training.statistics import with_population
 
 FORMS = {
     "one": {"seeds": (0,)},
@@ -56,10 +54,10 @@ def measuring(
 ) -> dict[str, Any]:
     """The choices of a recipe that evaluates with these kinds of statistics."""
     return {
-        "statistics": kinds,
+        "evaluate_with": [*kinds],
         "precise_samples": num_samples,
-        "evaluation_batch_sizes": batch_sizes,
-        "evaluates_every_epoch": every_epoch,
+        "evaluate_batch_sizes": [*batch_sizes] or None,
+        "evaluate_every_epoch": every_epoch,
     }
 
 
@@ -133,7 +131,7 @@ def moments_by_hand(
     ],
 )
 def test_precise_statistics_equal_one_pass_over_all_values(monkeypatch, num_samples, choices, form):
-    monkeypatch.setattr(evaluation, "STACK_SAMPLES", 16)  # several blocks
+    monkeypatch.setattr("normexp.training.samples.STACK_SAMPLES", 16)  # several blocks
     module = trained(**choices, **FORMS[form])
     found = population_of(module, num_samples, group_size=4)
     used = num_samples - (num_samples % 4 == 1)  # without a single last sample
@@ -203,7 +201,7 @@ def in_groups(network: nn.Module, inputs: Tensor, order: Tensor, size: int) -> T
 
 @in_every_form
 def test_own_share_is_what_eval_norm_evaluates_with(form):
-    kinds: dict[str, Any] = {"statistics": ("precise", "own_share"), "sizes": Sizes(8, None, 4)}
+    kinds: dict[str, Any] = {"evaluate_with": ["precise", "own_share"], "sizes": Sizes(8, None, 4)}
     module = trained(**{**form, **kinds})
     batch = module.evaluator.with_other_statistics(["test"])
     eval_norm = trained(**{**form, **kinds, "make_norm": partial(EvalNorm, eps=1e-5)})
@@ -221,7 +219,7 @@ def test_own_share_is_what_eval_norm_evaluates_with(form):
 @pytest.mark.parametrize(("form", "stack_samples"), [("in_turn", 10), ("stacked", 512)])
 @torch.no_grad()
 def test_each_kind_scores_every_sample_once_and_changes_nothing(monkeypatch, form, stack_samples):
-    monkeypatch.setattr(evaluation, "STACK_SAMPLES", stack_samples)
+    monkeypatch.setattr("normexp.training.samples.STACK_SAMPLES", stack_samples)
     module = trained(**FORMS[form])
     before = copy.deepcopy(module.replicas)
     data, evaluator = module.batches.data, module.evaluator
@@ -254,7 +252,12 @@ def test_norm_without_running_averages_is_scored_in_groups_whatever_order_and_ne
     by_class = Examples(data.test.inputs[ascending], data.test.targets[ascending])
     data = dataclasses.replace(data, test=by_class)
     no_average = partial(BatchNorm, eps=1e-5, track_running_stats=False)
-    common = {"make_norm": no_average, "mixed_in_evaluation": group, "data": data}
+    common = {
+        "make_norm": no_average,
+        "mixes_in_evaluation": True,
+        "data": data,
+        "sizes": Sizes(10, None, group),
+    }
     alone = train(build_module(**common), tmp_path / "a.ckpt")
     beside = train(build_module(seeds=(0, 1, 2, 3), **common), tmp_path / "b.ckpt")
     assert beside.metrics["test/loss"][0] == pytest.approx(alone.metrics["test/loss"][0], abs=1e-12)

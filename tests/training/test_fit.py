@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
 from torch.func import vmap
 from training_cases import (
-    CPU,
+    SETTINGS,
     StopAt,
     assert_same_state,
     build_module,
@@ -24,13 +23,10 @@ from training_cases import (
 )
 
 from normexp.errors import UserError
-from normexp.training.devices import gpu_arithmetic
+from normexp.training.callbacks import act_on_batches, check_callback, describe_monitor, why_stopped
+from normexp.training.devices import device_type, gpu_arithmetic
 from normexp.training.fit import (
-    act_on_batches,
-    check_callback,
-    describe_monitor,
     trainer_options,
-    why_stopped,
 )
 from normexp.training.module import TrainingModule
 from normexp.training.step import Step
@@ -72,7 +68,9 @@ def test_our_request_answers_signals_in_every_stage(tmp_path: Path, monkeypatch)
     with stop.listening():
         ours = signal.getsignal(signal.SIGTERM)
         monkeypatch.setattr(DDPStrategy, "barrier", lambda *_: None)
-        waiting = trainer_options(replace(CPU, per_node=2, strategy="ddp"), stop)["strategy"]
+        waiting = trainer_options(SETTINGS.trainer.model_copy(update={"devices": 2}), stop)[
+            "strategy"
+        ]
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as Lightning replaces it
         waiting.barrier()  # for other processes
         assert signal.getsignal(signal.SIGTERM) == ours
@@ -120,7 +118,7 @@ def test_unfused_attention_runs_under_vmap_and_equals_fused():
 @pytest.mark.parametrize("has_cuda", [True, False])
 def test_auto_is_a_gpu_or_the_cpu(monkeypatch, has_cuda: bool):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
-    assert replace(CPU, accelerator="auto").type == ("cuda" if has_cuda else "cpu")  # never "mps"
+    assert device_type("auto") == ("cuda" if has_cuda else "cpu")  # never "mps"
 
 
 # The user's own callbacks -------------------------------------------------------------------------

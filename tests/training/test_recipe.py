@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, lr_scheduler
+from training_cases import SETTINGS
 
 from normexp.batching.replicas import Stacked
 from normexp.errors import UserError
@@ -74,14 +75,14 @@ def test_half_life_halves_the_past_at_every_batch_size():
 
 
 def test_length_in_epochs_steps_or_samples():
-    def count(steps: int | None, samples: int | None, steps_per_epoch=10, per_epoch=320) -> int:
-        budget = {"epochs": 3, "steps": steps, "samples": samples}
-        return count_steps(steps_per_epoch, 32, **budget, samples_per_epoch=per_epoch)
+    def count(steps: int | None, samples: int | None, num_train=320, drop_last=True) -> int:
+        budget = {"epochs": 3, "steps": steps, "samples": samples, "drop_last": drop_last}
+        return count_steps(SETTINGS.model_copy(update=budget), num_train)
 
     assert [count_steps_per_epoch(70, 32, drop_last=drop) for drop in (True, False)] == [2, 3]
     assert [count(None, None), count(7, None), count(None, 100)] == [30, 7, 3]
     # Two epochs of 70 samples in batches of 32, 32 and 6 are six steps.
-    assert count(None, 140, steps_per_epoch=3, per_epoch=70) == 6
+    assert count(None, 140, num_train=70, drop_last=False) == 6
     with pytest.raises(UserError, match="batch_size=80 is more than the 70 training samples"):
         count_steps_per_epoch(70, 80, drop_last=True)
     with pytest.raises(UserError, match="samples=20 is less than one batch_size=32"):

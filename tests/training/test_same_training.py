@@ -194,7 +194,7 @@ def choices_of(name: str, sizes: Sizes, num_train: int) -> dict[str, Any]:
     ],
 )
 def test_replica_of_a_stack_trains_as_the_seed_alone(tmp_path: Path, name, num_train: int):
-    norm = build_norm(compose_config([f"norm={name}"])).make(8)
+    norm = build_norm(compose_config([f"norm={name}"]), num_positions=8).make(8)
     splits = [BOTH] if num_train == 24 else [FULL, BOTH]
     if getattr(norm, "sequential_state", False):  # sees samples one after another
         splits = [FULL]

@@ -15,7 +15,10 @@ from torch import nn
 
 from normexp.batching.draws import derive_seed
 from normexp.batching.replicas import InTurn, Replicas, Stacked
+from normexp.config.compose import compose_config
+from normexp.config.keys import Settings
 from normexp.config.sizes import Sizes
+from normexp.config.validate import read_settings
 from normexp.data.batches import TrainingBatches
 from normexp.data.dataset import Data, Examples
 from normexp.models.transformer import TextEncoder
@@ -23,7 +26,6 @@ from normexp.models.vision import ConvNet, ResNet
 from normexp.norms.batch import BatchNorm
 from normexp.norms.factory import NormFactory
 from normexp.norms.sample import GroupNorm
-from normexp.training.devices import Devices
 from normexp.training.fit import fit
 from normexp.training.module import Recorder, TrainingModule
 from normexp.training.recipe import Recipe, count_steps_per_epoch
@@ -85,52 +87,50 @@ def text_encoder(norm: NormFactory, dropout: float = 0.0) -> nn.Module:
     return TextEncoder(norm, 6, 7, 5, depth=1, width=16, num_heads=2, dropout=dropout)
 
 
-CPU = Devices(
-    accelerator="cpu",
-    per_node=1,
-    num_nodes=1,
-    strategy="auto",
-    precision="64-true",
-    matmul_precision="highest",
-    shares_statistics=False,
+SETTINGS = read_settings(
+    compose_config(
+        [
+            *("trainer=cpu", "trainer.precision=64-true", "optim.weight_decay=1e-3"),
+            *("log_every=3", "chunk=4", "evaluate_with=[running]", "precise_samples=2"),
+        ]
+    )
 )
 
 
 def recipe_for(data: Data, sizes: Sizes, **choices: Any) -> Recipe:
-    """Two epochs by SGD on the CPU; everything but the tested choices has a default."""
-    drop_last = choices.get("drop_last", True)
-    steps_per_epoch = count_steps_per_epoch(len(data.train), sizes.batch_size, drop_last=drop_last)
+    """Two epochs by SGD on the CPU; everything but the tested choices has a default.
+
+    Args:
+        choices: fields of the recipe, and values of its settings.
+    """
+    fields = {field.name for field in dataclasses.fields(Recipe)}
+    typed = {name: choices.pop(name) for name in choices.keys() - fields}
+    assert typed.keys() <= Settings.model_fields.keys()
+    settings = SETTINGS.model_copy(update=typed)
+    steps_per_epoch = count_steps_per_epoch(
+        len(data.train), sizes.batch_size, drop_last=settings.drop_last
+    )
     values = {
+        "settings": settings,
+        "num_train": len(data.train),
         "sizes": sizes,
-        "drop_last": drop_last,
-        "steps_per_epoch": steps_per_epoch,
         "schedule": named_schedule("cosine", 0.1, EPOCHS * steps_per_epoch),
         "optimizer": SGD,
-        "optimizer_target": "torch.optim.SGD",
         "lr": 0.05,
         "optimizer_momentum": 0.9,
-        "weight_decay": 1e-3,
-        "decay_norm": False,
-        "decay_bias": True,
-        "max_grad_norm": None,
-        "norm_momentum": None,
-        "val_every_epochs": 1,
-        "statistics": ("running",),
-        "precise_samples": 2,
-        "evaluation_batch_sizes": (),
-        "evaluates_every_epoch": False,
-        "devices": CPU,
-        "stack": None,
-        "max_chunk": 4,
-        "compile": False,
-        "cuda_graph": False,
-        "save_weights": True,
-        "allow_leak": False,
+        "max_chunk": settings.chunk,
+        "is_synchronized": False,
         "callbacks": list,
-        "log_every": 3,
         "loggers": lambda _: [],
     }
     return Recipe(**{**values, **choices})
+
+
+def on_devices(recipe: Recipe, **keys: Any) -> Recipe:
+    """The recipe with other values of `trainer`."""
+    trainer = recipe.settings.trainer.model_copy(update=keys)
+    settings = recipe.settings.model_copy(update={"trainer": trainer})
+    return dataclasses.replace(recipe, settings=settings)
 
 
 def build_module(
@@ -152,7 +152,9 @@ def build_module(
         networks.append(model(norm))
     replicas: Replicas = Stacked(networks) if stacked else InTurn(networks)
     recipe = recipe_for(data, sizes, **choices)
-    batches = TrainingBatches(data, list(seeds), sizes.batch_size, drop_last=recipe.drop_last)
+    batches = TrainingBatches(
+        data, list(seeds), sizes.batch_size, drop_last=recipe.settings.drop_last
+    )
     return TrainingModule(replicas, batches, recipe, Recorder([None] * len(seeds)))
 
 
@@ -164,8 +166,7 @@ def train(
     stop: StopRequest | None = None,
     **devices: Any,
 ) -> TrainingModule:
-    chosen = dataclasses.replace(CPU, precision=precision, **devices)
-    module.recipe = dataclasses.replace(module.recipe, devices=chosen)
+    module.recipe = on_devices(module.recipe, precision=precision, **devices)
     fit(module, checkpoint=checkpoint, callbacks=callbacks or [], stop=stop)
     return module
 

@@ -1,0 +1,91 @@
+"""What is said and recorded of a cell and its training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from normexp.config.groups import OPTIONAL_GROUPS, PARTS
+from normexp.config.sizes import SIZES, Sizes
+from normexp.config.spec import CellSpec
+from normexp.data.dataset import Data
+from normexp.models.weights import Weights
+from normexp.records.result import Result
+from normexp.training.recipe import (
+    Recipe,
+)
+
+
+def deviations(spec: CellSpec, recipe: Recipe, num_train: int) -> list[str]:
+    """How a training differs from what was typed, in sentences."""
+    settings, size, notes = spec.settings, recipe.sizes.batch_size, list[str]()
+    if (left_out := num_train - recipe.steps_per_epoch * size) > 0:
+        notes.append(f"drop_last=true drops {left_out} of {num_train} samples per epoch")
+    if recipe.lr != spec.lr:
+        notes.append(
+            f"lr_rule={settings.lr_rule} changes lr={spec.lr:g} at "
+            f"base_batch_size={settings.base_batch_size} to lr={recipe.lr:g} at batch_size={size}"
+        )
+    return notes
+
+
+# --- What result.json says about the cell ---------------------------------------------------------
+
+
+def defines_of(spec: CellSpec, data: Data, weights: Weights | None) -> dict[str, Any]:
+    """What the id of a cell hashes, and digests of what was loaded."""
+    digests = {"data": data.digest}
+    if weights is not None:
+        digests["weights"] = weights.digest
+    return {**spec.identity, "digests": digests}
+
+
+def derived_of(spec: CellSpec, recipe: Recipe) -> dict[str, Any]:
+    """The values of a training that follow from its config and its data."""
+    derived = {
+        **_effective(recipe.sizes, mixes_samples=recipe.mixes_samples),
+        "steps": recipe.num_steps,
+        "epochs": recipe.num_epochs,
+        "lr": recipe.lr,
+        "devices": recipe.settings.trainer.num_processes,
+        **names_in(spec),
+    }
+    if spec.settings.lr_rule == "momentum_aware":
+        derived["optim.momentum"] = recipe.optimizer_momentum
+    if recipe.norm_momentum is not None:
+        derived["norm.momentum"] = recipe.norm_momentum
+    return derived
+
+
+def typed_values(spec: CellSpec) -> dict[str, Any]:
+    """The part of `derived_of` that is known before a cell is prepared."""
+    return {**_effective(Sizes(**spec.sizes)), "lr": spec.lr, **names_in(spec)}
+
+
+def _effective(sizes: Sizes, *, mixes_samples: bool = True) -> dict[str, int]:
+    """The three sizes as numbers; a device's share of a forward pass is a ghost sub-batch."""
+    norm = sizes.norm if mixes_samples else sizes.micro
+    return dict(zip(SIZES, (sizes.batch_size, sizes.micro, norm), strict=True))
+
+
+def names_in(spec: CellSpec) -> dict[str, str]:
+    """The names of a cell's parts that are not those of shipped choices: `resnet50`, `MyNorm`."""
+    names = {}
+    for group in (*PARTS, *OPTIONAL_GROUPS):
+        content = spec.identity.get(group)
+        if not isinstance(content, Mapping):
+            continue
+        if isinstance(spec.config[group].get("name"), str):
+            names[group] = spec.config[group]["name"]
+        elif "choice" not in content:
+            names[group] = spec.choices[group]
+    return names
+
+
+def choices_of(result: Result) -> dict[str, str]:
+    """The choice in each config group of a recorded cell, as `compose_cell` returned them."""
+    groups = [group for group in (*PARTS, *OPTIONAL_GROUPS) if group in result.settings]
+    return {
+        group: result.defines.get(group, {}).get("choice", result.settings[group])
+        for group in groups
+    }

@@ -1,0 +1,43 @@
+"""The samples of an evaluation: their order, their number per forward, and how they are shown."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from normexp.batching.draws import generator
+from normexp.batching.replicas import Batch, Replicas
+from normexp.data.dataset import Data
+
+SPLITS = ("train", "val", "test")
+STACK_SAMPLES = 512  # per forward in evaluation, over all replicas; eight times that on a GPU
+
+
+def shuffled(data: Data, split: str) -> Tensor:
+    """Returns the sample indices of a split (N,) in a random order.
+
+    The order is the same for every run, so that runs are compared on the same batches.
+    """
+    source = generator(0, "evaluate", SPLITS.index(split))
+    return torch.randperm(len(getattr(data, split)), generator=source)
+
+
+def block_size(replicas: Replicas, group_size: int) -> int:
+    """Returns the samples per forward in evaluation, a multiple of `group_size`."""
+    is_on_cpu = next(replicas.parameters()).device.type == "cpu"
+    total = STACK_SAMPLES if is_on_cpu else 8 * STACK_SAMPLES
+    at_once = replicas.num_replicas if replicas.is_stacked else 1
+    return max(1, total // at_once // group_size) * group_size
+
+
+def gather(replicas: Replicas, data: Data, split: str, indices: Tensor) -> Batch:
+    """Returns the samples at `indices` (N,) as model inputs; those of `train` are augmented.
+
+    How a sample is augmented depends on its index alone.
+    """
+    batch = getattr(data, split).gather(indices)
+    if split == "train" and data.augmentation is not None:
+        draws = data.augmentation.draw(0, 0, len(data.train))[indices.cpu()]
+        batch["inputs"] = data.augmentation.apply(batch["inputs"], draws)
+    batch["inputs"] = data.model_inputs(batch["inputs"], next(replicas.parameters()).dtype)
+    return batch
