@@ -111,7 +111,7 @@ def recorded_spec(cell_dir: Path, result: Result, changes: Mapping[str, Any]) ->
             "again"
         ) from error
     choices = choices_of(result)
-    for group in PARTS:  # a class that ships may have moved since
+    for group in set(PARTS) - changes.keys():  # a class that ships may have moved since
         if shipped := shipped_defaults(group, choices[group]):
             values[group]["_target_"] = shipped["_target_"]
     return CellSpec(values, choices)

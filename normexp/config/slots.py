@@ -35,6 +35,7 @@ Placement = Literal[
     "hybrid",
     "mix_ln",
     "parallel",
+    "simple",
 ]
 # What each is, for --help: f is attention, then the MLP. models/transformer.py has the papers.
 PLACEMENTS: dict[Placement, str] = {
@@ -47,6 +48,7 @@ PLACEMENTS: dict[Placement, str] = {
     "hybrid": "y = norm(x + attention(x)), q, k and v normed; then y + mlp(y)",
     "mix_ln": "post in the first quarter of the blocks, pre in the others",
     "parallel": "x + attention(norm(x)) + mlp(norm(x))",
+    "simple": "x + f(x), a norm after every linear map of f: SimpleNorm",
 }
 
 

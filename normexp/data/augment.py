@@ -11,7 +11,7 @@ from torch.nn import functional
 from normexp.batching.draws import generator
 from normexp.errors import UserError
 
-_RANGE = 2**31  # draws are reduced modulo the wanted range; the bias is below 1e-6
+_RANGE = 2**31  # draws are taken modulo a far smaller number, which biases them by less than 1e-6
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Augmentation:
     def draw(self, seed: int, step: int, num_samples: int) -> Tensor:
         """Random numbers for one step, int64 (num_samples, 5), on the CPU.
 
-        Row i is that of sample i, and depends on (seed, step, i) alone: not on the number of
-        samples, nor on which augmentations are on.
+        Row i depends on (seed, step, i) alone: not on the number of samples, nor on which
+        augmentations are on.
         """
         draws = generator(seed, "augment", step)
         return torch.randint(_RANGE, (num_samples, 5), generator=draws)

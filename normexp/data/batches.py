@@ -30,8 +30,8 @@ class TrainingBatches:
     """The batches of each optimizer step; replica r draws order and augmentation from `seeds[r]`.
 
     An epoch is one pass over the training samples in batches of `batch_size`; `drop_last` drops a
-    shorter last batch. Every tensor of a batch leads with the axes (S, N). Its strides do not
-    depend on the chunk, so that a compiled step is compiled once.
+    shorter last batch. Every tensor of a batch leads with the axes (S, N). Strides do not depend
+    on the chunk, so that a compiled step is compiled once.
     """
 
     data: Data
@@ -46,7 +46,7 @@ class TrainingBatches:
         self.steps_per_epoch = -(-self.samples_per_epoch // self.batch_size)
         self._epoch: int | None = None
         self._order = torch.empty(0)  # (S, samples_per_epoch)
-        self._offset: Tensor | None = None  # (S, 1), of windows alone
+        self._offset: Tensor | None = None  # (S, 1), for windows only
 
     def to(self, device: torch.device | str) -> TrainingBatches:
         """The same batches of a copy of the data on another device."""
@@ -57,8 +57,8 @@ class TrainingBatches:
     ) -> Iterator[Batch]:
         """Yields the batches of `num_steps` steps from `first_step`, all within one epoch.
 
-        Each is made when it is asked for: a GPU still works on the step before, and no more than
-        one batch is held in floats.
+        A batch is made when it is asked for, while a GPU works on the step before; one batch at a
+        time is held in floats.
 
         Args:
             dtype: of images as the model receives them.
@@ -66,16 +66,17 @@ class TrainingBatches:
         epoch, position = divmod(first_step, self.steps_per_epoch)
         if epoch != self._epoch:
             self._begin(epoch)
-        augmentation = self.data.augmentation
-        rest = self._order[:, position * self.batch_size :]
-        batches = rest.split(self.batch_size, dim=1)[:num_steps]
+        steps = range(first_step, first_step + num_steps)
+        order = self._order[:, position * self.batch_size :]
+        batches = order.split(self.batch_size, dim=1)[:num_steps]
         assert len(batches) == num_steps, "a chunk ends with its epoch"
-        draws = self._augmentation_draws(range(first_step, first_step + num_steps))
+        augmentation = self.data.augmentation
+        draws = self._draw_augmentation(steps)
         for step, indices in enumerate(batches):
             batch = self.data.train.gather(indices, self._offset)
             if augmentation is not None:
-                of_step = draws[step, :, : indices.shape[1]]
-                batch["inputs"] = augmentation.apply(batch["inputs"], of_step)
+                num_samples = indices.shape[1]
+                batch["inputs"] = augmentation.apply(batch["inputs"], draws[step, :, :num_samples])
             batch["inputs"] = self.data.model_inputs(batch["inputs"], dtype)
             yield batch
 
@@ -86,9 +87,9 @@ class TrainingBatches:
         orders = [epoch_order(seed, epoch, len(train)) for seed in self.seeds]
         order = torch.stack(orders).to(device)
         if self.data.order == "sorted" and isinstance(train, Examples):
-            for batch in order.split(self.batch_size, dim=1):  # views
-                ranks = train.targets[batch].argsort(dim=1, stable=True)
-                batch.copy_(batch.gather(1, ranks))
+            for indices in order.split(self.batch_size, dim=1):  # views of the order
+                ranks = train.targets[indices].argsort(dim=1, stable=True)
+                indices.copy_(indices.gather(1, ranks))
         if isinstance(train, Windows):
             offsets = [window_offset(seed, epoch, train.block_size) for seed in self.seeds]
             self._offset = torch.tensor(offsets, device=device).unsqueeze(1)
@@ -101,14 +102,16 @@ class TrainingBatches:
         within = min(position * self.batch_size, self.samples_per_epoch)
         return epochs * self.samples_per_epoch + within
 
-    def _augmentation_draws(self, steps: range) -> Tensor:
-        """The draws (K, S, N, 5) of K steps, on the device of the data; empty for none.
+    def _draw_augmentation(self, steps: range) -> Tensor:
+        """The random numbers (K, S, N, 5) of K steps, on the device of the data; empty for none.
 
-        All at once: a copy in each step would make the CPU wait for the GPU.
+        They are copied at once, because a copy in each step would make the CPU wait for the GPU.
         """
         augmentation = self.data.augmentation
         if augmentation is None:
             return torch.empty(0)
-        rows = [augmentation.draw(seed, k, self.batch_size) for k in steps for seed in self.seeds]
-        draws = torch.stack(rows).unflatten(0, (len(steps), len(self.seeds)))
-        return draws.to(self.data.train.tensors[0].device)
+        draws = []
+        for step in steps:
+            draws += [augmentation.draw(seed, step, self.batch_size) for seed in self.seeds]
+        by_step = torch.stack(draws).unflatten(0, (len(steps), len(self.seeds)))
+        return by_step.to(self.data.train.tensors[0].device)

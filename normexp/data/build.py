@@ -20,13 +20,15 @@ logger = logging.getLogger(__name__)
 def build_data(values: Mapping[str, Any]) -> Data:
     """The data set that the values of `data` name, checked, on the CPU.
 
-    Two of them are normexp's own: the number of training samples to keep, `limit_train`, and the
-    `order` of the samples within each batch.
+    Two values are normexp's own and no argument of the target: `limit_train`, the number of
+    training samples to keep, and `order`, that of the samples within each batch.
     """
     values = dict(values)
-    limit, order = values.pop("limit_train", None), values.pop("order", None)
+    limit = values.pop("limit_train", None)
+    order = values.pop("order", None)
     data = read_target(values, "data").make(Data)
-    data = data if order is None else replace(data, order=order)
+    if order is not None:
+        data = replace(data, order=order)
     validate(data)
     if limit is not None:
         data = limit_train(data, limit, values.get("split_seed", 0))

@@ -1,6 +1,7 @@
 """A data set: three splits as tensors on one device, and the checks that it must pass.
 
-Saved networks keep its description, without the samples; those of images predict class names by it.
+A saved network keeps the description of its data without the samples; a network of images predicts
+class names by it.
 """
 
 from __future__ import annotations
@@ -99,9 +100,8 @@ class Data:
         augmentation: applied to training images; None for none.
         symbols: the text of each token.
         class_names: the name of each class; None: its number.
-        order: of the samples within a training batch. `sorted` by class gives the parts of a batch,
-            as ghost sub-batches and devices see them, different classes; batches hold the same
-            samples in both.
+        order: of the samples within a training batch. `sorted` by class shows different classes to
+            the ghost sub-batches or devices that share a batch; its samples are the same.
         source_version: package and version that the content comes from; "" for none.
         digest: first 16 hex digits of the sha256 over symbols, and each tensor's dtype, shape and
             bytes; computed if not given.
@@ -144,6 +144,13 @@ class Data:
         return {name: getattr(self, name) for name in SPLITS}
 
     @property
+    def has_mask(self) -> bool | None:
+        """True if samples are padded; None if the samples are gone, see `without_samples`."""
+        if isinstance(self.train, Windows):
+            return False
+        return None if self.train.inputs.ndim == 1 else self.train.mask is not None
+
+    @property
     def chance_accuracy(self) -> float | None:
         """Test accuracy of always predicting the most frequent class; None for language models."""
         if isinstance(self.test, Windows):
@@ -161,7 +168,7 @@ class Data:
         return dataclasses.replace(self, **splits)
 
 
-FEW_VALUES = 16  # of a sample
+MIN_VALUES = 16  # of a sample that does not equal another by chance
 
 
 def limit_train(data: Data, num_samples: int, seed: int) -> Data:
@@ -174,7 +181,8 @@ def limit_train(data: Data, num_samples: int, seed: int) -> Data:
     Raises:
         UserError: the split has fewer samples.
     """
-    train, available = data.train, len(data.train)
+    train = data.train
+    available = len(train)
     if num_samples > available:
         raise UserError(
             f"data.limit_train={num_samples}: the training split of data={data.name} has "
@@ -190,27 +198,29 @@ def limit_train(data: Data, num_samples: int, seed: int) -> Data:
 
 
 def describe_copies(data: Data) -> Iterator[str]:
-    """A line for each split that has training images again, value for value.
+    """Yields a line for each split that holds exact copies of training samples.
 
-    Points of a few values coincide by chance, and are not looked at.
+    Samples of a few values coincide by chance, and are not compared.
     """
-    if not isinstance(data.train, Examples) or data.train.inputs[0].numel() < FEW_VALUES:
+    if not isinstance(data.train, Examples) or data.train.inputs[0].numel() < MIN_VALUES:
         return
     hashes = {}
     for name, split in data.splits.items():
         hashes[name] = [hash(sample.tobytes()) for sample in split.inputs.cpu().numpy()]
-    known = set(hashes.pop("train"))
-    for name, of_samples in hashes.items():
-        if count := sum(of_sample in known for of_sample in of_samples):
+    training = set(hashes["train"])
+    for name in ("val", "test"):
+        num_copies = sum(sample in training for sample in hashes[name])
+        if num_copies:
             yield (
-                f"data={data.name}: {count} of {len(of_samples)} samples of {name} are also "
+                f"data={data.name}: {num_copies} of {len(hashes[name])} samples of {name} are also "
                 "training samples (exact copies), so that memory counts as accuracy; remove them"
             )
 
 
 def validate(data: Data) -> None:
     """Raises UserError for the first inconsistency in `data`."""
-    if problem := next(_problems(data), None):
+    problem = next(_problems(data), None)
+    if problem:
         raise UserError(f"data={data.name}: {problem}")
 
 
@@ -238,14 +248,17 @@ def _problems(data: Data) -> Iterator[str]:
         for field, tensor in vars(split).items():
             if not isinstance(tensor, Tensor):
                 continue
-            given, wanted = (tensor.dtype, tuple(tensor.shape)), expected[field]
-            if given != wanted:
-                yield f"{name}.{field} is {given[0]} {given[1]}, must be {wanted[0]} {wanted[1]}"
+            dtype, shape = expected[field]
+            given_shape = tuple(tensor.shape)
+            if (tensor.dtype, given_shape) != (dtype, shape):
+                yield f"{name}.{field} is {tensor.dtype} {given_shape}, must be {dtype} {shape}"
             key = "num_outputs" if field == "targets" else "vocab_size"
-            lowest, highest, limit = int(tensor.min()), int(tensor.max()), getattr(data, key)
+            limit = getattr(data, key)
+            lowest = int(tensor.min())
+            highest = int(tensor.max())
             if limit is not None and not 0 <= lowest <= highest < limit:
-                worst = min(lowest, 0) or highest
-                yield f"{name}.{field} has {worst}; {key}={limit} allows 0 to {limit - 1}"
+                wrong = lowest if lowest < 0 else highest
+                yield f"{name}.{field} has {wrong}; {key}={limit} allows 0 to {limit - 1}"
             if field == "mask" and not tensor.any(dim=1).all():
                 yield f"{name}.mask has a sample without a real token"
     if data.num_outputs < 2:
@@ -262,32 +275,33 @@ def describe_data(data: Data) -> dict[str, Any]:
 
 def without_samples(description: Mapping[str, Any]) -> Data:
     """The data set of `describe_data`, for networks that are only built and loaded."""
-    known = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items()}
-    targets = torch.zeros(known.pop("num_train"), dtype=torch.bool)
+    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items()}
+    targets = torch.zeros(fields.pop("num_train"), dtype=torch.bool)
     splits = dict.fromkeys(SPLITS, Examples(targets, targets))
-    return Data(**known, **splits, bytes_per_token={})
+    return Data(**fields, **splits, bytes_per_token={})
 
 
 @torch.no_grad()
 def predict(network: nn.Module, data: Data, images: Any) -> list[str]:
-    """The name of the class of each image, of bytes or of floats 0 to 1.
+    """The class names of images, whose values are bytes or floats 0 to 1.
 
     Shapes: (N, C, H, W), or (C, H, W) for a single image. Raises UserError for other images.
     """
-    raw, shape = torch.as_tensor(images), data.input_shape
-    if raw.ndim == len(shape):
-        raw = raw.unsqueeze(0)
-    most = 1 if raw.is_floating_point() else 255
-    if raw.shape[1:] != shape or not 0 <= raw.min() <= raw.max() <= most:
+    values = torch.as_tensor(images)
+    shape = data.input_shape
+    if values.ndim == len(shape):
+        values = values.unsqueeze(0)
+    white = 1 if values.is_floating_point() else 255
+    if values.shape[1:] != shape or not 0 <= values.min() <= values.max() <= white:
         raise UserError(
-            f"images are {tuple(raw.shape)} with values {raw.min():g} to {raw.max():g}; must "
-            f"be (N, {str(shape)[1:]}, whole numbers 0 to 255 or floats 0 to 1"
+            f"images are {tuple(values.shape)} with values {values.min():g} to {values.max():g}; "
+            f"must be (N, {str(shape)[1:]}, whole numbers 0 to 255 or floats 0 to 1"
         )
-    first = next(network.parameters())
-    inputs = data.model_inputs(raw * (255 / most), first.dtype).to(first.device)
+    parameter = next(network.parameters())
+    inputs = data.model_inputs(values * (255 / white), parameter.dtype).to(parameter.device)
     was_training = network.training
     network.eval()
-    classes = torch.cat([network(part).argmax(dim=1) for part in inputs.split(256)]).tolist()
+    classes = torch.cat([network(batch).argmax(dim=1) for batch in inputs.split(256)]).tolist()
     network.train(was_training)
     names = data.class_names or range(data.num_outputs)
     return [str(names[i]) for i in classes]

@@ -34,7 +34,7 @@ SPLIT_NAMES = {
     "val": "val|valid|validation|dev",
     "test": "test|testing|eval|evaluation",
 }
-DECODER = 2  # raised when files are decoded to other pixels, so that older caches are left alone
+DECODER = 2  # a change of the decoded pixels raises it, so that no older cache is read
 
 
 def load_image_folder(
@@ -68,7 +68,8 @@ def load_image_folder(
         raise UserError(f"data.size={size} must be positive; try data.size=32")
     if mean is not None or std is not None:
         _check_moments(mean, std)
-    name, folder = f"data.root={root}", Path(root).expanduser()
+    name = f"data.root={root}"
+    folder = Path(root).expanduser()
     try:
         folders = find_splits(folder, name) or {"train": folder}
         classes = _read_classes(folders, name)
@@ -84,8 +85,8 @@ def load_image_folder(
     images = _load_or_decode(cache, files, size, name)
     targets = torch.tensor([target for listed in samples.values() for _, target in listed])
     counts = [len(listed) for listed in samples.values()]
-    parts = map(Examples, images.split(counts), targets.split(counts))
-    splits: dict[str, Any] = dict(zip(samples, parts, strict=True))
+    examples = map(Examples, images.split(counts), targets.split(counts))
+    splits: dict[str, Any] = dict(zip(samples, examples, strict=True))
     if "test" not in splits:
         splits = _split_off_test(splits["train"], name)
     data = build_image_data(
@@ -115,8 +116,8 @@ def _check_moments(mean: Sequence[float] | None, std: Sequence[float] | None) ->
 def find_splits(root: Path, name: str) -> dict[str, Path]:
     """The folders of train, test and maybe val, by split; empty if `root` holds classes instead.
 
-    Such a folder has class folders, and is named as in `SPLIT_NAMES`, in any case, also as
-    train_set.
+    The folder of a split has class folders, and is named as in `SPLIT_NAMES`, in upper or lower
+    case, perhaps followed by a word such as set.
 
     Raises:
         UserError: begins with `name`. Two folders of one split; no train, or nothing to test on.
@@ -124,22 +125,19 @@ def find_splits(root: Path, name: str) -> dict[str, Path]:
     splits: dict[str, Path] = {}
     folders = _subfolders(root)
     for folder in folders:
-        for split, words in SPLIT_NAMES.items():
-            pattern = rf"({words})[\W_]*(set|data|images?)?"
-            if re.fullmatch(pattern, folder.name, re.IGNORECASE) and _subfolders(folder):
-                if split in splits:
-                    raise UserError(
-                        f"{name} has both {splits[split].name}/ and {folder.name}/; keep one"
-                    )
-                splits[split] = folder
+        split = _split_of(folder)
+        if split is None:
+            continue
+        if split in splits:
+            raise UserError(f"{name} has both {splits[split].name}/ and {folder.name}/; keep one")
+        splits[split] = folder
     if not splits:
         return {}
     if "train" not in splits or len(splits) == 1:
-        found = [*splits.values()]
+        names = " and ".join(folder.name for folder in splits.values())
         raise UserError(
-            f"{name} has class folders in {' and '.join(folder.name for folder in found)} alone; "
-            "it needs train/ and test/. To split the images of one folder, name it: "
-            f"data.root={found[0]}"
+            f"{name} has class folders in {names} alone; it needs train/ and test/. To split the "
+            f"images of one folder, name it: data.root={next(iter(splits.values()))}"
         )
     if "test" not in splits:
         splits["test"] = splits.pop("val")
@@ -153,6 +151,16 @@ def find_splits(root: Path, name: str) -> dict[str, Path]:
     return splits
 
 
+def _split_of(folder: Path) -> str | None:
+    """The split that a folder is named after; None for one without class folders."""
+    if not _subfolders(folder):
+        return None
+    for split, names in SPLIT_NAMES.items():
+        if re.fullmatch(rf"({names})[\W_]*(set|data|images?)?", folder.name, re.IGNORECASE):
+            return split
+    return None
+
+
 def _subfolders(folder: Path) -> list[Path]:
     """The folders in a folder, sorted, without hidden ones."""
     return sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
@@ -162,7 +170,7 @@ def _read_classes(folders: Mapping[str, Path], name: str) -> list[str]:
     """The names of the class folders.
 
     Raises:
-        UserError: classes that differ between splits, a single one, and splits taken for classes.
+        UserError: classes that differ between splits, a single class, or classes named like splits.
     """
     train = folders["train"]
     classes = [folder.name for folder in _subfolders(train)]
@@ -220,7 +228,7 @@ def _list_images(
 
 
 def _split_off_test(images: Examples, name: str) -> dict[str, Examples]:
-    """Train and test of a folder without these, see `split_off_test`; the log says so."""
+    """Splits the images of a folder without train/ and test/, and logs it."""
     train, test = map(images.subset, split_off_test(images.targets))
     if len(test.targets.unique()) < len(train.targets.unique()):
         raise UserError(
@@ -237,7 +245,7 @@ def _split_off_test(images: Examples, name: str) -> dict[str, Examples]:
 
 
 def _digest_files(root: Path, files: Sequence[Path], size: int | None) -> str:
-    """Of what decides the decoded images, but for what the files hold."""
+    """A digest of what decides the decoded images: names, sizes and times, not contents."""
     lines = [f"{DECODER}|{root.resolve()}|{size}"]
     for file in files:
         status = file.stat()
@@ -247,7 +255,7 @@ def _digest_files(root: Path, files: Sequence[Path], size: int | None) -> str:
 
 def _load_or_decode(cache: Path, files: list[Path], size: int | None, name: str) -> Tensor:
     """The images of `files`, uint8 (N, 3, H, W), from the cache if it is there."""
-    with suppress(Exception):  # missing, or torn by a full disk: torch raises many types
+    with suppress(Exception):  # a cache that is missing or cut short: torch raises many types
         return torch.load(cache, weights_only=True)
     images = decode_images(files, size, name)
     try:

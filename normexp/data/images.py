@@ -42,7 +42,8 @@ def build_image_data(
     Raises:
         UserError: train images of another dtype or shape; a fraction that empties train or val.
     """
-    images, num_targets = train.inputs, len(train.targets)
+    images = train.inputs
+    num_targets = len(train.targets)
     if images.ndim != 4 or images.dtype != torch.uint8 or len(images) != num_targets:
         raise UserError(
             f"data={name}: train.inputs is {images.dtype} {tuple(images.shape)} for {num_targets} "
@@ -86,8 +87,8 @@ def compute_channel_moments(images: Tensor) -> tuple[tuple[float, ...], tuple[fl
 def count_levels(images: Tensor) -> Tensor:
     """How many pixels of each channel have each of the 256 values, float64 (C, 256)."""
     counts = torch.zeros(images.shape[1], 256, dtype=torch.float64)
-    for part in images.split(4096):
-        for channel, pixels in enumerate(part.unbind(dim=1)):
+    for batch in images.split(4096):
+        for channel, pixels in enumerate(batch.unbind(dim=1)):
             counts[channel] += torch.bincount(pixels.flatten(), minlength=256)
     return counts
 
@@ -201,14 +202,15 @@ def load_moons(
     The upper moon is (cos t, sin t), the lower one (1 - cos t, 1/2 - sin t), t from 0 to pi, both
     with Gaussian noise, as in sklearn.datasets.make_moons. The points are the same for every seed.
     """
-    train, test = _draw(num_points, noise, 0), _draw(num_test, noise, 1)
+    train = _draw_moons(num_points, noise, stream=0)
+    test = _draw_moons(num_test, noise, stream=1)
     return build_image_data(
         "moons", train, test, num_classes=2, val_fraction=val_fraction, split_seed=split_seed
     )
 
 
-def _draw(num_points: int, noise: float, part: int) -> Examples:
-    draws = generator(TEST_SEED, "moons", part)
+def _draw_moons(num_points: int, noise: float, stream: int) -> Examples:
+    draws = generator(TEST_SEED, "moons", stream)
     targets = torch.arange(num_points) % 2
     angle = torch.rand(num_points, generator=draws) * math.pi
     is_upper = targets == 0

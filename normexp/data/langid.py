@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 
 import numpy as np
 import torch
@@ -48,21 +49,23 @@ def load_langid(
             f"data.test_fraction={test_fraction} leaves train or test without strings; try 0.2"
         )
     targets = torch.arange(len(strings)).repeat_interleave(samples_per_language)
-    rest, test = split_off_test(targets, test_fraction)
-    characters = np.array(texts, dtype=f"U{max_length}").view("U1")  # empty behind a text's end
+    not_test, test = split_off_test(targets, test_fraction)
+    characters = np.array(texts, dtype=f"U{max_length}").view("U1")  # empty after a text's end
     characters = characters.reshape(len(texts), max_length)
     is_real = characters != ""
-    known = np.unique(characters[rest][is_real[rest]])
-    symbols = ("<pad>", "<unknown>", *known.tolist())
-    tokens = np.searchsorted(known, characters) + 2
-    tokens[~np.isin(characters, known)] = UNKNOWN
+    vocabulary = np.unique(characters[not_test][is_real[not_test]])
+    symbols = ("<pad>", "<unknown>", *vocabulary.tolist())
+    tokens = np.searchsorted(vocabulary, characters) + 2
+    tokens[~np.isin(characters, vocabulary)] = UNKNOWN
     tokens[~is_real] = PAD
-    every = Examples(torch.from_numpy(tokens), targets, torch.from_numpy(is_real))
-    train, val = (rest[part] for part in split_off_val(len(rest), val_fraction, split_seed))
+    samples = Examples(torch.from_numpy(tokens), targets, torch.from_numpy(is_real))
+    train, val = split_off_val(len(not_test), val_fraction, split_seed)
     return Data(
         "langid",
         "classification",
-        *map(every.subset, (train, val, test)),
+        train=samples.subset(not_test[train]),
+        val=samples.subset(not_test[val]),
+        test=samples.subset(test),
         num_outputs=len(strings),
         input_shape=(max_length,),
         vocab_size=len(symbols),
@@ -91,11 +94,9 @@ def read_own_strings(languages: list[str], max_length: int) -> dict[str, list[st
     strings = {language: set(_read_names(language, max_length)) - {""} for language in languages}
     if len(strings) < 2:
         raise UserError(f"data.languages={list(languages)} must name two languages or more")
-    num_languages = Counter(text for names in strings.values() for text in names)
-    return {
-        language: sorted(text for text in names if num_languages[text] == 1)
-        for language, names in strings.items()
-    }
+    num_languages = Counter(chain.from_iterable(strings.values()))
+    shared = {text for text, number in num_languages.items() if number > 1}
+    return {language: sorted(names - shared) for language, names in strings.items()}
 
 
 def _read_names(language: str, max_length: int) -> Iterator[str]:

@@ -26,21 +26,24 @@ from normexp.errors import UserError, one_line
 
 log = logging.getLogger(__name__)
 
-DEEP = {"I": "whole numbers", "F": "floats"}  # of more than 8 bits, by the first letter of the mode
+# Images with more than 8 bits: what their pixels are, by the first letter of Pillow's mode.
+DEEP = {"I": "whole numbers", "F": "floats"}
 WHITES = (1, 255, 1023, 4095, 16383, 65535)  # floats, and 8, 10, 12, 14 and 16 bits
-SMALLEST_RANGE = 16  # grey levels, of 256
-OUTLIERS = 1e-4  # share of pixels, as of hot ones, that tell nothing of the contrast
+MIN_CONTRAST = 16  # grey levels, of 256
+OUTLIERS = 1e-4  # share of pixels, such as hot ones, that are ignored at either end
 MOST_NAMED = 5  # files in a message
 
 
 class Header(NamedTuple):
-    """What is read of a file before its pixels are decoded.
+    """What is known of a file before its pixels are decoded.
 
     Attributes:
-        kind: key of `DEEP`; another one, or none, for 8 bits.
+        size: width and height.
+        kind: a key of DEEP; any other text for 8 bits.
         low, high: the extreme values of a deep image.
     """
 
+    size: tuple[int, int] = (0, 0)
     kind: str = ""
     low: float = 0
     high: float = 0
@@ -65,55 +68,69 @@ def decode_images(files: list[Path], size: int | None, name: str) -> Tensor:
         warnings.filterwarnings("ignore", module="PIL")  # of EXIF data that end early
         headers = dict(zip(files, pool.map(read_header, files), strict=True))
         whites = white_levels(headers, name)
-        if several := sum(header.has_frames for header in headers.values()):
-            log.info("%s: %d files hold several frames; the first is used", name, several)
-        first = decode(files[0])
-        if isinstance(first, np.ndarray):
-            refuse_beyond_memory(
-                f"{name}: {len(files)} images of {first.shape[1]}x{first.shape[2]}",
-                2 * len(files) * first.nbytes,  # splitting off val copies train
-                f"try a smaller data.size than {size or max(first.shape[1:])}",
-            )
+        num_animated = sum(header.has_frames for header in headers.values())
+        if num_animated:
+            log.info("%s: %d files hold several frames; the first is used", name, num_animated)
+        width, height = (size, size) if size else headers[files[0]].size
+        refuse_beyond_memory(
+            f"{name}: {len(files)} images of {height}x{width}",
+            2 * len(files) * 3 * height * width,  # splitting off val copies train
+            f"try a smaller data.size than {max(height, width)}",
+        )
         progress = track(
             pool.map(decode, files),
             f"decoding {len(files):,} images of {name}",
             total=len(files),
             console=Console(stderr=True),
         )
-        decoded = [*progress]
-    images = [image for image in decoded if isinstance(image, np.ndarray)]
-    broken = [reason for reason in decoded if isinstance(reason, str)]
+        images: list[np.ndarray] = []
+        broken: list[str] = []
+        for result in progress:
+            if isinstance(result, str):
+                broken.append(result)
+            else:
+                images.append(result)
     if broken:
         raise UserError(
             f"{name}: {len(broken)} files cannot be decoded, such as "
             f"{', '.join(broken[:MOST_NAMED])}; replace or remove them"
         )
-    of_size = {f"{i.shape[1]}x{i.shape[2]}": file for i, file in zip(images, files, strict=True)}
-    if len(of_size) > 1:
-        (first_size, first), (other_size, other), *_ = of_size.items()
-        raise UserError(
-            f"{other} is {other_size} pixels, {first} is {first_size}; set data.size=32 to scale "
-            "all to one size"
-        )
+    first_size = _size(images[0])
+    for file, image in zip(files, images, strict=True):
+        if _size(image) != first_size:
+            raise UserError(
+                f"{file} is {_size(image)} pixels, {files[0]} is {first_size}; set data.size=32 "
+                "to scale all to one size"
+            )
     pixels = torch.from_numpy(np.stack(images))
+    _refuse_low_contrast(pixels, name)
+    return pixels
+
+
+def _size(image: np.ndarray) -> str:
+    return f"{image.shape[1]}x{image.shape[2]}"
+
+
+def _refuse_low_contrast(pixels: Tensor, name: str) -> None:
     counts = count_levels(pixels).sum(dim=0)
-    below = counts.cumsum(0) / counts.sum()
-    low, high = int((below <= OUTLIERS).sum()), int((below < 1 - OUTLIERS).sum())
-    if high - low < SMALLEST_RANGE:
+    shares = counts.cumsum(0) / counts.sum()  # of the pixels up to each level
+    low = int((shares <= OUTLIERS).sum())
+    high = int((shares < 1 - OUTLIERS).sum())
+    if high - low < MIN_CONTRAST:
         raise UserError(
             f"{name}: nearly every pixel is between {low} and {high} of 255, too little contrast "
             "(cut to 8 bits? outliers? class numbers? white on transparent?); save the images "
             "with black at 0 and white at 255"
         )
-    return pixels
 
 
 def read_header(file: Path) -> Header:
-    """The header of a file; of one that cannot be read, an empty one."""
+    """The header of a file; an empty one if the file cannot be read."""
     with suppress(Exception), Image.open(file) as image:
         has_frames = getattr(image, "is_animated", False)
         values = np.asarray(image) if image.mode[0] in DEEP else np.zeros(1)
-        return Header(image.mode[0], float(values.min()), float(values.max()), has_frames)
+        lowest, highest = float(values.min()), float(values.max())
+        return Header(image.size, image.mode[0], lowest, highest, has_frames)
     return Header()
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from normexp.batching.draws import generator
 from normexp.errors import UserError
 
-TEST_FRACTION = 0.2  # of most sources without a test split of their own
-TEST_SEED = 0  # a constant: the test split is the same for every split_seed
+TEST_FRACTION = 0.2  # for a source without a test split
+TEST_SEED = 0  # constant, so that the test split is the same for every split_seed
 
 
 def split_off_val(num_samples: int, val_fraction: float, split_seed: int) -> tuple[Tensor, Tensor]:
@@ -48,7 +48,8 @@ def split_off_test(targets: Tensor, fraction: float = TEST_FRACTION) -> tuple[Te
 def downloading(name: str, path: Path) -> Iterator[None]:
     """Turns a failed download to `path` into a UserError about data=`name`, without leftovers."""
     folder = path.parent
-    had_folder, had_file = folder.exists(), path.exists()
+    had_folder = folder.exists()
+    had_file = path.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield
@@ -56,7 +57,7 @@ def downloading(name: str, path: Path) -> Iterator[None]:
         if not had_file:
             path.unlink(missing_ok=True)
         if not had_folder:
-            with suppress(OSError):  # it holds other files
+            with suppress(OSError):  # fails if the folder holds other files
                 folder.rmdir()
         raise UserError(
             f"data={name} needs {path.name}, and downloading it failed ({error}); put the file "

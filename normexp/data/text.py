@@ -7,9 +7,11 @@ import logging
 import math
 import platform
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from normexp.data.dataset import SPLITS, Data, Windows
 from normexp.data.sources import downloading, refuse_beyond_memory
@@ -97,26 +99,32 @@ def build_text_data(
     codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
     used, tokens = np.unique(codes, return_inverse=True)
     symbols = tuple(map(chr, used))
-    num_val, num_test = int(len(text) * val_fraction), int(len(text) * test_fraction)
+    num_val = int(len(text) * val_fraction)
+    num_test = int(len(text) * test_fraction)
     lengths = (len(text) - num_val - num_test, num_val, num_test)
-    parts = dict(zip(SPLITS, torch.from_numpy(tokens).split(lengths), strict=True))
-    counts = {split: part.bincount(minlength=len(symbols)) for split, part in parts.items()}
     num_bytes = torch.tensor([len(symbol.encode()) for symbol in symbols])
-    if unseen := ((counts["test"] > 0) & (counts["train"] == 0)).nonzero().flatten().tolist():
-        shown = " ".join(ascii(symbols[token]) for token in unseen[:MOST_NAMED])
+    windows: dict[str, Any] = {}
+    counts: dict[str, Tensor] = {}
+    bytes_per_token: dict[str, float] = {}  # by split, because a text may change its script
+    splits = torch.from_numpy(tokens).split(lengths)
+    for split, characters in zip(SPLITS, splits, strict=True):
+        windows[split] = Windows(characters, block_size)
+        counts[split] = characters.bincount(minlength=len(symbols))
+        bytes_per_token[split] = int(counts[split] @ num_bytes) / len(characters)
+    unseen = ((counts["test"] > 0) & (counts["train"] == 0)).nonzero().flatten().tolist()
+    if unseen:
+        examples = " ".join(ascii(symbols[token]) for token in unseen[:MOST_NAMED])
         log.warning(
-            "data=%s: test has %d symbols that train lacks, such as %s", name, len(unseen), shown
+            "data=%s: test has %d symbols that train lacks, such as %s", name, len(unseen), examples
         )
     return Data(
         name,
         "language_modeling",
-        *(Windows(part, block_size) for part in parts.values()),
+        **windows,
         num_outputs=len(symbols),
         input_shape=(block_size,),
         vocab_size=len(symbols),
-        bytes_per_token={  # per split: a text may change its script
-            split: int(counts[split] @ num_bytes) / len(part) for split, part in parts.items()
-        },
+        bytes_per_token=bytes_per_token,
         symbols=symbols,
         source_version=source_version,
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -17,7 +18,6 @@ from normexp.config.target import Target, read_target
 from normexp.data.dataset import Data
 from normexp.errors import UserError
 from normexp.models import packages
-from normexp.models.common import refuse_misfit
 from normexp.models.recognise import Recognition, recognise
 from normexp.models.surgery import check_formulas, replace_norms
 from normexp.models.weights import Weights, load_fitting, open_weights
@@ -76,22 +76,23 @@ class NetworkBuilder:
         return replace(self, norm=self.norm.unsplit())
 
     def _finish(self, network: nn.Module) -> None:
-        """Loads weights and replaces norms; what only the new norms have is loaded afterwards."""
+        """Loads weights and replaces norms, then loads what only the new norms have."""
         if self.norm and self.takes_norm:
             self.norm.put_norms(network)
-        rest = self.weights.load(network, self._say) if self.weights else {}
-        if not self.takes_norm:
-            network.register_forward_hook(_take_scores)
-        if self.norm and not self.takes_norm:
-            if not self.recognised:
-                self.recognised.append(recognise(network, self.example, {}))
-                if not self.norm.keeps_norms:
-                    check_formulas(network, self.recognised[0], self.example, {})
-            only = tuple(self.classes) or None
-            surgery = replace_norms(network, self.norm, self.recognised[0], only)
-            for note in surgery.notes():
-                self._say(note)
-            load_fitting(network, rest)
+        unloaded = self.weights.load(network, self._say) if self.weights else {}
+        if self.takes_norm:
+            return
+        network.register_forward_hook(_take_scores)
+        if self.norm is None:
+            return
+        if not self.recognised:
+            self.recognised.append(recognise(network, self.example))
+            if not self.norm.keeps_norms:
+                check_formulas(network, self.recognised[0], self.example, {})
+        surgery = replace_norms(network, self.norm, self.recognised[0], self.classes or None)
+        for note in surgery.notes():
+            self._say(note)
+        load_fitting(network, unloaded)
 
     def _say(self, note: str) -> None:
         if note not in self.logged:
@@ -105,13 +106,13 @@ def build_network(values: Mapping[str, Any], norm: NormFactory, data: Data) -> N
     A model with an argument `norm` builds its norms from it; in any other model they are replaced.
     """
     values = dict(values)
-    start, classes = values.pop("weights", None), values.pop("replace", None)
+    start = values.pop("weights", None)
+    classes = values.pop("replace", None) or ()
     target = read_target(values, "model")
     names = target.arguments - target.call.keywords.keys()
     find = NAMED_WEIGHTS.get(target.path)
     download = None if find is None else partial(find, values["name"])
     weights = None if start is None else open_weights(start, download)
-    builder = partial(NetworkBuilder, weights=weights)
     available = {
         "input_shape": data.input_shape,
         "num_outputs": data.num_outputs,
@@ -129,28 +130,57 @@ def build_network(values: Mapping[str, Any], norm: NormFactory, data: Data) -> N
         available["num_classes"] = data.num_outputs
         if len(data.input_shape) == 3:
             available |= dict.fromkeys(("in_channels", "in_chans"), data.input_shape[0])
-        filled, example = target.filled_in(available), example_of(data)
-        return builder(filled, norm, classes=classes or (), example=example)
+        filled = target.filled_in(available)
+        return NetworkBuilder(
+            filled, norm, classes=classes, weights=weights, example=example_of(data)
+        )
     if classes:
         raise UserError(
             f"model.replace={as_typed(classes)}: this model builds its norms from its argument "
             "`norm`, so none can be replaced; drop the key"
         )
-    refuse_misfit(target.call.func, names, data)
-    return builder(target.filled_in(available), norm, takes_norm=True)
+    _refuse_misfit(target.call.func, names, data)
+    return NetworkBuilder(target.filled_in(available), norm, takes_norm=True, weights=weights)
+
+
+def _refuse_misfit(model: Any, names: Collection[str], data: Data) -> None:
+    """Raises UserError if one of model and data is for texts alone, or the model's mask misfits.
+
+    Args:
+        model: its class, or a function that returns it.
+        names: of its arguments; a model that reads texts takes `vocab_size`.
+    """
+    reads_text = "vocab_size" in names
+    is_text = data.vocab_size is not None
+    fits = reads_text == is_text
+    mask = None
+    if hasattr(model, "forward"):  # a function has none, and may return any model
+        mask = inspect.signature(model.forward).parameters.get("mask")
+        lacks_mask = data.has_mask is True and mask is None
+        needs_mask = mask is not None and mask.default is mask.empty
+        if is_text and (lacks_mask or (needs_mask and data.has_mask is False)):
+            fits = False
+    if fits:
+        return
+    if not reads_text:
+        remedy = "model=text_encoder" if data.has_mask else "model=gpt"
+    else:
+        remedy = "data=manual" if mask is None else "data=langid"
+    raise UserError(
+        f"model={getattr(model, '__name__', model)} does not fit data={data.name}; try {remedy}"
+    )
 
 
 def example_of(data: Data) -> tuple[Tensor, ...]:
     """Random arguments of a forward on a data set, whose samples may be gone."""
-    shape, draws = (NUM_EXAMPLES, *data.input_shape), torch.Generator().manual_seed(0)
+    shape = (NUM_EXAMPLES, *data.input_shape)
+    draws = torch.Generator().manual_seed(0)
     if data.vocab_size is None:
         return (torch.randn(shape, generator=draws),)
     tokens = torch.randint(data.vocab_size, shape, generator=draws)
-    if data.task == "language_modeling":
+    if data.task == "language_modeling" or data.has_mask is False:
         return (tokens,)
-    is_gone = getattr(data.train, "inputs", tokens).ndim == 1  # see `without_samples`
-    has_mask = is_gone or getattr(data.train, "mask", None) is not None
-    return (tokens, torch.ones_like(tokens, dtype=torch.bool)) if has_mask else (tokens,)
+    return tokens, torch.ones_like(tokens, dtype=torch.bool)
 
 
 def _take_scores(_: nn.Module, __: Any, output: Any) -> Any:

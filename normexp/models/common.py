@@ -1,12 +1,7 @@
-"""Checks of a model's arguments and its data."""
+"""Checks of a model's arguments."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Collection
-from typing import Any
-
-from normexp.data.dataset import Data
 from normexp.errors import UserError
 
 
@@ -30,25 +25,3 @@ def check_image_shape(input_shape: tuple[int, ...], *, smallest: int, model: str
             f"images of {height}x{width} are too small for model={model}; "
             f"it needs {smallest}x{smallest} or larger"
         )
-
-
-def refuse_misfit(model: Any, names: Collection[str], data: Data) -> None:
-    """Raises UserError if a model reads images and the data are texts, or its mask does not fit.
-
-    Args:
-        model: its class, or a function that returns it.
-        names: of its arguments; those that read texts take `vocab_size`.
-    """
-    forward = getattr(model, "forward", None)  # a function has none, and may return any model
-    mask = inspect.signature(forward).parameters.get("mask") if forward else None
-    has_mask = getattr(data.train, "mask", None) is not None
-    takes_it = mask is not None if has_mask else mask is None or mask.default is not mask.empty
-    reads_text, is_text = "vocab_size" in names, data.vocab_size is not None
-    if reads_text == is_text and (takes_it or not is_text or forward is None):
-        return
-    fits = f"model={'text_encoder' if has_mask else 'gpt'}"
-    if reads_text:
-        fits = "data=manual" if mask is None else "data=langid"
-    raise UserError(
-        f"model={getattr(model, '__name__', model)} does not fit data={data.name}; try {fits}"
-    )

@@ -1,11 +1,17 @@
-"""Finds what a module computes if it is a norm, from its outputs alone.
+"""Describes the norm that a module computes, from its outputs on random inputs.
 
-A few shipped norms n are fitted to it on random inputs, by least squares in each channel:
+A norm normalizes its input and maps each channel to a line; dropout and activation may follow:
 
-    out = gain * n(x) + shift
+    output = tail(gain * normalize(x) + shift)        gain and shift (C,)
 
-with all of its parameters drawn. In evaluation it is the same, or the affine map of its running
-moments, which moved in training. A norm of fixed moments is an affine map of x in both modes.
+`normalize` is one of FORMULAS, which are shipped norms without gain and shift. `Measurement` finds
+
+    the formula     the one whose line, fitted to one input, explains the output for another
+    its settings    eps from the output for a small input, momentum from the averages of two steps
+    its values      gain, shift and running moments, fitted to the module as it is
+
+A batch norm may evaluate by running moments instead, and a frozen norm does so in training too:
+both then map x itself to a line, which gives mean and variance.
 """
 
 from __future__ import annotations
@@ -25,65 +31,68 @@ from normexp.batching.copies import copied
 from normexp.errors import UserError
 from normexp.norms.base import AffineNorm
 from normexp.norms.batch import BatchNorm, FrozenBatchNorm
+from normexp.norms.contract import State
 from normexp.norms.sample import GroupNorm, LayerNorm2d, RMSNorm
 from normexp.norms.site import InPlaceOfNorm
 
-FITS = 1e-4  # of an output: what a formula may leave unexplained
-EQUALS = 1e-5  # of an output: between a module, or a network, and its description
-LARGE, SMALL = 100.0, 0.01  # inputs: large against eps, and near eps
-ROUNDING = 1e-6  # of a norm that computes in float32
-LEAST_EPS = 1e-12  # of a norm that has none: a row of zeros gives no NaN
-NUM_SAMPLES, NUM_POSITIONS = 4, 5  # of an input, positions along each axis
+MAX_RESIDUAL = 1e-4  # largest part of an output that the right formula leaves unexplained
+TOLERANCE = 1e-5  # largest difference, as a part of the output, between equal computations
+LARGE, SMALL = 100.0, 0.01  # standard deviations of inputs: far above eps, and close to it
+ROUNDING = 1e-6  # a smaller shift is rounding of a norm that computes in float32
+MIN_EPS = 1e-12  # for a norm without eps, so that a row of zeros gives no NaN
+NUM_SAMPLES, NUM_POSITIONS = 4, 5  # of an input; positions along each axis
+
+# A norm's tensors, by their names in torch's batch norm, and their initial values.
+COUNT = "num_batches_tracked"
+INITIAL_VALUES = {"weight": 1, "bias": 0, "running_mean": 0, "running_var": 1, COUNT: 0}
 
 
 class RMSNormWithBias(RMSNorm):
-    """RMS norm with a bias, which some have."""
-
     has_bias = True
 
 
 FORMULAS: dict[str, type[AffineNorm]] = {
-    "layer": LayerNorm2d,  # moments over the channels at a position
+    "layer": LayerNorm2d,  # moments over the channels of a position
     "rms": RMSNormWithBias,  # the same without centring
-    "batch": BatchNorm,  # over all values of a channel
-    "group": GroupNorm,  # over a run of C / num_groups channels of a sample
-    "frozen": FrozenBatchNorm,  # over none: they are tensors of the module
+    "batch": BatchNorm,  # moments over all values of a channel
+    "group": GroupNorm,  # moments over C / num_groups channels of a sample
+    "frozen": FrozenBatchNorm,  # moments are tensors of the module
 }
-Values = dict[str, Tensor]  # (C,) by the names of torch's batch norm, and num_batches_tracked
 
 
 @dataclass(frozen=True)
 class Formula:
-    """A key of FORMULAS, for x (N, C, *), or (N, *, C) if `is_last`."""
+    """Which values share their moments, for x (N, C, *), or (N, *, C) if `is_last`.
 
-    pool: str
+    Attributes:
+        name: a key of FORMULAS.
+    """
+
+    name: str
     is_last: bool
     num_groups: int = 1
 
     def __str__(self) -> str:
-        groups = f" of {self.num_groups} groups" if self.pool == "group" else ""
-        return f"{self.pool} norm{groups}, channels {'last' if self.is_last else 'first'}"
+        groups = f" of {self.num_groups} groups" if self.name == "group" else ""
+        return f"{self.name} norm{groups}, channels {'last' if self.is_last else 'first'}"
 
-    def build(self, num_features: int, *, averages: bool = False, **knobs: Any) -> nn.Module:
-        """The shipped norm for (N, C, *), in float64.
-
-        Args:
-            averages: a batch norm evaluates by running moments.
-            knobs: eps and affine.
-        """
-        if self.pool == "group":
+    def build(self, num_features: int, *, has_averages: bool = False, **knobs: Any) -> nn.Module:
+        """The shipped norm for (N, C, *), in float64, with `knobs` eps and affine."""
+        if self.name == "group":
             knobs["num_groups"] = self.num_groups
-        if self.pool == "batch":
-            knobs["track_running_stats"] = averages
-        return FORMULAS[self.pool](num_features, **knobs).double()
+        if self.name == "batch":
+            knobs["track_running_stats"] = has_averages
+        return FORMULAS[self.name](num_features, **knobs).double()
 
 
 @dataclass(frozen=True)
-class Call:
-    """How a module is called: with x of this shape, and with a mask by position or keyword.
+class CallForm:
+    """How a module is called: with x, and perhaps a mask that is true where a value is real.
 
     Attributes:
-        layouts: whether the channels may be the last axis; the mask has the other axes.
+        shape: of x.
+        layouts: the values of `is_last` that are possible; a mask has the other axes.
+        mask: how the mask is passed; None without one.
     """
 
     shape: torch.Size
@@ -92,36 +101,40 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Norm:
-    """A module that was recognised.
+class NormDescription:
+    """The norm that a module computes.
 
     Attributes:
-        settings: eps, momentum and affine, as far as it has them.
-        call: an input that it gets; None for torch's own norms, which are not measured.
-        tail: names of its children that follow the norm: dropout and activation.
-        averages: evaluation uses running moments.
-        moments: the names of its tensors that are mean and variance, if these are fixed.
+        settings: eps and affine, and momentum if the module has one.
+        form: how it was called while it was measured; None if it was read, as torch's own norms.
+        tail: the names of its children that follow the norm: dropout and activation.
+        has_averages: it evaluates by running moments.
+        moments: the names of its tensors that are the mean and variance of a frozen norm.
     """
 
     formula: Formula
     num_features: int
     settings: dict[str, Any]
-    call: Call | None = None
+    form: CallForm | None = None
     tail: tuple[str, ...] = ()
-    averages: bool = False
+    has_averages: bool = False
     moments: tuple[str, ...] = ()
 
 
 class DescribedNorm(InPlaceOfNorm):
-    """Computes what was recognised of a module, at values that were found, and its tail."""
+    """Computes a description at the values of `module`, then the tail of `module`."""
 
-    def __init__(self, norm: Norm, values: Values, module: nn.Module) -> None:
+    def __init__(self, description: NormDescription, module: nn.Module) -> None:
         super().__init__()
-        self.axis = -1 if norm.formula.is_last else 1
-        eps = norm.settings["eps"]
-        self.norm = norm.formula.build(norm.num_features, eps=eps, averages=norm.averages)
-        self.norm.load_state_dict(values, strict=False)
-        self.tail = nn.Sequential(*(copied(module.get_submodule(n)) for n in norm.tail))
+        formula = description.formula
+        self.axis = -1 if formula.is_last else 1
+        self.norm = formula.build(
+            description.num_features,
+            eps=description.settings["eps"],
+            has_averages=description.has_averages,
+        )
+        self.norm.load_state_dict(values_of(module, description), strict=False)
+        self.tail = nn.Sequential(*(copied(module.get_submodule(n)) for n in description.tail))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         out = self.norm(x.double().movedim(self.axis, 1), mask)
@@ -132,228 +145,257 @@ class Misfit(Exception):
     """Why a module is no norm."""
 
 
-Line = tuple[Tensor, Tensor]  # slope and constant, (C,) each
+def describe_norm(module: nn.Module, form: CallForm) -> NormDescription:
+    """The norm that a module computes. Raises Misfit with the reason if it is none."""
+    fits: dict[Measurement, Fit] = {}
+    failures: list[Exception] = []
+    for is_last in form.layouts:
+        try:
+            measurement = Measurement(module, form, is_last)
+            fits[measurement] = measurement.fit()
+        except Exception as failure:  # a module whose channels are elsewhere may raise anything
+            failures.append(failure)
+    if not fits:
+        raise failures[0]
+    nearest = min(fits, key=lambda measurement: fits[measurement].residual)
+    fit = fits[nearest]
+    if fit.residual >= MAX_RESIDUAL:
+        raise Misfit(
+            "its output is no affine map of a normalized input: the nearest, "
+            f"{fit.formula}, is off by {100 * fit.residual:.2g} %"
+        )
+    if all(other.residual < MAX_RESIDUAL for other in fits.values()) and len(fits) > 1:
+        both = " and ".join(str(other.formula) for other in fits.values())
+        raise Misfit(f"{both} are the same on its input, so its channels are not known")
+    return nearest.describe(fit)
+
+
+def values_of(module: nn.Module, description: NormDescription) -> State:
+    """The tensors of a module that are INITIAL_VALUES in a new norm, read or measured."""
+    if description.form is not None:
+        measurement = Measurement(module, description.form, description.formula.is_last)
+        return measurement.values(description)
+    tensors = {name: getattr(module, name, None) for name in INITIAL_VALUES}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+class Line(NamedTuple):
+    """y = slope * x + constant in each channel; both (C,)."""
+
+    slope: Tensor
+    constant: Tensor
+
+    @classmethod
+    def fitted(cls, x: Tensor, y: Tensor) -> Line:
+        """The line of least squares; x and y (C, M)."""
+        centred = x - x.mean(dim=1, keepdim=True)
+        slope = (centred * y).sum(dim=1) / centred.square().sum(dim=1).clamp_min(1e-30)
+        return cls(slope, y.mean(dim=1) - slope * x.mean(dim=1))
+
+    def residual(self, x: Tensor, y: Tensor) -> float:
+        """The part of y (C, M) that the line does not explain, 0 to 1."""
+        error = y - self.slope[:, None] * x - self.constant[:, None]
+        return float((error.norm() / y.norm()).nan_to_num(torch.inf))
 
 
 class Fit(NamedTuple):
-    """How a formula explains an output, and the part of it that stays unexplained."""
+    """A formula, the line from its normalized input to the output, and what stays unexplained."""
 
     formula: Formula
     line: Line
     residual: float
 
 
-def recognise_norm(module: nn.Module, call: Call) -> Norm:
-    """The norm that a module is. Raises Misfit with the reason if it is none."""
-    fits, failures = list[tuple[Trial, Fit]](), list[Exception]()
-    for is_last in call.layouts:
-        try:
-            trial = Trial(module, call, is_last)
-            fits.append((trial, trial.fit()))
-        except Exception as failure:  # of foreign code, any kind: the channels are elsewhere
-            failures.append(failure)
-    if not fits:
-        raise failures[0]
-    fitting = [(trial, fit) for trial, fit in fits if fit.residual < FITS]
-    if len(fitting) == 1:
-        ((trial, fit),) = fitting
-        return trial.settle(fit)
-    if fitting:
-        both = " and ".join(str(fit.formula) for _, fit in fitting)
-        raise Misfit(f"{both} are the same on its input, so its channels are not known")
-    _, nearest = min(fits, key=lambda pair: pair[1].residual)
-    raise Misfit(
-        "its output is no affine map of a normalized input: the nearest, "
-        f"{nearest.formula}, is off by {100 * nearest.residual:.2g} %"
-    )
+class Measurement:
+    """Runs copies of a module on random inputs (N, C, *), turned to its layout, in float64.
 
-
-class Trial:
-    """A module on random inputs (N, C, *), turned to its layout, in float64 on the CPU.
-
-    The channels are as many as in the network, the samples and positions are not: if the channels
-    are on another axis, most modules raise.
+    The inputs have as many channels as in the network, but other numbers of samples and positions:
+    most modules raise if their channels are on another axis.
 
     Attributes:
-        core: without the children that hold no tensors, which are its tail.
-        drawn: the core with parameters, and buffers that do not move, from U(0.5, 1.5), since many
-            start at 0.
-        mask: (N, *), false for up to half of the positions, at the end of a sample; or None.
+        core: the module without its tail, which are the children that hold no tensors.
+        drawn: the core with random parameters, since many start at 0 or 1, and random buffers,
+            except those that training moves.
+        x, other_x: inputs of large variance.
+        mask: (N, *), false for some positions at the end of a sample; None if it takes none.
     """
 
-    def __init__(self, module: nn.Module, call: Call, is_last: bool) -> None:
-        self.call, self.is_last = call, is_last
+    def __init__(self, module: nn.Module, form: CallForm, is_last: bool) -> None:
+        self.form = form
+        self.axis = -1 if is_last else 1
+        self.is_last = is_last
         self.core = copied(module).cpu().double()
-        tail = {n: child for n, child in self.core.named_children() if not state_of(child)}
+        tail = {n: child for n, child in self.core.named_children() if not tensors_of(child)}
         self.tail = tuple(n for n, child in tail.items() if not isinstance(child, nn.Identity))
         for name in tail:
             setattr(self.core, name, nn.Identity())
-
-        _, *axes = call.shape
-        self.num_features = axes.pop(-1 if is_last else 0)
+        self.num_features = form.shape[self.axis]
+        axes = form.shape[1:-1] if is_last else form.shape[2:]
         positions = [NUM_POSITIONS + (size == NUM_POSITIONS) for size in axes]
         self.shape = NUM_SAMPLES, self.num_features, *positions
-        self.x = [LARGE * draw(self.shape, seed) for seed in (1, 2)]
-        from_end = torch.arange(math.prod(positions)).flip(0)
-        gone = torch.arange(NUM_SAMPLES).clamp(max=len(from_end) // 2)
-        mask = from_end >= gone[:, None]
-        self.mask = mask.view(NUM_SAMPLES, *positions) if call.mask else None
+        self.x = LARGE * draw(self.shape, 1)
+        self.other_x = LARGE * draw(self.shape, 2)
+        self.mask = draw_mask(positions) if form.mask else None
+        self.drawn = self._with_random_tensors()
 
-        moved = copy.deepcopy(self.core).train()
-        self._call(moved, self.x[0])
-        self.drawn = copy.deepcopy(self.core)
+    def _with_random_tensors(self) -> nn.Module:
+        trained = copy.deepcopy(self.core).train()
+        self._call(trained, self.x)
+        drawn = copy.deepcopy(self.core)
         generator = torch.Generator().manual_seed(0)
-        for name, value in state_of(self.drawn).items():
-            if value.is_floating_point() and torch.equal(value, state_of(moved)[name]):
-                value.data.uniform_(0.5, 1.5, generator=generator)
+        for name, tensor in tensors_of(drawn).items():
+            if tensor.is_floating_point() and torch.equal(tensor, tensors_of(trained)[name]):
+                tensor.data.uniform_(0.5, 1.5, generator=generator)
+        return drawn
 
     def run(self, module: nn.Module, x: Tensor, training: bool) -> Tensor:
-        """The output of a copy, with fixed draws."""
-        return self._call(copy.deepcopy(module).train(training), x)
+        """The output of a copy with fixed draws, by channel (C, M)."""
+        return self.by_channel(self._call(copy.deepcopy(module).train(training), x))
 
-    def rows(self, x: Tensor) -> Tensor:
-        """The real values of an input or output by channel, (C, M)."""
+    def by_channel(self, x: Tensor) -> Tensor:
+        """The real values of an input or output (N, C, *) as (C, M)."""
         rows = x.movedim(1, 0).flatten(1)
         return rows if self.mask is None else rows[:, self.mask.flatten()]
 
     def _call(self, module: nn.Module, x: Tensor) -> Tensor:
-        axis = -1 if self.is_last else 1
-        shown = x.clone().movedim(1, axis).contiguous()
-        more = (self.mask,) if self.call.mask == "position" else ()
-        keywords = {"mask": self.mask} if self.call.mask == "keyword" else {}
+        args: list[Any] = [x.clone().movedim(1, self.axis).contiguous()]
+        keywords = {}
+        if self.form.mask == "position":
+            args.append(self.mask)
+        elif self.form.mask == "keyword":
+            keywords["mask"] = self.mask
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return module(shown, *more, **keywords).movedim(axis, 1)
+            return module(*args, **keywords).movedim(self.axis, 1)
 
-    def _normal(self, formula: Formula, x: Tensor, eps: float = 0.0) -> Tensor:
-        norm = formula.build(self.num_features, eps=eps, affine=False)
-        return norm(x, self.mask)
+    def _normalize(self, formula: Formula, x: Tensor, eps: float = 0.0) -> Tensor:
+        return formula.build(self.num_features, eps=eps, affine=False)(x, self.mask)
 
-    def _line(self, x: Tensor, y: Tensor) -> Line:
-        """The line that explains y by x, by least squares."""
-        x, y = self.rows(x), self.rows(y)
-        centred = x - x.mean(dim=1, keepdim=True)
-        slope = (centred * y).sum(dim=1) / centred.square().sum(dim=1).clamp_min(1e-30)
-        return slope, y.mean(dim=1) - slope * x.mean(dim=1)
-
-    def _unexplained(self, line: Line, x: Tensor, y: Tensor) -> float:
-        """The part of y that a line leaves."""
-        x, y = self.rows(x), self.rows(y)
-        slope, constant = (value[:, None] for value in line)
-        error = (y - slope * x - constant).norm() / y.norm()
-        return float(error.nan_to_num(torch.inf))
-
-    # --- Which norm it is
+    def _line_of(self, module: nn.Module, *, training: bool) -> Line:
+        """The line from x itself to the output of a module that computes no moments."""
+        return Line.fitted(self.by_channel(self.x), self.run(module, self.x, training))
 
     def fit(self) -> Fit:
-        """The first formula that explains its outputs in training, or else the nearest."""
-        first, second = (self.run(self.drawn, x, True) for x in self.x)
+        """The first formula that explains the outputs in training, or else the nearest."""
+        output = self.run(self.drawn, self.x, True)
+        other_output = self.run(self.drawn, self.other_x, True)
         fits: list[Fit] = []
         for formula in self._formulas():
             try:
-                normal = [self._normal(formula, x) for x in self.x]
-            except UserError:  # this shape leaves one value to pool
+                normal = self.by_channel(self._normalize(formula, self.x))
+                other_normal = self.by_channel(self._normalize(formula, self.other_x))
+            except UserError:  # this shape leaves one value to normalize
                 continue
-            line = self._line(normal[0], first)
-            fits.append(Fit(formula, line, self._unexplained(line, normal[1], second)))
-            if fits[-1].residual < FITS:
+            line = Line.fitted(normal, output)
+            residual = line.residual(other_normal, other_output)
+            fits.append(Fit(formula, line, residual))
+            if residual < MAX_RESIDUAL:
                 break
         return min(fits, key=lambda fit: fit.residual)
 
     def _formulas(self) -> Iterator[Formula]:
-        for pool in ("layer", "rms", "batch", "frozen"):
-            yield Formula(pool, self.is_last)
+        for name in ("layer", "rms", "batch", "frozen"):
+            yield Formula(name, self.is_last)
         for num_groups in range(1, self.num_features + 1):
             if self.num_features % num_groups == 0:
                 yield Formula("group", self.is_last, num_groups)
 
-    def settle(self, fit: Fit) -> Norm:
-        """Adds what evaluation and small inputs tell."""
+    def describe(self, fit: Fit) -> NormDescription:
+        """The description of a module that a formula fits in training."""
         formula, line, _ = fit
-        slope, constant = line
-        evaluated = self.run(self.drawn, self.x[1], False)
-        residual = self._unexplained(line, self._normal(formula, self.x[1]), evaluated)
-        averages = residual > FITS
-        if formula.pool == "frozen":
-            moments, eps = self._moments(line)
+        moments: tuple[str, ...] = ()
+        if formula.name == "frozen":
+            moments, eps = self._find_moments(line)
         else:
-            moments, eps = (), self._eps(formula, line)
-        is_affine = bool((slope - 1).abs().max() + constant.abs().max() > EQUALS)
+            eps = self._measure_eps(formula, line)
+        is_affine = bool((line.slope - 1).abs().max() + line.constant.abs().max() > TOLERANCE)
         settings: dict[str, Any] = {"affine": is_affine, "eps": eps}
-        if averages:
-            settings |= self._momentum(line)
-        return Norm(formula, self.num_features, settings, self.call, self.tail, averages, moments)
+        normal = self.by_channel(self._normalize(formula, self.other_x))
+        evaluated = self.run(self.drawn, self.other_x, False)
+        has_averages = line.residual(normal, evaluated) > MAX_RESIDUAL
+        if has_averages:
+            settings |= self._measure_momentum(line)
+        return NormDescription(
+            formula, self.num_features, settings, self.form, self.tail, has_averages, moments
+        )
 
-    def _eps(self, formula: Formula, line: Line) -> float:
-        """From an input of a small variance v, which is divided by sqrt(v + eps)."""
-        x = SMALL * self._normal(formula, self.x[0])
-        slope, _ = self._line(x, self.run(self.drawn, x, True))
-        return rounded((line[0] / slope).square() - SMALL**2)
+    def _measure_eps(self, formula: Formula, line: Line) -> float:
+        """Measures eps on an input of a small variance v, whose slope is gain / sqrt(v + eps)."""
+        x = SMALL * self._normalize(formula, self.x)
+        small = Line.fitted(self.by_channel(x), self.run(self.drawn, x, True))
+        return rounded((line.slope / small.slope).square() - SMALL**2)
 
-    def _momentum(self, line: Line) -> dict[str, float]:
-        """The weight of a batch in the running mean, if it is the same in two steps."""
-        module, means = copy.deepcopy(self.drawn), list[Tensor]()
+    def _measure_momentum(self, line: Line) -> dict[str, float]:
+        """The weight of a batch in the running mean; empty if two steps have different weights."""
+        module = copy.deepcopy(self.drawn)
+        means = []
         for _ in range(3):
-            means.append(self._running(module, line)[0])
-            self._call(module.train(), self.x[0])
-        batch = self.rows(self.x[0]).mean(dim=1)
+            mean, _ = self._running_moments(module, line)
+            means.append(mean)
+            self._call(module.train(), self.x)
+        batch = self.by_channel(self.x).mean(dim=1)
         weights = torch.stack([(new - old) / (batch - old) for old, new in pairwise(means)])
         momentum = float(weights.median())
-        is_fixed = bool((weights - momentum).abs().max() < 1e-3)
-        return {"momentum": round(momentum, 6)} if is_fixed else {}
+        is_constant = (weights - momentum).abs().max() < 1e-3
+        return {"momentum": round(momentum, 6)} if is_constant else {}
 
-    def _running(self, module: nn.Module, line: Line) -> tuple[Tensor, Tensor]:
-        """Mean and variance + eps (C,) by which a module evaluates that trains by this line."""
+    def _running_moments(self, module: nn.Module, line: Line) -> tuple[Tensor, Tensor]:
+        """Mean and variance + eps (C,) from gain * (x - mean) / sqrt(var + eps) + shift.
+
+        Args:
+            line: gain and shift, which are those of training.
+        """
         gain, shift = line
-        slope, constant = self._line(self.x[0], self.run(module, self.x[0], False))
+        slope, constant = self._line_of(module, training=False)
         return (shift - constant) / slope, (gain / slope).square()
 
-    def _moments(self, line: Line) -> tuple[tuple[str, ...], float]:
-        """The names of the tensors that are mean and variance, and eps.
+    def _find_moments(self, line: Line) -> tuple[tuple[str, str], float]:
+        """The names of the tensors that are the mean and variance of a frozen norm, and eps.
 
-        A mean larger by 1 subtracts the slope. A variance v larger by 1 divides the squared slope
-        by 1 + 1 / (v + eps).
+        A mean larger by 1 lowers the constant by the slope. A variance v larger by 1 divides the
+        squared slope by 1 + 1 / (v + eps).
         """
-        slope, constant = line
-        mean, var, eps = "", "", 0.0
-        for name, value in state_of(self.drawn).items():
-            if value.numel() != len(slope):
+        mean = var = ""
+        eps = 0.0
+        for name, tensor in tensors_of(self.drawn).items():
+            if tensor.numel() != self.num_features:
                 continue
             module = copy.deepcopy(self.drawn)
-            state_of(module)[name].data += 1
-            smaller, lower = self._line(self.x[0], self.run(module, self.x[0], True))
-            found = 1 / ((slope / smaller).square() - 1) - value.flatten()
-            if is_close(constant - slope, lower, EQUALS):
+            tensors_of(module)[name].data += 1
+            slope, constant = self._line_of(module, training=True)
+            found = 1 / ((line.slope / slope).square() - 1) - tensor.flatten()
+            if is_close(line.constant - line.slope, constant, TOLERANCE):
                 mean = name
-            elif found.min() > -EQUALS and found.max() - found.min() < EQUALS:
-                var, eps = name, rounded(found)
+            elif found.min() > -TOLERANCE and found.max() - found.min() < TOLERANCE:
+                var = name
+                eps = rounded(found)
         if not mean or not var:
             raise Misfit("it is an affine map of its input, without moments")
         return (mean, var), eps
 
-    # --- The values of the module itself
-
-    def values(self, norm: Norm) -> Values:
-        """Gain and shift, and running or fixed moments if it has some."""
-        eps, own, x = norm.settings["eps"], state_of(self.core), self.x[0]
-        normal = x if norm.moments else self._normal(norm.formula, x, eps)
-        gain, shift = self._line(normal, self.run(self.core, x, True))
-        # Else a row of zeros, as of a padded token, would not stay zero.
-        shift[shift.abs() < ROUNDING] = 0
-        if norm.moments:
-            mean, var = (own[name].detach().flatten() for name in norm.moments)
-            gain, shift = gain * (var + eps).sqrt(), shift + gain * mean
+    def values(self, description: NormDescription) -> State:
+        """Gain and shift of the module as it is, and its moments if it has some of its own."""
+        eps = description.settings["eps"]
+        if description.moments:
+            tensors = tensors_of(self.core)
+            mean, var = (tensors[name].detach().flatten() for name in description.moments)
+            slope, constant = self._line_of(self.core, training=True)
+            gain, shift = slope * (var + eps).sqrt(), constant + slope * mean
             return {"weight": gain, "bias": shift, "running_mean": mean, "running_var": var}
-        values = {"weight": gain, "bias": shift}
-        if norm.averages:  # of the drawn module, since a gain of 0 would hide them
-            line = self._line(normal, self.run(self.drawn, x, True))
-            mean, var = self._running(self.drawn, line)
-            values |= {"running_mean": mean, "running_var": var - eps}
-        return values
+        normal = self.by_channel(self._normalize(description.formula, self.x, eps))
+        gain, shift = Line.fitted(normal, self.run(self.core, self.x, True))
+        # A row of zeros, as of a padded token, must stay zero.
+        shift[shift.abs() < ROUNDING] = 0
+        if not description.has_averages:
+            return {"weight": gain, "bias": shift}
+        # Measured with random gains, because a gain of 0 would hide the averages.
+        line = Line.fitted(normal, self.run(self.drawn, self.x, True))
+        mean, var = self._running_moments(self.drawn, line)
+        return {"weight": gain, "bias": shift, "running_mean": mean, "running_var": var - eps}
 
 
 def draw(shape: tuple[int, ...], seed: int) -> Tensor:
-    """Random values with another mean and scale along each axis."""
+    """Random values with another mean and scale at each index of each axis."""
     generator = torch.Generator().manual_seed(seed)
     random = partial(torch.randn, generator=generator, dtype=torch.double)
     x = random(shape)
@@ -364,15 +406,22 @@ def draw(shape: tuple[int, ...], seed: int) -> Tensor:
     return x
 
 
-def state_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers."""
+def draw_mask(positions: list[int]) -> Tensor:
+    """A mask (N, *) that hides the last n positions of sample n, at most half of them."""
+    from_end = torch.arange(math.prod(positions)).flip(0)
+    num_hidden = torch.arange(NUM_SAMPLES).clamp(max=len(from_end) // 2)
+    return (from_end >= num_hidden[:, None]).view(NUM_SAMPLES, *positions)
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a module by name."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def rounded(eps: Tensor) -> float:
     """The median of measured values, to three digits."""
-    return float(f"{max(float(eps.median()), LEAST_EPS):.3g}")
+    return float(f"{max(float(eps.median()), MIN_EPS):.3g}")
 
 
-def is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    return bool((one - other).norm() <= tolerance * one.norm())
+def is_close(expected: Tensor, value: Tensor, tolerance: float) -> bool:
+    return bool((expected - value).norm() <= tolerance * expected.norm())

@@ -51,8 +51,8 @@ def build_torchvision_model(
         "input_size": (height, width),
     }
     network_class = inspect.signature(builder).return_annotation
-    known = inspect.signature(network_class).parameters
-    knobs = {key: value for key, value in offered.items() if key in known} | knobs
+    accepted = inspect.signature(network_class).parameters
+    knobs = {key: value for key, value in offered.items() if key in accepted} | knobs
 
     def build() -> nn.Module:
         network = builder(weights=None, num_classes=num_outputs, **knobs)
@@ -82,9 +82,9 @@ def torchvision_weights(name: str, weights: str) -> tuple[str, Callable[[], Valu
     from torchvision import models
 
     find_builder(name)
-    known = models.get_model_weights(name)
-    check_weights("torchvision", name, weights, [member.name for member in known])
-    chosen = known[weights]
+    available = models.get_model_weights(name)
+    check_weights("torchvision", name, weights, [member.name for member in available])
+    chosen = available[weights]
     get = partial(chosen.get_state_dict, progress=False, check_hash=True)
     return chosen.name, partial(download, get, weights, chosen.url)
 
@@ -103,7 +103,7 @@ def download(get: Callable[[], Any], weights: str, source: str) -> Values:
     """Calls `get`; a failure becomes a UserError."""
     try:
         return dict(get())
-    except Exception as error:  # of the library's client, many kinds
+    except Exception as error:  # the library's client raises many kinds
         raise UserError(
             f"model.weights={weights}: downloading {source} failed ({one_line(error)}); "
             "download it on another machine, and set model.weights to the file"
@@ -144,7 +144,7 @@ def build_for_images(
 
     Raises UserError if either fails.
     """
-    key, shape = f"model.name={name}", "x".join(map(str, input_shape))
+    key = f"model.name={name}"
     try:
         network = build()
         if image_size is not None:
@@ -153,6 +153,7 @@ def build_for_images(
             copy.deepcopy(network).eval()(torch.zeros(2, *input_shape))
         return network
     except MISFITS as error:
+        shape = "x".join(map(str, input_shape))
         resized = f" at model.image_size={image_size}" if image_size else ""
         raise UserError(
             f"{key} cannot take images of {shape}{resized}: {one_line(error)}; "

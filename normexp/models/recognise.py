@@ -1,9 +1,9 @@
 """Recognises the norms of a network by what they compute, whatever their names.
 
-A copy of the network runs once in training mode. Torch's own norms are known by their exact type.
-Every other module that is called with one tensor, or with x and a mask (N, *), and returns its
-shape is tried, the innermost first; models/formula.py says what a norm is. What computes more is
-left as it is: an activation inside its forward, a second input, another scale.
+A copy of the network runs once. Every module that returns the shape of its input is a candidate,
+the innermost first. Torch's own norms are known by their exact type; models/formula.py measures
+others. A module that computes more than a norm is left alone: an activation inside its forward, a
+second input, another scale.
 """
 
 from __future__ import annotations
@@ -23,61 +23,57 @@ from torch.nn.utils.parametrize import ParametrizationList
 from normexp.batching.copies import copied
 from normexp.errors import UserError, one_line
 from normexp.models.formula import (
-    EQUALS,
-    Call,
+    TOLERANCE,
+    CallForm,
     DescribedNorm,
     Formula,
+    Measurement,
     Misfit,
-    Norm,
-    Trial,
-    Values,
+    NormDescription,
+    describe_norm,
     draw,
     is_close,
-    recognise_norm,
-    state_of,
+    tensors_of,
 )
 
-TORCHS = {  # torch's own norms and their formulas
+TORCH_NORMS = {  # their formulas by class
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm), "batch"),
     **dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), "group"),
     nn.GroupNorm: "group",
     nn.LayerNorm: "layer",
     nn.RMSNorm: "rms",
 }
-# The tensors of a norm by role, and their initial values.
-COUNT = "num_batches_tracked"
-STARTS = {"weight": 1, "bias": 0, "running_mean": 0, "running_var": 1, COUNT: 0}
-TYPICAL = 3.0  # inputs, as in networks
+TYPICAL = 3.0  # standard deviation of inputs as in networks
 NOTHING: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True)
-class Left:
-    """Why a module is left as it is.
+class LeftAlone:
+    """A module that is no norm, or not known to be one.
 
     Attributes:
-        resembles: it may be a norm, so that a message names it.
-        is_called: with a tensor first, whose shape it returns.
+        resembles_norm: messages name it.
+        is_called: with a tensor whose shape it returns.
     """
 
     class_name: str
     reason: str
-    resembles: bool = True
+    resembles_norm: bool = True
     is_called: bool = True
 
 
 @dataclass(frozen=True)
 class Recognition:
-    """The norms of a network by path, and the other modules that were tried."""
+    """The norms of a network, and the other candidates, by path."""
 
-    norms: dict[str, Norm]
-    left: dict[str, Left]
+    norms: dict[str, NormDescription]
+    left_alone: dict[str, LeftAlone]
 
 
-class Seen(NamedTuple):
-    """A call of a module in a forward; `call` is None if it has more arguments than a norm's."""
+class Call(NamedTuple):
+    """A call of a module in a forward; `form` is None if it has other arguments than a norm."""
 
-    call: Call | None
+    form: CallForm | None
     args: tuple[Any, ...]
     keywords: Mapping[str, Any]
 
@@ -93,32 +89,29 @@ def recognise(
     Raises:
         UserError: the forward fails.
     """
-    seen = None if args is None else _record_calls(copied(network), args, keywords)
-    norms: dict[str, Norm] = {}
-    left: dict[str, Left] = {}
-    tried: dict[str, Norm | Left] = {}
+    calls = None if args is None else _record_calls(copied(network), args, keywords)
     modules = dict(network.named_modules())
-    weights = [f"{path}." for path, one in modules.items() if isinstance(one, ParametrizationList)]
+    weights: set[nn.Module] = set()
+    for module in modules.values():
+        if isinstance(module, ParametrizationList):
+            weights.update(module.modules())
+    named: set[nn.Module] = set()
+    norms: dict[str, NormDescription] = {}
+    left_alone: dict[str, LeftAlone] = {}
+    cache: dict[str, NormDescription | LeftAlone] = {}
     del modules[""]  # the network itself has no place in which another module could be put
     for path, module in reversed(modules.items()):  # children come before their parents
-        named = [*norms, *(name for name, one in left.items() if one.resembles)]
-        is_container = any(name.startswith(f"{path}.") for name in named)
-        if is_container or path.startswith(tuple(weights)):  # which compute a weight
-            continue
-        found = _judge(module, None if seen is None else seen.get(path, []), tried)
-        if isinstance(found, Norm):
+        if module in weights or not named.isdisjoint(module.modules()):
+            continue  # it computes a weight, or contains a norm
+        found = _judge(module, None if calls is None else calls.get(path, []), cache)
+        if isinstance(found, NormDescription):
             norms[path] = found
+            named.add(module)
         elif found is not None:
-            left[path] = found
-    return Recognition({path: norms[path] for path in modules if path in norms}, left)
-
-
-def values_of(module: nn.Module, norm: Norm) -> Values:
-    """Of torch's own norms read, of others measured."""
-    if norm.call is not None:
-        return Trial(module, norm.call, norm.formula.is_last).values(norm)
-    values = {name: getattr(module, name, None) for name in STARTS}
-    return {name: value for name, value in values.items() if value is not None}
+            left_alone[path] = found
+            if found.resembles_norm:
+                named.add(module)
+    return Recognition({path: norms[path] for path in modules if path in norms}, left_alone)
 
 
 # --- The forward ----------------------------------------------------------------------------------
@@ -126,164 +119,191 @@ def values_of(module: nn.Module, norm: Norm) -> Values:
 
 def _record_calls(
     network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]
-) -> dict[str, list[Seen]]:
+) -> dict[str, list[Call]]:
     """The calls of each module that returns the shape of its first tensor."""
-    seen: defaultdict[str, list[Seen]] = defaultdict(list)
+    calls: defaultdict[str, list[Call]] = defaultdict(list)
 
-    def watch(
+    def record(
         path: str, _: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], out: Any
     ) -> None:
         x = next(iter((*args, *keywords.values())), None)
         if not (isinstance(x, Tensor) and isinstance(out, Tensor) and x.is_floating_point()):
             return
         if x.ndim > 1 and (out.shape, out.dtype) == (x.shape, x.dtype):
-            seen[path].append(Seen(_call_of_norm(args, keywords), args, keywords))
+            calls[path].append(Call(_form_of(args, keywords), args, keywords))
 
-    of_torch = {path for path, module in network.named_modules() if _is_torchs(module)}
+    torch_norms = set()
     for path, module in network.named_modules():
-        module.register_forward_hook(partial(watch, path), with_kwargs=True)
-    for training in (True, False):
-        run_network(network.train(training), args, keywords)
-        if of_torch <= seen.keys():
-            break  # else a layer was dropped at random
-    return seen
+        if _is_torch_norm(module):
+            torch_norms.add(path)
+        module.register_forward_hook(partial(record, path), with_kwargs=True)
+    run_network(network.train(), args, keywords)
+    if not torch_norms <= calls.keys():  # training may drop layers at random
+        run_network(network.eval(), args, keywords)
+    return calls
 
 
-def _call_of_norm(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Call | None:
-    """How a module is called with x alone, or with x and a mask (N, *); None: with more."""
-    x, *more = (*args, *keywords.values())
-    more = [value for value in more if value is not None]
-    if not keywords.keys() <= {"x", "mask"} or len(more) > 1:
+def _form_of(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> CallForm | None:
+    """The form of a call with x alone, or with x and a mask (N, *); None for any other."""
+    x, *others = (*args, *keywords.values())
+    others = [value for value in others if value is not None]
+    if not keywords.keys() <= {"x", "mask"} or len(others) > 1:
         return None
-    if not more:
-        return Call(x.shape, (False, True)[: x.ndim - 1])
-    (mask,) = more
+    if not others:
+        return CallForm(x.shape, (False,) if x.ndim == 2 else (False, True))
+    (mask,) = others
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != x.ndim - 1:
         return None
-    how = "keyword" if "mask" in keywords else "position"
-    return Call(x.shape, (mask.shape == x.shape[:-1],), how)
+    way = "keyword" if "mask" in keywords else "position"
+    return CallForm(x.shape, (mask.shape == x.shape[:-1],), way)
 
 
 def run_network(network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
     """A forward with fixed draws. Raises UserError if it fails."""
     devices = [*{p.device for p in network.parameters() if p.is_cuda}]
-    states = random.getstate(), np.random.get_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     with torch.random.fork_rng(devices), torch.no_grad():
-        for seed in (torch.manual_seed, random.seed, np.random.seed):
-            seed(0)
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
         try:
             return network(*copied(args), **copied(dict(keywords)))
         except UserError:
             raise
-        except Exception as error:  # of foreign code, any kind
+        except Exception as error:  # foreign code may raise anything
             raise UserError(
                 f"a forward of the model {type(network).__name__} fails: {one_line(error)}"
             ) from error
         finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
 
 
 # --- A module -------------------------------------------------------------------------------------
 
 
 def _judge(
-    module: nn.Module, seen: list[Seen] | None, tried: dict[str, Norm | Left]
-) -> Norm | Left | None:
-    """What a module is, from its calls; None if it cannot be a norm."""
-    if _is_torchs(module) and (seen is None or (seen and all(one.call for one in seen))):
-        return _read_torchs(module)
-    if not seen:
-        reason = "without inputs it cannot be tried" if seen is None else "it is never called"
-        return Left(type(module).__name__, reason, is_called=False) if _is_named(module) else None
+    module: nn.Module, calls: list[Call] | None, cache: dict[str, NormDescription | LeftAlone]
+) -> NormDescription | LeftAlone | None:
+    """What a module is, from its calls; None if it cannot be a norm.
+
+    Args:
+        calls: None if no forward was run.
+        cache: what was found for equal modules, by their class, settings, shapes and calls.
+    """
+    is_torch_norm = _is_torch_norm(module)
+    if is_torch_norm and (calls is None or (calls and all(call.form for call in calls))):
+        return _read_torch_norm(module)
+    if not calls:
+        reason = "without inputs it cannot be tried" if calls is None else "it is never called"
+        resembles = _has_name_of_norm(module)
+        return LeftAlone(type(module).__name__, reason, is_called=False) if resembles else None
     of_torch = type(module).__module__.startswith("torch.nn.modules.")
-    if isinstance(module, torch.jit.ScriptModule) or (of_torch and not _is_torchs(module)):
+    if isinstance(module, torch.jit.ScriptModule) or (of_torch and not is_torch_norm):
         return None
     plain = bool | int | float | str | tuple
     settings = [item for item in vars(module).items() if isinstance(item[1], plain)]
-    shapes = [(name, value.shape) for name, value in state_of(module).items()]
-    calls = tuple(dict.fromkeys(one.call for one in seen))
-    key = repr((id(type(module)), module, settings, shapes, calls))
-    if key not in tried:
-        tried[key] = _try(module, seen)
-    found = tried[key]
-    return _compare(module, found) if isinstance(found, Norm) else found
+    shapes = [(name, tensor.shape) for name, tensor in tensors_of(module).items()]
+    forms = tuple(dict.fromkeys(call.form for call in calls))
+    key = repr((id(type(module)), module, settings, shapes, forms))
+    if key not in cache:
+        cache[key] = _describe(module, calls)
+    found = cache[key]
+    if isinstance(found, LeftAlone):
+        return found
+    return _compare(module, found)
 
 
-def _is_named(module: nn.Module) -> bool:
-    """Its class is called a norm, which counts for messages alone."""
-    holds_more = any(state_of(child) for child in module.children())
-    return "norm" in type(module).__name__.lower() and not holds_more
+def _has_name_of_norm(module: nn.Module) -> bool:
+    """True if its class is called a norm, which counts for messages alone."""
+    is_container = any(tensors_of(child) for child in module.children())
+    return "norm" in type(module).__name__.lower() and not is_container
 
 
-def _is_torchs(module: nn.Module) -> bool:
+def _is_torch_norm(module: nn.Module) -> bool:
     """True for a norm of torch that nobody has changed."""
-    changed = "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
-    return type(module) in TORCHS and not changed
+    is_changed = "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
+    return type(module) in TORCH_NORMS and not is_changed
 
 
-def _read_torchs(module: Any) -> Norm | Left:
-    shape = getattr(module, "normalized_shape", ())
-    if len(shape) > 1:
+def _read_torch_norm(module: Any) -> NormDescription | LeftAlone:
+    name = TORCH_NORMS[type(module)]
+    shape = getattr(module, "normalized_shape", None)
+    if shape is not None and len(shape) > 1:
         reason = "it normalizes several axes; a site normalizes one axis of channels"
-        return Left(type(module).__name__, reason)
-    counts = (getattr(module, name, None) for name in ("num_features", "num_channels"))
-    num_features = next(filter(None, (*counts, *shape)))
-    pool = TORCHS[type(module)]
-    groups = getattr(module, "num_groups", num_features) if pool == "group" else 1
+        return LeftAlone(type(module).__name__, reason)
+    if shape is not None:
+        num_features = shape[0]
+    elif isinstance(module, nn.GroupNorm):
+        num_features = module.num_channels
+    else:
+        num_features = module.num_features
+    num_groups = 1
+    if name == "group":  # an instance norm has a group for each channel
+        num_groups = getattr(module, "num_groups", num_features)
     eps = torch.finfo(torch.float32).eps if module.eps is None else module.eps
     settings: dict[str, Any] = {"affine": module.weight is not None, "eps": float(eps)}
     if hasattr(module, "momentum"):
         settings["momentum"] = module.momentum
-    return Norm(Formula(pool, bool(shape), groups), num_features, settings)
+    return NormDescription(Formula(name, shape is not None, num_groups), num_features, settings)
 
 
-def _try(module: nn.Module, seen: list[Seen]) -> Norm | Left:
-    """The norm that fits the calls of every shape."""
-    calls = dict.fromkeys(one.call for one in seen)
+def _describe(module: nn.Module, calls: list[Call]) -> NormDescription | LeftAlone:
+    """The norm that fits all calls."""
     try:
-        if None in calls:
-            by_keyword = not seen[0].args and len(seen[0].keywords) == 1
-            way = "given its input by keyword" if by_keyword else "called with a second input"
-            raise Misfit(f"it is {way}")
-        found = [recognise_norm(module, call) for call in calls if call]
-        # On rows (N, C) the last axis is the first one after the samples.
-        maps = [norm for norm in found if norm.call and len(norm.call.shape) > 2]
-        if len({norm.formula.is_last for norm in maps}) > 1:
-            raise Misfit("its channels are first in some calls and last in others")
-        return (maps or found)[0]
+        return _describe_calls(module, calls)
     except Misfit as misfit:
         reason = str(misfit)
-    except Exception as error:  # of foreign code, any kind
+    except Exception as error:  # foreign code may raise anything
         reason = f"trying it fails: {one_line(error)}"
-    resembles = _is_named(module) or _ignores_scale(module, seen[0])
-    return Left(type(module).__name__, reason, resembles)
+    resembles = _has_name_of_norm(module) or _ignores_scale(module, calls[0])
+    return LeftAlone(type(module).__name__, reason, resembles)
 
 
-def _ignores_scale(module: nn.Module, seen: Seen) -> bool:
+def _describe_calls(module: nn.Module, calls: list[Call]) -> NormDescription:
+    descriptions: dict[CallForm, NormDescription] = {}
+    for form, args, keywords in calls:
+        if form is None:
+            by_keyword = not args and len(keywords) == 1
+            way = "given its input by keyword" if by_keyword else "called with a second input"
+            raise Misfit(f"it is {way}")
+        if form not in descriptions:
+            descriptions[form] = describe_norm(module, form)
+    # On rows (N, C) the last axis is the first one after the samples.
+    of_maps = [found for form, found in descriptions.items() if len(form.shape) > 2]
+    if len({found.formula.is_last for found in of_maps}) > 1:
+        raise Misfit("its channels are first in some calls and last in others")
+    return (of_maps or [*descriptions.values()])[0]
+
+
+def _ignores_scale(module: nn.Module, call: Call) -> bool:
     """True if another scale of the first argument gives the same output."""
 
-    def run(size: float) -> Tensor:
-        args, keywords = copied((seen.args, dict(seen.keywords)))
-        (args or list(keywords.values()))[0].mul_(size)
+    def run(scale: float) -> Tensor:
+        args, keywords = copied((call.args, dict(call.keywords)))
+        x = (*args, *keywords.values())[0]
+        x.mul_(scale)
         return run_network(copied(module).train(), args, keywords)
 
     try:
-        return is_close(run(100.0), run(400.0), 1e-3) and bool(run(100.0).any())
-    except Exception:  # of foreign code, any kind
+        output = run(100.0)
+        return is_close(output, run(400.0), 1e-3) and bool(output.any())
+    except Exception:  # foreign code may raise anything
         return False
 
 
-def _compare(module: nn.Module, norm: Norm) -> Norm | Left:
-    """The norm, if at its own values the module equals its description and tail in both modes."""
-    assert norm.call is not None
-    trial = Trial(module, norm.call, norm.formula.is_last)
-    described = DescribedNorm(norm, trial.values(norm), module)
-    own, x = copied(module).cpu().double(), TYPICAL * draw(trial.shape, 3)
+def _compare(module: nn.Module, norm: NormDescription) -> NormDescription | LeftAlone:
+    """The description, if the module computes it, at its own values and in both modes."""
+    assert norm.form is not None
+    measurement = Measurement(module, norm.form, norm.formula.is_last)
+    described = DescribedNorm(norm, module)
+    module = copied(module).cpu().double()
+    x = TYPICAL * draw(measurement.shape, 3)
     for training in (True, False):
-        expected, out = (trial.rows(trial.run(one, x, training)) for one in (own, described))
-        if not is_close(expected, out, EQUALS):
+        expected = measurement.run(module, x, training)
+        if not is_close(expected, measurement.run(described, x, training), TOLERANCE):
             mode = "training" if training else "evaluation"
             reason = f"it is {norm.formula}, and does something besides in {mode}"
-            return Left(type(module).__name__, reason)
+            return LeftAlone(type(module).__name__, reason)
     return norm

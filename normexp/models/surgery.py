@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,25 +13,27 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from normexp.batching.copies import copied
 from normexp.errors import UserError
-from normexp.models.formula import EQUALS, DescribedNorm, Norm, Values, is_close
-from normexp.models.recognise import (
+from normexp.models.formula import (
     COUNT,
-    STARTS,
-    Left,
-    Recognition,
-    run_network,
+    INITIAL_VALUES,
+    TOLERANCE,
+    DescribedNorm,
+    NormDescription,
+    is_close,
+    tensors_of,
     values_of,
 )
-from normexp.norms.contract import HasRamp
+from normexp.models.recognise import LeftAlone, Recognition, run_network
+from normexp.norms.contract import HasRamp, State
 from normexp.norms.factory import NormFactory
 from normexp.norms.site import Site, named_sites
 from normexp.words import name_some
 
-FLOAT_EQUALS = 1e-3  # of the outputs, of a network that runs in float32 alone
+FLOAT_TOLERANCE = 1e-3  # as TOLERANCE, for a network that runs in float32 alone
 
 
 class SiteWithTail(nn.Sequential):
-    """A site, then the old norm's dropout and activation, under the names that they had."""
+    """A site, then the old norm's dropout and activation under the names that they had."""
 
     adds_level = "site"
 
@@ -41,34 +43,33 @@ class Surgery:
     """The record of what was replaced in a network.
 
     Attributes:
-        classes: the class of the old norm, by site.
-        left: what may be norms but was left alone, by path.
-        lost: old tensors that training had changed, and that have no place in the new norm.
+        left_alone: what may be norms but was not replaced, by path.
         keeps_norms: the old norms are inside of the sites.
+        classes: the class of the old norm, by site.
+        lost: old tensors that training had changed, and that have no place in the new norm.
     """
 
-    left: Mapping[str, Left]
+    left_alone: Mapping[str, LeftAlone]
     keeps_norms: bool
     classes: dict[str, str] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
 
     def notes(self) -> Iterator[str]:
         """Yields the lines of the log."""
-        counts = Counter(self.classes.values()).items()
-        classes = ", ".join(f"{number} {name}" for name, number in counts)
-        place = "around" if self.keeps_norms else "in place of"
         if self.classes:
+            place = "around" if self.keeps_norms else "in place of"
+            classes = _count_names(self.classes.values())
             yield f"{len(self.classes)} sites {place} {classes}: {name_some(self.classes)}"
-        if left := describe_left(self.left):
-            yield f"left alone: {left}"
+        if left_alone := describe_left_alone(self.left_alone):
+            yield f"left alone: {left_alone}"
         if self.lost:
             yield f"the new norm has no place for {name_some(self.lost)}"
 
 
-def describe_left(left: Mapping[str, Left]) -> str:
-    """`1 FilmNorm (it is called with a second input)`, of what resembles a norm."""
-    counts = Counter((one.class_name, one.reason) for one in left.values() if one.resembles)
-    return ", ".join(f"{number} {name} ({why})" for (name, why), number in counts.items())
+def describe_left_alone(modules: Mapping[str, LeftAlone]) -> str:
+    """`1 FilmNorm (it is called with a second input)`, for each module that resembles a norm."""
+    candidates = [module for module in modules.values() if module.resembles_norm]
+    return _count_names(f"{module.class_name} ({module.reason})" for module in candidates)
 
 
 def replace_norms(
@@ -90,29 +91,29 @@ def replace_norms(
     Raises:
         UserError: no norm, or no norm of a class in `only`.
     """
-    modules = dict(network.named_modules())
-    classes = {path: type(module).__name__ for path, module in modules.items()}
-    chosen = {p for p, name in classes.items() if only is None or name in only}
-    norms = {p: norm for p, norm in recognition.norms.items() if p in chosen}
-    kept = set[str]()
-    if factory.keeps_norms:
-        kept = {p for p, one in recognition.left.items() if one.resembles and one.is_called}
-        kept &= chosen
-    found = {classes[p] for p in norms.keys() | kept}
-    if not found or set(only or ()) - found:
-        raise UserError(_why_nothing(network, recognition, found, only))
-    left = {p: one for p, one in recognition.left.items() if p not in kept}
-    surgery = Surgery(left if only is None else {}, factory.keeps_norms)
+    left_alone = {} if only is not None else dict(recognition.left_alone)
+    surgery = Surgery(left_alone, factory.keeps_norms)
     new: dict[str, nn.Module] = {}
-    for path in [path for path in modules if path in norms or path in kept]:
-        old, norm = modules[path], norms.get(path)
-        surgery.classes[path] = classes[path]
-        if factory.keeps_norms:
-            new[path] = factory.around(old, is_last=norm is not None and norm.formula.is_last)
+    for path, old in network.named_modules():
+        class_name = type(old).__name__
+        if only is not None and class_name not in only:
+            continue
+        norm = recognition.norms.get(path)
+        other = recognition.left_alone.get(path)
+        if norm is not None and not factory.keeps_norms:
+            new[path], lost = _new_norm(old, norm, factory, network)
+            surgery.lost += [f"{path}.{name}" for name in lost]
         elif norm is not None:
-            site, lost = _site_for(old, norm, factory)
-            new[path] = _with_tail(_like(old, network, site), old, norm)
-            surgery.lost += [f"{path}.{role}" for role in lost]
+            new[path] = factory.around(old, is_last=norm.formula.is_last)
+        elif factory.keeps_norms and other and other.resembles_norm and other.is_called:
+            new[path] = factory.around(old, is_last=False)
+            left_alone.pop(path, None)
+        else:
+            continue
+        surgery.classes[path] = class_name
+    missing = sorted(set(only or ()) - set(surgery.classes.values()))
+    if missing or not new:
+        raise UserError(_why_nothing(network, recognition, missing))
     _put(new, network)
     for module in network.modules():
         if hasattr(module, "inplace"):  # a norm may need its output for its gradient
@@ -133,19 +134,20 @@ def check_formulas(
     Raises:
         UserError: the outputs are not the same, in either mode.
     """
-    measured = {path: norm for path, norm in recognition.norms.items() if norm.call is not None}
-    if not measured:
+    formulas: dict[str, nn.Module] = {}
+    for path, norm in recognition.norms.items():
+        if norm.form is not None:
+            old = network.get_submodule(path)
+            formulas[path] = _like(old, network, DescribedNorm(norm, old))
+    if not formulas:
         return
-    described, twins = copied(network), dict[str, nn.Module]()
-    for path, norm in measured.items():
-        old = network.get_submodule(path)
-        twins[path] = _like(old, network, DescribedNorm(norm, values_of(old, norm), old))
-    _put(twins, described)
+    described = copied(network)
+    _put(formulas, described)
     for training in (False, True):
-        pair = (copied(one).train(training) for one in (network, described))
-        expected, out = (_outputs(one, args, keywords) for one in pair)
-        tolerance = EQUALS if out.dtype == torch.double else FLOAT_EQUALS
-        if expected.shape != out.shape or not is_close(expected, out, tolerance):
+        expected = _outputs(copied(network).train(training), args, keywords)
+        output = _outputs(copied(described).train(training), args, keywords)
+        tolerance = TOLERANCE if output.dtype == torch.double else FLOAT_TOLERANCE
+        if expected.shape != output.shape or not is_close(expected, output, tolerance):
             mode = "training" if training else "evaluation"
             raise UserError(
                 f"with its own norms put in anew the network has other outputs in {mode}, so what "
@@ -154,20 +156,29 @@ def check_formulas(
 
 
 def check_called(network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-    """Runs a network in both modes. Raises UserError if that fails, or enters not every site."""
+    """Runs a network in both modes. Raises UserError if that fails, or a site is never entered."""
     network = copied(network)
-    entered: list[str] = []
-    sites = dict(named_sites(network))
-    for name, site in sites.items():
-        site.register_forward_pre_hook(lambda *_, name=name: entered.append(name))
-        site.register_forward_hook(lambda *_: entered.append(""))
+    names = {site: name for name, site in named_sites(network)}
+    entered: set[Site] = set()
+    running: list[Site] = []  # the site in which a forward fails
+
+    def enter(site: Site, _: Any) -> None:
+        entered.add(site)
+        running.append(site)
+
+    def leave(*_: Any) -> None:
+        running.pop()
+
+    for site in names:
+        site.register_forward_pre_hook(enter)
+        site.register_forward_hook(leave)
     for training in (True, False):
         try:
             run_network(network.train(training), args, keywords)
         except UserError as error:
-            where = f"norm at {entered[-1]}: " if entered and entered[-1] else ""
+            where = f"norm at {names[running[-1]]}: " if running else ""
             raise UserError(f"{where}{error}") from error
-    if idle := sorted(sites.keys() - set(entered)):
+    if idle := sorted(name for site, name in names.items() if site not in entered):
         raise UserError(f"the new norm at {name_some(idle)} is never called; use norm=as_built")
 
 
@@ -187,11 +198,20 @@ def _outputs(network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, A
     return torch.cat([value.flatten() for value in values])
 
 
-def _site_for(old: nn.Module, norm: Norm, factory: NormFactory) -> tuple[Site, list[str]]:
-    """A site with a new norm, and the roles of old tensors that have no place there."""
+def _new_norm(
+    old: nn.Module, norm: NormDescription, factory: NormFactory, network: nn.Module
+) -> tuple[nn.Module, list[str]]:
+    """A site with a new norm and the old norm's tail, and the old tensors without a place there."""
     build = factory.tokens if norm.formula.is_last else factory
     site = build(norm.num_features, **norm.settings).train(old.training)
-    return site, _carry_over(values_of(old, norm), site)
+    lost = _carry_over(values_of(old, norm), site)
+    if not norm.tail:
+        return _like(old, network, site), lost
+    new = SiteWithTail()
+    new.add_module("site", _like(old, network, site))
+    for name in norm.tail:
+        new.add_module(name, old.get_submodule(name))
+    return new, lost
 
 
 def _like(old: nn.Module, network: nn.Module, new: nn.Module) -> nn.Module:
@@ -201,39 +221,26 @@ def _like(old: nn.Module, network: nn.Module, new: nn.Module) -> nn.Module:
     return new.to(first.device, first.dtype)
 
 
-def _with_tail(site: nn.Module, old: nn.Module, norm: Norm) -> nn.Module:
-    if not norm.tail:
-        return site
-    new = SiteWithTail()
-    new.add_module("site", site)
-    for name in norm.tail:
-        new.add_module(name, old.get_submodule(name))
-    return new
-
-
 def _put(new: Mapping[str, nn.Module], network: nn.Module) -> None:
-    """Puts modules in place of those at their paths, wherever else these stand too."""
+    """Puts modules in place of those at their paths, at every path of a shared one."""
     by_old = {network.get_submodule(path): module for path, module in new.items()}
     for path, old in list(network.named_modules(remove_duplicate=False)):
         if old in by_old:
             network.set_submodule(path, by_old[old])
 
 
-def _why_nothing(
-    network: nn.Module,
-    recognition: Recognition,
-    found: set[str],
-    only: Sequence[str] | None,
-) -> str:
-    leaves = Counter(type(m).__name__ for m in network.modules() if not any(m.children()))
-    has = ", ".join(f"{count} {name}" for name, count in leaves.most_common(8))
-    for name in sorted(set(only or ()) - found):
-        reasons = [one.reason for one in recognition.left.values() if one.class_name == name]
-        if reasons:
-            return f"model.replace=[{name}]: {reasons[0]}"
+def _why_nothing(network: nn.Module, recognition: Recognition, missing: Sequence[str]) -> str:
+    """Why no norm is replaced, or none of a class that `model.replace` names."""
+    leaves = [module for module in network.modules() if not any(module.children())]
+    has = _count_names((type(module).__name__ for module in leaves), most=8)
+    if missing:
+        name = missing[0]
+        for module in recognition.left_alone.values():
+            if module.class_name == name:
+                return f"model.replace=[{name}]: {module.reason}"
         return f"model.replace: the network has no {name}; it has {has}"
-    left = describe_left(recognition.left)
-    why = f"; left alone: {left}" if left else ""
+    left_alone = describe_left_alone(recognition.left_alone)
+    why = f"; left alone: {left_alone}" if left_alone else ""
     return (
         f"the network has no norm that is recognised (it has {has}{why}); build its norms from an "
         "argument `norm`"
@@ -241,27 +248,33 @@ def _why_nothing(
 
 
 @torch.no_grad()
-def _carry_over(old: Values, site: Site) -> list[str]:
-    """Copies gain, shift and running moments; returns the roles of those that have no place.
+def _carry_over(values: State, site: Site) -> list[str]:
+    """Copies gain, shift and running moments; returns the names of those that have no place.
 
     A weight is copied only to one that starts at one, a bias only to one that starts at zero. A
     norm with a warm-up or ramp keeps its own count of batches, which must start at 0.
     """
-    tensors = {**dict(site.norm.named_parameters()), **dict(site.norm.named_buffers())}
+    tensors = tensors_of(site.norm)
     if isinstance(site.norm, HasRamp):
         tensors.pop(COUNT, None)
     lost = []
-    for role, value in old.items():
-        start = STARTS[role]
-        fitting = [
-            tensor
-            for name, tensor in tensors.items()
-            if name.rpartition(".")[2] == role
-            and tensor.shape == value.shape
-            and (role not in ("weight", "bias") or bool((tensor == start).all()))
-        ]
+    for name, value in values.items():
+        start = INITIAL_VALUES[name]
+        fitting = []
+        for path, tensor in tensors.items():
+            has_role = path.rpartition(".")[2] == name and tensor.shape == value.shape
+            must_be_new = name in ("weight", "bias")
+            if has_role and (not must_be_new or bool((tensor == start).all())):
+                fitting.append(tensor)
         if len(fitting) == 1:
             fitting[0].copy_(value)
-        elif role != COUNT and bool(((value - start).abs() > EQUALS).any()):
-            lost.append(role)
+        elif name != COUNT and bool(((value - start).abs() > TOLERANCE).any()):
+            lost.append(name)
     return lost
+
+
+def _count_names(names: Iterable[str], most: int | None = None) -> str:
+    """`20 weight, 20 bias`; the `most` frequent ones."""
+    counts = Counter(names)
+    frequent = counts.items() if most is None else counts.most_common(most)
+    return ", ".join(f"{count} {name}" for name, count in frequent)

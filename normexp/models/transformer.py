@@ -45,7 +45,8 @@ class Equation:
 
     Attributes:
         early: both branches in the first quarter of the blocks; None: as in the others.
-        norms_qkv: attention normalizes queries, keys and values, per head.
+        qkv_norm: queries, keys and values are normalized, per head or over the whole width.
+        norms_hidden: the hidden features of the MLP are normalized, before the activation.
         is_scaled: the output of `before` in block l = 1, 2, ... is divided by sqrt(l).
         is_parallel: the MLP reads the input of attention, and both add to x.
         norms_embedding, has_final_norm: a norm before the first block, after the last.
@@ -54,7 +55,8 @@ class Equation:
     attention: Branch
     mlp: Branch
     early: Branch | None = None
-    norms_qkv: bool = False
+    qkv_norm: Literal["head", "width"] | None = None
+    norms_hidden: bool = False
     is_scaled: bool = False
     is_parallel: bool = False
     norms_embedding: bool = False
@@ -80,11 +82,13 @@ EQUATIONS: dict[Placement, Equation] = {
     "layernorm_scaling": Equation(PRE, PRE, is_scaled=True),
     # y = norm(x + attention(x)), y + mlp(y); Zhuo et al. 2025, arXiv:2503.04598. Not their
     # HybridNorm*, whose first block differs.
-    "hybrid": Equation(POST, NO_NORM, norms_qkv=True),
+    "hybrid": Equation(POST, NO_NORM, qkv_norm="head"),
     # post, then pre; Li et al. 2024, arXiv:2412.13795. Their code (pixeli99/MixLN) has 3 of 12.
     "mix_ln": Equation(PRE, PRE, early=POST),
     # x + attention(norm(x)) + mlp(norm(x)), of one norm; Chowdhery et al. 2022, arXiv:2204.02311
     "parallel": Equation(PRE, NO_NORM, is_parallel=True),
+    # x + f(x), where f has norm(W x) for every W x, and a final norm; 2026, arXiv:2602.01212
+    "simple": Equation(OUT, OUT, qkv_norm="width", norms_hidden=True),
 }
 
 
@@ -102,22 +106,14 @@ class Attention(nn.Module):
     No position reads a masked one; outputs at masked positions are meaningless. With
     `norm.qk_norm`, q and k pass a norm over the features of a head, shared by all heads: norm=layer
     is the form of Dehghani et al. 2023 (arXiv:2302.05442), norm=rms that of many language models.
-    With `norm.v_norm`, v passes one as well; Gemma's has no weight (norm=simple_rms). `norms_qkv`
-    normalizes all three.
+    With `norm.v_norm`, v passes one as well; Gemma's has no weight (norm=simple_rms). A placement
+    with `qkv_norm` normalizes all three.
 
     Raises:
-        UserError: a width that the heads do not divide; `norms_qkv` together with either slot.
+        UserError: a width that the heads do not divide; either slot with such a placement.
     """
 
-    def __init__(
-        self,
-        width: int,
-        num_heads: int,
-        norm: NormFactory,
-        *,
-        is_causal: bool,
-        norms_qkv: bool = False,
-    ) -> None:
+    def __init__(self, width: int, num_heads: int, norm: NormFactory, *, is_causal: bool) -> None:
         super().__init__()
         if width % num_heads:
             raise UserError(
@@ -127,34 +123,40 @@ class Attention(nn.Module):
         self.num_heads = num_heads
         self.is_causal = is_causal
         self.qkv = nn.Linear(width, 3 * width)
-        for slot, is_set in (("qk_norm", norm.qk_norm), ("v_norm", norm.v_norm)):
-            if is_set and norms_qkv:
-                raise UserError(
-                    f"{slot}=true: placement={norm.placement} normalizes queries, keys and values "
-                    "already; leave it out"
-                )
-        self.qk_norm, self.norms_value = norm.qk_norm or norms_qkv, norm.v_norm or norms_qkv
-        if self.qk_norm:
-            self.q_norm = norm.tokens(width // num_heads)
-            self.k_norm = norm.tokens(width // num_heads)
-        if self.norms_value:
-            self.v_norm = norm.tokens(width // num_heads)
+        equation = EQUATIONS[norm.placement]
+        if equation.qkv_norm and (norm.qk_norm or norm.v_norm):
+            slot = "qk_norm" if norm.qk_norm else "v_norm"
+            raise UserError(
+                f"{slot}=true: placement={norm.placement} normalizes queries, keys and values "
+                "already; leave it out"
+            )
+        self.num_parts = 1 if equation.qkv_norm == "width" else num_heads
+        part_width = width // self.num_parts
+        norms_queries = equation.qkv_norm or norm.qk_norm
+        norms_values = equation.qkv_norm or norm.v_norm
+        self.q_norm = norm.tokens(part_width) if norms_queries else NoSite()
+        self.k_norm = norm.tokens(part_width) if norms_queries else NoSite()
+        self.v_norm = norm.tokens(part_width) if norms_values else NoSite()
         self.out = nn.Linear(width, width)
 
-    def normalize(self, site: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Normalizes x (B, heads, T, D); the site sees (B, T * heads, D), in text order."""
-        x = x.transpose(1, 2)
-        if mask is not None:
-            mask = mask[:, :, None].expand(-1, -1, self.num_heads).flatten(1, 2)
-        return site(x.flatten(1, 2), mask).unflatten(1, x.shape[1:3]).transpose(1, 2)
+    def split_heads(self, x: Tensor, site: nn.Module, mask: Tensor | None) -> Tensor:
+        """Normalizes queries, keys or values (B, T, C) and returns (B, heads, T, C / heads).
+
+        The site sees the parts of each position in text order, (B, T * parts, C / parts).
+        """
+        batch, length, width = x.shape
+        if not isinstance(site, NoSite):
+            if mask is not None:
+                mask = mask[:, :, None].expand(-1, -1, self.num_parts).flatten(1, 2)
+            parts = x.reshape(batch, length * self.num_parts, width // self.num_parts)
+            x = site(parts, mask)
+        return x.reshape(batch, length, self.num_heads, -1).transpose(1, 2)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # (B, T, 3, heads, C / heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, heads, T, C / heads)
-        if self.qk_norm:
-            q, k = self.normalize(self.q_norm, q, mask), self.normalize(self.k_norm, k, mask)
-        if self.norms_value:
-            v = self.normalize(self.v_norm, v, mask)
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        q = self.split_heads(q, self.q_norm, mask)
+        k = self.split_heads(k, self.k_norm, mask)
+        v = self.split_heads(v, self.v_norm, mask)
         bias = None
         if mask is not None:
             # Made from q, so that it has the axis of replicas: under vmap, torch 2.11 gives its
@@ -169,15 +171,17 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Linear to four times the width, GELU, linear back."""
+    """Linear to four times the width, a norm if the placement has one here, GELU, linear back."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, norm: NormFactory) -> None:
         super().__init__()
+        has_norm = EQUATIONS[norm.placement].norms_hidden
         self.hidden = nn.Linear(width, 4 * width)
+        self.hidden_norm = norm.tokens(4 * width) if has_norm else NoSite()
         self.out = nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(F.gelu(self.hidden(x)))
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.out(F.gelu(self.hidden_norm(self.hidden(x), mask)))
 
 
 class Block(nn.Module):
@@ -204,20 +208,20 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         equation = EQUATIONS[norm.placement]
-        early = equation.early if layer <= max(1, depth // 4) else None
-        self.attn_place = attn = early or equation.attention
-        self.mlp_place = mlp = early or equation.mlp
+        attn, mlp = equation.attention, equation.mlp
+        if equation.early is not None and layer <= max(1, depth // 4):
+            attn = mlp = equation.early
+        self.attn_branch = attn
+        self.mlp_branch = mlp
         self.is_parallel = equation.is_parallel
         self.divisor = math.sqrt(layer) if equation.is_scaled else 1.0
         self.attn_norm = norm.tokens(width) if attn.before or attn.around else NoSite()
-        self.attn = Attention(
-            width, num_heads, norm, is_causal=is_causal, norms_qkv=equation.norms_qkv
-        )
+        self.attn = Attention(width, num_heads, norm, is_causal=is_causal)
         self.attn_out_norm = norm.tokens(width) if attn.after else NoSite()
         self.attn_dropout = Dropout(dropout)
         self.attn_residual = norm.residual(width)
         self.mlp_norm = norm.tokens(width) if mlp.before or mlp.around else NoSite()
-        self.mlp = MLP(width)
+        self.mlp = MLP(width, norm)
         self.mlp_out_norm = norm.tokens(width) if mlp.after else NoSite()
         self.mlp_dropout = Dropout(dropout)
         self.mlp_residual = norm.residual(width)
@@ -225,9 +229,9 @@ class Block(nn.Module):
     def extra_repr(self) -> str:
         return f"divisor={self.divisor:.4g}" if self.divisor != 1 else ""
 
-    def read(self, place: Branch, norm: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Returns the input of a branch: x, or its norm."""
-        if not place.before:
+    def before(self, branch: Branch, norm: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
+        """The input of a branch: x, or its norm."""
+        if not branch.before:
             return x
         y = norm(x, mask)
         return y if self.divisor == 1 else y / self.divisor
@@ -237,18 +241,20 @@ class Block(nn.Module):
         return self.attn_residual(self.attn_dropout(y))
 
     def transform(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        y = self.mlp_out_norm(self.mlp(x), mask)
+        y = self.mlp_out_norm(self.mlp(x, mask), mask)
         return self.mlp_residual(self.mlp_dropout(y))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        h = self.before(self.attn_branch, self.attn_norm, x, mask)
         if self.is_parallel:
-            h = self.read(self.attn_place, self.attn_norm, x, mask)
             return x + self.attend(h, mask) + self.transform(h, mask)
-        attention = (self.attend, self.attn_place, self.attn_norm)
-        mlp = (self.transform, self.mlp_place, self.mlp_norm)
-        for branch, place, norm in (attention, mlp):
-            x = x + branch(self.read(place, norm, x, mask), mask)
-            x = norm(x, mask) if place.around else x
+        x = x + self.attend(h, mask)
+        if self.attn_branch.around:
+            x = self.attn_norm(x, mask)
+        h = self.before(self.mlp_branch, self.mlp_norm, x, mask)
+        x = x + self.transform(h, mask)
+        if self.mlp_branch.around:
+            x = self.mlp_norm(x, mask)
         return x
 
 
@@ -266,7 +272,8 @@ class Embedding(nn.Module):
         self.dropout = Dropout(dropout)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        length, block_size = inputs.shape[-1], self.positions.num_embeddings
+        length = inputs.shape[-1]
+        block_size = self.positions.num_embeddings
         if length > block_size:
             raise UserError(
                 f"a sequence of {length} tokens is longer than block_size={block_size}; "

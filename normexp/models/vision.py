@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -137,9 +137,10 @@ def build_stage(
     in_features: int, num_features: int, stride: int, num_blocks: int, norm: NormFactory
 ) -> nn.Sequential:
     """Blocks with `num_features` channels; the first block changes width and resolution."""
-    first = ResidualBlock(in_features, num_features, stride, norm)
-    rest = [ResidualBlock(num_features, num_features, 1, norm) for _ in range(num_blocks - 1)]
-    return nn.Sequential(first, *rest)
+    blocks = [ResidualBlock(in_features, num_features, stride, norm)]
+    for _ in range(num_blocks - 1):
+        blocks.append(ResidualBlock(num_features, num_features, 1, norm))
+    return nn.Sequential(*blocks)
 
 
 class DeepMLP(nn.Module):
@@ -164,9 +165,8 @@ class DeepMLP(nn.Module):
     ) -> None:
         super().__init__()
         check_positive(depth=depth, width=width)
-        num_inputs = int(torch.Size(input_shape).numel())
-        sizes = [num_inputs, *[width] * depth]
-        self.layers = nn.ModuleList(nn.Linear(size, width) for size in sizes[:-1])
+        sizes = [math.prod(input_shape), *[width] * (depth - 1)]
+        self.layers = nn.ModuleList(nn.Linear(size, width) for size in sizes)
         self.norms = nn.ModuleList(norm(width) for _ in range(depth))
         self.head = nn.Linear(width, num_outputs)
         for module in modules_outside_sites(self):
@@ -177,7 +177,7 @@ class DeepMLP(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         x = inputs.flatten(1)
         for layer, norm in zip(self.layers, self.norms, strict=True):
-            x = torch.tanh(norm(layer(x)))
+            x = norm(layer(x)).tanh()
         return self.head(x)
 
 
@@ -206,13 +206,13 @@ class ViT(Transformer):
     def __post_init__(self, norm: NormFactory) -> None:
         check_positive(patch_size=self.patch_size)
         check_image_shape(self.input_shape, smallest=2 * self.patch_size, model="vit")
-        sides = self.input_shape[1:]
-        if any(side % self.patch_size for side in sides):
-            smaller = range(self.patch_size, 0, -1)
-            fitting = next(s for s in smaller if not any(side % s for side in sides))
+        _, height, width = self.input_shape
+        common = math.gcd(height, width)
+        if common % self.patch_size:
+            fitting = max(size for size in range(1, self.patch_size) if common % size == 0)
             raise UserError(
                 f"model.patch_size={self.patch_size} does not divide images of "
-                f"{'x'.join(map(str, sides))}; try model.patch_size={fitting}"
+                f"{height}x{width}; try model.patch_size={fitting}"
             )
         super().__post_init__(norm)
         # Pixels have unit variance, and so should tokens.

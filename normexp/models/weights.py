@@ -42,35 +42,43 @@ class Weights:
         return self.read()
 
     def load(self, network: nn.Module, say: Callable[[str], None]) -> Values:
-        """Loads what fits a network; returns the rest.
+        """Loads what fits a network; returns the values that do not.
 
         Norms and the last layer keep their own values where the file has none that fit.
 
         Args:
-            say: is told what was loaded, what was not, and what the file has in excess.
+            say: logs what was loaded, what was not, and what the file has in excess.
 
         Raises:
             UserError: any other parameter of the network has no value that fits in the file.
         """
-        names, sizes = names_as_built(network), dict(network.named_parameters())
+        names = names_as_built(network)
         values = _without_prefix(self.values, list(names.values()))
-        unloaded, rest = load_fitting(network, values)
-        why = {own: f"{names[own]} {reason}" for own, reason in unloaded.items() if own in sizes}
-        loaded, free = sizes.keys() - why.keys(), _may_start_anew(network)
+        unloaded, unused = load_fitting(network, values)
+        parameters = dict(network.named_parameters())
+        missing = {
+            name: f"{names[name]} {unloaded[name]}" for name in unloaded if name in parameters
+        }
+        may_start_anew = _may_start_anew(network)
         key = f"model.weights={self.name}"
-        if needed := [reason for own, reason in why.items() if own not in free]:
-            raise UserError(
-                f"{key} does not fit the model: {len(loaded)} of its {len(sizes)} parameters are "
-                f"in the file, which has {', '.join([*self.values][:2])}; {needed[0]}, and only "
-                "norms and the last layer may be missing"
-            )
-        num_loaded, total = (sum(sizes[own].numel() for own in some) for some in (loaded, sizes))
-        said = f"{num_loaded:,} of {total:,} parameters are loaded"
-        said += f"; not loaded: {name_some(why.values())}" if why else ""
-        say(f"{key}: {said}; every seed starts from them")
-        if extra := name_some(name for name in rest if name not in names.values()):
+        for name, reason in missing.items():
+            if name not in may_start_anew:
+                num_loaded = len(parameters) - len(missing)
+                raise UserError(
+                    f"{key} does not fit the model: {num_loaded} of its {len(parameters)} "
+                    f"parameters are in the file, which has {', '.join([*self.values][:2])}; "
+                    f"{reason}, and only norms and the last layer may be missing"
+                )
+        total = sum(parameter.numel() for parameter in parameters.values())
+        num_missing = sum(parameters[name].numel() for name in missing)
+        but = f"; not loaded: {name_some(missing.values())}" if missing else ""
+        say(
+            f"{key}: {total - num_missing:,} of {total:,} parameters are loaded{but}; "
+            "every seed starts from them"
+        )
+        if extra := name_some(name for name in unused if name not in names.values()):
             say(f"in the file, but not in the model: {extra}")
-        return rest
+        return unused
 
 
 def load_fitting(network: nn.Module, values: Values) -> tuple[dict[str, str], Values]:
@@ -80,44 +88,50 @@ def load_fitting(network: nn.Module, values: Values) -> tuple[dict[str, str], Va
         the network's own names that got no value, each with the reason, and the values that were
         not loaded.
     """
-    names, fitting = names_as_built(network), dict[str, Tensor]()
-    unloaded, rest = {}, dict(values)
-    for own, tensor in network.state_dict().items():
-        value = values.get(names[own])
+    names = names_as_built(network)
+    fitting: Values = {}
+    unloaded: dict[str, str] = {}
+    unused = dict(values)
+    for name, tensor in network.state_dict().items():
+        value = values.get(names[name])
         if value is None:
-            unloaded[own] = "is not in the file"
+            unloaded[name] = "is not in the file"
             continue
         if value.ndim == tensor.ndim == 4 and (value.shape[1], tensor.shape[1]) == (3, 1):
             value = value.sum(dim=1, keepdim=True)  # a grey image is three equal colours
         if value.shape == tensor.shape:
-            fitting[own] = value
-            rest.pop(names[own], None)
+            fitting[name] = value
+            unused.pop(names[name], None)
         else:
-            sizes = ("x".join(map(str, one.shape)) for one in (tensor, value))
-            unloaded[own] = "is {}, in the file {}".format(*sizes)
+            unloaded[name] = f"is {_size(tensor)}, in the file {_size(value)}"
     network.load_state_dict(fitting, strict=False)
-    return unloaded, rest
+    return unloaded, unused
+
+
+def _size(tensor: Tensor) -> str:
+    return "x".join(map(str, tensor.shape))
 
 
 def _may_start_anew(network: nn.Module) -> set[str]:
-    """The parameters of norms, whose own are vectors, and those with a row for each output."""
+    """The names of the parameters of norms and of heads.
+
+    A norm is a site, or has only vectors. A head is the last module with a matrix, or is linear
+    with a row for each output; a convolution may have as many channels by chance.
+    """
     sites = tuple(f"{path}." for path, _ in named_sites(network))
     last, num_outputs = None, 0
     for module in network.modules():
         for parameter in module.parameters(recurse=False):
             if parameter.ndim > 1:
                 last, num_outputs = module, len(parameter)
-    free = set[str]()
+    names: set[str] = set()
     for path, module in network.named_modules():
-        own = dict(module.named_parameters(path, recurse=False))
-        is_norm = f"{path}.".startswith(sites) or all(p.ndim < 2 for p in own.values())
-        # Other heads are linear; a convolution may have as many channels as there are outputs.
-        is_head = module is last or all(
-            p.ndim < 3 and p.shape[:1] == (num_outputs,) for p in own.values()
-        )
-        if is_norm or is_head:
-            free |= own.keys()
-    return free
+        parameters = dict(module.named_parameters(path, recurse=False))
+        is_norm = all(p.ndim < 2 for p in parameters.values())
+        is_head = all(p.ndim < 3 and p.shape[:1] == (num_outputs,) for p in parameters.values())
+        if is_norm or is_head or module is last or f"{path}.".startswith(sites):
+            names |= parameters.keys()
+    return names
 
 
 def open_weights(name: str, download: Download | None) -> Weights:
@@ -176,7 +190,14 @@ def read_values(path: Path) -> Values:
 
 
 def _without_prefix(values: Values, names: Sequence[str]) -> Values:
-    """Strips a prefix that all names share, such as `module.`, if more then are the network's."""
-    ends = {own.removesuffix(names[0]) for own in values if names and own.endswith(f".{names[0]}")}
-    best = max(["", *sorted(ends)], key=lambda start: sum(start + name in values for name in names))
+    """Strips a prefix such as `module.` from all names, if more of them are then the network's."""
+    if not names:
+        return values
+    first = names[0]
+    prefixes = [name.removesuffix(first) for name in values if name.endswith(f".{first}")]
+
+    def count_matches(prefix: str) -> int:
+        return sum(prefix + name in values for name in names)
+
+    best = max(["", *sorted(prefixes)], key=count_matches)
     return {name.removeprefix(best): value for name, value in values.items()}

@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,9 @@ from model_cases import (
     layer_norm,
 )
 from torch import Tensor, nn
+from train_cases import cells, train
 
+import normexp
 from normexp.checks.wiring import find_stacking_fault
 from normexp.config.slots import PLACEMENTS, SLOTS, Slots
 from normexp.errors import UserError
@@ -130,7 +133,8 @@ class MaskedLayerNorm(nn.LayerNorm):
 
 
 def placed(view: str, placement: str) -> NormFactory:
-    return with_slots(TOKEN_NORMS[view], placement=placement, qk_norm=placement != "hybrid")
+    qk_norm = EQUATIONS[placement].qkv_norm is None
+    return with_slots(TOKEN_NORMS[view], placement=placement, qk_norm=qk_norm)
 
 
 @pytest.mark.parametrize("view", TOKEN_NORMS)
@@ -187,6 +191,7 @@ BAD_KNOBS: list[tuple[str, dict[str, Any], str]] = [
         for key in ("mix_ln", "layernorm_scaling")
     ),
     ("gpt", {"placement": "hybrid", "qk_norm": True}, "qk_norm=true.*placement=hybrid"),
+    ("vit", {"placement": "simple", "v_norm": True}, "v_norm=true.*placement=simple"),
     ("vit", {"patch_size": 8}, "8x8.*model=vit.*16x16"),
     ("convnet", {"input_shape": (3, 3, 8)}, "3x8.*model=convnet.*4x4"),
     ("resnet20", {"input_shape": (3, 5, 4)}, "5x4.*model=resnet.*5x5"),
@@ -309,10 +314,16 @@ def textbook_gpt(placement: str, state: dict[str, Tensor], tokens: Tensor, s: fl
         named = {which: state.get(f"{name}.{which}_norm.norm.weight") for which in "qkv"}
         gains = {which: gain for which, gain in named.items() if gain is not None}
         q, k, v = linear(f"{name}.qkv", x).chunk(3, -1)
+        if placement == "simple":  # over the full width, not per head
+            q, k, v = (norm(f"{name}.{w}_norm", y) for w, y in (("q", q), ("k", k), ("v", v)))
+            gains = {}
         return linear(f"{name}.out", textbook_attention(q, k, v, allowed, gains, HEADS))
 
     def mlp(name: str, x: Tensor) -> Tensor:
-        return linear(f"{name}.out", F.gelu(linear(f"{name}.hidden", x)))
+        hidden = linear(f"{name}.hidden", x)
+        if placement == "simple":
+            hidden = norm(f"{name}.hidden_norm", hidden)
+        return linear(f"{name}.out", F.gelu(hidden))
 
     x = state["embedding.tokens.weight"][tokens]
     x = x + state["embedding.positions.weight"][: tokens.shape[1]]
@@ -335,7 +346,7 @@ def textbook_gpt(placement: str, state: dict[str, Tensor], tokens: Tensor, s: fl
                 x = x + s * f(name, norm(own, x))
             elif placement in ("sandwich", "peri"):
                 x = x + s * norm(out, f(name, norm(own, x)))
-            elif placement == "reordered":
+            elif placement in ("reordered", "simple"):
                 x = x + s * norm(out, f(name, x))
             elif placement == "layernorm_scaling":
                 x = x + s * f(name, norm(own, x) / math.sqrt(layer))
@@ -387,3 +398,13 @@ def test_patches_are_cut_row_by_row_and_become_tokens_of_unit_variance() -> None
         expected = images[:, :, row : row + 4, column : column + 4].flatten(1)
         assert torch.equal(patches[:, index], expected)
     assert model.patch_embedding(patches).var().item() == pytest.approx(1, rel=0.1)
+
+
+@pytest.mark.parametrize("words", ["data=manual", "data=langid", "model=vit model.patch_size=4"])
+def test_simple_norm_trains_from_the_command_line(words: str, tmp_path: Path) -> None:
+    small = ["model.depth=1", "model.width=16", "data.limit_train=256"]
+    assert train(tmp_path, "norm=layer", "placement=simple", *words.split(), *small) == 0
+    (cell,) = cells(tmp_path)
+    block = [name for name, _ in named_sites(normexp.load(cell / "seed-0")) if "blocks" in name]
+    inside = ["attn.q_norm", "attn.k_norm", "attn.v_norm", "attn_out_norm", "mlp.hidden_norm"]
+    assert block == [f"blocks.0.{name}" for name in [*inside, "mlp_out_norm"]]

@@ -16,7 +16,8 @@ from torchvision.ops import FrozenBatchNorm2d
 
 import normexp
 from normexp.errors import UserError
-from normexp.models.recognise import Left, recognise, values_of
+from normexp.models.formula import values_of
+from normexp.models.recognise import LeftAlone, recognise
 from normexp.models.surgery import check_formulas
 from normexp.norms.factory import NormFactory
 
@@ -200,7 +201,7 @@ def test_what_computes_more_is_left_with_the_reason(name: str) -> None:
     network, x, reason = LEFT[name]
     found = recognise(nn.Sequential(network), (x,))
     assert not found.norms
-    said = [one.reason for one in found.left.values() if one.resembles]
+    said = [one.reason for one in found.left_alone.values() if one.resembles_norm]
     assert len(said) == 1 and reason in said[0]
 
 
@@ -209,7 +210,7 @@ def test_what_computes_more_is_left_with_the_reason(name: str) -> None:
 )
 def test_other_modules_are_not_named(module: nn.Module) -> None:
     found = recognise(nn.Sequential(module), (MAPS,))
-    assert not found.norms and not any(one.resembles for one in found.left.values())
+    assert not found.norms and not any(one.resembles_norm for one in found.left_alone.values())
 
 
 class Standardized(nn.Module):
@@ -221,7 +222,9 @@ def test_a_parametrized_weight_is_no_norm() -> None:
     conv = nn.Conv2d(C, C, 3)
     nn.utils.parametrize.register_parametrization(conv, "weight", Standardized())
     found = recognise(nn.Sequential(conv, nn.BatchNorm2d(C)), (MAPS,))
-    assert found.norms.keys() == {"1"} and not found.left.keys() & {"0.parametrizations.weight.0"}
+    assert found.norms.keys() == {"1"} and not found.left_alone.keys() & {
+        "0.parametrizations.weight.0"
+    }
 
 
 class Dropping(nn.Module):
@@ -270,8 +273,8 @@ def test_a_mask_must_be_true_where_a_value_is_real() -> None:
     network = Calling(MaskedNorm(), mask=mask)
     other = normexp.replace_norms(network, "batch", TOKENS)
     torch.testing.assert_close(other(TOKENS), network(TOKENS), rtol=0, atol=1e-5)
-    (left,) = recognise(Calling(MaskedNorm(is_inverted=True), ~mask), (TOKENS,)).left.values()
-    assert left.resembles
+    (left,) = recognise(Calling(MaskedNorm(is_inverted=True), ~mask), (TOKENS,)).left_alone.values()
+    assert left.resembles_norm
 
 
 # --- As built, and what a network does with its norms ---------------------------------------------
@@ -425,7 +428,7 @@ def test_without_inputs_only_norms_of_torch_are_replaced(caplog) -> None:
     other = normexp.replace_norms(network, "rms")
     assert type(other[1]) is RowNorm
     assert re.search(r"left alone: 1 RowNorm \(without inputs", caplog.messages[1])
-    assert isinstance(recognise(network, None).left["1"], Left)
+    assert isinstance(recognise(network, None).left_alone["1"], LeftAlone)
 
 
 def test_a_site_takes_the_place_of_a_module_that_is_used_twice() -> None:
@@ -438,4 +441,4 @@ def test_a_site_takes_the_place_of_a_module_that_is_used_twice() -> None:
 def test_a_norm_that_has_just_been_trained_is_recognised():
     network = nn.Sequential(nn.Linear(C, C), RememberingNorm())
     network(TOKENS)
-    assert recognise(network, (TOKENS,)).norms["1"].formula.pool == "rms"
+    assert recognise(network, (TOKENS,)).norms["1"].formula.name == "rms"
