@@ -129,7 +129,7 @@ def test_what_would_train_in_turn_is_cut_before_its_first_step_and_prepared_once
 
     for replicas_ in (1, 3):  # seed 0 by itself, then with others
         walk(specs_of(tmp_path / str(replicas_), "stack=false", replicas=replicas_))
-    monkeypatch.setattr(run_module, "SMALL_FORWARD", 0)
+    monkeypatch.setattr("normexp.cells.module.SMALL_FORWARD", 0)
     monkeypatch.setattr(run_module, "prepare_cell", prepare)
     walk(specs_of(tmp_path / "cut", replicas=3))
     assert len(prepared) == 1
