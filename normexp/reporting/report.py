@@ -270,10 +270,12 @@ def _name_of(reference: str | None, slices: Sequence[Slice]) -> str | None:
     """
     if reference is None:
         return None
-    word = reference.rpartition("=")[2]
     cells = [cell for slice_ in slices for cell in slice_.cells]
+    if reference in {cell.norm for cell in cells}:  # with knobs, as in `group num_groups=4`
+        return reference
+    word = reference.rpartition("=")[2]
     for cell in cells:
-        if word in (cell.norm, cell.norm_name):
+        if word == cell.norm_name:
             return word
         if word == cell.value_of("norm._target_"):
             return cell.norm

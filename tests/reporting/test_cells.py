@@ -43,6 +43,13 @@ def test_labels_say_in_what_cells_of_a_norm_differ(cells: list, labels: list[str
     assert report_of_cells(*cells).slices[0].norms == labels
 
 
+def test_a_reference_may_be_one_of_several_settings_of_a_norm():
+    report = report_of_cells(*GROUPS, reference="group num_groups=4")
+    assert [(c.norm, c.against) for c in report.comparisons] == [
+        ("group num_groups=8", "group num_groups=4")
+    ]
+
+
 def test_models_data_sets_budgets_and_sizes_have_tables_of_their_own():
     def tables(*cells: list) -> list[tuple]:
         slices = report_of_cells(*cells).slices
