@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from normexp.records.source import imported_digest
+from normexp.records import source as user_sources
 
 # Tests run on small tensors, where more threads only wait; read when torch is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -48,7 +48,7 @@ def own_module(
     def write(name: str, source: str) -> Path:
         names.add(name)
         sys.modules.pop(name, None)
-        imported_digest.cache_clear()
+        user_sources._first_digests.pop(str(tmp_path / f"{name}.py"), None)
         (tmp_path / f"{name}.py").write_text(source)
         importlib.invalidate_caches()
         return tmp_path / f"{name}.py"

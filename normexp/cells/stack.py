@@ -164,10 +164,15 @@ def remove(folder: Path) -> None:
 def remove_failed(states: Iterable[CellState]) -> None:
     """Removes failed results, so that a new command tries them again.
 
-    Leaves runs alone that another process trains.
+    Leaves runs alone that another process trains. Claiming an ended run also removes its lock, if
+    a process was killed between its result and the end of its claim.
     """
     for state in states:
-        for seed in [run.seed for run in state.results if run.status is Status.FAILED]:
-            with claimed([lock_of(state.directory, seed)]) as is_mine:
-                if is_mine:
-                    (seed_dir(state.directory, seed) / RESULT_FILE).unlink(missing_ok=True)
+        for run in state.results:
+            lock = lock_of(state.directory, run.seed)
+            has_failed = run.status is Status.FAILED
+            if not has_failed and not lock.exists():
+                continue
+            with claimed([lock]) as is_mine:
+                if is_mine and has_failed:
+                    (seed_dir(state.directory, run.seed) / RESULT_FILE).unlink(missing_ok=True)

@@ -11,7 +11,6 @@ import hashlib
 import importlib.util
 import re
 from collections.abc import Iterator, Mapping
-from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
@@ -53,13 +52,9 @@ def source_digest(target: str) -> str | None:
     return digest_of("".join(parts).encode()) if parts else None
 
 
-@cache
-def imported_digest(path: str) -> str:
-    """The digest of a file when this process first trained with it.
-
-    Python imports a module once, whatever becomes of its file.
-    """
-    return digest_of(Path(path).read_bytes())
+# Digests of files by path, from before this process imported them. State of the process, as
+# Python's own: it imports a module once, whatever becomes of its file.
+_first_digests: dict[str, str] = {}
 
 
 def refuse_edited(hashed: Mapping[str, str]) -> None:
@@ -69,7 +64,7 @@ def refuse_edited(hashed: Mapping[str, str]) -> None:
         hashed: digests of files by path, from when the id of a cell was computed.
     """
     for path, digest in hashed.items():
-        if {imported_digest(path), digest_of(Path(path).read_bytes())} != {digest}:
+        if digest_of(Path(path).read_bytes()) != _first_digests.setdefault(path, digest):
             raise UserError(
                 f"{path} was edited after the command began, or after this process imported it; "
                 "run the command again, in a notebook after restarting its kernel"
