@@ -107,7 +107,7 @@ def in_two_processes(function: Callable[[Fabric], None]) -> None:
 def train_all(fabric: Fabric, *, folder: Path) -> None:
     """Leaves the outcome of each case in FOLDER/<case>.<rank>.pt."""
     for name in CASES:
-        module = train(build(name), folder / f"{name}.ckpt", strategy="ddp", per_node=2)
+        module = train(build(name), folder / f"{name}.ckpt", strategy="ddp", devices=2)
         torch.save(outcome_of(module), folder / f"{name}.{fabric.global_rank}.pt")
 
 
@@ -123,11 +123,11 @@ def lose_second(fabric: Fabric, *, checkpoint: Path) -> None:
     """Saves often; rank 1 dies."""
     del fabric
     fit.SECONDS_BETWEEN_SAVES = 0
-    train(build("batch_stacked"), checkpoint, [KillSecond()], strategy="ddp", per_node=2)
+    train(build("batch_stacked"), checkpoint, [KillSecond()], strategy="ddp", devices=2)
 
 
 def resume(fabric: Fabric, *, checkpoint: Path) -> None:
-    module = train(build("batch_stacked"), checkpoint, strategy="ddp", per_node=2)
+    module = train(build("batch_stacked"), checkpoint, strategy="ddp", devices=2)
     torch.save(outcome_of(module), checkpoint.with_suffix(f".{fabric.global_rank}.pt"))
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from normexp.batching.draws import derive_seed
 from normexp.batching.replicas import InTurn, Replicas, Stacked
 from normexp.config.compose import compose_config
-from normexp.config.keys import Settings
+from normexp.config.keys import Settings, TrainerKeys
 from normexp.config.sizes import Sizes
 from normexp.config.validate import read_settings
 from normexp.data.batches import TrainingBatches
@@ -128,6 +128,7 @@ def recipe_for(data: Data, sizes: Sizes, **choices: Any) -> Recipe:
 
 def on_devices(recipe: Recipe, **keys: Any) -> Recipe:
     """The recipe with other values of `trainer`."""
+    assert keys.keys() <= TrainerKeys.model_fields.keys()
     trainer = recipe.settings.trainer.model_copy(update=keys)
     settings = recipe.settings.model_copy(update={"trainer": trainer})
     return dataclasses.replace(recipe, settings=settings)
