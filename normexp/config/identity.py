@@ -42,7 +42,10 @@ TEXT_DIGESTS = {
 def identity_of(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[str, Any]:
     """Everything in a config that defines a training except its seed, in canonical form.
 
-    Values that differ from the shipped defaults, with numbers by value; `lr` always.
+    Values that differ from the shipped defaults, with numbers by value, and `lr` always. The sizes
+    are those of one device (`sizes_of`). A group is its choice with other values than its YAML's
+    (`_content_of`); a class of the user's own comes with a digest of its source. What only a table
+    of keys can say, such as which keys count, is said in keys.py.
 
     Args:
         config: composed, resolved and valid, as plain values.

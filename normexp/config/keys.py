@@ -76,7 +76,7 @@ class Key:
         kind: its type, with the range of its values.
         unit: as in its comment in config.yaml.
         in_id: it defines the training; False for where, when or how a cell is trained.
-        implied: the value that means the same as a missing key, so that ids leave it out.
+        implied: ids leave the key out where it has this value, although no default names it.
         is_probed: what a network mixes or leaks may depend on it.
         goes_to_target: in a group, it is an argument of the target and not for normexp alone.
     """
@@ -89,10 +89,10 @@ class Key:
     kind: Any = None
 
 
-ELSEWHERE = Key(in_id=False)  # where, when or how
-OF_TRAINING = Key(is_probed=False)
-UNSET = Key(implied=None)
-ARGUMENT = Key(goes_to_target=True)
+NOT_IN_ID = Key(in_id=False)
+NOT_PROBED = Key(is_probed=False)
+NULL_IS_ABSENT = Key(implied=None)
+FOR_TARGET = Key(goes_to_target=True)
 SAMPLES, STEPS = "samples", "optimizer steps"
 
 
@@ -103,49 +103,49 @@ class Group(BaseModel):
 
 
 class TargetKeys(Group):
-    target: Annotated[Text, ARGUMENT] = Field(alias="_target_")  # a class or function
+    target: Annotated[Text, FOR_TARGET] = Field(alias="_target_")  # a class or function
 
 
 class SlotKeys(Group):
     """What surrounds a norm, see config/slots.py; a norm's YAML may set these as well."""
 
-    act: Annotated[Act | None, UNSET] = None
-    conv: Annotated[Conv | None, UNSET] = None
-    residual_scale: Annotated[float | None, UNSET] = None
-    layer_scale: Annotated[float | None, UNSET] = None
-    placement: Annotated[Placement | None, UNSET] = None
-    qk_norm: Annotated[bool | None, UNSET] = None
-    v_norm: Annotated[bool | None, UNSET] = None
+    act: Annotated[Act | None, NULL_IS_ABSENT] = None
+    conv: Annotated[Conv | None, NULL_IS_ABSENT] = None
+    residual_scale: Annotated[float | None, NULL_IS_ABSENT] = None
+    layer_scale: Annotated[float | None, NULL_IS_ABSENT] = None
+    placement: Annotated[Placement | None, NULL_IS_ABSENT] = None
+    qk_norm: Annotated[bool | None, NULL_IS_ABSENT] = None
+    v_norm: Annotated[bool | None, NULL_IS_ABSENT] = None
 
 
 class NormKeys(SlotKeys, TargetKeys):
-    at: Annotated[NormsOfSites | None, UNSET] = None
+    at: Annotated[NormsOfSites | None, NULL_IS_ABSENT] = None
     view: str | None = None
     layout: str | None = None
     half_life: Annotated[Positive | None, Key(SAMPLES, implied=None)] = None
     # An id counts these two in norm_batch_size.
-    mixes_samples: Annotated[bool | None, ELSEWHERE] = None
-    synchronized: Annotated[bool | None, ELSEWHERE] = None
+    mixes_samples: Annotated[bool | None, NOT_IN_ID] = None
+    synchronized: Annotated[bool | None, NOT_IN_ID] = None
 
 
 class ModelKeys(TargetKeys):
     weights: Text | None = None
-    replace: Annotated[Texts | None, UNSET] = None
+    replace: Annotated[Texts | None, NULL_IS_ABSENT] = None
 
 
 class DataKeys(TargetKeys):
     limit_train: Annotated[Count | None, Key("samples, for texts blocks", implied=None)] = None
     order: Annotated[Literal["shuffled", "sorted"] | None, Key(implied="shuffled")] = None
     data_dir: Annotated[Text | None, Key(in_id=False, goes_to_target=True)] = None
-    path: Annotated[Text | None, ARGUMENT] = None
-    root: Annotated[Text | None, ARGUMENT] = None
+    path: Annotated[Text | None, FOR_TARGET] = None
+    root: Annotated[Text | None, FOR_TARGET] = None
 
 
 class OptimKeys(TargetKeys):
-    default_lr: Annotated[float | None, ELSEWHERE] = None
-    momentum: Annotated[Fraction | None, ARGUMENT] = None
-    nesterov: Annotated[bool | None, ARGUMENT] = None
-    fused: Annotated[bool | None, ARGUMENT] = None
+    default_lr: Annotated[float | None, NOT_IN_ID] = None
+    momentum: Annotated[Fraction | None, FOR_TARGET] = None
+    nesterov: Annotated[bool | None, FOR_TARGET] = None
+    fused: Annotated[bool | None, FOR_TARGET] = None
     weight_decay: NotNegative
     decay_norm: bool
     decay_bias: Annotated[bool | None, Key(implied=True)] = True
@@ -154,11 +154,11 @@ class OptimKeys(TargetKeys):
 
 
 class TrainerKeys(Group):
-    accelerator: Annotated[Literal["auto", "cpu", "gpu", "cuda"], ELSEWHERE]
+    accelerator: Annotated[Literal["auto", "cpu", "gpu", "cuda"], NOT_IN_ID]
     # Counted in norm_batch_size: a device's share of a forward pass is a ghost sub-batch.
-    devices: Annotated[Count, ELSEWHERE]
-    num_nodes: Annotated[Count, ELSEWHERE]
-    strategy: Annotated[Literal["auto", "ddp"], ELSEWHERE]
+    devices: Annotated[Count, NOT_IN_ID]
+    num_nodes: Annotated[Count, NOT_IN_ID]
+    strategy: Annotated[Literal["auto", "ddp"], NOT_IN_ID]
     precision: Literal["32-true", "bf16-mixed", "64-true"]
 
     @property
@@ -168,10 +168,10 @@ class TrainerKeys(Group):
 
 
 class TuneKeys(Group):
-    points: Annotated[Count, ELSEWHERE]
-    seeds: Annotated[Several, ELSEWHERE]
-    first_seed: Annotated[Index, ELSEWHERE]
-    metric: Annotated[Text | None, ELSEWHERE]
+    points: Annotated[Count, NOT_IN_ID]
+    seeds: Annotated[Several, NOT_IN_ID]
+    first_seed: Annotated[Index, NOT_IN_ID]
+    metric: Annotated[Text | None, NOT_IN_ID]
 
 
 class Settings(SlotKeys):
@@ -180,48 +180,48 @@ class Settings(SlotKeys):
     batch_size: Annotated[Count, Key(SAMPLES)]
     micro_batch_size: Annotated[Count | None, Key(SAMPLES)]
     norm_batch_size: Annotated[Count | None, Key(SAMPLES)]
-    epochs: Annotated[Count, OF_TRAINING]
+    epochs: Annotated[Count, NOT_PROBED]
     steps: Annotated[Count | None, Key(STEPS, is_probed=False)]
     samples: Annotated[Count | None, Key(SAMPLES, is_probed=False)]
-    lr: Annotated[Positive, OF_TRAINING]
-    lr_rule: Annotated[Literal["none", "linear", "sqrt", "momentum_aware"], OF_TRAINING]
+    lr: Annotated[Positive, NOT_PROBED]
+    lr_rule: Annotated[Literal["none", "linear", "sqrt", "momentum_aware"], NOT_PROBED]
     base_batch_size: Annotated[Count, Key(SAMPLES, is_probed=False)]
-    max_grad_norm: Annotated[Positive | None, OF_TRAINING]
-    seed: Annotated[Index, ELSEWHERE]
-    replicas: Annotated[Replicas, ELSEWHERE]
-    study: Annotated[Name, ELSEWHERE]
-    tags: Annotated[Texts | None, ELSEWHERE]
-    notes: Annotated[Text | None, ELSEWHERE]
-    dry_run: Annotated[bool, ELSEWHERE]
-    workers: Annotated[Index | None, ELSEWHERE]
-    fail_fast: Annotated[bool, ELSEWHERE]
-    runs_dir: Annotated[Text, ELSEWHERE]
-    data_dir: Annotated[Text, ELSEWHERE]
+    max_grad_norm: Annotated[Positive | None, NOT_PROBED]
+    seed: Annotated[Index, NOT_IN_ID]
+    replicas: Annotated[Replicas, NOT_IN_ID]
+    study: Annotated[Name, NOT_IN_ID]
+    tags: Annotated[Texts | None, NOT_IN_ID]
+    notes: Annotated[Text | None, NOT_IN_ID]
+    dry_run: Annotated[bool, NOT_IN_ID]
+    workers: Annotated[Index | None, NOT_IN_ID]
+    fail_fast: Annotated[bool, NOT_IN_ID]
+    runs_dir: Annotated[Text, NOT_IN_ID]
+    data_dir: Annotated[Text, NOT_IN_ID]
     eps: Eps
     matmul_precision: Literal["highest", "high", "medium"]
     drop_last: bool
     val_every_epochs: Annotated[Count, Key("epochs", in_id=False, is_probed=False)]
     log_every: Annotated[Count, Key(STEPS, in_id=False)]
     chunk: Annotated[Count, Key(STEPS, in_id=False)]
-    stack: Annotated[Literal["auto", True, False], ELSEWHERE]
-    compile: Annotated[bool, ELSEWHERE]
-    cuda_graph: Annotated[bool, ELSEWHERE]
-    save_weights: Annotated[bool, ELSEWHERE]
-    evaluate_with: Annotated[Statistics, ELSEWHERE]
+    stack: Annotated[Literal["auto", True, False], NOT_IN_ID]
+    compile: Annotated[bool, NOT_IN_ID]
+    cuda_graph: Annotated[bool, NOT_IN_ID]
+    save_weights: Annotated[bool, NOT_IN_ID]
+    evaluate_with: Annotated[Statistics, NOT_IN_ID]
     precise_samples: Annotated[Several, Key(SAMPLES, in_id=False)]
     evaluate_batch_sizes: Annotated[Counts | None, Key(SAMPLES, in_id=False)]
-    evaluate_every_epoch: Annotated[bool, ELSEWHERE]
-    allow_leak: Annotated[bool, ELSEWHERE]
+    evaluate_every_epoch: Annotated[bool, NOT_IN_ID]
+    allow_leak: Annotated[bool, NOT_IN_ID]
     norm: NormKeys
     model: ModelKeys
     data: DataKeys
-    optim: Annotated[OptimKeys, OF_TRAINING]
-    schedule: Annotated[dict[str, Any] | None, OF_TRAINING] = None
-    callback: Annotated[dict[str, Any] | None, OF_TRAINING] = None
+    optim: Annotated[OptimKeys, NOT_PROBED]
+    schedule: Annotated[dict[str, Any] | None, NOT_PROBED] = None
+    callback: Annotated[dict[str, Any] | None, NOT_PROBED] = None
     trainer: TrainerKeys
-    logger: Annotated[dict[str, Any], ELSEWHERE]
-    tune: Annotated[TuneKeys, ELSEWHERE]
-    experiment: Annotated[Text | None, ELSEWHERE]
+    logger: Annotated[dict[str, Any], NOT_IN_ID]
+    tune: Annotated[TuneKeys, NOT_IN_ID]
+    experiment: Annotated[Text | None, NOT_IN_ID]
 
     @property
     def sizes(self) -> Sizes:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from normexp.batching.draws import generator
+from normexp.batching.replicas import Batch
 from normexp.data.dataset import Data, Examples, Windows
 
 
@@ -20,9 +21,6 @@ def epoch_order(seed: int, epoch: int, num_samples: int) -> Tensor:
 def window_offset(seed: int, epoch: int, block_size: int) -> int:
     """Offset of the windows of an epoch, in [0, block_size): each epoch cuts the text anew."""
     return int(torch.randint(block_size, (), generator=generator(seed, "order", epoch)))
-
-
-Batch = dict[str, Tensor]
 
 
 @dataclass(eq=False)

@@ -306,7 +306,7 @@ def rank(slice_: Slice, comparisons: Sequence[Comparison]) -> Ranking:
 
 # Causes
 
-STATISTICS = ("", "@precise", "@own_share")
+SUFFIXES_OF_CAUSES = ("", "@precise", "@own_share")
 
 
 @dataclass(frozen=True)
@@ -337,7 +337,7 @@ def measure_causes(comparison: Comparison) -> Causes | None:
     if not is_along or "@" in metric.name:
         return None
     large, small = comparison.second.best, comparison.first.best
-    kinds = [describe_metric(metric.name + kind) for kind in STATISTICS]
+    kinds = [describe_metric(metric.name + kind) for kind in SUFFIXES_OF_CAUSES]
     by_seed = [[cell.values(kind) for kind in kinds] for cell in (large, small)]
     seeds = sorted(set[int].intersection(*(set(values) for cell in by_seed for values in cell)))
     if len(seeds) < 2:

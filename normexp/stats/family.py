@@ -29,6 +29,7 @@ from scipy.special import stdtr
 from normexp.stats.interval import Interval, crossed_mean, cut, mean
 
 ALPHA = 0.05  # probability of any false verdict in a family
+LEAST_FAMILY_OF_TIES = 2  # 2.5 % on each side: the 95 % interval then lies within the margin
 
 Verdict = Literal["better", "worse", "tie", "undecided"]
 
@@ -54,14 +55,13 @@ def difference(
 def decide(gap: Interval, *, margin: float, family_size: int) -> Verdict:
     """The verdict on one member; `undecided` without bounds.
 
-    A difference takes precedence over a tie. A family of one tests the tie at half the level, so
-    that the 95 % interval lies within the margin too.
+    A difference takes precedence over a tie.
     """
     if gap.estimate is None or gap.low is None:
         return "undecided"
     if family_size * p_value(gap) <= ALPHA:
         return "better" if gap.estimate > 0 else "worse"
-    is_tie = max(family_size, 2) * tie_p(gap, margin) <= ALPHA
+    is_tie = max(family_size, LEAST_FAMILY_OF_TIES) * tie_p(gap, margin) <= ALPHA
     return "tie" if is_tie else "undecided"
 
 

@@ -2,8 +2,9 @@
 
 A step of a small network is some hundred short kernels, and launching each takes the CPU longer
 than running it takes the GPU. A graph keeps all of a step's launches, with the addresses of their
-tensors and every Python number as it was. Only tensors that are copied into it can change: the
-batch, the dropout keys and the learning rates. All randomness of a step follows from these.
+tensors and every Python number as it was. From outside only tensors that are copied into it change:
+the batch, the dropout keys and the learning rates, from which all randomness of a step follows.
+What the step itself changes, it changes in place (`RecordedStep._tensors`).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from normexp.batching.replicas import Batch, Measurements, Replicas
 from normexp.data.dataset import Data
 from normexp.norms.base import wide_dtype
 from normexp.training.recipe import Recipe
-from normexp.training.samples import block_size, gather, shuffled
+from normexp.training.samples import gather, samples_per_forward, shuffled
 from normexp.training.statistics import STATISTICS, Trained
 
 logger = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ class Evaluator:
         loss = torch.zeros((), dtype=torch.float64)  # (S,) from the first block on
         per_sample: list[Tensor] = []  # (S, block) each
         num_targets, count = 0, len(getattr(self.data, split))
-        num_samples = num_samples or block_size(replicas, group_size or 1)
+        num_samples = num_samples or samples_per_forward(replicas, group_size or 1)
         # Samples that share statistics are in random order, and the last block is filled up to
         # whole groups with the first samples, which do not count again: the result must depend
         # neither on the order of the split nor on the number of replicas.

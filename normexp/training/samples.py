@@ -7,9 +7,8 @@ from torch import Tensor
 
 from normexp.batching.draws import generator
 from normexp.batching.replicas import Batch, Replicas
-from normexp.data.dataset import Data
+from normexp.data.dataset import SPLITS, Data
 
-SPLITS = ("train", "val", "test")
 STACK_SAMPLES = 512  # per forward in evaluation, over all replicas; eight times that on a GPU
 
 
@@ -22,7 +21,7 @@ def shuffled(data: Data, split: str) -> Tensor:
     return torch.randperm(len(getattr(data, split)), generator=source)
 
 
-def block_size(replicas: Replicas, group_size: int) -> int:
+def samples_per_forward(replicas: Replicas, group_size: int) -> int:
     """Returns the samples per forward in evaluation, a multiple of `group_size`."""
     is_on_cpu = next(replicas.parameters()).device.type == "cpu"
     total = STACK_SAMPLES if is_on_cpu else 8 * STACK_SAMPLES

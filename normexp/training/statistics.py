@@ -3,7 +3,8 @@
 Kinds: `running` (the norms as they are), `precise` (moments pooled over training samples),
 `own_share` (these, in which a sample's own moments weigh as much as in training) and `batch<k>` (of
 batches of k samples). All but the first are measured on copies of the replicas, so nothing has to
-be changed back. A new kind is a class here, with its name in `config.keys.Statistic`.
+be changed back. A new kind is a class here, its line in `STATISTICS`, and its name in
+`config.keys.Statistic`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from normexp.norms.moment_sites import (
     write_populations,
 )
 from normexp.norms.site import merge_state, named_sites, read_state, write_state
-from normexp.training.samples import block_size, gather, shuffled
+from normexp.training.samples import gather, samples_per_forward, shuffled
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,8 @@ class Statistic(ABC):
 
     Attributes:
         needs_mixing: only a norm that mixes samples has them.
-        reads_batch: they include samples, or positions of a text, of the batch at hand.
+        reads_batch: in evaluation an output then depends on its own sample as in training, or on
+            others; refused for a norm that reads later positions of a text in training.
     """
 
     needs_mixing = False
@@ -191,7 +193,7 @@ def with_population(
     sites = [site for site in find_sites(copies) if site.has_averages and site.norm.training]
     start, ends, shares = read_state(copies), [], []
     with watching([site for site in sites if isinstance(site.norm, BATCH)]) as seen:
-        for block in indices.split(block_size(copies, group_size)):
+        for block in indices.split(samples_per_forward(copies, group_size)):
             write_state(copies, start)  # for norms whose forward uses their running state
             batch = gather(copies, data, "train", block)
             copies.measure(batch, lambda output, _: output.new_zeros(()), shared=True)
