@@ -44,8 +44,8 @@ def identity_of(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[s
 
     Values that differ from the shipped defaults, with numbers by value, and `lr` always. The sizes
     are those of one device (`sizes_of`). A group is its choice with other values than its YAML's
-    (`_content_of`); a class of the user's own comes with a digest of its source. What only a table
-    of keys can say, such as which keys count, is said in keys.py.
+    (`_content_of`); a class of the user's own comes with a digest of its source. Whether a key
+    counts, and a value of it that counts as absent, is said in keys.py.
 
     Args:
         config: composed, resolved and valid, as plain values.

@@ -29,7 +29,7 @@ from scipy.special import stdtr
 from normexp.stats.interval import Interval, crossed_mean, cut, mean
 
 ALPHA = 0.05  # probability of any false verdict in a family
-LEAST_FAMILY_OF_TIES = 2  # 2.5 % on each side: the 95 % interval then lies within the margin
+TIE_ALPHA = ALPHA / 2  # at most, on each side: the 95 % interval then lies within the margin
 
 Verdict = Literal["better", "worse", "tie", "undecided"]
 
@@ -61,7 +61,7 @@ def decide(gap: Interval, *, margin: float, family_size: int) -> Verdict:
         return "undecided"
     if family_size * p_value(gap) <= ALPHA:
         return "better" if gap.estimate > 0 else "worse"
-    is_tie = max(family_size, LEAST_FAMILY_OF_TIES) * tie_p(gap, margin) <= ALPHA
+    is_tie = tie_p(gap, margin) <= min(TIE_ALPHA, ALPHA / family_size)
     return "tie" if is_tie else "undecided"
 
 

@@ -4,7 +4,7 @@ Kinds: `running` (the norms as they are), `precise` (moments pooled over trainin
 `own_share` (these, in which a sample's own moments weigh as much as in training) and `batch<k>` (of
 batches of k samples). All but the first are measured on copies of the replicas, so nothing has to
 be changed back. A new kind is a class here, its line in `STATISTICS`, and its name in
-`config.keys.Statistic`.
+`config.keys.Statistic`; norms/moment_sites.py has what shows norms other moments.
 """
 
 from __future__ import annotations
