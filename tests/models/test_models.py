@@ -400,14 +400,8 @@ def test_patches_are_cut_row_by_row_and_become_tokens_of_unit_variance() -> None
     assert model.patch_embedding(patches).var().item() == pytest.approx(1, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        pytest.param("data=manual", marks=pytest.mark.slow),
-        "data=langid",
-        pytest.param("model=vit model.patch_size=4", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["data=manual", "data=langid", "model=vit model.patch_size=4"])
 def test_simple_norm_trains_from_the_command_line(words: str, tmp_path: Path) -> None:
     small = ["model.depth=1", "model.width=16", "data.limit_train=256"]
     assert train(tmp_path, "norm=layer", "placement=simple", *words.split(), *small) == 0
