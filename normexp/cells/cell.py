@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from normexp.batching.replicas import suitable_threads
-from normexp.cells.describe import defines_of, derived_of, deviations
+from normexp.cells.describe import changed_values, defines_of, derived_of
 from normexp.checks.preflight import Traits, examine
 from normexp.checks.training import (
     check_evaluation,
@@ -118,7 +118,7 @@ def prepare_cell(spec: CellSpec) -> Cell:
         alone = why_alone(recipe, check_optimizer_step(recipe, network))
         check_evaluation(recipe, data, traits)
         findings = _findings(spec, recipe, traits, alone)
-        for note in [*traits.notes, *deviations(spec, recipe, len(data.train)), *findings]:
+        for note in [*traits.notes, *changed_values(spec, recipe, len(data.train)), *findings]:
             logger.info(note)
         defines = defines_of(spec, data, build.weights)
         check_joins(spec.directory, defines["digests"])

@@ -11,12 +11,10 @@ from normexp.config.spec import CellSpec
 from normexp.data.dataset import Data
 from normexp.models.weights import Weights
 from normexp.records.result import Result
-from normexp.training.recipe import (
-    Recipe,
-)
+from normexp.training.recipe import Recipe
 
 
-def deviations(spec: CellSpec, recipe: Recipe, num_train: int) -> list[str]:
+def changed_values(spec: CellSpec, recipe: Recipe, num_train: int) -> list[str]:
     """How a training differs from what was typed, in sentences."""
     settings, size, notes = spec.settings, recipe.sizes.batch_size, list[str]()
     if (left_out := num_train - recipe.steps_per_epoch * size) > 0:
@@ -59,7 +57,7 @@ def derived_of(spec: CellSpec, recipe: Recipe) -> dict[str, Any]:
 
 def typed_values(spec: CellSpec) -> dict[str, Any]:
     """The part of `derived_of` that is known before a cell is prepared."""
-    return {**_effective(Sizes(**spec.sizes)), "lr": spec.lr, **names_in(spec)}
+    return {**_effective(spec.settings.sizes), "lr": spec.lr, **names_in(spec)}
 
 
 def _effective(sizes: Sizes, *, mixes_samples: bool = True) -> dict[str, int]:

@@ -20,7 +20,7 @@ from normexp.cells.describe import choices_of
 from normexp.cells.module import arrange_replicas, build_module
 from normexp.config.compose import refuse_missing_values
 from normexp.config.groups import PARTS
-from normexp.config.shipped import shipped_defaults
+from normexp.config.shipped import shipped_config, shipped_defaults
 from normexp.config.spec import CellSpec
 from normexp.config.validate import read_settings
 from normexp.data.build import keeping_data
@@ -110,6 +110,7 @@ def recorded_spec(cell_dir: Path, result: Result, changes: Mapping[str, Any]) ->
             f"{path} cannot be read ({one_line(error)}); remove the cell's folder and train it "
             "again"
         ) from error
+    values = {**shipped_config(), **values}  # a key may have been added since
     choices = choices_of(result)
     for group in set(PARTS) - changes.keys():  # a class that ships may have moved since
         if shipped := shipped_defaults(group, choices[group]):

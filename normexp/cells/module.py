@@ -14,9 +14,7 @@ from normexp.batching.replicas import SMALL_FORWARD, InTurn, Replicas, Stacked
 from normexp.cells.cell import Cell
 from normexp.data.batches import TrainingBatches
 from normexp.errors import UserError
-from normexp.records.layout import (
-    seed_dir,
-)
+from normexp.records.layout import seed_dir
 from normexp.records.result import settings_of
 from normexp.training.devices import device_type
 from normexp.training.module import Recorder, TrainingModule
@@ -75,9 +73,8 @@ def will_stack(cell: Cell, num_replicas: int, *, is_stacked: bool | None = None)
     if not wanted or num_replicas == 1 or cell.alone is not None:
         return False
     obstacle = cell.traits.stacking_obstacle
-    if (
-        settings.trainer.num_processes > 1 and cell.recipe.is_synchronized
-    ):  # no communication under vmap
+    if settings.trainer.num_processes > 1 and cell.recipe.is_synchronized:
+        # Under vmap nothing can be sent.
         obstacle = "the norm takes statistics over all devices"
     if obstacle is not None:
         logger.info("%s: replicas run one after another: %s", cell.title, obstacle)

@@ -246,8 +246,8 @@ def reach_of(site: EnteredSite) -> Reach | None:
     before = probe.observe().output  # (N, C, P)
     if not before.isfinite().all():
         raise UserError("returns NaN or infinity in training for inputs of size 1")
-    # A bias or a large running variance may hide the input in the output, so changes are compared
-    # with those of the same channel if the input changes its sign.
+    # A bias or a large running variance may hide the input in the output. So each change is
+    # compared with how far the same channel moves when the whole input is negated.
     by_sign = (before - probe.observe(-x).output).abs().amax(dim=(0, 2), keepdim=True)  # (1, C, 1)
     least = TOLERANCE * before.abs().max()
     num_others = len(x) - 1

@@ -87,7 +87,7 @@ def _resolved(config: DictConfig, recipe: str | None) -> dict[str, Any]:
 
 
 def _refuse_two_budgets(config: Mapping[str, Any], typed: Collection[str]) -> None:
-    """Refuses two lengths of a training, of which one would win unseen."""
+    """Refuses more than one of epochs, steps and samples: one would silently win."""
     given = []
     for key in BUDGETS:
         is_default = key == "epochs" and key not in typed

@@ -128,9 +128,10 @@ def pool(groups: Moments, dim: int) -> Moments:
 
 
 def mix(sample: Moments, share: float | Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the mean and variance of a batch of which a `share` of the values is one sample.
+    """Returns the mean and variance of a batch that consists of one sample and others.
 
     Args:
+        share: of the values of the batch that belong to the sample.
         mean, var: of the other values.
     """
     between = share * (1 - share) * (sample.mean - mean).square()

@@ -85,6 +85,15 @@ def test_a_run_is_loaded_whose_norm_has_moved_since(copy: Path):
     normexp.load(seed_dir(copy, 0))
 
 
+def test_a_run_is_loaded_and_evaluated_that_is_older_than_some_keys(copy: Path):
+    config = copy / "config.yaml"
+    older = re.sub(r"^(cuda_graph|tags): .*\n", "", config.read_text(), flags=re.MULTILINE)
+    assert len(older.splitlines()) == len(config.read_text().splitlines()) - 2
+    config.write_text(older)
+    normexp.load(seed_dir(copy, 0))
+    assert main([f"run={copy}"]) == 0
+
+
 def test_a_loaded_network_names_the_classes_of_bytes_and_floats(cell_dir: Path, monkeypatch):
     data = load_digits(val_fraction=0.1, split_seed=0, augmentation=None)
     images = data.test.gather(torch.arange(300))["inputs"]

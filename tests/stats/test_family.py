@@ -21,6 +21,7 @@ def member(estimate: float, error: float = 0.1, n: int = 8) -> Interval:
         (member(-1.5), 1.0, 1, "worse"),
         (member(0.5), 1.0, 1, "better"),  # shown before it is said to be within
         (member(0.1), 1.0, 1, "tie"),
+        (member(0.1, 0.45), 1.0, 1, "undecided"),  # its 95 % interval reaches beyond the margin
         (member(0.7), 1.0, 10, "better"),
         (member(0.3), 1.0, 1, "better"),
         (member(0.3), 1.0, 10, "tie"),  # ten times the p

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from functools import partial
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, lr_scheduler
-from training_cases import SETTINGS
+from training_cases import SETTINGS, image_data, recipe_for
 
 from normexp.batching.replicas import Stacked
+from normexp.config.sizes import Sizes
 from normexp.errors import UserError
 from normexp.norms.factory import NormFactory
 from normexp.training.optimizer import (
@@ -87,6 +89,14 @@ def test_length_in_epochs_steps_or_samples():
         count_steps_per_epoch(70, 80, drop_last=True)
     with pytest.raises(UserError, match="samples=20 is less than one batch_size=32"):
         count(None, 20)
+
+
+def test_a_norm_that_mixes_no_samples_has_no_statistics_of_batches():
+    kinds = {"evaluate_with": ["running", "precise", "own_share", "batch"]}
+    mixing = recipe_for(image_data(), Sizes(8, None, 4), **kinds)
+    assert (mixing.statistics, mixing.evaluation_batch_sizes) == (kinds["evaluate_with"], [4])
+    other = dataclasses.replace(mixing, mixes_samples=False)
+    assert (other.statistics, other.evaluation_batch_sizes) == (["running", "precise"], [])
 
 
 @pytest.mark.parametrize("value", [None, math.nan, -0.1, "half", torch.ones(2)])
