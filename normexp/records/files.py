@@ -107,6 +107,7 @@ def is_full_disk(error: BaseException | None) -> bool:
 
 REMEDIES = {  # by the number of an OSError
     **dict.fromkeys((errno.EACCES, errno.EPERM), "change its permissions, or name another place"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space"),
     errno.EROFS: "name another folder, as with runs_dir=... or data_dir=...",
     errno.ENAMETOOLONG: "give shorter names, as with study=... or runs_dir=...",
     errno.ENOTDIR: "a file is where a folder should be; move it away, or name another folder",
