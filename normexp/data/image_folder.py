@@ -25,6 +25,7 @@ from normexp.data.pixels import decode_images
 from normexp.data.sources import split_off_test
 from normexp.errors import UserError
 from normexp.records.files import describe, open_atomic
+from normexp.words import name_some
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +93,8 @@ def load_image_folder(
         split_seed=split_seed,
         augmentation=augmentation,
     )
+    counts = ", ".join(f"{len(images)} {split}" for split, images in data.splits.items())
+    log.info("%s: %d classes (%s); images: %s", name, len(classes), name_some(classes), counts)
     if mean is None and std is None:
         return data
     return dataclasses.replace(data, mean=mean, std=std)
@@ -110,7 +113,7 @@ def find_splits(root: Path, name: str) -> dict[str, Path]:
     folders = _subfolders(root)
     for folder in folders:
         split = _split_of(folder)
-        if split is None:
+        if split is None or not _subfolders(folder):
             continue
         if split in splits:
             raise UserError(f"{name} has both {splits[split].name}/ and {folder.name}/; keep one")
@@ -136,9 +139,7 @@ def find_splits(root: Path, name: str) -> dict[str, Path]:
 
 
 def _split_of(folder: Path) -> str | None:
-    """The split that a folder is named after; None for one without class folders."""
-    if not _subfolders(folder):
-        return None
+    """The split that a folder is named after, if any."""
     for split, names in SPLIT_NAMES.items():
         if re.fullmatch(rf"({names})[\W_]*(set|data|images?)?", folder.name, re.IGNORECASE):
             return split
@@ -184,6 +185,12 @@ def _read_classes(folders: Mapping[str, Path], name: str) -> list[str]:
             f"{name}: the classes would be {', '.join(classes)}, named like splits; "
             "put the images into train/<class>/ and test/<class>/, or rename the folders"
         )
+    for folder in _subfolders(train):
+        if {"train", "test"} <= set(map(_split_of, _subfolders(folder))):
+            raise UserError(
+                f"{name}: class {folder.name} has a train/ and a test/ of its own; put them around "
+                "the classes, as in train/<class>/ and test/<class>/"
+            )
     return classes
 
 
@@ -196,6 +203,8 @@ def _list_images(
     folders: Mapping[str, Path], classes: Sequence[str], name: str
 ) -> dict[str, list[tuple[str, int]]]:
     """The files of each split with their targets, without hidden ones.
+
+    A folder within a class folder belongs to its class.
 
     Raises:
         UserError: a class without images in a split.
@@ -225,6 +234,9 @@ def _list_images(
                 f"{name} has no images in {folder.name}/{classes[target]}/{others}; it needs some "
                 "(jpg, png, tif, webp, ...), or remove the folder"
             )
+        for file in map(str, folder.iterdir()):
+            if os.path.isfile(file) and is_image(file):
+                skipped["images beside the class folders"] += 1
     if skipped:
         log.info("%s: %d files are not read (%s)", name, skipped.total(), ", ".join(skipped))
     return samples

@@ -202,6 +202,7 @@ def test_folders_named_like_splits_are_splits(tmp_path: Path, folders: dict, len
         (["val", "test"], "class folders in test and val alone"),
         (["photos_train", "photos_test"], "would be photos_test, photos_train, named like splits"),
         (["archive"], "has one class, archive, .*root/archive"),
+        (["cat/train", "cat/TEST", "dog/train", "dog/TEST"], "class cat has a train/ and a test/"),
     ],
 )
 def test_trees_that_mean_something_else_are_refused(tmp_path: Path, folders: list, message: str):
@@ -243,8 +244,11 @@ def test_files_and_folders_that_are_left_out_are_named(
     for name in ("train", "test", "notes"):
         save(tmp_path / "root", name)
     (tmp_path / "root/train/a/photo.HEIC").touch()
+    (tmp_path / "root/test/a/0.png").rename(tmp_path / "root/test/0.png")
     load(tmp_path / "root")
-    assert "notes is not read" in caplog.text and "1 files are not read (.heic)" in caplog.text
+    assert "notes is not read" in caplog.text
+    assert "2 files are not read (images beside the class folders, .heic)" in caplog.text
+    assert "root: 2 classes (a, b); images: 8 train, 2 val, 9 test" in caplog.text
 
 
 def test_copies_between_splits_are_counted_also_in_another_format(
