@@ -29,11 +29,11 @@ from normexp.words import name_some
 
 log = logging.getLogger(__name__)
 
-SPLIT_NAMES = {
-    "train": "train|training",
-    "val": "val|valid|validation|dev",
-    "test": "test|testing|eval|evaluation",
-}
+SPLIT = re.compile(
+    r"(?<![a-z])(?:(?P<train>train|training)|(?P<val>val|valid|validation|dev)"
+    r"|(?P<test>test|testing|eval|evaluation))(?:set|data|images?)?(?![a-z])",
+    re.IGNORECASE,
+)
 DECODER = 2  # a change of the decoded pixels raises it, so that no older cache is read
 
 
@@ -103,8 +103,7 @@ def load_image_folder(
 def find_splits(root: Path, name: str) -> dict[str, Path]:
     """The folders of train, test and maybe val, by split; empty if `root` holds classes instead.
 
-    The folder of a split has class folders, and is named as in `SPLIT_NAMES`, in upper or lower
-    case, perhaps followed by a word such as set.
+    The folder of a split has class folders, and a word of `SPLIT` in its name, as in photos_train.
 
     Raises:
         UserError: begins with `name`. Two folders of one split; no train, or nothing to test on.
@@ -140,10 +139,8 @@ def find_splits(root: Path, name: str) -> dict[str, Path]:
 
 def _split_of(folder: Path) -> str | None:
     """The split that a folder is named after, if any."""
-    for split, names in SPLIT_NAMES.items():
-        if re.fullmatch(rf"({names})[\W_]*(set|data|images?)?", folder.name, re.IGNORECASE):
-            return split
-    return None
+    found = SPLIT.search(folder.name)
+    return found.lastgroup if found else None
 
 
 def _subfolders(folder: Path) -> list[Path]:
@@ -177,10 +174,7 @@ def _read_classes(folders: Mapping[str, Path], name: str) -> list[str]:
             f"{name} has one class, {classes[0]}, which leaves nothing to predict; if this "
             f"folder holds the classes, or train/ and test/, name it: {name}/{classes[0]}"
         )
-    split_name = re.compile(
-        rf"(?<![a-z])({'|'.join(SPLIT_NAMES.values())})(?![a-z])", re.IGNORECASE
-    )
-    if all(map(split_name.search, classes)):
+    if all(map(_split_of, _subfolders(train))):
         raise UserError(
             f"{name}: the classes would be {', '.join(classes)}, named like splits; "
             "put the images into train/<class>/ and test/<class>/, or rename the folders"
