@@ -147,7 +147,7 @@ class OptimKeys(TargetKeys):
     nesterov: Annotated[bool | None, FOR_TARGET] = None
     fused: Annotated[bool | None, FOR_TARGET] = None
     weight_decay: NotNegative
-    decay_norm: bool
+    decay_norm: bool | NotNegative
     decay_bias: Annotated[bool | None, Key(implied=True)] = True
     schedule: Literal["constant", "cosine", "linear", "wsd", "one_cycle"]
     warmup: Fraction

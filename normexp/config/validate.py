@@ -90,11 +90,19 @@ def check_value(key: str, value: Any, kind: Any, unit: str = "") -> Any:
     try:
         return _adapter(kind).validate_python(value)
     except ValidationError as invalid:
-        said = invalid.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
-    said = re.sub(r"^\w+ should", "must", said).replace("a valid integer", "a whole number")
-    said = said.replace("a valid dictionary", "a group of keys").replace("a valid ", "a ")
+        errors = invalid.errors(include_url=False)
+    # A value that may have several types has an error for each.
+    rules = [_rule(error["msg"]) for error in errors if error["input"] is errors[0]["input"]]
+    said = " or ".join([rules[0], *(rule.removeprefix("must be ") for rule in rules[1:])])
     remedy = f"; set {key}=..." if value is None else ""
     raise UserError(f"{key}={as_typed(value)}: {said}{unit and f' ({unit})'}{remedy}")
+
+
+def _rule(message: str) -> str:
+    """A message of pydantic as normexp says it: `must be a whole number`."""
+    rule = re.sub(r"^\w+ should", "must", message.removeprefix("Value error, "))
+    rule = rule.replace("a valid integer", "a whole number")
+    return rule.replace("a valid dictionary", "a group of keys").replace("a valid ", "a ")
 
 
 def takes(key: str, value: Any) -> bool:

@@ -113,10 +113,13 @@ class Recipe:
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         optim = self.settings.optim
+        norm_decay = optim.decay_norm
+        if isinstance(norm_decay, bool):
+            norm_decay *= optim.weight_decay
         groups = parameter_groups(
             model,
             weight_decay=optim.weight_decay,
-            decay_norm=optim.decay_norm,
+            norm_decay=norm_decay,
             decay_bias=bool(optim.decay_bias),
         )
         return self.optimizer(groups, lr=self.lr)

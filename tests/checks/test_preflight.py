@@ -454,7 +454,7 @@ def test_sound_network_reads_no_padding(network: nn.Module):
 
 def test_optimizer_must_hold_every_parameter():
     for network in (convnet(LAYER), gpt(LAYER)):
-        groups = parameter_groups(network, weight_decay=0.1, decay_norm=False)
+        groups = parameter_groups(network, weight_decay=0.1)
         check_optimizer(network, torch.optim.SGD(groups, lr=0.1))
     network = FlatNet(LAYER)
     network.head.bias.requires_grad_(False)
