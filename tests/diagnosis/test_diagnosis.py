@@ -18,7 +18,7 @@ from diagnosis_cases import batches, examine, kinds, network, norms_of, trained
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from normexp.checks.probe import unlike
+from normexp.checks.probe import differing_values
 from normexp.diagnosis import Diagnosis, decompose, diagnose, measure
 from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm
@@ -582,7 +582,7 @@ def test_the_model_and_all_random_states_come_back_unchanged(make: Any):
     assert torch.equal(drawn[0], again[0]) and (drawn[1] == again[1]).all() and drawn[2] == again[2]
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, before[name], rtol=0, atol=0)
-    assert not unlike(model, original)
+    assert not differing_values(model, original)
     assert all(buffer is buffers[name] for name, buffer in model.named_buffers())
     for was, module in zip(values, model.modules(), strict=True):
         assert was.keys() == vars(module).keys() and was["training"] == module.training

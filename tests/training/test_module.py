@@ -47,7 +47,7 @@ def test_each_step_has_its_own_draws_and_each_part_knows_its_place(monkeypatch):
         replicas, "set_dropout", lambda keys, first: dropout.append((keys.tolist(), first))
     )
     monkeypatch.setattr(replicas, "seed_foreign_draws", foreign.extend)
-    gradient = StepGradient(replicas, module.criterion.loss, Sizes(8, 4), [0, 1])
+    gradient = StepGradient(replicas, module.recipe.criterion.loss, Sizes(8, 4), [0, 1])
     for step, batch in enumerate(module.batches.chunk(0, 2)):
         gradient.add(step, batch, gradient.dropout_keys(step))
     assert [first for _, first in dropout] == [0, 4, 0, 4]
@@ -73,7 +73,7 @@ def test_running_averages_come_from_the_step_its_first_group_or_group_by_group(
 
     networks = [build(), build()]
     replicas = Stacked(networks) if stacked else InTurn(networks)
-    loss = build_module().criterion.loss
+    loss = build_module().recipe.criterion.loss
     gradient = StepGradient(replicas, loss, sizes, [0, 1], running_from)
     gradient.add(0, {"inputs": x, "targets": targets}, None)
     for replica in (0, 1):
