@@ -1,6 +1,7 @@
-"""Networks and data for the checks of a GPU; every check runs on the CPU too where that is cheap.
+"""Networks and data for the checks of a GPU; every check runs on the CPU too.
 
 On a CPU a check proves little about a GPU, but it proves that the check itself is not broken.
+It is slow there if tests/training holds the same promise of a CPU.
 """
 
 from __future__ import annotations
@@ -31,15 +32,18 @@ NEEDS_GPU = [
 ]
 ON_GPU = pytest.param("cuda", marks=NEEDS_GPU)
 on_each_device = pytest.mark.parametrize("device", ["cpu", ON_GPU])
-# In turn on the CPU is what trainings on a GPU are compared with.
-in_each_form = pytest.mark.parametrize(
-    ("device", "stacked"),
-    [
-        pytest.param("cpu", True, id="cpu-stacked"),
+
+
+def in_each_form(*marks_of_cpu: pytest.MarkDecorator) -> pytest.MarkDecorator:
+    """In turn on the CPU is what trainings on a GPU are compared with."""
+    forms = [
+        pytest.param("cpu", True, id="cpu-stacked", marks=marks_of_cpu),
         pytest.param("cuda", False, id="cuda-in_turn", marks=NEEDS_GPU),
         pytest.param("cuda", True, id="cuda-stacked", marks=NEEDS_GPU),
-    ],
-)
+    ]
+    return pytest.mark.parametrize(("device", "stacked"), forms)
+
+
 SEEDS = [0, 1]
 
 
