@@ -106,7 +106,7 @@ def recognise(
     named: set[nn.Module] = set()
     norms: dict[str, NormDescription] = {}
     left_alone: dict[str, LeftAlone] = {}
-    cache: dict[str, NormDescription | LeftAlone] = {}
+    cache: Cache = {}
     del modules[""]  # the network itself has no place in which another module could be put
     for path, module in reversed(modules.items()):  # children come before their parents
         if module in parts or not named.isdisjoint(module.modules()):
@@ -162,21 +162,21 @@ def _record_calls(
 
 def _form_of(call: Call) -> CallForm:
     """The form of a call with x alone, or with x and a mask (N, *). Raises Misfit for any other."""
-    keywords = call.keywords
     if not call.keeps_shape:
         raise Misfit("it does not map a batch (N, ...) to the same shape")
-    if not call.args and keywords.keys() != {"x"} and len(keywords) == 1:
+    x, *others = (*call.args, *call.keywords.values())
+    given: list[Any] = [value for value in others if value is not None]
+    if call.keywords.keys() <= {"x", "mask"}:
+        if not given:
+            return CallForm(x.shape, (False,) if x.ndim == 2 else (False, True))
+        mask = given[0]
+        is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.ndim == x.ndim - 1
+        if is_mask and len(given) == 1:
+            way = "keyword" if "mask" in call.keywords else "position"
+            return CallForm(x.shape, (mask.shape == x.shape[:-1],), way)
+    elif not others:
         raise Misfit("it is given its input by keyword")
-    x, *others = (*call.args, *keywords.values())
-    others = [value for value in others if value is not None]
-    if not others and keywords.keys() <= {"x", "mask"}:
-        return CallForm(x.shape, (False,) if x.ndim == 2 else (False, True))
-    mask = others[0] if len(others) == 1 else None
-    is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.ndim == x.ndim - 1
-    if not is_mask or not keywords.keys() <= {"x", "mask"}:
-        raise Misfit("it is called with a second input")
-    way = "keyword" if "mask" in keywords else "position"
-    return CallForm(x.shape, (mask.shape == x.shape[:-1],), way)
+    raise Misfit("it is called with a second input")
 
 
 def run_network(network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
