@@ -147,6 +147,7 @@ class Measurement:
             others = {
                 sites[path]: _of_others(sites[path], of_batches, index)
                 for path, of_batches in (moments or {}).items()
+                if any(of_batches)  # else a model in evaluation never calls it
             }
             with torch.no_grad():
                 write_populations({site: calls[0] for site, calls in others.items()})

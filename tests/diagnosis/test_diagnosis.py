@@ -365,6 +365,25 @@ def test_averages_that_no_forward_moves_are_those_of_the_model():
     assert examine(model, batches=pairs).evaluation == pytest.approx(plain)
 
 
+class WithTeacher(nn.Module):
+    """Runs a second network in training alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = trained(), trained()
+
+    def forward(self, x):
+        if self.training:
+            self.teacher(x)
+        return self.student(x)
+
+
+def test_a_norm_that_runs_in_training_alone_changes_nothing():
+    alone = examine(trained(), max_batches=4)
+    beside = examine(WithTeacher(), max_batches=4)
+    assert beside.terms == alone.terms and not kinds(beside) - kinds(alone)
+
+
 def test_frozen_weights_do_not_hide_averages_that_move():
     model = changed(shift)()
     model.requires_grad_(False)[9].requires_grad_()
