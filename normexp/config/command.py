@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
+from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override
 from hydra.errors import HydraException
 
 from normexp.config.choices import compose_choices, is_choice, parse_overrides
@@ -119,7 +119,8 @@ def _words_of(override: Override) -> list[str]:
         else:
             names = list(override.sweep_string_iterator())
     except (ValueError, HydraException) as error:  # a range without a step, or an interval
-        raise UserError(f"{word}: {error}; use a,b or range(...)") from error
+        reason = "an interval has no list" if isinstance(value, IntervalSweep) else error
+        raise UserError(f"{word}: {reason}; use a,b or range(...)") from error
     if not names:
         raise UserError(f"{word}: matches nothing")
     return [f"{key}={name}" for name in names]
@@ -137,8 +138,11 @@ def compose_cells(command: Command) -> list[CellSpec]:
     cells = [command.cell(line) for line in command.lines()]
     if all(cell.error for cell in cells):
         raise UserError(cells[0].error)
-    if len({cell.study_dir for cell in cells}) > 1:
-        raise UserError("study and runs_dir must be the same in all cells of a command")
+    for key in ("study", "runs_dir"):
+        values = list(dict.fromkeys(cell.config[key] for cell in cells))
+        if len(values) > 1:
+            names = ",".join(values)
+            raise UserError(f"{key}={names}: must be the same in all cells; set {key}=NAME")
     return join_points(cells)
 
 
@@ -152,7 +156,7 @@ def compose_norms(command: Command) -> dict[str, dict[str, Any]]:
         key = word.lstrip("+").partition("=")[0]
         has_no_effect = key in ("norm.view", "norm.half_life") or word == "norm=as_built"
         if has_no_effect or key.partition(".")[0] not in ("norm", "eps", "hydra"):
-            hint = suggest(key, ["norm", "eps", *OPTIONS["check"]])
+            hint = not has_no_effect and suggest(key, ["norm", "eps", *OPTIONS["check"]])
             raise UserError(f"{word}: has no effect on a card; {hint or 'it takes a norm and eps'}")
     norms = {}
     for spec in compose_cells(replace(command, multirun=True)):

@@ -51,6 +51,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+# What pydantic says, and what this says instead.
+OUR_WORDS = {
+    r"^\w+ should": "must",
+    "a valid integer": "a whole number",
+    "a valid boolean": "true or false",
+    "a valid dictionary": "a group of keys",
+    "a valid ": "a ",
+    "have at least 1 .*": "not be empty",
+    "True or False": "true or false",
+}
+
+
 def read_settings(config: Mapping[str, Any]) -> Settings:
     """The typed values of a cell. Raises UserError for one that cannot be trained.
 
@@ -90,10 +102,17 @@ def check_value(key: str, value: Any, kind: Any, unit: str = "") -> Any:
     try:
         return _adapter(kind).validate_python(value)
     except ValidationError as invalid:
-        said = invalid.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
-    said = re.sub(r"^\w+ should", "must", said).replace("a valid integer", "a whole number")
-    said = said.replace("a valid dictionary", "a group of keys").replace("a valid ", "a ")
-    remedy = f"; set {key}=..." if value is None else ""
+        fault = invalid.errors(include_url=False)[0]
+    said = fault["msg"].removeprefix("Value error, ")
+    for theirs, ours in OUR_WORDS.items():
+        said = re.sub(theirs, ours, said)
+    remedy = ""
+    if value is None:
+        remedy = f"; set {key}=..."
+    elif fault["type"] == "list_type":
+        remedy = f"; type {key}=[{as_typed(value)}]"
+    elif fault["type"] == "string_type" and isinstance(fault["input"], int | float):
+        remedy = f"; quote it, as '\"{as_typed(fault['input'])}\"'"
     raise UserError(f"{key}={as_typed(value)}: {said}{unit and f' ({unit})'}{remedy}")
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from normexp.config.command import Command, is_searched
-from normexp.config.keys import KEYS, in_identity
+from normexp.config.keys import KEYS, in_identity, is_read
 from normexp.config.spec import CellSpec
 from normexp.config.validate import check_keys
 from normexp.errors import UserError
@@ -82,7 +82,8 @@ def plan_searches(command: Command) -> list[Search]:
         )
     for override in overrides:
         key = override.key_or_group
-        if override.is_sweep_override() and not in_identity(key) and key != "experiment":
+        is_in_no_id = is_read(key) and not in_identity(key) and key != "experiment"
+        if override.is_sweep_override() and is_in_no_id:
             raise UserError(f"{override.input_line}: {key} cannot be searched; give it one value")
     space = read_space(searched)
     grid = command.points([override for override in overrides if not is_searched(override)])

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import wait
 
-from normexp.cells.stack import remove_failed, settle
+from normexp.cells.stack import remove_failed, remove_if_empty, settle
 from normexp.config.command import Command
 from normexp.config.spec import CellSpec
 from normexp.config.torchrun import check_processes
@@ -105,6 +105,8 @@ def train_cells(
     entry = CommandEntry(secrets.token_hex(8), [*words], code_version(), requests, [*searched])
     job = Job(cells, entry)
     states = job.states()
+    runs_dir = job.study_dir.parent
+    has_runs_dir = runs_dir.is_dir()
     ended_before = {state.id for state in states if state.is_over and state.status != "failed"}
     if not is_read_only(job.study_dir):
         settle(job.study_dir)
@@ -124,6 +126,8 @@ def train_cells(
     finally:
         if not is_read_only(job.study_dir):
             remove_refused(job.study_dir, entry.id)
+        if not has_runs_dir:
+            remove_if_empty(runs_dir)
 
 
 def _launch(job: Job, command: Command) -> None:

@@ -49,6 +49,7 @@ def test_search_and_report_differ_in_study_and_seeds_alone():
         (["optim.momentum=interval(0.5,1.5)"], "optim.momentum=1."),
         (["seed=choice(1,2)"], "seed=choice(1,2)"),
         ([LR, "study=a,b"], "study=a,b"),
+        (["lrr=choice(1,2)"], "lrr: unknown key; did you mean lr"),
         ([LR, "tune.point=3"], "did you mean tune.points"),
         (["norm=group", "norm.num_grups=choice(2,4)"], "did you mean norm.num_groups"),
         (["optim=choice(sgd,adamm)"], "optim=adamm: no such optim"),
