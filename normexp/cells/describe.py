@@ -5,13 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
+from normexp.checks.preflight import Traits
 from normexp.config.groups import OPTIONAL_GROUPS, PARTS
+from normexp.config.identity import may_mix_samples
 from normexp.config.sizes import SIZES, Sizes
 from normexp.config.spec import CellSpec
-from normexp.data.dataset import Data
+from normexp.data.dataset import Data, describe_data
 from normexp.models.weights import Weights
-from normexp.records.result import Result
+from normexp.records.result import Measured, Result
 from normexp.training.recipe import Recipe
+
+# Of a network, in the records of its runs.
+RECORDED_TRAITS = (
+    *("mixes_samples", "mixes_samples_in_evaluation", "leaks_future", "leaks_future_in_training"),
+)
 
 
 def changed_values(spec: CellSpec, recipe: Recipe, num_train: int) -> list[str]:
@@ -23,6 +32,39 @@ def changed_values(spec: CellSpec, recipe: Recipe, num_train: int) -> list[str]:
         notes.append(
             f"lr_rule={settings.lr_rule} changes lr={spec.lr:g} at "
             f"base_batch_size={settings.base_batch_size} to lr={recipe.lr:g} at batch_size={size}"
+        )
+    return notes
+
+
+def findings(spec: CellSpec, recipe: Recipe, traits: Traits, alone: str | None) -> list[str]:
+    """What was found about the network that changes how it is trained or evaluated."""
+    norm, notes = spec.choices["norm"], list[str]()
+    if "batch" in recipe.settings.evaluate_with and not traits.mixes_samples:
+        notes.append(f"no batch statistics to evaluate with: norm={norm} does not mix samples")
+    if alone is not None and len(spec.seeds) > 1:
+        notes.append(f"each seed of norm={norm} trains by itself: {alone}")
+    if traits.mixes_samples_in_evaluation:
+        notes.append(
+            f"in evaluation too, an output depends on the other samples of its batch, at "
+            f"{traits.mixing_in_evaluation}: metrics are of shuffled batches of "
+            f"{recipe.sizes.norm}, and single samples may score otherwise"
+        )
+    if traits.mixes_samples and recipe.sizes.norm == 1:
+        notes.append(
+            "norm_batch_size=1: in training each sample has statistics of its own (batch norm is "
+            "then instance norm), in evaluation all share the running averages; "
+            "evaluate_with=[running,batch] shows the difference"
+        )
+    typed = {word for word in spec.overrides if word.startswith("norm_batch_size=")}
+    if typed - {"norm_batch_size=null"} and not traits.mixes_samples:
+        notes.append(f"norm={norm} does not mix samples, so norm_batch_size has no effect")
+        if may_mix_samples(spec.config):
+            notes[-1] += "; declare norm.mixes_samples=false, and it is trained once for all sizes"
+    if traits.mixes_samples and recipe.sizes.norm < recipe.settings.sizes.norm:
+        num_processes = recipe.settings.trainer.num_processes
+        notes.append(
+            f"{num_processes} processes: norm={norm} takes its statistics over "
+            f"{recipe.sizes.norm} samples each"
         )
     return notes
 
@@ -53,6 +95,18 @@ def derived_of(spec: CellSpec, recipe: Recipe) -> dict[str, Any]:
     if recipe.norm_momentum is not None:
         derived["norm.momentum"] = recipe.norm_momentum
     return derived
+
+
+def measured_of(network: nn.Module, data: Data, traits: Traits) -> Measured:
+    """What is known of every run of a cell before it is trained."""
+    leak = traits.leak
+    return Measured(
+        invalid=None if leak is None else f"leaks the future at {leak}",
+        traits={name: getattr(traits, name) for name in RECORDED_TRAITS},
+        chance_accuracy=data.chance_accuracy,
+        num_parameters=sum(p.numel() for p in network.parameters()),
+        data_set=describe_data(data),
+    )
 
 
 def typed_values(spec: CellSpec) -> dict[str, Any]:

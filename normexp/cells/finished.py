@@ -19,8 +19,7 @@ from normexp.cells.cell import Cell, make_builder, make_recipe, prepare_cell
 from normexp.cells.describe import choices_of
 from normexp.cells.module import arrange_replicas, build_module
 from normexp.config.compose import refuse_missing_values
-from normexp.config.groups import PARTS
-from normexp.config.shipped import shipped_config, shipped_defaults
+from normexp.config.groups import PARTS, shipped_config, shipped_defaults
 from normexp.config.spec import CellSpec
 from normexp.config.validate import read_settings
 from normexp.data.build import keeping_data

@@ -15,11 +15,16 @@ from copy import deepcopy
 from typing import Any
 
 from normexp.config.compose import FORMER_DEFAULTS
-from normexp.config.groups import OPTIONAL_GROUPS, PARTS
-from normexp.config.keys import KEYS, in_identity
-from normexp.config.shipped import shipped_config, shipped_defaults, shipped_targets, shipped_values
+from normexp.config.groups import (
+    OPTIONAL_GROUPS,
+    PARTS,
+    shipped_config,
+    shipped_defaults,
+    shipped_targets,
+    shipped_values,
+)
+from normexp.config.keys import KEYS, in_identity, parts_with_target
 from normexp.config.sizes import SIZES, Sizes
-from normexp.config.trees import parts_with_target
 from normexp.records.source import digest_of, source_digest, source_files
 from normexp.words import as_typed
 

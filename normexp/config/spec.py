@@ -13,6 +13,7 @@ from normexp.config.identity import id_of, identity_of, sources_of
 from normexp.config.keys import Settings, in_identity
 from normexp.config.sizes import SIZES
 from normexp.config.validate import read_settings
+from normexp.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -123,3 +124,15 @@ def join_points(cells: Sequence[CellSpec]) -> list[CellSpec]:
         )
         for first, *others in points.values()
     ]
+
+
+def shared_value(cells: Sequence[CellSpec], key: str) -> Any:
+    """The value of a key that all cells of a command must share; None without cells.
+
+    Raises:
+        UserError: the value varies.
+    """
+    values = list(dict.fromkeys(cell.config[key] for cell in cells))
+    if len(values) > 1:
+        raise UserError(f"{key}={','.join(map(str, values))}: must be the same in all cells")
+    return values[0] if values else None

@@ -24,8 +24,8 @@ from normexp.config.keys import (
     Several,
     Statistics,
     Text,
+    value_at,
 )
-from normexp.config.trees import value_at
 from normexp.errors import UserError
 from normexp.words import as_typed, suggest
 

@@ -13,8 +13,7 @@ from multiprocessing.connection import wait
 
 from normexp.cells.stack import remove_failed, remove_if_empty, settle
 from normexp.config.command import Command
-from normexp.config.spec import CellSpec
-from normexp.config.torchrun import check_processes
+from normexp.config.spec import CellSpec, shared_value
 from normexp.errors import FAILED, Halted, UserError
 from normexp.records.environment import code_version
 from normexp.records.files import ensure_writable, is_read_only
@@ -24,7 +23,12 @@ from normexp.records.study import CellState
 from normexp.reporting.terminal import print_closing_table, print_summary
 from normexp.sweeps.display import Display
 from normexp.sweeps.launch import launch_workers
-from normexp.sweeps.machine import WorkerSlot, other_trainings, shared_value, worker_slots
+from normexp.sweeps.machine import (
+    WorkerSlot,
+    check_processes,
+    other_trainings,
+    worker_slots,
+)
 from normexp.sweeps.worker import Job, Worker, ready_to_train, work
 from normexp.training.stopping import StopRequest, Together, TrainingControl
 from normexp.words import format_count

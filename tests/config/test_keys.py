@@ -11,10 +11,9 @@ import pytest
 
 import normexp
 from normexp.config.compose import compose_cell, compose_config
-from normexp.config.groups import GROUPS
+from normexp.config.groups import GROUPS, shipped_config
 from normexp.config.help import config_lines, option_defaults
 from normexp.config.keys import KEYS, in_identity
-from normexp.config.shipped import shipped_config
 from normexp.config.spec import CellSpec
 from normexp.config.validate import OPTIONS, check_keys, check_value
 
