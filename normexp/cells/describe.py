@@ -60,6 +60,11 @@ def findings(spec: CellSpec, recipe: Recipe, traits: Traits, alone: str | None) 
         notes.append(f"norm={norm} does not mix samples, so norm_batch_size has no effect")
         if may_mix_samples(spec.config):
             notes[-1] += "; declare norm.mixes_samples=false, and it is trained once for all sizes"
+    running_from = recipe.settings.norm.running_from
+    if running_from != "step" and not traits.mixes_samples:
+        notes.append(f"norm={norm} does not mix samples, so norm.running_from has no effect")
+    elif running_from != "step" and "running_from" not in spec.identity["norm"]:
+        notes.append("each step is a single group, so norm.running_from has no effect")
     if traits.mixes_samples and recipe.sizes.norm < recipe.settings.sizes.norm:
         num_processes = recipe.settings.trainer.num_processes
         notes.append(

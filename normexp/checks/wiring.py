@@ -196,7 +196,8 @@ STACKING_TOLERANCE = 1e-3  # of the largest gradient, in float32
 def check_split(network: BuiltNetwork) -> None:
     """Raises UserError if a step in parts would have to merge sequential state."""
     sizes = network.sizes
-    if sizes.norm == sizes.batch_size:
+    in_order = all(site.running_from == "sequence" for _, site in named_sites(network.network))
+    if sizes.norm == sizes.batch_size or in_order:
         return
     where = names_where(network.sites, is_sequential)
     if where:
@@ -204,7 +205,7 @@ def check_split(network: BuiltNetwork) -> None:
         raise UserError(
             f"{key}={getattr(sizes, key)} splits a step of {sizes.batch_size} samples, and the "
             f"state of the norm at {where} is sequential, as declared or because "
-            f"its forward writes parameters; try {key}=null"
+            f"its forward writes parameters; try {key}=null or norm.running_from=sequence"
         )
 
 

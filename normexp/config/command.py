@@ -154,7 +154,8 @@ def compose_norms(command: Command) -> dict[str, dict[str, Any]]:
     """
     for word in command.overrides:
         key = word.lstrip("+").partition("=")[0]
-        has_no_effect = key in ("norm.view", "norm.half_life") or word == "norm=as_built"
+        is_of_training = key in ("norm.view", "norm.half_life", "norm.running_from")
+        has_no_effect = is_of_training or word == "norm=as_built"
         if has_no_effect or key.partition(".")[0] not in ("norm", "eps", "hydra"):
             hint = not has_no_effect and suggest(key, ["norm", "eps", *OPTIONS["check"]])
             raise UserError(f"{word}: has no effect on a card; {hint or 'it takes a norm and eps'}")

@@ -66,10 +66,14 @@ def identity_of(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[s
         part.update({name: digest for name, digest in digests.items() if digest})
     groups = [name for name in (*PARTS, *OPTIONAL_GROUPS) if isinstance(values.get(name), dict)]
     rest = {key: value for key, value in values.items() if key not in groups}
-    rest |= sizes_of(config)
+    sizes = sizes_of(config)
+    rest |= sizes
     content = differences(defaults | rest, defaults)
     content["lr"] = config["lr"]  # also where it is the default, which follows from the optimizer
     devices, norm = num_devices_of(config), config["norm"]
+    has_groups = devices > 1 or sizes["micro_batch_size"] or sizes["norm_batch_size"]
+    if not (has_groups and may_mix_samples(config)):
+        values["norm"].pop("running_from", None)
     if devices > 1 and may_mix_samples(config) and declared_synchronized(norm) is None:
         content["devices"] = devices
     acts = any(config.get(group) is not None for group in OPTIONAL_GROUPS)

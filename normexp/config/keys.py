@@ -64,6 +64,8 @@ Names = Annotated[
 ]
 NormsOfSites = Annotated[dict[Text, Name], Field(min_length=1)]
 Words = list[str]
+# What the running averages of a step in several groups are taken from, see norms/site.py.
+RunningFrom = Literal["step", "group", "sequence"]
 
 NO_VALUE = object()
 
@@ -122,6 +124,7 @@ class NormKeys(SlotKeys, TargetKeys):
     at: Annotated[NormsOfSites | None, NULL_IS_ABSENT] = None
     view: str | None = None
     layout: str | None = None
+    running_from: Annotated[RunningFrom, Key(implied="step")] = "step"
     half_life: Annotated[Positive | None, Key(SAMPLES, implied=None)] = None
     # An id counts these two in norm_batch_size.
     mixes_samples: Annotated[bool | None, NOT_IN_ID] = None
@@ -147,7 +150,7 @@ class OptimKeys(TargetKeys):
     nesterov: Annotated[bool | None, FOR_TARGET] = None
     fused: Annotated[bool | None, FOR_TARGET] = None
     weight_decay: NotNegative
-    decay_norm: bool
+    decay_norm: bool | NotNegative
     decay_bias: Annotated[bool | None, Key(implied=True)] = True
     schedule: Literal["constant", "cosine", "linear", "wsd", "one_cycle"]
     warmup: Fraction

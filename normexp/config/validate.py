@@ -53,6 +53,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 # What pydantic says, and what this says instead.
 OUR_WORDS = {
+    r"^Value error, ": "",
     r"^\w+ should": "must",
     "a valid integer": "a whole number",
     "a valid boolean": "true or false",
@@ -102,18 +103,26 @@ def check_value(key: str, value: Any, kind: Any, unit: str = "") -> Any:
     try:
         return _adapter(kind).validate_python(value)
     except ValidationError as invalid:
-        fault = invalid.errors(include_url=False)[0]
-    said = fault["msg"].removeprefix("Value error, ")
-    for theirs, ours in OUR_WORDS.items():
-        said = re.sub(theirs, ours, said)
+        faults = invalid.errors(include_url=False)
+    first = faults[0]
+    # A value that may have several types has a fault for each.
+    rules = [_rule(fault["msg"]) for fault in faults if fault["input"] is first["input"]]
+    said = " or ".join([rules[0], *(rule.removeprefix("must be ") for rule in rules[1:])])
     remedy = ""
     if value is None:
         remedy = f"; set {key}=..."
-    elif fault["type"] == "list_type":
+    elif first["type"] == "list_type":
         remedy = f"; type {key}=[{as_typed(value)}]"
-    elif fault["type"] == "string_type" and isinstance(fault["input"], int | float):
-        remedy = f"; quote it, as '\"{as_typed(fault['input'])}\"'"
+    elif first["type"] == "string_type" and isinstance(first["input"], int | float):
+        remedy = f"; quote it, as '\"{as_typed(first['input'])}\"'"
     raise UserError(f"{key}={as_typed(value)}: {said}{unit and f' ({unit})'}{remedy}")
+
+
+def _rule(message: str) -> str:
+    """A message of pydantic as normexp says it: `must be a whole number`."""
+    for theirs, ours in OUR_WORDS.items():
+        message = re.sub(theirs, ours, message)
+    return message
 
 
 def takes(key: str, value: Any) -> bool:

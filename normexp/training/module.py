@@ -122,7 +122,15 @@ class TrainingModule(pl.LightningModule):
         if recipe.settings.compile:
             compiled = compiled_gradient(replicas, recipe.sizes, self.device)
         loss, seeds = self.criterion.loss, self.batches.seeds
-        gradient = StepGradient(replicas, loss, recipe.sizes, seeds, self.processes, compiled)
+        gradient = StepGradient(
+            replicas,
+            loss,
+            recipe.sizes,
+            seeds,
+            recipe.settings.norm.running_from,
+            self.processes,
+            compiled,
+        )
         # Lightning's wrapper counts steps for callbacks on batches, at 5 % of a small step.
         optimizer: Any = self.optimizers(use_pl_optimizer=recipe.max_chunk == 1)
         scheduler: Any = None if recipe.schedule.monitor else self.lr_schedulers()

@@ -89,7 +89,9 @@ class Recipe:
         half_life = self.settings.norm.half_life
         if half_life is None:
             return None
-        return momentum_of_half_life(half_life, self.sizes.batch_size)
+        is_sequence = self.settings.norm.running_from == "sequence"
+        num_samples = self.sizes.norm if is_sequence else self.sizes.batch_size
+        return momentum_of_half_life(half_life, num_samples)
 
     @property
     def statistics(self) -> Sequence[str]:
@@ -113,10 +115,13 @@ class Recipe:
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         optim = self.settings.optim
+        norm_decay = optim.decay_norm
+        if isinstance(norm_decay, bool):
+            norm_decay *= optim.weight_decay
         groups = parameter_groups(
             model,
             weight_decay=optim.weight_decay,
-            decay_norm=optim.decay_norm,
+            norm_decay=norm_decay,
             decay_bias=bool(optim.decay_bias),
         )
         return self.optimizer(groups, lr=self.lr)
@@ -181,6 +186,11 @@ def recipe_of(spec: CellSpec, *, num_train: int, metrics: Sequence[str]) -> Reci
 def _sizes_of(settings: Settings, num_train: int, *, synchronized: bool) -> Sizes:
     """The sizes with which one device trains like all devices of a training."""
     typed, num_devices = settings.sizes, settings.trainer.num_processes
+    if num_devices > 1 and settings.norm.running_from == "sequence":
+        raise UserError(
+            f"norm.running_from=sequence: {num_devices} devices run their groups at the same time; "
+            "try norm.running_from=group or step"
+        )
     if num_devices > 1 and synchronized and typed.norm < typed.micro:
         raise UserError(
             f"norm_batch_size={typed.norm}: the norm takes statistics over all "
@@ -226,13 +236,13 @@ def count_steps(settings: Settings, num_train: int) -> int:
 # --- What contradicts each other ------------------------------------------------------------------
 
 
-def momentum_of_half_life(half_life: float, batch_size: int) -> float:
+def momentum_of_half_life(half_life: float, num_samples: int) -> float:
     """The momentum (weight of the new value) that halves the past in `half_life` samples.
 
-    1 - 2^(-batch_size / half_life): the running average remembers equally many samples at every
-    batch size.
+    1 - 2^(-num_samples / half_life), for averages that move once every `num_samples`: they remember
+    equally many samples at every batch size.
     """
-    return 1 - 2 ** (-batch_size / half_life)
+    return 1 - 2 ** (-num_samples / half_life)
 
 
 def _check_half_life(norm: Mapping[str, Any]) -> None:

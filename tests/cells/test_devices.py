@@ -31,6 +31,11 @@ def test_statistics_over_several_devices_are_refused_but_for_a_norm_that_spans_t
     assert recipe("norm=sync").sizes.norm == 32
 
 
+def test_devices_cannot_move_running_averages_one_after_another():
+    with pytest.raises(UserError, match="norm.running_from=sequence: 2 devices run their groups"):
+        recipe("trainer.devices=2", "norm.running_from=sequence")
+
+
 def test_place_is_told_by_torchrun_or_srun(monkeypatch: pytest.MonkeyPatch):
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)

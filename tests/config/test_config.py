@@ -286,6 +286,7 @@ def test_users_file_may_leave_the_target_to_the_line_and_change_between_commands
         "_target_": "my.Norm",
         "knob": 2,
         "at": None,
+        "running_from": "step",
     }
     Path(tmp_path, "norm/mine.yaml").write_text("_target_: ???\nknob: 3\n")
     assert compose_config(parse_command(line).overrides)["norm"]["knob"] == 3

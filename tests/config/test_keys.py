@@ -98,6 +98,7 @@ CHANGES = {
     "matmul_precision": "highest",
     "drop_last": "false",
     "norm.at": "{norm1:none}",
+    "norm.running_from": "sequence norm_batch_size=4",
     "norm.view": "+sequence",
     "norm.layout": "+first",
     "norm.half_life": "100 norm.momentum=null",
