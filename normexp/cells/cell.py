@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from normexp.batching.replicas import suitable_threads
-from normexp.cells.describe import changed_values, defines_of, derived_of, findings, measured_of
+from normexp.cells.describe import defines_of, derived_of, measured_of, notes_of
 from normexp.checks.preflight import Traits, examine
 from normexp.checks.training import (
     check_evaluation,
@@ -21,7 +21,6 @@ from normexp.checks.training import (
     check_slots,
     why_alone,
 )
-from normexp.config.identity import may_mix_samples
 from normexp.config.keys import is_probed
 from normexp.config.spec import CellSpec
 from normexp.data.build import load_data
@@ -100,7 +99,7 @@ def prepare_cell(spec: CellSpec) -> Cell:
         check_slots(spec.config, build.norm, spec.choices["model"])
         check_outputs(network, data, build.target.path)
         traits = _probe(spec, network, data, recipe)
-        if traits.norms_mix_samples and not may_mix_samples(spec.config):
+        if traits.norms_mix_samples and not spec.settings.norm.may_mix_samples:
             where = traits.mixing
             raise UserError(f"norm.mixes_samples=false: samples are mixed at {where}; drop the key")
         recipe = replace(
@@ -112,8 +111,7 @@ def prepare_cell(spec: CellSpec) -> Cell:
             check_norm_batch_size(recipe)
         alone = why_alone(recipe, check_optimizer_step(recipe, network))
         check_evaluation(recipe, data, traits)
-        found = findings(spec, recipe, traits, alone)
-        for note in [*traits.notes, *changed_values(spec, recipe, len(data.train)), *found]:
+        for note in notes_of(spec, recipe, traits, alone, len(data.train)):
             logger.info(note)
         defines = defines_of(spec, data, build.weights)
         check_joins(spec.directory, defines["digests"])

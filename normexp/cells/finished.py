@@ -193,9 +193,8 @@ def _decompose(cell: Cell, replicas: Replicas) -> list[dict[str, float]]:
     without augmentation; none for a norm that fails on these batches.
     """
     data, size, criterion = cell.data, cell.recipe.sizes.micro, criterion_of(cell.data)
-    parts = [
-        p for p in shuffled(data, "test").split(size)[: num_batches_of(size)] if len(p) == size
-    ]
+    parts = shuffled(data, "test").split(size)[: num_batches_of(size)]
+    parts = [part for part in parts if len(part) == size]
     dtype, pairs = next(replicas.parameters()).dtype, []
     for batch in map(data.test.gather, parts):
         batch["inputs"] = data.model_inputs(batch["inputs"], dtype)

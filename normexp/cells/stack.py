@@ -96,8 +96,8 @@ def _shared(spec: CellSpec) -> str:
     config, lr = spec.config, spec.config["lr"]
     if config["stack"] is False or not isinstance(lr, int | float) or lr <= 0:
         return spec.id
-    values = {key: value for key, value in config.items() if key not in ("lr", "seed", "replicas")}
-    return json.dumps([values, dict(spec.choices)], sort_keys=True, default=str)
+    may_differ = dict.fromkeys(("lr", "seed", "replicas"))
+    return json.dumps([{**config, **may_differ}, dict(spec.choices)], sort_keys=True, default=str)
 
 
 def has_ended(study_dir: Path, cell_id: str, seed: int) -> bool:

@@ -60,15 +60,16 @@ def _parse(word: str) -> list[Override]:
     key, equals, value = word.partition("=")
     if not key or not equals or key.startswith("~"):
         raise UserError(f"{word!r} is not key=value, as in norm=group or batch_size=8")
-    hydra_key = key.lstrip("+").removeprefix("hydra")
-    if hydra_key != key.lstrip("+") and not re.match(READ_OF_HYDRA, hydra_key):
-        reasons = [reason for part, reason in OTHERS_OF_HYDRA.items() if part in hydra_key]
+    name = key.lstrip("+")
+    if name.startswith("hydra") and not re.match(READ_OF_HYDRA, name.removeprefix("hydra")):
+        reasons = [reason for part, reason in OTHERS_OF_HYDRA.items() if part in name]
         raise UserError(f"{word}: {[*reasons, 'changes nothing here; --help lists the keys'][0]}")
-    if key.lstrip("+") in GROUPS:  # every cell has one choice per group, so `+` means nothing
-        key, word = key.lstrip("+"), word.lstrip("+")
-    is_path = key in CUSTOM_GROUPS and re.fullmatch(r"[^\W\d]\w*(\.\w+)+", value)
-    text = f"{key}={json.dumps(value)}" if value.startswith("~") else name_as_text(word)
-    given = [f"{key}=custom", f"{key}._target_={value}"] if is_path else [text]
+    if name in GROUPS:  # every cell has one choice per group, so `+` means nothing
+        key = name
+    text = json.dumps(value) if value.startswith("~") else value
+    given = [name_as_text(f"{key}={text}")]
+    if name in CUSTOM_GROUPS and re.fullmatch(r"[^\W\d]\w*(\.\w+)+", value):
+        given = [f"{key}=custom", f"{key}._target_={value}"]
     try:
         return OverridesParser.create().parse_overrides(given)
     except HydraException:
@@ -137,8 +138,9 @@ def explain(error: Exception) -> UserError:
         return UserError(f"{named[1]}: unknown key")
     if named := re.search(r"In '([^']+)': ConfigTypeError", str(error)):
         return UserError(f"{named[1]}.yaml: must have lines as key: value")
-    lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines()]
-    return UserError(" ".join(lines[:2]) if lines[0].endswith(":") else lines[0])
+    text = f"{error}\n{error.__cause__ or ''}"
+    first, second, *_ = [*map(str.strip, text.splitlines()), ""]
+    return UserError(f"{first} {second}" if first.endswith(":") else first)
 
 
 def _no_such_choice(error: MissingConfigException) -> UserError:

@@ -24,7 +24,8 @@ def conf_dir() -> Path:
 def group_choices(group: str, folder: Path | None = None) -> list[str]:
     """The names that `group=` takes, sorted; those of another folder of YAMLs, if given."""
     folder = (folder or conf_dir()) / group
-    names = {file.relative_to(folder).with_suffix("").as_posix() for file in folder.rglob("*.yaml")}
+    files = [file.relative_to(folder).with_suffix("") for file in folder.rglob("*.yaml")]
+    names = {file.as_posix() for file in files}
     return sorted(names - {"claims"})  # conf/experiment/claims.yaml is read and not trained
 
 
@@ -55,6 +56,11 @@ def shipped_config() -> dict[str, Any]:
     """The values in conf/config.yaml."""
     tree = _read(conf_dir() / "config.yaml")
     return {key: value for key, value in tree.items() if key not in ("defaults", "hydra")}
+
+
+def option_defaults(entry: str) -> dict[str, Any]:
+    """The default of each key of an entry without a config; ??? if the key must be given."""
+    return _read(conf_dir() / "entries.yaml")[entry]
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -130,6 +130,11 @@ class NormKeys(SlotKeys, TargetKeys):
     mixes_samples: Annotated[bool | None, NOT_IN_ID] = None
     synchronized: Annotated[bool | None, NOT_IN_ID] = None
 
+    @property
+    def may_mix_samples(self) -> bool:
+        """False if declared not to mix samples, so that nothing splits its statistics."""
+        return self.mixes_samples is not False
+
 
 class ModelKeys(TargetKeys):
     weights: Text | None = None

@@ -69,10 +69,12 @@ class Target:
             num_given: how many arguments the caller passes by position.
             given: the names of those that it passes by keyword.
         """
-        free = _parameters(self.call)
-        rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        names = [name for name, p in free.items() if p.default is p.empty and p.kind not in rest]
-        for name in names[num_given:]:
+        needed = []
+        for name, parameter in _parameters(self.call).items():
+            takes_any = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            if parameter.default is parameter.empty and not takes_any:
+                needed.append(name)
+        for name in needed[num_given:]:
             if name not in given:
                 key = f"{self.key}.{name}"
                 raise UserError(f"{key} is missing: {self.path} needs it; set {key}=...")
@@ -126,7 +128,8 @@ def read_target(values: Mapping[str, Any], key: str) -> Target:
         call = instantiate({**values, "_partial_": True}, _convert_="all")
     except InstantiationException as error:
         raise _explain(error, values["_target_"], key) from error
-    target = Target(key, values["_target_"], partial(call.func, *call.args, **call.keywords))
+    call = partial(call.func, *call.args, **call.keywords)
+    target = Target(key, values["_target_"], call)
     _check_knobs(target)
     names = target.arguments
     unknown = [] if not names or "**" in names else sorted(call.keywords.keys() - names)

@@ -107,7 +107,8 @@ def check_value(key: str, value: Any, kind: Any, unit: str = "") -> Any:
     first = faults[0]
     # A value that may have several types has a fault for each.
     rules = [_rule(fault["msg"]) for fault in faults if fault["input"] is first["input"]]
-    said = " or ".join([rules[0], *(rule.removeprefix("must be ") for rule in rules[1:])])
+    others = [rule.removeprefix("must be ") for rule in rules[1:]]
+    said = " or ".join([rules[0], *others])
     remedy = ""
     if value is None:
         remedy = f"; set {key}=..."

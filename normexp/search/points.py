@@ -115,7 +115,8 @@ def check_settings(config: Mapping[str, Any]) -> None:
         raise UserError(f"tune.metric={metric}: {why}; try {name_some(VALIDATION)}")
     search = range(tune["first_seed"], tune["first_seed"] + tune["seeds"])
     report = range(config["seed"], config["seed"] + config["replicas"])
-    if max(search[0], report[0]) <= min(search[-1], report[-1]):
+    first_shared, last_shared = max(search[0], report[0]), min(search[-1], report[-1])
+    if first_shared <= last_shared:
         raise UserError(
             f"the search's seeds {search[0]} to {search[-1]} and the report's {report[0]} to "
             f"{report[-1]} overlap: a result must come from fresh seeds; "

@@ -105,8 +105,12 @@ def train_cells(
         KeyboardInterrupt: a second Ctrl-C.
     """
     check_processes(cells, words)
-    requests = {cell.id: Request(cell.title, cell.seeds) for cell in cells if not cell.error}
-    entry = CommandEntry(secrets.token_hex(8), [*words], code_version(), requests, [*searched])
+    requests = {}
+    for cell in cells:
+        if not cell.error:
+            requests[cell.id] = Request(cell.title, cell.seeds)
+    command_id = secrets.token_hex(8)
+    entry = CommandEntry(command_id, [*words], code_version(), requests, [*searched])
     job = Job(cells, entry)
     states = job.states()
     runs_dir = job.study_dir.parent

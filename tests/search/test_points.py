@@ -30,7 +30,7 @@ def test_search_and_report_differ_in_study_and_seeds_alone():
     assert (search.config["study"], search.seeds) == ("mine-search", [1000, 1001])
     assert (report.config["study"], report.seeds) == ("mine", [0, 1, 2, 3, 4])
     assert search.id == report.id
-    assert search.lr == 0.02
+    assert search.settings.lr == 0.02
 
 
 @pytest.mark.parametrize(
