@@ -19,8 +19,7 @@ from normexp.cells.cell import Cell, make_builder, prepare_cell
 from normexp.cells.describe import choices_of
 from normexp.cells.module import arrange_replicas, build_module
 from normexp.config.compose import refuse_missing_values
-from normexp.config.groups import PARTS
-from normexp.config.shipped import shipped_config, shipped_defaults
+from normexp.config.groups import PARTS, shipped_config, shipped_defaults
 from normexp.config.spec import CellSpec
 from normexp.config.validate import read_settings
 from normexp.data.build import keeping_data
@@ -194,9 +193,8 @@ def _decompose(cell: Cell, replicas: Replicas) -> list[dict[str, float]]:
     without augmentation; none for a norm that fails on these batches.
     """
     data, size = cell.data, cell.recipe.sizes.micro
-    parts = [
-        p for p in shuffled(data, "test").split(size)[: num_batches_of(size)] if len(p) == size
-    ]
+    parts = shuffled(data, "test").split(size)[: num_batches_of(size)]
+    parts = [part for part in parts if len(part) == size]
     dtype, pairs = next(replicas.parameters()).dtype, []
     for batch in map(data.test.gather, parts):
         batch["inputs"] = data.model_inputs(batch["inputs"], dtype)

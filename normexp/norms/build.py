@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from torch import nn
 
+from normexp.config.groups import shipped_config, shipped_defaults, shipped_values
 from normexp.config.keys import own_keys
-from normexp.config.shipped import shipped_config, shipped_defaults, shipped_values
 from normexp.config.slots import SLOTS, resolve
 from normexp.config.target import Target, read_target
 from normexp.errors import UserError

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from normexp.batching.processes import is_synchronized
 from normexp.batching.replicas import Replicas
 from normexp.config.choices import DEFAULT_SCHEDULE
+from normexp.config.groups import shipped_defaults
 from normexp.config.keys import Settings
-from normexp.config.shipped import shipped_defaults
 from normexp.config.sizes import Share, Sizes
 from normexp.config.spec import CellSpec
 from normexp.data.dataset import Data

@@ -10,10 +10,10 @@ import pytest
 from train_cases import spec_of
 
 from normexp.checks.training import check_norm_batch_size
-from normexp.config.torchrun import started_processes
 from normexp.data.build import load_data
 from normexp.errors import UserError
 from normexp.records.result import read_result
+from normexp.sweeps.machine import started_processes
 from normexp.train import main
 from normexp.training.recipe import Recipe, recipe_of
 
