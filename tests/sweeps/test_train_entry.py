@@ -252,6 +252,15 @@ def test_status_says_what_is_missing_and_what_finishes_it(
     assert f"study=s runs_dir={tmp_path}" in out
 
 
+def test_a_refusal_leaves_no_folder_that_its_command_has_made(tmp_path: Path):
+    runs_dir = tmp_path / "new"
+    assert main(words_of(runs_dir, "data.limit_train=2", "workers=0")) == 2
+    assert not runs_dir.exists()
+    runs_dir.mkdir()
+    assert main(words_of(runs_dir, "data.limit_train=2", "workers=0")) == 2
+    assert [*runs_dir.iterdir()] == []
+
+
 def test_dry_run_writes_nothing_and_counts_what_is_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
