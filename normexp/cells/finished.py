@@ -21,7 +21,6 @@ from normexp.cells.module import arrange_replicas, build_module
 from normexp.config.compose import refuse_missing_values
 from normexp.config.groups import PARTS, shipped_config, shipped_defaults
 from normexp.config.spec import CellSpec
-from normexp.config.validate import read_settings
 from normexp.data.build import keeping_data
 from normexp.data.dataset import attach_prediction, without_samples
 from normexp.diagnosis import TERMS, decompose
@@ -164,7 +163,6 @@ def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
     if not torch.cuda.is_available():
         changes["trainer.accelerator"] = "cpu"
     spec = recorded_spec(cell_dir, results[0], changes)
-    read_settings(spec.config)
     cell = prepare_cell(spec)
     seeds = [result.seed for result in results]
     replicas = _load_replicas(cell, cell_dir, seeds)

@@ -93,11 +93,10 @@ def cut_stacks(cells: Iterable[CellSpec], *, on_gpu: bool = False) -> list[Stack
 
 def _shared(spec: CellSpec) -> str:
     """Equal for cells that may be stacked."""
-    config, lr = spec.config, spec.config["lr"]
-    if config["stack"] is False or not isinstance(lr, int | float) or lr <= 0:
+    if spec.config["stack"] is False:
         return spec.id
-    may_differ = dict.fromkeys(("lr", "seed", "replicas"))
-    return json.dumps([{**config, **may_differ}, dict(spec.choices)], sort_keys=True, default=str)
+    config = {**spec.config, **dict.fromkeys(("lr", "seed", "replicas"))}  # these may differ
+    return json.dumps([config, spec.choices], sort_keys=True, default=str)
 
 
 def has_ended(study_dir: Path, cell_id: str, seed: int) -> bool:

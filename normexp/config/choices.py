@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from types import NoneType
 from typing import Any
 
 import hydra
@@ -91,7 +92,7 @@ def compose_choices(parsed: Sequence[Override]) -> dict[str, Any]:
     """
     chosen = [one for one in parsed if is_choice(one)]
     for one in chosen:
-        if one.key_or_group in GROUPS:
+        if not one.key_or_group.startswith("hydra."):
             _check_names(one)
     return composed(tuple(str(one.input_line) for one in chosen))
 
@@ -99,17 +100,15 @@ def compose_choices(parsed: Sequence[Override]) -> dict[str, Any]:
 def _check_names(choice: Override) -> None:
     """Refuses a choice that is not one name; loggers may be several."""
     group, value = choice.key_or_group, choice.value()
-    names = value if isinstance(value, list) and group == "logger" else [value]
-    if all(isinstance(name, str) for name in names):
-        return
-    remedy = "--help lists the names"
-    if value is None:
-        remedy = f"for the default, leave {group} out"
-    elif isinstance(value, list) and group != "logger":
-        remedy = "add -m and write a,b for several"
-    elif isinstance(value, dict):
-        remedy = f"set its keys one by one, as {group}.KEY=..."
-    raise UserError(f"{choice.input_line}: takes one name; {remedy}")
+    remedies = {
+        NoneType: f"for the default, leave {group} out",
+        list: "add -m and write a,b for several",
+        dict: f"set its keys one by one, as {group}.KEY=...",
+    }
+    for name in value if group == "logger" and isinstance(value, list) else [value]:
+        if not isinstance(name, str):
+            remedy = remedies.get(type(name), "--help lists the names")
+            raise UserError(f"{choice.input_line}: takes one name; {remedy}")
 
 
 _composing = threading.RLock()  # Hydra has one state for all threads
@@ -136,8 +135,6 @@ def explain(error: Exception) -> UserError:
         return UserError(f"{mark.name}, line {mark.line + 1}: not valid YAML")
     if named := re.search(r"Could not override '([^']+)'", str(error)):
         return UserError(f"{named[1]}: unknown key")
-    if named := re.search(r"In '([^']+)': ConfigTypeError", str(error)):
-        return UserError(f"{named[1]}.yaml: must have lines as key: value")
     text = f"{error}\n{error.__cause__ or ''}"
     first, second, *_ = [*map(str.strip, text.splitlines()), ""]
     return UserError(f"{first} {second}" if first.endswith(":") else first)

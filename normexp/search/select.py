@@ -27,7 +27,8 @@ def tune(searches: Sequence[Search], words: Sequence[str]) -> int:
     base = searches[0].base
     cells = join_points([cell for search in searches for _, cell in search.trials])
     if base["dry_run"]:
-        return run_cells([*cells, *join_points([*map(_planned_report, searches)])], words)
+        planned = join_points([_planned_report(search) for search in searches])
+        return run_cells([*cells, *planned], words)
     states = _train(searches[0], cells, words)
     if all(state.refused for state in states.values()):
         raise UserError(next(iter(states.values())).refused)
@@ -42,8 +43,9 @@ def tune(searches: Sequence[Search], words: Sequence[str]) -> int:
             best_cells.append(search.cell(points[0][1], is_report=True))
     fresh = _train(searches[0], join_points(best_cells), words) if best_cells else {}
     console = open_console()
+    titles = ["search", "best", "points with a value", "search seeds"]
     rows = [_row_of(search, states) for search in searches]
-    console.print(text_table(["search", "best", "points with a value", "search seeds"], rows))
+    console.print(text_table(titles, rows))
     console.out("fresh seeds at the best points:")
     print_closing_table([*fresh.values()])
     has_reported = len(best_cells) == len(searches) and all(map(_has_ended, fresh.values()))
@@ -70,7 +72,10 @@ def _points_with_a_value(
     points = []
     for point, cell in search.trials:
         state = states[cell.id]
-        if _has_ended(state) and (mean := metric.mean_over(state.results)) != metric.worst:
+        if not _has_ended(state):
+            continue
+        mean = metric.mean_over(state.results)
+        if mean != metric.worst:
             points.append((mean, point))
     return sorted(points, key=itemgetter(0), reverse=metric.higher_is_better)
 
