@@ -153,6 +153,8 @@ def _no_such_choice(error: MissingConfigException) -> UserError:
     few = f"it takes {', '.join(choices)}" if len(choices) <= FEW else "--help lists all"
     hint = suggest(name, choices, most=3) or f"{few};"
     own = "YAMLs of yours need --config-dir FOLDER"
+    if group in CUSTOM_GROUPS and re.search("[.:]", name):
+        own = f"a class of yours is {group}=my_module.MyClass"
     return UserError(f"{group}={name}: no such {group}; {hint} {own}")
 
 
