@@ -78,7 +78,9 @@ def cut_stacks(cells: Iterable[CellSpec], *, on_gpu: bool = False) -> list[Stack
     most = MOST_RUNS_ON_GPU if on_gpu else MOST_RUNS
     stacks: list[list[Run]] = []
     last: dict[str, list[Run]] = {}  # of cells that may share it
-    for spec in (spec for spec in cells if not spec.error):
+    for spec in cells:
+        if spec.error:
+            continue
         runs = [(spec, seed) for seed in spec.seeds]
         if spec.config["stack"] is False and not on_gpu:
             stacks += [[run] for run in runs]
@@ -141,7 +143,8 @@ def settle(study_dir: Path, held: Collection[Member] = ()) -> None:
         held: the runs whose locks this process holds.
     """
     folders = subfolders(study_dir / STACKS)
-    for path in (folder / RESULTS_FILE for folder in folders):
+    for folder in folders:
+        path = folder / RESULTS_FILE
         for content in read_json(path, missing={"results": []})["results"]:
             result = result_of(content, path)
             member = (result.cell_id, result.seed)

@@ -98,15 +98,16 @@ def compose_choices(parsed: Sequence[Override]) -> dict[str, Any]:
 
 
 def _check_names(choice: Override) -> None:
-    """Refuses a choice that is not one name; loggers may be several."""
+    """Refuses a choice that is not one name. Loggers may be several; a mapping sets keys."""
     group, value = choice.key_or_group, choice.value()
     remedies = {
         NoneType: f"for the default, leave {group} out",
         list: "add -m and write a,b for several",
-        dict: f"set its keys one by one, as {group}.KEY=...",
+        dict: f"a class of yours is {group}=my_module.MyClass",
     }
     for name in value if group == "logger" and isinstance(value, list) else [value]:
-        if not isinstance(name, str):
+        sets_keys = isinstance(name, dict) and "_target_" not in name
+        if not isinstance(name, str) and not sets_keys:
             remedy = remedies.get(type(name), "--help lists the names")
             raise UserError(f"{choice.input_line}: takes one name; {remedy}")
 
@@ -134,7 +135,8 @@ def explain(error: Exception) -> UserError:
     if mark is not None:
         return UserError(f"{mark.name}, line {mark.line + 1}: not valid YAML")
     if named := re.search(r"Could not override '([^']+)'", str(error)):
-        return UserError(f"{named[1]}: unknown key")
+        key = getattr(error.__cause__, "full_key", None) or named[1]
+        return UserError(f"{key}: unknown key")
     text = f"{error}\n{error.__cause__ or ''}"
     first, second, *_ = [*map(str.strip, text.splitlines()), ""]
     return UserError(f"{first} {second}" if first.endswith(":") else first)

@@ -36,15 +36,16 @@ def tune(searches: Sequence[Search], words: Sequence[str]) -> int:
     if not has_searched and base["fail_fast"]:
         print("fail_fast: the search ends here, and no fresh seeds are trained", file=sys.stderr)
         return FAILED
+    ranked = [(search, _points_with_a_value(search, states)) for search in searches]
     best_cells = []
-    for search in searches:
-        points = _points_with_a_value(search, states)
+    for search, points in ranked:
         if points:
-            best_cells.append(search.cell(points[0][1], is_report=True))
+            _, best = points[0]
+            best_cells.append(search.cell(best, is_report=True))
     fresh = _train(searches[0], join_points(best_cells), words) if best_cells else {}
     console = open_console()
     titles = ["search", "best", "points with a value", "search seeds"]
-    rows = [_row_of(search, states) for search in searches]
+    rows = [_row_of(search, points, states) for search, points in ranked]
     console.print(text_table(titles, rows))
     console.out("fresh seeds at the best points:")
     print_closing_table([*fresh.values()])
@@ -52,9 +53,10 @@ def tune(searches: Sequence[Search], words: Sequence[str]) -> int:
     return 0 if has_searched and has_reported else FAILED
 
 
-def _row_of(search: Search, states: Mapping[str, CellState]) -> list[str]:
+def _row_of(
+    search: Search, points: Sequence[tuple[float, Point]], states: Mapping[str, CellState]
+) -> list[str]:
     """A search, its best point, the number of points with a value, and the value of the best."""
-    points = _points_with_a_value(search, states)
     count = f"{len(points)} of {len(search.trials)}"
     if not points:
         return [search.title, "none", count, "-"]

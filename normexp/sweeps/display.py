@@ -40,13 +40,17 @@ class Display(logging.Handler):
 
     def __init__(self, states: Sequence[CellState]) -> None:
         super().__init__()
-        ended = [state for state in states if state.is_over]
-        self.ended = {state.id for state in ended}
-        self.num_ended = sum(len(state.states) for state in ended)  # runs of ended cells
+        self.ended: set[str] = set()
+        self.num_ended = 0  # runs of ended cells
         self.total = sum(len(state.states) for state in states)
         self.done_before = _num_runs_done(states) + _share_done(states)
         _, titles = without_shared_words([state.title for state in states])
-        self.titles = dict(zip((state.id for state in states), titles, strict=True))
+        self.titles: dict[str, str] = {}
+        for state, title in zip(states, titles, strict=True):
+            self.titles[state.id] = title
+            if state.is_over:
+                self.ended.add(state.id)
+                self.num_ended += len(state.states)
         self.began = self._line_at = time.monotonic()
         self.first_seen: dict[Path, tuple[float, int]] = {}  # time and step, by stack
         self.printed: set[str] = set()
@@ -108,10 +112,10 @@ class Display(logging.Handler):
         if len(stack.members) == 1:
             title += f" seed {stack.members[0][1]}"
         # `train/loss` as loss, and the metric of the validation split as val: there is little room.
-        metrics = [
-            f"{name.replace('train/', '').partition('/')[0]} {value:.3g}"
-            for name, value in stack.metrics.items()
-        ]
+        metrics = []
+        for name, value in stack.metrics.items():
+            short, _, _ = name.removeprefix("train/").partition("/")
+            metrics.append(f"{short} {value:.3g}")
         now = time.monotonic()
         since, first = self.first_seen.setdefault(stack.folder, (now, stack.step))
         left = ""
