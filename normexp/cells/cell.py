@@ -32,7 +32,6 @@ from normexp.records.logs import collected_messages
 from normexp.records.result import Measured, check_joins
 from normexp.records.source import refuse_edited
 from normexp.training.devices import check_devices
-from normexp.training.evaluation import criterion_of
 from normexp.training.recipe import Recipe, recipe_of
 
 logger = logging.getLogger(__name__)
@@ -91,7 +90,7 @@ def prepare_cell(spec: CellSpec) -> Cell:
     with collected_messages() as messages:
         check_devices(spec.settings.trainer)
         data = load_data(spec.config["data"])
-        recipe = make_recipe(spec, data)
+        recipe = recipe_of(spec, data)
         build = make_builder(spec, recipe, data)
         network = build(spec.seeds[0])
         refuse_edited(spec.sources)
@@ -127,12 +126,6 @@ def prepare_cell(spec: CellSpec) -> Cell:
             measured=measured_of(network, data, traits),
             messages=messages,
         )
-
-
-def make_recipe(spec: CellSpec, data: Data) -> Recipe:
-    """The recipe of a cell on its data, see `recipe_of`."""
-    metrics = [f"val/{name}" for name in criterion_of(data).metrics]
-    return recipe_of(spec, num_train=len(data.train), metrics=metrics)
 
 
 def make_builder(spec: CellSpec, recipe: Recipe, data: Data) -> NetworkBuilder:

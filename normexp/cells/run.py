@@ -231,7 +231,7 @@ class Attempt:
 
     def _report(self, module: TrainingModule) -> None:
         """Writes what the display shows of this training."""
-        shown = ("train/loss", f"val/{module.criterion.metrics[-1]}")
+        shown = ("train/loss", f"val/{module.recipe.criterion.metrics[-1]}")
         known = module.trainer.callback_metrics
         metrics = {name: float(known[name]) for name in shown if name in known}
         metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}

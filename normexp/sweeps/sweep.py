@@ -18,6 +18,7 @@ from normexp.errors import FAILED, Halted, UserError
 from normexp.records.environment import code_version
 from normexp.records.files import ensure_writable, is_read_only
 from normexp.records.journal import CommandEntry, Refusal, Request, append_entry, remove_refused
+from normexp.records.layout import refuse_shipped
 from normexp.records.result import Status
 from normexp.records.study import CellState
 from normexp.reporting.terminal import print_closing_table, print_summary
@@ -126,6 +127,7 @@ def train_cells(
                 append_entry(job.study_dir, refusal)
         if job.unfinished():  # otherwise torch is not imported
             ensure_writable(job.study_dir)
+            refuse_shipped(job.study_dir)
             if command is None or command.launcher is None:
                 Sweep(job, workers, together).train()
             else:

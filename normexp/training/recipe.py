@@ -20,8 +20,10 @@ from normexp.config.groups import shipped_defaults
 from normexp.config.keys import Settings
 from normexp.config.sizes import Share, Sizes
 from normexp.config.spec import CellSpec
+from normexp.data.dataset import Data
 from normexp.errors import UserError
 from normexp.training.callbacks import act_on_batches, build_callbacks
+from normexp.training.criterion import Criterion, criterion_of
 from normexp.training.optimizer import (
     OptimizerFactory,
     OwnRates,
@@ -41,6 +43,7 @@ class Recipe:
 
     Attributes:
         settings: as typed.
+        criterion: the loss and the metrics of its data's task.
         num_train: training samples of its data.
         sizes: those with which one device trains like all devices together.
         schedule: the learning rate of each of all optimizer steps.
@@ -56,6 +59,7 @@ class Recipe:
     """
 
     settings: Settings
+    criterion: Criterion
     num_train: int
     sizes: Sizes
     schedule: Schedule
@@ -130,17 +134,15 @@ class Recipe:
         return None if self.lr_scales is None else OwnRates(replicas, self.lr_scales)
 
 
-def recipe_of(spec: CellSpec, *, num_train: int, metrics: Sequence[str]) -> Recipe:
-    """The recipe of a cell, before it is known what its norm mixes.
-
-    Args:
-        num_train: training samples of its data.
-        metrics: names of the metrics that a validation measures.
+def recipe_of(spec: CellSpec, data: Data) -> Recipe:
+    """The recipe of a cell on its data, before it is known what its norm mixes.
 
     Raises:
         UserError: values that contradict each other, or a part that cannot be built.
     """
-    settings, config = spec.settings, spec.config
+    settings, config, num_train = spec.settings, spec.config, len(data.train)
+    criterion = criterion_of(data)
+    metrics = [f"val/{name}" for name in criterion.metrics]
     synchronized = is_synchronized(config["norm"])
     sizes = _sizes_of(settings, num_train, synchronized=synchronized)
     limit, batch_size = settings.data.limit_train, sizes.batch_size
@@ -162,6 +164,7 @@ def recipe_of(spec: CellSpec, *, num_train: int, metrics: Sequence[str]) -> Reci
     callbacks = partial(build_callbacks, config.get("callback"), metrics)
     return Recipe(
         settings=settings,
+        criterion=criterion,
         num_train=num_train,
         sizes=sizes,
         schedule=build_schedule(

@@ -10,6 +10,7 @@ import pytest
 from train_cases import spec_of
 
 from normexp.checks.training import check_norm_batch_size
+from normexp.data.build import load_data
 from normexp.errors import UserError
 from normexp.records.result import read_result
 from normexp.sweeps.machine import started_processes
@@ -21,7 +22,8 @@ VARIABLES = ("WORLD_SIZE", "RANK", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_I
 
 
 def recipe(*words: str) -> Recipe:
-    return recipe_of(spec_of(*DDP, *words), num_train=96, metrics=["val/loss"])
+    spec = spec_of(*DDP, *words)
+    return recipe_of(spec, load_data(spec.config["data"]))
 
 
 def test_statistics_over_several_devices_are_refused_but_for_a_norm_that_spans_them():

@@ -115,6 +115,15 @@ def test_a_mistake_alone_is_a_line_and_leaves_nothing(
     assert not (tmp_path / "runs" / "s").exists()
 
 
+def test_beside_a_shipped_study_of_the_same_name_nothing_is_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "s.zip").touch()
+    assert main(words_of(tmp_path)) == 2
+    assert f"study=s ships as {tmp_path / 's.zip'}; train in " in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["s.zip"]
+
+
 def raises(*_: object) -> None:
     raise RuntimeError("broken")
 

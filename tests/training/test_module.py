@@ -47,7 +47,7 @@ def test_each_step_has_its_own_draws_and_each_part_knows_its_place(monkeypatch):
         replicas, "set_dropout", lambda keys, first: dropout.append((keys.tolist(), first))
     )
     monkeypatch.setattr(replicas, "seed_foreign_draws", foreign.extend)
-    gradient = StepGradient(replicas, module.criterion.loss, Sizes(8, 4), [0, 1])
+    gradient = StepGradient(replicas, module.recipe.criterion.loss, Sizes(8, 4), [0, 1])
     for step, batch in enumerate(module.batches.chunk(0, 2)):
         gradient.add(step, batch, gradient.dropout_keys(step))
     assert [first for _, first in dropout] == [0, 4, 0, 4]
@@ -73,7 +73,7 @@ def test_running_averages_come_from_the_step_its_first_group_or_group_by_group(
 
     networks = [build(), build()]
     replicas = Stacked(networks) if stacked else InTurn(networks)
-    loss = build_module().criterion.loss
+    loss = build_module().recipe.criterion.loss
     gradient = StepGradient(replicas, loss, sizes, [0, 1], running_from)
     gradient.add(0, {"inputs": x, "targets": targets}, None)
     for replica in (0, 1):
@@ -98,18 +98,18 @@ PLATEAU = own_schedule(
     "val/loss",
     "plateau",
 )
-# Choices of a training, and what its schedule divides the learning rate by in the end.
-RESUMED: dict[str, tuple[dict[str, Any], int | None]] = {
-    "in turn": ({}, None),
-    "stacked": ({"stacked": True}, None),
-    "step": ({"schedule": STEP_LR}, 8),
-    "plateau": ({"schedule": PLATEAU}, 2),
+# Choices of a training, what its schedule divides the learning rate by in the end, and the stops.
+RESUMED: dict[str, tuple[dict[str, Any], int | None, tuple[int, ...]]] = {
+    "in turn": ({}, None, (5, 8)),
+    "stacked": ({"stacked": True}, None, (5, 8)),
+    "step": ({"schedule": STEP_LR}, 8, (8,)),
+    "plateau": ({"schedule": PLATEAU}, 2, (8,)),
 }
 
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_resumed_run_equals_an_undisturbed_one_to_the_bit(tmp_path: Path, name: str):
-    own, divisor = RESUMED[name]
+    own, divisor, stops = RESUMED[name]
     common: dict[str, Any] = {"lr_scales": (0.5, 1.0), "sizes": Sizes(8, 4, 2), "max_chunk": 2}
 
     def build():  # 5 steps an epoch, 10 in all
@@ -120,7 +120,7 @@ def test_resumed_run_equals_an_undisturbed_one_to_the_bit(tmp_path: Path, name: 
     if divisor is not None:
         (group,) = (g for g in undisturbed.trainer.optimizers[0].param_groups if g["weight_decay"])
         assert group["lr"] == pytest.approx(0.05 / divisor)
-    for stop_at in (5, 8):
+    for stop_at in stops:
         resumed = stopped_and_resumed(build, stop_at, tmp_path / f"{stop_at}.ckpt", precision)
         for replica in (0, 1):
             assert_same_state(undisturbed, resumed, 0, replica=replica)
@@ -132,7 +132,7 @@ def test_resumed_run_equals_an_undisturbed_one_to_the_bit(tmp_path: Path, name: 
 def test_a_diverged_run_ends_at_its_own_step_whatever_its_neighbours_and_chunks(
     tmp_path: Path, stacked: bool
 ):
-    data = image_data(200)  # 25 steps an epoch
+    data = image_data(120)  # 15 steps an epoch
     common = {"data": data, "stacked": stacked, "lr": 1e30, "seeds": (0, 1), "log_every": 1}
     found, healthy = [], build_module(data=data, seeds=(1,), lr=1e-2, log_every=1)
     for max_chunk, scales in ((1, (1.0, 1.0)), (7, (1.0, 1e-32))):
@@ -142,7 +142,7 @@ def test_a_diverged_run_ends_at_its_own_step_whatever_its_neighbours_and_chunks(
         assert math.isnan(module.metrics["test/accuracy"][0])  # not the share of class 0
         found.append((module.losses.diverged_at[0], rows_of(module)))
     assert found[0] == found[1]
-    assert max(row[0] for row in found[0][1]) < found[0][0] < 25
+    assert max(row[0] for row in found[0][1]) < found[0][0] < 15
     train(healthy, tmp_path / "b.ckpt", precision="32-true")
     assert_same_state(module, healthy, 1e-4, replica=1, other=0)
 
