@@ -118,21 +118,15 @@ class Display(logging.Handler):
             metrics.append(f"{short} {value:.3g}")
         now = time.monotonic()
         since, first = self.first_seen.setdefault(stack.folder, (now, stack.step))
-        left = ""
-        if stack.step - first > SHARE_FOR_A_GUESS * stack.total:
-            seconds = (now - since) * (stack.total - stack.step) / (stack.step - first)
-            left = f"{format_duration(seconds)} left"
+        left = _time_left(now - since, stack.step - first, stack.total - first)
         steps = f"step {stack.step}/{stack.total}" if stack.total else "starting"
         return title, steps, "  ".join(metrics), left
 
     def _times(self, done: float) -> str:
         """The time elapsed, and the time left by the mean time of a run so far."""
         elapsed = time.monotonic() - self.began
-        text = f"{format_duration(elapsed)} elapsed"
-        trained, total = done - self.done_before, self.total - self.done_before
-        if trained > SHARE_FOR_A_GUESS * total:
-            text += f", {format_duration(elapsed * (total - trained) / trained)} left"
-        return text
+        left = _time_left(elapsed, done - self.done_before, self.total - self.done_before)
+        return ", ".join(filter(None, [f"{format_duration(elapsed)} elapsed", left]))
 
     def _bar(self, done: int, times: str) -> Table:
         grid = Table.grid(padding=(0, 2), expand=True)
@@ -140,6 +134,13 @@ class Display(logging.Handler):
             grid.add_column(no_wrap=True, ratio=width)
         grid.add_row(f"{done}/{self.total} runs", ProgressBar(self.total, done), times)
         return grid
+
+
+def _time_left(seconds: float, done: float, total: float) -> str:
+    """`3 min left`, if the work done took these seconds; empty while too little is done."""
+    if done <= SHARE_FOR_A_GUESS * total:
+        return ""
+    return f"{format_duration(seconds * (total - done) / done)} left"
 
 
 def _table(rows: Iterable[Row]) -> Table:
