@@ -255,6 +255,7 @@ def replace_norms(
     from normexp.models import surgery
     from normexp.models.recognise import recognise
     from normexp.norms.build import build_norm
+    from normexp.norms.site import named_sites
 
     check_value("norm_batch_size", norm_batch_size, Count | None)
     words = [
@@ -264,6 +265,8 @@ def replace_norms(
     keywords = inputs if isinstance(inputs, Mapping) else {}
     args = () if keywords else inputs if isinstance(inputs, tuple) else (inputs,)
     network = copied(model)
+    for _, site in named_sites(network):  # of an earlier call, which this one replaces
+        site.norm_batch_size = None
     recognition = recognise(network, None if inputs is None else args, keywords)
     if inputs is not None and not factory.keeps_norms:
         surgery.check_formulas(network, recognition, args, keywords)

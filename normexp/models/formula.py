@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -93,11 +93,13 @@ class CallForm:
         shape: of x.
         layouts: the values of `is_last` that are possible; a mask has the other axes.
         mask: how the mask is passed; None without one.
+        dtype: in which the module is measured.
     """
 
     shape: torch.Size
     layouts: tuple[bool, ...]
     mask: Literal["position", "keyword"] | None = None
+    dtype: torch.dtype = torch.double
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,8 @@ def describe_norm(module: nn.Module, form: CallForm) -> NormDescription:
             fits[measurement] = measurement.fit()
         except Exception as failure:  # a module whose channels are elsewhere may raise anything
             failures.append(failure)
+    if not fits and form.dtype == torch.double:  # many cast to float32 in their forward
+        return describe_norm(module, replace(form, dtype=torch.float))
     if not fits:
         raise failures[0]
     nearest = min(fits, key=lambda measurement: fits[measurement].residual)
@@ -207,7 +211,7 @@ class Fit(NamedTuple):
 
 
 class Measurement:
-    """Runs copies of a module on random inputs (N, C, *), turned to its layout, in float64.
+    """Runs copies of a module on random inputs (N, C, *), turned to its layout.
 
     The inputs have as many channels as in the network, but other numbers of samples and positions:
     most modules raise if their channels are on another axis.
@@ -224,7 +228,7 @@ class Measurement:
         self.form = form
         self.axis = -1 if is_last else 1
         self.is_last = is_last
-        self.core = copied(module).cpu().double()
+        self.core = copied(module).cpu().to(form.dtype)
         tail = {n: child for n, child in self.core.named_children() if not tensors_of(child)}
         self.tail = tuple(n for n, child in tail.items() if not isinstance(child, nn.Identity))
         for name in tail:
@@ -258,7 +262,8 @@ class Measurement:
         return rows if self.mask is None else rows[:, self.mask.flatten()]
 
     def _call(self, module: nn.Module, x: Tensor) -> Tensor:
-        args: list[Any] = [x.clone().movedim(1, self.axis).contiguous()]
+        turned = x.to(self.form.dtype, copy=True).movedim(1, self.axis)
+        args: list[Any] = [turned.contiguous()]
         keywords = {}
         if self.form.mask == "position":
             args.append(self.mask)
@@ -266,7 +271,7 @@ class Measurement:
             keywords["mask"] = self.mask
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return module(*args, **keywords).movedim(self.axis, 1)
+            return module(*args, **keywords).movedim(self.axis, 1).double()
 
     def _normalize(self, formula: Formula, x: Tensor, eps: float = 0.0) -> Tensor:
         return formula.build(self.num_features, eps=eps, affine=False)(x, self.mask)

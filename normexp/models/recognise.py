@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ from normexp.models.formula import (
     is_close,
     tensors_of,
 )
+from normexp.norms.site import Site
 
 TORCH_NORMS = {  # their formulas by class
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm), "batch"),
@@ -44,6 +45,7 @@ TORCH_NORMS = {  # their formulas by class
     nn.RMSNorm: "rms",
 }
 TYPICAL = 3.0  # standard deviation of inputs as in networks
+Cache = dict[str, NormDescription | Misfit]
 NOTHING: Mapping[str, Any] = {}
 
 
@@ -58,8 +60,8 @@ class LeftAlone:
 
     class_name: str
     reason: str
-    resembles_norm: bool = True
-    is_called: bool = True
+    resembles_norm: bool
+    is_called: bool
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,15 @@ class Recognition:
 
 
 class Call(NamedTuple):
-    """A call of a module in a forward; `form` is None if it has other arguments than a norm."""
+    """A call of a module in a forward.
 
-    form: CallForm | None
+    Attributes:
+        keeps_shape: it returned a tensor of the shape and dtype of its first argument (N, ...).
+    """
+
     args: tuple[Any, ...]
     keywords: Mapping[str, Any]
+    keeps_shape: bool
 
 
 def recognise(
@@ -91,18 +97,20 @@ def recognise(
     """
     calls = None if args is None else _record_calls(copied(network), args, keywords)
     modules = dict(network.named_modules())
-    weights: set[nn.Module] = set()
+    parts: set[nn.Module] = set()  # of what computes a weight, and of sites, which are norms
     for module in modules.values():
         if isinstance(module, ParametrizationList):
-            weights.update(module.modules())
+            parts.update(module.modules())
+        if isinstance(module, Site):
+            parts.update(module.norm.modules())
     named: set[nn.Module] = set()
     norms: dict[str, NormDescription] = {}
     left_alone: dict[str, LeftAlone] = {}
-    cache: dict[str, NormDescription | LeftAlone] = {}
+    cache: Cache = {}
     del modules[""]  # the network itself has no place in which another module could be put
     for path, module in reversed(modules.items()):  # children come before their parents
-        if module in weights or not named.isdisjoint(module.modules()):
-            continue  # it computes a weight, or contains a norm
+        if module in parts or not named.isdisjoint(module.modules()):
+            continue  # the rest of a module that contains a norm is kept
         found = _judge(module, None if calls is None else calls.get(path, []), cache)
         if isinstance(found, NormDescription):
             norms[path] = found
@@ -111,6 +119,10 @@ def recognise(
             left_alone[path] = found
             if found.resembles_norm:
                 named.add(module)
+    classes = {type(modules[path]) for path in norms}
+    for path, other in left_alone.items():
+        if type(modules[path]) in classes:  # called in another way
+            left_alone[path] = replace(other, resembles_norm=True)
     return Recognition({path: norms[path] for path in modules if path in norms}, left_alone)
 
 
@@ -120,42 +132,51 @@ def recognise(
 def _record_calls(
     network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]
 ) -> dict[str, list[Call]]:
-    """The calls of each module that returns the shape of its first tensor."""
+    """The calls of each module; TorchScript's cannot be watched."""
     calls: defaultdict[str, list[Call]] = defaultdict(list)
 
     def record(
         path: str, _: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], out: Any
     ) -> None:
         x = next(iter((*args, *keywords.values())), None)
-        if not (isinstance(x, Tensor) and isinstance(out, Tensor) and x.is_floating_point()):
-            return
-        if x.ndim > 1 and (out.shape, out.dtype) == (x.shape, x.dtype):
-            calls[path].append(Call(_form_of(args, keywords), args, keywords))
+        keeps_shape = (
+            isinstance(x, Tensor)
+            and isinstance(out, Tensor)
+            and x.is_floating_point()
+            and x.ndim > 1
+            and (out.shape, out.dtype) == (x.shape, x.dtype)
+        )
+        calls[path].append(Call(args, keywords, keeps_shape))
 
     torch_norms = set()
     for path, module in network.named_modules():
-        if _is_torch_norm(module):
+        if type(module) in TORCH_NORMS:
             torch_norms.add(path)
-        module.register_forward_hook(partial(record, path), with_kwargs=True)
+        if not isinstance(module, torch.jit.ScriptModule):
+            module.register_forward_hook(partial(record, path), with_kwargs=True)
     run_network(network.train(), args, keywords)
     if not torch_norms <= calls.keys():  # training may drop layers at random
         run_network(network.eval(), args, keywords)
     return calls
 
 
-def _form_of(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> CallForm | None:
-    """The form of a call with x alone, or with x and a mask (N, *); None for any other."""
-    x, *others = (*args, *keywords.values())
-    others = [value for value in others if value is not None]
-    if not keywords.keys() <= {"x", "mask"} or len(others) > 1:
-        return None
-    if not others:
-        return CallForm(x.shape, (False,) if x.ndim == 2 else (False, True))
-    (mask,) = others
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != x.ndim - 1:
-        return None
-    way = "keyword" if "mask" in keywords else "position"
-    return CallForm(x.shape, (mask.shape == x.shape[:-1],), way)
+def _form_of(call: Call) -> CallForm:
+    """The form of a call with x alone, or with x and a mask (N, *). Raises Misfit for any other."""
+    if not call.keeps_shape:
+        raise Misfit("it does not map a batch (N, ...) to the same shape")
+    x, *others = (*call.args, *call.keywords.values())
+    given: list[Any] = [value for value in others if value is not None]
+    if call.keywords.keys() <= {"x", "mask"}:
+        if not given:
+            return CallForm(x.shape, (False,) if x.ndim == 2 else (False, True))
+        mask = given[0]
+        is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.ndim == x.ndim - 1
+        if is_mask and len(given) == 1:
+            way = "keyword" if "mask" in call.keywords else "position"
+            return CallForm(x.shape, (mask.shape == x.shape[:-1],), way)
+    elif not others:
+        raise Misfit("it is given its input by keyword")
+    raise Misfit("it is called with a second input")
 
 
 def run_network(network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
@@ -184,55 +205,73 @@ def run_network(network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str
 
 
 def _judge(
-    module: nn.Module, calls: list[Call] | None, cache: dict[str, NormDescription | LeftAlone]
-) -> NormDescription | LeftAlone | None:
-    """What a module is, from its calls; None if it cannot be a norm.
+    module: nn.Module, calls: list[Call] | None, cache: Cache
+) -> NormDescription | LeftAlone:
+    """What a module is, from its calls; None: no forward was run."""
+    is_called = bool(calls) and all(call.keeps_shape for call in calls)
+    try:
+        return _describe(module, calls, cache)
+    except Misfit as misfit:
+        resembles = _has_name_of_norm(module)
+        if calls and is_called and not _is_of_torch(module):
+            resembles = resembles or _ignores_scale(module, calls[0])
+        return LeftAlone(class_name_of(module), str(misfit), resembles, is_called)
+
+
+def _describe(module: nn.Module, calls: list[Call] | None, cache: Cache) -> NormDescription:
+    """The norm that a module is in all of its calls. Raises Misfit.
 
     Args:
-        calls: None if no forward was run.
         cache: what was found for equal modules, by their class, settings, shapes and calls.
     """
-    is_torch_norm = _is_torch_norm(module)
-    if is_torch_norm and (calls is None or (calls and all(call.form for call in calls))):
+    is_torch_norm = type(module) in TORCH_NORMS
+    if isinstance(module, torch.jit.ScriptModule):
+        raise Misfit("it is TorchScript")
+    if calls is None and not is_torch_norm:
+        raise Misfit("without inputs it cannot be tried")
+    if calls == []:
+        raise Misfit("it is never called")
+    if _is_of_torch(module) and not is_torch_norm:
+        raise Misfit("torch has it, and it is no norm")
+    forms = tuple(dict.fromkeys(_form_of(call) for call in calls or ()))
+    if module._forward_hooks or module._forward_pre_hooks:
+        raise Misfit("it has a hook, which a new norm would not call")
+    if is_torch_norm and "forward" not in vars(module):
         return _read_torch_norm(module)
-    if not calls:
-        reason = "without inputs it cannot be tried" if calls is None else "it is never called"
-        resembles = _has_name_of_norm(module)
-        return LeftAlone(type(module).__name__, reason, is_called=False) if resembles else None
-    of_torch = type(module).__module__.startswith("torch.nn.modules.")
-    if isinstance(module, torch.jit.ScriptModule) or (of_torch and not is_torch_norm):
-        return None
     plain = bool | int | float | str | tuple
     settings = [item for item in vars(module).items() if isinstance(item[1], plain)]
     shapes = [(name, tensor.shape) for name, tensor in tensors_of(module).items()]
-    forms = tuple(dict.fromkeys(call.form for call in calls))
     key = repr((id(type(module)), module, settings, shapes, forms))
     if key not in cache:
-        cache[key] = _describe(module, calls)
+        cache[key] = _measure(module, forms)
     found = cache[key]
-    if isinstance(found, LeftAlone):
-        return found
-    return _compare(module, found)
+    if isinstance(found, Misfit):
+        raise found
+    _check_values(module, found)
+    return found
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.modules.")
+
+
+def class_name_of(module: nn.Module) -> str:
+    """The name of the module's class, which TorchScript hides."""
+    return getattr(module, "original_name", type(module).__name__)
 
 
 def _has_name_of_norm(module: nn.Module) -> bool:
-    """True if its class is called a norm, which counts for messages alone."""
+    """True for a site, or if its class is called a norm, which counts for messages alone."""
     is_container = any(tensors_of(child) for child in module.children())
-    return "norm" in type(module).__name__.lower() and not is_container
+    has_name = "norm" in class_name_of(module).lower() and not is_container
+    return has_name or isinstance(module, Site)
 
 
-def _is_torch_norm(module: nn.Module) -> bool:
-    """True for a norm of torch that nobody has changed."""
-    is_changed = "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
-    return type(module) in TORCH_NORMS and not is_changed
-
-
-def _read_torch_norm(module: Any) -> NormDescription | LeftAlone:
+def _read_torch_norm(module: Any) -> NormDescription:
     name = TORCH_NORMS[type(module)]
     shape = getattr(module, "normalized_shape", None)
     if shape is not None and len(shape) > 1:
-        reason = "it normalizes several axes; a site normalizes one axis of channels"
-        return LeftAlone(type(module).__name__, reason)
+        raise Misfit("it normalizes several axes; a site normalizes one axis of channels")
     if shape is not None:
         num_features = shape[0]
     elif isinstance(module, nn.GroupNorm):
@@ -249,32 +288,21 @@ def _read_torch_norm(module: Any) -> NormDescription | LeftAlone:
     return NormDescription(Formula(name, shape is not None, num_groups), num_features, settings)
 
 
-def _describe(module: nn.Module, calls: list[Call]) -> NormDescription | LeftAlone:
-    """The norm that fits all calls."""
+def _measure(module: nn.Module, forms: Sequence[CallForm]) -> NormDescription | Misfit:
+    """The norm that fits all forms in which a module is called, or why none does."""
     try:
-        return _describe_calls(module, calls)
+        descriptions = [describe_norm(module, form) for form in forms]
     except Misfit as misfit:
-        reason = str(misfit)
+        return misfit
     except Exception as error:  # foreign code may raise anything
-        reason = f"trying it fails: {one_line(error)}"
-    resembles = _has_name_of_norm(module) or _ignores_scale(module, calls[0])
-    return LeftAlone(type(module).__name__, reason, resembles)
-
-
-def _describe_calls(module: nn.Module, calls: list[Call]) -> NormDescription:
-    descriptions: dict[CallForm, NormDescription] = {}
-    for form, args, keywords in calls:
-        if form is None:
-            by_keyword = not args and len(keywords) == 1
-            way = "given its input by keyword" if by_keyword else "called with a second input"
-            raise Misfit(f"it is {way}")
-        if form not in descriptions:
-            descriptions[form] = describe_norm(module, form)
+        return Misfit(f"trying it fails: {one_line(error)}")
     # On rows (N, C) the last axis is the first one after the samples.
-    of_maps = [found for form, found in descriptions.items() if len(form.shape) > 2]
+    of_maps = [
+        found for found, form in zip(descriptions, forms, strict=True) if len(form.shape) > 2
+    ]
     if len({found.formula.is_last for found in of_maps}) > 1:
-        raise Misfit("its channels are first in some calls and last in others")
-    return (of_maps or [*descriptions.values()])[0]
+        return Misfit("its channels are first in some calls and last in others")
+    return (of_maps or descriptions)[0]
 
 
 def _ignores_scale(module: nn.Module, call: Call) -> bool:
@@ -293,17 +321,15 @@ def _ignores_scale(module: nn.Module, call: Call) -> bool:
         return False
 
 
-def _compare(module: nn.Module, norm: NormDescription) -> NormDescription | LeftAlone:
-    """The description, if the module computes it, at its own values and in both modes."""
+def _check_values(module: nn.Module, norm: NormDescription) -> None:
+    """Raises Misfit unless a module computes its description, at its own values, in both modes."""
     assert norm.form is not None
     measurement = Measurement(module, norm.form, norm.formula.is_last)
     described = DescribedNorm(norm, module)
-    module = copied(module).cpu().double()
+    module = copied(module).cpu().to(norm.form.dtype)
     x = TYPICAL * draw(measurement.shape, 3)
     for training in (True, False):
         expected = measurement.run(module, x, training)
         if not is_close(expected, measurement.run(described, x, training), TOLERANCE):
             mode = "training" if training else "evaluation"
-            reason = f"it is {norm.formula}, and does something besides in {mode}"
-            return LeftAlone(type(module).__name__, reason)
-    return norm
+            raise Misfit(f"it is {norm.formula}, and does something besides in {mode}")

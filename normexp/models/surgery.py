@@ -29,7 +29,7 @@ from normexp.norms.factory import NormFactory
 from normexp.norms.site import Site, named_sites
 from normexp.words import name_some
 
-FLOAT_TOLERANCE = 1e-3  # as TOLERANCE, for a network that runs in float32 alone
+FLOAT_TOLERANCE = 1e-3  # as TOLERANCE, for a network that does not run in float64
 
 
 class SiteWithTail(nn.Sequential):
@@ -47,12 +47,16 @@ class Surgery:
         keeps_norms: the old norms are inside of the sites.
         classes: the class of the old norm, by site.
         lost: old tensors that training had changed, and that have no place in the new norm.
+        frozen: sites whose parameters require no gradient, like those of the old norm.
+        unfrozen: sites that train where the network's own train() left the old norm in evaluation.
     """
 
     left_alone: Mapping[str, LeftAlone]
     keeps_norms: bool
     classes: dict[str, str] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
+    frozen: list[str] = field(default_factory=list)
+    unfrozen: list[str] = field(default_factory=list)
 
     def notes(self) -> Iterator[str]:
         """Yields the lines of the log."""
@@ -64,6 +68,13 @@ class Surgery:
             yield f"left alone: {left_alone}"
         if self.lost:
             yield f"the new norm has no place for {name_some(self.lost)}"
+        if self.frozen:
+            yield f"parameters stay frozen at {name_some(self.frozen)}"
+        if self.unfrozen and not self.keeps_norms:
+            yield (
+                f"the network trains with {name_some(self.unfrozen)} in evaluation mode, and the "
+                "new norms train; norm=frozen keeps their statistics"
+            )
 
 
 def describe_left_alone(modules: Mapping[str, LeftAlone]) -> str:
@@ -94,6 +105,7 @@ def replace_norms(
     left_alone = {} if only is not None else dict(recognition.left_alone)
     surgery = Surgery(left_alone, factory.keeps_norms)
     new: dict[str, nn.Module] = {}
+    evaluated = _evaluated_in_training(network)
     for path, old in network.named_modules():
         class_name = type(old).__name__
         if only is not None and class_name not in only:
@@ -103,6 +115,10 @@ def replace_norms(
         if norm is not None and not factory.keeps_norms:
             new[path], lost = _new_norm(old, norm, factory, network)
             surgery.lost += [f"{path}.{name}" for name in lost]
+            parameters = [*old.parameters()]
+            if parameters and not any(parameter.requires_grad for parameter in parameters):
+                new[path].requires_grad_(False)
+                surgery.frozen.append(path)
         elif norm is not None:
             new[path] = factory.around(old, is_last=norm.formula.is_last)
         elif factory.keeps_norms and other and other.resembles_norm and other.is_called:
@@ -115,6 +131,8 @@ def replace_norms(
     if missing or not new:
         raise UserError(_why_nothing(network, recognition, missing))
     _put(new, network)
+    evaluated -= _evaluated_in_training(network)
+    surgery.unfrozen = [path for path in new if path in evaluated]
     for module in network.modules():
         if hasattr(module, "inplace"):  # a norm may need its output for its gradient
             setattr(module, "inplace", False)  # noqa: B010 (nn.Module is typed to hold no bool)
@@ -146,7 +164,9 @@ def check_formulas(
     for training in (False, True):
         expected = _outputs(copied(network).train(training), args, keywords)
         output = _outputs(copied(described).train(training), args, keywords)
-        tolerance = TOLERANCE if output.dtype == torch.double else FLOAT_TOLERANCE
+        tolerance = TOLERANCE
+        if expected.dtype != torch.double:
+            tolerance = max(FLOAT_TOLERANCE, 8 * torch.finfo(expected.dtype).eps)
         if expected.shape != output.shape or not is_close(expected, output, tolerance):
             mode = "training" if training else "evaluation"
             raise UserError(
@@ -212,6 +232,12 @@ def _new_norm(
     for name in norm.tail:
         new.add_module(name, old.get_submodule(name))
     return new, lost
+
+
+def _evaluated_in_training(network: nn.Module) -> set[str]:
+    """The paths of the modules that the network's train() leaves in evaluation mode."""
+    modules = copied(network).train().named_modules()
+    return {path for path, module in modules if not getattr(module, "training", True)}
 
 
 def _like(old: nn.Module, network: nn.Module, new: nn.Module) -> nn.Module:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor, nn
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from normexp.errors import UserError, one_line
 from normexp.norms.site import named_sites, names_as_built
@@ -20,7 +23,6 @@ from normexp.words import name_some
 
 Values = dict[str, Tensor]
 Download = Callable[[str], tuple[str, Callable[[], Values]]]
-INNER = ("state_dict", "model", "model_state_dict")  # where a checkpoint has its weights
 
 
 @dataclass(frozen=True)
@@ -50,27 +52,34 @@ class Weights:
             say: logs what was loaded, what was not, and what the file has in excess.
 
         Raises:
-            UserError: any other parameter of the network has no value that fits in the file.
+            UserError: any other parameter of the network has no value that fits in the file, or
+                the file has weights for several such networks.
         """
         names = names_as_built(network)
-        values = _without_prefix(self.values, list(names.values()))
-        unloaded, unused = load_fitting(network, values)
+        prefixes = _find_prefixes(self.values, names.values())
+        unloaded, unused = load_fitting(network, _without_prefix(self.values, prefixes[0]))
         parameters = dict(network.named_parameters())
-        missing = {
-            name: f"{names[name]} {unloaded[name]}" for name in unloaded if name in parameters
-        }
+        missing: dict[str, str] = {}
+        for name, tensor in network.state_dict().items():
+            if name in unloaded and tensor.is_floating_point():  # counts of batches are none
+                missing[name] = f"{names[name]} {unloaded[name]}"
         may_start_anew = _may_start_anew(network)
         key = f"model.weights={self.name}"
         for name, reason in missing.items():
-            if name not in may_start_anew:
-                num_loaded = len(parameters) - len(missing)
+            if name in parameters and name not in may_start_anew:
+                num_loaded = len(parameters.keys() - missing.keys())
                 raise UserError(
                     f"{key} does not fit the model: {num_loaded} of its {len(parameters)} "
                     f"parameters are in the file, which has {', '.join([*self.values][:2])}; "
                     f"{reason}, and only norms and the last layer may be missing"
                 )
+        if len(prefixes) > 1:
+            raise UserError(
+                f"{key} holds weights for several networks of this kind, named "
+                f"{', '.join(f'{prefix}*' for prefix in prefixes)}; save one of them alone"
+            )
         total = sum(parameter.numel() for parameter in parameters.values())
-        num_missing = sum(parameters[name].numel() for name in missing)
+        num_missing = sum(parameters[name].numel() for name in missing.keys() & parameters.keys())
         but = f"; not loaded: {name_some(missing.values())}" if missing else ""
         say(
             f"{key}: {total - num_missing:,} of {total:,} parameters are loaded{but}; "
@@ -158,7 +167,8 @@ def open_weights(name: str, download: Download | None) -> Weights:
 def read_values(path: Path) -> Values:
     """Reads the tensors of a safetensors file, or of a state_dict that torch.save wrote.
 
-    The state_dict may be inside a checkpoint. Only tensors and plain values are unpickled.
+    Tensors in nested mappings, as in checkpoints, are named by all of their keys. Only tensors and
+    plain values are unpickled.
     """
     key = f"model.weights={path}"
     if path.suffix == ".safetensors":
@@ -170,34 +180,44 @@ def read_values(path: Path) -> Values:
     try:
         content: Any = load(path)
     except Exception as error:  # torch and safetensors raise many kinds
-        why = (
-            "a pickled object, such as a whole model"
-            if isinstance(error, UnpicklingError)
-            else one_line(error)
-        )
+        why = one_line(error)
+        if isinstance(error, UnpicklingError):
+            objects = get_unsafe_globals_in_checkpoint(path) if is_zipfile(path) else ()
+            why = f"only tensors are read, and it holds {name_some(objects) or 'other objects'}"
         raise UserError(
             f"{key} holds neither a state_dict, as torch.save(model.state_dict(), FILE) writes it, "
             f"nor safetensors ({why})"
         ) from error
-    for inner in INNER:
-        if isinstance(content, Mapping) and isinstance(content.get(inner), Mapping):
-            content = content[inner]
-    named = content if isinstance(content, Mapping) else {}
-    values = {str(name): value for name, value in named.items() if isinstance(value, Tensor)}
+    values = dict(_named_tensors(content))
     if not values:
         raise UserError(f"{key} holds no tensors by name; name the file of a state_dict")
     return values
 
 
-def _without_prefix(values: Values, names: Sequence[str]) -> Values:
-    """Strips a prefix such as `module.` from all names, if more of them are then the network's."""
-    if not names:
-        return values
-    first = names[0]
-    prefixes = [name.removesuffix(first) for name in values if name.endswith(f".{first}")]
+def _named_tensors(content: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors in nested mappings, with their keys joined by dots."""
+    if isinstance(content, Tensor):
+        yield prefix.removesuffix("."), content
+    elif isinstance(content, Mapping):
+        for key, value in content.items():
+            if isinstance(key, str):  # those of an optimizer are numbers
+                yield from _named_tensors(value, f"{prefix}{key}.")
 
-    def count_matches(prefix: str) -> int:
-        return sum(prefix + name in values for name in names)
 
-    best = max(["", *sorted(prefixes)], key=count_matches)
-    return {name.removeprefix(best): value for name, value in values.items()}
+def _find_prefixes(values: Values, names: Iterable[str]) -> list[str]:
+    """Those with which the most of the network's names are in the file; "" if it has them as is."""
+    counts = Counter({"": 0})
+    for name in names:
+        for key in values:
+            if f".{key}".endswith(f".{name}"):
+                counts[key.removesuffix(name)] += 1
+    most = max(counts.values())
+    best = sorted(prefix for prefix, count in counts.items() if count == most)
+    return best if best[0] else [""]
+
+
+def _without_prefix(values: Values, prefix: str) -> Values:
+    """The values, without the prefix where a name has it; a name without it gives way."""
+    others = {name: value for name, value in values.items() if not name.startswith(prefix)}
+    own = {name: value for name, value in values.items() if name.startswith(prefix)}
+    return others | {name.removeprefix(prefix): value for name, value in own.items()}

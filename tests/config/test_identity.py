@@ -14,6 +14,7 @@ from normexp.config import identity
 from normexp.config.compose import compose_cell
 from normexp.config.groups import group_choices
 from normexp.config.identity import cell_id, differences
+from normexp.config.sizes import Sizes
 from normexp.config.spec import CellSpec
 from normexp.errors import UserError
 
@@ -72,7 +73,6 @@ def test_recorded_ids_stay(line: str):
     ("one", "other"),
     [
         ("batch_size=32", "micro_batch_size=32 norm_batch_size=32"),
-        ("batch_size=32", "norm_batch_size=32"),
         ("micro_batch_size=8", "micro_batch_size=8 norm_batch_size=8"),
         ("norm=group", "norm=group norm.num_groups=8 seed=3 trainer=cpu"),
         ("model=vit", "model=vit model.init=depth_scaled"),
@@ -202,6 +202,24 @@ def test_a_name_with_a_folder_is_readable_in_the_slug():
 
 
 # --- Canonical values, and the id as text ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ((32, None, None), (None, None)),
+        ((32, 32, None), (None, None)),
+        ((32, None, 32), (None, None)),
+        ((32, 8, 8), (8, None)),
+        ((32, 8, 4), (8, 4)),
+        ((32, None, 4), (None, 4)),
+    ],
+)
+def test_a_size_is_null_where_nothing_is_split(given, kept):
+    sizes = Sizes(*given).canonical(mixes_samples=True)
+    assert (sizes["batch_size"], sizes["micro_batch_size"], sizes["norm_batch_size"]) == (32, *kept)
+    alone = Sizes(*given).canonical(mixes_samples=False)
+    assert alone == sizes | {"norm_batch_size": None}
 
 
 @pytest.mark.parametrize(

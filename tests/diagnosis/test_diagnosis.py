@@ -19,7 +19,7 @@ from diagnosis_cases import batches, examine, kinds, network, norms_of, trained
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from normexp.checks.probe import unlike
+from normexp.checks.probe import differing_values
 from normexp.diagnosis import Diagnosis, decompose, diagnose, measure
 from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm
@@ -365,6 +365,25 @@ def test_averages_that_no_forward_moves_are_those_of_the_model():
     assert examine(model, batches=pairs).evaluation == pytest.approx(plain)
 
 
+class WithTeacher(nn.Module):
+    """Runs a second network in training alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = trained(), trained()
+
+    def forward(self, x):
+        if self.training:
+            self.teacher(x)
+        return self.student(x)
+
+
+def test_a_norm_that_runs_in_training_alone_changes_nothing():
+    alone = examine(trained(), max_batches=4)
+    beside = examine(WithTeacher(), max_batches=4)
+    assert beside.terms == alone.terms and not kinds(beside) - kinds(alone)
+
+
 def test_frozen_weights_do_not_hide_averages_that_move():
     model = changed(shift)()
     model.requires_grad_(False)[9].requires_grad_()
@@ -604,7 +623,7 @@ def test_the_model_and_all_random_states_come_back_unchanged(make: Any):
     assert torch.equal(drawn[0], again[0]) and (drawn[1] == again[1]).all() and drawn[2] == again[2]
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, before[name], rtol=0, atol=0)
-    assert not unlike(model, original)
+    assert not differing_values(model, original)
     assert all(buffer is buffers[name] for name, buffer in model.named_buffers())
     for was, module in zip(values, model.modules(), strict=True):
         assert was.keys() == vars(module).keys() and was["training"] == module.training

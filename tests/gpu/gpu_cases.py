@@ -108,7 +108,7 @@ def first_step(module: TrainingModule, device: str, dtype: torch.dtype) -> dict[
     module.replicas.to(dtype)
     place(module, device)
     replicas = module.replicas.train()
-    gradient = StepGradient(replicas, module.criterion.loss, module.recipe.sizes, SEEDS)
+    gradient = StepGradient(replicas, module.recipe.criterion.loss, module.recipe.sizes, SEEDS)
     (batch,) = module.batches.chunk(0, 1, dtype)
     values = {"loss": gradient.add(0, batch, gradient.dropout_keys(0))}
     state = {name: p.grad for name, p in replicas.named_parameters() if p.grad is not None}
@@ -129,7 +129,7 @@ def steps_of(
     recorded = RecordedStep(replicas, optimizer, recipe.sizes.batch_size)
     if not num_replayed:
         recorded.why_not = "asked for by the test"
-    gradient = StepGradient(replicas, module.criterion.loss, recipe.sizes, SEEDS)
+    gradient = StepGradient(replicas, module.recipe.criterion.loss, recipe.sizes, SEEDS)
     step = Step(
         gradient, optimizer, None, max_grad_norm=recipe.settings.max_grad_norm, recorded=recorded
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,8 @@ def test_group_norm_takes_the_place_of_pretrained_batch_norm(
 ) -> None:
     """One line fine-tunes: convolution, gain and head are loaded, statistics have no place."""
     values = plain_weights()
-    within = {"epoch": 3, "state_dict": {f"module.{k}": v for k, v in values.items()}}
+    average = {k: 2 * v for k, v in values.items() if k != "fc.bias"}  # fits less of the network
+    within = {"epoch": 3, "net": {f"module.{k}": v for k, v in values.items()}, "ema": average}
     if name == "w.safetensors":
         save_file(values, tmp_path / name)
     else:
@@ -108,6 +110,16 @@ def test_group_norm_takes_the_place_of_pretrained_batch_norm(
         torch.testing.assert_close(own[f"bn.norm.{key}"], values[f"bn.{key}"], rtol=0, atol=1e-6)
     assert "186 of 186 parameters are loaded" in log
     assert "the new norm has no place for bn.running_mean, bn.running_var" in log
+
+
+def test_statistics_that_the_file_lacks_are_named(
+    train: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Saved parameters alone would evaluate by mean 0 and variance 1."""
+    values = {name: v for name, v in plain_weights().items() if "running" not in name}
+    torch.save(values, tmp_path / "w.pt")
+    _, _, log = train(*MODEL, "norm=frozen", *FROZEN, f"model.weights={tmp_path / 'w.pt'}")
+    assert "186 of 186 parameters are loaded; not loaded: bn.running_mean is not in the file" in log
 
 
 def test_batch_norm_keeps_statistics_and_a_head_of_another_size_is_fresh(
@@ -133,7 +145,17 @@ def test_batch_norm_keeps_statistics_and_a_head_of_another_size_is_fresh(
         (
             torch.nn.Linear(2, 2),
             MODEL,
-            r"nor safetensors \(a pickled object, such as a whole model\)",
+            r"nor safetensors \(only tensors are read, and it holds torch.nn.modules.linear.Linear",
+        ),
+        (
+            {"net": plain_weights(), "options": Namespace(lr=0.1)},
+            MODEL,
+            "only tensors are read, and it holds argparse.Namespace",
+        ),
+        (
+            {"net": plain_weights(), "averaged": plain_weights()},
+            MODEL,
+            r"several networks of this kind, named averaged.\*, net.\*; save one of them alone",
         ),
         ({"other": torch.ones(3)}, MODEL, "model.weights=.*does not fit.*other.*conv"),
         ({}, MODEL, "model.weights=.*holds no tensors"),
@@ -181,6 +203,6 @@ def test_norms_and_the_last_layer_alone_may_lack_weights(missing: str, is_refuse
             weights.load(network, said.append)
         return
     assert weights.load(network, said.append) == {}
-    assert f"not loaded: {missing} is not in the file" in said[0]
+    assert f"{missing} is not in the file" in said[0]
     for name, value in values.items():
         assert torch.equal(network.get_parameter(name), value)

@@ -20,6 +20,7 @@ from normexp.models.formula import values_of
 from normexp.models.recognise import LeftAlone, recognise
 from normexp.models.surgery import check_formulas
 from normexp.norms.factory import NormFactory
+from normexp.norms.site import named_sites
 
 C = 6
 TOKENS, MAPS, ROWS = torch.randn(4, 5, C), torch.randn(4, C, 3, 5), torch.randn(8, C)
@@ -97,6 +98,13 @@ class Rescaled(nn.BatchNorm2d):
         return 2 * super().forward(x)
 
 
+class InFloat32(nn.GroupNorm):
+    """Computes in float32 whatever its input, with its weights as they are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float()).type_as(x)
+
+
 def silent() -> Rescaled:
     """Its gain starts at 0, and its averages do not show."""
     norm = Rescaled(C, momentum=0.3)
@@ -121,6 +129,7 @@ SAME: dict[str, tuple[nn.Module, Tensor, str]] = {
     "statistics as parameters": (DecayNorm(), MAPS, "batch"),
     "frozen": (frozen(), MAPS, "frozen"),
     "gain at zero": (silent(), MAPS, "batch"),
+    "in float32": (InFloat32(1, C, eps=1e-3), MAPS, "group1"),
     "with a tail": (
         Own(lambda m, x: m.act(m.p * over(x, 1)), 1, C, 1, 1, act=nn.SiLU(inplace=True)),
         MAPS,
@@ -173,6 +182,23 @@ class Switching(nn.BatchNorm2d):
         return super().forward(x) if self.training else over(x, 1)
 
 
+class OfOneSample(nn.Module):
+    """Calls its norm with one sample, without an axis for samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.norm(row) for row in x])
+
+
+def hooked() -> nn.Module:
+    norm = nn.BatchNorm2d(C)
+    norm.register_forward_hook(lambda *_: None)
+    return norm
+
+
 def unused(_: Tensor) -> nn.Module:
     network = nn.Sequential(nn.Identity())
     network[0].spare = nn.LayerNorm(C)
@@ -193,6 +219,8 @@ LEFT: dict[str, tuple[nn.Module, Tensor, str]] = {
     "other evaluation": (Switching(C), MAPS, "something besides in evaluation"),
     "channels unknown": (Own(lambda _, x: over(x, -1)), TOKENS, "its channels are not known"),
     "never called": (unused(MAPS), MAPS, "never called"),
+    "one sample": (OfOneSample(), ROWS, "does not map a batch"),
+    "a hook": (hooked(), MAPS, "it has a hook"),
 }
 
 
@@ -211,6 +239,34 @@ def test_what_computes_more_is_left_with_the_reason(name: str) -> None:
 def test_other_modules_are_not_named(module: nn.Module) -> None:
     found = recognise(nn.Sequential(module), (MAPS,))
     assert not found.norms and not any(one.resembles_norm for one in found.left_alone.values())
+
+
+class AddNorm(nn.Module):
+    """Returns the sum too if it adds something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(C))
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Any:
+        x = x if other is None else x + other
+        out = rms(x) * self.gain
+        return out if other is None else (out, x)
+
+
+def test_a_class_of_norms_is_named_where_its_call_differs() -> None:
+    network = nn.Sequential(AddNorm(), Calling(AddNorm(), TOKENS))
+    found = recognise(network, (TOKENS,))
+    assert found.norms.keys() == {"0"} and found.left_alone["1.inner"].resembles_norm
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
+def test_a_norm_inside_torchscript_is_left() -> None:
+    network = nn.Sequential(torch.jit.script(nn.Sequential(nn.BatchNorm2d(C))), nn.BatchNorm2d(C))
+    found = recognise(network, (MAPS,))
+    assert found.norms.keys() == {"1"}
+    left = found.left_alone["0.0"]
+    assert (left.class_name, left.reason) == ("BatchNorm2d", "it is TorchScript")
 
 
 class Standardized(nn.Module):
@@ -245,7 +301,8 @@ def test_a_layer_that_training_drops_has_norms_too() -> None:
 def test_a_norm_of_torch_with_another_forward_is_tried_like_others() -> None:
     network = nn.Sequential(nn.LayerNorm(C), nn.LayerNorm(C))
     network[0].forward = torch.tanh
-    assert recognise(network, (TOKENS,)).norms.keys() == {"1"}
+    found = recognise(network, (TOKENS,))
+    assert found.norms.keys() == {"1"} and "no affine map" in found.left_alone["0"].reason
 
 
 class MaskedNorm(nn.Module):
@@ -436,6 +493,57 @@ def test_a_site_takes_the_place_of_a_module_that_is_used_twice() -> None:
     network = nn.Sequential(shared, nn.Sequential(nn.ReLU(), shared))
     replaced(network, NormFactory(lambda n, **_: nn.RMSNorm(n)), TOKENS)
     assert network[0] is network[1][1] and network[0] is not shared
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_network_in_half_precision_may_hold_its_norms_in_float32(dtype: torch.dtype) -> None:
+    class Wide(nn.LayerNorm):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input.float()).type_as(input)
+
+    network = nn.Sequential(nn.Linear(C, C).to(dtype), Wide(C), nn.Linear(C, 3).to(dtype))
+    x = TOKENS.to(dtype)
+    other = normexp.replace_norms(network, "layer", x)
+    torch.testing.assert_close(other(x), network(x), rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_norms_can_be_replaced_again(size: int | None) -> None:
+    """The second call decides on the sites too."""
+    network = nn.Sequential(nn.Conv2d(C, C, 1), nn.BatchNorm2d(C), nn.Flatten(2))
+    nn.init.uniform_(network[1].get_parameter("weight"))
+    once = normexp.replace_norms(network, "batch", MAPS, norm_batch_size=size)
+    twice = normexp.replace_norms(once, "batch", MAPS)
+    assert [name for name, _ in named_sites(twice)] == ["1"]
+    for training in (False, True):
+        outputs = [one.train(training)(MAPS) for one in (copy.deepcopy(network), twice)]
+        torch.testing.assert_close(*outputs, rtol=0, atol=1e-5)
+    with pytest.raises(UserError, match="left alone: 1 Site .without inputs"):
+        normexp.replace_norms(once, "batch")
+
+
+class Freezing(nn.Sequential):
+    """Trains with its norms in evaluation mode."""
+
+    def train(self, mode: bool = True) -> Freezing:
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.eval()
+        return self
+
+
+def test_frozen_norms_stay_so_or_the_log_says_it(caplog: pytest.LogCaptureFixture) -> None:
+    network = Freezing(nn.BatchNorm2d(C), nn.Conv2d(C, C, 1), nn.BatchNorm2d(C)).train()
+    network[0].requires_grad_(False)
+    other = normexp.replace_norms(network, "group1", MAPS)
+    trained = {name for name, p in other.named_parameters() if p.requires_grad}
+    assert trained == {"1.weight", "1.bias", "2.norm.weight", "2.norm.bias"}
+    assert "parameters stay frozen at 0" in caplog.text
+    assert "trains with 0, 2 in evaluation mode" in caplog.text
+    caplog.clear()
+    normexp.replace_norms(network, "as_built", MAPS)
+    assert "evaluation mode" not in caplog.text and "frozen" not in caplog.text
 
 
 def test_a_norm_that_has_just_been_trained_is_recognised():

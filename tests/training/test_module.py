@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from training_cases import (
     assert_same_state,
+    batch_norm,
     build_module,
     image_data,
     rows_of,
@@ -24,7 +25,10 @@ from training_cases import (
     train,
 )
 
+from normexp.batching.replicas import InTurn, Stacked
+from normexp.config.keys import RunningFrom
 from normexp.config.sizes import Sizes
+from normexp.norms.factory import NormFactory
 from normexp.records.metrics import read_metrics
 from normexp.training.module import Recorder
 from normexp.training.schedule import own_schedule
@@ -43,7 +47,7 @@ def test_each_step_has_its_own_draws_and_each_part_knows_its_place(monkeypatch):
         replicas, "set_dropout", lambda keys, first: dropout.append((keys.tolist(), first))
     )
     monkeypatch.setattr(replicas, "seed_foreign_draws", foreign.extend)
-    gradient = StepGradient(replicas, module.criterion.loss, Sizes(8, 4), [0, 1])
+    gradient = StepGradient(replicas, module.recipe.criterion.loss, Sizes(8, 4), [0, 1])
     for step, batch in enumerate(module.batches.chunk(0, 2)):
         gradient.add(step, batch, gradient.dropout_keys(step))
     assert [first for _, first in dropout] == [0, 4, 0, 4]
@@ -51,6 +55,34 @@ def test_each_step_has_its_own_draws_and_each_part_knows_its_place(monkeypatch):
     keys = [key for part in (dropout[0][0], dropout[2][0]) for row in part for key in row]
     assert len(set(keys)) == len(keys) == 2 * 3 * 2  # steps, dropouts, replicas
     assert len(set(foreign)) == len(foreign) == 2 * 2 * 2  # steps, parts, replicas
+
+
+@in_both_forms
+@pytest.mark.parametrize("running_from", get_args(RunningFrom))
+def test_running_averages_come_from_the_step_its_first_group_or_group_by_group(
+    stacked: bool, running_from: RunningFrom
+):
+    """Torch's batch norm on the same groups has the same averages."""
+    sizes = Sizes(8, 4, 2)
+    x, targets = torch.randn(2, 8, 3, 5).double(), torch.zeros(2, 8).long()
+    parts = {"step": x.split(8, 1), "group": [x[:, :2]], "sequence": x.split(2, 1)}
+
+    def build() -> nn.Module:
+        norm = NormFactory(batch_norm, norm_batch_size=2, running_from=running_from)
+        return nn.Sequential(norm(3), nn.Flatten(), nn.Linear(15, 2)).double()
+
+    networks = [build(), build()]
+    replicas = Stacked(networks) if stacked else InTurn(networks)
+    loss = build_module().recipe.criterion.loss
+    gradient = StepGradient(replicas, loss, sizes, [0, 1], running_from)
+    gradient.add(0, {"inputs": x, "targets": targets}, None)
+    for replica in (0, 1):
+        expected = nn.BatchNorm1d(3).double()
+        for part in parts[running_from]:
+            expected(part[replica])
+        norm: Any = replicas.replica(replica)[0].norm  # type: ignore[index]
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            torch.testing.assert_close(getattr(norm, name), getattr(expected, name))
 
 
 STEP_LR = own_schedule(
