@@ -28,7 +28,7 @@ importlib.metadata.entry_points = cache(importlib.metadata.entry_points)
 
 
 def pytest_collection_finish() -> None:
-    """Freezes imported modules for good, which spares the garbage collector time to the end."""
+    """Freezes imported modules during the tests, which spares the garbage collector time."""
     gc.freeze()
     torch = sys.modules.get("torch")
     if torch and not torch.cuda.is_available():
@@ -43,6 +43,7 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else libraries report leaks
     shutil.rmtree(SLOTS, ignore_errors=True)
 
 

@@ -47,9 +47,9 @@ class Trainer:
     def train(self, cell: CellSpec) -> CellState:
         assert cell.study_dir is not None
         cell.study_dir.mkdir(parents=True, exist_ok=True)
-        if cell.lr in self.statuses:
-            return lost(cell, self.statuses[cell.lr])
-        results = [self.result(cell.lr, seed) for seed in cell.seeds]
+        if cell.settings.lr in self.statuses:
+            return lost(cell, self.statuses[cell.settings.lr])
+        results = [self.result(cell.settings.lr, seed) for seed in cell.seeds]
         state = CellState(cell.id, cell.title, cell.directory, results=results)
         state.states = {result.seed: Status(result.status) for result in results}
         return state
@@ -65,7 +65,7 @@ class Trainer:
 
     def rates(self, study: str) -> list[float]:
         cells = [cell for sweep in self.sweeps for cell in sweep]
-        return [c.lr for c in cells if c.config["study"] == study]
+        return [c.settings.lr for c in cells if c.config["study"] == study]
 
 
 def peak(lr: float, seed: int) -> float:
