@@ -199,6 +199,16 @@ def test_networks_that_cannot_be_built_are_refused(
         build(shape, 3, name=name)
 
 
+def test_norms_as_built_share_their_statistics_as_norm_batch_size_says():
+    network = nn.Sequential(nn.BatchNorm2d(3))
+    factory = NormFactory(foreign_twin, norm_batch_size=2, keeps_norms=True)
+    surgery = replaced(network, factory, torch.randn(4, 3, 5, 5))
+    assert not surgery.lost
+    x = torch.randn(4, 3, 5, 5)
+    parts = torch.cat([nn.BatchNorm2d(3)(part) for part in x.split(2)])
+    torch.testing.assert_close(network(x), parts)
+
+
 @pytest.mark.parametrize(
     "network",
     [
