@@ -140,6 +140,7 @@ REFUSED = {
     "data._target_=own.load_own data.fault=raises": "own.load_own fails: OSError: the disk",
     "data._target_=own.load_own data.fault=classes": "num_outputs=5 allows 0 to 4",
     "optim._target_=own.Step lr=1": "closure",
+    "optim=adamw optim.betas=0.9": "AdamW optim.betas=0.9 optim.eps=1e-08: TypeError",
     "optim._target_=own.Made lr=1": r"optim\._target_=own\.Made: .*no device \(own\.py, line \d+\)",
     "schedule._target_=own.worse": r"own\.worse fails: KeyError: 'shape' \(own\.py, line \d+",
     "schedule._target_=own.ramp optim.warmup=0": "^optim.warmup=0: nothing reads this key",
