@@ -210,8 +210,12 @@ def diagnose(
         normexp.errors.UserError: fewer than two batches, a batch that model or loss do not take, or
             a model that cannot be copied.
     """
+    from normexp.config.keys import NotNegative, Several
+    from normexp.config.validate import check_value
     from normexp.diagnosis import diagnose
 
+    check_value("max_batches", max_batches, Several | None)
+    check_value("tolerance", tolerance, NotNegative | None)
     return diagnose(model, batches, loss, max_batches=max_batches, tolerance=tolerance)
 
 
@@ -247,6 +251,7 @@ def replace_norms(
         normexp.errors.UserError: no norm is recognised, a knob that the norm does not take, or a
             forward that fails with it.
     """
+    from torch import nn
 
     from normexp.batching.copies import copied
     from normexp.config.compose import compose_config
@@ -257,6 +262,10 @@ def replace_norms(
     from normexp.norms.build import build_norm
     from normexp.norms.site import named_sites
 
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise UserError(f"model is a {kind}, must be an nn.Module, not its class or state_dict")
+    check_value("norm", norm, str)
     check_value("norm_batch_size", norm_batch_size, Count | None)
     words = [
         f"{'' if key == 'eps' else 'norm.'}{key}={as_typed(value)}" for key, value in knobs.items()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from normexp.batching.copies import copied
+from normexp.config.slots import Slots
 from normexp.errors import UserError
 from normexp.models.formula import (
     COUNT,
@@ -48,6 +49,7 @@ class Surgery:
         classes: the class of the old norm, by site.
         lost: old tensors that training had changed, and that have no place in the new norm.
         frozen: sites whose parameters require no gradient, like those of the old norm.
+        unused_slots: what the norm's config puts around a norm, and this network does not have.
         unfrozen: sites that train where the network's own train() left the old norm in evaluation.
     """
 
@@ -56,6 +58,7 @@ class Surgery:
     classes: dict[str, str] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
     frozen: list[str] = field(default_factory=list)
+    unused_slots: list[str] = field(default_factory=list)
     unfrozen: list[str] = field(default_factory=list)
 
     def notes(self) -> Iterator[str]:
@@ -68,6 +71,8 @@ class Surgery:
             yield f"left alone: {left_alone}"
         if self.lost:
             yield f"the new norm has no place for {name_some(self.lost)}"
+        if self.unused_slots:
+            yield f"the network keeps its own in place of the norm's {', '.join(self.unused_slots)}"
         if self.frozen:
             yield f"parameters stay frozen at {name_some(self.frozen)}"
         if self.unfrozen and not self.keeps_norms:
@@ -127,6 +132,9 @@ def replace_norms(
         else:
             continue
         surgery.classes[path] = class_name
+    for slot, value in vars(factory.slots).items():
+        if value != getattr(Slots(), slot):
+            surgery.unused_slots.append(f"{slot}={value}")
     missing = sorted(set(only or ()) - set(surgery.classes.values()))
     if missing or not new:
         raise UserError(_why_nothing(network, recognition, missing))

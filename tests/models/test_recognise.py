@@ -491,14 +491,33 @@ def test_a_mapping_names_the_arguments_and_the_device_and_mode_are_kept() -> Non
         ("group", TOKENS, {}, "a forward of the model Sequential fails"),
         ("as_built", MAPS, {"eps": 1e-3}, "eps has no effect"),
         ("as_built", MAPS, {"norm_batch_size": 0}, "norm_batch_size=0"),
+        (nn.GroupNorm, MAPS, {}, "norm=.*GroupNorm.*: must be a string"),
     ],
 )
 def test_what_does_not_fit_is_refused(
-    norm: str, x: Tensor, knobs: dict[str, Any], message: str
+    norm: Any, x: Tensor, knobs: dict[str, Any], message: str
 ) -> None:
     network = nn.Sequential(nn.BatchNorm1d(C) if x.ndim == 2 else nn.BatchNorm2d(C))
     with pytest.raises(UserError, match=message):
         normexp.replace_norms(network, norm, x, **knobs)
+
+
+@pytest.mark.parametrize("model", [nn.Linear, nn.Linear(2, 2).state_dict()])
+def test_only_a_module_has_norms(model: Any) -> None:
+    with pytest.raises(UserError, match="must be an nn.Module"):
+        normexp.replace_norms(model, "group", MAPS)
+
+
+def test_what_a_norm_needs_around_it_and_the_network_lacks_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Else norm=nf would be no norm at all under the name of another."""
+    network = nn.Sequential(nn.Conv2d(C, C, 1), nn.BatchNorm2d(C))
+    normexp.replace_norms(network, "nf", MAPS)
+    assert "act=scaled_relu, conv=scaled_weight_standardized" in caplog.text
+    caplog.clear()
+    normexp.replace_norms(network, "layer", MAPS)
+    assert "in place of the norm's" not in caplog.text
 
 
 def test_a_norm_alone_is_no_network() -> None:
