@@ -12,8 +12,8 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from normexp.config.groups import GROUPS, group_choices
-from normexp.config.help import help_text, option_defaults
+from normexp.config.groups import GROUPS, group_choices, option_defaults
+from normexp.config.help import help_text
 from normexp.config.keys import MISSING
 from normexp.config.validate import OPTIONS, check_value, name_as_text, unknown_key
 from normexp.errors import FAILED, INTERRUPTED, USER_MISTAKE, Halted, UserError, source_line_of
@@ -96,21 +96,17 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; {hint}see --help")
 
 
-def _parse(words: Sequence[str]) -> argparse.Namespace:
+def parse_command(words: Sequence[str]) -> Command:
+    """Separates overrides from options, in any order. Raises UserError for an unknown option."""
+    from normexp.config.command import Command
+
     parser = _Parser(prog="normexp", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("--config-dir", "-cd", action="append", default=[])
     parser.add_argument("--cfg", "-c", choices=["job"])
     parser.add_argument("--config-name", "-cn", "--config-path", "-cp", dest="config")  # of Hydra
-    return parser.parse_intermixed_args(list(words))
-
-
-def parse_command(words: Sequence[str]) -> Command:
-    """Separates overrides from options, in any order. Raises UserError for an unknown option."""
-    from normexp.config.command import Command
-
-    options = _parse(words)
+    options = parser.parse_intermixed_args(list(words))
     _refuse_repeated(options.overrides)
     if options.config:
         own = f"a recipe of yours is --config-dir FOLDER experiment={options.config}"

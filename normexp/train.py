@@ -16,7 +16,7 @@ def main(words: list[str]) -> int:
         return show_config(command)
     line = ["normexp-train", *words]
     from normexp.config.command import compose_cells
-    from normexp.config.torchrun import check_processes
+    from normexp.sweeps.machine import check_processes
 
     cells = compose_cells(command)  # mistakes are refused before torch is imported
     rank = check_processes(cells, line)

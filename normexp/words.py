@@ -47,5 +47,7 @@ def name_some(names: Iterable[str]) -> str:
 
 def suggest(word: str, known: Iterable[str], *, most: int = 1) -> str:
     """`did you mean a or b?` with the known words nearest to `word`; empty if none is near."""
-    near = get_close_matches(word, list(known), most, cutoff=0.5)
+    by_lower_case = {name.lower(): name for name in known}
+    near = get_close_matches(word.lower(), list(by_lower_case), most, cutoff=0.5)
+    near = [by_lower_case[name] for name in near]
     return f"did you mean {' or '.join(near)}?" if near else ""

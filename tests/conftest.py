@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
-import importlib
+import importlib.metadata
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 SLOTS = os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="normexp-tests-")
 
 
+# Lightning reads the metadata of every installed package for each Trainer.
+importlib.metadata.entry_points = cache(importlib.metadata.entry_points)
+
+
 def pytest_collection_finish() -> None:
     """Freezes imported modules during the tests, which spares the garbage collector time."""
     gc.freeze()
+    torch = sys.modules.get("torch")
+    if torch and not torch.cuda.is_available():
+        # It would keep each seed, with a traceback, for a GPU that may be used later.
+        torch.cuda.manual_seed_all = lambda _: None
 
 
 def pytest_runtest_setup() -> None:

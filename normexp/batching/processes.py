@@ -10,10 +10,11 @@ from torch import Tensor, distributed, nn
 
 from normexp.batching.replicas import Replicas
 from normexp.config.identity import declared_synchronized
+from normexp.config.keys import RunningFrom
 from normexp.config.sizes import Share
 from normexp.config.target import locate
 from normexp.norms.contract import DeclaresSynchronized, State
-from normexp.norms.site import merge_state, read_state, write_state
+from normexp.norms.site import read_state, state_after, write_state
 
 
 class Processes:
@@ -65,7 +66,9 @@ class Processes:
                 parameter.grad = torch.zeros_like(parameter)
 
     @torch.no_grad()
-    def merge_buffers(self, replicas: Replicas, start: State, counts: list[int]) -> None:
+    def merge_buffers(
+        self, replicas: Replicas, start: State, counts: list[int], running_from: RunningFrom
+    ) -> None:
         """Merges the buffers of a step that all processes began at `start`, like ghost sub-batches.
 
         Synchronized norms keep theirs: they have seen all samples already.
@@ -74,7 +77,8 @@ class Processes:
         ends = self._gather(state)
         active = [index for index, count in enumerate(counts) if count]
         shares = [counts[index] / sum(counts) for index in active]
-        merged = merge_state(replicas, start, [ends[index] for index in active], shares)
+        of_active = [ends[index] for index in active]
+        merged = state_after(replicas, start, of_active, shares, running_from)
         for path, module in replicas.named_modules():
             if declares_synchronized(module):
                 merged |= {k: v for k, v in state.items() if k.startswith(f"{path}.")}

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from normexp.batching.replicas import suitable_threads
-from normexp.cells.describe import changed_values, defines_of, derived_of
+from normexp.cells.describe import defines_of, derived_of, measured_of, notes_of
 from normexp.checks.preflight import Traits, examine
 from normexp.checks.training import (
     check_evaluation,
@@ -21,11 +21,10 @@ from normexp.checks.training import (
     check_slots,
     why_alone,
 )
-from normexp.config.identity import may_mix_samples
 from normexp.config.keys import is_probed
 from normexp.config.spec import CellSpec
 from normexp.data.build import load_data
-from normexp.data.dataset import Data, describe_data
+from normexp.data.dataset import Data
 from normexp.errors import UserError
 from normexp.models.build import NetworkBuilder, build_network
 from normexp.norms.build import build_norm, norm_target
@@ -33,15 +32,9 @@ from normexp.records.logs import collected_messages
 from normexp.records.result import Measured, check_joins
 from normexp.records.source import refuse_edited
 from normexp.training.devices import check_devices
-from normexp.training.evaluation import criterion_of
 from normexp.training.recipe import Recipe, recipe_of
 
 logger = logging.getLogger(__name__)
-
-# Of a network, in the records of its runs.
-RECORDED_TRAITS = (
-    *("mixes_samples", "mixes_samples_in_evaluation", "leaks_future", "leaks_future_in_training"),
-)
 
 # The traits that cells have in common.
 _probes: dict[str, Traits] = {}
@@ -97,7 +90,7 @@ def prepare_cell(spec: CellSpec) -> Cell:
     with collected_messages() as messages:
         check_devices(spec.settings.trainer)
         data = load_data(spec.config["data"])
-        recipe = make_recipe(spec, data)
+        recipe = recipe_of(spec, data)
         build = make_builder(spec, recipe, data)
         network = build(spec.seeds[0])
         refuse_edited(spec.sources)
@@ -105,7 +98,7 @@ def prepare_cell(spec: CellSpec) -> Cell:
         check_slots(spec.config, build.norm, spec.choices["model"])
         check_outputs(network, data, build.target.path)
         traits = _probe(spec, network, data, recipe)
-        if traits.norms_mix_samples and not may_mix_samples(spec.config):
+        if traits.norms_mix_samples and not spec.settings.norm.may_mix_samples:
             where = traits.mixing
             raise UserError(f"norm.mixes_samples=false: samples are mixed at {where}; drop the key")
         recipe = replace(
@@ -117,8 +110,7 @@ def prepare_cell(spec: CellSpec) -> Cell:
             check_norm_batch_size(recipe)
         alone = why_alone(recipe, check_optimizer_step(recipe, network))
         check_evaluation(recipe, data, traits)
-        findings = _findings(spec, recipe, traits, alone)
-        for note in [*traits.notes, *changed_values(spec, recipe, len(data.train)), *findings]:
+        for note in notes_of(spec, recipe, traits, alone, len(data.train)):
             logger.info(note)
         defines = defines_of(spec, data, build.weights)
         check_joins(spec.directory, defines["digests"])
@@ -131,27 +123,9 @@ def prepare_cell(spec: CellSpec) -> Cell:
             alone=alone,
             defines=defines,
             derived=derived_of(spec, recipe),
-            measured=_measured(network, data, traits),
+            measured=measured_of(network, data, traits),
             messages=messages,
         )
-
-
-def _measured(network: nn.Module, data: Data, traits: Traits) -> Measured:
-    """What is known of every run of a cell before it is trained."""
-    leak = traits.leak
-    return Measured(
-        invalid=None if leak is None else f"leaks the future at {leak}",
-        traits={name: getattr(traits, name) for name in RECORDED_TRAITS},
-        chance_accuracy=data.chance_accuracy,
-        num_parameters=sum(p.numel() for p in network.parameters()),
-        data_set=describe_data(data),
-    )
-
-
-def make_recipe(spec: CellSpec, data: Data) -> Recipe:
-    """The recipe of a cell on its data, see `recipe_of`."""
-    metrics = [f"val/{name}" for name in criterion_of(data).metrics]
-    return recipe_of(spec, num_train=len(data.train), metrics=metrics)
 
 
 def make_builder(spec: CellSpec, recipe: Recipe, data: Data) -> NetworkBuilder:
@@ -181,36 +155,3 @@ def _probe(spec: CellSpec, network: nn.Module, data: Data, recipe: Recipe) -> Tr
             network, data, recipe.sizes, drop_last=drop_last, allow_leak=allow_leak
         )
     return _probes[key]
-
-
-def _findings(spec: CellSpec, recipe: Recipe, traits: Traits, alone: str | None) -> list[str]:
-    """What was found about the network that changes how it is trained or evaluated."""
-    norm, notes = spec.choices["norm"], list[str]()
-    if "batch" in recipe.settings.evaluate_with and not traits.mixes_samples:
-        notes.append(f"no batch statistics to evaluate with: norm={norm} does not mix samples")
-    if alone is not None and len(spec.seeds) > 1:
-        notes.append(f"each seed of norm={norm} trains by itself: {alone}")
-    if traits.mixes_samples_in_evaluation:
-        notes.append(
-            f"in evaluation too, an output depends on the other samples of its batch, at "
-            f"{traits.mixing_in_evaluation}: metrics are of shuffled batches of "
-            f"{recipe.sizes.norm}, and single samples may score otherwise"
-        )
-    if traits.mixes_samples and recipe.sizes.norm == 1:
-        notes.append(
-            "norm_batch_size=1: in training each sample has statistics of its own (batch norm is "
-            "then instance norm), in evaluation all share the running averages; "
-            "evaluate_with=[running,batch] shows the difference"
-        )
-    typed = {word for word in spec.overrides if word.startswith("norm_batch_size=")}
-    if typed - {"norm_batch_size=null"} and not traits.mixes_samples:
-        notes.append(f"norm={norm} does not mix samples, so norm_batch_size has no effect")
-        if may_mix_samples(spec.config):
-            notes[-1] += "; declare norm.mixes_samples=false, and it is trained once for all sizes"
-    if traits.mixes_samples and recipe.sizes.norm < recipe.settings.sizes.norm:
-        num_processes = recipe.settings.trainer.num_processes
-        notes.append(
-            f"{num_processes} processes: norm={norm} takes its statistics over "
-            f"{recipe.sizes.norm} samples each"
-        )
-    return notes

@@ -5,24 +5,73 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
+from normexp.checks.preflight import Traits
 from normexp.config.groups import OPTIONAL_GROUPS, PARTS
 from normexp.config.sizes import SIZES, Sizes
 from normexp.config.spec import CellSpec
-from normexp.data.dataset import Data
+from normexp.data.dataset import Data, describe_data
 from normexp.models.weights import Weights
-from normexp.records.result import Result
+from normexp.records.result import Measured, Result
 from normexp.training.recipe import Recipe
 
+# Of a network, in the records of its runs.
+RECORDED_TRAITS = (
+    *("mixes_samples", "mixes_samples_in_evaluation", "leaks_future", "leaks_future_in_training"),
+)
 
-def changed_values(spec: CellSpec, recipe: Recipe, num_train: int) -> list[str]:
-    """How a training differs from what was typed, in sentences."""
-    settings, size, notes = spec.settings, recipe.sizes.batch_size, list[str]()
-    if (left_out := num_train - recipe.steps_per_epoch * size) > 0:
-        notes.append(f"drop_last=true drops {left_out} of {num_train} samples per epoch")
-    if recipe.lr != spec.lr:
+
+def notes_of(
+    spec: CellSpec, recipe: Recipe, traits: Traits, alone: str | None, num_train: int
+) -> list[str]:
+    """How a training differs from what was typed or may be expected, in sentences.
+
+    Args:
+        alone: why each seed trains by itself, if so.
+        num_train: training samples of the data.
+    """
+    settings, batch_size, norm = spec.settings, recipe.sizes.batch_size, spec.choices["norm"]
+    notes = [*traits.notes]
+    num_dropped = num_train - recipe.steps_per_epoch * batch_size
+    if num_dropped > 0:
+        notes.append(f"drop_last=true drops {num_dropped} of {num_train} samples per epoch")
+    if recipe.lr != settings.lr:
         notes.append(
-            f"lr_rule={settings.lr_rule} changes lr={spec.lr:g} at "
-            f"base_batch_size={settings.base_batch_size} to lr={recipe.lr:g} at batch_size={size}"
+            f"lr_rule={settings.lr_rule} changes lr={settings.lr:g} at base_batch_size="
+            f"{settings.base_batch_size} to lr={recipe.lr:g} at batch_size={batch_size}"
+        )
+    if "batch" in settings.evaluate_with and not traits.mixes_samples:
+        notes.append(f"no batch statistics to evaluate with: norm={norm} does not mix samples")
+    if alone is not None and len(spec.seeds) > 1:
+        notes.append(f"each seed of norm={norm} trains by itself: {alone}")
+    if traits.mixes_samples_in_evaluation:
+        notes.append(
+            f"in evaluation too, an output depends on the other samples of its batch, at "
+            f"{traits.mixing_in_evaluation}: metrics are of shuffled batches of "
+            f"{recipe.sizes.norm}, and single samples may score otherwise"
+        )
+    if traits.mixes_samples and recipe.sizes.norm == 1:
+        notes.append(
+            "norm_batch_size=1: in training each sample has statistics of its own (batch norm is "
+            "then instance norm), in evaluation all share the running averages; "
+            "evaluate_with=[running,batch] shows the difference"
+        )
+    typed = {word for word in spec.overrides if word.startswith("norm_batch_size=")}
+    if typed - {"norm_batch_size=null"} and not traits.mixes_samples:
+        notes.append(f"norm={norm} does not mix samples, so norm_batch_size has no effect")
+        if spec.settings.norm.may_mix_samples:
+            notes[-1] += "; declare norm.mixes_samples=false, and it is trained once for all sizes"
+    running_from = settings.norm.running_from
+    if running_from != "step" and not traits.mixes_samples:
+        notes.append(f"norm={norm} does not mix samples, so norm.running_from has no effect")
+    elif running_from != "step" and "running_from" not in spec.identity["norm"]:
+        notes.append("each step is a single group, so norm.running_from has no effect")
+    if traits.mixes_samples and recipe.sizes.norm < settings.sizes.norm:
+        num_processes = settings.trainer.num_processes
+        notes.append(
+            f"{num_processes} processes: norm={norm} takes its statistics over "
+            f"{recipe.sizes.norm} samples each"
         )
     return notes
 
@@ -55,9 +104,21 @@ def derived_of(spec: CellSpec, recipe: Recipe) -> dict[str, Any]:
     return derived
 
 
+def measured_of(network: nn.Module, data: Data, traits: Traits) -> Measured:
+    """What is known of every run of a cell before it is trained."""
+    leak = traits.leak
+    return Measured(
+        invalid=None if leak is None else f"leaks the future at {leak}",
+        traits={name: getattr(traits, name) for name in RECORDED_TRAITS},
+        chance_accuracy=data.chance_accuracy,
+        num_parameters=sum(p.numel() for p in network.parameters()),
+        data_set=describe_data(data),
+    )
+
+
 def typed_values(spec: CellSpec) -> dict[str, Any]:
     """The part of `derived_of` that is known before a cell is prepared."""
-    return {**_effective(spec.settings.sizes), "lr": spec.lr, **names_in(spec)}
+    return {**_effective(spec.settings.sizes), "lr": spec.settings.lr, **names_in(spec)}
 
 
 def _effective(sizes: Sizes, *, mixes_samples: bool = True) -> dict[str, int]:

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from yaml import YAMLError
 
 from normexp.batching.replicas import Batch, Replicas, model_arguments
-from normexp.cells.cell import Cell, make_builder, make_recipe, prepare_cell
+from normexp.cells.cell import Cell, make_builder, prepare_cell
 from normexp.cells.describe import choices_of
 from normexp.cells.module import arrange_replicas, build_module
 from normexp.config.compose import refuse_missing_values
-from normexp.config.groups import PARTS
-from normexp.config.shipped import shipped_config, shipped_defaults
+from normexp.config.groups import PARTS, shipped_config, shipped_defaults
 from normexp.config.spec import CellSpec
 from normexp.config.validate import read_settings
 from normexp.data.build import keeping_data
@@ -43,9 +42,9 @@ from normexp.records.layout import (
 from normexp.records.result import Result, read_result
 from normexp.records.samples import read_samples, write_samples
 from normexp.reporting.terminal import print_evaluations
-from normexp.training.evaluation import criterion_of
 from normexp.training.fit import evaluate
 from normexp.training.module import Recorder
+from normexp.training.recipe import recipe_of
 from normexp.training.samples import shuffled
 from normexp.words import format_count
 
@@ -80,7 +79,7 @@ def load_run(run_dir: Path) -> nn.Module:
     result = read_result(seed_dir(cell_dir, seed))
     spec = recorded_spec(cell_dir, result, WITHOUT_TRAINING)
     data = without_samples(result.measured.data_set)
-    recipe = make_recipe(spec, data)
+    recipe = recipe_of(spec, data)
     network = make_builder(spec, recipe, data)(seed)
     file = seed_dir(cell_dir, seed) / WEIGHTS_FILE
     load_weights(network, file, precision=recipe.settings.trainer.precision)
@@ -193,17 +192,16 @@ def _decompose(cell: Cell, replicas: Replicas) -> list[dict[str, float]]:
     Over `num_samples` of the split in whole batches of the size of training, in a random order,
     without augmentation; none for a norm that fails on these batches.
     """
-    data, size, criterion = cell.data, cell.recipe.sizes.micro, criterion_of(cell.data)
-    parts = [
-        p for p in shuffled(data, "test").split(size)[: num_batches_of(size)] if len(p) == size
-    ]
+    data, size = cell.data, cell.recipe.sizes.micro
+    parts = shuffled(data, "test").split(size)[: num_batches_of(size)]
+    parts = [part for part in parts if len(part) == size]
     dtype, pairs = next(replicas.parameters()).dtype, []
     for batch in map(data.test.gather, parts):
         batch["inputs"] = data.model_inputs(batch["inputs"], dtype)
         pairs.append((model_arguments(batch), batch))
 
     def loss(output: Tensor, batch: Batch) -> Tensor:
-        return criterion.loss(output, batch) / batch["targets"].numel()
+        return cell.recipe.criterion.loss(output, batch) / batch["targets"].numel()
 
     count, networks = {"num_samples": len(parts) * size}, range(replicas.num_replicas)
     try:

@@ -20,7 +20,6 @@ from normexp.cells.cell import Cell, prepare_cell
 from normexp.cells.describe import typed_values
 from normexp.cells.module import arrange_replicas, build_module, must_split, run_loggers
 from normexp.cells.stack import Run, Stack, claimed, commit, remove, settle
-from normexp.config.identity import may_mix_samples
 from normexp.config.spec import CellSpec
 from normexp.errors import Halted, UserError, one_line
 from normexp.norms.site import state_as_built
@@ -190,7 +189,7 @@ class Attempt:
             defines, derived, measured = cell.defines, cell.derived, cell.measured
         else:  # it failed before its cell was prepared
             defines, derived = spec.identity, typed_values(spec)
-            measured = Measured(traits={"mixes_samples": may_mix_samples(spec.config)})
+            measured = Measured(traits={"mixes_samples": spec.settings.norm.may_mix_samples})
         environment = describe_environment(threads=self.attempts.threads)
         measured = replace(measured, environment=environment)
         failed = Result(spec.id, seed, Status.FAILED, defines, derived, measured, reason)
@@ -232,7 +231,7 @@ class Attempt:
 
     def _report(self, module: TrainingModule) -> None:
         """Writes what the display shows of this training."""
-        shown = ("train/loss", f"val/{module.criterion.metrics[-1]}")
+        shown = ("train/loss", f"val/{module.recipe.criterion.metrics[-1]}")
         known = module.trainer.callback_metrics
         metrics = {name: float(known[name]) for name in shown if name in known}
         metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
@@ -336,7 +335,9 @@ def _fit(
         step, is_stacked = state["step"], state["is_stacked"]
         logger.info("%s continues from step %d of %d", cell.title, step, cell.recipe.num_steps)
     replicas = arrange_replicas(cell, [cell.build(seed) for seed in seeds], is_stacked=is_stacked)
-    lrs = [cells[spec.id].recipe.lr for spec, _ in runs] if len(cells) > 1 else None
+    lrs = None
+    if len(cells) > 1:
+        lrs = [cells[spec.id].recipe.lr for spec, _ in runs]
     module = build_module(cell, seeds, replicas, recorder, lrs)
     fit(module, checkpoint=checkpoint, callbacks=[*callbacks], stop=stop)
     return module

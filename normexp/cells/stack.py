@@ -96,8 +96,8 @@ def _shared(spec: CellSpec) -> str:
     config, lr = spec.config, spec.config["lr"]
     if config["stack"] is False or not isinstance(lr, int | float) or lr <= 0:
         return spec.id
-    values = {key: value for key, value in config.items() if key not in ("lr", "seed", "replicas")}
-    return json.dumps([values, dict(spec.choices)], sort_keys=True, default=str)
+    may_differ = dict.fromkeys(("lr", "seed", "replicas"))
+    return json.dumps([{**config, **may_differ}, dict(spec.choices)], sort_keys=True, default=str)
 
 
 def has_ended(study_dir: Path, cell_id: str, seed: int) -> bool:
@@ -115,14 +115,14 @@ def claimed(locks: Iterable[Path]) -> Iterator[bool]:
         for lock in sorted(locks):  # alike in all processes
             with suppress(FileExistsError):  # another process has just removed the folder
                 lock.parent.mkdir(parents=True, exist_ok=True)
-            held.callback(_remove_if_empty, lock.parent)
+            held.callback(remove_if_empty, lock.parent)
             if not held.enter_context(file_lock(lock)):
                 yield False
                 return
         yield True
 
 
-def _remove_if_empty(folder: Path) -> None:
+def remove_if_empty(folder: Path) -> None:
     with suppress(OSError):
         folder.rmdir()
 
@@ -158,7 +158,7 @@ def remove(folder: Path) -> None:
     """Removes the folder of a stack; attempts.json goes last, so that a kill leaves no orphan."""
     for path in sorted(folder.glob("*"), key=lambda path: path.name == ATTEMPTS_FILE):
         path.unlink(missing_ok=True)
-    _remove_if_empty(folder)  # never its parent, in which others may be making theirs
+    remove_if_empty(folder)  # never its parent, in which others may be making theirs
 
 
 def remove_failed(states: Iterable[CellState]) -> None:

@@ -279,7 +279,7 @@ def normal(shape: Sequence[int], seed: int = 0) -> Tensor:
 cached_normal = lru_cache(maxsize=64)(normal)  # its results must not be written to
 
 
-def unlike(module: nn.Module, other: nn.Module) -> list[str]:
+def differing_values(module: nn.Module, other: nn.Module) -> list[str]:
     """The paths of parameters, buffers and attributes whose values differ between two modules.
 
     Args:
@@ -291,7 +291,7 @@ def unlike(module: nn.Module, other: nn.Module) -> list[str]:
         if path in others:
             values = values_of(others[path])
             for name, value in values_of(child).items():
-                if _are_unlike(value, values.get(name)):
+                if _differ(value, values.get(name)):
                     names.append(f"{path}.{name}".lstrip("."))
     return names
 
@@ -304,7 +304,7 @@ def values_of(module: nn.Module) -> dict[str, Any]:
     return values | dict(module.named_buffers(recurse=False))
 
 
-def _are_unlike(value: Any, other: Any) -> bool:
+def _differ(value: Any, other: Any) -> bool:
     """True if tensors, numbers or texts differ, also those in nested collections."""
     leaves, others = tree_leaves(value), tree_leaves(other)
     return len(leaves) != len(others) or any(map(_is_other_value, leaves, others))

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from normexp.checks.network import EnteredSite, SiteOnMaps
 from normexp.checks.norm import LoneNorm, NormCase, Shape, show
-from normexp.checks.probe import EVERYWHERE, MODES, Probe, change, moves, normal, unlike
+from normexp.checks.probe import EVERYWHERE, MODES, Probe, change, differing_values, moves, normal
 from normexp.checks.question import (
     Answer,
     InputQuestion,
@@ -272,9 +272,9 @@ def has_running_state(case: NormCase) -> Answer:
     twice(1 + 2 * case.values(seed=1))
     twice(1 + 2 * case.values())
     saved = fresh.state_dict(keep_vars=True)
-    changed = [name for name in unlike(once, fresh) if name in saved]
+    changed = [name for name in differing_values(once, fresh) if name in saved]
     # An attribute that holds values of the last input alone is no state.
-    changed += [name for name in unlike(twice, once) if name not in saved]
+    changed += [name for name in differing_values(twice, once) if name not in saved]
     return measured("yes", ", ".join(changed)) if changed else measured("no")
 
 

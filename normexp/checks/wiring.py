@@ -9,16 +9,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from normexp.batching.copies import copied
-from normexp.batching.replicas import Batch, InTurn, Stacked, model_arguments
+from normexp.batching.replicas import Batch, InTurn, Loss, Stacked, model_arguments
 from normexp.checks.network import BuiltNetwork, EnteredSite, names_where
-from normexp.checks.probe import EVERYWHERE, Probe, change, fixed_draws, moves, normal, unlike
+from normexp.checks.probe import (
+    EVERYWHERE,
+    Probe,
+    change,
+    differing_values,
+    fixed_draws,
+    moves,
+    normal,
+)
 from normexp.errors import UserError, one_line
 from normexp.norms.contract import State
 from normexp.norms.site import is_sequential as declares_order
 from normexp.norms.site import named_sites, read_state
+from normexp.training.criterion import criterion_of
 from normexp.words import name_some
 
 
@@ -36,7 +44,7 @@ def check_sites(network: BuiltNetwork) -> list[str]:
             "the model has no norm site, so `norm` has no effect; build each norm with the "
             "argument `norm` that the model receives, as self.norm1 = norm(width)"
         )
-    reached, outside = _backward(model, network.short)
+    reached, outside = _backward(model, network.short, criterion_of(network.data).loss)
     idle = [name for name in sites if name not in reached]
     if not reached:
         raise UserError(
@@ -63,7 +71,9 @@ def check_sites(network: BuiltNetwork) -> list[str]:
     return notes
 
 
-def _backward(model: nn.Module, batch: Batch) -> tuple[set[str], list[tuple[int, ...]]]:
+def _backward(
+    model: nn.Module, batch: Batch, measure_loss: Loss
+) -> tuple[set[str], list[tuple[int, ...]]]:
     """Takes the gradients of the loss of a batch.
 
     Returns:
@@ -84,7 +94,7 @@ def _backward(model: nn.Module, batch: Batch) -> tuple[set[str], list[tuple[int,
         inside = {id(tensor) for tensor in model.parameters()}
         inside |= {id(zeros) for _, zeros in added}
         outside = [tuple(leaf.shape) for leaf in _leaves_of(output) if id(leaf) not in inside]
-        loss = functional.cross_entropy(output.flatten(0, -2), batch["targets"].flatten())
+        loss = measure_loss(output, batch)
         try:
             loss.backward()
         except Exception as error:  # of foreign code, any kind
@@ -165,7 +175,7 @@ def state_not_saved(module: nn.Module, inputs: tuple[Tensor, ...]) -> str | None
         after = _run(trained, inputs, STATE_STEPS)
     if not any(moves(*pair) for pair in zip(before, after, strict=True)):
         return None
-    lacking = [name for name in unlike(trained, module) if name not in saved]
+    lacking = [name for name in differing_values(trained, module) if name not in saved]
     named = name_some(lacking) or "an attribute, or random numbers that torch does not seed"
     return f"keeps state that its state_dict lacks: {named}"
 
@@ -196,7 +206,8 @@ STACKING_TOLERANCE = 1e-3  # of the largest gradient, in float32
 def check_split(network: BuiltNetwork) -> None:
     """Raises UserError if a step in parts would have to merge sequential state."""
     sizes = network.sizes
-    if sizes.norm == sizes.batch_size:
+    in_order = all(site.running_from == "sequence" for _, site in named_sites(network.network))
+    if sizes.norm == sizes.batch_size or in_order:
         return
     where = names_where(network.sites, is_sequential)
     if where:
@@ -204,7 +215,7 @@ def check_split(network: BuiltNetwork) -> None:
         raise UserError(
             f"{key}={getattr(sizes, key)} splits a step of {sizes.batch_size} samples, and the "
             f"state of the norm at {where} is sequential, as declared or because "
-            f"its forward writes parameters; try {key}=null"
+            f"its forward writes parameters; try {key}=null or norm.running_from=sequence"
         )
 
 

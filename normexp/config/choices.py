@@ -26,7 +26,7 @@ from yaml import YAMLError
 
 from normexp.config.groups import CUSTOM_GROUPS, GROUPS, conf_dir, group_choices
 from normexp.config.keys import MISSING
-from normexp.config.validate import name_as_text
+from normexp.config.validate import name_as_text, takes
 from normexp.errors import UserError
 from normexp.words import suggest
 
@@ -60,15 +60,16 @@ def _parse(word: str) -> list[Override]:
     key, equals, value = word.partition("=")
     if not key or not equals or key.startswith("~"):
         raise UserError(f"{word!r} is not key=value, as in norm=group or batch_size=8")
-    hydra_key = key.lstrip("+").removeprefix("hydra")
-    if hydra_key != key.lstrip("+") and not re.match(READ_OF_HYDRA, hydra_key):
-        reasons = [reason for part, reason in OTHERS_OF_HYDRA.items() if part in hydra_key]
+    name = key.lstrip("+")
+    if name.startswith("hydra") and not re.match(READ_OF_HYDRA, name.removeprefix("hydra")):
+        reasons = [reason for part, reason in OTHERS_OF_HYDRA.items() if part in name]
         raise UserError(f"{word}: {[*reasons, 'changes nothing here; --help lists the keys'][0]}")
-    if key.lstrip("+") in GROUPS:  # every cell has one choice per group, so `+` means nothing
-        key, word = key.lstrip("+"), word.lstrip("+")
-    is_path = key in CUSTOM_GROUPS and re.fullmatch(r"[^\W\d]\w*(\.\w+)+", value)
-    text = f"{key}={json.dumps(value)}" if value.startswith("~") else name_as_text(word)
-    given = [f"{key}=custom", f"{key}._target_={value}"] if is_path else [text]
+    if name in GROUPS:  # every cell has one choice per group, so `+` means nothing
+        key = name
+    text = json.dumps(value) if value.startswith("~") else value
+    given = [name_as_text(f"{key}={text}")]
+    if name in CUSTOM_GROUPS and re.fullmatch(r"[^\W\d]\w*(\.\w+)+", value):
+        given = [f"{key}=custom", f"{key}._target_={value}"]
     try:
         return OverridesParser.create().parse_overrides(given)
     except HydraException:
@@ -90,9 +91,25 @@ def compose_choices(parsed: Sequence[Override]) -> dict[str, Any]:
     """
     chosen = [one for one in parsed if is_choice(one)]
     for one in chosen:
-        if isinstance(one.value(), list) and one.key_or_group in {*GROUPS} - {"logger"}:
-            raise UserError(f"{one.input_line}: takes one name; add -m and write a,b for several")
+        if one.key_or_group in GROUPS:
+            _check_names(one)
     return composed(tuple(str(one.input_line) for one in chosen))
+
+
+def _check_names(choice: Override) -> None:
+    """Refuses a choice that is not one name; loggers may be several."""
+    group, value = choice.key_or_group, choice.value()
+    names = value if isinstance(value, list) and group == "logger" else [value]
+    if all(isinstance(name, str) for name in names):
+        return
+    remedy = "--help lists the names"
+    if value is None:
+        remedy = f"for the default, leave {group} out"
+    elif isinstance(value, list) and group != "logger":
+        remedy = "add -m and write a,b for several"
+    elif isinstance(value, dict):
+        remedy = f"set its keys one by one, as {group}.KEY=..."
+    raise UserError(f"{choice.input_line}: takes one name; {remedy}")
 
 
 _composing = threading.RLock()  # Hydra has one state for all threads
@@ -119,12 +136,17 @@ def explain(error: Exception) -> UserError:
         return UserError(f"{mark.name}, line {mark.line + 1}: not valid YAML")
     if named := re.search(r"Could not override '([^']+)'", str(error)):
         return UserError(f"{named[1]}: unknown key")
-    lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines()]
-    return UserError(" ".join(lines[:2]) if lines[0].endswith(":") else lines[0])
+    if named := re.search(r"In '([^']+)': ConfigTypeError", str(error)):
+        return UserError(f"{named[1]}.yaml: must have lines as key: value")
+    text = f"{error}\n{error.__cause__ or ''}"
+    first, second, *_ = [*map(str.strip, text.splitlines()), ""]
+    return UserError(f"{first} {second}" if first.endswith(":") else first)
 
 
 def _no_such_choice(error: MissingConfigException) -> UserError:
     group, _, name = str(error.missing_cfg_file).partition("/")
+    if takes(f"optim.{group}", name):  # optim.schedule=cosine
+        return UserError(f"{group}={name}: no such {group}; did you mean optim.{group}={name}?")
     if group not in GROUPS:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         known = f"it takes {', '.join(LAUNCHERS)}"

@@ -9,15 +9,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
+from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override
 from hydra.errors import HydraException
 
 from normexp.config.choices import compose_choices, is_choice, parse_overrides
 from normexp.config.compose import compose_cell, refuse_missing
 from normexp.config.groups import group_choices
-from normexp.config.identity import may_mix_samples
-from normexp.config.spec import CellSpec, join_points
-from normexp.config.validate import OPTIONS, read_settings
+from normexp.config.spec import CellSpec, join_points, shared_value
+from normexp.config.validate import OPTIONS
 from normexp.errors import UserError
 from normexp.words import as_typed, suggest
 
@@ -40,13 +39,16 @@ class Command:
 
     @cached_property
     def hydra(self) -> dict[str, Any]:
-        """Hydra's own config of the command; that of several recipes is of none."""
-        chosen = [
-            _words_of(one)[0]
-            for one in parse_overrides(self.overrides)
-            if is_choice(one) and not (one.is_sweep_override() and one.key_or_group == "experiment")
-        ]
-        return compose_choices(parse_overrides(chosen))["hydra"]
+        """Hydra's own config for this command, by the first value of each choice.
+
+        A swept `experiment` is left out, because each recipe would bring its own.
+        """
+        words = []
+        for override in parse_overrides(self.overrides):
+            is_one_of_many = override.key_or_group == "experiment" and override.is_sweep_override()
+            if is_choice(override) and not is_one_of_many:
+                words.append(_words_of(override)[0])
+        return compose_choices(parse_overrides(words))["hydra"]
 
     @property
     def launcher(self) -> str | None:
@@ -66,8 +68,10 @@ class Command:
 
     def lines(self) -> list[list[str]]:
         """The words of each point of its grid: one without -m, unless a recipe sweeps."""
-        sweeps = self.hydra["sweeper"].get("params") or str(self.hydra["mode"]).endswith("MULTIRUN")
-        return self.points(self.grid()) if self.multirun or sweeps else [[*self.overrides]]
+        recipe_sweeps = self.hydra["sweeper"].get("params")
+        if self.multirun or recipe_sweeps or str(self.hydra["mode"]).endswith("MULTIRUN"):
+            return self.points(self.grid())
+        return [[*self.overrides]]
 
     def cell(self, words: Sequence[str]) -> CellSpec:
         """The cell of a point. Values that cannot be trained together are its `error`.
@@ -77,14 +81,14 @@ class Command:
         """
         config, choices = compose_cell(words)
         refuse_missing(config)
-        error = ""
+        spec = CellSpec(config, choices, overrides=words)
         try:
-            read_settings(config)
-            if not may_mix_samples(config):
-                config["norm_batch_size"] = None
+            norm = spec.settings.norm
         except UserError as refused:
-            error = str(refused)
-        return CellSpec(config, choices, error, words)
+            return replace(spec, error=str(refused))
+        if norm.may_mix_samples:
+            return spec
+        return replace(spec, config=config | {"norm_batch_size": None})
 
 
 def study_words(study_dir: Path) -> list[str]:
@@ -119,7 +123,8 @@ def _words_of(override: Override) -> list[str]:
         else:
             names = list(override.sweep_string_iterator())
     except (ValueError, HydraException) as error:  # a range without a step, or an interval
-        raise UserError(f"{word}: {error}; use a,b or range(...)") from error
+        reason = "an interval has no list" if isinstance(value, IntervalSweep) else error
+        raise UserError(f"{word}: {reason}; use a,b or range(...)") from error
     if not names:
         raise UserError(f"{word}: matches nothing")
     return [f"{key}={name}" for name in names]
@@ -137,8 +142,8 @@ def compose_cells(command: Command) -> list[CellSpec]:
     cells = [command.cell(line) for line in command.lines()]
     if all(cell.error for cell in cells):
         raise UserError(cells[0].error)
-    if len({cell.study_dir for cell in cells}) > 1:
-        raise UserError("study and runs_dir must be the same in all cells of a command")
+    for key in ("study", "runs_dir"):
+        shared_value(cells, key)
     return join_points(cells)
 
 
@@ -150,9 +155,10 @@ def compose_norms(command: Command) -> dict[str, dict[str, Any]]:
     """
     for word in command.overrides:
         key = word.lstrip("+").partition("=")[0]
-        has_no_effect = key in ("norm.view", "norm.half_life") or word == "norm=as_built"
+        is_of_training = key in ("norm.view", "norm.half_life", "norm.running_from")
+        has_no_effect = is_of_training or word == "norm=as_built"
         if has_no_effect or key.partition(".")[0] not in ("norm", "eps", "hydra"):
-            hint = suggest(key, ["norm", "eps", *OPTIONS["check"]])
+            hint = not has_no_effect and suggest(key, ["norm", "eps", *OPTIONS["check"]])
             raise UserError(f"{word}: has no effect on a card; {hint or 'it takes a norm and eps'}")
     norms = {}
     for spec in compose_cells(replace(command, multirun=True)):

@@ -16,8 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from normexp.config.choices import compose_choices, explain, is_choice, parse_overrides
 from normexp.config.groups import CUSTOM_GROUPS, GROUPS, group_choices
-from normexp.config.keys import BUDGETS, MISSING, is_read
-from normexp.config.trees import dotted_keys, parts_with_target, value_at
+from normexp.config.keys import BUDGETS, MISSING, dotted_keys, is_read, parts_with_target, value_at
 from normexp.config.validate import unknown_key
 from normexp.errors import UserError
 from normexp.records.source import why_missing

@@ -1,8 +1,10 @@
-"""The config groups, and the names of their shipped choices. Imports neither torch nor Hydra."""
+"""The config groups, their shipped choices, and the values in the shipped YAMLs."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 PARTS = ("norm", "model", "data", "optim")  # of every cell; their targets say what they take
 OPTIONAL_GROUPS = ("schedule", "callback")  # a training may have none
@@ -22,5 +24,47 @@ def conf_dir() -> Path:
 def group_choices(group: str, folder: Path | None = None) -> list[str]:
     """The names that `group=` takes, sorted; those of another folder of YAMLs, if given."""
     folder = (folder or conf_dir()) / group
-    names = {file.relative_to(folder).with_suffix("").as_posix() for file in folder.rglob("*.yaml")}
+    files = [file.relative_to(folder).with_suffix("") for file in folder.rglob("*.yaml")]
+    names = {file.as_posix() for file in files}
     return sorted(names - {"claims"})  # conf/experiment/claims.yaml is read and not trained
+
+
+@lru_cache(maxsize=256)
+def shipped_defaults(group: str, choice: str) -> dict[str, Any] | None:
+    """The values in conf/<group>/<choice>.yaml; None for a choice that normexp does not ship."""
+    if choice not in group_choices(group):
+        return None
+    tree = _read(conf_dir() / group / f"{choice}.yaml")
+    return tree["data"] if group == "data" else tree  # data files also set top-level keys
+
+
+@lru_cache(maxsize=8)
+def shipped_targets(group: str) -> dict[str, str]:
+    """Maps each class in the shipped YAMLs of a group to its choice, the first of several."""
+    values = {choice: shipped_defaults(group, choice) for choice in group_choices(group)[::-1]}
+    return {part["_target_"]: f"{group}/{choice}" for choice, part in values.items() if part}
+
+
+def shipped_values(group: str, target: str) -> dict[str, Any] | None:
+    """The values in the YAML of a shipped class; None for any other class."""
+    choice = shipped_targets(group).get(target)
+    return None if choice is None else shipped_defaults(*choice.split("/", 1))
+
+
+@lru_cache(maxsize=1)
+def shipped_config() -> dict[str, Any]:
+    """The values in conf/config.yaml."""
+    tree = _read(conf_dir() / "config.yaml")
+    return {key: value for key, value in tree.items() if key not in ("defaults", "hydra")}
+
+
+def option_defaults(entry: str) -> dict[str, Any]:
+    """The default of each key of an entry without a config; ??? if the key must be given."""
+    return _read(conf_dir() / "entries.yaml")[entry]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    from omegaconf import OmegaConf  # slow to import, and --help does without
+
+    tree: Any = OmegaConf.to_container(OmegaConf.load(path))
+    return tree

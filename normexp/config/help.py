@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from textwrap import fill
-from typing import Any
 
 from normexp.config.groups import GROUPS, conf_dir, group_choices
 from normexp.config.slots import PLACEMENTS
@@ -126,7 +125,8 @@ VALUES = "Values (key=value) and their defaults"
 
 def help_text(entry: str) -> str:
     """The help of `train`, `tune`, `check`, `benchmark`, `evaluate`, `report` or `status`."""
-    return "\n".join([USAGE[entry], *_tables(entry), ENDINGS.get(entry, "")]).rstrip("\n")
+    sections = [USAGE[entry], *_tables(entry), ENDINGS.get(entry, "")]
+    return "\n".join(sections).rstrip("\n")
 
 
 def _tables(entry: str) -> list[str]:
@@ -155,13 +155,6 @@ def config_lines(section: str = "", file: str = "config.yaml") -> list[tuple[str
         indent = "  "
     lines = re.findall(rf"^{indent}(\w+): (.+?)  # (.+)$", text, re.MULTILINE)
     return [(f"{key}={default.replace('???', '')}", comment) for key, default, comment in lines]
-
-
-def option_defaults(entry: str) -> dict[str, Any]:
-    """The default of each key of an entry without a config; ??? if the key must be given."""
-    import yaml
-
-    return yaml.safe_load((conf_dir() / "entries.yaml").read_text(encoding="utf-8"))[entry]
 
 
 def norm_words(name: str) -> tuple[str, str]:

@@ -15,11 +15,16 @@ from copy import deepcopy
 from typing import Any
 
 from normexp.config.compose import FORMER_DEFAULTS
-from normexp.config.groups import OPTIONAL_GROUPS, PARTS
-from normexp.config.keys import KEYS, in_identity
-from normexp.config.shipped import shipped_config, shipped_defaults, shipped_targets, shipped_values
-from normexp.config.sizes import SIZES, Sizes
-from normexp.config.trees import parts_with_target
+from normexp.config.groups import (
+    OPTIONAL_GROUPS,
+    PARTS,
+    shipped_config,
+    shipped_defaults,
+    shipped_targets,
+    shipped_values,
+)
+from normexp.config.keys import KEYS, Settings, in_identity, parts_with_target
+from normexp.config.sizes import SIZES
 from normexp.records.source import digest_of, source_digest, source_files
 from normexp.words import as_typed
 
@@ -39,7 +44,9 @@ TEXT_DIGESTS = {
 }
 
 
-def identity_of(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[str, Any]:
+def identity_of(
+    config: Mapping[str, Any], choices: Mapping[str, str], settings: Settings
+) -> dict[str, Any]:
     """Everything in a config that defines a training except its seed, in canonical form.
 
     Values that differ from the shipped defaults, with numbers by value, and `lr` always. The sizes
@@ -48,30 +55,39 @@ def identity_of(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[s
     counts, and a value of it that counts as absent, is said in keys.py.
 
     Args:
-        config: composed, resolved and valid, as plain values.
+        config: composed and resolved, as plain values.
         choices: the choice in each config group, as `compose_cell` returns them.
+        settings: the typed values of the config.
     """
-    defaults = defining_values(shipped_config() | {"trainer": shipped_defaults("trainer", "auto")})
     values = deepcopy(defining_values(config))
-    if at := values["norm"].get("at"):
-        values["norm"]["at"] = as_typed(at)  # one value in tables
     for part in parts_with_target(values):
         target = part["_target_"]
         digests = {"source_digest": source_digest(target), "text_digest": TEXT_DIGESTS.get(target)}
         part.update({name: digest for name, digest in digests.items() if digest})
-    groups = [name for name in (*PARTS, *OPTIONAL_GROUPS) if isinstance(values.get(name), dict)]
-    rest = {key: value for key, value in values.items() if key not in groups}
-    rest |= sizes_of(config)
-    content = differences(defaults | rest, defaults)
+    groups = {}
+    for name in (*PARTS, *OPTIONAL_GROUPS):
+        if isinstance(values.get(name), dict):
+            groups[name] = values.pop(name)
+    defaults = defining_values(shipped_config() | {"trainer": shipped_defaults("trainer", "auto")})
+    sizes = sizes_of(config, settings)
+    content = differences(defaults | values | sizes, defaults)
     content["lr"] = config["lr"]  # also where it is the default, which follows from the optimizer
-    devices, norm = num_devices_of(config), config["norm"]
-    if devices > 1 and may_mix_samples(config) and declared_synchronized(norm) is None:
-        content["devices"] = devices
+
+    norm, mixes_samples = groups["norm"], settings.norm.may_mix_samples
+    num_devices = settings.trainer.num_processes
+    has_groups = num_devices > 1 or sizes["micro_batch_size"] or sizes["norm_batch_size"]
+    if not (has_groups and mixes_samples):
+        norm.pop("running_from", None)
+    if norm.get("at"):
+        norm["at"] = as_typed(norm["at"])  # one value in tables
+    if num_devices > 1 and mixes_samples and declared_synchronized(config["norm"]) is None:
+        content["devices"] = num_devices
+
     acts = any(config.get(group) is not None for group in OPTIONAL_GROUPS)
     if acts and config["val_every_epochs"] != 1:  # a callback or schedule sees validations
         content["val_every_epochs"] = config["val_every_epochs"]
-    for group in groups:
-        content[group] = _content_of(group, choices.get(group, "custom"), values[group])
+    for group, values_of_group in groups.items():
+        content[group] = _content_of(group, choices.get(group, "custom"), values_of_group)
     return content
 
 
@@ -87,26 +103,15 @@ def id_of(
     return cell_id(identity, [*names, *shown])
 
 
-def sizes_of(config: Mapping[str, Any]) -> dict[str, int | None]:
+def sizes_of(config: Mapping[str, Any], settings: Settings) -> dict[str, int | None]:
     """The three sizes with which one device trains like those of the config, in canonical form.
 
     A device's share of a forward pass is a ghost sub-batch, unless the norm spans devices.
     """
-    sizes, devices = Sizes(*(config[key] for key in SIZES)), num_devices_of(config)
-    if devices > 1 and (spans := declared_synchronized(config["norm"])) is not None:
-        sizes = sizes.shared_by(devices, synchronized=spans)
-    values = [getattr(sizes, key) for key in SIZES]
-    return canonical_sizes(*values, mixes_samples=may_mix_samples(config))
-
-
-def may_mix_samples(config: Mapping[str, Any]) -> bool:
-    """False if the norm is declared not to mix samples, so that nothing splits its statistics."""
-    return config["norm"].get("mixes_samples") is not False
-
-
-def num_devices_of(config: Mapping[str, Any]) -> int:
-    """The number of devices that train a cell together, over all nodes."""
-    return config["trainer"]["devices"] * config["trainer"]["num_nodes"]
+    sizes, num_devices = settings.sizes, settings.trainer.num_processes
+    if num_devices > 1 and (spans := declared_synchronized(config["norm"])) is not None:
+        sizes = sizes.shared_by(num_devices, synchronized=spans)
+    return sizes.canonical(mixes_samples=settings.norm.may_mix_samples)
 
 
 def declared_synchronized(norm: Mapping[str, Any]) -> bool | None:
@@ -156,10 +161,7 @@ def _content_of(group: str, choice: str, values: dict[str, Any]) -> dict[str, An
         former = {
             key: FORMER_DEFAULTS.get(f"{group}.{key}", value) for key, value in defaults.items()
         }
-        content = {
-            "choice": choice,
-            **differences(values, defining_values({group: former})[group]),
-        }
+        content = {"choice": choice, **differences(values, defining_values(former, f"{group}."))}
     if version := VERSIONS.get(name):
         content["version"] = version
     return content
@@ -184,22 +186,6 @@ def _label(group: str, choices: Mapping[str, str], config: Mapping[str, Any]) ->
 MAX_LENGTH = 80  # characters of a cell id: readable in a listing, short enough for any file system
 HASH_DIGITS = 10
 NAME_LENGTH = 16
-
-
-def canonical_sizes(
-    batch: int, micro: int | None, norm: int | None, *, mixes_samples: bool
-) -> dict[str, int | None]:
-    """The three sizes in canonical form: None if equal to the next larger one.
-
-    `norm_batch_size` is also None for a norm that does not mix samples.
-    """
-    micro = None if micro is None or micro >= batch else micro
-    norm = None if norm is None or norm >= (micro or batch) else norm
-    return {
-        "batch_size": batch,
-        "micro_batch_size": micro,
-        "norm_batch_size": norm if mixes_samples else None,
-    }
 
 
 def differences(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

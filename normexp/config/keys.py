@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -64,6 +64,8 @@ Names = Annotated[
 ]
 NormsOfSites = Annotated[dict[Text, Name], Field(min_length=1)]
 Words = list[str]
+# What the running averages of a step in several groups are taken from, see norms/site.py.
+RunningFrom = Literal["step", "group", "sequence"]
 
 NO_VALUE = object()
 
@@ -122,10 +124,16 @@ class NormKeys(SlotKeys, TargetKeys):
     at: Annotated[NormsOfSites | None, NULL_IS_ABSENT] = None
     view: str | None = None
     layout: str | None = None
+    running_from: Annotated[RunningFrom, Key(implied="step")] = "step"
     half_life: Annotated[Positive | None, Key(SAMPLES, implied=None)] = None
     # An id counts these two in norm_batch_size.
     mixes_samples: Annotated[bool | None, NOT_IN_ID] = None
     synchronized: Annotated[bool | None, NOT_IN_ID] = None
+
+    @property
+    def may_mix_samples(self) -> bool:
+        """False if declared not to mix samples, so that nothing splits its statistics."""
+        return self.mixes_samples is not False
 
 
 class ModelKeys(TargetKeys):
@@ -147,7 +155,7 @@ class OptimKeys(TargetKeys):
     nesterov: Annotated[bool | None, FOR_TARGET] = None
     fused: Annotated[bool | None, FOR_TARGET] = None
     weight_decay: NotNegative
-    decay_norm: bool
+    decay_norm: bool | NotNegative
     decay_bias: Annotated[bool | None, Key(implied=True)] = True
     schedule: Literal["constant", "cosine", "linear", "wsd", "one_cycle"]
     warmup: Fraction
@@ -263,3 +271,30 @@ def in_identity(key: str) -> bool:
 def is_probed(key: str) -> bool:
     """True if what a network mixes and leaks may depend on a key of its identity."""
     return key not in KEYS or KEYS[key].is_probed
+
+
+# --- Dotted keys in nested mappings --------------------------------------------------------------
+
+
+def value_at(tree: Any, key: str) -> Any:
+    """The value at a dotted key of nested dicts; None if there is none."""
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, Mapping) else None
+    return tree
+
+
+def parts_with_target(tree: Any) -> Iterator[dict[str, Any]]:
+    """Every mapping of a config, at any depth, that has a `_target_`."""
+    if isinstance(tree, dict):
+        if isinstance(tree.get("_target_"), str):
+            yield tree
+        tree = list(tree.values())
+    for value in tree if isinstance(tree, list) else ():
+        yield from parts_with_target(value)
+
+
+def dotted_keys(tree: Any, prefix: str = "") -> Iterator[str]:
+    """Every key of nested mappings, as `optim` and `optim.momentum`."""
+    for name in tree if isinstance(tree, Mapping) else ():
+        yield f"{prefix}{name}"
+        yield from dotted_keys(tree[name], f"{prefix}{name}.")

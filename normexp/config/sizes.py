@@ -53,6 +53,18 @@ class Sizes:
         """Samples per set of batch statistics."""
         return self.norm_batch_size or self.micro
 
+    def canonical(self, *, mixes_samples: bool) -> dict[str, int | None]:
+        """The sizes as ids count them: None where one is equal to the next larger one.
+
+        `norm_batch_size` is also None for a norm that does not mix samples.
+        """
+        has_norm_size = mixes_samples and self.norm < self.micro
+        return {
+            "batch_size": self.batch_size,
+            "micro_batch_size": self.micro if self.micro < self.batch_size else None,
+            "norm_batch_size": self.norm if has_norm_size else None,
+        }
+
     def shared_by(self, count: int, *, synchronized: bool = False) -> Sizes:
         """Returns the sizes with which one process trains exactly like `count` devices.
 
@@ -87,6 +99,7 @@ class Sizes:
 def _check_divides(small_key: str, small: int, large_key: str, large: int) -> None:
     if large % small:
         divisors = [size for size in range(1, large + 1) if large % size == 0]
-        nearest = sorted(divisors, key=lambda size: abs(math.log(size / small)))[:2]
+        divisors.sort(key=lambda size: abs(math.log(size / small)))
+        nearest = divisors[:2]
         remedy = " or ".join(f"{small_key}={size}" for size in sorted(nearest))
         raise UserError(f"{small_key}={small} does not divide {large_key}={large}; try {remedy}")

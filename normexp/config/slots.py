@@ -82,8 +82,12 @@ PLACES = {
 
 def resolve(config: Mapping[str, Any], norm: Mapping[str, Any]) -> Slots:
     """Returns the slots of a cell: the config's value, else the norm's, else the default."""
-    levels = (norm, config)
-    return Slots(**{k: v for level in levels for k in SLOTS if (v := level.get(k)) is not None})
+    chosen = {}
+    for level in (norm, config):  # the config wins
+        for slot in SLOTS:
+            if level.get(slot) is not None:
+                chosen[slot] = level[slot]
+    return Slots(**chosen)
 
 
 def set_but_unused(level: Mapping[str, Any], used: set[str]) -> list[str]:

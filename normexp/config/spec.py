@@ -13,6 +13,7 @@ from normexp.config.identity import id_of, identity_of, sources_of
 from normexp.config.keys import Settings, in_identity
 from normexp.config.sizes import SIZES
 from normexp.config.validate import read_settings
+from normexp.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class CellSpec:
         """The canonical content of the cell, which its id hashes; if refused, its words."""
         if self.error:
             return {"overrides": list(self.overrides)}
-        return identity_of(self.config, self.choices)
+        return identity_of(self.config, self.choices, self.settings)
 
     @property
     def id(self) -> str:
@@ -69,7 +70,8 @@ class CellSpec:
 
         Independent of the other cells of the command; leaves out the study, folders and seeds.
         """
-        named = {"norm": self.choices["norm"], **self.sizes}
+        sizes = {key: self.config[key] for key in SIZES}
+        named = {"norm": self.choices["norm"], **sizes}
         typed = {text.lstrip("+").partition("=")[0]: text for text in self.overrides}
         words = [f"{key}={value}" for key, value in named.items() if value is not None]
         words += [
@@ -80,20 +82,12 @@ class CellSpec:
         return " ".join(words)
 
     @property
-    def sizes(self) -> dict[str, Any]:
-        """The three sizes as typed."""
-        return {key: self.config[key] for key in SIZES}
-
-    @property
-    def lr(self) -> float:
-        """The learning rate as typed; `lr_rule` may scale it."""
-        return float(self.config["lr"])
-
-    @property
     def seeds(self) -> list[int]:
         """The seeds to train; none if the cell is refused."""
+        if self.error:
+            return []
         first, replicas = self.config["seed"], self.config["replicas"]
-        return [] if self.error else sorted({*range(first, first + replicas), *self.more_seeds})
+        return sorted({*range(first, first + replicas), *self.more_seeds})
 
     @property
     def study_dir(self) -> Path:
@@ -110,16 +104,24 @@ def join_points(cells: Sequence[CellSpec]) -> list[CellSpec]:
     points: dict[Path, list[CellSpec]] = {}
     for cell in cells:
         points.setdefault(cell.directory, []).append(cell)
-    return [
-        first
-        if not others
-        else replace(
-            first,
-            overrides=[
-                word for word in first.overrides if all(word in o.overrides for o in others)
-            ],
-            more_seeds=[seed for other in others for seed in other.seeds],
-            num_points=1 + len(others),
-        )
-        for first, *others in points.values()
-    ]
+    joined = []
+    for first, *others in points.values():
+        if others:
+            shared = [word for word in first.overrides if all(word in o.overrides for o in others)]
+            seeds = [seed for other in others for seed in other.seeds]
+            first = replace(first, overrides=shared, more_seeds=seeds, num_points=1 + len(others))
+        joined.append(first)
+    return joined
+
+
+def shared_value(cells: Sequence[CellSpec], key: str) -> Any:
+    """The value of a key that all cells of a command must share; None without cells.
+
+    Raises:
+        UserError: the value varies.
+    """
+    values = list(dict.fromkeys(cell.config[key] for cell in cells))
+    if len(values) > 1:
+        shown = ",".join(map(str, values))
+        raise UserError(f"{key}={shown}: must be the same in all cells; set {key}=...")
+    return values[0] if values else None

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
-from types import NoneType
-from typing import Any, TypeVar, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
@@ -25,6 +25,8 @@ from normexp.words import name_some, suggest
 logging.getLogger("hydra").addHandler(logging.NullHandler())  # Hydra also logs what it raises
 
 Made = TypeVar("Made")
+NUMBERS = {int, float}
+PLAIN = (*NUMBERS, bool, str, NoneType)
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,12 @@ class Target:
             num_given: how many arguments the caller passes by position.
             given: the names of those that it passes by keyword.
         """
-        free = _parameters(self.call)
-        rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        names = [name for name, p in free.items() if p.default is p.empty and p.kind not in rest]
-        for name in names[num_given:]:
+        needed = []
+        for name, parameter in _parameters(self.call).items():
+            takes_any = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            if parameter.default is parameter.empty and not takes_any:
+                needed.append(name)
+        for name in needed[num_given:]:
             if name not in given:
                 key = f"{self.key}.{name}"
                 raise UserError(f"{key} is missing: {self.path} needs it; set {key}=...")
@@ -117,12 +121,16 @@ def read_target(values: Mapping[str, Any], key: str) -> Target:
     if not isinstance(values, Mapping) or "_target_" not in values:
         raise UserError(f"{key}._target_ is missing; it names a class, as my_package.MyClass")
     refuse_missing_values(values, f"{key}.")
+    for name, value in values.items():
+        if isinstance(value, Mapping) and "_target_" in value:
+            read_target(value, f"{key}.{name}")  # a mistake in it is named by its own key
     try:
         call = instantiate({**values, "_partial_": True}, _convert_="all")
     except InstantiationException as error:
         raise _explain(error, values["_target_"], key) from error
-    target = Target(key, values["_target_"], partial(call.func, *call.args, **call.keywords))
-    _refuse_texts(target)
+    call = partial(call.func, *call.args, **call.keywords)
+    target = Target(key, values["_target_"], call)
+    _check_knobs(target)
     names = target.arguments
     unknown = [] if not names or "**" in names else sorted(call.keywords.keys() - names)
     if unknown:
@@ -131,17 +139,26 @@ def read_target(values: Mapping[str, Any], key: str) -> Target:
     return target
 
 
-def _refuse_texts(target: Target) -> None:
-    """Raises UserError for a text where the signature takes numbers or booleans alone."""
+def _check_knobs(target: Target) -> None:
+    """Raises UserError for a value that a plain type of the signature refuses, as a text for int.
+
+    A number may be of another type than the signature says.
+    """
     made = target.call.func
     try:
         kinds = get_type_hints(made.__init__ if isinstance(made, type) else made)
     except Exception:  # of foreign code, any kind
         return
+    defaults = {name: parameter.default for name, parameter in _parameters(made).items()}
     for name, value in target.call.keywords.items():
         kind = kinds.get(name)
-        takes_text = set(get_args(kind) or (kind,)) - {int, float, bool, NoneType}
-        if isinstance(value, str) and not takes_text:
+        types = get_args(kind) or (kind,)
+        if not all(type_ in PLAIN for type_ in types) or value == defaults.get(name):
+            continue
+        is_number = type(value) in NUMBERS and not NUMBERS.isdisjoint(types)
+        is_union = get_origin(kind) in (None, Union, UnionType)
+        is_in_container = isinstance(value, list | dict) and not is_union
+        if not is_number and not is_in_container:
             check_value(f"{target.key}.{name}", value, kind)
 
 
@@ -158,6 +175,8 @@ def _explain(error: InstantiationException, path: str, key: str) -> UserError:
     if isinstance(cause, UserError):
         return cause
     reason = one_line(cause)
+    if "Expected a callable target" in reason:
+        reason = "it is no class or function"
     if located := re.search(r"Error locating target '([^']+)'", str(error)):
         path = located[1]
         module, _, name = path.rpartition(".")

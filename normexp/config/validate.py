@@ -24,8 +24,8 @@ from normexp.config.keys import (
     Several,
     Statistics,
     Text,
+    value_at,
 )
-from normexp.config.trees import value_at
 from normexp.errors import UserError
 from normexp.words import as_typed, suggest
 
@@ -48,6 +48,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "watch": bool,
     },
     "status": {"study": Name, "runs_dir": Folder},
+}
+
+
+# What pydantic says, and what this says instead.
+OUR_WORDS = {
+    r"^Value error, ": "",
+    r"^\w+ should": "must",
+    "a valid integer": "a whole number",
+    "a valid boolean": "true or false",
+    "a valid dictionary": "a group of keys",
+    "a valid ": "a ",
+    "have at least 1 .*": "not be empty",
+    "True or False": "true or false",
 }
 
 
@@ -90,11 +103,27 @@ def check_value(key: str, value: Any, kind: Any, unit: str = "") -> Any:
     try:
         return _adapter(kind).validate_python(value)
     except ValidationError as invalid:
-        said = invalid.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
-    said = re.sub(r"^\w+ should", "must", said).replace("a valid integer", "a whole number")
-    said = said.replace("a valid dictionary", "a group of keys").replace("a valid ", "a ")
-    remedy = f"; set {key}=..." if value is None else ""
+        faults = invalid.errors(include_url=False)
+    first = faults[0]
+    # A value that may have several types has a fault for each.
+    rules = [_rule(fault["msg"]) for fault in faults if fault["input"] is first["input"]]
+    others = [rule.removeprefix("must be ") for rule in rules[1:]]
+    said = " or ".join([rules[0], *others])
+    remedy = ""
+    if value is None:
+        remedy = f"; set {key}=..."
+    elif first["type"] == "list_type":
+        remedy = f"; type {key}=[{as_typed(value)}]"
+    elif first["type"] == "string_type" and isinstance(first["input"], int | float):
+        remedy = f"; quote it, as '\"{as_typed(first['input'])}\"'"
     raise UserError(f"{key}={as_typed(value)}: {said}{unit and f' ({unit})'}{remedy}")
+
+
+def _rule(message: str) -> str:
+    """A message of pydantic as normexp says it: `must be a whole number`."""
+    for theirs, ours in OUR_WORDS.items():
+        message = re.sub(theirs, ours, message)
+    return message
 
 
 def takes(key: str, value: Any) -> bool:

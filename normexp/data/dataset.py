@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -85,6 +86,8 @@ class Windows:
 
 
 SPLITS = ("train", "val", "test")
+IMAGENET = {"mean": "[0.485,0.456,0.406]", "std": "[0.229,0.224,0.225]"}
+MIN_STD = 0.001  # a grey level is 0.004
 
 
 @dataclass
@@ -133,11 +136,23 @@ class Data:
                     digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
                     digest.update(tensor.cpu().contiguous().numpy().data)
             self.digest = digest.hexdigest()[:16]
-        if self.mean is not None:  # (x / 255 - mean) / std is x * scale + shift
-            moments = torch.tensor([self.mean, self.std], dtype=torch.float64)
-            mean, std = moments[..., None, None].to(self.train.tensors[0].device)  # (C, 1, 1)
+        if self.mean is not None or self.std is not None:
+            # (x / 255 - mean) / std is x * scale + shift
+            moments = [self._moment("mean", 0), self._moment("std", MIN_STD)]
+            mean, std = (values.to(self.train.tensors[0].device) for values in moments)
             self._scale = 1 / (255 * std)
             self._shift = -mean / std
+
+    def _moment(self, key: str, least: float) -> Tensor:
+        """`mean` or `std` of each channel, float64 (C, 1, 1)."""
+        values, num_channels = getattr(self, key), self.input_shape[0]
+        numbers = np.asarray(values)
+        if numbers.shape != (num_channels,) or not ((numbers >= least) & (numbers <= 1)).all():
+            raise UserError(
+                f"data.{key}={values}: must be {num_channels} numbers from {least:g} to 1, "
+                f"one for each channel, as ImageNet's data.{key}={IMAGENET[key]}"
+            )
+        return torch.tensor(values, dtype=torch.float64)[:, None, None]
 
     @property
     def splits(self) -> dict[str, Any]:
@@ -261,6 +276,8 @@ def _problems(data: Data) -> Iterator[str]:
                 yield f"{name}.{field} has {wrong}; {key}={limit} allows 0 to {limit - 1}"
             if field == "mask" and not tensor.any(dim=1).all():
                 yield f"{name}.mask has a sample without a real token"
+    if data.class_names and len(data.class_names) != data.num_outputs:
+        yield f"class_names has {len(data.class_names)} names for num_outputs={data.num_outputs}"
     if data.num_outputs < 2:
         yield f"num_outputs={data.num_outputs} leaves nothing to predict, must be 2 or more"
 

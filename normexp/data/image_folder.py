@@ -7,14 +7,15 @@ import hashlib
 import logging
 import os
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from normexp.data.augment import Augmentation
@@ -22,13 +23,11 @@ from normexp.data.dataset import Data, Examples
 from normexp.data.images import build_image_data
 from normexp.data.pixels import decode_images
 from normexp.data.sources import split_off_test
-from normexp.errors import UserError, one_line
-from normexp.records.files import open_atomic
+from normexp.errors import UserError
+from normexp.records.files import describe, open_atomic
 
 log = logging.getLogger(__name__)
 
-IMAGENET = {"mean": "[0.485,0.456,0.406]", "std": "[0.229,0.224,0.225]"}
-MIN_STD = 0.001  # a grey level is 0.004
 SPLIT_NAMES = {
     "train": "train|training",
     "val": "val|valid|validation|dev",
@@ -66,8 +65,6 @@ def load_image_folder(
     """
     if size is not None and size < 1:
         raise UserError(f"data.size={size} must be positive; try data.size=32")
-    if mean is not None or std is not None:
-        _check_moments(mean, std)
     name = f"data.root={root}"
     folder = Path(root).expanduser()
     try:
@@ -77,10 +74,7 @@ def load_image_folder(
         files = [Path(file) for listed in samples.values() for file, _ in listed]
         digest = _digest_files(folder, files, size)
     except OSError as error:
-        raise UserError(
-            f"{name}: {one_line(error)}; it needs images (jpg, png, tif, webp, ...) in <class>/, "
-            "or in train/<class>/ and test/<class>/"
-        ) from error
+        raise UserError(f"{name}: {describe(error)}") from error
     cache = Path(data_dir).expanduser() / "cache" / f"{digest}.pt"
     images = _load_or_decode(cache, files, size, name)
     targets = torch.tensor([target for listed in samples.values() for _, target in listed])
@@ -98,19 +92,9 @@ def load_image_folder(
         split_seed=split_seed,
         augmentation=augmentation,
     )
-    if mean is None or std is None:
+    if mean is None and std is None:
         return data
-    return dataclasses.replace(data, mean=tuple(mean), std=tuple(std))
-
-
-def _check_moments(mean: Sequence[float] | None, std: Sequence[float] | None) -> None:
-    for key, values, least in (("mean", mean, 0), ("std", std, MIN_STD)):
-        numbers = np.asarray(values)
-        if numbers.shape != (3,) or not ((numbers >= least) & (numbers <= 1)).all():
-            raise UserError(
-                f"data.{key}={values}: must be three numbers from {least:g} to 1, of the channels "
-                f"red, green and blue, as ImageNet's data.{key}={IMAGENET[key]}"
-            )
+    return dataclasses.replace(data, mean=mean, std=std)
 
 
 def find_splits(root: Path, name: str) -> dict[str, Path]:
@@ -173,9 +157,9 @@ def _read_classes(folders: Mapping[str, Path], name: str) -> list[str]:
         UserError: classes that differ between splits, a single class, or classes named like splits.
     """
     train = folders["train"]
-    classes = [folder.name for folder in _subfolders(train)]
+    classes = [_class_of(folder) for folder in _subfolders(train)]
     for split in folders.values():
-        others = {folder.name for folder in _subfolders(split)}
+        others = set(map(_class_of, _subfolders(split)))
         if differing := sorted(others.symmetric_difference(classes)):
             where = train if differing[0] in classes else split
             raise UserError(
@@ -183,7 +167,10 @@ def _read_classes(folders: Mapping[str, Path], name: str) -> list[str]:
                 f"{split.name}/ need the same class folders"
             )
     if not classes:
-        raise FileNotFoundError(f"{train} has no class folders")
+        raise UserError(
+            f"{name} has no class folders; it needs images in <class>/, or in train/<class>/ and "
+            "test/<class>/"
+        )
     if len(classes) == 1:
         raise UserError(
             f"{name} has one class, {classes[0]}, which leaves nothing to predict; if this "
@@ -200,28 +187,44 @@ def _read_classes(folders: Mapping[str, Path], name: str) -> list[str]:
     return classes
 
 
+def _class_of(folder: Path) -> str:
+    """The name of a class folder: é may be one character, or e and an accent, as of macOS."""
+    return unicodedata.normalize("NFC", folder.name)
+
+
 def _list_images(
     folders: Mapping[str, Path], classes: Sequence[str], name: str
 ) -> dict[str, list[tuple[str, int]]]:
-    """The files of each split with their targets, without hidden ones."""
-    from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
+    """The files of each split with their targets, without hidden ones.
 
+    Raises:
+        UserError: a class without images in a split.
+    """
+    from torchvision.datasets.folder import make_dataset
+
+    readable = Image.registered_extensions()
     skipped: Counter[str] = Counter()
 
     def is_image(file: str) -> bool:
         path = Path(file.lower())
         if path.name.startswith("."):
             return False
-        if path.suffix in (*IMG_EXTENSIONS, ".gif", ".jfif"):
+        if readable.get(path.suffix) in Image.OPEN:
             return True
         skipped[path.suffix or path.name] += 1
         return False
 
-    targets = {folder: target for target, folder in enumerate(classes)}
-    samples = {
-        split: make_dataset(folder, targets, is_valid_file=is_image)
-        for split, folder in folders.items()
-    }
+    samples = {}
+    for split, folder in folders.items():
+        targets = {path.name: classes.index(_class_of(path)) for path in _subfolders(folder)}
+        listed = make_dataset(folder, targets, is_valid_file=is_image, allow_empty=True)
+        samples[split] = listed
+        for target in {*targets.values()} - {target for _, target in listed}:
+            others = f", but files of {', '.join(skipped)}" if skipped else ""
+            raise UserError(
+                f"{name} has no images in {folder.name}/{classes[target]}/{others}; it needs some "
+                "(jpg, png, tif, webp, ...), or remove the folder"
+            )
     if skipped:
         log.info("%s: %d files are not read (%s)", name, skipped.total(), ", ".join(skipped))
     return samples

@@ -24,6 +24,7 @@ SHAKESPEARE_URL = (
 )
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 MOST_NAMED = 8  # symbols in a message
+CONVERT = "convert it, as by iconv -f LATIN1 -t UTF-8, or by iconv -f UTF-16LE -t UTF-8"
 BYTES_PER_CHARACTER = 24  # at the peak: text, code points, tokens and their copies
 
 
@@ -72,10 +73,12 @@ def load_text_file(
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise UserError(
-            f"{name} is not UTF-8: byte {byte:#04x} at offset {error.start}; try iconv -t UTF-8"
+            f"{name} is not UTF-8: byte {byte:#04x} at offset {error.start}; {CONVERT}"
         ) from error
     except OSError as error:
         raise UserError(f"{name} cannot be read: {error.strerror}; name a text file") from error
+    if "\0" in text:  # English in UTF-16 can be read as UTF-8, with every second byte null
+        raise UserError(f"{name} has null characters, as UTF-16 and binary files do; {CONVERT}")
     return build_text_data("text_file", text, block_size, val_fraction, test_fraction)
 
 

@@ -38,9 +38,12 @@ from normexp.errors import UserError
 from normexp.norms.moment_sites import (
     NormSite,
     Population,
+    Rule,
+    of_population,
     pool_batches,
     watching,
     with_moments,
+    with_own_share,
     write_populations,
 )
 
@@ -118,7 +121,7 @@ class Measurement:
 
         noisy_moments = self._stage(parts.training)
         moments = self._stage(batch)
-        self._stage(running, moments, own_share=True)
+        self._stage(running, moments, with_own_share)
         self._stage(running, moments)
         self._stage(running, noisy_moments)
         self._stage(running)
@@ -130,12 +133,11 @@ class Measurement:
         self,
         modes: Modes,
         moments: dict[str, list[Calls]] | None = None,
-        *,
-        own_share: bool = False,
+        rule: Rule = of_population,
     ) -> dict[str, list[Calls]]:
         """Measures the losses of all batches; returns the moments of every active site in them.
 
-        Given moments of each batch, norms use those of all other batches.
+        Given moments of each batch, norms use those of all other batches, by a rule.
         """
         losses = []
         measured = {path: list[Calls]() for path in self.active}
@@ -149,7 +151,7 @@ class Measurement:
             }
             with torch.no_grad():
                 write_populations({site: calls[0] for site, calls in others.items()})
-            with watching([*sites.values()]) as samples, with_moments(others, own_share=own_share):
+            with watching([*sites.values()]) as samples, with_moments(others, rule):
                 losses.append(self.parts.loss(model, batch, modes, index))
             for path, site in sites.items():
                 measured[path].append([site.pooled(call) for call in samples[site]])

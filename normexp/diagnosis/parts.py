@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from normexp.batching.copies import copied
-from normexp.checks.probe import change, moves, unlike, values_of
+from normexp.checks.probe import change, differing_values, moves, values_of
 from normexp.diagnosis.network import (
     Call,
     Loss,
@@ -79,7 +79,8 @@ class Parts:
                 self.loss(self.trained, batch, self.training)
             self.loss(self.evaluated, batch, self.evaluation)
         self.calls.setdefault("", call_of(model, batch))
-        moved = unlike(self.trained, self.model) + unlike(self.evaluated, self.model)
+        moved = differing_values(self.trained, self.model)
+        moved += differing_values(self.evaluated, self.model)
         self.fixed = [
             parameter
             for name, parameter in self.model.named_parameters()
@@ -136,7 +137,7 @@ class Parts:
         if not differ(self.outputs("", self.evaluation), again):
             return ""
         said = "two forwards of one batch differ"
-        moved = name_some(unlike(self.evaluated, self.model))
+        moved = name_some(differing_values(self.evaluated, self.model))
         return f"{said}, and one changes {moved}" if moved else said
 
     def up_to_called(self, path: str) -> list[str]:
@@ -183,7 +184,7 @@ class Parts:
         found: dict[str, list[str]] = {}
         before = self.outputs("", SILENT)
         trained = dict(self.trained.named_modules())
-        for moved in unlike(self.trained, self.model):
+        for moved in differing_values(self.trained, self.model):
             owner, _, name = moved.rpartition(".")
             if owner in found or is_within(owner, *sites):
                 continue

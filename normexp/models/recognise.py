@@ -114,11 +114,10 @@ def recognise(
         found = _judge(module, None if calls is None else calls.get(path, []), cache)
         if isinstance(found, NormDescription):
             norms[path] = found
-            named.add(module)
-        elif found is not None:
+        else:
             left_alone[path] = found
-            if found.resembles_norm:
-                named.add(module)
+        if path in norms or left_alone[path].resembles_norm:
+            named.add(module)
     classes = {type(modules[path]) for path in norms}
     for path, other in left_alone.items():
         if type(modules[path]) in classes:  # called in another way

@@ -127,7 +127,9 @@ def pool(groups: Moments, dim: int) -> Moments:
     return Moments(mean, var, total)
 
 
-def mix(sample: Moments, share: float | Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+def pool_with_others(
+    sample: Moments, share: float | Tensor, mean: Tensor, var: Tensor
+) -> tuple[Tensor, Tensor]:
     """Returns the mean and variance of a batch that consists of one sample and others.
 
     Args:

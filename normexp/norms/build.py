@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from torch import nn
 
+from normexp.config.groups import shipped_config, shipped_defaults, shipped_values
 from normexp.config.keys import own_keys
-from normexp.config.shipped import shipped_config, shipped_defaults, shipped_values
 from normexp.config.slots import SLOTS, resolve
 from normexp.config.target import Target, read_target
 from normexp.errors import UserError
@@ -49,6 +49,12 @@ def build_norm(
     view = reserved.get("view", "token")
     if view not in ("token", "sequence"):
         raise UserError(f"norm.view={view}: must be token or sequence")
+    running_from = reserved.get("running_from", "step")
+    if running_from == "sequence" and "num_training_steps" in target.arguments:
+        raise UserError(
+            "norm.running_from=sequence: this norm counts optimizer steps, and would count each "
+            "group as one; try norm.running_from=group"
+        )
     fixed = _changed_settings(config)
     if momentum is not None:
         fixed.add("momentum")
@@ -62,7 +68,7 @@ def build_norm(
     at = {}
     for glob, name in (reserved.get("at") or {}).items():
         at[glob] = build_norm(
-            {**config, "norm": _shipped_norm(name)},
+            {**config, "norm": _shipped_norm(name) | {"running_from": running_from}},
             norm_batch_size,
             num_steps=num_steps,
             num_positions=num_positions,
@@ -71,6 +77,7 @@ def build_norm(
         maker,
         view=view,
         norm_batch_size=norm_batch_size,
+        running_from=running_from,
         slots=resolve({slot: config[slot] for slot in SLOTS}, reserved),
         keeps_norms=keeps_norms,
         at=at,

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from normexp.config.keys import RunningFrom
 from normexp.config.slots import Placement, Slots
 from normexp.errors import UserError
 from normexp.norms.parts import ACTIVATIONS, CONVOLUTIONS, ResidualScale
@@ -33,6 +34,7 @@ class NormFactory:
         view: how a token site shows (B, T, C) to the norm: `token` as (B*T, C), each position a
             sample of its own; `sequence` as (B, C, T), where a norm may pool positions.
         norm_batch_size: samples that share batch statistics in training; None for all of a forward.
+        running_from: what running averages are taken from where a step is split, see norms/site.py.
         slots: what surrounds a norm.
         keeps_norms: a network keeps the norms that it has, see `around`; `make` refuses.
         at: builds the norms of single sites, by a glob of their names; see `put_norms`.
@@ -45,6 +47,7 @@ class NormFactory:
     _: KW_ONLY
     view: Literal["token", "sequence"] = "token"
     norm_batch_size: int | None = None
+    running_from: RunningFrom = "step"
     slots: Slots = Slots()
     keeps_norms: bool = False
     at: Mapping[str, NormFactory] = field(default_factory=dict)
@@ -59,7 +62,8 @@ class NormFactory:
         return self._site(self.view, num_features, settings)
 
     def _site(self, view: View, num_features: int, settings: Mapping[str, Any]) -> Site:
-        site = Site(self.bare(num_features, **settings), view, self.norm_batch_size)
+        norm = self.bare(num_features, **settings)
+        site = Site(norm, view, self.norm_batch_size, self.running_from)
         site.num_features = num_features
         return site
 
@@ -69,7 +73,8 @@ class NormFactory:
         Args:
             is_last: the norm takes its channels as the last axis, as nn.LayerNorm does.
         """
-        return AsBuiltSite(norm, "token" if is_last else "map", self.norm_batch_size)
+        view = "token" if is_last else "map"
+        return AsBuiltSite(norm, view, self.norm_batch_size, self.running_from)
 
     def put_norms(self, network: nn.Module) -> None:
         """Puts the norms of `at` into the sites whose names match their globs.

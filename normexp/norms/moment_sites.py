@@ -17,7 +17,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from normexp.norms.base import Moments, measure, mix, pool, unbiased, widen, zero_padding
+from normexp.norms.base import (
+    Moments,
+    measure,
+    pool,
+    pool_with_others,
+    unbiased,
+    widen,
+    zero_padding,
+)
 from normexp.norms.contract import Mask
 from normexp.norms.site import Site, as_maps, input_and_mask, named_sites
 
@@ -165,17 +173,35 @@ class Population(NamedTuple):
     var: Tensor
 
 
-@contextmanager
-def with_moments(
-    populations: Mapping[NormSite, Sequence[Population]], *, own_share: bool
-) -> Iterator[None]:
-    """Norms in evaluation mode use these moments, one for each call within a forward.
+# The moments (N or 1, C, 1) to normalize by, from a site, its input and mask, and those of a
+# population (1, C, 1).
+Rule = Callable[[NormSite, Tensor, Mask, Population], Population]
 
-    With `own_share`, they use for each sample the moments expected of a training batch that holds
-    it. With m_i, v_i the moments of the sample, m, v those of the population and a = 1 / n the
-    share of a sample in a batch of n (arXiv:1904.06031), these are a m_i + (1 - a) m and
+
+def of_population(_: NormSite, __: Tensor, ___: Mask, population: Population) -> Population:
+    return population
+
+
+def with_own_share(site: NormSite, x: Tensor, mask: Mask, population: Population) -> Population:
+    """For each sample, the moments expected of a training batch that holds it.
+
+    With m_i, v_i the moments of the sample, m, v those of the population and a = 1 / n the share of
+    a sample in a batch of n (arXiv:1904.06031), these are a m_i + (1 - a) m and
     a v_i + (1 - a) v + a (1 - a) (m_i - m)^2. The variation of the mean of the other samples is
     left out, so that it counts as training noise.
+    """
+    share = 1 / site.group_size(len(x))
+    return Population(*pool_with_others(site.measure_samples(x, mask), share, *population))
+
+
+@contextmanager
+def with_moments(
+    populations: Mapping[NormSite, Sequence[Population]], rule: Rule = of_population
+) -> Iterator[None]:
+    """Norms in evaluation mode use moments by a rule.
+
+    Args:
+        populations: of each site, one for each of its calls within a forward.
     """
     num_calls = dict.fromkeys(populations, 0)
 
@@ -183,11 +209,8 @@ def with_moments(
         calls = populations[site]
         population = calls[min(num_calls[site], len(calls) - 1)]
         num_calls[site] += 1
-        mean, var = (value.view(1, -1, 1) for value in population)
-        if own_share:
-            share = 1 / site.group_size(len(x))
-            mean, var = mix(site.measure_samples(x, mask), share, mean, var)
-        return site.moved_input(x, mean, var)
+        by_channel = Population(*(value.view(1, -1, 1) for value in population))
+        return site.moved_input(x, *rule(site, x, mask, by_channel))
 
     with _hooked(populations, move):
         yield

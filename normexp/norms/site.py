@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from normexp.config.keys import RunningFrom
 from normexp.errors import UserError
 from normexp.norms.adapt import LayoutAdapter
 from normexp.norms.contract import (
@@ -66,11 +67,18 @@ class Site(InPlaceOfNorm):
     adds_level = "norm"  # in the names of tensors, which the network's authors do not have
     num_features: int  # as the model asked
 
-    def __init__(self, norm: nn.Module, view: View, norm_batch_size: int | None) -> None:
+    def __init__(
+        self,
+        norm: nn.Module,
+        view: View,
+        norm_batch_size: int | None,
+        running_from: RunningFrom = "step",
+    ) -> None:
         super().__init__()
         self.norm = norm
         self.view: View = view
         self.norm_batch_size = norm_batch_size
+        self.running_from: RunningFrom = running_from
         self.takes_mask = takes_mask(norm)
 
     def extra_repr(self) -> str:
@@ -82,7 +90,7 @@ class Site(InPlaceOfNorm):
         sizes = self._group_sizes(len(x))
         if len(sizes) < 2:
             return self._apply_in_view(self.norm, x, mask)
-        if not isinstance(self.norm, NormOfGroups):
+        if not isinstance(self.norm, NormOfGroups) or self.running_from != "step":
             return self._apply_in_parts(sizes, x, mask)
         if sizes[-1] != sizes[0]:  # the first part comes here again, and then divides evenly
             return self._apply_in_parts([sum(sizes[:-1]), sizes[-1]], x, mask)
@@ -99,7 +107,7 @@ class Site(InPlaceOfNorm):
         return [size] * num_full + ([remainder] if remainder else [])
 
     def _apply_in_parts(self, sizes: list[int], /, *args: Any, **keywords: Any) -> Tensor:
-        """Runs every part from the same initial state, then merges the final states by share."""
+        """Runs every part, and ends with the state that `running_from` says."""
         originals = dict(self.norm.named_buffers())
         start = read_state(self.norm)
         split_args = [_split(value, sizes) for value in args]
@@ -107,8 +115,9 @@ class Site(InPlaceOfNorm):
         outputs, ends = [], []
         try:
             for i in range(len(sizes)):
+                state = ends[-1] if ends and self.running_from == "sequence" else start
                 # Fresh tensors for each part, because a kernel may keep them for its backward.
-                install_state(self.norm, {name: value.clone() for name, value in start.items()})
+                install_state(self.norm, {name: value.clone() for name, value in state.items()})
                 part_args = [values[i] for values in split_args]
                 part_keywords = {name: values[i] for name, values in split_keywords.items()}
                 with counting(at_end=False):
@@ -117,7 +126,7 @@ class Site(InPlaceOfNorm):
         finally:
             install_state(self.norm, originals)
         shares = [size / sum(sizes) for size in sizes]
-        write_state(self.norm, merge_state(self.norm, start, ends, shares))
+        write_state(self.norm, state_after(self.norm, start, ends, shares, self.running_from))
         return torch.cat(outputs)
 
     def _apply_in_view(self, norm: Callable[..., Tensor], x: Tensor, mask: Mask) -> Tensor:
@@ -184,6 +193,24 @@ def takes_mask(norm: nn.Module) -> bool:
     if isinstance(norm, LayoutAdapter):
         return takes_mask(norm.norm)
     return "mask" in inspect.signature(norm.forward).parameters
+
+
+def state_after(
+    module: nn.Module,
+    start: State,
+    ends: list[State],
+    shares: list[float],
+    running_from: RunningFrom,
+) -> State:
+    """Returns the buffers of `module` after a step that was run in parts.
+
+    step        every part began at `start`; the end states are merged
+    group       the first part alone counts, as where one device's buffers are broadcast
+    sequence    each part began where the one before it ended, as in plain accumulation
+    """
+    if running_from == "step":
+        return merge_state(module, start, ends, shares)
+    return ends[0] if running_from == "group" else ends[-1]
 
 
 def merge_state(module: nn.Module, start: State, parts: list[State], shares: list[float]) -> State:

@@ -30,7 +30,7 @@ from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile
 import numpy as np
 
 from normexp.errors import USER_MISTAKE, UserError
-from normexp.records.files import open_atomic
+from normexp.records.files import describe, open_atomic
 from normexp.records.journal import Entry, append_entry, parse_entries
 from normexp.records.layout import (
     CONFIG_FILE,
@@ -195,7 +195,7 @@ def unpack_study(path: Path, study_dir: Path) -> None:
     archive = Archive(path)
     if list_cells(study_dir):
         raise UserError(f"{study_dir} has runs; name another folder")
-    study_dir.mkdir(parents=True, exist_ok=True)
+    study_dir.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=study_dir.parent) as folder:  # nothing is left half-made
         for result in archive.results():
             cell_dir = Path(folder, result.cell_id)
@@ -207,6 +207,7 @@ def unpack_study(path: Path, study_dir: Path) -> None:
             write_result(run_dir, result)
         for entry in archive.entries:
             append_entry(Path(folder), entry)
+        study_dir.mkdir(exist_ok=True)
         for content in Path(folder).iterdir():
             os.replace(content, study_dir / content.name)
     for entry in archive.search_entries:
@@ -218,8 +219,9 @@ def main(source: Path, target: Path) -> int:
     try:
         convert = unpack_study if source.suffix == ".zip" else pack_study
         convert(source, target)
-    except UserError as error:
-        print(f"normexp: {error}", file=sys.stderr)
+    except (UserError, OSError) as error:
+        message = describe(error) if isinstance(error, OSError) else error
+        print(f"normexp: {message}", file=sys.stderr)
         return USER_MISTAKE
     return 0
 

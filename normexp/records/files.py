@@ -75,7 +75,7 @@ def ensure_writable(directory: Path, key: str = "runs_dir") -> None:
     """Raises UserError if nothing can be written and locked in a directory, or its nearest parent.
 
     Args:
-        key: of the config; its value is the directory.
+        key: of the config, which names the directory or the folder around it.
     """
     existing = directory.absolute()
     try:
@@ -86,7 +86,7 @@ def ensure_writable(directory: Path, key: str = "runs_dir") -> None:
     except OSError as error:
         fault = "has no file locks" if error.errno == errno.ENOLCK else "cannot be written"
         raise UserError(
-            f"{key}={directory} {fault} ({error.strerror}: {existing}); try another folder with "
+            f"{directory} {fault} ({error.strerror}: {existing}); name another folder with "
             f"{key}=..."
         ) from error
 
@@ -107,6 +107,7 @@ def is_full_disk(error: BaseException | None) -> bool:
 
 REMEDIES = {  # by the number of an OSError
     **dict.fromkeys((errno.EACCES, errno.EPERM), "change its permissions, or name another place"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space"),
     errno.EROFS: "name another folder, as with runs_dir=... or data_dir=...",
     errno.ENAMETOOLONG: "give shorter names, as with study=... or runs_dir=...",
     errno.ENOTDIR: "a file is where a folder should be; move it away, or name another folder",

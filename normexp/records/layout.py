@@ -74,6 +74,16 @@ def find_study(runs_dir: Path, name: str) -> Path:
     return archive
 
 
+def refuse_shipped(study_dir: Path) -> None:
+    """Raises UserError if the study ships as a zip, beside which no runs may be trained."""
+    archive = study_dir.with_name(f"{study_dir.name}.zip")
+    if archive.is_file():
+        raise UserError(
+            f"study={study_dir.name} ships as {archive}; train in another study, or unpack it with "
+            f"python -m normexp.records.archive {archive} {study_dir}, and move the zip away"
+        )
+
+
 def _hint(name: str, known: list[str]) -> str:
     return suggest(name, known, most=3) or f"known: {name_some(known) or 'none'}"
 

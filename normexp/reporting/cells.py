@@ -316,7 +316,9 @@ def _with_labels(cells: Sequence[CellRow]) -> list[CellRow]:
     for cell in cells:
         words = [cell.norm_name]
         for key in knobs[cell.norm_name]:
-            words.append(f"{key.removeprefix('norm.')}={as_typed(cell.value_of(key))}")
+            value = cell.value_of(key)
+            if value is not None:
+                words.append(f"{key.removeprefix('norm.')}={as_typed(value)}")
         if cell.invalid:
             words.append("INVALID")
         if has_studies:

@@ -78,7 +78,8 @@ class Report:
     declared: Sequence[Table] = ()
 
     def __repr__(self) -> str:
-        return f"Report({self.title}: {self.counts}; {len(self.comparisons)} comparisons)"
+        comparisons = format_count(len(self.comparisons), "comparison")
+        return f"Report({self.title}: {self.counts}; {comparisons})"
 
     @property
     def title(self) -> str:

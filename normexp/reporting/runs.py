@@ -14,8 +14,8 @@ import numpy as np
 import yaml
 from yaml import YAMLError
 
+from normexp.config.keys import value_at
 from normexp.config.slots import Slots
-from normexp.config.trees import value_at
 from normexp.errors import UserError
 from normexp.records.archive import Archive
 from normexp.records.journal import CommandEntry, Entry, Refusal, read_entries

@@ -330,8 +330,9 @@ def print_status(study: Study) -> None:
     end = f"; {format_count(refused, 'cell')} refused" if refused else ""
     runs = format_count(study.runs.total(), "run")
     console.out(f"{study.directory}: {runs} of {cells}: {counts}{end}")
-    console.out("commands so far, with their last time:")
     last_times = {_as_typed(command, study): command.time for command in study.commands}
+    if last_times:
+        console.out("commands so far, with their last time:")
     for line, time in last_times.items():
         console.out(f"  {time}  {line}")
     for line in _commands_to_continue(study):
@@ -356,7 +357,7 @@ def _commands_to_continue(study: Study) -> list[str]:
         if command.searched or runs & lacking:
             commands[f"  {_as_typed(command, study)}"] = None
     purpose = "running now; if that stops" if study.runs[Status.RUNNING] else "to finish"
-    return [f"{purpose}, type again:", *commands]
+    return [f"{purpose}, type again:", *commands] if commands else []
 
 
 def _as_typed(command: CommandEntry, study: Study) -> str:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from normexp.config.command import Command, is_searched
-from normexp.config.keys import KEYS, in_identity
+from normexp.config.keys import KEYS, in_identity, is_read
 from normexp.config.spec import CellSpec
 from normexp.config.validate import check_keys
 from normexp.errors import UserError
@@ -82,7 +82,8 @@ def plan_searches(command: Command) -> list[Search]:
         )
     for override in overrides:
         key = override.key_or_group
-        if override.is_sweep_override() and not in_identity(key) and key != "experiment":
+        is_in_no_id = is_read(key) and not in_identity(key) and key != "experiment"
+        if override.is_sweep_override() and is_in_no_id:
             raise UserError(f"{override.input_line}: {key} cannot be searched; give it one value")
     space = read_space(searched)
     grid = command.points([override for override in overrides if not is_searched(override)])
@@ -114,7 +115,8 @@ def check_settings(config: Mapping[str, Any]) -> None:
         raise UserError(f"tune.metric={metric}: {why}; try {name_some(VALIDATION)}")
     search = range(tune["first_seed"], tune["first_seed"] + tune["seeds"])
     report = range(config["seed"], config["seed"] + config["replicas"])
-    if max(search[0], report[0]) <= min(search[-1], report[-1]):
+    first_shared, last_shared = max(search[0], report[0]), min(search[-1], report[-1])
+    if first_shared <= last_shared:
         raise UserError(
             f"the search's seeds {search[0]} to {search[-1]} and the report's {report[0]} to "
             f"{report[-1]} overlap: a result must come from fresh seeds; "

@@ -68,7 +68,8 @@ class Display(logging.Handler):
         """Prints a new line above the live view. Of a progress bar, prints the last state alone."""
         if text not in self.printed:
             self.printed.add(text)
-            self.console.print(text.rstrip("\r").rpartition("\r")[2], markup=False, soft_wrap=True)
+            last_state = text.rstrip("\r").rpartition("\r")[2]
+            self.console.print(last_state, markup=False, soft_wrap=True)
 
     def update(self, states: Sequence[CellState]) -> None:
         """Prints the cells that have ended since the last call, and shows what trains."""
@@ -90,7 +91,8 @@ class Display(logging.Handler):
         if self.console.is_terminal:
             if not self.live.is_started:
                 self._open.enter_context(self.live)
-            self.live.update(Group(self._bar(done, times), _table(rows.values())), refresh=True)
+            shown = Group(self._bar(done, times), _table(rows.values()))
+            self.live.update(shown, refresh=True)
         elif time.monotonic() - self._line_at > SECONDS_BETWEEN_LINES:
             self._line_at = time.monotonic()
             lines = ["  ".join(filter(None, row)) for row in rows.values()]
@@ -153,8 +155,11 @@ def _num_runs_done(states: Sequence[CellState]) -> int:
 
 def _share_done(states: Sequence[CellState]) -> float:
     """How much of the begun stacks is done, in runs."""
-    stacks = {stack.folder: stack for state in states for stack in state.stacks}
-    return sum(len(stack.members) * stack.step / max(stack.total, 1) for stack in stacks.values())
+    shares = {}  # by stack, since a stack may be of several cells
+    for state in states:
+        for stack in state.stacks:
+            shares[stack.folder] = len(stack.members) * stack.step / max(stack.total, 1)
+    return sum(shares.values())
 
 
 def _result_of(state: CellState) -> str:

@@ -1,4 +1,4 @@
-"""The slots of a machine: what one worker may use, a CPU or a GPU. Imports no torch."""
+"""What this machine offers: slots for workers, and processes for devices. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from shlex import join
 
 from rich.console import Console
 
-from normexp.config.spec import CellSpec
-from normexp.config.torchrun import started_processes
+from normexp.config.spec import CellSpec, shared_value
 from normexp.errors import UserError
 from normexp.records.environment import usable_cores, visible_gpus
 from normexp.records.locks import file_lock, holder_of, other_holders
@@ -125,13 +124,41 @@ def console_for_progress() -> Console:
     )
 
 
-def shared_value(cells: Sequence[CellSpec], key: str) -> Any:
-    """The value of a key that all cells of a command must share; None without cells.
+# --- Several devices for one cell -----------------------------------------------------------------
+
+# Variables of torchrun and of srun: number of processes, index of this process, and a variable that
+# only a started process has. (SLURM also sets the first two in a batch script.)
+VARIABLES = (("WORLD_SIZE", "RANK", "RANK"), ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_ID"))
+
+
+def started_processes() -> tuple[int, int]:
+    """The rank of this process, and how many torchrun or srun has started; (0, 1) without them."""
+    for size, index, proof in VARIABLES:
+        if proof in os.environ and index in os.environ:
+            return int(os.environ[index]), int(os.environ.get(size, 1))
+    return 0, 1
+
+
+def check_processes(cells: Sequence[CellSpec], words: Sequence[str]) -> int | None:
+    """The rank of this process; None if it is alone.
 
     Raises:
-        UserError: the value varies.
+        UserError: torchrun or srun has not started a process for each device of the only cell.
     """
-    values = list(dict.fromkeys(cell.config[key] for cell in cells))
-    if len(values) > 1:
-        raise UserError(f"{key}={','.join(map(str, values))}: must be the same in all cells")
-    return values[0] if values else None
+    rank, started = started_processes()
+    for trainer in (cell.config["trainer"] for cell in cells if not cell.error):
+        devices, num_nodes = trainer["devices"], trainer["num_nodes"]
+        if devices * num_nodes != started:
+            remedy = f"type torchrun --nnodes {num_nodes} --nproc-per-node {devices} "
+            raise UserError(
+                f"trainer.devices={devices}, trainer.num_nodes={num_nodes}: needs as many "
+                f"processes, and this command has {started}; "
+                + (
+                    f"{remedy}-m normexp.train {join(words[1:])}"
+                    if devices * num_nodes > 1
+                    else "drop torchrun or srun"
+                )
+            )
+    if started > 1 and len(cells) > 1:
+        raise UserError(f"{len(cells)} cells in one torchrun or srun: start one cell each")
+    return rank if started > 1 else None

@@ -11,20 +11,25 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import wait
 
-from normexp.cells.stack import remove_failed, settle
+from normexp.cells.stack import remove_failed, remove_if_empty, settle
 from normexp.config.command import Command
-from normexp.config.spec import CellSpec
-from normexp.config.torchrun import check_processes
+from normexp.config.spec import CellSpec, shared_value
 from normexp.errors import FAILED, Halted, UserError
 from normexp.records.environment import code_version
 from normexp.records.files import ensure_writable, is_read_only
 from normexp.records.journal import CommandEntry, Refusal, Request, append_entry, remove_refused
+from normexp.records.layout import refuse_shipped
 from normexp.records.result import Status
 from normexp.records.study import CellState
 from normexp.reporting.terminal import print_closing_table, print_summary
 from normexp.sweeps.display import Display
 from normexp.sweeps.launch import launch_workers
-from normexp.sweeps.machine import WorkerSlot, other_trainings, shared_value, worker_slots
+from normexp.sweeps.machine import (
+    WorkerSlot,
+    check_processes,
+    other_trainings,
+    worker_slots,
+)
 from normexp.sweeps.worker import Job, Worker, ready_to_train, work
 from normexp.training.stopping import StopRequest, Together, TrainingControl
 from normexp.words import format_count
@@ -101,10 +106,16 @@ def train_cells(
         KeyboardInterrupt: a second Ctrl-C.
     """
     check_processes(cells, words)
-    requests = {cell.id: Request(cell.title, cell.seeds) for cell in cells if not cell.error}
-    entry = CommandEntry(secrets.token_hex(8), [*words], code_version(), requests, [*searched])
+    requests = {}
+    for cell in cells:
+        if not cell.error:
+            requests[cell.id] = Request(cell.title, cell.seeds)
+    command_id = secrets.token_hex(8)
+    entry = CommandEntry(command_id, [*words], code_version(), requests, [*searched])
     job = Job(cells, entry)
     states = job.states()
+    runs_dir = job.study_dir.parent
+    has_runs_dir = runs_dir.is_dir()
     ended_before = {state.id for state in states if state.is_over and state.status != "failed"}
     if not is_read_only(job.study_dir):
         settle(job.study_dir)
@@ -116,6 +127,7 @@ def train_cells(
                 append_entry(job.study_dir, refusal)
         if job.unfinished():  # otherwise torch is not imported
             ensure_writable(job.study_dir)
+            refuse_shipped(job.study_dir)
             if command is None or command.launcher is None:
                 Sweep(job, workers, together).train()
             else:
@@ -124,6 +136,8 @@ def train_cells(
     finally:
         if not is_read_only(job.study_dir):
             remove_refused(job.study_dir, entry.id)
+        if not has_runs_dir:
+            remove_if_empty(runs_dir)
 
 
 def _launch(job: Job, command: Command) -> None:

@@ -95,11 +95,15 @@ def work(job: Job, slot: WorkerSlot, control: TrainingControl) -> None:
     Raises:
         Halted: nothing more can be trained in this process.
     """
-    cells: dict[str, Cell] = {}
+    from normexp.cells.run import train_stack  # torch
+
+    cells: dict[str, Cell] = {}  # those that this process has prepared, by id
     while not control.stop.requested and (stacks := job.unfinished()):
         with slot.claim() as has_slot:
             try:
-                has_trained = has_slot and _train_first_free(stacks, job, control, cells)
+                has_trained = has_slot and any(
+                    train_stack(stack, job.command, control, cells) for stack in stacks
+                )
             except Interrupted:
                 return
             except UserError as error:  # a record that cannot be read or written
@@ -108,15 +112,6 @@ def work(job: Job, slot: WorkerSlot, control: TrainingControl) -> None:
         if not has_trained:
             _say_who_trains(stacks, None if has_slot else slot)
             time.sleep(TICK)
-
-
-def _train_first_free(
-    stacks: Sequence[Stack], job: Job, control: TrainingControl, cells: dict[str, Cell]
-) -> bool:
-    """Trains the first stack that no other process trains; False if there is none."""
-    from normexp.cells.run import train_stack
-
-    return any(train_stack(stack, job.command, control, cells) for stack in stacks)
 
 
 def _say_who_trains(stacks: Sequence[Stack], slot: WorkerSlot | None) -> None:

@@ -28,7 +28,7 @@ from normexp.errors import UserError
 from normexp.records.metrics import MetricRow, write_metrics
 from normexp.training.cuda_graph import NOT_RECORDED, RecordedStep, why_not_recorded
 from normexp.training.devices import gpu_arithmetic
-from normexp.training.evaluation import Columns, Evaluator, criterion_of
+from normexp.training.evaluation import Columns, Evaluator
 from normexp.training.recipe import Recipe
 from normexp.training.step import Step, StepGradient, compiled_gradient
 
@@ -66,8 +66,7 @@ class TrainingModule(pl.LightningModule):
         self.batches = batches
         self.recipe = recipe
         self.recorder = recorder
-        self.criterion = criterion_of(batches.data)
-        self.evaluator = Evaluator(replicas, batches.data, self.criterion, recipe)
+        self.evaluator = Evaluator(replicas, batches.data, recipe)
         self.step = 0
         self.losses = LossHistory(replicas.num_replicas, recipe.settings.log_every)
         self.metrics: Columns = {}
@@ -121,8 +120,15 @@ class TrainingModule(pl.LightningModule):
         compiled = None
         if recipe.settings.compile:
             compiled = compiled_gradient(replicas, recipe.sizes, self.device)
-        loss, seeds = self.criterion.loss, self.batches.seeds
-        gradient = StepGradient(replicas, loss, recipe.sizes, seeds, self.processes, compiled)
+        gradient = StepGradient(
+            replicas,
+            recipe.criterion.loss,
+            recipe.sizes,
+            self.batches.seeds,
+            recipe.settings.norm.running_from,
+            self.processes,
+            compiled,
+        )
         # Lightning's wrapper counts steps for callbacks on batches, at 5 % of a small step.
         optimizer: Any = self.optimizers(use_pl_optimizer=recipe.max_chunk == 1)
         scheduler: Any = None if recipe.schedule.monitor else self.lr_schedulers()

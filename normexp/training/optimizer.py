@@ -66,25 +66,32 @@ def scale_learning_rate(
 
 
 def parameter_groups(
-    model: nn.Module, *, weight_decay: float, decay_norm: bool, decay_bias: bool = True
+    model: nn.Module, *, weight_decay: float, norm_decay: float = 0.0, decay_bias: bool = True
 ) -> list[dict[str, object]]:
-    """Returns groups with and without weight decay.
+    """Returns the trained parameters in groups of equal weight decay.
 
     Parameters are told apart by their module and name (a bias is called `bias` or `..._bias`), not
     by their dimensions: a stack adds a dimension, and some norms have parameters with several.
 
     Args:
-        decay_norm: whether the parameters of norms decay, their biases included.
-        decay_bias: whether all other biases do.
+        weight_decay: of the parameters outside norms.
+        norm_decay: of the parameters of norms, their biases included.
+        decay_bias: whether the biases outside norms decay.
     """
     of_norms = {id(p) for p in norm_parameters(model)}
-    decayed, kept = list[nn.Parameter](), list[nn.Parameter]()
+    # A checkpoint holds the optimizer's state in this order.
+    groups: dict[float, list[nn.Parameter]] = {weight_decay: []}
     for name, parameter in model.named_parameters():
-        decays = decay_norm if id(parameter) in of_norms else decay_bias or name[-4:] != "bias"
-        if parameter.requires_grad:
-            (decayed if decays else kept).append(parameter)
-    groups: list[dict[str, object]] = [{"params": decayed, "weight_decay": weight_decay}]
-    return [*groups, {"params": kept, "weight_decay": 0.0}] if kept else groups
+        if not parameter.requires_grad:
+            continue
+        if id(parameter) in of_norms:
+            decay = norm_decay
+        elif name.endswith("bias") and not decay_bias:
+            decay = 0.0
+        else:
+            decay = weight_decay
+        groups.setdefault(decay, []).append(parameter)
+    return [{"params": params, "weight_decay": decay} for decay, params in groups.items()]
 
 
 class OwnRates:

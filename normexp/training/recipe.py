@@ -16,12 +16,14 @@ from torch.optim import Optimizer
 from normexp.batching.processes import is_synchronized
 from normexp.batching.replicas import Replicas
 from normexp.config.choices import DEFAULT_SCHEDULE
+from normexp.config.groups import shipped_defaults
 from normexp.config.keys import Settings
-from normexp.config.shipped import shipped_defaults
 from normexp.config.sizes import Share, Sizes
 from normexp.config.spec import CellSpec
+from normexp.data.dataset import Data
 from normexp.errors import UserError
 from normexp.training.callbacks import act_on_batches, build_callbacks
+from normexp.training.criterion import Criterion, criterion_of
 from normexp.training.optimizer import (
     OptimizerFactory,
     OwnRates,
@@ -41,6 +43,7 @@ class Recipe:
 
     Attributes:
         settings: as typed.
+        criterion: the loss and the metrics of its data's task.
         num_train: training samples of its data.
         sizes: those with which one device trains like all devices together.
         schedule: the learning rate of each of all optimizer steps.
@@ -56,6 +59,7 @@ class Recipe:
     """
 
     settings: Settings
+    criterion: Criterion
     num_train: int
     sizes: Sizes
     schedule: Schedule
@@ -89,7 +93,9 @@ class Recipe:
         half_life = self.settings.norm.half_life
         if half_life is None:
             return None
-        return momentum_of_half_life(half_life, self.sizes.batch_size)
+        is_sequence = self.settings.norm.running_from == "sequence"
+        num_samples = self.sizes.norm if is_sequence else self.sizes.batch_size
+        return momentum_of_half_life(half_life, num_samples)
 
     @property
     def statistics(self) -> Sequence[str]:
@@ -113,10 +119,13 @@ class Recipe:
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         optim = self.settings.optim
+        norm_decay = optim.decay_norm
+        if isinstance(norm_decay, bool):
+            norm_decay *= optim.weight_decay
         groups = parameter_groups(
             model,
             weight_decay=optim.weight_decay,
-            decay_norm=optim.decay_norm,
+            norm_decay=norm_decay,
             decay_bias=bool(optim.decay_bias),
         )
         return self.optimizer(groups, lr=self.lr)
@@ -125,17 +134,15 @@ class Recipe:
         return None if self.lr_scales is None else OwnRates(replicas, self.lr_scales)
 
 
-def recipe_of(spec: CellSpec, *, num_train: int, metrics: Sequence[str]) -> Recipe:
-    """The recipe of a cell, before it is known what its norm mixes.
-
-    Args:
-        num_train: training samples of its data.
-        metrics: names of the metrics that a validation measures.
+def recipe_of(spec: CellSpec, data: Data) -> Recipe:
+    """The recipe of a cell on its data, before it is known what its norm mixes.
 
     Raises:
         UserError: values that contradict each other, or a part that cannot be built.
     """
-    settings, config = spec.settings, spec.config
+    settings, config, num_train = spec.settings, spec.config, len(data.train)
+    criterion = criterion_of(data)
+    metrics = [f"val/{name}" for name in criterion.metrics]
     synchronized = is_synchronized(config["norm"])
     sizes = _sizes_of(settings, num_train, synchronized=synchronized)
     limit, batch_size = settings.data.limit_train, sizes.batch_size
@@ -157,6 +164,7 @@ def recipe_of(spec: CellSpec, *, num_train: int, metrics: Sequence[str]) -> Reci
     callbacks = partial(build_callbacks, config.get("callback"), metrics)
     return Recipe(
         settings=settings,
+        criterion=criterion,
         num_train=num_train,
         sizes=sizes,
         schedule=build_schedule(
@@ -181,6 +189,11 @@ def recipe_of(spec: CellSpec, *, num_train: int, metrics: Sequence[str]) -> Reci
 def _sizes_of(settings: Settings, num_train: int, *, synchronized: bool) -> Sizes:
     """The sizes with which one device trains like all devices of a training."""
     typed, num_devices = settings.sizes, settings.trainer.num_processes
+    if num_devices > 1 and settings.norm.running_from == "sequence":
+        raise UserError(
+            f"norm.running_from=sequence: {num_devices} devices run their groups at the same time; "
+            "try norm.running_from=group or step"
+        )
     if num_devices > 1 and synchronized and typed.norm < typed.micro:
         raise UserError(
             f"norm_batch_size={typed.norm}: the norm takes statistics over all "
@@ -226,13 +239,13 @@ def count_steps(settings: Settings, num_train: int) -> int:
 # --- What contradicts each other ------------------------------------------------------------------
 
 
-def momentum_of_half_life(half_life: float, batch_size: int) -> float:
+def momentum_of_half_life(half_life: float, num_samples: int) -> float:
     """The momentum (weight of the new value) that halves the past in `half_life` samples.
 
-    1 - 2^(-batch_size / half_life): the running average remembers equally many samples at every
-    batch size.
+    1 - 2^(-num_samples / half_life), for averages that move once every `num_samples`: they remember
+    equally many samples at every batch size.
     """
-    return 1 - 2 ** (-batch_size / half_life)
+    return 1 - 2 ** (-num_samples / half_life)
 
 
 def _check_half_life(norm: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ Kinds: `running` (the norms as they are), `precise` (moments pooled over trainin
 `own_share` (these, in which a sample's own moments weigh as much as in training) and `batch<k>` (of
 batches of k samples). All but the first are measured on copies of the replicas, so nothing has to
 be changed back. A new kind is a class here, its line in `STATISTICS`, and its name in
-`config.keys.Statistic`; norms/moment_sites.py has what shows norms other moments.
+`config.keys.Statistic`; its moments may be a `Rule`, as `with_own_share` of norms/moment_sites.py.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ from normexp.norms.moment_sites import (
     BATCH,
     NormSite,
     Population,
+    Rule,
     can_be_shown,
     find_sites,
     inputs_to,
     pool_batches,
     watching,
     with_moments,
+    with_own_share,
     write_populations,
 )
 from normexp.norms.site import merge_state, named_sites, read_state, write_state
@@ -121,7 +123,7 @@ class OwnShare(Statistic):
             return
         size = trained.norm_batch_size
         few = gather(trained.population, trained.data, "train", torch.arange(2))
-        with own_share(trained.population, few, size) as copies:
+        with by_rule(with_own_share, trained.population, few, size) as copies:
             if copies is None:
                 logger.info("no own share: it is defined for running mean and variance")
             else:
@@ -230,15 +232,15 @@ def in_turn(replicas: Replicas) -> InTurn:
 
 
 @contextmanager
-def own_share(population: Replicas, batch: Batch, group_size: int) -> Iterator[Replicas | None]:
-    """Yields copies of replicas in which a sample's own moments weigh as much as in training.
-
-    The norms use the moments expected of a group of `group_size` samples that holds the given one,
-    the others being average ones; see `with_moments` (arXiv:1904.06031).
+def by_rule(
+    rule: Rule, population: Replicas, batch: Batch, group_size: int
+) -> Iterator[Replicas | None]:
+    """Yields copies of replicas whose norms use moments by a rule, as `with_own_share`.
 
     Args:
         population: as `with_population` returns it.
         batch: a few samples, to test whether the norms can be evaluated so.
+        group_size: samples that shared statistics in training.
 
     Yields:
         None if a norm that pools samples has no running mean and variance, or other ones.
@@ -251,7 +253,7 @@ def own_share(population: Replicas, batch: Batch, group_size: int) -> Iterator[R
             sites = [site for site in find_sites(network) if site.pools_samples]
             can_be = can_be or _can_be_shown(network, sites, batch)  # one may have diverged
             moments = {site: [Population(*site.running)] for site in sites if site.has_averages}
-            hooks.enter_context(with_moments(moments, own_share=True))
+            hooks.enter_context(with_moments(moments, rule))
         yield copies if can_be else None
 
 

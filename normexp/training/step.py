@@ -16,9 +16,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from normexp.batching.draws import derive_seed
 from normexp.batching.processes import Processes
 from normexp.batching.replicas import Batch, InTurn, Loss, Replicas, backward
+from normexp.config.keys import RunningFrom
 from normexp.config.sizes import WHOLE, Bounds, Share, Sizes
 from normexp.norms.contract import State
-from normexp.norms.site import merge_state, read_state, write_state
+from normexp.norms.site import read_state, state_after, write_state
 from normexp.training.cuda_graph import RecordedStep
 from normexp.training.optimizer import OwnRates
 
@@ -95,12 +96,13 @@ class Step:
 class StepGradient:
     """Computes the gradient of an optimizer step, part by part.
 
-    A part is one forward and backward pass (a micro-batch). Every part starts from the buffers at
-    the start of the step, which ends with the parts' buffers merged by their share of samples.
+    A part is one forward and backward pass (a micro-batch). `state_after` says with which buffers
+    a part begins and the step ends.
 
     Args:
         loss: of a model's output, summed over the targets.
         seeds: one per replica; with the step they determine every draw.
+        running_from: what the running averages of a step in parts are taken from.
         processes: the processes that share each step; None for a single one.
         add_gradient: `replicas.add_gradient`, or its compiled form.
     """
@@ -111,6 +113,7 @@ class StepGradient:
         loss: Loss,
         sizes: Sizes,
         seeds: Sequence[int],
+        running_from: RunningFrom = "step",
         processes: Processes | None = None,
         add_gradient: AddGradient | None = None,
     ) -> None:
@@ -118,6 +121,7 @@ class StepGradient:
         self.loss = loss
         self.sizes = sizes
         self.seeds = seeds
+        self.running_from: RunningFrom = running_from
         self.processes = processes
         self.share = processes.share if processes else WHOLE
         self._add_gradient = add_gradient or replicas.add_gradient
@@ -168,7 +172,7 @@ class StepGradient:
             return losses
         shares = [Share(index, self.share.count) for index in range(self.share.count)]
         counts = [_num_samples(self.sizes.micro_bounds(num_samples, share)) for share in shares]
-        self.processes.merge_buffers(self.replicas, start, counts)
+        self.processes.merge_buffers(self.replicas, start, counts, self.running_from)
         return self.processes.sum_gradients(self.replicas, losses, counts)
 
     def _add_parts(
@@ -177,14 +181,15 @@ class StepGradient:
         """Runs the parts of this process; returns the sum of their losses (S,)."""
         losses, ends = [], []
         for first, last in bounds:
-            if ends:
+            if ends and self.running_from != "sequence":
                 write_state(self.replicas, start)
             part = {name: value[:, first:last] for name, value in batch.items()}
             losses.append(self._add_part(step, first, part, batch, keys))
             ends.append(read_state(self.replicas))
         if len(bounds) > 1:
             shares = [(last - first) / _num_samples(bounds) for first, last in bounds]
-            write_state(self.replicas, merge_state(self.replicas, start, ends, shares))
+            end = state_after(self.replicas, start, ends, shares, self.running_from)
+            write_state(self.replicas, end)
         if not losses:  # a short batch may leave this process without samples
             return next(self.replicas.parameters()).new_zeros(self.replicas.num_replicas)
         return torch.stack(losses).sum(dim=0)

@@ -2,7 +2,7 @@
 # What is to be known of a GPU in a few minutes of one: tests, rates, and trainings that go on where they were cut.
 #   scripts/gpu/pack.sh ...                       at home; then, on the machine, in the repository's root:
 #   TOTAL=560 scripts/gpu/gpu.sh                  seconds for everything; results in $OUT, at most 8 files
-#   STAGES=figure TOTAL=130 scripts/gpu/gpu.sh    some of: tests rates figure; on a warm machine or with runs.tgz
+#   STAGES=figure TOTAL=130 scripts/gpu/gpu.sh    some of: tests rates figure norms; on a warm machine or with runs.tgz
 #                                                 of the first call in .gpu/, the figure goes on
 #   FORM="stack=false workers=6"                  how the figure's runs are trained; without it as `rates` found
 #   DEVICE=cpu OUT=/tmp/o WORK=/tmp/w             the same on a CPU in tiny sizes, to test this script
@@ -57,4 +57,6 @@ if wants figure; then
   stage figure 600 14 $PY -m normexp.train experiment=batch_size_cifar runs_dir="$runs" $words
   tar czf "$OUT/runs.tgz" --exclude='*.pt' --exclude='*.ckpt' -C "$WORK" runs 2>/dev/null
 fi
+# Microseconds and memory of single norms, once the figure stands.
+wants norms && stage norms "${NORMS_CAP:-200}" 4 $PY scripts/gpu/norms.py "$DEVICE"
 ls -la "$OUT"

@@ -87,8 +87,7 @@ def tuned(shipped: Reference, recipe: str, norm: str, size: int) -> NormAtSize:
     ("words", "message"),
     [
         *((["norm=rms", word], "frozen") for word in ("lr=0.1", "replicas=2", "model.width=8")),
-        (["norm=rms,layer"], "an entry is one norm"),
-        (["dry_run=true"], "an entry is one norm"),
+        (["norm=rms,layer", "workloads=[gpt]"], "an entry is one norm"),
         (["norm=rms", "workloads=[nowhere]"], "the reference has convnet"),
         (["reference=nowhere", "norm=rms"], "no such study; benchmark1"),
     ],

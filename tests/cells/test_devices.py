@@ -10,9 +10,10 @@ import pytest
 from train_cases import spec_of
 
 from normexp.checks.training import check_norm_batch_size
-from normexp.config.torchrun import started_processes
+from normexp.data.build import load_data
 from normexp.errors import UserError
 from normexp.records.result import read_result
+from normexp.sweeps.machine import started_processes
 from normexp.train import main
 from normexp.training.recipe import Recipe, recipe_of
 
@@ -21,7 +22,8 @@ VARIABLES = ("WORLD_SIZE", "RANK", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_I
 
 
 def recipe(*words: str) -> Recipe:
-    return recipe_of(spec_of(*DDP, *words), num_train=96, metrics=["val/loss"])
+    spec = spec_of(*DDP, *words)
+    return recipe_of(spec, load_data(spec.config["data"]))
 
 
 def test_statistics_over_several_devices_are_refused_but_for_a_norm_that_spans_them():
@@ -29,6 +31,11 @@ def test_statistics_over_several_devices_are_refused_but_for_a_norm_that_spans_t
         check_norm_batch_size(recipe("norm=batch", "norm_batch_size=32"))
     assert recipe("norm=batch").sizes.norm == 16
     assert recipe("norm=sync").sizes.norm == 32
+
+
+def test_devices_cannot_move_running_averages_one_after_another():
+    with pytest.raises(UserError, match="norm.running_from=sequence: 2 devices run their groups"):
+        recipe("trainer.devices=2", "norm.running_from=sequence")
 
 
 def test_place_is_told_by_torchrun_or_srun(monkeypatch: pytest.MonkeyPatch):

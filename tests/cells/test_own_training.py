@@ -44,7 +44,7 @@ class Scaled(torch.nn.Module):
             self.seen.append({"scale": scale})
         return x * scale.view(-1, *[1] * (x.ndim - 2))
 """
-QUICK = ["model.width=4", "trainer=cpu", "data.limit_train=64"]
+QUICK = ["model.width=4", "trainer=cpu", "data.limit_train=64", "workers=0"]
 PLATEAU = "schedule=custom schedule._target_=torch.optim.lr_scheduler.ReduceLROnPlateau"
 
 

@@ -110,6 +110,7 @@ REFUSED = {
     "norm.at={norm1:nn}": r"norm\.at=\{...:nn\}: no such norm; .*--help lists all",
     "norm.at={norm1:none} model=torchvision model.name=resnet18": "does not build its norms from",
     "norm=instance model=custom model._target_=torch.nn.Identity": "argument `norm`",
+    "norm=taper norm.running_from=sequence norm_batch_size=4": "this norm counts optimizer steps",
     "model=gpt": "does not fit data=digits",
     "model=text_encoder": "does not fit data=digits; try data=langid",
     "data=langid model=convnet": "does not fit data=langid",
@@ -179,6 +180,14 @@ def test_an_evaluation_that_depends_on_the_batch_is_said_with_its_size():
         ("norm=layer norm_batch_size=4", "norm=layer does not mix samples, so norm_batch_size has"),
         ("norm=layer norm_batch_size=null", ""),
         (
+            "norm=layer norm.running_from=group",
+            "norm=layer does not mix samples, so norm.running_from has",
+        ),
+        (
+            "norm=batch norm.running_from=group",
+            "each step is a single group, so norm.running_from has",
+        ),
+        (
             "trainer=ddp trainer.accelerator=cpu",
             "2 processes: norm=batch takes its statistics over 16",
         ),
@@ -189,7 +198,8 @@ def test_an_evaluation_that_depends_on_the_batch_is_said_with_its_size():
 def test_a_size_that_is_not_as_typed_is_said(line: str, said: str):
     (spec,) = compose_cells(parse_command([NO_RECORDS, *line.split()]))
     messages = prepare_cell(spec).messages
-    found = [text for text in messages if "norm_batch_size" in text or "processes" in text]
+    keys = ("norm_batch_size", "running_from", "processes")
+    found = [text for text in messages if any(key in text for key in keys)]
     assert len(found) == bool(said) and all(text.startswith(said) for text in found)
 
 
@@ -202,12 +212,13 @@ def test_a_seed_has_its_own_initial_weights_the_same_for_every_norm():
 
 
 def test_sites_named_by_a_glob_have_another_norm_split_like_the_others():
-    cell = prepare("norm=batch", "norm.at={norm?:ghost,norm3:layer}", "norm_batch_size=8")
+    words = ["norm=batch", "norm.at={norm?:ghost,norm3:layer}", "norm_batch_size=8"]
+    cell = prepare(*words, "norm.running_from=group")
     sites = dict(named_sites(cell.build(0)))
     classes = {name: type(site.norm).__name__ for name, site in sites.items()}
     ghost, layer = "GhostBatchNorm", "LayerNorm"
     assert classes == {"norm1": ghost, "norm2": ghost, "norm3": layer}
-    assert {site.norm_batch_size for site in sites.values()} == {8}
+    assert {(site.norm_batch_size, site.running_from) for site in sites.values()} == {(8, "group")}
     assert cell.defines["norm"]["at"] == "{norm?:ghost,norm3:layer}"
     first, other = (next(one.build(0).parameters()) for one in (cell, prepare("norm=batch")))
     assert first.equal(other)
@@ -217,6 +228,8 @@ def test_sites_named_by_a_glob_have_another_norm_split_like_the_others():
     "words",
     [
         ["norm=group", "norm_batch_size=4"],  # a size that has no effect
+        ["norm=group", "norm.running_from=group", "norm_batch_size=4"],
+        ["norm=batch", "norm.running_from=sequence"],  # each step is a single group
         ["norm=batch", "micro_batch_size=32", "norm_batch_size=32"],  # the sizes by default
     ],
 )

@@ -36,5 +36,5 @@ def test_a_study_that_cannot_be_written_is_shown_and_not_tidied(
     said = capsys.readouterr()
     assert "layer" in said.out and "no page: " in said.err
     assert evaluate.main([f"run={cells(tmp_path)[0]}"]) == 2
-    assert "normexp: run=" in capsys.readouterr().err  # before anything is computed
+    assert "name another folder with run=" in capsys.readouterr().err  # before anything is computed
     assert files(tmp_path) == before

@@ -29,6 +29,7 @@ from checks_cases import (
 from torch import Tensor, nn
 from train_cases import prepare
 
+from normexp.batching.copies import copied
 from normexp.checks.network import BuiltNetwork, smallest_group
 from normexp.checks.preflight import OUTSIDE, Traits, examine, reaches_of
 from normexp.checks.training import check_optimizer
@@ -40,6 +41,7 @@ from normexp.norms.batch import BatchNorm
 from normexp.norms.factory import NormFactory
 from normexp.norms.sample import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d, NoNorm
 from normexp.norms.sequence import BatchNormPerPosition
+from normexp.norms.site import named_sites
 from normexp.records.result import read_result
 from normexp.train import main
 from normexp.training.optimizer import parameter_groups
@@ -190,6 +192,10 @@ def test_network_that_cannot_be_split_is_refused_with_the_key(network, sizes, me
     with pytest.raises(UserError, match=message):
         traits_of(network, sizes=sizes)
     traits_of(network)
+    in_order = copied(network)
+    for _, site in named_sites(in_order):
+        site.running_from = "sequence"
+    traits_of(in_order, sizes=sizes)
 
 
 def test_ragged_last_batch_of_one_sample_is_refused():
@@ -454,7 +460,7 @@ def test_sound_network_reads_no_padding(network: nn.Module):
 
 def test_optimizer_must_hold_every_parameter():
     for network in (convnet(LAYER), gpt(LAYER)):
-        groups = parameter_groups(network, weight_decay=0.1, decay_norm=False)
+        groups = parameter_groups(network, weight_decay=0.1)
         check_optimizer(network, torch.optim.SGD(groups, lr=0.1))
     network = FlatNet(LAYER)
     network.head.bias.requires_grad_(False)

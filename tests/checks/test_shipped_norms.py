@@ -26,8 +26,7 @@ from normexp.checks.card import measure_norm
 from normexp.checks.network import BuiltNetwork
 from normexp.checks.preflight import check_padding, examine
 from normexp.config.compose import compose_config
-from normexp.config.groups import group_choices
-from normexp.config.shipped import shipped_defaults
+from normexp.config.groups import group_choices, shipped_defaults
 from normexp.config.sizes import Sizes
 from normexp.errors import UserError
 from normexp.norms.build import build_norm

@@ -6,6 +6,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import hydra
 import pytest
@@ -48,11 +49,16 @@ REFUSED = {
     "=3": "'=3' is not key=value",
     "data_dir=a=b": "data_dir=a=b: the value cannot be read; quote",
     "seed=1,2": "seed=1,2 names several values: add -m",
-    "optim=[sgd,adamw]": "optim=[sgd,adamw]: takes one name",
+    "optim=[sgd,adamw]": "optim=[sgd,adamw]: takes one name; add -m and write a,b for several",
+    "schedule=null": "schedule=null: takes one name; for the default, leave schedule out",
+    "model=7": "model=7: takes one name; --help lists the names",
+    "logger=[csv,7]": "logger=[csv,7]: takes one name",
+    "optim={lr:3}": "optim={lr:3}: takes one name; set its keys one by one, as optim.KEY=...",
+    "schedule=linear": "schedule=linear: no such schedule; did you mean optim.schedule=linear?",
     "~model": "'~model' is not key=value",
     "lr@x=3": "lr",
     "batch_size=abc": "batch_size=abc: must be a whole number",
-    "dry_run=1": "dry_run=1: must be a boolean",
+    "dry_run=1": "dry_run=1: must be true or false",
     "lr=${optim.defualt_lr}": "lr: Interpolation key 'optim.defualt_lr'",
     "hydra/launcher=foo": "hydra/launcher=foo: no such choice; it takes ray, submitit_slurm",
     # Keys that nothing reads.
@@ -68,6 +74,10 @@ REFUSED = {
     "micro_batch_size=true": "micro_batch_size=true: must be a whole number",
     "micro_batch_size=12": "try micro_batch_size=8 or micro_batch_size=16",
     "evaluate_batch_sizes=[2]": "evaluate_batch_sizes=[2]: only batch statistics use it; add batch",
+    "tags=mine": "tags=mine: must be a list; type tags=[mine]",
+    "tags=[a,7]": "tags=[a,7]: must be a string; quote it, as '\"7\"'",
+    "evaluate_with=[]": "evaluate_with=[]: must not be empty",
+    "stack=perhaps": "stack=perhaps: must be 'auto', true or false",
     "lr=nan": "lr=nan: must be a finite number",
     "eps=-1e-5": "eps=-1e-05: must be greater than or equal to 0",
     f"study={'n' * 201}": "of at most 200 bytes",
@@ -168,17 +178,46 @@ def test_missing_modules_are_found_without_torch(
             {"groups_policy": "nearest", "num_groups": "auto"},
             "norm.num_groups=auto: must be a whole",
         ),
-        ({"affine": "sometimes"}, "norm.affine=sometimes: must be a boolean"),
+        ({"affine": "sometimes"}, "norm.affine=sometimes: must be true or false"),
+        ({"num_groups": None}, "norm.num_groups=null: must be a whole number; set"),
+        ({"num_groups": [2]}, r"norm.num_groups=\[2\]: must be a whole number"),
+        ({"num_groups": True}, "norm.num_groups=true: must be a whole number"),
+        ({"affine": 0}, "norm.affine=0: must be true or false"),
         ({"groups_policy": "nearest", "num_groups": 4}, ""),
     ],
 )
-def test_a_text_for_a_number_is_refused_by_the_signature(knobs: dict[str, object], message: str):
+def test_a_value_of_another_kind_is_refused_by_its_type(knobs: dict[str, object], message: str):
     values = {"_target_": "normexp.norms.sample.GroupNorm", **knobs}
     if not message:
         assert read_target(values, "norm").call.keywords == knobs
         return
     with pytest.raises(UserError, match=f"^{message}"):
         read_target(values, "norm")
+
+
+def list_takers(sizes: list[int], name: str, pair: tuple[float, float], lies: int = None) -> None:  # type: ignore[assignment]
+    """A signature as users write them."""
+
+
+def test_values_of_containers_and_defaults_are_the_code_s_to_refuse():
+    values = {"_target_": f"{__name__}.list_takers", "sizes": [2, 3], "pair": [1, 2], "lies": None}
+    assert read_target(values, "model").call.keywords.keys() == {"sizes", "pair", "lies"}
+    with pytest.raises(UserError, match='^model.name=18: must be a string; quote it, as .*"18"'):
+        read_target({**values, "name": 18}, "model")
+
+
+@pytest.mark.parametrize(
+    ("knob", "message"),
+    [
+        ({"flip": "perhaps"}, "data.augmentation.flip=perhaps: must be true or false"),
+        ({"flipp": True}, "data.augmentation.flipp: .* has no such argument; did you mean flip?"),
+    ],
+)
+def test_a_knob_of_a_class_in_a_class_is_checked_under_its_key(knob: dict[str, Any], message: str):
+    config = compose_config([])["data"]
+    config["augmentation"] |= knob
+    with pytest.raises(UserError, match=f"^{message}"):
+        read_target({key: value for key, value in config.items() if key != "order"}, "data")
 
 
 def test_a_plus_before_a_group_changes_nothing():
@@ -247,6 +286,7 @@ def test_users_file_may_leave_the_target_to_the_line_and_change_between_commands
         "_target_": "my.Norm",
         "knob": 2,
         "at": None,
+        "running_from": "step",
     }
     Path(tmp_path, "norm/mine.yaml").write_text("_target_: ???\nknob: 3\n")
     assert compose_config(parse_command(line).overrides)["norm"]["knob"] == 3

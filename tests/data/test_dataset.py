@@ -94,6 +94,10 @@ BAD_IMAGES = {
         Examples(GOOD.inputs, GOOD.targets[:7]),
         GOOD,
     ),
+    r"as if colours came last.*permute\(0, 3, 1, 2\)": (
+        Examples(GOOD.inputs.repeat(1, 4, 1, 1)[..., :3], GOOD.targets),
+        GOOD,
+    ),
     "targets has 3; num_outputs=3": (examples(20, num_classes=4), GOOD),
     r"test.inputs is torch.uint8 \(20, 2, 4, 3\)": (
         GOOD,
@@ -140,6 +144,17 @@ BAD_TOKENS = {
 def test_inconsistent_data_are_refused(message: str):
     with pytest.raises(UserError, match=f"data=toy: .*{message}"):
         validate(BAD_TOKENS[message] if message in BAD_TOKENS else build(*BAD_IMAGES[message]))
+
+
+@pytest.mark.parametrize("std", [[63.0, 62.1], [0.0, 0.2], [float("nan"), 0.2], [0.2], None])
+def test_mean_and_deviation_of_own_data_are_those_of_floats_0_to_1(std: list[float] | None):
+    with pytest.raises(UserError, match="data.std=.*: must be 2 numbers from 0.001 to 1"):
+        replace(build(GOOD, GOOD), std=std)
+
+
+def test_class_names_are_as_many_as_classes():
+    with pytest.raises(UserError, match="class_names has 2 names for num_outputs=3"):
+        validate(replace(build(GOOD, GOOD), class_names=("cat", "dog")))
 
 
 def test_limited_training_split_is_a_subset_by_seed_and_part_of_a_larger_one():

@@ -211,6 +211,25 @@ def test_trees_that_mean_something_else_are_refused(tmp_path: Path, folders: lis
         load(tmp_path / "root")
 
 
+@pytest.mark.parametrize("suffix", [".jp2", ".tga", ".ICO", ".pcx"])
+def test_every_format_that_pillow_opens_is_an_image(tmp_path: Path, suffix: str):
+    save(tmp_path, "root")
+    for file in (tmp_path / "root").glob("*/*.png"):
+        Image.open(file).resize((16, 16)).save(file.with_suffix(suffix))
+        file.unlink()
+    data = load(tmp_path / "root")
+    assert (len(data.train), len(data.val), len(data.test)) == (6, 2, 2)
+
+
+def test_names_of_classes_are_equal_however_their_accents_are_stored(tmp_path: Path):
+    for split, name in (("train", "caf\u00e9"), ("test", "cafe\u0301")):
+        save(tmp_path / "root", split)
+        (tmp_path / "root" / split / "b").rename(tmp_path / "root" / split / name)
+    data = load(tmp_path / "root")
+    assert data.class_names == ("a", "caf\u00e9")
+    assert data.test.targets.tolist() == [0] * 5 + [1] * 5
+
+
 def test_a_class_may_be_named_like_a_split(tmp_path: Path):
     save(tmp_path, "root", classes="bt")
     (tmp_path / "root/t").rename(tmp_path / "root/train")

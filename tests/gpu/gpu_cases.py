@@ -1,6 +1,7 @@
-"""Networks and data for the checks of a GPU; every check runs on the CPU too where that is cheap.
+"""Networks and data for the checks of a GPU; every check runs on the CPU too.
 
 On a CPU a check proves little about a GPU, but it proves that the check itself is not broken.
+It is slow there if tests/training holds the same promise of a CPU.
 """
 
 from __future__ import annotations
@@ -31,15 +32,18 @@ NEEDS_GPU = [
 ]
 ON_GPU = pytest.param("cuda", marks=NEEDS_GPU)
 on_each_device = pytest.mark.parametrize("device", ["cpu", ON_GPU])
-# In turn on the CPU is what trainings on a GPU are compared with.
-in_each_form = pytest.mark.parametrize(
-    ("device", "stacked"),
-    [
-        pytest.param("cpu", True, id="cpu-stacked"),
+
+
+def in_each_form(*marks_of_cpu: pytest.MarkDecorator) -> pytest.MarkDecorator:
+    """In turn on the CPU is what trainings on a GPU are compared with."""
+    forms = [
+        pytest.param("cpu", True, id="cpu-stacked", marks=marks_of_cpu),
         pytest.param("cuda", False, id="cuda-in_turn", marks=NEEDS_GPU),
         pytest.param("cuda", True, id="cuda-stacked", marks=NEEDS_GPU),
-    ],
-)
+    ]
+    return pytest.mark.parametrize(("device", "stacked"), forms)
+
+
 SEEDS = [0, 1]
 
 
@@ -104,7 +108,7 @@ def first_step(module: TrainingModule, device: str, dtype: torch.dtype) -> dict[
     module.replicas.to(dtype)
     place(module, device)
     replicas = module.replicas.train()
-    gradient = StepGradient(replicas, module.criterion.loss, module.recipe.sizes, SEEDS)
+    gradient = StepGradient(replicas, module.recipe.criterion.loss, module.recipe.sizes, SEEDS)
     (batch,) = module.batches.chunk(0, 1, dtype)
     values = {"loss": gradient.add(0, batch, gradient.dropout_keys(0))}
     state = {name: p.grad for name, p in replicas.named_parameters() if p.grad is not None}
@@ -125,7 +129,7 @@ def steps_of(
     recorded = RecordedStep(replicas, optimizer, recipe.sizes.batch_size)
     if not num_replayed:
         recorded.why_not = "asked for by the test"
-    gradient = StepGradient(replicas, module.criterion.loss, recipe.sizes, SEEDS)
+    gradient = StepGradient(replicas, module.recipe.criterion.loss, recipe.sizes, SEEDS)
     step = Step(
         gradient, optimizer, None, max_grad_norm=recipe.settings.max_grad_norm, recorded=recorded
     )

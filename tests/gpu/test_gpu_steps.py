@@ -28,6 +28,7 @@ from normexp.errors import UserError
 from normexp.training import cuda_graph
 from normexp.training.statistics import with_population
 
+slow = pytest.mark.slow
 NORMS = [name for name in group_choices("norm") if name not in ("custom", "as_built")]
 EVERY = [
     pytest.param("cuda", model, norm, Sizes(16), marks=ON_GPU.marks)
@@ -39,9 +40,8 @@ EVERY = [
 @pytest.mark.parametrize(
     ("device", "model", "norm", "sizes"),
     [
-        ("cpu", "convnet", "batch", Sizes(16)),
-        ("cpu", "text_encoder", "layer", Sizes(16)),
-        ("cpu", "small_resnet", "batch", Sizes(16, None, 2)),
+        pytest.param("cpu", "convnet", "batch", Sizes(16), marks=slow),
+        pytest.param("cpu", "text_encoder", "layer", Sizes(16), marks=slow),
         *(
             pytest.param("cuda", "resnet20", "batch", Sizes(16, None, size), marks=ON_GPU.marks)
             for size in (2, 8)
@@ -65,8 +65,8 @@ def test_a_step_is_that_of_the_cpu(device: str, model: str, norm: str, sizes: Si
 @pytest.mark.parametrize(
     ("device", "model", "norm", "sizes"),
     [
-        ("cpu", "convnet", "batch", Sizes(16, None, 4)),
-        ("cpu", "text_encoder", "rms", Sizes(16)),
+        pytest.param("cpu", "convnet", "batch", Sizes(16, None, 4), marks=slow),
+        pytest.param("cpu", "text_encoder", "rms", Sizes(16), marks=slow),
         *(EVERY if torch.cuda.is_available() else EVERY[:1]),
     ],
 )

@@ -39,6 +39,7 @@ from normexp.training.schedule import named_schedule
 from normexp.training.step import Step
 from normexp.training.stopping import Interrupted
 
+slow = pytest.mark.slow
 TEXT = {"model": partial(text_encoder, dropout=0.2), "data": text_data(40), "lr": 0.01}
 CHOICES = {
     "ghost_rates": {"sizes": Sizes(8, 4, 2), "lr_scales": (1.0, 0.25)},
@@ -47,7 +48,7 @@ CHOICES = {
 }
 
 
-@in_each_form
+@in_each_form(slow)
 @pytest.mark.parametrize("choices", CHOICES.values(), ids=CHOICES.keys())
 def test_a_training_ends_as_one_in_turn_on_the_cpu(
     tmp_path: Path, device: str, stacked: bool, choices: dict
@@ -64,7 +65,7 @@ def test_a_training_ends_as_one_in_turn_on_the_cpu(
     assert [row[:3] for row in rows_of(found)] == [row[:3] for row in rows_of(expected)]
 
 
-@in_each_form
+@in_each_form()
 def test_chunks_change_nothing_and_bfloat16_is_near_float32(
     tmp_path: Path, monkeypatch, device: str, stacked: bool
 ):
@@ -88,7 +89,7 @@ def test_chunks_change_nothing_and_bfloat16_is_near_float32(
     assert all(parameter.dtype == torch.float32 for parameter in one.parameters())
 
 
-@in_each_form
+@in_each_form(slow)
 @pytest.mark.parametrize("choices", [{}, TEXT], ids=["convnet", "encoder"])
 @pytest.mark.parametrize("cuda_graph", [False, True], ids=["", "recorded"])
 def test_a_checkpoint_resumes_to_the_bit_and_moves_between_devices(
@@ -137,13 +138,17 @@ def no_waiting(device: str) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-@in_each_form
+@in_each_form()
 @pytest.mark.parametrize(
     ("model", "choices"),
     [
         ("small_resnet", {"lr_scales": (1.0, 0.5), "sizes": Sizes(16, 8, 4)}),
-        ("text_encoder", {}),
-        ("text_encoder", {"cuda_graph": True, "schedule": named_schedule("cosine", 0.1, 12)}),
+        pytest.param("text_encoder", {}, marks=slow),
+        pytest.param(
+            "text_encoder",
+            {"cuda_graph": True, "schedule": named_schedule("cosine", 0.1, 12)},
+            marks=slow,
+        ),
     ],
 )
 def test_no_step_waits_for_the_device(
@@ -169,7 +174,7 @@ def test_no_step_waits_for_the_device(
 
 
 @pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=NEEDS_GPU)]
+    "device", [pytest.param("cpu", marks=slow), pytest.param("cuda", marks=NEEDS_GPU)]
 )
 @pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
 def test_compiled_steps_equal_eager_ones_whatever_the_chunks(

@@ -31,7 +31,7 @@ from train_cases import spec_of
 from wild_norms import LlamaRMSNorm
 
 from normexp import norms
-from normexp.cells.cell import make_builder, make_recipe
+from normexp.cells.cell import make_builder
 from normexp.config.compose import compose_config
 from normexp.data.build import build_data
 from normexp.errors import UserError
@@ -43,6 +43,7 @@ from normexp.norms.sample import GroupNorm
 from normexp.norms.zoo.batch import BatchRenorm
 from normexp.norms.zoo.power import MovingAverageBatchNorm, PowerNorm
 from normexp.norms.zoo.rms import TaperNorm
+from normexp.training.recipe import recipe_of
 
 TEXTS: Any = SimpleNamespace(input_shape=(16,))  # all that `build_norm` asks of data
 
@@ -81,7 +82,7 @@ def test_a_norm_receives_the_number_of_steps_of_its_training(words, key, expecte
     own_module("fades", OWN_NORM)
     spec = spec_of(*words)
     data = build_data(spec.config["data"])
-    network = make_builder(spec, make_recipe(spec, data), data)(0)
+    network = make_builder(spec, recipe_of(spec, data), data)(0)
     norms = [m for m in network.modules() if hasattr(m, key)]
     assert [getattr(norm, key) for norm in norms] == [expected] * 3
 

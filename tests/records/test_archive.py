@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
+from unittest.mock import Mock
 from zipfile import ZipFile
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 from test_records_result import make_result
 
 from normexp.errors import UserError
+from normexp.records import archive
 from normexp.records.archive import Archive, main, pack_study
 from normexp.records.files import write_json
 from normexp.records.journal import CommandEntry, Request, append_entry
@@ -82,6 +85,21 @@ def test_torn_samples_are_named_and_the_results_stay_readable(tmp_path: Path):
     assert [result.seed for result in archive.results()] == [3]
     with pytest.raises(UserError, match="torn.zip: the samples of images are torn"):
         archive.samples("images", 3)
+
+
+def test_a_zip_that_cannot_be_written_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    write_study(tmp_path / "mine")
+    assert main(tmp_path / "mine", tmp_path / "lost" / "mine.zip") == 2
+    assert f"{tmp_path}/lost/mine.zip: No such file or directory; " in capsys.readouterr().err
+
+
+def test_a_folder_is_not_made_by_halves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_study(tmp_path / "mine")
+    pack_study(tmp_path / "mine", tmp_path / "mine.zip")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(archive, "write_result", Mock(side_effect=full))
+    assert main(tmp_path / "mine.zip", tmp_path / "new" / "mine") == 2
+    assert not [*(tmp_path / "new").iterdir()]
 
 
 def test_another_file_and_a_second_study_of_a_name_are_refused(tmp_path: Path):

@@ -93,7 +93,7 @@ def test_ensure_writable_creates_nothing_and_names_the_key(tmp_path: Path):
     ensure_writable(tmp_path / "runs" / "study")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"^runs_dir=.*file/runs .*runs_dir="):
+    with pytest.raises(UserError, match=r"file/runs cannot .* with runs_dir="):
         ensure_writable(tmp_path / "file" / "runs")
 
 
@@ -103,7 +103,7 @@ def no_locks(*_: object) -> None:
 
 def test_a_folder_without_file_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("fcntl.flock", no_locks)
-    with pytest.raises(UserError, match=f"runs_dir={tmp_path} has no file locks"):
+    with pytest.raises(UserError, match=f"{tmp_path} has no file locks"):
         ensure_writable(tmp_path)
     with pytest.raises(OSError, match="No locks available") as caught, file_lock(tmp_path / "a"):
         pass

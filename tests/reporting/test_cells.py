@@ -37,6 +37,10 @@ GROUPS = [cell_of("group", FLAT, knobs={"num_groups": n}) for n in (4, 8)]
             [cell_of("batch", FLAT, study=study) for study in ("before", "after")],
             ["batch · after", "batch · before"],
         ),
+        (  # what is off is not named
+            [cell_of("batch", FLAT, knobs={"at": at}) for at in ({"head": "rms"}, None)],
+            ["batch", "batch at.head=rms"],
+        ),
     ],
 )
 def test_labels_say_in_what_cells_of_a_norm_differ(cells: list, labels: list[str]):

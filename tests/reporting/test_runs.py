@@ -103,6 +103,16 @@ def test_a_study_that_ships_as_a_zip_has_the_report_of_its_folder(tmp_path: Path
     assert status_main(["study=synthetic", f"runs_dir={shipped}"]) == 2
 
 
+def test_cells_that_were_copied_without_their_commands_have_no_command_to_type(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    cell = write_cell(tmp_path, "batch", [0.8, 0.9])
+    (cell / "seed-0" / "result.json").unlink()
+    assert status_main(["study=synthetic", f"runs_dir={tmp_path}"]) == 0
+    last_line = capsys.readouterr().out.splitlines()[-1]
+    assert last_line.endswith("synthetic: 2 runs of 1 cell: 1 finished, 1 not started")
+
+
 def test_a_value_that_was_not_typed_is_the_default_in_config_yaml(tmp_path: Path):
     for norm, knobs in (("batch", {}), ("batch", {"momentum": 0.3})):
         cell = write_cell(tmp_path, norm, {0: 0.8}, knobs=knobs)

@@ -30,7 +30,7 @@ def test_search_and_report_differ_in_study_and_seeds_alone():
     assert (search.config["study"], search.seeds) == ("mine-search", [1000, 1001])
     assert (report.config["study"], report.seeds) == ("mine", [0, 1, 2, 3, 4])
     assert search.id == report.id
-    assert search.lr == 0.02
+    assert search.settings.lr == 0.02
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,7 @@ def test_search_and_report_differ_in_study_and_seeds_alone():
         (["optim.momentum=interval(0.5,1.5)"], "optim.momentum=1."),
         (["seed=choice(1,2)"], "seed=choice(1,2)"),
         ([LR, "study=a,b"], "study=a,b"),
+        (["lrr=choice(1,2)"], "lrr: unknown key; did you mean lr"),
         ([LR, "tune.point=3"], "did you mean tune.points"),
         (["norm=group", "norm.num_grups=choice(2,4)"], "did you mean norm.num_groups"),
         (["optim=choice(sgd,adamm)"], "optim=adamm: no such optim"),

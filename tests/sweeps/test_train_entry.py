@@ -115,6 +115,15 @@ def test_a_mistake_alone_is_a_line_and_leaves_nothing(
     assert not (tmp_path / "runs" / "s").exists()
 
 
+def test_beside_a_shipped_study_of_the_same_name_nothing_is_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "s.zip").touch()
+    assert main(words_of(tmp_path)) == 2
+    assert f"study=s ships as {tmp_path / 's.zip'}; train in " in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["s.zip"]
+
+
 def raises(*_: object) -> None:
     raise RuntimeError("broken")
 
@@ -241,6 +250,15 @@ def test_status_says_what_is_missing_and_what_finishes_it(
     assert "2 runs of 1 cell: 1 finished, 1 not started" in out
     assert "  python -m normexp.train norm=group replicas=2 workers=0" in out
     assert f"study=s runs_dir={tmp_path}" in out
+
+
+def test_a_refusal_leaves_no_folder_that_its_command_has_made(tmp_path: Path):
+    runs_dir = tmp_path / "new"
+    assert main(words_of(runs_dir, "data.limit_train=2", "workers=0")) == 2
+    assert not runs_dir.exists()
+    runs_dir.mkdir()
+    assert main(words_of(runs_dir, "data.limit_train=2", "workers=0")) == 2
+    assert [*runs_dir.iterdir()] == []
 
 
 def test_dry_run_writes_nothing_and_counts_what_is_left(

@@ -32,10 +32,7 @@ from normexp.norms.batch import BatchNorm
 from normexp.norms.site import named_sites
 from normexp.norms.zoo.batch import EvalNorm
 from normexp.norms.zoo.deviations import BatchNormBiasedAverage
-from normexp.training.evaluation import (
-    Classification,
-    LanguageModeling,
-)
+from normexp.training.criterion import Classification, LanguageModeling
 from normexp.training.module import TrainingModule
 from normexp.training.samples import gather, shuffled
 from normexp.training.statistics import with_population
@@ -79,7 +76,7 @@ def trained(**choices) -> TrainingModule:
         indices = torch.randint(0, len(module.batches.data.train), (8,), generator=source)
         batch = gather(module.replicas, module.batches.data, "train", indices)
         with torch.no_grad():
-            module.replicas.measure(batch, module.criterion.loss, shared=True)
+            module.replicas.measure(batch, module.recipe.criterion.loss, shared=True)
     module.eval()
     return module
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from training_cases import (
     assert_same_state,
+    batch_norm,
     build_module,
     image_data,
     rows_of,
@@ -24,7 +25,10 @@ from training_cases import (
     train,
 )
 
+from normexp.batching.replicas import InTurn, Stacked
+from normexp.config.keys import RunningFrom
 from normexp.config.sizes import Sizes
+from normexp.norms.factory import NormFactory
 from normexp.records.metrics import read_metrics
 from normexp.training.module import Recorder
 from normexp.training.schedule import own_schedule
@@ -43,7 +47,7 @@ def test_each_step_has_its_own_draws_and_each_part_knows_its_place(monkeypatch):
         replicas, "set_dropout", lambda keys, first: dropout.append((keys.tolist(), first))
     )
     monkeypatch.setattr(replicas, "seed_foreign_draws", foreign.extend)
-    gradient = StepGradient(replicas, module.criterion.loss, Sizes(8, 4), [0, 1])
+    gradient = StepGradient(replicas, module.recipe.criterion.loss, Sizes(8, 4), [0, 1])
     for step, batch in enumerate(module.batches.chunk(0, 2)):
         gradient.add(step, batch, gradient.dropout_keys(step))
     assert [first for _, first in dropout] == [0, 4, 0, 4]
@@ -51,6 +55,34 @@ def test_each_step_has_its_own_draws_and_each_part_knows_its_place(monkeypatch):
     keys = [key for part in (dropout[0][0], dropout[2][0]) for row in part for key in row]
     assert len(set(keys)) == len(keys) == 2 * 3 * 2  # steps, dropouts, replicas
     assert len(set(foreign)) == len(foreign) == 2 * 2 * 2  # steps, parts, replicas
+
+
+@in_both_forms
+@pytest.mark.parametrize("running_from", get_args(RunningFrom))
+def test_running_averages_come_from_the_step_its_first_group_or_group_by_group(
+    stacked: bool, running_from: RunningFrom
+):
+    """Torch's batch norm on the same groups has the same averages."""
+    sizes = Sizes(8, 4, 2)
+    x, targets = torch.randn(2, 8, 3, 5).double(), torch.zeros(2, 8).long()
+    parts = {"step": x.split(8, 1), "group": [x[:, :2]], "sequence": x.split(2, 1)}
+
+    def build() -> nn.Module:
+        norm = NormFactory(batch_norm, norm_batch_size=2, running_from=running_from)
+        return nn.Sequential(norm(3), nn.Flatten(), nn.Linear(15, 2)).double()
+
+    networks = [build(), build()]
+    replicas = Stacked(networks) if stacked else InTurn(networks)
+    loss = build_module().recipe.criterion.loss
+    gradient = StepGradient(replicas, loss, sizes, [0, 1], running_from)
+    gradient.add(0, {"inputs": x, "targets": targets}, None)
+    for replica in (0, 1):
+        expected = nn.BatchNorm1d(3).double()
+        for part in parts[running_from]:
+            expected(part[replica])
+        norm: Any = replicas.replica(replica)[0].norm  # type: ignore[index]
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            torch.testing.assert_close(getattr(norm, name), getattr(expected, name))
 
 
 STEP_LR = own_schedule(
@@ -66,18 +98,18 @@ PLATEAU = own_schedule(
     "val/loss",
     "plateau",
 )
-# Choices of a training, and what its schedule divides the learning rate by in the end.
-RESUMED: dict[str, tuple[dict[str, Any], int | None]] = {
-    "in turn": ({}, None),
-    "stacked": ({"stacked": True}, None),
-    "step": ({"schedule": STEP_LR}, 8),
-    "plateau": ({"schedule": PLATEAU}, 2),
+# Choices of a training, what its schedule divides the learning rate by in the end, and the stops.
+RESUMED: dict[str, tuple[dict[str, Any], int | None, tuple[int, ...]]] = {
+    "in turn": ({}, None, (5, 8)),
+    "stacked": ({"stacked": True}, None, (5, 8)),
+    "step": ({"schedule": STEP_LR}, 8, (8,)),
+    "plateau": ({"schedule": PLATEAU}, 2, (8,)),
 }
 
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_resumed_run_equals_an_undisturbed_one_to_the_bit(tmp_path: Path, name: str):
-    own, divisor = RESUMED[name]
+    own, divisor, stops = RESUMED[name]
     common: dict[str, Any] = {"lr_scales": (0.5, 1.0), "sizes": Sizes(8, 4, 2), "max_chunk": 2}
 
     def build():  # 5 steps an epoch, 10 in all
@@ -88,7 +120,7 @@ def test_resumed_run_equals_an_undisturbed_one_to_the_bit(tmp_path: Path, name: 
     if divisor is not None:
         (group,) = (g for g in undisturbed.trainer.optimizers[0].param_groups if g["weight_decay"])
         assert group["lr"] == pytest.approx(0.05 / divisor)
-    for stop_at in (5, 8):
+    for stop_at in stops:
         resumed = stopped_and_resumed(build, stop_at, tmp_path / f"{stop_at}.ckpt", precision)
         for replica in (0, 1):
             assert_same_state(undisturbed, resumed, 0, replica=replica)
@@ -100,7 +132,7 @@ def test_resumed_run_equals_an_undisturbed_one_to_the_bit(tmp_path: Path, name: 
 def test_a_diverged_run_ends_at_its_own_step_whatever_its_neighbours_and_chunks(
     tmp_path: Path, stacked: bool
 ):
-    data = image_data(200)  # 25 steps an epoch
+    data = image_data(120)  # 15 steps an epoch
     common = {"data": data, "stacked": stacked, "lr": 1e30, "seeds": (0, 1), "log_every": 1}
     found, healthy = [], build_module(data=data, seeds=(1,), lr=1e-2, log_every=1)
     for max_chunk, scales in ((1, (1.0, 1.0)), (7, (1.0, 1e-32))):
@@ -110,7 +142,7 @@ def test_a_diverged_run_ends_at_its_own_step_whatever_its_neighbours_and_chunks(
         assert math.isnan(module.metrics["test/accuracy"][0])  # not the share of class 0
         found.append((module.losses.diverged_at[0], rows_of(module)))
     assert found[0] == found[1]
-    assert max(row[0] for row in found[0][1]) < found[0][0] < 25
+    assert max(row[0] for row in found[0][1]) < found[0][0] < 15
     train(healthy, tmp_path / "b.ckpt", precision="32-true")
     assert_same_state(module, healthy, 1e-4, replica=1, other=0)
 

@@ -13,9 +13,12 @@ from torch.optim import SGD, lr_scheduler
 from training_cases import SETTINGS, image_data, recipe_for
 
 from normexp.batching.replicas import Stacked
+from normexp.config.compose import compose_config
 from normexp.config.sizes import Sizes
+from normexp.config.validate import read_settings
 from normexp.errors import UserError
 from normexp.norms.factory import NormFactory
+from normexp.norms.site import norm_parameters
 from normexp.training.optimizer import (
     ELEMENTWISE,
     OwnRates,
@@ -126,19 +129,32 @@ class TableNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(num_features))
 
 
-@pytest.mark.parametrize(("decay_norm", "decay_bias"), [(False, False), (True, False), (False, 1)])
+@pytest.mark.parametrize(("norm_decay", "decay_bias"), [(0.0, False), (0.3, False), (0.0, True)])
 @pytest.mark.parametrize("stacked", [False, True])
-def test_weight_decay_goes_by_owner_and_name_and_not_by_dimensions(decay_norm, decay_bias, stacked):
+def test_weight_decay_goes_by_owner_and_name_and_not_by_dimensions(norm_decay, decay_bias, stacked):
     def build() -> nn.Module:
         parts = {"norm1": NormFactory(TableNorm)(3), "head": nn.Linear(3, 2)}
         return nn.ModuleDict(parts | {"attention": nn.MultiheadAttention(2, 1)})
 
     model = Stacked([build(), build()]).trees[0] if stacked else build()
-    groups = parameter_groups(model, weight_decay=0.1, decay_norm=decay_norm, decay_bias=decay_bias)
+    groups = parameter_groups(model, weight_decay=0.1, norm_decay=norm_decay, decay_bias=decay_bias)
     decays = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
     for name, parameter in model.named_parameters():
-        kept = not decay_norm if "norm" in name else not decay_bias and name.endswith("bias")
-        assert decays[id(parameter)] == (0.0 if kept else 0.1), name
+        kept = not decay_bias and name.endswith("bias")
+        expected = norm_decay if "norm" in name else 0.0 if kept else 0.1
+        assert decays[id(parameter)] == expected, name
+
+
+@pytest.mark.parametrize(("typed", "decay"), [("false", 0.0), ("true", 0.2), ("0.7", 0.7)])
+def test_norms_decay_not_at_all_as_all_weights_or_by_a_number_of_their_own(typed, decay):
+    words = ["trainer=cpu", "optim.weight_decay=0.2", f"optim.decay_norm={typed}"]
+    optim = read_settings(compose_config(words)).optim
+    network = nn.Sequential(nn.Linear(3, 3), NormFactory(TableNorm)(3))
+    recipe = recipe_for(image_data(4), Sizes(2), optim=optim)
+    groups = recipe.build_optimizer(network).param_groups
+    assert groups[0]["weight_decay"] == 0.2
+    decays = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    assert {decays[id(p)] for p in norm_parameters(network)} == {decay}
 
 
 def test_an_optimizer_that_acts_on_each_value_trains_a_stack_as_each_run_alone():

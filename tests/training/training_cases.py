@@ -26,6 +26,7 @@ from normexp.models.vision import ConvNet, ResNet
 from normexp.norms.batch import BatchNorm
 from normexp.norms.factory import NormFactory
 from normexp.norms.sample import GroupNorm
+from normexp.training.criterion import criterion_of
 from normexp.training.fit import fit
 from normexp.training.module import Recorder, TrainingModule
 from normexp.training.recipe import Recipe, count_steps_per_epoch
@@ -112,6 +113,7 @@ def recipe_for(data: Data, sizes: Sizes, **choices: Any) -> Recipe:
     )
     values = {
         "settings": settings,
+        "criterion": criterion_of(data),
         "num_train": len(data.train),
         "sizes": sizes,
         "schedule": named_schedule("cosine", 0.1, EPOCHS * steps_per_epoch),

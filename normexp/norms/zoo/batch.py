@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from normexp.errors import UserError
-from normexp.norms.base import NO_AFFINE, Affine, Moments, centre, knobs, measure_mean, mix
+from normexp.norms.base import (
+    NO_AFFINE,
+    Affine,
+    Moments,
+    centre,
+    knobs,
+    measure_mean,
+    pool_with_others,
+)
 from normexp.norms.contract import Mask
 from normexp.norms.kernel import normalize_groups
 from normexp.norms.running import (
@@ -92,7 +100,7 @@ class EvalNorm(RunningMomentsNorm):
 
     def normalize_by_running(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         share = self.running_share.to(x.dtype).clamp(max=1)
-        mean, var = mix(measure_samples(x, real), share, *self.averages_like(x))
+        mean, var = pool_with_others(measure_samples(x, real), share, *self.averages_like(x))
         return affine.apply(x - mean, torch.rsqrt(var + self.eps), axis=2)
 
 
