@@ -235,9 +235,10 @@ def replace_norms(
 
     A norm is recognised by what it computes: a gain and a shift by channel, after moments over
     samples, groups of channels or one position. The new one takes its place, layout, device,
-    gain, shift and running moments, and its eps and momentum unless `knobs` set others. What
-    computes more, such as an activation inside its forward, is left as it is. Logged as a warning:
-    what was replaced, what was left and why, and what the new norm has no place for.
+    gain, shift and running moments, and its eps and momentum unless `knobs` set others. Frozen
+    parameters stay frozen. What computes more, such as an activation inside its forward, is left as
+    it is. Logged as a warning: what was replaced, what was left and why, and what the new norm has
+    no place for. A second call replaces the norms of the first.
 
     Args:
         model: any module, which stays as it is.

@@ -75,7 +75,7 @@ class Surgery:
             yield f"the network keeps its own in place of the norm's {', '.join(self.unused_slots)}"
         if self.frozen:
             yield f"parameters stay frozen at {name_some(self.frozen)}"
-        if self.unfrozen and not self.keeps_norms:
+        if self.unfrozen:
             yield (
                 f"the network trains with {name_some(self.unfrozen)} in evaluation mode, and the "
                 "new norms train; norm=frozen keeps their statistics"
@@ -110,7 +110,7 @@ def replace_norms(
     left_alone = {} if only is not None else dict(recognition.left_alone)
     surgery = Surgery(left_alone, factory.keeps_norms)
     new: dict[str, nn.Module] = {}
-    evaluated = _evaluated_in_training(network)
+    evaluated = set[str]() if factory.keeps_norms else _evaluated_in_training(network)
     for path, old in network.named_modules():
         class_name = type(old).__name__
         if only is not None and class_name not in only:
@@ -139,8 +139,9 @@ def replace_norms(
     if missing or not new:
         raise UserError(_why_nothing(network, recognition, missing))
     _put(new, network)
-    evaluated -= _evaluated_in_training(network)
-    surgery.unfrozen = [path for path in new if path in evaluated]
+    if evaluated:
+        evaluated -= _evaluated_in_training(network)
+        surgery.unfrozen = [path for path in new if path in evaluated]
     for module in network.modules():
         if hasattr(module, "inplace"):  # a norm may need its output for its gradient
             setattr(module, "inplace", False)  # noqa: B010 (nn.Module is typed to hold no bool)
