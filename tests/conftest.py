@@ -43,7 +43,7 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()
+    gc.unfreeze()  # else libraries report leaks
     shutil.rmtree(SLOTS, ignore_errors=True)
 
 

@@ -9,9 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from normexp.cells.cell import Cell, prepare_cell
-from normexp.config.compose import compose_cell
+from normexp.config.compose import compose_cell, compose_config
 from normexp.config.spec import CellSpec
+from normexp.errors import UserError
+from normexp.norms.build import build_norm
 from normexp.records.result import Result, read_result
 from normexp.train import main
 
@@ -26,6 +30,16 @@ def spec_of(*words: str) -> CellSpec:
 
 def prepare(*words: str) -> Cell:
     return prepare_cell(spec_of(*words))
+
+
+def takes_maps(norm: str) -> bool:
+    """False for a shipped norm of texts alone."""
+    site = build_norm(compose_config([f"norm={norm}"]), num_positions=4)(8)
+    try:
+        site(torch.randn(2, 8, 3, 3))
+    except UserError:
+        return False
+    return True
 
 
 def train(tmp_path: Path, *words: str) -> int:

@@ -80,8 +80,7 @@ class TrainingBatches:
 
     def _begin(self, epoch: int) -> None:
         """Draws the order of an epoch, on the device of the data."""
-        train = self.data.train
-        device = train.tensors[0].device
+        train, device = self.data.train, self.data.device
         orders = [epoch_order(seed, epoch, len(train)) for seed in self.seeds]
         order = torch.stack(orders).to(device)
         if self.data.order == "sorted" and isinstance(train, Examples):
@@ -112,4 +111,4 @@ class TrainingBatches:
         for step in steps:
             draws += [augmentation.draw(seed, step, self.batch_size) for seed in self.seeds]
         by_step = torch.stack(draws).unflatten(0, (len(steps), len(self.seeds)))
-        return by_step.to(self.data.train.tensors[0].device)
+        return by_step.to(self.data.device)

@@ -139,7 +139,7 @@ class Data:
         if self.mean is not None or self.std is not None:
             # (x / 255 - mean) / std is x * scale + shift
             moments = [self._moment("mean", 0), self._moment("std", MIN_STD)]
-            mean, std = (values.to(self.train.tensors[0].device) for values in moments)
+            mean, std = (values.to(self.device) for values in moments)
             self._scale = 1 / (255 * std)
             self._shift = -mean / std
 
@@ -153,6 +153,10 @@ class Data:
                 f"one for each channel, as ImageNet's data.{key}={IMAGENET[key]}"
             )
         return torch.tensor(values, dtype=torch.float64)[:, None, None]
+
+    @property
+    def device(self) -> torch.device:
+        return self.train.tensors[0].device
 
     @property
     def splits(self) -> dict[str, Any]:

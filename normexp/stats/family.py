@@ -29,7 +29,8 @@ from scipy.special import stdtr
 from normexp.stats.interval import Interval, crossed_mean, cut, mean
 
 ALPHA = 0.05  # probability of any false verdict in a family
-TIE_ALPHA = ALPHA / 2  # at most, on each side: the 95 % interval then lies within the margin
+# A tie: at most, on each side. 0.025 puts the 95 % interval within the margin.
+TIE_ALPHA = 0.025
 
 Verdict = Literal["better", "worse", "tie", "undecided"]
 

@@ -26,9 +26,8 @@ log = logging.getLogger(__name__)
 
 Run = Callable[[Batch, "Tensor | None"], Tensor]  # a step from its batch and dropout keys
 NOT_RECORDED = "cuda_graph=true: steps run eagerly, since %s"
-WARM_UP = (
-    2  # eager steps before a recording: they create the state of the optimizer and choose kernels
-)
+# Eager steps before a recording: they create the state of the optimizer and choose kernels.
+WARM_UP = 2
 PLAIN = (bool, int, float, str, type(None))
 
 

@@ -238,7 +238,7 @@ def by_rule(
     """Yields copies of replicas whose norms use moments by a rule, as `with_own_share`.
 
     Args:
-        population: as `with_population` returns it.
+        population: replicas whose running moments are the population's.
         batch: a few samples, to test whether the norms can be evaluated so.
         group_size: samples that shared statistics in training.
 
@@ -249,7 +249,7 @@ def by_rule(
     with ExitStack() as hooks:
         for network in copies.trees:
             for _, site in named_sites(network):
-                site.norm_batch_size = group_size
+                site.norm_batch_size = group_size  # for the rule; nothing is split in evaluation
             sites = [site for site in find_sites(network) if site.pools_samples]
             can_be = can_be or _can_be_shown(network, sites, batch)  # one may have diverged
             moments = {site: [Population(*site.running)] for site in sites if site.has_averages}

@@ -13,7 +13,6 @@ from unittest.mock import Mock
 from urllib.error import HTTPError, URLError
 
 import pytest
-import wandb
 import yaml
 from train_cases import wandb_records
 
@@ -80,7 +79,7 @@ class Begun:
 @pytest.fixture
 def wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Begins the W&B run of a cell with some knobs; returns its options."""
-    monkeypatch.setattr(wandb, "init", Begun)
+    monkeypatch.setattr("wandb.init", Begun)
     monkeypatch.setattr(trackers, "_lost", {})
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     for name in ("MODE", "PROJECT", "DIR", "RUN_GROUP", "ENTITY", "API_KEY"):

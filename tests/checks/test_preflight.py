@@ -46,7 +46,6 @@ from normexp.records.result import read_result
 from normexp.train import main
 from normexp.training.optimizer import parameter_groups
 
-Build = Callable[[], nn.Module]
 LAYER, BATCH, NONE = NormFactory(LayerNorm), NormFactory(BatchNorm), NormFactory(NoNorm)
 
 

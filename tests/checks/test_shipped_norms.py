@@ -21,6 +21,7 @@ from checks_cases import (
 )
 from torch import Tensor, nn
 from torch.nn import functional
+from train_cases import takes_maps
 
 from normexp.checks.card import measure_norm
 from normexp.checks.network import BuiltNetwork
@@ -164,7 +165,7 @@ def defaults() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_norm_learns_in_a_network(name: str):
-    is_text = "per_position" in name or name.startswith("causal")
+    is_text = not takes_maps(name)
     data = padded_data() if is_text else image_data()
     config = {**defaults(), "norm": declared(name)}
     norm = build_norm(config, num_positions=data.input_shape[-1])

@@ -102,8 +102,8 @@ PLATEAU = own_schedule(
 RESUMED: dict[str, tuple[dict[str, Any], int | None, tuple[int, ...]]] = {
     "in turn": ({}, None, (5, 8)),
     "stacked": ({"stacked": True}, None, (5, 8)),
-    "step": ({"schedule": STEP_LR}, 8, (8,)),
-    "plateau": ({"schedule": PLATEAU}, 2, (8,)),
+    "step": ({"schedule": STEP_LR}, 8, (5,)),
+    "plateau": ({"schedule": PLATEAU}, 2, (5,)),
 }
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
+from train_cases import takes_maps
 from training_cases import (
     assert_same_state,
     build_module,
@@ -172,8 +173,7 @@ NORMS = [name for name in group_choices("norm") if name not in ("custom", "as_bu
 
 def choices_of(name: str, sizes: Sizes, num_train: int) -> dict[str, Any]:
     """A convnet on images, or for norms of text alone an encoder with dropout."""
-    config, on_maps = compose_config([f"norm={name}"]), "per_position" not in name
-    on_maps = on_maps and not name.startswith("causal_")
+    config, on_maps = compose_config([f"norm={name}"]), takes_maps(name)
     if not on_maps:
         config["norm"]["view"] = "sequence"
     data = image_data(num_train) if on_maps else text_data(num_train)
