@@ -118,24 +118,34 @@ def read_target(values: Mapping[str, Any], key: str) -> Target:
     Raises:
         UserError: a missing value, or a knob that the target does not take.
     """
+    target = _target_of(values, key)
+    names = target.arguments
+    unknown = [] if not names or "**" in names else sorted(target.call.keywords.keys() - names)
+    if unknown:
+        hint = suggest(unknown[0], names) or f"it takes {name_some(sorted(names))}"
+        raise UserError(f"{key}.{unknown[0]}: {target.path} has no such argument; {hint}")
+    return target
+
+
+def _target_of(values: Mapping[str, Any], key: str) -> Target:
+    """What `_target_` names, with knobs of the right kinds, which it may not take."""
     if not isinstance(values, Mapping) or "_target_" not in values:
         raise UserError(f"{key}._target_ is missing; it names a class, as my_package.MyClass")
     refuse_missing_values(values, f"{key}.")
+    parts = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and "_target_" in value:
-            read_target(value, f"{key}.{name}")  # a mistake in it is named by its own key
+            parts[f"{key}.{name}"] = value
+            _target_of(value, f"{key}.{name}")  # a mistake in it is named by its own key
     try:
-        call = instantiate({**values, "_partial_": True}, _convert_="all")
+        call = instantiate({**values, "_partial_": True}, _convert_="all")  # this calls its parts
     except InstantiationException as error:
+        for name, value in parts.items():
+            read_target(value, name)
         raise _explain(error, values["_target_"], key) from error
     call = partial(call.func, *call.args, **call.keywords)
     target = Target(key, values["_target_"], call)
     _check_knobs(target)
-    names = target.arguments
-    unknown = [] if not names or "**" in names else sorted(call.keywords.keys() - names)
-    if unknown:
-        hint = suggest(unknown[0], names) or f"it takes {name_some(sorted(names))}"
-        raise UserError(f"{key}.{unknown[0]}: {target.path} has no such argument; {hint}")
     return target
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
@@ -220,6 +221,21 @@ def test_a_knob_of_a_class_in_a_class_is_checked_under_its_key(knob: dict[str, A
     config["augmentation"] |= knob
     with pytest.raises(UserError, match=f"^{message}"):
         read_target({key: value for key, value in config.items() if key != "order"}, "data")
+
+
+class TakesAnything:
+    """As the configs of transformers, whose signatures show some of their keywords."""
+
+    __signature__ = inspect.Signature()
+
+    def __init__(self, **values: Any) -> None:
+        self.values = values
+
+
+def test_a_class_in_a_class_may_take_what_its_signature_does_not_show():
+    part = {"_target_": f"{__name__}.TakesAnything", "num_labels": 3}
+    target = read_target({"_target_": f"{__name__}.list_takers", "sizes": part}, "model")
+    assert target.call.keywords["sizes"].values == {"num_labels": 3}
 
 
 def test_a_plus_before_a_group_changes_nothing():
