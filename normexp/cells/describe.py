@@ -18,7 +18,10 @@ from normexp.training.recipe import Recipe
 
 # Of a network, in the records of its runs.
 RECORDED_TRAITS = (
-    *("mixes_samples", "mixes_samples_in_evaluation", "leaks_future", "leaks_future_in_training"),
+    "mixes_samples",
+    "mixes_samples_in_evaluation",
+    "leaks_future",
+    "leaks_future_in_training",
 )
 
 

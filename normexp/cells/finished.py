@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -21,7 +22,6 @@ from normexp.cells.module import arrange_replicas, build_module
 from normexp.config.compose import refuse_missing_values
 from normexp.config.groups import PARTS, shipped_config, shipped_defaults
 from normexp.config.spec import CellSpec
-from normexp.config.validate import read_settings
 from normexp.data.build import keeping_data
 from normexp.data.dataset import attach_prediction, without_samples
 from normexp.diagnosis import TERMS, decompose
@@ -99,10 +99,7 @@ def recorded_spec(cell_dir: Path, result: Result, changes: Mapping[str, Any]) ->
     """
     path = cell_dir / CONFIG_FILE
     try:
-        config = OmegaConf.load(path)
-        for key, value in changes.items():
-            OmegaConf.update(config, key, value, merge=False)
-        values: Any = OmegaConf.to_container(config, resolve=True)
+        values = _changed(OmegaConf.load(path), changes)
         assert all(values[part] for part in (*PARTS, "trainer"))
     except (YAMLError, UnicodeDecodeError, AssertionError, KeyError, TypeError) as error:
         raise UserError(
@@ -115,6 +112,15 @@ def recorded_spec(cell_dir: Path, result: Result, changes: Mapping[str, Any]) ->
         if shipped := shipped_defaults(group, choices[group]):
             values[group]["_target_"] = shipped["_target_"]
     return CellSpec(values, choices)
+
+
+def _changed(config: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with other values at some dotted keys."""
+    tree = OmegaConf.create(config)
+    for key, value in changes.items():
+        OmegaConf.update(tree, key, value, merge=False)
+    values: Any = OmegaConf.to_container(tree, resolve=True)
+    return values
 
 
 def load_weights(network: nn.Module, path: Path, *, precision: str) -> None:
@@ -160,12 +166,10 @@ def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
     # Evaluation does not need the devices of the training.
     changes = {"trainer.devices": 1, "trainer.num_nodes": 1, "trainer.strategy": "auto"}
     micro, norm = (results[0].derived[key] for key in ("micro_batch_size", "norm_batch_size"))
-    changes |= {"norm_batch_size": None if norm == micro else norm, **options}
+    changes |= {"norm_batch_size": None if norm == micro else norm}
     if not torch.cuda.is_available():
         changes["trainer.accelerator"] = "cpu"
-    spec = recorded_spec(cell_dir, results[0], changes)
-    read_settings(spec.config)
-    cell = prepare_cell(spec)
+    cell = prepare_cell(replace(spec, config=_changed(spec.config, changes)))
     seeds = [result.seed for result in results]
     replicas = _load_replicas(cell, cell_dir, seeds)
     module = build_module(cell, seeds, replicas, Recorder([]))

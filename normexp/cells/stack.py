@@ -78,7 +78,9 @@ def cut_stacks(cells: Iterable[CellSpec], *, on_gpu: bool = False) -> list[Stack
     most = MOST_RUNS_ON_GPU if on_gpu else MOST_RUNS
     stacks: list[list[Run]] = []
     last: dict[str, list[Run]] = {}  # of cells that may share it
-    for spec in (spec for spec in cells if not spec.error):
+    for spec in cells:
+        if spec.error:
+            continue
         runs = [(spec, seed) for seed in spec.seeds]
         if spec.config["stack"] is False and not on_gpu:
             stacks += [[run] for run in runs]
@@ -93,11 +95,10 @@ def cut_stacks(cells: Iterable[CellSpec], *, on_gpu: bool = False) -> list[Stack
 
 def _shared(spec: CellSpec) -> str:
     """Equal for cells that may be stacked."""
-    config, lr = spec.config, spec.config["lr"]
-    if config["stack"] is False or not isinstance(lr, int | float) or lr <= 0:
+    if spec.config["stack"] is False:
         return spec.id
-    may_differ = dict.fromkeys(("lr", "seed", "replicas"))
-    return json.dumps([{**config, **may_differ}, dict(spec.choices)], sort_keys=True, default=str)
+    config = {**spec.config, **dict.fromkeys(("lr", "seed", "replicas"))}  # these may differ
+    return json.dumps([config, spec.choices], sort_keys=True, default=str)
 
 
 def has_ended(study_dir: Path, cell_id: str, seed: int) -> bool:
@@ -142,7 +143,8 @@ def settle(study_dir: Path, held: Collection[Member] = ()) -> None:
         held: the runs whose locks this process holds.
     """
     folders = subfolders(study_dir / STACKS)
-    for path in (folder / RESULTS_FILE for folder in folders):
+    for folder in folders:
+        path = folder / RESULTS_FILE
         for content in read_json(path, missing={"results": []})["results"]:
             result = result_of(content, path)
             member = (result.cell_id, result.seed)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from types import NoneType
 from typing import Any
 
 import hydra
@@ -91,25 +92,24 @@ def compose_choices(parsed: Sequence[Override]) -> dict[str, Any]:
     """
     chosen = [one for one in parsed if is_choice(one)]
     for one in chosen:
-        if one.key_or_group in GROUPS:
+        if not one.key_or_group.startswith("hydra."):
             _check_names(one)
     return composed(tuple(str(one.input_line) for one in chosen))
 
 
 def _check_names(choice: Override) -> None:
-    """Refuses a choice that is not one name; loggers may be several."""
+    """Refuses a choice that is not one name. Loggers may be several; a mapping sets keys."""
     group, value = choice.key_or_group, choice.value()
-    names = value if isinstance(value, list) and group == "logger" else [value]
-    if all(isinstance(name, str) for name in names):
-        return
-    remedy = "--help lists the names"
-    if value is None:
-        remedy = f"for the default, leave {group} out"
-    elif isinstance(value, list) and group != "logger":
-        remedy = "add -m and write a,b for several"
-    elif isinstance(value, dict):
-        remedy = f"set its keys one by one, as {group}.KEY=..."
-    raise UserError(f"{choice.input_line}: takes one name; {remedy}")
+    remedies = {
+        NoneType: f"for the default, leave {group} out",
+        list: "add -m and write a,b for several",
+        dict: f"a class of yours is {group}=my_module.MyClass",
+    }
+    for name in value if group == "logger" and isinstance(value, list) else [value]:
+        sets_keys = isinstance(name, dict) and "_target_" not in name
+        if not isinstance(name, str) and not sets_keys:
+            remedy = remedies.get(type(name), "--help lists the names")
+            raise UserError(f"{choice.input_line}: takes one name; {remedy}")
 
 
 _composing = threading.RLock()  # Hydra has one state for all threads
@@ -135,9 +135,8 @@ def explain(error: Exception) -> UserError:
     if mark is not None:
         return UserError(f"{mark.name}, line {mark.line + 1}: not valid YAML")
     if named := re.search(r"Could not override '([^']+)'", str(error)):
-        return UserError(f"{named[1]}: unknown key")
-    if named := re.search(r"In '([^']+)': ConfigTypeError", str(error)):
-        return UserError(f"{named[1]}.yaml: must have lines as key: value")
+        key = getattr(error.__cause__, "full_key", None) or named[1]
+        return UserError(f"{key}: unknown key")
     text = f"{error}\n{error.__cause__ or ''}"
     first, second, *_ = [*map(str.strip, text.splitlines()), ""]
     return UserError(f"{first} {second}" if first.endswith(":") else first)
@@ -156,6 +155,8 @@ def _no_such_choice(error: MissingConfigException) -> UserError:
     few = f"it takes {', '.join(choices)}" if len(choices) <= FEW else "--help lists all"
     hint = suggest(name, choices, most=3) or f"{few};"
     own = "YAMLs of yours need --config-dir FOLDER"
+    if group in CUSTOM_GROUPS and re.search("[.:]", name):
+        own = f"a class of yours is {group}=my_module.MyClass"
     return UserError(f"{group}={name}: no such {group}; {hint} {own}")
 
 

@@ -109,13 +109,15 @@ def _choices_by_name(config: Mapping[str, Any], choices: Mapping[str, Any]) -> d
 
 
 def _name_of(group: str, values: Mapping[str, Any]) -> str:
-    """The name of a user's own part: `my_package.load_stripes` is stripes.
-
-    A name that a shipped choice has too is kept in full.
-    """
+    """The name of a user's own part; in full if a shipped choice has the same name."""
     target = str(values.get("_target_", MISSING)).replace(MISSING, "custom")
-    name = target.rpartition(".")[2].removeprefix("load_")
+    name = short_name(target)
     return target if name in group_choices(group) else name
+
+
+def short_name(target: str) -> str:
+    """The name of a class or loader: `my_package.load_stripes` is stripes."""
+    return target.rpartition(".")[2].removeprefix("load_")
 
 
 def refuse_missing(config: Mapping[str, Any]) -> None:

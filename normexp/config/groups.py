@@ -41,8 +41,11 @@ def shipped_defaults(group: str, choice: str) -> dict[str, Any] | None:
 @lru_cache(maxsize=8)
 def shipped_targets(group: str) -> dict[str, str]:
     """Maps each class in the shipped YAMLs of a group to its choice, the first of several."""
-    values = {choice: shipped_defaults(group, choice) for choice in group_choices(group)[::-1]}
-    return {part["_target_"]: f"{group}/{choice}" for choice, part in values.items() if part}
+    targets: dict[str, str] = {}
+    for choice in group_choices(group):
+        if values := shipped_defaults(group, choice):
+            targets.setdefault(values["_target_"], f"{group}/{choice}")
+    return targets
 
 
 def shipped_values(group: str, target: str) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
-from normexp.config.compose import FORMER_DEFAULTS
+from normexp.config.compose import FORMER_DEFAULTS, short_name
 from normexp.config.groups import (
     OPTIONAL_GROUPS,
     PARTS,
@@ -176,8 +176,7 @@ def _label(group: str, choices: Mapping[str, str], config: Mapping[str, Any]) ->
     if isinstance(values.get("name"), str):
         return values["name"]
     if shipped_defaults(group, choice) is None:
-        target = str(values.get("_target_", "custom"))
-        return target.rpartition(".")[2].removeprefix("load_")
+        return short_name(str(values.get("_target_", "custom")))
     return choice.rpartition("/")[2]
 
 

@@ -35,10 +35,6 @@ class Sizes:
     norm_batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        for key in SIZES:
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise UserError(f"{key}={value} must be positive; try {key}=1 or more")
         _check_divides("micro_batch_size", self.micro, "batch_size", self.batch_size)
         above = "batch_size" if self.micro_batch_size is None else "micro_batch_size"
         _check_divides("norm_batch_size", self.norm, above, self.micro)

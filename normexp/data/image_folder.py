@@ -25,14 +25,15 @@ from normexp.data.pixels import decode_images
 from normexp.data.sources import split_off_test
 from normexp.errors import UserError
 from normexp.records.files import describe, open_atomic
+from normexp.words import name_some
 
 log = logging.getLogger(__name__)
 
-SPLIT_NAMES = {
-    "train": "train|training",
-    "val": "val|valid|validation|dev",
-    "test": "test|testing|eval|evaluation",
-}
+SPLIT = re.compile(
+    r"(?<![a-z])(?:(?P<train>train|training)|(?P<val>val|valid|validation|dev)"
+    r"|(?P<test>test|testing|eval|evaluation))(?:set|data|images?)?(?![a-z])",
+    re.IGNORECASE,
+)
 DECODER = 2  # a change of the decoded pixels raises it, so that no older cache is read
 
 
@@ -92,6 +93,8 @@ def load_image_folder(
         split_seed=split_seed,
         augmentation=augmentation,
     )
+    counts = ", ".join(f"{len(images)} {split}" for split, images in data.splits.items())
+    log.info("%s: %d classes (%s); images: %s", name, len(classes), name_some(classes), counts)
     if mean is None and std is None:
         return data
     return dataclasses.replace(data, mean=mean, std=std)
@@ -100,8 +103,7 @@ def load_image_folder(
 def find_splits(root: Path, name: str) -> dict[str, Path]:
     """The folders of train, test and maybe val, by split; empty if `root` holds classes instead.
 
-    The folder of a split has class folders, and is named as in `SPLIT_NAMES`, in upper or lower
-    case, perhaps followed by a word such as set.
+    The folder of a split has class folders, and a word of `SPLIT` in its name, as in photos_train.
 
     Raises:
         UserError: begins with `name`. Two folders of one split; no train, or nothing to test on.
@@ -110,7 +112,7 @@ def find_splits(root: Path, name: str) -> dict[str, Path]:
     folders = _subfolders(root)
     for folder in folders:
         split = _split_of(folder)
-        if split is None:
+        if split is None or not _subfolders(folder):
             continue
         if split in splits:
             raise UserError(f"{name} has both {splits[split].name}/ and {folder.name}/; keep one")
@@ -136,13 +138,9 @@ def find_splits(root: Path, name: str) -> dict[str, Path]:
 
 
 def _split_of(folder: Path) -> str | None:
-    """The split that a folder is named after; None for one without class folders."""
-    if not _subfolders(folder):
-        return None
-    for split, names in SPLIT_NAMES.items():
-        if re.fullmatch(rf"({names})[\W_]*(set|data|images?)?", folder.name, re.IGNORECASE):
-            return split
-    return None
+    """The split that a folder is named after, if any."""
+    found = SPLIT.search(folder.name)
+    return found.lastgroup if found else None
 
 
 def _subfolders(folder: Path) -> list[Path]:
@@ -176,14 +174,17 @@ def _read_classes(folders: Mapping[str, Path], name: str) -> list[str]:
             f"{name} has one class, {classes[0]}, which leaves nothing to predict; if this "
             f"folder holds the classes, or train/ and test/, name it: {name}/{classes[0]}"
         )
-    split_name = re.compile(
-        rf"(?<![a-z])({'|'.join(SPLIT_NAMES.values())})(?![a-z])", re.IGNORECASE
-    )
-    if all(map(split_name.search, classes)):
+    if all(map(_split_of, _subfolders(train))):
         raise UserError(
             f"{name}: the classes would be {', '.join(classes)}, named like splits; "
             "put the images into train/<class>/ and test/<class>/, or rename the folders"
         )
+    for folder in _subfolders(train):
+        if {"train", "test"} <= set(map(_split_of, _subfolders(folder))):
+            raise UserError(
+                f"{name}: class {folder.name} has a train/ and a test/ of its own; put them around "
+                "the classes, as in train/<class>/ and test/<class>/"
+            )
     return classes
 
 
@@ -196,6 +197,8 @@ def _list_images(
     folders: Mapping[str, Path], classes: Sequence[str], name: str
 ) -> dict[str, list[tuple[str, int]]]:
     """The files of each split with their targets, without hidden ones.
+
+    A folder within a class folder belongs to its class.
 
     Raises:
         UserError: a class without images in a split.
@@ -225,6 +228,9 @@ def _list_images(
                 f"{name} has no images in {folder.name}/{classes[target]}/{others}; it needs some "
                 "(jpg, png, tif, webp, ...), or remove the folder"
             )
+        for file in map(str, folder.iterdir()):
+            if os.path.isfile(file) and is_image(file):
+                skipped["images beside the class folders"] += 1
     if skipped:
         log.info("%s: %d files are not read (%s)", name, skipped.total(), ", ".join(skipped))
     return samples

@@ -6,25 +6,33 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from normexp.errors import UserError, one_line
 
 FULL_DISK = "the disk is full: free some space, then run the same command to continue"
+ABANDONED = 3600  # seconds after which nobody writes a temporary file any more
 
 
 @contextmanager
 def open_atomic(path: Path) -> Iterator[BinaryIO]:
     """Yields a binary file that replaces `path`, synced to disk, when the block succeeds.
 
-    After an exception `path` is unchanged and no temporary file is left; a killed process may leave
-    one, which the next writer replaces. For weights: `torch.save(state, file)`.
+    Several processes may write at once; the last one wins. After an exception `path` is unchanged
+    and no temporary file is left; a killed process may leave one, which a writer removes an hour
+    later. For weights: `torch.save(state, file)`.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    for left in path.parent.glob(f".{path.name}.*.tmp"):
+        with suppress(FileNotFoundError):
+            if time.time() - left.stat().st_mtime > ABANDONED:
+                left.unlink()
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, "wb") as file:
             yield file

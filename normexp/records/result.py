@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from normexp.errors import UserError
 from normexp.records.files import read_json, write_json
@@ -18,9 +18,6 @@ from normexp.records.layout import (
     list_seeds,
     seed_dir,
 )
-
-if TYPE_CHECKING:
-    pass
 
 SCHEMA = 2
 READERS = {1: "0.1"}  # the version of normexp that reads an earlier schema

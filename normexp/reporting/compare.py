@@ -220,11 +220,10 @@ def paired(first: NormAtSize, second: NormAtSize) -> tuple[Array, Array]:
     A tuned norm is compared at all of its seeds, or not at all.
     """
     seeds = sorted({*first.seeds} & {*second.seeds})
-    outcomes = []
-    for side in (first, second):
-        if side.tuning and side.seeds != seeds:
-            return np.empty(0), np.empty(0)
-        outcomes.append(side.outcomes[[side.seeds.index(seed) for seed in seeds]])
+    sides = (first, second)
+    if not seeds or any(side.tuning and side.seeds != seeds for side in sides):
+        return np.empty(0), np.empty(0)
+    outcomes = [side.outcomes[[side.seeds.index(seed) for seed in seeds]] for side in sides]
     a, b = outcomes
     if a.shape != b.shape:  # one of them has no samples
         a, b = (values.reshape(len(seeds), -1).mean(axis=1) for values in outcomes)

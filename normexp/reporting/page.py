@@ -219,9 +219,13 @@ def norm_table(slice_: Slice) -> Table:
     for norm, name in slice_.norm_names.items():
         runs = [run for cell in slice_.cells if cell.norm == norm for run in cell.runs]
         timings = [run.result.measured.timing for run in runs]
+        together = sorted(
+            {int(timing["stack_size"]) for timing in timings if "stack_size" in timing}
+        )
         rows.append(
             {
                 "norm": norm,
+                "runs together": "-".join(map(str, together)),
                 "ms per step": _range_words(timings, "step_ms"),
                 "peak memory (MB)": _range_words(timings, "peak_memory_mb"),
                 "what it does": norm_words(name)[0] if name in shipped else "",
@@ -229,7 +233,7 @@ def norm_table(slice_: Slice) -> Table:
         )
     note = (
         "Time and memory of the runs trained together, over their number, from the least to the "
-        "most; time is as noisy as the machine."
+        "most: runs that share their steps cost less each. Time is as noisy as the machine."
     )
     return table_of(
         f"norms_{slice_.slug}", "Norms and their cost", rows, note=note, has_latex=False

@@ -171,7 +171,7 @@ def mean_table(slice_: Slice, ranking: Ranking | None) -> Table:
     if any(cell.without_value(metric) for cell in slice_.cells):
         note = "A diverged run has no value of this metric and is missing from its mean."
     elif any(row["lost"] for row in rows):
-        note = "Diverged runs and runs at chance count as chance level."
+        note = "Diverged runs and runs at chance count as chance level, failed runs not at all."
     along = f", by {AXIS_WORDS[slice_.axis]}" if has_sizes else ""
     caption = f"{metric.label}{along}: {slice_.heading}"
     return table_of(f"means_{slice_.slug}", caption, rows, note=note)

@@ -27,7 +27,8 @@ def tune(searches: Sequence[Search], words: Sequence[str]) -> int:
     base = searches[0].base
     cells = join_points([cell for search in searches for _, cell in search.trials])
     if base["dry_run"]:
-        return run_cells([*cells, *join_points([*map(_planned_report, searches)])], words)
+        planned = join_points([_planned_report(search) for search in searches])
+        return run_cells([*cells, *planned], words)
     states = _train(searches[0], cells, words)
     if all(state.refused for state in states.values()):
         raise UserError(next(iter(states.values())).refused)
@@ -35,24 +36,27 @@ def tune(searches: Sequence[Search], words: Sequence[str]) -> int:
     if not has_searched and base["fail_fast"]:
         print("fail_fast: the search ends here, and no fresh seeds are trained", file=sys.stderr)
         return FAILED
+    ranked = [(search, _points_with_a_value(search, states)) for search in searches]
     best_cells = []
-    for search in searches:
-        points = _points_with_a_value(search, states)
+    for search, points in ranked:
         if points:
-            best_cells.append(search.cell(points[0][1], is_report=True))
+            _, best = points[0]
+            best_cells.append(search.cell(best, is_report=True))
     fresh = _train(searches[0], join_points(best_cells), words) if best_cells else {}
     console = open_console()
-    rows = [_row_of(search, states) for search in searches]
-    console.print(text_table(["search", "best", "points with a value", "search seeds"], rows))
+    titles = ["search", "best", "points with a value", "search seeds"]
+    rows = [_row_of(search, points, states) for search, points in ranked]
+    console.print(text_table(titles, rows))
     console.out("fresh seeds at the best points:")
     print_closing_table([*fresh.values()])
     has_reported = len(best_cells) == len(searches) and all(map(_has_ended, fresh.values()))
     return 0 if has_searched and has_reported else FAILED
 
 
-def _row_of(search: Search, states: Mapping[str, CellState]) -> list[str]:
+def _row_of(
+    search: Search, points: Sequence[tuple[float, Point]], states: Mapping[str, CellState]
+) -> list[str]:
     """A search, its best point, the number of points with a value, and the value of the best."""
-    points = _points_with_a_value(search, states)
     count = f"{len(points)} of {len(search.trials)}"
     if not points:
         return [search.title, "none", count, "-"]
@@ -70,7 +74,10 @@ def _points_with_a_value(
     points = []
     for point, cell in search.trials:
         state = states[cell.id]
-        if _has_ended(state) and (mean := metric.mean_over(state.results)) != metric.worst:
+        if not _has_ended(state):
+            continue
+        mean = metric.mean_over(state.results)
+        if mean != metric.worst:
             points.append((mean, point))
     return sorted(points, key=itemgetter(0), reverse=metric.higher_is_better)
 

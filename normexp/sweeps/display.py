@@ -40,13 +40,17 @@ class Display(logging.Handler):
 
     def __init__(self, states: Sequence[CellState]) -> None:
         super().__init__()
-        ended = [state for state in states if state.is_over]
-        self.ended = {state.id for state in ended}
-        self.num_ended = sum(len(state.states) for state in ended)  # runs of ended cells
+        self.ended: set[str] = set()
+        self.num_ended = 0  # runs of ended cells
         self.total = sum(len(state.states) for state in states)
         self.done_before = _num_runs_done(states) + _share_done(states)
         _, titles = without_shared_words([state.title for state in states])
-        self.titles = dict(zip((state.id for state in states), titles, strict=True))
+        self.titles: dict[str, str] = {}
+        for state, title in zip(states, titles, strict=True):
+            self.titles[state.id] = title
+            if state.is_over:
+                self.ended.add(state.id)
+                self.num_ended += len(state.states)
         self.began = self._line_at = time.monotonic()
         self.first_seen: dict[Path, tuple[float, int]] = {}  # time and step, by stack
         self.printed: set[str] = set()
@@ -108,27 +112,21 @@ class Display(logging.Handler):
         if len(stack.members) == 1:
             title += f" seed {stack.members[0][1]}"
         # `train/loss` as loss, and the metric of the validation split as val: there is little room.
-        metrics = [
-            f"{name.replace('train/', '').partition('/')[0]} {value:.3g}"
-            for name, value in stack.metrics.items()
-        ]
+        metrics = []
+        for name, value in stack.metrics.items():
+            short, _, _ = name.removeprefix("train/").partition("/")
+            metrics.append(f"{short} {value:.3g}")
         now = time.monotonic()
         since, first = self.first_seen.setdefault(stack.folder, (now, stack.step))
-        left = ""
-        if stack.step - first > SHARE_FOR_A_GUESS * stack.total:
-            seconds = (now - since) * (stack.total - stack.step) / (stack.step - first)
-            left = f"{format_duration(seconds)} left"
+        left = _time_left(now - since, stack.step - first, stack.total - first)
         steps = f"step {stack.step}/{stack.total}" if stack.total else "starting"
         return title, steps, "  ".join(metrics), left
 
     def _times(self, done: float) -> str:
         """The time elapsed, and the time left by the mean time of a run so far."""
         elapsed = time.monotonic() - self.began
-        text = f"{format_duration(elapsed)} elapsed"
-        trained, total = done - self.done_before, self.total - self.done_before
-        if trained > SHARE_FOR_A_GUESS * total:
-            text += f", {format_duration(elapsed * (total - trained) / trained)} left"
-        return text
+        left = _time_left(elapsed, done - self.done_before, self.total - self.done_before)
+        return ", ".join(filter(None, [f"{format_duration(elapsed)} elapsed", left]))
 
     def _bar(self, done: int, times: str) -> Table:
         grid = Table.grid(padding=(0, 2), expand=True)
@@ -136,6 +134,13 @@ class Display(logging.Handler):
             grid.add_column(no_wrap=True, ratio=width)
         grid.add_row(f"{done}/{self.total} runs", ProgressBar(self.total, done), times)
         return grid
+
+
+def _time_left(seconds: float, done: float, total: float) -> str:
+    """`3 min left`, if the work done took these seconds; empty while too little is done."""
+    if done <= SHARE_FOR_A_GUESS * total:
+        return ""
+    return f"{format_duration(seconds * (total - done) / done)} left"
 
 
 def _table(rows: Iterable[Row]) -> Table:

@@ -146,18 +146,19 @@ def check_processes(cells: Sequence[CellSpec], words: Sequence[str]) -> int | No
         UserError: torchrun or srun has not started a process for each device of the only cell.
     """
     rank, started = started_processes()
-    for trainer in (cell.config["trainer"] for cell in cells if not cell.error):
-        devices, num_nodes = trainer["devices"], trainer["num_nodes"]
-        if devices * num_nodes != started:
-            remedy = f"type torchrun --nnodes {num_nodes} --nproc-per-node {devices} "
+    for cell in cells:
+        if cell.error:
+            continue
+        trainer = cell.settings.trainer
+        devices, num_nodes = trainer.devices, trainer.num_nodes
+        remedy = "drop torchrun or srun"
+        if trainer.num_processes > 1:
+            command = f"torchrun --nnodes {num_nodes} --nproc-per-node {devices} -m normexp.train"
+            remedy = f"type {command} {join(words[1:])}"
+        if trainer.num_processes != started:
             raise UserError(
                 f"trainer.devices={devices}, trainer.num_nodes={num_nodes}: needs as many "
-                f"processes, and this command has {started}; "
-                + (
-                    f"{remedy}-m normexp.train {join(words[1:])}"
-                    if devices * num_nodes > 1
-                    else "drop torchrun or srun"
-                )
+                f"processes, and this command has {started}; {remedy}"
             )
     if started > 1 and len(cells) > 1:
         raise UserError(f"{len(cells)} cells in one torchrun or srun: start one cell each")

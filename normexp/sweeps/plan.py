@@ -36,17 +36,19 @@ def print_plan_of(cells: Sequence[CellSpec]) -> int:
 
 
 def _plan(spec: CellSpec) -> Plan:
+    """What a cell would need; one that cannot be prepared is refused."""
     if spec.error:
         return Plan(CellState(spec.id, spec.title, refused=spec.error))
-    state = read_cell(spec.directory.parent, spec.id, spec.title, spec.seeds, [])
+    state = read_cell(spec.study_dir, spec.id, spec.title, spec.seeds, [])
     try:
-        cell, count = prepare_cell(spec), len(state.missing)
-        num_stacks = count if must_split(cell, count) else 1
-        seconds = _seconds_of_step(cell) if count else 0.0
-        return Plan(state, cell.recipe.num_steps, seconds, num_stacks)
+        cell = prepare_cell(spec)
+        num_runs = len(state.missing)
+        num_stacks = num_runs if must_split(cell, num_runs) else 1
+        seconds = _seconds_of_step(cell) if num_runs else 0.0
     except (Exception, SystemExit) as error:  # user code may raise anything
         state.refused = one_line(error)
         return Plan(state)
+    return Plan(state, cell.recipe.num_steps, seconds, num_stacks)
 
 
 def _seconds_of_step(cell: Cell) -> float:
@@ -54,10 +56,13 @@ def _seconds_of_step(cell: Cell) -> float:
     sizes = cell.recipe.sizes
     device = device_type(cell.recipe.settings.trainer.accelerator)
     network = cell.build(cell.spec.seeds[0]).train().to(device)
-    batch, times = probe_batch(cell.data, sizes.micro), [time.perf_counter()]
+    batch = probe_batch(cell.data, sizes.micro)
+    arguments = [value.to(device) for value in model_arguments(batch)]
+    ends = []
     for _ in range(3):
-        outputs = network(*(value.to(device) for value in model_arguments(batch)))
+        outputs = network(*arguments)
         outputs.float().square().mean().backward()
         outputs.sum().item()  # waits for the device
-        times.append(time.perf_counter())
-    return (times[-1] - times[1]) / 2 * sizes.batch_size / sizes.micro
+        ends.append(time.perf_counter())
+    seconds_per_forward = (ends[-1] - ends[0]) / 2
+    return seconds_per_forward * sizes.batch_size / sizes.micro

@@ -103,7 +103,7 @@ def test_a_stack_that_goes_leaves_the_folder_in_which_others_make_theirs(tmp_pat
 def test_stacks_are_a_function_of_what_a_command_asks(tmp_path: Path):
     specs = specs_of(tmp_path, "norm=batch,group", "lr=0.1,0.3", replicas=3)
     first, second = cut_stacks(specs)
-    assert [(s.lr, seed) for s, seed in first.runs] == [
+    assert [(s.settings.lr, seed) for s, seed in first.runs] == [
         (r, k) for r in (0.1, 0.3) for k in range(3)
     ]
     assert {s.choices["norm"] for s, _ in second.runs} == {"group"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -157,7 +157,7 @@ def test_the_first_frame_of_several_is_used_and_said(
 # --- Folders --------------------------------------------------------------------------------------
 
 
-def save(root: Path, folder: str, count: int = 5, classes: str = "ab") -> None:
+def save(root: Path, folder: str, count: int = 5, classes: Sequence[str] = "ab") -> None:
     """Images of two classes, all different, in <root>/<folder>/<class>/."""
     for name in classes:
         (root / folder / name).mkdir(parents=True)
@@ -185,6 +185,8 @@ def load(root: Path) -> Data:
         ({"TRAIN": 5, "Valid": 4, "Testing": 3}, (10, 8, 6)),
         ({"train": 5, "dev": 4}, (8, 2, 8)),
         ({"train": 5, "evaluation": 3, "extra": 2}, (8, 2, 6)),
+        ({"photos_train": 5, "photos_test": 3}, (8, 2, 6)),
+        ({"01 Trainset": 5, "02 Testset": 3}, (8, 2, 6)),
     ],
 )
 def test_folders_named_like_splits_are_splits(tmp_path: Path, folders: dict, lengths: tuple):
@@ -200,8 +202,8 @@ def test_folders_named_like_splits_are_splits(tmp_path: Path, folders: dict, len
     [
         (["train", "Training", "test"], "has both Training/ and train/"),
         (["val", "test"], "class folders in test and val alone"),
-        (["photos_train", "photos_test"], "would be photos_test, photos_train, named like splits"),
         (["archive"], "has one class, archive, .*root/archive"),
+        (["cat/train", "cat/TEST", "dog/train", "dog/TEST"], "class cat has a train/ and a test/"),
     ],
 )
 def test_trees_that_mean_something_else_are_refused(tmp_path: Path, folders: list, message: str):
@@ -230,6 +232,12 @@ def test_names_of_classes_are_equal_however_their_accents_are_stored(tmp_path: P
     assert data.test.targets.tolist() == [0] * 5 + [1] * 5
 
 
+def test_images_of_splits_without_classes_are_refused(tmp_path: Path):
+    save(tmp_path, "root", classes=("train-images", "test-images"))
+    with pytest.raises(UserError, match="would be test-images, train-images, named like splits"):
+        load(tmp_path / "root")
+
+
 def test_a_class_may_be_named_like_a_split(tmp_path: Path):
     save(tmp_path, "root", classes="bt")
     (tmp_path / "root/t").rename(tmp_path / "root/train")
@@ -243,8 +251,11 @@ def test_files_and_folders_that_are_left_out_are_named(
     for name in ("train", "test", "notes"):
         save(tmp_path / "root", name)
     (tmp_path / "root/train/a/photo.HEIC").touch()
+    (tmp_path / "root/test/a/0.png").rename(tmp_path / "root/test/0.png")
     load(tmp_path / "root")
-    assert "notes is not read" in caplog.text and "1 files are not read (.heic)" in caplog.text
+    assert "notes is not read" in caplog.text
+    assert "2 files are not read (images beside the class folders, .heic)" in caplog.text
+    assert "root: 2 classes (a, b); images: 8 train, 2 val, 9 test" in caplog.text
 
 
 def test_copies_between_splits_are_counted_also_in_another_format(

@@ -45,14 +45,25 @@ def test_file_is_replaced_when_the_block_ends_and_not_before(tmp_path: Path):
         file.write(b"half of the ne")
         raise KeyboardInterrupt
     killed = open_atomic(path)
-    killed.__enter__().close()
-    assert len(list(tmp_path.iterdir())) == 2
+    left = Path(killed.__enter__().name)
+    os.utime(left, (0, 0))
     with open_atomic(path) as file:
         file.write(b"new")
         file.flush()
         assert path.read_text() == "old"
     assert path.read_text() == "new"
     assert list(tmp_path.iterdir()) == [path]  # also what the killed writer left has gone
+
+
+def test_writers_at_once_do_not_mix(tmp_path: Path):
+    path = tmp_path / "images.pt"
+    with open_atomic(path) as first:
+        first.write(b"a long text")
+        with open_atomic(path) as second:
+            second.write(b"short")
+        assert path.read_bytes() == b"short"
+    assert path.read_bytes() == b"a long text"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_json_has_no_nan_and_no_half_file(tmp_path: Path):

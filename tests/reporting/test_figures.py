@@ -198,10 +198,11 @@ def test_each_norm_has_a_sentence_and_its_cost():
         return [replace(run, result=replace(run.result, measured=measured))]
 
     slow = {"step_ms": 12.0, "stack_size": 2.0, "peak_memory_mb": 800.0}
-    cells = [timed("scale", **slow), timed("rms", step_ms=4.04), timed("mine")]
+    cells = [timed("scale", **slow), timed("rms", step_ms=4.04, stack_size=1.0), timed("mine")]
     cells += [cell_of("rms", {1: 0.9})]  # of TIMING
     rows = norm_table(report_of_cells(*cells).slices[0]).frame.set_index("norm")
     assert rows["ms per step"].to_dict() == {"rms": "0.6 to 4.0", "mine": "", "scale": "6.0"}
+    assert rows["runs together"].to_dict() == {"rms": "1-8", "mine": "", "scale": "2"}
     assert rows["peak memory (MB)"].to_dict() == {"rms": "", "mine": "", "scale": "400.0"}
     words = rows["what it does"].to_dict()
     assert words["scale"].startswith("ScaleNorm: each position") and words["mine"] == ""

@@ -56,6 +56,15 @@ def test_the_n_of_a_row_is_its_pairs():
     assert one.why == "4 seeds in common" and one.verdict is not None
 
 
+def test_a_norm_without_the_metric_has_a_row_and_no_difference():
+    right = {seed: np.arange(40) < 30 + seed for seed in range(3)}
+    accuracies = {seed: float(samples.mean()) for seed, samples in right.items()}
+    measured = cell_of("batch", accuracies, samples=right)
+    report = report_of_cells(measured, cell_of("rms", [0.8] * 3, metrics={"val/loss": 0.1}))
+    one = find(report, "rms")
+    assert (one.why, one.gap.estimate) == ("0 of 3 seeds of rms", None)
+
+
 def grid(norm: str, seeds: Sequence[int], rates: Sequence[float] = (0.01, 0.1, 1.0)) -> list[list]:
     """The best rate is the largest one."""
     return [
