@@ -210,8 +210,12 @@ def diagnose(
         normexp.errors.UserError: fewer than two batches, a batch that model or loss do not take, or
             a model that cannot be copied.
     """
+    from normexp.config.keys import NotNegative, Several
+    from normexp.config.validate import check_value
     from normexp.diagnosis import diagnose
 
+    check_value("max_batches", max_batches, Several | None)
+    check_value("tolerance", tolerance, NotNegative | None)
     return diagnose(model, batches, loss, max_batches=max_batches, tolerance=tolerance)
 
 
@@ -231,9 +235,10 @@ def replace_norms(
 
     A norm is recognised by what it computes: a gain and a shift by channel, after moments over
     samples, groups of channels or one position. The new one takes its place, layout, device,
-    gain, shift and running moments, and its eps and momentum unless `knobs` set others. What
-    computes more, such as an activation inside its forward, is left as it is. Logged as a warning:
-    what was replaced, what was left and why, and what the new norm has no place for.
+    gain, shift and running moments, and its eps and momentum unless `knobs` set others. Frozen
+    parameters stay frozen. What computes more, such as an activation inside its forward, is left as
+    it is. Logged as a warning: what was replaced, what was left and why, and what the new norm has
+    no place for. A second call replaces the norms of the first.
 
     Args:
         model: any module, which stays as it is.
@@ -247,6 +252,7 @@ def replace_norms(
         normexp.errors.UserError: no norm is recognised, a knob that the norm does not take, or a
             forward that fails with it.
     """
+    from torch import nn
 
     from normexp.batching.copies import copied
     from normexp.config.compose import compose_config
@@ -257,6 +263,10 @@ def replace_norms(
     from normexp.norms.build import build_norm
     from normexp.norms.site import named_sites
 
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise UserError(f"model is a {kind}, must be an nn.Module, not its class or state_dict")
+    check_value("norm", norm, str)
     check_value("norm_batch_size", norm_batch_size, Count | None)
     words = [
         f"{'' if key == 'eps' else 'norm.'}{key}={as_typed(value)}" for key, value in knobs.items()

@@ -34,7 +34,8 @@ def entry(name: str) -> Callable[[Callable[[list[str]], int]], Callable[..., int
         def main(argv: Sequence[str] | None = None, /) -> int:
             if argv is not None:
                 return _run(name, list(argv), act)
-            _import_from_current_folder()
+            with suppress(FileNotFoundError):  # a removed folder: whatever needs it says so
+                _import_from_current_folder()
             return _run(name, sys.argv[1:], act)
 
         return main

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, stack_module_state, vmap
+from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_map
 
 from normexp.batching.copies import copied
@@ -146,11 +146,10 @@ class Stacked(Replicas):
     is_stacked = True
 
     def __init__(self, networks: list[nn.Module]) -> None:
-        parameters, buffers = stack_module_state(networks)
-        tensors = parameters | buffers
         stacked = copied(networks[0])
+        states = [dict((*net.named_parameters(), *net.named_buffers())) for net in networks]
         for name, tensor in (*stacked.named_parameters(), *stacked.named_buffers()):
-            tensor.data = tensors[name].detach()
+            tensor.data = torch.stack([state[name].detach() for state in states])
         super().__init__([stacked], len(networks))
 
     def measure(self, batch: Batch, function: Measure[T], *, shared: bool = False) -> T:

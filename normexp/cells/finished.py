@@ -242,11 +242,18 @@ def finished_results(cell_dir: Path) -> list[Result]:
     """The results of the runs that can be evaluated: finished, with weights."""
     folders = [seed_dir(cell_dir, seed) for seed in list_seeds(cell_dir)]
     ended = [path for path in folders if (path / RESULT_FILE).is_file()]
-    results = [read_result(path) for path in ended if (path / WEIGHTS_FILE).is_file()]
+    results = [read_result(path) for path in ended]
     finished = [result for result in results if result.status == "finished"]
-    if not finished:
+    with_weights, without = [], []
+    for result in finished:
+        has_weights = (seed_dir(cell_dir, result.seed) / WEIGHTS_FILE).is_file()
+        (with_weights if has_weights else without).append(result)
+    if not with_weights:
         raise UserError(f"{cell_dir} has no finished run with weights (save_weights=true)")
-    return finished
+    if without:
+        seeds = ", ".join(str(result.seed) for result in without)
+        logger.warning("not evaluated: seed %s, which has no %s", seeds, WEIGHTS_FILE)
+    return with_weights
 
 
 def save_evaluations(cell_dir: Path, contents: Contents, samples: Samples) -> None:

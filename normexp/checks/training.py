@@ -78,7 +78,11 @@ def check_optimizer_step(recipe: Recipe, network: nn.Module) -> Optimizer:
     except UserError:
         raise
     except Exception as error:  # user code may raise anything
-        raise UserError(f"{name}: {one_line(error)}") from error
+        words = [name]
+        for knob, value in (recipe.settings.optim.model_extra or {}).items():
+            if not knob.startswith("_"):
+                words.append(f"optim.{knob}={as_typed(value)}")
+        raise UserError(f"{' '.join(words)}: {one_line(error)}") from error
 
 
 def check_optimizer(network: nn.Module, optimizer: Optimizer) -> None:

@@ -20,6 +20,7 @@ from normexp.data.augment import Augmentation
 from normexp.data.dataset import Data, Examples
 from normexp.data.sources import TEST_SEED, downloading, split_off_test, split_off_val
 from normexp.errors import UserError
+from normexp.words import as_typed
 
 
 def build_image_data(
@@ -57,6 +58,11 @@ def build_image_data(
     if val is None:
         indices = split_off_val(len(train), val_fraction, split_seed)
         train, val = map(train.subset, indices)
+    if not isinstance(augmentation, Augmentation | None):
+        raise UserError(
+            f"data.augmentation={as_typed(augmentation)}: must be null, or a group of keys, as in "
+            "data.augmentation.flip=true"
+        )
     mean, std = compute_channel_moments(train.inputs)
     return Data(
         name=name,

@@ -68,7 +68,7 @@ class NetworkBuilder:
                 norm = {"norm": self.norm} if self.takes_norm else {}
                 network = copied(self.target.filled_in(norm).make(nn.Module))
             self._finish(network)
-        return network
+        return network.train()  # which may keep some norms in evaluation mode
 
     def unsplit(self) -> NetworkBuilder:
         """A builder whose norms do not divide a forward pass into sub-batches."""

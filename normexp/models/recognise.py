@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -97,12 +97,12 @@ def recognise(
     """
     calls = None if args is None else _record_calls(copied(network), args, keywords)
     modules = dict(network.named_modules())
-    parts: set[nn.Module] = set()  # of what computes a weight, and of sites, which are norms
+    parts: set[nn.Module] = set()  # of what computes a weight, and of what is one norm
     for module in modules.values():
         if isinstance(module, ParametrizationList):
             parts.update(module.modules())
-        if isinstance(module, Site):
-            parts.update(module.norm.modules())
+        elif isinstance(module, (Site, *TORCH_NORMS)):
+            parts.update(set(module.modules()) - {module})
     named: set[nn.Module] = set()
     norms: dict[str, NormDescription] = {}
     left_alone: dict[str, LeftAlone] = {}
@@ -114,11 +114,10 @@ def recognise(
         found = _judge(module, None if calls is None else calls.get(path, []), cache)
         if isinstance(found, NormDescription):
             norms[path] = found
-            named.add(module)
-        elif found is not None:
+        else:
             left_alone[path] = found
-            if found.resembles_norm:
-                named.add(module)
+        if path in norms or left_alone[path].resembles_norm:
+            named.add(module)
     classes = {type(modules[path]) for path in norms}
     for path, other in left_alone.items():
         if type(modules[path]) in classes:  # called in another way
@@ -306,17 +305,21 @@ def _measure(module: nn.Module, forms: Sequence[CallForm]) -> NormDescription | 
 
 
 def _ignores_scale(module: nn.Module, call: Call) -> bool:
-    """True if another scale of the first argument gives the same output."""
+    """True if another scale of the first argument gives the same output.
 
-    def run(scale: float) -> Tensor:
+    A sigmoid does so too where it is saturated, and then depends on signs alone.
+    """
+
+    def run(change: Callable[[Tensor], Tensor]) -> Tensor:
         args, keywords = copied((call.args, dict(call.keywords)))
         x = (*args, *keywords.values())[0]
-        x.mul_(scale)
+        x.copy_(100 * change(x))
         return run_network(copied(module).train(), args, keywords)
 
     try:
-        output = run(100.0)
-        return is_close(output, run(400.0), 1e-3) and bool(output.any())
+        output = run(lambda x: x)
+        is_saturated = is_close(output, run(torch.sign), 1e-3)
+        return is_close(output, run(lambda x: 4 * x), 1e-3) and not is_saturated
     except Exception:  # foreign code may raise anything
         return False
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from normexp.batching.copies import copied
+from normexp.config.slots import Slots
 from normexp.errors import UserError
 from normexp.models.formula import (
     COUNT,
@@ -48,6 +49,7 @@ class Surgery:
         classes: the class of the old norm, by site.
         lost: old tensors that training had changed, and that have no place in the new norm.
         frozen: sites whose parameters require no gradient, like those of the old norm.
+        unused_slots: what the norm's config puts around a norm, and this network does not have.
         unfrozen: sites that train where the network's own train() left the old norm in evaluation.
     """
 
@@ -56,6 +58,7 @@ class Surgery:
     classes: dict[str, str] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
     frozen: list[str] = field(default_factory=list)
+    unused_slots: list[str] = field(default_factory=list)
     unfrozen: list[str] = field(default_factory=list)
 
     def notes(self) -> Iterator[str]:
@@ -68,9 +71,11 @@ class Surgery:
             yield f"left alone: {left_alone}"
         if self.lost:
             yield f"the new norm has no place for {name_some(self.lost)}"
+        if self.unused_slots:
+            yield f"the network keeps its own in place of the norm's {', '.join(self.unused_slots)}"
         if self.frozen:
             yield f"parameters stay frozen at {name_some(self.frozen)}"
-        if self.unfrozen and not self.keeps_norms:
+        if self.unfrozen:
             yield (
                 f"the network trains with {name_some(self.unfrozen)} in evaluation mode, and the "
                 "new norms train; norm=frozen keeps their statistics"
@@ -105,7 +110,7 @@ def replace_norms(
     left_alone = {} if only is not None else dict(recognition.left_alone)
     surgery = Surgery(left_alone, factory.keeps_norms)
     new: dict[str, nn.Module] = {}
-    evaluated = _evaluated_in_training(network)
+    evaluated = set[str]() if factory.keeps_norms else _evaluated_in_training(network)
     for path, old in network.named_modules():
         class_name = type(old).__name__
         if only is not None and class_name not in only:
@@ -127,12 +132,16 @@ def replace_norms(
         else:
             continue
         surgery.classes[path] = class_name
+    for slot, value in vars(factory.slots).items():
+        if value != getattr(Slots(), slot):
+            surgery.unused_slots.append(f"{slot}={value}")
     missing = sorted(set(only or ()) - set(surgery.classes.values()))
     if missing or not new:
         raise UserError(_why_nothing(network, recognition, missing))
     _put(new, network)
-    evaluated -= _evaluated_in_training(network)
-    surgery.unfrozen = [path for path in new if path in evaluated]
+    if evaluated:
+        evaluated -= _evaluated_in_training(network)
+        surgery.unfrozen = [path for path in new if path in evaluated]
     for module in network.modules():
         if hasattr(module, "inplace"):  # a norm may need its output for its gradient
             setattr(module, "inplace", False)  # noqa: B010 (nn.Module is typed to hold no bool)

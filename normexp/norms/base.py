@@ -231,7 +231,7 @@ class AffineNorm(nn.Module):
         """Raises UserError unless the knob is above zero; the message proposes `example`."""
         value = getattr(self, knob)
         if not value > 0:
-            raise UserError(f"{knob}={value} is not positive; try norm.{knob}={example}")
+            raise UserError(f"norm.{knob}={value} must be above 0; try norm.{knob}={example}")
 
     def extra_repr(self) -> str:
         knobs = [knob.name for knob in fields(self) if knob.init]

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from normexp.config.groups import shipped_config, shipped_defaults, shipped_values
+from normexp.config.groups import group_choices, shipped_config, shipped_defaults, shipped_values
 from normexp.config.keys import own_keys
 from normexp.config.slots import SLOTS, resolve
 from normexp.config.target import Target, read_target
@@ -17,6 +17,7 @@ from normexp.errors import UserError
 from normexp.norms.adapt import foreign_factory
 from normexp.norms.factory import AsBuilt, NormFactory, is_shipped
 from normexp.norms.running import NUM_TRAINING_STEPS
+from normexp.words import suggest
 
 # Arguments from a training, for a norm that is built outside one.
 NO_TRAINING = {"num_training_steps": NUM_TRAINING_STEPS}
@@ -125,9 +126,8 @@ class NormMaker:
 def _shipped_norm(name: str) -> dict[str, Any]:
     values = shipped_defaults("norm", name)
     if values is None:
-        raise UserError(
-            f"norm.at={{...:{name}}}: no such norm; python -m normexp.train --help lists all"
-        )
+        hint = suggest(name, group_choices("norm")) or "python -m normexp.train --help lists all"
+        raise UserError(f"norm.at={{...:{name}}}: no such norm; {hint}")
     return values
 
 

@@ -222,6 +222,12 @@ def edited(name: str, edit: Callable[[bytes], bytes]) -> Callable[[Path], None]:
     return spoil
 
 
+def test_a_seed_without_weights_is_named_and_the_others_are_evaluated(copy: Path, caplog, capsys):
+    (copy / "seed-1" / "weights.pt").unlink()
+    assert main([f"run={copy}", "evaluate_with=[running]"]) == 0
+    assert "not evaluated: seed 1, which has no weights.pt" in caplog.text + capsys.readouterr().err
+
+
 REMEDY = "remove the cell's folder and train it again"
 REFUSED: dict[str, tuple[Callable[[Path], None] | None, list[str], str]] = {
     "far": (None, ["run=/nowhere/at/all"], "/nowhere/at/all does not exist"),

@@ -107,7 +107,9 @@ DDP = "trainer=ddp trainer.accelerator=cpu"
 PLATEAU = "schedule._target_=torch.optim.lr_scheduler.ReduceLROnPlateau"
 REFUSED = {
     "norm.at={norm9:none}": r"no such site; the sites are norm1, norm2, norm3$",
-    "norm.at={norm1:nn}": r"norm\.at=\{...:nn\}: no such norm; .*--help lists all",
+    "norm.at={norm1:qqqqq}": r"norm\.at=\{...:qqqqq\}: no such norm; .*--help lists all",
+    "norm.at={norm1:rmss}": "no such norm; did you mean rms",
+    "data.augmentation=3": "^data.augmentation=3: must be null, or a group of keys",
     "norm.at={norm1:none} model=torchvision model.name=resnet18": "does not build its norms from",
     "norm=instance model=custom model._target_=torch.nn.Identity": "argument `norm`",
     "norm=taper norm.running_from=sequence norm_batch_size=4": "this norm counts optimizer steps",
@@ -138,6 +140,7 @@ REFUSED = {
     "data._target_=own.load_own data.fault=raises": "own.load_own fails: OSError: the disk",
     "data._target_=own.load_own data.fault=classes": "num_outputs=5 allows 0 to 4",
     "optim._target_=own.Step lr=1": "closure",
+    "optim=adamw optim.betas=0.9": "AdamW optim.betas=0.9 optim.eps=1e-08: TypeError",
     "optim._target_=own.Made lr=1": r"optim\._target_=own\.Made: .*no device \(own\.py, line \d+\)",
     "schedule._target_=own.worse": r"own\.worse fails: KeyError: 'shape' \(own\.py, line \d+",
     "schedule._target_=own.ramp optim.warmup=0": "^optim.warmup=0: nothing reads this key",

@@ -123,6 +123,16 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert part in err
 
 
+def test_a_command_in_a_removed_folder_is_refused_in_a_line(tmp_path: Path, capsys, monkeypatch):
+    folder = tmp_path / "removed"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    monkeypatch.setattr(sys, "argv", ["normexp-train"])
+    assert importlib.import_module("normexp.train").main() == 2
+    assert capsys.readouterr().err.startswith("normexp: No such file or directory; it has gone")
+
+
 def test_a_file_in_place_of_a_folder_is_named(tmp_path: Path, capsys):
     path = tmp_path / "file" / "table"
     path.parent.touch()

@@ -19,6 +19,7 @@ from diagnosis_cases import batches, examine, kinds, network, norms_of, trained
 from torch import nn
 from torch.utils.data import TensorDataset
 
+import normexp
 from normexp.checks.probe import differing_values
 from normexp.diagnosis import Diagnosis, decompose, diagnose, measure
 from normexp.errors import UserError
@@ -628,6 +629,13 @@ def test_the_model_and_all_random_states_come_back_unchanged(make: Any):
     for was, module in zip(values, model.modules(), strict=True):
         assert was.keys() == vars(module).keys() and was["training"] == module.training
         assert not module._forward_pre_hooks
+
+
+@pytest.mark.parametrize("options", [{"max_batches": 0}, {"tolerance": -0.1}])
+def test_options_out_of_range_are_refused(options: dict[str, float]):
+    (key,) = options
+    with pytest.raises(UserError, match=f"{key}=.*: must be"):
+        normexp.diagnose(trained(), batches(), F.cross_entropy, **options)
 
 
 def test_a_diagnosis_is_plain_data():

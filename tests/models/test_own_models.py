@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from normexp import load
 from normexp.errors import UserError
+from normexp.evaluate import main as evaluate
 from normexp.models.weights import Weights
 from normexp.train import main
 
@@ -45,6 +46,22 @@ class Plain(nn.Module):
 
     def forward(self, x):
         return self.fc(self.bn(self.conv(x)).relu().mean(dim=(2, 3)))
+
+
+def make_plain(num_classes=10):
+    class Local(Plain):
+        pass
+
+    return Local(num_classes)
+
+
+class Freezing(Plain):
+    def train(self, mode=True):
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.eval()
+        return self
 """
 DATA = """
 _target_: someone.load_stripes
@@ -120,6 +137,27 @@ def test_statistics_that_the_file_lacks_are_named(
     torch.save(values, tmp_path / "w.pt")
     _, _, log = train(*MODEL, "norm=frozen", *FROZEN, f"model.weights={tmp_path / 'w.pt'}")
     assert "186 of 186 parameters are loaded; not loaded: bn.running_mean is not in the file" in log
+
+
+def test_a_function_may_define_the_class_of_its_network(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Runs of several seeds train together, and are evaluated so."""
+    words = ["model=someone.make_plain", "norm=group", "steps=2", "replicas=2", "workers=0"]
+    assert main([*words, f"runs_dir={folder / 'runs'}"]) == 0
+    assert "by itself" not in capsys.readouterr().err
+    (cell,) = folder.glob("runs/default/*/config.yaml")
+    assert evaluate([f"run={cell.parent}"]) == 0
+
+
+@pytest.mark.filterwarnings("ignore:Found 1 module.* in eval mode")
+def test_norms_that_train_leaves_in_evaluation_mode_do_not_move(
+    train: Callable[..., Any],
+) -> None:
+    model = ["model=custom", "model._target_=someone.Freezing"]
+    for norm, moves in (("as_built", False), ("batch", True)):
+        _, network, _ = train(*model, f"norm={norm}", "steps=2")
+        assert bool(network.get_buffer("bn.norm.running_mean").any()) is moves
 
 
 def test_batch_norm_keeps_statistics_and_a_head_of_another_size_is_fresh(

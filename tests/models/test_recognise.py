@@ -234,7 +234,15 @@ def test_what_computes_more_is_left_with_the_reason(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [nn.Conv2d(C, C, 1), nn.Tanh(), Own(lambda m, x: m.p * x, C, 1, 1), nn.Softmax(1)]
+    "module",
+    [
+        nn.Conv2d(C, C, 1),
+        nn.Tanh(),
+        Own(lambda m, x: m.p * x, C, 1, 1),
+        Own(lambda _, x: x.sigmoid()),
+        Own(lambda _, x: torch.zeros_like(x)),
+        nn.Softmax(1),
+    ],
 )
 def test_other_modules_are_not_named(module: nn.Module) -> None:
     found = recognise(nn.Sequential(module), (MAPS,))
@@ -252,6 +260,27 @@ class AddNorm(nn.Module):
         x = x if other is None else x + other
         out = rms(x) * self.gain
         return out if other is None else (out, x)
+
+
+class WithAuxiliary(nn.BatchNorm2d):
+    """Another norm for the second half of a training batch."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.other = nn.BatchNorm2d(num_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x)
+        first, second = x.chunk(2)
+        return torch.cat([super().forward(first), self.other(second)])
+
+
+def test_a_norm_of_torch_is_one_with_the_norms_that_it_holds() -> None:
+    found = recognise(nn.Sequential(WithAuxiliary(C)), (MAPS,))
+    assert not found.norms and found.left_alone["0"].resembles_norm
+    kept = normexp.replace_norms(nn.Sequential(WithAuxiliary(C)), "as_built", MAPS)
+    assert [name for name, _ in named_sites(kept)] == ["0"]
 
 
 def test_a_class_of_norms_is_named_where_its_call_differs() -> None:
@@ -462,14 +491,33 @@ def test_a_mapping_names_the_arguments_and_the_device_and_mode_are_kept() -> Non
         ("group", TOKENS, {}, "a forward of the model Sequential fails"),
         ("as_built", MAPS, {"eps": 1e-3}, "eps has no effect"),
         ("as_built", MAPS, {"norm_batch_size": 0}, "norm_batch_size=0"),
+        (nn.GroupNorm, MAPS, {}, "norm=.*GroupNorm.*: must be a string"),
     ],
 )
 def test_what_does_not_fit_is_refused(
-    norm: str, x: Tensor, knobs: dict[str, Any], message: str
+    norm: Any, x: Tensor, knobs: dict[str, Any], message: str
 ) -> None:
     network = nn.Sequential(nn.BatchNorm1d(C) if x.ndim == 2 else nn.BatchNorm2d(C))
     with pytest.raises(UserError, match=message):
         normexp.replace_norms(network, norm, x, **knobs)
+
+
+@pytest.mark.parametrize("model", [nn.Linear, nn.Linear(2, 2).state_dict()])
+def test_only_a_module_has_norms(model: Any) -> None:
+    with pytest.raises(UserError, match="must be an nn.Module"):
+        normexp.replace_norms(model, "group", MAPS)
+
+
+def test_what_a_norm_needs_around_it_and_the_network_lacks_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Else norm=nf would be no norm at all under the name of another."""
+    network = nn.Sequential(nn.Conv2d(C, C, 1), nn.BatchNorm2d(C))
+    normexp.replace_norms(network, "nf", MAPS)
+    assert "act=scaled_relu, conv=scaled_weight_standardized" in caplog.text
+    caplog.clear()
+    normexp.replace_norms(network, "layer", MAPS)
+    assert "in place of the norm's" not in caplog.text
 
 
 def test_a_norm_alone_is_no_network() -> None:
