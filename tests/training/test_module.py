@@ -117,11 +117,11 @@ def test_resumed_run_equals_an_undisturbed_one_to_the_bit(tmp_path: Path, name: 
 
     precision = "64-true" if name == "in turn" else "32-true"
     undisturbed = train(build(), tmp_path / "whole.ckpt", precision=precision)
-    if divisor is not None:
-        (group,) = (g for g in undisturbed.trainer.optimizers[0].param_groups if g["weight_decay"])
-        assert group["lr"] == pytest.approx(0.05 / divisor)
     for stop_at in stops:
         resumed = stopped_and_resumed(build, stop_at, tmp_path / f"{stop_at}.ckpt", precision)
+        for module in (undisturbed, resumed) if divisor is not None else ():
+            groups = module.trainer.optimizers[0].param_groups
+            assert [group["lr"] for group in groups] == pytest.approx([0.05 / divisor] * 2)
         for replica in (0, 1):
             assert_same_state(undisturbed, resumed, 0, replica=replica)
             assert rows_of(resumed, replica) == rows_of(undisturbed, replica)
