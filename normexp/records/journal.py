@@ -112,11 +112,11 @@ def read_entries(study_dir: Path) -> tuple[Entry, ...]:
     if not path.exists():
         return ()
     stat = path.stat()
-    return _entries(path, stat.st_ino, stat.st_size)
+    return _entries(path, stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
 
 @lru_cache(maxsize=8)  # a study is read every second while it is trained
-def _entries(path: Path, _inode: int, _size: int) -> tuple[Entry, ...]:
+def _entries(path: Path, _inode: int, _size: int, _written_at: int) -> tuple[Entry, ...]:
     return parse_entries(path.read_text(), path)
 
 
