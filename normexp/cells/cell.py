@@ -94,8 +94,7 @@ def prepare_cell(spec: CellSpec) -> Cell:
         build = make_builder(spec, recipe, data)
         network = build(spec.seeds[0])
         refuse_edited(spec.sources)
-        assert build.norm is not None
-        check_slots(spec.config, build.norm, spec.choices["model"])
+        check_slots(spec.config, build, spec.choices["model"])
         check_outputs(network, data, build.target.path)
         traits = _probe(spec, network, data, recipe)
         if traits.norms_mix_samples and not spec.settings.norm.may_mix_samples:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,19 +18,31 @@ from normexp.checks.probe import fixed_draws
 from normexp.config.slots import PLACES, set_but_unused
 from normexp.data.dataset import Data
 from normexp.errors import UserError, one_line
-from normexp.norms.factory import NormFactory
+from normexp.models.build import NetworkBuilder
 from normexp.training.callbacks import describe_monitor
 from normexp.training.optimizer import can_train_a_stack
 from normexp.training.recipe import Recipe
 from normexp.training.statistics import STATISTICS
 from normexp.words import as_typed, name_some
 
+logger = logging.getLogger(__name__)
 
-def check_slots(config: Mapping[str, Any], norm: NormFactory, model: str) -> None:
-    """Refuses slots that the config sets and the model, named for the message, lacks."""
-    for key in set_but_unused(config, norm.used):
+
+def check_slots(config: Mapping[str, Any], build: NetworkBuilder, model: str) -> None:
+    """Refuses slots that the config sets and the model, named for the message, lacks.
+
+    Logs those that only the YAML of the norm sets.
+    """
+    used = build.norm.used
+    for key in set_but_unused(config, used):
         lacks, fits = PLACES[key]
         raise UserError(f"{key}={as_typed(config[key])}: model={model} has {lacks}; try {fits}")
+    if not build.takes_norm:  # where norms are replaced, that says it
+        return
+    for key in set_but_unused(config["norm"], used):
+        lacks, _ = PLACES[key]
+        slot = f"{key}={as_typed(config['norm'][key])}"
+        logger.info("%s of the norm has no effect: model=%s has %s", slot, model, lacks)
 
 
 def check_outputs(network: nn.Module, data: Data, target: str) -> None:
@@ -43,22 +56,24 @@ def check_outputs(network: nn.Module, data: Data, target: str) -> None:
             f"model._target_={target} has no parameter to train; give it a layer with some"
         )
     batch = probe_batch(data, 2)
-    try:
-        with fixed_draws(), torch.no_grad():
-            output = copied(network).eval()(*model_arguments(batch))
-    except Exception:  # foreign code may raise anything; the probes that follow name the site
-        return
     wanted = (*batch["targets"].shape, data.num_outputs)
-    if isinstance(output, Tensor):
-        shape = tuple(output.shape)
-        remedy = "set the last size, or take it from an argument `num_outputs` or `num_classes`"
-    else:
-        shape, remedy = f"a {type(output).__name__}", "return the scores alone"
-    if shape != wanted:
-        raise UserError(
-            f"model._target_={target} returns {shape} for inputs of shape "
-            f"{tuple(batch['inputs'].shape)}; data={data.name} needs {wanted}: {remedy}"
-        )
+    for training in (False, True):
+        try:
+            with fixed_draws(), torch.no_grad():
+                output = copied(network).train(training)(*model_arguments(batch))
+        except Exception:  # foreign code may raise anything; the probes that follow name the site
+            return
+        if isinstance(output, Tensor):
+            shape = tuple(output.shape)
+            remedy = "set the last size, or take it from an argument `num_outputs` or `num_classes`"
+        else:
+            shape, remedy = f"a {type(output).__name__}", "return the scores alone"
+        if shape != wanted:
+            mode = " in training" if training else ""
+            raise UserError(
+                f"model._target_={target} returns {shape}{mode} for inputs of shape "
+                f"{tuple(batch['inputs'].shape)}; data={data.name} needs {wanted}: {remedy}"
+            )
 
 
 def check_optimizer_step(recipe: Recipe, network: nn.Module) -> Optimizer:

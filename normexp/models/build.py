@@ -51,7 +51,7 @@ class NetworkBuilder:
     """
 
     target: Target
-    norm: NormFactory | None = None
+    norm: NormFactory
     takes_norm: bool = False
     classes: Sequence[str] = ()
     weights: Weights | None = None
@@ -72,19 +72,16 @@ class NetworkBuilder:
 
     def unsplit(self) -> NetworkBuilder:
         """A builder whose norms do not divide a forward pass into sub-batches."""
-        assert self.norm is not None
         return replace(self, norm=self.norm.unsplit())
 
     def _finish(self, network: nn.Module) -> None:
         """Loads weights and replaces norms, then loads what only the new norms have."""
-        if self.norm and self.takes_norm:
+        if self.takes_norm:
             self.norm.put_norms(network)
         unloaded = self.weights.load(network, self._say) if self.weights else {}
         if self.takes_norm:
             return
         network.register_forward_hook(_take_scores)
-        if self.norm is None:
-            return
         if not self.recognised:
             self.recognised.append(recognise(network, self.example))
             if not self.norm.keeps_norms:

@@ -51,7 +51,9 @@ class Net(nn.Module):
         if self.fault == "computed":
             return y.flatten(1) @ self.own.T
         y = self.head((x if self.fault == "drops" else y).flatten(1))
-        return (y, y) if self.fault == "tuple" else y
+        if self.fault == "tuple" or (self.fault == "auxiliary" and self.training):
+            return y, y
+        return y
 
 class Scores(nn.Sequential):
     def __init__(self):
@@ -132,6 +134,7 @@ REFUSED = {
     "model._target_=own.Net model.fault=frozen": "own.Net has no parameter to train",
     "model._target_=own.Net model.fault=outputs": r"own.Net returns \(2, 11\) .* \(2, 10\)",
     "model._target_=own.Net model.fault=tuple": "own.Net returns a tuple .*return the scores",
+    "model._target_=own.Net model.fault=auxiliary": "returns a tuple in training .* scores alone",
     "model._target_=own.Net model.fault=no_copy": r"^Net\.own cannot be copied \(.*lock",
     "model._target_=own.Net model.fault=computed": r"uses 1 tensors .* no parameters",
     "model._target_=own.Net model.fault=ignores": "no norm site, so `norm` has no effect",
@@ -212,6 +215,13 @@ def test_a_seed_has_its_own_initial_weights_the_same_for_every_norm():
         [next(build(seed).parameters()) for seed in (0, 1)] for build in builds
     )
     assert first.equal(again) and not first.equal(other)
+
+
+def test_a_slot_of_a_norm_that_its_model_lacks_is_said():
+    (line,) = [line for line in prepare("model=vit", "norm=group_ws").messages if "conv=" in line]
+    said = "conv=weight_standardized of the norm has no effect: model=vit has no convolution"
+    assert line.startswith(said)
+    assert not [line for line in prepare("norm=group_ws").messages if "conv=" in line]
 
 
 def test_sites_named_by_a_glob_have_another_norm_split_like_the_others():
