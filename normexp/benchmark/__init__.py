@@ -64,6 +64,9 @@ def _train(
         key = word.partition("=")[0].lstrip("+~")
         if key in FIXED or (in_identity(key) and not is_norm_key(key)):
             raise UserError(f"{word}: frozen by the rules; an entry sets its norm and its slots")
+    not_one_norm = UserError("an entry is one norm: norm=NAME, or norm=my_package.MyNorm")
+    if not any(word.startswith("norm=") for word in overrides):
+        raise not_one_norm
     commands: list[tuple[str, ...]] = []
     for workload in options["workloads"] or reference.workloads:
         if workload not in reference.workloads:
@@ -73,9 +76,8 @@ def _train(
         commands.append((experiment, f"runs_dir={options['runs_dir']}", *overrides))
     specs = {words: compose_cells(parse_command(words)) for words in commands}
     cells = [cell for of_command in specs.values() for cell in of_command]
-    has_norm = any(word.startswith("norm=") for word in overrides)
-    if not has_norm or len({cell.choices["norm"] for cell in cells}) > 1:
-        raise UserError("an entry is one norm: norm=NAME, or norm=my_package.MyNorm")
+    if len({cell.choices["norm"] for cell in cells}) > 1:
+        raise not_one_norm
     exit_codes = [
         run_cells(of_command, ["normexp-benchmark", *words]) for words, of_command in specs.items()
     ]
