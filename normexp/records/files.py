@@ -8,7 +8,6 @@ import json
 import os
 import secrets
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any, BinaryIO
 from normexp.errors import UserError, one_line
 
 FULL_DISK = "the disk is full: free some space, then run the same command to continue"
-ABANDONED = 3600  # seconds after which nobody writes a temporary file any more
 
 
 @contextmanager
@@ -25,26 +23,37 @@ def open_atomic(path: Path) -> Iterator[BinaryIO]:
     """Yields a binary file that replaces `path`, synced to disk, when the block succeeds.
 
     Several processes may write at once; the last one wins. After an exception `path` is unchanged
-    and no temporary file is left; a killed process may leave one, which a writer removes an hour
-    later. For weights: `torch.save(state, file)`.
+    and no temporary file is left; a killed process may leave one, which the next writer removes.
+    For weights: `torch.save(state, file)`.
     """
-    for left in path.parent.glob(f".{path.name}.*.tmp"):
-        with suppress(FileNotFoundError):
-            if time.time() - left.stat().st_mtime > ABANDONED:
-                left.unlink()
+    for abandoned in path.parent.glob(f".{path.name}.*.tmp"):
+        with suppress(OSError), open(abandoned, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its writer lives
+            abandoned.unlink()
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        with _open_locked(temporary) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+            os.replace(temporary, path)
     except BaseException as error:
         if isinstance(error, OSError) and error.filename == str(temporary):
             error.filename = str(path)  # for the message
         if temporary.exists():
             temporary.unlink()
         raise
+
+
+def _open_locked(path: Path) -> BinaryIO:
+    """Creates a file, and locks it for as long as it is open, if the file system has locks."""
+    while True:
+        file = open(path, "wb")  # noqa: SIM115 (the caller closes it)
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if path.exists():  # another writer may have found it before it was locked
+            return file
+        file.close()
 
 
 def write_text(path: Path, text: str) -> None:
