@@ -275,12 +275,15 @@ def replace_norms(
     keywords = inputs if isinstance(inputs, Mapping) else {}
     args = () if keywords else inputs if isinstance(inputs, tuple) else (inputs,)
     network = copied(model)
-    for _, site in named_sites(network):  # of an earlier call, which this one replaces
+    sites = {site: site.norm_batch_size for _, site in named_sites(network)}  # of an earlier call
+    for site in sites:
         site.norm_batch_size = None
     recognition = recognise(network, None if inputs is None else args, keywords)
     if inputs is not None and not factory.keeps_norms:
         surgery.check_formulas(network, recognition, args, keywords)
     done = surgery.replace_norms(network, factory, recognition)
+    for site, size in sites.items():  # those that stay
+        site.norm_batch_size = size
     if inputs is not None:
         surgery.check_called(network, args, keywords)
     _warn([f"norm={norm}: {note}" for note in done.notes()])

@@ -157,8 +157,8 @@ def compose_norms(command: Command) -> dict[str, dict[str, Any]]:
         key = word.lstrip("+").partition("=")[0]
         is_of_training = key in ("norm.view", "norm.half_life", "norm.running_from")
         has_no_effect = is_of_training or word == "norm=as_built"
+        hint = "" if has_no_effect else suggest(key, ["norm", "eps", *OPTIONS["check"]])
         if has_no_effect or key.partition(".")[0] not in ("norm", "eps", "hydra"):
-            hint = not has_no_effect and suggest(key, ["norm", "eps", *OPTIONS["check"]])
             raise UserError(f"{word}: has no effect on a card; {hint or 'it takes a norm and eps'}")
     norms = {}
     for spec in compose_cells(replace(command, multirun=True)):

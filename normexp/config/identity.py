@@ -75,12 +75,13 @@ def identity_of(
 
     norm, mixes_samples = groups["norm"], settings.norm.may_mix_samples
     num_devices = settings.trainer.num_processes
-    has_groups = num_devices > 1 or sizes["micro_batch_size"] or sizes["norm_batch_size"]
+    may_be_shared = num_devices > 1 and declared_synchronized(config["norm"]) is None
+    has_groups = may_be_shared or sizes["micro_batch_size"] or sizes["norm_batch_size"]
     if not (has_groups and mixes_samples):
         norm.pop("running_from", None)
     if norm.get("at"):
         norm["at"] = as_typed(norm["at"])  # one value in tables
-    if num_devices > 1 and mixes_samples and declared_synchronized(config["norm"]) is None:
+    if may_be_shared and mixes_samples:
         content["devices"] = num_devices
 
     acts = any(config.get(group) is not None for group in OPTIONAL_GROUPS)

@@ -159,17 +159,30 @@ def _check_knobs(target: Target) -> None:
         kinds = get_type_hints(made.__init__ if isinstance(made, type) else made)
     except Exception:  # of foreign code, any kind
         return
+    is_own = target.path.startswith("normexp.")
     defaults = {name: parameter.default for name, parameter in _parameters(made).items()}
     for name, value in target.call.keywords.items():
         kind = kinds.get(name)
         types = get_args(kind) or (kind,)
-        if not all(type_ in PLAIN for type_ in types) or value == defaults.get(name):
+        if not all(type_ in PLAIN for type_ in types):
+            continue
+        if type(value) in PLAIN and value == defaults.get(name):
+            continue
+        if not is_own and _may_be_careless(value, types):
             continue
         is_number = type(value) in NUMBERS and not NUMBERS.isdisjoint(types)
         is_union = get_origin(kind) in (None, Union, UnionType)
         is_in_container = isinstance(value, list | dict) and not is_union
         if not is_number and not is_in_container:
             check_value(f"{target.key}.{name}", value, kind)
+
+
+def _may_be_careless(value: Any, types: tuple[Any, ...]) -> bool:
+    """True for what a foreign signature may mean as well: `int` for a pair, null, 0 for false."""
+    if value is None or isinstance(value, list | dict):
+        return True
+    numeric = {*NUMBERS, bool}
+    return type(value) in numeric and not numeric.isdisjoint(types)
 
 
 def _parameters(call: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

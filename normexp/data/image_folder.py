@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from PIL import Image
+from PIL.ImageFile import StubImageFile
 from torch import Tensor
 
 from normexp.data.augment import Augmentation
@@ -103,16 +104,19 @@ def load_image_folder(
 def find_splits(root: Path, name: str) -> dict[str, Path]:
     """The folders of train, test and maybe val, by split; empty if `root` holds classes instead.
 
-    The folder of a split has class folders, and a word of `SPLIT` in its name, as in photos_train.
+    The folder of a split has class folders, and is named by a word of `SPLIT`. If each folder that
+    has folders has such a word in its name, as photos_train and photos_test, it may be part of it.
 
     Raises:
         UserError: begins with `name`. Two folders of one split; no train, or nothing to test on.
     """
     splits: dict[str, Path] = {}
     folders = _subfolders(root)
-    for folder in folders:
+    nested = [folder for folder in folders if _subfolders(folder)]
+    may_be_part = all(map(_split_of, nested))
+    for folder in nested:
         split = _split_of(folder)
-        if split is None or not _subfolders(folder):
+        if split is None or not (may_be_part or SPLIT.fullmatch(folder.name)):
             continue
         if split in splits:
             raise UserError(f"{name} has both {splits[split].name}/ and {folder.name}/; keep one")
@@ -188,6 +192,10 @@ def _read_classes(folders: Mapping[str, Path], name: str) -> list[str]:
     return classes
 
 
+def _is_stub(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, StubImageFile)
+
+
 def _class_of(folder: Path) -> str:
     """The name of a class folder: é may be one character, or e and an accent, as of macOS."""
     return unicodedata.normalize("NFC", folder.name)
@@ -206,13 +214,15 @@ def _list_images(
     from torchvision.datasets.folder import make_dataset
 
     readable = Image.registered_extensions()
+    # Pillow knows these formats, and needs another program to read them.
+    stubs = {name for name, (kind, _) in Image.OPEN.items() if _is_stub(kind)}
     skipped: Counter[str] = Counter()
 
     def is_image(file: str) -> bool:
         path = Path(file.lower())
         if path.name.startswith("."):
             return False
-        if readable.get(path.suffix) in Image.OPEN:
+        if readable.get(path.suffix) in Image.OPEN.keys() - stubs:
             return True
         skipped[path.suffix or path.name] += 1
         return False

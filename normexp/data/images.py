@@ -50,7 +50,8 @@ def build_image_data(
             f"data={name}: train.inputs is {images.dtype} {tuple(images.shape)} for {num_targets} "
             "targets, must be torch.uint8 (N, C, H, W) for N"
         )
-    if images.shape[3] in (3, 4) and images.shape[1] > 4:
+    is_square = images.shape[2] == images.shape[3]
+    if images.shape[3] in (3, 4) and images.shape[1] > 4 and not is_square:
         raise UserError(
             f"data={name}: train.inputs is {tuple(images.shape)}, as if colours came last; must be "
             "(N, C, H, W): inputs.permute(0, 3, 1, 2).contiguous()"

@@ -206,7 +206,7 @@ def run_network(network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str
 def _judge(
     module: nn.Module, calls: list[Call] | None, cache: Cache
 ) -> NormDescription | LeftAlone:
-    """What a module is, from its calls; None: no forward was run."""
+    """What a module is, from its calls in a forward; `calls` is None if there was none."""
     is_called = bool(calls) and all(call.keeps_shape for call in calls)
     try:
         return _describe(module, calls, cache)

@@ -72,7 +72,8 @@ class Surgery:
         if self.lost:
             yield f"the new norm has no place for {name_some(self.lost)}"
         if self.unused_slots:
-            yield f"the network keeps its own in place of the norm's {', '.join(self.unused_slots)}"
+            slots = ", ".join(self.unused_slots)
+            yield f"{slots} of the norm has no effect: the network is built without it"
         if self.frozen:
             yield f"parameters stay frozen at {name_some(self.frozen)}"
         if self.unfrozen:
@@ -121,7 +122,8 @@ def replace_norms(
             new[path], lost = _new_norm(old, norm, factory, network)
             surgery.lost += [f"{path}.{name}" for name in lost]
             parameters = [*old.parameters()]
-            if parameters and not any(parameter.requires_grad for parameter in parameters):
+            has_some = parameters and any(True for _ in new[path].parameters())
+            if has_some and not any(parameter.requires_grad for parameter in parameters):
                 new[path].requires_grad_(False)
                 surgery.frozen.append(path)
         elif norm is not None:

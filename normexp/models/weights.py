@@ -60,8 +60,12 @@ class Weights:
         unloaded, unused = load_fitting(network, _without_prefix(self.values, prefixes[0]))
         parameters = dict(network.named_parameters())
         missing: dict[str, str] = {}
-        for name, tensor in network.state_dict().items():
-            if name in unloaded and tensor.is_floating_point():  # counts of batches are none
+        state = network.state_dict()
+        loaded = {tensor.data_ptr() for name, tensor in state.items() if name not in unloaded}
+        for name, tensor in state.items():
+            is_tied = tensor.data_ptr() in loaded
+            is_count = not tensor.is_floating_point()  # of batches
+            if name in unloaded and not is_tied and not is_count:
                 missing[name] = f"{names[name]} {unloaded[name]}"
         may_start_anew = _may_start_anew(network)
         key = f"model.weights={self.name}"

@@ -178,7 +178,8 @@ class Population(NamedTuple):
 Rule = Callable[[NormSite, Tensor, Mask, Population], Population]
 
 
-def of_population(_: NormSite, __: Tensor, ___: Mask, population: Population) -> Population:
+def of_population(site: NormSite, x: Tensor, mask: Mask, population: Population) -> Population:
+    del site, x, mask
     return population
 
 

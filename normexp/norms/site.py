@@ -116,8 +116,9 @@ class Site(InPlaceOfNorm):
         try:
             for i in range(len(sizes)):
                 state = ends[-1] if ends and self.running_from == "sequence" else start
-                # Fresh tensors for each part, because a kernel may keep them for its backward.
-                install_state(self.norm, {name: value.clone() for name, value in state.items()})
+                if i > 0 or self.running_from != "group":  # a first group's backward may write too
+                    # Fresh tensors for each part, because a kernel may keep them for its backward.
+                    install_state(self.norm, {name: value.clone() for name, value in state.items()})
                 part_args = [values[i] for values in split_args]
                 part_keywords = {name: values[i] for name, values in split_keywords.items()}
                 with counting(at_end=False):
@@ -125,8 +126,9 @@ class Site(InPlaceOfNorm):
                 ends.append(read_state(self.norm))
         finally:
             install_state(self.norm, originals)
-        shares = [size / sum(sizes) for size in sizes]
-        write_state(self.norm, state_after(self.norm, start, ends, shares, self.running_from))
+        if self.running_from != "group":
+            shares = [size / sum(sizes) for size in sizes]
+            write_state(self.norm, state_after(self.norm, start, ends, shares, self.running_from))
         return torch.cat(outputs)
 
     def _apply_in_view(self, norm: Callable[..., Tensor], x: Tensor, mask: Mask) -> Tensor:

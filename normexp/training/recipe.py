@@ -121,7 +121,7 @@ class Recipe:
         optim = self.settings.optim
         norm_decay = optim.decay_norm
         if isinstance(norm_decay, bool):
-            norm_decay *= optim.weight_decay
+            norm_decay = optim.weight_decay if norm_decay else 0.0
         groups = parameter_groups(
             model,
             weight_decay=optim.weight_decay,

@@ -205,6 +205,8 @@ def list_takers(sizes: list[int], name: str, pair: tuple[float, float], lies: in
 def test_values_of_containers_and_defaults_are_the_code_s_to_refuse():
     values = {"_target_": f"{__name__}.list_takers", "sizes": [2, 3], "pair": [1, 2], "lies": None}
     assert read_target(values, "model").call.keywords.keys() == {"sizes", "pair", "lies"}
+    for value in ([2], None, 1, True):  # the hints of others are often careless
+        read_target({**values, "lies": value}, "model")
     with pytest.raises(UserError, match='^model.name=18: must be a string; quote it, as .*"18"'):
         read_target({**values, "name": 18}, "model")
 

@@ -79,6 +79,7 @@ def test_recorded_ids_stay(line: str):
         ("model=vit norm=none residual_scale=0", "model=vit norm=none residual_scale=0.0"),
         ("norm_batch_size=16 trainer=cpu", "trainer=ddp trainer.accelerator=cpu"),
         ("norm=sync trainer=cpu", "norm=sync trainer=ddp trainer.accelerator=cpu"),
+        ("norm=sync trainer=cpu", "norm=sync trainer=ddp norm.running_from=group"),
         (
             "optim=custom optim._target_=torch.optim.SGD lr=0.1",
             "optim=custom optim._target_=torch.optim.SGD lr=0.1 optim.decay_bias=true",

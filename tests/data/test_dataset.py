@@ -148,8 +148,15 @@ def test_inconsistent_data_are_refused(message: str):
 
 @pytest.mark.parametrize("std", [[63.0, 62.1], [0.0, 0.2], [float("nan"), 0.2], [0.2], None])
 def test_mean_and_deviation_of_own_data_are_those_of_floats_0_to_1(std: list[float] | None):
-    with pytest.raises(UserError, match="data.std=.*: must be 2 numbers from 0.001 to 1"):
+    with pytest.raises(UserError, match="data.std=.*: must be 2 numbers from 1e-08 to 1"):
         replace(build(GOOD, GOOD), std=std)
+
+
+def test_small_maps_of_many_channels_and_nearly_constant_ones_are_data():
+    inputs = torch.zeros(20, 8, 4, 4, dtype=torch.uint8)
+    inputs[::2, 0, 0, 0] = 1
+    data = build(Examples(inputs, GOOD.targets), Examples(inputs, GOOD.targets))
+    assert data.std is not None and 0 < data.std[0] < 0.001
 
 
 def test_class_names_are_as_many_as_classes():

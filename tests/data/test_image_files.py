@@ -197,6 +197,12 @@ def test_folders_named_like_splits_are_splits(tmp_path: Path, folders: dict, len
     assert (len(data.train), len(data.val), len(data.test)) == lengths
 
 
+def test_a_word_of_a_split_in_the_name_of_a_class_means_nothing(tmp_path: Path):
+    for name in ("eval_kit", "training_shoe", "cat"):
+        save(tmp_path / "root", name)
+    assert load(tmp_path / "root").class_names == ("cat", "eval_kit", "training_shoe")
+
+
 @pytest.mark.parametrize(
     ("folders", "message"),
     [

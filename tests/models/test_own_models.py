@@ -244,3 +244,15 @@ def test_norms_and_the_last_layer_alone_may_lack_weights(missing: str, is_refuse
     assert f"{missing} is not in the file" in said[0]
     for name, value in values.items():
         assert torch.equal(network.get_parameter(name), value)
+
+
+@pytest.mark.parametrize("kept", ["0.weight", "2.weight"])
+def test_a_tied_weight_is_loaded_under_either_name(kept: str) -> None:
+    """As safetensors saves it."""
+    network, said = nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 5)), list[str]()
+    network[2].weight = network[0].weight
+    values = {name: torch.rand(value.shape) for name, value in network.state_dict().items()}
+    del values[{"0.weight": "2.weight", "2.weight": "0.weight"}[kept]]
+    Weights("file.pt", "", lambda: values).load(network, said.append)
+    assert "33 of 33 parameters are loaded; every" in said[0]
+    assert torch.equal(network[0].weight, values[kept])

@@ -570,6 +570,14 @@ def test_norms_can_be_replaced_again(size: int | None) -> None:
         normexp.replace_norms(once, "batch")
 
 
+def test_a_site_that_stays_keeps_its_norm_batch_size() -> None:
+    """EvalNorm is no norm that is recognised."""
+    network = nn.Sequential(nn.BatchNorm2d(C), nn.Conv2d(C, C, 1))
+    once = normexp.replace_norms(network, "eval_norm", MAPS, norm_batch_size=2)
+    twice = normexp.replace_norms(nn.Sequential(once, nn.BatchNorm2d(C)), "layer", MAPS)
+    assert [site.norm_batch_size for _, site in named_sites(twice)] == [2, None]
+
+
 class Freezing(nn.Sequential):
     """Trains with its norms in evaluation mode."""
 

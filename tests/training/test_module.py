@@ -26,8 +26,10 @@ from training_cases import (
 )
 
 from normexp.batching.replicas import InTurn, Stacked
+from normexp.config.compose import compose_config
 from normexp.config.keys import RunningFrom
 from normexp.config.sizes import Sizes
+from normexp.norms.build import build_norm
 from normexp.norms.factory import NormFactory
 from normexp.records.metrics import read_metrics
 from normexp.training.module import Recorder
@@ -83,6 +85,26 @@ def test_running_averages_come_from_the_step_its_first_group_or_group_by_group(
         norm: Any = replicas.replica(replica)[0].norm  # type: ignore[index]
         for name in ("running_mean", "running_var", "num_batches_tracked"):
             torch.testing.assert_close(getattr(norm, name), getattr(expected, name))
+
+
+@pytest.mark.parametrize("name", ["power", "moving_average_batch"])
+def test_a_first_group_keeps_what_its_backward_writes(name: str):
+    """In ghost sub-batches as in micro-batches."""
+    x, targets = torch.randn(1, 8, 3, 5).double(), torch.zeros(1, 8).long()
+    states = []
+    for sizes in (Sizes(8, 4), Sizes(8, None, 4)):
+        words = [f"norm={name}", "norm.running_from=group"]
+        factory = build_norm(compose_config(words), sizes.norm_batch_size, num_steps=10)
+        torch.manual_seed(0)
+        layers = [nn.Conv1d(3, 3, 1), factory(3), nn.Flatten(), nn.Linear(15, 2)]
+        replicas = InTurn([nn.Sequential(*layers).double()])
+        loss = build_module().recipe.criterion.loss
+        StepGradient(replicas, loss, sizes, [0], "group").add(
+            0, {"inputs": x, "targets": targets}, None
+        )
+        states.append(dict(replicas.replica(0).named_buffers()))
+    for key, value in states[0].items():
+        torch.testing.assert_close(states[1][key], value, msg=key)
 
 
 STEP_LR = own_schedule(
