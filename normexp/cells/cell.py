@@ -109,7 +109,7 @@ def prepare_cell(spec: CellSpec) -> Cell:
             check_norm_batch_size(recipe)
         alone = why_alone(recipe, check_optimizer_step(recipe, network))
         check_evaluation(recipe, data, traits)
-        for note in notes_of(spec, recipe, traits, alone, len(data.train)):
+        for note in notes_of(spec, recipe, traits, alone):
             logger.info(note)
         defines = defines_of(spec, data, build.weights)
         check_joins(spec.directory, defines["digests"])

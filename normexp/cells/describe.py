@@ -25,17 +25,15 @@ RECORDED_TRAITS = (
 )
 
 
-def notes_of(
-    spec: CellSpec, recipe: Recipe, traits: Traits, alone: str | None, num_train: int
-) -> list[str]:
+def notes_of(spec: CellSpec, recipe: Recipe, traits: Traits, alone: str | None) -> list[str]:
     """How a training differs from what was typed or may be expected, in sentences.
 
     Args:
         alone: why each seed trains by itself, if so.
-        num_train: training samples of the data.
     """
     settings, batch_size, norm = spec.settings, recipe.sizes.batch_size, spec.choices["norm"]
     notes = [*traits.notes]
+    num_train = recipe.num_train
     num_dropped = num_train - recipe.steps_per_epoch * batch_size
     if num_dropped > 0:
         notes.append(f"drop_last=true drops {num_dropped} of {num_train} samples per epoch")
