@@ -118,7 +118,20 @@ def read_target(values: Mapping[str, Any], key: str) -> Target:
     Raises:
         UserError: a missing value, or a knob that the target does not take.
     """
-    target = _target_of(values, key)
+    if not isinstance(values, Mapping) or "_target_" not in values:
+        raise UserError(f"{key}._target_ is missing; it names a class, as my_package.MyClass")
+    refuse_missing_values(values, f"{key}.")
+    parts = _parts_of(values, key)
+    for name, part in parts.items():
+        _check_part(part, name)
+    try:
+        call = instantiate({**values, "_partial_": True}, _convert_="all")  # this makes its parts
+    except InstantiationException as error:
+        for name, part in parts.items():
+            read_target(part, name)  # a mistake in it is named by its own key
+        raise _explain(error, values["_target_"], key) from error
+    target = Target(key, values["_target_"], partial(call.func, *call.args, **call.keywords))
+    _check_knobs(target)
     names = target.arguments
     unknown = [] if not names or "**" in names else sorted(target.call.keywords.keys() - names)
     if unknown:
@@ -127,26 +140,25 @@ def read_target(values: Mapping[str, Any], key: str) -> Target:
     return target
 
 
-def _target_of(values: Mapping[str, Any], key: str) -> Target:
-    """What `_target_` names, with knobs of the right kinds, which it may not take."""
-    if not isinstance(values, Mapping) or "_target_" not in values:
-        raise UserError(f"{key}._target_ is missing; it names a class, as my_package.MyClass")
-    refuse_missing_values(values, f"{key}.")
-    parts = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping) and "_target_" in value:
-            parts[f"{key}.{name}"] = value
-            _target_of(value, f"{key}.{name}")  # a mistake in it is named by its own key
+def _parts_of(values: Mapping[str, Any], key: str) -> dict[str, Mapping[str, Any]]:
+    """The knobs that are targets themselves, by their keys."""
+    return {
+        f"{key}.{name}": value
+        for name, value in values.items()
+        if isinstance(value, Mapping) and "_target_" in value
+    }
+
+
+def _check_part(values: Mapping[str, Any], key: str) -> None:
+    """Checks the kinds of the knobs of a target within another one, without making it."""
+    for name, part in _parts_of(values, key).items():
+        _check_part(part, name)
     try:
-        call = instantiate({**values, "_partial_": True}, _convert_="all")  # this calls its parts
-    except InstantiationException as error:
-        for name, value in parts.items():
-            read_target(value, name)
-        raise _explain(error, values["_target_"], key) from error
-    call = partial(call.func, *call.args, **call.keywords)
-    target = Target(key, values["_target_"], call)
-    _check_knobs(target)
-    return target
+        knobs = {name: value for name, value in values.items() if not name.startswith("_")}
+        call = partial(locate(values["_target_"]), **knobs)
+    except Exception:  # making it says what is wrong
+        return
+    _check_knobs(Target(key, values["_target_"], call))
 
 
 def _check_knobs(target: Target) -> None:
