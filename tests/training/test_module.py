@@ -32,7 +32,7 @@ from normexp.config.sizes import Sizes
 from normexp.norms.build import build_norm
 from normexp.norms.factory import NormFactory
 from normexp.records.metrics import read_metrics
-from normexp.training.module import Recorder
+from normexp.training.module import LossHistory, Recorder
 from normexp.training.schedule import own_schedule
 from normexp.training.step import StepGradient
 
@@ -148,6 +148,17 @@ def test_resumed_run_equals_an_undisturbed_one_to_the_bit(tmp_path: Path, name: 
             assert_same_state(undisturbed, resumed, 0, replica=replica)
             assert rows_of(resumed, replica) == rows_of(undisturbed, replica)
         assert resumed.metrics == undisturbed.metrics
+
+
+def test_a_run_diverges_at_the_first_step_whose_loss_is_not_finite():
+    history = LossHistory(2, every=3)
+    losses = torch.ones(5, 2)
+    losses[2, 0] = losses[3, 0] = torch.nan
+    losses[4, 1] = torch.inf
+    history.unread = [*losses]
+    rows = list(history.read(10))  # of steps 6 to 10
+    assert history.diverged_at == [8, 10]
+    assert [step for step, _ in rows] == [6, 9]
 
 
 @in_both_forms
