@@ -215,7 +215,8 @@ def check_split(network: BuiltNetwork) -> None:
         raise UserError(
             f"{key}={getattr(sizes, key)} splits a step of {sizes.batch_size} samples, and the "
             f"state of the norm at {where} is sequential, as declared or because "
-            f"its forward writes parameters; try {key}=null or norm.running_from=sequence"
+            f"its forward writes parameters; try {key}=null, or on one device "
+            "norm.running_from=sequence"
         )
 
 
