@@ -87,7 +87,21 @@ class Windows:
 
 SPLITS = ("train", "val", "test")
 IMAGENET = {"mean": "[0.485,0.456,0.406]", "std": "[0.229,0.224,0.225]"}
-MIN_STD = 1e-8  # images that are equal but for one of a billion pixels have more
+LEAST_STD = 1e-8  # images that are equal but for one of a billion pixels have more
+
+
+def read_moment(key: str, values: Any, num_channels: int, least: float = 0.0) -> Tensor:
+    """`mean` or `std` of each channel, float64 (C, 1, 1). Raises UserError for other values."""
+    try:
+        numbers = np.asarray(values, dtype=float)
+    except (TypeError, ValueError):  # texts, or a list within the list
+        numbers = np.empty(0)
+    if numbers.shape != (num_channels,) or not ((numbers >= least) & (numbers <= 1)).all():
+        raise UserError(
+            f"data.{key}={values}: must be {num_channels} numbers from {least:g} to 1, "
+            f"one for each channel, as ImageNet's data.{key}={IMAGENET[key]}"
+        )
+    return torch.from_numpy(numbers)[:, None, None]
 
 
 @dataclass
@@ -138,24 +152,11 @@ class Data:
             self.digest = digest.hexdigest()[:16]
         if self.mean is not None or self.std is not None:
             # (x / 255 - mean) / std is x * scale + shift
-            moments = [self._moment("mean", 0), self._moment("std", MIN_STD)]
-            mean, std = (values.to(self.device) for values in moments)
+            num_channels = self.input_shape[0]
+            mean = read_moment("mean", self.mean, num_channels).to(self.device)
+            std = read_moment("std", self.std, num_channels, LEAST_STD).to(self.device)
             self._scale = 1 / (255 * std)
             self._shift = -mean / std
-
-    def _moment(self, key: str, least: float) -> Tensor:
-        """`mean` or `std` of each channel, float64 (C, 1, 1)."""
-        values, num_channels = getattr(self, key), self.input_shape[0]
-        try:
-            numbers = np.asarray(values, dtype=float)
-        except (TypeError, ValueError):  # texts, or a list within the list
-            numbers = np.empty(0)
-        if numbers.shape != (num_channels,) or not ((numbers >= least) & (numbers <= 1)).all():
-            raise UserError(
-                f"data.{key}={values}: must be {num_channels} numbers from {least:g} to 1, "
-                f"one for each channel, as ImageNet's data.{key}={IMAGENET[key]}"
-            )
-        return torch.tensor(values, dtype=torch.float64)[:, None, None]
 
     @property
     def device(self) -> torch.device:

@@ -20,7 +20,7 @@ from PIL.ImageFile import StubImageFile
 from torch import Tensor
 
 from normexp.data.augment import Augmentation
-from normexp.data.dataset import Data, Examples
+from normexp.data.dataset import Data, Examples, read_moment
 from normexp.data.images import build_image_data
 from normexp.data.pixels import decode_images
 from normexp.data.sources import split_off_test
@@ -32,9 +32,10 @@ log = logging.getLogger(__name__)
 
 SPLIT = re.compile(
     r"(?<![a-z])(?:(?P<train>train|training)|(?P<val>val|valid|validation|dev)"
-    r"|(?P<test>test|testing|eval|evaluation))(?:set|data|images?)?(?![a-z])",
+    r"|(?P<test>test|testing|eval|evaluation))[\W_]*(?:set|data|images?)?(?![a-z])",
     re.IGNORECASE,
 )
+MIN_STD = 0.001  # of those that are typed; a grey level is 0.004
 DECODER = 2  # a change of the decoded pixels raises it, so that no older cache is read
 
 
@@ -67,6 +68,9 @@ def load_image_folder(
     """
     if size is not None and size < 1:
         raise UserError(f"data.size={size} must be positive; try data.size=32")
+    if mean is not None or std is not None:
+        read_moment("mean", mean, 3)
+        read_moment("std", std, 3, MIN_STD)
     name = f"data.root={root}"
     folder = Path(root).expanduser()
     try:

@@ -66,7 +66,11 @@ def scale_learning_rate(
 
 
 def parameter_groups(
-    model: nn.Module, *, weight_decay: float, norm_decay: float = 0.0, decay_bias: bool = True
+    model: nn.Module,
+    *,
+    weight_decay: float,
+    norm_decay: float | None = None,
+    decay_bias: bool = True,
 ) -> list[dict[str, object]]:
     """Returns the trained parameters in groups of equal weight decay.
 
@@ -75,23 +79,23 @@ def parameter_groups(
 
     Args:
         weight_decay: of the parameters outside norms.
-        norm_decay: of the parameters of norms, their biases included.
+        norm_decay: of the parameters of norms, their biases included; None if they are left out.
         decay_bias: whether the biases outside norms decay.
     """
     of_norms = {id(p) for p in norm_parameters(model)}
-    # A checkpoint holds the optimizer's state in this order.
-    groups: dict[float, list[nn.Parameter]] = {weight_decay: []}
+    # A checkpoint holds the optimizer's state in this order. None: left out of weight decay.
+    groups: dict[float | None, list[nn.Parameter]] = {weight_decay: []}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         if id(parameter) in of_norms:
             decay = norm_decay
         elif name.endswith("bias") and not decay_bias:
-            decay = 0.0
+            decay = None
         else:
             decay = weight_decay
         groups.setdefault(decay, []).append(parameter)
-    return [{"params": params, "weight_decay": decay} for decay, params in groups.items()]
+    return [{"params": params, "weight_decay": decay or 0.0} for decay, params in groups.items()]
 
 
 class OwnRates:

@@ -119,9 +119,9 @@ class Recipe:
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         optim = self.settings.optim
-        norm_decay = optim.decay_norm
-        if isinstance(norm_decay, bool):
-            norm_decay = optim.weight_decay if norm_decay else 0.0
+        norm_decay = None if optim.decay_norm is False else optim.decay_norm
+        if norm_decay is True:
+            norm_decay = optim.weight_decay
         groups = parameter_groups(
             model,
             weight_decay=optim.weight_decay,

@@ -377,6 +377,7 @@ def test_given_mean_and_deviation_replace_those_of_the_images(root: Path):
         ({"size": 0}, "data.size=0"),
         ({"mean": [0.5] * 3}, "data.std=None: must be 3 numbers"),
         ({"mean": [0.5] * 3, "std": [0.2, 0.2]}, r"data.std=\[0.2, 0.2\]: must be 3 numbers"),
+        ({"mean": [0.5] * 3, "std": [1e-4] * 3}, "data.std=.*must be 3 numbers from 0.001 to 1"),
         ({"mean": [124, 116, 104], "std": [0.2] * 3}, r"data.mean=\[124, .*from 0 to 1"),
         ({"mean": ["a", "b", "c"], "std": [0.2] * 3}, r"data.mean=\[.*must be 3 numbers"),
         ({"mean": "imagenet", "std": [0.2] * 3}, r"data.mean=imagenet: .*\[0.485,0.456,0.406\]"),

@@ -186,6 +186,7 @@ def load(root: Path) -> Data:
         ({"train": 5, "dev": 4}, (8, 2, 8)),
         ({"train": 5, "evaluation": 3, "extra": 2}, (8, 2, 6)),
         ({"photos_train": 5, "photos_test": 3}, (8, 2, 6)),
+        ({"train_set": 5, "test-images": 3, "extra": 2}, (8, 2, 6)),
         ({"01 Trainset": 5, "02 Testset": 3}, (8, 2, 6)),
     ],
 )
@@ -195,6 +196,13 @@ def test_folders_named_like_splits_are_splits(tmp_path: Path, folders: dict, len
     data = load(tmp_path / "root")
     assert data.class_names == ("a", "b")
     assert (len(data.train), len(data.val), len(data.test)) == lengths
+
+
+def test_a_file_that_pillow_only_names_is_no_image(tmp_path: Path):
+    for name in ("train", "test"):
+        save(tmp_path / "root", name)
+    (tmp_path / "root" / "train" / "a" / "features.h5").write_bytes(b"x")
+    assert len(load(tmp_path / "root").test) == 10
 
 
 def test_a_word_of_a_split_in_the_name_of_a_class_means_nothing(tmp_path: Path):

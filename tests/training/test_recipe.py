@@ -129,7 +129,7 @@ class TableNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(num_features))
 
 
-@pytest.mark.parametrize(("norm_decay", "decay_bias"), [(0.0, False), (0.3, False), (0.0, True)])
+@pytest.mark.parametrize(("norm_decay", "decay_bias"), [(None, False), (0.3, False), (None, True)])
 @pytest.mark.parametrize("stacked", [False, True])
 def test_weight_decay_goes_by_owner_and_name_and_not_by_dimensions(norm_decay, decay_bias, stacked):
     def build() -> nn.Module:
@@ -141,8 +141,15 @@ def test_weight_decay_goes_by_owner_and_name_and_not_by_dimensions(norm_decay, d
     decays = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
     for name, parameter in model.named_parameters():
         kept = not decay_bias and name.endswith("bias")
-        expected = norm_decay if "norm" in name else 0.0 if kept else 0.1
+        expected = norm_decay or 0.0 if "norm" in name else 0.0 if kept else 0.1
         assert decays[id(parameter)] == expected, name
+
+
+def test_what_is_left_out_of_weight_decay_has_its_group_without_any():
+    """Recorded checkpoints have two groups."""
+    model = nn.Sequential(nn.Linear(3, 3), NormFactory(TableNorm)(3))
+    groups = parameter_groups(model, weight_decay=0.0)
+    assert [len(group["params"]) for group in groups] == [2, 2]
 
 
 @pytest.mark.parametrize(("typed", "decay"), [("false", 0.0), ("true", 0.2), ("0.7", 0.7)])
