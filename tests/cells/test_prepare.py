@@ -265,6 +265,12 @@ def test_a_record_has_what_its_id_hashes_and_what_follows_from_it():
     assert group.measured.traits["mixes_samples"] is False
 
 
+def test_averages_that_move_group_by_group_have_the_half_life_of_a_group():
+    words = ["norm=batch", "norm.half_life=4", "norm.momentum=null", "norm_batch_size=4"]
+    assert prepare(*words, "norm.running_from=sequence").recipe.norm_momentum == 0.5
+    assert prepare(*words).recipe.norm_momentum == 1 - 2**-8  # once for 32 samples
+
+
 def test_cells_that_differ_in_rate_seed_or_budget_are_probed_once(monkeypatch):
     examined, traits = [], prepare("norm=group").traits
     monkeypatch.setattr(cell_module, "examine", lambda *_, **__: examined.append(1) or traits)

@@ -598,6 +598,9 @@ def test_frozen_norms_stay_so_or_the_log_says_it(caplog: pytest.LogCaptureFixtur
     assert "parameters stay frozen at 0" in caplog.text
     assert "trains with 0, 2 in evaluation mode" in caplog.text
     caplog.clear()
+    normexp.replace_norms(network, "none", MAPS)
+    assert "frozen at" not in caplog.text  # it has no parameters
+    caplog.clear()
     normexp.replace_norms(network, "as_built", MAPS)
     assert "evaluation mode" not in caplog.text and "frozen" not in caplog.text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,19 @@ def test_a_refusal_stands_until_another_command_asks_again(tmp_path: Path):
     assert read_study(tmp_path).cells["a"].refused == "a mistake"
     append_entry(tmp_path, command("2", {"a": [0]}))
     assert read_study(tmp_path).refusals == {}
+
+
+def test_a_study_made_anew_is_read_anew(tmp_path: Path):
+    """The new file may have the inode and the size of the one before."""
+    append_entry(tmp_path, command("1", {"a": [0]}))
+    assert [entry.id for entry in read_entries(tmp_path)] == ["1"]
+    file = tmp_path / "study.jsonl"
+    with open(file, "r+") as same:
+        text = same.read().replace('"id": "1"', '"id": "2"')
+        same.seek(0)
+        same.write(text)
+    os.utime(file, (0, 0))
+    assert [entry.id for entry in read_entries(tmp_path)] == ["2"]
 
 
 def test_a_study_of_refusals_alone_goes_with_its_command(tmp_path: Path):
