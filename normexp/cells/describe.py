@@ -62,7 +62,7 @@ def notes_of(spec: CellSpec, recipe: Recipe, traits: Traits, alone: str | None) 
     if typed - {"norm_batch_size=null"} and not traits.mixes_samples:
         notes.append(f"norm={norm} does not mix samples, so norm_batch_size has no effect")
         if spec.settings.norm.may_mix_samples:
-            notes[-1] += "; declare norm.mixes_samples=false, and it is trained once for all sizes"
+            notes[-1] += "; to train it once, declare mixes_samples: false in its YAML"
     running_from = settings.norm.running_from
     if running_from != "step" and not traits.mixes_samples:
         notes.append(f"norm={norm} does not mix samples, so norm.running_from has no effect")

@@ -20,7 +20,7 @@ USAGE = {
 normexp trains a model with any norm, and measures how the result depends on the batch size.
 
   python -m normexp.train norm=group             one cell: a norm, a model, data, sizes; 4 seeds
-  python -m normexp.train -m norm=batch,group    a sweep over values; the same line again resumes it
+  python -m normexp.train -m norm=batch,group    a sweep over values; the same command resumes it
   python -m normexp.train -m experiment=NAME     a recipe of conf/experiment
 
 A recipe may set a launcher: `- override /hydra/launcher: submitit_slurm`, below `defaults:`.
@@ -32,8 +32,8 @@ normexp.tune searches hyperparameters on validation, then trains fresh seeds at 
   python -m normexp.tune 'lr=choice(0.03,0.1,0.3)' norm=batch norm_batch_size=2,32
 
 The points are known in advance and are the same for every norm: all combinations if there are few,
-otherwise scrambled Sobol points. The same line again resumes the search, and trains nothing that
-is recorded; a larger tune.points adds the difference. What is searched, and what is not:
+otherwise scrambled Sobol points. The same command again resumes the search and trains nothing that
+is recorded; a larger tune.points adds the missing ones. What is searched, and what is not:
   lr=interval(1e-3,1)              searched, evenly in log(lr)
   optim.momentum=interval(0,0.99)  searched, evenly in the value; tag(log,interval(a,b)): in its log
   norm.num_groups=choice(2,4,8)    searched; choices alone, if few enough, are all tried
@@ -43,48 +43,48 @@ All other keys are those of normexp.train. The runs of the search go to the stud
 the fresh seeds to <study>.
 """,
     "benchmark": """\
-normexp.benchmark trains a norm by frozen rules, and says where it stands among the reference.
+normexp.benchmark trains a norm by fixed rules and ranks it among the shipped ones.
 
-  python -m normexp.benchmark                  the table: ranking and claims; trains nothing
-  python -m normexp.benchmark norm=custom norm._target_=my_package.MyNorm
-  python -m normexp.benchmark norm=custom norm._target_=my_package.MyNorm dry_run=true    its cost
-Needs pip install -e '.[mnist]'. The same line again resumes. Rates, sizes, seeds and budgets are
-those of conf/experiment/benchmark1. A study of your own as the reference: python -m
-normexp.records.archive runs/benchmark1 mine.zip, then reference=mine.zip.
+  python -m normexp.benchmark                                      ranking and claims, no training
+  python -m normexp.benchmark norm=my_package.MyNorm               trains it and ranks it
+  python -m normexp.benchmark norm=my_package.MyNorm dry_run=true  what that costs
+
+Training needs pip install -e '.[mnist]'; the same command again resumes it. Learning rates, sizes,
+seeds and budgets are those of conf/experiment/benchmark1. To rank it among runs of your own:
+python -m normexp.records.archive runs/benchmark1 mine.zip, then reference=mine.zip.
 """,
     "check": """\
 normexp.check prints the card of a norm: its properties, as measured and not as declared.
 
-  python -m normexp.check norm=NAME            one card: contract, traits, compatibility, cost
-  python -m normexp.check norm=batch,group     a table of several; norm=glob(*) for all shipped
-  python -m normexp.check norm=custom norm._target_=my_package.MyNorm norm.my_knob=2
+  python -m normexp.check norm=NAME            one card: the contract, then what the norm does
+  python -m normexp.check norm=batch,group     a table of several; 'norm=glob(*)' for all shipped
+  python -m normexp.check norm=my_package.MyNorm norm.my_knob=2
 """,
     "evaluate": """\
 normexp.evaluate evaluates the finished runs of a cell again, from the weights they kept.
 
   python -m normexp.evaluate run=runs/<study>/<cell_id>
 
-Results go to evaluation.json beside each run's result.json, and to a table, with what carries the
-test loss from training to evaluation mode.
+Results go to evaluation.json beside each run's result.json and to a table, with a diagnosis of how
+the test loss changes from training to evaluation mode.
 """,
     "report": """\
 normexp.report turns a study into tables, figures, a page and verdicts.
 
   python -m normexp.report                     writes runs/index.html: every study and its headline
   python -m normexp.report study=NAME          writes runs/NAME/report/, also while it is running
-  python -m normexp.report study=[a,b]         two studies of one grid: differences, paired by seed
+  python -m normexp.report study=[a,b]         two studies in one report, paired where settings agree
 """,
     "status": """\
 normexp.status says which runs of a study have ended, which are missing, and why some failed.
 
   python -m normexp.status study=NAME          also while it is running, from another terminal
-
 """,
 }
 ENDINGS = {
     "train": """\
 Options:
-  -m, --multirun        several values per key (a,b or range(1,4)), every combination
+  -m, --multirun        several values per key (a,b or 'seed=range(1,4)'), every combination
   --config-dir FOLDER   your own YAMLs, e.g. FOLDER/norm/mine.yaml for norm=mine; may be repeated
   --cfg job             show the config instead of training
 

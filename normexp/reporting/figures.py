@@ -44,7 +44,7 @@ CONFIG = {
     "point": {"opacity": 1, "size": 80, "strokeWidth": 2},
 }
 DOT = {"size": 6, "opacity": 0.8, "strokeWidth": 3}  # a stroke, so that legends show open marks
-DOTS = "Open marks are means, with 95 % intervals over more than 3 seeds; each dot is a seed"
+DOTS = "Open marks are means, with 95 % intervals from 4 seeds on; each dot is a seed"
 VERDICTS = {"better": "#009e73", "worse": "#d55e00", "tie": "#2b86d9", "undecided": "#848484"}
 COLOURS = (
     "#d55e00",
@@ -143,7 +143,7 @@ def draw_by_size(slice_: Slice) -> Figure:
     caption = _dots_words(slice_)
     if slice_.independent:
         names = ", ".join(norm for norm in slice_.norms if norm in slice_.independent)
-        caption += f" {names}: not mixing samples, so the same runs at every size."
+        caption += f" The same runs stand at every size where a norm mixes no samples: {names}."
     title = f"{metric.label} by {axis}"
     return Figure(f"by_size_{slice_.slug}", title, caption, chart, rows)
 
@@ -228,8 +228,8 @@ def draw_curves(slice_: Slice) -> Iterator[Figure]:
         yield Figure(
             name=f"curves_{name.replace('/', '_')}_{slice_.slug}",
             title=f"{metric.label} during training",
-            caption="Mean over seeds at the best learning rate; the dots are each seed's last "
-            "value.",
+            caption="Lines are means over seeds, at the best learning rate; dots are the last value "
+            "of each seed.",
             chart=alt.layer(lines.transform_filter(IS_MEAN), ends.transform_filter(IS_SEED)),
             rows=rows,
         )
@@ -272,7 +272,7 @@ def draw_ranking(ranking: Ranking) -> Figure:
     zero = alt.Chart().mark_rule(strokeDash=[3, 3], color="#848484").encode(x=alt.X(datum=0))
     chart = alt.layer(zero, _marks(x, y, colour, shape))
     caption = (
-        "Right of the dashed line is better; 95 % intervals, one at a time, while verdicts "
+        "Right of the dashed line is better. Each interval is a 95 % interval by itself; verdicts "
         f"(colours) are corrected for {format_count(ranking.family_size, 'comparison')}. "
         "A circle: may be the best."
     )

@@ -225,15 +225,15 @@ def norm_table(slice_: Slice) -> Table:
         rows.append(
             {
                 "norm": norm,
-                "runs together": "-".join(map(str, together)),
+                "runs together": ", ".join(map(str, together)),
                 "ms per step": _range_words(timings, "step_ms"),
                 "peak memory (MB)": _range_words(timings, "peak_memory_mb"),
                 "what it does": norm_words(name)[0] if name in shipped else "",
             }
         )
     note = (
-        "Time and memory of the runs trained together, over their number, from the least to the "
-        "most: runs that share their steps cost less each. Time is as noisy as the machine."
+        "Time and memory of one run: those of runs trained together, divided by their number, which "
+        "costs less each. Time is as noisy as the machine."
     )
     return table_of(
         f"norms_{slice_.slug}", "Norms and their cost", rows, note=note, has_latex=False

@@ -420,6 +420,6 @@ def print_plan(plans: Sequence[Plan], *, num_workers: int, num_points: int) -> N
     duration = format_duration(sum(plan.seconds for plan in to_train) / busy)
     console.out(
         f"{runs} of {format_count(len(to_train), 'cell')} to do: about {duration} with "
-        f"{format_count(busy, 'worker')}, by a few steps of each (a stack of small networks takes "
-        "less)"
+        f"{format_count(busy, 'worker')}, estimated from a few steps of each (seeds of small "
+        "networks train together, which takes less)"
     )

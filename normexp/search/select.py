@@ -44,7 +44,7 @@ def tune(searches: Sequence[Search], words: Sequence[str]) -> int:
             best_cells.append(search.cell(best, is_report=True))
     fresh = _train(searches[0], join_points(best_cells), words) if best_cells else {}
     console = open_console()
-    titles = ["search", "best", "points with a value", "search seeds"]
+    titles = ["search", "best", "points with a result", "mean of the search seeds"]
     rows = [_row_of(search, points, states) for search, points in ranked]
     console.print(text_table(titles, rows))
     console.out("fresh seeds at the best points:")

@@ -185,7 +185,7 @@ class Sweep:
         with self.display:
             if not self.job.on_gpu and (others := other_trainings()):
                 beside = format_count(others, "other training")
-                logger.info("beside %s on this machine, this one takes longer", beside)
+                logger.info("sharing this machine with %s, so this one takes longer", beside)
             try:
                 if not self.num_workers or len(self.job.unfinished()) == 1:
                     self._train_here()

@@ -202,7 +202,7 @@ def test_each_norm_has_a_sentence_and_its_cost():
     cells += [cell_of("rms", {1: 0.9})]  # of TIMING
     rows = norm_table(report_of_cells(*cells).slices[0]).frame.set_index("norm")
     assert rows["ms per step"].to_dict() == {"rms": "0.6 to 4.0", "mine": "", "scale": "6.0"}
-    assert rows["runs together"].to_dict() == {"rms": "1-8", "mine": "", "scale": "2"}
+    assert rows["runs together"].to_dict() == {"rms": "1, 8", "mine": "", "scale": "2"}
     assert rows["peak memory (MB)"].to_dict() == {"rms": "", "mine": "", "scale": "400.0"}
     words = rows["what it does"].to_dict()
     assert words["scale"].startswith("ScaleNorm: each position") and words["mine"] == ""
