@@ -80,7 +80,7 @@ def test_values_of_a_knob_are_cards_of_their_own():
 def test_heading_has_the_inputs_that_are_taken(capsys: pytest.CaptureFixture[str]):
     assert main(["norm=instance", CONTRACT]) == 0
     heading = " ".join(capsys.readouterr().out.split())
-    assert "64 channels; takes channels first, 3-D 4-D 5-D inputs" in heading
+    assert "64 channels; takes channels first, 3-D, 4-D, 5-D inputs" in heading
 
 
 def test_a_norm_that_sees_whole_texts_says_that_it_reads_the_future(capsys):

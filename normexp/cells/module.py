@@ -77,7 +77,7 @@ def will_stack(cell: Cell, num_replicas: int, *, is_stacked: bool | None = None)
         # Under vmap nothing can be sent.
         obstacle = "the norm takes statistics over all devices"
     if obstacle is not None:
-        logger.info("%s: replicas run one after another: %s", cell.title, obstacle)
+        logger.info("%s: seeds train one after another: %s", cell.title, obstacle)
     return obstacle is None
 
 

@@ -28,7 +28,7 @@ from normexp.models.recognise import LeftAlone, Recognition, run_network
 from normexp.norms.contract import HasRamp, State
 from normexp.norms.factory import NormFactory
 from normexp.norms.site import Site, named_sites
-from normexp.words import name_some
+from normexp.words import format_count, name_some
 
 FLOAT_TOLERANCE = 1e-3  # as TOLERANCE, for a network that does not run in float64
 
@@ -66,7 +66,8 @@ class Surgery:
         if self.classes:
             place = "around" if self.keeps_norms else "in place of"
             classes = _count_names(self.classes.values())
-            yield f"{len(self.classes)} sites {place} {classes}: {name_some(self.classes)}"
+            sites = format_count(len(self.classes), "site")
+            yield f"{sites} {place} {classes}: {name_some(self.classes)}"
         if left_alone := describe_left_alone(self.left_alone):
             yield f"left alone: {left_alone}"
         if self.lost:

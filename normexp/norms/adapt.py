@@ -161,7 +161,7 @@ class Layout:
 
     def __str__(self) -> str:
         where = "last" if self.channels_last else "first"
-        return f"channels {where}, {' '.join(f'{n}-D' for n in self.num_dims)} inputs"
+        return f"channels {where}, {', '.join(f'{n}-D' for n in self.num_dims)} inputs"
 
     def present(self, norm: nn.Module) -> nn.Module:
         """Returns `norm` as (N, C, *) -> (N, C, *), wrapped only if necessary."""

@@ -285,7 +285,7 @@ def test_the_layout_is_noted_once_and_the_random_state_is_kept(caplog):
         factory = foreign_factory(nn.LayerNorm, target="t", eps=1e-5)
         for num_features in (8, 16):
             factory(num_features)
-    assert caplog.messages == ["norm._target_=t takes channels last, 2-D 3-D 4-D 5-D inputs"]
+    assert caplog.messages == ["norm._target_=t takes channels last, 2-D, 3-D, 4-D, 5-D inputs"]
     assert torch.equal(torch.get_rng_state(), state)
 
 
