@@ -84,7 +84,7 @@ normexp.status says which runs of a study have ended, which are missing, and why
 ENDINGS = {
     "train": """\
 Options:
-  -m, --multirun        several values per key (a,b or 'seed=range(1,4)'), every combination
+  -m, --multirun        several values per key (a,b or 'key=range(1,4)'), every combination
   --config-dir FOLDER   your own YAMLs, e.g. FOLDER/norm/mine.yaml for norm=mine; may be repeated
   --cfg job             show the config instead of training
 

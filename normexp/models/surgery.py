@@ -66,8 +66,8 @@ class Surgery:
         if self.classes:
             place = "around" if self.keeps_norms else "in place of"
             classes = _count_names(self.classes.values())
-            sites = format_count(len(self.classes), "site")
-            yield f"{sites} {place} {classes}: {name_some(self.classes)}"
+            sites = f"{format_count(len(self.classes), 'site')} {place} {classes}"
+            yield f"{sites}: {name_some(self.classes)}"
         if left_alone := describe_left_alone(self.left_alone):
             yield f"left alone: {left_alone}"
         if self.lost:

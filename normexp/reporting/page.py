@@ -232,8 +232,8 @@ def norm_table(slice_: Slice) -> Table:
             }
         )
     note = (
-        "Time and memory of one run: those of runs trained together, divided by their number, which "
-        "costs less each. Time is as noisy as the machine."
+        "Time and memory of runs trained together are divided by their number: each costs less "
+        "than a run alone. Time is as noisy as the machine."
     )
     return table_of(
         f"norms_{slice_.slug}", "Norms and their cost", rows, note=note, has_latex=False
