@@ -228,7 +228,7 @@ def draw_curves(slice_: Slice) -> Iterator[Figure]:
         yield Figure(
             name=f"curves_{name.replace('/', '_')}_{slice_.slug}",
             title=f"{metric.label} during training",
-            caption="Means over seeds, at the best learning rate; dots: the last value of each seed.",
+            caption="Means over seeds at the best learning rate; dots: each seed's last value.",
             chart=alt.layer(lines.transform_filter(IS_MEAN), ends.transform_filter(IS_SEED)),
             rows=rows,
         )
