@@ -26,7 +26,7 @@ from normexp.reporting.runs import RunRow
 from normexp.reporting.slices import AXIS_WORDS, NormAtSize, Slice
 from normexp.words import format_count
 
-NOTE = f"{BEST} may be the best: no other norm is shown to be better; they are in no order."
+NOTE = f"{BEST} may be the best: no other norm is shown to be better; marked norms are in no order."
 ADDED_NOTE = (
     f"{ADDED} seeds were added after the first command: adding seeds until a verdict appears makes "
     "a false one more likely than 5 %."
