@@ -194,7 +194,7 @@ def test_a_command_trains_beside_others_and_says_how_many(
     with file_lock(path.with_name("cpu-1")):
         path.with_name("cpu-1").write_text("process 1 (train norm=group)")
         assert main(words_of(tmp_path, "norm=group", "replicas=1", "workers=0")) == 0
-    assert "beside 1 other training on this machine" in capsys.readouterr().err
+    assert "sharing this machine with 1 other training" in capsys.readouterr().err
 
 
 @pytest.mark.slow
