@@ -88,6 +88,40 @@ def test_a_replayed_step_has_the_bits_of_the_step_itself(
             torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
+SMALL = "model.depth=1 model.width=16 model.num_heads=2"
+TYPED = {
+    "averages of the first group": ("convnet", "power norm.running_from=group", Sizes(16, 8, 4)),
+    "averages in sequence": ("convnet", "batch norm.running_from=sequence", Sizes(16, 8, 4)),
+    "decay of norms": ("convnet", "group optim.decay_norm=0.3", Sizes(16)),
+    "norms at places": ("convnet", "salu norm.at={norm1:batch}", Sizes(16, None, 4)),
+    "placement": ("text_encoder", f"progressive_rep_batch placement=simple {SMALL}", Sizes(16)),
+    "adamw": ("text_encoder", f"one_plus_rms optim=adamw model.dropout=0.1 {SMALL}", Sizes(16)),
+    "language": ("gpt", f"rep_batch optim=adamw {SMALL}", Sizes(16)),
+}
+
+
+@on_each_device
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "in_turn"])
+@pytest.mark.parametrize(("model", "words", "sizes"), TYPED.values(), ids=TYPED.keys())
+def test_a_step_as_typed_is_replayed(
+    monkeypatch, device: str, stacked: bool, model: str, words: str, sizes: Sizes
+):
+    if device == "cpu":
+        monkeypatch.setattr(cuda_graph, "CudaGraph", Tape)
+    norm, *others = words.split()
+    choices = {"lr_scales": (1.0, 0.25), "max_grad_norm": 0.5} if model == "convnet" else {}
+    expected, found = (
+        steps_of(
+            build(model, norm, *others, stacked=stacked, sizes=sizes, **choices),
+            device,
+            num_replayed=num_replayed,
+            dtype=torch.bfloat16,
+        )
+        for num_replayed in (0, 2)
+    )
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 @on_each_device
 def test_draws_are_those_of_the_cpu_to_the_bit(device: str):
     augmentation = Augmentation(crop_padding=2, flip=True, cutout=3)
