@@ -29,6 +29,7 @@ from normexp.records.metrics import MetricRow, write_metrics
 from normexp.training.cuda_graph import NOT_RECORDED, RecordedStep, why_not_recorded
 from normexp.training.devices import gpu_arithmetic
 from normexp.training.evaluation import Columns, Evaluator
+from normexp.training.optimizer import match_layouts
 from normexp.training.recipe import Recipe
 from normexp.training.step import Step, StepGradient, compiled_gradient
 
@@ -131,6 +132,7 @@ class TrainingModule(pl.LightningModule):
         )
         # Lightning's wrapper counts steps for callbacks on batches, at 5 % of a small step.
         optimizer: Any = self.optimizers(use_pl_optimizer=recipe.max_chunk == 1)
+        match_layouts(optimizer)
         scheduler: Any = None if recipe.schedule.monitor else self.lr_schedulers()
         self._optimizer_step = Step(
             gradient,
