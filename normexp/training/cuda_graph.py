@@ -13,7 +13,8 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, ClassVar
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,6 @@ class CudaGraph:
     """The kernels that `function` launches, to be launched again; it does not run meanwhile."""
 
     device = "cuda"  # type of the device whose steps it records; the tests have another
-    streams: ClassVar[dict[int, torch.cuda.Stream]] = {}
 
     def __init__(self, function: Callable[[], Tensor]) -> None:
         self.graph = torch.cuda.CUDAGraph()
@@ -59,10 +59,10 @@ class CudaGraph:
             gc.enable()
             torch.cuda.set_stream(current)  # torch 2.11 does not after an error
 
-    @classmethod
-    def side_stream(cls) -> torch.cuda.Stream:
-        device = torch.cuda.current_device()
-        return cls.streams.setdefault(device, torch.cuda.Stream(device))
+    @staticmethod
+    @cache
+    def side_stream() -> torch.cuda.Stream:
+        return torch.cuda.Stream()  # of the one device on which a process trains
 
     @classmethod
     @contextmanager

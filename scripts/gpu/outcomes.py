@@ -29,7 +29,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ or (report.when != "call" and report.passed):
         return
     lines = report.longreprtext.splitlines() if report.failed else []
-    errors = [line for line in lines if line.startswith("E ")] or lines or [""]
-    what = report.outcome, f"{report.duration:.1f}", report.nodeid, errors[-1].strip("E ")[:200]
+    errors = [line for line in lines if line.startswith("E ")] or lines[-1:]
+    why = " ".join(line.removeprefix("E").strip() for line in errors)[:300]
+    what = f"{report.outcome} {report.duration:.1f} {report.nodeid} {why}"
     with open(Path(os.environ["OUT"], "tests.txt"), "a") as file:
-        print(round(time.time() - STARTED), *what, file=file)
+        print(round(time.time() - STARTED), what, file=file)

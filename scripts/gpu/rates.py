@@ -45,17 +45,18 @@ COMMON = "workers=0 save_weights=false val_every_epochs=1000 evaluate_with=[runn
 
 def timing_of(words: list[str], runs_dir: Path) -> dict[str, Any]:
     """Trains; returns the timing of its record, with `steady_ms`."""
-    ends: list[tuple[int, float]] = []  # of chunks: steps and seconds so far
+    ends: list[tuple[int, float]] = []  # of the last training's chunks: steps and seconds so far
     take = TrainingModule.training_step
 
     def timed(module: TrainingModule, chunk: slice) -> None:
         take(module, chunk)
+        if chunk.start == 0:
+            ends.clear()
         ends.append((module.step, module.train_seconds))
 
     with mock.patch.object(TrainingModule, "training_step", timed):
-        code = main(words)
-    if code:
-        return {"code": code}
+        if code := main(words):
+            return {"code": code}
     (steps, seconds), (all_steps, all_seconds) = ends[(len(ends) - 1) // 2], ends[-1]
     steady_ms = 1000 * (all_seconds - seconds) / max(all_steps - steps, 1)
     (path,) = list(runs_dir.rglob("seed-0/result.json"))
@@ -77,9 +78,8 @@ def measure(device: str, runs_dir: Path, rows: list[str], words: str) -> dict[st
             timing = {"error": f"{type(error).__name__}: {error}"}
         with open(OUT / "rates.jsonl", "a") as file:
             file.write(json.dumps({"row": row, **timing}) + "\n")
-        ms = timing.get("steady_ms", 0.0)
+        ms, replayed = timing.get("steady_ms", 0.0), timing.get("replayed_steps", 0)
         speed = timing["samples_per_second"] * timing["step_ms"] / ms if ms else 0.0
-        replayed = timing.get("replayed_steps", 0)
         if "cuda_graph" not in row or replayed:  # otherwise it is not the form that it says
             rates[row] = speed
         print(f"== {speed:>9,.0f} images/s, {ms:.2f} ms, {replayed} replayed: {row}", flush=True)

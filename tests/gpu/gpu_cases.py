@@ -108,9 +108,6 @@ def build(
 
 
 def place(module: TrainingModule, device: str) -> None:
-    """Moves networks and data, with the arithmetic of matmul_precision=highest."""
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic = False, True
     module.replicas.to(device)
     module.batches = module.batches.to(device)
     module.evaluator.data = module.batches.data
@@ -123,7 +120,8 @@ def first_step(module: TrainingModule, device: str, dtype: torch.dtype) -> dict[
     replicas = module.replicas.train()
     gradient = StepGradient(replicas, module.recipe.criterion.loss, module.recipe.sizes, SEEDS)
     (batch,) = module.batches.chunk(0, 1, dtype)
-    values = {"loss": gradient.add(0, batch, gradient.dropout_keys(0))}
+    with gpu_arithmetic("highest"):
+        values = {"loss": gradient.add(0, batch, gradient.dropout_keys(0))}
     state = {name: p.grad for name, p in replicas.named_parameters() if p.grad is not None}
     for name, value in {**state, **dict(replicas.named_buffers())}.items():
         _, tree, own = name.split(".", 2)

@@ -26,6 +26,7 @@ from normexp.data.augment import Augmentation
 from normexp.data.batches import TrainingBatches
 from normexp.errors import UserError
 from normexp.training import cuda_graph
+from normexp.training.devices import gpu_arithmetic
 from normexp.training.statistics import with_population
 
 slow = pytest.mark.slow
@@ -154,7 +155,8 @@ def test_precise_statistics_are_those_of_the_cpu(device: str, norm: str):
         module = build("convnet", name, *words, stacked=False)
         place(module, where)
         data = module.batches.data
-        population = with_population(module.replicas, data, num_samples=40, group_size=16)
+        with gpu_arithmetic("highest"):
+            population = with_population(module.replicas, data, num_samples=40, group_size=16)
         assert population is not None
         states.append(dict(population.cpu().named_buffers()))
     torch.testing.assert_close(*states, rtol=1e-4, atol=1e-5)
