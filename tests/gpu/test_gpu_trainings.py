@@ -103,7 +103,12 @@ def test_a_checkpoint_resumes_to_the_bit_and_moves_between_devices(
     whole = train(build_one(), tmp_path / "whole.ckpt", accelerator=device)
     if cuda_graph:
         assert whole.recorded_step is not None and whole.recorded_step.num_replayed == 7
-    for name, places, atol in (("same", (device, device), 0), ("moved", (device, "cpu"), 1e-9)):
+    # A CPU does not record, so its rates are not rounded to float32.
+    moved_atol = 1e-6 if cuda_graph else 1e-9
+    for name, places, atol in (
+        ("same", (device, device), 0),
+        ("moved", (device, "cpu"), moved_atol),
+    ):
         checkpoint = tmp_path / f"{name}.ckpt"
         for where, stop_at in zip(places, (3, 7), strict=True):
             stopper = StopAt(stop_at)
@@ -231,10 +236,10 @@ class NotesArithmetic(pl.Callback):
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_GPU)])
 def test_a_trainer_of_ones_own_gets_the_arithmetic_of_a_gpu(tmp_path: Path, device: str):
-    module, notes = build_module(), NotesArithmetic()
+    module, notes = build_module(matmul_precision="highest"), NotesArithmetic()
     module.recipe = on_devices(module.recipe, accelerator=device)
     before = torch.backends.cudnn.deterministic
     options = {"logger": False, "enable_progress_bar": False, "default_root_dir": tmp_path}
     pl.Trainer(accelerator="gpu", devices=1, max_epochs=1, callbacks=[notes], **options).fit(module)
-    assert notes.seen == (True, False, False)  # matmul_precision=highest
+    assert notes.seen == (True, False, False)
     assert torch.backends.cudnn.deterministic == before
