@@ -84,7 +84,7 @@ class Evaluator:
         loss = torch.zeros((), dtype=torch.float64)  # (S,) from the first block on
         per_sample: list[Tensor] = []  # (S, block) each
         num_targets, count = 0, len(getattr(self.data, split))
-        num_samples = num_samples or samples_per_forward(replicas, group_size or 1)
+        num_samples = num_samples or samples_per_forward(replicas, self.data, group_size or 1)
         # Samples that share statistics are in random order, and the last block is filled up to
         # whole groups with the first samples, which do not count again: the result must depend
         # neither on the order of the split nor on the number of replicas.

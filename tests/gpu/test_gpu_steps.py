@@ -84,12 +84,11 @@ def test_a_replayed_step_has_the_bits_of_the_step_itself(
         first_step(build(model, norm, stacked=False, sizes=sizes), "cpu", torch.float32)
     except (UserError, ValueError) as error:
         pytest.skip(f"not on a CPU either: {error}")
-    for stacked in (True, False):
-        for dtype in (torch.bfloat16, torch.float32):
-            modules = [build(model, norm, stacked=stacked, sizes=sizes) for _ in range(2)]
-            expected = steps_of(modules[0], device, num_replayed=0, dtype=dtype)
-            found = steps_of(modules[1], device, num_replayed=2, dtype=dtype)
-            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    for stacked, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        modules = [build(model, norm, stacked=stacked, sizes=sizes) for _ in range(2)]
+        expected = steps_of(modules[0], device, num_replayed=0, dtype=dtype)
+        found = steps_of(modules[1], device, num_replayed=2, dtype=dtype)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 SMALL = "model.depth=1 model.width=16 model.num_heads=2"
