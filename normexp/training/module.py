@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +280,7 @@ class TrainingModule(pl.LightningModule):
         self.recorder.rows = state["rows"]
 
 
+@dataclass(eq=False)
 class ChunkLoader:
     """Yields the chunks of an epoch as slices of optimizer steps, from the current step on.
 
@@ -288,8 +290,7 @@ class ChunkLoader:
     does not change any result. (Slices, because Lightning unpacks a range into its items.)
     """
 
-    def __init__(self, module: TrainingModule) -> None:
-        self.module = module
+    module: TrainingModule
 
     def __iter__(self) -> Iterator[slice]:
         module, step = self.module, self.module.step
