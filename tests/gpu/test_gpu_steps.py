@@ -70,7 +70,7 @@ def test_a_step_is_that_of_the_cpu(device: str, model: str, norm: str, sizes: Si
     ("device", "model", "norm", "sizes"),
     [
         pytest.param("cpu", "convnet", "batch", Sizes(16, None, 4), marks=slow),
-        pytest.param("cpu", "text_encoder", "rms", Sizes(16), marks=slow),
+        *(pytest.param("cpu", "text_encoder", norm, Sizes(16), marks=slow) for norm in NORMS),
         *(EVERY if torch.cuda.is_available() else EVERY[:1]),
     ],
 )
