@@ -59,6 +59,5 @@ if wants figure; then
   stage figure 600 14 $PY -m normexp.train experiment=batch_size_cifar runs_dir="$runs" $words
   tar czf "$OUT/runs.tgz" --exclude='*.pt' --exclude='*.ckpt' -C "$WORK" runs 2>/dev/null
 fi
-# Microseconds and memory of single norms, once the figure stands.
-wants norms && stage norms "${NORMS_CAP:-200}" 4 $PY scripts/gpu/norms.py "$DEVICE"
+wants norms && stage norms "${NORMS_CAP:-200}" 4 $PY scripts/gpu/norms.py "$DEVICE"  # once the figure stands
 ls -la "$OUT"
