@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from normexp.batching.copies import copied
+from normexp.batching.draws import keeping_random_state
 from normexp.errors import UserError, one_line
 from normexp.models.formula import (
     TOLERANCE,
@@ -180,10 +181,7 @@ def _form_of(call: Call) -> CallForm:
 
 def run_network(network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
     """A forward with fixed draws. Raises UserError if it fails."""
-    devices = [*{p.device for p in network.parameters() if p.is_cuda}]
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    with torch.random.fork_rng(devices), torch.no_grad():
+    with keeping_random_state(network), torch.no_grad():
         torch.manual_seed(0)
         random.seed(0)
         np.random.seed(0)
@@ -195,9 +193,6 @@ def run_network(network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str
             raise UserError(
                 f"a forward of the model {type(network).__name__} fails: {one_line(error)}"
             ) from error
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
 
 
 # --- A module -------------------------------------------------------------------------------------
