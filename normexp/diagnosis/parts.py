@@ -206,11 +206,12 @@ class Parts:
                 moved.setdefault(owner, []).append(name)
         found: dict[str, list[str]] = {}
         before = self.outputs("", SILENT)
+        trained = dict(self.trained.named_modules())
         for owner, names in moved.items():  # together, since a scale may need its zero point
             model = self.fresh(SILENT)
-            trained = self.trained.get_submodule(owner)
+            module = dict(model.named_modules())[owner]
             for name in names:
-                setattr(model.get_submodule(owner), name, copied(getattr(trained, name)))
+                setattr(module, name, copied(getattr(trained[owner], name)))
             if differ(before, self.run(model, self.calls[""], SILENT)):
                 found[owner] = self.up_to_called(owner)
         return found

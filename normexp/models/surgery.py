@@ -31,6 +31,8 @@ from normexp.norms.site import Site, named_sites
 from normexp.words import name_some
 
 FLOAT_TOLERANCE = 1e-3  # as TOLERANCE, for a network that does not run in float64
+# Of torch's transformers: else they read the weights of a LayerNorm, and normalize by themselves.
+FAST_PATHS = ("activation_relu_or_gelu", "use_nested_tensor")
 
 
 class SiteWithTail(nn.Sequential):
@@ -147,8 +149,11 @@ def replace_norms(
     for module in network.modules():
         if hasattr(module, "inplace"):  # a norm may need its output for its gradient
             setattr(module, "inplace", False)  # noqa: B010 (nn.Module is typed to hold no bool)
-        if isinstance(module, nn.TransformerEncoderLayer) and not factory.keeps_norms:
-            module.activation_relu_or_gelu = 0  # else its fast path reads the weights of LayerNorm
+        if factory.keeps_norms:
+            continue
+        for switch in FAST_PATHS:
+            if hasattr(module, switch):
+                setattr(module, switch, False)
     return surgery
 
 
