@@ -199,7 +199,7 @@ def _record_calls(
         if not isinstance(module, torch.jit.ScriptModule):
             module.register_forward_pre_hook(partial(enter, path))
             module.register_forward_hook(partial(record, path), with_kwargs=True)
-    with functions, torch.compiler.set_stance("force_eager"):  # in a graph nothing is seen
+    with functions:
         run_network(network.train(), args, keywords)
         if not torch_norms <= calls.keys():  # training may drop layers at random
             run_network(network.eval(), args, keywords)
@@ -227,7 +227,8 @@ def _form_of(call: Call) -> CallForm:
 
 def run_network(network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
     """A forward with fixed draws. Raises UserError if it fails."""
-    with keeping_random_state(network), torch.no_grad():
+    eagerly = torch.compiler.set_stance("force_eager")  # in a graph no call is seen
+    with keeping_random_state(network), torch.no_grad(), eagerly:
         torch.manual_seed(0)
         random.seed(0)
         np.random.seed(0)

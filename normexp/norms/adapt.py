@@ -230,10 +230,11 @@ def find_layout(
         layout: where its channels are, if the user says it.
 
     Raises:
-        UserError: no input is accepted, or the norm breaks its contract in any layout.
+        UserError: no input is accepted.
     """
     first, last = list[int](), list[int]()  # numbers of dimensions that fit, by layout
     problems: dict[str, str] = {}  # by the line of code that fails
+    breach: UserError | None = None  # of the contract, which another layout may not mend
     with torch.random.fork_rng(devices=[]):
         for order, fitting in (("first", first), ("last", last)):
             if layout not in (None, order):
@@ -243,8 +244,8 @@ def find_layout(
                 try:
                     _try(build, num_features, x, Layout(order == "last", (num_dims,)), target)
                     fitting.append(num_dims)
-                except UserError:
-                    raise
+                except UserError as error:
+                    breach = breach or error
                 except Exception as error:  # foreign code may raise anything
                     line = source_line_of(error) or type(error).__name__
                     problem = f"on an input of shape {tuple(x.shape)}: {one_line(error)}"
@@ -253,7 +254,7 @@ def find_layout(
         if 4 in first and 4 in last:
             channels_last = _pools_last_axis_alone(build(num_features), _input(4, num_features))
     if not first and not last:
-        raise UserError(
+        raise breach or UserError(
             f"norm._target_={target} does not fit {'; '.join(problems.values())}; "
             "norm.layout=first or norm.layout=last says where its channels are"
         )
@@ -280,7 +281,8 @@ def _try(build: Build, num_features: int, x: Tensor, layout: Layout, target: str
     """Runs a fresh norm in training and in evaluation.
 
     Raises what the norm raises, TypeError if it does not keep the shape of its input, and UserError
-    if it breaks the contract of a norm in any layout. Warnings are errors: torch warns when it reads (N, C) as one sample without a batch axis.
+    if it breaks the contract of a norm otherwise. Warnings are errors: torch warns when it reads
+    (N, C) as one sample without a batch axis.
     """
     torch.default_generator.manual_seed(0)
     norm = copy.deepcopy(build(num_features)).train()
