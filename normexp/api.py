@@ -288,9 +288,10 @@ def replace_norms(
     done = surgery.replace_norms(network, factory, recognition)
     for site, size in sites.items():  # those that stay
         site.norm_batch_size = size
+    notes = [*done.notes()]
     if inputs is not None:
-        surgery.check_called(network, args, keywords)
-    _warn([f"norm={norm}: {note}" for note in done.notes()])
+        notes += surgery.check_called(network, args, keywords)
+    _warn([f"norm={norm}: {note}" for note in notes])
     return network
 
 

@@ -596,6 +596,27 @@ def test_a_padded_transformer_of_torch_evaluates_with_other_norms() -> None:
     torch.testing.assert_close(output[~padded], expected[~padded], rtol=0, atol=1e-5)
 
 
+class TimeFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.transpose(0, 1)).transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("norm", "knobs", "is_said"),
+    [("instance", {}, True), ("batch", {"norm_batch_size": 2}, True), ("batch", {}, False)],
+)
+def test_a_site_whose_first_axis_is_not_that_of_samples_is_said(
+    norm: str, knobs: dict[str, Any], is_said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    normexp.replace_norms(TimeFirst(), norm, TOKENS, **knobs)
+    said = "at norm the first axis, taken for samples, is not that of the inputs"
+    assert (said in caplog.text) is is_said
+
+
 def test_a_norm_alone_is_no_network() -> None:
     with pytest.raises(UserError, match="no norm that is recognised"):
         normexp.replace_norms(nn.LayerNorm(C), "rms", TOKENS)
