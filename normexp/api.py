@@ -235,7 +235,7 @@ def replace_norms(
 
     A norm is recognised by what it computes: a gain and a shift by channel, after moments over
     samples, groups of channels or one position. The new one takes its place, layout, device,
-    gain, shift and running moments, and its eps and momentum unless `knobs` set others. Frozen
+    gain, shift and running moments, and its eps and momentum unless `knobs` set them. Frozen
     parameters stay frozen. What computes more, such as an activation inside its forward, is left as
     it is. Logged as a warning: what was replaced, what was left and why, and what the new norm has
     no place for. A second call replaces the norms of the first.
@@ -268,10 +268,14 @@ def replace_norms(
         raise UserError(f"model is a {kind}, must be an nn.Module, not its class or state_dict")
     check_value("norm", norm, str)
     check_value("norm_batch_size", norm_batch_size, Count | None)
+    if lacking := knobs.keys() & {"at", "half_life"}:
+        raise UserError(
+            f"{min(lacking)} needs a training by normexp; drop it, or use normexp.module"
+        )
     words = [
         f"{'' if key == 'eps' else 'norm.'}{key}={as_typed(value)}" for key, value in knobs.items()
     ]
-    factory = build_norm(compose_config([f"norm={norm}", *words]), norm_batch_size)
+    factory = build_norm(compose_config([f"norm={norm}", *words]), norm_batch_size, typed=knobs)
     keywords = inputs if isinstance(inputs, Mapping) else {}
     args = () if keywords else inputs if isinstance(inputs, tuple) else (inputs,)
     network = copied(model)
@@ -284,9 +288,10 @@ def replace_norms(
     done = surgery.replace_norms(network, factory, recognition)
     for site, size in sites.items():  # those that stay
         site.norm_batch_size = size
+    notes = [*done.notes()]
     if inputs is not None:
-        surgery.check_called(network, args, keywords)
-    _warn([f"norm={norm}: {note}" for note in done.notes()])
+        notes += surgery.check_called(network, args, keywords)
+    _warn([f"norm={norm}: {note}" for note in notes])
     return network
 
 

@@ -7,8 +7,12 @@ stack. A seed means the same draws for every norm, so norms can be compared in p
 from __future__ import annotations
 
 import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -36,6 +40,20 @@ def derive_seed(seed: int, stream: Stream, index: int = 0) -> int:
 def generator(seed: int, stream: Stream, index: int = 0) -> torch.Generator:
     """Returns a CPU generator for one draw, so that draws are the same on every device."""
     return torch.Generator().manual_seed(derive_seed(seed, stream, index))
+
+
+@contextmanager
+def keeping_random_state(network: nn.Module) -> Iterator[None]:
+    """Restores the random states of torch, NumPy and Python at the end, also after an error."""
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    devices = [*{p.device for p in network.parameters() if p.is_cuda}]
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -89,7 +89,8 @@ class Probe:
         gradients: State = {}
         with fixed_draws(), torch.set_grad_enabled(has_backward):
             start = torch.get_rng_state()
-            out = functional_call(self.module, tensors, (x, *mask))
+            copy_of_x = x.clone()  # which the module may change in place
+            out = functional_call(self.module, tensors, (copy_of_x, *mask))
             drew = not torch.equal(start, torch.get_rng_state())
             if has_backward and out.requires_grad:
                 leaves = {INPUT: x} | parameters

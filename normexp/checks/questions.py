@@ -110,7 +110,7 @@ def gradient_is_right(case: NormCase) -> Reply:
     if case.training and _backward_moves_state(norm, case):
         for seed in range(SETTLING_STEPS):
             x = case.values(torch.float64, seed).requires_grad_()
-            (norm(x) * case.values(torch.float64, seed + 1)).sum().backward()
+            (norm(x.clone()) * case.values(torch.float64, seed + 1)).sum().backward()
     if find_wrong_slope(norm, case, *FINE) is None:
         return None
     wrong = find_wrong_slope(norm, case, *COARSE)
@@ -142,7 +142,7 @@ def find_wrong_slope(
         state = {name: value.clone() for name, value in start.items()}
         parameters = dict(tensors)
         x = parameters.pop("the input")
-        return functional_call(norm, parameters | state, (x,))
+        return functional_call(norm, parameters | state, (x.clone(),))
 
     for tensor in tensors.values():
         tensor.requires_grad_()
@@ -170,7 +170,7 @@ def reaches_parameters(case: NormCase) -> Reply:
     norm = case.trained(torch.float32)
     parameters = {name: p for name, p in norm.named_parameters() if p.requires_grad}
     if parameters:
-        (norm(case.values().requires_grad_()) * case.values(seed=1)).sum().backward()
+        (norm(case.values().requires_grad_().clone()) * case.values(seed=1)).sum().backward()
     without = [name for name, parameter in parameters.items() if parameter.grad is None]
     return f"no gradient reaches {', '.join(without)}" if without else None
 

@@ -285,7 +285,8 @@ def _training_step(replicas: InTurn | Stacked, batch: Batch) -> State:
     inputs = batch["inputs"]
     inputs.grad = None
     with fixed_draws(), torch.enable_grad():
-        output = replicas.measure(batch, lambda output, _: output)
+        copies = {**batch, "inputs": inputs.clone()}  # which a network may change in place
+        output = replicas.measure(copies, lambda output, _: output)
         if output.requires_grad:
             (output * normal(output.shape, 1).to(output.dtype)).sum().backward()
     results = {"the output": output.detach()}

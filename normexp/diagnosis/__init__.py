@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from pytorch_lightning.utilities.seed import isolate_rng
 from torch import nn
 
+from normexp.batching.draws import keeping_random_state
 from normexp.diagnosis.findings import find
 from normexp.diagnosis.measure import Measurement
 from normexp.diagnosis.network import FORM, Loss, read_batches
@@ -37,7 +37,7 @@ def diagnose(
             f"batches is a {type(batches).__name__}, must be a DataLoader, as "
             f"torch.utils.data.DataLoader(dataset, batch_size=32, shuffle=True); {FORM}"
         )
-    with isolate_rng():
+    with keeping_random_state(model):
         measured = Measurement(model, read_batches(batches, max_batches, model), loss, tolerance)
         findings = find(measured)
     return Diagnosis(

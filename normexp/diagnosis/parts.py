@@ -7,6 +7,7 @@ mix samples, or act differently in training.
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import nullcontext
 from itertools import permutations
 from typing import Any, NamedTuple
 
@@ -57,6 +58,7 @@ class Parts:
         evaluation: the modes in which it is evaluated: as they are, or after `eval()`.
         trained, evaluated: copies after one forward.
         calls: what each module was called with first in training, by path.
+        autocasts: the automatic precision in which it was called, by path.
         fixed: weights that no forward changes, which all copies share.
     """
 
@@ -74,6 +76,7 @@ class Parts:
         self.num = num_samples(batch)
         self.criterion = loss
         self.calls: dict[str, Call] = {}
+        self.autocasts: dict[str, torch.autocast] = {}
         with hooked(model, _refuse):
             with hooked(self.trained, self._record):
                 self.loss(self.trained, batch, self.training)
@@ -90,6 +93,13 @@ class Parts:
     def _record(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         call = tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs))
         self.calls.setdefault(path, call)
+        device = tensors_in(call)[0].device.type if tensors_in(call) else "cpu"
+        autocast = torch.autocast(
+            device,
+            dtype=torch.get_autocast_dtype(device),
+            enabled=torch.is_autocast_enabled(device),
+        )
+        self.autocasts.setdefault(path, autocast)
 
     def fresh(self, modes: Modes, path: str = "") -> nn.Module:
         """A copy of the module at a path, in these modes."""
@@ -103,14 +113,22 @@ class Parts:
     # --- What a module computes ------------------------------------------------------------------
 
     def run(self, module: nn.Module, call: Call, modes: Modes, seed: int = 0) -> list[Tensor]:
+        """The outputs of a module; none if it does not run alone.
+
+        For example, the module around it may set attributes of it in each forward.
+        """
         args, kwargs = call
         torch.manual_seed(seed)
-        with torch.set_grad_enabled(modes.learning):
-            return tensors_in(module(*args, **kwargs))
+        try:
+            with torch.set_grad_enabled(modes.learning):
+                return tensors_in(module(*args, **kwargs))
+        except Exception:  # foreign code may raise anything
+            return []
 
     def outputs(self, path: str, modes: Modes, call: Call | None = None) -> list[Tensor]:
         """The outputs of a module in these modes, for `call` or what it was called with."""
-        return self.run(self.fresh(modes, path), call or self.calls[path], modes)
+        with self.autocasts.get(path, nullcontext()):
+            return self.run(self.fresh(modes, path), call or self.calls[path], modes)
 
     def mixes(self, path: str, modes: Modes) -> bool:
         """True if a sample's output depends on the other samples."""
@@ -120,7 +138,7 @@ class Parts:
         after = self.outputs(path, modes, all_alike)
         return any(
             moves(old[middle], new[middle])
-            for old, new in zip(before, after, strict=True)
+            for old, new in zip(before, after, strict=False)
             if old.ndim and len(old) == self.num
         )
 
@@ -181,16 +199,19 @@ class Parts:
 
         State is what a training forward moved and an evaluation depends on.
         """
+        moved: dict[str, list[str]] = {}  # names of state by the path of its module
+        for path in differing_values(self.trained, self.model):
+            owner, _, name = path.rpartition(".")
+            if not is_within(owner, *sites):
+                moved.setdefault(owner, []).append(name)
         found: dict[str, list[str]] = {}
         before = self.outputs("", SILENT)
         trained = dict(self.trained.named_modules())
-        for moved in differing_values(self.trained, self.model):
-            owner, _, name = moved.rpartition(".")
-            if owner in found or is_within(owner, *sites):
-                continue
+        for owner, names in moved.items():  # together, since a scale may need its zero point
             model = self.fresh(SILENT)
-            value = copied(getattr(trained[owner], name))
-            setattr(dict(model.named_modules())[owner], name, value)
+            module = dict(model.named_modules())[owner]
+            for name in names:
+                setattr(module, name, copied(getattr(trained[owner], name)))
             if differ(before, self.run(model, self.calls[""], SILENT)):
                 found[owner] = self.up_to_called(owner)
         return found
@@ -211,8 +232,9 @@ def set_modes(module: nn.Module, modes: Modes, path: str = "") -> nn.Module:
 
 
 def differ(outputs: list[Tensor], others: list[Tensor]) -> bool:
-    """True beyond rounding."""
-    return any(change(*pair) > ROUNDING for pair in zip(outputs, others, strict=False))
+    """True beyond rounding, or if there are more of one."""
+    pairs = zip(outputs, others, strict=False)
+    return len(outputs) != len(others) or any(change(*pair) > ROUNDING for pair in pairs)
 
 
 def _refuse(path: str, *_: Any) -> None:

@@ -18,9 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.overrides import TorchFunctionMode
 
 from normexp.batching.copies import copied
+from normexp.batching.draws import keeping_random_state
 from normexp.errors import UserError, one_line
 from normexp.models.formula import (
     TOLERANCE,
@@ -44,6 +47,14 @@ TORCH_NORMS = {  # their formulas by class
     nn.LayerNorm: "layer",
     nn.RMSNorm: "rms",
 }
+NORM_FUNCTIONS = (
+    functional.batch_norm,
+    functional.group_norm,
+    functional.instance_norm,
+    functional.layer_norm,
+    functional.rms_norm,
+)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 TYPICAL = 3.0  # standard deviation of inputs as in networks
 Cache = dict[str, NormDescription | Misfit]
 NOTHING: Mapping[str, Any] = {}
@@ -76,12 +87,14 @@ class Call(NamedTuple):
     """A call of a module in a forward.
 
     Attributes:
-        keeps_shape: it returned a tensor of the shape and dtype of its first argument (N, ...).
+        keeps_shape: it returned a tensor of the shape of its first argument (N, ...).
+        dtype: of what it returned, None if that was no tensor.
     """
 
     args: tuple[Any, ...]
     keywords: Mapping[str, Any]
     keeps_shape: bool
+    dtype: torch.dtype | None
 
 
 def recognise(
@@ -95,7 +108,9 @@ def recognise(
     Raises:
         UserError: the forward fails.
     """
-    calls = None if args is None else _record_calls(copied(network), args, keywords)
+    calls, functions = None, {}
+    if args is not None:
+        calls, functions = _record_calls(copied(network), args, keywords)
     modules = dict(network.named_modules())
     parts: set[nn.Module] = set()  # of what computes a weight, and of what is one norm
     for module in modules.values():
@@ -122,41 +137,73 @@ def recognise(
     for path, other in left_alone.items():
         if type(modules[path]) in classes:  # called in another way
             left_alone[path] = replace(other, resembles_norm=True)
+    of_norms = {part for module in named for part in module.modules()}
+    for path, function in functions.items():
+        module = network.get_submodule(path)
+        if module not in of_norms | parts and not isinstance(module, nn.Conv2d):  # of a weight
+            left_alone[path] = LeftAlone(class_name_of(module), f"it calls {function}", True, False)
     return Recognition({path: norms[path] for path in modules if path in norms}, left_alone)
 
 
 # --- The forward ----------------------------------------------------------------------------------
 
 
+class _WatchedFunctions(TorchFunctionMode):
+    """Notes which of NORM_FUNCTIONS is called, in `called` by the path of the running module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running: list[str] = []  # paths, the innermost last
+        self.called: dict[str, str] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        if func in NORM_FUNCTIONS and self.running:
+            self.called[self.running[-1]] = func.__name__
+        return func(*args, **(kwargs or {}))
+
+
 def _record_calls(
     network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]
-) -> dict[str, list[Call]]:
-    """The calls of each module; TorchScript's cannot be watched."""
+) -> tuple[dict[str, list[Call]], dict[str, str]]:
+    """The calls of each module, and the module's calls of NORM_FUNCTIONS.
+
+    TorchScript's cannot be watched.
+    """
     calls: defaultdict[str, list[Call]] = defaultdict(list)
+    functions = _WatchedFunctions()
+
+    def enter(path: str, _: nn.Module, __: Any) -> None:
+        functions.running.append(path)
 
     def record(
         path: str, _: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], out: Any
     ) -> None:
+        functions.running.pop()
         x = next(iter((*args, *keywords.values())), None)
         keeps_shape = (
             isinstance(x, Tensor)
             and isinstance(out, Tensor)
             and x.is_floating_point()
             and x.ndim > 1
-            and (out.shape, out.dtype) == (x.shape, x.dtype)
+            and out.shape == x.shape
         )
-        calls[path].append(Call(args, keywords, keeps_shape))
+        calls[path].append(Call(args, keywords, keeps_shape, getattr(out, "dtype", None)))
 
     torch_norms = set()
     for path, module in network.named_modules():
         if type(module) in TORCH_NORMS:
             torch_norms.add(path)
         if not isinstance(module, torch.jit.ScriptModule):
+            module.register_forward_pre_hook(partial(enter, path))
             module.register_forward_hook(partial(record, path), with_kwargs=True)
-    run_network(network.train(), args, keywords)
-    if not torch_norms <= calls.keys():  # training may drop layers at random
-        run_network(network.eval(), args, keywords)
-    return calls
+    with functions:
+        run_network(network.train(), args, keywords)
+        if not torch_norms <= calls.keys():  # training may drop layers at random
+            run_network(network.eval(), args, keywords)
+    return calls, functions.called
 
 
 def _form_of(call: Call) -> CallForm:
@@ -180,10 +227,8 @@ def _form_of(call: Call) -> CallForm:
 
 def run_network(network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
     """A forward with fixed draws. Raises UserError if it fails."""
-    devices = [*{p.device for p in network.parameters() if p.is_cuda}]
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    with torch.random.fork_rng(devices), torch.no_grad():
+    eagerly = torch.compiler.set_stance("force_eager")  # in a graph no call is seen
+    with keeping_random_state(network), torch.no_grad(), eagerly:
         torch.manual_seed(0)
         random.seed(0)
         np.random.seed(0)
@@ -195,9 +240,6 @@ def run_network(network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str
             raise UserError(
                 f"a forward of the model {type(network).__name__} fails: {one_line(error)}"
             ) from error
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
 
 
 # --- A module -------------------------------------------------------------------------------------
@@ -233,10 +275,14 @@ def _describe(module: nn.Module, calls: list[Call] | None, cache: Cache) -> Norm
     if _is_of_torch(module) and not is_torch_norm:
         raise Misfit("torch has it, and it is no norm")
     forms = tuple(dict.fromkeys(_form_of(call) for call in calls or ()))
-    if module._forward_hooks or module._forward_pre_hooks:
+    if any(getattr(module, hooks) for hooks in HOOKS):
         raise Misfit("it has a hook, which a new norm would not call")
     if is_torch_norm and "forward" not in vars(module):
         return _read_torch_norm(module)
+    for call in calls or ():
+        x = next(iter((*call.args, *call.keywords.values())))
+        if call.dtype != x.dtype:  # torch's own norms do so under autocast alone
+            raise Misfit(f"it returns {call.dtype} for {x.dtype}")
     plain = bool | int | float | str | tuple
     settings = [item for item in vars(module).items() if isinstance(item[1], plain)]
     shapes = [(name, tensor.shape) for name, tensor in tensors_of(module).items()]
@@ -284,6 +330,8 @@ def _read_torch_norm(module: Any) -> NormDescription:
     settings: dict[str, Any] = {"affine": module.weight is not None, "eps": float(eps)}
     if hasattr(module, "momentum"):
         settings["momentum"] = module.momentum
+    if name == "batch":
+        settings["track_running_stats"] = module.running_mean is not None
     return NormDescription(Formula(name, shape is not None, num_groups), num_features, settings)
 
 

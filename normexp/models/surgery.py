@@ -27,10 +27,12 @@ from normexp.models.formula import (
 from normexp.models.recognise import LeftAlone, Recognition, run_network
 from normexp.norms.contract import HasRamp, State
 from normexp.norms.factory import NormFactory
-from normexp.norms.site import Site, named_sites
+from normexp.norms.site import Site, input_and_mask, named_sites
 from normexp.words import format_count, name_some
 
 FLOAT_TOLERANCE = 1e-3  # as TOLERANCE, for a network that does not run in float64
+# Of torch's transformers: else they read the weights of a LayerNorm, and normalize by themselves.
+FAST_PATHS = ("activation_relu_or_gelu", "use_nested_tensor")
 
 
 class SiteWithTail(nn.Sequential):
@@ -148,8 +150,11 @@ def replace_norms(
     for module in network.modules():
         if hasattr(module, "inplace"):  # a norm may need its output for its gradient
             setattr(module, "inplace", False)  # noqa: B010 (nn.Module is typed to hold no bool)
-        if isinstance(module, nn.TransformerEncoderLayer) and not factory.keeps_norms:
-            module.activation_relu_or_gelu = 0  # else its fast path reads the weights of LayerNorm
+        if factory.keeps_norms:
+            continue
+        for switch in FAST_PATHS:
+            if hasattr(module, switch):
+                setattr(module, switch, False)
     return surgery
 
 
@@ -187,14 +192,26 @@ def check_formulas(
             )
 
 
-def check_called(network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-    """Runs a network in both modes. Raises UserError if that fails, or a site is never entered."""
+def check_called(
+    network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> list[str]:
+    """Runs a network in both modes; notes sites that take another axis for that of the samples.
+
+    Raises:
+        UserError: a forward fails, or a site is never entered.
+    """
     network = copied(network)
     names = {site: name for name, site in named_sites(network)}
+    tensors = [value for value in (*args, *keywords.values()) if isinstance(value, Tensor)]
     entered: set[Site] = set()
+    turned: list[str] = []
     running: list[Site] = []  # the site in which a forward fails
 
-    def enter(site: Site, _: Any) -> None:
+    def enter(site: Site, inputs: tuple[Any, ...], named_inputs: dict[str, Any]) -> None:
+        x, _ = input_and_mask(inputs, named_inputs)
+        reads_samples = site.norm_batch_size is not None or site.view == "sequence"
+        if site not in entered and reads_samples and tensors and len(x) != len(tensors[0]):
+            turned.append(names[site])
         entered.add(site)
         running.append(site)
 
@@ -202,7 +219,7 @@ def check_called(network: nn.Module, args: tuple[Any, ...], keywords: Mapping[st
         running.pop()
 
     for site in names:
-        site.register_forward_pre_hook(enter)
+        site.register_forward_pre_hook(enter, with_kwargs=True)
         site.register_forward_hook(leave)
     for training in (True, False):
         try:
@@ -212,6 +229,9 @@ def check_called(network: nn.Module, args: tuple[Any, ...], keywords: Mapping[st
             raise UserError(f"{where}{error}") from error
     if idle := sorted(name for site, name in names.items() if site not in entered):
         raise UserError(f"the new norm at {name_some(idle)} is never called; use norm=as_built")
+    if not turned:
+        return []
+    return [f"at {name_some(turned)} the first axis, taken for samples, is not that of the inputs"]
 
 
 def _outputs(network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Tensor:

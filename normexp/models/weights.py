@@ -6,7 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from pickle import UnpicklingError
@@ -112,13 +112,23 @@ def load_fitting(network: nn.Module, values: Values) -> tuple[dict[str, str], Va
             continue
         if value.ndim == tensor.ndim == 4 and (value.shape[1], tensor.shape[1]) == (3, 1):
             value = value.sum(dim=1, keepdim=True)  # a grey image is three equal colours
-        if value.shape == tensor.shape:
+        if misfit := _misfit(tensor, value):
+            unloaded[name] = misfit
+        else:
             fitting[name] = value
             unused.pop(names[name], None)
-        else:
-            unloaded[name] = f"is {_size(tensor)}, in the file {_size(value)}"
     network.load_state_dict(fitting, strict=False)
     return unloaded, unused
+
+
+def _misfit(tensor: Tensor, value: Tensor) -> str:
+    """Why a value of a file cannot be loaded into a tensor; "" if it can."""
+    if value.shape != tensor.shape:
+        return f"is {_size(tensor)}, in the file {_size(value)}"
+    is_dense = value.layout == torch.strided and not value.is_meta
+    if not is_dense or value.is_floating_point() != tensor.is_floating_point():
+        return f"is in the file as {value.layout} {value.dtype} on {value.device}, must be plain"
+    return "" if value.isfinite().all() else "holds NaN or infinity in the file"
 
 
 def _size(tensor: Tensor) -> str:
@@ -175,14 +185,17 @@ def read_values(path: Path) -> Values:
     plain values are unpickled.
     """
     key = f"model.weights={path}"
-    if path.suffix == ".safetensors":
-        if find_spec("safetensors") is None:
-            raise UserError(f"{key} needs the package safetensors; pip install safetensors")
-        from safetensors.torch import load_file as load
-    else:
-        load = partial(torch.load, map_location="cpu", weights_only=True)
     try:
-        content: Any = load(path)
+        with path.open("rb") as file:  # whatever its name
+            is_safetensors = file.read(9).endswith(b"{")  # a header in JSON, behind its length
+            file.seek(0)
+            content: Any = (
+                _load_safetensors(path)
+                if is_safetensors
+                else torch.load(file, map_location="cpu", weights_only=True)
+            )
+    except UserError:
+        raise
     except Exception as error:  # torch and safetensors raise many kinds
         why = one_line(error)
         if isinstance(error, UnpicklingError):
@@ -196,6 +209,14 @@ def read_values(path: Path) -> Values:
     if not values:
         raise UserError(f"{key} holds no tensors by name; name the file of a state_dict")
     return values
+
+
+def _load_safetensors(path: Path) -> Values:
+    if find_spec("safetensors") is None:
+        raise UserError(f"model.weights={path} needs the package safetensors; install it by pip")
+    from safetensors.torch import load_file
+
+    return load_file(path)
 
 
 def _named_tensors(content: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -125,6 +125,8 @@ def adapt(make: Callable[..., Any], *, target: str, eps: float | None) -> Build:
         if not isinstance(norm, nn.Module):
             kind = type(norm).__name__
             raise UserError(f"norm._target_={target} made a {kind}, not an nn.Module")
+        if isinstance(norm, torch.jit.ScriptModule):
+            raise UserError(f"norm._target_={target} is TorchScript; name the class that it is of")
         return norm
 
     return construct
@@ -232,6 +234,7 @@ def find_layout(
     """
     first, last = list[int](), list[int]()  # numbers of dimensions that fit, by layout
     problems: dict[str, str] = {}  # by the line of code that fails
+    breach: UserError | None = None  # of the contract, which another layout may not mend
     with torch.random.fork_rng(devices=[]):
         for order, fitting in (("first", first), ("last", last)):
             if layout not in (None, order):
@@ -239,8 +242,10 @@ def find_layout(
             for num_dims in PROBED_DIMS:
                 x = _input(num_dims, num_features).movedim(1, -1 if order == "last" else 1)
                 try:
-                    _try(build, num_features, x, Layout(order == "last", (num_dims,)))
+                    _try(build, num_features, x, Layout(order == "last", (num_dims,)), target)
                     fitting.append(num_dims)
+                except UserError as error:
+                    breach = breach or error
                 except Exception as error:  # foreign code may raise anything
                     line = source_line_of(error) or type(error).__name__
                     problem = f"on an input of shape {tuple(x.shape)}: {one_line(error)}"
@@ -249,7 +254,7 @@ def find_layout(
         if 4 in first and 4 in last:
             channels_last = _pools_last_axis_alone(build(num_features), _input(4, num_features))
     if not first and not last:
-        raise UserError(
+        raise breach or UserError(
             f"norm._target_={target} does not fit {'; '.join(problems.values())}; "
             "norm.layout=first or norm.layout=last says where its channels are"
         )
@@ -272,11 +277,12 @@ def _input(num_dims: int, num_features: int) -> Tensor:
     return torch.randn(sizes, generator=torch.Generator().manual_seed(0))
 
 
-def _try(build: Build, num_features: int, x: Tensor, layout: Layout) -> None:
+def _try(build: Build, num_features: int, x: Tensor, layout: Layout, target: str) -> None:
     """Runs a fresh norm in training and in evaluation.
 
-    Raises what the norm raises, and TypeError if it does not keep the shapes of input or state.
-    Warnings are errors: torch warns when it reads (N, C) as one sample without a batch axis.
+    Raises what the norm raises, TypeError if it does not keep the shape of its input, and UserError
+    if it breaks the contract of a norm otherwise. Warnings are errors: torch warns when it reads
+    (N, C) as one sample without a batch axis.
     """
     torch.default_generator.manual_seed(0)
     norm = copy.deepcopy(build(num_features)).train()
@@ -286,12 +292,18 @@ def _try(build: Build, num_features: int, x: Tensor, layout: Layout) -> None:
         warnings.simplefilter("error", UserWarning)
         out = norm(x, **mask)
         norm.eval()(1 + 2 * x.flip(0), **mask)
+    key = f"norm._target_={target}"
     if not isinstance(out, Tensor):
-        raise TypeError(f"it returns a {type(out).__name__}, not a tensor")
-    if (out.shape, out.dtype) != (x.shape, x.dtype):
-        raise TypeError(f"it returns {out.dtype} {tuple(out.shape)} for {x.dtype}")
+        raise UserError(f"{key} returns a {type(out).__name__}, must return one tensor")
+    if out.shape != x.shape:
+        raise TypeError(f"it returns {tuple(out.shape)}")
+    if out.dtype != x.dtype:
+        raise UserError(f"{key} returns {out.dtype} for {x.dtype}; let it end with out.to(x.dtype)")
     if _shapes(norm) != before:
-        raise TypeError("it creates or reshapes parameters or buffers in its forward")
+        raise UserError(
+            f"{key} creates or reshapes parameters or buffers in its forward; make them in "
+            "__init__, from its number of features"
+        )
 
 
 def _shapes(norm: nn.Module) -> dict[str, torch.Size]:

@@ -30,6 +30,7 @@ def build_norm(
     num_steps: int = NUM_TRAINING_STEPS,
     num_positions: int | None = None,
     momentum: float | None = None,
+    typed: Collection[str] = (),
 ) -> NormFactory:
     """The factory that builds the norm of every site, and the parts around it that slots set.
 
@@ -39,6 +40,7 @@ def build_norm(
         num_steps: of the training, for a norm whose signature has `num_training_steps`.
         num_positions: of a text, for a norm that keeps state per position.
         momentum: of running averages, if the norm sets a half-life instead.
+        typed: keys that win over the settings of a replaced norm, also at their shipped values.
 
     Raises:
         UserError: a knob that the norm does not take, or a setting without effect.
@@ -56,7 +58,7 @@ def build_norm(
             "norm.running_from=sequence: this norm counts optimizer steps, and would count each "
             "group as one; try norm.running_from=group"
         )
-    fixed = _changed_settings(config)
+    fixed = _changed_settings(config).union(typed)
     if momentum is not None:
         fixed.add("momentum")
     keeps_norms = target.call.func is AsBuilt
@@ -103,7 +105,7 @@ class NormMaker:
     _builders: dict[tuple[Any, ...], Callable[[int], nn.Module]] = field(default_factory=dict)
 
     def __call__(self, num_features: int, **settings: Any) -> nn.Module:
-        """The norm of a site. settings: eps, momentum and affine of the norm that it replaces."""
+        """The norm of a site; `settings` are those of the norm that it replaces."""
         kept = {key: value for key, value in settings.items() if key not in self.fixed}
         alike = tuple(sorted(kept.items()))
         if alike not in self._builders:  # a foreign norm is tried out once for all sites alike
@@ -132,10 +134,10 @@ def _shipped_norm(name: str) -> dict[str, Any]:
 
 
 def _changed_settings(config: Mapping[str, Any]) -> set[str]:
-    """Those of eps, momentum and affine whose values differ from the shipped ones."""
+    """Those settings of a replaced norm whose values differ from the shipped ones."""
     values = config["norm"]
     shipped = shipped_values("norm", values["_target_"]) or {}
-    typed = values.keys() & {"eps", "momentum", "affine"}
+    typed = values.keys() & {"eps", "momentum", "affine", "track_running_stats"}
     changed = {key for key in typed if key not in shipped or values[key] != shipped[key]}
     return changed | ({"eps"} if config["eps"] != shipped_config()["eps"] else set())
 

@@ -104,8 +104,8 @@ class NormFactory:
         Restores the random state, so that a model starts from the same weights with every norm.
 
         Args:
-            settings: eps, momentum and affine of the norm that this one replaces; `make` applies
-                those that the new norm has and the config does not set.
+            settings: of the norm that this one replaces, as eps, momentum and affine; `make`
+                applies those that the new norm has and the config does not set.
         """
         with torch.random.fork_rng(devices=[]):
             return self.make(num_features, **settings)

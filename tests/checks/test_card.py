@@ -56,6 +56,23 @@ def test_each_line_has_a_norm_that_breaks_it():
     assert {name for _, name, _ in broken.CAUGHT_BY.values()} == {*CONTRACT} - {"can be built"}
 
 
+class InPlace(nn.Module):
+    """Centres its input in place, as memory-saving norms do."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(num_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x -= x.mean(dim=1, keepdim=True)
+        return x * self.gain.view(-1, *[1] * (x.ndim - 2))
+
+
+def test_a_norm_may_change_its_input_in_place():
+    assert_contract(InPlace, 8)
+    assert "leaf" not in line_of(InPlace, "replicas under vmap").detail
+
+
 class InSingle(nn.Module):
     """RMS norm of language models: channels last, float32 inside whatever it is given."""
 

@@ -53,6 +53,7 @@ MOVED: dict[str, tuple[nn.Module, str | None]] = {
     "instance": (InstanceNorm(6), None),
     "counter": (StateOnly(lambda _: torch.ones(())), None),
     "dropout": (nn.Dropout(0.5), None),
+    "in place": (broken.Applies(lambda x: x.mul_(2)), None),
 }
 
 

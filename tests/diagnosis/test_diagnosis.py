@@ -579,6 +579,86 @@ class Closed(nn.Module):
         return self.run(x)
 
 
+class InBfloat16(nn.Module):
+    """Runs its parts under autocast, which they need for inputs of this dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = trained()
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.model(x).float()
+
+
+class Domain(nn.Module):
+    """A batch norm, and a shift by domain that the network sets before each call."""
+
+    domain: int
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(num_features)
+        self.shifts = nn.Parameter(torch.zeros(2, num_features, 1, 1))
+
+    def forward(self, x):
+        return self.norm(x) + self.shifts[self.domain]
+
+
+class OfDomains(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.model = Domain(1), trained()
+
+    def forward(self, x):
+        self.norm.domain = 0
+        return self.model(self.norm(x))
+
+
+@pytest.mark.parametrize(("make", "place"), [(InBfloat16, "model."), (OfDomains, "norm.norm")])
+def test_parts_that_need_what_is_around_them_are_looked_at(make: Any, place: str):
+    model = make()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean += 2
+    found = examine(model)
+    stale = next(finding for finding in found.findings if finding.kind == "stale_averages")
+    assert any(site.startswith(place) for site in stale.sites)
+    assert not found.not_analysed
+
+
+class Observer(nn.Module):
+    """Scale and shift of a quantization, which belong to one forward together."""
+
+    scale: torch.Tensor
+    shift: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1))
+        self.register_buffer("shift", torch.zeros(1))
+
+    def forward(self, x):
+        if self.training:
+            self.scale, self.shift = 0.5 + torch.rand(x.shape[1]), torch.rand(x.shape[1])
+        scale_and_shift = torch.stack([self.scale, self.shift])  # of one shape
+        return scale_and_shift[0].view(1, -1, 1, 1) * x + scale_and_shift[1].view(1, -1, 1, 1)
+
+
+def test_state_that_a_module_moves_together_is_put_in_together():
+    found = examine(nn.Sequential(Observer(), trained()))
+    assert found.not_analysed == ("0",)
+
+
+def test_random_states_come_back_after_an_error():
+    torch.manual_seed(7), np.random.seed(7), random.seed(7)
+    expected = torch.get_rng_state(), np.random.get_state()[1], random.getstate()
+    with pytest.raises(UserError):
+        examine(trained(), loss=lambda *_: 1 / 0)
+    assert torch.equal(torch.get_rng_state(), expected[0])
+    assert (np.random.get_state()[1] == expected[1]).all() and random.getstate() == expected[2]
+
+
 def vectors():
     return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from normexp import load
 from normexp.errors import UserError
 from normexp.evaluate import main as evaluate
-from normexp.models.weights import Weights
+from normexp.models.weights import Weights, read_values
 from normexp.train import main
 
 SOURCE = """
@@ -256,3 +256,31 @@ def test_a_tied_weight_is_loaded_under_either_name(kept: str) -> None:
     Weights("file.pt", "", lambda: values).load(network, said.append)
     assert "33 of 33 parameters are loaded; every" in said[0]
     assert torch.equal(network[0].weight, values[kept])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda value: (10 * value).to(torch.int8), "0.weight is in the file as .*int8 on cpu"),
+        (Tensor.to_sparse, "0.weight is in the file as torch.sparse_coo"),
+        (lambda value: value.to("meta"), "0.weight is in the file as .* on meta"),
+        (lambda value: value / 0 * 0, "0.weight holds NaN or infinity"),
+    ],
+)
+def test_values_that_are_no_plain_numbers_are_not_loaded(
+    change: Callable[[Tensor], Tensor], reason: str
+) -> None:
+    """Quantized weights without their scale would be other weights."""
+    network = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    values = network.state_dict()
+    values["0.weight"] = change(values["0.weight"])
+    with pytest.raises(UserError, match=reason):
+        Weights("file.pt", "", lambda: values).load(network, print)
+
+
+def test_a_file_of_weights_is_read_whatever_its_name(tmp_path: Path) -> None:
+    values = {"a": torch.rand(2)}
+    save_file(values, tmp_path / "w.bin")
+    torch.save(values, tmp_path / "w.safetensors")
+    for name in ("w.bin", "w.safetensors"):
+        assert torch.equal(read_values(tmp_path / name)["a"], values["a"])

@@ -199,6 +199,24 @@ def hooked() -> nn.Module:
     return norm
 
 
+def stopping_gradients() -> nn.Module:
+    norm = nn.BatchNorm2d(C)
+    norm.register_full_backward_hook(lambda _, gradients, __: (gradients[0] * 0,))
+    return norm
+
+
+class Embedding(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.normalize(x, dim=-1)
+
+
+class Bottleneck(nn.Module):
+    """Normalizes by a function of torch, and returns another shape."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.instance_norm(x).mean(dim=(2, 3))
+
+
 def unused(_: Tensor) -> nn.Module:
     network = nn.Sequential(nn.Identity())
     network[0].spare = nn.LayerNorm(C)
@@ -221,6 +239,18 @@ LEFT: dict[str, tuple[nn.Module, Tensor, str]] = {
     "never called": (unused(MAPS), MAPS, "never called"),
     "one sample": (OfOneSample(), ROWS, "does not map a batch"),
     "a hook": (hooked(), MAPS, "it has a hook"),
+    "a hook of the backward": (stopping_gradients(), MAPS, "it has a hook"),
+    "another dtype": (
+        nn.Sequential(nn.Identity(), Own(lambda m, x: m.p * rms(x.float()))),
+        TOKENS.bfloat16(),
+        "it returns torch.float32 for torch.bfloat16",
+    ),
+    "a function": (Bottleneck(), MAPS, "it calls instance_norm"),
+    "a fixed length": (
+        Embedding(),
+        TOKENS,
+        "no gain that could be trained",
+    ),
 }
 
 
@@ -492,6 +522,8 @@ def test_a_mapping_names_the_arguments_and_the_device_and_mode_are_kept() -> Non
         ("as_built", MAPS, {"eps": 1e-3}, "eps has no effect"),
         ("as_built", MAPS, {"norm_batch_size": 0}, "norm_batch_size=0"),
         (nn.GroupNorm, MAPS, {}, "norm=.*GroupNorm.*: must be a string"),
+        ("batch", MAPS, {"half_life": 100}, "half_life needs a training by normexp"),
+        ("batch", MAPS, {"at": {"0": "group"}}, "at needs a training by normexp"),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -518,6 +550,71 @@ def test_what_a_norm_needs_around_it_and_the_network_lacks_is_said(
     caplog.clear()
     normexp.replace_norms(network, "layer", MAPS)
     assert "in place of the norm's" not in caplog.text
+
+
+class Functional(nn.Sequential):
+    """Normalizes by a function behind the norm that it holds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.group_norm(super().forward(x), 2)
+
+
+def test_a_network_that_normalizes_by_a_function_too_is_said(caplog) -> None:
+    network = Functional(nn.Conv2d(C, C, 1), nn.BatchNorm2d(C))
+    for model in (network, torch.compile(network, backend="eager")):
+        normexp.replace_norms(model, "layer", MAPS)
+        assert caplog.messages[1:] == ["norm=layer: left alone: 1 Functional (it calls group_norm)"]
+        caplog.clear()
+
+
+def test_a_batch_norm_without_averages_stays_without_them() -> None:
+    own = Own(lambda m, x: over(x, 0, 2, 3) * m.p, C, 1, 1)
+    for norm in (own, nn.BatchNorm2d(C, track_running_stats=False)):
+        network = nn.Sequential(nn.Conv2d(C, C, 1), norm).eval()
+        other = normexp.replace_norms(network, "batch", MAPS)
+        torch.testing.assert_close(other(MAPS), network(MAPS), rtol=0, atol=2e-5)
+
+
+def test_a_knob_wins_over_the_old_norm_also_at_its_shipped_value() -> None:
+    old = nn.BatchNorm2d(C, eps=1e-2, momentum=0.5, affine=False, track_running_stats=False)
+    knobs = {"eps": 1e-5, "momentum": 0.1, "affine": True, "track_running_stats": True}
+    network = normexp.replace_norms(nn.Sequential(old), "batch", MAPS, **knobs)
+    norm: Any = network[0].norm  # type: ignore[index]
+    assert knobs == {name: getattr(norm, name) for name in knobs}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_padded_transformer_of_torch_evaluates_with_other_norms() -> None:
+    """Its fast path for nested tensors reads the weight of the first layer's norm."""
+    layer = nn.TransformerEncoderLayer(C, 2, 8, dropout=0, batch_first=True)
+    network = nn.TransformerEncoder(layer, 1)
+    padded = torch.arange(5) >= torch.tensor([[5], [3], [2], [4]])
+    inputs = {"src": TOKENS, "src_key_padding_mask": padded}
+    other = normexp.replace_norms(network, "layer", inputs).eval()
+    with torch.no_grad():
+        expected, output = network.eval()(**inputs), other(**inputs)
+    torch.testing.assert_close(output[~padded], expected[~padded], rtol=0, atol=1e-5)
+
+
+class TimeFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.transpose(0, 1)).transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("norm", "knobs", "is_said"),
+    [("instance", {}, True), ("batch", {"norm_batch_size": 2}, True), ("batch", {}, False)],
+)
+def test_a_site_whose_first_axis_is_not_that_of_samples_is_said(
+    norm: str, knobs: dict[str, Any], is_said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    normexp.replace_norms(TimeFirst(), norm, TOKENS, **knobs)
+    said = "at norm the first axis, taken for samples, is not that of the inputs"
+    assert (said in caplog.text) is is_said
 
 
 def test_a_norm_alone_is_no_network() -> None:

@@ -304,6 +304,7 @@ def broken_key(num_features: int) -> nn.Module:  # noqa: ARG001
     raise KeyError("gain")
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -320,10 +321,14 @@ def broken_key(num_features: int) -> nn.Module:  # noqa: ARG001
         (nn.GroupNorm, "needs the argument num_groups; set norm.num_groups="),
         (nn.functional.relu, ""),
         (lambda n: n, "made a int"),
-        (norm_of(lambda _, x: (x, x)), "returns a tuple, not a tensor"),
-        (norm_of(lambda _, x: x.double() / 2), "returns torch.float64 .* for torch.float32"),
-        (Late, "creates or reshapes parameters"),
+        (norm_of(lambda _, x: (x, x)), r"returns a tuple, must return one tensor$"),
+        (
+            norm_of(lambda _, x: x.double() / 2),
+            r"returns torch.float64 for torch.float32; let it end",
+        ),
+        (Late, "creates or reshapes parameters .* in its forward; make them in __init__"),
         (nn.LazyBatchNorm2d, "uninitialized"),
+        (lambda n: torch.jit.script(nn.BatchNorm2d(n)), "is TorchScript; name the class"),
     ],
 )
 def test_what_keeps_no_norm_contract_is_refused_with_the_reason(make, reason):
