@@ -234,3 +234,12 @@ def test_equal_norms_all_may_be_the_best_and_one_that_cannot_be_compared_stands_
     assert (last.norm, last.may_be_best) == ("rms", None)
     assert last.comparison and last.comparison.gap.estimate is None
     assert last.comparison.why == "not compared: epochs 9 and 3"
+
+
+@pytest.mark.parametrize("name", [None, "batch"])
+def test_the_reference_is_the_norm_as_shipped_where_a_sweep_has_several_of_it(name: str | None):
+    values = ("first", None, "second")
+    cells = [cell_of("batch", level(0.9), knobs={"mode": v} if v else None) for v in values]
+    report = report_of_cells(*cells, cell_of("layer", level(0.8)), reference=name)
+    assert {c.against for c in report.comparisons} == {"batch"}
+    assert report_of_cells(cells[0], cells[2]).comparisons[0].against == "batch mode=first"
