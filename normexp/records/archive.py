@@ -42,7 +42,13 @@ from normexp.records.layout import (
     search_dir,
     seed_dir,
 )
-from normexp.records.result import Result, read_evaluation, read_result, result_of, write_result
+from normexp.records.result import (
+    Result,
+    read_evaluation,
+    read_result_of_study,
+    result_of,
+    write_result,
+)
 from normexp.records.samples import TORN, pack_bits, read_samples, unpack_bits, write_samples
 
 ARCHIVED_RESULTS = "results.jsonl"
@@ -87,7 +93,7 @@ def _read_cell(folder: Path) -> ArchivedCell:
         run_dir = seed_dir(folder, seed)
         if not (run_dir / RESULT_FILE).exists():
             continue
-        result = read_result(run_dir)
+        result = read_result_of_study(run_dir)
         metrics = read_evaluation(run_dir) | result.metrics  # the training's take precedence
         results.append(replace(result, measured=replace(result.measured, metrics=metrics)))
         if run_samples := read_samples(run_dir):
