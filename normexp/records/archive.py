@@ -157,7 +157,7 @@ class Archive:
                 self.search_entries = parse_entries(self._zip.read(SEARCH_FILE).decode(), path)
             self._results = self._zip.read(ARCHIVED_RESULTS).decode().splitlines()
         except (OSError, KeyError, BadZipFile) as error:
-            raise UserError(f"{path} is not a zip of a study ({error})") from error
+            raise UserError(f"{path} is not a zip of a study ({error}); unpack it") from error
         # Reports ask for the runs of a cell one after the other.
         self._samples_of_cell = lru_cache(maxsize=1)(self._read_samples)
 

@@ -145,10 +145,14 @@ def ready_to_train() -> Iterator[None]:
 
 
 class Worker:
-    """One worker process, seen from its command."""
+    """One worker process, seen from its command.
+
+    last_line: of those that it has printed or logged
+    """
 
     def __init__(self, slot: WorkerSlot, job: Job) -> None:
         self.slot = slot
+        self.last_line = ""
         self._num_bytes_read = 0
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the worker
         # A Connection, because multiprocessing can pass one; the worker uses only its descriptor.
@@ -174,7 +178,9 @@ class Worker:
         if self.process.is_alive():
             text = text[: text.rfind(b"\n") + 1]  # the worker has not ended its last line
         self._num_bytes_read += len(text)
-        return text.decode(errors="replace").splitlines()
+        lines = text.decode(errors="replace").splitlines()
+        self.last_line = [self.last_line, *lines][-1]
+        return lines
 
     def close(self) -> None:
         """Kills the worker if it has not ended."""

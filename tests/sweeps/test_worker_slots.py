@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from multiprocessing import spawn
 from pathlib import Path
@@ -164,3 +165,14 @@ def test_threads_that_wait_do_not_keep_a_core_busy():
     )
     assert "OMP_WAIT_POLICY" in shown.stderr and "'ACTIVE'" not in shown.stderr
     assert "'PASSIVE'" in shown.stderr
+
+
+def test_why_a_worker_failed_is_known_though_its_last_line_was_read_before():
+    one = object.__new__(worker.Worker)
+    with tempfile.TemporaryFile() as output:
+        vars(one).update(_output=output, _num_bytes_read=0, last_line="")
+        one.process = SimpleNamespace(is_alive=lambda: True)
+        output.write(b"step 3\nthe disk is full\n")
+        output.flush()
+        assert one.new_output() == ["step 3", "the disk is full"]
+        assert (one.new_output(), one.last_line) == ([], "the disk is full")
