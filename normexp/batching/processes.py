@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from normexp.norms.contract import DeclaresSynchronized, State
 from normexp.norms.site import read_state, state_after, write_state
 
 
+@dataclass(eq=False)
 class Processes:
     """Collective operations of the processes of a training: every process must make every call.
 
@@ -29,9 +31,8 @@ class Processes:
         device: holds all exchanged tensors.
     """
 
-    def __init__(self, share: Share, device: torch.device) -> None:
-        self.share = share
-        self.device = device
+    share: Share
+    device: torch.device
 
     def maximum(self, number: int) -> int:
         """The largest of the processes' numbers."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -43,6 +44,7 @@ class Classification:
         return {"loss": loss, "accuracy": accuracy}
 
 
+@dataclass(eq=False)
 class LanguageModeling:
     """Cross-entropy in nats per token, and in bits per byte of UTF-8 text; as `Classification`.
 
@@ -50,10 +52,8 @@ class LanguageModeling:
         bytes_per_token: of each split.
     """
 
+    bytes_per_token: Mapping[str, float]
     metrics = ("loss", "bits_per_byte")
-
-    def __init__(self, bytes_per_token: Mapping[str, float]) -> None:
-        self.bytes_per_token = bytes_per_token
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         logits, targets = output.flatten(0, 1), batch["targets"].flatten()  # (N*T, V), (N*T,)

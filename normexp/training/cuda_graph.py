@@ -12,8 +12,9 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, ClassVar
+from contextlib import contextmanager, suppress
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,27 +36,33 @@ class CudaGraph:
     """The kernels that `function` launches, to be launched again; it does not run meanwhile."""
 
     device = "cuda"  # type of the device whose steps it records; the tests have another
-    streams: ClassVar[dict[int, torch.cuda.Stream]] = {}
 
     def __init__(self, function: Callable[[], Tensor]) -> None:
         self.graph = torch.cuda.CUDAGraph()
-        current = torch.cuda.current_stream()
+        current, pool = torch.cuda.current_stream(), torch.cuda.graph_pool_handle()
         # An old graph that is collected meanwhile would end the recording.
         gc.collect()
         gc.disable()
         try:
             with torch.cuda.graph(
-                self.graph, stream=self.side_stream(), capture_error_mode="thread_local"
+                self.graph, pool, self.side_stream(), capture_error_mode="thread_local"
             ):
                 self.output = function()
+        except BaseException:
+            # Before torch 2.13 its allocator would take the recording for one that still runs, and
+            # fail when Lightning empties its cache at the end of the training.
+            with suppress(RuntimeError):  # it has ended
+                torch._C._cuda_endAllocateToPool(current.device_index, pool)
+                torch._C._cuda_releasePool(current.device_index, pool)
+            raise
         finally:
             gc.enable()
             torch.cuda.set_stream(current)  # torch 2.11 does not after an error
 
-    @classmethod
-    def side_stream(cls) -> torch.cuda.Stream:
-        device = torch.cuda.current_device()
-        return cls.streams.setdefault(device, torch.cuda.Stream(device))
+    @staticmethod
+    @cache
+    def side_stream() -> torch.cuda.Stream:
+        return torch.cuda.Stream()  # of the one device on which a process trains
 
     @classmethod
     @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 Columns = dict[str, list[float]]  # a value per replica, by metric
 
 
+@dataclass(eq=False)
 class Evaluator:
     """Computes metrics of replicas on the val and test split.
 
@@ -33,12 +35,10 @@ class Evaluator:
         samples: what samples.npz keeps of each test sample (S, N), by kind of statistics.
     """
 
-    def __init__(self, replicas: Replicas, data: Data, recipe: Recipe) -> None:
-        self.replicas = replicas
-        self.data = data
-        self.criterion = recipe.criterion
-        self.recipe = recipe
-        self.samples: dict[str, Tensor] = {}
+    replicas: Replicas
+    data: Data
+    recipe: Recipe
+    samples: dict[str, Tensor] = field(default_factory=dict, init=False)
 
     def running(self, split: str) -> Columns:
         """Returns the metrics of a split; the replicas must be in evaluation mode."""
@@ -84,7 +84,7 @@ class Evaluator:
         loss = torch.zeros((), dtype=torch.float64)  # (S,) from the first block on
         per_sample: list[Tensor] = []  # (S, block) each
         num_targets, count = 0, len(getattr(self.data, split))
-        num_samples = num_samples or samples_per_forward(replicas, group_size or 1)
+        num_samples = num_samples or samples_per_forward(replicas, self.data, group_size or 1)
         # Samples that share statistics are in random order, and the last block is filled up to
         # whole groups with the first samples, which do not count again: the result must depend
         # neither on the order of the split nor on the number of replicas.
@@ -93,7 +93,7 @@ class Evaluator:
 
             def measure(output: Tensor, block: Batch, num: int = len(indices)) -> Measurements:
                 output, block = output[:num], {name: value[:num] for name, value in block.items()}
-                return self.criterion.measure(output, block)
+                return self.recipe.criterion.measure(output, block)
 
             missing = -len(indices) % min(group_size or 1, count)
             filled = torch.cat([indices, order[:missing]])
@@ -105,7 +105,7 @@ class Evaluator:
         samples = torch.cat(per_sample, dim=1)
         if split == "test":
             self.samples[kind] = samples.cpu()[:, order.argsort()]
-        summary = self.criterion.summarise(split, loss / num_targets, samples)
+        summary = self.recipe.criterion.summarise(split, loss / num_targets, samples)
         suffix = suffix_of(kind)
         return {f"{split}/{name}{suffix}": value.tolist() for name, value in summary.items()}
 

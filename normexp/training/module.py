@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from normexp.records.metrics import MetricRow, write_metrics
 from normexp.training.cuda_graph import NOT_RECORDED, RecordedStep, why_not_recorded
 from normexp.training.devices import gpu_arithmetic
 from normexp.training.evaluation import Columns, Evaluator
+from normexp.training.optimizer import match_layouts
 from normexp.training.recipe import Recipe
 from normexp.training.step import Step, StepGradient, compiled_gradient
 
@@ -131,6 +133,7 @@ class TrainingModule(pl.LightningModule):
         )
         # Lightning's wrapper counts steps for callbacks on batches, at 5 % of a small step.
         optimizer: Any = self.optimizers(use_pl_optimizer=recipe.max_chunk == 1)
+        match_layouts(optimizer)
         scheduler: Any = None if recipe.schedule.monitor else self.lr_schedulers()
         self._optimizer_step = Step(
             gradient,
@@ -277,6 +280,7 @@ class TrainingModule(pl.LightningModule):
         self.recorder.rows = state["rows"]
 
 
+@dataclass(eq=False)
 class ChunkLoader:
     """Yields the chunks of an epoch as slices of optimizer steps, from the current step on.
 
@@ -286,8 +290,7 @@ class ChunkLoader:
     does not change any result. (Slices, because Lightning unpacks a range into its items.)
     """
 
-    def __init__(self, module: TrainingModule) -> None:
-        self.module = module
+    module: TrainingModule
 
     def __iter__(self) -> Iterator[slice]:
         module, step = self.module, self.module.step

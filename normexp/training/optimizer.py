@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from normexp.batching.replicas import Replicas
@@ -129,6 +129,19 @@ class OwnRates:
         optimizer.step()
         for old, (parameter, scale) in zip(before, self._scaled, strict=True):
             parameter.copy_(old.lerp_(parameter, scale))  # exact to the bit for a scale of 1
+
+
+def match_layouts(optimizer: Optimizer) -> None:
+    """Lays out the state of each parameter in memory as the parameter is.
+
+    Fused kernels run through both in the order of memory, and a checkpoint may come from a device
+    on which the network lies otherwise.
+    """
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                laid_out = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
+                state[name] = laid_out.copy_(value)
 
 
 # They update each value from its own history alone, by a step that is linear in the rate.

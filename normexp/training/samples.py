@@ -9,7 +9,7 @@ from normexp.batching.draws import generator
 from normexp.batching.replicas import Batch, Replicas
 from normexp.data.dataset import SPLITS, Data
 
-STACK_SAMPLES = 512  # per forward in evaluation, over all replicas; eight times that on a GPU
+STACK_SAMPLES = 512  # per forward in evaluation, over all replicas; a GPU takes more
 
 
 def shuffled(data: Data, split: str) -> Tensor:
@@ -21,10 +21,13 @@ def shuffled(data: Data, split: str) -> Tensor:
     return torch.randperm(len(getattr(data, split)), generator=source)
 
 
-def samples_per_forward(replicas: Replicas, group_size: int) -> int:
+def samples_per_forward(replicas: Replicas, data: Data, group_size: int) -> int:
     """Returns the samples per forward in evaluation, a multiple of `group_size`."""
-    is_on_cpu = next(replicas.parameters()).device.type == "cpu"
-    total = STACK_SAMPLES if is_on_cpu else 8 * STACK_SAMPLES
+    total = STACK_SAMPLES
+    if next(replicas.parameters()).device.type != "cpu":
+        # Memory grows with the square: of the side of an image, of the length under attention.
+        usual = 32 if len(data.input_shape) == 3 else 256
+        total = int(8 * total / max(1, data.input_shape[-1] / usual) ** 2)
     at_once = replicas.num_replicas if replicas.is_stacked else 1
     return max(1, total // at_once // group_size) * group_size
 

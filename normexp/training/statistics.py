@@ -195,7 +195,7 @@ def with_population(
     sites = [site for site in find_sites(copies) if site.has_averages and site.norm.training]
     start, ends, shares = read_state(copies), [], []
     with watching([site for site in sites if isinstance(site.norm, BATCH)]) as seen:
-        for block in indices.split(samples_per_forward(copies, group_size)):
+        for block in indices.split(samples_per_forward(copies, data, group_size)):
             write_state(copies, start)  # for norms whose forward uses their running state
             batch = gather(copies, data, "train", block)
             copies.measure(batch, lambda output, _: output.new_zeros(()), shared=True)

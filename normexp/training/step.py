@@ -7,6 +7,7 @@ record a step once and replay it, see `cuda_graph`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from normexp.training.optimizer import OwnRates
 AddGradient = Callable[[Batch, Loss, float], Tensor]  # see `Replicas.add_gradient`
 
 
+@dataclass(eq=False)
 class Step:
     """Takes the optimizer steps of a training.
 
@@ -36,22 +38,12 @@ class Step:
         recorded: replays the steps as a CUDA graph; None: they run eagerly.
     """
 
-    def __init__(
-        self,
-        gradient: StepGradient,
-        optimizer: Optimizer,
-        scheduler: LRScheduler | None,
-        *,
-        max_grad_norm: float | None = None,
-        rates: OwnRates | None = None,
-        recorded: RecordedStep | None = None,
-    ) -> None:
-        self.gradient = gradient
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-        self.max_grad_norm = max_grad_norm
-        self.rates = rates
-        self.recorded = recorded
+    gradient: StepGradient
+    optimizer: Optimizer
+    scheduler: LRScheduler | None
+    max_grad_norm: float | None = None
+    rates: OwnRates | None = None
+    recorded: RecordedStep | None = None
 
     @property
     def learning_rate(self) -> float:
@@ -93,6 +85,7 @@ class Step:
         return losses
 
 
+@dataclass(eq=False)
 class StepGradient:
     """Computes the gradient of an optimizer step, part by part.
 
@@ -104,27 +97,19 @@ class StepGradient:
         seeds: one per replica; with the step they determine every draw.
         running_from: what the running averages of a step in parts are taken from.
         processes: the processes that share each step; None for a single one.
-        add_gradient: `replicas.add_gradient`, or its compiled form.
+        compiled: `replicas.add_gradient` in its compiled form.
     """
 
-    def __init__(
-        self,
-        replicas: Replicas,
-        loss: Loss,
-        sizes: Sizes,
-        seeds: Sequence[int],
-        running_from: RunningFrom = "step",
-        processes: Processes | None = None,
-        add_gradient: AddGradient | None = None,
-    ) -> None:
-        self.replicas = replicas
-        self.loss = loss
-        self.sizes = sizes
-        self.seeds = seeds
-        self.running_from: RunningFrom = running_from
-        self.processes = processes
-        self.share = processes.share if processes else WHOLE
-        self._add_gradient = add_gradient or replicas.add_gradient
+    replicas: Replicas
+    loss: Loss
+    sizes: Sizes
+    seeds: Sequence[int]
+    running_from: RunningFrom = "step"
+    processes: Processes | None = None
+    compiled: AddGradient | None = None
+
+    def __post_init__(self) -> None:
+        self.share = self.processes.share if self.processes else WHOLE
         self._dropout_keys: dict[int, Tensor] = {}  # of each drawn step
 
     def draw(self, steps: range) -> None:
@@ -204,7 +189,8 @@ class StepGradient:
         if isinstance(replicas, InTurn) and replicas.has_foreign_draws:
             index = step * self.sizes.batch_size + first_sample
             replicas.seed_foreign_draws([derive_seed(s, "foreign", index) for s in self.seeds])
-        return self._add_gradient(part, self.loss, 1 / num_targets) / num_targets
+        add_gradient = self.compiled or replicas.add_gradient
+        return add_gradient(part, self.loss, 1 / num_targets) / num_targets
 
 
 def _num_samples(bounds: list[Bounds]) -> int:

@@ -6,14 +6,13 @@
 #                                                 of the first call in .gpu/, the figure goes on
 #   FORM="stack=false workers=6"                  how the figure's runs are trained; without it as `rates` found
 #   DEVICE=cpu OUT=/tmp/o WORK=/tmp/w             the same on a CPU in tiny sizes, to test this script
-# Each stage has a cap in seconds (TESTS_CAP and so on) and is a process of its own; none stops the others.
+# Each stage has a cap in seconds (TESTS_CAP and so on) and a process of its own; none stops the others.
 set -u
 END=$(( $(date +%s) + ${TOTAL:-540} )); cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
 OUT=${OUT:-/tmp/out} WORK=${WORK:-/tmp/work} DEVICE=${DEVICE:-gpu} PY=${PY:-python3} STAGES=${STAGES:-tests rates figure}
-runs=$WORK/runs data=$WORK/data cifar=${CIFAR:-/tmp/cifar10}  # the records of the figure carry this root
-export OUT PYTHONUNBUFFERED=1 XDG_RUNTIME_DIR=$(mktemp -d); mkdir -p "$OUT" "$runs" "$data"; : >"$OUT/gpu.log"
-say() { echo "$@" | tee -a "$OUT/gpu.log"; }
-left() { echo $((END - $(date +%s))); }
+runs=$WORK/runs data=$WORK/data; export OUT CIFAR=${CIFAR:-/tmp/cifar10} PYTHONUNBUFFERED=1  # the figure's records carry this root
+export XDG_RUNTIME_DIR=$(mktemp -d); mkdir -p "$OUT" "$runs" "$data"; : >"$OUT/gpu.log"
+say() { echo "$@" | tee -a "$OUT/gpu.log"; }; left() { echo $((END - $(date +%s))); }
 wants() { case " $STAGES " in *" $1 "*) true ;; *) false ;; esac; }
 # stage NAME CAP RESERVE COMMAND...: at most CAP seconds, and RESERVE stay for what comes later
 stage() {
@@ -35,28 +34,30 @@ fi
 export PYTHONPATH=${PYTHONPATH:-}:$PWD:$PWD/scripts/gpu
 $PY -m compileall -qq -j 0 "$WORK/site" normexp tests 2>/dev/null  # else every process of the tests compiles
 cp -n .gpu/tinyshakespeare.txt "$data/" 2>/dev/null
-(mkdir -p "$cifar" && [ -d "$cifar/test" ] || tar xJf .gpu/cifar10.tar.xz -C "$cifar") & unpacking=$!
+(mkdir -p "$CIFAR" && [ -d "$CIFAR/test" ] || tar xJf .gpu/cifar10.tar.xz -C "$CIFAR") & unpacking=$!
 [ -d "$runs/batch_size_cifar" ] || if [ -f .gpu/runs.tgz ]; then tar xzf .gpu/runs.tgz -C "$WORK"
   else $PY -m normexp.records.archive conf/experiment/records/batch_size_cifar.zip "$runs/batch_size_cifar"; fi
 
-# Right? What fails is written to $OUT/failures.txt as it fails.
+# Right? $OUT/tests.txt has each outcome as it happens. With pytest-timeout a hang ends its worker alone.
 if wants tests; then
-  workers=14 chosen=; [ "$DEVICE" = gpu ] || { workers=0; chosen=draws; }
-  OMP_NUM_THREADS=1 stage tests "${TESTS_CAP:-90}" 200 $PY -m pytest tests/gpu -q -n $workers -p failures -p no:cacheprovider -W default -k "$chosen"
+  chosen="-m gpu -n 14"; [ "$DEVICE" = gpu ] || chosen="-k draws"
+  OMP_NUM_THREADS=1 PYTEST_TIMEOUT=60 stage tests "${TESTS_CAP:-90}" 200 $PY -m pytest tests/gpu -q $chosen --maxschedchunk=1 \
+    --tb=short -p outcomes -p no:cacheprovider -W default -o timeout_method=thread
+  cut -d" " -f2 "$OUT/tests.txt" | sort | uniq -c | tee -a "$OUT/gpu.log"
+  grep " failed " "$OUT/tests.txt" | cut -c1-150 | head -25
 fi
 # Fast? The first call also decodes the images.
 wait $unpacking
-base="data_dir=$data data.root=$cifar trainer=$DEVICE"
+base="data_dir=$data trainer=$DEVICE"
 wants rates && stage rates "${RATES_CAP:-100}" 90 $PY scripts/gpu/rates.py "$DEVICE" "$WORK/rates" "$base"
 # Trained networks, in the fastest of the forms that were measured.
 if wants figure; then
   form=${FORM:-$(cat "$OUT/form" 2>/dev/null || echo workers=3)}
-  words="lr=1,0.1 norm=batch,group,layer,instance norm_batch_size=2,128,8,32 $base trainer.precision=32-true $form"
-  [ "$DEVICE" = gpu ] || words="lr=1,0.1 norm=batch,group $base steps=2 data.limit_train=256 data.val_fraction=0.01 model.width=8 replicas=2 workers=2"
+  words="lr=1,0.1 norm=batch,group,layer,instance norm_batch_size=2,128,8,32 data.root=$CIFAR $base trainer.precision=32-true $form"
+  [ "$DEVICE" = gpu ] || words="lr=1,0.1 norm=batch,group data.root=$CIFAR $base steps=2 data.limit_train=256 data.val_fraction=0.01 model.width=8 replicas=2 workers=2"
   say "the figure: $words"
   stage figure 600 14 $PY -m normexp.train experiment=batch_size_cifar runs_dir="$runs" $words
   tar czf "$OUT/runs.tgz" --exclude='*.pt' --exclude='*.ckpt' -C "$WORK" runs 2>/dev/null
 fi
-# Microseconds and memory of single norms, once the figure stands.
-wants norms && stage norms "${NORMS_CAP:-200}" 4 $PY scripts/gpu/norms.py "$DEVICE"
+wants norms && stage norms "${NORMS_CAP:-200}" 4 $PY scripts/gpu/norms.py "$DEVICE"  # once the figure stands
 ls -la "$OUT"

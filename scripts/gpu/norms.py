@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +25,12 @@ from normexp.norms.build import build_norm
 
 OUT = Path(os.environ.get("OUT", "."))
 DEADLINE = float(os.environ.get("DEADLINE", "inf"))  # in seconds since 1970
-TORCHS = "norm=custom norm._target_=torch.nn."
-OF_MAPS = (
-    *("norm=batch", f"{TORCHS}BatchNorm2d", "norm=group", f"{TORCHS}GroupNorm norm.num_groups=32"),
-    *("norm=layer", "norm=instance", "norm=rms", "norm=frn", "norm=evonorm_s0", "norm=salu"),
-    *("norm=derf", "norm=dyt"),
-)
-OF_TOKENS = (
-    *("norm=layer", f"{TORCHS}LayerNorm", "norm=rms", f"{TORCHS}RMSNorm", "norm=one_plus_rms"),
-    *("norm=derf", "norm=dyt", "norm=batch", "norm=salu", "norm=rep_batch"),
-)
+TORCHS = "custom norm._target_=torch.nn."
+OF_MAPS = ["batch", "group", "layer", "instance", "rms", "frn", "evonorm_s0", "salu", "derf", "dyt"]
+OF_MAPS += [f"{TORCHS}BatchNorm2d", f"{TORCHS}GroupNorm norm.num_groups=32"]
+OF_TOKENS = ["layer", "rms", "one_plus_rms", "derf", "dyt", "batch", "salu", "rep_batch"]
+OF_TOKENS += [f"{TORCHS}LayerNorm", f"{TORCHS}RMSNorm"]
 MAPS, TOKENS = (256, 64, 32, 32), (32, 1024, 768)
-
-
-def build(words: str, shape: tuple[int, ...], device: str) -> nn.Module:
-    factory = build_norm(compose_config([*words.split(), "trainer=cpu"]))
-    norm = factory(shape[1]) if len(shape) == 4 else factory.tokens(shape[-1])
-    return norm.to(device).train()
 
 
 def measure(norm: nn.Module, x: Tensor) -> dict[str, float]:
@@ -58,42 +48,35 @@ def measure(norm: nn.Module, x: Tensor) -> dict[str, float]:
         if x.is_cuda:
             before = torch.cuda.memory_allocated()
             output = norm(x)
-            kept = torch.cuda.memory_allocated() - before - output.numel() * output.element_size()
-            found["MiB"] = kept / 2**20
+            found["MiB"] = (torch.cuda.memory_allocated() - before - output.nbytes) / 2**20
     return found
 
 
 def main(device: str) -> None:
     name = "cuda" if device == "gpu" else "cpu"
-    cases = [
-        *((words, MAPS, layout) for words in OF_MAPS for layout in ("first", "last")),
-        *((words, TOKENS, "last") for words in OF_TOKENS),
-    ]
+    cases = [(words, MAPS, is_last) for words in OF_MAPS for is_last in (False, True)]
+    cases += [(words, TOKENS, True) for words in OF_TOKENS]
     if device == "cpu":
-        cases = [cases[0], cases[2], cases[-3]]
-    for is_compiled in (False, True):
-        for words, shape, layout in cases:
-            if time.time() > DEADLINE - 10:
-                return
-            sizes = shape if device == "gpu" else (4, *shape[1:])
-            x = torch.randn(sizes, device=name, dtype=torch.bfloat16)
-            if len(shape) == 4 and layout == "last":
-                x = x.to(memory_format=torch.channels_last)
-            row: dict[str, Any] = {
-                "norm": words,
-                "shape": sizes,
-                "channels": layout,
-                "compiled": is_compiled,
-            }
-            try:
-                norm = build(words, sizes, name)
-                torch.compiler.reset()
-                row |= measure(torch.compile(norm) if is_compiled else norm, x.requires_grad_())
-            except Exception as error:
-                row["error"] = f"{type(error).__name__}: {error}"[:200]
-            print(row, flush=True)
-            with open(OUT / "norms.jsonl", "a") as file:
-                file.write(json.dumps(row) + "\n")
+        cases = [cases[0], cases[2], cases[-2]]
+    for compiled, (words, shape, is_last) in product((False, True), cases):
+        if time.time() > DEADLINE - 10:
+            return
+        sizes = shape if device == "gpu" else (4, *shape[1:])
+        x = torch.randn(sizes, device=name, dtype=torch.bfloat16)
+        if len(shape) == 4 and is_last:
+            x = x.to(memory_format=torch.channels_last)
+        row: dict[str, Any] = {"norm": words, "shape": sizes, "last": is_last, "compiled": compiled}
+        try:
+            factory = build_norm(compose_config([*f"norm={words}".split(), "trainer=cpu"]))
+            norm = factory(shape[1]) if len(shape) == 4 else factory.tokens(shape[-1])
+            norm.to(name).train()
+            torch.compiler.reset()
+            row |= measure(torch.compile(norm) if compiled else norm, x.requires_grad_())
+        except Exception as error:
+            row["error"] = f"{type(error).__name__}: {error}"[:200]
+        print(row, flush=True)
+        with open(OUT / "norms.jsonl", "a") as file:
+            print(json.dumps(row), file=file)
 
 
 if __name__ == "__main__":

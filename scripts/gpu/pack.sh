@@ -5,7 +5,8 @@
 set -eu
 cifar=$(realpath "${1:?the archive of CIFAR-10}") text=$(realpath "${2:?the text}") python=${3:-python3}
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-grep -qx '/.gpu/' .git/info/exclude 2>/dev/null || echo '/.gpu/' >>.git/info/exclude
+exclude=$(git rev-parse --git-path info/exclude)  # in a worktree .git is a file
+grep -qx '/.gpu/' "$exclude" 2>/dev/null || { mkdir -p "${exclude%/*}"; echo '/.gpu/' >>"$exclude"; }
 rm -rf .gpu; mkdir -p .gpu/wheels
 tags=(--only-binary=:all: --python-version 3.12 --implementation cp)
 for n in 2_28 2_27 2_17; do tags+=(--platform "manylinux_${n}_x86_64"); done

@@ -3,29 +3,30 @@
     python scripts/gpu/rates.py gpu|cpu RUNS_DIR "WORDS OF ALL"
 
 Appends a line per row to $OUT/rates.jsonl, and writes the words of the fastest form of the figure's
-network to $OUT/form.
+network to $OUT/form. `steady_ms` leaves out the first half, in which a step is recorded.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from normexp.train import main
+from normexp.training.module import TrainingModule
 
-OUT = Path(os.environ.get("OUT", "."))
+OUT, CIFAR = Path(os.environ.get("OUT", ".")), os.environ.get("CIFAR", "cifar10")
 DEADLINE = float(os.environ.get("DEADLINE", "inf"))  # in seconds since 1970
-IMAGES = "data=image_folder optim.schedule=one_cycle batch_size=128 replicas=8 steps=200"
+IMAGES = f"data=image_folder data.root={CIFAR} batch_size=128 replicas=8 steps=120"
 WIDE = f"model=small_resnet model.width=64 {IMAGES}"
 NARROW = f"model=resnet20 {IMAGES}"
 GPT = (
     "data=shakespeare data.block_size=256 model=gpt model.depth=6 model.width=384 "
-    "model.num_heads=6 replicas=3 steps=60 batch_size=64"
+    "model.num_heads=6 replicas=3 steps=50 batch_size=64"
 )
 TF32, BF16 = "trainer.precision=32-true", "trainer.precision=bf16-mixed"
 FORMS = ["stack=true", "stack=false", "stack=true cuda_graph=true", "stack=false cuda_graph=true"]
@@ -39,12 +40,27 @@ ROWS = [
     *(f"norm=layer {GPT} {BF16} {form}" for form in FORMS[2:]),
 ]
 TINY = "steps=3 replicas=2 model.width=8 data.limit_train=256 data.val_fraction=0.01"
-COMMON = "workers=0 save_weights=false val_every_epochs=1000 log_every=50 lr=0.1"
+COMMON = "workers=0 save_weights=false val_every_epochs=1000 evaluate_with=[running] lr=0.1"
 
 
-def timing_of(runs_dir: Path) -> dict[str, Any]:
+def timing_of(words: list[str], runs_dir: Path) -> dict[str, Any]:
+    """Trains; returns the timing of its record, with `steady_ms`."""
+    ends: list[tuple[int, float]] = []  # of the last training's chunks: steps and seconds so far
+    take = TrainingModule.training_step
+
+    def timed(module: TrainingModule, chunk: slice) -> None:
+        take(module, chunk)
+        if chunk.start == 0:
+            ends.clear()
+        ends.append((module.step, module.train_seconds))
+
+    with mock.patch.object(TrainingModule, "training_step", timed):
+        if code := main(words):
+            return {"code": code}
+    (steps, seconds), (all_steps, all_seconds) = ends[(len(ends) - 1) // 2], ends[-1]
+    steady_ms = 1000 * (all_seconds - seconds) / max(all_steps - steps, 1)
     (path,) = list(runs_dir.rglob("seed-0/result.json"))
-    return json.loads(path.read_text())["measured"]["timing"]
+    return json.loads(path.read_text())["measured"]["timing"] | {"steady_ms": steady_ms}
 
 
 def measure(device: str, runs_dir: Path, rows: list[str], words: str) -> dict[str, float]:
@@ -52,22 +68,18 @@ def measure(device: str, runs_dir: Path, rows: list[str], words: str) -> dict[st
     rates = {}
     for number, row in enumerate(rows):
         if time.time() > DEADLINE - 10:
-            print("no time for", row)
-            continue
+            break
         folder = runs_dir / str(number)
         line = f"{row} {COMMON} {words} {TINY if device == 'cpu' else ''} runs_dir={folder}"
-        by_key = {word.split("=")[0]: word for word in shlex.split(line)}  # the last one counts
-        if "data=shakespeare" in row:
-            del by_key["data.root"]
+        by_key = {word.split("=")[0]: word for word in line.split()}  # the last one counts
         try:
-            code = main([*by_key.values()])
-            timing = timing_of(folder) if code == 0 else {"code": code}
+            timing = timing_of([*by_key.values()], folder)
         except Exception as error:
             timing = {"error": f"{type(error).__name__}: {error}"}
         with open(OUT / "rates.jsonl", "a") as file:
             file.write(json.dumps({"row": row, **timing}) + "\n")
-        speed, ms = timing.get("samples_per_second", 0.0), timing.get("step_ms", 0.0)
-        replayed = timing.get("replayed_steps", 0)
+        ms, replayed = timing.get("steady_ms", 0.0), timing.get("replayed_steps", 0)
+        speed = timing["samples_per_second"] * timing["step_ms"] / ms if ms else 0.0
         if "cuda_graph" not in row or replayed:  # otherwise it is not the form that it says
             rates[row] = speed
         print(f"== {speed:>9,.0f} images/s, {ms:.2f} ms, {replayed} replayed: {row}", flush=True)
@@ -76,8 +88,7 @@ def measure(device: str, runs_dir: Path, rows: list[str], words: str) -> dict[st
 
 if __name__ == "__main__":  # workers import this file
     device, folder, words = sys.argv[1:]
-    rows = ROWS if device == "gpu" else ROWS[:5]
-    rates = measure(device, Path(folder), rows, words)
+    rates = measure(device, Path(folder), ROWS if device == "gpu" else ROWS[:5], words)
     by_form = {form: rates.get(f"norm=batch {WIDE} {TF32} {form}", 0.0) for form in FORMS}
     if any(by_form.values()):
         best = max(by_form, key=lambda form: by_form[form])

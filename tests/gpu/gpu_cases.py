@@ -17,6 +17,7 @@ from training_cases import image_data, recipe_for, text_data
 from normexp.batching.replicas import InTurn, Replicas, Stacked
 from normexp.config.compose import compose_config
 from normexp.config.sizes import Sizes
+from normexp.config.validate import read_settings
 from normexp.data.batches import TrainingBatches
 from normexp.data.dataset import Data, Windows
 from normexp.models.build import build_network
@@ -24,6 +25,7 @@ from normexp.norms.build import build_norm
 from normexp.training.cuda_graph import RecordedStep
 from normexp.training.devices import gpu_arithmetic
 from normexp.training.module import Recorder, TrainingModule
+from normexp.training.optimizer import build_optimizer
 from normexp.training.step import Step, StepGradient
 
 NEEDS_GPU = [
@@ -80,9 +82,20 @@ def data_for(model: str) -> Data:
 def build(
     model: str, norm: str, *words: str, stacked: bool, sizes: Sizes | None = None, **choices: Any
 ) -> TrainingModule:
-    """The module of a shipped model and norm in float32, on the CPU."""
+    """The module of a shipped model and norm in float32, on the CPU.
+
+    Args:
+        words: of the groups norm, model and optim, and of slots.
+        choices: see `recipe_for`.
+    """
     data, sizes = data_for(model), sizes or Sizes(16)
     config = compose_config([f"norm={norm}", f"model={model}", *words])
+    settings = read_settings(config)
+    choices = {
+        "norm": settings.norm,
+        "optim": settings.optim,
+        "optimizer": build_optimizer(config["optim"]),
+    } | choices
     factory = build_norm(
         config, sizes.norm_batch_size, num_steps=20, num_positions=data.input_shape[-1]
     )
@@ -95,9 +108,6 @@ def build(
 
 
 def place(module: TrainingModule, device: str) -> None:
-    """Moves networks and data, with the arithmetic of matmul_precision=highest."""
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic = False, True
     module.replicas.to(device)
     module.batches = module.batches.to(device)
     module.evaluator.data = module.batches.data
@@ -110,7 +120,8 @@ def first_step(module: TrainingModule, device: str, dtype: torch.dtype) -> dict[
     replicas = module.replicas.train()
     gradient = StepGradient(replicas, module.recipe.criterion.loss, module.recipe.sizes, SEEDS)
     (batch,) = module.batches.chunk(0, 1, dtype)
-    values = {"loss": gradient.add(0, batch, gradient.dropout_keys(0))}
+    with gpu_arithmetic("highest"):
+        values = {"loss": gradient.add(0, batch, gradient.dropout_keys(0))}
     state = {name: p.grad for name, p in replicas.named_parameters() if p.grad is not None}
     for name, value in {**state, **dict(replicas.named_buffers())}.items():
         _, tree, own = name.split(".", 2)
@@ -129,9 +140,15 @@ def steps_of(
     recorded = RecordedStep(replicas, optimizer, recipe.sizes.batch_size)
     if not num_replayed:
         recorded.why_not = "asked for by the test"
-    gradient = StepGradient(replicas, module.recipe.criterion.loss, recipe.sizes, SEEDS)
+    running_from = recipe.settings.norm.running_from
+    gradient = StepGradient(replicas, recipe.criterion.loss, recipe.sizes, SEEDS, running_from)
     step = Step(
-        gradient, optimizer, None, max_grad_norm=recipe.settings.max_grad_norm, recorded=recorded
+        gradient,
+        optimizer,
+        None,
+        max_grad_norm=recipe.settings.max_grad_norm,
+        rates=recipe.build_rates(replicas),
+        recorded=recorded,
     )
     bf16 = torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16)
     with bf16, gpu_arithmetic("high"):

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import pytorch_lightning as pl
 import torch
-from gpu_cases import NEEDS_GPU, build, in_each_form
+from gpu_cases import NEEDS_GPU, build, in_each_form, on_each_device
 from pytorch_lightning.plugins.precision import MixedPrecision
 from tape import Tape
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_cases import (
+    ReadingNorm,
     StopAt,
     assert_same_state,
     build_module,
@@ -102,7 +103,12 @@ def test_a_checkpoint_resumes_to_the_bit_and_moves_between_devices(
     whole = train(build_one(), tmp_path / "whole.ckpt", accelerator=device)
     if cuda_graph:
         assert whole.recorded_step is not None and whole.recorded_step.num_replayed == 7
-    for name, places, atol in (("same", (device, device), 0), ("moved", (device, "cpu"), 1e-9)):
+    # A CPU does not record, so its rates are not rounded to float32.
+    moved_atol = 1e-6 if cuda_graph else 1e-9
+    for name, places, atol in (
+        ("same", (device, device), 0),
+        ("moved", (device, "cpu"), moved_atol),
+    ):
         checkpoint = tmp_path / f"{name}.ckpt"
         for where, stop_at in zip(places, (3, 7), strict=True):
             stopper = StopAt(stop_at)
@@ -111,6 +117,21 @@ def test_a_checkpoint_resumes_to_the_bit_and_moves_between_devices(
         resumed = train(build_one(), checkpoint, accelerator=device)
         for replica in (0, 1):
             assert_same_state(whole.cpu(), resumed.cpu(), atol, replica=replica)
+
+
+@on_each_device
+def test_a_recording_that_fails_ends_no_training_and_spoils_none_after_it(
+    tmp_path: Path, monkeypatch, device: str
+):
+    if device == "cpu":
+        monkeypatch.setattr(cuda_graph_module, "CudaGraph", Tape)
+    monkeypatch.setattr("normexp.training.module.why_not_recorded", lambda *_: None)
+    failing = build_module(make_norm=ReadingNorm, cuda_graph=True)
+    # Lightning empties the cache of the allocator at its end.
+    train(failing, tmp_path / "failing.ckpt", accelerator=device)
+    assert failing.recorded_step is not None and failing.recorded_step.why_not is not None
+    after = train(build_module(cuda_graph=True), tmp_path / "after.ckpt", accelerator=device)
+    assert after.recorded_step is not None and after.recorded_step.num_replayed == 7
 
 
 class NoReads(TorchDispatchMode):
@@ -215,10 +236,10 @@ class NotesArithmetic(pl.Callback):
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_GPU)])
 def test_a_trainer_of_ones_own_gets_the_arithmetic_of_a_gpu(tmp_path: Path, device: str):
-    module, notes = build_module(), NotesArithmetic()
+    module, notes = build_module(matmul_precision="highest"), NotesArithmetic()
     module.recipe = on_devices(module.recipe, accelerator=device)
     before = torch.backends.cudnn.deterministic
     options = {"logger": False, "enable_progress_bar": False, "default_root_dir": tmp_path}
     pl.Trainer(accelerator="gpu", devices=1, max_epochs=1, callbacks=[notes], **options).fit(module)
-    assert notes.seen == (True, False, False)  # matmul_precision=highest
+    assert notes.seen == (True, False, False)
     assert torch.backends.cudnn.deterministic == before

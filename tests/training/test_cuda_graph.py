@@ -14,6 +14,7 @@ from tape import Tape
 from torch import nn
 from torch.optim import lr_scheduler
 from training_cases import (
+    ReadingNorm,
     assert_same_state,
     build_module,
     image_data,
@@ -31,6 +32,7 @@ from normexp.norms.batch import BatchNorm
 from normexp.training import cuda_graph
 from normexp.training.cuda_graph import RecordedStep
 from normexp.training.module import TrainingModule
+from normexp.training.muon import MuonAdamW
 from normexp.training.schedule import named_schedule, own_schedule
 
 TEXT = {"model": partial(text_encoder, dropout=0.2), "data": text_data(40), "lr": 0.01}
@@ -169,12 +171,6 @@ class ReplacingNorm(nn.BatchNorm2d):
         return out
 
 
-class ReadingNorm(nn.BatchNorm2d):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        assert self.weight.sum().item() < 1e6
-        return super().forward(input)
-
-
 class InterruptedNorm(nn.BatchNorm2d):
     """As if Ctrl-C was pressed while a graph is recorded, in whose place torch raises its own."""
 
@@ -233,6 +229,7 @@ CYCLE = own_schedule(
             {"optimizer": partial(torch.optim.SGD, momentum=0.9)},
             "SGD is neither fused nor capturable",
         ),
+        ({"optimizer": MuonAdamW}, "MuonAdamW is neither fused nor capturable"),
     ],
 )
 def test_why_steps_are_not_recorded_is_said_before_the_first(

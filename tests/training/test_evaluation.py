@@ -34,7 +34,7 @@ from normexp.norms.zoo.batch import EvalNorm
 from normexp.norms.zoo.deviations import BatchNormBiasedAverage
 from normexp.training.criterion import Classification, LanguageModeling
 from normexp.training.module import TrainingModule
-from normexp.training.samples import gather, shuffled
+from normexp.training.samples import gather, samples_per_forward, shuffled
 from normexp.training.statistics import with_population
 
 FORMS = {
@@ -327,3 +327,14 @@ def test_losses_are_float32_under_bfloat16_also_in_a_stack(criterion, shape: tup
         stacked = torch.func.vmap(loss)(logits, targets)
     assert stacked.dtype == torch.float32
     torch.testing.assert_close(stacked, torch.stack(alone))
+
+
+@pytest.mark.parametrize(("size", "on_gpu"), [(8, 4096), (32, 4096), (96, 455), (224, 83)])
+def test_a_gpu_evaluates_fewer_samples_at_once_if_they_are_large(size: int, on_gpu: int):
+    replicas, data = (
+        build_module().replicas,
+        dataclasses.replace(image_data(), input_shape=(1, size, size)),
+    )
+    assert samples_per_forward(replicas, data, 1) == 512
+    assert samples_per_forward(replicas.to("meta"), data, 1) == on_gpu
+    assert samples_per_forward(replicas, data, 128) == max(on_gpu // 128, 1) * 128

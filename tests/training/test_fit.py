@@ -15,6 +15,7 @@ from torch import nn
 from torch.func import vmap
 from training_cases import (
     SETTINGS,
+    SGD,
     StopAt,
     assert_same_state,
     build_module,
@@ -30,7 +31,7 @@ from normexp.training.fit import (
 )
 from normexp.training.module import TrainingModule
 from normexp.training.step import Step
-from normexp.training.stopping import StopRequest
+from normexp.training.stopping import Interrupted, StopRequest
 
 
 class NotesHandlers(pl.Callback):
@@ -113,6 +114,29 @@ def test_unfused_attention_runs_under_vmap_and_equals_fused():
         stacked = vmap(lambda one: attend(one, one, one))(x)
         (unfused,) = torch.autograd.grad(stacked.square().sum(), x)
     torch.testing.assert_close(unfused, fused)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [SGD, partial(torch.optim.AdamW, fused=True)], ids=["sgd", "adamw"]
+)
+def test_a_checkpoint_of_a_network_that_lies_otherwise_resumes_alike(tmp_path: Path, optimizer):
+    """As that of a GPU, where a network of images has its channels last."""
+    build = partial(build_module, optimizer=optimizer)
+    whole = train(build(), tmp_path / "whole.ckpt")
+    checkpoint, stopper = tmp_path / "stopped.ckpt", StopAt(4)
+    with pytest.raises(Interrupted):
+        train(build(), checkpoint, [stopper], stop=stopper.request)
+    content = torch.load(checkpoint, weights_only=True)
+    moved = 0
+    for state in content["optimizer_states"][0]["state"].values():
+        for name, value in state.items():
+            if value.ndim == 4:
+                state[name] = value.contiguous(memory_format=torch.channels_last)
+                moved += not state[name].is_contiguous()
+    assert moved
+    torch.save(content, checkpoint)
+    resumed = train(build(), checkpoint)
+    assert_same_state(whole, resumed, 0)
 
 
 @pytest.mark.parametrize("has_cuda", [True, False])
