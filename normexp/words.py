@@ -6,15 +6,18 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from types import FunctionType
 from typing import Any
 
 SHOWN_NAMES = 3  # spelled out in a message
 
 
 def as_typed(value: Any) -> str:
-    """A value as typed: null, true, 3, [2,8], {a:1}, a text, "a text, quoted"."""
+    """A value as typed: null, true, 3, [2,8], {a:1}, a text, "a text, quoted", my_file.MyClass."""
     if value is None:
         return "null"
+    if isinstance(value, type | FunctionType):
+        return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, Mapping):
         return f"{{{','.join(f'{key}:{as_typed(item)}' for key, item in value.items())}}}"
     if isinstance(value, Sequence) and not isinstance(value, str):

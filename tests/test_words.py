@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from normexp.errors import UserError, one_line
-from normexp.words import name_some, suggest
+from normexp.words import as_typed, name_some, suggest
 
 ERRORS = {
     "b=3: too many; try b=2": UserError("b=3: too many; try b=2"),
@@ -22,6 +22,11 @@ def test_an_error_is_told_in_one_line(line: str, error: Exception):
         raise error  # in a file that is the user's, as far as normexp knows
     is_told = isinstance(error, UserError)
     assert one_line(caught.value).startswith(line if is_told else f"{line} (test_words.py, line ")
+
+
+def test_a_class_or_function_is_named_as_it_is_typed():
+    assert as_typed(UserError) == "normexp.errors.UserError"
+    assert as_typed([one_line]) == "[normexp.errors.one_line]"
 
 
 def test_many_names_are_shortened():

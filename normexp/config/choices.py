@@ -44,6 +44,7 @@ OTHERS_OF_HYDRA = {  # what does instead what another one would do in a Hydra ap
 }
 LAUNCHERS = {"ray": "ray", "submitit_slurm": "slurm", "submitit_local": "slurm"}  # and their extras
 STATES = (ConfigStore, GlobalHydra, HydraConfig, JobRuntime, VersionBase)  # of a Hydra app
+NEEDS_PACKAGE = "its YAML must begin with `# @package _global_`"
 FEW = 12  # most choices that a message lists
 
 
@@ -59,7 +60,9 @@ def parse_overrides(words: Sequence[str]) -> list[Override]:
 @lru_cache(maxsize=1024)  # the points of a grid share most words
 def _parse(word: str) -> list[Override]:
     key, equals, value = word.partition("=")
-    if not key or not equals or key.startswith("~"):
+    if key.startswith("~"):
+        raise UserError(f"{word}: no key can be removed; for the default leave it out, or try null")
+    if not key or not equals:
         raise UserError(f"{word!r} is not key=value, as in norm=group or batch_size=8")
     name = key.lstrip("+")
     if name.startswith("hydra") and not re.match(READ_OF_HYDRA, name.removeprefix("hydra")):
@@ -136,6 +139,9 @@ def explain(error: Exception) -> UserError:
         return UserError(f"{mark.name}, line {mark.line + 1}: not valid YAML")
     if named := re.search(r"Could not override '([^']+)'", str(error)):
         key = getattr(error.__cause__, "full_key", None) or named[1]
+        package = named[1].partition("@")[2].partition(".")[0]  # norm@experiment.norm
+        if package in GROUPS:
+            return UserError(f"{package}: {NEEDS_PACKAGE}")
         return UserError(f"{key}: unknown key")
     text = f"{error}\n{error.__cause__ or ''}"
     first, second, *_ = [*map(str.strip, text.splitlines()), ""]

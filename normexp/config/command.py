@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override
+from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException
 
 from normexp.config.choices import compose_choices, is_choice, parse_overrides
@@ -108,6 +108,14 @@ def is_searched(override: Override) -> bool:
     return override.is_sweep_override() and not is_list
 
 
+def swept_texts(override: Override) -> list[str]:
+    """The values of a sweep as they are typed; those of a range without the digits of 0.1 + 0.2."""
+    texts = list(override.sweep_string_iterator())
+    if isinstance(override.value(), RangeSweep):
+        texts = [str(float(f"{float(text):.12g}")) if "." in text else text for text in texts]
+    return texts
+
+
 def _words_of(override: Override) -> list[str]:
     """A word for each value of an override. A glob names a folder of choices, or leaves it out."""
     key, value, word = override.get_key_element(), override.value(), override.input_line
@@ -121,7 +129,7 @@ def _words_of(override: Override) -> list[str]:
                 [c for c in choices if c != NOT_GLOBBED and (deep or "/" not in c)]
             )
         else:
-            names = list(override.sweep_string_iterator())
+            names = swept_texts(override)
     except (ValueError, HydraException) as error:  # a range without a step, or an interval
         reason = "an interval has no list" if isinstance(value, IntervalSweep) else error
         raise UserError(f"{word}: {reason}; use a,b or range(...)") from error

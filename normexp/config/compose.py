@@ -14,7 +14,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from normexp.config.choices import compose_choices, explain, is_choice, parse_overrides
+from normexp.config.choices import (
+    NEEDS_PACKAGE,
+    compose_choices,
+    explain,
+    is_choice,
+    parse_overrides,
+)
 from normexp.config.groups import CUSTOM_GROUPS, GROUPS, group_choices
 from normexp.config.keys import BUDGETS, MISSING, dotted_keys, is_read, parts_with_target, value_at
 from normexp.config.validate import unknown_key
@@ -81,7 +87,7 @@ def _resolved(config: DictConfig, recipe: str | None) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key}: {explain(error)}") from error
     if "experiment" in values:
-        raise UserError(f"experiment={recipe}: its YAML must begin with `# @package _global_`")
+        raise UserError(f"experiment={recipe}: {NEEDS_PACKAGE}")
     return {"logger": {}, **values, "experiment": recipe}
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import cache
 from typing import Any, Literal, Optional
 
@@ -116,6 +117,10 @@ def check_value(key: str, value: Any, kind: Any, unit: str = "") -> Any:
         remedy = f"; type {key}=[{as_typed(value)}]"
     elif first["type"] == "string_type" and isinstance(first["input"], int | float):
         remedy = f"; quote it, as '\"{as_typed(first['input'])}\"'"
+    elif first["type"] in ("int_type", "float_type") and isinstance(first["input"], str):
+        with suppress(ValueError):
+            float(first["input"])
+            remedy = "; it is a text: drop its quotes, or read it with ${oc.decode:${oc.env:NAME}}"
     raise UserError(f"{key}={as_typed(value)}: {said}{unit and f' ({unit})'}{remedy}")
 
 

@@ -31,7 +31,7 @@ from normexp.words import name_some
 log = logging.getLogger(__name__)
 
 SPLIT = re.compile(
-    r"(?<![a-z])(?:(?P<train>train|training)|(?P<val>val|valid|validation|dev)"
+    r"(?<![a-z])(?:(?P<train>train|training|trainval)|(?P<val>val|valid|validation|dev)"
     r"|(?P<test>test|testing|eval|evaluation))[\W_]*(?:set|data|images?)?(?![a-z])",
     re.IGNORECASE,
 )
@@ -74,6 +74,8 @@ def load_image_folder(
     name = f"data.root={root}"
     folder = Path(root).expanduser()
     try:
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"{name} is a file; unpack it, and name the folder")
         folders = find_splits(folder, name) or {"train": folder}
         classes = _read_classes(folders, name)
         samples = _list_images(folders, classes, name)
@@ -108,8 +110,9 @@ def load_image_folder(
 def find_splits(root: Path, name: str) -> dict[str, Path]:
     """The folders of train, test and maybe val, by split; empty if `root` holds classes instead.
 
-    The folder of a split has class folders, and is named by a word of `SPLIT`. If each folder that
-    has folders has such a word in its name, as photos_train and photos_test, it may be part of it.
+    The folder of a split has class folders, and is named by a word of `SPLIT`. The word may be part
+    of the name, as in photos_train and photos_test, if each folder that has folders has one, or if
+    those of train and test are named alike but for it.
 
     Raises:
         UserError: begins with `name`. Two folders of one split; no train, or nothing to test on.
@@ -117,7 +120,9 @@ def find_splits(root: Path, name: str) -> dict[str, Path]:
     splits: dict[str, Path] = {}
     folders = _subfolders(root)
     nested = [folder for folder in folders if _subfolders(folder)]
-    may_be_part = all(map(_split_of, nested))
+    words = {_split_of(folder) for folder in nested}
+    stems = {SPLIT.sub("", folder.name) for folder in nested if _split_of(folder)}
+    may_be_part = None not in words or (words >= {"train", "test"} and len(stems) == 1)
     for folder in nested:
         split = _split_of(folder)
         if split is None or not (may_be_part or SPLIT.fullmatch(folder.name)):
@@ -128,10 +133,10 @@ def find_splits(root: Path, name: str) -> dict[str, Path]:
     if not splits:
         return {}
     if "train" not in splits or len(splits) == 1:
-        names = " and ".join(folder.name for folder in splits.values())
+        names = " and ".join(f"{folder.name}/" for folder in splits.values())
         raise UserError(
-            f"{name} has class folders in {names} alone; it needs train/ and test/. To split the "
-            f"images of one folder, name it: data.root={next(iter(splits.values()))}"
+            f"{name} has {names}, and needs train/ and test/; rename the folders, or to split the "
+            f"images of one, name it: data.root={next(iter(splits.values()))}"
         )
     if "test" not in splits:
         splits["test"] = splits.pop("val")
@@ -140,8 +145,8 @@ def find_splits(root: Path, name: str) -> dict[str, Path]:
             name,
             splits["test"].name,
         )
-    if others := [folder.name for folder in folders if folder not in splits.values()]:
-        log.info("%s: %s is not read", name, ", ".join(others))
+    if unread := [folder.name for folder in folders if folder not in splits.values()]:
+        log.info("%s: %s is not read", name, ", ".join(unread))
     return splits
 
 
@@ -215,39 +220,65 @@ def _list_images(
     Raises:
         UserError: a class without images in a split.
     """
-    from torchvision.datasets.folder import make_dataset
-
     readable = Image.registered_extensions()
     # Pillow knows these formats, and needs another program to read them.
     stubs = {name for name, (kind, _) in Image.OPEN.items() if _is_stub(kind)}
+    kinds = {suffix for suffix, kind in readable.items() if kind in Image.OPEN.keys() - stubs}
     skipped: Counter[str] = Counter()
-
-    def is_image(file: str) -> bool:
-        path = Path(file.lower())
-        if path.name.startswith("."):
-            return False
-        if readable.get(path.suffix) in Image.OPEN.keys() - stubs:
-            return True
-        skipped[path.suffix or path.name] += 1
-        return False
-
+    nested: Counter[str] = Counter()
     samples = {}
     for split, folder in folders.items():
-        targets = {path.name: classes.index(_class_of(path)) for path in _subfolders(folder)}
-        listed = make_dataset(folder, targets, is_valid_file=is_image, allow_empty=True)
+        listed: list[tuple[str, int]] = []
+        for class_folder in _subfolders(folder):
+            files = []
+            for place, file in _walk(class_folder):
+                suffix = Path(file).suffix.lower()
+                if suffix not in kinds:
+                    skipped[suffix or "no ending"] += 1
+                    continue
+                files.append(os.path.join(place, file))
+                if place != str(class_folder):
+                    nested[os.path.basename(place)] += 1
+            if not files:
+                others = f", but other files ({name_some(skipped)})" if skipped else ""
+                raise UserError(
+                    f"{name} has no images in {folder.name}/{class_folder.name}/{others}; it needs "
+                    "some (jpg, png, tif, webp, ...), or remove the folder"
+                )
+            target = classes.index(_class_of(class_folder))
+            listed += [(file, target) for file in files]
         samples[split] = listed
-        for target in {*targets.values()} - {target for _, target in listed}:
-            others = f", but files of {', '.join(skipped)}" if skipped else ""
-            raise UserError(
-                f"{name} has no images in {folder.name}/{classes[target]}/{others}; it needs some "
-                "(jpg, png, tif, webp, ...), or remove the folder"
-            )
-        for file in map(str, folder.iterdir()):
-            if os.path.isfile(file) and is_image(file):
+        for file in folder.iterdir():
+            if file.is_file() and file.suffix.lower() in kinds and not file.name.startswith("."):
                 skipped["images beside the class folders"] += 1
     if skipped:
-        log.info("%s: %d files are not read (%s)", name, skipped.total(), ", ".join(skipped))
+        log.info("%s: %d files are not read (%s)", name, skipped.total(), name_some(skipped))
+    if nested:
+        log.info(
+            "%s: %d images lie in folders within class folders (%s) and count as the outer class",
+            name,
+            nested.total(),
+            name_some(nested),
+        )
     return samples
+
+
+def _walk(folder: Path) -> list[tuple[str, str]]:
+    """The places and names of all files, also behind links; a folder is entered once.
+
+    Hidden files and folders are left out.
+    """
+    entered: set[str] = set()
+    files = []
+    for place, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        real = os.path.realpath(place)
+        if real in entered:  # a link to a folder around it
+            folders.clear()
+            continue
+        entered.add(real)
+        files += [(place, name) for name in names if not name.startswith(".")]
+    return sorted(files)
 
 
 def _split_off_test(images: Examples, name: str) -> dict[str, Examples]:

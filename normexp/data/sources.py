@@ -26,9 +26,10 @@ def split_off_val(num_samples: int, val_fraction: float, split_seed: int) -> tup
     """
     num_val = round(num_samples * val_fraction)
     if not 0 < num_val < num_samples:
+        enough = max(0.1, 1 / max(num_samples, 2))  # for one sample of two or more
         raise UserError(
             f"data.val_fraction={val_fraction} takes {num_val} of {num_samples} training samples "
-            "for validation; try data.val_fraction=0.1, or give more samples"
+            f"for validation; try data.val_fraction={enough:.2g}, or give more samples"
         )
     order = torch.randperm(num_samples, generator=generator(split_seed, "split"))
     return order[num_val:].sort().values, order[:num_val].sort().values

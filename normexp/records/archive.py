@@ -42,7 +42,13 @@ from normexp.records.layout import (
     search_dir,
     seed_dir,
 )
-from normexp.records.result import Result, read_evaluation, read_result, result_of, write_result
+from normexp.records.result import (
+    Result,
+    read_evaluation,
+    read_result_of_study,
+    result_of,
+    write_result,
+)
 from normexp.records.samples import TORN, pack_bits, read_samples, unpack_bits, write_samples
 
 ARCHIVED_RESULTS = "results.jsonl"
@@ -87,7 +93,7 @@ def _read_cell(folder: Path) -> ArchivedCell:
         run_dir = seed_dir(folder, seed)
         if not (run_dir / RESULT_FILE).exists():
             continue
-        result = read_result(run_dir)
+        result = read_result_of_study(run_dir)
         metrics = read_evaluation(run_dir) | result.metrics  # the training's take precedence
         results.append(replace(result, measured=replace(result.measured, metrics=metrics)))
         if run_samples := read_samples(run_dir):
@@ -151,7 +157,7 @@ class Archive:
                 self.search_entries = parse_entries(self._zip.read(SEARCH_FILE).decode(), path)
             self._results = self._zip.read(ARCHIVED_RESULTS).decode().splitlines()
         except (OSError, KeyError, BadZipFile) as error:
-            raise UserError(f"{path} is not a zip of a study ({error})") from error
+            raise UserError(f"{path} is not a zip of a study ({error}); unpack it") from error
         # Reports ask for the runs of a cell one after the other.
         self._samples_of_cell = lru_cache(maxsize=1)(self._read_samples)
 

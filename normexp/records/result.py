@@ -190,6 +190,17 @@ def _read(path: Path, _inode: int, _time: int) -> Result:
     return result_of(read_json(path), path)
 
 
+def read_result_of_study(run_dir: Path) -> Result:
+    """The result of a run in a study. Raises UserError, also for one under another's name."""
+    result = read_result(run_dir)
+    if seed_dir(Path(result.cell_id), result.seed).parts != run_dir.parts[-2:]:
+        raise UserError(
+            f"{run_dir} is a copy of seed {result.seed} of {result.cell_id}, or was renamed; move "
+            "it out of the study"
+        )
+    return result
+
+
 def result_of(content: dict[str, Any], path: Path) -> Result:
     """The result whose `to_dict` gave this content. Raises UserError, naming the file."""
     schema = content.pop("schema", None)
@@ -206,12 +217,24 @@ def result_of(content: dict[str, Any], path: Path) -> Result:
     try:
         content["status"] = Status(content["status"])
         content["measured"] = Measured(**content["measured"])
-        return Result(**content)
+        result = Result(**content)
+        _check_metrics(result.metrics)
+        return result
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{path} was edited by hand: {error}; remove it, and the same command trains the run "
             "again"
         ) from error
+
+
+def _check_metrics(metrics: Mapping[str, Any]) -> None:
+    """Raises ValueError for a metric that no training can have."""
+    for name, value in metrics.items():
+        highest = 1.0 if name.partition("@")[0].endswith("/accuracy") else math.inf
+        lowest = 0.0 if highest == 1.0 else -math.inf
+        is_number = isinstance(value, float | int) and math.isfinite(value)
+        if not is_number or not lowest <= value <= highest:
+            raise ValueError(f"{name}={value}")
 
 
 LOADED = {"data": "the data set", "weights": "model.weights"}  # names of what has a digest

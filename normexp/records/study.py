@@ -17,7 +17,7 @@ from normexp.records.layout import (
     list_seeds,
     seed_dir,
 )
-from normexp.records.result import ENDED, Result, Status, read_result
+from normexp.records.result import ENDED, Result, Status, read_result_of_study
 from normexp.records.stacks import StackState, read_stacks
 
 UNENDED = (Status.RUNNING, Status.INTERRUPTED, Status.NOT_STARTED)
@@ -110,7 +110,7 @@ def read_cell(
             cell.states[seed] = _state_without_result(run_stacks)
             continue
         try:
-            result = read_result(run_dir)
+            result = read_result_of_study(run_dir)
             cell.results.append(result)
             cell.states[seed] = result.status
         except UserError as error:

@@ -150,7 +150,9 @@ def mean_of_seeds(values: Sequence[float], step: float | None, metric: Metric) -
     Few seeds have no interval: it would be far wider than their values, which are shown instead.
     """
     interval = mean(values, step=step, bounds=metric.bounds)
-    return replace(interval, low=None, high=None) if interval.n <= FEW_SEEDS else interval
+    if interval.low is None or interval.n <= FEW_SEEDS:
+        return replace(interval, low=None, high=None)
+    return replace(interval, low=max(interval.low, metric.least))
 
 
 def build_cells(records: Records) -> list[CellRow]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from normexp.reporting.cells import unlike, value_words
+from normexp.reporting.cells import is_norm_key, unlike, value_words
 from normexp.reporting.metric import Estimate, Metric, describe_metric
 from normexp.reporting.slices import NormAtSize, Slice
 from normexp.stats.family import Verdict, decide, difference
@@ -125,11 +125,14 @@ def judge(comparison: Comparison, family_size: int) -> Comparison:
 
 
 def reference_of(compared: Mapping[str, NormAtSize], name: str | None = None) -> NormAtSize:
-    """The norm that the others are compared with: the first of REFERENCES unless one is named."""
+    """The norm that the others are compared with: the first of REFERENCES unless one is named.
+
+    Of several with its name, as in a sweep of a knob, the one as shipped.
+    """
     for wanted in (name, *REFERENCES):
-        for norm_at_size in compared.values():
-            if wanted in (norm_at_size.norm, norm_at_size.cells[0].norm_name):
-                return norm_at_size
+        named = [side for side in compared.values() if wanted in (side.norm, side.best.norm_name)]
+        if named:  # the one with the fewest knobs is as shipped, if that was run
+            return min(named, key=lambda side: sum(map(is_norm_key, side.best.config)))
     return next(iter(compared.values()))
 
 

@@ -41,6 +41,7 @@ class Kind(NamedTuple):
     scale: float = 1.0
     digits: int = 3
     tolerance: float = 0.0
+    least: float = 0.0
 
 
 KINDS = {
@@ -59,6 +60,7 @@ class Metric:
     scale: factor from recorded to shown values
     tolerance: smaller differences, in `unit`, count as none
     digits: minimum number of decimals
+    least: a bound of the values; -inf if none is known
     """
 
     name: str
@@ -68,6 +70,7 @@ class Metric:
     higher_is_better: bool
     tolerance: float
     digits: int
+    least: float
 
     @property
     def bounds(self) -> tuple[float, float] | None:
@@ -119,7 +122,7 @@ def describe_metric(name: str, tolerance: float | None = None) -> Metric:
     """The metric of that name. tolerance: None: that of its kind."""
     path, _, statistics = name.partition("@")
     split, _, kind_name = path.rpartition("/")
-    kind = KINDS.get(kind_name, Kind(kind_name.replace("_", " "), ""))
+    kind = KINDS.get(kind_name, Kind(kind_name.replace("_", " "), "", least=-math.inf))
     label = f"{split} {kind.label}".strip()
     return Metric(
         name=name,
@@ -129,6 +132,7 @@ def describe_metric(name: str, tolerance: float | None = None) -> Metric:
         higher_is_better=not any(word in kind_name for word in LOWER_IS_BETTER),
         tolerance=kind.tolerance if tolerance is None else tolerance,
         digits=kind.digits,
+        least=kind.least,
     )
 
 

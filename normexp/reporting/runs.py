@@ -29,7 +29,7 @@ from normexp.records.layout import (
     seed_dir,
 )
 from normexp.records.metrics import MetricRow, read_metrics
-from normexp.records.result import Result, Status, read_evaluation, read_result
+from normexp.records.result import Result, Status, read_evaluation, read_result_of_study
 from normexp.records.samples import read_samples
 from normexp.records.study import CellState, read_study
 from normexp.reporting.metric import Metric, is_at_chance
@@ -276,7 +276,7 @@ def read_studies(runs_dir: Path, names: Sequence[str]) -> Records:
 
 def read_run(study: str, run_dir: Path) -> RunRow:
     """The row of an ended run. Raises UserError for a result that cannot be read."""
-    result = read_result(run_dir)
+    result = read_result_of_study(run_dir)
     if not isinstance(result.settings.get("batch_size"), int):
         raise UserError(f"{run_dir / RESULT_FILE} has no batch_size; was it edited by hand?")
     metrics = {**read_evaluation(run_dir), **result.metrics}  # the training's take precedence

@@ -353,6 +353,9 @@ def _slices_of(cells: Sequence[CellRow], metric: Metric) -> list[Slice]:
     for size in sorted({cell.batch_size for cell in cells}):
         chosen = [cell for cell in cells if cell.batch_size == size]
         fixed = f"batch size {size}"
+        norm_sizes = {cell.norm_batch_size for cell in chosen if cell.norm not in independent}
+        if len(norm_sizes) == 1 and norm_sizes != {size}:
+            fixed += f", norm batch size {norm_sizes.pop()}"
         along_norm_batch_size.append(_slice("norm_batch_size", fixed, chosen, metric, independent))
     slices = [slice_ for slice_ in along_norm_batch_size if len(slice_.sizes) > 1]
     norm_batch_sizes: dict[str, int | None] = {"norm batch size = batch size": None}

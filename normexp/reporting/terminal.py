@@ -231,7 +231,11 @@ def commands_to_look(states: Sequence[CellState]) -> list[str]:
     """Commands that show the log of a failure, the status and the report of the study."""
     from normexp.config.command import study_words
 
-    begun = [state for state in states if state.states and not state.refused]
+    begun = [
+        state
+        for state in states
+        if state.states and not state.refused and state.directory.parent.is_dir()
+    ]
     logs = [
         seed_dir(state.directory, run.seed) / LOG_FILE
         for state in begun

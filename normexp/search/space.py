@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
+from hydra.core.override_parser.types import IntervalSweep, Override
 
+from normexp.config.command import swept_texts
 from normexp.errors import UserError
 
 DIGITS = 4  # significant digits of a value that is drawn from an interval
@@ -96,12 +97,7 @@ def _dimension(override: Override) -> Dimension:
         raise UserError(f"{text}: the only tag is log, of an interval")
     if is_interval:
         return _interval(override)
-    if isinstance(value, RangeSweep):  # without the digits of 0.1 + 0.2
-        numbers = list(value.range())
-        texts = [str(x if isinstance(x, int) else float(f"{x:.12g}")) for x in numbers]
-    else:
-        texts = list(override.sweep_string_iterator())
-    unique = tuple(dict.fromkeys(texts))
+    unique = tuple(dict.fromkeys(swept_texts(override)))
     if len(unique) < 2:
         raise UserError(f"{text}: {len(unique)} values to search; name two or more, or {key}=...")
     return Dimension(key, unique)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
+from multiprocessing import current_process
 from pathlib import Path
 from shlex import join
 
@@ -84,7 +85,8 @@ def worker_slots(
     gpus = visible_gpus() if accelerators & {"auto", "gpu", "cuda"} else []
     count = workers or len(gpus) or usable_cores()
     is_one_of_many = started_processes()[1] > 1
-    num_workers = 0 if workers == 0 or is_one_of_many else count
+    has_no_children = current_process().daemon  # of a Pool, say: it may not start any
+    num_workers = 0 if workers == 0 or is_one_of_many or has_no_children else count
     if not gpus:
         return [WorkerSlot()] * count, num_workers
     # Several workers share a GPU only if the command asks for more workers than GPUs.

@@ -255,7 +255,8 @@ class Sweep:
         """Prints what a worker has printed and logged; handles its end."""
         code = worker.process.exitcode  # before its last lines are read
         lines = worker.new_output()
-        why = lines.pop() if code == FAILED and lines else ""
+        if code == FAILED:
+            lines = lines[:-1]  # the last one is raised
         for line in lines:
             self.display.print(line)
         if code is None:
@@ -263,7 +264,7 @@ class Sweep:
         self.workers.remove(worker)
         worker.close()
         if code == FAILED:
-            raise Halted(why or "no worker process starts")
+            raise Halted(worker.last_line or "no worker process starts")
         if code and not self.is_stopping:
             memory = " (out of memory?)" if code == -signal.SIGKILL else ""
             logger.warning("a worker was lost, with code %d%s; another goes on", code, memory)

@@ -23,6 +23,7 @@ from functools import cached_property
 from multiprocessing import connection, parent_process, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from normexp.cells.stack import Stack, cut_stacks
@@ -144,10 +145,14 @@ def ready_to_train() -> Iterator[None]:
 
 
 class Worker:
-    """One worker process, seen from its command."""
+    """One worker process, seen from its command.
+
+    last_line: of those that it has printed or logged
+    """
 
     def __init__(self, slot: WorkerSlot, job: Job) -> None:
         self.slot = slot
+        self.last_line = ""
         self._num_bytes_read = 0
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the worker
         # A Connection, because multiprocessing can pass one; the worker uses only its descriptor.
@@ -157,9 +162,12 @@ class Worker:
             # start of the tracker unblocks signals, so it must not happen with the first worker's.
             resource_tracker.ensure_running()
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            script = sys.modules["__main__"]
+            sys.modules["__main__"] = ModuleType("__main__")  # a worker would run it once more
             try:
                 self.process.start()
             finally:
+                sys.modules["__main__"] = script
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def new_output(self) -> list[str]:
@@ -170,7 +178,9 @@ class Worker:
         if self.process.is_alive():
             text = text[: text.rfind(b"\n") + 1]  # the worker has not ended its last line
         self._num_bytes_read += len(text)
-        return text.decode(errors="replace").splitlines()
+        lines = text.decode(errors="replace").splitlines()
+        self.last_line = [self.last_line, *lines][-1]
+        return lines
 
     def close(self) -> None:
         """Kills the worker if it has not ended."""

@@ -58,9 +58,10 @@ REFUSED = {
     "norm={_target_:a.B}": "norm={_target_:a.B}: takes one name; a class of yours is norm=",
     "optim={momentun:0}": "optim.momentun: unknown key",
     "schedule=linear": "schedule=linear: no such schedule; did you mean optim.schedule=linear?",
-    "~model": "'~model' is not key=value",
+    "~model": "~model: no key can be removed; for the default leave it out, or try null",
     "lr@x=3": "lr",
     "batch_size=abc": "batch_size=abc: must be a whole number",
+    "lr='0.2'": "lr=0.2: must be a number; it is a text: drop its quotes, or read it with",
     "dry_run=1": "dry_run=1: must be true or false",
     "lr=${optim.defualt_lr}": "lr: Interpolation key 'optim.defualt_lr'",
     "hydra/launcher=foo": "hydra/launcher=foo: no such choice; it takes ray, submitit_slurm",
@@ -337,6 +338,11 @@ def test_users_file_may_pick_a_model(tmp_path: Path):
         ("experiment/mine.yaml", "# @package _global_\ntrainer: null\n", "trainer=null: must be"),
         ("experiment/mine.yaml", "# @package _global_\nepochs: null\n", "epochs=null: must be"),
         ("experiment/mine.yaml", "epochs: 3\n", "experiment=mine: its YAML must begin with"),
+        (
+            "experiment/mine.yaml",
+            "defaults: [override /norm: group]\nepochs: 3\n",
+            "experiment: its YAML must begin with `# @package _global_`",
+        ),
         ("trainer/mine.yaml", "defaults: [auto]\nmax_steps: 3\n", "trainer.max_steps: unknown key"),
         (
             "optim/mine.yaml",

@@ -414,10 +414,10 @@ def test_cache_that_cannot_be_written_is_reported(root: Path, caplog: pytest.Log
 
 SPOILT = {  # how a folder is made unusable, by the message
     "data.root=.*pets: .*pets: No such file.*check the path": shutil.rmtree,
-    "pets has class folders in train alone.*data.root=.*pets/train": lambda root: shutil.rmtree(
-        root / "test"
+    "pets has train/, and needs train/ and test/.*data.root=.*pets/train": lambda root: (
+        shutil.rmtree(root / "test")
     ),
-    "no images in train/dog/, but files of .txt; it needs some": lambda root: [
+    "no images in train/dog/, but other files \\(.txt\\); it needs some": lambda root: [
         p.unlink() for p in root.glob("train/dog/?.png")
     ],
     "train/cat/9.png: No such file": lambda root: (root / "train/cat/9.png").symlink_to("moved"),

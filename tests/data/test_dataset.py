@@ -50,11 +50,17 @@ def test_val_comes_out_of_train_and_test_stays():
 
 
 @pytest.mark.parametrize(
-    ("samples", "fraction"), [(100, 0.0), (100, 1.0), (100, -0.1), (100, 0.001), (1, 0.1)]
+    ("samples", "fraction", "enough"),
+    [(100, 0.0, 0.1), (100, 1.0, 0.1), (100, -0.1, 0.1), (100, 0.001, 0.1), (4, 0.1, 0.25)],
 )
-def test_fraction_that_empties_a_split_is_refused(samples: int, fraction: float):
-    with pytest.raises(UserError, match=f"data.val_fraction={fraction} .* {samples} .*=0.1, or"):
+def test_fraction_that_empties_a_split_is_refused(samples: int, fraction: float, enough: float):
+    said = f"data.val_fraction={fraction} .* {samples} .* data.val_fraction={enough}, or"
+    with pytest.raises(UserError, match=said):
         split_off_val(samples, fraction, 0)
+    train, val = split_off_val(samples, enough, 0)
+    assert len(train) and len(val)
+    with pytest.raises(UserError, match="give more samples"):
+        split_off_val(1, fraction, 0)
 
 
 def test_test_split_takes_a_fifth_of_each_class():

@@ -188,6 +188,9 @@ def load(root: Path) -> Data:
         ({"photos_train": 5, "photos_test": 3}, (8, 2, 6)),
         ({"train_set": 5, "test-images": 3, "extra": 2}, (8, 2, 6)),
         ({"01 Trainset": 5, "02 Testset": 3}, (8, 2, 6)),
+        ({"trainval": 5, "test": 3}, (8, 2, 6)),
+        ({"x_train": 5, "x_test": 3, "x_unsorted": 2}, (8, 2, 6)),
+        ({"train": 5, "test": 3, "more_train": 2, "other": 2}, (8, 2, 6)),
     ],
 )
 def test_folders_named_like_splits_are_splits(tmp_path: Path, folders: dict, lengths: tuple):
@@ -215,7 +218,7 @@ def test_a_word_of_a_split_in_the_name_of_a_class_means_nothing(tmp_path: Path):
     ("folders", "message"),
     [
         (["train", "Training", "test"], "has both Training/ and train/"),
-        (["val", "test"], "class folders in test and val alone"),
+        (["val", "test"], "root has test/ and val/, and needs train/"),
         (["archive"], "has one class, archive, .*root/archive"),
         (["cat/train", "cat/TEST", "dog/train", "dog/TEST"], "class cat has a train/ and a test/"),
     ],
@@ -289,3 +292,31 @@ def test_copies_between_splits_are_counted_also_in_another_format(
     for said in ("3 of 13 samples of test", "1 of 10 samples of val"):
         assert f"{said} are also training samples (exact copies)" in caplog.text
     assert (tmp_path / "data/cache").is_dir()
+
+
+def test_each_folder_is_read_once_and_hidden_ones_never(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.INFO, "normexp")
+    root = tmp_path / "root"
+    save(root, "train")
+    save(root, "test", count=3)
+    (root / "train/a/again").symlink_to(root / "train/a")
+    save(root / "test/a", ".checkpoints", classes="x")
+    data = load(root)
+    assert (len(data.train), len(data.val), len(data.test)) == (8, 2, 6)
+    assert "within class folders" not in caplog.text
+
+
+def test_classes_within_classes_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, "normexp")
+    for name in ("part1", "part2"):
+        save(tmp_path / "root", name)
+    assert load(tmp_path / "root").class_names == ("part1", "part2")
+    assert "20 images lie in folders within class folders (a, b) and count as" in caplog.text
+
+
+def test_an_archive_has_to_be_unpacked(tmp_path: Path):
+    (tmp_path / "photos.zip").touch()
+    with pytest.raises(UserError, match="photos.zip is a file; unpack it"):
+        load(tmp_path / "photos.zip")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from normexp.errors import UserError
 from normexp.records.layout import find_study, list_cells, list_runs, list_seeds, seed_dir, seed_of
-from normexp.records.result import Measured, Result, read_result, write_result
+from normexp.records.result import Measured, Result, read_result, read_result_of_study, write_result
 
 MEASURED = {
     "metrics": {"val/loss": 0.1 + 0.2, "val/accuracy": 1.0, "val/accuracy@batch32": 0.9},
@@ -140,3 +141,29 @@ def test_runs_of_a_study_are_found_by_cell_and_seed(tmp_path: Path):
     assert runs[0] == tmp_path / "s" / "a" / "seed-0"
     names = ["seed-0", "seed-12", "seed-012", "seed-x", "0"]
     assert [seed_of(Path(name)) for name in names] == [0, 12, None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("test/accuracy", 1.2), ("val/loss", math.nan), ("test/loss", "0.3"), ("train/loss", None)],
+)
+def test_a_number_that_no_training_measures_was_typed(tmp_path: Path, name: str, value: object):
+    path = tmp_path / "result.json"
+    content = make_result().to_dict()
+    content["measured"]["metrics"] = {"val/accuracy": 1.0, name: value}
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=f"was edited by hand: {name}={value}; remove it"):
+        read_result(path)
+
+
+@pytest.mark.parametrize("place", ["{cell}-old/seed-3", "{cell}/seed-4"])
+def test_a_copy_within_a_study_is_no_run(tmp_path: Path, place: str):
+    run = make_result()
+    own = tmp_path / run.cell_id / "seed-3"
+    copied = tmp_path / place.format(cell=run.cell_id)
+    for folder in (own, copied):
+        folder.mkdir(parents=True)
+        write_result(folder, run)
+    assert read_result_of_study(own) == run
+    with pytest.raises(UserError, match=f"a copy of seed 3 of {run.cell_id}, or was renamed"):
+        read_result_of_study(copied)

@@ -205,3 +205,18 @@ def test_what_follows_from_equal_words_may_differ():
     typed = [replace(run, load_config=lambda: "base_batch_size: 12") for run in cells[0]]
     (one,) = report_of_cells(typed, cells[1]).comparisons
     assert one.why == "not compared: base_batch_size 12 and null"
+
+
+@pytest.mark.parametrize("kind", ["bits_per_byte", "loss", "gain"])
+def test_no_interval_of_a_positive_metric_reaches_below_0(kind: str):
+    name = f"test/{kind}"
+    values = [0.1 + seed / 100 for seed in range(7)] + [7.5]
+    runs = [cell_of("batch", {k: 0.5}, metrics={name: v})[0] for k, v in enumerate(values)]
+    low = report_of_cells(runs, metric=name).slices[0].lines["batch"][128].mean.low
+    assert low is not None and (low < 0 if kind == "gain" else low == 0)
+
+
+def test_a_norm_batch_size_that_all_share_is_said():
+    cells = [cell_of(norm, FLAT, norm_batch_size=8) for norm in ("batch", "layer")]
+    assert "batch size 128, norm batch size 8" in report_of_cells(*cells).slices[0].scope
+    assert "norm batch size" not in report_of_cells(cell_of("batch", FLAT)).slices[0].scope

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import yaml
 from synthetic_study import cell_of, find, report_of_cells
 
 from normexp.reporting.compare import DIFFERENCE
@@ -234,3 +236,13 @@ def test_equal_norms_all_may_be_the_best_and_one_that_cannot_be_compared_stands_
     assert (last.norm, last.may_be_best) == ("rms", None)
     assert last.comparison and last.comparison.gap.estimate is None
     assert last.comparison.why == "not compared: epochs 9 and 3"
+
+
+@pytest.mark.parametrize("name", [None, "batch"])
+def test_the_reference_is_the_norm_as_shipped_where_a_sweep_has_several_of_it(name: str | None):
+    typed = [cell_of("batch", level(0.9), knobs={"mode": mode}) for mode in ("one", "two")]
+    config = yaml.safe_dump({"norm": {"mode": "three"}})  # the default, which ids leave out
+    shipped = [replace(run, load_config=lambda: config) for run in cell_of("batch", level(0.9))]
+    report = report_of_cells(*typed, shipped, cell_of("layer", level(0.8)), reference=name)
+    assert {c.against for c in report.comparisons} == {"batch mode=three"}
+    assert report_of_cells(*typed).comparisons[0].against == "batch mode=one"

@@ -12,7 +12,7 @@ from rich.console import Console
 from normexp.records.result import Measured, Result, Status
 from normexp.records.stacks import StackState
 from normexp.records.study import CellState
-from normexp.reporting.terminal import without_shared_words
+from normexp.reporting.terminal import commands_to_look, without_shared_words
 from normexp.sweeps import display as display_module
 from normexp.sweeps.display import Display
 from normexp.sweeps.machine import console_for_progress
@@ -128,3 +128,12 @@ def test_only_a_terminal_is_drawn_on(monkeypatch: pytest.MonkeyPatch):
     """A notebook and some logs ask for colours, and cannot go back a line."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert not console_for_progress().is_terminal
+
+
+def test_a_study_that_is_not_there_is_not_named(tmp_path: Path):
+    state = cell("batch", status=Status.NOT_STARTED)
+    state.directory = tmp_path / "gone" / "batch"
+    assert commands_to_look([state]) == []
+    (tmp_path / "gone").mkdir()
+    status, report = commands_to_look([state])
+    assert "normexp.status study=gone" in status and "normexp.report study=gone" in report

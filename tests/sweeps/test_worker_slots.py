@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
+from multiprocessing import spawn
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from normexp.config.spec import CellSpec
 from normexp.records import environment
 from normexp.records.environment import visible_gpus
-from normexp.sweeps import machine
+from normexp.records.journal import CommandEntry
+from normexp.sweeps import machine, worker
 from normexp.sweeps.machine import WorkerSlot, other_trainings, worker_slots
 
 
@@ -35,6 +40,29 @@ def test_there_is_a_worker_for_each_core(workers: int | None, count: int):
     slots, num_workers = worker_slots([on(workers)])
     assert num_workers == count
     assert slots == [WorkerSlot()] * (count or 8)
+
+
+def test_a_process_that_may_start_none_trains_itself(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
+    assert worker_slots([on(2)]) == ([WorkerSlot()] * 2, 0)
+
+
+def test_a_worker_does_not_run_the_script_that_starts_it(monkeypatch: pytest.MonkeyPatch):
+    """spawn would import it: a script without `if __name__ == "__main__":` would start anew."""
+    told = []
+
+    class Process:
+        def __init__(self, **_: object) -> None: ...
+
+        def start(self) -> None:
+            told.append(spawn.get_preparation_data("worker"))
+
+    script = sys.modules["__main__"]
+    monkeypatch.setattr(worker, "SPAWN", SimpleNamespace(Process=Process))
+    job = worker.Job([], CommandEntry("id", [], "", {}))
+    worker.Worker(WorkerSlot(), job)._output.close()
+    assert [key for key in told[0] if key.startswith("init_main")] == []
+    assert sys.modules["__main__"] is script
 
 
 @pytest.mark.parametrize(
@@ -137,3 +165,14 @@ def test_threads_that_wait_do_not_keep_a_core_busy():
     )
     assert "OMP_WAIT_POLICY" in shown.stderr and "'ACTIVE'" not in shown.stderr
     assert "'PASSIVE'" in shown.stderr
+
+
+def test_why_a_worker_failed_is_known_though_its_last_line_was_read_before():
+    one = object.__new__(worker.Worker)
+    with tempfile.TemporaryFile() as output:
+        vars(one).update(_output=output, _num_bytes_read=0, last_line="")
+        one.process = SimpleNamespace(is_alive=lambda: True)
+        output.write(b"step 3\nthe disk is full\n")
+        output.flush()
+        assert one.new_output() == ["step 3", "the disk is full"]
+        assert (one.new_output(), one.last_line) == ([], "the disk is full")
