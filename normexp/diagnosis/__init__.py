@@ -73,7 +73,7 @@ def _sentences(measured: Measurement, findings: Sequence[Finding]) -> Iterator[s
     if terms:
         yield f"Largest term{'s' if len(terms) > 1 else ''}: {'; '.join(terms)}."
     elif not findings:
-        yield f"No term exceeds chance and {measured.tolerance:.2g}."
+        yield f"No term is both beyond chance and above {measured.tolerance:.2g}."
     for finding in findings:
         if finding.cost is None:
             yield f"{finding.cause[0].upper()}{finding.cause[1:]}."

@@ -294,9 +294,10 @@ class Slice:
         fewest = f"{counts[0]} to " if len(counts) > 1 else ""
         words.append(f"n = {fewest}{format_count(counts[-1], 'seed')}")
         samples = "and test samples" if self.has_samples else "on these test samples"
+        scope = ", ".join(filter(None, dict.fromkeys(words)))
         return (
-            f"{', '.join(filter(None, dict.fromkeys(words)))}; means over seeds alone, for these "
-            f"test samples; differences over new seeds {samples}"
+            f"{scope}; intervals of means are over seeds, for these test samples; those of "
+            f"differences over new seeds {samples}"
         )
 
     @property

@@ -195,8 +195,8 @@ def difference_table(
         if is_batch and comparison.verdict in ("tie", "undecided"):
             where = ", ".join(filter(None, (smallest.best.budget, f"lr {show(smallest.lr)}")))
             notes.append(
-                f"No drop of batch norm is shown at {where}; "
-                "experiment=why_size_2 has a recipe that shows one."
+                f"No drop of batch norm is shown at {where}; on digits, "
+                "experiment=why_size_2 shows one."
             )
     caption = f"{slice_.metric.label}, smallest against largest {AXIS_WORDS[slice_.axis]}"
     rows = [comparison.row for comparison in along]
@@ -293,7 +293,7 @@ def lost_table(cells: Sequence[CellRow], refused: Sequence[Refusal]) -> Table:
     for refusal in refused:
         why = f"refused: {refusal.error}"
         rows.append({"cell": refusal.title, "what": "refused", "why": why})
-    caption = f"Lost or in doubt: {format_count(len(rows), 'line')}"
+    caption = "What was refused or failed, diverged, ended at chance or is in doubt"
     return table_of("lost", caption, rows, has_latex=False)
 
 

@@ -288,7 +288,7 @@ def _result_words(state: CellState, *, in_header: str) -> str:
 
 
 def _early_ends(results: Sequence[Result]) -> list[str]:
-    """`seed 0, 3 diverged at step 40`, `seed 1 ended at step 30: REASON`."""
+    """`seeds 0, 3 diverged at step 40`, `seed 1 ended at step 30: REASON`."""
     ends: dict[str, list[str]] = {}
     for run in results:
         measured = run.measured
@@ -299,7 +299,10 @@ def _early_ends(results: Sequence[Result]) -> list[str]:
         else:
             continue
         ends.setdefault(words, []).append(str(run.seed))
-    return [f"seed {', '.join(seeds)} {words}" for words, seeds in ends.items()]
+    return [
+        f"{'seeds' if len(seeds) > 1 else 'seed'} {', '.join(seeds)} {words}"
+        for words, seeds in ends.items()
+    ]
 
 
 def mean_words(values: Sequence[float], num_seeds: int = 0) -> str:

@@ -168,11 +168,11 @@ def _share_done(states: Sequence[CellState]) -> float:
 
 
 def _result_of(state: CellState) -> str:
-    """`97.1 ± 0.7`: the mean of its main metric and the deviation over seeds, accuracy in %."""
+    """`test/accuracy 97.1 ± 0.7`: mean and deviation of its main metric, accuracy in %."""
     name = main_metric(state.results)
     factor, digits = (100, 1) if name.endswith("accuracy") else (1, 3)
     numbers = [factor * value for value in values_of(state.results, name)]
     if not numbers:
         return ""
     deviation = f" ± {statistics.stdev(numbers):.{digits}f}" if len(numbers) > 1 else ""
-    return f"{statistics.mean(numbers):.{digits}f}{deviation}"
+    return f"{name} {statistics.mean(numbers):.{digits}f}{deviation}"
