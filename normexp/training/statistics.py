@@ -158,6 +158,7 @@ def with_batch_statistics(replicas: Replicas, group_size: int) -> Replicas:
     for _, site in named_sites(copies):
         site.train()
         site.norm_batch_size = group_size
+        site.running_from = "step"  # a population is of all groups
     return copies
 
 

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -24,12 +24,13 @@ from training_cases import (
 )
 
 from normexp.batching.replicas import Replicas
+from normexp.config.keys import RunningFrom
 from normexp.config.sizes import Sizes
 from normexp.data.augment import Augmentation
 from normexp.data.dataset import Data, Examples, Windows
 from normexp.models.transformer import GPT
 from normexp.norms.batch import BatchNorm
-from normexp.norms.site import named_sites
+from normexp.norms.site import named_sites, read_state
 from normexp.norms.zoo.batch import EvalNorm
 from normexp.norms.zoo.deviations import BatchNormBiasedAverage
 from normexp.training.criterion import Classification, LanguageModeling
@@ -139,6 +140,19 @@ def test_precise_statistics_equal_one_pass_over_all_values(monkeypatch, num_samp
         assert expected
         for name, value in expected.items():
             torch.testing.assert_close(state[name], value, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("form", ["in_turn", "stacked"])
+def test_precise_statistics_are_of_all_groups_whatever_the_averages_are_taken_from(form: str):
+    found = []
+    for running_from in get_args(RunningFrom):
+        module = trained(**FORMS[form])
+        for _, site in named_sites(module.replicas):
+            site.running_from = running_from
+        found.append(read_state(population_of(module, 36, group_size=4)))
+    of_step, *others = found
+    for state in others:
+        torch.testing.assert_close(state, of_step, rtol=0, atol=1e-12)
 
 
 def test_precise_statistics_are_of_augmented_samples():
