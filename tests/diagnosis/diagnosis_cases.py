@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from normexp.data.images import load_digits
 from normexp.diagnosis import Diagnosis, diagnose
+from normexp.norms.site import Site
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -83,3 +84,20 @@ def kinds(diagnosis: Diagnosis) -> set[str]:
 
 def norms_of(model: nn.Module) -> Iterator[Any]:
     yield from (m for m in model.modules() if isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d))
+
+
+@cache
+def of_batch_norm() -> Diagnosis:
+    """The diagnosis of the trained network as it is."""
+    return examine(trained())
+
+
+def replaced(make):
+    """The trained network with its norms rebuilt, and their state kept."""
+    model = trained()
+    for index in (1, 4, 7):
+        norm = make(model[index].num_features)
+        target = norm.norm if isinstance(norm, Site) else norm
+        target.load_state_dict(model[index].state_dict())
+        model[index] = norm.train()
+    return model

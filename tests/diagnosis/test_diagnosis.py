@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import random
-import threading
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -15,17 +14,23 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from diagnosis_cases import batches, examine, kinds, network, norms_of, trained
+from diagnosis_cases import (
+    batches,
+    examine,
+    kinds,
+    network,
+    norms_of,
+    of_batch_norm,
+    replaced,
+    trained,
+)
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import normexp
 from normexp.checks.probe import differing_values
-from normexp.diagnosis import Diagnosis, decompose, diagnose, measure
+from normexp.diagnosis import Diagnosis, measure
 from normexp.errors import UserError
-from normexp.norms.batch import BatchNorm
 from normexp.norms.running import RunningMomentsNorm
-from normexp.norms.site import Site
 
 
 def frozen():
@@ -41,12 +46,6 @@ def masked():
     model = trained()
     model.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
     return model
-
-
-@cache
-def of_batch_norm() -> Diagnosis:
-    """The diagnosis of the trained network as it is."""
-    return examine(trained())
 
 
 HEALTHY: dict[str, Callable[[], Diagnosis]] = {
@@ -266,17 +265,6 @@ def used_twice():
     return cases.train(UsedTwice())
 
 
-def replaced(make):
-    """The trained network with its norms rebuilt, and their state kept."""
-    model = trained()
-    for index in (1, 4, 7):
-        norm = make(model[index].num_features)
-        target = norm.norm if isinstance(norm, Site) else norm
-        target.load_state_dict(model[index].state_dict())
-        model[index] = norm.train()
-    return model
-
-
 class Odd(RunningMomentsNorm):
     """Its evaluation is not that of batch norm."""
 
@@ -426,263 +414,6 @@ def test_an_evaluation_that_depends_on_the_batch_is_said_with_its_losses():
         diagnosis.summary
     )
     assert diagnosis.loss_at_size[1].value == pytest.approx(one)
-
-
-# --- The decomposition, where each term is known ----------------------------------------------
-
-
-def outside_one(output, _):
-    """Above 0 only for values beyond 1 and -1."""
-    return (output.abs() - 1).clamp(min=0).square().mean()
-
-
-def not_of_variance_one(output, _):
-    return (output.square().mean() - 1).abs()
-
-
-def above_variance_one(output, _):
-    return (output.square().mean() - 1).clamp(min=0)
-
-
-def as_target(output, target):
-    return (output - target).square().mean()
-
-
-def normal(*shape: int):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
-
-
-def averaged(model, pairs):
-    """Gives every norm the mean of the moments of all batches, as long averaging would."""
-    for norm in norms_of(model):
-        norm.reset_running_stats()
-        norm.momentum = None
-    model.train()
-    for inputs, _ in pairs:
-        model(inputs)
-    return model
-
-
-def test_own_share():
-    """With batches of two, training outputs are 1 and -1; with the own share they stay inside."""
-    pairs = [(x, x) for x in normal(100, 2, 32)]
-    model = averaged(nn.Sequential(nn.BatchNorm1d(32, eps=1e-12)), pairs)
-    diagnosis = diagnose(model, pairs, outside_one, max_batches=100)
-    # of a standard normal value z, (|z| - 1)^2 beyond 1: 2 (2 (1 - Phi(1)) - phi(1)) = 0.1506
-    assert diagnosis.terms["own_share"].value == pytest.approx(0.1506, abs=0.02)
-    assert diagnosis.terms["small_batch"].value == pytest.approx(0, abs=1e-6)
-    assert kinds(diagnosis) == {"own_share"}
-
-
-def test_small_batch():
-    """Each batch has an offset that its statistics remove and no others can."""
-    noise = normal(20, 8, 4, 5)
-    offsets = 3 * torch.randn(20, 1, 4, 1, generator=torch.Generator().manual_seed(1))
-    norm = nn.BatchNorm1d(4, affine=False)
-    pairs = [(x + offset, norm(x).detach()) for x, offset in zip(noise, offsets, strict=True)]
-    diagnosis = diagnose(averaged(nn.Sequential(norm), pairs), pairs, as_target, max_batches=20)
-    assert "small_batch" in kinds(diagnosis)
-
-
-def test_averages_of_small_batches_leave_out_the_variance_between_them():
-    """Values differ between samples alone, so a batch of two has half of the variance."""
-    pairs = [(x.expand(-1, -1, 16), x) for x in normal(50, 2, 512, 1)]
-    model = averaged(nn.Sequential(nn.BatchNorm1d(512)), pairs)
-    diagnosis = diagnose(model, pairs, above_variance_one, max_batches=50, tolerance=0.1)
-    assert diagnosis.terms["averages"].value == pytest.approx(31 / 16 - 1, abs=0.05)
-    assert kinds(diagnosis) == {"noisy_averages"}
-
-
-def test_statistics_behind_dropout():
-    """Inputs near 5 have variance 1; behind dropout of a half it is 27."""
-    pairs = [(5 + x, x) for x in normal(20, 64, 8)]
-    torch.manual_seed(0)
-    model = averaged(nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(8)), pairs)
-    diagnosis = diagnose(model, pairs, not_of_variance_one, max_batches=20)
-    assert diagnosis.terms["dropout_shift"].value == pytest.approx(1 - 1 / 27, abs=0.07)
-    assert kinds(diagnosis) == {"dropout_shift"}
-
-
-def test_the_terms_add_up_to_the_gap_between_the_losses_of_the_two_modes():
-    model, pairs = trained().eval(), batches()[:3]
-    model[6].p = 0.2
-    by_name = decompose(model, pairs, F.cross_entropy)
-    training, *terms, evaluation = by_name.values()
-    assert training + sum(terms) == pytest.approx(evaluation, abs=1e-9)
-    losses = [F.cross_entropy(model(x), y).item() for x, y in pairs]
-    assert evaluation == pytest.approx(sum(losses) / 3)
-
-
-# --- Kinds of norms and batches ----------------------------------------------------------------
-
-
-OTHERS = {
-    "sync": nn.SyncBatchNorm,
-    "own": partial(BatchNorm, eps=1e-5),
-    "site": lambda width: Site(BatchNorm(width, eps=1e-5), "map", 8),
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_kinds_of_batch_norm_are_analysed_alike(name: str):
-    model, expected = replaced(OTHERS[name]), of_batch_norm()
-    diagnosis = examine(model)
-    assert not diagnosis.findings and not diagnosis.not_analysed
-    assert diagnosis.evaluation == pytest.approx(expected.evaluation, rel=1e-4)
-    assert len(diagnosis.sites) == 3
-    if name != "site":  # there, 8 of 32 samples share statistics
-        for term, value in expected.terms.items():
-            assert diagnosis.terms[term].value == pytest.approx(value.value, abs=1e-5), term
-
-
-class TwoInputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = trained()
-
-    def forward(self, image, scale):
-        return self.model(image * scale)
-
-
-def test_batches_are_pairs_or_mappings():
-    scale = torch.ones(32, 1, 1, 1)
-    model, pairs = TwoInputs(), batches()[:2]
-    expected = examine(trained(), batches=pairs).to_dict()
-    as_tuples = examine(model, batches=[((x, scale), y) for x, y in pairs])
-    mappings = [{"image": x, "scale": scale, "label": y} for x, y in pairs]
-    as_mappings = diagnose(
-        model, mappings, lambda output, batch: F.cross_entropy(output, batch["label"])
-    )
-    for diagnosis in (as_tuples, as_mappings):
-        assert diagnosis.to_dict()["terms"] == expected["terms"]
-        assert diagnosis.to_dict()["loss_at_size"] == expected["loss_at_size"]
-
-
-class Holding(nn.Module):
-    def __init__(self, value: Any) -> None:
-        super().__init__()
-        self.value, self.model = value, trained()
-
-    def forward(self, x):
-        return self.model(x)
-
-
-class Closed(nn.Module):
-    """Its forward is a function that runs the module it was made with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = model = trained()
-        self.run = lambda x: model(x)
-
-    def forward(self, x):
-        return self.run(x)
-
-
-class InBfloat16(nn.Module):
-    """Runs its parts under autocast, which they need for inputs of this dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = trained()
-
-    def forward(self, x):
-        with torch.autocast("cpu", torch.bfloat16):
-            return self.model(x).float()
-
-
-class Domain(nn.Module):
-    """A batch norm, and a shift by domain that the network sets before each call."""
-
-    domain: int
-
-    def __init__(self, num_features: int) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm2d(num_features)
-        self.shifts = nn.Parameter(torch.zeros(2, num_features, 1, 1))
-
-    def forward(self, x):
-        return self.norm(x) + self.shifts[self.domain]
-
-
-class OfDomains(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.model = Domain(1), trained()
-
-    def forward(self, x):
-        self.norm.domain = 0
-        return self.model(self.norm(x))
-
-
-@pytest.mark.parametrize(("make", "place"), [(InBfloat16, "model."), (OfDomains, "norm.norm")])
-def test_parts_that_need_what_is_around_them_are_looked_at(make: Any, place: str):
-    model = make()
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.running_mean += 2
-    found = examine(model)
-    stale = next(finding for finding in found.findings if finding.kind == "stale_averages")
-    assert any(site.startswith(place) for site in stale.sites)
-    assert not found.not_analysed
-
-
-class Observer(nn.Module):
-    """Scale and shift of a quantization, which belong to one forward together."""
-
-    scale: torch.Tensor
-    shift: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.ones(1))
-        self.register_buffer("shift", torch.zeros(1))
-
-    def forward(self, x):
-        if self.training:
-            self.scale, self.shift = 0.5 + torch.rand(x.shape[1]), torch.rand(x.shape[1])
-        scale_and_shift = torch.stack([self.scale, self.shift])  # of one shape
-        return scale_and_shift[0].view(1, -1, 1, 1) * x + scale_and_shift[1].view(1, -1, 1, 1)
-
-
-def test_state_that_a_module_moves_together_is_put_in_together():
-    found = examine(nn.Sequential(Observer(), trained()))
-    assert found.not_analysed == ("0",)
-
-
-def test_random_states_come_back_after_an_error():
-    torch.manual_seed(7), np.random.seed(7), random.seed(7)
-    expected = torch.get_rng_state(), np.random.get_state()[1], random.getstate()
-    with pytest.raises(UserError):
-        examine(trained(), loss=lambda *_: 1 / 0)
-    assert torch.equal(torch.get_rng_state(), expected[0])
-    assert (np.random.get_state()[1] == expected[1]).all() and random.getstate() == expected[2]
-
-
-def vectors():
-    return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-
-
-def test_mistakes_are_said():
-    for wrong, part in (
-        ({"model": nn.Linear}, "model=<class .*Linear'>: must be an nn.Module"),
-        ({"batches": 5}, "batches is a int, must be a DataLoader"),
-        ({"batches": torch.ones(4, 3)}, "batches holds a Tensor: a batch is a pair"),
-        ({"batches": TensorDataset(torch.ones(4, 3))}, "is a TensorDataset, must be a DataLoader"),
-        ({"loss": nn.CrossEntropyLoss}, r"pass an instance, CrossEntropyLoss\(\)"),
-        ({"batches": iter(())}, "batches holds 0"),
-        ({"batches": [{"picture": x} for x, _ in batches()]}, "mappings of picture.*takes input"),
-        ({"batches": [(x[:, :, 0], y) for x, y in batches()]}, r"mode, at 0 \(RuntimeError"),
-        ({"model": nn.Sequential(nn.LazyLinear(1))}, "0.weight has no shape before a first"),
-        ({"model": Holding(threading.Lock())}, "Holding.value cannot be copied .*lock"),
-        ({"model": Closed()}, r"holds its module model, .* uses self\.model"),
-        (
-            {"batches": [(torch.ones(1, 3), torch.zeros(1).long())] * 4, "model": vectors()},
-            "of 1 .* at 1 ",
-        ),
-    ):
-        with pytest.raises(UserError, match=part):
-            examine(**{"model": trained(), **wrong})
 
 
 # --- What is left behind, and what is said -------------------------------------------------------
