@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -110,9 +111,10 @@ def is_searched(override: Override) -> bool:
 
 def swept_texts(override: Override) -> list[str]:
     """The values of a sweep as they are typed; those of a range without the digits of 0.1 + 0.2."""
-    texts = list(override.sweep_string_iterator())
-    if isinstance(override.value(), RangeSweep):
-        texts = [str(float(f"{float(text):.12g}")) if "." in text else text for text in texts]
+    texts, value = list(override.sweep_string_iterator()), override.value()
+    if isinstance(value, RangeSweep):
+        digits = 12 - math.floor(math.log10(abs(value.step)))
+        texts = [str(round(float(text), digits)) if "." in text else text for text in texts]
     return texts
 
 

@@ -31,7 +31,7 @@ from normexp.words import name_some
 log = logging.getLogger(__name__)
 
 SPLIT = re.compile(
-    r"(?<![a-z])(?:(?P<train>train|training|trainval)|(?P<val>val|valid|validation|dev)"
+    r"(?<![a-z])(?:(?P<train>train|training)|(?P<val>val|valid|validation|dev)"
     r"|(?P<test>test|testing|eval|evaluation))[\W_]*(?:set|data|images?)?(?![a-z])",
     re.IGNORECASE,
 )

@@ -107,7 +107,8 @@ class NormDescription:
     """The norm that a module computes.
 
     Attributes:
-        settings: eps and affine; of a batch norm also momentum and track_running_stats.
+        settings: eps and affine; momentum if it has one; track_running_stats if a batch norm
+            has no averages.
         form: how it was called while it was measured; None if it was read, as torch's own norms.
         tail: the names of its children that follow the norm: dropout and activation.
         has_averages: it evaluates by running moments.
@@ -314,14 +315,14 @@ class Measurement:
         else:
             eps = self._measure_eps(formula, line)
         is_affine = bool((line.slope - 1).abs().max() + line.constant.abs().max() > TOLERANCE)
-        if is_affine and not tensors_of(self.core):
+        if formula.name == "rms" and is_affine and not tensors_of(self.core):
             raise Misfit("it scales to a fixed length, which is no gain that could be trained")
         settings: dict[str, Any] = {"affine": is_affine, "eps": eps}
         normal = self.by_channel(self._normalize(formula, self.other_x))
         evaluated = self.run(self.drawn, self.other_x, False)
         has_averages = line.residual(normal, evaluated) > MAX_RESIDUAL
-        if formula.name == "batch":
-            settings["track_running_stats"] = has_averages
+        if formula.name == "batch" and not has_averages:
+            settings["track_running_stats"] = False
         if has_averages:
             settings |= self._measure_momentum(line)
         return NormDescription(

@@ -198,7 +198,8 @@ def _record_calls(
             torch_norms.add(path)
         if not isinstance(module, torch.jit.ScriptModule):
             module.register_forward_pre_hook(partial(enter, path))
-            module.register_forward_hook(partial(record, path), with_kwargs=True)
+            leave = partial(record, path)
+            module.register_forward_hook(leave, with_kwargs=True, always_call=True)
     with functions:
         run_network(network.train(), args, keywords)
         if not torch_norms <= calls.keys():  # training may drop layers at random
@@ -330,8 +331,8 @@ def _read_torch_norm(module: Any) -> NormDescription:
     settings: dict[str, Any] = {"affine": module.weight is not None, "eps": float(eps)}
     if hasattr(module, "momentum"):
         settings["momentum"] = module.momentum
-    if name == "batch":
-        settings["track_running_stats"] = module.running_mean is not None
+    if name == "batch" and module.running_mean is None:
+        settings["track_running_stats"] = False
     return NormDescription(Formula(name, shape is not None, num_groups), num_features, settings)
 
 

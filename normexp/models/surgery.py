@@ -203,6 +203,7 @@ def check_called(
     network = copied(network)
     names = {site: name for name, site in named_sites(network)}
     tensors = [value for value in (*args, *keywords.values()) if isinstance(value, Tensor)]
+    lengths = {len(value) for value in tensors if value.ndim}
     entered: set[Site] = set()
     turned: list[str] = []
     running: list[Site] = []  # the site in which a forward fails
@@ -210,7 +211,7 @@ def check_called(
     def enter(site: Site, inputs: tuple[Any, ...], named_inputs: dict[str, Any]) -> None:
         x, _ = input_and_mask(inputs, named_inputs)
         reads_samples = site.norm_batch_size is not None or site.view == "sequence"
-        if site not in entered and reads_samples and tensors and len(x) != len(tensors[0]):
+        if site not in entered and reads_samples and lengths and len(x) not in lengths:
             turned.append(names[site])
         entered.add(site)
         running.append(site)

@@ -125,10 +125,11 @@ def _misfit(tensor: Tensor, value: Tensor) -> str:
     """Why a value of a file cannot be loaded into a tensor; "" if it can."""
     if value.shape != tensor.shape:
         return f"is {_size(tensor)}, in the file {_size(value)}"
-    is_dense = value.layout == torch.strided and not value.is_meta
-    if not is_dense or value.is_floating_point() != tensor.is_floating_point():
-        return f"is in the file as {value.layout} {value.dtype} on {value.device}, must be plain"
-    return "" if value.isfinite().all() else "holds NaN or infinity in the file"
+    if value.layout != torch.strided or value.is_meta:
+        return f"is in the file as {value.layout} on {value.device}, must be dense"
+    if tensor.is_floating_point() and not value.is_floating_point():
+        return f"is {tensor.dtype}, in the file {value.dtype}"
+    return "holds NaN in the file" if value.isnan().any() else ""
 
 
 def _size(tensor: Tensor) -> str:

@@ -23,7 +23,6 @@ from functools import cached_property
 from multiprocessing import connection, parent_process, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from normexp.cells.stack import Stack, cut_stacks
@@ -162,12 +161,9 @@ class Worker:
             # start of the tracker unblocks signals, so it must not happen with the first worker's.
             resource_tracker.ensure_running()
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            script = sys.modules["__main__"]
-            sys.modules["__main__"] = ModuleType("__main__")  # a worker would run it once more
             try:
                 self.process.start()
             finally:
-                sys.modules["__main__"] = script
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def new_output(self) -> list[str]:

@@ -25,9 +25,11 @@ def samples_per_forward(replicas: Replicas, data: Data, group_size: int) -> int:
     """Returns the samples per forward in evaluation, a multiple of `group_size`."""
     total = STACK_SAMPLES
     if next(replicas.parameters()).device.type != "cpu":
-        # Memory grows with the square: of the side of an image, of the length under attention.
-        usual = 32 if len(data.input_shape) == 3 else 256
-        total = int(8 * total / max(1, data.input_shape[-1] / usual) ** 2)
+        # Memory grows with the area of an image, and under attention with the length squared.
+        shape = data.input_shape
+        is_image = len(shape) == 3
+        size = shape[1] * shape[2] / 32**2 if is_image else (shape[-1] / 256) ** 2
+        total = int(8 * total / max(1, size))
     at_once = replicas.num_replicas if replicas.is_stacked else 1
     return max(1, total // at_once // group_size) * group_size
 

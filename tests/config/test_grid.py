@@ -30,6 +30,7 @@ def test_grid_is_the_product_with_the_first_key_slowest():
         ("seed=range(1,4)", ["1", "2", "3"]),
         ("lr=choice(0.1,0.3)", ["0.1", "0.3"]),
         ("lr=range(0.2,0.9,0.2)", ["0.2", "0.4", "0.6", "0.8"]),  # not 0.6000000000000001
+        ("lr=range(-0.2,0.3,0.1)", ["-0.2", "-0.1", "0.0", "0.1", "0.2"]),  # not 2.8e-17
         ("study='a b','c'", ["'a b'", "'c'"]),
         ("study=2026_10,1e5,x", ["'2026_10'", "'1e5'", "x"]),  # as typed, not 202610
         ("logger=[csv],[csv,wandb]", ["[csv]", "[csv,wandb]"]),

@@ -188,7 +188,6 @@ def load(root: Path) -> Data:
         ({"photos_train": 5, "photos_test": 3}, (8, 2, 6)),
         ({"train_set": 5, "test-images": 3, "extra": 2}, (8, 2, 6)),
         ({"01 Trainset": 5, "02 Testset": 3}, (8, 2, 6)),
-        ({"trainval": 5, "test": 3}, (8, 2, 6)),
         ({"x_train": 5, "x_test": 3, "x_unsorted": 2}, (8, 2, 6)),
         ({"train": 5, "test": 3, "more_train": 2, "other": 2}, (8, 2, 6)),
     ],

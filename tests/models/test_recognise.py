@@ -341,6 +341,30 @@ def test_a_mask_must_be_true_where_a_value_is_real() -> None:
     assert left.resembles_norm
 
 
+class Failing(nn.Module):
+    def forward(self, _: Tensor) -> Tensor:
+        raise ValueError
+
+
+class Forgiving(nn.Module):
+    """Normalizes by a function where its part has failed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Failing()
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return self.inner(x)
+        except ValueError:
+            return x.exp() + functional.layer_norm(x, x.shape[1:])
+
+
+def test_a_function_is_that_of_the_module_that_calls_it() -> None:
+    network = nn.Sequential(Forgiving(), nn.BatchNorm1d(C))
+    assert recognise(network, (ROWS,)).left_alone["0"].reason == "it calls layer_norm"
+
+
 def test_a_norm_that_has_just_been_trained_is_recognised():
     network = nn.Sequential(nn.Linear(C, C), RememberingNorm())
     network(TOKENS)

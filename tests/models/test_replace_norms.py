@@ -123,6 +123,13 @@ def test_a_batch_norm_without_averages_stays_without_them() -> None:
         torch.testing.assert_close(other(MAPS), network(MAPS), rtol=0, atol=2e-5)
 
 
+def test_a_norm_that_keeps_no_averages_gets_none_from_a_batch_norm() -> None:
+    network = nn.Sequential(nn.BatchNorm2d(C))
+    other = normexp.replace_norms(network, "torch.nn.InstanceNorm2d", MAPS)
+    (norm,) = (module for module in other.modules() if isinstance(module, nn.InstanceNorm2d))
+    assert not norm.track_running_stats
+
+
 def test_a_knob_wins_over_the_old_norm_also_at_its_shipped_value() -> None:
     old = nn.BatchNorm2d(C, eps=1e-2, momentum=0.5, affine=False, track_running_stats=False)
     knobs = {"eps": 1e-5, "momentum": 0.1, "affine": True, "track_running_stats": True}
@@ -163,6 +170,16 @@ def test_a_site_whose_first_axis_is_not_that_of_samples_is_said(
     normexp.replace_norms(TimeFirst(), norm, TOKENS, **knobs)
     said = "at norm the first axis, taken for samples, is not that of the inputs"
     assert (said in caplog.text) is is_said
+
+
+def test_a_number_beside_the_samples_is_no_axis_of_samples(caplog) -> None:
+    class Scaled(nn.Sequential):
+        def forward(self, scale: Tensor, x: Tensor) -> Tensor:
+            return scale * super().forward(x)
+
+    network = Scaled(nn.BatchNorm2d(C))
+    normexp.replace_norms(network, "batch", (torch.tensor(2.0), MAPS), norm_batch_size=2)
+    assert "is not that of the inputs" not in caplog.text
 
 
 def test_a_norm_alone_is_no_network() -> None:

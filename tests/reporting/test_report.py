@@ -97,7 +97,10 @@ def test_where_batch_norm_shows_no_drop_a_note_says_at_what_budget():
     report = report_of_cells(*cells)
     assert report.headline(report.slices[0]) == "At 2, batch norm ties with 128."
     _, table = report.tables_of(report.slices[0])
-    assert "No drop of batch norm is shown at epochs=3, lr 0.1; on digits, experiment=why" in table.note
+    assert (
+        "No drop of batch norm is shown at epochs=3, lr 0.1; on digits, experiment=why"
+        in table.note
+    )
 
 
 def test_the_json_holds_the_rows_of_the_terminal(report: Report):

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
-from multiprocessing import spawn
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +16,6 @@ import pytest
 from normexp.config.spec import CellSpec
 from normexp.records import environment
 from normexp.records.environment import visible_gpus
-from normexp.records.journal import CommandEntry
 from normexp.sweeps import machine, worker
 from normexp.sweeps.machine import WorkerSlot, other_trainings, worker_slots
 
@@ -45,24 +43,6 @@ def test_there_is_a_worker_for_each_core(workers: int | None, count: int):
 def test_a_process_that_may_start_none_trains_itself(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
     assert worker_slots([on(2)]) == ([WorkerSlot()] * 2, 0)
-
-
-def test_a_worker_does_not_run_the_script_that_starts_it(monkeypatch: pytest.MonkeyPatch):
-    """spawn would import it: a script without `if __name__ == "__main__":` would start anew."""
-    told = []
-
-    class Process:
-        def __init__(self, **_: object) -> None: ...
-
-        def start(self) -> None:
-            told.append(spawn.get_preparation_data("worker"))
-
-    script = sys.modules["__main__"]
-    monkeypatch.setattr(worker, "SPAWN", SimpleNamespace(Process=Process))
-    job = worker.Job([], CommandEntry("id", [], "", {}))
-    worker.Worker(WorkerSlot(), job)._output.close()
-    assert [key for key in told[0] if key.startswith("init_main")] == []
-    assert sys.modules["__main__"] is script
 
 
 @pytest.mark.parametrize(
