@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from normexp.reporting.report import Report
 
 
-def run(overrides: str | Sequence[str] = (), workers: int = 0, **values: Any) -> list[Result]:
+def run(
+    overrides: str | Sequence[str] = (), workers: int | None = None, **values: Any
+) -> list[Result]:
     """Trains like `python -m normexp.train` with these words, and skips recorded runs.
 
     Returns one result per cell and seed, in the order of the cells, including failed and diverged
@@ -36,8 +38,9 @@ def run(overrides: str | Sequence[str] = (), workers: int = 0, **values: Any) ->
 
     Args:
         overrides: as on the command line; -m, --config-dir and experiments are understood.
-        workers: the most trainings at once, in processes of their own; 0: this process trains all.
-            Other values need a script with `if __name__ == "__main__":`, as multiprocessing does.
+        workers: the most trainings at once, in processes of their own; 0: this process trains all;
+            None: as the overrides say, or 0. Other values than 0 need a script with
+            `if __name__ == "__main__":`, as multiprocessing does.
         values: of keys; a list is swept, unless the key takes a list, as `evaluate_with`.
 
     Raises:
@@ -48,8 +51,10 @@ def run(overrides: str | Sequence[str] = (), workers: int = 0, **values: Any) ->
     from normexp.config.keys import Index
     from normexp.config.validate import check_value
 
-    check_value("workers", workers, Index)
+    check_value("workers", workers, Index | None)
     words = _words(overrides, values)
+    if workers is None and not any(word.startswith("workers=") for word in words):
+        workers = 0
     cells = _compose(words)
 
     from normexp.sweeps.sweep import raise_if_stopped, train_cells

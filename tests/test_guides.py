@@ -314,6 +314,24 @@ def test_a_cell_is_trained_once_and_found_by_every_other_way(tmp_path: Path):
     assert not normexp.load(cell_dir / "seed-1").training
 
 
+@pytest.mark.parametrize(
+    ("words", "workers", "expected"),
+    [("", None, 0), ("workers=2", None, None), ("workers=2", 0, 0), ("", 3, 3)],
+)
+def test_workers_are_those_that_are_typed(words: str, workers: int | None, expected, monkeypatch):
+    """None: those of the config, which has the words."""
+    asked = []
+
+    def noted(_cells, _command, *, workers):
+        asked.append(workers)
+        raise UserError("enough")
+
+    monkeypatch.setattr("normexp.sweeps.sweep.train_cells", noted)
+    with pytest.raises(UserError, match="enough"):
+        normexp.run(words, workers=workers)
+    assert asked == [expected]
+
+
 def test_a_sweep_returns_each_run_once(tmp_path: Path):
     results = train(tmp_path, "-m", "norm=group", "norm_batch_size=8,32")  # the same training
     assert [(result.settings["norm"], result.seed) for result in results] == [

@@ -264,7 +264,8 @@ class Sweep:
         self.workers.remove(worker)
         worker.close()
         if code == FAILED:
-            raise Halted(worker.last_line or "no worker process starts")
+            guard = 'in a script, call normexp below `if __name__ == "__main__":`'
+            raise Halted(worker.last_line or f"no worker process starts; {guard}")
         if code and not self.is_stopping:
             memory = " (out of memory?)" if code == -signal.SIGKILL else ""
             logger.warning("a worker was lost, with code %d%s; another goes on", code, memory)

@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from normexp.diagnosis import diagnose
+from normexp.diagnosis.parts import Parts, differ
 from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm
 from normexp.norms.site import Site
@@ -135,6 +136,37 @@ def test_parts_that_need_what_is_around_them_are_looked_at(make: Any, place: str
     stale = next(finding for finding in found.findings if finding.kind == "stale_averages")
     assert any(site.startswith(place) for site in stale.sites)
     assert not found.not_analysed
+
+
+class MappedDropout(nn.Module):
+    """Multiplies by a float32 weight, as autocast alone allows for bfloat16 inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(3))
+
+    def forward(self, x):
+        return F.dropout(F.linear(x, self.weight), training=self.training)
+
+
+class UnderAutocast(nn.Sequential):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+def test_a_part_runs_alone_in_the_precision_of_its_network():
+    model = UnderAutocast(nn.Linear(3, 3), MappedDropout())
+    parts = Parts(model, (torch.ones(4, 3), torch.zeros(4)), lambda output, _: output.sum())
+    assert parts.acts_in_training("1")
+    assert not parts.acts_in_training("0")
+
+
+def test_outputs_differ_in_values_or_in_number():
+    x = torch.ones(2)
+    assert differ([x], [x + 1])
+    assert differ([x], [x, x])  # one more in training
+    assert not differ([x], [x.clone()])
 
 
 class Observer(nn.Module):
