@@ -88,10 +88,18 @@ def keep_reproduced(
         calls = _record_few_enough(wide, [*recognition.norms], wide_inputs)
     except UserError as error:
         return recognition, [f"that its own norms train alike is untried: {error}"]
-    anew = copied(wide)
-    put_norms(anew, recognition.norms, _own_factory)
-    reasons = _other_sharing(wide, anew, recognition.norms)
+    reasons: dict[str, str] = {}
+    known = dict(recognition.norms)
     for path, norm in recognition.norms.items():
+        try:
+            _own_factory(norm).bare(norm.num_features, **norm.settings)
+        except UserError as error:
+            reasons[path] = f"it cannot be built: {error}"
+            del known[path]
+    anew = copied(wide)
+    put_norms(anew, known, _own_factory)
+    reasons |= _other_sharing(wide, anew, known)
+    for path, norm in known.items():
         old, new = wide.get_submodule(path), anew.get_submodule(path)
         reason = _difference(old, new, norm, calls.get(path, []), is_wide)
         if reason and path not in reasons:

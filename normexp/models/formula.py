@@ -358,9 +358,9 @@ class Measurement:
             [(new - old) / (batch.mean(dim=1) - old) for (old, _), (new, _) in pairwise(moments)]
         )
         momentum = float(weights.median())
-        if (weights - momentum).abs().max() > 1e-3:
+        if (weights - momentum).abs().max() > 1e-3 or not -1e-6 < momentum < 1 + 1e-6:
             return {}
-        averages: dict[str, Any] = {"momentum": round(momentum, 6)}
+        averages: dict[str, Any] = {"momentum": abs(round(momentum, 6))}
         (_, before), (_, after), _ = moments
         biased = (1 - momentum) * before + momentum * (batch.var(dim=1, correction=0) + eps)
         if is_close(after, biased, TOLERANCE):

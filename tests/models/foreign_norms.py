@@ -26,6 +26,13 @@ class Own(nn.Module):
         return self.function(self, x)
 
 
+def bare(function: Callable[[Own, Tensor], Tensor], **more: Any) -> Own:
+    """A norm with no parameters but `more`."""
+    norm = Own(function, **more)
+    del norm.p
+    return norm
+
+
 def over(x: Tensor, *dims: int) -> Tensor:
     var, mean = torch.var_mean(x, dim=dims, correction=0, keepdim=True)
     return (x - mean) * (var + 1e-3).rsqrt()

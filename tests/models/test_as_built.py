@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from foreign_norms import MAPS, TOKENS, C, Calling, Film, Own, rms
+from foreign_norms import MAPS, TOKENS, C, Calling, Film, Own, bare, rms
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -35,7 +35,7 @@ def test_a_network_reads_the_norm_of_a_site_only_as_built() -> None:
     with pytest.raises(UserError, match="the weight of a replaced norm is read.*norm=as_built"):
         normexp.replace_norms(network, "rms", TOKENS)
     assert not hasattr(normexp.replace_norms(network, "rms").norm, "weight")
-    network.norm = Own(
+    network.norm = bare(
         lambda m, x: m.weight * rms(x), weight=nn.Parameter(torch.ones(C)), bias=None
     )
     network.norm.eps = 1e-5

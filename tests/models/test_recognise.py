@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from foreign_norms import MAPS, ROWS, TOKENS, C, Calling, Film, Own, over, rms
+from foreign_norms import MAPS, ROWS, TOKENS, C, Calling, Film, Own, bare, over, rms
 from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.ops import FrozenBatchNorm2d
@@ -70,19 +69,12 @@ class InFloat32(nn.GroupNorm):
         return super().forward(x.float()).type_as(x)
 
 
-def without_parameters(function: Callable[[Own, Tensor], Tensor]) -> Own:
-    norm = Own(function)
-    del norm.p
-    return norm
-
-
 # A module, an input, and the shipped norm that it is.
 SAME: dict[str, tuple[nn.Module, Tensor, str]] = {
     "gain from zero": (Own(lambda m, x: (1 + m.p) * rms(x)), TOKENS, "rms"),
     "gain of a map": (Own(lambda m, x: m.p * over(x, 1), 1, C, 1, 1), MAPS, "layer2d"),
     "all of a sample": (Own(lambda m, x: m.p * over(x, 1, 2, 3), 1, C, 1, 1), MAPS, "layer"),
-    "constant": (without_parameters(lambda _, x: functional.normalize(x, dim=-1)), TOKENS, "rms"),
-    "fixed shape": (without_parameters(lambda _, x: functional.layer_norm(x, (C,))), TOKENS, "layer"),
+    "fixed shape": (bare(lambda _, x: functional.layer_norm(x, (C,))), TOKENS, "layer"),
     "moved axes": (TimeMajorNorm(C, eps=1e-3, momentum=0.2), TOKENS, "batch"),
     "statistics as parameters": (DecayNorm(), MAPS, "batch"),
     "frozen": (frozen(), MAPS, "frozen"),
