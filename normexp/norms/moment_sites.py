@@ -131,8 +131,7 @@ def find_sites(model: nn.Module) -> list[NormSite]:
         moments = [buffers.get("running_mean"), buffers.get("running_var")]
         has_averages = all(isinstance(m, Tensor) and m.ndim == 1 for m in moments)
         pools_samples = not isinstance(module, INSTANCE)
-        is_batch = isinstance(module, BATCH) or hasattr(module, "track_running_stats")
-        lacks_averages = is_batch and pools_samples and moments == [None, None]
+        lacks_averages = pools_samples and getattr(module, "running_mean", 0) is None
         if (has_averages and hasattr(module, "eps")) or lacks_averages:
             name, entry = around.get(module, (path, module))
             sites.append(NormSite(name or "the model", module, entry, pools_samples, has_averages))
