@@ -52,15 +52,19 @@ def num_batches_of(size: int) -> int:
     return max(FEWEST, min(MOST, SAMPLES // size))
 
 
-def read_batches(batches: Iterable[Any], most: int | None, model: nn.Module) -> list[Any]:
-    """The first `most` batches, on the device of the model; None: `num_batches_of` their size.
+def stream_batches(batches: Iterable[Any], model: nn.Module) -> Iterator[Any]:
+    """Yields batches on the device of the model.
 
     Raises:
-        UserError: fewer than two, or one of another form.
+        UserError: one is of another form.
     """
     tensors = (*model.parameters(), *model.buffers())
     device = tensors[0].device if tensors else "cpu"
-    read: list[Any] = []
+    if not isinstance(batches, Iterable):
+        raise UserError(
+            f"batches is a {type(batches).__name__}, must be a DataLoader, as "
+            f"torch.utils.data.DataLoader(dataset, batch_size=32, shuffle=True); {FORM}"
+        )
     for batch in batches:
         if isinstance(batch, Mapping):
             batch = dict(batch)
@@ -68,7 +72,18 @@ def read_batches(batches: Iterable[Any], most: int | None, model: nn.Module) -> 
         is_batch = is_pair or isinstance(batch, dict)
         if not is_batch or not num_samples(batch):
             raise UserError(f"batches holds a {type(batch).__name__}: {FORM}")
-        read.append(tree_map_only(Tensor, lambda tensor: tensor.to(device), batch))
+        yield tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
+
+
+def read_batches(batches: Iterable[Any], most: int | None, model: nn.Module) -> list[Any]:
+    """The first `most` batches, on the device of the model; None: `num_batches_of` their size.
+
+    Raises:
+        UserError: fewer than two, or one of another form.
+    """
+    read: list[Any] = []
+    for batch in stream_batches(batches, model):
+        read.append(batch)
         if len(read) >= (most or num_batches_of(num_samples(read[0]))):
             break
     if len(read) < 2:

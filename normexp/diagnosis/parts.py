@@ -35,6 +35,7 @@ from normexp.norms.moment_sites import NormSite, can_be_shown
 from normexp.norms.site import named_sites
 from normexp.words import name_some
 
+FEW = 16  # samples on which modules are looked at one by one
 ROUNDING = 1e-6  # relative; state that moves an output by less is of no use to it
 
 
@@ -53,6 +54,7 @@ class Parts:
 
     Attributes:
         modules: of the copy, by path.
+        paths: of these modules.
         training: the modes in which the model is trained: as they are, or after `train()` if it
             was handed over in evaluation mode.
         evaluation: the modes in which it is evaluated: as they are, or after `eval()`.
@@ -73,6 +75,7 @@ class Parts:
         self.training = Modes(_in_training(self.trained), learning=True)
         self.evaluation = Modes(_in_training(self.evaluated), learning=False)
         self.modules = dict(self.model.named_modules())
+        self.paths = {module: path for path, module in self.modules.items()}
         self.num = num_samples(batch)
         self.criterion = loss
         self.calls: dict[str, Call] = {}
@@ -149,13 +152,20 @@ class Parts:
     def acts_in_training(self, path: str) -> bool:
         return differ(self.outputs(path, self.training), self.outputs(path, SILENT))
 
-    def varies_in_evaluation(self) -> str:
-        """Says how two evaluations of one batch differ; "" if they agree."""
-        again = self.run(self.evaluated, self.calls[""], self.evaluation, seed=1)
-        if not differ(self.outputs("", self.evaluation), again):
+    def acts_by_own_mode(self, path: str) -> bool:
+        """True if its own mode, and not that of a module inside, changes its outputs."""
+        alone = Modes(self.training.training & {path}, learning=False)
+        return differ(self.outputs(path, alone), self.outputs(path, SILENT))
+
+    def varies(self, modes: Modes) -> str:
+        """Says how two forwards of one batch differ; "" if they agree."""
+        model = self.fresh(modes)
+        first = self.run(model, self.calls[""], modes)
+        again = self.run(model, self.calls[""], modes, seed=1)
+        if not differ(first, again):
             return ""
         said = "two forwards of one batch differ"
-        moved = name_some(differing_values(self.evaluated, self.model))
+        moved = name_some(differing_values(model, self.model))
         return f"{said}, and one changes {moved}" if moved else said
 
     def up_to_called(self, path: str) -> list[str]:
@@ -193,6 +203,23 @@ class Parts:
         site = copied(site, self.fixed)
         set_modes(site.entry, SILENT, path)
         return can_be_shown(site, inputs[0]) and self.acts_in_training(path)
+
+    def moved_by_training(self, site: NormSite, **settings: Any) -> bool:
+        """True if a forward in training mode moves the running averages of a site.
+
+        Args:
+            settings: attributes that the norm gets first.
+        """
+        entry, copy = copied((site.entry, site), self.fixed)
+        for name, value in settings.items():
+            if not hasattr(copy.norm, name):
+                return False
+            setattr(copy.norm, name, value)
+        path = self.paths[site.entry]
+        before = [running.clone() for running in copy.running]
+        with self.autocasts.get(path, nullcontext()):
+            self.run(set_modes(entry, self.training, path), self.calls[path], self.training)
+        return not all(map(torch.equal, before, copy.running))
 
     def unknown(self, sites: Collection[str]) -> dict[str, list[str]]:
         """Modules with running state of another kind, and the paths whose mode decides how it acts.

@@ -284,6 +284,20 @@ def pool_batches(site: NormSite, batches: list[Moments]) -> Population:
     return Population(mean[0], var[0])
 
 
+def averaged(site: NormSite, batches: list[Moments]) -> Population:
+    """Returns running averages of the moments of batches, at the norm's momentum, the last newest.
+
+    They leave out the variance between batches. Torch's momentum counts where the norm names none.
+    """
+    momentum = getattr(site.norm, "momentum", None) or 0.1
+    ages = torch.arange(len(batches) - 1, -1, -1)
+    weights = ((1 - momentum) ** ages).to(batches[0].mean)[:, None]
+    means = torch.stack([batch.mean for batch in batches])
+    variances = torch.stack([averaged_var(batch) for batch in batches])
+    mean, var = ((weights * values).sum(dim=0) / weights.sum() for values in (means, variances))
+    return Population(mean, var)
+
+
 def distances(running: Tensor, batches: Sequence[Tensor], scale: Tensor) -> Tensor:
     """Returns |running - mean over batches| of each channel, in standard deviations over batches.
 
