@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from normexp.config.keys import RunningFrom
 from normexp.errors import UserError
@@ -26,6 +27,7 @@ from normexp.norms.contract import (
     State,
 )
 from normexp.norms.counters import counting
+from normexp.norms.samples import FIRST_AXIS, SampleOrder
 
 View = Literal["map", "token", "sequence"]
 # Attributes of a norm that its site hides, because they say how norms can be treated.
@@ -35,6 +37,7 @@ NOT_PASSED_ON = (
 )
 # What networks read of a norm to normalize without its forward.
 READ_TO_BYPASS = ("weight", "bias", "eps")
+AVERAGES = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class ReadAroundNorm(AttributeError, UserError):
@@ -51,7 +54,22 @@ class InPlaceOfNorm(nn.Module):
                 f".norm.{name}; a network that reads it in its forward normalizes by itself and "
                 "would bypass the new norm: use norm=as_built, or switch its fused path off"
             )
+        if name in AVERAGES:
+            norm = self._modules.get("norm")
+            if not hasattr(norm, name):
+                raise ReadAroundNorm(
+                    f"the {name} of a replaced norm is read, and {type(norm).__name__} has none; "
+                    "use norm=as_built, or norm=batch"
+                )
+            return getattr(norm, name)
         return super().__getattr__(name)
+
+
+class Part(NamedTuple):
+    """The arguments of a norm for some of the samples."""
+
+    args: tuple[Any, ...]
+    keywords: Mapping[str, Any]
 
 
 class Site(InPlaceOfNorm):
@@ -61,11 +79,16 @@ class Site(InPlaceOfNorm):
     each to the norm in its view, and joins the outputs. In evaluation nothing is split.
 
     Shapes: x (N, C, *) for view `map`; (B, T, C) for `token` and `sequence`, or (N, *, C), whose
-    position axes are joined; mask (N, *) or (B, T).
+    position axes are joined; mask (N, *) or (B, T). A single sample may lack its axis in the view
+    `token`.
+
+    Attributes:
+        order: of the samples in x; None: the first axis counts them.
     """
 
     adds_level = "norm"  # in the names of tensors, which the network's authors do not have
     num_features: int  # as the model asked
+    order: SampleOrder | None = None
 
     def __init__(
         self,
@@ -85,51 +108,65 @@ class Site(InPlaceOfNorm):
         return f"view={self.view}, norm_batch_size={self.norm_batch_size}"
 
     def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
+        if isinstance(x, fx.Proxy):
+            return _leaf_of_trace(self, x)
+        if self.order is None:
+            return self._normalize(x, mask)
+        rows = self.order.rows_per_sample(x)
+        if mask is not None:
+            mask = self.order.arrange(mask)
+        return self.order.restore(self._normalize(self.order.arrange(x), mask, rows=rows), rows)
+
+    def _normalize(self, x: Tensor, mask: Mask = None, *, rows: int = 1) -> Tensor:
+        """Returns the output for x with samples first, each `rows` rows."""
         if self.view != "map" and x.ndim != 3:
-            return self.forward(x.reshape(len(x), -1, x.shape[-1])).view(x.shape)
-        sizes = self._group_sizes(len(x))
+            positions = x.shape[1:-1].numel()
+            tokens = x.reshape(x.shape[0] if x.ndim > 1 else 1, positions, x.shape[-1])
+            return self._normalize(tokens, rows=rows).view(x.shape)
+        sizes = self._group_sizes(x, rows)
         if len(sizes) < 2:
             return self._apply_in_view(self.norm, x, mask)
-        if not isinstance(self.norm, NormOfGroups) or self.running_from != "step":
-            return self._apply_in_parts(sizes, x, mask)
-        if sizes[-1] != sizes[0]:  # the first part comes here again, and then divides evenly
-            return self._apply_in_parts([sum(sizes[:-1]), sizes[-1]], x, mask)
-        groups = x.unflatten(0, (len(sizes), -1))  # (G, n, ...)
-        group_masks = None if mask is None else mask.unflatten(0, (len(sizes), -1))
-        return self._apply_in_view(self.norm.forward_groups, groups, group_masks).flatten(0, 1)
+        in_one_call = isinstance(self.norm, NormOfGroups) and self.running_from == "step"
+        if in_one_call and sizes[-1] == sizes[0]:
+            groups = x.unflatten(0, (len(sizes), -1))  # (G, n, ...)
+            group_masks = None if mask is None else mask.unflatten(0, (len(sizes), -1))
+            return self._apply_in_view(self.norm.forward_groups, groups, group_masks).flatten(0, 1)
+        if in_one_call:  # the first part comes here again, and then divides evenly
+            sizes = [sum(sizes[:-1]), sizes[-1]]
+        masks = _split(mask, sizes)
+        parts = [Part((x, mask), {}) for x, mask in zip(x.split(sizes), masks, strict=True)]
+        return torch.cat(self._apply_in_parts(partial(self._normalize, rows=rows), parts, sizes))
 
-    def _group_sizes(self, num_samples: int) -> list[int]:
-        """Returns the samples of each group that shares statistics; the last may have fewer."""
+    def _group_sizes(self, x: Tensor, rows: int = 1) -> list[int]:
+        """Returns the rows of each group that shares statistics; the last may have fewer."""
         size = self.norm_batch_size
         if not self.training or size is None:
-            return [num_samples]
-        num_full, remainder = divmod(num_samples, size)
-        return [size] * num_full + ([remainder] if remainder else [])
+            return [x.shape[0]]
+        num_full, remainder = divmod(x.shape[0], size * rows)
+        return [size * rows] * num_full + ([remainder] if remainder else [])
 
-    def _apply_in_parts(self, sizes: list[int], /, *args: Any, **keywords: Any) -> Tensor:
-        """Runs every part, and ends with the state that `running_from` says."""
+    def _apply_in_parts(
+        self, run: Callable[..., Tensor], parts: Sequence[Part], sizes: Sequence[int]
+    ) -> list[Tensor]:
+        """Calls `run` with every part, and ends with the state that `running_from` says."""
         originals = dict(self.norm.named_buffers())
         start = read_state(self.norm)
-        split_args = [_split(value, sizes) for value in args]
-        split_keywords = {name: _split(value, sizes) for name, value in keywords.items()}
         outputs, ends = [], []
         try:
-            for i in range(len(sizes)):
+            for i, part in enumerate(parts):
                 state = ends[-1] if ends and self.running_from == "sequence" else start
                 if i > 0 or self.running_from != "group":  # a first group's backward may write too
                     # Fresh tensors for each part, because a kernel may keep them for its backward.
                     install_state(self.norm, {name: value.clone() for name, value in state.items()})
-                part_args = [values[i] for values in split_args]
-                part_keywords = {name: values[i] for name, values in split_keywords.items()}
                 with counting(at_end=False):
-                    outputs.append(self.forward(*part_args, **part_keywords))
+                    outputs.append(run(*part.args, **part.keywords))
                 ends.append(read_state(self.norm))
         finally:
             install_state(self.norm, originals)
         if self.running_from != "group":
             shares = [size / sum(sizes) for size in sizes]
             write_state(self.norm, state_after(self.norm, start, ends, shares, self.running_from))
-        return torch.cat(outputs)
+        return outputs
 
     def _apply_in_view(self, norm: Callable[..., Tensor], x: Tensor, mask: Mask) -> Tensor:
         """Shows x to the norm in its view, and returns the output in the shape of x.
@@ -177,17 +214,38 @@ class AsBuiltSite(Site):
 
     def forward(self, *args: Any, **keywords: Any) -> Tensor:
         x, _ = input_and_mask(args, keywords)
-        sizes = self._group_sizes(len(x))
+        if isinstance(x, fx.Proxy):
+            return _leaf_of_trace(self, *args, **keywords)
+        order = self.order or FIRST_AXIS
+        rows = order.rows_per_sample(x) if self.training and self.norm_batch_size else 1
+        arranged = order.arrange(x)
+        sizes = self._group_sizes(arranged, rows)
         if len(sizes) < 2:
             return self.norm(*args, **keywords)
-        return self._apply_in_parts(sizes, *args, **keywords)
+
+        def split(value: Any) -> Sequence[Any]:
+            if not isinstance(value, Tensor) or not order.is_like(value, x):
+                return [value] * len(sizes)
+            return [order.restore(part, rows) for part in order.arrange(value).split(sizes)]
+
+        of_args = [split(value) for value in args]
+        of_keywords = {name: split(value) for name, value in keywords.items()}
+        parts: list[Part] = []
+        for i in range(len(sizes)):
+            part_keywords = {name: values[i] for name, values in of_keywords.items()}
+            parts.append(Part(tuple(values[i] for values in of_args), part_keywords))
+        outputs = self._apply_in_parts(self.norm, parts, sizes)
+        return order.restore(torch.cat([order.arrange(out) for out in outputs]), rows)
 
 
-def _split(value: Any, sizes: list[int]) -> Sequence[Any]:
-    """Splits a tensor with a value per sample into parts; repeats any other value for each part."""
-    if isinstance(value, Tensor) and value.ndim and len(value) == sum(sizes):
-        return value.split(sizes)
-    return [value] * len(sizes)
+def _leaf_of_trace(site: Site, *args: Any, **keywords: Any) -> Any:
+    """Makes the site one node of a graph that torch.fx traces, as it does torch's own norms."""
+    tracer: Any = args[0].tracer
+    return tracer.create_proxy("call_module", tracer.path_of_module(site), args, keywords)
+
+
+def _split(mask: Mask, sizes: list[int]) -> Sequence[Mask]:
+    return [None] * len(sizes) if mask is None else mask.split(sizes)
 
 
 def takes_mask(norm: nn.Module) -> bool:
