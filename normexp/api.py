@@ -292,14 +292,12 @@ def replace_norms(
     """
     from torch import nn
 
-    from normexp.batching.copies import copied
     from normexp.config.compose import compose_config
     from normexp.config.keys import Count
     from normexp.config.validate import check_value
-    from normexp.models import surgery
-    from normexp.models.recognise import recognise
+    from normexp.models.replace import replaced
+    from normexp.models.trial import Inputs
     from normexp.norms.build import build_norm
-    from normexp.norms.site import named_sites
 
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
@@ -314,21 +312,7 @@ def replace_norms(
         f"{'' if key == 'eps' else 'norm.'}{key}={as_typed(value)}" for key, value in knobs.items()
     ]
     factory = build_norm(compose_config([f"norm={norm}", *words]), norm_batch_size, typed=knobs)
-    keywords = inputs if isinstance(inputs, Mapping) else {}
-    args = () if keywords else inputs if isinstance(inputs, tuple) else (inputs,)
-    network = copied(model)
-    sites = {site: site.norm_batch_size for _, site in named_sites(network)}  # of an earlier call
-    for site in sites:
-        site.norm_batch_size = None
-    recognition = recognise(network, None if inputs is None else args, keywords)
-    if inputs is not None and not factory.keeps_norms:
-        surgery.check_formulas(network, recognition, args, keywords)
-    done = surgery.replace_norms(network, factory, recognition)
-    for site, size in sites.items():  # those that stay
-        site.norm_batch_size = size
-    notes = [*done.notes()]
-    if inputs is not None:
-        notes += surgery.check_called(network, args, keywords)
+    network, notes = replaced(model, factory, None if inputs is None else Inputs.of(inputs))
     _warn([f"norm={norm}: {note}" for note in notes])
     return network
 

@@ -34,8 +34,8 @@ from scipy import stats
 from torch import nn
 
 from normexp.batching.copies import copied
-from normexp.diagnosis.network import Loss, is_within, join, num_samples, take
-from normexp.diagnosis.parts import FEW, SILENT, Modes, Parts, set_modes
+from normexp.diagnosis.network import Loss, first_samples, is_within, num_samples, take
+from normexp.diagnosis.parts import SILENT, Modes, Parts, set_modes
 from normexp.diagnosis.recompute import run_in_training, write_values
 from normexp.diagnosis.result import TERMS, Estimate, Losses, SiteRow
 from normexp.diagnosis.rows import Calls, row_of
@@ -117,9 +117,8 @@ class Measurement:
         self, model: nn.Module, batches: list[Any], loss: Loss, tolerance: float | None = None
     ) -> None:
         self.batches = batches
-        self.sizes = [num_samples(batch) for batch in batches]
-        first = batches[0] if self.sizes[0] > 1 else join(batches[:2]) or batches[0]
-        self.parts = Parts(model, take(first, slice(FEW), num_samples(first)), loss)
+        self.parts = Parts(model, first_samples(batches), loss)
+        self.sizes = [num_samples(batch, self.parts.axis) for batch in batches]
         self.active = self.parts.sites()
         self.norms = {path for path in self.parts.modules if is_within(path, *self.active)}
         self.unknown = self.parts.unknown(self.active)
@@ -257,7 +256,7 @@ class Measurement:
             try:
                 for batch, num in zip(self.batches, self.sizes, strict=True):
                     for first in (0, num - size):
-                        samples = take(batch, slice(first, first + size), num)
+                        samples = take(batch, slice(first, first + size), num, parts.axis)
                         losses.append(parts.loss(parts.fresh(modes), samples, modes))
             except UserError:  # one value per channel has no variance
                 continue

@@ -98,23 +98,40 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def num_samples(batch: Any) -> int:
-    """The length of the first tensor in a batch; 0 if it holds none."""
-    tensors = tensors_in(batch)
-    return len(tensors[0]) if tensors and tensors[0].ndim else 0
+def num_samples(batch: Any, axis: int = 0) -> int:
+    """The length of the first tensor in a batch along the axis of samples; 0 if it has none."""
+    tensors = [tensor for tensor in tensors_in(batch) if tensor.ndim > axis]
+    return tensors[0].shape[axis] if tensors else 0
 
 
-def take(batch: Any, samples: slice | Sequence[int], num: int) -> Any:
+def axis_of(tensor: Tensor, num: int, axis: int) -> int | None:
+    """The axis of `num` samples: `axis`, or the first, as in a class for each; None: neither."""
+    for candidate in (axis, 0):
+        if tensor.ndim > candidate and tensor.shape[candidate] == num:
+            return candidate
+    return None
+
+
+def take(batch: Any, samples: slice | Sequence[int], num: int, axis: int = 0) -> Any:
     """The selected samples of a batch of `num`."""
-    return tree_map_only(Tensor, lambda t: t[samples] if t.ndim and len(t) == num else t, batch)
+
+    def select(tensor: Tensor) -> Tensor:
+        own_axis = axis_of(tensor, num, axis)
+        if own_axis is None:
+            return tensor
+        return tensor.transpose(0, own_axis)[samples].transpose(0, own_axis)
+
+    return tree_map_only(Tensor, select, batch)
 
 
-def join(batches: Sequence[Any]) -> Any:
-    """All samples as one batch; None if they cannot be joined, for example as shapes differ."""
-    try:
-        return tree_map(lambda *parts: torch.cat(parts), *batches)
-    except (RuntimeError, TypeError, ValueError):
-        return None
+def first_samples(batches: Sequence[Any]) -> Any:
+    """The first batch; the first two as one if they hold a single sample and can be joined."""
+    if num_samples(batches[0]) == 1:
+        try:
+            return tree_map(lambda *parts: torch.cat(parts), *batches[:2])
+        except (RuntimeError, TypeError, ValueError):  # their shapes differ
+            pass
+    return batches[0]
 
 
 def loss_on(model: nn.Module, batch: Any, loss: Loss) -> Tensor:

@@ -6,7 +6,7 @@ mix samples, or act differently in training.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from itertools import permutations
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from normexp.checks.probe import change, differing_values, moves, values_of
 from normexp.diagnosis.network import (
     Call,
     Loss,
+    axis_of,
     call_of,
     hooked,
     innermost,
@@ -31,7 +32,10 @@ from normexp.diagnosis.network import (
 )
 from normexp.diagnosis.result import ROOT
 from normexp.errors import UserError
+from normexp.models.split import Untried, find_control
+from normexp.models.trial import Inputs, widened
 from normexp.norms.moment_sites import NormSite, can_be_shown
+from normexp.norms.samples import SampleCounter, SampleOrder
 from normexp.norms.site import named_sites
 from normexp.words import name_some
 
@@ -53,6 +57,8 @@ class Parts:
     """A copy of the user's model that is never run: each forward gets a fresh copy of this one.
 
     Attributes:
+        axis: of the model's inputs, that of samples.
+        batch, num: the samples on which its modules are run, and how many these are.
         modules: of the copy, by path.
         paths: of these modules.
         training: the modes in which the model is trained: as they are, or after `train()` if it
@@ -65,6 +71,11 @@ class Parts:
     """
 
     def __init__(self, model: nn.Module, batch: Any, loss: Loss) -> None:
+        self.axis = axis_of_samples(model, batch)
+        self.num = num_samples(batch, self.axis)
+        batch = take(batch, slice(FEW), self.num, self.axis)
+        self.num = min(FEW, self.num)
+        self.batch = batch
         self.model = copied(model)
         self.trained = copied(model)
         self.evaluated = copied(model)
@@ -76,7 +87,6 @@ class Parts:
         self.evaluation = Modes(_in_training(self.evaluated), learning=False)
         self.modules = dict(self.model.named_modules())
         self.paths = {module: path for path, module in self.modules.items()}
-        self.num = num_samples(batch)
         self.criterion = loss
         self.calls: dict[str, Call] = {}
         self.autocasts: dict[str, torch.autocast] = {}
@@ -135,15 +145,22 @@ class Parts:
 
     def mixes(self, path: str, modes: Modes) -> bool:
         """True if a sample's output depends on the other samples."""
-        middle = self.num // 2
-        all_alike = take(self.calls[path], [middle] * self.num, self.num)
+        return self._mixes(path, modes, self.num, self.axis)
+
+    def mixes_rows(self, path: str, modes: Modes) -> bool:
+        """True if an output of a module depends on others along the first axis of its input."""
+        return self._mixes(path, modes, len(tensors_in(self.calls[path])[0]), 0)
+
+    def _mixes(self, path: str, modes: Modes, num: int, axis: int) -> bool:
+        middle = num // 2
+        all_alike = take(self.calls[path], [middle] * num, num, axis)
         before = self.outputs(path, modes)
         after = self.outputs(path, modes, all_alike)
-        return any(
-            moves(old[middle], new[middle])
-            for old, new in zip(before, after, strict=False)
-            if old.ndim and len(old) == self.num
-        )
+        for old, new in zip(before, after, strict=False):
+            own_axis = axis_of(old, num, axis)
+            if own_axis is not None and moves(*(out.select(own_axis, middle) for out in (old, new))):
+                return True
+        return False
 
     def mixing(self, modes: Modes) -> list[str]:
         """The innermost modules that mix samples."""
@@ -190,9 +207,22 @@ class Parts:
                 around = self.modules[entry]
                 site = NormSite(entry or ROOT, module, around, True, True, mean, var)
                 if entry not in found and self._is_active(site, entry):
-                    site.pools_samples = self.mixes(entry, self.training)
+                    site.pools_samples = self.mixes_rows(entry, self.training)
                     found[entry] = site
+        self._find_orders(found)
         return found
+
+    def _find_orders(self, sites: Mapping[str, NormSite]) -> None:
+        """Tells sites where the samples are in their inputs, if that can be tried."""
+        network, inputs, _ = widened(self.model, Inputs(*call_of(self.model, self.batch)))
+        control = find_control(network, [*sites], inputs, size=1)
+        if isinstance(control, Untried):
+            return
+        counter = SampleCounter(self.axis)
+        self.model.register_forward_pre_hook(counter, with_kwargs=True)
+        for path, order in control.find_orders().items():
+            if order is not None:
+                sites[path].order = SampleOrder(order, counter)
 
     def _is_active(self, site: NormSite, path: str) -> bool:
         """True if the module at a path evaluates by these moments, and trains otherwise."""
@@ -242,6 +272,16 @@ class Parts:
             if differ(before, self.run(model, self.calls[""], SILENT)):
                 found[owner] = self.up_to_called(owner)
         return found
+
+
+def axis_of_samples(model: nn.Module, batch: Any) -> int:
+    """The axis of a model's inputs along which each sample is handled by itself, in evaluation.
+
+    The first, if none is or that cannot be tried.
+    """
+    network, inputs, _ = widened(model, Inputs(*call_of(model, batch)))
+    control = find_control(network, [], inputs, size=1)
+    return 0 if isinstance(control, Untried) else control.axis
 
 
 def _in_training(model: nn.Module) -> frozenset[str]:

@@ -13,15 +13,8 @@ from torch import Tensor, nn
 from normexp.batching.copies import copied
 from normexp.batching.draws import keeping_random_state
 from normexp.checks.probe import differing_values
-from normexp.diagnosis.network import (
-    call_of,
-    is_within,
-    join,
-    num_samples,
-    stream_batches,
-    take,
-)
-from normexp.diagnosis.parts import FEW, Modes, Parts, set_modes
+from normexp.diagnosis.network import call_of, first_samples, is_within, stream_batches
+from normexp.diagnosis.parts import Modes, Parts, set_modes
 from normexp.diagnosis.result import ROOT
 from normexp.errors import UserError
 from normexp.norms.base import Moments
@@ -49,9 +42,8 @@ def recompute_averages(
     start = [*islice(stream, 2)]
     if not start:
         raise UserError("batches holds 0; a generator can be read only once")
-    first = start[0] if num_samples(start[0]) > 1 else join(start) or start[0]
     with keeping_random_state(model):
-        parts = Parts(model, take(first, slice(FEW), num_samples(first)), _no_loss)
+        parts = Parts(model, first_samples(start), _no_loss)
         active = parts.sites()
         unknown = parts.unknown(active)
         if not active and not unknown:

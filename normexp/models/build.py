@@ -18,8 +18,11 @@ from normexp.config.target import Target, read_target
 from normexp.data.dataset import Data
 from normexp.errors import UserError
 from normexp.models import packages
-from normexp.models.recognise import Recognition, recognise
-from normexp.models.surgery import check_formulas, replace_norms
+from normexp.models.recognise import Recognition
+from normexp.models.replace import find_norms
+from normexp.models.split import Split, try_split
+from normexp.models.surgery import replace_norms
+from normexp.models.trial import Inputs
 from normexp.models.weights import Weights, load_fitting, open_weights
 from normexp.norms.factory import NormFactory
 from normexp.words import as_typed
@@ -47,6 +50,7 @@ class NetworkBuilder:
         weights: the weights that every seed starts from.
         example: arguments of a forward, to recognise the norms that are replaced.
         recognised: the norms, found in the network of the first seed.
+        splits: where its sites find their samples, tried in the network of the first seed.
         logged: messages logged so far; networks of other seeds would only repeat them.
     """
 
@@ -57,6 +61,7 @@ class NetworkBuilder:
     weights: Weights | None = None
     example: tuple[Any, ...] = ()
     recognised: list[Recognition] = field(default_factory=list)
+    splits: list[Split] = field(default_factory=list)
     logged: set[str] = field(default_factory=set)
 
     def __call__(self, seed: int) -> nn.Module:
@@ -72,24 +77,34 @@ class NetworkBuilder:
 
     def unsplit(self) -> NetworkBuilder:
         """A builder whose norms do not divide a forward pass into sub-batches."""
-        return replace(self, norm=self.norm.unsplit())
+        return replace(self, norm=self.norm.unsplit(), splits=[])
 
     def _finish(self, network: nn.Module) -> None:
         """Loads weights and replaces norms, then loads what only the new norms have."""
         if self.takes_norm:
             self.norm.put_norms(network)
         unloaded = self.weights.load(network, self._say) if self.weights else {}
-        if self.takes_norm:
-            return
-        network.register_forward_hook(_take_scores)
-        if not self.recognised:
-            self.recognised.append(recognise(network, self.example))
-            if not self.norm.keeps_norms:
-                check_formulas(network, self.recognised[0], self.example, {})
-        surgery = replace_norms(network, self.norm, self.recognised[0], self.classes or None)
-        for note in surgery.notes():
+        inputs = Inputs(self.example, {})
+        if not self.takes_norm:
+            network.register_forward_hook(_take_scores)
+            self._replace_norms(network, inputs)
+            load_fitting(network, unloaded)
+        if self.takes_norm and self.target.path.startswith("normexp.models."):
+            return  # the first axis of every site counts samples
+        if not self.splits:
+            self.splits.append(try_split(network, inputs))
+        for note in self.splits[0].notes:
             self._say(note)
-        load_fitting(network, unloaded)
+        self.splits[0].install(network)
+
+    def _replace_norms(self, network: nn.Module, inputs: Inputs) -> None:
+        notes: list[str] = []
+        if not self.recognised:
+            recognition, notes = find_norms(network, self.norm, inputs)
+            self.recognised.append(recognition)
+        surgery = replace_norms(network, self.norm, self.recognised[0], self.classes or None)
+        for note in (*surgery.notes(), *notes):
+            self._say(note)
 
     def _say(self, note: str) -> None:
         if note not in self.logged:

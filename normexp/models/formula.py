@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -33,7 +33,6 @@ from normexp.norms.base import AffineNorm
 from normexp.norms.batch import BatchNorm, FrozenBatchNorm
 from normexp.norms.contract import State
 from normexp.norms.sample import GroupNorm, LayerNorm2d, RMSNorm
-from normexp.norms.site import InPlaceOfNorm
 
 MAX_RESIDUAL = 1e-4  # largest part of an output that the right formula leaves unexplained
 TOLERANCE = 1e-5  # largest difference, as a part of the output, between equal computations
@@ -47,13 +46,9 @@ COUNT = "num_batches_tracked"
 INITIAL_VALUES = {"weight": 1, "bias": 0, "running_mean": 0, "running_var": 1, COUNT: 0}
 
 
-class RMSNormWithBias(RMSNorm):
-    has_bias = True
-
-
 FORMULAS: dict[str, type[AffineNorm]] = {
     "layer": LayerNorm2d,  # moments over the channels of a position
-    "rms": RMSNormWithBias,  # the same without centring
+    "rms": RMSNorm,  # the same without centring
     "batch": BatchNorm,  # moments over all values of a channel
     "group": GroupNorm,  # moments over C / num_groups channels of a sample
     "frozen": FrozenBatchNorm,  # moments are tensors of the module
@@ -76,13 +71,14 @@ class Formula:
         groups = f" of {self.num_groups} groups" if self.name == "group" else ""
         return f"{self.name} norm{groups}, channels {'last' if self.is_last else 'first'}"
 
-    def build(self, num_features: int, *, has_averages: bool = False, **knobs: Any) -> nn.Module:
-        """The shipped norm for (N, C, *), in float64, with `knobs` eps and affine."""
+    def build(self, num_features: int, **settings: Any) -> nn.Module:
+        """The shipped norm for (N, C, *), in float64, with those of the settings that it has."""
+        norm = FORMULAS[self.name]
         if self.name == "group":
-            knobs["num_groups"] = self.num_groups
-        if self.name == "batch":
-            knobs["track_running_stats"] = has_averages
-        return FORMULAS[self.name](num_features, **knobs).double()
+            settings["num_groups"] = self.num_groups
+        knobs = {field.name for field in fields(norm) if field.init}
+        taken = {name: value for name, value in settings.items() if name in knobs}
+        return norm(num_features, **taken).double()
 
 
 @dataclass(frozen=True)
@@ -107,8 +103,8 @@ class NormDescription:
     """The norm that a module computes.
 
     Attributes:
-        settings: eps and affine; momentum if it has one; track_running_stats if a batch norm
-            has no averages.
+        settings: those that the shipped norm must get to be the same, as eps and affine.
+        roles: the names of its tensors that are its gain (`weight`) and its shift (`bias`).
         form: how it was called while it was measured; None if it was read, as torch's own norms.
         tail: the names of its children that follow the norm: dropout and activation.
         has_averages: it evaluates by running moments.
@@ -118,30 +114,11 @@ class NormDescription:
     formula: Formula
     num_features: int
     settings: dict[str, Any]
+    roles: dict[str, tuple[str, ...]] = field(default_factory=dict)
     form: CallForm | None = None
     tail: tuple[str, ...] = ()
     has_averages: bool = False
     moments: tuple[str, ...] = ()
-
-
-class DescribedNorm(InPlaceOfNorm):
-    """Computes a description at the values of `module`, then the tail of `module`."""
-
-    def __init__(self, description: NormDescription, module: nn.Module) -> None:
-        super().__init__()
-        formula = description.formula
-        self.axis = -1 if formula.is_last else 1
-        self.norm = formula.build(
-            description.num_features,
-            eps=description.settings["eps"],
-            has_averages=description.has_averages,
-        )
-        self.norm.load_state_dict(values_of(module, description), strict=False)
-        self.tail = nn.Sequential(*(copied(module.get_submodule(n)) for n in description.tail))
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        out = self.norm(x.double().movedim(self.axis, 1), mask)
-        return self.tail(out.movedim(1, self.axis).to(x.dtype))
 
 
 class Misfit(Exception):
@@ -275,7 +252,8 @@ class Measurement:
             return module(*args, **keywords).movedim(self.axis, 1).double()
 
     def _normalize(self, formula: Formula, x: Tensor, eps: float = 0.0) -> Tensor:
-        return formula.build(self.num_features, eps=eps, affine=False)(x, self.mask)
+        bare = {"eps": eps, "affine": False, "track_running_stats": False}
+        return formula.build(self.num_features, **bare)(x, self.mask)
 
     def _line_of(self, module: nn.Module, *, training: bool) -> Line:
         """The line from x itself to the output of a module that computes no moments."""
@@ -317,17 +295,40 @@ class Measurement:
         is_affine = bool((line.slope - 1).abs().max() + line.constant.abs().max() > TOLERANCE)
         if formula.name == "rms" and is_affine and not tensors_of(self.core):
             raise Misfit("it scales to a fixed length, which is no gain that could be trained")
+        roles = self._roles(formula, line, moments)
         settings: dict[str, Any] = {"affine": is_affine, "eps": eps}
+        if roles and "bias" not in roles:
+            settings["has_bias"] = False
         normal = self.by_channel(self._normalize(formula, self.other_x))
         evaluated = self.run(self.drawn, self.other_x, False)
         has_averages = line.residual(normal, evaluated) > MAX_RESIDUAL
         if formula.name == "batch" and not has_averages:
             settings["track_running_stats"] = False
         if has_averages:
-            settings |= self._measure_momentum(line)
+            settings |= self._measure_averages(line, settings["eps"])
+        if self._is_zero_centered(line, roles.get("weight", ())):
+            settings["zero_centered"] = True
         return NormDescription(
-            formula, self.num_features, settings, self.form, self.tail, has_averages, moments
+            formula, self.num_features, settings, roles, self.form, self.tail, has_averages, moments
         )
+
+    def _roles(
+        self, formula: Formula, line: Line, moments: tuple[str, ...]
+    ) -> dict[str, tuple[str, ...]]:
+        """The tensors that move the slope of the line, and those that move its constant."""
+        normal = self.by_channel(self._normalize(formula, self.x))
+        found: dict[str, tuple[str, ...]] = {}
+        for name, tensor in tensors_of(self.drawn).items():
+            if not tensor.is_floating_point() or name in moments:
+                continue
+            module = copy.deepcopy(self.drawn)
+            tensors_of(module)[name].data += 0.5
+            moved = Line.fitted(normal, self.run(module, self.x, True))
+            scale = float(line.slope.norm())
+            for role, before, after in zip(("weight", "bias"), line, moved, strict=True):
+                if float((after - before).norm()) > TOLERANCE * scale:
+                    found[role] = (*found.get(role, ()), name)
+        return found
 
     def _measure_eps(self, formula: Formula, line: Line) -> float:
         """Measures eps on an input of a small variance v, whose slope is gain / sqrt(v + eps)."""
@@ -335,19 +336,36 @@ class Measurement:
         small = Line.fitted(self.by_channel(x), self.run(self.drawn, x, True))
         return rounded((line.slope / small.slope).square() - SMALL**2)
 
-    def _measure_momentum(self, line: Line) -> dict[str, float]:
-        """The weight of a batch in the running mean; empty if two steps have different weights."""
+    def _is_zero_centered(self, line: Line, gains: tuple[str, ...]) -> bool:
+        """True if the gain is 1 + a parameter."""
+        if len(gains) != 1 or "." in gains[0]:
+            return False
+        weight = tensors_of(self.drawn)[gains[0]].flatten().double()
+        return len(weight) == len(line.slope) and is_close(line.slope, 1 + weight, TOLERANCE)
+
+    def _measure_averages(self, line: Line, eps: float) -> dict[str, Any]:
+        """The weight of a batch in the running mean; empty if two steps have different weights.
+
+        With it, whether the running variance averages the biased one.
+        """
         module = copy.deepcopy(self.drawn)
-        means = []
+        moments: list[tuple[Tensor, Tensor]] = []
         for _ in range(3):
-            mean, _ = self._running_moments(module, line)
-            means.append(mean)
+            moments.append(self._running_moments(module, line))
             self._call(module.train(), self.x)
-        batch = self.by_channel(self.x).mean(dim=1)
-        weights = torch.stack([(new - old) / (batch - old) for old, new in pairwise(means)])
+        batch = self.by_channel(self.x)
+        weights = torch.stack(
+            [(new - old) / (batch.mean(dim=1) - old) for (old, _), (new, _) in pairwise(moments)]
+        )
         momentum = float(weights.median())
-        is_constant = (weights - momentum).abs().max() < 1e-3
-        return {"momentum": round(momentum, 6)} if is_constant else {}
+        if (weights - momentum).abs().max() > 1e-3:
+            return {}
+        averages: dict[str, Any] = {"momentum": round(momentum, 6)}
+        (_, before), (_, after), _ = moments
+        biased = (1 - momentum) * before + momentum * (batch.var(dim=1, correction=0) + eps)
+        if is_close(after, biased, TOLERANCE):
+            averages["unbiased_running_var"] = False
+        return averages
 
     def _running_moments(self, module: nn.Module, line: Line) -> tuple[Tensor, Tensor]:
         """Mean and variance + eps (C,) from gain * (x - mean) / sqrt(var + eps) + shift.

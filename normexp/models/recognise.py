@@ -8,14 +8,12 @@ second input, another scale.
 
 from __future__ import annotations
 
-import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -23,21 +21,17 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode
 
 from normexp.batching.copies import copied
-from normexp.batching.draws import keeping_random_state
-from normexp.errors import UserError, one_line
+from normexp.errors import one_line
 from normexp.models.formula import (
-    TOLERANCE,
     CallForm,
-    DescribedNorm,
     Formula,
-    Measurement,
     Misfit,
     NormDescription,
     describe_norm,
-    draw,
     is_close,
     tensors_of,
 )
+from normexp.models.trial import Inputs, run_network
 from normexp.norms.site import Site
 
 TORCH_NORMS = {  # their formulas by class
@@ -57,7 +51,6 @@ NORM_FUNCTIONS = (
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 TYPICAL = 3.0  # standard deviation of inputs as in networks
 Cache = dict[str, NormDescription | Misfit]
-NOTHING: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -97,20 +90,18 @@ class Call(NamedTuple):
     dtype: torch.dtype | None
 
 
-def recognise(
-    network: nn.Module, args: tuple[Any, ...] | None, keywords: Mapping[str, Any] = NOTHING
-) -> Recognition:
+def recognise(network: nn.Module, inputs: Inputs | None) -> Recognition:
     """Finds the norms among the modules that a forward of a copy of `network` calls.
 
     Args:
-        args, keywords: of the forward; without them only torch's own norms are recognised.
+        inputs: of the forward; without them only torch's own norms are recognised.
 
     Raises:
         UserError: the forward fails.
     """
     calls, functions = None, {}
-    if args is not None:
-        calls, functions = _record_calls(copied(network), args, keywords)
+    if inputs is not None:
+        calls, functions = _record_calls(copied(network), inputs)
     modules = dict(network.named_modules())
     parts: set[nn.Module] = set()  # of what computes a weight, and of what is one norm
     for module in modules.values():
@@ -166,7 +157,7 @@ class _WatchedFunctions(TorchFunctionMode):
 
 
 def _record_calls(
-    network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]
+    network: nn.Module, inputs: Inputs
 ) -> tuple[dict[str, list[Call]], dict[str, str]]:
     """The calls of each module, and the module's calls of NORM_FUNCTIONS.
 
@@ -201,9 +192,9 @@ def _record_calls(
             leave = partial(record, path)
             module.register_forward_hook(leave, with_kwargs=True, always_call=True)
     with functions:
-        run_network(network.train(), args, keywords)
+        run_network(network.train(), inputs)
         if not torch_norms <= calls.keys():  # training may drop layers at random
-            run_network(network.eval(), args, keywords)
+            run_network(network.eval(), inputs)
     return calls, functions.called
 
 
@@ -224,23 +215,6 @@ def _form_of(call: Call) -> CallForm:
     elif not others:
         raise Misfit("it is given its input by keyword")
     raise Misfit("it is called with a second input")
-
-
-def run_network(network: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-    """A forward with fixed draws. Raises UserError if it fails."""
-    eagerly = torch.compiler.set_stance("force_eager")  # in a graph no call is seen
-    with keeping_random_state(network), torch.no_grad(), eagerly:
-        torch.manual_seed(0)
-        random.seed(0)
-        np.random.seed(0)
-        try:
-            return network(*copied(args), **copied(dict(keywords)))
-        except UserError:
-            raise
-        except Exception as error:  # foreign code may raise anything
-            raise UserError(
-                f"a forward of the model {type(network).__name__} fails: {one_line(error)}"
-            ) from error
 
 
 # --- A module -------------------------------------------------------------------------------------
@@ -293,7 +267,6 @@ def _describe(module: nn.Module, calls: list[Call] | None, cache: Cache) -> Norm
     found = cache[key]
     if isinstance(found, Misfit):
         raise found
-    _check_values(module, found)
     return found
 
 
@@ -333,7 +306,14 @@ def _read_torch_norm(module: Any) -> NormDescription:
         settings["momentum"] = module.momentum
     if name == "batch" and module.running_mean is None:
         settings["track_running_stats"] = False
-    return NormDescription(Formula(name, shape is not None, num_groups), num_features, settings)
+    roles: dict[str, tuple[str, ...]] = {}
+    for role in ("weight", "bias"):
+        if getattr(module, role, None) is not None:
+            roles[role] = (role,)
+    if roles and "bias" not in roles:
+        settings["has_bias"] = False
+    formula = Formula(name, shape is not None, num_groups)
+    return NormDescription(formula, num_features, settings, roles)
 
 
 def _measure(module: nn.Module, forms: Sequence[CallForm]) -> NormDescription | Misfit:
@@ -363,7 +343,7 @@ def _ignores_scale(module: nn.Module, call: Call) -> bool:
         args, keywords = copied((call.args, dict(call.keywords)))
         x = (*args, *keywords.values())[0]
         x.copy_(100 * change(x))
-        return run_network(copied(module).train(), args, keywords)
+        return run_network(copied(module).train(), Inputs(args, keywords))
 
     try:
         output = run(lambda x: x)
@@ -371,17 +351,3 @@ def _ignores_scale(module: nn.Module, call: Call) -> bool:
         return is_close(output, run(lambda x: 4 * x), 1e-3) and not is_saturated
     except Exception:  # foreign code may raise anything
         return False
-
-
-def _check_values(module: nn.Module, norm: NormDescription) -> None:
-    """Raises Misfit unless a module computes its description, at its own values, in both modes."""
-    assert norm.form is not None
-    measurement = Measurement(module, norm.form, norm.formula.is_last)
-    described = DescribedNorm(norm, module)
-    module = copied(module).cpu().to(norm.form.dtype)
-    x = TYPICAL * draw(measurement.shape, 3)
-    for training in (True, False):
-        expected = measurement.run(module, x, training)
-        if not is_close(expected, measurement.run(described, x, training), TOLERANCE):
-            mode = "training" if training else "evaluation"
-            raise Misfit(f"it is {norm.formula}, and does something besides in {mode}")

@@ -189,6 +189,7 @@ class AffineNorm(nn.Module):
     Args:
         eps: small constant added to the variance, or to the mean square.
         affine: false leaves out weight and bias.
+        has_bias: false leaves out the bias alone.
         zero_centered: true scales by 1 + weight, and the weight starts at 0, as in Gemma's RMS norm
             and Megatron's `zero_centered_gamma`. The training is the same but for weight decay,
             which then pulls the gain towards 1, and for the rounding of half-precision weights.
@@ -201,7 +202,7 @@ class AffineNorm(nn.Module):
     eps: float = 1e-5
     affine: bool = True
     zero_centered: bool = False
-    has_bias = True  # False: `affine` means a weight alone
+    has_bias: bool = True
     learned: ClassVar[dict[str, float]] = {}  # parameters (C,) to add, and their initial values
     channel_axis = 1  # of the x that `normalize` gets; 2 if it gets G ghost groups, (G, N, C, *)
 

@@ -41,9 +41,11 @@ class BatchNorm(RunningMomentsNorm):
     Args:
         track_running_stats: false keeps no running averages and evaluates with batch statistics;
             set to False later, it holds the averages.
+        unbiased_running_var: false averages the biased variance, as norms of other libraries do.
     """
 
     track_running_stats: bool = True
+    unbiased_running_var: bool = True
 
     def add_state(self) -> None:
         super().add_state()

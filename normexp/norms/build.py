@@ -118,6 +118,8 @@ class NormMaker:
 
     def _builder(self, **settings: Any) -> Callable[[int], nn.Module]:
         eps = settings.pop("eps", self.eps)
+        if "has_bias" in settings:
+            settings["bias"] = settings["has_bias"]  # torch's name
         taken = {key: settings[key] for key in settings.keys() & self.target.arguments}
         target = self.target.with_knobs(taken)
         if is_shipped(target.path):
@@ -137,7 +139,8 @@ def _changed_settings(config: Mapping[str, Any]) -> set[str]:
     """Those settings of a replaced norm whose values differ from the shipped ones."""
     values = config["norm"]
     shipped = shipped_values("norm", values["_target_"]) or {}
-    typed = values.keys() & {"eps", "momentum", "affine", "track_running_stats"}
+    typed = values.keys() & {"eps", "momentum", "affine", "has_bias", "zero_centered"}
+    typed |= values.keys() & {"track_running_stats", "unbiased_running_var"}
     changed = {key for key in typed if key not in shipped or values[key] != shipped[key]}
     return changed | ({"eps"} if config["eps"] != shipped_config()["eps"] else set())
 

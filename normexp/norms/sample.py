@@ -135,6 +135,7 @@ class PositionNorm(LayerNorm2d):
     affine: bool = field(default=False, init=False)
 
 
+@knobs
 class RMSNorm(AffineNorm):
     """x / sqrt(mean_C(x^2) + eps) * weight. Pools C at each position. arXiv:1910.07467.
 
@@ -143,7 +144,7 @@ class RMSNorm(AffineNorm):
     weight less one, which is `zero_centered`.
     """
 
-    has_bias = False
+    has_bias: bool = False
 
     def normalize(self, x: Tensor, _: Mask, affine: Affine) -> Tensor:
         if x.ndim == 2:  # torch's kernel wants channels last, which is slower for maps

@@ -55,7 +55,7 @@ class SampleOrder:
         return value.ndim >= num_axes and value.shape[:num_axes] == x.shape[:num_axes]
 
     def rows_per_sample(self, x: Tensor) -> int:
-        """Rows of the arranged x that belong to one sample.
+        """Rows that belong to one sample, for the x of all samples.
 
         Raises UserError unless each sample can have as many.
         """
@@ -69,16 +69,16 @@ class SampleOrder:
             )
         return rows
 
-    def arrange(self, x: Tensor) -> Tensor:
+    def arrange(self, x: Tensor, rows_per_sample: int) -> Tensor:
         """Puts the samples first: (N, T, ...), or (N * T, ...) with a sample's rows together."""
         if self.order == "second":
             return x.transpose(0, 1)
         if self.order == "interleaved":
-            return x.unflatten(0, (self.rows_per_sample(x), -1)).transpose(0, 1).flatten(0, 1)
+            return x.unflatten(0, (rows_per_sample, -1)).transpose(0, 1).flatten(0, 1)
         return x
 
     def restore(self, x: Tensor, rows_per_sample: int) -> Tensor:
-        """Undoes `arrange`, also for some of the samples."""
+        """Undoes `arrange`."""
         if self.order == "second":
             return x.transpose(0, 1)
         if self.order == "interleaved":

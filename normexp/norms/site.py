@@ -114,8 +114,9 @@ class Site(InPlaceOfNorm):
             return self._normalize(x, mask)
         rows = self.order.rows_per_sample(x)
         if mask is not None:
-            mask = self.order.arrange(mask)
-        return self.order.restore(self._normalize(self.order.arrange(x), mask, rows=rows), rows)
+            mask = self.order.arrange(mask, rows)
+        out = self._normalize(self.order.arrange(x, rows), mask, rows=rows)
+        return self.order.restore(out, rows)
 
     def _normalize(self, x: Tensor, mask: Mask = None, *, rows: int = 1) -> Tensor:
         """Returns the output for x with samples first, each `rows` rows."""
@@ -218,15 +219,14 @@ class AsBuiltSite(Site):
             return _leaf_of_trace(self, *args, **keywords)
         order = self.order or FIRST_AXIS
         rows = order.rows_per_sample(x) if self.training and self.norm_batch_size else 1
-        arranged = order.arrange(x)
-        sizes = self._group_sizes(arranged, rows)
+        sizes = self._group_sizes(order.arrange(x, rows), rows)
         if len(sizes) < 2:
             return self.norm(*args, **keywords)
 
         def split(value: Any) -> Sequence[Any]:
             if not isinstance(value, Tensor) or not order.is_like(value, x):
                 return [value] * len(sizes)
-            return [order.restore(part, rows) for part in order.arrange(value).split(sizes)]
+            return [order.restore(part, rows) for part in order.arrange(value, rows).split(sizes)]
 
         of_args = [split(value) for value in args]
         of_keywords = {name: split(value) for name, value in keywords.items()}
@@ -235,7 +235,7 @@ class AsBuiltSite(Site):
             part_keywords = {name: values[i] for name, values in of_keywords.items()}
             parts.append(Part(tuple(values[i] for values in of_args), part_keywords))
         outputs = self._apply_in_parts(self.norm, parts, sizes)
-        return order.restore(torch.cat([order.arrange(out) for out in outputs]), rows)
+        return order.restore(torch.cat([order.arrange(out, rows) for out in outputs]), rows)
 
 
 def _leaf_of_trace(site: Site, *args: Any, **keywords: Any) -> Any:

@@ -65,6 +65,7 @@ class GatedRMSNorm(RMSNorm):
         return (y * gate).movedim(-1, 1)
 
 
+@knobs
 class SeeDNorm(AffineNorm):
     """x / sqrt(mean_C(x^2) + eps) * (weight + alpha * tanh(sum_C(beta * x))).
 
@@ -73,10 +74,10 @@ class SeeDNorm(AffineNorm):
     swiss-ai/Megatron-LM (torch_norm.py).
     """
 
-    has_bias = False
+    has_bias: bool = False
     learned = {"alpha": 1.0, "beta": 0.0}
-    alpha: Tensor
-    beta: Tensor
+    alpha: Tensor = field(init=False)
+    beta: Tensor = field(init=False)
 
     def normalize(self, x: Tensor, _: Mask, affine: Affine) -> Tensor:
         alpha, beta = over_channels(self.alpha, x), over_channels(self.beta, x)
@@ -99,7 +100,7 @@ class BHyT(AffineNorm):
         kappa: the divisor; it also makes the steps of alpha kappa times as small.
     """
 
-    has_bias = False
+    has_bias: bool = False
 
     alpha_init: float
     kappa: float
@@ -135,6 +136,7 @@ class ScaleNorm(AffineNorm):
         return x * (weight * inverse_rms(x, self.eps))
 
 
+@knobs
 class CRMSNorm(AffineNorm):
     """x / sqrt((sum_C(x^2) + sum_C(x)^2) / (C + 1) + eps) * weight: compressed RMS norm.
 
@@ -144,7 +146,7 @@ class CRMSNorm(AffineNorm):
     that C coordinates carry what C + 1 did, which a norm alone cannot.
     """
 
-    has_bias = False
+    has_bias: bool = False
 
     def normalize(self, x: Tensor, _: Mask, affine: Affine) -> Tensor:
         squares = x.square().sum(dim=1, keepdim=True)  # (N, 1, *)
@@ -183,7 +185,7 @@ class TaperNorm(RunningNorm):
     running_scaled: Tensor = field(init=False)
     running_energy: Tensor = field(init=False)
     learned = {"drift": 0.0}
-    has_bias = False
+    has_bias: bool = False
     needs_momentum = True
 
     def check_knobs(self) -> None:

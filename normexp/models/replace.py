@@ -1,0 +1,46 @@
+"""Gives any network other norms: finds its norms, tries what is claimed of them, replaces them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from normexp.batching.copies import copied
+from normexp.models.anew import keep_reproduced
+from normexp.models.recognise import Recognition, recognise
+from normexp.models.split import try_split
+from normexp.models.surgery import check_called, replace_norms
+from normexp.models.trial import Inputs
+from normexp.norms.factory import NormFactory
+from normexp.norms.site import named_sites
+
+
+def find_norms(
+    network: nn.Module, factory: NormFactory, inputs: Inputs | None
+) -> tuple[Recognition, list[str]]:
+    """The norms of a network that `factory` can replace, and lines for the log."""
+    recognition = recognise(network, inputs)
+    if inputs is None or factory.keeps_norms:
+        return recognition, []
+    return keep_reproduced(network, recognition, inputs)
+
+
+def replaced(
+    model: nn.Module, factory: NormFactory, inputs: Inputs | None
+) -> tuple[nn.Module, Sequence[str]]:
+    """See `normexp.replace_norms`. Returns the copy and lines for the log."""
+    network = copied(model)
+    sizes = {site: site.norm_batch_size for _, site in named_sites(network)}  # of an earlier call
+    for site in sizes:
+        site.norm_batch_size = None
+    recognition, notes = find_norms(network, factory, inputs)
+    notes = [*replace_norms(network, factory, recognition).notes(), *notes]
+    for site, size in sizes.items():  # those that stay
+        site.norm_batch_size = size
+    if inputs is not None:
+        check_called(network, inputs)
+        split = try_split(network, inputs)
+        split.install(network)
+        notes += split.notes
+    return network, notes
