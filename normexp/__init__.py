@@ -6,6 +6,7 @@
     normexp.load_study("STUDY")                  a table of runs
     normexp.load_report("STUDY")                 what their report says: comparisons with verdicts
     normexp.diagnose(model, batches, loss)       why any network evaluates worse than it trains
+    normexp.recompute_averages(model, batches)   running averages anew, for norms of any class
     normexp.replace_norms(model, "group", x)     any network with other norms, for your own loop
     normexp.norms.GroupNorm(64, num_groups=8)    a norm; normexp.norms lists all
 
@@ -13,7 +14,16 @@ Importing normexp imports neither torch nor pandas.
 """
 
 from normexp import norms
-from normexp.api import diagnose, load, load_report, load_study, module, replace_norms, run
+from normexp.api import (
+    diagnose,
+    load,
+    load_report,
+    load_study,
+    module,
+    recompute_averages,
+    replace_norms,
+    run,
+)
 
 __all__ = [
     "diagnose",
@@ -22,6 +32,7 @@ __all__ = [
     "load_study",
     "module",
     "norms",
+    "recompute_averages",
     "replace_norms",
     "run",
 ]

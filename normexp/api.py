@@ -224,6 +224,39 @@ def diagnose(
     return diagnose(model, batches, loss, max_batches=max_batches, tolerance=tolerance)
 
 
+def recompute_averages(
+    model: nn.Module, batches: Iterable[Any], *, max_batches: int | None = None
+) -> tuple[str, ...]:
+    """Gives the norms of a model the running averages that its weights and these batches have.
+
+        normexp.recompute_averages(model, train_loader)
+
+    For averages that are stale (after weights were averaged, or fine-tuned), noisy or lost. Works
+    for norms of any class that average in training what their evaluation uses, while
+    torch.optim.swa_utils.update_bn works for torch's. Norms use the statistics of each batch, all
+    else is in evaluation mode, so dropout is off. Running means and variances become those of all
+    samples (arXiv:2105.07576); other state of these norms moves by forwards in training mode.
+
+    Args:
+        model: any module; its averages change, and nothing else.
+        batches: as for `diagnose`, of the training's data and batch size; targets are not used.
+        max_batches: how many are read; None: all.
+
+    Returns:
+        The paths of the norms with new averages.
+
+    Raises:
+        normexp.errors.UserError: no norm has such averages, batches that the model does not take,
+            or values that are not finite; the model stays as it was.
+    """
+    from normexp.config.keys import Count
+    from normexp.config.validate import check_value
+    from normexp.diagnosis import recompute_averages
+
+    check_value("max_batches", max_batches, Count | None)
+    return recompute_averages(model, batches, max_batches=max_batches)
+
+
 def replace_norms(
     model: nn.Module,
     norm: str,

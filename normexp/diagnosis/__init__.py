@@ -10,12 +10,14 @@ from torch import nn
 from normexp.batching.draws import keeping_random_state
 from normexp.diagnosis.findings import find
 from normexp.diagnosis.measure import Measurement
-from normexp.diagnosis.network import FORM, Loss, read_batches
+from normexp.diagnosis.network import Loss, read_batches
+from normexp.diagnosis.recompute import recompute_averages
 from normexp.diagnosis.result import ROOT, TERMS, Diagnosis, Estimate, Finding, SiteRow
 from normexp.errors import UserError
 from normexp.words import name_some
 
-__all__ = ["TERMS", "Diagnosis", "Estimate", "Finding", "SiteRow", "decompose", "diagnose"]
+__all__ = ["TERMS", "Diagnosis", "Estimate", "Finding", "SiteRow"]
+__all__ += ["decompose", "diagnose", "recompute_averages"]
 
 
 def diagnose(
@@ -32,11 +34,6 @@ def diagnose(
     model = getattr(model, "_orig_mod", model)  # inside torch.compile
     if isinstance(loss, type):
         raise UserError(f"loss={loss.__name__} is a class; pass an instance, {loss.__name__}()")
-    if not isinstance(batches, Iterable):
-        raise UserError(
-            f"batches is a {type(batches).__name__}, must be a DataLoader, as "
-            f"torch.utils.data.DataLoader(dataset, batch_size=32, shuffle=True); {FORM}"
-        )
     with keeping_random_state(model):
         measured = Measurement(model, read_batches(batches, max_batches, model), loss, tolerance)
         findings = find(measured)

@@ -1,220 +1,381 @@
-"""Rules that turn measurements into findings, each with one sentence of cause and the remedy.
+"""What may be wrong with a network, each with a remedy, and the loop that tries them on copies.
 
-A term of the gap has a cost if it exceeds the tolerance and what its standard error explains
-(two-sided t test at 1 %). Terms that are no mistake by themselves must also be a tenth of the
-largest term.
+A cause is a finding if its remedy lowers the loss in evaluation mode beyond the tolerance and
+chance. Simple remedies come first, and a later one must gain beyond those before it, so no two
+findings claim one cost. Causes whose remedies gain only together are one finding.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 
-from normexp.diagnosis.measure import Measurement
-from normexp.diagnosis.network import innermost, is_within
-from normexp.diagnosis.result import ROOT, Finding
-from normexp.diagnosis.rows import of_single_batches
+from normexp.diagnosis.measure import Measurement, Setup, Source
+from normexp.diagnosis.network import is_within
+from normexp.diagnosis.parts import SILENT
+from normexp.diagnosis.result import ROOT, Estimate, Finding
 from normexp.words import name_some
 
-CAUSES = {  # cause and remedy of a term
-    "rest": (
-        "other results of {names} in training than in evaluation make the loss of training lower",
-        "compare what is computed there in the two modes: dropout, self.training, functional norms",
-    ),
-    "small_batch": (
-        "the network needs the statistics of its current batch: are its samples related (sorted)?",
-        "shuffle the training data, share statistics among more samples, or use group norm",
-    ),
-    "own_share": (
-        "in training alone, each sample is part (1 / {size}) of the statistics that normalize it",
-        "evaluate with the own share (norm=eval_norm, arXiv:1904.06031), or use group norm",
-    ),
-    "dropout_shift": (
-        "the averages were taken behind dropout, which evaluation leaves out (arXiv:1801.05134)",
-        "move dropout behind the last batch norm, or recompute the averages with dropout off",
-    ),
-    "not_analysed": (
-        "running state of {names}, which could not be read as mean and variance of an input, fits "
-        "these samples worse than what training uses",
-        "recompute this state with the final weights, by forwards in training mode",
-    ),
+RECOMPUTE = "recompute the averages: normexp.recompute_averages(model, batches)"
+STATES = {  # kind and cause
+    "not finite": ("not_finite", "hold NaN or infinity, which stays in an average for ever"),
+    "never updated": ("never_updated", "are at mean 0, variance 1: never moved, saved or loaded"),
 }
-UNEXPLAINED = "the loss of training is lower, and no module shows why (self.training between them?)"
-RECOMPUTE = "recompute the averages in training mode (swa_utils.update_bn(train_loader, model))"
+FAR = 3.0  # standard deviations between batches
+NOISE = 3.0  # times the cost of averages taken anew, up to which averages count as noisy
+SWITCHES = {"momentum": 0.1, "track_running_stats": True}  # of torch's norms, with their defaults
+
+
+@dataclass(frozen=True, eq=False)
+class Cause:
+    """What may be wrong at the modules of some paths.
+
+    Attributes:
+        mend: the setup of an evaluation after the remedy.
+        is_mistake: False for what batch norm does by design.
+    """
+
+    kind: str
+    term: str
+    paths: Sequence[str]
+    cause: str
+    remedy: str
+    mend: Callable[[Setup], Setup]
+    is_mistake: bool = True
+
+    def finding(self, cost: Estimate | None) -> Finding:
+        names = tuple(path or ROOT for path in self.paths)
+        cause = self.cause.replace("{names}", name_some(names))
+        return Finding(self.kind, cause, self.remedy, names, self.term, cost)
 
 
 def find(measured: Measurement) -> list[Finding]:
     """All findings: values that are not finite, then by cost, then findings without a cost."""
-    findings = [*_averages(measured), *_terms(measured), *_evaluation(measured)]
-    findings.sort(key=lambda finding: -finding.cost.value if finding.cost else math.inf)
-    return [*_not_finite(measured), *findings]
+    if not math.isfinite(measured.gap.value):
+        return [_not_finite(measured)]
+    findings = [*_tried(measured, [*_causes(measured)])]
+    findings += _evaluation(measured, findings)
+    return sorted(findings, key=lambda f: -f.cost.value if f.cost else math.inf)
 
 
-def _finding(
-    measured: Measurement,
-    kind: str,
-    paths: Iterable[str],
-    cause: str,
-    remedy: str,
-    *,
-    term: str | None = None,
-) -> Finding:
-    """A finding whose cause names the modules at these paths."""
-    names = tuple(path or ROOT for path in dict.fromkeys(paths))
-    cause = cause.replace("{names}", name_some(names)).replace("{size}", str(measured.group_size))
-    return Finding(kind, cause, remedy, names, term, measured.cost(term) if term else None)
+# --- The loop ------------------------------------------------------------------------------------
 
 
-def _not_finite(measured: Measurement) -> Iterator[Finding]:
-    paths: list[str] = []
-    for path, site in measured.active.items():
-        if not all(moments.isfinite().all() for moments in site.running):
-            paths.append(path)
-    if paths:
-        yield _finding(
-            measured,
-            "not_finite",
-            paths,
-            "running state of {names} holds NaN or infinity, which stays in an average for ever",
-            f"find the batch, then reset_running_stats() and {RECOMPUTE}",
-        )
-    elif not math.isfinite(measured.gap.value):
-        yield _finding(
-            measured,
-            "not_finite",
-            (),
-            "the loss is not finite, so the gap has no terms",
-            "look for the first batch whose loss is NaN or infinite",
-        )
+def _tried(measured: Measurement, causes: list[Cause]) -> Iterator[Finding]:
+    """The findings among causes, simple remedies first."""
+    found: list[Cause] = []
+    for cause in causes:
+        if measured.costs(_cost(measured, found, [cause])):
+            found.append(cause)
+            if cause.is_mistake:  # which may be all that was wrong
+                found = _needed(measured, [], found)
+    left = [cause for cause in reversed(causes) if cause not in found]
+    needed = _needed(measured, found, left)[::-1]
+    if needed and not measured.costs(_gain(measured, [], needed)):  # but after those found
+        needed, found = [*found, *needed], []
+    if needed:
+        found.append(_joined(needed))
+    for index, cause in enumerate(found):
+        cost = _cost(measured, found[:index], [cause])
+        if measured.costs(cost):
+            yield cause.finding(cost)
 
 
-def _averages(measured: Measurement) -> Iterator[Finding]:
-    cost = measured.cost("averages")
-    finding = partial(_finding, measured, term="averages")
-    paths: dict[str, list[str]] = defaultdict(list)  # by state
-    for path, row in measured.rows.items():
-        paths[row.state].append(path)
-    if paths["momentum 0"]:
-        yield finding(
-            "stale_averages",
-            paths["momentum 0"],
-            "running averages of {names} have momentum 0, so training never moves them",
-            f"set momentum=0.1, then {RECOMPUTE}",
-        )
-    if paths["never updated"]:
-        yield finding(
-            "never_updated",
-            paths["never updated"],
-            "running averages of {names} are at mean 0, variance 1: never moved, saved or loaded",
-            f"load them too (only buffers and parameters are saved), or {RECOMPUTE}",
-        )
-    if cost is None:
-        return
-    if paths["initial"]:
-        rows = [measured.rows[path] for path in paths["initial"]]
-        row = max(rows, key=lambda row: row.initial_share or 0)
-        yield finding(
-            "initial_values",
-            paths["initial"],
-            f"running averages of {{names}} are {row.initial_share:.1%} initial values (mean 0, "
-            f"variance 1): {row.updates} updates at momentum {row.momentum:g}",
-            f"train longer, raise momentum (the weight of the new value), or {RECOMPUTE}",
-        )
-    if paths["used twice"]:
-        yield finding(
-            "used_twice",
-            paths["used twice"],
-            "{names} run several times in one forward, and their averages mix all of its inputs",
-            "give each use a norm of its own, or join the inputs into one batch",
-        )
-    if paths["averaged"]:
-        yield from _distant_averages(measured, paths["averaged"])
+def _needed(measured: Measurement, found: list[Cause], causes: list[Cause]) -> list[Cause]:
+    """Leaves out the causes whose remedies gain nothing after all others."""
+    needed = causes
+    for cause in causes:
+        others = [other for other in needed if other is not cause]
+        if not measured.costs(_gain(measured, [*found, *others], [cause])):
+            needed = others
+    return needed
 
 
-def _distant_averages(measured: Measurement, paths: list[str]) -> Iterator[Finding]:
-    """Stale averages if their distance from the moments of batches exceeds chance, else noisy."""
-    rows = {path: measured.rows[path] for path in paths}
-    typical = median(max(row.mean_distance, row.var_distance) for row in rows.values())
-    farthest = max(row.largest_distance for row in rows.values())
-    momentum = max(row.momentum or 0.1 for row in rows.values())  # torch's, if none is named
-    # The standard deviation by chance of running minus precise, in those between batches.
-    noise = math.sqrt(momentum / (2 - momentum) + 1 / len(measured.sizes))
-    moments = {measured.active[path]: measured.moments[path] for path in paths}
-    typical_of_batch, farthest_of_batch = of_single_batches(moments)
-    most = 2.5 * farthest_of_batch * noise
-    least = min(most, 0.3 * farthest)
-    paths = [path for path in paths if rows[path].largest_distance >= least]
-    paths.sort(key=lambda path: -rows[path].largest_distance)
-    finding = partial(_finding, measured, term="averages")
-    if typical > 1.5 * typical_of_batch * noise or farthest > most:
-        yield finding(
-            "stale_averages",
-            paths,
-            "running averages do not belong to these weights and inputs: a typical channel is "
-            f"{typical:.2g} standard deviations between batches off, the farthest {farthest:.2g}, "
-            "most at {names}. Either the weights have moved on, or the preprocessing is another",
-            f"if the inputs are those of training, {RECOMPUTE}; else mend the preprocessing",
-        )
-    elif len(rows) == len(measured.rows):
-        yield finding(
-            "noisy_averages",
-            paths,
-            "running averages are as far from the statistics of all samples as averages over "
-            f"batches of {{size}} at momentum {momentum:g} come",
-            "pool the moments of many batches (precise statistics), or lower momentum",
-        )
+def _cost(measured: Measurement, found: list[Cause], causes: list[Cause]) -> Estimate:
+    """What the gap loses by some remedies alone, or after those found, if that is less."""
+    gains = _gain(measured, [], causes), _gain(measured, found, causes)
+    return min(gains, key=lambda gain: gain.value)
 
 
-def _terms(measured: Measurement) -> Iterator[Finding]:
-    acting = innermost(filter(measured.parts.acts_in_training, measured.parts.calls))
-    acting = [p for p in acting if not is_within(p, *measured.active, *measured.unknown)]
-    paths = {"not_analysed": [*measured.unknown], "rest": acting}
-    least = 0.1 * max(abs(term.value) for term in measured.terms.values())
-    for term, (cause, remedy) in CAUSES.items():
-        cost = measured.cost(term)
-        if cost is not None and cost.value >= least:
-            modules = paths.get(term, [*measured.active])
-            yield _finding(
-                measured, term, modules, cause if modules else UNEXPLAINED, remedy, term=term
-            )
+def _gain(measured: Measurement, before: list[Cause], causes: list[Cause]) -> Estimate:
+    """How much the loss falls by some remedies, after those `before`."""
+    start = _mended(measured.evaluated, before)
+    return measured.gain(start, _mended(start, causes))
 
 
-def _evaluation(measured: Measurement) -> Iterator[Finding]:
-    parts = measured.parts
-    training = parts.evaluation.training
-    varies = parts.varies_in_evaluation()
-    term = measured.terms["left_in_training"]
-    if training and (term.value or term.error or measured.depends_on_batch or varies):
-        in_order = [path for path in parts.modules if path in training]
-        yield _finding(
-            measured,
+def _mended(setup: Setup, causes: list[Cause]) -> Setup:
+    for cause in causes:
+        setup = cause.mend(setup)
+    return setup
+
+
+def _joined(causes: list[Cause]) -> Cause:
+    """Causes that need each other: the remedy of one alone gains nothing."""
+    if len(causes) == 1:
+        return causes[0]
+    return Cause(
+        kind=" and ".join(cause.kind for cause in causes),
+        term=causes[0].term,
+        paths=[*dict.fromkeys(path for cause in causes for path in cause.paths)],
+        cause="; and ".join(cause.finding(None).cause for cause in causes),
+        remedy=f"{'; and '.join(dict.fromkeys(cause.remedy for cause in causes))}",
+        mend=lambda setup: _mended(setup, causes),
+    )
+
+
+# --- What may be wrong ---------------------------------------------------------------------------
+
+
+def _causes(measured: Measurement) -> Iterator[Cause]:
+    """Causes that fit what was measured, those with simple remedies first."""
+    yield from _left_in_training(measured)
+    if measured.active or measured.unknown:
+        yield _averages(measured)
+    yield from _used_twice(measured)
+    if _matters(measured, "rest"):
+        yield from _acting_in_training(measured)
+    yield from _statistics(measured)
+
+
+def _matters(measured: Measurement, name: str) -> bool:
+    """True if a term costs, and at least a tenth of the largest: it is no mistake by itself."""
+    largest = max(abs(term.value) for term in measured.terms.values())
+    return measured.costs(measured.terms[name]) and measured.terms[name].value >= 0.1 * largest
+
+
+def _left_in_training(measured: Measurement) -> Iterator[Cause]:
+    training = measured.parts.evaluation.training
+    if training:
+        paths = [path for path in measured.parts.modules if path in training]
+        yield Cause(
             "left_in_training",
-            [path for path in in_order if not path or path.rpartition(".")[0] not in training],
+            "left_in_training",
+            [path for path in paths if not path or path.rpartition(".")[0] not in training],
             "in evaluation, {names} run in training mode (train() of a part was called, or ignores "
-            f"its argument), so results depend on the batch{_losses(measured)}",
+            f"its argument){_losses(measured)}",
             "call eval() on the whole model last, and let overridden train(mode) pass the mode on",
-            term="left_in_training",
+            lambda setup: setup.in_training(setup.modes.training - training),
         )
-        return
-    if measured.depends_on_batch:
-        yield _finding(
-            measured,
+
+
+def _averages(measured: Measurement) -> Cause:
+    """Running state that should be recomputed, with what is wrong with it, as far as that costs."""
+    causes = [*_states(measured)]
+    costs = [_gain(measured, [], [cause]) for cause in causes if len(causes) > 1]
+    costly = [cause for cause, cost in zip(causes, costs, strict=False) if measured.costs(cost)]
+    return replace(_joined(costly or causes), mend=lambda setup: _mended(setup, causes))
+
+
+def _states(measured: Measurement) -> Iterator[Cause]:
+    """Running state of all kinds, grouped by what is wrong with it."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for path, row in measured.rows.items():
+        groups[row.state].append(path)
+    for state, paths in groups.items():
+        sources = dict.fromkeys(paths, Source())
+        cause = Cause(
+            "stale_averages",
+            "averages",
+            paths,
+            "",
+            RECOMPUTE,
+            lambda setup, sources=sources: setup.averaging(sources),
+        )
+        yield _explained(measured, state, cause)
+    if measured.unknown:
+        yield Cause(
+            "not_analysed",
+            "not_analysed",
+            [*measured.unknown],
+            "running state of {names}, which is no mean and variance of an input, does not fit "
+            "these samples",
+            RECOMPUTE,
+            lambda setup: replace(setup, moves_state=True),
+        )
+
+
+def _farthest(measured: Measurement, paths: Sequence[str]) -> list[str]:
+    """Sites whose averages are far from those of batches, in units of the spread of batches."""
+    far = {path: measured.rows[path].largest_distance for path in paths}
+    least = min(FAR, max(far.values()) / 3)
+    return sorted((path for path in paths if far[path] >= least), key=lambda path: -far[path])
+
+
+def _explained(measured: Measurement, state: str, cause: Cause) -> Cause:
+    """Says why averages in a state have to be recomputed."""
+    if state == "averaged":
+        cause = replace(cause, paths=_farthest(measured, cause.paths))
+        return _explained_by_trial(measured, cause)
+    if state == "held":
+        held = "training does not move the running averages of {names}"
+        sites = [measured.active[path] for path in cause.paths]
+        for name, value in SWITCHES.items():
+            if all(measured.parts.moved_by_training(site, **{name: value}) for site in sites):
+                held += f": {name} is {getattr(sites[0].norm, name)}"
+                remedy = f"{RECOMPUTE}; set {name}={value} before you train on"
+                return replace(cause, cause=held, remedy=remedy)
+        return replace(cause, cause=held)
+    if state == "initial":
+        row = max((measured.rows[p] for p in cause.paths), key=lambda row: row.initial_share or 0)
+        initial = (
+            f"running averages of {{names}} are {row.initial_share:.1%} initial values (mean 0, "
+            f"variance 1): {row.updates} updates at momentum {row.momentum:g}"
+        )
+        return replace(cause, kind="initial_values", cause=initial)
+    kind, said = STATES[state]
+    return replace(cause, kind=kind, cause=f"running averages of {{names}} {said}")
+
+
+def _explained_by_trial(measured: Measurement, cause: Cause) -> Cause:
+    """Tells averages behind dropout, and noisy ones, from those that do not belong to the weights.
+
+    By trying the moments that training sees, pooled, and averaged in turn as training does.
+    """
+
+    def loss(**source: bool) -> float:
+        sources = dict.fromkeys(measured.active, Source(**source))
+        return measured.mean(measured.evaluated.averaging(sources)).value
+
+    now, precise = measured.evaluation.value, loss()
+    noisy, in_turn = loss(behind_dropout=True), loss(behind_dropout=True, in_turn=True)
+    if noisy - precise > now - noisy:
+        return replace(
+            cause,
+            kind="dropout_shift",
+            term="dropout_shift",
+            cause="the averages of {names} were taken behind dropout, which evaluation leaves out "
+            "(arXiv:1801.05134)",
+            remedy=f"{RECOMPUTE}, which leaves dropout out too",
+        )
+    if now - noisy < NOISE * (in_turn - noisy):
+        return replace(
+            cause,
+            kind="noisy_averages",
+            cause="running averages of {names} are noisy: taken anew in training mode, over "
+            f"batches of {measured.group_size} at their momentum, they would still cost "
+            f"{in_turn - noisy:.2g}",
+            remedy=f"pool the moments of many batches (precise statistics): {RECOMPUTE}",
+        )
+    rows = measured.rows.values()
+    typical = median(max(row.mean_distance, row.var_distance) for row in rows)
+    farthest = max(row.largest_distance for row in rows)
+    return replace(
+        cause,
+        cause="running averages do not belong to these weights and inputs: a typical channel is "
+        f"{typical:.2g} standard deviations between batches off, the farthest {farthest:.2g}, most "
+        "at {names}. Either the weights have moved on, or the preprocessing is another",
+        remedy=f"if the inputs are those of training, {RECOMPUTE}; else mend the preprocessing",
+    )
+
+
+def _used_twice(measured: Measurement) -> Iterator[Cause]:
+    sources = {path: measured.source(path) for path in measured.active}
+    sources = {path: source for path, source in sources.items() if source.by_call}
+    if sources:
+        yield Cause(
+            "used_twice",
+            "averages",
+            [*sources],
+            "{names} run several times in one forward, and their averages mix all of its inputs",
+            "give each use a norm of its own, and recompute the averages; untried: join the inputs "
+            "into one batch",
+            lambda setup: setup.averaging(sources),
+        )
+
+
+def _acting_in_training(measured: Measurement) -> Iterator[Cause]:
+    parts, others = measured.parts, (*measured.active, *measured.unknown)
+    outside = [path for path in parts.calls if not is_within(path, *others)]
+    acting = [path for path in outside if parts.acts_by_own_mode(path)]
+    if acting:
+        yield Cause(
+            "rest",
+            "rest",
+            acting,
+            "{names} give other results in evaluation than in training, and a higher loss",
+            "compute there in evaluation what training computes, or call train() on these modules "
+            "after eval()",
+            lambda setup: setup.in_training(setup.modes.training.union(acting)),
+        )
+
+
+def _statistics(measured: Measurement) -> Iterator[Cause]:
+    """Statistics of training that no averages replace."""
+    paths, norms = [*measured.active], measured.parts.training.training & measured.norms
+    sources = {path: measured.source(path) for path in paths}
+    if _matters(measured, "own_share"):
+        yield Cause(
+            "own_share",
+            "own_share",
+            paths,
+            f"in training alone, each sample is part (1 / {measured.group_size}) of the statistics "
+            "that normalize it (arXiv:1904.06031)",
+            "let it be so in evaluation: "
+            'model = normexp.replace_norms(model, "eval_norm", inputs), '
+            "then normexp.recompute_averages(model, batches); untried: train with group norm",
+            lambda setup: replace(setup.averaging(sources), own_share=True),
+            is_mistake=False,
+        )
+    if _matters(measured, "small_batch"):
+        yield Cause(
+            "small_batch",
+            "small_batch",
+            paths,
+            "the network needs the statistics of its current batch: are its samples related "
+            "(sorted)?",
+            "evaluate in batches as those of training, with train() of these norms after eval(); "
+            "untried: train with shuffled samples, statistics of more samples, or group norm",
+            lambda setup: setup.in_training(setup.modes.training | norms),
+            is_mistake=False,
+        )
+
+
+# --- What has no cost ----------------------------------------------------------------------------
+
+
+def _not_finite(measured: Measurement) -> Finding:
+    for cause in _states(measured):
+        if cause.kind == "not_finite":
+            mended = _mended(measured.evaluated, [*_states(measured)])
+            helps = math.isfinite(measured.mean(mended).value)
+            remedy = RECOMPUTE if helps else "untried: find the batch whose values were not finite"
+            return replace(cause, remedy=remedy).finding(None)
+    return Finding(
+        "not_finite",
+        "the loss is not finite, so the gap has no terms",
+        "untried: look for the first batch whose loss is NaN or infinite",
+    )
+
+
+def _evaluation(measured: Measurement, findings: Sequence[Finding]) -> Iterator[Finding]:
+    """An evaluation whose results depend on more than the sample."""
+    parts = measured.parts
+    depends, varies = measured.depends_on_batch, parts.varies(parts.evaluation)
+    for cause in _left_in_training(measured):
+        if depends or varies:
+            depends, varies = parts.mixes("", SILENT), parts.varies(SILENT)
+            is_told = any(finding.kind == cause.kind for finding in findings)
+            if not (depends or varies or is_told):
+                yield cause.finding(None)
+    if depends:
+        places = tuple(path or ROOT for path in parts.mixing(parts.evaluation))
+        yield Finding(
             "depends_on_batch",
-            parts.mixing(parts.evaluation),
             "in evaluation the output of a sample depends on the other samples of its batch, at "
-            f"{{names}}{_losses(measured)}",
-            "use running averages in evaluation, or evaluate in shuffled batches of one size",
+            f"{name_some(places)}{_losses(measured)}",
+            "untried: use running averages in evaluation, or evaluate in shuffled batches of one "
+            "size",
+            places,
         )
     if varies:
-        yield _finding(
-            measured,
+        yield Finding(
             "varies_in_evaluation",
-            (),
             f"in evaluation mode {varies}",
-            "update state only if self.training, and pass training=self.training to dropout",
+            "untried: update state only if self.training, and pass training=self.training to "
+            "dropout",
         )
 
 
@@ -224,7 +385,8 @@ def _losses(measured: Measurement) -> str:
     for size, loss in measured.loss_at_size.items():
         batches = "for single samples" if size == 1 else f"in batches of {size}"
         return (
-            f": loss {loss.value:.3g} ± {loss.error:.2g} {batches}, {usual.value:.3g} ± "
-            f"{usual.error:.2g} in batches of {max(measured.sizes)}"
+            ", so results depend on the batch: "
+            f"loss {loss.value:.3g} ± {loss.error:.2g} {batches}, "
+            f"{usual.value:.3g} ± {usual.error:.2g} in batches of {max(measured.sizes)}"
         )
     return ""

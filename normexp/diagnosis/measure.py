@@ -21,8 +21,12 @@ from __future__ import annotations
 
 import sys
 import time
-from itertools import zip_longest
-from typing import Any
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain, pairwise, zip_longest
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,15 +34,16 @@ from scipy import stats
 from torch import nn
 
 from normexp.batching.copies import copied
-from normexp.diagnosis.network import Loss, is_within, join, num_samples, take
+from normexp.diagnosis.network import Loss, first_samples, is_within, num_samples, take
 from normexp.diagnosis.parts import SILENT, Modes, Parts, set_modes
-from normexp.diagnosis.result import TERMS, Estimate, Losses
+from normexp.diagnosis.recompute import run_in_training, write_values
+from normexp.diagnosis.result import TERMS, Estimate, Losses, SiteRow
 from normexp.diagnosis.rows import Calls, row_of
 from normexp.errors import UserError
 from normexp.norms.moment_sites import (
     NormSite,
     Population,
-    Rule,
+    averaged,
     of_population,
     pool_batches,
     watching,
@@ -47,8 +52,45 @@ from normexp.norms.moment_sites import (
     write_populations,
 )
 
-FEW = 16  # samples on which modules are looked at one by one
 PATIENCE = 10  # seconds without a line of progress
+
+
+class Source(NamedTuple):
+    """Which moments of the other batches take the place of running averages.
+
+    Attributes:
+        behind_dropout: as training sees them; else with dropout off.
+        by_call: those of each call of a norm within a forward; else all calls together.
+        in_turn: averaged with the norm's momentum, as training does; else pooled.
+    """
+
+    behind_dropout: bool = False
+    by_call: bool = False
+    in_turn: bool = False
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a copy of the network is run on a batch.
+
+    Attributes:
+        averages: what takes their place, by the path of a site; elsewhere they stay.
+        own_share: the sample's own moments weigh as much as in training.
+        moves_state: running state of another kind is moved first, by forwards in training mode.
+    """
+
+    modes: Modes
+    averages: frozenset[tuple[str, Source]] = frozenset()
+    own_share: bool = False
+    moves_state: bool = False
+
+    def in_training(self, paths: Iterable[str]) -> Setup:
+        """The same, with the modules of these paths, and no others, in training mode."""
+        return replace(self, modes=Modes(frozenset(paths), self.modes.learning))
+
+    def averaging(self, sources: Mapping[str, Source]) -> Setup:
+        """The same, with other moments at some sites."""
+        return replace(self, averages=frozenset((dict(self.averages) | sources).items()))
 
 
 class Measurement:
@@ -58,10 +100,11 @@ class Measurement:
         sizes: samples of each batch.
         parts: its modules, as a training forward calls them.
         active: by path, sites with batch statistics in training and running ones in evaluation.
+        norms: the paths of all modules in active sites.
         unknown: by path, modules with running state of another kind, and the paths whose mode
             decides how it acts.
-        losses: of each batch, in one stage after the other.
-        moments: of each active site in each batch, in training.
+        behind_dropout, without: the moments of each active site in each batch, in training mode
+            and in the stage `batch`.
         training, evaluation, gap: the mean losses and their difference.
         tolerance: terms below it are no fault, in units of the loss.
         terms: the parts of the gap, by the names in `TERMS`.
@@ -74,20 +117,20 @@ class Measurement:
         self, model: nn.Module, batches: list[Any], loss: Loss, tolerance: float | None = None
     ) -> None:
         self.batches = batches
-        self.sizes = [num_samples(batch) for batch in batches]
-        first = batches[0] if self.sizes[0] > 1 else join(batches[:2]) or batches[0]
-        self.parts = Parts(model, take(first, slice(FEW), num_samples(first)), loss)
+        self.parts = Parts(model, first_samples(batches), loss)
+        self.sizes = [num_samples(batch, self.parts.axis) for batch in batches]
         self.active = self.parts.sites()
+        self.norms = {path for path in self.parts.modules if is_within(path, *self.active)}
         self.unknown = self.parts.unknown(self.active)
         self.start = time.monotonic()
-        self.losses: list[Losses] = []
-        self.moments = self._measure_stages()
-        self.training = self._mean(self.losses[0])
-        self.evaluation = self._mean(self.losses[-1])
-        self.gap = self._mean(self.losses[-1] - self.losses[0])
-        changes = np.diff(self.losses, axis=0)
-        self.terms = dict(zip(TERMS, map(self._mean, changes), strict=True))
-        self.rows = {path: row_of(site, self.moments[path]) for path, site in self.active.items()}
+        self.rows: dict[str, SiteRow] = {}
+        self._losses: dict[Setup, Losses] = {}
+        stages = self._measure_stages()
+        self.evaluated = stages[-1]
+        self.training, self.evaluation = self.mean(stages[0]), self.mean(self.evaluated)
+        self.gap = self.gain(self.evaluated, stages[0])
+        terms = [self.gain(after, before) for before, after in pairwise(stages)]
+        self.terms = dict(zip(TERMS, terms, strict=True))
         largest = max(self.sizes)
         groups = [site.group_size(largest) for site in self.active.values()]
         self.group_size = min(groups, default=largest)
@@ -98,68 +141,107 @@ class Measurement:
     def _mean(self, losses: Losses) -> Estimate:
         return Estimate.of(losses, np.array(self.sizes))
 
+    def mean(self, setup: Setup) -> Estimate:
+        """The loss in a setup."""
+        return self._mean(self.losses(setup))
+
+    def gain(self, setup: Setup, other: Setup) -> Estimate:
+        """How much lower the loss is in another setup."""
+        return self._mean(self.losses(setup) - self.losses(other))
+
     def exceeds(self, estimate: Estimate) -> bool:
-        """True if its size exceeds the tolerance and chance; NaN does not."""
+        """True if its size exceeds the tolerance and chance (t test at 1 %); NaN does not."""
         bound = stats.t.ppf(0.995, len(self.sizes) - 1) * estimate.error
         return bool(abs(estimate.value) > max(self.tolerance, bound))
 
-    def cost(self, name: str) -> Estimate | None:
-        """The term, if evaluation is worse by it beyond chance."""
-        term = self.terms[name]
-        return term if term.value > 0 and self.exceeds(term) else None
+    def costs(self, estimate: Estimate) -> bool:
+        return estimate.value > 0 and self.exceeds(estimate)
 
-    # --- Stages ----------------------------------------------------------------------------------
+    # --- Losses ----------------------------------------------------------------------------------
 
-    def _measure_stages(self) -> dict[str, list[Calls]]:
-        """Fills `losses`, and returns the moments of training."""
-        parts = self.parts
-        in_training = parts.training.training
-        norms = {path for path in parts.modules if is_within(path, *self.active)}
-        unknown = set().union(*self.unknown.values())
-        batch = Modes(in_training & (unknown | norms), learning=True)
-        running = Modes(in_training & unknown, learning=False)
+    def _measure_stages(self) -> list[Setup]:
+        """The setups of all stages, after the two that give the moments of the others."""
+        in_training = self.parts.training.training
+        unknown = in_training & set().union(*self.unknown.values())
+        batch = Modes(unknown | (in_training & self.norms), learning=True)
+        training = Setup(self.parts.training)
+        self.behind_dropout = self._measure(training)
+        self.without_dropout = self._measure(Setup(batch))
+        for path, site in self.active.items():
+            moves = self.parts.moved_by_training(site)
+            self.rows[path] = row_of(site, self.behind_dropout[path], moves=moves)
+        running = Setup(Modes(unknown, learning=False))
+        noisy = {path: self.source(path, behind_dropout=True) for path in self.active}
+        precise = running.averaging({path: self.source(path) for path in self.active})
+        stages = [
+            *(training, Setup(batch), replace(precise, own_share=True), precise),
+            *(running.averaging(noisy), running, Setup(SILENT), Setup(self.parts.evaluation)),
+        ]
+        for setup in stages:
+            self.losses(setup)
+        return stages
 
-        noisy_moments = self._stage(parts.training)
-        moments = self._stage(batch)
-        self._stage(running, moments, with_own_share)
-        self._stage(running, moments)
-        self._stage(running, noisy_moments)
-        self._stage(running)
-        self._stage(SILENT)
-        self._stage(parts.evaluation)
-        return noisy_moments
+    def source(self, path: str, *, behind_dropout: bool = False) -> Source:
+        """Pooled moments of each call at a site."""
+        return Source(behind_dropout, by_call=max(map(len, self.behind_dropout[path])) > 1)
 
-    def _stage(
-        self,
-        modes: Modes,
-        moments: dict[str, list[Calls]] | None = None,
-        rule: Rule = of_population,
-    ) -> dict[str, list[Calls]]:
-        """Measures the losses of all batches; returns the moments of every active site in them.
+    def losses(self, setup: Setup) -> Losses:
+        """The loss of each batch; each setup is measured once."""
+        if setup not in self._losses:
+            self._measure(setup)
+        return self._losses[setup]
 
-        Given moments of each batch, norms use those of all other batches, by a rule.
-        """
+    def _measure(self, setup: Setup) -> dict[str, list[Calls]]:
+        """Measures the losses of all batches; returns the moments of every active site in them."""
         losses = []
         measured = {path: list[Calls]() for path in self.active}
         for index, batch in enumerate(self.batches):
             model, sites = copied((self.parts.model, self.active), self.parts.fixed)
-            set_modes(model, modes)
-            others = {
-                sites[path]: _of_others(sites[path], of_batches, index)
-                for path, of_batches in (moments or {}).items()
-                if any(of_batches)  # else a model in evaluation never calls it
-            }
-            with torch.no_grad():
-                write_populations({site: calls[0] for site, calls in others.items()})
-            with watching([*sites.values()]) as samples, with_moments(others, rule):
-                losses.append(self.parts.loss(model, batch, modes, index))
+            if setup.moves_state:
+                write_values(model, self._moved_state)
+            set_modes(model, setup.modes)
+            with ExitStack() as hooks:
+                samples = hooks.enter_context(watching([*sites.values()]))
+                self._put_in(setup, sites, index, hooks)
+                losses.append(self.parts.loss(model, batch, setup.modes, index))
             for path, site in sites.items():
                 measured[path].append([site.pooled(call) for call in samples[site]])
-        self.losses.append(np.array(losses))
+        self._losses[setup] = np.array(losses)
         if time.monotonic() - self.start > PATIENCE:
-            count = f"{len(self.losses)} of {len(TERMS) + 1}"
-            print(f"diagnose: {count} stages measured", file=sys.stderr)
+            print(f"diagnose: {len(self._losses)} passes over the batches", file=sys.stderr)
         return measured
+
+    def _put_in(
+        self, setup: Setup, sites: Mapping[str, NormSite], index: int, hooks: ExitStack
+    ) -> None:
+        """Puts the moments that a setup asks for in the place of running averages."""
+        others = {
+            sites[path]: calls
+            for path, source in setup.averages
+            if (calls := self._of_others(path, source, index))
+        }
+        with torch.no_grad():
+            write_populations({site: calls[0] for site, calls in others.items()})
+        rule = with_own_share if setup.own_share else of_population
+        by_input = {s: calls for s, calls in others.items() if len(calls) > 1 or setup.own_share}
+        hooks.enter_context(with_moments(by_input, rule))
+
+    def _of_others(self, path: str, source: Source, index: int) -> list[Population]:
+        """The moments at a site in all batches but one; none if training never calls the site."""
+        site = self.active[path]
+        batches = (self.behind_dropout if source.behind_dropout else self.without_dropout)[path]
+        others = batches[index + 1 :] + batches[:index]  # the one before comes last
+        others = others if any(others) else batches
+        if source.by_call:  # batches with fewer calls have None
+            by_call = [[*filter(None, calls)] for calls in zip_longest(*others)]
+        else:
+            by_call = [[*chain.from_iterable(others)]]
+        average = averaged if source.in_turn else pool_batches
+        return [average(site, moments) for moments in by_call if moments]
+
+    @cached_property
+    def _moved_state(self) -> dict[str, Any]:
+        return run_in_training(self.parts, {}, self.unknown, self.batches).other_state
 
     # --- Beside the gap --------------------------------------------------------------------------
 
@@ -174,16 +256,9 @@ class Measurement:
             try:
                 for batch, num in zip(self.batches, self.sizes, strict=True):
                     for first in (0, num - size):
-                        samples = take(batch, slice(first, first + size), num)
+                        samples = take(batch, slice(first, first + size), num, parts.axis)
                         losses.append(parts.loss(parts.fresh(modes), samples, modes))
             except UserError:  # one value per channel has no variance
                 continue
             return {size: Estimate.of(np.array(losses), np.ones_like(losses))}
         return {}
-
-
-def _of_others(site: NormSite, batches: list[Calls], index: int) -> list[Population]:
-    """The moments of all batches but one, for each call of a site within a forward."""
-    others = batches[:index] + batches[index + 1 :]
-    calls = zip_longest(*(others if any(others) else batches))  # None in batches with fewer calls
-    return [pool_batches(site, [*filter(None, of_call)]) for of_call in calls]

@@ -52,15 +52,19 @@ def num_batches_of(size: int) -> int:
     return max(FEWEST, min(MOST, SAMPLES // size))
 
 
-def read_batches(batches: Iterable[Any], most: int | None, model: nn.Module) -> list[Any]:
-    """The first `most` batches, on the device of the model; None: `num_batches_of` their size.
+def stream_batches(batches: Iterable[Any], model: nn.Module) -> Iterator[Any]:
+    """Yields batches on the device of the model.
 
     Raises:
-        UserError: fewer than two, or one of another form.
+        UserError: one is of another form.
     """
     tensors = (*model.parameters(), *model.buffers())
     device = tensors[0].device if tensors else "cpu"
-    read: list[Any] = []
+    if not isinstance(batches, Iterable):
+        raise UserError(
+            f"batches is a {type(batches).__name__}, must be a DataLoader, as "
+            f"torch.utils.data.DataLoader(dataset, batch_size=32, shuffle=True); {FORM}"
+        )
     for batch in batches:
         if isinstance(batch, Mapping):
             batch = dict(batch)
@@ -68,7 +72,18 @@ def read_batches(batches: Iterable[Any], most: int | None, model: nn.Module) -> 
         is_batch = is_pair or isinstance(batch, dict)
         if not is_batch or not num_samples(batch):
             raise UserError(f"batches holds a {type(batch).__name__}: {FORM}")
-        read.append(tree_map_only(Tensor, lambda tensor: tensor.to(device), batch))
+        yield tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
+
+
+def read_batches(batches: Iterable[Any], most: int | None, model: nn.Module) -> list[Any]:
+    """The first `most` batches, on the device of the model; None: `num_batches_of` their size.
+
+    Raises:
+        UserError: fewer than two, or one of another form.
+    """
+    read: list[Any] = []
+    for batch in stream_batches(batches, model):
+        read.append(batch)
         if len(read) >= (most or num_batches_of(num_samples(read[0]))):
             break
     if len(read) < 2:
@@ -83,23 +98,40 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def num_samples(batch: Any) -> int:
-    """The length of the first tensor in a batch; 0 if it holds none."""
-    tensors = tensors_in(batch)
-    return len(tensors[0]) if tensors and tensors[0].ndim else 0
+def num_samples(batch: Any, axis: int = 0) -> int:
+    """The length of the first tensor in a batch along the axis of samples; 0 if it has none."""
+    tensors = [tensor for tensor in tensors_in(batch) if tensor.ndim > axis]
+    return tensors[0].shape[axis] if tensors else 0
 
 
-def take(batch: Any, samples: slice | Sequence[int], num: int) -> Any:
+def axis_of(tensor: Tensor, num: int, axis: int) -> int | None:
+    """The axis of `num` samples: `axis`, or the first, as in a class for each; None: neither."""
+    for candidate in (axis, 0):
+        if tensor.ndim > candidate and tensor.shape[candidate] == num:
+            return candidate
+    return None
+
+
+def take(batch: Any, samples: slice | Sequence[int], num: int, axis: int = 0) -> Any:
     """The selected samples of a batch of `num`."""
-    return tree_map_only(Tensor, lambda t: t[samples] if t.ndim and len(t) == num else t, batch)
+
+    def select(tensor: Tensor) -> Tensor:
+        own_axis = axis_of(tensor, num, axis)
+        if own_axis is None:
+            return tensor
+        return tensor.transpose(0, own_axis)[samples].transpose(0, own_axis)
+
+    return tree_map_only(Tensor, select, batch)
 
 
-def join(batches: Sequence[Any]) -> Any:
-    """All samples as one batch; None if they cannot be joined, for example as shapes differ."""
-    try:
-        return tree_map(lambda *parts: torch.cat(parts), *batches)
-    except (RuntimeError, TypeError, ValueError):
-        return None
+def first_samples(batches: Sequence[Any]) -> Any:
+    """The first batch; the first two as one if they hold a single sample and can be joined."""
+    if num_samples(batches[0]) == 1:
+        try:
+            return tree_map(lambda *parts: torch.cat(parts), *batches[:2])
+        except (RuntimeError, TypeError, ValueError):  # their shapes differ
+            pass
+    return batches[0]
 
 
 def loss_on(model: nn.Module, batch: Any, loss: Loss) -> Tensor:

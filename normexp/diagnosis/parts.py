@@ -6,7 +6,7 @@ mix samples, or act differently in training.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from itertools import permutations
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from normexp.checks.probe import change, differing_values, moves, values_of
 from normexp.diagnosis.network import (
     Call,
     Loss,
+    axis_of,
     call_of,
     hooked,
     innermost,
@@ -31,10 +32,14 @@ from normexp.diagnosis.network import (
 )
 from normexp.diagnosis.result import ROOT
 from normexp.errors import UserError
+from normexp.models.split import Untried, find_control
+from normexp.models.trial import Inputs, widened
 from normexp.norms.moment_sites import NormSite, can_be_shown
+from normexp.norms.samples import SampleCounter, SampleOrder
 from normexp.norms.site import named_sites
 from normexp.words import name_some
 
+FEW = 16  # samples on which modules are looked at one by one
 ROUNDING = 1e-6  # relative; state that moves an output by less is of no use to it
 
 
@@ -52,7 +57,10 @@ class Parts:
     """A copy of the user's model that is never run: each forward gets a fresh copy of this one.
 
     Attributes:
+        axis: of the model's inputs, that of samples.
+        batch, num: the samples on which its modules are run, and how many these are.
         modules: of the copy, by path.
+        paths: of these modules.
         training: the modes in which the model is trained: as they are, or after `train()` if it
             was handed over in evaluation mode.
         evaluation: the modes in which it is evaluated: as they are, or after `eval()`.
@@ -63,6 +71,11 @@ class Parts:
     """
 
     def __init__(self, model: nn.Module, batch: Any, loss: Loss) -> None:
+        self.axis = axis_of_samples(model, batch)
+        self.num = num_samples(batch, self.axis)
+        batch = take(batch, slice(FEW), self.num, self.axis)
+        self.num = min(FEW, self.num)
+        self.batch = batch
         self.model = copied(model)
         self.trained = copied(model)
         self.evaluated = copied(model)
@@ -73,7 +86,7 @@ class Parts:
         self.training = Modes(_in_training(self.trained), learning=True)
         self.evaluation = Modes(_in_training(self.evaluated), learning=False)
         self.modules = dict(self.model.named_modules())
-        self.num = num_samples(batch)
+        self.paths = {module: path for path, module in self.modules.items()}
         self.criterion = loss
         self.calls: dict[str, Call] = {}
         self.autocasts: dict[str, torch.autocast] = {}
@@ -132,15 +145,22 @@ class Parts:
 
     def mixes(self, path: str, modes: Modes) -> bool:
         """True if a sample's output depends on the other samples."""
-        middle = self.num // 2
-        all_alike = take(self.calls[path], [middle] * self.num, self.num)
+        return self._mixes(path, modes, self.num, self.axis)
+
+    def mixes_rows(self, path: str, modes: Modes) -> bool:
+        """True if an output of a module depends on others along the first axis of its input."""
+        return self._mixes(path, modes, len(tensors_in(self.calls[path])[0]), 0)
+
+    def _mixes(self, path: str, modes: Modes, num: int, axis: int) -> bool:
+        middle = num // 2
+        all_alike = take(self.calls[path], [middle] * num, num, axis)
         before = self.outputs(path, modes)
         after = self.outputs(path, modes, all_alike)
-        return any(
-            moves(old[middle], new[middle])
-            for old, new in zip(before, after, strict=False)
-            if old.ndim and len(old) == self.num
-        )
+        for old, new in zip(before, after, strict=False):
+            own_axis = axis_of(old, num, axis)
+            if own_axis is not None and moves(*(out.select(own_axis, middle) for out in (old, new))):
+                return True
+        return False
 
     def mixing(self, modes: Modes) -> list[str]:
         """The innermost modules that mix samples."""
@@ -149,13 +169,20 @@ class Parts:
     def acts_in_training(self, path: str) -> bool:
         return differ(self.outputs(path, self.training), self.outputs(path, SILENT))
 
-    def varies_in_evaluation(self) -> str:
-        """Says how two evaluations of one batch differ; "" if they agree."""
-        again = self.run(self.evaluated, self.calls[""], self.evaluation, seed=1)
-        if not differ(self.outputs("", self.evaluation), again):
+    def acts_by_own_mode(self, path: str) -> bool:
+        """True if its own mode, and not that of a module inside, changes its outputs."""
+        alone = Modes(self.training.training & {path}, learning=False)
+        return differ(self.outputs(path, alone), self.outputs(path, SILENT))
+
+    def varies(self, modes: Modes) -> str:
+        """Says how two forwards of one batch differ; "" if they agree."""
+        model = self.fresh(modes)
+        first = self.run(model, self.calls[""], modes)
+        again = self.run(model, self.calls[""], modes, seed=1)
+        if not differ(first, again):
             return ""
         said = "two forwards of one batch differ"
-        moved = name_some(differing_values(self.evaluated, self.model))
+        moved = name_some(differing_values(model, self.model))
         return f"{said}, and one changes {moved}" if moved else said
 
     def up_to_called(self, path: str) -> list[str]:
@@ -180,9 +207,22 @@ class Parts:
                 around = self.modules[entry]
                 site = NormSite(entry or ROOT, module, around, True, True, mean, var)
                 if entry not in found and self._is_active(site, entry):
-                    site.pools_samples = self.mixes(entry, self.training)
+                    site.pools_samples = self.mixes_rows(entry, self.training)
                     found[entry] = site
+        self._find_orders(found)
         return found
+
+    def _find_orders(self, sites: Mapping[str, NormSite]) -> None:
+        """Tells sites where the samples are in their inputs, if that can be tried."""
+        network, inputs, _ = widened(self.model, Inputs(*call_of(self.model, self.batch)))
+        control = find_control(network, [*sites], inputs, size=1)
+        if isinstance(control, Untried):
+            return
+        counter = SampleCounter(self.axis)
+        self.model.register_forward_pre_hook(counter, with_kwargs=True)
+        for path, order in control.find_orders().items():
+            if order is not None:
+                sites[path].order = SampleOrder(order, counter)
 
     def _is_active(self, site: NormSite, path: str) -> bool:
         """True if the module at a path evaluates by these moments, and trains otherwise."""
@@ -193,6 +233,23 @@ class Parts:
         site = copied(site, self.fixed)
         set_modes(site.entry, SILENT, path)
         return can_be_shown(site, inputs[0]) and self.acts_in_training(path)
+
+    def moved_by_training(self, site: NormSite, **settings: Any) -> bool:
+        """True if a forward in training mode moves the running averages of a site.
+
+        Args:
+            settings: attributes that the norm gets first.
+        """
+        entry, copy = copied((site.entry, site), self.fixed)
+        for name, value in settings.items():
+            if not hasattr(copy.norm, name):
+                return False
+            setattr(copy.norm, name, value)
+        path = self.paths[site.entry]
+        before = [running.clone() for running in copy.running]
+        with self.autocasts.get(path, nullcontext()):
+            self.run(set_modes(entry, self.training, path), self.calls[path], self.training)
+        return not all(map(torch.equal, before, copy.running))
 
     def unknown(self, sites: Collection[str]) -> dict[str, list[str]]:
         """Modules with running state of another kind, and the paths whose mode decides how it acts.
@@ -215,6 +272,16 @@ class Parts:
             if differ(before, self.run(model, self.calls[""], SILENT)):
                 found[owner] = self.up_to_called(owner)
         return found
+
+
+def axis_of_samples(model: nn.Module, batch: Any) -> int:
+    """The axis of a model's inputs along which each sample is handled by itself, in evaluation.
+
+    The first, if none is or that cannot be tried.
+    """
+    network, inputs, _ = widened(model, Inputs(*call_of(model, batch)))
+    control = find_control(network, [], inputs, size=1)
+    return 0 if isinstance(control, Untried) else control.axis
 
 
 def _in_training(model: nn.Module) -> frozenset[str]:

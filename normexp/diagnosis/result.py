@@ -49,13 +49,14 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something wrong, and its remedy.
+    """Something wrong, and a remedy that has been tried on a copy of the model.
 
     Attributes:
         kind: a short name, such as `never_updated`.
         sites: paths of the modules concerned.
         term: the term of the gap that it explains.
-        cost: the size of that term; None if it does not exceed chance and tolerance.
+        cost: how much the gap loses by this remedy alone, or by it after those of the findings
+            before it, if that is less; None if the remedy mends something else, or is untried.
     """
 
     kind: str
@@ -82,8 +83,8 @@ class SiteRow:
         mean_distance, var_distance: median over channels of |running - batches| in standard
             deviations between batches; 0 if a single batch reached the norm.
         largest_distance: of any channel, of mean or variance.
-        state: `averaged`, or what is wrong: `momentum 0`, `never updated`, `initial` if the initial
-            values weigh more than a tenth, `used twice` in a forward.
+        state: `averaged`, or what is wrong: `not finite`, `held` if training does not move them,
+            `never updated`, `initial` if the initial values weigh more than a tenth.
     """
 
     name: str

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import chain
 
 import torch
@@ -15,22 +14,25 @@ from normexp.norms.moment_sites import distances as distances_from
 
 Calls = list[Moments]  # of each call of a site within one forward
 INITIAL_SHARE = 0.1  # weight beyond which initial values are a fault
-FEW = 16  # batches
 
 
-def row_of(site: NormSite, batches: list[Calls]) -> SiteRow:
-    """The numbers of one site, from its moments in each batch and call."""
+def row_of(site: NormSite, batches: list[Calls], *, moves: bool) -> SiteRow:
+    """The numbers of one site, from its moments in each batch and call.
+
+    Args:
+        moves: training moves the averages.
+    """
     momentum = getattr(site.norm, "momentum", None)
     share = (1 - momentum) ** site.counter if momentum and site.counter else None
     mean, var = site.running
-    if momentum == 0:
-        state = "momentum 0"
+    if not (mean.isfinite().all() and var.isfinite().all()):
+        state = "not finite"
+    elif not moves:
+        state = "held"
     elif bool(((mean == 0) & (var == 1)).all()):
         state = "never updated"
     elif share and share > INITIAL_SHARE:
         state = "initial"
-    elif max(map(len, batches)) > 1:
-        state = "used twice"
     else:
         state = "averaged"
     distances = _distances(site, mean, var, batches)
@@ -56,13 +58,3 @@ def _distances(site: NormSite, mean: Tensor, var: Tensor, batches: list[Calls]) 
     of_mean = distances_from(mean, [of_call.mean for of_call in moments], scale.sqrt())
     of_var = distances_from(var, [averaged_var(of_call) for of_call in moments], scale)
     return torch.stack([of_mean, of_var])
-
-
-def of_single_batches(moments: Mapping[NormSite, list[Calls]]) -> tuple[float, float]:
-    """The median and the largest distance of a single batch from all, in standard deviations."""
-    distances: list[Tensor] = []
-    for site, batches in moments.items():
-        for of_call in chain.from_iterable(batches[:FEW]):
-            distances.append(_distances(site, of_call.mean, averaged_var(of_call), batches))
-    values = torch.cat(distances, dim=1)
-    return float(values.median()), float(values.max())

@@ -39,7 +39,8 @@ class BatchNorm(RunningMomentsNorm):
     running variance averages the unbiased one. Evaluation uses the averages. arXiv:1502.03167.
 
     Args:
-        track_running_stats: false keeps no running averages and evaluates with batch statistics.
+        track_running_stats: false keeps no running averages and evaluates with batch statistics;
+            set to False later, it holds the averages.
         unbiased_running_var: false averages the biased variance, as norms of other libraries do.
     """
 
@@ -62,21 +63,18 @@ class BatchNorm(RunningMomentsNorm):
     def widens_itself(self, x: Tensor, mask: Mask) -> bool:
         return mask is None and self.training and self.kernel_moves_averages(x)
 
-    def kernel_moves_averages(self, x: Tensor) -> bool:
-        return self.track_running_stats and super().kernel_moves_averages(x)
-
-    def advance(self, groups: Moments) -> None:
-        if self.track_running_stats:
-            super().advance(groups)
+    @property
+    def moves_averages(self) -> bool:
+        return super().moves_averages and self.running_mean is not None
 
     def normalize_by_running(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
-        if self.track_running_stats:
+        if self.running_mean is not None:
             return super().normalize_by_running(x, real, affine)
         self.check_shape(x.shape[1:])
         return self.normalize_by_batch(x, real, affine)
 
     def merge_state(self, start: State, parts: list[State], shares: list[float]) -> State:
-        return super().merge_state(start, parts, shares) if self.track_running_stats else {}
+        return super().merge_state(start, parts, shares) if start else {}
 
 
 @knobs

@@ -27,6 +27,7 @@ from normexp.norms.base import (
     zero_padding,
 )
 from normexp.norms.contract import Mask
+from normexp.norms.samples import FIRST_AXIS, SampleOrder
 from normexp.norms.site import Site, as_maps, input_and_mask, named_sites
 
 INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -44,6 +45,7 @@ class NormSite:
         pools_samples: False for instance norm, whose training statistics are those of each sample.
         has_averages: False if it keeps no running moments (track_running_stats=False).
         mean, var: names of the running moments among the attributes of `norm`.
+        order: of the samples in the input of `entry`.
     """
 
     name: str
@@ -53,6 +55,7 @@ class NormSite:
     has_averages: bool
     mean: str = "running_mean"
     var: str = "running_var"
+    order: SampleOrder = FIRST_AXIS
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -85,19 +88,23 @@ class NormSite:
         return min([num_samples, *(size for size in sizes if size)])
 
     def maps(self, x: Tensor) -> Tensor:
-        """Returns the input of `entry` as (N, C, P)."""
-        return as_maps(x, self.entry)
+        """Returns the input of `entry` as (N, C, P); the rows of a sample are positions."""
+        rows = as_maps(self.order.arrange(x), self.entry)
+        return rows.unflatten(0, (-1, self.order.rows_per_sample(x))).transpose(1, 2).flatten(2)
 
     def like_input(self, maps: Tensor, x: Tensor) -> Tensor:
         """Returns maps (N, C, P) in the shape and dtype of the input x of `entry`."""
+        num_rows = self.order.rows_per_sample(x)
+        rows = maps.unflatten(2, (num_rows, -1)).transpose(1, 2).flatten(0, 1)
         if isinstance(self.entry, Site) and self.entry.view != "map":
-            maps = maps.transpose(1, 2)
-        return maps.reshape(x.shape).to(x.dtype)
+            rows = rows.transpose(1, 2)
+        arranged = rows.reshape(self.order.arrange(x).shape)
+        return self.order.restore(arranged, num_rows).to(x.dtype)
 
     def measure_samples(self, x: Tensor, mask: Mask) -> Moments:
         """Returns the moments (N, C, 1) of each sample over its positions."""
-        real = None if mask is None else mask.reshape(len(x), 1, -1)
         maps = widen(self.maps(x.detach()))
+        real = None if mask is None else self.order.arrange(mask).reshape(len(maps), 1, -1)
         return measure(zero_padding(maps, real), real, (2,))
 
     def pooled(self, samples: Moments) -> Moments:
@@ -131,8 +138,7 @@ def find_sites(model: nn.Module) -> list[NormSite]:
         moments = [buffers.get("running_mean"), buffers.get("running_var")]
         has_averages = all(isinstance(m, Tensor) and m.ndim == 1 for m in moments)
         pools_samples = not isinstance(module, INSTANCE)
-        is_batch = isinstance(module, BATCH) or hasattr(module, "track_running_stats")
-        lacks_averages = is_batch and pools_samples and moments == [None, None]
+        lacks_averages = pools_samples and getattr(module, "running_mean", 0) is None
         if (has_averages and hasattr(module, "eps")) or lacks_averages:
             name, entry = around.get(module, (path, module))
             sites.append(NormSite(name or "the model", module, entry, pools_samples, has_averages))
@@ -191,8 +197,9 @@ def with_own_share(site: NormSite, x: Tensor, mask: Mask, population: Population
     a v_i + (1 - a) v + a (1 - a) (m_i - m)^2. The variation of the mean of the other samples is
     left out, so that it counts as training noise.
     """
-    share = 1 / site.group_size(len(x))
-    return Population(*pool_with_others(site.measure_samples(x, mask), share, *population))
+    samples = site.measure_samples(x, mask)
+    share = 1 / site.group_size(len(samples.mean))
+    return Population(*pool_with_others(samples, share, *population))
 
 
 @contextmanager
@@ -283,6 +290,20 @@ def pool_batches(site: NormSite, batches: list[Moments]) -> Population:
     counts = means.new_tensor([float(batch.count) for batch in batches])[:, None]
     mean, var, _ = pool(Moments(means, variances, counts), dim=0)
     return Population(mean[0], var[0])
+
+
+def averaged(site: NormSite, batches: list[Moments]) -> Population:
+    """Returns running averages of the moments of batches, at the norm's momentum, the last newest.
+
+    They leave out the variance between batches. Torch's momentum counts where the norm names none.
+    """
+    momentum = getattr(site.norm, "momentum", None) or 0.1
+    ages = torch.arange(len(batches) - 1, -1, -1)
+    weights = ((1 - momentum) ** ages).to(batches[0].mean)[:, None]
+    means = torch.stack([batch.mean for batch in batches])
+    variances = torch.stack([averaged_var(batch) for batch in batches])
+    mean, var = ((weights * values).sum(dim=0) / weights.sum() for values in (means, variances))
+    return Population(mean, var)
 
 
 def distances(running: Tensor, batches: Sequence[Tensor], scale: Tensor) -> Tensor:

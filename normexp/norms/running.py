@@ -56,6 +56,7 @@ class RunningNorm(AffineNorm):
     momentum: float | None = 0.1
     averages: ClassVar[dict[str, float]] = {}  # buffers (C,) to register, and their initial values
     needs_momentum = False  # True: momentum=None is refused
+    track_running_stats = True  # may be set as on torch's norms: False holds the averages
     channel_axis = 2
     num_batches_tracked: Tensor = field(init=False)
     num_values: Tensor = field(init=False)  # pooled in training so far; weighs parts of a step
@@ -104,6 +105,11 @@ class RunningNorm(AffineNorm):
         """Returns the output in evaluation."""
         raise NotImplementedError
 
+    @property
+    def moves_averages(self) -> bool:
+        """False if code around the norm has switched that off; the batch still normalizes."""
+        return self.track_running_stats and self.momentum != 0
+
     def check_shape(self, shape: torch.Size) -> None:
         """Raises UserError if a training input (N, C, *) has fewer than two values per channel."""
         if shape.numel() <= shape[1]:
@@ -122,6 +128,8 @@ class RunningNorm(AffineNorm):
             count: number of values in each group.
             values: by the name of the average.
         """
+        if not self.moves_averages:
+            return
         pooled = {name: pool_mean(value, count, dim=0) for name, value in values.items()}
         mean, total = next(iter(pooled.values()))
         self.num_batches_tracked.add_(1)
@@ -141,6 +149,8 @@ class RunningNorm(AffineNorm):
 
     def new_weight(self, step: Tensor, dtype: torch.dtype) -> float | Tensor:
         """Returns the weight of the new value at the `step`-th update, counted from 1."""
+        if not self.moves_averages:
+            return 0.0
         return self.momentum if self.momentum is not None else 1 / step.to(dtype)
 
     def merge_state(self, start: State, parts: list[State], shares: list[float]) -> State:
@@ -178,6 +188,11 @@ class RunningMomentsNorm(RunningNorm):
     running_var: Tensor
     unbiased_running_var = True  # false: the running variance averages the biased one
 
+    def reset_running_stats(self) -> None:
+        """Starts the averages anew, as torch's batch norms do."""
+        for name, buffer in self.named_buffers(recurse=False):
+            buffer.fill_(self.averages.get(name, 0))
+
     def normalize_by_batch(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         if real is None and self.kernel_moves_averages(x):
             out = self.normalize_in_kernel(x.flatten(0, 1), affine, len(x))
@@ -196,7 +211,7 @@ class RunningMomentsNorm(RunningNorm):
 
         It needs a fixed momentum, averages in float32 or wider, and the unbiased variance.
         """
-        if self.momentum is None or not self.unbiased_running_var:
+        if self.momentum is None or not self.moves_averages or not self.unbiased_running_var:
             return False
         return self.running_mean.dtype == wide_dtype(x)
 

@@ -88,6 +88,10 @@ class EvalNorm(RunningMomentsNorm):
         super().add_state()
         self.register_buffer("running_share", torch.tensor(0.5))
 
+    def reset_running_stats(self) -> None:
+        super().reset_running_stats()
+        self.running_share.fill_(0.5)
+
     def normalize_by_batch(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
         with torch.no_grad():
             share = 1 / x.shape[1]
