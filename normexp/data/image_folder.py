@@ -80,7 +80,7 @@ def load_image_folder(
         classes = _read_classes(folders, name)
         samples = _list_images(folders, classes, name)
         files = [Path(file) for listed in samples.values() for file, _ in listed]
-        digest = _digest_files(folder, files, size)
+        digest = _digest_files(files, size)
     except OSError as error:
         raise UserError(f"{name}: {describe(error)}") from error
     cache = Path(data_dir).expanduser() / "cache" / f"{digest}.pt"
@@ -158,7 +158,8 @@ def _split_of(folder: Path) -> str | None:
 
 def _subfolders(folder: Path) -> list[Path]:
     """The folders in a folder, sorted, without hidden ones."""
-    return sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+    folders = [p for p in folder.iterdir() if p.is_dir() and not p.name.startswith(".")]
+    return sorted(folders, key=_class_of)
 
 
 def _read_classes(folders: Mapping[str, Path], name: str) -> list[str]:
@@ -168,7 +169,7 @@ def _read_classes(folders: Mapping[str, Path], name: str) -> list[str]:
         UserError: classes that differ between splits, a single class, or classes named like splits.
     """
     train = folders["train"]
-    classes = [_class_of(folder) for folder in _subfolders(train)]
+    classes = list(dict.fromkeys(map(_class_of, _subfolders(train))))
     for split in folders.values():
         others = set(map(_class_of, _subfolders(split)))
         if differing := sorted(others.symmetric_difference(classes)):
@@ -206,8 +207,12 @@ def _is_stub(kind: object) -> bool:
 
 
 def _class_of(folder: Path) -> str:
-    """The name of a class folder: é may be one character, or e and an accent, as of macOS."""
-    return unicodedata.normalize("NFC", folder.name)
+    """The name of a class folder in one form: é may be one character, or e and an accent."""
+    return _in_one_form(folder.name)
+
+
+def _in_one_form(text: str) -> str:
+    return unicodedata.normalize("NFC", text)
 
 
 def _list_images(
@@ -266,7 +271,7 @@ def _list_images(
 def _walk(folder: Path) -> list[tuple[str, str]]:
     """The places and names of all files, also behind links; a folder is entered once.
 
-    Hidden files and folders are left out.
+    Hidden files and folders are left out. The order is the same for both forms of a name.
     """
     entered: set[str] = set()
     files = []
@@ -278,7 +283,7 @@ def _walk(folder: Path) -> list[tuple[str, str]]:
             continue
         entered.add(real)
         files += [(place, name) for name in names if not name.startswith(".")]
-    return sorted(files)
+    return sorted(files, key=lambda file: [*map(_in_one_form, file)])
 
 
 def _split_off_test(images: Examples, name: str) -> dict[str, Examples]:
@@ -298,13 +303,16 @@ def _split_off_test(images: Examples, name: str) -> dict[str, Examples]:
     return {"train": train, "test": test}
 
 
-def _digest_files(root: Path, files: Sequence[Path], size: int | None) -> str:
-    """A digest of what decides the decoded images: names, sizes and times, not contents."""
-    lines = [f"{DECODER}|{root.resolve()}|{size}"]
+def _digest_files(files: Sequence[Path], size: int | None) -> str:
+    """A digest of what decides the decoded images: the contents of the files, in their order.
+
+    Size and time would not do: a file may be replaced by another of the same. Hashing takes a few
+    hundredths of the time of decoding.
+    """
+    digest = hashlib.sha256(f"{DECODER}|{size}".encode())
     for file in files:
-        status = file.stat()
-        lines.append(f"{file.relative_to(root)}|{status.st_size}|{status.st_mtime_ns}")
-    return hashlib.sha256(os.fsencode("\n".join(lines))).hexdigest()[:16]
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()[:16]
 
 
 def _load_or_decode(cache: Path, files: list[Path], size: int | None, name: str) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import unicodedata
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -246,6 +247,19 @@ def test_names_of_classes_are_equal_however_their_accents_are_stored(tmp_path: P
     data = load(tmp_path / "root")
     assert data.class_names == ("a", "caf\u00e9")
     assert data.test.targets.tolist() == [0] * 5 + [1] * 5
+
+
+def test_both_forms_of_an_accent_in_one_tree_are_one_class_in_one_order(tmp_path: Path):
+    orders = []
+    for form in ("NFC", "NFD"):
+        root = tmp_path / form / "root"
+        save(root.parent, "root", classes="abz")
+        (root / "b").rename(root / unicodedata.normalize(form, "\u00e9t\u00e9"))
+        orders.append(load(root))
+    assert orders[0].class_names == orders[1].class_names == ("a", "z", "\u00e9t\u00e9")
+    assert orders[0].digest == orders[1].digest
+    (root / "a").rename(root / "\u00e9t\u00e9")
+    assert load(root).class_names == ("z", "\u00e9t\u00e9")
 
 
 def test_images_of_splits_without_classes_are_refused(tmp_path: Path):
