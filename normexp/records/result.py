@@ -83,8 +83,8 @@ class Result:
     """One ended run, (cell, seed).
 
     Attributes:
-        defines: what the id of the cell hashes (see `identity_of`), and `digests` of the data and
-            the initial weights that were loaded.
+        defines: what the id of the cell hashes (see `identity_of`), and `digests` of what was
+            loaded: data, initial weights, and installed packages by group.
         derived: effective sizes, steps, epochs, learning rate and other values that follow from
             what was typed and from the data; and the names of parts that are not shipped choices.
         error: one line; set if failed.
@@ -237,19 +237,20 @@ def _check_metrics(metrics: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={value}")
 
 
-LOADED = {"data": "the data set", "weights": "model.weights"}  # names of what has a digest
+# Names of what has a digest; the others are groups with a part of an installed package.
+LOADED = {"data": "the data set", "weights": "model.weights"}
 
 
 def check_joins(cell_dir: Path, digests: Mapping[str, str]) -> None:
-    """Refuses to add runs to a cell whose recorded runs had other data or weights.
+    """Refuses to add runs to a cell whose recorded runs had other data, weights or packages.
 
     The id of a cell hashes its config and the user's source, but not what they load.
 
     Args:
-        digests: of the data and the weights that the new runs have loaded.
+        digests: of what the new runs have loaded.
 
     Raises:
-        UserError: a digest differs; names the data set or the weights, and the remedy.
+        UserError: a digest differs; names what was loaded, and the remedy.
     """
     for seed in list_seeds(cell_dir):
         run_dir = seed_dir(cell_dir, seed)
@@ -261,9 +262,10 @@ def check_joins(cell_dir: Path, digests: Mapping[str, str]) -> None:
         recorded = result.defines.get("digests", {})
         for name in recorded.keys() & digests.keys():
             if recorded[name] != digests[name]:
+                what = LOADED.get(name, f"the package of {name}")
                 raise UserError(
-                    f"{LOADED[name]} is not what the recorded runs of {cell_dir} were trained "
-                    "with; train in a study of its own: study=..."
+                    f"{what} is not what the recorded runs of {cell_dir} were trained with; train "
+                    "in a study of its own: study=..."
                 )
 
 

@@ -389,9 +389,10 @@ def unlike(
         a, b = first.value_of(key), second.value_of(key)
         if comparable(typed[0].get(key)) == comparable(typed[1].get(key)):
             continue
-        if comparable(a) == comparable(b) or _belongs_to_norms(key, first, second):
+        part = key.removeprefix(DIGESTS)
+        if comparable(a) == comparable(b) or _belongs_to_norms(part, first, second):
             continue
-        if key.startswith(DIGESTS) and None in (a, b):
+        if part != key and None in (a, b):
             continue
         different[key] = (a, b)
     return different

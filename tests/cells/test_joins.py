@@ -1,4 +1,4 @@
-"""Runs of other data do not join under one id."""
+"""Runs of other data, or with another version of a package, do not join under one id."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from normexp.records import source
 from normexp.train import main
 
 DATA = """
@@ -17,6 +18,13 @@ from normexp.data.images import load_digits
 def load():
     seed = int(Path(__file__).with_name("state.txt").read_text())
     return load_digits(val_fraction=0.1, split_seed=seed, augmentation=None)
+"""
+NORM = """
+from torch import nn
+
+class Norm(nn.GroupNorm):
+    def __init__(self, num_features):
+        super().__init__({groups}, num_features)
 """
 OWN = ["data=custom", "data._target_=data_of_joins.load"]
 
@@ -42,3 +50,27 @@ def test_runs_of_other_data_do_not_join(tmp_path: Path, monkeypatch: pytest.Monk
     assert "is not what the recorded runs" in shown and "study=..." in shown
     assert len(list(tmp_path.glob("runs/default/*/seed-*/result.json"))) == 2
     assert train("replicas=1", "study=other") == 0
+
+
+def test_runs_with_another_version_of_a_package_do_not_join(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    package = tmp_path / "site-packages/norms_of_joins"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("from .norm import Norm")
+    monkeypatch.syspath_prepend(str(package.parent))
+
+    def train(groups: int, *words: str) -> int:  # as another process would
+        (package / "norm.py").write_text(NORM.format(groups=groups))
+        importlib.invalidate_caches()
+        source._digest_of_package.cache_clear()
+        for name in [name for name in sys.modules if name.startswith(package.name)]:
+            del sys.modules[name]
+        runs = f"runs_dir={tmp_path / 'runs'}"
+        return main([f"norm={package.name}.Norm", "steps=2", "workers=0", runs, *words])
+
+    assert train(2, "replicas=1") == 0
+    assert train(2, "replicas=2") == 0
+    assert train(4, "replicas=3") != 0
+    assert "the package of norm is not what the recorded runs" in capsys.readouterr().err
+    assert len(list(tmp_path.glob("runs/default/*/seed-*/result.json"))) == 2
