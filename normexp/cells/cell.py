@@ -112,7 +112,7 @@ def prepare_cell(spec: CellSpec) -> Cell:
         for note in notes_of(spec, recipe, traits, alone):
             logger.info(note)
         defines = defines_of(spec, data, build.weights)
-        check_joins(spec.directory, defines["digests"])
+        check_joins(spec.directory, defines)
         return Cell(
             spec=spec,
             recipe=recipe,

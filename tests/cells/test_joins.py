@@ -6,7 +6,9 @@ import importlib
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from normexp.records import source
 from normexp.train import main
@@ -74,3 +76,24 @@ def test_runs_with_another_version_of_a_package_do_not_join(
     assert train(4, "replicas=3") != 0
     assert "the package of norm is not what the recorded runs" in capsys.readouterr().err
     assert len(list(tmp_path.glob("runs/default/*/seed-*/result.json"))) == 2
+
+
+def test_another_path_of_recorded_contents_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    for index, name in enumerate("ab" * 10):
+        image = np.random.default_rng(index).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+        file = tmp_path / "images" / name / f"{index}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(file)
+    words = ["data=image_folder", "batch_size=2", "steps=1", "replicas=1", "workers=0"]
+    words += [f"runs_dir={tmp_path / 'runs'}", f"data_dir={tmp_path}"]
+
+    def lines_of(norm: str, root: str) -> list[str]:
+        assert main([*words, f"norm={norm}", f"data.root={tmp_path}/{root}"]) == 0
+        shown = capsys.readouterr().err.splitlines()
+        return [line for line in shown if "has the contents that study=default records" in line]
+
+    assert lines_of("layer", "images") == lines_of("group", "images") == []
+    (line,) = lines_of("group", "./images/")
+    assert f"data.root={tmp_path}/./images/ has" in line and f"{tmp_path}/images;" in line
