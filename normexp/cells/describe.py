@@ -103,6 +103,8 @@ def derived_of(spec: CellSpec, recipe: Recipe) -> dict[str, Any]:
         derived["optim.momentum"] = recipe.optimizer_momentum
     if recipe.norm_momentum is not None:
         derived["norm.momentum"] = recipe.norm_momentum
+    if recipe.channels_last:
+        derived["channels_last"] = True
     return derived
 
 

@@ -150,6 +150,7 @@ def settings_of(defines: Mapping[str, Any], derived: Mapping[str, Any]) -> dict[
     values |= derived
     if "devices" not in defines:
         values.pop("devices", None)  # a device's share of a batch is counted in the sizes
+    values.pop("channels_last", None)  # it moves last digits alone
     return {key: value for key, value in values.items() if key not in ACT_THROUGH_DERIVED}
 
 
