@@ -98,8 +98,10 @@ def module(overrides: str | Sequence[str] = (), **values: Any) -> LightningModul
     with importing_torch():
         from normexp.cells.cell import prepare_cell
         from normexp.cells.module import module_of
+        from normexp.data.build import keeping_data
 
-    return module_of(prepare_cell(cells[0]))
+    with keeping_data():  # another call reads the files again
+        return module_of(prepare_cell(cells[0]))
 
 
 def load(run_dir: str | Path) -> nn.Module:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from normexp.batching.replicas import suitable_threads
+from normexp.batching.replicas import LARGE_GROUP, SMALL_FORWARD, suitable_threads
 from normexp.cells.describe import defines_of, derived_of, measured_of, notes_of
 from normexp.checks.preflight import Traits, examine
 from normexp.checks.training import (
@@ -27,11 +27,13 @@ from normexp.data.build import load_data
 from normexp.data.dataset import Data
 from normexp.errors import UserError
 from normexp.models.build import NetworkBuilder, build_network
+from normexp.norms.batch import BatchNorm
 from normexp.norms.build import build_norm, norm_target
+from normexp.norms.site import named_sites
 from normexp.records.logs import collected_messages
 from normexp.records.result import Measured, check_joins
 from normexp.records.source import refuse_edited
-from normexp.training.devices import check_devices
+from normexp.training.devices import check_devices, device_type
 from normexp.training.recipe import Recipe, recipe_of
 
 logger = logging.getLogger(__name__)
@@ -104,6 +106,7 @@ def prepare_cell(spec: CellSpec) -> Cell:
             recipe,
             mixes_samples=traits.mixes_samples,
             mixes_in_evaluation=traits.mixes_samples_in_evaluation,
+            channels_last=channels_last_pays(network, data, recipe, traits),
         )
         if traits.mixes_samples:
             check_norm_batch_size(recipe)
@@ -112,7 +115,7 @@ def prepare_cell(spec: CellSpec) -> Cell:
         for note in notes_of(spec, recipe, traits, alone):
             logger.info(note)
         defines = defines_of(spec, data, build.weights)
-        check_joins(spec.directory, defines["digests"])
+        check_joins(spec.directory, defines)
         return Cell(
             spec=spec,
             recipe=recipe,
@@ -125,6 +128,25 @@ def prepare_cell(spec: CellSpec) -> Cell:
             measured=measured_of(network, data, traits),
             messages=messages,
         )
+
+
+def channels_last_pays(network: nn.Module, data: Data, recipe: Recipe, traits: Traits) -> bool:
+    """True if on a CPU a network gains by having its channels last in memory.
+
+    Convolutions and batch norm do. Instance norm loses more than they gain, group and layer norm
+    about as much. A network small enough for a stack never lies so, since a stack cannot.
+    """
+    settings, per_sample = recipe.settings, traits.elements_per_sample
+    is_measured = settings.trainer.precision == "32-true" and not settings.compile
+    on_cpu = device_type(settings.trainer.accelerator) == "cpu"
+    is_image = len(data.input_shape) == 3
+    can_stack = settings.stack is True or recipe.sizes.micro * per_sample <= SMALL_FORWARD
+    if not (is_measured and on_cpu and is_image) or can_stack:
+        return False
+    sites = [site for _, site in named_sites(network)]
+    batch_norms = (BatchNorm, nn.BatchNorm2d)
+    are_batch_norms = all(s.view == "map" and isinstance(s.norm, batch_norms) for s in sites)
+    return are_batch_norms and recipe.sizes.norm * per_sample >= LARGE_GROUP * len(sites)
 
 
 def make_builder(spec: CellSpec, recipe: Recipe, data: Data) -> NetworkBuilder:

@@ -9,6 +9,7 @@ from torch import nn
 
 from normexp.checks.preflight import Traits
 from normexp.config.groups import OPTIONAL_GROUPS, PARTS
+from normexp.config.identity import packages_of
 from normexp.config.sizes import SIZES, Sizes
 from normexp.config.spec import CellSpec
 from normexp.data.dataset import Data, describe_data
@@ -82,7 +83,7 @@ def notes_of(spec: CellSpec, recipe: Recipe, traits: Traits, alone: str | None) 
 
 def defines_of(spec: CellSpec, data: Data, weights: Weights | None) -> dict[str, Any]:
     """What the id of a cell hashes, and digests of what was loaded."""
-    digests = {"data": data.digest}
+    digests = {"data": data.digest, **packages_of(spec.config)}
     if weights is not None:
         digests["weights"] = weights.digest
     return {**spec.identity, "digests": digests}
@@ -102,6 +103,8 @@ def derived_of(spec: CellSpec, recipe: Recipe) -> dict[str, Any]:
         derived["optim.momentum"] = recipe.optimizer_momentum
     if recipe.norm_momentum is not None:
         derived["norm.momentum"] = recipe.norm_momentum
+    if recipe.channels_last:
+        derived["channels_last"] = True
     return derived
 
 

@@ -73,9 +73,11 @@ class Stack:
 def cut_stacks(cells: Iterable[CellSpec], *, on_gpu: bool = False) -> list[Stack]:
     """The stacks of a command, by the configs of its cells alone.
 
-    Cells that differ in `lr` alone share one. `stack=false` leaves each run alone on a CPU.
+    Cells that differ in `lr` alone share one. `stack=false` leaves each run alone on a CPU, seed by
+    seed over all cells: the first seeds are a figure already.
     """
     most = MOST_RUNS_ON_GPU if on_gpu else MOST_RUNS
+    alone: list[Run] = []
     stacks: list[list[Run]] = []
     last: dict[str, list[Run]] = {}  # of cells that may share it
     for spec in cells:
@@ -83,14 +85,15 @@ def cut_stacks(cells: Iterable[CellSpec], *, on_gpu: bool = False) -> list[Stack
             continue
         runs = [(spec, seed) for seed in spec.seeds]
         if spec.config["stack"] is False and not on_gpu:
-            stacks += [[run] for run in runs]
+            alone += runs
             continue
         shared = _shared(spec)
         if shared not in last or len(last[shared]) + len(runs) > most:
             last[shared] = []
             stacks.append(last[shared])
         last[shared] += runs
-    return [Stack(tuple(runs)) for runs in stacks]
+    alone.sort(key=lambda run: run[1])
+    return [Stack((run,)) for run in alone] + [Stack(tuple(runs)) for runs in stacks]
 
 
 def _shared(spec: CellSpec) -> str:

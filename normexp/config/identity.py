@@ -25,7 +25,7 @@ from normexp.config.groups import (
 )
 from normexp.config.keys import KEYS, Settings, in_identity, parts_with_target
 from normexp.config.sizes import SIZES
-from normexp.records.source import digest_of, source_digest, source_files
+from normexp.records.source import digest_of, package_digest, source_digest, source_files
 from normexp.words import as_typed
 
 # Versions of choices, raised when a default or the meaning of a choice changes: {"norm/group": 2}.
@@ -145,6 +145,22 @@ def sources_of(config: Mapping[str, Any]) -> dict[str, str]:
     for part in parts_with_target(defining_values(config)):
         for path in source_files(part["_target_"]).values():
             digests[str(path)] = digest_of(path.read_bytes())
+    return digests
+
+
+def packages_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """The digest of the installed package that each part comes from, by group.
+
+    Shipped choices have none, and neither have data, whose contents have a digest.
+    """
+    digests = {}
+    for group in (*PARTS, *OPTIONAL_GROUPS):
+        shipped = {*shipped_targets(group)}
+        parts = parts_with_target(config.get(group)) if group != "data" else ()
+        targets = {part["_target_"] for part in parts} - shipped
+        found = {digest for target in targets if (digest := package_digest(target))}
+        if found:
+            digests[group] = " ".join(sorted(found))
     return digests
 
 

@@ -9,7 +9,7 @@ import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from PIL.ImageFile import StubImageFile
 from torch import Tensor
 
 from normexp.data.augment import Augmentation
+from normexp.data.companions import find_companions
 from normexp.data.dataset import Data, Examples, read_moment
 from normexp.data.images import build_image_data
 from normexp.data.pixels import decode_images
@@ -80,7 +81,7 @@ def load_image_folder(
         classes = _read_classes(folders, name)
         samples = _list_images(folders, classes, name)
         files = [Path(file) for listed in samples.values() for file, _ in listed]
-        digest = _digest_files(folder, files, size)
+        digest = _digest_files(files, size)
     except OSError as error:
         raise UserError(f"{name}: {describe(error)}") from error
     cache = Path(data_dir).expanduser() / "cache" / f"{digest}.pt"
@@ -158,7 +159,8 @@ def _split_of(folder: Path) -> str | None:
 
 def _subfolders(folder: Path) -> list[Path]:
     """The folders in a folder, sorted, without hidden ones."""
-    return sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+    folders = [p for p in folder.iterdir() if p.is_dir() and not p.name.startswith(".")]
+    return sorted(folders, key=_class_of)
 
 
 def _read_classes(folders: Mapping[str, Path], name: str) -> list[str]:
@@ -168,7 +170,7 @@ def _read_classes(folders: Mapping[str, Path], name: str) -> list[str]:
         UserError: classes that differ between splits, a single class, or classes named like splits.
     """
     train = folders["train"]
-    classes = [_class_of(folder) for folder in _subfolders(train)]
+    classes = list(dict.fromkeys(map(_class_of, _subfolders(train))))
     for split in folders.values():
         others = set(map(_class_of, _subfolders(split)))
         if differing := sorted(others.symmetric_difference(classes)):
@@ -206,8 +208,12 @@ def _is_stub(kind: object) -> bool:
 
 
 def _class_of(folder: Path) -> str:
-    """The name of a class folder: é may be one character, or e and an accent, as of macOS."""
-    return unicodedata.normalize("NFC", folder.name)
+    """The name of a class folder in one form: é may be one character, or e and an accent."""
+    return _in_one_form(folder.name)
+
+
+def _in_one_form(text: str) -> str:
+    return unicodedata.normalize("NFC", text)
 
 
 def _list_images(
@@ -220,53 +226,89 @@ def _list_images(
     Raises:
         UserError: a class without images in a split.
     """
-    readable = Image.registered_extensions()
-    # Pillow knows these formats, and needs another program to read them.
-    stubs = {name for name, (kind, _) in Image.OPEN.items() if _is_stub(kind)}
-    kinds = {suffix for suffix, kind in readable.items() if kind in Image.OPEN.keys() - stubs}
+    kinds = _readable_kinds()
     skipped: Counter[str] = Counter()
+    companions: Counter[str] = Counter()
     nested: Counter[str] = Counter()
     samples = {}
     for split, folder in folders.items():
         listed: list[tuple[str, int]] = []
+        inner: dict[str, Counter[str]] = {}  # folders within class folders, by class folder
         for class_folder in _subfolders(folder):
             files = []
             for place, file in _walk(class_folder):
                 suffix = Path(file).suffix.lower()
-                if suffix not in kinds:
+                if suffix in kinds:
+                    files.append(os.path.join(place, file))
+                else:
                     skipped[suffix or "no ending"] += 1
-                    continue
-                files.append(os.path.join(place, file))
-                if place != str(class_folder):
-                    nested[os.path.basename(place)] += 1
             if not files:
                 others = f", but other files ({name_some(skipped)})" if skipped else ""
                 raise UserError(
                     f"{name} has no images in {folder.name}/{class_folder.name}/{others}; it needs "
                     "some (jpg, png, tif, webp, ...), or remove the folder"
                 )
+            found = find_companions(files, str(class_folder))
+            companions.update(found.values())
+            files = [file for file in files if file not in found]
+            places = [os.path.relpath(os.path.dirname(file), class_folder) for file in files]
+            inner[class_folder.name] = Counter(place for place in places if place != os.curdir)
             target = classes.index(_class_of(class_folder))
             listed += [(file, target) for file in files]
+            nested += inner[class_folder.name]
+        _refuse_classes_within(inner, name)
         samples[split] = listed
         for file in folder.iterdir():
             if file.is_file() and file.suffix.lower() in kinds and not file.name.startswith("."):
                 skipped["images beside the class folders"] += 1
     if skipped:
         log.info("%s: %d files are not read (%s)", name, skipped.total(), name_some(skipped))
+    if companions:
+        log.warning(
+            "%s: %d files beside the images are masks, thumbnails or copies by their names (%s), "
+            "and are not read; to train on them, give them names of their own",
+            name,
+            companions.total(),
+            name_some(companions),
+        )
     if nested:
         log.info(
             "%s: %d images lie in folders within class folders (%s) and count as the outer class",
             name,
             nested.total(),
-            name_some(nested),
+            name_some(map(os.path.basename, nested)),
         )
     return samples
+
+
+def _readable_kinds() -> set[str]:
+    """The endings of image files that Pillow reads by itself."""
+    readable = Image.registered_extensions()
+    # Pillow knows these formats, and needs another program to read them.
+    stubs = {name for name, (kind, _) in Image.OPEN.items() if _is_stub(kind)}
+    return {suffix for suffix, kind in readable.items() if kind in Image.OPEN.keys() - stubs}
+
+
+def _refuse_classes_within(inner: Mapping[str, Iterable[str]], name: str) -> None:
+    """Raises UserError if all class folders hold the same folders, as fold1/cat and fold2/cat do.
+
+    Args:
+        inner: by class folder, the folders within it that hold images.
+    """
+    firsts = [{place.split(os.sep)[0] for place in places} for places in inner.values()]
+    shared = set.intersection(*firsts)
+    if len(shared) >= 2 and 2 * len(shared) >= len(set.union(*firsts)):
+        raise UserError(
+            f"{name}: {name_some(inner)} hold the same folders ({name_some(sorted(shared))}); if "
+            "these are the classes, put them into one folder, or into train/ and test/; if not, "
+            "name them differently in each class"
+        )
 
 
 def _walk(folder: Path) -> list[tuple[str, str]]:
     """The places and names of all files, also behind links; a folder is entered once.
 
-    Hidden files and folders are left out.
+    Hidden files and folders are left out. The order is the same for both forms of a name.
     """
     entered: set[str] = set()
     files = []
@@ -278,7 +320,7 @@ def _walk(folder: Path) -> list[tuple[str, str]]:
             continue
         entered.add(real)
         files += [(place, name) for name in names if not name.startswith(".")]
-    return sorted(files)
+    return sorted(files, key=lambda file: [*map(_in_one_form, file)])
 
 
 def _split_off_test(images: Examples, name: str) -> dict[str, Examples]:
@@ -298,13 +340,16 @@ def _split_off_test(images: Examples, name: str) -> dict[str, Examples]:
     return {"train": train, "test": test}
 
 
-def _digest_files(root: Path, files: Sequence[Path], size: int | None) -> str:
-    """A digest of what decides the decoded images: names, sizes and times, not contents."""
-    lines = [f"{DECODER}|{root.resolve()}|{size}"]
+def _digest_files(files: Sequence[Path], size: int | None) -> str:
+    """A digest of what decides the decoded images: the contents of the files, in their order.
+
+    Size and time would not do: a file may be replaced by another of the same. Hashing takes a few
+    hundredths of the time of decoding.
+    """
+    digest = hashlib.sha256(f"{DECODER}|{size}".encode())
     for file in files:
-        status = file.stat()
-        lines.append(f"{file.relative_to(root)}|{status.st_size}|{status.st_mtime_ns}")
-    return hashlib.sha256(os.fsencode("\n".join(lines))).hexdigest()[:16]
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()[:16]
 
 
 def _load_or_decode(cache: Path, files: list[Path], size: int | None, name: str) -> Tensor:

@@ -22,6 +22,9 @@ from normexp.data.sources import TEST_SEED, downloading, split_off_test, split_o
 from normexp.errors import UserError
 from normexp.words import as_typed
 
+MIN_CONTRAST = 16  # grey levels, of 256
+OUTLIERS = 1e-4  # share of pixels, such as hot ones, that are ignored at either end
+
 
 def build_image_data(
     name: str,
@@ -41,7 +44,8 @@ def build_image_data(
     Shapes: inputs uint8 (N, C, H, W), targets int64 (N,) in [0, num_classes).
 
     Raises:
-        UserError: train images of another dtype or shape; a fraction that empties train or val.
+        UserError: train images of another dtype or shape, or of hardly any contrast; a fraction
+            that empties train or val.
     """
     images = train.inputs
     num_targets = len(train.targets)
@@ -56,6 +60,8 @@ def build_image_data(
             f"data={name}: train.inputs is {tuple(images.shape)}, as if colours came last; must be "
             "(N, C, H, W): inputs.permute(0, 3, 1, 2).contiguous()"
         )
+    if images.shape[1] <= len("RGBA"):  # more channels are maps, which may hold 0 and 1
+        refuse_low_contrast(images, f"data={name}: train.inputs")
     if val is None:
         indices = split_off_val(len(train), val_fraction, split_seed)
         train, val = map(train.subset, indices)
@@ -79,6 +85,20 @@ def build_image_data(
         source_version=source_version,
         class_names=tuple(class_names) if class_names else None,
     )
+
+
+def refuse_low_contrast(images: Tensor, name: str) -> None:
+    """Raises UserError, which begins with `name`, if uint8 (N, C, H, W) are hardly any pictures."""
+    counts = count_levels(images).sum(dim=0)
+    shares = counts.cumsum(0) / counts.sum()  # of the pixels up to each level
+    low = int((shares <= OUTLIERS).sum())
+    high = int((shares < 1 - OUTLIERS).sum())
+    if high - low < MIN_CONTRAST:
+        raise UserError(
+            f"{name}: nearly every pixel is between {low} and {high} of 255, too little contrast "
+            "(floats or 16 bits cut to 8 bits? outliers? class numbers? white on transparent?); "
+            "black must be 0 and white 255"
+        )
 
 
 def compute_channel_moments(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from normexp.data.images import count_levels
+from normexp.data.images import refuse_low_contrast
 from normexp.data.sources import refuse_beyond_memory
 from normexp.errors import UserError, one_line
 
@@ -29,8 +29,6 @@ log = logging.getLogger(__name__)
 # Images with more than 8 bits: what their pixels are, by the first letter of Pillow's mode.
 DEEP = {"I": "whole numbers", "F": "floats"}
 WHITES = (1, 255, 1023, 4095, 16383, 65535)  # floats, and 8, 10, 12, 14 and 16 bits
-MIN_CONTRAST = 16  # grey levels, of 256
-OUTLIERS = 1e-4  # share of pixels, such as hot ones, that are ignored at either end
 MOST_NAMED = 5  # files in a message
 
 
@@ -103,25 +101,12 @@ def decode_images(files: list[Path], size: int | None, name: str) -> Tensor:
                 "to scale all to one size"
             )
     pixels = torch.from_numpy(np.stack(images))
-    _refuse_low_contrast(pixels, name)
+    refuse_low_contrast(pixels, name)
     return pixels
 
 
 def _size(image: np.ndarray) -> str:
     return f"{image.shape[1]}x{image.shape[2]}"
-
-
-def _refuse_low_contrast(pixels: Tensor, name: str) -> None:
-    counts = count_levels(pixels).sum(dim=0)
-    shares = counts.cumsum(0) / counts.sum()  # of the pixels up to each level
-    low = int((shares <= OUTLIERS).sum())
-    high = int((shares < 1 - OUTLIERS).sum())
-    if high - low < MIN_CONTRAST:
-        raise UserError(
-            f"{name}: nearly every pixel is between {low} and {high} of 255, too little contrast "
-            "(cut to 8 bits? outliers? class numbers? white on transparent?); save the images "
-            "with black at 0 and white at 255"
-        )
 
 
 def read_header(file: Path) -> Header:

@@ -78,7 +78,11 @@ class ResidualBlock(nn.Module):
     def shortcut(self, x: Tensor) -> Tensor:
         if self.stride == 1 and self.num_new == 0:
             return x
-        return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.num_new))
+        if x.stride(1) == 1:  # channels lie last, and the gradient of a slice would not
+            x = F.avg_pool2d(x, 1, self.stride)
+        else:
+            x = x[:, :, :: self.stride, :: self.stride]
+        return F.pad(x, (0, 0, 0, 0, 0, self.num_new))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.act1(self.norm1(self.conv1(x)))

@@ -22,6 +22,9 @@ from normexp.norms.contract import Mask
 # a copy.
 LOOP_FROM_ELEMENTS = 2**16
 
+# As above, for maps with their channels last, which folding would transpose.
+LOOP_FROM_ELEMENTS_LAST = 2**12
+
 # On a CPU, a stack's inputs of fewer elements per replica take vmap's own rule: up to about this
 # size its passes cost less than a rule in Python.
 FOLD_FROM_ELEMENTS = 2**13
@@ -115,7 +118,9 @@ def _by_group(kernel: Kernel, x: Tensor, affine: Affine) -> tuple[Tensor, Tensor
         # squeeze and not x[0], whose backward would fill a tensor with zeros and copy.
         out, first, second = kernel(x.squeeze(0), affine)
         return out[None], first[None], second[None]
-    if x.device.type == "cpu" and x.shape[1:].numel() > LOOP_FROM_ELEMENTS:
+    is_last = x.ndim == 5 and x.stride(2) == 1 < x.stride(4)
+    loop_from = LOOP_FROM_ELEMENTS_LAST if is_last else LOOP_FROM_ELEMENTS
+    if x.device.type == "cpu" and x.shape[1:].numel() > loop_from:
         outs, firsts, seconds = zip(*[kernel(group, affine) for group in x], strict=True)
         return torch.stack(outs), torch.stack(firsts), torch.stack(seconds)
     folded = x.movedim(0, 1).flatten(1, 2)  # (N, G * C, *)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import cache, cached_property
@@ -15,9 +16,12 @@ from normexp.records.files import read_json, write_json
 from normexp.records.layout import (
     EVALUATION_FILE,
     RESULT_FILE,
+    list_cells,
     list_seeds,
     seed_dir,
 )
+
+log = logging.getLogger(__name__)
 
 SCHEMA = 2
 READERS = {1: "0.1"}  # the version of normexp that reads an earlier schema
@@ -83,8 +87,8 @@ class Result:
     """One ended run, (cell, seed).
 
     Attributes:
-        defines: what the id of the cell hashes (see `identity_of`), and `digests` of the data and
-            the initial weights that were loaded.
+        defines: what the id of the cell hashes (see `identity_of`), and `digests` of what was
+            loaded: data, initial weights, and installed packages by group.
         derived: effective sizes, steps, epochs, learning rate and other values that follow from
             what was typed and from the data; and the names of parts that are not shipped choices.
         error: one line; set if failed.
@@ -146,6 +150,7 @@ def settings_of(defines: Mapping[str, Any], derived: Mapping[str, Any]) -> dict[
     values |= derived
     if "devices" not in defines:
         values.pop("devices", None)  # a device's share of a batch is counted in the sizes
+    values.pop("channels_last", None)  # it moves last digits alone
     return {key: value for key, value in values.items() if key not in ACT_THROUGH_DERIVED}
 
 
@@ -237,34 +242,73 @@ def _check_metrics(metrics: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={value}")
 
 
-LOADED = {"data": "the data set", "weights": "model.weights"}  # names of what has a digest
+# Names of what has a digest; the others are groups with a part of an installed package.
+LOADED = {"data": "the data set", "weights": "model.weights"}
+# Keys that ids count as typed, and the digest of what they name.
+PLACES = {"data.root": "data", "data.path": "data", "model.weights": "weights"}
 
 
-def check_joins(cell_dir: Path, digests: Mapping[str, str]) -> None:
-    """Refuses to add runs to a cell whose recorded runs had other data or weights.
+def check_joins(cell_dir: Path, defines: Mapping[str, Any]) -> None:
+    """Refuses to add runs to a cell whose recorded runs had other data, weights or packages.
 
-    The id of a cell hashes its config and the user's source, but not what they load.
+    The id of a cell hashes its config and the user's source, but not what they load. If other cells
+    of the study name the same contents by another path, a line says so.
 
     Args:
-        digests: of the data and the weights that the new runs have loaded.
+        defines: of the new runs.
 
     Raises:
-        UserError: a digest differs; names the data set or the weights, and the remedy.
+        UserError: a digest differs; names what was loaded, and the remedy.
     """
-    for seed in list_seeds(cell_dir):
-        run_dir = seed_dir(cell_dir, seed)
-        if not (run_dir / RESULT_FILE).exists():
-            continue
-        result = read_result(run_dir)
-        if result.status == Status.FAILED:
-            continue
+    digests = defines["digests"]
+    for result in _trained_runs(cell_dir):
         recorded = result.defines.get("digests", {})
         for name in recorded.keys() & digests.keys():
             if recorded[name] != digests[name]:
+                what = LOADED.get(name, f"the package of {name}")
                 raise UserError(
-                    f"{LOADED[name]} is not what the recorded runs of {cell_dir} were trained "
-                    "with; train in a study of its own: study=..."
+                    f"{what} is not what the recorded runs of {cell_dir} were trained with; train "
+                    "in a study of its own: study=..."
                 )
+    study_dir = cell_dir.parent
+    others = [next(_trained_runs(cell), None) for cell in list_cells(study_dir)]
+    spellings = first_spellings(result.defines for result in others if result)
+    for (key, digest), value in places_of(defines).items():
+        recorded = spellings.get((key, digest), value)
+        if recorded != value:
+            log.info(
+                "%s=%s has the contents that study=%s records as %s=%s; reports compare them as "
+                "one, but the ids differ",
+                *(key, value, study_dir.name, key, recorded),
+            )
+
+
+def _trained_runs(cell_dir: Path) -> Iterator[Result]:
+    """The readable results of a cell, without failed ones."""
+    for seed in list_seeds(cell_dir):
+        run_dir = seed_dir(cell_dir, seed)
+        if (run_dir / RESULT_FILE).exists():
+            result = read_result(run_dir)
+            if result.status != Status.FAILED:
+                yield result
+
+
+def places_of(defines: Mapping[str, Any]) -> dict[tuple[str, str], str]:
+    """The value of each key of PLACES that is given, by the key and the digest of the contents."""
+    values = flatten(defines)
+    return {
+        (key, values[f"digests.{name}"]): values[key]
+        for key, name in PLACES.items()
+        if key in values and f"digests.{name}" in values
+    }
+
+
+def first_spellings(defined: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], str]:
+    """The first of the values by which several runs name the same contents, see `places_of`."""
+    spellings: dict[tuple[str, str], str] = {}
+    for defines in defined:
+        spellings = places_of(defines) | spellings
+    return spellings
 
 
 def values_of(results: Sequence[Result], name: str) -> list[float]:

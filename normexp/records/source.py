@@ -2,6 +2,7 @@
 
 The file of the target, and all of the user's own files that it imports, with the `__init__` of
 their packages. Files of normexp, of the standard library and in site-packages are not the user's.
+An installed package counts as a whole.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import hashlib
 import importlib.util
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from normexp.errors import UserError, is_installed, is_own
+from normexp.errors import PACKAGE, UserError, is_installed, is_own
 from normexp.words import name_some, suggest
 
 
@@ -50,6 +52,26 @@ def source_digest(target: str) -> str | None:
     files = sorted(source_files(target).items())
     parts = [f"{name}\0{digest_of(path.read_bytes())}\0" for name, path in files]
     return digest_of("".join(parts).encode()) if parts else None
+
+
+def package_digest(target: str) -> str | None:
+    """A digest of the Python files of the installed package behind a target.
+
+    None for what is not installed: the user's own, normexp's and Python's modules.
+    """
+    files = filter(None, map(_file_of, _with_parents(target)))
+    outermost = next(files, None)
+    if outermost is None or not is_installed(outermost) or outermost.is_relative_to(PACKAGE):
+        return None
+    return _digest_of_package(outermost)
+
+
+@cache  # as Python's own modules: what is installed later counts in the next process
+def _digest_of_package(file: Path) -> str:
+    folder = file.parent
+    files = sorted(folder.rglob("*.py")) if file.name == "__init__.py" else [file]
+    parts = [f"{path.relative_to(folder)}\0{digest_of(path.read_bytes())}\0" for path in files]
+    return digest_of("".join(parts).encode())
 
 
 # Digests of files by path, from before this process imported them. State of the process, as

@@ -17,7 +17,14 @@ from normexp.config.slots import SLOTS
 from normexp.records.result import Status, flatten
 from normexp.records.study import CellState
 from normexp.reporting.metric import FEW_SEEDS, Metric
-from normexp.reporting.runs import SLOT_DEFAULTS, Config, Records, RunRow, SearchRecord
+from normexp.reporting.runs import (
+    SLOT_DEFAULTS,
+    Config,
+    Records,
+    RunRow,
+    SearchRecord,
+    join_spellings,
+)
 from normexp.stats.interval import Interval, mean
 from normexp.words import as_typed
 
@@ -157,10 +164,11 @@ def mean_of_seeds(values: Sequence[float], step: float | None, metric: Metric) -
 
 def build_cells(records: Records) -> list[CellRow]:
     """The cells with their labels, ordered by data, model, settings, norm and sizes."""
-    by_folder: dict[Any, list[RunRow]] = defaultdict(list)
+    records = join_spellings(records)
+    by_cell: dict[tuple[str, str], list[RunRow]] = defaultdict(list)
     for run in records.runs:
-        by_folder[run.study, run.directory.parent].append(run)
-    cells = [_ended_cell(runs, records) for runs in by_folder.values()]
+        by_cell[run.study, run.result.cell_id].append(run)
+    cells = [_ended_cell(runs, records) for runs in by_cell.values()]
     cells += _planned_cells(records, cells)
     cells = _with_labels(_with_settings(cells))
     norms = order_norms({cell.norm: cell.norm_name for cell in cells})
@@ -174,7 +182,7 @@ def build_cells(records: Records) -> list[CellRow]:
 
 
 def _ended_cell(runs: Sequence[RunRow], records: Records) -> CellRow:
-    place = runs[0].study, runs[0].directory.parent.name
+    place = runs[0].study, runs[0].result.cell_id
     first = min(runs, key=lambda run: run.status == Status.FAILED)  # a failed run may lack settings
     recorded = [run.seed for run in runs]
     by_command = records.asked.get(place) or [recorded]
@@ -389,9 +397,10 @@ def unlike(
         a, b = first.value_of(key), second.value_of(key)
         if comparable(typed[0].get(key)) == comparable(typed[1].get(key)):
             continue
-        if comparable(a) == comparable(b) or _belongs_to_norms(key, first, second):
+        part = key.removeprefix(DIGESTS)
+        if comparable(a) == comparable(b) or _belongs_to_norms(part, first, second):
             continue
-        if key.startswith(DIGESTS) and None in (a, b):
+        if part != key and None in (a, b):
             continue
         different[key] = (a, b)
     return different

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,14 @@ from normexp.records.layout import (
     seed_dir,
 )
 from normexp.records.metrics import MetricRow, read_metrics
-from normexp.records.result import Result, Status, read_evaluation, read_result_of_study
+from normexp.records.result import (
+    Result,
+    Status,
+    first_spellings,
+    places_of,
+    read_evaluation,
+    read_result_of_study,
+)
 from normexp.records.samples import read_samples
 from normexp.records.study import CellState, read_study
 from normexp.reporting.metric import Metric, is_at_chance
@@ -272,6 +281,48 @@ def read_studies(runs_dir: Path, names: Sequence[str]) -> Records:
         else:
             records.add_study(name, root)
     return records
+
+
+def join_spellings(records: Records) -> Records:
+    """Records in which the same contents have one path, that of the first run.
+
+    Cells of a study that differ in their paths alone become one, with the seeds of all.
+    """
+    spellings = first_spellings(run.result.defines for run in records.runs)
+    by_cell: dict[tuple[str, str], list[RunRow]] = defaultdict(list)
+    for run in records.runs:
+        by_cell[run.study, run.result.cell_id].append(run)
+    asked = dict(records.asked)
+    first_ids: dict[tuple[str, str], str] = {}  # by study and what defines the training
+    joined: dict[tuple[str, str, int], RunRow] = {}
+    words: dict[str, str] = {}
+    for (study, cell_id), runs in by_cell.items():
+        # A run that failed early does not know its contents.
+        known = max((places_of(run.result.defines) for run in runs), key=len)
+        paths = {key: spellings[key, digest] for key, digest in known}
+        words |= {f"{key}={path}": f"{key}={paths[key]}" for (key, _), path in known.items()}
+        changed = [_with_paths(run.result.defines, paths) for run in runs]
+        content = json.dumps(max(changed, key=len), sort_keys=True) if paths else cell_id
+        first_id = first_ids.setdefault((study, content), cell_id)
+        of_cell = asked.pop((study, cell_id), [[run.seed for run in runs]])
+        asked[study, first_id] = [*asked.get((study, first_id), []), *of_cell]
+        for run, defines in zip(runs, changed, strict=True):
+            result = replace(run.result, cell_id=first_id, defines=defines)
+            joined.setdefault((study, first_id, run.seed), replace(run, result=result))
+    planned = []
+    for study, cell in records.planned:
+        title = " ".join(words.get(word, word) for word in cell.title.split())
+        planned.append((study, replace(cell, title=title)))
+    return replace(records, runs=[*joined.values()], asked=asked, planned=planned)
+
+
+def _with_paths(defines: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, Any]:
+    """What defines a run, with other values of these keys of its groups."""
+    changed = dict(defines)
+    for key, path in paths.items():
+        group, _, name = key.partition(".")
+        changed[group] = {**changed[group], name: path}
+    return changed
 
 
 def read_run(study: str, run_dir: Path) -> RunRow:

@@ -99,8 +99,9 @@ class TrainingModule(pl.LightningModule):
         self.batches = self.batches.to(device)
         self.evaluator.data = self.batches.data
         is_image = len(self.batches.data.input_shape) == 3
-        if device.type == "cuda" and is_image and not self.replicas.is_stacked:
-            # Faster. A stack would gain as well, with its replicas among the channels.
+        pays = is_image if device.type == "cuda" else self.recipe.channels_last
+        if pays and not self.replicas.is_stacked:
+            # A stack would gain as well, with its replicas among the channels.
             self.replicas.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if self.trainer.world_size > 1:
             share = Share(self.trainer.global_rank, self.trainer.world_size)

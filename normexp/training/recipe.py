@@ -55,6 +55,7 @@ class Recipe:
         callbacks: builds those of the user.
         loggers: builds those of one run, from its names and folders.
         mixes_samples, mixes_in_evaluation: whether its norms do, as probed.
+        channels_last: how networks that train in turn lie in the memory of a CPU.
         lr_scales: the learning rate of each replica of a stack, as a share of `lr`.
     """
 
@@ -72,6 +73,7 @@ class Recipe:
     loggers: Callable[[Mapping[str, Any]], list[Logger]]
     mixes_samples: bool = True
     mixes_in_evaluation: bool = False
+    channels_last: bool = False
     lr_scales: tuple[float, ...] | None = None
 
     @property

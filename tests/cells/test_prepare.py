@@ -265,6 +265,26 @@ def test_a_record_has_what_its_id_hashes_and_what_follows_from_it():
     assert group.measured.traits["mixes_samples"] is False
 
 
+@pytest.mark.parametrize(
+    ("words", "pays"),
+    [
+        ("", True),
+        ("batch_size=16", False),  # a stack of these would pay
+        ("norm_batch_size=2", False),  # too little at a time
+        ("norm_batch_size=16", True),
+        ("stack=true", False),
+        ("norm=group", False),
+        ("trainer.precision=64-true", False),
+        ("model=vit batch_size=512", False),
+    ],
+)
+def test_channels_lie_last_on_a_cpu_where_batch_norm_has_much_to_normalize(words: str, pays: bool):
+    line = ["norm=batch", "model=small_resnet", "batch_size=64", "trainer=cpu", *words.split()]
+    cell = prepare(*{word.partition("=")[0]: word for word in line}.values())
+    assert cell.recipe.channels_last is pays
+    assert cell.derived.get("channels_last", False) is pays
+
+
 def test_averages_that_move_group_by_group_have_the_half_life_of_a_group():
     words = ["norm=batch", "norm.half_life=4", "norm.momentum=null", "norm_batch_size=4"]
     assert prepare(*words, "norm.running_from=sequence").recipe.norm_momentum == 0.5

@@ -114,6 +114,8 @@ def test_stacks_are_a_function_of_what_a_command_asks(tmp_path: Path):
 
 def test_runs_that_are_not_stacked_are_cut_where_each_can_have_a_core(tmp_path: Path):
     specs = specs_of(tmp_path, "lr=0.1,0.3", "stack=false")
+    cut = [(spec.settings.lr, seed) for stack in cut_stacks(specs) for spec, seed in stack.runs]
+    assert cut == [(0.1, 0), (0.3, 0), (0.1, 1), (0.3, 1)]  # seed by seed
     assert [len(stack.runs) for stack in cut_stacks(specs)] == [1, 1, 1, 1]
     assert [len(stack.runs) for stack in cut_stacks(specs, on_gpu=True)] == [2, 2]
 

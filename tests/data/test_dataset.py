@@ -165,6 +165,15 @@ def test_small_maps_of_many_channels_and_nearly_constant_ones_are_data():
     assert data.std is not None and 0 < data.std[0] < 0.001
 
 
+@pytest.mark.parametrize("white", [1, 15])  # floats 0 to 1, and 12 bits, without scaling
+def test_pictures_whose_scale_was_lost_are_refused(white: int):
+    floats = torch.rand(20, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    dark = Examples((floats * white).to(torch.uint8), GOOD.targets)
+    with pytest.raises(UserError, match="^data=toy: train.inputs: nearly every pixel is between 0"):
+        build(dark, dark)
+    build(Examples((floats * 255).to(torch.uint8), GOOD.targets), GOOD)
+
+
 def test_class_names_are_as_many_as_classes():
     with pytest.raises(UserError, match="class_names has 2 names for num_outputs=3"):
         validate(replace(build(GOOD, GOOD), class_names=("cat", "dog")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import unicodedata
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -209,7 +210,7 @@ def test_a_file_that_pillow_only_names_is_no_image(tmp_path: Path):
 
 def test_a_word_of_a_split_in_the_name_of_a_class_means_nothing(tmp_path: Path):
     for name in ("eval_kit", "training_shoe", "cat"):
-        save(tmp_path / "root", name)
+        save(tmp_path / "root", name, classes=(f"{name}1", f"{name}2"))
     assert load(tmp_path / "root").class_names == ("cat", "eval_kit", "training_shoe")
 
 
@@ -246,6 +247,19 @@ def test_names_of_classes_are_equal_however_their_accents_are_stored(tmp_path: P
     data = load(tmp_path / "root")
     assert data.class_names == ("a", "caf\u00e9")
     assert data.test.targets.tolist() == [0] * 5 + [1] * 5
+
+
+def test_both_forms_of_an_accent_in_one_tree_are_one_class_in_one_order(tmp_path: Path):
+    orders = []
+    for form in ("NFC", "NFD"):
+        root = tmp_path / form / "root"
+        save(root.parent, "root", classes="abz")
+        (root / "b").rename(root / unicodedata.normalize(form, "\u00e9t\u00e9"))
+        orders.append(load(root))
+    assert orders[0].class_names == orders[1].class_names == ("a", "z", "\u00e9t\u00e9")
+    assert orders[0].digest == orders[1].digest
+    (root / "a").rename(root / "\u00e9t\u00e9")
+    assert load(root).class_names == ("z", "\u00e9t\u00e9")
 
 
 def test_images_of_splits_without_classes_are_refused(tmp_path: Path):
@@ -307,12 +321,34 @@ def test_each_folder_is_read_once_and_hidden_ones_never(
     assert "within class folders" not in caplog.text
 
 
-def test_classes_within_classes_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_folders_within_classes_count_as_the_outer_class(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     caplog.set_level(logging.INFO, "normexp")
-    for name in ("part1", "part2"):
+    save(tmp_path / "root", "cat", classes=("cat_indoors", "both"))
+    save(tmp_path / "root", "dog", classes=("dog_indoors", "both"))
+    assert load(tmp_path / "root").class_names == ("cat", "dog")
+    assert "20 images lie in folders within class folders (" in caplog.text
+
+
+def test_classes_within_folders_of_cross_validation_are_refused(tmp_path: Path):
+    for name in ("first", "second"):
         save(tmp_path / "root", name)
-    assert load(tmp_path / "root").class_names == ("part1", "part2")
-    assert "20 images lie in folders within class folders (a, b) and count as" in caplog.text
+    save(tmp_path / "root", "third", classes="abc")
+    with pytest.raises(UserError, match="first, second, third hold the same folders .a, b.; if"):
+        load(tmp_path / "root")
+
+
+def test_masks_beside_images_are_named_and_not_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    save(tmp_path, "root")
+    without = load(tmp_path / "root")
+    for file in [*(tmp_path / "root").glob("*/*.png")]:
+        Image.new("L", (5, 6)).save(file.with_name(f"{file.stem}_lesion.png"))
+    assert load(tmp_path / "root").digest == without.digest
+    assert "10 files beside the images are masks, thumbnails or copies" in caplog.text
+    assert "(NAME_lesion)" in caplog.text
 
 
 def test_an_archive_has_to_be_unpacked(tmp_path: Path):

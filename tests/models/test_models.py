@@ -218,6 +218,10 @@ def test_shortcut_takes_every_second_position_and_adds_zero_channels() -> None:
     expected = torch.zeros(3, 4, 3, 3)
     expected[:, :2] = x[:, :, ::2, ::2]
     assert torch.equal(ResidualBlock(2, 4, 2, NORM).shortcut(x), expected)
+    last = x.contiguous(memory_format=torch.channels_last).requires_grad_()
+    assert torch.equal(shown := ResidualBlock(2, 4, 2, NORM).shortcut(last), expected)
+    (gradient,) = torch.autograd.grad(shown.sum(), last)
+    assert gradient.stride() == last.stride() != x.stride()
 
 
 def test_resnet20_starts_from_one_draw_per_layer_in_forward_order() -> None:

@@ -117,6 +117,21 @@ def test_layer_norm_pools_a_token_or_in_view_sequence_a_sample(view, axes):
     assert_close(site(x), (x - mean) / (var + 1e-5).sqrt(), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("side", [4, 24])  # groups fold into channels, or run one by one
+def test_ghost_batches_of_maps_equal_each_other_however_they_lie(side: int):
+    site = Site(BatchNorm(C).double(), "map", 2)
+    x = random_tensor(8, C, side, side)
+    found = []
+    for lies in (torch.contiguous_format, torch.channels_last):
+        laid_out = x.contiguous(memory_format=lies).requires_grad_()
+        out = site(laid_out)
+        found.append((out, *gradients(out, [laid_out, *site.parameters()])))
+    for plain, last in zip(*found, strict=True):
+        assert_close(last, plain, rtol=1e-12, atol=1e-12)
+    if side == 24:
+        assert out.stride() == laid_out.stride() != x.stride()
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("size", [None, 2])

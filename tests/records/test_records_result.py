@@ -69,6 +69,7 @@ def test_settings_are_flat_and_derived_values_stand_for_typed_ones():
     defines = {"samples": 64, "norm": {"choice": "batch", "half_life": 8}, "data": {"sizes": [1]}}
     defines["model"] = {"choice": "torchvision"}
     derived = {"steps": 2, "norm.momentum": 0.5, "model": "resnet18", "devices": 2}
+    derived["channels_last"] = True  # rounds otherwise, and is no other setting
     assert make_result(defines=defines, derived=derived).settings == {
         **{"norm": "batch", "norm.momentum": 0.5, "model": "resnet18"},
         **{"model.choice": "torchvision", "data.sizes": (1,), "samples": 64, "steps": 2},

@@ -11,6 +11,7 @@ import pytest
 from normexp.errors import UserError
 from normexp.records.source import (
     digest_of,
+    package_digest,
     refuse_edited,
     source_digest,
     source_files,
@@ -98,6 +99,13 @@ def test_the_digest_is_of_names_and_content_and_not_of_the_place(folder: Path, m
     monkeypatch.syspath_prepend(str(folder / "moved"))
     importlib.invalidate_caches()
     assert source_digest("pack.part.Norm") == before
+
+
+@pytest.mark.usefixtures("folder")
+def test_only_what_is_installed_counts_as_a_package():
+    assert package_digest("torch.nn.BatchNorm2d")
+    for target in ("alone.Norm", "collections.Counter", "normexp.norms.sample.GroupNorm", "no.N"):
+        assert package_digest(target) is None
 
 
 @pytest.mark.parametrize("has_trained", [True, False])

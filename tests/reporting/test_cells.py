@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from synthetic_study import cell_of, report_of_cells
 
+from normexp.records.study import CellState
 from normexp.reporting.compare import DIFFERENCE
+from normexp.reporting.runs import RunRow
 
 FLAT = [0.8, 0.81, 0.83]
 
@@ -220,3 +223,30 @@ def test_a_norm_batch_size_that_all_share_is_said():
     cells = [cell_of(norm, FLAT, norm_batch_size=8) for norm in ("batch", "layer")]
     assert "batch size 128, norm batch size 8" in report_of_cells(*cells).slices[0].scope
     assert "norm batch size" not in report_of_cells(cell_of("batch", FLAT)).slices[0].scope
+
+
+def on_folder(norm: str, root: str, contents: str, seeds: Sequence[int]) -> list[RunRow]:
+    accuracies = {seed: 0.8 + 0.01 * seed for seed in seeds}
+    runs = []
+    for run in cell_of(norm, accuracies, data="image_folder", digests={"data": contents}):
+        defines = run.result.defines | {"data": {"choice": "image_folder", "root": root}}
+        cell_id = f"{norm}-{root}-{contents}"
+        runs.append(replace(run, result=replace(run.result, defines=defines, cell_id=cell_id)))
+    return runs
+
+
+def test_paths_of_the_same_contents_are_one_data_set():
+    report = report_of_cells(
+        on_folder("batch", "img", "a", (0, 1)),
+        on_folder("batch", "./img", "a", (1, 2)),
+        on_folder("group", "/home/me/img", "a", (0, 1, 2)),
+        on_folder("group", "img", "b", (0, 1, 2)),
+        planned=[("synthetic", CellState("l", "norm=layer data=image_folder data.root=./img"))],
+    )
+    first, second = report.slices
+    assert {cell.norm: len(cell.runs) for cell in first.cells} == {
+        "batch": 3,
+        "group": 3,
+        "layer": 0,
+    }
+    assert [cell.norm for cell in second.cells] == ["group"]

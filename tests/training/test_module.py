@@ -17,6 +17,7 @@ from training_cases import (
     batch_norm,
     build_module,
     image_data,
+    resnet20,
     rows_of,
     state_of,
     stopped_and_resumed,
@@ -148,6 +149,38 @@ def test_resumed_run_equals_an_undisturbed_one_to_the_bit(tmp_path: Path, name: 
             assert_same_state(undisturbed, resumed, 0, replica=replica)
             assert rows_of(resumed, replica) == rows_of(undisturbed, replica)
         assert resumed.metrics == undisturbed.metrics
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_networks_in_turn_lie_as_their_recipe_says_and_resume_so(
+    tmp_path: Path, channels_last: bool
+):
+    build = partial(
+        build_module,
+        model=resnet20,
+        seeds=(0, 1),
+        channels_last=channels_last,
+        sizes=Sizes(8, 8, 4),
+    )
+    whole = train(build(), tmp_path / "whole.ckpt")
+    resumed = stopped_and_resumed(build, 4, tmp_path / "resumed.ckpt", "64-true")
+    momenta = resumed.trainer.optimizers[0].state
+    for weight in (w for w in resumed.replicas.parameters() if w.ndim == 4):
+        format = torch.channels_last if channels_last else torch.contiguous_format
+        lies_so = [weight, momenta[weight]["momentum_buffer"]]
+        assert all(tensor.is_contiguous(memory_format=format) for tensor in lies_so)
+    for replica in (0, 1):
+        assert_same_state(whole, resumed, 0, replica=replica)
+
+
+def test_a_stack_never_lies_with_its_channels_last(tmp_path: Path):
+    plain, stack = (
+        train(
+            build_module(seeds=(0, 1), stacked=True, channels_last=last), tmp_path / f"{last}.ckpt"
+        )
+        for last in (False, True)
+    )
+    assert_same_state(plain, stack, 0)
 
 
 def test_a_run_diverges_at_the_first_step_whose_loss_is_not_finite():
