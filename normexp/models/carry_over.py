@@ -66,6 +66,8 @@ def put_norms(
         build = factory_of(norm).tokens if norm.formula.is_last else factory_of(norm)
         site = build(norm.num_features, **norm.settings).train(old.training)
         carried.lost += [f"{path}.{name}" for name in _carry_values(values_of(old, norm), site)]
+        if norm.holds_averages and hasattr(site.norm, "track_running_stats"):
+            site.norm.track_running_stats = False
         site = _like(old, network, site)
         carried.frozen += [f"{path}{name}" for name in _freeze(old, norm, site)]
         _share(old, norm, site, shared)

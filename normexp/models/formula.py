@@ -108,6 +108,7 @@ class NormDescription:
         form: how it was called while it was measured; None if it was read, as torch's own norms.
         tail: the names of its children that follow the norm: dropout and activation.
         has_averages: it evaluates by running moments.
+        holds_averages: training does not move them, as if `track_running_stats` was set to False.
         moments: the names of its tensors that are the mean and variance of a frozen norm.
     """
 
@@ -118,6 +119,7 @@ class NormDescription:
     form: CallForm | None = None
     tail: tuple[str, ...] = ()
     has_averages: bool = False
+    holds_averages: bool = False
     moments: tuple[str, ...] = ()
 
 
@@ -308,8 +310,19 @@ class Measurement:
             settings |= self._measure_averages(line, settings["eps"])
         if self._is_zero_centered(line, roles.get("weight", ())):
             settings["zero_centered"] = True
+        holds = settings.get("momentum") == 0
+        if holds:
+            del settings["momentum"]
         return NormDescription(
-            formula, self.num_features, settings, roles, self.form, self.tail, has_averages, moments
+            formula,
+            self.num_features,
+            settings,
+            roles,
+            self.form,
+            self.tail,
+            has_averages,
+            holds_averages=holds,
+            moments=moments,
         )
 
     def _roles(

@@ -313,7 +313,9 @@ def _read_torch_norm(module: Any) -> NormDescription:
     if roles and "bias" not in roles:
         settings["has_bias"] = False
     formula = Formula(name, shape is not None, num_groups)
-    return NormDescription(formula, num_features, settings, roles)
+    tracks = getattr(module, "track_running_stats", True)
+    holds = name == "batch" and module.running_mean is not None and not tracks
+    return NormDescription(formula, num_features, settings, roles, holds_averages=holds)
 
 
 def _measure(module: nn.Module, forms: Sequence[CallForm]) -> NormDescription | Misfit:

@@ -123,6 +123,15 @@ def test_a_batch_norm_without_averages_stays_without_them() -> None:
         torch.testing.assert_close(other(MAPS), network(MAPS), rtol=0, atol=2e-5)
 
 
+def test_averages_that_were_switched_off_later_are_held() -> None:
+    network = nn.Sequential(nn.Linear(C, C), nn.BatchNorm1d(C))
+    network[1].track_running_stats = False
+    other = normexp.replace_norms(network, "batch", ROWS)
+    for one in (network, other):
+        one.train()(3 * ROWS + 1)
+    torch.testing.assert_close(other.eval()(ROWS), network.eval()(ROWS), rtol=0, atol=1e-5)
+
+
 def test_a_norm_that_keeps_no_averages_gets_none_from_a_batch_norm() -> None:
     network = nn.Sequential(nn.BatchNorm2d(C))
     other = normexp.replace_norms(network, "torch.nn.InstanceNorm2d", MAPS)
