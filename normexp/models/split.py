@@ -91,7 +91,7 @@ def try_split(network: nn.Module, inputs: Inputs) -> Split:
         site.norm_batch_size, site.running_from, site.order = size, "step", None
     control = find_control(network, [*sites], inputs, size)
     if isinstance(control, Untried):
-        return Split(notes=[f"the split by norm_batch_size is untried: {control}"])
+        return Split(notes=[f"that samples are on the first axis of its norms is untried: {control}"])
     tolerance = TOLERANCE[0 if is_wide else 1]
     failure = None
     try:

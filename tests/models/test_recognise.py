@@ -166,7 +166,7 @@ LEFT: dict[str, tuple[nn.Module, Tensor, str]] = {
     "other scale": (Own(lambda m, x: m.p * over(x, 1).sigmoid(), C, 1, 1), MAPS, "no affine map"),
     "second input": (Calling(Film(), torch.rand(4, 1)), MAPS, "a second input"),
     "mode": (Calling(Film(), style="norm"), MAPS, "a second input"),
-    "other evaluation": (Switching(C), MAPS, "another output in evaluation"),
+    "other evaluation": (Switching(C), MAPS, "put in anew"),
     "log gain": (Own(lambda m, x: m.p.exp() * rms(x)), TOKENS, "another output in training"),
     "one gain": (Own(lambda m, x: m.p * rms(x), 1), TOKENS, "trains other parameters: p"),
     "gain of 2": (Rescaled(C), MAPS, "another weight"),
