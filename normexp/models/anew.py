@@ -42,6 +42,7 @@ from normexp.norms.site import names_as_built
 from normexp.words import name_some
 
 TOLERANCE, FLOAT_TOLERANCE = 1e-5, 1e-3  # in double precision, and for what computes in float32
+SMALL = 1e-6  # values below are compared on this scale
 NUM_STEPS, LEARNING_RATE, WEIGHT_DECAY = 3, 0.1, 0.1
 MAX_BYTES = 2**30  # of the recorded inputs; with more, fewer samples are recorded
 
@@ -141,7 +142,7 @@ def _record_few_enough(
             if kept < 2:
                 gigabytes = MAX_BYTES / 2**30
                 raise UserError(f"their inputs take more than {gigabytes:g} GiB") from error
-            take = partial(take_samples, start=0, stop=kept, num=num)
+            take = partial(take_samples, indices=range(kept), num=num)
             inputs = Inputs(tuple(map(take, inputs.args)), take(dict(inputs.keywords)))
             num = kept
 
@@ -239,7 +240,7 @@ def _difference(
     except Exception as error:  # foreign code may raise anything
         return f"it fails: {one_line(error)}"
     for name, value in expected.items():
-        if name in results and not agree(value, results[name], tolerance):
+        if name in results and not agree(value, results[name], tolerance, SMALL):
             return f"it has another {name}"
     return ""
 

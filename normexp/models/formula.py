@@ -328,7 +328,7 @@ class Measurement:
     def _roles(
         self, formula: Formula, line: Line, moments: tuple[str, ...]
     ) -> dict[str, tuple[str, ...]]:
-        """The tensors that move the slope of the line, and those that move its constant."""
+        """The tensors that move the slope of the line, and those that move its constant alone."""
         normal = self.by_channel(self._normalize(formula, self.x))
         found: dict[str, tuple[str, ...]] = {}
         for name, tensor in tensors_of(self.drawn).items():
@@ -341,6 +341,7 @@ class Measurement:
             for role, before, after in zip(("weight", "bias"), line, moved, strict=True):
                 if float((after - before).norm()) > TOLERANCE * scale:
                     found[role] = (*found.get(role, ()), name)
+                    break
         return found
 
     def _measure_eps(self, formula: Formula, line: Line) -> float:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -47,6 +47,13 @@ from normexp.words import format_count, name_some
 
 TOLERANCE = 1e-4, 1e-2  # in double precision, and else; a wrong split is off by a tenth and more
 AXES = (0, 1)  # of a network's inputs, on which its samples may be
+MEET = "a sample's output depends on the others outside of its norms, also in evaluation mode"
+IN_TRAINING = "the split by samples is untried with other modules than the norms in training mode: "
+MEET_IN_TRAINING = (
+    f"{IN_TRAINING}there a sample's output depends on the others outside of the norms"
+)
+DRAWS_IN_TRAINING = f"{IN_TRAINING}these draw random numbers"
+DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)  # off in a trial
 MOST_SAMPLES = 2  # of a group in the trial: larger groups are cut in the same way
 
 
@@ -91,7 +98,9 @@ def try_split(network: nn.Module, inputs: Inputs) -> Split:
         site.norm_batch_size, site.running_from, site.order = size, "step", None
     control = find_control(network, [*sites], inputs, size)
     if isinstance(control, Untried):
-        return Split(notes=[f"that samples are on the first axis of its norms is untried: {control}"])
+        return Split(
+            notes=[f"that samples are on the first axis of its norms is untried: {control}"]
+        )
     tolerance = TOLERANCE[0 if is_wide else 1]
     failure = None
     try:
@@ -256,19 +265,21 @@ class Control:
     def set_modes(self, network: nn.Module, *, training: bool) -> None:
         """Sets the mode of the norms, and of the other modules as in the control."""
         network.train(self.all_training)
+        for module in network.modules():
+            if isinstance(module, DROPOUT):
+                module.eval()
         for path in self.paths:
             network.get_submodule(path).train(training)
 
     def passes(self, length: int | None = None) -> list[Inputs]:
         """The inputs of all samples, then those of each `length` of them, `size` unless given."""
-        count, step = 2 * self.size, length or self.size
-        take = partial(take_samples, num=count, axis=self.axis)
-        passes = [self.inputs]
-        for start in range(0, count, step):
-            args = tuple(take(value, start, start + step) for value in self.inputs.args)
-            keywords = take(dict(self.inputs.keywords), start, start + step)
-            passes.append(Inputs(args, keywords))
-        return passes
+        length = length or self.size
+        starts = range(0, 2 * self.size, length)
+        return [self.inputs, *(self._take(range(start, start + length)) for start in starts)]
+
+    def _take(self, indices: Sequence[int]) -> Inputs:
+        take = partial(take_samples, indices=indices, num=2 * self.size, axis=self.axis)
+        return Inputs(tuple(map(take, self.inputs.args)), take(dict(self.inputs.keywords)))
 
     def holds(self) -> bool:
         """True if passes over some of the samples give what one over all of them gives."""
@@ -277,6 +288,19 @@ class Control:
         return bool(views) and all(
             agree(view.of(whole), parts[view.part][view.leaf], TOLERANCE[0]) for view in views
         )
+
+    def meet(self) -> bool:
+        """True if outputs of the first half of the samples depend on the others.
+
+        As they have the same shapes, random draws are the same.
+        """
+        doubled = self._take([*range(self.size)] * 2)
+        whole, *parts, other = (
+            real_outputs(out) for out, _ in self._run([*self.passes(), doubled])
+        )
+        views = match_samples(whole, parts) or []
+        first = [view for view in views if view.part == 0]
+        return not all(agree(view.of(whole), view.of(other), TOLERANCE[0]) for view in first)
 
     def find_orders(self) -> dict[str, Order | None]:
         """By path, where the samples are in the input of a norm that is called; None if unknown."""
@@ -371,13 +395,16 @@ def find_control(
             if axis == 0:
                 reason = Untried(f"{format_count(num, 'sample')} given, it needs {2 * size}")
             continue
-        take = partial(take_samples, start=0, stop=2 * size, num=num, axis=axis)
+        take = partial(take_samples, indices=range(2 * size), num=num, axis=axis)
         few = Inputs(tuple(map(take, inputs.args)), take(dict(inputs.keywords)))
         control = Control(network, paths, few, size, axis, all_training, bypasses)
         try:
             if control.holds():
+                if not all_training:
+                    meet = replace(control, all_training=True).meet()
+                    control.notes.append(MEET_IN_TRAINING if meet else DRAWS_IN_TRAINING)
                 return control
-            failure = "outputs of a sample depend on the others outside of its norms"
+            failure = MEET
         except UserError as error:
             failure = str(error)
         if axis == 0:

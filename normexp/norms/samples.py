@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from normexp.errors import UserError
@@ -103,22 +104,22 @@ def count_samples(inputs: Sequence[Any], axis: int = 0) -> int:
     return 0
 
 
-def take_samples(value: Any, start: int, stop: int, *, num: int, axis: int = 0) -> Any:
-    """The samples from `start` to `stop` of an input, or of any collection of inputs.
+def take_samples(value: Any, indices: Sequence[int], *, num: int, axis: int = 0) -> Any:
+    """The samples of these indices in an input, or in any collection of inputs.
 
     Args:
         num: samples in all; what has another number is no value per sample, and stays whole.
     """
     if isinstance(value, Tensor):
         has_samples = value.ndim > axis and value.shape[axis] == num
-        return value.narrow(axis, start, stop - start) if has_samples else value
+        where = torch.tensor(indices, device=value.device)
+        return value.index_select(axis, where) if has_samples else value
     if isinstance(value, list) and axis == 0 and len(value) == num:
-        return value[start:stop]
-    if isinstance(value, Mapping):
-        parts = {k: take_samples(v, start, stop, num=num, axis=axis) for k, v in value.items()}
-        return parts if type(value) is dict else type(value)(parts)  # type: ignore[call-arg]
-    if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        return type(value)(take_samples(v, start, stop, num=num, axis=axis) for v in value)
+        return [value[i] for i in indices]
+    if type(value) is dict:
+        return {k: take_samples(v, indices, num=num, axis=axis) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(take_samples(v, indices, num=num, axis=axis) for v in value)
     return value
 
 

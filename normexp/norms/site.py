@@ -120,6 +120,8 @@ class Site(InPlaceOfNorm):
 
     def _normalize(self, x: Tensor, mask: Mask = None, *, rows: int = 1) -> Tensor:
         """Returns the output for x with samples first, each `rows` rows."""
+        if not x.numel():
+            return x.clone()  # a detector may propose nothing
         if self.view != "map" and x.ndim != 3:
             positions = x.shape[1:-1].numel()
             tokens = x.reshape(x.shape[0] if x.ndim > 1 else 1, positions, x.shape[-1])
