@@ -33,7 +33,7 @@ from normexp.diagnosis.network import (
 from normexp.diagnosis.result import ROOT
 from normexp.errors import UserError
 from normexp.models.split import Untried, find_control
-from normexp.models.trial import Inputs, widened
+from normexp.models.trial import Inputs
 from normexp.norms.moment_sites import NormSite, can_be_shown
 from normexp.norms.samples import SampleCounter, SampleOrder
 from normexp.norms.site import named_sites
@@ -158,7 +158,9 @@ class Parts:
         after = self.outputs(path, modes, all_alike)
         for old, new in zip(before, after, strict=False):
             own_axis = axis_of(old, num, axis)
-            if own_axis is not None and moves(*(out.select(own_axis, middle) for out in (old, new))):
+            if own_axis is not None and moves(
+                *(out.select(own_axis, middle) for out in (old, new))
+            ):
                 return True
         return False
 
@@ -214,8 +216,8 @@ class Parts:
 
     def _find_orders(self, sites: Mapping[str, NormSite]) -> None:
         """Tells sites where the samples are in their inputs, if that can be tried."""
-        network, inputs, _ = widened(self.model, Inputs(*call_of(self.model, self.batch)))
-        control = find_control(network, [*sites], inputs, size=1)
+        inputs = Inputs(*call_of(self.model, self.batch))
+        control = find_control(self.model, [*sites], inputs, size=1)
         if isinstance(control, Untried):
             return
         counter = SampleCounter(self.axis)
@@ -279,8 +281,7 @@ def axis_of_samples(model: nn.Module, batch: Any) -> int:
 
     The first, if none is or that cannot be tried.
     """
-    network, inputs, _ = widened(model, Inputs(*call_of(model, batch)))
-    control = find_control(network, [], inputs, size=1)
+    control = find_control(model, [], Inputs(*call_of(model, batch)), size=1)
     return 0 if isinstance(control, Untried) else control.axis
 
 
