@@ -87,11 +87,10 @@ def _tried(measured: Measurement, causes: list[Cause]) -> Iterator[Finding]:
 
 
 def _counts(measured: Measurement, cause: Cause, cost: Estimate) -> bool:
-    """True for a cost, and by design only where evaluation is worse and it is a main reason."""
-    if cause.is_mistake:
-        return measured.costs(cost)
+    """True for a cost; by design, if it is a tenth of the loss and of the largest term."""
     largest = max(abs(term.value) for term in measured.terms.values())
-    return measured.costs(cost) and measured.costs(measured.gap) and cost.value >= 0.1 * largest
+    least = 0.0 if cause.is_mistake else 0.1 * max(largest, measured.training.value)
+    return measured.costs(cost) and cost.value >= least
 
 
 def _needed(measured: Measurement, found: list[Cause], causes: list[Cause]) -> list[Cause]:
@@ -131,7 +130,7 @@ def _joined(causes: list[Cause]) -> Cause:
         term=causes[0].term,
         paths=[*dict.fromkeys(path for cause in causes for path in cause.paths)],
         cause="; and ".join(cause.finding(None).cause for cause in causes),
-        remedy=f"{'; and '.join(dict.fromkeys(cause.remedy for cause in causes))}",
+        remedy="; and ".join(dict.fromkeys(cause.remedy for cause in causes)),
         mend=lambda setup: _mended(setup, causes),
     )
 

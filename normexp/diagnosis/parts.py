@@ -211,7 +211,8 @@ class Parts:
                 if entry not in found and self._is_active(site, entry):
                     site.pools_samples = self.mixes_rows(entry, self.training)
                     found[entry] = site
-        self._find_orders(found)
+        if found:
+            self._find_orders(found)
         return found
 
     def _find_orders(self, sites: Mapping[str, NormSite]) -> None:
