@@ -196,6 +196,7 @@ def diagnose(
     The gap on the same samples is split into terms that add up: dropout and the like, statistics of
     the current batch, the own share of a sample in them, and running averages that are stale or
     noisy; `normexp.diagnosis.measure` defines them. Each has its standard error over the batches.
+    Findings name causes whose remedies were tried on copies, with what the gap loses by each.
     Norms are known by what they compute, whatever their class and wherever they keep their state.
     An evaluation that depends on the other samples of a batch is a finding, with its losses.
     Everything runs on copies of the model.

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 from normexp.diagnosis.measure import Measurement, Setup, Source
 from normexp.diagnosis.network import is_within
@@ -26,6 +27,7 @@ STATES = {  # kind and cause
 }
 FAR = 3.0  # standard deviations between batches
 NOISE = 3.0  # times the cost of averages taken anew, up to which averages count as noisy
+TURNS = 4  # in which averages are taken anew
 SWITCHES = {"momentum": 0.1, "track_running_stats": True}  # of torch's norms, with their defaults
 
 
@@ -68,11 +70,11 @@ def _tried(measured: Measurement, causes: list[Cause]) -> Iterator[Finding]:
     """The findings among causes, simple remedies first."""
     found: list[Cause] = []
     for cause in causes:
-        if measured.costs(_cost(measured, found, [cause])):
+        if _counts(measured, cause, _cost(measured, found, [cause])):
             found.append(cause)
             if cause.is_mistake:  # which may be all that was wrong
                 found = _needed(measured, [], found)
-    left = [cause for cause in reversed(causes) if cause not in found]
+    left = [cause for cause in reversed(causes) if cause.is_mistake and cause not in found]
     needed = _needed(measured, found, left)[::-1]
     if needed and not measured.costs(_gain(measured, [], needed)):  # but after those found
         needed, found = [*found, *needed], []
@@ -82,6 +84,13 @@ def _tried(measured: Measurement, causes: list[Cause]) -> Iterator[Finding]:
         cost = _cost(measured, found[:index], [cause])
         if measured.costs(cost):
             yield cause.finding(cost)
+
+
+def _counts(measured: Measurement, cause: Cause, cost: Estimate) -> bool:
+    """True for a cost; by design, if it is a tenth of the loss and of the largest term."""
+    largest = max(abs(term.value) for term in measured.terms.values())
+    least = 0.0 if cause.is_mistake else 0.1 * max(largest, measured.training.value)
+    return measured.costs(cost) and cost.value >= least
 
 
 def _needed(measured: Measurement, found: list[Cause], causes: list[Cause]) -> list[Cause]:
@@ -121,7 +130,7 @@ def _joined(causes: list[Cause]) -> Cause:
         term=causes[0].term,
         paths=[*dict.fromkeys(path for cause in causes for path in cause.paths)],
         cause="; and ".join(cause.finding(None).cause for cause in causes),
-        remedy=f"{'; and '.join(dict.fromkeys(cause.remedy for cause in causes))}",
+        remedy="; and ".join(dict.fromkeys(cause.remedy for cause in causes)),
         mend=lambda setup: _mended(setup, causes),
     )
 
@@ -135,15 +144,9 @@ def _causes(measured: Measurement) -> Iterator[Cause]:
     if measured.active or measured.unknown:
         yield _averages(measured)
     yield from _used_twice(measured)
-    if _matters(measured, "rest"):
+    if measured.costs(measured.terms["rest"]):
         yield from _acting_in_training(measured)
     yield from _statistics(measured)
-
-
-def _matters(measured: Measurement, name: str) -> bool:
-    """True if a term costs, and at least a tenth of the largest: it is no mistake by itself."""
-    largest = max(abs(term.value) for term in measured.terms.values())
-    return measured.costs(measured.terms[name]) and measured.terms[name].value >= 0.1 * largest
 
 
 def _left_in_training(measured: Measurement) -> Iterator[Cause]:
@@ -235,12 +238,16 @@ def _explained_by_trial(measured: Measurement, cause: Cause) -> Cause:
     By trying the moments that training sees, pooled, and averaged in turn as training does.
     """
 
-    def loss(**source: bool) -> float:
+    def loss(**source: Any) -> float:
         sources = dict.fromkeys(measured.active, Source(**source))
         return measured.mean(measured.evaluated.averaging(sources)).value
 
-    now, precise = measured.evaluation.value, loss()
-    noisy, in_turn = loss(behind_dropout=True), loss(behind_dropout=True, in_turn=True)
+    now, precise, noisy = measured.evaluation.value, loss(), loss(behind_dropout=True)
+    if now - precise < measured.tolerance:
+        return cause  # nothing to explain
+    num_batches = len(measured.sizes)
+    turns = range(0, num_batches, max(1, num_batches // TURNS))
+    in_turn = max(loss(behind_dropout=True, last=turn) for turn in turns)
     if noisy - precise > now - noisy:
         return replace(
             cause,
@@ -249,6 +256,7 @@ def _explained_by_trial(measured: Measurement, cause: Cause) -> Cause:
             cause="the averages of {names} were taken behind dropout, which evaluation leaves out "
             "(arXiv:1801.05134)",
             remedy=f"{RECOMPUTE}, which leaves dropout out too",
+            is_mistake=False,
         )
     if now - noisy < NOISE * (in_turn - noisy):
         return replace(
@@ -258,6 +266,7 @@ def _explained_by_trial(measured: Measurement, cause: Cause) -> Cause:
             f"batches of {measured.group_size} at their momentum, they would still cost "
             f"{in_turn - noisy:.2g}",
             remedy=f"pool the moments of many batches (precise statistics): {RECOMPUTE}",
+            is_mistake=False,
         )
     rows = measured.rows.values()
     typical = median(max(row.mean_distance, row.var_distance) for row in rows)
@@ -306,7 +315,7 @@ def _statistics(measured: Measurement) -> Iterator[Cause]:
     """Statistics of training that no averages replace."""
     paths, norms = [*measured.active], measured.parts.training.training & measured.norms
     sources = {path: measured.source(path) for path in paths}
-    if _matters(measured, "own_share"):
+    if measured.costs(measured.terms["own_share"]):
         yield Cause(
             "own_share",
             "own_share",
@@ -319,7 +328,7 @@ def _statistics(measured: Measurement) -> Iterator[Cause]:
             lambda setup: replace(setup.averaging(sources), own_share=True),
             is_mistake=False,
         )
-    if _matters(measured, "small_batch"):
+    if measured.costs(measured.terms["small_batch"]):
         yield Cause(
             "small_batch",
             "small_batch",

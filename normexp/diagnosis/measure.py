@@ -61,12 +61,12 @@ class Source(NamedTuple):
     Attributes:
         behind_dropout: as training sees them; else with dropout off.
         by_call: those of each call of a norm within a forward; else all calls together.
-        in_turn: averaged with the norm's momentum, as training does; else pooled.
+        last: averaged with the norm's momentum as training does, up to this batch; else pooled.
     """
 
     behind_dropout: bool = False
     by_call: bool = False
-    in_turn: bool = False
+    last: int | None = None
 
 
 @dataclass(frozen=True)
@@ -230,13 +230,15 @@ class Measurement:
         """The moments at a site in all batches but one; none if training never calls the site."""
         site = self.active[path]
         batches = (self.behind_dropout if source.behind_dropout else self.without_dropout)[path]
-        others = batches[index + 1 :] + batches[:index]  # the one before comes last
+        others = [calls for number, calls in enumerate(batches) if number != index]
         others = others if any(others) else batches
+        if source.last is not None:
+            others = others[source.last :] + others[: source.last]
         if source.by_call:  # batches with fewer calls have None
             by_call = [[*filter(None, calls)] for calls in zip_longest(*others)]
         else:
             by_call = [[*chain.from_iterable(others)]]
-        average = averaged if source.in_turn else pool_batches
+        average = pool_batches if source.last is None else averaged
         return [average(site, moments) for moments in by_call if moments]
 
     @cached_property

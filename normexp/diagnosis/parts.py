@@ -33,7 +33,7 @@ from normexp.diagnosis.network import (
 from normexp.diagnosis.result import ROOT
 from normexp.errors import UserError
 from normexp.models.split import Untried, find_control
-from normexp.models.trial import Inputs, widened
+from normexp.models.trial import Inputs
 from normexp.norms.moment_sites import NormSite, can_be_shown
 from normexp.norms.samples import SampleCounter, SampleOrder
 from normexp.norms.site import named_sites
@@ -211,13 +211,14 @@ class Parts:
                 if entry not in found and self._is_active(site, entry):
                     site.pools_samples = self.mixes_rows(entry, self.training)
                     found[entry] = site
-        self._find_orders(found)
+        if found:
+            self._find_orders(found)
         return found
 
     def _find_orders(self, sites: Mapping[str, NormSite]) -> None:
         """Tells sites where the samples are in their inputs, if that can be tried."""
-        network, inputs, _ = widened(self.model, Inputs(*call_of(self.model, self.batch)))
-        control = find_control(network, [*sites], inputs, size=1)
+        inputs = Inputs(*call_of(self.model, self.batch))
+        control = find_control(self.model, [*sites], inputs, size=1)
         if isinstance(control, Untried):
             return
         counter = SampleCounter(self.axis)
@@ -281,8 +282,7 @@ def axis_of_samples(model: nn.Module, batch: Any) -> int:
 
     The first, if none is or that cannot be tried.
     """
-    network, inputs, _ = widened(model, Inputs(*call_of(model, batch)))
-    control = find_control(network, [], inputs, size=1)
+    control = find_control(model, [], Inputs(*call_of(model, batch)), size=1)
     return 0 if isinstance(control, Untried) else control.axis
 
 

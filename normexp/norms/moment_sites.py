@@ -89,8 +89,9 @@ class NormSite:
 
     def maps(self, x: Tensor) -> Tensor:
         """Returns the input of `entry` as (N, C, P); the rows of a sample are positions."""
-        rows = as_maps(self.order.arrange(x), self.entry)
-        return rows.unflatten(0, (-1, self.order.rows_per_sample(x))).transpose(1, 2).flatten(2)
+        num_rows = self.order.rows_per_sample(x)
+        rows = as_maps(self.order.arrange(x, num_rows), self.entry)
+        return rows.unflatten(0, (-1, num_rows)).transpose(1, 2).flatten(2)
 
     def like_input(self, maps: Tensor, x: Tensor) -> Tensor:
         """Returns maps (N, C, P) in the shape and dtype of the input x of `entry`."""
@@ -98,14 +99,15 @@ class NormSite:
         rows = maps.unflatten(2, (num_rows, -1)).transpose(1, 2).flatten(0, 1)
         if isinstance(self.entry, Site) and self.entry.view != "map":
             rows = rows.transpose(1, 2)
-        arranged = rows.reshape(self.order.arrange(x).shape)
+        arranged = rows.reshape(self.order.arrange(x, num_rows).shape)
         return self.order.restore(arranged, num_rows).to(x.dtype)
 
     def measure_samples(self, x: Tensor, mask: Mask) -> Moments:
         """Returns the moments (N, C, 1) of each sample over its positions."""
         maps = widen(self.maps(x.detach()))
-        real = None if mask is None else self.order.arrange(mask).reshape(len(maps), 1, -1)
-        return measure(zero_padding(maps, real), real, (2,))
+        if mask is not None:
+            mask = self.order.arrange(mask, self.order.rows_per_sample(x)).reshape(len(maps), 1, -1)
+        return measure(zero_padding(maps, mask), mask, (2,))
 
     def pooled(self, samples: Moments) -> Moments:
         """Returns the (biased) moments (C,) that the running moments average in a training forward.
