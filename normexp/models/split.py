@@ -47,11 +47,9 @@ from normexp.words import format_count, name_some
 
 TOLERANCE = 1e-4, 1e-2  # in double precision, and else; a wrong split is off by a tenth and more
 AXES = (0, 1)  # of a network's inputs, on which its samples may be
-MEET = "a sample's output depends on the others outside of its norms, also in evaluation mode"
+MEET = "samples meet outside of its norms, also in evaluation mode"
 IN_TRAINING = "the split by samples is untried with other modules than the norms in training mode: "
-MEET_IN_TRAINING = (
-    f"{IN_TRAINING}there a sample's output depends on the others outside of the norms"
-)
+MEET_IN_TRAINING = f"{IN_TRAINING}there samples meet outside of the norms"
 DRAWS_IN_TRAINING = f"{IN_TRAINING}these draw random numbers"
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)  # off in a trial
 MOST_SAMPLES = 2  # of a group in the trial: larger groups are cut in the same way
