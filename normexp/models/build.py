@@ -48,7 +48,7 @@ class NetworkBuilder:
             replaced.
         classes: names of the classes that `norm` replaces; empty: all recognised norms.
         weights: the weights that every seed starts from.
-        example: arguments of a forward, to recognise the norms that are replaced.
+        example: arguments of a forward, to try the network on.
         recognised: the norms, found in the network of the first seed.
         splits: where its sites find their samples, tried in the network of the first seed.
         logged: messages logged so far; networks of other seeds would only repeat them.
@@ -152,7 +152,8 @@ def build_network(values: Mapping[str, Any], norm: NormFactory, data: Data) -> N
             "`norm`, so none can be replaced; drop the key"
         )
     _refuse_misfit(target.call.func, names, data)
-    return NetworkBuilder(target.filled_in(available), norm, takes_norm=True, weights=weights)
+    filled = target.filled_in(available)
+    return NetworkBuilder(filled, norm, takes_norm=True, weights=weights, example=example_of(data))
 
 
 def _refuse_misfit(model: Any, names: Collection[str], data: Data) -> None:

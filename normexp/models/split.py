@@ -115,6 +115,8 @@ def try_split(network: nn.Module, inputs: Inputs) -> Split:
             notes.append(f"at {names} samples are counted in inputs of shape {ORDERS[order]}")
         return Split(control.axis, turned, notes)
     lost = [name for name, order in orders.items() if order is None]
+    if control.axis != 0:  # so samples meet on the first axis, which usually counts them
+        return Split(notes=[f"the split by samples is untried: {MEET}"])
     if failure is not None and not lost:
         raise failure
     where = name_some(lost or orders)
