@@ -215,7 +215,7 @@ SMALL_FORWARD = 2**17
 
 # Networks of batch norm that train in turn are faster on a CPU with their channels last in memory,
 # if a site normalizes at least this many elements together, on average. Measured on two cores of a
-# loaded Xeon (n = 3 to 5): 0.8x to 1.1x as fast at 5,000, 1.1x to 1.5x at 20,000 and above.
+# loaded Xeon (n = 3 to 5): 0.9x to 1.0x as fast at 5,000, 1.1x to 1.6x at 20,000 and above.
 LARGE_GROUP = 2**13
 
 # A second thread pays above this many. Measured as typed on two cores (noisy, n = 3): small_resnet
