@@ -90,7 +90,8 @@ class Setup:
 
     def averaging(self, sources: Mapping[str, Source]) -> Setup:
         """The same, with other moments at some sites."""
-        return replace(self, averages=frozenset((dict(self.averages) | sources).items()))
+        averages = {**dict(self.averages), **sources}
+        return replace(self, averages=frozenset(averages.items()))
 
 
 class Measurement:

@@ -166,7 +166,7 @@ def test_the_gap_loses_what_a_finding_costs(name: str):
     assert finding.kind == kind, str(before)
     after = examine(mend(model))
     lost = before.gap.value - after.gap.value
-    assert finding.cost is not None and finding.cost.value > 0.2
+    assert finding.cost is not None and finding.cost.value > 0.1
     assert lost == pytest.approx(finding.cost.value, abs=finding.cost.error)
     assert not [finding for finding in after.findings if finding.cost], str(after)
 
