@@ -21,6 +21,7 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
+from lightning_fabric.plugins.environments.lightning import LightningEnvironment
 from pytorch_lightning.loggers import Logger, MLFlowLogger, WandbLogger
 
 from normexp.config.target import Target, read_target
@@ -48,6 +49,9 @@ def build_loggers(values: Mapping[str, Any], available: Mapping[str, Any]) -> li
             name and the config does not set it.
 
     """
+    # Lightning's loggers log nothing in a process of another rank, as RANK and SLURM_PROCID say it,
+    # also where each process trains for itself. Only one of several that train together comes here.
+    LightningEnvironment().set_global_rank(0)
     loggers = list[Logger]()
     for name, target in logger_targets(values).items():
         target = target.filled_in({**available, "save_dir": f"{available['save_dir']}/{name}"})

@@ -14,6 +14,7 @@ from urllib.error import HTTPError, URLError
 
 import pytest
 import yaml
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from train_cases import wandb_records
 
 from normexp.train import main
@@ -33,7 +34,8 @@ def rows_of(file: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(lines))
 
 
-def test_a_logger_of_ones_own_gets_every_run(tmp_path: Path):
+def test_a_logger_of_ones_own_gets_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rank_zero_only, "rank", 1)  # in a job whose processes train by themselves
     words = ("logger=[csv,custom]", f"logger.custom._target_={CSV_LOGGER}", "tags=[a]", "study=s")
     assert train(tmp_path, *words, "logger.custom.flush_logs_every_n_steps=1") == 0
     (cell,) = (tmp_path / "s").glob("group-*")
