@@ -173,7 +173,7 @@ def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
     seeds = [result.seed for result in results]
     replicas = _load_replicas(cell, cell_dir, seeds)
     module = build_module(cell, seeds, replicas, Recorder([]))
-    evaluate(module)
+    evaluate(module, cell_dir)
     evaluator, metrics = module.evaluator, module.metrics
     contents = {seed: evaluator.content(metrics, index) for index, seed in enumerate(seeds)}
     samples = {seed: evaluator.samples_of(metrics, index) for index, seed in enumerate(seeds)}

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
 
 from pytorch_lightning.loggers import Logger
 from torch import nn
 
 from normexp.batching.replicas import SMALL_FORWARD, InTurn, Replicas, Stacked
 from normexp.cells.cell import Cell
+from normexp.config.spec import CellSpec
 from normexp.data.batches import TrainingBatches
 from normexp.errors import UserError
-from normexp.records.layout import seed_dir
-from normexp.records.result import settings_of
+from normexp.records.layout import METRICS_FILE, seed_dir
+from normexp.records.metrics import read_metrics
+from normexp.records.result import Result, read_result, settings_of
 from normexp.training.devices import device_type
 from normexp.training.module import Recorder, TrainingModule
+from normexp.training.trackers import build_loggers
 
 logger = logging.getLogger(__name__)
 
@@ -101,15 +108,24 @@ def must_split(cell: Cell, num_runs: int, num_rates: int = 1) -> bool:
 
 
 @contextmanager
-def run_loggers(cell: Cell, seed: int) -> Iterator[list[Logger]]:
-    """The loggers of one run; finishes them at the end, as failed if the block raises."""
-    spec, version = cell.spec, f"seed-{seed}"
-    config, study_dir = spec.config, spec.study_dir
+def run_loggers(
+    spec: CellSpec,
+    seed: int,
+    facts: Cell | Result,
+    build: Callable[[Mapping[str, Any]], list[Logger]],
+) -> Iterator[list[Logger]]:
+    """The loggers of one run; finishes them at the end, as failed if the block raises.
+
+    Args:
+        facts: what defines the run.
+        build: makes the loggers from names and folders of the run.
+    """
+    config, study_dir, version = spec.config, spec.study_dir, f"seed-{seed}"
     names = {"study": config["study"], "experiment": config.get("experiment")}
-    params = settings_of(cell.defines, cell.derived) | names
+    params = settings_of(facts.defines, facts.derived) | names
     labels = [params[key] for key in ("norm", "model", "data", "study", "experiment")]
-    labels += [*(config["tags"] or []), cell.invalid and "INVALID"]
-    loggers = cell.recipe.loggers(
+    labels += [*(config["tags"] or []), facts.measured.invalid and "INVALID"]
+    loggers = build(
         {
             "save_dir": str(study_dir),
             "run_dir": str(seed_dir(spec.directory, seed)),
@@ -130,3 +146,14 @@ def run_loggers(cell: Cell, seed: int) -> Iterator[list[Logger]]:
     finally:
         for each in loggers:
             each.finalize(status)
+
+
+def log_record(spec: CellSpec, seed: int, name: str) -> None:
+    """Gives the history of an ended run to a new logger of the config, as its training would."""
+    run_dir = seed_dir(spec.directory, seed)
+    build = partial(build_loggers, {name: spec.config["logger"][name]})
+    with run_loggers(spec, seed, read_result(run_dir), build) as loggers:
+        recorder = Recorder([None], [loggers])
+        rows = read_metrics(run_dir / METRICS_FILE)
+        for position, at_once in groupby(rows, key=itemgetter(slice(3))):
+            recorder.record(position, {row.name: [row.value] for row in at_once})

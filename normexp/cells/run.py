@@ -220,10 +220,11 @@ class Attempt:
             opened.enter_context(suitable_threads(size, threads))  # its last digits depend on them
             stop = self.control.stop
             opened.enter_context(stop.listening())
-            loggers = [
-                opened.enter_context(run_loggers(self.cells[spec.id], seed))
-                for spec, seed in self.runs
-            ]
+            loggers = []
+            for spec, seed in self.runs:
+                cell = self.cells[spec.id]
+                of_run = run_loggers(spec, seed, cell, cell.recipe.loggers)
+                loggers.append(opened.enter_context(of_run))
             recorder = Recorder([run_dir / METRICS_FILE for run_dir in run_dirs], loggers)
             callbacks = [StepReports(self._report), *self.cell.recipe.callbacks()]
             module = _fit(self.runs, self.cells, self.folder, recorder, callbacks, stop)

@@ -25,11 +25,16 @@ from normexp.config.groups import CUSTOM_GROUPS, GROUPS, group_choices
 from normexp.config.keys import BUDGETS, MISSING, dotted_keys, is_read, parts_with_target, value_at
 from normexp.config.validate import unknown_key
 from normexp.errors import UserError
+from normexp.records.metrics import direction_of
 from normexp.records.source import why_missing
 from normexp.words import as_typed
 
-# Defaults of keys that must be typed now, each an example. Recorded ids leave them out.
-FORMER_DEFAULTS = {"model.name": "resnet18"}
+# Defaults of keys that must be typed now, each an example, or that follow from others now. Recorded
+# ids leave them out.
+FORMER_DEFAULTS = {"model.name": "resnet18", "callback.mode": "min"}
+
+# For conf/callback/early_stopping.yaml.
+OmegaConf.register_new_resolver("direction_of", lambda name: direction_of(str(name)), replace=True)
 
 
 def compose_config(words: Sequence[str]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ PROGRESS_FILE = "progress.json"  # step, total and the last metrics
 RESULTS_FILE = "results.json"  # of all runs of a stack
 LOG_FILE = "run.log"
 LOCK_FILE = ".lock"
+WANDB_ID_FILE = "wandb-id"  # the W&B run that has its metrics
 
 _SEED_DIR = re.compile(r"seed-(0|[1-9][0-9]*)")
 

@@ -1,4 +1,4 @@
-"""metrics.csv: the history of a run in long form, one value per line."""
+"""metrics.csv, the history of a run with one value per line; and which way a metric improves."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from normexp.errors import UserError
 from normexp.records.files import write_text
 
 HEADER = "step,epoch,samples_seen,name,value"
+LOWER_IS_BETTER = ("loss", "bits_per_byte", "perplexity", "error")
 
 
 class MetricRow(NamedTuple):
@@ -20,6 +21,12 @@ class MetricRow(NamedTuple):
     samples_seen: int
     name: str
     value: float
+
+
+def direction_of(metric: str) -> str:
+    """`min` or `max`: which way a metric improves, such as val/loss or test/accuracy@precise."""
+    kind = metric.partition("@")[0].rpartition("/")[2]
+    return "min" if any(word in kind for word in LOWER_IS_BETTER) else "max"
 
 
 def write_metrics(path: Path, rows: Iterable[MetricRow]) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from normexp.records.metrics import direction_of
+
 if TYPE_CHECKING:
     from normexp.records.result import Result
     from normexp.stats.interval import Interval
@@ -25,7 +27,6 @@ PREFERRED = (
     "val/loss",
 )
 UNIFORM_BITS = 8.0  # bits per byte that a diverged language model counts as
-LOWER_IS_BETTER = ("loss", "bits_per_byte", "perplexity", "error")
 MAX_DIGITS = 4
 BEST = "●"  # the mark of a norm that may be the best
 FEW_SEEDS = 3  # so many seeds or fewer are shown, without an interval
@@ -129,7 +130,7 @@ def describe_metric(name: str, tolerance: float | None = None) -> Metric:
         label=f"{label}, {statistics} statistics" if statistics else label,
         unit=kind.unit,
         scale=kind.scale,
-        higher_is_better=not any(word in kind_name for word in LOWER_IS_BETTER),
+        higher_is_better=direction_of(name) == "max",
         tolerance=kind.tolerance if tolerance is None else tolerance,
         digits=kind.digits,
         least=kind.least,

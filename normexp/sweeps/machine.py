@@ -109,6 +109,10 @@ def importing_torch() -> Iterator[None]:
     spin, 0.06 s on four that sleep and 0.013 s on one (medians, n = 3). No result depends on it.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is loaded
+    for name, value in os.environ.copy().items():
+        # Lightning reads ranks when it is imported, and fails on an empty one.
+        if name.endswith(("RANK", "_PROCID")) and not value:
+            del os.environ[name]
     # In a notebook, tqdm and rich ask for widgets.
     warnings.filterwarnings("ignore", "IProgress not found|install .ipywidgets")
     with console_for_progress().status("importing torch"):
@@ -128,16 +132,17 @@ def console_for_progress() -> Console:
 
 # --- Several devices for one cell -----------------------------------------------------------------
 
-# Variables of torchrun and of srun: number of processes, index of this process, and a variable that
-# only a started process has. (SLURM also sets the first two in a batch script.)
-VARIABLES = (("WORLD_SIZE", "RANK", "RANK"), ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_ID"))
+# What torchrun and srun tell each process that they start: their number, and its index. (A batch
+# script and an interactive job have SLURM_NTASKS too, but nothing has started their tasks.)
+VARIABLES = (("WORLD_SIZE", "RANK"), ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"))
 
 
 def started_processes() -> tuple[int, int]:
     """The rank of this process, and how many torchrun or srun has started; (0, 1) without them."""
-    for size, index, proof in VARIABLES:
-        if proof in os.environ and index in os.environ:
-            return int(os.environ[index]), int(os.environ.get(size, 1))
+    for names in VARIABLES:
+        size, index = (os.environ.get(name, "") for name in names)
+        if size.isdigit() and index.isdigit():
+            return int(index), int(size)
     return 0, 1
 
 

@@ -22,6 +22,7 @@ from normexp.records.layout import refuse_shipped
 from normexp.records.result import Status
 from normexp.records.study import CellState
 from normexp.reporting.terminal import print_closing_table, print_summary
+from normexp.sweeps.agent import asked_run, log_recorded
 from normexp.sweeps.display import Display
 from normexp.sweeps.launch import launch_workers
 from normexp.sweeps.machine import (
@@ -106,6 +107,7 @@ def train_cells(
         KeyboardInterrupt: a second Ctrl-C.
     """
     check_processes(cells, words)
+    wandb_run = asked_run(cells)
     requests = {}
     for cell in cells:
         if not cell.error:
@@ -132,6 +134,8 @@ def train_cells(
                 Sweep(job, workers, together).train()
             else:
                 _launch(job, command)
+        if wandb_run:
+            log_recorded(cells, wandb_run)
         return [replace(state, was_over=state.id in ended_before) for state in job.states()]
     finally:
         if not is_read_only(job.study_dir):

@@ -12,6 +12,7 @@ from normexp.config.keys import Index
 from normexp.config.target import read_target
 from normexp.config.validate import check_value
 from normexp.errors import UserError
+from normexp.training.monitor import check_monitor
 
 # Callbacks of Lightning that cannot be used, and what to use instead.
 UNSUPPORTED: dict[type, str] = {
@@ -51,19 +52,22 @@ def build_callbacks(values: Mapping[str, Any] | None, metrics: Sequence[str]) ->
     for key, part in parts.items():
         target = read_target(part, key)
         callback = target.make(pl.Callback)
-        check_callback(callback, target.name, metrics)
-        if isinstance(callback, shipped.EarlyStopping):
+        check_callback(callback, target.name)
+        is_early_stopping = isinstance(callback, shipped.EarlyStopping)
+        monitor = getattr(callback, "monitor", None)
+        if is_early_stopping or monitor is not None:
+            check_monitor(key, monitor, getattr(callback, "mode", None), metrics)
+        if is_early_stopping:
             check_value(f"{key}.patience", callback.patience, Index, "validations")
         callbacks.append(callback)
     return callbacks
 
 
-def check_callback(callback: pl.Callback, name: str, metrics: Sequence[str]) -> None:
+def check_callback(callback: pl.Callback, name: str) -> None:
     """Raises UserError for a callback that cannot work here.
 
     Args:
         name: its key and class, for messages.
-        metrics: names of validation metrics that it may monitor.
     """
     for kind, instead in UNSUPPORTED.items():
         if isinstance(callback, kind):
@@ -73,11 +77,6 @@ def check_callback(callback: pl.Callback, name: str, metrics: Sequence[str]) -> 
         raise UserError(
             f"{name}: {never[0]} is never called, since normexp takes the optimizer steps itself; "
             "try on_train_batch_end"
-        )
-    monitor = getattr(callback, "monitor", None)
-    if monitor is not None and monitor not in metrics:
-        raise UserError(
-            f"{name}: monitor={monitor} is not a metric of the validation; try {', '.join(metrics)}"
         )
 
 

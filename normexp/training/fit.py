@@ -8,6 +8,7 @@ of the last validation, as means over the stack.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import time
@@ -39,7 +40,11 @@ OUT_OF_MEMORY = (
     "take less (batch norm's statistics are then over a micro-batch)"
 )
 # Parts of the Trainer that are not used: progress and results are our own.
-BARE: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False}
+BARE: dict[str, Any] = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 def fit(
@@ -64,15 +69,14 @@ def fit(
     stop = stop or StopRequest()
     settings = module.recipe.settings
     with quiet_lightning(), module.arithmetic, stop.listening():
-        trainer = pl.Trainer(
+        trainer = build_trainer(
+            settings.trainer,
+            checkpoint.parent,
+            stop,
             max_epochs=math.ceil(module.recipe.num_steps / module.batches.steps_per_epoch),
             check_val_every_n_epoch=settings.val_every_epochs,
             num_sanity_val_steps=0,
-            logger=False,
             callbacks=[*callbacks, Checkpointer(checkpoint, stop)],
-            plugins=[AtomicCheckpointIO()],
-            **BARE,
-            **trainer_options(settings.trainer, stop),
         )
         resume = str(checkpoint) if checkpoint.is_file() else None
         try:
@@ -95,11 +99,15 @@ def fit(
             raise KeyboardInterrupt from None
 
 
-def evaluate(module: TrainingModule) -> None:
-    """Validates and tests a module without training; fills `module.metrics`."""
-    options = trainer_options(module.recipe.settings.trainer, StopRequest())
+def evaluate(module: TrainingModule, folder: Path) -> None:
+    """Validates and tests a module without training; fills `module.metrics`.
+
+    Args:
+        folder: of the cell.
+    """
+    keys = module.recipe.settings.trainer
     with quiet_lightning(), module.arithmetic:
-        trainer = pl.Trainer(logger=False, enable_checkpointing=False, **BARE, **options)
+        trainer = build_trainer(keys, folder, StopRequest(), enable_checkpointing=False)
         trainer.validate(module, verbose=False)
         trainer.test(module, verbose=False)
 
@@ -117,28 +125,39 @@ def quiet_lightning() -> Iterator[None]:
     """Silences Lightning's warnings that do not apply here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+        warnings.filterwarnings("ignore", message=".*`srun` command is available.*")
         warnings.filterwarnings("ignore", message=".*GPU available but not used.*")
         warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated.*")
         yield
 
 
-# --- Devices -------------------------------------------------------------------------------------
+# --- The Trainer ---------------------------------------------------------------------------------
 
 
-def trainer_options(keys: TrainerKeys, stop: StopRequest) -> dict[str, Any]:
-    """Returns the options of Lightning's Trainer."""
-    strategy: Any = "auto"
-    if keys.num_processes > 1:
-        # The processes are connected already. Without an explicit environment Lightning would
-        # choose SLURM's inside any SLURM job.
-        strategy = ReplicatedStrategy(stop, cluster_environment=LightningEnvironment())
-    return {
+def build_trainer(keys: TrainerKeys, folder: Path, stop: StopRequest, **options: Any) -> pl.Trainer:
+    """Builds a Trainer that depends on its arguments alone.
+
+    Lightning would take what it is not given from PL_TRAINER_* variables, act as a job of the
+    cluster whose variables it finds, and in such a job load `hpc_ckpt_*.ckpt` from the current
+    folder.
+
+    Args:
+        folder: where Lightning looks for such files instead, and callbacks find a place to write.
+        options: arguments of the Trainer.
+    """
+    parameters = inspect.signature(pl.Trainer).parameters
+    arguments = {name: parameter.default for name, parameter in parameters.items()}
+    arguments |= BARE | options
+    arguments |= {
+        "default_root_dir": folder,
+        "plugins": [AtomicCheckpointIO(), LightningEnvironment()],
         "accelerator": device_type(keys.accelerator),
         "devices": keys.devices,
         "num_nodes": keys.num_nodes,
-        "strategy": strategy,
+        "strategy": ReplicatedStrategy(stop) if keys.num_processes > 1 else "auto",
         "precision": keys.precision,
     }
+    return pl.Trainer(**arguments)
 
 
 class ReplicatedStrategy(DDPStrategy):
@@ -148,8 +167,8 @@ class ReplicatedStrategy(DDPStrategy):
     the network in DistributedDataParallel, see `batching.processes`.
     """
 
-    def __init__(self, stop: StopRequest, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, stop: StopRequest) -> None:
+        super().__init__()
         self.stop = stop
 
     def configure_ddp(self) -> None:

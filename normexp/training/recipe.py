@@ -24,6 +24,7 @@ from normexp.data.dataset import Data
 from normexp.errors import UserError
 from normexp.training.callbacks import act_on_batches, build_callbacks
 from normexp.training.criterion import Criterion, criterion_of
+from normexp.training.monitor import check_monitor
 from normexp.training.optimizer import (
     OptimizerFactory,
     OwnRates,
@@ -160,21 +161,24 @@ def recipe_of(spec: CellSpec, data: Data) -> Recipe:
         batch_size=batch_size,
         base_batch_size=settings.base_batch_size,
     )
-    _check_schedule(spec, metrics)
+    _check_schedule(spec)
     _check_half_life(config["norm"])
     logger_targets(config["logger"])  # refuses a mistake before a training begins
     callbacks = partial(build_callbacks, config.get("callback"), metrics)
+    schedule = build_schedule(
+        config.get("schedule"),
+        count_steps(settings, num_train),
+        shape=settings.optim.schedule,
+        warmup=settings.optim.warmup,
+    )
+    if schedule.monitor is not None:
+        check_monitor("schedule", schedule.monitor, schedule.mode, metrics)
     return Recipe(
         settings=settings,
         criterion=criterion,
         num_train=num_train,
         sizes=sizes,
-        schedule=build_schedule(
-            config.get("schedule"),
-            count_steps(settings, num_train),
-            shape=settings.optim.schedule,
-            warmup=settings.optim.warmup,
-        ),
+        schedule=schedule,
         optimizer=build_optimizer(config["optim"], momentum=momentum),
         lr=lr,
         optimizer_momentum=momentum,
@@ -260,8 +264,8 @@ def _check_half_life(norm: Mapping[str, Any]) -> None:
         )
 
 
-def _check_schedule(spec: CellSpec, metrics: Sequence[str]) -> None:
-    """Refuses keys of `optim` that `schedule` replaces, and a monitor that is not a metric."""
+def _check_schedule(spec: CellSpec) -> None:
+    """Refuses keys of `optim` that `schedule` replaces."""
     schedule = spec.settings.schedule
     if schedule is None:
         return
@@ -273,9 +277,3 @@ def _check_schedule(spec: CellSpec, metrics: Sequence[str]) -> None:
                 f"optim.{key}={as_typed(value)}: nothing reads this key, since "
                 "schedule is set; drop one of them"
             )
-    monitor = schedule.get("monitor", "val/loss")
-    if monitor not in metrics:
-        raise UserError(
-            f"schedule.monitor={monitor} is not a metric of the validation; "
-            f"try {', '.join(metrics)}"
-        )

@@ -28,6 +28,7 @@ class Schedule:
         follows_lr: at every step the rate is proportional to `lr`; not known of schedulers that
             are not ours, such as OneCycleLR with its `max_lr`.
         monitor: the name of that metric.
+        mode: min or max, which way the scheduler takes it to improve; None if it does not say.
         name: of the class of the scheduler.
     """
 
@@ -35,6 +36,7 @@ class Schedule:
     build: Callable[[Optimizer], LRScheduler]
     follows_lr: bool = False
     monitor: str | None = None
+    mode: str | None = None
     name: str | None = None
 
 
@@ -108,7 +110,8 @@ def own_schedule(
         trial.step()
         scheduler.step()
     watched = (monitor or "val/loss") if takes_metric else None
-    return Schedule(total_steps, make, monitor=watched, name=target.__name__)
+    mode = getattr(scheduler, "mode", None)
+    return Schedule(total_steps, make, monitor=watched, mode=mode, name=target.__name__)
 
 
 def build_schedule(

@@ -15,16 +15,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
+from lightning_fabric.plugins.environments.lightning import LightningEnvironment
 from pytorch_lightning.loggers import Logger, MLFlowLogger, WandbLogger
 
 from normexp.config.target import Target, read_target
 from normexp.errors import UserError, one_line
+from normexp.records.layout import WANDB_ID_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +51,9 @@ def build_loggers(values: Mapping[str, Any], available: Mapping[str, Any]) -> li
             name and the config does not set it.
 
     """
+    # Lightning's loggers log nothing in a process of another rank, as RANK and SLURM_PROCID say it,
+    # also where each process trains for itself. Only one of several that train together comes here.
+    LightningEnvironment().set_global_rank(0)
     loggers = list[Logger]()
     for name, target in logger_targets(values).items():
         target = target.filled_in({**available, "save_dir": f"{available['save_dir']}/{name}"})
@@ -171,11 +177,12 @@ def wandb_logger(
     }
     if mode != "disabled":
         folder.mkdir(parents=True, exist_ok=True)
-        id_file = Path(run_dir, "wandb-id")
-        if not id_file.is_file():
-            _keep(id_file, secrets.token_hex(8))
-        options |= {"id": id_file.read_text(), "resume": "allow"}
+        id_file = Path(run_dir, WANDB_ID_FILE)
+        own_id = id_file.read_text() if id_file.is_file() else secrets.token_hex(8)
+        options |= {"id": own_id, "resume": "allow"}
     run = wandb.init(mode=mode, **options)
+    if mode != "disabled":
+        _keep(Path(run_dir, WANDB_ID_FILE), run.id)  # inside the agent of a sweep, the agent's
     if mode == "offline":
         logger.info(
             "W&B is offline; upload its runs later: wandb sync %s/wandb/offline-run-*", folder
@@ -225,17 +232,23 @@ def mlflow_logger(
         save_dir: in the folder of the study.
         run_dir: keeps the MLflow id of the run, so that a resumed run continues.
         tracking_uri: None: MLFLOW_TRACKING_URI, otherwise mlflow.db beside the studies.
-        experiment_name: None: MLFLOW_EXPERIMENT_NAME, otherwise the study.
+        experiment_name: None: MLFLOW_EXPERIMENT_NAME or MLFLOW_EXPERIMENT_ID, otherwise the study.
+        tags: also name the run MLFLOW_RUN_ID as the parent, since each seed has a run of its own.
     """
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # of 7, which take minutes
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(SECONDS_TO_REACH))
     study_dir, id_file = Path(save_dir).parent, Path(run_dir, "mlflow-id")
     uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+    uri = uri or f"sqlite:///{study_dir.parent}/mlflow.db"
+    experiment_name = experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME")
+    if not experiment_name and (experiment_id := os.environ.get("MLFLOW_EXPERIMENT_ID")):
+        client = import_module("mlflow").MlflowClient(uri)
+        experiment_name = client.get_experiment(experiment_id).name
+    if parent := os.environ.get("MLFLOW_RUN_ID"):
+        tags = {"mlflow.parentRunId": parent, **(tags or {})}
     options: dict[str, Any] = {
-        "tracking_uri": uri or f"sqlite:///{study_dir.parent}/mlflow.db",
-        "experiment_name": (
-            experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or study_dir.name
-        ),
+        "tracking_uri": uri,
+        "experiment_name": experiment_name or study_dir.name,
         "run_name": run_name,
         "artifact_location": artifact_location,
         "tags": tags,

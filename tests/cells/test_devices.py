@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from lightning_fabric.utilities import rank_zero as fabric_ranks
+from pytorch_lightning.utilities import rank_zero as trainer_ranks
 from train_cases import spec_of
 
 from normexp.checks.training import check_norm_batch_size
 from normexp.data.build import load_data
 from normexp.errors import UserError
 from normexp.records.result import read_result
-from normexp.sweeps.machine import started_processes
+from normexp.sweeps.machine import importing_torch, started_processes
 from normexp.train import main
 from normexp.training.recipe import Recipe, recipe_of
 
 DDP = ["trainer=ddp", "trainer.accelerator=cpu"]
-VARIABLES = ("WORLD_SIZE", "RANK", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_ID")
+VARIABLES = ("WORLD_SIZE", "RANK", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
 
 
 def recipe(*words: str) -> Recipe:
@@ -45,11 +48,21 @@ def test_place_is_told_by_torchrun_or_srun(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SLURM_NTASKS", "2")
     monkeypatch.setenv("SLURM_PROCID", "1")
     assert started_processes() == (0, 1)  # a batch script: nothing has started its tasks
-    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     assert started_processes() == (1, 2)
     monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "")
+    assert started_processes() == (1, 2)
     monkeypatch.setenv("RANK", "3")
     assert started_processes() == (3, 4)
+
+
+def test_lightning_can_be_imported_where_a_rank_is_empty(monkeypatch: pytest.MonkeyPatch):
+    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
+        monkeypatch.setenv(name, "")
+    with importing_torch():
+        for module in (fabric_ranks, trainer_ranks):
+            runpy.run_path(str(module.__file__))
 
 
 def test_a_plain_process_says_the_line_to_type(

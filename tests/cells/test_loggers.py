@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import sys
 from collections.abc import Callable
 from email.message import Message
 from pathlib import Path
 from ssl import SSLError
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 from urllib.error import HTTPError, URLError
 
 import pytest
 import yaml
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from train_cases import wandb_records
 
 from normexp.train import main
@@ -33,7 +37,8 @@ def rows_of(file: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(lines))
 
 
-def test_a_logger_of_ones_own_gets_every_run(tmp_path: Path):
+def test_a_logger_of_ones_own_gets_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rank_zero_only, "rank", 1)  # in a job whose processes train by themselves
     words = ("logger=[csv,custom]", f"logger.custom._target_={CSV_LOGGER}", "tags=[a]", "study=s")
     assert train(tmp_path, *words, "logger.custom.flush_logs_every_n_steps=1") == 0
     (cell,) = (tmp_path / "s").glob("group-*")
@@ -68,21 +73,29 @@ def test_wandb_runs_of_one_process_stay_apart_and_know_their_study(tmp_path: Pat
 
 
 class Begun:
-    """A W&B run; `options` is what it began with."""
+    """A W&B run, with what it began with and what was logged to it."""
 
     options: dict[str, Any]
+    all: list[Begun] = []
 
     def __init__(self, **options: Any) -> None:
         Begun.options = options
+        in_sweep = os.environ.get("WANDB_SWEEP_ID")
+        self.id = os.environ["WANDB_RUN_ID"] if in_sweep else options.get("id")
+        self.logged: dict[str, float] = {}
+        self.log, self.config = self.logged.update, Mock()
+        self.define_metric = self.finish = Mock()
+        Begun.all.append(self)
 
 
 @pytest.fixture
 def wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Begins the W&B run of a cell with some knobs; returns its options."""
     monkeypatch.setattr("wandb.init", Begun)
+    monkeypatch.setattr(Begun, "all", [])
     monkeypatch.setattr(trackers, "_lost", {})
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    for name in ("MODE", "PROJECT", "DIR", "RUN_GROUP", "ENTITY", "API_KEY"):
+    for name in ("MODE", "PROJECT", "DIR", "RUN_GROUP", "ENTITY", "API_KEY", "RUN_ID", "SWEEP_ID"):
         monkeypatch.delenv(f"WANDB_{name}", raising=False)
     places = {"save_dir": str(tmp_path / "study/wandb"), "run_dir": str(tmp_path / "run")}
     names = {"name": "cell", "version": "seed-0", "labels": [], "notes": None}
@@ -109,6 +122,34 @@ def test_the_environment_of_wandb_wins_over_what_is_shipped_and_typed_knobs_over
     typed = wandb_run(project="mine", group="h", entity="me")
     assert [typed[key] for key in ("project", "group", "entity")] == ["mine", "h", "me"]
     assert asked["id"] == typed["id"]
+
+
+@pytest.mark.usefixtures("wandb_run")
+def test_each_run_that_a_sweep_asks_for_has_its_metrics_also_of_a_recorded_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    monkeypatch.setenv("WANDB_SWEEP_ID", "sweep")
+    for run_id, size in {"first": 16, "again": 16, "same-cell": 8, "again-": 8}.items():
+        monkeypatch.setenv("WANDB_RUN_ID", run_id)
+        words = [*("norm=group", "logger=wandb", f"runs_dir={tmp_path}", "steps=4", "log_every=2")]
+        words += ["batch_size=16", "replicas=1", "workers=0", f"norm_batch_size={size}"]
+        assert main(words) == 0
+    assert [run.id for run in Begun.all] == ["first", "again", "same-cell", "again-"]
+    first, *others = (run.logged for run in Begun.all)
+    for logged in others:  # all but speed
+        assert logged == {name: first[name] for name in logged}
+        assert {"train/loss", "val/accuracy", "test/accuracy"} <= logged.keys()
+    assert "the sweep's W&B run again gets the record" in capsys.readouterr().err
+    assert train(tmp_path, "logger=wandb") == 2
+    assert "asks for one run, and this command has 2; add replicas=1" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("wandb_run")
+def test_a_run_id_of_the_user_merges_no_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    for _ in range(2):  # recorded the second time, which nobody asks to log
+        assert train(tmp_path, "logger=wandb") == 0
+    assert len({run.id for run in Begun.all} - {"mine"}) == len(Begun.all) == 2
 
 
 @pytest.mark.parametrize("mode", ["offline", "dryrun", "disabled"])
@@ -199,7 +240,9 @@ def test_mlflow_follows_its_environment_and_continues_its_run(
 ):
     monkeypatch.setattr(trackers, "MLFlowLogger", Mlflow)
     monkeypatch.setattr(Store, "runs", {})
-    for name in ("TRACKING_URI", "EXPERIMENT_NAME"):
+    client = SimpleNamespace(get_experiment=lambda number: SimpleNamespace(name=f"number {number}"))
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=lambda _: client))
+    for name in ("TRACKING_URI", "EXPERIMENT_NAME", "EXPERIMENT_ID", "RUN_ID"):
         monkeypatch.delenv(f"MLFLOW_{name}", raising=False)
     places = {"save_dir": str(tmp_path / "runs/s/mlflow"), "run_dir": str(tmp_path / "seed-0")}
 
@@ -211,6 +254,13 @@ def test_mlflow_follows_its_environment_and_continues_its_run(
     assert shipped.options["experiment_name"] == "s"
     shipped.experiment.kept[shipped.run_id] = "FAILED"
     assert begin().run_id == shipped.run_id and shipped.experiment.kept == {"run 0": "RUNNING"}
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", "7")
+    monkeypatch.setenv("MLFLOW_RUN_ID", "project")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://project")
+    in_project = begin(tags={"a": "b"})
+    assert in_project.options["experiment_name"] == "number 7"
+    assert in_project.options["tags"] == {"mlflow.parentRunId": "project", "a": "b"}
+    assert in_project.run_id != "project"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://ours")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "team")
     asked = begin()  # on another server, which does not know the run

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import pytorch_lightning as pl
 import torch
-from train_cases import prepare, results
+from pytorch_lightning.callbacks import EarlyStopping
+from train_cases import prepare, results, spec_of
 
 import normexp
 from normexp.errors import UserError
@@ -96,6 +97,46 @@ def test_seeds_that_early_stopping_ends_train_apart_and_say_why(tmp_path: Path, 
     assert "seed 1 ended at step 2" in shown.out
     assert main(words) == 0
     assert "already recorded" in capsys.readouterr().out
+
+
+def test_early_stopping_watches_a_metric_in_the_direction_in_which_it_improves():
+    watching = [*QUICK, "callback=early_stopping", "callback.monitor=val/accuracy"]
+    cell = prepare(*watching)
+    (callback,) = cell.recipe.callbacks()
+    assert isinstance(callback, EarlyStopping) and callback.mode == "max"
+    assert cell.spec.id == spec_of(*watching, "callback.mode=max").id
+    early = watching[:-1]
+    assert spec_of(*early).id == spec_of(*early, "callback.mode=min").id != cell.spec.id
+
+
+EARLY = "callback=custom callback._target_=pytorch_lightning.callbacks.EarlyStopping"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    {
+        "callback=early_stopping callback.monitor=val_loss": (
+            "callback.monitor=val_loss is not a metric of the validation; "
+            "try val/loss, val/accuracy"
+        ),
+        "callback=early_stopping callback.monitor=null": "callback.monitor=null is not a metric",
+        "callback=early_stopping callback.mode=max": (
+            "callback.mode=max: val/loss is better if it is lower; try callback.mode=min"
+        ),
+        f"{EARLY} callback.monitor=val/accuracy": "try callback.mode=max",
+        f"{PLATEAU} schedule.monitor=val/accuracy": (
+            "schedule.mode=min: val/accuracy is better if it is higher; try schedule.mode=max"
+        ),
+        f"{PLATEAU} schedule.monitor=val/acc": "schedule.monitor=val/acc is not a metric",
+    }.items(),
+)
+def test_a_metric_that_is_unknown_or_improves_the_other_way_is_refused(
+    tmp_path: Path, capsys, words: str, line: str
+):
+    assert main([*QUICK, *words.split(), f"runs_dir={tmp_path}"]) == 2
+    (said,) = capsys.readouterr().err.strip().splitlines()
+    assert line in said
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import signal
 from functools import partial
 from pathlib import Path
@@ -26,22 +27,20 @@ from training_cases import (
 from normexp.errors import UserError
 from normexp.training.callbacks import act_on_batches, check_callback, describe_monitor, why_stopped
 from normexp.training.devices import device_type, gpu_arithmetic
-from normexp.training.fit import (
-    trainer_options,
-)
+from normexp.training.fit import build_trainer, evaluate
 from normexp.training.module import TrainingModule
 from normexp.training.step import Step
 from normexp.training.stopping import Interrupted, StopRequest
 
 
 class NotesHandlers(pl.Callback):
-    """Records the SIGTERM handler within each stage."""
+    """Records the handlers of SIGTERM and SIGUSR1 within each stage."""
 
     def __init__(self) -> None:
         self.handlers: set[object] = set()
 
     def note(self, *_: object) -> None:
-        self.handlers.add(signal.getsignal(signal.SIGTERM))
+        self.handlers.add((signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)))
 
     on_train_batch_start = on_validation_batch_start = on_test_batch_start = note
 
@@ -69,15 +68,35 @@ def test_our_request_answers_signals_in_every_stage(tmp_path: Path, monkeypatch)
     with stop.listening():
         ours = signal.getsignal(signal.SIGTERM)
         monkeypatch.setattr(DDPStrategy, "barrier", lambda *_: None)
-        waiting = trainer_options(SETTINGS.trainer.model_copy(update={"devices": 2}), stop)[
-            "strategy"
-        ]
+        two = SETTINGS.trainer.model_copy(update={"devices": 2})
+        waiting = build_trainer(two, tmp_path, stop).strategy
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as Lightning replaces it
         waiting.barrier()  # for other processes
         assert signal.getsignal(signal.SIGTERM) == ours
     train(build_module(), tmp_path / "a.ckpt", [notes], stop=stop)
-    assert notes.handlers == {ours}
+    assert notes.handlers == {(ours, signal.getsignal(signal.SIGUSR1))}
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_nothing_of_the_surroundings_reaches_a_training_or_an_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    alone = train(build_module(), tmp_path / "alone/a.ckpt")
+    job = {"NTASKS": "6", "PROCID": "0", "LOCALID": "0", "NODEID": "0", "JOB_NAME": "a"}
+    for name, value in job.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    for name in inspect.signature(pl.Trainer).parameters:
+        monkeypatch.setenv(f"PL_TRAINER_{name.upper()}", "1")
+    monkeypatch.setenv("LOCAL_RANK", "")
+    monkeypatch.chdir(tmp_path)
+    Path("hpc_ckpt_3.ckpt").write_text("of another program's job")
+    notes, handler = NotesHandlers(), signal.getsignal(signal.SIGUSR1)
+    in_job = train(build_module(), tmp_path / "job/a.ckpt", [notes])
+    assert_same_state(in_job, alone, 0)
+    assert in_job.metrics == alone.metrics
+    assert {usr1 for _, usr1 in notes.handlers} == {handler}
+    evaluate(in_job, tmp_path / "job")
+    assert in_job.metrics == alone.metrics
 
 
 def test_out_of_memory_says_what_to_change(tmp_path: Path, monkeypatch):
@@ -148,9 +167,6 @@ def test_auto_is_a_gpu_or_the_cpu(monkeypatch, has_cuda: bool):
 # The user's own callbacks -------------------------------------------------------------------------
 
 
-METRICS = ["val/loss", "val/accuracy"]
-
-
 class Sees(pl.Callback):
     """Stores the metrics that Lightning holds after each validation."""
 
@@ -204,18 +220,17 @@ def test_state_of_a_callback_is_resumed(tmp_path: Path):
         (shipped.ModelCheckpoint(), "cannot be used: .*weights.pt"),
         (shipped.GradientAccumulationScheduler({0: 2}), "set micro_batch_size="),
         (shipped.LambdaCallback(on_before_zero_grad=print), "on_before_zero_grad is never called"),
-        (shipped.EarlyStopping("val_loss"), "monitor=val_loss .* try val/loss, val/accuracy"),
     ],
 )
 def test_callback_that_cannot_work_is_refused_with_what_does(callback: object, message: str):
     with pytest.raises(UserError, match=f"^callback._target_=Own.*{message}"):
-        check_callback(callback, "callback._target_=Own", METRICS)
+        check_callback(callback, "callback._target_=Own")
 
 
 def test_callbacks_say_what_they_need():
     quiet = [Sees(), shipped.LambdaCallback(on_train_end=print)]
     for callback in quiet:
-        check_callback(callback, "callback", METRICS)
+        check_callback(callback, "callback")
     assert not act_on_batches(quiet) and describe_monitor(quiet) is None
     assert act_on_batches([*quiet, StopsEarly()])
     assert act_on_batches([shipped.LambdaCallback(on_train_batch_start=print)])
