@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import json
 import os
 import sys
+import unicodedata
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import wraps
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,10 +20,31 @@ from normexp.config.help import help_text
 from normexp.config.keys import MISSING
 from normexp.config.validate import OPTIONS, check_value, name_as_text, unknown_key
 from normexp.errors import FAILED, INTERRUPTED, USER_MISTAKE, Halted, UserError, source_line_of
-from normexp.records.files import FULL_DISK, describe, is_full_disk
+from normexp.records.files import FULL_DISK, describe, is_full_disk, read_path
 
 if TYPE_CHECKING:
     from normexp.config.command import Command
+
+PLAIN = "normexp-plain"  # how what an encoding lacks is written, as ± in ASCII
+SIGNS = {"±": "+-", "●": "*", "†": "#", "·": "|", "×": "x", "…": "...", "−": "-", "²": "^2"}
+
+
+def _in_plain_signs(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lacking = error.object[error.start : error.end]
+    return "".join(SIGNS.get(sign) or _plain_sign(sign) for sign in lacking), error.end
+
+
+def _plain_sign(sign: str) -> str:
+    """A letter without its accent; a line of a table as a dash or a bar; else a question mark."""
+    if unicodedata.name(sign, "").startswith("BOX DRAWINGS"):
+        return "|" if "VERTICAL" in unicodedata.name(sign) else "-"
+    letters = unicodedata.normalize("NFKD", sign).encode("ascii", "ignore").decode()
+    return letters or "?"
+
+
+codecs.register_error(PLAIN, _in_plain_signs)
 
 
 def entry(name: str) -> Callable[[Callable[[list[str]], int]], Callable[..., int]]:
@@ -55,6 +79,9 @@ def _run(name: str, words: list[str], act: Callable[[list[str]], int]) -> int:
 
     Errors of normexp itself are raised, and end in a traceback and exit code 1.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors=PLAIN)
     try:
         if {"--help", "-h"} & set(words):
             print(help_text(name), flush=True)
@@ -116,11 +143,13 @@ def parse_command(words: Sequence[str]) -> Command:
         raise UserError("--cfg shows one cell: drop -m and name one value per key")
     overrides = options.overrides
     if options.config_dir:
-        overrides = [_search_path(options.config_dir), *overrides]
+        folders = [read_path("--config-dir", folder) for folder in options.config_dir]
+        _check_encoding(folders, overrides)
+        overrides = [_search_path(folders), *overrides]
     return Command(overrides, options.multirun, shows_config=options.cfg is not None)
 
 
-def _search_path(folders: Sequence[str]) -> str:
+def _search_path(folders: Sequence[Path]) -> str:
     """The word by which Hydra also finds the YAMLs in these folders.
 
     Raises:
@@ -130,22 +159,54 @@ def _search_path(folders: Sequence[str]) -> str:
     from normexp.config.choices import composed
 
     composed.cache_clear()  # their files may have changed since the last command
-    for folder in map(Path, folders):
+    for folder in folders:
         if not folder.is_dir():
             raise UserError(f"--config-dir {folder}: no such folder")
         for group in GROUPS:
             for name in {*group_choices(group), "custom"} & {*group_choices(group, folder)}:
                 file = folder / group / f"{name}.yaml"
                 raise UserError(f"{file}: normexp has {group}={name} itself; rename yours")
-    paths = [json.dumps(f"file://{Path(folder).resolve()}") for folder in folders]
+    paths = [json.dumps(f"file://{folder.resolve()}", ensure_ascii=False) for folder in folders]
     return f"hydra.searchpath=[{','.join(paths)}]"
 
 
-def _refuse_repeated(words: Sequence[str]) -> None:
-    keys = [word.partition("=")[0].lstrip("+~") for word in words]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise UserError(f"{key} is given twice; name it once")
+def _check_encoding(folders: Sequence[Path], words: Sequence[str]) -> None:
+    """Raises UserError for a YAML that an editor saved in an encoding that Hydra does not read."""
+    for word in words:
+        group, _, names = word.partition("=")
+        files = [folder / group / f"{name}.yaml" for name in names.split(",") for folder in folders]
+        for file in files if group in GROUPS else ():
+            if file.is_file() and (fault := _fault_of_text(file.read_bytes())):
+                raise UserError(f"{file} {fault}; save it as UTF-8, without a byte order mark")
+
+
+def _fault_of_text(content: bytes) -> str:
+    try:
+        has_mark = content.decode().startswith("\ufeff")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        return f"is not UTF-8 (byte {content[error.start]:#04x} in line {line})"
+    return "begins with a byte order mark" if has_mark else ""
+
+
+def _refuse_repeated(words: Sequence[str], several: str = "-m {}={}") -> None:
+    """Raises UserError for a key given twice, as after a shell has made a={b,c} into a=b a=c.
+
+    Args:
+        several: how a key and several values are typed.
+    """
+    given: dict[str, list[str]] = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        given.setdefault(key.lstrip("+~"), []).append(value)
+    for key, values in given.items():
+        if len(values) > 1:
+            form = "'{}={{{}}}'" if all(":" in value for value in values) else several
+            typed = form.format(key, ",".join(values))
+            raise UserError(
+                f"{key} is given twice; name it once, or if the shell has split braces, "
+                f"type {typed}"
+            )
 
 
 def show_config(command: Command) -> int:
@@ -176,7 +237,7 @@ def read_options(name: str, words: Sequence[str]) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from yaml import YAMLError
 
-    _refuse_repeated(words)
+    _refuse_repeated(words, "'{}=[{}]'")
     kinds = OPTIONS[name]
     for word in words:
         key, equals, _ = word.partition("=")

@@ -6,7 +6,7 @@ are then set, and every key is checked to be one that something reads.
 
 from __future__ import annotations
 
-import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -22,9 +22,19 @@ from normexp.config.choices import (
     parse_overrides,
 )
 from normexp.config.groups import CUSTOM_GROUPS, GROUPS, group_choices
-from normexp.config.keys import BUDGETS, MISSING, dotted_keys, is_read, parts_with_target, value_at
+from normexp.config.keys import (
+    BUDGETS,
+    MISSING,
+    PATHS,
+    dotted_keys,
+    in_identity,
+    is_read,
+    parts_with_target,
+    value_at,
+)
 from normexp.config.validate import unknown_key
 from normexp.errors import UserError
+from normexp.records.files import read_path
 from normexp.records.metrics import direction_of
 from normexp.records.source import why_missing
 from normexp.words import as_typed
@@ -84,16 +94,28 @@ def compose_cell(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
 
 def _resolved(config: DictConfig, recipe: str | None) -> dict[str, Any]:
     """Plain values, with all interpolations resolved, and the name of the recipe for loggers."""
-    for key in ("runs_dir", "data_dir"):
-        if isinstance(config[key], str):
-            config[key] = os.path.expanduser(config[key])
     try:
+        _fill_in_paths(config)
         values: Any = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key}: {explain(error)}") from error
     if "experiment" in values:
         raise UserError(f"experiment={recipe}: {NEEDS_PACKAGE}")
     return {"logger": {}, **values, "experiment": recipe}
+
+
+def _fill_in_paths(config: DictConfig) -> None:
+    """Fills in `~`, `$NAME` and `${NAME}`; paths that ids count stay until they are read."""
+    tree: Any = OmegaConf.to_container(config)
+
+    def as_variable(name: re.Match[str]) -> str:  # to OmegaConf, ${NAME} is a key of the config
+        return name[0] if name[1] in tree else f"${name[1]}"
+
+    for key in PATHS:
+        if isinstance(path := value_at(tree, key), str) and path != MISSING:
+            OmegaConf.update(config, key, re.sub(r"\$\{(\w+)\}", as_variable, path))
+            if not in_identity(key):
+                OmegaConf.update(config, key, str(read_path(key, OmegaConf.select(config, key))))
 
 
 def _refuse_two_budgets(config: Mapping[str, Any], typed: Collection[str]) -> None:

@@ -6,7 +6,6 @@ it from `Settings`. Knobs of norms, models and data are checked by the signature
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,10 +16,12 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from normexp.config.groups import CUSTOM_GROUPS
 from normexp.config.sizes import Sizes
 from normexp.config.slots import Act, Conv, Placement
+from normexp.records.files import expand_path
 
 MISSING = "???"  # in a config: a value that must be given
 OPEN = (*CUSTOM_GROUPS, "logger", "experiment")  # groups of any keys
 BUDGETS = ("samples", "epochs", "steps")  # a training has one; the others follow from it
+PATHS = ("runs_dir", "data_dir", "data.data_dir", "data.root", "data.path", "model.weights")
 LONGEST_NAME = 200  # bytes; file systems allow 255, and derived names are longer
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -54,7 +55,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Eps = Annotated[float, Field(ge=0, le=1000)]
 Text = Annotated[str, Field(min_length=1)]
 Name = Annotated[str, AfterValidator(_name)]
-Folder = Annotated[Text, AfterValidator(os.path.expanduser)]
+Folder = Annotated[Text, AfterValidator(expand_path)]
 Counts = Annotated[list[Count], Field(min_length=1), AfterValidator(_distinct)]
 Texts = Annotated[list[Text], Field(min_length=1), AfterValidator(_distinct)]
 Statistic = Literal["running", "precise", "own_share", "batch"]

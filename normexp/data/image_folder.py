@@ -26,7 +26,7 @@ from normexp.data.images import build_image_data
 from normexp.data.pixels import decode_images
 from normexp.data.sources import split_off_test
 from normexp.errors import UserError
-from normexp.records.files import describe, open_atomic
+from normexp.records.files import describe, open_atomic, read_path
 from normexp.words import name_some
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ def load_image_folder(
         read_moment("mean", mean, 3)
         read_moment("std", std, 3, MIN_STD)
     name = f"data.root={root}"
-    folder = Path(root).expanduser()
+    folder = read_path("data.root", root)
     try:
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{name} is a file; unpack it, and name the folder")
@@ -84,7 +84,7 @@ def load_image_folder(
         digest = _digest_files(files, size)
     except OSError as error:
         raise UserError(f"{name}: {describe(error)}") from error
-    cache = Path(data_dir).expanduser() / "cache" / f"{digest}.pt"
+    cache = Path(data_dir) / "cache" / f"{digest}.pt"
     images = _load_or_decode(cache, files, size, name)
     targets = torch.tensor([target for listed in samples.values() for _, target in listed])
     counts = [len(listed) for listed in samples.values()]

@@ -16,6 +16,7 @@ from torch import Tensor
 from normexp.data.dataset import SPLITS, Data, Windows
 from normexp.data.sources import downloading, refuse_beyond_memory
 from normexp.errors import UserError
+from normexp.records.files import read_path
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ def load_shakespeare(
     *, data_dir: str, block_size: int, val_fraction: float, test_fraction: float
 ) -> Data:
     """Tiny Shakespeare, 1,115,394 characters, downloaded once and verified. Karpathy 2015."""
-    path = Path(data_dir).expanduser() / "tinyshakespeare.txt"
+    path = Path(data_dir) / "tinyshakespeare.txt"
     if not path.is_file():
         with downloading("shakespeare", path):
             torch.hub.download_url_to_file(
@@ -66,7 +67,7 @@ def load_text_file(
     """
     name = f"data.path={path}"
     try:
-        file = Path(path).expanduser()
+        file = read_path("data.path", path)
         num_bytes = file.stat().st_size * BYTES_PER_CHARACTER
         refuse_beyond_memory(name, num_bytes, "try a part of the file")
         text = file.read_text(encoding="utf-8-sig")

@@ -19,6 +19,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from normexp.errors import UserError, one_line
 from normexp.norms.site import named_sites, names_as_built
+from normexp.records.files import read_path
 from normexp.words import name_some
 
 Values = dict[str, Tensor]
@@ -165,7 +166,7 @@ def open_weights(name: str, download: Download | None) -> Weights:
         download: returns the identity of the named weights and a function that reads them; raises
             UserError for an unknown name. None: the model has no named weights.
     """
-    path = Path(name).expanduser()
+    path = read_path("model.weights", name)
     if path.is_file():
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]

@@ -33,6 +33,7 @@ from normexp.errors import USER_MISTAKE, UserError
 from normexp.records.files import describe, open_atomic
 from normexp.records.journal import Entry, append_entry, parse_entries
 from normexp.records.layout import (
+    ARCHIVED_RESULTS,
     CONFIG_FILE,
     RESULT_FILE,
     SAMPLES_FILE,
@@ -51,7 +52,6 @@ from normexp.records.result import (
 )
 from normexp.records.samples import TORN, pack_bits, read_samples, unpack_bits, write_samples
 
-ARCHIVED_RESULTS = "results.jsonl"
 SEARCH_FILE = "search.jsonl"
 SEEDS = "/seeds"  # after the name of a kind of statistics: the seeds of its rows
 Samples = Mapping[str, np.ndarray]  # of one run: test samples by kind of statistics

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import secrets
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,28 @@ from typing import Any, BinaryIO
 
 from normexp.errors import UserError, one_line
 
+VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 FULL_DISK = "the disk is full: free some space, then run the same command to continue"
+
+
+def expand_path(text: str) -> str:
+    """A path with `~`, `$NAME` and `${NAME}` filled in, also where the shell has left them.
+
+    Raises:
+        ValueError: a variable that is not set: the path would be a folder of that name.
+    """
+    for name in VARIABLE.finditer(text):
+        if (name[1] or name[2]) not in os.environ:
+            raise ValueError(f"{name[0]} is not set; export it, or type the path itself")
+    return os.path.expanduser(os.path.expandvars(text))
+
+
+def read_path(key: str, text: str) -> Path:
+    """The path that a key names, see `expand_path`. Raises UserError."""
+    try:
+        return Path(expand_path(text))
+    except ValueError as error:
+        raise UserError(f"{key}={text}: {error}") from error
 
 
 @contextmanager
@@ -95,13 +117,14 @@ def ensure_writable(directory: Path, key: str = "runs_dir") -> None:
         key: of the config, which names the directory or the folder around it.
     """
     existing = directory.absolute()
+    fault = "cannot be written"
     try:
         while not existing.exists():
             existing = existing.parent
         with tempfile.TemporaryFile(dir=existing) as file:  # has no name that others could see
+            fault = "has no file locks"
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        fault = "has no file locks" if error.errno == errno.ENOLCK else "cannot be written"
         raise UserError(
             f"{directory} {fault} ({error.strerror}: {existing}); name another folder with "
             f"{key}=..."

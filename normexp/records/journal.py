@@ -92,7 +92,7 @@ def append_entry(study_dir: Path, entry: Entry) -> None:
         if any(entry.key == earlier.key for earlier in read_entries(study_dir)):
             return
         path = study_dir / STUDY_FILE
-        before = path.read_text() if path.exists() else ""
+        before = path.read_text(encoding="utf-8") if path.exists() else ""
         write_text(path, before + entry_line(entry) + "\n")
 
 
@@ -117,7 +117,7 @@ def read_entries(study_dir: Path) -> tuple[Entry, ...]:
 
 @lru_cache(maxsize=8)  # a study is read every second while it is trained
 def _entries(path: Path, _inode: int, _size: int, _written_at: int) -> tuple[Entry, ...]:
-    return parse_entries(path.read_text(), path)
+    return parse_entries(path.read_text(encoding="utf-8"), path)
 
 
 def parse_entries(text: str, path: Path) -> tuple[Entry, ...]:

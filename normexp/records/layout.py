@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
+from zipfile import BadZipFile, ZipFile
 
 from normexp.errors import UserError
 from normexp.words import name_some, suggest
@@ -24,6 +26,7 @@ RESULTS_FILE = "results.json"  # of all runs of a stack
 LOG_FILE = "run.log"
 LOCK_FILE = ".lock"
 WANDB_ID_FILE = "wandb-id"  # the W&B run that has its metrics
+ARCHIVED_RESULTS = "results.jsonl"  # in the zip of a study that ships
 
 _SEED_DIR = re.compile(r"seed-(0|[1-9][0-9]*)")
 
@@ -52,7 +55,7 @@ def list_studies(runs_dir: Path) -> list[str]:
     """The names of the studies in a folder, sorted. Raises UserError if it has none."""
     folders = subfolders(runs_dir)
     known = {path.name for path in folders if (path / STUDY_FILE).exists() or list_cells(path)}
-    known |= {path.stem for path in runs_dir.glob("*.zip")}
+    known |= {path.stem for path in runs_dir.glob("*.zip") if ships_study(path)}
     if not known:
         raise UserError(f"runs_dir={runs_dir} has no studies yet; train one first")
     return sorted(known)
@@ -68,7 +71,7 @@ def find_study(runs_dir: Path, name: str) -> Path:
     if name not in known:
         raise UserError(f"study={name} not found in {runs_dir}; {_hint(name, known)}")
     folder, archive = runs_dir / name, runs_dir / f"{name}.zip"
-    if not archive.is_file():
+    if not ships_study(archive):
         return folder
     if list_cells(folder):
         raise UserError(f"study={name} is there twice: rename {folder} or {archive}")
@@ -78,11 +81,18 @@ def find_study(runs_dir: Path, name: str) -> Path:
 def refuse_shipped(study_dir: Path) -> None:
     """Raises UserError if the study ships as a zip, beside which no runs may be trained."""
     archive = study_dir.with_name(f"{study_dir.name}.zip")
-    if archive.is_file():
+    if ships_study(archive):
         raise UserError(
             f"study={study_dir.name} ships as {archive}; train in another study, or unpack it with "
             f"python -m normexp.records.archive {archive} {study_dir}, and move the zip away"
         )
+
+
+def ships_study(path: Path) -> bool:
+    """True for a zip of records.archive, and not for one that the user has made of a folder."""
+    with suppress(OSError, BadZipFile), ZipFile(path) as archive:
+        return ARCHIVED_RESULTS in archive.namelist()
+    return False
 
 
 def _hint(name: str, known: list[str]) -> str:

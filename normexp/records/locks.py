@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import logging
 import os
+import platform
 import shlex
 import sys
 import textwrap
@@ -14,6 +17,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+log = logging.getLogger(__name__)
+
 
 @contextmanager
 def file_lock(path: Path, *, waits: bool = False) -> Iterator[bool]:
@@ -23,20 +28,40 @@ def file_lock(path: Path, *, waits: bool = False) -> Iterator[bool]:
     a killed process. The file names its holder, see `this_command`, and is removed at the end.
     """
     lock = FileLock(path, blocking=waits)
+    left_by = _text_of(path)  # acquiring a lock empties its file
     try:
         lock.acquire()
     except (Timeout, FileNotFoundError):  # the folder has just been removed
         yield False
         return
+    except NotImplementedError as error:  # the file system has no locks
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK), str(path)) from error
     except OSError as error:
         error.filename = str(path)  # flock's error names no file
         raise
+    if ") on " in left_by and not left_by.endswith(_host()):
+        log.warning(
+            "%s was killed, or trains this study now: then the file system's locks do not cross "
+            "machines; train a study on one machine at a time",
+            left_by,
+        )
     try:
-        path.write_text(this_command())
+        path.write_text(this_command(), encoding="utf-8", errors="surrogateescape")
         yield True
     finally:
         path.unlink(missing_ok=True)
         lock.release()
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _host() -> str:
+    return f" on {platform.node()}"
 
 
 def holder_of(path: Path) -> str:
@@ -45,7 +70,7 @@ def holder_of(path: Path) -> str:
     Writes nothing, so that it works in a read-only folder.
     """
     try:
-        with path.open() as file:
+        with path.open(encoding="utf-8", errors="replace") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -62,8 +87,8 @@ def other_holders(paths: Iterable[Path]) -> list[str]:
 
 
 def this_command() -> str:
-    """`process 12 (train norm=group)`: the command that this process, or its parent, belongs to."""
+    """`process 12 (train norm=group) on node7`: the command that this process belongs to."""
     parent = parent_process()  # of a worker
     process = os.getpid() if parent is None else parent.pid
     words = shlex.join([Path(sys.argv[0]).stem, *sys.argv[1:]])
-    return f"process {process} ({textwrap.shorten(words, 120, placeholder=' ...')})"
+    return f"process {process} ({textwrap.shorten(words, 120, placeholder=' ...')}){_host()}"

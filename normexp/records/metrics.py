@@ -38,7 +38,7 @@ def write_metrics(path: Path, rows: Iterable[MetricRow]) -> None:
 def read_metrics(path: Path) -> list[MetricRow]:
     """Reads the rows of a metrics.csv. Raises UserError if it is missing or was edited."""
     try:
-        _, *lines = path.read_text().splitlines()
+        _, *lines = path.read_text(encoding="utf-8").splitlines()
         return [
             MetricRow(int(step), int(epoch), int(seen), name, float(value))
             for step, epoch, seen, name, value in (line.split(",") for line in lines)

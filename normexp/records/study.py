@@ -165,7 +165,11 @@ def read_study(directory: Path) -> Study:
         if cell_id not in on_disk
     }
     stacks, cells = read_stacks(directory), dict[str, CellState]()
-    for cell_id, request in _requests(commands, refusals, on_disk).items():
+    ended = {
+        cell_id: [s for s in seeds if (seed_dir(directory / cell_id, s) / RESULT_FILE).exists()]
+        for cell_id, seeds in on_disk.items()
+    }
+    for cell_id, request in _requests(commands, refusals, on_disk, ended).items():
         error = refusals[cell_id].error if cell_id in refusals else ""
         cells[cell_id] = read_cell(directory, cell_id, request.title, request.seeds, stacks, error)
     return Study(directory, commands, refusals, cells)
@@ -175,6 +179,7 @@ def _requests(
     commands: Sequence[CommandEntry],
     refusals: Mapping[str, Refusal],
     on_disk: Mapping[str, Sequence[int]],
+    ended: Mapping[str, Sequence[int]],
 ) -> dict[str, Request]:
     """The title and seeds of each cell that was asked for, or that is on disk."""
     last_typed = {tuple(command.command): command for command in commands}
@@ -189,8 +194,9 @@ def _requests(
     for cell_id, refusal in refusals.items():
         requests[cell_id] = Request(refusal.title, refusal.seeds)
     for cell_id, seeds in on_disk.items():
-        if cell_id not in requests:  # the folder was copied into this study
-            requests[cell_id] = Request(cell_id, [*seeds])
+        # Folders that were copied into this study, as from another machine, were asked for there.
+        asked = requests.get(cell_id, Request(cell_id, [*seeds]))
+        requests[cell_id] = Request(asked.title, [*asked.seeds, *ended[cell_id]])
     return requests
 
 

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from multiprocessing import current_process
@@ -58,9 +58,17 @@ class WorkerSlot:
 
 
 def _lock_folder() -> Path:
-    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()  # emptied at boot
-    folder = Path(base) / f"normexp-{os.getuid()}"
-    folder.mkdir(parents=True, exist_ok=True)
+    """A folder of this user that is emptied at boot; the temporary one if the session's is not."""
+    name = f"normexp-{os.getuid()}"
+    session = os.environ.get("XDG_RUNTIME_DIR", "")  # may be another user's, or of another machine
+    if os.path.isabs(session):
+        folder = Path(session, name)
+        with suppress(OSError):
+            folder.mkdir(exist_ok=True)
+            if os.access(folder, os.W_OK | os.X_OK):
+                return folder
+    folder = Path(tempfile.gettempdir(), name)
+    folder.mkdir(exist_ok=True)
     return folder
 
 

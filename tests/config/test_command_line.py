@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import os
 import re
 import subprocess
@@ -72,6 +73,16 @@ REFUSED = [
     ("train", "-cp my_conf", "normexp has one config"),
     ("train", "--cfg job optim=sgdd", "optim=sgdd: no such optim"),
     ("train", "norm.momentum=1 +norm.momentum=2", "norm.momentum is given twice; name it once"),
+    (
+        "train",
+        "-m norm=batch norm=group",
+        "if the shell has split braces, type -m norm=batch,group",
+    ),
+    ("train", "norm.at=a:rms norm.at=b:none", "split braces, type 'norm.at={a:rms,b:none}'"),
+    ("train", "runs_dir=$NO_SUCH/a", "runs_dir=$NO_SUCH/a: $NO_SUCH is not set; export it"),
+    ("train", "data_dir=${NO_SUCH}/a", "data_dir=$NO_SUCH/a: $NO_SUCH is not set; export it"),
+    ("train", "data=text_file data.path=$NO_SUCH", "data.path=$NO_SUCH: $NO_SUCH is not set"),
+    ("train", "--config-dir $NO_SUCH", "--config-dir=$NO_SUCH: $NO_SUCH is not set"),
     ("train", "hydra.sweeper.params.lr=3", "search with python -m normexp.tune"),
     ("train", "-m lr=range(0,1,0)", "lr=range(0,1,0): range() arg 3 must not be zero"),
     ("train", "-m lr=interval(1,2)", "lr=interval(1,2): an interval has no list; use a,b or"),
@@ -97,7 +108,8 @@ REFUSED = [
     ("report", "runs/mine", "'runs/mine' is not key=value, as in study=NAME"),
     ("report", "study=a serve=true", "serve: unknown key"),
     ("report", "study=[a,a]", "study=[a,a]: must be a list of different values"),
-    ("report", "study=a study=b", "study is given twice"),
+    ("report", "study=a study=b", "split braces, type 'study=[a,b]'"),
+    ("report", "runs_dir=${NO_SUCH}/a", "${NO_SUCH} is not set; export it"),
     ("report", "study=a tolerance=nan", "tolerance=nan: must be"),
     ("report", "study=a watch=maybe", "watch=maybe: must be true or false"),
     ("status", "study=", "study=null: must be a string"),
@@ -121,6 +133,56 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     out, err = capsys.readouterr()
     assert err.startswith("normexp: ") and err.count("\n") == 1 and out == ""
     assert part in err
+
+
+def test_variables_in_paths_are_filled_in(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SCRATCH", "/scratch/me")
+    config = compose_config(["runs_dir=$SCRATCH/runs", "data_dir=${runs_dir}/../data"])
+    assert config["runs_dir"] == "/scratch/me/runs"
+    assert config["data_dir"] == "/scratch/me/runs/../data"
+    assert read_options("report", ["runs_dir=${SCRATCH}/runs"])["runs_dir"] == "/scratch/me/runs"
+    words = ["data=image_folder", "data.root=${SCRATCH}/images"]
+    assert compose_config(words)["data"]["root"] == "$SCRATCH/images"  # ids count it as typed
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (b"\xef\xbb\xbf# @package _global_\nsteps: 2\n", "begins with a byte order mark"),
+        (b"# @package _global_\nnotes: caf\xe9\n", "is not UTF-8 (byte 0xe9 in line 2)"),
+        ("# @package _global_\nsteps: 2\n".encode("utf-16"), "is not UTF-8 (byte 0xff in line 1)"),
+    ],
+)
+def test_a_recipe_in_another_encoding_is_named(tmp_path: Path, capsys, content: bytes, fault: str):
+    file = tmp_path / "caf\u00e9" / "experiment" / "mine.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(content)
+    file.with_name("other.yaml").write_text("# @package _global_\nsteps: 2\n")
+    words = ["--config-dir", str(file.parents[1]), "--cfg", "job"]
+    main = importlib.import_module("normexp.train").main
+    assert main([*words, "experiment=mine"]) == 2
+    assert f"{file} {fault}; save it as UTF-8" in capsys.readouterr().err
+    assert main([*words, "experiment=other"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("encoding", "shown"),
+    [
+        ("ascii", b"1 +- 2 * a# |-| cafe ?\n"),
+        ("latin-1", b"1 \xb1 2 * a# |-| caf\xe9 ?\n"),
+        ("utf-8", "1 ± 2 ● a† │─│ café 中\n".encode()),
+    ],
+)
+def test_signs_that_an_encoding_lacks_give_way(monkeypatch, encoding: str, shown: bytes):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding))
+
+    def show(_: list[str]) -> int:
+        print("1 ± 2 ● a† │─│ café 中")
+        return 0
+
+    assert entry("report")(show)([]) == 0
+    assert written.getvalue() == shown
 
 
 def test_a_command_in_a_removed_folder_is_refused_in_a_line(tmp_path: Path, capsys, monkeypatch):

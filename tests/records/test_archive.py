@@ -17,7 +17,7 @@ from normexp.records import archive
 from normexp.records.archive import Archive, main, pack_study
 from normexp.records.files import write_json
 from normexp.records.journal import CommandEntry, Request, append_entry
-from normexp.records.layout import find_study, seed_dir
+from normexp.records.layout import find_study, refuse_shipped, seed_dir
 from normexp.records.result import Measured, write_result
 from normexp.records.samples import write_samples
 
@@ -107,6 +107,10 @@ def test_another_file_and_a_second_study_of_a_name_are_refused(tmp_path: Path):
     pack_study(tmp_path / "mine", tmp_path / "mine.zip")
     with pytest.raises(UserError, match="study=mine is there twice"):
         find_study(tmp_path, "mine")
+    with ZipFile(tmp_path / "mine.zip", "w") as backup:  # of the user's own
+        backup.write(tmp_path / "mine" / "study.jsonl", "mine/study.jsonl")
+    assert find_study(tmp_path, "mine") == tmp_path / "mine"
+    refuse_shipped(tmp_path / "mine")
     for name, content in {"no.zip": b"no zip", "empty.zip": b"PK\x05\x06" + bytes(18)}.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError, match=f"{name} is not a zip of a study"):

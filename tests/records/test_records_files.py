@@ -106,17 +106,37 @@ def test_ensure_writable_creates_nothing_and_names_the_key(tmp_path: Path):
         ensure_writable(tmp_path / "file" / "runs")
 
 
-def no_locks(*_: object) -> None:
-    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+def lock_nothing(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", flock)
 
 
-def test_a_folder_without_file_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fcntl.flock", no_locks)
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, 524])
+def test_a_folder_without_file_locks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+):
+    lock_nothing(monkeypatch, number)
     with pytest.raises(UserError, match=f"{tmp_path} has no file locks"):
         ensure_writable(tmp_path)
+
+
+def test_an_error_of_a_lock_names_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    lock_nothing(monkeypatch, errno.ENOLCK)
     with pytest.raises(OSError, match="No locks available") as caught, file_lock(tmp_path / "a"):
         pass
     assert caught.value.filename == str(tmp_path / "a")
+
+
+def test_a_lock_of_another_machine_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path = tmp_path / "lock"
+    for holder in (this_command(), "process 1 (train norm=group) on node7"):
+        path.write_text(holder)  # left by a command that was killed, or that trains elsewhere
+        with file_lock(path) as held:
+            assert held
+    (record,) = caplog.records
+    assert record.getMessage().startswith("process 1 (train norm=group) on node7 was killed, or")
 
 
 HOLD = """

@@ -90,6 +90,15 @@ def test_of_commands_that_are_typed_alike_the_last_one_asks(tmp_path: Path):
     assert list(read_study(tmp_path).cells) == ["b", "c"]  # nobody asks for a, which has no folder
 
 
+def test_runs_that_were_copied_into_a_study_count(tmp_path: Path):
+    append_entry(tmp_path, command("1", {"a": [0, 1]}))
+    for cell, seed in (("a", 0), ("a", 1), ("a", 2), ("b", 0)):  # the last two from elsewhere
+        end(tmp_path, cell, seed)
+    seed_dir(tmp_path / "a", 3).mkdir()
+    study = read_study(tmp_path)
+    assert list(study.cells["a"].states) == [0, 1, 2] and list(study.cells["b"].states) == [0]
+
+
 def test_a_refusal_stands_until_another_command_asks_again(tmp_path: Path):
     append_entry(tmp_path, refusal("a", "1"))
     append_entry(tmp_path, command("1", {"a": [0], "b": [0]}))

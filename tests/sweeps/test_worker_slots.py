@@ -95,6 +95,19 @@ def test_commands_share_the_slots_of_a_gpu(tmp_path: Path, monkeypatch: pytest.M
     assert not list(tmp_path.glob("*/gpu-*"))
 
 
+@pytest.mark.parametrize("session", ["/gone/1000", "{}/file", "relative"])
+def test_locks_lie_in_the_temporary_folder_where_the_session_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, session: str
+):
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", session.format(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (path,) = WorkerSlot().paths()
+    assert path.parent == tmp_path / f"normexp-{os.getuid()}"
+    assert not (tmp_path / "relative").exists() and not Path("/gone").exists()
+
+
 def test_a_cpu_is_not_waited_for_and_counts_the_trainings_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
