@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -351,24 +352,15 @@ def averages_off_later() -> nn.Module:
     return network
 
 
-def group(num_features: int) -> nn.GroupNorm:
-    return nn.GroupNorm(2, num_features)
-
-
-def instance(num_features: int) -> nn.InstanceNorm2d:
-    return nn.InstanceNorm2d(num_features, affine=True)
-
-
-def cumulative(num_features: int) -> nn.BatchNorm2d:
-    return nn.BatchNorm2d(num_features, momentum=None)
-
-
 def boxes() -> tuple[Tensor, Tensor]:
     num = int(torch.randint(4, ()))
     return torch.randn(3, 8, 8), torch.randint(4, (num + 1, 2))
 
 
 IMAGE = normal(3, 8, 8)
+group = partial(nn.GroupNorm, 2)
+instance = partial(nn.InstanceNorm2d, affine=True)
+cumulative = partial(nn.BatchNorm2d, momentum=None)
 MAPS = [
     Case("U-Net, batch norm", lambda: UNet(nn.BatchNorm2d), IMAGE),
     Case("U-Net, instance norm", lambda: UNet(instance), IMAGE, own="instance"),

@@ -149,7 +149,7 @@ def own_norm(network: nn.Module) -> tuple[str | None, dict[str, Any]]:
     groups = {module.num_groups for module in network.modules() if isinstance(module, nn.GroupNorm)}
     if len(found) != 1 or len(groups) > 1:
         return None, {}
-    return KINDS[found.pop()], {"num_groups": num for num in groups}
+    return KINDS[found.pop()], {"num_groups": min(groups)} if groups else {}
 
 
 def words() -> Tensor:

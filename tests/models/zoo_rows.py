@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -200,7 +201,7 @@ class DiffusionTransformer(Block):
     """AdaLN-zero: gain, shift and gate of each norm from a condition."""
 
     def __init__(self) -> None:
-        super().__init__(lambda width: nn.LayerNorm(width, elementwise_affine=False))
+        super().__init__(partial(nn.LayerNorm, elementwise_affine=False))
         self.modulation = nn.Linear(2, 6 * C)
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
@@ -333,11 +334,11 @@ ROWS = [
     Case("tied gains", tied, SERIES, own="layer"),
     Case(
         "LayerNorm(bias=False)",
-        lambda: Block(lambda width: nn.LayerNorm(width, bias=False)),
+        lambda: Block(partial(nn.LayerNorm, bias=False)),
         SERIES,
         own="layer",
     ),
-    Case("RMS norm", lambda: Block(lambda width: nn.RMSNorm(width, eps=1e-6)), SERIES, own="rms"),
+    Case("RMS norm", lambda: Block(partial(nn.RMSNorm, eps=1e-6)), SERIES, own="rms"),
     Case("reversible norm of series", Forecast, SERIES, LEFT_ALONE),
     Case("experts", Experts, normal(2 * T, C), REFUSED),
 ]
