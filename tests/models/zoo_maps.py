@@ -327,7 +327,7 @@ class Inversion(Classifier):
         conv, norm = self.body[0][0], self.body[0][1]
         features = conv(x)
         offset = features.mean((2, 3)) - norm.running_mean.clone()
-        distance = (offset / (norm.running_var.clone() + norm.eps).sqrt()).square().sum(1)
+        distance = (offset / (norm.running_var.clone() + 1e-5).sqrt()).square().sum(1)
         return {"scores": super().forward(x), "distance": distance}
 
 
@@ -369,7 +369,7 @@ MAPS = [
     Case("pyramid, deviation with n - 1", lambda: Pyramid(Positions), IMAGE, REFUSED, "instance"),
     Case("proposals of varying number", Proposals, boxes, REFUSED, collate=as_lists),
     Case("cascade without a proposal", EmptyCascade, IMAGE, own=None),
-    Case("frozen batch norm", lambda: Classifier(FrozenBatchNorm), IMAGE, own="frozen"),
+    Case("frozen batch norm", lambda: Classifier(FrozenBatchNorm), IMAGE, REFUSED, "frozen"),
     Case("volumes", Volumes, normal(1, 4, 5, 6)),
     Case("video, (T, N, C, H, W)", Video, normal(3, 3, 8, 8), REFUSED, axis=1),
     Case("conditional GAN", Generator, lambda: (torch.randn(5), torch.randint(3, ()))),
@@ -390,7 +390,7 @@ MAPS = [
     Case("drop path", DropPath, IMAGE, UNTRIED),
     Case("SyncBatchNorm in one process", lambda: Classifier(nn.SyncBatchNorm), IMAGE),
     Case("momentum=None", lambda: Classifier(cumulative), IMAGE),
-    Case("averages switched off later", averages_off_later, IMAGE),
+    Case("averages switched off later", averages_off_later, IMAGE, REFUSED),
     Case("frozen shift, dropout", FrozenShift, IMAGE),
     Case("layer norm of maps", lambda: Classifier(ChannelsFirstLayerNorm), IMAGE, own="layer2d"),
     Case("instance norm of (C, H, W)", Unbatched, IMAGE, UNKNOWN, "instance", collate=as_lists),

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from zoo_case import LEFT_ALONE, REFUSED, Case, as_rows, mean_of_rows, normal
+from zoo_case import LEFT_ALONE, REFUSED, UNKNOWN, Case, as_rows, mean_of_rows, normal
 
 C, T = 6, 5
 
@@ -313,7 +313,7 @@ ROWS = [
     Case("real steps alone", WithPadding, padded((T, C)), REFUSED),
     Case("masked speech norm", Speech, padded((C, T)), LEFT_ALONE),
     Case("waveform", Waveform, normal(1, 40), own="group", knobs={"num_groups": C}),
-    Case("graphs of one size", Graphs, SERIES, collate=as_rows),
+    Case("graphs of one size", Graphs, SERIES, UNKNOWN, collate=as_rows),
     Case("graphs", Graphs, nodes_of_one, REFUSED, collate=as_rows),
     Case("GraphNorm", GraphsWithGraphNorm, nodes_of_one, LEFT_ALONE, collate=as_rows),
     Case(
