@@ -16,7 +16,7 @@ from normexp.config.command import compose_cells
 from normexp.records.archive import ArchivedCell, pack_study, write_archive
 from normexp.records.journal import CommandEntry, Request, entry_line
 from normexp.records.result import Measured, Result, Status
-from normexp.reporting.cells import build_cells
+from normexp.reporting.cells import CellRow, build_cells
 from normexp.reporting.metric import describe_metric
 from normexp.reporting.slices import NormAtSize
 
@@ -74,8 +74,7 @@ def reference_of(path: Path, norms: Sequence[tuple[str, float, int]]) -> Referen
     return read_reference(str(path))
 
 
-def tuned(shipped: Reference, recipe: str, norm: str, size: int) -> NormAtSize:
-    known = build_cells(shipped.records_of([recipe]))
+def tuned(known: Sequence[CellRow], norm: str, size: int) -> NormAtSize:
     own = [one for one in known if one.norm == norm]
     own = [one for one in own if not one.mixes_samples or one.norm_batch_size == size]
     return NormAtSize(
@@ -128,15 +127,14 @@ def test_the_shipped_runs_are_those_of_the_shipped_recipes():
     shipped = read_reference("benchmark1")
     path = Path(claims.__file__).with_name("benchmark1.zip")
     assert path.stat().st_size < 3_000_000 and shipped.workloads == [*WORKLOADS]
-    known = {
-        recipe: {cell.norm for cell in build_cells(shipped.records_of([recipe]))}
-        for recipe in shipped.recipes
-    }
+    known = {recipe: build_cells(shipped.records_of([recipe])) for recipe in shipped.recipes}
+    norms = {recipe: {cell.norm for cell in rows} for recipe, rows in known.items()}
     for one in (one for claim in declared_claims() for one in claim["comparisons"]):
         for side in (one["first"], one["second"]):
-            assert side["norm"] in known[side.get("workload", one["workload"])]
+            assert side["norm"] in norms[side.get("workload", one["workload"])]
     for (recipe, norm, size), expected in TUNED.items():
-        assert tuned(shipped, recipe, norm, size).mean.estimate == pytest.approx(expected, abs=1e-5)
+        found = tuned(known[recipe], norm, size)
+        assert found.mean.estimate == pytest.approx(expected, abs=1e-5)
     specs = compose_cells(parse_command(["experiment=benchmark1/convnet_batch_size"]))  # ids stand
     assert {spec.id for spec in specs} == shipped.recipes["convnet_batch_size"]
 

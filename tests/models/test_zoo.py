@@ -1,0 +1,23 @@
+"""A zoo of foreign networks keeps what `replace_norms` and `diagnose` promise; see zoo.py."""
+
+from __future__ import annotations
+
+import pytest
+from zoo import check
+from zoo_case import Case
+from zoo_maps import MAPS
+from zoo_rows import ROWS
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.mark.parametrize("case", [*MAPS, *ROWS], ids=lambda case: case.name)
+def test_small_networks_after_what_people_publish(case: Case) -> None:
+    assert not check(case).wrong
+
+
+def test_a_choice_of_networks_of_packages() -> None:
+    from zoo_packages import choose
+
+    wrong = {case.name: check(case).wrong for case in choose(seed=0)}
+    assert not any(wrong.values()), wrong
