@@ -84,7 +84,7 @@ def load_image_folder(
         digest = _digest_files(files, size)
     except OSError as error:
         raise UserError(f"{name}: {describe(error)}") from error
-    cache = Path(data_dir) / "cache" / f"{digest}.pt"
+    cache = read_path("data_dir", data_dir) / "cache" / f"{digest}.pt"
     images = _load_or_decode(cache, files, size, name)
     targets = torch.tensor([target for listed in samples.values() for _, target in listed])
     counts = [len(listed) for listed in samples.values()]

@@ -6,7 +6,6 @@ import hashlib
 import logging
 import math
 import platform
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,7 +41,7 @@ def load_shakespeare(
     *, data_dir: str, block_size: int, val_fraction: float, test_fraction: float
 ) -> Data:
     """Tiny Shakespeare, 1,115,394 characters, downloaded once and verified. Karpathy 2015."""
-    path = Path(data_dir) / "tinyshakespeare.txt"
+    path = read_path("data_dir", data_dir) / "tinyshakespeare.txt"
     if not path.is_file():
         with downloading("shakespeare", path):
             torch.hub.download_url_to_file(

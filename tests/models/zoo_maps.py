@@ -369,7 +369,7 @@ MAPS = [
     Case("pyramid, deviation with n - 1", lambda: Pyramid(Positions), IMAGE, REFUSED, "instance"),
     Case("proposals of varying number", Proposals, boxes, REFUSED, collate=as_lists),
     Case("cascade without a proposal", EmptyCascade, IMAGE, own=None),
-    Case("frozen batch norm", lambda: Classifier(FrozenBatchNorm), IMAGE, REFUSED, "frozen"),
+    Case("frozen batch norm", lambda: Classifier(FrozenBatchNorm), IMAGE, REFUSED, None),
     Case("volumes", Volumes, normal(1, 4, 5, 6)),
     Case("video, (T, N, C, H, W)", Video, normal(3, 3, 8, 8), REFUSED, axis=1),
     Case("conditional GAN", Generator, lambda: (torch.randn(5), torch.randint(3, ()))),

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -17,6 +18,7 @@ from normexp.cells import run as run_module
 from normexp.cli import parse_command
 from normexp.config.command import compose_cells
 from normexp.records.journal import CommandEntry, Refusal, read_entries
+from normexp.records.layout import ARCHIVED_RESULTS
 from normexp.records.locks import file_lock
 from normexp.records.result import Status, read_result
 from normexp.records.stacks import lock_of
@@ -118,7 +120,8 @@ def test_a_mistake_alone_is_a_line_and_leaves_nothing(
 def test_beside_a_shipped_study_of_the_same_name_nothing_is_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    (tmp_path / "s.zip").touch()
+    with ZipFile(tmp_path / "s.zip", "w") as archive:
+        archive.writestr(ARCHIVED_RESULTS, "")
     assert main(words_of(tmp_path)) == 2
     assert f"study=s ships as {tmp_path / 's.zip'}; train in " in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["s.zip"]
