@@ -28,6 +28,7 @@ from normexp.models.carry_over import put_norms
 from normexp.models.formula import NormDescription
 from normexp.models.recognise import LeftAlone, Recognition, class_name_of
 from normexp.models.trial import (
+    FEW,
     Inputs,
     agree,
     draw_weights,
@@ -37,14 +38,14 @@ from normexp.models.trial import (
     widened,
 )
 from normexp.norms.factory import NormFactory
-from normexp.norms.samples import count_samples, take_samples
 from normexp.norms.site import names_as_built
 from normexp.words import name_some
 
 TOLERANCE, FLOAT_TOLERANCE = 1e-5, 1e-3  # in double precision, and for what computes in float32
 SMALL = 1e-6  # values below are compared on this scale
 NUM_STEPS, LEARNING_RATE, WEIGHT_DECAY = 3, 0.1, 0.1
-MAX_BYTES = 2**30  # of the recorded inputs; with more, fewer samples are recorded
+MAX_BYTES = 2**30  # of the recorded inputs
+TOO_LARGE = f"the inputs of the norms take more than {MAX_BYTES / 2**30:g} GiB"
 
 
 @dataclass
@@ -70,7 +71,7 @@ class RecordedCall:
         return gradient / gradient.norm().clamp_min(1e-30)
 
 
-class _TooLarge(Exception):
+class _TooLarge(UserError):
     """The inputs of the norms take more than MAX_BYTES."""
 
 
@@ -128,23 +129,21 @@ def _own_factory(norm: NormDescription) -> NormFactory:
 def _record_few_enough(
     network: nn.Module, paths: list[str], inputs: Inputs
 ) -> dict[str, list[RecordedCall]]:
-    """The calls of the norms, for as many samples as fit into MAX_BYTES.
+    """The calls of the norms for a few samples; for two if their inputs exceed MAX_BYTES.
 
     Raises UserError if the backward fails, or two samples are too many.
     """
-    num = count_samples((*inputs.args, *inputs.keywords.values()))
-    kept = num
-    while True:
+    for number in (FEW, 2):
+        few = inputs.take(range(number)) if inputs.count() > number else inputs
         try:
-            return _record(network, paths, inputs)
-        except _TooLarge as error:
-            kept //= 2
-            if kept < 2:
-                gigabytes = MAX_BYTES / 2**30
-                raise UserError(f"their inputs take more than {gigabytes:g} GiB") from error
-            take = partial(take_samples, indices=range(kept), num=num)
-            inputs = Inputs(tuple(map(take, inputs.args)), take(dict(inputs.keywords)))
-            num = kept
+            return _record(network, paths, few)
+        except _TooLarge:
+            continue
+        except UserError:
+            if few is inputs:
+                raise
+            return _record(network, paths, inputs)  # some inputs cannot be cut
+    raise _TooLarge(TOO_LARGE)
 
 
 def _record(network: nn.Module, paths: list[str], inputs: Inputs) -> dict[str, list[RecordedCall]]:
@@ -161,21 +160,16 @@ def _record(network: nn.Module, paths: list[str], inputs: Inputs) -> dict[str, l
         target[path].append(RecordedCall(args, keywords, norm.training, zeros))
         num_bytes += 2 * zeros.nbytes
         if num_bytes > MAX_BYTES:
-            raise _TooLarge
+            raise _TooLarge(TOO_LARGE)
         return out + zeros
 
     for path in paths:
         network.get_submodule(path).register_forward_hook(partial(record, path), with_kwargs=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the user's own network
-        try:
-            outputs = real_outputs(run_network(network, inputs, with_gradients=True))
-            target = again
-            _backward(outputs)
-        except UserError as error:
-            if isinstance(error.__cause__, _TooLarge):
-                raise error.__cause__ from None
-            raise
+        outputs = real_outputs(run_network(network, inputs, with_gradients=True))
+        target = again
+        _backward(outputs)
     for path, of_path in again.items():
         for call, other in zip(calls[path], reversed(of_path), strict=False):
             if call.zeros.grad is None:

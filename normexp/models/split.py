@@ -39,8 +39,6 @@ from normexp.norms.samples import (
     Order,
     SampleCounter,
     SampleOrder,
-    count_samples,
-    take_samples,
 )
 from normexp.norms.site import input_and_mask, named_sites
 from normexp.words import format_count, name_some
@@ -274,12 +272,10 @@ class Control:
     def passes(self, length: int | None = None) -> list[Inputs]:
         """The inputs of all samples, then those of each `length` of them, `size` unless given."""
         length = length or self.size
-        starts = range(0, 2 * self.size, length)
-        return [self.inputs, *(self._take(range(start, start + length)) for start in starts)]
-
-    def _take(self, indices: Sequence[int]) -> Inputs:
-        take = partial(take_samples, indices=indices, num=2 * self.size, axis=self.axis)
-        return Inputs(tuple(map(take, self.inputs.args)), take(dict(self.inputs.keywords)))
+        passes = [self.inputs]
+        for start in range(0, 2 * self.size, length):
+            passes.append(self.inputs.take(range(start, start + length), self.axis))
+        return passes
 
     def holds(self) -> bool:
         """True if passes over some of the samples give what one over all of them gives."""
@@ -294,7 +290,7 @@ class Control:
 
         As they have the same shapes, random draws are the same.
         """
-        doubled = self._take([*range(self.size)] * 2)
+        doubled = self.inputs.take([*range(self.size)] * 2, self.axis)
         whole, *parts, other = (
             real_outputs(out) for out, _ in self._run([*self.passes(), doubled])
         )
@@ -390,13 +386,12 @@ def find_control(
     """The control with the most in training mode, among those that hold; or why none does."""
     reason = Untried("its inputs have no axis of samples")
     for axis, all_training, bypasses in product(AXES, (True, False), (False, True)):
-        num = count_samples((*inputs.args, *inputs.keywords.values()), axis)
+        num = inputs.count(axis)
         if num < 2 * size:
             if axis == 0:
                 reason = Untried(f"{format_count(num, 'sample')} given, it needs {2 * size}")
             continue
-        take = partial(take_samples, indices=range(2 * size), num=num, axis=axis)
-        few = Inputs(tuple(map(take, inputs.args)), take(dict(inputs.keywords)))
+        few = inputs.take(range(2 * size), axis)
         control = Control(network, paths, few, size, axis, all_training, bypasses)
         try:
             if control.holds():

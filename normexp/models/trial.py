@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from normexp.batching.copies import copied
 from normexp.batching.draws import keeping_random_state
 from normexp.errors import UserError, one_line
+from normexp.norms.samples import count_samples, take_samples
+
+FEW = 4  # samples, which are enough for most trials
 
 
 @dataclass
@@ -33,6 +37,15 @@ class Inputs:
         if isinstance(value, Mapping):
             return cls((), value)
         return cls(value if isinstance(value, tuple) else (value,), {})
+
+    def count(self, axis: int = 0) -> int:
+        """The number of samples, if they are on this axis; 0 if nothing has it."""
+        return count_samples((*self.args, *self.keywords.values()), axis)
+
+    def take(self, indices: Sequence[int], axis: int = 0) -> Inputs:
+        """Those samples that have these indices."""
+        take = partial(take_samples, indices=indices, num=self.count(axis), axis=axis)
+        return Inputs(tuple(map(take, self.args)), take(dict(self.keywords)))
 
 
 def run_network(network: nn.Module, inputs: Inputs, *, with_gradients: bool = False) -> Any:
@@ -61,7 +74,7 @@ def seed_all() -> None:
 def widened(network: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs, bool]:
     """Copies of network and inputs, in double precision if a training forward runs there.
 
-    The third value is true if it does.
+    The third value is true if it does. A few samples are tried first.
     """
 
     def widen(value: Any) -> Any:
@@ -71,11 +84,14 @@ def widened(network: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs, bool
     wide = copied(network).double()
     args, keywords = tree_map(widen, (inputs.args, dict(inputs.keywords)))
     wide_inputs = Inputs(args, keywords)
-    try:
-        run_network(copied(wide).train(), wide_inputs)
-    except UserError:
-        return copied(network), inputs, False
-    return wide, wide_inputs, True
+    few = wide_inputs.take(range(FEW)) if inputs.count() > FEW else wide_inputs
+    for tried in (few, wide_inputs):
+        try:
+            run_network(copied(wide).train(), tried)
+            return wide, wide_inputs, True
+        except UserError:  # some inputs cannot be cut
+            continue
+    return copied(network), inputs, False
 
 
 def real_outputs(output: Any) -> list[Tensor]:

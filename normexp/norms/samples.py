@@ -112,7 +112,7 @@ def take_samples(value: Any, indices: Sequence[int], *, num: int, axis: int = 0)
     """
     if isinstance(value, Tensor):
         has_samples = value.ndim > axis and value.shape[axis] == num
-        where = torch.tensor(indices, device=value.device)
+        where = torch.tensor([*indices], device=value.device)
         return value.index_select(axis, where) if has_samples else value
     if isinstance(value, list) and axis == 0 and len(value) == num:
         return [value[i] for i in indices]

@@ -142,12 +142,12 @@ def test_what_trains_otherwise_is_left_as_it_is(
 
 def test_large_inputs_are_recorded_for_fewer_samples(monkeypatch, caplog) -> None:
     network = nn.Sequential(nn.Linear(C, C), nn.BatchNorm1d(C))
-    monkeypatch.setattr(anew, "MAX_BYTES", 2 * 4 * C * 8)  # of four rows
+    monkeypatch.setattr(anew, "MAX_BYTES", 2 * 2 * C * 8)  # of two rows
     normexp.replace_norms(network, "batch", ROWS)
     assert len(caplog.messages) == 1
     monkeypatch.setattr(anew, "MAX_BYTES", 100)
     normexp.replace_norms(network, "batch", ROWS)
-    assert "train alike is untried: their inputs take more than" in caplog.text
+    assert "train alike is untried: the inputs of the norms take more than" in caplog.text
 
 
 def test_a_network_without_a_backward_is_untried(caplog: pytest.LogCaptureFixture) -> None:
