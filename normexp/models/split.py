@@ -94,9 +94,7 @@ def try_split(network: nn.Module, inputs: Inputs) -> Split:
         site.norm_batch_size, site.running_from, site.order = size, "step", None
     control = find_control(network, [*sites], inputs, size)
     if isinstance(control, Untried):
-        return Split(
-            notes=[f"that samples are on the first axis of its norms is untried: {control}"]
-        )
+        return Split(notes=[f"the split by samples is untried: {control}"])
     tolerance = TOLERANCE[0 if is_wide else 1]
     failure = None
     try:
@@ -104,26 +102,32 @@ def try_split(network: nn.Module, inputs: Inputs) -> Split:
             return Split(notes=control.notes)
     except UserError as error:
         failure = error
-    orders = control.find_orders()
-    turned = {name: order for name, order in orders.items() if order not in (None, "first")}
+    lost: list[str] = []
+    turned: dict[str, Order] = {}
+    for name, order in control.find_orders().items():
+        if order is None:
+            lost.append(name)
+        elif order != "first":
+            turned[name] = order
     if turned and _split_holds(control, turned, tolerance):
-        notes = [*control.notes]
-        for order in dict.fromkeys(turned.values()):
-            names = name_some(name for name in turned if turned[name] == order)
-            notes.append(f"at {names} samples are counted in inputs of shape {ORDERS[order]}")
-        return Split(control.axis, turned, notes)
-    lost = [name for name, order in orders.items() if order is None]
+        return Split(control.axis, turned, [*control.notes, *_describe(turned)])
     if control.axis != 0:  # so samples meet on the first axis, which usually counts them
         return Split(notes=[f"the split by samples is untried: {MEET}"])
     if failure is not None and not lost:
         raise failure
-    where = name_some(lost or orders)
+    where = name_some(lost or sites)
     raise UserError(
         f"in training, {2 * size} samples give other outputs than two passes of {size}, because "
         f"the input of the norm at {where} has its samples on no axis and in no equal blocks of "
         "rows; drop norm_batch_size and pass as many samples at a time (micro_batch_size), or use "
         "norm=as_built without it"
     )
+
+
+def _describe(orders: Mapping[str, Order]) -> Iterator[str]:
+    for order in dict.fromkeys(orders.values()):
+        names = name_some(name for name in orders if orders[name] == order)
+        yield f"at {names} samples are counted in inputs of shape {ORDERS[order]}"
 
 
 def _split_holds(control: Control, orders: Mapping[str, Order], tolerance: float) -> bool:
@@ -334,7 +338,7 @@ def _norms_watched(
     """Keeps the input of every call of a norm, which is also its output if it `bypasses`."""
 
     def keep(path: str, _: nn.Module, args: Any, keywords: Any, out: Any) -> Any:
-        x, _ = input_and_mask(args, keywords)
+        x, _mask = input_and_mask(args, keywords)
         calls[path].append(x.detach().clone())
         return x if bypasses else out
 

@@ -129,13 +129,13 @@ class Site(InPlaceOfNorm):
         sizes = self._group_sizes(x, rows)
         if len(sizes) < 2:
             return self._apply_in_view(self.norm, x, mask)
-        in_one_call = isinstance(self.norm, NormOfGroups) and self.running_from == "step"
-        if in_one_call and sizes[-1] == sizes[0]:
-            groups = x.unflatten(0, (len(sizes), -1))  # (G, n, ...)
-            group_masks = None if mask is None else mask.unflatten(0, (len(sizes), -1))
-            return self._apply_in_view(self.norm.forward_groups, groups, group_masks).flatten(0, 1)
-        if in_one_call:  # the first part comes here again, and then divides evenly
-            sizes = [sum(sizes[:-1]), sizes[-1]]
+        if isinstance(self.norm, NormOfGroups) and self.running_from == "step":
+            if sizes[-1] == sizes[0]:
+                groups = x.unflatten(0, (len(sizes), -1))  # (G, n, ...)
+                group_masks = None if mask is None else mask.unflatten(0, (len(sizes), -1))
+                out = self._apply_in_view(self.norm.forward_groups, groups, group_masks)
+                return out.flatten(0, 1)
+            sizes = [sum(sizes[:-1]), sizes[-1]]  # the first part then divides evenly
         masks = _split(mask, sizes)
         parts = [Part((x, mask), {}) for x, mask in zip(x.split(sizes), masks, strict=True)]
         return torch.cat(self._apply_in_parts(partial(self._normalize, rows=rows), parts, sizes))
