@@ -133,8 +133,9 @@ def prepare_cell(spec: CellSpec) -> Cell:
 def channels_last_pays(network: nn.Module, data: Data, recipe: Recipe, traits: Traits) -> bool:
     """True if on a CPU a network gains by having its channels last in memory.
 
-    Convolutions and batch norm do. Instance norm loses more than they gain, group and layer norm
-    about as much. A network small enough for a stack never lies so, since a stack cannot.
+    Convolutions and batch norm gain. Instance norm loses more than the convolutions gain, group and
+    layer norm about as much. A network small enough to be stacked keeps the default layout, because
+    stacks need it.
     """
     settings, per_sample = recipe.settings, traits.elements_per_sample
     is_measured = settings.trainer.precision == "32-true" and not settings.compile

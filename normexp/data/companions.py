@@ -89,12 +89,14 @@ def _same_names(files: Sequence[str], folder: str) -> dict[str, str]:
 
     Folders and names that differ in a number are a series, such as the frames of several films.
     """
-    groups: dict[str, dict[str, str]] = defaultdict(dict)  # files by stem, by folder and format
+    groups: dict[str, dict[str, str]] = defaultdict(dict)  # a file of each stem, by its kind
+    alike: dict[tuple[str, str], list[str]] = defaultdict(list)  # all files of a kind and stem
     for file in files:
         place, name = os.path.split(file.removeprefix(folder + os.sep))
         stem, ending = os.path.splitext(name)
         kind = re.sub(r"\d+", "", os.path.join(place, "*")) + ending.lower()
         groups[kind].setdefault(stem, file)
+        alike[kind, stem].append(file)
     kinds: dict[str, str] = {}
     ordered = sorted(groups, key=lambda group: -len(groups[group]))
     for index, group in enumerate(ordered):
@@ -104,7 +106,8 @@ def _same_names(files: Sequence[str], folder: str) -> dict[str, str]:
                 continue
             made = _which_is_made(groups, shared[:MOST_TRIED], other, group)
             if made is not None:
-                kinds |= {groups[made][stem]: made for stem in shared}
+                for stem in shared:
+                    kinds |= dict.fromkeys(alike[made, stem], made)
     return kinds
 
 

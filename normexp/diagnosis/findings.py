@@ -1,4 +1,4 @@
-"""What may be wrong with a network, each with a remedy, and the loop that tries them on copies.
+"""Tries the remedies of all causes on copies, and keeps those that lower the loss.
 
 A cause is a finding if its remedy lowers the loss in evaluation mode beyond the tolerance and
 chance. Simple remedies come first, and a later one must gain beyond those before it, so no two

@@ -32,6 +32,7 @@ from normexp.models.trial import (
     Inputs,
     agree,
     draw_weights,
+    largest_value,
     real_outputs,
     run_network,
     seed_all,
@@ -89,7 +90,7 @@ def keep_reproduced(
     try:
         calls = _record_few_enough(wide, [*recognition.norms], wide_inputs)
     except UserError as error:
-        return recognition, [f"that its own norms train alike is untried: {error}"]
+        return recognition, [f"whether its own norms train alike is untried: {error}"]
     reasons: dict[str, str] = {}
     known = dict(recognition.norms)
     for path, norm in recognition.norms.items():
@@ -185,6 +186,8 @@ def _backward(outputs: list[Tensor]) -> None:
     total = torch.stack([(o * w).sum().double() for o, w in zip(outputs, weights, strict=True)])
     try:
         total.sum().backward()
+    except UserError:
+        raise
     except Exception as error:  # foreign code may raise anything
         raise UserError(f"a backward of the model fails: {one_line(error)}") from error
 
@@ -240,7 +243,7 @@ def _difference(
 
 
 def _other_names(old: nn.Module, new: nn.Module, norm: NormDescription) -> str:
-    """Says if other tensors are saved or trained. Norms of own classes have names of their own."""
+    """Says which other tensors are saved or trained; names count for torch's classes alone."""
     names = names_as_built(new)
     old_state, new_state = set(old.state_dict()), set(names.values())
     trained = {name for name, p in old.named_parameters() if p.requires_grad}
@@ -264,7 +267,8 @@ def _is_narrow(module: nn.Module, call: RecordedCall) -> bool:
     def run(change: float) -> Tensor:
         x, *others = call.args
         (noise,) = draw_weights([x])
-        return copied(module).train(call.training)(x + change * noise, *others, **call.keywords)
+        moved = x + change * largest_value(x) * noise
+        return copied(module).train(call.training)(moved, *others, **call.keywords)
 
     if not call.args:
         return False

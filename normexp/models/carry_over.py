@@ -67,7 +67,7 @@ def put_norms(
         site = build(norm.num_features, **norm.settings).train(old.training)
         carried.lost += [f"{path}.{name}" for name in _carry_values(values_of(old, norm), site)]
         if norm.holds_averages and hasattr(site.norm, "track_running_stats"):
-            site.norm.track_running_stats = False
+            setattr(site.norm, "track_running_stats", False)  # noqa: B010 (typed to hold no bool)
         site = _like(old, network, site)
         carried.frozen += [f"{path}{name}" for name in _freeze(old, norm, site)]
         _share(old, norm, site, shared)
@@ -120,6 +120,8 @@ def _carry_values(values: State, site: Site) -> list[str]:
     """
     lost: list[str] = []
     for name, value in values.items():
+        if name == COUNT and isinstance(site.norm, HasRamp):
+            continue
         start = INITIAL_VALUES[name]
         if name == "weight" and getattr(site.norm, "zero_centered", False):
             value, start = value - 1, 0
@@ -128,8 +130,6 @@ def _carry_values(values: State, site: Site) -> list[str]:
             must_be_new = name in ("weight", "bias")
             if not must_be_new or bool((place.tensor == start).all()):
                 fitting.append(place.tensor)
-        if name == COUNT and isinstance(site.norm, HasRamp):
-            continue
         if len(fitting) == 1:
             fitting[0].copy_(value)
         elif name != COUNT and bool(((value - start).abs() > TOLERANCE).any()):

@@ -49,7 +49,6 @@ NORM_FUNCTIONS = (
     functional.rms_norm,
 )
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-TYPICAL = 3.0  # standard deviation of inputs as in networks
 Cache = dict[str, NormDescription | Misfit]
 
 
@@ -58,7 +57,8 @@ class LeftAlone:
     """A module that is no norm, or not known to be one.
 
     Attributes:
-        resembles_norm: messages name it.
+        resembles_norm: messages name it, what contains it is no norm, and norm=as_built puts a
+            site around it.
         is_called: with a tensor whose shape it returns.
     """
 
@@ -258,8 +258,7 @@ def _describe(module: nn.Module, calls: list[Call] | None, cache: Cache) -> Norm
         x = next(iter((*call.args, *call.keywords.values())))
         if call.dtype != x.dtype:  # torch's own norms do so under autocast alone
             raise Misfit(f"it returns {call.dtype} for {x.dtype}")
-    plain = bool | int | float | str | tuple
-    settings = [item for item in vars(module).items() if isinstance(item[1], plain)]
+    settings = [item for item in vars(module).items() if not item[0].startswith("_")]
     shapes = [(name, tensor.shape) for name, tensor in tensors_of(module).items()]
     key = repr((id(type(module)), module, settings, shapes, forms))
     if key not in cache:

@@ -33,7 +33,7 @@ def replaced(
     network = copied(model)
     sizes = {site: site.norm_batch_size for _, site in named_sites(network)}  # of an earlier call
     for site in sizes:
-        site.norm_batch_size = None
+        site.norm_batch_size = site.order = None
     recognition, notes = find_norms(network, factory, inputs)
     notes = [*replace_norms(network, factory, recognition).notes(), *notes]
     for site, size in sizes.items():  # those that stay

@@ -1,4 +1,4 @@
-"""Tries whether batch statistics over k samples are what they say.
+"""Tests whether splitting a batch into groups of k samples equals separate passes of k.
 
 In training mode, a network whose norms split their batch into groups of k must give on 2k samples
 what two passes of k give, from the same parameters and buffers: equal outputs, and gradients of a
@@ -116,11 +116,16 @@ def try_split(network: nn.Module, inputs: Inputs) -> Split:
     if failure is not None and not lost:
         raise failure
     where = name_some(lost or sites)
+    instead = "use norm=as_built"
+    if sizes:
+        instead = (
+            "drop norm_batch_size and pass as many samples at a time (micro_batch_size), or use "
+            "norm=as_built without it"
+        )
     raise UserError(
         f"in training, {2 * size} samples give other outputs than two passes of {size}, because "
         f"the input of the norm at {where} has its samples on no axis and in no equal blocks of "
-        "rows; drop norm_batch_size and pass as many samples at a time (micro_batch_size), or use "
-        "norm=as_built without it"
+        f"rows; {instead}"
     )
 
 
@@ -158,7 +163,8 @@ def _split_holds(control: Control, orders: Mapping[str, Order], tolerance: float
         pairs = [(parts[index][view.leaf], view.of(weights)) for view in own]
         of_parts.append(_gradients(copies[1 + index], pairs))
     for name, gradient in expected.items():
-        if not agree(gradient, sum(g[name] for g in of_parts), tolerance, largest):
+        total = torch.stack([gradients[name] for gradients in of_parts]).sum(0)
+        if not agree(gradient, total, tolerance, largest):
             return False
     return True
 
@@ -214,9 +220,11 @@ def match_samples(whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) ->
         return None
     for leaf, value in enumerate(whole):
         axis = _sample_axis(value.shape, [part[leaf].shape for part in parts])
+        if axis is None:
+            continue
         start = 0
-        for part in range(len(parts)) if axis is not None else ():
-            length = parts[part][leaf].shape[axis]
+        for part, outputs in enumerate(parts):
+            length = outputs[leaf].shape[axis]
             views.append(View(part, leaf, leaf, axis, start, length))
             start += length
     return views
@@ -282,10 +290,15 @@ class Control:
         return passes
 
     def holds(self) -> bool:
-        """True if passes over some of the samples give what one over all of them gives."""
+        """True if passes over some of the samples give what one over all of them gives.
+
+        Raises UserError if a forward fails, or the outputs cannot tell.
+        """
         whole, *parts = (real_outputs(out) for out, _ in self._run(self.passes()))
         views = match_samples(whole, parts)
-        return bool(views) and all(
+        if views == []:
+            raise UserError("its outputs have no value for each sample")
+        return views is not None and all(
             agree(view.of(whole), parts[view.part][view.leaf], TOLERANCE[0]) for view in views
         )
 
@@ -313,8 +326,10 @@ class Control:
         orders: dict[str, Order | None] = {}
         for path, inputs in whole.items():
             of_parts = [part.get(path, []) for part in parts]
-            fitting = [order for order in ORDERS if _have_order(order, inputs, of_parts, length)]
-            orders[path] = fitting[0] if fitting else None
+            orders[path] = None
+            for order in reversed(ORDERS):  # the simplest last
+                if _have_order(order, inputs, of_parts, length):
+                    orders[path] = order
         return orders
 
     def _run(self, passes: Iterable[Inputs]) -> Iterator[tuple[Any, dict[str, list[Tensor]]]]:
@@ -398,14 +413,21 @@ def find_control(
         few = inputs.take(range(2 * size), axis)
         control = Control(network, paths, few, size, axis, all_training, bypasses)
         try:
-            if control.holds():
-                if not all_training:
-                    meet = replace(control, all_training=True).meet()
-                    control.notes.append(MEET_IN_TRAINING if meet else DRAWS_IN_TRAINING)
-                return control
-            failure = MEET
+            holds, failure = control.holds(), MEET
         except UserError as error:
-            failure = str(error)
+            holds, failure = False, str(error)
+        if holds:
+            if not all_training:
+                control.notes.append(_why_not_in_training(control))
+            return control
         if axis == 0:
             reason = Untried(failure)
     return reason
+
+
+def _why_not_in_training(control: Control) -> str:
+    try:
+        meet = replace(control, all_training=True).meet()
+    except UserError as error:
+        return f"{IN_TRAINING}{error}"
+    return MEET_IN_TRAINING if meet else DRAWS_IN_TRAINING

@@ -109,10 +109,10 @@ class Site(InPlaceOfNorm):
 
     def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
         if isinstance(x, fx.Proxy):
-            return _leaf_of_trace(self, x)
+            return _leaf_of_trace(self, x, *(() if mask is None else (mask,)))
         if self.order is None:
             return self._normalize(x, mask)
-        rows = self.order.rows_per_sample(x)
+        rows = self.order.rows_per_sample(x) if self.training and self.norm_batch_size else 1
         if mask is not None:
             mask = self.order.arrange(mask, rows)
         out = self._normalize(self.order.arrange(x, rows), mask, rows=rows)
@@ -125,7 +125,8 @@ class Site(InPlaceOfNorm):
         if self.view != "map" and x.ndim != 3:
             positions = x.shape[1:-1].numel()
             tokens = x.reshape(x.shape[0] if x.ndim > 1 else 1, positions, x.shape[-1])
-            return self._normalize(tokens, rows=rows).view(x.shape)
+            mask = None if mask is None else mask.reshape(tokens.shape[:2])
+            return self._normalize(tokens, mask, rows=rows).view(x.shape)
         sizes = self._group_sizes(x, rows)
         if len(sizes) < 2:
             return self._apply_in_view(self.norm, x, mask)
@@ -242,7 +243,7 @@ class AsBuiltSite(Site):
 
 def _leaf_of_trace(site: Site, *args: Any, **keywords: Any) -> Any:
     """Makes the site one node of a graph that torch.fx traces, as it does torch's own norms."""
-    tracer: Any = args[0].tracer
+    tracer: Any = next(iter((*args, *keywords.values()))).tracer
     return tracer.create_proxy("call_module", tracer.path_of_module(site), args, keywords)
 
 

@@ -38,6 +38,8 @@ def asked_run(cells: Sequence[CellSpec]) -> str:
 def log_recorded(cells: Sequence[CellSpec], run_id: str) -> None:
     """Logs the ended run of a command to the agent's W&B run, unless its training did so."""
     for cell in cells:
+        if "wandb" not in cell.config["logger"]:
+            continue
         for seed in cell.seeds:
             run_dir = seed_dir(cell.directory, seed)
             id_file = run_dir / WANDB_ID_FILE

@@ -165,4 +165,7 @@ def test_a_network_without_a_backward_is_untried(caplog: pytest.LogCaptureFixtur
             return Stuck.apply(super().forward(x))  # type: ignore[return-value]
 
     normexp.replace_norms(Network(nn.Linear(C, C), nn.BatchNorm1d(C)), "batch", ROWS)
-    assert "train alike is untried: a backward of the model fails: " in caplog.text
+    assert (
+        "whether its own norms train alike is untried: a backward of the model fails: "
+        in caplog.text
+    )
