@@ -210,9 +210,11 @@ def check_alone(network: nn.Module, other: nn.Module, sample: Sample) -> None:
 def check_diagnosis(network: nn.Module, case: Case) -> None:
     """Raises Wrong for a finding that costs more than the gap, or as much as another one."""
     model = copy.deepcopy(network).train()
-    batches = [(case.inputs([case.draw() for _ in range(4)]), None) for _ in range(BATCHES)]
-    with torch.no_grad():
-        for inputs, _ in batches:
+    batches: list[Any] = []
+    for _ in range(BATCHES):
+        inputs = case.inputs([case.draw() for _ in range(2 * SIZE)])
+        batches.append(inputs if isinstance(inputs, Mapping) else (inputs, None))
+        with torch.no_grad():
             call(model, inputs)
     result = normexp.diagnose(model, batches, mean_square)
     costs = {finding.kind: finding.cost for finding in result.findings if finding.cost}
@@ -246,7 +248,7 @@ def values_in(output: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
-def mean_square(output: Any, _: None) -> Tensor:
+def mean_square(output: Any, _: Any) -> Tensor:
     values = [value.square().mean() for value in values_in(output) if value.numel()]
     return torch.stack([value.float() for value in values]).mean()
 

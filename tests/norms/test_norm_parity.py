@@ -227,7 +227,7 @@ def test_proxy_activation_standardizes_by_an_integral_over_the_normal_density(
         mean = (function(w * g + b) * density).sum()
         var = (function(w * g + b) ** 2 * density).sum() - mean**2
         expected = (function(w * x[:, channel] + b) - mean) / (var + 0.03) ** 0.5
-        assert_close(out, expected, rtol=0, atol=0.01)  # 256 values for all of g
+        assert_close(out, expected, rtol=0.02, atol=0.02)  # 256 values for all of g
 
 
 @pytest.mark.parametrize("name", [*ACTIVATIONS, "residual_scale"])
