@@ -45,7 +45,10 @@ from normexp.words import format_count, name_some
 
 TOLERANCE = 1e-4, 1e-2  # in double precision, and else; a wrong split is off by a tenth and more
 AXES = (0, 1)  # of a network's inputs, on which its samples may be
-MEET = "samples meet outside of its norms, also in evaluation mode"
+MEET = (
+    "samples meet outside of its norms, also in evaluation mode, or the first axis of its inputs does "
+    "not count them"
+)
 IN_TRAINING = "the split by samples is untried with other modules than the norms in training mode: "
 MEET_IN_TRAINING = f"{IN_TRAINING}there samples meet outside of the norms"
 DRAWS_IN_TRAINING = f"{IN_TRAINING}these draw random numbers"
