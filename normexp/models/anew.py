@@ -211,10 +211,16 @@ def _other_sharing(
 def _sharing(network: nn.Module, norms: Mapping[str, NormDescription]) -> set[frozenset[str]]:
     """The paths of the modules that hold one parameter, for each that several hold."""
     holders: defaultdict[int, set[str]] = defaultdict(set)
-    for name, parameter in network.named_parameters(remove_duplicate=False):
-        path = name.rpartition(".")[0]
-        norm = next((norm for norm in norms if f"{path}.".startswith(f"{norm}.")), path)
-        holders[id(parameter)].add(norm)
+    inside: set[nn.Module] = set()
+    for path in norms:
+        norm = network.get_submodule(path)
+        inside.update(norm.modules())
+        for parameter in norm.parameters():
+            holders[id(parameter)].add(path)
+    for path, module in network.named_modules():
+        if module not in inside:
+            for parameter in module.parameters(recurse=False):
+                holders[id(parameter)].add(path)
     return {frozenset(paths) for paths in holders.values() if len(paths) > 1}
 
 

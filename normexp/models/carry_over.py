@@ -65,10 +65,10 @@ def put_norms(
         old = network.get_submodule(path)
         build = factory_of(norm).tokens if norm.formula.is_last else factory_of(norm)
         site = build(norm.num_features, **norm.settings).train(old.training)
+        site = _like(old, network, site)
         carried.lost += [f"{path}.{name}" for name in _carry_values(values_of(old, norm), site)]
         if norm.holds_averages and hasattr(site.norm, "track_running_stats"):
             setattr(site.norm, "track_running_stats", False)  # noqa: B010 (typed to hold no bool)
-        site = _like(old, network, site)
         carried.frozen += [f"{path}{name}" for name in _freeze(old, norm, site)]
         _share(old, norm, site, shared)
         new[path] = _with_tail(site, old, norm)

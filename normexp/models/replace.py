@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from normexp.batching.copies import copied
+from normexp.errors import UserError
 from normexp.models.anew import keep_reproduced
 from normexp.models.recognise import Recognition, recognise
 from normexp.models.split import try_split
@@ -31,13 +32,21 @@ def replaced(
 ) -> tuple[nn.Module, Sequence[str]]:
     """See `normexp.replace_norms`. Returns the copy and lines for the log."""
     network = copied(model)
-    sizes = {site: site.norm_batch_size for _, site in named_sites(network)}  # of an earlier call
-    for site in sizes:
+    if not all(parameter.is_leaf for parameter in network.parameters()):
+        raise UserError(
+            "the model holds TorchScript, whose copies cannot be trained; script it later"
+        )
+    sizes: dict[nn.Module, int | None] = {}  # of an earlier call
+    for _, site in named_sites(network):
+        sizes[site] = site.norm_batch_size
         site.norm_batch_size = site.order = None
     recognition, notes = find_norms(network, factory, inputs)
     notes = [*replace_norms(network, factory, recognition).notes(), *notes]
-    for site, size in sizes.items():  # those that stay
-        site.norm_batch_size = size
+    for _, site in named_sites(network):
+        for inner in site.norm.modules():
+            sizes.pop(inner, None)  # which the second call has put into a site
+    for _, site in named_sites(network):
+        site.norm_batch_size = sizes.get(site, site.norm_batch_size)  # of those that stay
     if inputs is not None:
         check_called(network, inputs)
         split = try_split(network, inputs)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from normexp.batching.copies import copied
-from normexp.errors import UserError
+from normexp.errors import UserError, one_line
 from normexp.models.trial import (
     Inputs,
     agree,
@@ -46,14 +46,14 @@ from normexp.words import format_count, name_some
 TOLERANCE = 1e-4, 1e-2  # in double precision, and else; a wrong split is off by a tenth and more
 AXES = (0, 1)  # of a network's inputs, on which its samples may be
 MEET = (
-    "samples meet outside of its norms, also in evaluation mode, or the first axis of its inputs does "
-    "not count them"
+    "samples meet outside of its norms, also in evaluation mode, or the first axis of its inputs "
+    "does not count them"
 )
 IN_TRAINING = "the split by samples is untried with other modules than the norms in training mode: "
 MEET_IN_TRAINING = f"{IN_TRAINING}there samples meet outside of the norms"
 DRAWS_IN_TRAINING = f"{IN_TRAINING}these draw random numbers"
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)  # off in a trial
-MOST_SAMPLES = 2  # of a group in the trial: larger groups are cut in the same way
+MOST_SAMPLES = 4  # of a group in the trial: larger groups are cut in the same way
 
 
 @dataclass
@@ -92,6 +92,8 @@ def try_split(network: nn.Module, inputs: Inputs) -> Split:
     if not sizes and all(site.view != "sequence" for site in sites.values()):
         return Split()
     size = min([MOST_SAMPLES, *sizes])
+    if 4 <= inputs.count() < 2 * size:
+        size = 2
     network, inputs, is_wide = widened(network, inputs)
     for _, site in named_sites(network):
         site.norm_batch_size, site.running_from, site.order = size, "step", None
@@ -178,10 +180,11 @@ def _gradients(network: nn.Module, outputs: Sequence[tuple[Tensor, Tensor]]) -> 
     total = sum((out * weight).sum() for out, weight in outputs)
     if not named or not isinstance(total, Tensor) or not total.requires_grad:
         return {}
-    gradients = torch.autograd.grad(
-        total, [*named.values()], allow_unused=True, materialize_grads=True
-    )
-    return dict(zip(named, gradients, strict=True))
+    try:
+        total.backward(retain_graph=True)
+    except Exception as error:  # foreign code may raise anything
+        raise UserError(f"a backward of the model fails: {one_line(error)}") from error
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named.items()}
 
 
 # --- Which outputs belong to which samples --------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from normexp.config.groups import group_choices, shipped_config, shipped_defaults, shipped_values
+from normexp.config.groups import group_choices, shipped_config, shipped_defaults
 from normexp.config.keys import own_keys
 from normexp.config.slots import SLOTS, resolve
 from normexp.config.target import Target, read_target
@@ -138,10 +138,14 @@ def _shipped_norm(name: str) -> dict[str, Any]:
 def _changed_settings(config: Mapping[str, Any]) -> set[str]:
     """Those settings of a replaced norm whose values differ from the shipped ones."""
     values = config["norm"]
-    shipped = shipped_values("norm", values["_target_"]) or {}
     typed = values.keys() & {"eps", "momentum", "affine", "has_bias", "zero_centered"}
     typed |= values.keys() & {"track_running_stats", "unbiased_running_var"}
-    changed = {key for key in typed if key not in shipped or values[key] != shipped[key]}
+    changed = typed
+    for choice in group_choices("norm"):  # of those with this class, the nearest
+        shipped = shipped_defaults("norm", choice) or {}
+        if shipped.get("_target_") == values["_target_"]:
+            other = {key for key in typed if key not in shipped or values[key] != shipped[key]}
+            changed = min(changed, other, key=len)
     return changed | ({"eps"} if config["eps"] != shipped_config()["eps"] else set())
 
 

@@ -62,7 +62,13 @@ class SampleOrder:
         """
         if self.order in ("first", "second"):
             return 1
-        rows, remainder = divmod(x.shape[0], self.counter.num_samples or x.shape[0])
+        num_samples = self.counter.num_samples
+        if not num_samples:
+            raise UserError(
+                "how many samples a norm gets is counted where the network itself is called, and a "
+                "part of it was called first; drop norm_batch_size"
+            )
+        rows, remainder = divmod(x.shape[0], num_samples)
         if remainder:
             raise UserError(
                 f"a norm gets {x.shape[0]} rows of {self.counter.num_samples} samples, so its "

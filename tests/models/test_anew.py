@@ -106,6 +106,47 @@ def test_gain_and_shift_are_two_facts_for_every_new_norm() -> None:
     assert new[0].norm.weight is new[2].norm.weight  # type: ignore[union-attr,index]
 
 
+def test_what_the_old_norm_lacks_the_new_one_lacks_too() -> None:
+    bare = nn.RMSNorm(C, elementwise_affine=False)
+    for norm in ("rms", "layer"):
+        new = normexp.replace_norms(nn.Sequential(bare, nn.Linear(C, C)), norm, TOKENS)
+        assert [name for name, _ in new.named_parameters()] == ["1.weight", "1.bias"]
+
+
+class Aliased(nn.Module):
+    """One norm under two names, and gradient checkpointing that runs its forward again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(C, C), nn.BatchNorm1d(C)
+        self.stem = nn.Sequential(self.first, self.norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = checkpoint(self.norm, self.first(x), use_reentrant=True)
+        return out  # type: ignore[return-value]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_norm_under_two_names_is_replaced_once(caplog: pytest.LogCaptureFixture) -> None:
+    new = normexp.replace_norms(Aliased(), "batch", ROWS, norm_batch_size=2)
+    assert new.norm is new.stem[1] and len(caplog.messages) == 1  # type: ignore[index]
+
+
+def test_a_second_call_ends_the_split_of_the_first() -> None:
+    network = nn.Sequential(nn.Linear(C, C), nn.BatchNorm1d(C)).double()
+    x = ROWS.double()
+    once = normexp.replace_norms(network, "as_built", x, norm_batch_size=2)
+    twice = normexp.replace_norms(once, "as_built", x)
+    torch.testing.assert_close(twice.train()(x), copy.deepcopy(network).train()(x))
+
+
+def test_values_keep_the_precision_of_the_network() -> None:
+    network = nn.Sequential(nn.LayerNorm(C)).double()
+    nn.init.normal_(network[0].weight)  # type: ignore[arg-type]
+    new = normexp.replace_norms(network, "layer", TOKENS.double())
+    assert torch.equal(new[0].norm.weight, network[0].weight)  # type: ignore[union-attr,index,arg-type]
+
+
 class WithoutSamples(nn.Sequential):
     """Normalizes each image as (C, H, W), without an axis of samples."""
 
