@@ -215,7 +215,7 @@ class Measurement:
     def _put_in(
         self, setup: Setup, sites: Mapping[str, NormSite], index: int, hooks: ExitStack
     ) -> None:
-        """Puts the moments that a setup asks for in the place of running averages."""
+        """Replaces the running averages by the moments of a setup."""
         others = {
             sites[path]: calls
             for path, source in setup.averages

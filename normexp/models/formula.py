@@ -72,7 +72,7 @@ class Formula:
         return f"{self.name} norm{groups}, channels {'last' if self.is_last else 'first'}"
 
     def build(self, num_features: int, **settings: Any) -> nn.Module:
-        """The shipped norm for (N, C, *), in float64, with those of the settings that it has."""
+        """The shipped norm for (N, C, *), in float64; settings that it lacks are ignored."""
         norm = FORMULAS[self.name]
         if self.name == "group":
             settings["num_groups"] = self.num_groups
