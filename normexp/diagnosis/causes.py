@@ -182,7 +182,7 @@ def _explained_by_trial(measured: Measurement, cause: Cause) -> Cause:
         return cause  # nothing to explain
     num_batches = len(measured.sizes)
     turns = range(0, num_batches, max(1, num_batches // TURNS))
-    in_turn = max(loss(behind_dropout=True, last=turn) for turn in turns)
+    in_turn = max(loss(behind_dropout=True, first=turn) for turn in turns)
     if noisy - precise > now - noisy:
         return replace(
             cause,

@@ -34,7 +34,7 @@ from scipy import stats
 from torch import nn
 
 from normexp.batching.copies import copied
-from normexp.diagnosis.network import Loss, first_samples, is_within, num_samples, take
+from normexp.diagnosis.network import Loss, first_samples, is_within
 from normexp.diagnosis.parts import SILENT, Modes, Parts, set_modes
 from normexp.diagnosis.recompute import run_in_training, write_values
 from normexp.diagnosis.result import TERMS, Estimate, Losses, SiteRow
@@ -51,6 +51,7 @@ from normexp.norms.moment_sites import (
     with_own_share,
     write_populations,
 )
+from normexp.norms.samples import count_samples, take_samples
 
 PATIENCE = 10  # seconds without a line of progress
 
@@ -61,12 +62,12 @@ class Source(NamedTuple):
     Attributes:
         behind_dropout: as training sees them; else with dropout off.
         by_call: those of each call of a norm within a forward; else all calls together.
-        last: averaged with the norm's momentum as training does, up to this batch; else pooled.
+        first: averaged with the norm's momentum as training does, from this batch on; else pooled.
     """
 
     behind_dropout: bool = False
     by_call: bool = False
-    last: int | None = None
+    first: int | None = None
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Measurement:
     ) -> None:
         self.batches = batches
         self.parts = Parts(model, first_samples(batches), loss)
-        self.sizes = [num_samples(batch, self.parts.axis) for batch in batches]
+        self.sizes = [count_samples(batch, self.parts.axis) for batch in batches]
         self.active = self.parts.sites()
         self.norms = {path for path in self.parts.modules if is_within(path, *self.active)}
         self.unknown = self.parts.unknown(self.active)
@@ -233,13 +234,13 @@ class Measurement:
         batches = (self.behind_dropout if source.behind_dropout else self.without_dropout)[path]
         others = [calls for number, calls in enumerate(batches) if number != index]
         others = others if any(others) else batches
-        if source.last is not None:
-            others = others[source.last :] + others[: source.last]
+        if source.first is not None:
+            others = others[source.first :] + others[: source.first]
         if source.by_call:  # batches with fewer calls have None
             by_call = [[*filter(None, calls)] for calls in zip_longest(*others)]
         else:
             by_call = [[*chain.from_iterable(others)]]
-        average = pool_batches if source.last is None else averaged
+        average = pool_batches if source.first is None else averaged
         return [average(site, moments) for moments in by_call if moments]
 
     @cached_property
@@ -259,7 +260,8 @@ class Measurement:
             try:
                 for batch, num in zip(self.batches, self.sizes, strict=True):
                     for first in (0, num - size):
-                        samples = take(batch, slice(first, first + size), num, parts.axis)
+                        some = slice(first, first + size)
+                        samples = take_samples(batch, some, num=num, axis=parts.axis)
                         losses.append(parts.loss(parts.fresh(modes), samples, modes))
             except UserError:  # one value per channel has no variance
                 continue

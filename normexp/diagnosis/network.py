@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_map
 
 from normexp.errors import UserError, one_line
+from normexp.norms.samples import count_samples, map_tensors, usual_axis
 
 Loss = Callable[[Any, Any], Tensor]
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a module is called with
@@ -65,14 +66,18 @@ def stream_batches(batches: Iterable[Any], model: nn.Module) -> Iterator[Any]:
             f"batches is a {type(batches).__name__}, must be a DataLoader, as "
             f"torch.utils.data.DataLoader(dataset, batch_size=32, shuffle=True); {FORM}"
         )
-    for batch in batches:
+    for given in batches:
+        batch: Any = given
         if isinstance(batch, Mapping):
             batch = dict(batch)
-        is_pair = isinstance(batch, tuple | list) and len(batch) == 2
-        is_batch = is_pair or isinstance(batch, dict)
-        if not is_batch or not num_samples(batch):
-            raise UserError(f"batches holds a {type(batch).__name__}: {FORM}")
-        yield tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
+        elif isinstance(batch, tuple | list) and len(batch) == 2:
+            inputs, targets = batch
+            batch = (tuple(inputs) if isinstance(inputs, list) else inputs), targets
+        else:
+            batch = None
+        if batch is None or not num_samples(batch):
+            raise UserError(f"batches holds a {type(given).__name__}: {FORM}")
+        yield map_tensors(batch, lambda tensor: tensor.to(device))
 
 
 def read_batches(batches: Iterable[Any], most: int | None, model: nn.Module) -> list[Any]:
@@ -94,34 +99,9 @@ def read_batches(batches: Iterable[Any], most: int | None, model: nn.Module) -> 
     return read
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def num_samples(batch: Any, axis: int = 0) -> int:
-    """The length of the first tensor in a batch along the axis of samples; 0 if it has none."""
-    tensors = [tensor for tensor in tensors_in(batch) if tensor.ndim > axis]
-    return tensors[0].shape[axis] if tensors else 0
-
-
-def axis_of(tensor: Tensor, num: int, axis: int) -> int | None:
-    """The axis of `num` samples: `axis`, or the first, as in a class for each; None: neither."""
-    for candidate in (axis, 0):
-        if tensor.ndim > candidate and tensor.shape[candidate] == num:
-            return candidate
-    return None
-
-
-def take(batch: Any, samples: slice | Sequence[int], num: int, axis: int = 0) -> Any:
-    """The selected samples of a batch of `num`."""
-
-    def select(tensor: Tensor) -> Tensor:
-        own_axis = axis_of(tensor, num, axis)
-        if own_axis is None:
-            return tensor
-        return tensor.transpose(0, own_axis)[samples].transpose(0, own_axis)
-
-    return tree_map_only(Tensor, select, batch)
+def num_samples(batch: Any) -> int:
+    """Samples of a batch, where most networks have them."""
+    return count_samples(batch, usual_axis(batch))
 
 
 def first_samples(batches: Sequence[Any]) -> Any:

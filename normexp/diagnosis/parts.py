@@ -8,34 +8,39 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import nullcontext
-from itertools import permutations
+from itertools import permutations, product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from normexp.batching.copies import copied
 from normexp.checks.probe import change, differing_values, moves, values_of
 from normexp.diagnosis.network import (
     Call,
     Loss,
-    axis_of,
     call_of,
     hooked,
     innermost,
     is_within,
     loss_on,
-    num_samples,
-    take,
-    tensors_in,
 )
 from normexp.diagnosis.result import ROOT
 from normexp.errors import UserError
-from normexp.models.split import Untried, find_control
+from normexp.models.control import Untried, find_control
 from normexp.models.trial import Inputs
 from normexp.norms.moment_sites import NormSite, can_be_shown
-from normexp.norms.samples import SampleCounter, SampleOrder
+from normexp.norms.samples import (
+    Axis,
+    SampleCounter,
+    SampleOrder,
+    axis_in,
+    count_samples,
+    map_tensors,
+    take_samples,
+    tensors_in,
+    usual_axis,
+)
 from normexp.norms.site import named_sites
 from normexp.words import name_some
 
@@ -58,7 +63,9 @@ class Parts:
 
     Attributes:
         axis: of the model's inputs, that of samples.
-        batch, num: the samples on which its modules are run, and how many these are.
+        batch, num: the samples on which its modules are run, and how many these are: a few, or all
+            if the model does not take fewer.
+        takes_gradients: its forward takes some also in evaluation, as those of an energy.
         modules: of the copy, by path.
         paths: of these modules.
         training: the modes in which the model is trained: as they are, or after `train()` if it
@@ -72,29 +79,23 @@ class Parts:
 
     def __init__(self, model: nn.Module, batch: Any, loss: Loss) -> None:
         self.axis = axis_of_samples(model, batch)
-        self.num = num_samples(batch, self.axis)
-        batch = take(batch, slice(FEW), self.num, self.axis)
-        self.num = min(FEW, self.num)
-        self.batch = batch
+        num = count_samples(batch, self.axis)
         self.model = copied(model)
-        self.trained = copied(model)
-        self.evaluated = copied(model)
-        if model.training:
-            self.evaluated.eval()
-        else:
-            self.trained.train()
-        self.training = Modes(_in_training(self.trained), learning=True)
-        self.evaluation = Modes(_in_training(self.evaluated), learning=False)
         self.modules = dict(self.model.named_modules())
         self.paths = {module: path for path, module in self.modules.items()}
         self.criterion = loss
-        self.calls: dict[str, Call] = {}
-        self.autocasts: dict[str, torch.autocast] = {}
-        with hooked(model, _refuse):
-            with hooked(self.trained, self._record):
-                self.loss(self.trained, batch, self.training)
-            self.loss(self.evaluated, batch, self.evaluation)
-        self.calls.setdefault("", call_of(model, batch))
+        few = take_samples(batch, slice(FEW), num=num, axis=self.axis)
+        problems: list[UserError] = []
+        for self.batch, self.takes_gradients in product((few, batch), (False, True)):
+            try:
+                self._run_both_modes(model)
+                break
+            except UserError as error:
+                problems.append(error)
+        else:
+            raise problems[-1]
+        self.num = count_samples(self.batch, self.axis)
+        self.calls.setdefault("", call_of(model, self.batch))
         moved = differing_values(self.trained, self.model)
         moved += differing_values(self.evaluated, self.model)
         self.fixed = [
@@ -103,8 +104,25 @@ class Parts:
             if parameter.requires_grad and name not in moved
         ]
 
+    def _run_both_modes(self, model: nn.Module) -> None:
+        """Runs copies, in training with all calls recorded."""
+        self.trained = copied(model)
+        self.evaluated = copied(model)
+        if model.training:
+            self.evaluated.eval()
+        else:
+            self.trained.train()
+        self.training = Modes(_in_training(self.trained), learning=True)
+        self.evaluation = Modes(_in_training(self.evaluated), learning=False)
+        self.calls: dict[str, Call] = {}
+        self.autocasts: dict[str, torch.autocast] = {}
+        with hooked(model, _refuse):
+            with hooked(self.trained, self._record):
+                self.loss(self.trained, self.batch, self.training)
+            self.loss(self.evaluated, self.batch, self.evaluation)
+
     def _record(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        call = tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs))
+        call = map_tensors((args, kwargs), lambda tensor: tensor.detach().clone())
         self.calls.setdefault(path, call)
         device = tensors_in(call)[0].device.type if tensors_in(call) else "cpu"
         autocast = torch.autocast(
@@ -120,7 +138,7 @@ class Parts:
 
     def loss(self, model: nn.Module, batch: Any, modes: Modes, seed: int = 0) -> float:
         torch.manual_seed(seed)
-        with torch.set_grad_enabled(modes.learning):
+        with torch.set_grad_enabled(modes.learning or self.takes_gradients):
             return loss_on(model, batch, self.criterion).item()
 
     # --- What a module computes ------------------------------------------------------------------
@@ -133,7 +151,7 @@ class Parts:
         args, kwargs = call
         torch.manual_seed(seed)
         try:
-            with torch.set_grad_enabled(modes.learning):
+            with torch.set_grad_enabled(modes.learning or self.takes_gradients):
                 return tensors_in(module(*args, **kwargs))
         except Exception:  # foreign code may raise anything
             return []
@@ -151,13 +169,13 @@ class Parts:
         """True if an output of a module depends on others along the first axis of its input."""
         return self._mixes(path, modes, len(tensors_in(self.calls[path])[0]), 0)
 
-    def _mixes(self, path: str, modes: Modes, num: int, axis: int) -> bool:
+    def _mixes(self, path: str, modes: Modes, num: int, axis: Axis) -> bool:
         middle = num // 2
-        all_alike = take(self.calls[path], [middle] * num, num, axis)
+        all_alike = take_samples(self.calls[path], [middle] * num, num=num, axis=axis)
         before = self.outputs(path, modes)
         after = self.outputs(path, modes, all_alike)
         for old, new in zip(before, after, strict=False):
-            own_axis = axis_of(old, num, axis)
+            own_axis = axis_in(old, num, axis)
             if own_axis is not None and moves(
                 *(out.select(own_axis, middle) for out in (old, new))
             ):
@@ -218,11 +236,11 @@ class Parts:
     def _find_orders(self, sites: Mapping[str, NormSite]) -> None:
         """Tells sites where the samples are in their inputs, if that can be tried."""
         inputs = Inputs(*call_of(self.model, self.batch))
-        control = find_control(self.model, [*sites], inputs, size=1)
+        control = find_control(self.model, [*sites], inputs, 1, [self.axis])
         if isinstance(control, Untried):
             return
-        counter = SampleCounter(self.axis)
-        self.model.register_forward_pre_hook(counter, with_kwargs=True)
+        counter = SampleCounter(control.axis)
+        counter.watch(self.model)
         for path, order in control.find_orders().items():
             if order is not None:
                 sites[path].order = SampleOrder(order, counter)
@@ -277,13 +295,14 @@ class Parts:
         return found
 
 
-def axis_of_samples(model: nn.Module, batch: Any) -> int:
+def axis_of_samples(model: nn.Module, batch: Any) -> Axis:
     """The axis of a model's inputs along which each sample is handled by itself, in evaluation.
 
-    The first, if none is or that cannot be tried.
+    The usual one, if none is or that cannot be tried.
     """
-    control = find_control(model, [], Inputs(*call_of(model, batch)), size=1)
-    return 0 if isinstance(control, Untried) else control.axis
+    call = call_of(model, batch)
+    control = find_control(model, [], Inputs(*call), size=1)
+    return usual_axis(call) if isinstance(control, Untried) else control.axis
 
 
 def _in_training(model: nn.Module) -> frozenset[str]:

@@ -135,7 +135,7 @@ def _record_few_enough(
     Raises UserError if the backward fails, or two samples are too many.
     """
     for number in (FEW, 2):
-        few = inputs.take(range(number)) if inputs.count() > number else inputs
+        few = inputs.first(number)
         try:
             return _record(network, paths, few)
         except _TooLarge:

@@ -8,18 +8,23 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from normexp.batching.copies import copied
 from normexp.batching.draws import keeping_random_state
 from normexp.errors import UserError, one_line
-from normexp.norms.samples import count_samples, take_samples
+from normexp.norms.samples import (
+    Axis,
+    count_samples,
+    map_tensors,
+    take_samples,
+    tensors_in,
+    usual_axis,
+)
 
 FEW = 4  # samples, which are enough for most trials
 
@@ -38,37 +43,51 @@ class Inputs:
             return cls((), value)
         return cls(value if isinstance(value, tuple) else (value,), {})
 
-    def count(self, axis: int = 0) -> int:
+    def count(self, axis: Axis) -> int:
         """The number of samples, if they are on this axis; 0 if nothing has it."""
         return count_samples((*self.args, *self.keywords.values()), axis)
 
-    def take(self, indices: Sequence[int], axis: int = 0) -> Inputs:
+    def take(self, indices: Sequence[int], axis: Axis) -> Inputs:
         """Those samples that have these indices."""
-        take = partial(take_samples, indices=indices, num=self.count(axis), axis=axis)
-        return Inputs(tuple(map(take, self.args)), take(dict(self.keywords)))
+        inputs = self.args, dict(self.keywords)
+        return Inputs(*take_samples(inputs, indices, num=self.count(axis), axis=axis))
+
+    def first(self, number: int) -> Inputs:
+        """The first samples, if they are where most networks have them; or else all."""
+        axis = usual_axis((*self.args, *self.keywords.values()))
+        return self.take(range(number), axis) if self.count(axis) > number else self
 
 
-def run_network(network: nn.Module, inputs: Inputs, *, with_gradients: bool = False) -> Any:
-    """A forward with fixed draws, on copies of the inputs. Raises UserError if it fails."""
-    eagerly = torch.compiler.set_stance("force_eager")  # in a graph no call is seen
-    args, keywords = copied((inputs.args, dict(inputs.keywords)))
-    with keeping_random_state(network), torch.set_grad_enabled(with_gradients), eagerly:
-        seed_all()
-        try:
-            return network(*args, **keywords)
-        except UserError:
-            raise
-        except Exception as error:  # foreign code may raise anything
-            raise UserError(
-                f"a forward of the model {type(network).__name__} fails: {one_line(error)}"
-            ) from error
+def run_network(
+    network: nn.Module, inputs: Inputs, *, with_gradients: bool = False, seed: int = 0
+) -> Any:
+    """A forward with fixed draws, on copies of the inputs.
+
+    Without gradients, unless the forward itself takes some, as those of an energy.
+
+    Raises UserError if it fails.
+    """
+    for enabled in (with_gradients, True):
+        eagerly = torch.compiler.set_stance("force_eager")  # in a graph no call is seen
+        args, keywords = copied((inputs.args, dict(inputs.keywords)))
+        with keeping_random_state(network), torch.set_grad_enabled(enabled), eagerly:
+            seed_all(seed)
+            try:
+                return network(*args, **keywords)
+            except UserError:
+                raise
+            except Exception as error:  # foreign code may raise anything
+                if enabled:
+                    raise UserError(
+                        f"a forward of the model {type(network).__name__} fails: {one_line(error)}"
+                    ) from error
 
 
-def seed_all() -> None:
+def seed_all(seed: int = 0) -> None:
     """Seeds every source of random numbers that networks draw from."""
-    torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
 
 
 def widened(network: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs, bool]:
@@ -77,15 +96,12 @@ def widened(network: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs, bool
     The third value is true if it does. A few samples are tried first.
     """
 
-    def widen(value: Any) -> Any:
-        is_real = isinstance(value, Tensor) and value.is_floating_point()
-        return value.double() if is_real else value
+    def widen(value: Tensor) -> Tensor:
+        return value.double() if value.is_floating_point() else value
 
     wide = copied(network).double()
-    args, keywords = tree_map(widen, (inputs.args, dict(inputs.keywords)))
-    wide_inputs = Inputs(args, keywords)
-    few = wide_inputs.take(range(FEW)) if inputs.count() > FEW else wide_inputs
-    for tried in (few, wide_inputs):
+    wide_inputs = Inputs(*map_tensors((inputs.args, dict(inputs.keywords)), widen))
+    for tried in (wide_inputs.first(FEW), wide_inputs):
         try:
             run_network(copied(wide).train(), tried)
             return wide, wide_inputs, True
@@ -96,8 +112,7 @@ def widened(network: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs, bool
 
 def real_outputs(output: Any) -> list[Tensor]:
     """The floating-point tensors of an output, in a fixed order."""
-    leaves = tree_leaves(output)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return [value for value in tensors_in(output) if value.is_floating_point()]
 
 
 def draw_weights(outputs: Sequence[Tensor]) -> list[Tensor]:

@@ -1,13 +1,14 @@
-"""Where the samples of a forward are in its inputs, and in the input of a norm.
+"""Where the samples of a forward are, in the inputs of a network and in the input of a norm.
 
-The first axis counts samples in most networks. Others join the positions of a sample to rows, or
-have time first; models/split.py finds out which by trying.
+The first axis counts samples in most networks. Others take lists with an item for each sample, join
+the positions of a sample to rows, or have time first; models/split.py finds out which by trying.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
 import torch
@@ -15,6 +16,9 @@ from torch import Tensor, nn
 
 from normexp.errors import UserError
 
+Axis = (
+    int | None
+)  # of the tensors that a network gets; None: its lists have an item for each sample
 Order = Literal["first", "rows", "second", "interleaved"]
 ORDERS: dict[Order, str] = {  # of x with N samples of T positions
     "first": "(N, ...)",
@@ -22,33 +26,48 @@ ORDERS: dict[Order, str] = {  # of x with N samples of T positions
     "second": "(T, N, ...)",
     "interleaved": "(T * N, ...), the rows of a position together",
 }
+REMEDY = "so its batches cannot be split by samples; drop norm_batch_size"
 
 
 @dataclass(eq=False)
 class SampleCounter:
-    """A forward pre-hook of a network that notes how many samples it gets.
+    """Notes how many samples a network gets.
 
     Attributes:
         axis: of its inputs, that of samples.
+        num_samples: of the forward that runs; None if none does.
+        are_alike: these have equal shapes.
     """
 
-    axis: int
-    num_samples: int = 0
+    axis: Axis
+    num_samples: int | None = None
+    are_alike: bool = True
 
-    def __call__(self, _: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-        self.num_samples = count_samples((*args, *keywords.values()), self.axis)
+    def watch(self, network: nn.Module) -> None:
+        network.register_forward_pre_hook(self._enter, with_kwargs=True)
+        network.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, _: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+        inputs = (*args, *keywords.values())
+        self.num_samples = count_samples(inputs, self.axis)
+        self.are_alike = self.axis is not None or _are_alike(inputs)
+
+    def _leave(self, *_: Any) -> None:
+        self.num_samples = None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class SampleOrder:
     """How the samples lie in the input of a norm, where the first axis does not count them.
 
     Attributes:
         counter: of the network around the norm.
+        last: the shape of the last input, and its rows per sample.
     """
 
     order: Order
     counter: SampleCounter
+    last: tuple[torch.Size, int] | None = None
 
     def is_like(self, value: Tensor, x: Tensor) -> bool:
         """True if a tensor beside x has values for the same samples."""
@@ -58,22 +77,27 @@ class SampleOrder:
     def rows_per_sample(self, x: Tensor) -> int:
         """Rows that belong to one sample, for the x of all samples.
 
+        A forward that is run again in the backward (gradient checkpointing) has no count of its
+        own; there x has the shape that it had.
+
         Raises UserError unless each sample can have as many.
         """
         if self.order in ("first", "second"):
             return 1
         num_samples = self.counter.num_samples
+        if num_samples is None and self.last is not None and self.last[0] == x.shape:
+            return self.last[1]
         if not num_samples:
             raise UserError(
                 "how many samples a norm gets is counted where the network itself is called, and a "
-                "part of it was called first; drop norm_batch_size"
+                f"part of it is called alone with {x.shape[0]} rows; drop norm_batch_size"
             )
         rows, remainder = divmod(x.shape[0], num_samples)
         if remainder:
-            raise UserError(
-                f"a norm gets {x.shape[0]} rows of {self.counter.num_samples} samples, so its "
-                "batches cannot be split by samples; drop norm_batch_size"
-            )
+            raise UserError(f"a norm gets {x.shape[0]} rows of {num_samples} samples, {REMEDY}")
+        if not self.counter.are_alike:
+            raise UserError(f"a norm gets the rows of samples of unequal shapes, {REMEDY}")
+        self.last = x.shape, rows
         return rows
 
     def arrange(self, x: Tensor, rows_per_sample: int) -> Tensor:
@@ -96,38 +120,102 @@ class SampleOrder:
 FIRST_AXIS = SampleOrder("first", SampleCounter(0))
 
 
-def count_samples(inputs: Sequence[Any], axis: int = 0) -> int:
-    """The samples in the inputs of a network, by the first that has some; 0 if none has."""
-    for value in inputs:
-        if isinstance(value, Tensor) and value.ndim > axis:
-            return value.shape[axis]
-        if isinstance(value, list) and axis == 0 and value and not _is_plain(value[0]):
-            return len(value)
-        if isinstance(value, Mapping):
-            value = [*value.values()]
-        if isinstance(value, list | tuple) and (count := count_samples(value, axis)):
-            return count
-    return 0
+# --- Inputs: tensors in tuples, lists, mappings and dataclasses -----------------------------------
 
 
-def take_samples(value: Any, indices: Sequence[int], *, num: int, axis: int = 0) -> Any:
-    """The samples of these indices in an input, or in any collection of inputs.
+def count_samples(value: Any, axis: Axis = 0) -> int:
+    """The samples in an input, by the first tensor or list that has some; 0 if none has.
+
+    Tensors in one list count if they have equally many, as maps of several scales do.
+    """
+    if isinstance(value, Tensor):
+        return value.shape[axis] if axis is not None and value.ndim > axis else 0
+    if axis is None and isinstance(value, list) and tensors_in(value):
+        return len(value)
+    counts = [count for item in _items(value) if (count := count_samples(item, axis))]
+    if isinstance(value, list) and len(set(counts)) > 1:
+        return 0
+    return counts[0] if counts else 0
+
+
+def take_samples(value: Any, indices: slice | Sequence[int], *, num: int, axis: Axis = 0) -> Any:
+    """The samples of these indices in an input.
 
     Args:
         num: samples in all; what has another number is no value per sample, and stays whole.
     """
+    if isinstance(indices, slice):
+        indices = range(num)[indices]
     if isinstance(value, Tensor):
-        has_samples = value.ndim > axis and value.shape[axis] == num
+        own_axis = axis_in(value, num, axis)
         where = torch.tensor([*indices], device=value.device)
-        return value.index_select(axis, where) if has_samples else value
-    if isinstance(value, list) and axis == 0 and len(value) == num:
-        return [value[i] for i in indices]
-    if type(value) is dict:
-        return {k: take_samples(v, indices, num=num, axis=axis) for k, v in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(take_samples(v, indices, num=num, axis=axis) for v in value)
+        return value if own_axis is None else value.index_select(own_axis, where)
+    if isinstance(value, list) and len(value) == num:
+        is_cut_inside = axis is not None and count_samples(value, axis) == num
+        if not is_cut_inside:
+            return [value[i] for i in indices]
+    return with_items(value, lambda item: take_samples(item, indices, num=num, axis=axis))
+
+
+def usual_axis(value: Any) -> Axis:
+    """Where samples are in most networks: the items of lists if it has any, or the first axis."""
+    return None if count_samples(value, None) else 0
+
+
+def axis_in(tensor: Tensor, num: int, axis: Axis) -> int | None:
+    """The axis of `num` samples: `axis`, or the first, as in a class for each; None: neither."""
+    for candidate in (axis or 0, 0):
+        if tensor.ndim > candidate and tensor.shape[candidate] == num:
+            return candidate
+    return None
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of an input or output, in a fixed order."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for item in _items(value) for tensor in tensors_in(item)]
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same with other tensors."""
+    if isinstance(value, Tensor):
+        return change(value)
+    return with_items(value, lambda item: map_tensors(item, change))
+
+
+def with_items(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A container with each item changed; anything else as it is."""
+    if type(value) is list:
+        return [*map(change, value)]
+    if isinstance(value, tuple):
+        items = map(change, value)
+        make: Any = getattr(value, "_make", tuple)  # of a tuple with names
+        return make(items)
+    if isinstance(value, MutableMapping):
+        new: Any = copy.copy(value)
+        for name, item in value.items():
+            new[name] = change(item)
+        return new
+    if is_dataclass(value) and not isinstance(value, type):
+        new = copy.copy(value)
+        for one in fields(value):
+            object.__setattr__(new, one.name, change(getattr(value, one.name)))  # frozen or not
+        return new
     return value
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, bool | int | float | str)
+def _items(value: Any) -> Iterable[Any]:
+    """The items of a container; none of anything else."""
+    if isinstance(value, Mapping):
+        return value.values()
+    if is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, one.name) for one in fields(value)]
+    return value if isinstance(value, list | tuple) else ()
+
+
+def _are_alike(inputs: Sequence[Any]) -> bool:
+    """True if the items of every list have tensors of equal shapes."""
+    if isinstance(inputs, list):
+        return len({tuple(tensor.shape for tensor in tensors_in(item)) for item in inputs}) < 2
+    return all(map(_are_alike, _items(inputs)))

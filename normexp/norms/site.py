@@ -220,8 +220,10 @@ class AsBuiltSite(Site):
         x, _ = input_and_mask(args, keywords)
         if isinstance(x, fx.Proxy):
             return _leaf_of_trace(self, *args, **keywords)
+        if not self.training or self.norm_batch_size is None:
+            return self.norm(*args, **keywords)
         order = self.order or FIRST_AXIS
-        rows = order.rows_per_sample(x) if self.training and self.norm_batch_size else 1
+        rows = order.rows_per_sample(x)
         sizes = self._group_sizes(order.arrange(x, rows), rows)
         if len(sizes) < 2:
             return self.norm(*args, **keywords)
