@@ -293,29 +293,9 @@ def replace_norms(
         normexp.errors.UserError: no norm is recognised, a knob that the norm does not take, or a
             forward that fails with it.
     """
-    from torch import nn
+    from normexp.models.replace import copy_with_norms
 
-    from normexp.config.compose import compose_config
-    from normexp.config.keys import Count
-    from normexp.config.validate import check_value
-    from normexp.models.replace import replaced
-    from normexp.models.trial import Inputs
-    from normexp.norms.build import build_norm
-
-    if not isinstance(model, nn.Module):
-        kind = type(model).__name__
-        raise UserError(f"model is a {kind}, must be an nn.Module, not its class or state_dict")
-    check_value("norm", norm, str)
-    check_value("norm_batch_size", norm_batch_size, Count | None)
-    if lacking := knobs.keys() & {"at", "half_life"}:
-        raise UserError(
-            f"{min(lacking)} needs a training by normexp; drop it, or use normexp.module"
-        )
-    words = [
-        f"{'' if key == 'eps' else 'norm.'}{key}={as_typed(value)}" for key, value in knobs.items()
-    ]
-    factory = build_norm(compose_config([f"norm={norm}", *words]), norm_batch_size, typed=knobs)
-    network, notes = replaced(model, factory, None if inputs is None else Inputs.of(inputs))
+    network, notes = copy_with_norms(model, norm, inputs, norm_batch_size, knobs)
     _warn([f"norm={norm}: {note}" for note in notes])
     return network
 

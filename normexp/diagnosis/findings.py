@@ -39,22 +39,30 @@ def find(measured: Measurement) -> list[Finding]:
 
 def _tried(measured: Measurement, causes: list[Cause]) -> Iterator[Finding]:
     """The findings among causes, simple remedies first."""
-    found: list[Cause] = []
-    for cause in causes:
-        if _counts(measured, cause, _cost(measured, found, [cause])):
-            found.append(cause)
-            if cause.is_mistake:  # which may be all that was wrong
-                found = _needed(measured, [], found)
-    left = [cause for cause in reversed(causes) if cause.is_mistake and cause not in found]
-    needed = _needed(measured, found, left)[::-1]
-    if needed and not measured.costs(gain(measured, [], needed)):  # but after those found
-        needed, found = [*found, *needed], []
+    found = _found_alone(measured, causes)
+    left = [cause for cause in causes if cause.is_mistake and cause not in found]
+    left.reverse()  # of two that do the same, the simple one is kept
+    needed = _without_idle(measured, left, first=found)[::-1]
     if needed:
+        if not measured.costs(gain(measured, [], needed)):  # they gain only after those found
+            needed, found = [*found, *needed], []
         found.append(joined(needed))
     for index, cause in enumerate(found):
-        cost = _cost(measured, found[:index], [cause])
+        cost = _cost(measured, found[:index], cause)
         if measured.costs(cost):
             yield cause.finding(cost)
+
+
+def _found_alone(measured: Measurement, causes: list[Cause]) -> list[Cause]:
+    """Those whose remedy gains by itself and beyond the remedies of those before."""
+    found: list[Cause] = []
+    for cause in causes:
+        if not _counts(measured, cause, _cost(measured, found, cause)):
+            continue
+        found.append(cause)
+        if cause.is_mistake:  # it may be all that was wrong
+            found = _without_idle(measured, found)
+    return found
 
 
 def _counts(measured: Measurement, cause: Cause, cost: Estimate) -> bool:
@@ -64,19 +72,25 @@ def _counts(measured: Measurement, cause: Cause, cost: Estimate) -> bool:
     return measured.costs(cost) and cost.value >= least
 
 
-def _needed(measured: Measurement, found: list[Cause], causes: list[Cause]) -> list[Cause]:
-    """Leaves out the causes whose remedies gain nothing after all others."""
+def _without_idle(
+    measured: Measurement, causes: list[Cause], first: Sequence[Cause] = ()
+) -> list[Cause]:
+    """Leaves out causes whose remedy gains nothing after all other remedies.
+
+    Args:
+        first: causes whose remedies come before.
+    """
     needed = causes
     for cause in causes:
         others = [other for other in needed if other is not cause]
-        if not measured.costs(gain(measured, [*found, *others], [cause])):
+        if not measured.costs(gain(measured, [*first, *others], [cause])):
             needed = others
     return needed
 
 
-def _cost(measured: Measurement, found: list[Cause], causes: list[Cause]) -> Estimate:
-    """What the gap loses by some remedies alone, or after those found, if that is less."""
-    gains = gain(measured, [], causes), gain(measured, found, causes)
+def _cost(measured: Measurement, found: list[Cause], cause: Cause) -> Estimate:
+    """What the gap loses by a remedy alone, or after those found, if that is less."""
+    gains = gain(measured, [], [cause]), gain(measured, found, [cause])
     return min(gains, key=lambda estimate: estimate.value)
 
 

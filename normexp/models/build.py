@@ -21,7 +21,7 @@ from normexp.models import packages
 from normexp.models.recognise import Recognition
 from normexp.models.replace import find_norms
 from normexp.models.split import Split, try_split
-from normexp.models.surgery import replace_norms
+from normexp.models.surgery import put_sites
 from normexp.models.trial import Inputs
 from normexp.models.weights import Weights, load_fitting, open_weights
 from normexp.norms.factory import NormFactory
@@ -102,7 +102,7 @@ class NetworkBuilder:
         if not self.recognised:
             recognition, notes = find_norms(network, self.norm, inputs)
             self.recognised.append(recognition)
-        surgery = replace_norms(network, self.norm, self.recognised[0], self.classes or None)
+        surgery = put_sites(network, self.norm, self.recognised[0], self.classes or None)
         for note in (*surgery.notes(), *notes):
             self._say(note)
 

@@ -24,8 +24,7 @@ from normexp.norms.samples import ORDERS, Axis, Order
 from normexp.norms.site import input_and_mask
 from normexp.words import format_count
 
-# On which a network's samples may be. A list of maps or crops of several sizes is no list of samples.
-AXES: tuple[Axis, ...] = (0, None, 1)
+AXES: tuple[Axis, ...] = (0, None, 1)  # on which a network's samples may be
 TOLERANCE = 1e-4, 1e-2  # in double precision, and else; a wrong split is off by a tenth and more
 MEET = (
     "samples meet outside of its norms, also in evaluation mode, or the first axis of its inputs "

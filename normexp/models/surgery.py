@@ -75,7 +75,7 @@ def describe_left_alone(modules: Mapping[str, LeftAlone]) -> str:
     return _count_names(f"{module.class_name} ({module.reason})" for module in candidates)
 
 
-def replace_norms(
+def put_sites(
     network: nn.Module,
     factory: NormFactory,
     recognition: Recognition,
@@ -98,7 +98,7 @@ def replace_norms(
     if only is not None:
         left_alone = {p: other for p, other in left_alone.items() if other.class_name in only}
     surgery = Surgery(left_alone, factory.keeps_norms)
-    replaced: dict[str, NormDescription] = {}
+    anew: dict[str, NormDescription] = {}
     around: dict[str, nn.Module] = {}
     evaluated = set[str]() if factory.keeps_norms else _evaluated_in_training(network)
     for path, old in network.named_modules():
@@ -108,7 +108,7 @@ def replace_norms(
         norm = recognition.norms.get(path)
         other = recognition.left_alone.get(path)
         if norm is not None and not factory.keeps_norms:
-            replaced[path] = norm
+            anew[path] = norm
         elif norm is not None:
             around[path] = factory.around(old, is_last=norm.formula.is_last)
         elif factory.keeps_norms and other and other.resembles_norm and other.is_called:
@@ -124,7 +124,7 @@ def replace_norms(
     if missing or not surgery.classes:
         raise UserError(_why_nothing(network, recognition, missing))
     put(around, network)
-    carried = put_norms(network, replaced, lambda _: factory)
+    carried = put_norms(network, anew, lambda _: factory)
     surgery.lost, surgery.frozen = carried.lost, carried.frozen
     if evaluated:
         evaluated -= _evaluated_in_training(network)

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from normexp.models.recognise import recognise
-from normexp.models.surgery import Surgery, replace_norms
+from normexp.models.surgery import Surgery, put_sites
 from normexp.models.trial import Inputs
 from normexp.norms.factory import NormFactory
 
@@ -55,7 +55,7 @@ def replaced(
     network: nn.Module, factory: NormFactory, x: Tensor, only: Sequence[str] | None = None
 ) -> Surgery:
     """Replaces the norms that a forward on `x` shows."""
-    return replace_norms(network, factory, recognise(network, Inputs.of(x)), only)
+    return put_sites(network, factory, recognise(network, Inputs.of(x)), only)
 
 
 def taking_settings(make: Callable[..., nn.Module]) -> NormFactory:

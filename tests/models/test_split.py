@@ -150,6 +150,54 @@ def test_too_few_samples_are_said(caplog: pytest.LogCaptureFixture) -> None:
     assert "untried: 3 samples given, it needs 4" in caplog.text
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_too_few_samples_show_where_they_are(axis: int, caplog: pytest.LogCaptureFixture) -> None:
+    network = nn.Sequential(nn.GRU(C, C, batch_first=axis == 0), States(), Rows())
+    x = torch.randn(5, 5, C).narrow(axis, 0, 3)
+    split = normexp.replace_norms(network, "batch", x, norm_batch_size=2).double()
+    assert "untried: 3 samples given, it needs 4" in caplog.text and "* " in caplog.text
+    x = torch.randn(5, 5, C).narrow(axis, 0, 4).double()
+    moved = x.clone()
+    moved.narrow(axis, 2, 2).zero_()
+    outputs = [split(one).narrow(axis, 0, 2) for one in (x, moved)]
+    torch.testing.assert_close(*outputs)
+
+
+class States(nn.Module):
+    def forward(self, output: tuple[Tensor, Tensor]) -> Tensor:
+        return output[0]
+
+
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return as_rows(self.norm, x)
+
+
+def test_a_part_called_alone_takes_no_count_of_an_earlier_forward() -> None:
+    network = normexp.replace_norms(nn.Sequential(Rows()), "batch", TOKENS, norm_batch_size=2)
+    x = torch.randn(6, 5, C)
+    expected = network(x)
+    torch.testing.assert_close(network[0](x), expected)  # as in gradient checkpointing
+    with pytest.raises(UserError, match="called alone with 20 rows"):
+        network[0](x[:4])
+
+
+def test_lists_of_unequal_samples_are_refused_where_their_rows_are_split() -> None:
+    class Clouds(Rows):
+        def forward(self, x: list[Tensor]) -> list[Tensor]:
+            return [*self.norm(torch.cat(x)).split([len(one) for one in x])]
+
+    clouds = [torch.randn(3, C) for _ in range(4)]
+    network = normexp.replace_norms(Clouds(), "batch", (clouds,), norm_batch_size=2)
+    assert len(network(clouds)) == 4
+    with pytest.raises(UserError, match="samples of unequal shapes"):
+        network([torch.randn(2, C), torch.randn(4, C)])
+
+
 class Recurrent(nn.Module):
     """A norm per step of a sequence with time first, and the last state alone."""
 

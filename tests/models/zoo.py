@@ -14,23 +14,24 @@ Prints a line for each network: ok, refused (why), or WRONG (what); exits with 1
 from __future__ import annotations
 
 import argparse
-import copy
 import logging
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from zoo_case import LEFT_ALONE, REFUSED, RIGHT, UNTRIED, Case, Sample, call
+from zoo_forwards import FORWARDS
 from zoo_maps import MAPS
 from zoo_rows import ROWS
 
 import normexp
+from normexp.batching.copies import copied
 from normexp.errors import UserError, one_line
 from normexp.norms.site import names_as_built, state_as_built
 
@@ -119,7 +120,7 @@ def check(case: Case) -> Verdict:
 
 def check_split(split: nn.Module, whole: nn.Module, case: Case, samples: list[Sample]) -> None:
     """Raises Wrong unless a pass of all samples, split, is two passes of half of them, whole."""
-    passes = [without_dropout(copy.deepcopy(one)).train() for one in (split, whole, whole)]
+    passes = [without_dropout(copied(one)).train() for one in (split, whole, whole)]
     tolerance = max(to_double(one, case.inputs(samples)) for one in passes)
     outputs = []
     for network, some in zip(passes, (samples, samples[:SIZE], samples[SIZE:]), strict=True):
@@ -157,7 +158,7 @@ def matched(
 
 def check_anew(network: nn.Module, other: nn.Module, inputs: Any) -> None:
     """Raises Wrong unless both train alike from here on."""
-    pair = copy.deepcopy(network).train(), copy.deepcopy(other).train()
+    pair = copied(network).train(), copied(other).train()
     tolerance = max(to_double(one, inputs) for one in pair)
     names = names_as_built(pair[1])
     trained = [
@@ -180,8 +181,10 @@ def check_anew(network: nn.Module, other: nn.Module, inputs: Any) -> None:
             optimizer.step()
         for expected, output in zip(*outputs, strict=True):
             compare(f"outputs in training after {step} steps", expected, output, tolerance)
-    with torch.no_grad():
-        outputs = [values_in(call(one.eval(), widened(inputs, one))) for one in pair]
+    outputs = []
+    for one in pair:
+        torch.manual_seed(STEPS)
+        outputs.append(values_in(call(one.eval(), widened(inputs, one))))
     for expected, output in zip(*outputs, strict=True):
         compare("outputs in evaluation", expected, output, tolerance)
     check_state(*pair, tolerance)
@@ -209,13 +212,12 @@ def check_alone(network: nn.Module, other: nn.Module, sample: Sample) -> None:
 
 def check_diagnosis(network: nn.Module, case: Case) -> None:
     """Raises Wrong for a finding that costs more than the gap, or as much as another one."""
-    model = copy.deepcopy(network).train()
+    model = copied(network).train()
     batches: list[Any] = []
     for _ in range(BATCHES):
         inputs = case.inputs([case.draw() for _ in range(2 * SIZE)])
         batches.append(inputs if isinstance(inputs, Mapping) else (inputs, None))
-        with torch.no_grad():
-            call(model, inputs)
+        call(model, inputs)
     result = normexp.diagnose(model, batches, mean_square)
     costs = {finding.kind: finding.cost for finding in result.findings if finding.cost}
     gap = result.gap
@@ -244,6 +246,8 @@ def check_expected(expected: str, verdict: Verdict) -> None:
 
 def values_in(output: Any) -> list[Tensor]:
     """The tensors of an output that have a gradient or could have one."""
+    if is_dataclass(output):
+        output = vars(output)
     leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
@@ -256,7 +260,7 @@ def mean_square(output: Any, _: Any) -> Tensor:
 def to_double(network: nn.Module, inputs: Any) -> float:
     """Turns a network to double precision, where it runs in that; returns the tolerance."""
     try:
-        call(copy.deepcopy(network).double(), widened(inputs, nn.Linear(1, 1).double()))
+        call(copied(network).double(), widened(inputs, nn.Linear(1, 1).double()))
     except (RuntimeError, TypeError, ValueError):
         return FLOAT_TOLERANCE
     network.double()
@@ -310,7 +314,7 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     cases: list[Case] = []
     if arguments.networks != "packages":
-        cases += [*MAPS, *ROWS]
+        cases += [*MAPS, *ROWS, *FORWARDS]
     if arguments.networks != "own":
         from zoo_packages import choose  # here, as the packages load slowly
 
