@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -196,6 +197,39 @@ def test_lists_of_unequal_samples_are_refused_where_their_rows_are_split() -> No
     assert len(network(clouds)) == 4
     with pytest.raises(UserError, match="samples of unequal shapes"):
         network([torch.randn(2, C), torch.randn(4, C)])
+
+
+@dataclass(frozen=True)
+class Batch:
+    steps: Tensor
+    names: list[str]
+
+
+class Energy(nn.Module):
+    """Takes and returns a dataclass; its second output is a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rows, self.last = nn.Linear(C, C), Rows(), nn.Linear(C, 1)
+
+    def forward(self, batch: Batch) -> Batch:
+        steps = batch.steps.clone().requires_grad_()
+        energy = self.last(self.rows(self.first(steps)).tanh()).sum()
+        return Batch(torch.autograd.grad(energy, steps, create_graph=True)[0], batch.names)
+
+
+def test_dataclasses_and_gradients_in_a_forward_are_tried(caplog) -> None:
+    batch = Batch(TOKENS, ["a", "b", "c", "d"])
+    whole = normexp.replace_norms(Energy(), "batch", batch).double()
+    split = normexp.replace_norms(Energy(), "batch", batch, norm_batch_size=2).double()
+    assert "(N * T, ...)" in caplog.text and "untried" not in caplog.text
+    split.load_state_dict(whole.state_dict())
+    x = torch.randn(6, 7, C, dtype=torch.double)
+    expected = [copy.deepcopy(whole).train()(Batch(part, [])).steps for part in x.split(2)]
+    torch.testing.assert_close(split.train()(Batch(x, [])).steps, torch.cat(expected))
+    batches = [(batch, TOKENS), (Batch(x.float()[:, :5], batch.names), x.float()[:, :5])]
+    result = normexp.diagnose(Energy(), batches, lambda out, _: out.steps.square().mean())
+    assert [site.name for site in result.sites] == ["rows.norm"]
 
 
 class Recurrent(nn.Module):
