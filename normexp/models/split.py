@@ -77,7 +77,10 @@ def try_split(network: nn.Module, inputs: Inputs) -> Split:
         except UserError as error:
             if axis == 0:
                 raise
-            refusal = refusal or (error if axis is None else None)
+            if (
+                axis is None
+            ):  # the second axis rarely holds samples, so what fails there tells nothing
+                refusal = error
         else:
             if isinstance(outcome, Split):
                 return outcome
