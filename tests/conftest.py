@@ -31,9 +31,10 @@ def pytest_collection_finish() -> None:
     """Freezes imported modules during the tests, which spares the garbage collector time."""
     gc.freeze()
     torch = sys.modules.get("torch")
-    if torch and not torch.cuda.is_available():
-        # It would keep each seed, with a traceback, for a GPU that may be used later.
-        torch.cuda.manual_seed_all = lambda _: None
+    # It would keep each seed, with a traceback, for an accelerator that may be used later.
+    for accelerator in (torch.cuda, torch.xpu, torch.mtia) if torch else ():
+        if not accelerator.is_available():
+            accelerator.manual_seed_all = lambda _: None
 
 
 def pytest_runtest_setup() -> None:
