@@ -18,6 +18,8 @@ from normexp.records import source as user_sources
 
 # Tests run on small tensors, where more threads only wait; read when torch is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Where a test asks for more threads than there are cores, those that wait sleep.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Trainings of other test runs on this machine are not waited for.
 SLOTS = os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="normexp-tests-")
