@@ -18,6 +18,8 @@ from normexp.records import source as user_sources
 
 # Tests run on small tensors, where more threads only wait; read when torch is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Where a test asks for more threads than there are cores, those that wait sleep.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Trainings of other test runs on this machine are not waited for.
 SLOTS = os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="normexp-tests-")
@@ -31,9 +33,10 @@ def pytest_collection_finish() -> None:
     """Freezes imported modules during the tests, which spares the garbage collector time."""
     gc.freeze()
     torch = sys.modules.get("torch")
-    if torch and not torch.cuda.is_available():
-        # It would keep each seed, with a traceback, for a GPU that may be used later.
-        torch.cuda.manual_seed_all = lambda _: None
+    # It would keep each seed, with a traceback, for an accelerator that may be used later.
+    for accelerator in (torch.cuda, torch.xpu, torch.mtia) if torch else ():
+        if not accelerator.is_available():
+            accelerator.manual_seed_all = lambda _: None
 
 
 def pytest_runtest_setup() -> None:

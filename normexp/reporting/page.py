@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from glob import escape, glob
 from pathlib import Path
 from typing import Any, NoReturn
@@ -206,11 +207,16 @@ def _write_files(folder: Path, report: Report, reload_seconds: int | None) -> No
         shown_rows=SHOWN_ROWS,
         reload_seconds=reload_seconds,
         specs={figure.name: figure.spec for figure in figures},
-        # Vega, Vega-Lite and vega-embed as one script that sets window.vegaEmbed.
-        bundle=vl_convert.javascript_bundle() if figures else "",
+        bundle=_bundle() if figures else "",
         missing=MISSING,
     )
     (folder / PAGE).write_text(page, encoding="utf-8")
+
+
+@cache
+def _bundle() -> str:
+    """Vega, Vega-Lite and vega-embed as one script that sets window.vegaEmbed."""
+    return vl_convert.javascript_bundle()
 
 
 def norm_table(slice_: Slice) -> Table:

@@ -91,6 +91,7 @@ def test_a_run_is_loaded_and_evaluated_that_is_older_than_some_keys(copy: Path):
     assert len(older.splitlines()) == len(config.read_text().splitlines()) - 2
     config.write_text(older)
     normexp.load(seed_dir(copy, 0))
+    shutil.rmtree(seed_dir(copy, 1))
     assert main([f"run={copy}"]) == 0
 
 

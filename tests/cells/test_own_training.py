@@ -158,15 +158,15 @@ def test_callback_that_raises_fails_the_run_with_the_line(tmp_path: Path, capsys
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec", "ignore:.*num_workers")
 def test_a_trainer_of_the_users_own_trains_the_module_like_the_entry(tmp_path: Path):
-    words = ["norm=layer", "steps=40", "seed=3", *QUICK]
+    words = ["norm=layer", "steps=12", "seed=3", *QUICK]
     (result,) = normexp.run([*words, "replicas=1", f"runs_dir={tmp_path}", "study=s"])
     module = normexp.module(words)
     trainer = pl.Trainer(
-        max_steps=40, accelerator="cpu", logger=False, enable_checkpointing=False,
+        max_steps=12, accelerator="cpu", logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(module)
-    assert trainer.global_step == 40 and "train/loss" in trainer.callback_metrics
+    assert trainer.global_step == 12 and "train/loss" in trainer.callback_metrics
     (metrics,) = trainer.test(module, verbose=False)
     assert metrics == pytest.approx({k: result.metrics[k] for k in metrics}, rel=1e-6)
     assert "test/accuracy" in metrics

@@ -161,14 +161,15 @@ def test_a_large_network_shares_the_cores_with_the_runs_asked_and_keeps_its_thre
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(replicas, "LARGE_FORWARD", 0)
+    small = "model.width=4"
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(4)
         monkeypatch.setattr(run_module, "usable_cores", lambda: 4)
         with pytest.raises(Interrupted):
-            walk(specs_of(tmp_path), stop_at=3)
+            walk(specs_of(tmp_path, small), stop_at=1)
         monkeypatch.setattr(run_module, "usable_cores", lambda: 2)
-        walk(specs_of(tmp_path))
+        walk(specs_of(tmp_path, small))
     finally:
         torch.set_num_threads(before)
     assert [result.measured.environment["threads"] for result in results_of(tmp_path)] == [2, 2]
