@@ -128,6 +128,9 @@ def composed(words: tuple[str, ...]) -> dict[str, Any]:
         raise _no_such_choice(error) from error
     except (HydraException, YAMLError, ValueError) as error:
         raise explain(error) from error
+    except RecursionError as error:
+        recipes = " ".join(word for word in words if word.startswith("experiment="))
+        raise UserError(f"{recipes}: its defaults lead back to itself; remove that line") from error
     tree: Any = OmegaConf.to_container(config)
     return tree
 

@@ -85,6 +85,12 @@ def compose_cell(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
             raise UserError(f"{key}: {group}={choices[group]} has one; add {group}=custom")
         OmegaConf.update(config, key, override.value(), merge=False, force_add=True)
     plain = _resolved(config, choices.get("experiment"))
+    for key in plain:
+        if (
+            "." in key
+        ):  # YAML takes `optim.momentum: 0.5` for a key of that name, which nothing reads
+            group, _, name = key.partition(".")
+            raise UserError(f"{key}: a recipe nests its keys, as in {group}: {{{name}: ...}}")
     for key in dotted_keys(plain):
         if not is_read(key):
             raise unknown_key(key, known)

@@ -166,6 +166,22 @@ def test_a_recipe_in_another_encoding_is_named(tmp_path: Path, capsys, content: 
 
 
 @pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("optim.momentum: 0.5", "optim.momentum: a recipe nests its keys"),
+        ("defaults: [mine]", "experiment=mine: its defaults lead back to itself"),
+    ],
+)
+def test_a_line_of_a_recipe_that_sets_nothing_is_refused(tmp_path: Path, capsys, line, fault):
+    file = tmp_path / "experiment" / "mine.yaml"
+    file.parent.mkdir()
+    file.write_text(f"# @package _global_\n{line}\n")
+    main = importlib.import_module("normexp.train").main
+    assert main(["--config-dir", str(tmp_path), "experiment=mine", "--cfg", "job"]) == 2
+    assert fault in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("encoding", "shown"),
     [
         ("ascii", b"1 +- 2 * a# |-| cafe ?\n"),
