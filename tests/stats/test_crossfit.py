@@ -51,7 +51,7 @@ def test_with_test_samples_seeds_have_the_same_values():
     assert over_seeds == (7, pytest.approx(mean(means.values, step=0.0).error))
 
 
-@pytest.mark.parametrize(("n", "tolerance"), [(6, 1e-9), (20, 0.05)])  # of 20, splits are drawn
+@pytest.mark.parametrize(("n", "tolerance"), [(6, 1e-9), (20, 0.25)])  # of 20, splits are drawn
 def test_a_rate_that_always_wins_leaves_the_outcomes_as_they_are(n, tolerance):
     outcomes = np.random.default_rng(1).normal(size=(2, n))
     fit = cross_fit(np.array([[0.0] * n, [1.0] * n]), outcomes)

@@ -126,7 +126,8 @@ def test_arithmetic_of_a_gpu_is_set_inside_the_block_and_put_back():
 
 def test_unfused_attention_runs_under_vmap_and_equals_fused():
     attend = partial(nn.functional.scaled_dot_product_attention, is_causal=True)
-    x = torch.randn(3, 2, 4, 7, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    x = torch.randn(3, 2, 4, 7, 8, generator=torch.Generator().manual_seed(0), dtype=torch.double)
+    x.requires_grad_()
     outputs = torch.stack([attend(one, one, one) for one in x])
     (fused,) = torch.autograd.grad(outputs.square().sum(), x)
     with gpu_arithmetic("high"):
