@@ -129,8 +129,8 @@ def composed(words: tuple[str, ...]) -> dict[str, Any]:
     except (HydraException, YAMLError, ValueError) as error:
         raise explain(error) from error
     except RecursionError as error:
-        recipes = " ".join(word for word in words if word.startswith("experiment="))
-        raise UserError(f"{recipes}: its defaults lead back to itself; remove that line") from error
+        typed = " ".join(word for word in words if not word.startswith("hydra."))
+        raise UserError(f"{typed}: `defaults` of a YAML file lead back to that file") from error
     tree: Any = OmegaConf.to_container(config)
     return tree
 

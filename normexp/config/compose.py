@@ -86,10 +86,8 @@ def compose_cell(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
         OmegaConf.update(config, key, override.value(), merge=False, force_add=True)
     plain = _resolved(config, choices.get("experiment"))
     for key in plain:
-        if (
-            "." in key
-        ):  # YAML takes `optim.momentum: 0.5` for a key of that name, which nothing reads
-            group, _, name = key.partition(".")
+        group, dot, name = key.partition(".")
+        if dot:  # in YAML, `optim.momentum: 0.5` is one key of that name, which nothing reads
             raise UserError(f"{key}: a recipe nests its keys, as in {group}: {{{name}: ...}}")
     for key in dotted_keys(plain):
         if not is_read(key):

@@ -77,9 +77,7 @@ def try_split(network: nn.Module, inputs: Inputs) -> Split:
         except UserError as error:
             if axis == 0:
                 raise
-            if (
-                axis is None
-            ):  # the second axis rarely holds samples, so what fails there tells nothing
+            if axis is None:  # a second axis rarely holds samples: what fails there tells nothing
                 refusal = error
         else:
             if isinstance(outcome, Split):

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from normexp.errors import UserError
 
-Axis = (
-    int | None
-)  # of the tensors that a network gets; None: its lists have an item for each sample
+# Of the tensors that a network gets; None: its lists have an item for each sample.
+Axis = int | None
 Order = Literal["first", "rows", "second", "interleaved"]
 ORDERS: dict[Order, str] = {  # of x with N samples of T positions
     "first": "(N, ...)",
@@ -77,15 +76,15 @@ class SampleOrder:
     def rows_per_sample(self, x: Tensor) -> int:
         """Rows that belong to one sample, for the x of all samples.
 
-        A forward that is run again in the backward (gradient checkpointing) has no count of its
-        own; there x has the shape that it had.
+        A part that a backward runs again (gradient checkpointing) is not counted anew; its x has
+        the shape that it had.
 
         Raises UserError unless each sample can have as many.
         """
         if self.order in ("first", "second"):
             return 1
         num_samples = self.counter.num_samples
-        if num_samples is None and self.last is not None and self.last[0] == x.shape:
+        if num_samples is None and _in_backward() and self.last and self.last[0] == x.shape:
             return self.last[1]
         if not num_samples:
             raise UserError(
@@ -115,6 +114,11 @@ class SampleOrder:
         if self.order == "interleaved":
             return x.unflatten(0, (-1, rows_per_sample)).transpose(0, 1).flatten(0, 1)
         return x
+
+
+def _in_backward() -> bool:
+    """True while gradients are computed; torch has no public way to ask."""
+    return torch._C._current_graph_task_id() != -1
 
 
 FIRST_AXIS = SampleOrder("first", SampleCounter(0))

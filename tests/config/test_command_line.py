@@ -169,7 +169,7 @@ def test_a_recipe_in_another_encoding_is_named(tmp_path: Path, capsys, content: 
     ("line", "fault"),
     [
         ("optim.momentum: 0.5", "optim.momentum: a recipe nests its keys"),
-        ("defaults: [mine]", "experiment=mine: its defaults lead back to itself"),
+        ("defaults: [mine]", "experiment=mine: `defaults` of a YAML file lead back"),
     ],
 )
 def test_a_line_of_a_recipe_that_sets_nothing_is_refused(tmp_path: Path, capsys, line, fault):

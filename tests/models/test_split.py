@@ -12,6 +12,7 @@ import pytest
 import torch
 from foreign_norms import MAPS, ROWS, TOKENS, C
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import normexp
 from normexp.errors import UserError
@@ -180,11 +181,24 @@ class Rows(nn.Module):
 
 def test_a_part_called_alone_takes_no_count_of_an_earlier_forward() -> None:
     network = normexp.replace_norms(nn.Sequential(Rows()), "batch", TOKENS, norm_batch_size=2)
-    x = torch.randn(6, 5, C)
-    expected = network(x)
-    torch.testing.assert_close(network[0](x), expected)  # as in gradient checkpointing
-    with pytest.raises(UserError, match="called alone with 20 rows"):
-        network[0](x[:4])
+    network(torch.randn(6, 5, C))
+    with pytest.raises(UserError, match="called alone with 30 rows"):
+        network[0](torch.randn(3, 10, C))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_rows_are_split_again_where_a_backward_runs_a_part_again(use_reentrant: bool) -> None:
+    class Checkpointed(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self[1], self[0](x), use_reentrant=use_reentrant)
+
+    parts = nn.Linear(C, C), Rows()
+    x, slopes = torch.randn(6, 5, C, dtype=torch.double), []
+    for make in (nn.Sequential, Checkpointed):
+        network = normexp.replace_norms(make(*parts), "batch", TOKENS, norm_batch_size=2).double()
+        network(x).pow(3).sum().backward()
+        slopes.append(network[0].weight.grad)
+    torch.testing.assert_close(*slopes)
 
 
 def test_lists_of_unequal_samples_are_refused_where_their_rows_are_split() -> None:
