@@ -119,7 +119,7 @@ def test_other_numbers_of_rows_later_are_refused_too() -> None:
 
 
 class Meeting(Showing):
-    """Subtracts the mean of the batch: always, in training alone, or noise."""
+    """Subtracts the mean of the batch always, in training, in gradients alone; or adds noise."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(nn.BatchNorm1d(C), as_channels)
@@ -129,6 +129,8 @@ class Meeting(Showing):
         out = super().forward(x)
         if self.kind == "always" or self.training and self.kind == "in training":
             return out - out.mean(0)
+        if self.training and self.kind == "in gradients":
+            return out - out.mean(0) + out.mean(0).detach()
         return out + torch.rand(len(x), 1, 1) if self.training and self.kind == "noise" else out
 
 
@@ -137,6 +139,7 @@ class Meeting(Showing):
     [
         ("always", "untried: samples meet outside of its norms, also in evaluation"),
         ("in training", "untried .*in training mode: there samples meet"),
+        ("in gradients", "untried .*in training mode: there samples meet"),
         ("noise", "untried .*in training mode: these draw random numbers"),
     ],
 )

@@ -237,7 +237,7 @@ def check_expected(expected: str, verdict: Verdict) -> None:
         return
     seen = {
         RIGHT: split not in verdict.refused and "untried" not in str(verdict),
-        UNTRIED: split in verdict.refused or "untried" in str(verdict),
+        UNTRIED: split not in verdict.refused and "untried" in str(verdict),
         LEFT_ALONE: any("left alone" in line for line in verdict.lines),
     }
     if not seen.get(expected, True):
