@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -10,7 +9,6 @@ from torch import nn
 from normexp.checks.preflight import Traits
 from normexp.config.groups import OPTIONAL_GROUPS, PARTS
 from normexp.config.identity import packages_of
-from normexp.config.sizes import SIZES, Sizes
 from normexp.config.spec import CellSpec
 from normexp.data.dataset import Data, describe_data
 from normexp.models.weights import Weights
@@ -92,12 +90,12 @@ def defines_of(spec: CellSpec, data: Data, weights: Weights | None) -> dict[str,
 def derived_of(spec: CellSpec, recipe: Recipe) -> dict[str, Any]:
     """The values of a training that follow from its config and its data."""
     derived = {
-        **_effective(recipe.sizes, mixes_samples=recipe.mixes_samples),
+        **recipe.sizes.effective(mixes_samples=recipe.mixes_samples),
         "steps": recipe.num_steps,
         "epochs": recipe.num_epochs,
         "lr": recipe.lr,
         "devices": recipe.settings.trainer.num_processes,
-        **names_in(spec),
+        **spec.names,
     }
     if spec.settings.lr_rule == "momentum_aware":
         derived["optim.momentum"] = recipe.optimizer_momentum
@@ -118,31 +116,6 @@ def measured_of(network: nn.Module, data: Data, traits: Traits) -> Measured:
         num_parameters=sum(p.numel() for p in network.parameters()),
         data_set=describe_data(data),
     )
-
-
-def typed_values(spec: CellSpec) -> dict[str, Any]:
-    """The part of `derived_of` that is known before a cell is prepared."""
-    return {**_effective(spec.settings.sizes), "lr": spec.settings.lr, **names_in(spec)}
-
-
-def _effective(sizes: Sizes, *, mixes_samples: bool = True) -> dict[str, int]:
-    """The three sizes as numbers; a device's share of a forward pass is a ghost sub-batch."""
-    norm = sizes.norm if mixes_samples else sizes.micro
-    return dict(zip(SIZES, (sizes.batch_size, sizes.micro, norm), strict=True))
-
-
-def names_in(spec: CellSpec) -> dict[str, str]:
-    """The names of a cell's parts that are not those of shipped choices: `resnet50`, `MyNorm`."""
-    names = {}
-    for group in (*PARTS, *OPTIONAL_GROUPS):
-        content = spec.identity.get(group)
-        if not isinstance(content, Mapping):
-            continue
-        if isinstance(spec.config[group].get("name"), str):
-            names[group] = spec.config[group]["name"]
-        elif "choice" not in content:
-            names[group] = spec.choices[group]
-    return names
 
 
 def choices_of(result: Result) -> dict[str, str]:

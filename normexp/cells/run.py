@@ -17,7 +17,6 @@ from pytorch_lightning.callbacks import Callback
 
 from normexp.batching.replicas import suitable_threads
 from normexp.cells.cell import Cell, prepare_cell
-from normexp.cells.describe import typed_values
 from normexp.cells.module import arrange_replicas, build_module, must_split, run_loggers
 from normexp.cells.stack import Run, Stack, claimed, commit, remove, settle
 from normexp.config.spec import CellSpec
@@ -188,11 +187,13 @@ class Attempt:
         if cell := self.cells.get(spec.id):
             defines, derived, measured = cell.defines, cell.derived, cell.measured
         else:  # it failed before its cell was prepared
-            defines, derived = spec.identity, typed_values(spec)
+            defines, derived = spec.identity, spec.derived
             measured = Measured(traits={"mixes_samples": spec.settings.norm.may_mix_samples})
         environment = describe_environment(threads=self.attempts.threads)
         measured = replace(measured, environment=environment)
-        failed = Result(spec.id, seed, Status.FAILED, defines, derived, measured, reason)
+        failed = Result(
+            spec.id, seed, Status.FAILED, defines, derived, measured, reason, spec.defaults
+        )
         commit(self.folder, [failed])
 
     # --- Training ---------------------------------------------------------------------------------
@@ -296,6 +297,7 @@ class Attempt:
             status=Status.FINISHED if diverged_at is None else Status.DIVERGED,
             defines=cell.defines,
             derived=cell.derived,
+            defaults=spec.defaults,
             measured=replace(
                 cell.measured,
                 metrics={name: value for name, value in metrics.items() if math.isfinite(value)},

@@ -49,6 +49,11 @@ class Sizes:
         """Samples per set of batch statistics."""
         return self.norm_batch_size or self.micro
 
+    def effective(self, *, mixes_samples: bool = True) -> dict[str, int]:
+        """The sizes as numbers; without mixing, statistics are of all samples of a forward."""
+        norm = self.norm if mixes_samples else self.micro
+        return dict(zip(SIZES, (self.batch_size, self.micro, norm), strict=True))
+
     def canonical(self, *, mixes_samples: bool) -> dict[str, int | None]:
         """The sizes as ids count them: None where one is equal to the next larger one.
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from normexp.config.identity import id_of, identity_of, sources_of
-from normexp.config.keys import Settings, in_identity
+from normexp.config.groups import OPTIONAL_GROUPS, PARTS
+from normexp.config.identity import defining_values, id_of, identity_of, sources_of
+from normexp.config.keys import BUDGETS, Settings, in_identity
+from normexp.config.lr_rule import scale_learning_rate
 from normexp.config.sizes import SIZES
+from normexp.config.slots import Slots
 from normexp.config.validate import read_settings
 from normexp.errors import UserError
+from normexp.records.journal import Request
+from normexp.records.result import flatten, settings_of
 
 
 @dataclass(frozen=True)
@@ -64,9 +70,64 @@ class CellSpec:
         sources = sources_of(self.config)
         return id_of(self.config, self.choices, self.identity), sources
 
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """The names of its parts that are not those of shipped choices: `resnet50`, `MyNorm`."""
+        names = {}
+        for group in (*PARTS, *OPTIONAL_GROUPS):
+            content = self.identity.get(group)
+            if not isinstance(content, Mapping):
+                continue
+            if isinstance(self.config[group].get("name"), str):
+                names[group] = self.config[group]["name"]
+            elif "choice" not in content:
+                names[group] = self.choices[group]
+        return names
+
+    @property
+    def derived(self) -> dict[str, Any]:
+        """The effective values that are known before its data are."""
+        settings = self.settings
+        derived: dict[str, Any] = settings.sizes.effective()
+        derived |= {key: self.config[key] for key in BUDGETS if self.config[key] is not None}
+        derived["lr"] = settings.lr
+        with suppress(UserError):  # a rule that does not fit the optimizer is refused in training
+            derived["lr"], momentum = scale_learning_rate(
+                settings.lr_rule,
+                lr=settings.lr,
+                momentum=settings.optim.momentum,
+                batch_size=settings.batch_size,
+                base_batch_size=settings.base_batch_size,
+            )
+            if settings.lr_rule == "momentum_aware":
+                derived["optim.momentum"] = momentum
+        return derived | self.names
+
+    @cached_property
+    def defaults(self) -> dict[str, Any]:
+        """The settings that its id leaves out, because they have their defaults, by dotted key.
+
+        A slot of the norm is what its YAML sets, else the default, and a null slot is the norm's.
+        """
+        values = flatten(defining_values(self.config))
+        for slot, default in asdict(Slots()).items():
+            of_norm = values.get(f"norm.{slot}")
+            values[f"norm.{slot}"] = default if of_norm is None else of_norm
+            if values.get(slot) is None:
+                values[slot] = values[f"norm.{slot}"]
+        counted = flatten(self.identity)
+        return {
+            key: value for key, value in values.items() if value is not None and key not in counted
+        }
+
     @property
     def title(self) -> str:
-        """Its norm, sizes and other words: `norm=batch batch_size=32 norm_batch_size=2 epochs=3`.
+        """Its words, see `words`."""
+        return " ".join(self.words)
+
+    @property
+    def words(self) -> list[str]:
+        """Its norm, sizes and other words: `norm=batch`, `batch_size=32`, `epochs=3`.
 
         Independent of the other cells of the command; leaves out the study, folders and seeds.
         """
@@ -79,7 +140,7 @@ class CellSpec:
             for key, text in typed.items()
             if key not in (*named, "trainer") and in_identity(re.split("[/@]", key)[0])
         ]
-        return " ".join(words)
+        return words
 
     @property
     def seeds(self) -> list[int]:
@@ -88,6 +149,14 @@ class CellSpec:
             return []
         first, replicas = self.config["seed"], self.config["replicas"]
         return sorted({*range(first, first + replicas), *self.more_seeds})
+
+    @cached_property
+    def request(self) -> Request:
+        """What its command asks of it."""
+        if self.error:
+            return Request(self.words, self.seeds)
+        settings = settings_of(self.identity, self.derived)
+        return Request(self.words, self.seeds, settings, self.defaults)
 
     @property
     def study_dir(self) -> Path:

@@ -1,4 +1,4 @@
-"""A study in one zip, to ship: its commands, and each cell's config, results and test samples.
+"""A study in one zip, to ship: its commands, and each cell's results and test samples.
 
     python -m normexp.records.archive runs/mine mine.zip
     python -m normexp.records.archive mine.zip runs/mine    a folder again, to add runs
@@ -9,7 +9,6 @@ logs are left out. In the zip:
     study.jsonl             as in the folder
     search.jsonl            the study.jsonl of the study mine-search, if `tune` wrote one
     results.jsonl           a result.json per line; its metrics include those of evaluation.json
-    <cell_id>/config.yaml   as in the folder
     <cell_id>/samples.npz   a row per run for each kind of statistics, and the seeds of the rows
 """
 
@@ -34,7 +33,6 @@ from normexp.records.files import describe, open_atomic
 from normexp.records.journal import Entry, append_entry, parse_entries
 from normexp.records.layout import (
     ARCHIVED_RESULTS,
-    CONFIG_FILE,
     RESULT_FILE,
     SAMPLES_FILE,
     STUDY_FILE,
@@ -62,12 +60,10 @@ class ArchivedCell:
     """A cell as it is shipped.
 
     Attributes:
-        config: the text of config.yaml.
         samples: the test samples of each seed that has some.
     """
 
     id: str
-    config: str
     results: list[Result]
     samples: dict[int, Samples]
 
@@ -98,7 +94,7 @@ def _read_cell(folder: Path) -> ArchivedCell:
         results.append(replace(result, measured=replace(result.measured, metrics=metrics)))
         if run_samples := read_samples(run_dir):
             samples[seed] = run_samples
-    return ArchivedCell(folder.name, _text_of(folder / CONFIG_FILE), results, samples)
+    return ArchivedCell(folder.name, results, samples)
 
 
 def _text_of(path: Path) -> str:
@@ -122,7 +118,6 @@ def write_archive(
         lines = [json.dumps(result, separators=(",", ":")) for result in results]
         archive.writestr(ARCHIVED_RESULTS, "\n".join(lines))
         for cell in cells:
-            archive.writestr(f"{cell.id}/{CONFIG_FILE}", cell.config)
             if cell.samples:
                 archive.writestr(f"{cell.id}/{SAMPLES_FILE}", _join(cell.samples))
 
@@ -141,7 +136,7 @@ def _join(samples: Mapping[int, Samples]) -> bytes:
 
 
 class Archive:
-    """A study in a zip. Samples and configs are read where they are needed.
+    """A study in a zip. Samples are read where they are needed.
 
     Raises:
         UserError: a file that is no zip of a study.
@@ -164,10 +159,6 @@ class Archive:
     def results(self) -> Iterator[Result]:
         """Every run, in the order of cells and seeds."""
         return (result_of(json.loads(line), self.path) for line in self._results)
-
-    def config(self, cell_id: str) -> str:
-        """The text of a cell's config.yaml."""
-        return self._zip.read(f"{cell_id}/{CONFIG_FILE}").decode()
 
     def samples(self, cell_id: str, seed: int) -> Samples:
         """The test samples of a run by kind of statistics, as `read_samples` returns them."""
@@ -204,10 +195,8 @@ def unpack_study(path: Path, study_dir: Path) -> None:
     study_dir.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=study_dir.parent) as folder:  # nothing is left half-made
         for result in archive.results():
-            cell_dir = Path(folder, result.cell_id)
-            run_dir = seed_dir(cell_dir, result.seed)
+            run_dir = seed_dir(Path(folder, result.cell_id), result.seed)
             run_dir.mkdir(parents=True)
-            (cell_dir / CONFIG_FILE).write_text(archive.config(result.cell_id))
             if samples := archive.samples(result.cell_id, result.seed):
                 write_samples(run_dir, samples)
             write_result(run_dir, result)

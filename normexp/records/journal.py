@@ -21,6 +21,7 @@ from normexp.records.layout import (
     STUDY_FILE,
 )
 from normexp.records.locks import file_lock
+from normexp.records.schema import SCHEMA, check_schema
 
 
 def _now() -> str:
@@ -29,10 +30,28 @@ def _now() -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """What a command asks of a cell."""
+    """What a command asks of a cell.
 
-    title: str
+    Attributes:
+        words: norm, sizes and overrides.
+        settings: the values that define the training as far as the command knows them, by dotted
+            key; see `settings_of`.
+        defaults: the settings that are left out there, because they have their defaults.
+    """
+
+    words: list[str]
     seeds: list[int]
+    settings: dict[str, Any] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        return " ".join(self.words)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Every setting that the command knows, defaults included."""
+        return self.defaults | self.settings
 
 
 @dataclass(frozen=True)
@@ -99,7 +118,7 @@ def append_entry(study_dir: Path, entry: Entry) -> None:
 def entry_line(entry: Entry) -> str:
     """A line of study.jsonl."""
     kind = "command" if isinstance(entry, CommandEntry) else "refusal"
-    return json.dumps({"line": kind} | asdict(entry))
+    return json.dumps({"line": kind, "schema": SCHEMA} | asdict(entry))
 
 
 def read_entries(study_dir: Path) -> tuple[Entry, ...]:
@@ -125,7 +144,10 @@ def parse_entries(text: str, path: Path) -> tuple[Entry, ...]:
     entries: list[Entry] = []
     for number, line in enumerate(text.splitlines(), start=1):
         try:
-            entries.append(_parse_entry(json.loads(line)))
+            content = json.loads(line)
+            study = path if path.suffix == ".zip" else path.parent
+            check_schema(content.pop("schema", 2), path, study)  # the second wrote no number
+            entries.append(_parse_entry(content))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"{path} line {number} was not written by normexp; correct the line, or move the "

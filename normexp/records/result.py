@@ -1,4 +1,4 @@
-"""result.json (schema 2) and evaluation.json of a run."""
+"""result.json and evaluation.json of a run."""
 
 from __future__ import annotations
 
@@ -20,11 +20,9 @@ from normexp.records.layout import (
     list_seeds,
     seed_dir,
 )
+from normexp.records.schema import SCHEMA, check_schema
 
 log = logging.getLogger(__name__)
-
-SCHEMA = 2
-READERS = {1: "0.1"}  # the version of normexp that reads an earlier schema
 
 
 class Status(StrEnum):
@@ -92,6 +90,7 @@ class Result:
         derived: effective sizes, steps, epochs, learning rate and other values that follow from
             what was typed and from the data; and the names of parts that are not shipped choices.
         error: one line; set if failed.
+        defaults: the settings that the id leaves out, because they have their defaults.
     """
 
     cell_id: str
@@ -101,6 +100,7 @@ class Result:
     derived: dict[str, Any]
     measured: Measured
     error: str | None = None
+    defaults: dict[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         """Short, since `normexp.run` returns a list of results."""
@@ -121,6 +121,11 @@ class Result:
         """The values that define the training, see `settings_of`."""
         return settings_of(self.defines, self.derived)
 
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """Every setting by dotted key, defaults included."""
+        return self.defaults | flatten(self.defines) | self.settings
+
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values for JSON: metrics sorted by name, missing values absent."""
         metrics = {name: float(self.metrics[name]) for name in sorted(self.metrics)}
@@ -133,6 +138,7 @@ class Result:
             "status": str(self.status),
             "defines": self.defines,
             "derived": self.derived,
+            "defaults": self.defaults,
             "measured": present,
         }
         return content if self.error is None else content | {"error": self.error}
@@ -208,17 +214,8 @@ def read_result_of_study(run_dir: Path) -> Result:
 
 def result_of(content: dict[str, Any], path: Path) -> Result:
     """The result whose `to_dict` gave this content. Raises UserError, naming the file."""
-    schema = content.pop("schema", None)
-    if schema in READERS:
-        study = path if path.suffix == ".zip" else path.parents[2]
-        raise UserError(
-            f"{study} was trained by normexp {READERS[schema]}, and only that version reads it; "
-            "train in a study of its own: study=..."
-        )
-    if schema != SCHEMA:
-        raise UserError(
-            f"{path}: schema={schema!r}, this normexp reads schema={SCHEMA}; move the file away"
-        )
+    study = path if path.suffix == ".zip" else path.parents[2]
+    check_schema(content.pop("schema", None), path, study)
     try:
         content["status"] = Status(content["status"])
         content["measured"] = Measured(**content["measured"])

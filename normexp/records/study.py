@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -30,7 +30,7 @@ class CellState:
 
     Attributes:
         id: the name of its folder.
-        title: norm, sizes and overrides; the id if no command asked for the cell.
+        request: what was asked of it.
         states: the state of each seed.
         results: ended and failed runs, in the order of seeds.
         problems: why results cannot be read.
@@ -40,7 +40,7 @@ class CellState:
     """
 
     id: str
-    title: str
+    request: Request
     directory: Path = Path()
     states: dict[int, Status] = field(default_factory=dict)
     results: list[Result] = field(default_factory=list)
@@ -48,6 +48,11 @@ class CellState:
     refused: str = ""
     stacks: list[StackState] = field(default_factory=list)
     was_over: bool = False
+
+    @property
+    def title(self) -> str:
+        """Norm, sizes and overrides; the id if no command asked for the cell."""
+        return self.request.title or self.id
 
     @property
     def is_over(self) -> bool:
@@ -88,22 +93,21 @@ class CellState:
 def read_cell(
     study_dir: Path,
     cell_id: str,
-    title: str,
-    seeds: Iterable[int],
+    request: Request,
     stacks: Sequence[StackState],
     refused: str = "",
 ) -> CellState:
-    """Reads the state of these runs of a cell.
+    """Reads the state of the requested runs of a cell.
 
     Args:
         stacks: those of the study that have begun.
         refused: why the cell cannot be trained.
     """
-    cell = CellState(cell_id, title, study_dir / cell_id, refused=refused)
+    cell = CellState(cell_id, request, study_dir / cell_id, refused=refused)
     for stack in stacks:
         if any(member_id == cell_id for member_id, _ in stack.members):
             cell.stacks.append(stack)
-    for seed in sorted(set(seeds)):
+    for seed in sorted(set(request.seeds)):
         run_dir = seed_dir(cell.directory, seed)
         if not (run_dir / RESULT_FILE).exists():
             run_stacks = [stack for stack in cell.stacks if (cell_id, seed) in stack.members]
@@ -171,7 +175,7 @@ def read_study(directory: Path) -> Study:
     }
     for cell_id, request in _requests(commands, refusals, on_disk, ended).items():
         error = refusals[cell_id].error if cell_id in refusals else ""
-        cells[cell_id] = read_cell(directory, cell_id, request.title, request.seeds, stacks, error)
+        cells[cell_id] = read_cell(directory, cell_id, request, stacks, error)
     return Study(directory, commands, refusals, cells)
 
 
@@ -181,7 +185,7 @@ def _requests(
     on_disk: Mapping[str, Sequence[int]],
     ended: Mapping[str, Sequence[int]],
 ) -> dict[str, Request]:
-    """The title and seeds of each cell that was asked for, or that is on disk."""
+    """What was asked of each cell, or is on disk."""
     last_typed = {tuple(command.command): command for command in commands}
     requests: dict[str, Request] = {}
     for command in commands:
@@ -190,13 +194,13 @@ def _requests(
             # A command that was typed again, after an edit, may have asked for other cells before.
             if is_last or cell_id in on_disk:
                 earlier = requests[cell_id].seeds if cell_id in requests else []
-                requests[cell_id] = Request(request.title, [*earlier, *request.seeds])
+                requests[cell_id] = replace(request, seeds=[*earlier, *request.seeds])
     for cell_id, refusal in refusals.items():
-        requests[cell_id] = Request(refusal.title, refusal.seeds)
+        requests[cell_id] = Request([refusal.title], refusal.seeds)
     for cell_id, seeds in on_disk.items():
         # Folders that were copied into this study, as from another machine, were asked for there.
-        asked = requests.get(cell_id, Request(cell_id, [*seeds]))
-        requests[cell_id] = Request(asked.title, [*asked.seeds, *ended[cell_id]])
+        asked = requests.get(cell_id, Request([], [*seeds]))
+        requests[cell_id] = replace(asked, seeds=[*asked.seeds, *ended[cell_id]])
     return requests
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from ast import literal_eval
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,11 @@ from normexp.records.result import Status, flatten
 from normexp.records.study import CellState
 from normexp.reporting.metric import FEW_SEEDS, Metric
 from normexp.reporting.runs import (
-    SLOT_DEFAULTS,
     Config,
     Records,
     RunRow,
     SearchRecord,
+    comparable,
     join_spellings,
 )
 from normexp.stats.interval import Interval, mean
@@ -49,8 +47,8 @@ class CellRow:
     """A cell with its ended runs, in order of seeds.
 
     directory: runs/<study>/<cell_id>
+    defaults: the settings that `config` lacks, because they have their defaults
     wanted: the seeds that the study asks for
-    value_of: the value of a key that defines its training, also where it is a default
     is_extended: some of its seeds were added by a later command
     search: the search that chose its learning rate or other values
     settings: values that must be equal for cells to share a table
@@ -63,9 +61,9 @@ class CellRow:
     directory: Path
     runs: Sequence[RunRow]
     config: Config
+    defaults: Config
     mixes_samples: bool
     wanted: frozenset[int]
-    value_of: Callable[[str], Any]
     is_extended: bool = False
     search: SearchRecord | None = None
     settings: Config = field(default_factory=dict)
@@ -104,11 +102,6 @@ class CellRow:
         return self.search.keys if self.search else frozenset()
 
     @property
-    def is_prepared(self) -> bool:
-        """False if its runs failed before its data were known."""
-        return not self.runs or any("epochs" in run.result.derived for run in self.runs)
-
-    @property
     def num_missing(self) -> int:
         return len(self.wanted - {run.seed for run in self.runs})
 
@@ -134,6 +127,10 @@ class CellRow:
             if length is not None and length == int(length):
                 return setting_words(key, length)
         return ""
+
+    def value_of(self, key: str) -> Any:
+        """The value of a key that defines its training, also where it is a default."""
+        return self.config.get(key, self.defaults.get(key))
 
     def values(self, metric: Metric) -> dict[int, float]:
         """The metric as shown, by seed; diverged runs count as chance level."""
@@ -192,9 +189,9 @@ def _ended_cell(runs: Sequence[RunRow], records: Records) -> CellRow:
         directory=first.directory.parent,
         runs=sorted(runs, key=lambda run: run.seed),
         config=first.config,
+        defaults=first.values,
         mixes_samples=first.result.measured.traits.get("mixes_samples") is not False,
         wanted=frozenset(recorded).union(*by_command),
-        value_of=first.value_of,
         is_extended=not ended <= {*by_command[0]},
         search=records.searches.get(place),
     )
@@ -205,11 +202,9 @@ def _ended_cell(runs: Sequence[RunRow], records: Records) -> CellRow:
 
 def _planned_cells(records: Records, ended: Sequence[CellRow]) -> list[CellRow]:
     """Cells that were asked for and have no runs: they count in the families of the study."""
-    cells = []
-    for study, state in records.planned:
-        similar = [cell for cell in ended if cell.study == study]
-        if similar:
-            cells.append(_planned_cell(study, state, similar, records))
+    with_runs = {cell.study for cell in ended}
+    cells = [_planned_cell(*planned, records) for planned in records.planned]
+    cells = [cell for cell in cells if cell.study in with_runs]
     # A norm that is declared to mix no samples is asked for once, whatever the sizes.
     mixing = {cell.norm_name: cell.mixes_samples for cell in ended}
     sizes: dict[str, set[int]] = defaultdict(set)
@@ -221,50 +216,17 @@ def _planned_cells(records: Records, ended: Sequence[CellRow]) -> list[CellRow]:
     ]
 
 
-def _planned_cell(
-    study: str, state: CellState, similar: Sequence[CellRow], records: Records
-) -> CellRow:
-    """A cell with the values in its title; the others are those of the most similar cell."""
-    words = (word.partition("=") for word in state.title.split())
-    typed = {key.lstrip("+"): _typed_value(text) for key, _, text in words}
-
-    def likeness(cell: CellRow) -> int:
-        return sum(comparable(cell.config.get(key)) == comparable(typed[key]) for key in typed)
-
-    config = _with_typed(max(similar, key=likeness).config, typed)
+def _planned_cell(study: str, state: CellState, records: Records) -> CellRow:
     return CellRow(
         study=study,
         directory=state.directory,
         runs=(),
-        config=config,
+        config=state.request.settings,
+        defaults=state.request.values,
         mixes_samples=True,
         wanted=frozenset(state.states),
-        value_of=config.get,
         search=records.searches.get((study, state.id)),
     )
-
-
-def _with_typed(config: Config, typed: Config) -> dict[str, Any]:
-    """The settings of a cell, with the typed values instead of its own."""
-    values = dict(config)
-    for key in config:
-        if is_norm_key(key) and config.get("norm") != typed.get("norm"):
-            del values[key]  # a knob of another norm
-        elif key in BUDGETS and not typed.keys().isdisjoint(BUDGETS):
-            del values[key]  # the budget that was typed determines it
-    values |= typed
-    size = values["batch_size"]
-    for key in SIZES[1:]:  # each is equal to the next larger one unless typed
-        size = typed.get(key, size)
-        values[key] = size
-    return values
-
-
-def _typed_value(text: str) -> Any:
-    """A number, a list or a truth value, or the text."""
-    with suppress(ValueError, SyntaxError):
-        return literal_eval(text)
-    return text
 
 
 # Settings and labels
@@ -272,15 +234,11 @@ def _typed_value(text: str) -> Any:
 
 def _with_settings(cells: Sequence[CellRow]) -> list[CellRow]:
     """Adds titles, and the settings that separate tables."""
-    prepared = [cell for cell in cells if cell.is_prepared] or cells
-    keys = _separating_keys(prepared)
+    keys = _separating_keys(cells)
     complete = []
     for cell in cells:
-        task = (cell.model, cell.data)
-        of_task = [other for other in prepared if (other.model, other.data) == task] or [cell]
-        # A cell that failed before it was prepared stands in the table of the first other cell.
-        source = cell if cell.is_prepared else of_task[0]
-        values = {key: source.value_of(key) for key in keys}
+        of_task = [other for other in cells if (other.model, other.data) == (cell.model, cell.data)]
+        values = {key: cell.value_of(key) for key in keys}
         words = [f"{cell.model} on {cell.data}"]
         for key, value in values.items():
             if _varies([other.config.get(key) for other in of_task]):
@@ -409,11 +367,7 @@ def unlike(
 def _belongs_to_norms(key: str, first: CellRow, second: CellRow) -> bool:
     """True for a key of the norms, and for a slot that is as their YAMLs set it."""
     if key in SLOTS:
-        for cell in (first, second):
-            in_yaml = cell.value_of(f"norm.{key}")
-            if cell.value_of(key) != (SLOT_DEFAULTS[key] if in_yaml is None else in_yaml):
-                return False
-        return True
+        return all(cell.value_of(key) == cell.value_of(f"norm.{key}") for cell in (first, second))
     return is_norm_key(key) and first.norm != second.norm
 
 
@@ -434,15 +388,6 @@ def value_words(value: Any) -> str:
 
 def is_norm_key(key: str) -> bool:
     return key.partition(".")[0] in NORM_KEYS
-
-
-def comparable(value: Any) -> Hashable:
-    """A hashable that is equal for equal values: 1 equals 1.0, and true equals no number."""
-    if isinstance(value, list | tuple):
-        return tuple(map(comparable, value))
-    if isinstance(value, Mapping):
-        return tuple((key, comparable(item)) for key, item in sorted(value.items()))
-    return (isinstance(value, bool), value)
 
 
 def _sortable(value: Any) -> tuple[bool, float, str]:

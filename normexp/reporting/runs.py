@@ -5,24 +5,19 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import yaml
-from yaml import YAMLError
 
-from normexp.config.keys import value_at
-from normexp.config.slots import Slots
 from normexp.errors import UserError
 from normexp.records.archive import Archive
-from normexp.records.journal import CommandEntry, Entry, Refusal, read_entries
+from normexp.records.journal import CommandEntry, Entry, Refusal, Request, read_entries
 from normexp.records.layout import (
-    CONFIG_FILE,
     METRICS_FILE,
     RESULT_FILE,
     find_study,
@@ -46,13 +41,15 @@ from normexp.words import format_count
 
 NUM_BLOCKS = 20  # a test text is cut into blocks, since its sequences are not independent
 ROUNDED = 1e-4  # the relative error of a mean over float32 samples
-YAML_LOADER = getattr(
-    yaml, "CSafeLoader", yaml.SafeLoader
-)  # the one in C is faster, but not always there
-SLOT_DEFAULTS = asdict(Slots())
 Config = Mapping[str, Any]  # plain values, nested keys joined by dots (`norm.num_groups`)
 Samples = Mapping[str, np.ndarray]  # by kind of statistics, see normexp.records.result
-Point = tuple[str, tuple[int, ...]]  # the words of a point of a search, and its seeds
+
+
+class Point(NamedTuple):
+    """What a search tried: a value of each searched key, and the seeds."""
+
+    values: tuple[tuple[str, Any], ...]
+    seeds: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +59,6 @@ class RunRow:
     directory: runs/<study>/<cell_id>/seed-<k>
     metrics: those of the training and of later evaluations (`val/accuracy@precise`)
     load_samples: reads the scores of test samples
-    load_config: reads the text of config.yaml
     """
 
     study: str
@@ -70,27 +66,16 @@ class RunRow:
     result: Result
     metrics: Mapping[str, float]
     load_samples: Callable[[], Samples] = dict
-    load_config: Callable[[], str] = str
 
     @property
     def config(self) -> Config:
         """What defines the training, except values that are defaults; see `Result.settings`."""
         return self.result.settings
 
-    @cached_property
-    def _all_values(self) -> Config:
-        with suppress(YAMLError, OSError, KeyError):  # the file may be torn or missing
-            return yaml.load(self.load_config(), Loader=YAML_LOADER) or {}
-        return {}
-
-    def value_of(self, key: str) -> Any:
-        """The value of a key that defines the training, also where it is a default."""
-        if key in SLOT_DEFAULTS:
-            for value in (self.config.get(key), self.value_of(f"norm.{key}")):
-                if value is not None:
-                    return value
-            return SLOT_DEFAULTS[key]
-        return self.config[key] if key in self.config else value_at(self._all_values, key)
+    @property
+    def values(self) -> Config:
+        """What defines the training, values that are defaults included."""
+        return self.result.values
 
     @property
     def seed(self) -> int:
@@ -177,8 +162,9 @@ class SearchRecord:
     @property
     def rates(self) -> list[float]:
         """The learning rates that it tried, the smallest first."""
-        words = [word for point, _ in self.points for word in point.split()]
-        return sorted({float(word.removeprefix("lr=")) for word in words if word.startswith("lr=")})
+        return sorted(
+            {rate for point in self.points for key, (_, rate) in point.values if key == "lr"}
+        )
 
 
 @dataclass
@@ -214,7 +200,7 @@ class Records:
         for cell in study.cells.values():
             if cell.directory in ended or cell.refused:
                 continue
-            is_asked_for = cell.title != cell.id
+            is_asked_for = bool(cell.request.settings)
             if is_asked_for:
                 self.planned.append((name, cell))
             if cell.directory.is_dir() and not (is_asked_for and runs):
@@ -244,7 +230,6 @@ class Records:
                 result,
                 result.metrics,
                 load_samples=partial(archive.samples, result.cell_id, result.seed),
-                load_config=partial(archive.config, result.cell_id),
             )
             for result in archive.results()
         ]
@@ -295,12 +280,12 @@ def join_spellings(records: Records) -> Records:
     asked = dict(records.asked)
     first_ids: dict[tuple[str, str], str] = {}  # by study and what defines the training
     joined: dict[tuple[str, str, int], RunRow] = {}
-    words: dict[str, str] = {}
+    renamed: dict[tuple[str, str], str] = {}
     for (study, cell_id), runs in by_cell.items():
         # A run that failed early does not know its contents.
         known = max((places_of(run.result.defines) for run in runs), key=len)
         paths = {key: spellings[key, digest] for key, digest in known}
-        words |= {f"{key}={path}": f"{key}={paths[key]}" for (key, _), path in known.items()}
+        renamed |= {(key, path): paths[key] for (key, _), path in known.items()}
         changed = [_with_paths(run.result.defines, paths) for run in runs]
         content = json.dumps(max(changed, key=len), sort_keys=True) if paths else cell_id
         first_id = first_ids.setdefault((study, content), cell_id)
@@ -311,8 +296,12 @@ def join_spellings(records: Records) -> Records:
             joined.setdefault((study, first_id, run.seed), replace(run, result=result))
     planned = []
     for study, cell in records.planned:
-        title = " ".join(words.get(word, word) for word in cell.title.split())
-        planned.append((study, replace(cell, title=title)))
+        settings = dict(cell.request.settings)
+        for (key, path), first_path in renamed.items():
+            if settings.get(key) == path:
+                settings[key] = first_path
+        request = replace(cell.request, settings=settings)
+        planned.append((study, replace(cell, request=request)))
     return replace(records, runs=[*joined.values()], asked=asked, planned=planned)
 
 
@@ -331,37 +320,35 @@ def read_run(study: str, run_dir: Path) -> RunRow:
     if not isinstance(result.settings.get("batch_size"), int):
         raise UserError(f"{run_dir / RESULT_FILE} has no batch_size; was it edited by hand?")
     metrics = {**read_evaluation(run_dir), **result.metrics}  # the training's take precedence
-    config = run_dir.parent / CONFIG_FILE
-    return RunRow(
-        study,
-        run_dir,
-        result,
-        metrics,
-        load_samples=partial(read_samples, run_dir),
-        load_config=partial(config.read_text, encoding="utf-8"),
-    )
+    return RunRow(study, run_dir, result, metrics, load_samples=partial(read_samples, run_dir))
 
 
 def _searches_of(command: CommandEntry, trials: Sequence[CommandEntry]) -> dict[str, SearchRecord]:
     """The search that chose each cell of a command. trials: the commands of NAME-search."""
-    prefixes = tuple(f"{key}=" for key in command.searched)
-    points: dict[str, set[Point]] = {}  # the key is the other words of the title
+
+    def shared_words(request: Request) -> tuple[str, ...]:
+        """The words that all points of its search share."""
+        searched = tuple(f"{key}=" for key in command.searched)
+        return tuple(word for word in request.words if not word.startswith(searched))
+
+    keys = [key.lstrip("+") for key in command.searched]
+    points: dict[tuple[str, ...], set[Point]] = defaultdict(set)
     for trial in trials:
         if trial.command == command.command:
-            for asked in trial.cells.values():
-                others, point = _split(asked.title, prefixes)
-                points.setdefault(others, set()).add((point, tuple(sorted({*asked.seeds}))))
-    keys = frozenset(key.lstrip("+") for key in command.searched)
-    searches = {}
-    for cell, asked in command.cells.items():
-        others, _ = _split(asked.title, prefixes)
-        searches[cell] = SearchRecord(keys, frozenset(points.get(others, ())))
-    return searches
+            for request in trial.cells.values():
+                values = tuple((key, comparable(request.values.get(key))) for key in keys)
+                point = Point(values, tuple(sorted({*request.seeds})))
+                points[shared_words(request)].add(point)
+    return {
+        cell: SearchRecord(frozenset(keys), frozenset(points[shared_words(request)]))
+        for cell, request in command.cells.items()
+    }
 
 
-def _split(title: str, prefixes: tuple[str, ...]) -> tuple[str, str]:
-    """The words of a title that begin with none of the prefixes, and those that do."""
-    words = title.split()
-    point = [word for word in words if word.startswith(prefixes)]
-    others = [word for word in words if not word.startswith(prefixes)]
-    return " ".join(others), " ".join(point)
+def comparable(value: Any) -> Hashable:
+    """A hashable that is equal for equal values: 1 equals 1.0, and true equals no number."""
+    if isinstance(value, list | tuple):
+        return tuple(map(comparable, value))
+    if isinstance(value, Mapping):
+        return tuple((key, comparable(item)) for key, item in sorted(value.items()))
+    return (isinstance(value, bool), value)

@@ -341,7 +341,7 @@ def run_frame(runs: Sequence[RunRow]) -> pd.DataFrame:
         rows.append(
             {"study": run.study, "directory": str(run.directory), "cell_id": result.cell_id}
             | {"seed": run.seed, "status": str(run.status), "error": result.error}
-            | {key: run.value_of(key) for key in keys}
+            | {key: run.values.get(key) for key in keys}
             | flatten(measured)
             | dict(run.metrics)
         )

@@ -86,7 +86,7 @@ def _planned_report(search: Search) -> CellSpec:
     """The cell of the fresh seeds: at the best point, or at any while the search has not ended."""
     states = {}
     for _, cell in search.trials:
-        states[cell.id] = read_cell(cell.study_dir, cell.id, cell.title, cell.seeds, [])
+        states[cell.id] = read_cell(cell.study_dir, cell.id, cell.request, [])
     points = _points_with_a_value(search, states)
     if points and all(map(_has_ended, states.values())):
         return search.cell(points[0][1], is_report=True)

@@ -38,8 +38,8 @@ def print_plan_of(cells: Sequence[CellSpec]) -> int:
 def _plan(spec: CellSpec) -> Plan:
     """What a cell would need; one that cannot be prepared is refused."""
     if spec.error:
-        return Plan(CellState(spec.id, spec.title, refused=spec.error))
-    state = read_cell(spec.study_dir, spec.id, spec.title, spec.seeds, [])
+        return Plan(CellState(spec.id, spec.request, refused=spec.error))
+    state = read_cell(spec.study_dir, spec.id, spec.request, [])
     try:
         cell = prepare_cell(spec)
         num_runs = len(state.missing)

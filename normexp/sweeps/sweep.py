@@ -17,7 +17,7 @@ from normexp.config.spec import CellSpec, shared_value
 from normexp.errors import FAILED, Halted, UserError
 from normexp.records.environment import code_version
 from normexp.records.files import ensure_writable, is_read_only
-from normexp.records.journal import CommandEntry, Refusal, Request, append_entry, remove_refused
+from normexp.records.journal import CommandEntry, Refusal, append_entry, remove_refused
 from normexp.records.layout import refuse_shipped
 from normexp.records.result import Status
 from normexp.records.study import CellState
@@ -108,10 +108,7 @@ def train_cells(
     """
     check_processes(cells, words)
     wandb_run = asked_run(cells)
-    requests = {}
-    for cell in cells:
-        if not cell.error:
-            requests[cell.id] = Request(cell.title, cell.seeds)
+    requests = {cell.id: cell.request for cell in cells if not cell.error}
     command_id = secrets.token_hex(8)
     entry = CommandEntry(command_id, [*words], code_version(), requests, [*searched])
     job = Job(cells, entry)

@@ -85,7 +85,7 @@ class Job:
         states = []
         for cell in self.cells:
             error = refused.get(cell.id, "")
-            states.append(read_cell(study_dir, cell.id, cell.title, cell.seeds, stacks, error))
+            states.append(read_cell(study_dir, cell.id, cell.request, stacks, error))
         return states
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch.optim import Optimizer
 from normexp.batching.replicas import Replicas
 from normexp.config.keys import own_keys
 from normexp.config.target import read_target
-from normexp.errors import UserError
 from normexp.norms.site import norm_parameters
 
 OptimizerFactory = Callable[..., Optimizer]
@@ -38,31 +36,6 @@ def build_optimizer(
     target = read_target(values, "optim")
     target.require(1, "lr", "weight_decay")
     return target.call
-
-
-def scale_learning_rate(
-    rule: str, *, lr: float, momentum: float | None, batch_size: int, base_batch_size: int
-) -> tuple[float, float | None]:
-    """Returns learning rate and momentum for `batch_size`, given those for `base_batch_size`.
-
-    With k = batch_size / base_batch_size:
-        none            unchanged
-        linear          lr * k (Goyal et al., arXiv:1706.02677)
-        sqrt            lr * sqrt(k) (Hoffer et al., arXiv:1705.08741)
-        momentum_aware  m' = m^k, lr * k * (1 - m') / (1 - m): past samples have the same weight
-                        at every batch size (Chiley et al., arXiv:1905.05894)
-
-    Raises:
-        UserError: momentum_aware for an optimizer without momentum.
-    """
-    k = batch_size / base_batch_size
-    if rule == "momentum_aware":
-        if momentum is None:
-            raise UserError("lr_rule=momentum_aware needs optim.momentum; try optim=sgd")
-        scaled = momentum**k
-        return lr * k * (1 - scaled) / (1 - momentum), scaled
-    factor = {"none": 1.0, "linear": k, "sqrt": math.sqrt(k)}[rule]
-    return lr * factor, momentum
 
 
 def parameter_groups(

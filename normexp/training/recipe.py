@@ -18,6 +18,7 @@ from normexp.batching.replicas import Replicas
 from normexp.config.choices import DEFAULT_SCHEDULE
 from normexp.config.groups import shipped_defaults
 from normexp.config.keys import Settings
+from normexp.config.lr_rule import scale_learning_rate
 from normexp.config.sizes import Share, Sizes
 from normexp.config.spec import CellSpec
 from normexp.data.dataset import Data
@@ -30,7 +31,6 @@ from normexp.training.optimizer import (
     OwnRates,
     build_optimizer,
     parameter_groups,
-    scale_learning_rate,
 )
 from normexp.training.schedule import Schedule, build_schedule
 from normexp.training.statistics import STATISTICS

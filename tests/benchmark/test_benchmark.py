@@ -66,7 +66,7 @@ def reference_of(path: Path, norms: Sequence[tuple[str, float, int]]) -> Referen
     lines, made = [], []
     for recipe in ("convnet", "convnet_short"):
         own = [cell for one in norms for cell in cells(recipe, *one)]
-        asked = {cell.id: Request(cell.id, [*SEEDS]) for cell in own}
+        asked = {cell.id: Request([cell.id], [*SEEDS]) for cell in own}
         words = ["normexp-train", f"experiment=benchmark1/{recipe}"]
         lines.append(entry_line(CommandEntry(recipe, words, "", asked)))
         made += own

@@ -38,9 +38,10 @@ def write_study(study: Path) -> None:
                 write_samples(run_dir, {"running": own})
             if seed == 0:
                 write_json(run_dir / "evaluation.json", {"precise": {"test/loss": 0.25}})
-        (study / cell / "config.yaml").write_text(f"lr: 0.1 # {cell}\n")
     (study / "begun" / "seed-0").mkdir(parents=True)
-    command = CommandEntry("1", ["normexp-train", "lr=0.1"], "", {"images": Request("lr", [0, 1])})
+    command = CommandEntry(
+        "1", ["normexp-train", "lr=0.1"], "", {"images": Request(["lr"], [0, 1])}
+    )
     append_entry(study, command)
 
 
@@ -60,7 +61,6 @@ def test_a_zip_holds_what_a_report_reads_of_a_study(tmp_path: Path):
         assert right.dtype == bool and np.array_equal(right, expected)
     assert np.array_equal(archive.samples("texts", 0)["running"], LOSSES)
     assert archive.samples("texts", 1) == {}
-    assert archive.config("texts") == "lr: 0.1 # texts\n"
     (command,) = archive.entries
     assert isinstance(command, CommandEntry) and command.cells["images"].seeds == [0, 1]
 

@@ -51,9 +51,10 @@ def test_result_round_trip_is_exact(tmp_path: Path, result: Result):
 
 def test_missing_values_are_absent_and_metrics_are_sorted():
     failed = FAILED.to_dict()
-    keys = {"schema", "cell_id", "seed", "status", "defines", "derived", "measured", "error"}
+    keys = {"schema", "cell_id", "seed", "status", "defines", "derived", "defaults", "measured"}
+    keys |= {"error"}
     assert failed.keys() == keys and failed["measured"] == {}
-    assert (failed["schema"], failed["defines"]["act"]) == (2, None)
+    assert (failed["schema"], failed["defines"]["act"]) == (3, None)
     metrics = make_result().to_dict()["measured"]["metrics"]
     assert list(metrics) == ["val/accuracy", "val/accuracy@batch32", "val/loss"]
 
@@ -79,7 +80,7 @@ def test_settings_are_flat_and_derived_values_stand_for_typed_ones():
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({"schema": 3}, "schema=3, this normexp reads schema=2"),
+        ({"schema": 4}, "schema=4, this normexp reads schema=3"),
         ({"schema": ...}, "schema=None"),
         ({"cell_id": ...}, "missing.*'cell_id'"),
         ({"status": "done"}, "'done' is not a valid Status"),

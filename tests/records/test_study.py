@@ -24,7 +24,7 @@ from normexp.records.study import read_study
 
 
 def command(name: str, cells: dict[str, list[int]], *words: str) -> CommandEntry:
-    asked = {cell: Request(f"norm={cell}", seeds) for cell, seeds in cells.items()}
+    asked = {cell: Request([f"norm={cell}"], seeds) for cell, seeds in cells.items()}
     return CommandEntry(name, ["normexp-train", *words], "code", asked)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from normexp.config.slots import Slots
 from normexp.records.metrics import MetricRow, write_metrics
 from normexp.records.result import Measured, Result, Status, write_result
 from normexp.reporting.compare import Comparison
@@ -38,6 +40,7 @@ def cell_of(
     data: str = "cifar10",
     epochs: float = 3,
     lr: float = 0.1,
+    defaults: Mapping[str, Any] | None = None,
     **typed: Any,
 ) -> list[RunRow]:
     """The runs of one cell.
@@ -48,6 +51,7 @@ def cell_of(
     samples: right or not for each test sample, by seed; its mean is the accuracy
     knobs, optim: values of the norm, and of the optimizer, that are no defaults
     typed: other values that are no defaults
+    defaults: other settings than slots, that have their defaults
     """
     by_seed = accuracies if isinstance(accuracies, Mapping) else dict(enumerate(accuracies))
     mixes = norm == "batch" if mixes_samples is None else mixes_samples
@@ -73,6 +77,10 @@ def cell_of(
     own = {**typed, **(knobs or {}), **(optim or {})}
     names += [f"{key}{value}" for key, value in sorted(own.items())]
     cell_id = re.sub(r"[/ {}':]", "_", "-".join(map(str, names)))
+    all_defaults = {**(defaults or {})}
+    for slot, value in asdict(Slots()).items():
+        all_defaults[f"norm.{slot}"] = (knobs or {}).get(slot, value)
+        all_defaults[slot] = all_defaults[f"norm.{slot}"]
     runs = []
     for seed, accuracy in by_seed.items():
         status = Status.DIVERGED if accuracy is None else Status.FINISHED
@@ -93,7 +101,7 @@ def cell_of(
             RunRow(
                 study,
                 Path("runs", study, cell_id, f"seed-{seed}"),
-                Result(cell_id, seed, status, defines, derived, measured, error),
+                Result(cell_id, seed, status, defines, derived, measured, error, all_defaults),
                 measured.metrics,
                 lambda own_samples=own_samples: own_samples,
             )

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
-import yaml
 from synthetic_study import cell_of, find, report_of_cells
 
 from normexp.reporting.compare import DIFFERENCE
-from normexp.reporting.runs import SearchRecord
+from normexp.reporting.runs import Point, SearchRecord, comparable
 from normexp.reporting.slices import NormAtSize
 
 SEEDS = np.random.default_rng(3).normal(0, 0.002, 8)
@@ -98,18 +96,21 @@ def test_a_row_without_a_verdict_says_why(cells: list, options: dict, why: str):
 
 
 BATCH = cell_of("batch", level(0.9), lr=0.3)
-RATES = ("lr=0.1", "lr=0.3")
+RATES = (0.1, 0.3)
 
 
-def search_of(rates: Sequence[str] = RATES, seeds: tuple[int, ...] = (1000, 1001)) -> SearchRecord:
-    return SearchRecord(frozenset({"lr"}), frozenset((rate, seeds) for rate in rates))
+def search_of(
+    rates: Sequence[float] = RATES, seeds: tuple[int, ...] = (1000, 1001)
+) -> SearchRecord:
+    points = {Point((("lr", comparable(rate)),), seeds) for rate in rates}
+    return SearchRecord(frozenset({"lr"}), frozenset(points))
 
 
 @pytest.mark.parametrize(
     ("of_batch", "of_group", "why"),
     [
         (search_of(), search_of(), ""),
-        (search_of(), search_of((*RATES, "lr=1")), "lr not searched alike"),
+        (search_of(), search_of((*RATES, 1.0)), "lr not searched alike"),
         (search_of(), search_of(seeds=(1000, 1002)), "lr not searched alike"),
         (search_of(), None, "not compared: lr 0.1 and 0.3"),
         (search_of(seeds=(7, 8)), search_of(seeds=(7, 8)), "seed 7 was searched, too"),
@@ -128,7 +129,7 @@ def test_fresh_seeds_after_a_search_have_a_verdict_if_it_was_alike_for_both(
 
 def test_the_best_rate_of_a_search_at_its_edge_names_the_one_to_add():
     places = [("synthetic", cell[0].directory.parent.name) for cell in (BATCH, GROUP)]
-    search = search_of(("lr=0.03", "lr=0.1", "lr=0.3"))
+    search = search_of((0.03, 0.1, 0.3))
     report = report_of_cells(BATCH, GROUP, searches=dict.fromkeys(places, search))
     means = report.tables_of(report.slices[0])[0].frame.set_index("norm")
     assert means["lr"].to_dict() == {"batch": "0.3", "group": "0.1"}
@@ -241,8 +242,7 @@ def test_equal_norms_all_may_be_the_best_and_one_that_cannot_be_compared_stands_
 @pytest.mark.parametrize("name", [None, "batch"])
 def test_the_reference_is_the_norm_as_shipped_where_a_sweep_has_several_of_it(name: str | None):
     typed = [cell_of("batch", level(0.9), knobs={"mode": mode}) for mode in ("one", "two")]
-    config = yaml.safe_dump({"norm": {"mode": "three"}})  # the default, which ids leave out
-    shipped = [replace(run, load_config=lambda: config) for run in cell_of("batch", level(0.9))]
+    shipped = cell_of("batch", level(0.9), defaults={"norm.mode": "three"})
     report = report_of_cells(*typed, shipped, cell_of("layer", level(0.8)), reference=name)
     assert {c.against for c in report.comparisons} == {"batch mode=three"}
     assert report_of_cells(*typed).comparisons[0].against == "batch mode=one"

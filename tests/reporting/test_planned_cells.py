@@ -15,6 +15,7 @@ from normexp.records.journal import CommandEntry, Request, append_entry
 from normexp.records.result import Status
 from normexp.records.study import CellState
 from normexp.reporting.report import Report
+from normexp.reporting.runs import RunRow
 
 RNG = np.random.default_rng(8)
 SEEDS = range(4)
@@ -25,10 +26,24 @@ def draw(mean: float) -> list[float]:
 
 
 def planned(**words: Any) -> tuple[str, CellState]:
-    """A cell of which no run has ended; its words as a command writes them."""
-    title = " ".join(f"{key}={value}" for key, value in words.items())
-    folder = Path("runs", "synthetic", title.replace(" ", "-"))
-    return "synthetic", CellState(title, title, folder, dict.fromkeys(SEEDS, Status.NOT_STARTED))
+    """A cell of which no run has ended."""
+    request = request_of(**words)
+    folder = Path("runs", "synthetic", request.title.replace(" ", "-"))
+    states = dict.fromkeys(SEEDS, Status.NOT_STARTED)
+    return "synthetic", CellState(folder.name, request, folder, states)
+
+
+def request_of(**words: Any) -> Request:
+    """As a command asks for the cell."""
+    typed = [f"{key}={value}" for key, value in words.items()]
+    return Request(typed, [*SEEDS], trained(words)[0].result.settings)
+
+
+def trained(words: dict[str, Any]) -> list[RunRow]:
+    knobs = {"momentum": words["norm.momentum"]} if "norm.momentum" in words else {}
+    typed = {key: value for key, value in words.items() if key != "norm.momentum"}
+    mixes = words["norm"] in ("batch", "ghost")
+    return cell_of(**typed, accuracies=draw(0.9), mixes_samples=mixes, knobs=knobs)
 
 
 GRIDS = {
@@ -50,12 +65,6 @@ def families(report: Report) -> set[tuple[str, int]]:
 def test_the_family_is_that_of_the_whole_study(name: str):
     grid = GRIDS[name]
     points = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
-
-    def trained(words: dict[str, Any]) -> list:
-        knobs = {"momentum": words["norm.momentum"]} if "norm.momentum" in words else {}
-        typed = {key: value for key, value in words.items() if key != "norm.momentum"}
-        mixes = words["norm"] in ("batch", "ghost")
-        return cell_of(**typed, accuracies=draw(0.9), mixes_samples=mixes, knobs=knobs)
 
     whole = families(report_of_cells(*map(trained, points)))
     cells = [trained(words) for words in points]
@@ -88,8 +97,8 @@ def test_what_a_command_asked_for_is_read_from_the_study(tmp_path: Path):
     for norm in ("batch", "group"):
         write_cell(tmp_path, norm, dict(enumerate(draw(0.9))))
     known = [path.name for path in (tmp_path / "synthetic").iterdir()]
-    asked = {name: Request(f"norm={name.split('-')[0]}", [*SEEDS]) for name in known}
-    asked |= {f"{norm}-x": Request(f"norm={norm}", [*SEEDS]) for norm in ("layer", "rms")}
+    asked = {name: request_of(norm=name.split("-")[0]) for name in known}
+    asked |= {f"{norm}-x": request_of(norm=norm) for norm in ("layer", "rms")}
     append_entry(tmp_path / "synthetic", CommandEntry("1", ["normexp-train"], "one", asked))
     report = normexp.load_report("synthetic", tmp_path)
     assert find(report, "group").family_size == 4 and find(report, "layer").gap.n == 0

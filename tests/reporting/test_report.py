@@ -182,7 +182,7 @@ def test_seeds_of_a_later_command_are_those_that_were_added(tmp_path: Path):
         write_cell(tmp_path, norm, dict(enumerate(mean + noise)))
     cells = [path.name for path in (tmp_path / "synthetic").glob("*-*")]
     for number, seeds in enumerate(([0, 1], [0, 1, 2, 3])):
-        asked = {cell: Request("", seeds) for cell in cells}
+        asked = {cell: Request([], seeds) for cell in cells}
         entry = CommandEntry(str(number), ["normexp-train"], "one", asked)
         append_entry(tmp_path / "synthetic", entry)
     one = find(normexp.load_report("synthetic", tmp_path), "group")
@@ -197,24 +197,31 @@ def test_seeds_of_a_later_command_are_those_that_were_added(tmp_path: Path):
 
 def test_the_points_of_a_search_are_those_of_the_same_words(tmp_path: Path):
     """Another search of the same study, of other points, is not mixed with them."""
+
+    def ask(norm: str, lr: float, seeds: list[int]) -> Request:
+        return Request([f"norm={norm}", "batch_size=8", f"lr={lr}"], seeds, {"lr": lr})
+
     places = {}
     for norm, lr in (("batch", 0.1), ("group", 0.3)):
         cell = write_cell(
             tmp_path, norm, {seed: 0.9 + lr * seed**2 / 1e3 for seed in range(4)}, lr=lr
         )
-        places[cell.name] = f"norm={norm} batch_size=8 lr={lr}"
+        places[cell.name] = norm, lr
     for number, rates in enumerate(((0.1, 1), (0.1, 0.3))):
         words = ["normexp-tune", f"lr=choice{rates}"]
-        tried = {f"{norm}-{lr}": Request(f"norm={norm} batch_size=8 lr={lr}", [1000, 1001])
-                 for norm in ("batch", "group") for lr in rates}  # fmt: skip
+        tried = {
+            f"{norm}-{lr}": ask(norm, lr, [1000, 1001])
+            for norm in ("batch", "group")
+            for lr in rates
+        }
         trial = CommandEntry(f"t{number}", words, "one", tried, ["lr"])
         append_entry(tmp_path / "synthetic-search", trial)
-    chosen = {cell: Request(title, [0, 1, 2, 3]) for cell, title in places.items()}
+    chosen = {cell: ask(*place, [0, 1, 2, 3]) for cell, place in places.items()}
     append_entry(tmp_path / "synthetic", CommandEntry("f", words, "one", chosen, ["lr"]))
     report = normexp.load_report("synthetic", tmp_path)
     (search,) = {cell.search for cell in report.cells}
     assert search is not None and find(report, "group").verdict == "tie"
-    assert search.points == {(f"lr={lr}", (1000, 1001)) for lr in (0.1, 0.3)}
+    assert search.rates == [0.1, 0.3]
     shipped, again = tmp_path / "shipped", tmp_path / "again"
     shipped.mkdir()
     pack_study(tmp_path / "synthetic", shipped / "synthetic.zip")

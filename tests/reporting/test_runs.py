@@ -113,10 +113,9 @@ def test_cells_that_were_copied_without_their_commands_have_no_command_to_type(
     assert last_line.endswith("synthetic: 2 runs of 1 cell: 1 finished, 1 not started")
 
 
-def test_a_value_that_was_not_typed_is_the_default_in_config_yaml(tmp_path: Path):
-    for norm, knobs in (("batch", {}), ("batch", {"momentum": 0.3})):
-        cell = write_cell(tmp_path, norm, {0: 0.8}, knobs=knobs)
-        (cell / "config.yaml").write_text("norm: {momentum: 0.1}\n")
+def test_a_value_that_was_not_typed_is_the_recorded_default(tmp_path: Path):
+    for knobs in ({}, {"momentum": 0.3}):
+        write_cell(tmp_path, "batch", {0: 0.8}, knobs=knobs, defaults={"norm.momentum": 0.1})
     assert [*normexp.load_study("synthetic", tmp_path)["norm.momentum"]] == [0.1, 0.3]
     (slice_,) = normexp.load_report("synthetic", tmp_path).slices
     assert slice_.norms == ["batch momentum=0.1", "batch momentum=0.3"]

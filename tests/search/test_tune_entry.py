@@ -19,7 +19,7 @@ from normexp.tune import main
 
 def lost(cell: CellSpec, how: str) -> CellState:
     """The state of a cell that failed, was refused, or was stopped."""
-    state = CellState(cell.id, cell.title, cell.directory)
+    state = CellState(cell.id, cell.request, cell.directory)
     state.refused = "it broke" if how == "refused" else ""
     failed = Result(cell.id, 0, Status.FAILED, {}, {}, Measured(), error="it broke")
     state.results = [failed] if how == "failed" else []
@@ -50,7 +50,7 @@ class Trainer:
         if cell.settings.lr in self.statuses:
             return lost(cell, self.statuses[cell.settings.lr])
         results = [self.result(cell.settings.lr, seed) for seed in cell.seeds]
-        state = CellState(cell.id, cell.title, cell.directory, results=results)
+        state = CellState(cell.id, cell.request, cell.directory, results=results)
         state.states = {result.seed: Status(result.status) for result in results}
         return state
 

@@ -14,6 +14,7 @@ from training_cases import SETTINGS, image_data, recipe_for
 
 from normexp.batching.replicas import Stacked
 from normexp.config.compose import compose_config
+from normexp.config.lr_rule import scale_learning_rate
 from normexp.config.sizes import Sizes
 from normexp.config.validate import read_settings
 from normexp.errors import UserError
@@ -24,7 +25,6 @@ from normexp.training.optimizer import (
     OwnRates,
     can_train_a_stack,
     parameter_groups,
-    scale_learning_rate,
 )
 from normexp.training.recipe import count_steps, count_steps_per_epoch, momentum_of_half_life
 from normexp.training.schedule import Schedule, named_schedule, own_schedule
