@@ -89,7 +89,9 @@ class CellSpec:
         """The effective values that are known before its data are."""
         settings = self.settings
         derived: dict[str, Any] = settings.sizes.effective()
-        derived |= {key: self.config[key] for key in BUDGETS if self.config[key] is not None}
+        budgets = [key for key in BUDGETS if self.config[key] is not None]
+        budget = next((key for key in budgets if key != "epochs"), "epochs")  # epochs has a default
+        derived[budget] = self.config[budget]
         derived["lr"] = settings.lr
         with suppress(UserError):  # a rule that does not fit the optimizer is refused in training
             derived["lr"], momentum = scale_learning_rate(
@@ -107,7 +109,8 @@ class CellSpec:
     def defaults(self) -> dict[str, Any]:
         """The settings that its id leaves out, because they have their defaults, by dotted key.
 
-        A slot of the norm is what its YAML sets, else the default, and a null slot is the norm's.
+        Without the budget, which is among `derived`. A slot of the norm is what its YAML sets, else
+        the default, and a null slot is the norm's.
         """
         values = flatten(defining_values(self.config))
         for slot, default in asdict(Slots()).items():
@@ -115,9 +118,9 @@ class CellSpec:
             values[f"norm.{slot}"] = default if of_norm is None else of_norm
             if values.get(slot) is None:
                 values[slot] = values[f"norm.{slot}"]
-        counted = flatten(self.identity)
+        left_out = {*flatten(self.identity), *BUDGETS}
         return {
-            key: value for key, value in values.items() if value is not None and key not in counted
+            key: value for key, value in values.items() if value is not None and key not in left_out
         }
 
     @property

@@ -57,7 +57,7 @@ def cells(recipe: str, norm: str, error: float, size: int = 32) -> list[Archived
             seed = len(results)
             results.append(Result(cell_id, seed, Status.FINISHED, defines, derived, measured))
         samples = {seed: {"running": is_right[seed]} for seed in SEEDS}
-        made.append(ArchivedCell(cell_id, "", results, samples))
+        made.append(ArchivedCell(cell_id, results, samples))
     return made
 
 

@@ -19,7 +19,7 @@ from normexp.cli import parse_command
 from normexp.config.command import compose_cells
 from normexp.config.spec import CellSpec
 from normexp.errors import Halted
-from normexp.records.journal import CommandEntry, Refusal, Request, read_entries
+from normexp.records.journal import CommandEntry, Refusal, read_entries
 from normexp.records.layout import CHECKPOINT_FILE, STACKS
 from normexp.records.locks import file_lock
 from normexp.records.result import Result, Status, read_result
@@ -36,7 +36,7 @@ def specs_of(runs_dir: Path, *words: str, replicas: int = 2) -> list[CellSpec]:
 
 
 def command(specs: list[CellSpec], name: str = "1") -> CommandEntry:
-    asked = {spec.id: Request(spec.title, spec.seeds) for spec in specs}
+    asked = {spec.id: spec.request for spec in specs}
     return CommandEntry(name, ["normexp-train"], "code", asked)
 
 
@@ -245,7 +245,7 @@ def test_a_stack_that_raises_is_trained_run_by_run_and_takes_no_other_with_it(
     folder = tmp_path / "s"
     left_behind = lock_of(specs[0].directory, 0)  # by a process that was killed as its run ended
     left_behind.touch()
-    remove_failed([read_cell(folder, one.id, "", one.seeds, []) for one in specs])  # a new one does
+    remove_failed([read_cell(folder, one.id, one.request, []) for one in specs])  # a new one does
     assert len(results_of(tmp_path)) == 3 and not left_behind.exists()
 
 

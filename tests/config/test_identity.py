@@ -254,3 +254,16 @@ def test_a_slug_is_safe_and_short(part: str):
 
 
 # --- Sources -------------------------------------------------------------------------------------
+
+
+def test_a_request_holds_every_setting_with_its_default():
+    values = spec_of("norm=frn", "batch_size=64", "lr_rule=linear", "steps=40").request.values
+    expected = {"norm": "frn", "model": "convnet", "optim.momentum": 0.9, "drop_last": True}
+    expected |= {"act": "tlu", "norm.act": "tlu", "conv": "plain", "norm.conv": "plain"}
+    expected |= {"lr": pytest.approx(0.2), "norm_batch_size": 64, "micro_batch_size": 64}
+    assert {key: values[key] for key in expected} == expected
+    assert values["steps"] == 40 and "epochs" not in values
+    typed = spec_of("norm=frn", "act=relu").request.values
+    assert (typed["act"], typed["norm.act"]) == ("relu", "tlu")
+    own_text = spec_of("data=text_file", "data.path=my text.txt", "norm=rms").request
+    assert own_text.settings["data.path"] == "my text.txt"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from normexp.records.journal import Request
 from normexp.records.result import Measured, Result, Status
 from normexp.records.stacks import StackState
 from normexp.records.study import CellState
@@ -20,7 +21,7 @@ from normexp.sweeps.machine import console_for_progress
 
 def cell(name: str, *, ended: int = 0, status: Status = Status.FINISHED, **stack) -> CellState:
     """A cell of three runs, of which some have ended; with `step` and `total` one trains."""
-    state = CellState(name, f"norm={name} batch_size=32 epochs=3")
+    state = CellState(name, Request([f"norm={name}", "batch_size=32", "epochs=3"], []))
     for seed in range(3):
         state.states[seed] = status if seed < ended else Status.NOT_STARTED
     metrics = {"test/accuracy": 0.97, "test/loss": 0.1}
