@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from normexp.diagnosis import Diagnosis
     from normexp.diagnosis.network import Loss
     from normexp.records.result import Result
-    from normexp.reporting.report import Report
+    from normexp.verdicts.report import Report
 
 
 def run(
@@ -137,8 +137,8 @@ def load_study(study: str | Sequence[str], runs_dir: str | Path = "runs") -> pd.
         normexp.errors.UserError: no such study (names the nearest), or one without an ended run.
     """
     from normexp.config.validate import OPTIONS, check_value
-    from normexp.reporting.runs import read_studies
-    from normexp.reporting.tables import run_frame
+    from normexp.studies.rows import read_studies
+    from normexp.verdicts.tables import run_frame
 
     names = [study] if isinstance(study, str) else study
     check_value("study", names, OPTIONS["report"]["study"])
@@ -169,7 +169,7 @@ def load_report(
             run has.
     """
     from normexp.config.validate import OPTIONS, check_value
-    from normexp.reporting.report import read_report
+    from normexp.studies.report import read_report
 
     names = [study] if isinstance(study, str) else study
     options = {"metric": metric, "tolerance": tolerance, "reference": reference}

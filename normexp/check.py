@@ -24,7 +24,7 @@ def main(words: list[str]) -> int:
 
     with importing_torch():
         from normexp.checks.card import as_json, print_cards
-        from normexp.reporting.terminal import open_console
+        from normexp.verdicts.terminal import open_console
 
     cards = _measure(norms, contract_only=options["part"] == "contract")
     if options["format"] == "table":

@@ -21,7 +21,7 @@ def main(words: list[str]) -> int:
     if options["study"] is None and unread:
         raise UserError(f"{unread[0]}: set study=... too; without it, all studies are listed")
 
-    from normexp.reporting.page import publish, publish_index
+    from normexp.studies.report import publish, publish_index
 
     if options["study"] is None:
         publish_index(Path(options["runs_dir"]))

@@ -16,7 +16,7 @@ def main(words: list[str]) -> int:
 
     from normexp.records.layout import find_study
     from normexp.records.study import read_study
-    from normexp.reporting.terminal import print_status
+    from normexp.studies.terminal import print_status
 
     study_dir = find_study(Path(options["runs_dir"]), options["study"])
     if study_dir.is_file():

@@ -18,8 +18,8 @@ from typing import Any
 import altair as alt
 
 import normexp
-from normexp.reporting.figures import CONFIG
-from normexp.reporting.slices import Slice
+from normexp.verdicts.figures import CONFIG
+from normexp.verdicts.slices import Slice
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "conf" / "experiment" / "records"

@@ -15,10 +15,10 @@ PACKAGE = Path(__file__).resolve().parents[1] / "normexp"
 ORDER = [
     "errors",
     "words",
-    "stats",
+    "verdicts",
     "records",
     "config",
-    "reporting",
+    "studies",
     "norms",
     "batching",
     "data",
@@ -114,13 +114,23 @@ def test_only_some_parts_know_hydra(trees: dict[Path, ast.Module]):
             assert not roots(imported(tree)) & {"hydra", "omegaconf"}, file
 
 
-def test_stats_records_and_reporting_need_no_torch(trees: dict[Path, ast.Module]):
-    outside = {"stats": {"numpy", "scipy"}, "records": {"filelock", "joblib", "numpy"}}
+def test_verdicts_are_a_house_of_their_own(trees: dict[Path, ast.Module]):
+    """Its reader needs neither torch nor Hydra, nor how a run is trained and stored."""
+    libraries = {"numpy", "scipy", "pandas", "altair", "vl_convert", "jinja2", "rich", "markupsafe"}
     for file, tree in trees.items():
-        part, names = part_of(file), roots(imported(tree)) - {"normexp", *sys.stdlib_module_names}
-        if part in outside:
-            assert names <= outside[part], file
-        if part == "reporting":
+        if part_of(file) == "verdicts":
+            names = {*imported(tree)}
+            parts = {name.split(".")[1] for name in names if name.startswith("normexp.")}
+            assert parts <= {"errors", "words", "verdicts"}, file
+            assert roots(iter(names)) - {"normexp", *sys.stdlib_module_names} <= libraries, file
+
+
+def test_records_and_studies_need_no_torch(trees: dict[Path, ast.Module]):
+    for file, tree in trees.items():
+        names = roots(imported(tree)) - {"normexp", *sys.stdlib_module_names}
+        if part_of(file) == "records":
+            assert names <= {"filelock", "joblib", "numpy"}, file
+        if part_of(file) == "studies":
             assert not names & TORCH, file
 
 

@@ -13,7 +13,7 @@ from normexp.errors import UserError
 if TYPE_CHECKING:
     from normexp.benchmark.reference import Reference
     from normexp.config.spec import CellSpec
-    from normexp.reporting.runs import RunRow
+    from normexp.verdicts.rows import Row
 
 FIXED = ("seed", "replicas", "study", "experiment")
 
@@ -23,23 +23,25 @@ def main(words: list[str]) -> int:
     """Exit code: 0, 1 a failed training, 2, 130."""
     from normexp.benchmark.claims import claims_table, judge_claims
     from normexp.benchmark.reference import BENCHMARK, read_reference
-    from normexp.reporting.page import write_report
-    from normexp.reporting.report import report_on
-    from normexp.reporting.terminal import print_report
+    from normexp.studies.report import describe_norm
+    from normexp.verdicts.page import write_report
+    from normexp.verdicts.report import report_on
+    from normexp.verdicts.terminal import print_report
 
     option_words, overrides = split_options("benchmark", words)
     options = read_options("benchmark", option_words)
     reference = read_reference(options["reference"])
     name, exit_code = reference.name, 0
-    entry_runs: list[RunRow] = []
+    entry_runs: list[Row] = []
     if overrides:
         exit_code, cells = _train(reference, overrides, options)
         entry_runs = reference.runs_of(cells)
         if not entry_runs:  # a dry run, or nothing but refusals
             return exit_code
         name = f"{name}-{cells[0].choices['norm']}"
-    records = reference.records_of(reference.workloads, entry_runs)
-    report = report_on(records, Path(options["runs_dir"]), [name], at_largest=True)
+    rows = reference.rows_of(reference.workloads, entry_runs)
+    runs_dir = Path(options["runs_dir"])
+    report = report_on(rows, runs_dir, [name], at_largest=True, describe_norm=describe_norm)
     if name == BENCHMARK:
         report = replace(report, declared=[claims_table(judge_claims(reference))])
     write_report(report)
@@ -57,8 +59,8 @@ def _train(
         UserError: not one norm, or a key that the rules fix.
     """
     from normexp.config.command import compose_cells
-    from normexp.reporting.cells import is_norm_key
     from normexp.sweeps.sweep import run_cells
+    from normexp.verdicts.settings import is_norm_key
 
     for word in parse_command(overrides).overrides:
         key = word.partition("=")[0].lstrip("+~")

@@ -15,13 +15,13 @@ import yaml
 
 from normexp.benchmark.reference import Reference
 from normexp.config.groups import conf_dir
-from normexp.reporting.cells import CellRow, build_cells, metric_names
-from normexp.reporting.compare import DIFFERENCE, paired
-from normexp.reporting.metric import Estimate, Metric, describe_metric
-from normexp.reporting.slices import NormAtSize
-from normexp.reporting.tables import Table, table_of
-from normexp.stats.family import ALPHA, Verdict, decide, difference, p_value
-from normexp.stats.interval import Interval
+from normexp.verdicts.cells import CellRow, build_cells, metric_names
+from normexp.verdicts.compare import DIFFERENCE, paired
+from normexp.verdicts.family import ALPHA, Verdict, decide, difference, p_value
+from normexp.verdicts.interval import Interval
+from normexp.verdicts.metric import Estimate, Metric, describe_metric
+from normexp.verdicts.slices import NormAtSize
+from normexp.verdicts.tables import Table, table_of
 
 Outcome = Literal["holds", "fails", "undecided", "no runs", "nothing to explain"]
 OPPOSITE = {"better": "worse", "worse": "better"}
@@ -69,7 +69,7 @@ def judge_claims(reference: Reference) -> list[Claim]:
     family_size = sum(
         len(comparison["budgets"]) for claim in declared for comparison in claim["comparisons"]
     )
-    cells = {name: build_cells(reference.records_of([name])) for name in reference.recipes}
+    cells = {name: build_cells(reference.rows_of([name])) for name in reference.recipes}
 
     def tests_of(comparison: Mapping[str, Any]) -> list[ClaimTest]:
         budgets = comparison["budgets"]

@@ -15,7 +15,8 @@ from normexp.errors import UserError
 from normexp.records.archive import Archive
 from normexp.records.journal import CommandEntry
 from normexp.records.layout import RESULT_FILE, seed_dir
-from normexp.reporting.runs import Records, RunRow, read_run
+from normexp.studies.rows import add_archive, read_run
+from normexp.verdicts.rows import Row, Rows
 
 BENCHMARK = "benchmark1"
 WORKLOADS = ("convnet", "vit", "encoder", "gpt")  # recipes of the long budget, which rank norms
@@ -32,7 +33,7 @@ class Reference:
 
     name: str
     study: str
-    records: Records
+    rows: Rows
     recipes: Mapping[str, Collection[str]]
 
     @property
@@ -40,18 +41,18 @@ class Reference:
         """The recipes that rank norms."""
         return [name for name in WORKLOADS if name in self.recipes]
 
-    def runs_of(self, cells: Iterable[CellSpec]) -> list[RunRow]:
+    def runs_of(self, cells: Iterable[CellSpec]) -> list[Row]:
         """The recorded runs of an entry, as runs of this study."""
         run_dirs = [seed_dir(cell.directory, seed) for cell in cells for seed in cell.seeds]
         ended = [run_dir for run_dir in run_dirs if (run_dir / RESULT_FILE).exists()]
         return [read_run(self.study, run_dir) for run_dir in ended]
 
-    def records_of(self, recipes: Iterable[str], entry: Sequence[RunRow] = ()) -> Records:
+    def rows_of(self, recipes: Iterable[str], entry: Sequence[Row] = ()) -> Rows:
         """The runs of some recipes, and those of an entry, which replace the same cells."""
-        entered = {run.result.cell_id for run in entry}
+        entered = {run.cell_id for run in entry}
         wanted = {cell for name in recipes for cell in self.recipes[name]} - entered
-        runs = [run for run in self.records.runs if run.result.cell_id in wanted]
-        return replace(self.records, runs=[*runs, *entry])
+        runs = [run for run in self.rows.runs if run.cell_id in wanted]
+        return replace(self.rows, runs=[*runs, *entry])
 
 
 def read_reference(name: str) -> Reference:
@@ -78,6 +79,6 @@ def read_reference(name: str) -> Reference:
                 recipes.setdefault(match[2], set()).update(command.cells)
     if len(benchmarks) != 1:
         raise UserError(f"reference={name}: its commands are not of one benchmark")
-    records = Records()
-    records.add_archive(archive)
-    return Reference(benchmarks.pop(), path.stem, records, recipes)
+    rows = Rows()
+    add_archive(rows, archive)
+    return Reference(benchmarks.pop(), path.stem, rows, recipes)

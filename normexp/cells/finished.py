@@ -41,7 +41,7 @@ from normexp.records.layout import (
 )
 from normexp.records.result import Result, read_result
 from normexp.records.samples import read_samples, write_samples
-from normexp.reporting.terminal import print_evaluations
+from normexp.studies.terminal import print_evaluations
 from normexp.training.fit import evaluate
 from normexp.training.module import Recorder
 from normexp.training.recipe import recipe_of

@@ -23,7 +23,6 @@ from normexp.config.choices import (
 )
 from normexp.config.groups import CUSTOM_GROUPS, GROUPS, group_choices
 from normexp.config.keys import (
-    BUDGETS,
     MISSING,
     PATHS,
     dotted_keys,
@@ -35,8 +34,9 @@ from normexp.config.keys import (
 from normexp.config.validate import unknown_key
 from normexp.errors import UserError
 from normexp.records.files import read_path
-from normexp.records.metrics import direction_of
 from normexp.records.source import why_missing
+from normexp.verdicts.metric import direction_of
+from normexp.verdicts.settings import BUDGETS
 from normexp.words import as_typed
 
 # Defaults of keys that must be typed now, each an example, or that follow from others now. Recorded

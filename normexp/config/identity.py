@@ -24,8 +24,8 @@ from normexp.config.groups import (
     shipped_values,
 )
 from normexp.config.keys import KEYS, Settings, in_identity, parts_with_target
-from normexp.config.sizes import SIZES
 from normexp.records.source import digest_of, package_digest, source_digest, source_files
+from normexp.verdicts.settings import SIZES
 from normexp.words import as_typed
 
 # Versions of choices, raised when a default or the meaning of a choice changes: {"norm/group": 2}.

@@ -20,7 +20,6 @@ from normexp.records.files import expand_path
 
 MISSING = "???"  # in a config: a value that must be given
 OPEN = (*CUSTOM_GROUPS, "logger", "experiment")  # groups of any keys
-BUDGETS = ("samples", "epochs", "steps")  # a training has one; the others follow from it
 PATHS = ("runs_dir", "data_dir", "data.data_dir", "data.root", "data.path", "model.weights")
 LONGEST_NAME = 200  # bytes; file systems allow 255, and derived names are longer
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)

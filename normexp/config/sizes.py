@@ -6,10 +6,9 @@ import math
 from dataclasses import dataclass
 
 from normexp.errors import UserError
+from normexp.verdicts.settings import SIZES
 
 Bounds = tuple[int, int]
-
-SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")  # each divides the one before
 
 
 @dataclass(frozen=True)

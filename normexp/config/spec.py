@@ -12,14 +12,14 @@ from typing import Any
 
 from normexp.config.groups import OPTIONAL_GROUPS, PARTS
 from normexp.config.identity import defining_values, id_of, identity_of, sources_of
-from normexp.config.keys import BUDGETS, Settings, in_identity
+from normexp.config.keys import Settings, in_identity
 from normexp.config.lr_rule import scale_learning_rate
-from normexp.config.sizes import SIZES
 from normexp.config.slots import Slots
 from normexp.config.validate import read_settings
 from normexp.errors import UserError
 from normexp.records.journal import Request
 from normexp.records.result import flatten, settings_of
+from normexp.verdicts.settings import BUDGETS, SIZES
 
 
 @dataclass(frozen=True)

@@ -1,32 +1,15 @@
-"""metrics.csv, the history of a run with one value per line; and which way a metric improves."""
+"""metrics.csv, the history of a run with one value per line."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 from normexp.errors import UserError
 from normexp.records.files import write_text
+from normexp.verdicts.rows import MetricRow
 
 HEADER = "step,epoch,samples_seen,name,value"
-LOWER_IS_BETTER = ("loss", "bits_per_byte", "perplexity", "error")
-
-
-class MetricRow(NamedTuple):
-    """One value after `step` optimizer steps; `epoch` counts finished epochs."""
-
-    step: int
-    epoch: int
-    samples_seen: int
-    name: str
-    value: float
-
-
-def direction_of(metric: str) -> str:
-    """`min` or `max`: which way a metric improves, such as val/loss or test/accuracy@precise."""
-    kind = metric.partition("@")[0].rpartition("/")[2]
-    return "min" if any(word in kind for word in LOWER_IS_BETTER) else "max"
 
 
 def write_metrics(path: Path, rows: Iterable[MetricRow]) -> None:

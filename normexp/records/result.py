@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from enum import StrEnum
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -21,20 +20,9 @@ from normexp.records.layout import (
     seed_dir,
 )
 from normexp.records.schema import SCHEMA, check_schema
+from normexp.verdicts.rows import Status
 
 log = logging.getLogger(__name__)
-
-
-class Status(StrEnum):
-    """The state of a run."""
-
-    FINISHED = "finished"
-    DIVERGED = "diverged"  # finished, with a loss that is not finite
-    FAILED = "failed"
-    RUNNING = "running"
-    INTERRUPTED = "interrupted"  # with a checkpoint
-    NOT_STARTED = "not started"
-    UNREADABLE = "unreadable"
 
 
 ENDED = (Status.FINISHED, Status.DIVERGED)  # runs that no command trains again

@@ -11,10 +11,11 @@ from normexp.config.spec import CellSpec, join_points
 from normexp.errors import FAILED, UserError
 from normexp.records.result import Status
 from normexp.records.study import CellState, read_cell
-from normexp.reporting.metric import Metric, describe_metric
-from normexp.reporting.terminal import open_console, print_closing_table, text_table
 from normexp.search.points import VALIDATION, Point, Search, words_of
+from normexp.studies.terminal import print_closing_table
 from normexp.sweeps.sweep import raise_if_stopped, run_cells, train_cells
+from normexp.verdicts.metric import Metric, describe_metric
+from normexp.verdicts.terminal import open_console, text_table
 
 
 def tune(searches: Sequence[Search], words: Sequence[str]) -> int:
@@ -76,7 +77,10 @@ def _points_with_a_value(
         state = states[cell.id]
         if not _has_ended(state):
             continue
-        mean = metric.mean_over(state.results)
+        mean = metric.mean_over(
+            run.metrics.get(metric.name) if run.status == Status.FINISHED else None
+            for run in state.results
+        )
         if mean != metric.worst:
             points.append((mean, point))
     return sorted(points, key=itemgetter(0), reverse=metric.higher_is_better)

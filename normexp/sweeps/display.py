@@ -19,7 +19,7 @@ from normexp.records.logs import messages_to
 from normexp.records.result import values_of
 from normexp.records.stacks import StackState
 from normexp.records.study import CellState
-from normexp.reporting.terminal import main_metric, without_shared_words
+from normexp.studies.terminal import main_metric, without_shared_words
 from normexp.sweeps.machine import console_for_progress
 from normexp.words import format_duration
 

@@ -13,7 +13,7 @@ from normexp.config.spec import CellSpec
 from normexp.errors import FAILED, UserError, one_line
 from normexp.records.logs import messages_to_stderr
 from normexp.records.study import CellState, read_cell
-from normexp.reporting.terminal import Plan, print_plan
+from normexp.studies.terminal import Plan, print_plan
 from normexp.sweeps.machine import worker_slots
 from normexp.sweeps.worker import ready_to_train
 from normexp.training.devices import device_type

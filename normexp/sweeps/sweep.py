@@ -21,7 +21,7 @@ from normexp.records.journal import CommandEntry, Refusal, append_entry, remove_
 from normexp.records.layout import refuse_shipped
 from normexp.records.result import Status
 from normexp.records.study import CellState
-from normexp.reporting.terminal import print_closing_table, print_summary
+from normexp.studies.terminal import print_closing_table, print_summary
 from normexp.sweeps.agent import asked_run, log_recorded
 from normexp.sweeps.display import Display
 from normexp.sweeps.launch import launch_workers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from normexp.errors import UserError
-from normexp.records.metrics import direction_of
+from normexp.verdicts.metric import direction_of
 from normexp.words import as_typed
 
 

@@ -16,9 +16,9 @@ from normexp.config.command import compose_cells
 from normexp.records.archive import ArchivedCell, pack_study, write_archive
 from normexp.records.journal import CommandEntry, Request, entry_line
 from normexp.records.result import Measured, Result, Status
-from normexp.reporting.cells import CellRow, build_cells
-from normexp.reporting.metric import describe_metric
-from normexp.reporting.slices import NormAtSize
+from normexp.verdicts.cells import CellRow, build_cells
+from normexp.verdicts.metric import describe_metric
+from normexp.verdicts.slices import NormAtSize
 
 NUM_IMAGES = 500
 SEEDS = range(8)
@@ -116,9 +116,9 @@ def test_claims_are_judged_by_the_runs(
 
 def test_an_entry_stands_in_place_of_the_same_cells(tmp_path: Path):
     reference = reference_of(tmp_path / "own.zip", [("batch", 0.05, 32), ("layer", 0.1, 32)])
-    before = reference.records_of(["convnet"]).runs
-    entry = [run for run in before if run.result.settings["norm"] == "layer"][:3]
-    after = reference.records_of(["convnet"], entry).runs
+    before = reference.rows_of(["convnet"]).runs
+    entry = [run for run in before if run.config["norm"] == "layer"][:3]
+    after = reference.rows_of(["convnet"], entry).runs
     assert len(before) == 2 * len(RATES) * len(SEEDS)
     assert len(after) == len(before) - len(SEEDS) + len(entry)
 
@@ -127,7 +127,7 @@ def test_the_shipped_runs_are_those_of_the_shipped_recipes():
     shipped = read_reference("benchmark1")
     path = Path(claims.__file__).with_name("benchmark1.zip")
     assert path.stat().st_size < 3_000_000 and shipped.workloads == [*WORKLOADS]
-    known = {recipe: build_cells(shipped.records_of([recipe])) for recipe in shipped.recipes}
+    known = {recipe: build_cells(shipped.rows_of([recipe])) for recipe in shipped.recipes}
     norms = {recipe: {cell.norm for cell in rows} for recipe, rows in known.items()}
     for one in (one for claim in declared_claims() for one in claim["comparisons"]):
         for side in (one["first"], one["second"]):

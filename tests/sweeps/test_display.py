@@ -13,7 +13,7 @@ from normexp.records.journal import Request
 from normexp.records.result import Measured, Result, Status
 from normexp.records.stacks import StackState
 from normexp.records.study import CellState
-from normexp.reporting.terminal import commands_to_look, without_shared_words
+from normexp.studies.terminal import commands_to_look, without_shared_words
 from normexp.sweeps import display as display_module
 from normexp.sweeps.display import Display
 from normexp.sweeps.machine import console_for_progress

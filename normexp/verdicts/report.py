@@ -1,0 +1,324 @@
+"""The content of a report: cells, slices, comparisons and tables; draws and writes nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from normexp.errors import UserError
+from normexp.verdicts.cells import CellRow, build_cells, metric_names, order_norms
+from normexp.verdicts.compare import (
+    Causes,
+    Comparison,
+    Ranking,
+    compare,
+    measure_causes,
+    rank,
+)
+from normexp.verdicts.rows import Rows
+from normexp.verdicts.slices import Slice, build_slices
+from normexp.verdicts.tables import (
+    Table,
+    causes_table,
+    cell_table,
+    difference_table,
+    lost_table,
+    mean_table,
+    ranking_table,
+    run_frame,
+    workload_table,
+)
+from normexp.words import format_count
+
+SCHEMA = 3  # the version of report.json
+MOST_WORDS = 15  # the length of a headline
+ALONG_SIZES = {  # the claim for each verdict
+    "worse": "At {first}, {norm} loses {gap} against {second}",
+    "better": "At {first}, {norm} gains {gap} against {second}",
+    "tie": "At {first}, {norm} ties with {second}",
+    "undecided": "{norm} at {first} against {second}: undecided",
+    None: "{norm} at {first} against {second}: no verdict",
+}
+BETWEEN_NORMS = {
+    "worse": "{against} is {gap} ahead of {norm}",
+    "better": "{norm} is {gap} ahead of {against}",
+    "tie": "{norm} and {against} tie within {margin}",
+    "undecided": "{norm} against {against}: undecided",
+    None: "{norm} against {against}: no verdict",
+}
+PLAIN_NAMES = ("batch", "layer", "instance", "group", "rms")  # known as `batch norm`
+
+
+@dataclass(frozen=True, repr=False)
+class Report:
+    """What the records of one or more studies say.
+
+    metric, tolerance: as requested; None: the first known metric of a slice, and its tolerance
+    comparisons: every difference that the report states
+    rankings: of each slice where two or more norms meet
+    declared: comparisons beyond those of the slices
+    describe_norm: a phrase on a norm, by its name; empty for one that is not known
+    counts: `12 cells, 90 runs: 84 finished, 6 diverged`
+    """
+
+    runs_dir: Path
+    studies: Sequence[str]
+    metric: str | None
+    tolerance: float | None
+    rows: Rows
+    cells: Sequence[CellRow]
+    slices: Sequence[Slice]
+    comparisons: Sequence[Comparison]
+    rankings: Sequence[Ranking]
+    causes: Sequence[Causes]
+    declared: Sequence[Table] = ()
+    describe_norm: Callable[[str], str] = field(default=lambda _: "", compare=False)
+
+    def __repr__(self) -> str:
+        comparisons = format_count(len(self.comparisons), "comparison")
+        return f"Report({self.title}: {self.counts}; {comparisons})"
+
+    @property
+    def title(self) -> str:
+        return " and ".join(self.studies)
+
+    @property
+    def directory(self) -> Path:
+        return self.runs_dir / "+".join(self.studies) / "report"
+
+    @property
+    def problems(self) -> Sequence[str]:
+        """One line for each result that cannot be read, and each cell without an ended run."""
+        return self.rows.problems
+
+    @property
+    def counts(self) -> str:
+        statuses = Counter(str(run.status) for cell in self.cells for run in cell.runs)
+        words = ", ".join(f"{count} {status}" for status, count in statuses.items())
+        if refused := len(self.rows.refused):
+            words += f"; {format_count(refused, 'cell')} refused"
+        if missing := sum(cell.num_missing for cell in self.cells):
+            words += f"; {format_count(missing, 'run')} missing"
+        runs = format_count(statuses.total(), "run")
+        return f"{format_count(len(self.cells), 'cell')}, {runs}: {words}"
+
+    def comparisons_of(self, slice_: Slice) -> list[Comparison]:
+        return [comparison for comparison in self.comparisons if comparison.slice is slice_]
+
+    def ranking_of(self, slice_: Slice) -> Ranking | None:
+        return next((ranking for ranking in self.rankings if ranking.slice is slice_), None)
+
+    def headline(self, slice_: Slice) -> str:
+        """The answer to the sweep that was typed, first along the sizes, then between norms."""
+        along = [
+            comparison
+            for comparison in self.comparisons_of(slice_)
+            if comparison.is_comparable and comparison.is_along_sizes
+        ]
+        ranking = self.ranking_of(slice_)
+        best = _best_claim(ranking, is_alone=not along) if ranking else ""
+        if not along:
+            return f"{best}{slice_.at_words}." if best else "nothing to compare."
+        drop = min(along, key=lambda pair: (pair.verdict != "worse", pair.gap.estimate or 0.0))
+        size = _claim(drop)
+        if best:
+            at = "" if slice_.at == drop.sizes[0] else f"at {slice_.at}, "
+            shorter = size.replace(f" against {drop.sizes[1]}", "")
+            for claim in (size, shorter):
+                both = f"{claim}; {at}{best}."
+                if len(both.split()) <= MOST_WORDS:
+                    return both
+        return f"{size}."
+
+    @cached_property
+    def tables(self) -> list[Table]:
+        """Every table, in the order of the page."""
+        tables = [workload_table(self.rankings)] if len(self.rankings) > 1 else []
+        tables += self.declared
+        for slice_ in self.slices:
+            tables += self.tables_of(slice_)
+        tables.append(causes_table(self.causes))
+        tables.append(lost_table(self.cells, self.rows.refused))
+        tables.append(cell_table(self.cells, self.metric, self.tolerance))
+        tables.append(Table("runs", "Runs", run_frame(self.rows.runs), has_latex=False))
+        return [table for table in tables if len(table.values)]
+
+    def tables_of(self, slice_: Slice) -> list[Table]:
+        """Means by size, differences along the sizes, and the ranking."""
+        ranking, comparisons = self.ranking_of(slice_), self.comparisons_of(slice_)
+        tables = [mean_table(slice_, ranking)]
+        tables.append(difference_table(slice_, comparisons, has_note=ranking is None))
+        if ranking:
+            tables.append(ranking_table(ranking, comparisons))
+        return [table for table in tables if len(table.values)]
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the answer, the first figure and the tables of each slice."""
+        from normexp.verdicts.figures import draw_figures, vl_convert
+
+        lines = []
+        for slice_ in self.slices:
+            lines.append(f"<h3>{escape(self.headline(slice_))}</h3><p>{escape(slice_.scope)}</p>")
+            for figure in draw_figures(slice_, self.ranking_of(slice_))[:1]:
+                lines.append(vl_convert.vegalite_to_svg(figure.spec))
+            for table in self.tables_of(slice_):
+                rows = table.frame.to_html(index=False, border=0)
+                lines.append(f"<p>{escape(table.caption)}</p>{rows}<p>{escape(table.note)}</p>")
+        lines.append(f"<p>{escape(self.counts)}</p>")
+        return "\n".join(lines)
+
+
+def _claim(comparison: Comparison) -> str:
+    """`At 2, batch norm loses 10.7 pp against 128`, `own is 5.0 pp ahead of batch norm`."""
+    metric, gap = comparison.slice.metric, abs(comparison.gap.estimate or 0.0)
+    sentences = ALONG_SIZES if comparison.is_along_sizes else BETWEEN_NORMS
+    first, second = comparison.sizes
+    claim = sentences[comparison.verdict].format(
+        norm=_full_name(comparison.first.norm),
+        against=_full_name(comparison.second.norm),
+        first=first,
+        second=second,
+        gap=f"{gap:.{metric.digits}f} {metric.unit}".strip(),
+        margin=f"{metric.tolerance:g} {metric.unit}".strip(),
+    )
+    return claim + comparison.mark
+
+
+def _best_claim(ranking: Ranking, *, is_alone: bool) -> str:
+    """`layer norm is ahead`; a norm that is not ranked is named, or there is no best."""
+    pairs = [place.comparison for place in ranking.places if place.comparison]
+    if is_alone and len(pairs) == 1:
+        return _claim(pairs[0])
+    not_ranked = [pair.norm for pair in pairs if pair.verdict is None]
+    if len(not_ranked) > 1:
+        return f"{len(not_ranked)} norms are not ranked"
+    claims = []
+    best, num_norms = ranking.best, len(ranking.places)
+    if best:
+        if len(best) == num_norms:
+            claim = "no norm is ahead"
+        elif len(best) > 2:
+            claim = f"{len(best)} of {num_norms} norms may lead"
+        else:
+            names = " or ".join(map(_full_name, best))
+            claim = f"{names} is ahead" if len(best) == 1 else f"{names} may lead"
+        claims.append(claim + max(pair.mark for pair in pairs))
+    claims += [f"{_full_name(norm)} is not ranked" for norm in not_ranked]
+    return "; ".join(claims)
+
+
+def _full_name(norm: str) -> str:
+    return f"{norm} norm" if norm in PLAIN_NAMES else norm
+
+
+def report_on(
+    rows: Rows,
+    runs_dir: Path,
+    studies: Sequence[str],
+    *,
+    metric: str | None = None,
+    tolerance: float | None = None,
+    reference: str | None = None,
+    at_largest: bool = False,
+    describe_norm: Callable[[str], str] = lambda _: "",
+) -> Report:
+    """The report of rows from anywhere.
+
+    metric, tolerance: None: the first known metric of a slice, and its tolerance
+    reference: the norm that the others are compared with; None: batch norm
+    at_largest: norms are compared at the largest size, not at the smallest
+    describe_norm: as of a Report
+
+    Raises:
+        UserError: a metric or a reference that no run has.
+    """
+    cells = build_cells(rows)
+    recorded = metric_names(cells)
+    if metric is not None and metric not in recorded:
+        names = ", ".join(recorded) or "no metric at all"
+        raise UserError(f"metric={metric}: no run has it; the runs have {names}")
+    slices = build_slices(cells, metric=metric, tolerance=tolerance)
+    if at_largest:
+        slices = [replace(slice_, at=slice_.sizes[-1]) for slice_ in slices]
+    comparisons = compare(slices, _name_of(reference, slices))
+    causes = map(measure_causes, comparisons)
+    return Report(
+        runs_dir=runs_dir,
+        studies=studies,
+        metric=metric,
+        tolerance=tolerance,
+        rows=rows,
+        cells=cells,
+        slices=slices,
+        comparisons=comparisons,
+        rankings=[rank(slice_, comparisons) for slice_ in slices if len(slice_.norms) > 1],
+        causes=[of_drop for of_drop in causes if of_drop],
+        describe_norm=describe_norm,
+    )
+
+
+def _name_of(reference: str | None, slices: Sequence[Slice]) -> str | None:
+    """The name of the reference in the report, from that name or from the words of its training.
+
+    Raises:
+        UserError: no slice has it; names the norms there are.
+    """
+    if reference is None:
+        return None
+    cells = [cell for slice_ in slices for cell in slice_.cells]
+    if reference in {cell.norm for cell in cells}:  # with knobs, as in `group num_groups=4`
+        return reference
+    word = reference.rpartition("=")[2]
+    for cell in cells:
+        if word == cell.norm_name:
+            return word
+        if word == cell.value_of("norm._target_"):
+            return cell.norm
+    names = ", ".join(order_norms({cell.norm: cell.norm_name for cell in cells}))
+    raise UserError(f"reference={reference}: no cell has this norm; the norms are {names}")
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """The report as plain values: headlines, tables, and each comparison in numbers."""
+    slices = []
+    for slice_ in report.slices:
+        headline = report.headline(slice_)
+        slices.append({"heading": slice_.heading, "scope": slice_.scope, "headline": headline})
+    tables = {}
+    for table in report.tables:
+        if table.name != "runs":
+            rows = table.frame.to_dict("records")
+            tables[table.name] = {"caption": table.caption, "note": table.note, "rows": rows}
+    return {
+        "schema": SCHEMA,
+        "studies": list(report.studies),
+        "counts": report.counts,
+        "slices": slices,
+        "comparisons": [_comparison_json(comparison) for comparison in report.comparisons],
+        "tables": tables,
+        "problems": list(report.problems),
+    }
+
+
+def _comparison_json(comparison: Comparison) -> dict[str, Any]:
+    gap = comparison.gap
+    return {
+        "norm": comparison.norm,
+        "against": comparison.against,
+        "why": comparison.why,
+        "slice": comparison.slice.heading,
+        "axis": comparison.slice.axis,
+        "sizes": list(comparison.sizes),
+        "metric": comparison.slice.metric.name,
+        "difference": {"estimate": gap.estimate, "low": gap.low, "high": gap.high},
+        "verdict": comparison.verdict,
+        "n": gap.n,
+        "test_samples": comparison.num_samples,
+        "family_size": comparison.family_size,
+        "seeds_added": comparison.is_extended,
+    }

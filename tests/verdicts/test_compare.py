@@ -1,0 +1,248 @@
+"""Which differences a report states, when it gives a verdict on them, and how it ranks norms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from synthetic_study import cell_of, find, report_of_cells
+
+from normexp.verdicts.compare import DIFFERENCE
+from normexp.verdicts.rows import Point, SearchRecord, comparable
+from normexp.verdicts.slices import NormAtSize
+
+SEEDS = np.random.default_rng(3).normal(0, 0.002, 8)
+NOISE = np.random.default_rng(4).normal(0, 0.001, (4, 8))
+
+
+def level(mean: float, noise: int = 0) -> list[float]:
+    return (mean + SEEDS + NOISE[noise]).tolist()
+
+
+GROUP = cell_of("group", level(0.95, 1))
+PLACE = ("synthetic", GROUP[0].directory.parent.name)
+
+
+@pytest.mark.parametrize(
+    ("values", "verdict"),
+    [
+        (level(0.93, 1), "better"),
+        (level(0.87, 1), "worse"),
+        (level(0.9, 1), "tie"),
+        ((0.9 + 20 * SEEDS).tolist(), "undecided"),
+    ],
+)
+def test_a_norm_against_the_reference(values: list[float], verdict: str):
+    report = report_of_cells(cell_of("batch", level(0.9)), cell_of("group", values))
+    one = find(report, "group")
+    assert (one.verdict, one.why, one.gap.n) == (verdict, "", 8)
+    assert one.gap.estimate == pytest.approx(100 * (np.mean(values) - np.mean(level(0.9))))
+    assert one.row["verdict"] == verdict and str(one.row[DIFFERENCE]).startswith(("+", "-"))
+
+
+def test_the_smallest_size_is_compared_with_the_largest_and_losses_turn_the_sign():
+    small, large = (
+        cell_of("batch", level(mean, noise), norm_batch_size=size)
+        for noise, (mean, size) in enumerate(((0.8, 2), (0.9, 128)))
+    )
+    report = report_of_cells(small, large)
+    assert find(report, "batch at 2", "batch at 128").verdict == "worse"
+    report = report_of_cells(small, large, metric="test/loss")
+    assert find(report, "batch at 2", "batch at 128").verdict == "worse"  # of a loss, too
+
+
+def test_a_diverged_run_counts_as_chance_level_whatever_else_was_trained():
+    """B2: the difference of two norms does not depend on a third."""
+    cells = [cell_of("batch", level(0.9)), cell_of("group", [None, *level(0.92)[1:]])]
+    alone = find(report_of_cells(*cells), "group")
+    with_third = find(report_of_cells(*cells, cell_of("instance", level(0.6))), "group")
+    assert alone.gap == with_third.gap
+    assert alone.gap.estimate == pytest.approx(
+        100 * (np.mean([0.1, *level(0.92)[1:]]) - np.mean(level(0.9)))
+    )
+    assert alone.why == "group: 1 diverged" and alone.verdict == "undecided"
+
+
+def test_a_diverged_seed_counts_as_chance_level_at_every_learning_rate():
+    """B1: also where only some of the seeds choose the learning rate at which it diverged."""
+
+    def grid(lost: float | None) -> NormAtSize:
+        near = cell_of("group", level(0.949, 1), lr=0.1)
+        best = cell_of("group", [lost, *level(0.95, 2)[1:]], lr=0.3)
+        (slice_,) = report_of_cells(near, best).slices
+        return slice_.lines["group"][128]
+
+    diverged, finished = grid(None), grid(0.95)
+    assert diverged.tuning is not None and 0 < diverged.tuning.shares[1] < finished.tuning.shares[1]
+    assert (diverged.mean.estimate or 0.0) < 90 < (finished.mean.estimate or 0.0)
+    assert diverged.lost == "1 diverged"
+
+
+@pytest.mark.parametrize(
+    ("cells", "options", "why"),
+    [
+        ([cell_of("batch", level(0.9)), GROUP[:5]], {"asked": {PLACE: [range(8)]}},
+         "5 of 8 seeds of group"),
+        ([*(cell_of("batch", level(0.9), lr=lr) for lr in (0.1, 0.3)), GROUP],
+         {}, "not compared: lr not searched alike"),
+        ([cell_of("batch", [0.9]), GROUP[:1]], {}, "one seed"),
+    ],
+)  # fmt: skip
+def test_a_row_without_a_verdict_says_why(cells: list, options: dict, why: str):
+    one = find(report_of_cells(*cells, **options), "group")
+    assert (one.verdict, one.why) == (None, why)
+    assert (one.gap.low is None) == (why == "one seed" or not one.is_comparable)
+
+
+BATCH = cell_of("batch", level(0.9), lr=0.3)
+RATES = (0.1, 0.3)
+
+
+def search_of(
+    rates: Sequence[float] = RATES, seeds: tuple[int, ...] = (1000, 1001)
+) -> SearchRecord:
+    points = {Point((("lr", comparable(rate)),), seeds) for rate in rates}
+    return SearchRecord(frozenset({"lr"}), frozenset(points))
+
+
+@pytest.mark.parametrize(
+    ("of_batch", "of_group", "why"),
+    [
+        (search_of(), search_of(), ""),
+        (search_of(), search_of((*RATES, 1.0)), "lr not searched alike"),
+        (search_of(), search_of(seeds=(1000, 1002)), "lr not searched alike"),
+        (search_of(), None, "not compared: lr 0.1 and 0.3"),
+        (search_of(seeds=(7, 8)), search_of(seeds=(7, 8)), "seed 7 was searched, too"),
+        (search_of(()), search_of(()), "study synthetic-search is missing"),
+    ],
+)
+def test_fresh_seeds_after_a_search_have_a_verdict_if_it_was_alike_for_both(
+    of_batch: SearchRecord, of_group: SearchRecord | None, why: str
+):
+    found = {("synthetic", BATCH[0].directory.parent.name): of_batch, PLACE: of_group}
+    searches = {place: search for place, search in found.items() if search}
+    one = find(report_of_cells(BATCH, GROUP, searches=searches), "group")
+    assert (one.verdict, one.why) == (None if why else "better", why)
+    assert "at the learning rates that one search chose" in one.slice.scope
+
+
+def test_the_best_rate_of_a_search_at_its_edge_names_the_one_to_add():
+    places = [("synthetic", cell[0].directory.parent.name) for cell in (BATCH, GROUP)]
+    search = search_of((0.03, 0.1, 0.3))
+    report = report_of_cells(BATCH, GROUP, searches=dict.fromkeys(places, search))
+    means = report.tables_of(report.slices[0])[0].frame.set_index("norm")
+    assert means["lr"].to_dict() == {"batch": "0.3", "group": "0.1"}
+    assert means["search"].to_dict() == {"batch": "at the edge: add 0.9", "group": ""}
+
+
+def test_the_family_is_a_table():
+    """Another data set does not change the number of comparisons, another norm does."""
+
+    def size(*norms: str, data: tuple[str, ...] = ("cifar10",)) -> int:
+        cells = [cell_of(norm, level(0.9), data=name) for norm in norms for name in data]
+        return report_of_cells(*cells).comparisons[0].family_size
+
+    assert size("batch", "group") == size("batch", "group", data=("a", "b")) == 1
+    assert size("batch", "group", "layer") == 3  # two, and the choice of the best
+
+
+def test_samples_widen_intervals_and_those_of_texts_are_blocks():
+    """B3: sequences of a text count, by contiguous blocks, and are scaled to bits per byte."""
+    rng = np.random.default_rng(0)
+    topic = np.repeat(rng.normal(0, 0.3, 20), 10)
+
+    def gpt(norm: str, shift: float) -> list:
+        runs = []
+        for seed in range(4):
+            loss = (1.5 + shift + topic + 0.01 * rng.normal(size=200)).astype(np.float32)
+            metrics = {"test/bits_per_byte": 2 * float(loss.mean()), "test/loss": loss.mean()}
+            metrics = {name: float(value) for name, value in metrics.items()}
+            runs += cell_of(norm, {seed: 0.5}, metrics=metrics, samples={seed: loss}, data="text",
+                            chance_accuracy=None)  # fmt: skip
+        return runs
+
+    one = find(report_of_cells(gpt("batch", 0.0), gpt("group", -0.1)), "group")
+    assert one.num_samples == 20 and one.verdict == "better"
+    assert one.gap.estimate == pytest.approx(0.2, abs=0.02)
+
+
+def test_a_diverged_language_model_has_uniform_bits():
+    metrics = {"test/bits_per_byte": 1.5}
+    cells = [
+        cell_of(norm, seeds, metrics=metrics, chance_accuracy=None)
+        for norm, seeds in (("batch", [0.9, 0.9]), ("group", [0.9, None]))
+    ]
+    assert report_of_cells(*cells).slices[0].lines["group"][128].values == {0: 1.5, 1: 8.0}
+
+
+def test_where_a_chosen_rate_has_no_samples_the_row_says_that_it_is_over_seeds_alone():
+    rights = {seed: np.random.default_rng(seed).random(100) < 0.9 for seed in range(8)}
+    means = {seed: float(right.mean()) for seed, right in rights.items()}
+    batch = cell_of("batch", means, samples=rights)
+    one = find(report_of_cells(batch, cell_of("group", level(0.8))), "group")
+    assert (one.num_samples, one.why) == (0, "over seeds alone") and one.verdict == "worse"
+    assert "over new seeds and test samples" in one.slice.scope
+
+
+def test_a_rate_that_is_never_chosen_needs_no_samples():
+    """A study may ship without the samples of rates that nobody would choose."""
+
+    def grid(norm: str, level: float) -> list:
+        rights = {s: np.random.default_rng([s, len(norm)]).random(300) < level for s in range(6)}
+        means = {seed: float(right.mean()) for seed, right in rights.items()}
+        best = cell_of(norm, means, lr=0.3, samples=rights)
+        return [best, cell_of(norm, [0.3, 0.31, 0.29, 0.3, 0.32, 0.28], lr=3.0)]
+
+    one = find(report_of_cells(*grid("batch", 0.9), *grid("rms", 0.7)), "rms")
+    assert (one.num_samples, one.why, one.verdict) == (300, "", "worse")
+
+
+def test_a_best_rate_at_an_edge_names_the_one_to_add():
+    cells = [
+        cell_of("batch", level(mean, noise), lr=lr)
+        for noise, (lr, mean) in enumerate(((0.01, 0.8), (0.1, 0.85), (1.0, 0.9)))
+    ]
+    grid = report_of_cells(*cells).slices[0].lines["batch"][128]
+    assert (grid.lr, grid.search_words) == (1.0, "most often of 3; at the edge: add 10")
+
+
+# Rankings
+
+RNG = np.random.default_rng(5)
+
+
+def draw(mean: float, spread: float = 0.002) -> list[float]:
+    return (mean + spread * RNG.normal(size=8)).tolist()
+
+
+def test_norms_stand_in_order_of_their_estimate_with_marks_and_verdicts():
+    means = {"batch": 0.9, "layer": 0.93, "group": 0.931, "rms": 0.85}
+    report = report_of_cells(*(cell_of(norm, draw(mean)) for norm, mean in means.items()))
+    (ranking,) = report.rankings
+    assert ranking.reference == "batch" and set(ranking.best) == {"layer", "group"}
+    estimates = [place.norm_at_size.mean.estimate for place in ranking.places]
+    assert estimates == sorted(estimates, reverse=True)
+    verdicts = {pair.norm: pair.verdict for place in ranking.places if (pair := place.comparison)}
+    assert verdicts == {"layer": "better", "group": "better", "rms": "worse"}
+    # three against the reference; layer, group and rms with each other are one more
+    assert ranking.family_size == 4
+
+
+def test_equal_norms_all_may_be_the_best_and_one_that_cannot_be_compared_stands_last():
+    cells = [cell_of(norm, draw(0.9, 0.01)) for norm in ("batch", "layer", "group")]
+    (ranking,) = report_of_cells(*cells, cell_of("rms", draw(0.99), epochs=9)).rankings
+    assert sorted(ranking.best) == ["batch", "group", "layer"]
+    last = ranking.places[-1]
+    assert (last.norm, last.may_be_best) == ("rms", None)
+    assert last.comparison and last.comparison.gap.estimate is None
+    assert last.comparison.why == "not compared: epochs 9 and 3"
+
+
+@pytest.mark.parametrize("name", [None, "batch"])
+def test_the_reference_is_the_norm_as_shipped_where_a_sweep_has_several_of_it(name: str | None):
+    typed = [cell_of("batch", level(0.9), knobs={"mode": mode}) for mode in ("one", "two")]
+    shipped = cell_of("batch", level(0.9), defaults={"norm.mode": "three"})
+    report = report_of_cells(*typed, shipped, cell_of("layer", level(0.8)), reference=name)
+    assert {c.against for c in report.comparisons} == {"batch mode=three"}
+    assert report_of_cells(*typed).comparisons[0].against == "batch mode=one"
