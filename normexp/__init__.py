@@ -5,6 +5,7 @@
     normexp.load("runs/STUDY/CELL/seed-0")       a trained network
     normexp.load_study("STUDY")                  a table of runs
     normexp.load_report("STUDY")                 what their report says: comparisons with verdicts
+    normexp.compare(table, arm=...)              verdicts for a table of runs made elsewhere
     normexp.diagnose(model, batches, loss)       why any network evaluates worse than it trains
     normexp.recompute_averages(model, batches)   running averages anew, for norms of any class
     normexp.replace_norms(model, "group", x)     any network with other norms, for your own loop
@@ -15,6 +16,7 @@ Importing normexp imports neither torch nor pandas.
 
 from normexp import norms
 from normexp.api import (
+    compare,
     diagnose,
     load,
     load_report,
@@ -26,6 +28,7 @@ from normexp.api import (
 )
 
 __all__ = [
+    "compare",
     "diagnose",
     "load",
     "load_report",

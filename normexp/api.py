@@ -180,6 +180,26 @@ def load_report(
     return report
 
 
+def compare(table: pd.DataFrame, *, arm: str, seed: str, metric: str, **options: Any) -> Report:
+    """Verdicts for runs made elsewhere: compares the arms of a table with a row per run.
+
+        normexp.compare(runs, arm="optimizer", seed="seed", metric="val/accuracy")
+
+    Args:
+        table: a row per run; other settings than the arm separate tables.
+        arm, seed, metric: columns: what is compared, what pairs runs, and the outcome.
+        options: of `normexp.verdicts.table.compare`, which says what is refused.
+
+    Raises:
+        normexp.errors.UserError: a table from which no verdict follows.
+    """
+    from normexp.verdicts import table as tables
+
+    report = tables.compare(table, arm=arm, seed=seed, metric=metric, **options)
+    _warn(report.problems)
+    return report
+
+
 def diagnose(
     model: nn.Module,
     batches: Iterable[Any],

@@ -60,11 +60,11 @@ def _train(
     """
     from normexp.config.command import compose_cells
     from normexp.sweeps.sweep import run_cells
-    from normexp.verdicts.settings import is_norm_key
+    from normexp.verdicts.settings import Roles
 
     for word in parse_command(overrides).overrides:
         key = word.partition("=")[0].lstrip("+~")
-        if key in FIXED or (in_identity(key) and not is_norm_key(key)):
+        if key in FIXED or (in_identity(key) and not Roles().is_of_arm(key)):
             raise UserError(f"{word}: frozen by the rules; an entry sets its norm and its slots")
     not_one_norm = UserError("an entry is one norm: norm=NAME, or norm=my_package.MyNorm")
     if not any(word.startswith("norm=") for word in overrides):

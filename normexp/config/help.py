@@ -74,6 +74,8 @@ normexp.report turns a study into tables, figures, a page and verdicts.
   python -m normexp.report                     writes runs/index.html: every study and its headline
   python -m normexp.report study=NAME          writes runs/NAME/report/, also while it is running
   python -m normexp.report study=[a,b]         two studies in one report, compared seed by seed
+  python -m normexp.report runs.csv arm=optimizer seed=seed metric=val/accuracy
+                                               runs made elsewhere, a row each; writes runs_report/
 """,
     "status": """\
 normexp.status says which runs of a study have ended, which are missing, and why some failed.

@@ -62,6 +62,9 @@ Statistics = Annotated[list[Statistic], Field(min_length=1), AfterValidator(_dis
 Names = Annotated[
     list[Name], Field(min_length=1), AfterValidator(_distinct), BeforeValidator(_list)
 ]
+Columns = Annotated[
+    list[Text], Field(min_length=1), AfterValidator(_distinct), BeforeValidator(_list)
+]
 NormsOfSites = Annotated[dict[Text, Name], Field(min_length=1)]
 Words = list[str]
 # What the running averages of a step in several groups are taken from, see norms/site.py.

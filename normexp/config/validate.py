@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from normexp.config.keys import (
     KEYS,
     STRICT,
+    Columns,
     Counts,
     Folder,
     Group,
@@ -47,6 +48,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "tolerance": Optional[NotNegative],
         "reference": Optional[Text],
         "watch": bool,
+        **dict.fromkeys(("arm", "seed", "tune", "choose_by"), Optional[Text]),
+        **dict.fromkeys(("by", "ignore"), Optional[Columns]),
+        "higher_is_better": Optional[bool],
+        "chance": Optional[float],
     },
     "status": {"study": Name, "runs_dir": Folder},
 }

@@ -62,7 +62,11 @@ def publish(runs_dir: Path, names: Sequence[str], *, watch: bool, **options: Any
     """
     if watch:
         _watch(runs_dir, names, options)
-    report = read_report(runs_dir, names, **options)
+    publish_report(read_report(runs_dir, names, **options))
+
+
+def publish_report(report: Report) -> None:
+    """Prints a report, and writes its page."""
     print_report(report)
     if try_to_write(report):
         print(f"report: {report.directory / PAGE}")

@@ -20,7 +20,7 @@ from normexp.verdicts.rows import (
     Status,
     comparable,
 )
-from normexp.verdicts.settings import BUDGETS, SIZES, SLOTS, is_norm_key
+from normexp.verdicts.settings import BUDGETS, SLOTS, Roles
 from normexp.words import as_typed
 
 ORDER = (
@@ -59,6 +59,7 @@ class CellRow:
     defaults: Config
     mixes_samples: bool
     wanted: frozenset[int]
+    roles: Roles = Roles()
     is_extended: bool = False
     search: SearchRecord | None = None
     settings: Config = field(default_factory=dict)
@@ -67,34 +68,37 @@ class CellRow:
 
     @property
     def norm_name(self) -> str:
-        return str(self.config.get("norm"))
+        return str(self.config.get(self.roles.arm))
 
     @property
-    def model(self) -> str:
-        return str(self.config.get("model"))
-
-    @property
-    def data(self) -> str:
-        return str(self.config.get("data"))
+    def task(self) -> tuple[str, ...]:
+        """The model and the data."""
+        return tuple(str(self.config.get(key)) for key in self.roles.task)
 
     @property
     def lr(self) -> float | None:
-        """None if not recorded."""
-        return self.config.get("lr")
+        """The learning rate, or another setting that is tuned; None if not recorded."""
+        return self.config.get(self.roles.tuned) if self.roles.tuned else None
 
     @property
     def batch_size(self) -> int:
-        return self.config["batch_size"]
+        """0 without sizes."""
+        return self.config["batch_size"] if self.roles.sizes else 0
 
     @property
     def norm_batch_size(self) -> int:
-        """The effective size, never None."""
-        return self.config["norm_batch_size"]
+        """The effective size; 0 without sizes."""
+        return self.config["norm_batch_size"] if self.roles.sizes else 0
 
     @property
     def searched(self) -> frozenset[str]:
         """The keys whose values a search chose."""
         return self.search.keys if self.search else frozenset()
+
+    @property
+    def num_knobs(self) -> int:
+        """How many settings of its arm differ from the defaults."""
+        return sum(map(self.roles.is_of_arm, self.config))
 
     @property
     def num_missing(self) -> int:
@@ -167,7 +171,7 @@ def build_cells(rows: Rows) -> list[CellRow]:
     def order(cell: CellRow) -> tuple[Any, ...]:
         settings = [_sortable(value) for value in cell.settings.values()]
         sizes = (cell.batch_size, cell.norm_batch_size)
-        return (cell.data, cell.model, settings, norms.index(cell.norm), *sizes, cell.lr or 0)
+        return (*cell.task[::-1], settings, norms.index(cell.norm), *sizes, cell.lr or 0)
 
     return sorted(cells, key=order)
 
@@ -185,6 +189,7 @@ def _ended_cell(runs: Sequence[Row], rows: Rows) -> CellRow:
         config=first.config,
         defaults=first.defaults,
         mixes_samples=first.mixes_samples,
+        roles=rows.roles,
         wanted=frozenset(recorded).union(*by_command),
         is_extended=not ended <= {*by_command[0]},
         search=rows.searches.get(place),
@@ -218,6 +223,7 @@ def _planned_cell(planned: PlannedCell, rows: Rows) -> CellRow:
         config=planned.config,
         defaults=planned.defaults,
         mixes_samples=True,
+        roles=rows.roles,
         wanted=frozenset(planned.seeds),
         search=rows.searches.get((planned.study, planned.cell_id)),
     )
@@ -231,14 +237,14 @@ def _with_settings(cells: Sequence[CellRow]) -> list[CellRow]:
     keys = _separating_keys(cells)
     complete = []
     for cell in cells:
-        of_task = [other for other in cells if (other.model, other.data) == (cell.model, cell.data)]
+        of_task = [other for other in cells if other.task == cell.task]
         values = {key: cell.value_of(key) for key in keys}
-        words = [f"{cell.model} on {cell.data}"]
+        words = [" on ".join(cell.task)] if cell.task else []
         for key, value in values.items():
             if _varies([other.config.get(key) for other in of_task]):
                 words.append(setting_words(key, value))
-        settings = {"model": cell.model, "data": cell.data, **values}
-        complete.append(replace(cell, settings=settings, title=", ".join(words)))
+        settings = {**dict(zip(cell.roles.task, cell.task, strict=True)), **values}
+        complete.append(replace(cell, settings=settings, title=", ".join(words) or cell.study))
     return complete
 
 
@@ -249,15 +255,17 @@ def _separating_keys(cells: Sequence[CellRow]) -> list[str]:
     that they are not compared. Only the budget with the fewest values counts, since epochs and
     steps follow from samples, differently where a batch size does not divide the data.
     """
+    roles = cells[0].roles
+    with_roles = {*roles.sizes, roles.tuned, *roles.task}
     values = {
         key: [cell.config.get(key) for cell in cells]
         for key in sorted({key for cell in cells for key in cell.config})
-        if not is_norm_key(key) and key not in {*SIZES, "lr", "model", "data"}
+        if not roles.is_of_arm(key) and key not in with_roles
     }
     budgets = [key for key in BUDGETS if key in values and None not in values[key]]
     length = min(budgets, key=lambda key: len({*values[key]}), default="")
     places = [
-        (cell.study, cell.norm_name, cell.model, cell.data, cell.batch_size, cell.norm_batch_size)
+        (cell.study, cell.norm_name, cell.task, cell.batch_size, cell.norm_batch_size)
         for cell in cells
     ]
     return [
@@ -280,7 +288,7 @@ def _with_labels(cells: Sequence[CellRow]) -> list[CellRow]:
         for key in knobs[cell.norm_name]:
             value = cell.value_of(key)
             if value is not None:
-                words.append(f"{key.removeprefix('norm.')}={as_typed(value)}")
+                words.append(f"{key.removeprefix(f'{cell.roles.arm}.')}={as_typed(value)}")
         if cell.invalid:
             words.append("INVALID")
         if has_studies:
@@ -291,7 +299,8 @@ def _with_labels(cells: Sequence[CellRow]) -> list[CellRow]:
 
 def _varying_knobs(cells: Sequence[CellRow]) -> list[str]:
     """The keys of a norm in which its cells differ."""
-    keys = sorted({key for cell in cells for key in cell.config if is_norm_key(key)})
+    roles = cells[0].roles
+    keys = sorted({key for cell in cells for key in cell.config if roles.is_of_arm(key)})
     places = [
         (cell.batch_size, cell.norm_batch_size, cell.lr, settings_key(cell)) for cell in cells
     ]
@@ -337,7 +346,7 @@ def unlike(
     differ, such as a learning rate by `lr_rule`.
     """
     typed = [cell.runs[0].typed for cell in (first, second)]
-    ignored = {*SIZES, *searched, *(first.searched & second.searched)}
+    ignored = {*first.roles.sizes, *searched, *(first.searched & second.searched)}
     for key in BUDGETS:
         length = first.config.get(key)
         if length is not None and length == second.config.get(
@@ -362,7 +371,7 @@ def _belongs_to_norms(key: str, first: CellRow, second: CellRow) -> bool:
     """True for a key of the norms, and for a slot that is as their YAMLs set it."""
     if key in SLOTS:
         return all(cell.value_of(key) == cell.value_of(f"norm.{key}") for cell in (first, second))
-    return is_norm_key(key) and first.norm != second.norm
+    return first.roles.is_of_arm(key) and first.norm != second.norm
 
 
 def settings_key(cell: CellRow) -> Hashable:

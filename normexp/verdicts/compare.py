@@ -23,7 +23,6 @@ from normexp.verdicts.cells import unlike, value_words
 from normexp.verdicts.family import Verdict, decide, difference
 from normexp.verdicts.interval import Array, Interval, mean
 from normexp.verdicts.metric import Estimate, Metric, describe_metric
-from normexp.verdicts.settings import is_norm_key
 from normexp.verdicts.slices import NormAtSize, Slice
 from normexp.words import format_count
 
@@ -83,7 +82,7 @@ class Comparison:
     def row(self) -> dict[str, Any]:
         """The difference as every table prints it."""
         return {
-            "norm": self.norm,
+            self.slice.arm: self.norm,
             "against": self.against,
             DIFFERENCE: Estimate(self.gap, self.slice.metric.digits, is_signed=True),
             "verdict": (self.verdict or "-") + self.mark,
@@ -133,7 +132,7 @@ def reference_of(compared: Mapping[str, NormAtSize], name: str | None = None) ->
     for wanted in (name, *REFERENCES):
         named = [side for side in compared.values() if wanted in (side.norm, side.best.norm_name)]
         if named:  # the one with the fewest knobs is as shipped, if that was run
-            return min(named, key=lambda side: sum(map(is_norm_key, side.best.config)))
+            return min(named, key=lambda side: side.best.num_knobs)
     return next(iter(compared.values()))
 
 
@@ -181,14 +180,15 @@ def _why_not_compared(
     """`not compared: lr 0.1 and 0.3`; empty if both were trained with the same settings."""
     if slice_.lines[first.norm].get(sizes[0]) is not first:
         return f"not run{slice_.at_words}"
-    is_tuned = len(first.cells) > 1 or len(second.cells) > 1
+    is_tuned, tuned = len(first.cells) > 1 or len(second.cells) > 1, first.best.roles.tuned
     words = []
     if first.best.runs and second.best.runs:  # the settings of planned cells are not known
-        different = unlike(first.best, second.best, searched=["lr"] if is_tuned else [])
+        searched = [tuned] if is_tuned and tuned else []
+        different = unlike(first.best, second.best, searched=searched)
         for key, (a, b) in different.items():
             words.append(f"{key} {value_words(a)} and {value_words(b)}")
     if is_tuned and first.rates != second.rates:
-        words.append("lr not searched alike")
+        words.append(f"{tuned} not searched alike")
     if words:
         more = f" and {len(words) - 2} more" if len(words) > 2 else ""
         return f"not compared: {', '.join(words[:2])}{more}"

@@ -81,7 +81,7 @@ MARKERS = (
 DASHES = ((1, 0), (6, 2), (2, 2), (8, 2, 2, 2), (4, 4))
 IS_MEAN = "datum.kind == 'mean'"
 IS_SEED = "datum.kind == 'seed'"
-Row = dict[str, Any]
+Datum = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Figure:
     title: str
     caption: str
     chart: Any
-    rows: Sequence[Row]
+    rows: Sequence[Datum]
     height: Any = HEIGHT
 
     @cached_property
@@ -132,7 +132,7 @@ def draw_figures(slice_: Slice, ranking: Ranking | None) -> list[Figure]:
 def draw_by_size(slice_: Slice) -> Figure:
     """The metric against the size that varies, a line per norm; norms stand beside each other."""
     metric, axis = slice_.metric, AXIS_WORDS[slice_.axis]
-    rows: list[Row] = []
+    rows: list[Datum] = []
     for line in slice_.lines.values():
         for size, norm_at_size in line.items():
             rows += _points(norm_at_size, size=size)
@@ -160,11 +160,11 @@ def draw_by_norm(slice_: Slice) -> Figure:
     y = _norm_axis(norm_at_size.norm for norm_at_size in ordered)
     look = _look_of_norms(slice_)
     chart = _marks(x, y, look.colour.legend(None), look.marker.legend(None))
-    title, height = f"{metric.label} by norm", alt.Step(LINE)
+    title, height = f"{metric.label} by {slice_.arm}", alt.Step(LINE)
     return Figure(f"by_norm_{slice_.slug}", title, _dots_words(slice_), chart, rows, height)
 
 
-def _points(norm_at_size: NormAtSize, **keys: object) -> list[Row]:
+def _points(norm_at_size: NormAtSize, **keys: object) -> list[Datum]:
     """The mean and the seeds; a tuned norm has the seeds of its best learning rate."""
     values = norm_at_size.best.values(norm_at_size.metric)
     return _rows(norm_at_size.mean, values, norm=norm_at_size.norm, **keys)
@@ -180,7 +180,7 @@ def draw_rates(slice_: Slice) -> Figure:
     """The error at each learning rate; a panel per size where sizes vary."""
     metric = slice_.metric
     best, sign = (metric.bounds[1], -1) if metric.bounds else (0.0, 1)
-    rows: list[Row] = []
+    rows: list[Datum] = []
     for norm, line in slice_.lines.items():
         for size in dict.fromkeys((slice_.sizes[0], slice_.sizes[-1])):
             panel = f"{AXIS_WORDS[slice_.axis]} {size}"
@@ -212,7 +212,7 @@ def draw_curves(slice_: Slice) -> Iterator[Figure]:
         dash = alt.StrokeDash("size:N", title=title).scale(domain=sizes, range=DASHES)
     for name in ("train/loss", slice_.metric.selection_name):
         metric = describe_metric(name)
-        rows: list[Row] = []
+        rows: list[Datum] = []
         for norm_at_size in slice_.norms_at_sizes:
             norm = norm_at_size.norm
             size = "any" if norm in slice_.independent else str(norm_at_size.size)
@@ -234,7 +234,7 @@ def draw_curves(slice_: Slice) -> Iterator[Figure]:
         )
 
 
-def _curve(cell: CellRow, metric: Metric) -> Iterator[Row]:
+def _curve(cell: CellRow, metric: Metric) -> Iterator[Datum]:
     """The mean of the seeds, in bins where all have a value, and the last value of each seed."""
     points = [
         (run.seed, row.samples_seen, metric.scale * row.value)
@@ -258,7 +258,7 @@ def _curve(cell: CellRow, metric: Metric) -> Iterator[Row]:
 def draw_ranking(ranking: Ranking) -> Figure:
     """The difference of each norm to the reference."""
     slice_ = ranking.slice
-    rows: list[Row] = []
+    rows: list[Datum] = []
     for place in ranking.places:
         if place.comparison:
             verdict, best = place.comparison.verdict or "undecided", bool(place.may_be_best)
@@ -282,7 +282,7 @@ def draw_ranking(ranking: Ranking) -> Figure:
 # Rows, marks and channels
 
 
-def _rows(mean: Interval, seeds: Mapping[int, float], **keys: Any) -> list[Row]:
+def _rows(mean: Interval, seeds: Mapping[int, float], **keys: Any) -> list[Datum]:
     """A row for a mean, if it is known, and one for each seed with a finite value."""
     rows = []
     if mean.estimate is not None:

@@ -60,6 +60,8 @@ class Metric:
     tolerance: smaller differences, in `unit`, count as none
     digits: minimum number of decimals
     least: a bound of the values; -inf if none is known
+    chosen_by: the metric by which a learning rate is chosen; None: as `selection_name` says
+    chance_level: what a diverged run counts as; None: as `chance` says
     """
 
     name: str
@@ -70,6 +72,8 @@ class Metric:
     tolerance: float
     digits: int
     least: float
+    chosen_by: str | None = None
+    chance_level: float | None = None
 
     @property
     def bounds(self) -> tuple[float, float] | None:
@@ -86,6 +90,8 @@ class Metric:
 
         share: the share of that class; None if not known, and then there is no chance level
         """
+        if self.chance_level is not None:
+            return self.chance_level
         kind = self.name.partition("@")[0].split("/")[-1]
         if kind == "bits_per_byte":
             return UNIFORM_BITS
@@ -110,6 +116,8 @@ class Metric:
     @property
     def selection_name(self) -> str:
         """The metric by which a learning rate is chosen: never one on test data."""
+        if self.chosen_by:
+            return self.chosen_by
         split, _, rest = self.name.partition("/")
         return f"val/{rest.partition('@')[0]}" if split == "test" else self.name
 
@@ -138,10 +146,15 @@ def describe_metric(name: str, tolerance: float | None = None) -> Metric:
     )
 
 
-def choose_metric(available: Collection[str], wanted: str | None = None) -> str | None:
+def choose_metric(
+    available: Collection[str], wanted: str | Metric | None, tolerance: float | None
+) -> Metric | None:
     """`wanted`, or the first metric of PREFERRED if None; None if it is not available."""
+    if isinstance(wanted, Metric):
+        return wanted if wanted.name in available else None
     names = PREFERRED if wanted is None else (wanted,)
-    return next((name for name in names if name in available), None)
+    found = next((name for name in names if name in available), None)
+    return None if found is None else describe_metric(found, tolerance)
 
 
 def is_at_chance(accuracy: float | None, chance: float | None, num_samples: int) -> bool:

@@ -20,8 +20,9 @@ from normexp.verdicts.compare import (
     measure_causes,
     rank,
 )
+from normexp.verdicts.metric import Metric
 from normexp.verdicts.rows import Rows
-from normexp.verdicts.slices import Slice, build_slices
+from normexp.verdicts.slices import NormAtSize, Slice, build_slices
 from normexp.verdicts.tables import (
     Table,
     causes_table,
@@ -63,12 +64,13 @@ class Report:
     rankings: of each slice where two or more norms meet
     declared: comparisons beyond those of the slices
     describe_norm: a phrase on a norm, by its name; empty for one that is not known
+    folder: where its page is written; None: runs_dir/<studies>/report
     counts: `12 cells, 90 runs: 84 finished, 6 diverged`
     """
 
     runs_dir: Path
     studies: Sequence[str]
-    metric: str | None
+    metric: str | Metric | None
     tolerance: float | None
     rows: Rows
     cells: Sequence[CellRow]
@@ -78,6 +80,7 @@ class Report:
     causes: Sequence[Causes]
     declared: Sequence[Table] = ()
     describe_norm: Callable[[str], str] = field(default=lambda _: "", compare=False)
+    folder: Path | None = None
 
     def __repr__(self) -> str:
         comparisons = format_count(len(self.comparisons), "comparison")
@@ -89,7 +92,7 @@ class Report:
 
     @property
     def directory(self) -> Path:
-        return self.runs_dir / "+".join(self.studies) / "report"
+        return self.folder or self.runs_dir / "+".join(self.studies) / "report"
 
     @property
     def problems(self) -> Sequence[str]:
@@ -179,8 +182,8 @@ def _claim(comparison: Comparison) -> str:
     sentences = ALONG_SIZES if comparison.is_along_sizes else BETWEEN_NORMS
     first, second = comparison.sizes
     claim = sentences[comparison.verdict].format(
-        norm=_full_name(comparison.first.norm),
-        against=_full_name(comparison.second.norm),
+        norm=_full_name(comparison.first),
+        against=_full_name(comparison.second),
         first=first,
         second=second,
         gap=f"{gap:.{metric.digits}f} {metric.unit}".strip(),
@@ -194,26 +197,28 @@ def _best_claim(ranking: Ranking, *, is_alone: bool) -> str:
     pairs = [place.comparison for place in ranking.places if place.comparison]
     if is_alone and len(pairs) == 1:
         return _claim(pairs[0])
-    not_ranked = [pair.norm for pair in pairs if pair.verdict is None]
+    not_ranked = [pair.first for pair in pairs if pair.verdict is None]
     if len(not_ranked) > 1:
-        return f"{len(not_ranked)} norms are not ranked"
+        return f"{len(not_ranked)} {ranking.slice.arm}s are not ranked"
     claims = []
     best, num_norms = ranking.best, len(ranking.places)
     if best:
         if len(best) == num_norms:
-            claim = "no norm is ahead"
+            claim = f"no {ranking.slice.arm} is ahead"
         elif len(best) > 2:
-            claim = f"{len(best)} of {num_norms} norms may lead"
+            claim = f"{len(best)} of {num_norms} {ranking.slice.arm}s may lead"
         else:
-            names = " or ".join(map(_full_name, best))
+            sides = {place.norm: place.norm_at_size for place in ranking.places}
+            names = " or ".join(_full_name(side) for norm in best if (side := sides[norm]))
             claim = f"{names} is ahead" if len(best) == 1 else f"{names} may lead"
         claims.append(claim + max(pair.mark for pair in pairs))
-    claims += [f"{_full_name(norm)} is not ranked" for norm in not_ranked]
+    claims += [f"{_full_name(side)} is not ranked" for side in not_ranked]
     return "; ".join(claims)
 
 
-def _full_name(norm: str) -> str:
-    return f"{norm} norm" if norm in PLAIN_NAMES else norm
+def _full_name(side: NormAtSize) -> str:
+    is_norm = side.best.roles.arm == "norm"
+    return f"{side.norm} norm" if is_norm and side.norm in PLAIN_NAMES else side.norm
 
 
 def report_on(
@@ -221,7 +226,7 @@ def report_on(
     runs_dir: Path,
     studies: Sequence[str],
     *,
-    metric: str | None = None,
+    metric: str | Metric | None = None,
     tolerance: float | None = None,
     reference: str | None = None,
     at_largest: bool = False,
@@ -239,7 +244,7 @@ def report_on(
     """
     cells = build_cells(rows)
     recorded = metric_names(cells)
-    if metric is not None and metric not in recorded:
+    if isinstance(metric, str) and metric not in recorded:
         names = ", ".join(recorded) or "no metric at all"
         raise UserError(f"metric={metric}: no run has it; the runs have {names}")
     slices = build_slices(cells, metric=metric, tolerance=tolerance)
@@ -280,7 +285,8 @@ def _name_of(reference: str | None, slices: Sequence[Slice]) -> str | None:
         if word == cell.value_of("norm._target_"):
             return cell.norm
     names = ", ".join(order_norms({cell.norm: cell.norm_name for cell in cells}))
-    raise UserError(f"reference={reference}: no cell has this norm; the norms are {names}")
+    arm = cells[0].roles.arm
+    raise UserError(f"reference={reference}: no cell has this {arm}; there are {names}")
 
 
 def to_json(report: Report) -> dict[str, Any]:
@@ -308,7 +314,7 @@ def to_json(report: Report) -> dict[str, Any]:
 def _comparison_json(comparison: Comparison) -> dict[str, Any]:
     gap = comparison.gap
     return {
-        "norm": comparison.norm,
+        comparison.slice.arm: comparison.norm,
         "against": comparison.against,
         "why": comparison.why,
         "slice": comparison.slice.heading,

@@ -15,6 +15,7 @@ import numpy as np
 
 from normexp.errors import UserError
 from normexp.verdicts.metric import Metric, is_at_chance
+from normexp.verdicts.settings import Roles
 
 NUM_BLOCKS = 20  # a test text is cut into blocks, since its sequences are not independent
 ROUNDED = 1e-4  # the relative error of a mean over float32 samples
@@ -215,6 +216,7 @@ class Rows:
     asked: by study and cell id, the seeds that each command asks for, the first command first;
         for other cells, the recorded seeds count
     searches: by study and cell id, the search that chose the cell
+    roles: which of their settings play a part of their own
     problems: one line for each result that cannot be read, and each cell that nobody asked for and
         that has no ended run
     """
@@ -225,6 +227,7 @@ class Rows:
     planned: list[PlannedCell] = field(default_factory=list)
     refused: list[RefusedCell] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    roles: Roles = Roles()
 
 
 def comparable(value: Any) -> Hashable:

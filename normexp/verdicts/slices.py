@@ -25,7 +25,6 @@ from normexp.verdicts.metric import (
     Estimate,
     Metric,
     choose_metric,
-    describe_metric,
 )
 from normexp.verdicts.rows import Row, Status
 from normexp.words import format_count
@@ -97,11 +96,12 @@ class NormAtSize:
     def _why_not_tuned(self) -> str:
         """Why its learning rates cannot be cross-fitted; empty if they can."""
         if len(self.seeds) < 3:
-            return f"to tune lr takes 3 seeds, not {len(self.seeds)}"
+            return f"to tune {self.best.roles.tuned} takes 3 seeds, not {len(self.seeds)}"
         if any(cell.values(self.metric).keys() != {*self.seeds} for cell in self.cells):
             return "seeds differ between learning rates"
         if any(scores.keys() != {*self.seeds} for scores in self.scores):
-            return f"{self.metric.selection_name} is missing, by which lr is chosen"
+            tuned = self.best.roles.tuned
+            return f"{self.metric.selection_name} is missing, by which {tuned} is chosen"
         return ""
 
     @cached_property
@@ -237,8 +237,13 @@ class Slice:
     family: Hashable
 
     @property
+    def arm(self) -> str:
+        """What is compared: `norm`."""
+        return self.cells[0].roles.arm
+
+    @property
     def heading(self) -> str:
-        return f"{self.title}, {self.fixed}"
+        return f"{self.title}, {self.fixed}" if self.fixed else self.title
 
     @property
     def at_words(self) -> str:
@@ -306,9 +311,12 @@ class Slice:
         """`lr=0.1`, `lr=0.1 to 0.3`, `lr tuned over 5`."""
         counts = sorted({len(norm_at_size.cells) for norm_at_size in self.norms_at_sizes})
         if counts != [1]:
-            return f"lr tuned over {'-'.join(map(str, counts))}"
-        rates = [cell.lr or 0.0 for cell in self.cells]
-        return "lr=" + " to ".join(f"{rate:.3g}" for rate in sorted({min(rates), max(rates)}))
+            return f"{self.cells[0].roles.tuned} tuned over {'-'.join(map(str, counts))}"
+        rates = sorted({cell.lr for cell in self.cells if cell.lr is not None})
+        if not rates:
+            return ""
+        ends = dict.fromkeys(f"{rate:.3g}" for rate in (rates[0], rates[-1]))
+        return f"{self.cells[0].roles.tuned}={' to '.join(ends)}"
 
     @property
     def _machine_words(self) -> list[str]:
@@ -325,7 +333,7 @@ class Slice:
 
 
 def build_slices(
-    cells: Sequence[CellRow], *, metric: str | None, tolerance: float | None
+    cells: Sequence[CellRow], *, metric: str | Metric | None, tolerance: float | None
 ) -> list[Slice]:
     """Every slice of the cells; settings without the requested metric are left out."""
     by_settings: dict[Hashable, list[CellRow]] = {}
@@ -335,11 +343,12 @@ def build_slices(
     for equal in by_settings.values():
         if not any(cell.runs for cell in equal):
             continue
-        available = metric_names(equal)
+        wanted = metric.name if isinstance(metric, Metric) else metric
         # If all runs diverged or failed, no metric is available; the report says so.
-        name = choose_metric(available or [metric or PREFERRED[0]], metric)
-        if name is not None:
-            slices += _slices_of(equal, describe_metric(name, tolerance))
+        available = metric_names(equal) or [wanted or PREFERRED[0]]
+        described = choose_metric(available, metric, tolerance)
+        if described is not None:
+            slices += _slices_of(equal, described)
     return _with_slugs(slices)
 
 
@@ -354,7 +363,7 @@ def _slices_of(cells: Sequence[CellRow], metric: Metric) -> list[Slice]:
     along_norm_batch_size = []
     for size in sorted({cell.batch_size for cell in cells}):
         chosen = [cell for cell in cells if cell.batch_size == size]
-        fixed = f"batch size {size}"
+        fixed = f"batch size {size}" if size else ""
         norm_sizes = {cell.norm_batch_size for cell in chosen if cell.norm not in independent}
         if len(norm_sizes) == 1 and norm_sizes != {size}:
             fixed += f", norm batch size {norm_sizes.pop()}"

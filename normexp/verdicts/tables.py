@@ -24,7 +24,7 @@ from normexp.verdicts.rows import RefusedCell, Row, Status
 from normexp.verdicts.slices import AXIS_WORDS, NormAtSize, Slice
 from normexp.words import format_count
 
-NOTE = f"{BEST} may be the best: no other norm is shown to be better; marked norms are in no order."
+NOTE = f"{BEST} may be the best: no other is shown to be better; marked ones are in no order."
 ADDED_NOTE = (
     f"{ADDED} seeds were added after the first command: adding seeds until a verdict appears makes "
     "a false one more likely than 5 %."
@@ -146,9 +146,10 @@ def mean_table(slice_: Slice, ranking: Ranking | None) -> Table:
     """Each norm at each size: the means over seeds."""
     metric, has_sizes = slice_.metric, len(slice_.sizes) > 1
     best = ranking.best if ranking else []
+    tuned = slice_.cells[0].roles.tuned or "lr"
     rows = []
     for norm, line in slice_.lines.items():
-        row: dict[str, Any] = {"norm": norm}
+        row: dict[str, Any] = {slice_.arm: norm}
         for size in slice_.sizes:
             head = str(size) if has_sizes else metric.label
             row[head] = None
@@ -157,14 +158,14 @@ def mean_table(slice_: Slice, ranking: Ranking | None) -> Table:
                 row[head] = line[size].estimate(
                     is_best=norm in best and size == slice_.at, words="same" if is_repeated else ""
                 )
-        row["lr"] = _joined(norm_at_size.lr for norm_at_size in line.values())
+        row[tuned] = _joined(norm_at_size.lr for norm_at_size in line.values())
         row["search"] = _joined(norm_at_size.search_words for norm_at_size in line.values())
         row["lost"] = _joined(norm_at_size.lost for norm_at_size in line.values())
         row["n"] = _joined(len(norm_at_size.seeds) for norm_at_size in line.values())
         rows.append(row)
-    if len({row["lr"] for row in rows}) == 1 and not any(row["search"] for row in rows):
+    if len({row[tuned] for row in rows}) == 1 and not any(row["search"] for row in rows):
         for row in rows:
-            row["lr"] = None  # the scope says the learning rate
+            row[tuned] = None  # the scope says the learning rate
     note = ""
     if any(cell.without_value(metric) for cell in slice_.cells):
         note = "A diverged run has no value of this metric and is missing from its mean."
@@ -220,7 +221,7 @@ def ranking_table(ranking: Ranking, comparisons: Sequence[Comparison]) -> Table:
     slice_, rows = ranking.slice, []
     label = slice_.metric.label
     for place in ranking.places:
-        row: dict[str, Any] = {"norm": place.norm, label: "-", DIFFERENCE: None}
+        row: dict[str, Any] = {slice_.arm: place.norm, label: "-", DIFFERENCE: None}
         if place.norm_at_size:
             row[label] = place.norm_at_size.estimate(is_best=bool(place.may_be_best))
             row["verdict"] = "reference"
@@ -240,7 +241,8 @@ def workload_table(rankings: Sequence[Ranking]) -> Table:
     names: dict[str, str] = {}
     for ranking in rankings:
         names |= ranking.slice.norm_names
-    rows: dict[str, dict[str, Any]] = {norm: {"norm": norm} for norm in order_norms(names)}
+    arm = rankings[0].slice.arm
+    rows: dict[str, dict[str, Any]] = {norm: {arm: norm} for norm in order_norms(names)}
     for ranking in rankings:
         head = f"{ranking.slice.heading}: {ranking.slice.metric.label}"
         for place in ranking.places:
@@ -248,7 +250,7 @@ def workload_table(rankings: Sequence[Ranking]) -> Table:
                 mean = place.norm_at_size.estimate(is_best=bool(place.may_be_best))
                 rows[place.norm][head] = mean
     note = f"{NOTE} Each column is judged by itself; nothing is said over all of them."
-    return table_of("workloads", "Norms by workload", [*rows.values()], note=note)
+    return table_of("workloads", f"{arm.capitalize()}s by workload", [*rows.values()], note=note)
 
 
 def causes_table(causes: Sequence[Causes]) -> Table:
@@ -294,21 +296,24 @@ def lost_table(cells: Sequence[CellRow], refused: Sequence[RefusedCell]) -> Tabl
     return table_of("lost", caption, rows, has_latex=False)
 
 
-def cell_table(cells: Sequence[CellRow], metric: str | None, tolerance: float | None) -> Table:
+def cell_table(
+    cells: Sequence[CellRow], metric: str | Metric | None, tolerance: float | None
+) -> Table:
     """A row per cell: its sizes, the mean with its interval, the worst seed, and every count."""
     rows = []
     for cell in cells:
-        name = metric or choose_metric(metric_names([cell])) or PREFERRED[0]
-        described = describe_metric(name, tolerance)
+        wanted = metric.name if isinstance(metric, Metric) else metric
+        found = choose_metric(metric_names([cell]), metric, tolerance)
+        described = found or describe_metric(wanted or PREFERRED[0], tolerance)
         norm_at_size = NormAtSize(cell.norm, [cell], described)
         values = norm_at_size.values.values()
         worst = min(values, key=lambda value: described.sign * value, default=None)
         row = {
-            "norm": cell.norm,
+            cell.roles.arm: cell.norm,
             "settings": cell.title,
-            "batch size": cell.batch_size,
-            "norm batch size": cell.norm_batch_size if cell.mixes_samples else "any",
-            "lr": cell.lr,
+            "batch size": cell.batch_size or None,
+            "norm batch size": (cell.norm_batch_size or None) if cell.mixes_samples else "any",
+            cell.roles.tuned or "lr": cell.lr,
             described.label: norm_at_size.estimate(),
             "worst seed": None if worst is None else f"{worst:.{described.digits}f}",
             "finished": sum(run.status == Status.FINISHED for run in cell.runs),
@@ -317,9 +322,10 @@ def cell_table(cells: Sequence[CellRow], metric: str | None, tolerance: float | 
         rows.append(row | {"id": cell.directory.name})
     note = ""
     if len({cell.lr for cell in cells}) > 1:
+        tuned = "learning rate" if cells[0].roles.tuned == "lr" else cells[0].roles.tuned
         note = (
-            "One row per learning rate. Tuned numbers elsewhere are cross-validated: half of the "
-            "seeds pick the learning rate, the others are scored."
+            f"One row per {tuned}. Tuned numbers elsewhere are cross-validated: half of the "
+            f"seeds pick the {tuned}, the others are scored."
         )
     return table_of("cells", "Cells", rows, note=note, has_latex=False)
 

@@ -128,9 +128,7 @@ def test_an_undeclared_norm_that_mixes_nothing_is_compared_once_per_size():
     batch = [cell_of("batch", [*scores], norm_batch_size=size, lr=0.1) for size in (2, 32)]
     own = cell_of("own", [*(0.1 + scores**1.1)], lr=0.1)
     place = own[0].directory.parents[1] / "own-n2"
-    twin = [
-        replace(run, cell_id=place.name, directory=place / run.directory.name) for run in own
-    ]
+    twin = [replace(run, cell_id=place.name, directory=place / run.directory.name) for run in own]
     one = find(report_of_cells(*batch, own, twin), "own")
     assert one.verdict == "better" and one.gap.n == 8
 
@@ -238,7 +236,7 @@ def test_bad_input_is_one_message(tmp_path: Path):
     write_cell(tmp_path, "batch", {0: 0.8, 1: 0.9})
     with pytest.raises(UserError, match="no run has it; the runs have test/accuracy"):
         read_report(tmp_path, ["synthetic"], metric="test/acuracy")
-    with pytest.raises(UserError, match="no cell has this norm; the norms are batch"):
+    with pytest.raises(UserError, match="no cell has this norm; there are batch"):
         read_report(tmp_path, ["synthetic"], reference="layer")
 
 
