@@ -108,8 +108,12 @@ def compare(
         names = ", ".join(measured)
         rows.problems.append(f"{names}: taken for measurements, since no value repeats")
     described = _describe(metric, table[metric], higher_is_better, choose_by, chance, tolerance)
-    first = str(table[arm].iloc[0]) if reference is None else str(reference)
-    return report_on(rows, Path(), [name], metric=described, reference=first)
+    first = _value(table[arm].iloc[0]) if reference is None else reference
+    report = report_on(rows, Path(), [name], metric=described, reference=str(first))
+    if not report.comparisons:
+        names = ", ".join(settings)
+        raise UserError(f"no two values of {arm} have equal settings ({names}); ignore=[...] some")
+    return report
 
 
 def _check_names(table: pd.DataFrame, names: Sequence[str]) -> None:
