@@ -65,9 +65,10 @@ def _write_files(folder: Path, report: Report, reload_seconds: int | None) -> No
     sections, figures = [], []
     for slice_ in report.slices:
         drawn = draw_figures(slice_, report.ranking_of(slice_))
-        sections.append(
-            (slice_, [*report.tables_of(slice_), norm_table(slice_, report.describe_norm)], drawn)
-        )
+        tables = report.tables_of(slice_)
+        if slice_.arm == "norm":
+            tables.append(norm_table(slice_, report.describe_norm))
+        sections.append((slice_, tables, drawn))
         figures += drawn
     for figure in figures:
         _write_figure(folder / "figures", figure)

@@ -207,11 +207,11 @@ def _family_note(metric: Metric, comparisons: Sequence[Comparison]) -> str:
     size = max((comparison.family_size for comparison in comparisons), default=0)
     if not size:
         return ""
-    tie = f"tie: shown to be within {metric.tolerance:g} {metric.unit}".strip()
-    note = (
-        f"Positive: the first is better. Verdicts: corrected for {format_count(size, 'comparison')}"
-        f" (5 % per model, data and budget); {tie}."
-    )
+    count = format_count(size, "comparison")
+    note = f"Positive: the first is better. Verdicts: corrected for {count} (5 % per table)"
+    if metric.tolerance:
+        note += f"; tie: shown to be within {metric.tolerance:g} {metric.unit}".rstrip()
+    note += "."
     has_marks = any(comparison.mark for comparison in comparisons)
     return f"{note} {ADDED_NOTE}" if has_marks else note
 
