@@ -145,14 +145,15 @@ def parse_entries(text: str, path: Path) -> tuple[Entry, ...]:
     for number, line in enumerate(text.splitlines(), start=1):
         try:
             content = json.loads(line)
-            study = path if path.suffix == ".zip" else path.parent
-            check_schema(content.pop("schema", 2), path, study)  # the second wrote no number
-            entries.append(_parse_entry(content))
+            schema = content.pop("schema", 2)  # the second wrote no number
+            if schema == SCHEMA:
+                entries.append(_parse_entry(content))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"{path} line {number} was not written by normexp; correct the line, or move the "
                 "file away (results do not depend on it)"
             ) from error
+        check_schema(schema, path, path if path.suffix == ".zip" else path.parent)
     return tuple(entries)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from normexp.errors import UserError
+from normexp.records.journal import read_entries
 from normexp.records.layout import find_study, list_cells, list_runs, list_seeds, seed_dir, seed_of
 from normexp.records.result import Measured, Result, read_result, read_result_of_study, write_result
 
@@ -104,6 +105,10 @@ def test_a_study_of_an_earlier_schema_is_refused_in_one_line_that_names_its_read
     with pytest.raises(UserError, match="mine was trained by normexp 0.1, .*study=") as caught:
         read_result(path)
     assert "\n" not in str(caught.value)
+    journal = tmp_path / "mine" / "study.jsonl"
+    journal.write_text('{"line": "command", "id": "a", "cells": {"b": {"title": "", "seeds": []}}}')
+    with pytest.raises(UserError, match="mine was trained by normexp 0.2, .*study="):
+        read_entries(journal.parent)
 
 
 # --- The results of a cell, in their folders -----------------------------------------------------
