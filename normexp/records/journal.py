@@ -145,7 +145,7 @@ def parse_entries(text: str, path: Path) -> tuple[Entry, ...]:
     for number, line in enumerate(text.splitlines(), start=1):
         try:
             content = json.loads(line)
-            schema = content.pop("schema", 2)  # the second wrote no number
+            schema = content.pop("schema", 2 if "line" in content else SCHEMA)  # 2 wrote no number
             if schema == SCHEMA:
                 entries.append(_parse_entry(content))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
