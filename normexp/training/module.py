@@ -32,7 +32,7 @@ from normexp.training.devices import gpu_arithmetic
 from normexp.training.evaluation import Columns, Evaluator
 from normexp.training.optimizer import match_layouts
 from normexp.training.recipe import Recipe
-from normexp.training.step import Step, StepGradient, compiled_gradient
+from normexp.training.step import Step, StepGradient, compiled_gradient, learning_rates
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,9 @@ class TrainingModule(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = self.recipe.build_optimizer(self.replicas)
-        return [optimizer], [self.recipe.schedule.build(optimizer)]
+        schedulers = [self.recipe.schedule.build(optimizer)]
+        self._first_rates = learning_rates(optimizer)
+        return [optimizer], schedulers
 
     def train_dataloader(self) -> ChunkLoader:
         return ChunkLoader(self)
@@ -140,6 +142,8 @@ class TrainingModule(pl.LightningModule):
             gradient,
             optimizer,
             scheduler,
+            # A callback may have changed those of a new training by now.
+            learning_rates(optimizer) if self.step else self._first_rates,
             max_grad_norm=recipe.settings.max_grad_norm,
             rates=recipe.build_rates(replicas),
             recorded=self._record_steps(optimizer),

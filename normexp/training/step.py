@@ -19,6 +19,7 @@ from normexp.batching.processes import Processes
 from normexp.batching.replicas import Batch, InTurn, Loss, Replicas, backward
 from normexp.config.keys import RunningFrom
 from normexp.config.sizes import WHOLE, Bounds, Share, Sizes
+from normexp.errors import UserError
 from normexp.norms.contract import State
 from normexp.norms.site import read_state, state_after, write_state
 from normexp.training.cuda_graph import RecordedStep
@@ -33,6 +34,7 @@ class Step:
 
     Args:
         scheduler: moves the learning rates after each step; None if validations do.
+        scheduled_rates: what the scheduler set last, for each group of the optimizer.
         max_grad_norm: of each replica, see `Replicas.clip_gradients`; None: no clipping.
         rates: each replica's own learning rate; None if all have that of the optimizer.
         recorded: replays the steps as a CUDA graph; None: they run eagerly.
@@ -41,6 +43,7 @@ class Step:
     gradient: StepGradient
     optimizer: Optimizer
     scheduler: LRScheduler | None
+    scheduled_rates: list[float]
     max_grad_norm: float | None = None
     rates: OwnRates | None = None
     recorded: RecordedStep | None = None
@@ -48,7 +51,7 @@ class Step:
     @property
     def learning_rate(self) -> float:
         """That of the next step."""
-        return float(self.optimizer.param_groups[0]["lr"])
+        return learning_rates(self.optimizer)[0]
 
     def start_chunk(self, steps: range) -> None:
         """Prepares `steps`, before which callbacks may have changed the networks."""
@@ -61,7 +64,16 @@ class Step:
 
         Args:
             batch: all samples of the step, values (S, N, ...), in every process.
+
+        Raises:
+            UserError: a callback has set a learning rate, which the scheduler would set anew.
         """
+        if self.scheduler is not None and learning_rates(self.optimizer) != self.scheduled_rates:
+            raise UserError(
+                f"callback: one sets the learning rate of the optimizer, before step {index + 1}, "
+                "and the schedule sets it anew after each step; write a schedule instead, see "
+                "conf/README.md, as schedule=my_schedule.triangle"
+            )
         keys = self.gradient.dropout_keys(index)
         if self.recorded is None:
             losses = self.run(index, batch, keys)
@@ -69,6 +81,7 @@ class Step:
             losses = self.recorded.take(lambda *given: self.run(index, *given), batch, keys)
         if self.scheduler is not None:
             self.scheduler.step()
+            self.scheduled_rates = learning_rates(self.optimizer)
         return losses
 
     def run(self, index: int, batch: Batch, keys: Tensor | None) -> Tensor:
@@ -83,6 +96,11 @@ class Step:
         else:
             self.rates.step(self.optimizer)
         return losses
+
+
+def learning_rates(optimizer: Optimizer) -> list[float]:
+    """That of each group."""
+    return [float(group["lr"]) for group in optimizer.param_groups]
 
 
 @dataclass(eq=False)

@@ -146,6 +146,7 @@ def steps_of(
         gradient,
         optimizer,
         None,
+        [],
         max_grad_norm=recipe.settings.max_grad_norm,
         rates=recipe.build_rates(replicas),
         recorded=recorded,
