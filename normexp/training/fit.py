@@ -30,7 +30,7 @@ from normexp.errors import UserError
 from normexp.records.files import open_atomic
 from normexp.training.callbacks import why_stopped
 from normexp.training.devices import device_type
-from normexp.training.module import TrainingModule
+from normexp.training.module import RunLoggers, TrainingModule
 from normexp.training.stopping import Interrupted, StopRequest
 
 SECONDS_BETWEEN_SAVES = 60.0
@@ -75,6 +75,8 @@ def fit(
             stop,
             max_epochs=math.ceil(module.recipe.num_steps / module.batches.steps_per_epoch),
             check_val_every_n_epoch=settings.val_every_epochs,
+            logger=RunLoggers(module, checkpoint.parent),
+            log_every_n_steps=settings.log_every,
             num_sanity_val_steps=0,
             callbacks=[*callbacks, Checkpointer(checkpoint, stop)],
         )

@@ -197,7 +197,7 @@ class TrainingModule(pl.LightningModule):
         samples = num_steps * self.recipe.sizes.batch_size * self.replicas.num_replicas
         for end, losses in rows:
             norms = gradient_norms[end].tolist()
-            self._record(
+            self.record(
                 end,
                 {"train/loss": losses, "train/grad_norm": norms},
                 logged={
@@ -205,13 +205,13 @@ class TrainingModule(pl.LightningModule):
                     "train/samples_per_second": [samples / max(seconds, 1e-9)] * len(scales),
                 },
             )
-            self.log("train/loss", finite_mean(losses), prog_bar=True)
+            self._log_means({"train/loss": finite_mean(losses)}, prog_bar=True)
         # What follows is recorded of no run, so it does not matter at which chunk this is seen.
         self.trainer.should_stop |= self.has_ended or None not in self.losses.diverged_at
         affordable = int(SECONDS_PER_CHUNK * num_steps / max(seconds, 1e-9))
         self.chunk_size = max(1, min(2 * self.chunk_size, affordable, self.recipe.max_chunk))
 
-    def _record(self, step: int, values: Columns, logged: Columns | None = None) -> Columns:
+    def record(self, step: int, values: Columns, logged: Columns | None = None) -> Columns:
         """Records values after `step`; returns them without those of runs that diverged before.
 
         Args:
@@ -237,14 +237,21 @@ class TrainingModule(pl.LightningModule):
     def _measured(self, values: Columns) -> dict[str, float]:
         """Records metrics, and logs their means over the stack, which it returns.
 
-        Logs are for callbacks and for the loggers of a Trainer of the user's own; `recorder` serves
-        those of runs. All processes have equal means.
+        All processes have equal means.
         """
-        values = self._record(self.step, values)
+        values = self.record(self.step, values)
         self.metrics |= values
         means = {name: finite_mean(column) for name, column in values.items()}
-        self.log_dict(means, batch_size=1, sync_dist=True)
+        self._log_means(means, batch_size=1, sync_dist=True)
         return means
+
+    def _log_means(self, means: dict[str, float], **options: Any) -> None:
+        """Logs means over the stack for callbacks, and for the loggers of a user's own Trainer.
+
+        `recorder` has given those of runs their values.
+        """
+        is_ours = isinstance(self.trainer.logger, RunLoggers)
+        self.log_dict(means, logger=False if is_ours else None, **options)
 
     def validation_step(self, _: int) -> None:
         means = self._measured(self.evaluator.running("val"))
@@ -261,7 +268,9 @@ class TrainingModule(pl.LightningModule):
         splits = ["test"] if self.recipe.settings.evaluate_every_epoch else ["val", "test"]
         self._measured(self.evaluator.running("test"))
         self._measured(self.evaluator.with_other_statistics(splits))
-        self.recorder.write()
+
+    def on_test_end(self) -> None:
+        self.recorder.write()  # with what callbacks have logged
 
     # Checkpoints
 
@@ -380,6 +389,40 @@ class Recorder:
         for path, rows in zip(self.files, self.rows, strict=False):
             if path is not None:
                 write_metrics(path, [MetricRow(*row) for row in rows])
+
+
+class RunLoggers(Logger):
+    """The logger of our Trainer: all runs and their loggers get what callbacks log.
+
+    Args:
+        module: whose optimizer steps count, since Lightning's are chunks.
+        save_dir: where callbacks find a place to write.
+    """
+
+    name, version = None, None
+
+    def __init__(self, module: TrainingModule, save_dir: Path) -> None:
+        super().__init__()
+        self.module = module
+        self.folder = save_dir
+
+    @property
+    def save_dir(self) -> str:
+        return str(self.folder)
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        del step
+        own = {"train/loss", "train/grad_norm", *self.module.metrics}
+        values = {name: float(value) for name, value in metrics.items() if name != "epoch"}
+        for name in values:
+            if name in own or "," in name:
+                why = "normexp records it itself" if name in own else "a name has no comma"
+                raise UserError(f"callback: one logs {name}; {why}; log it by another name")
+        count = self.module.replicas.num_replicas
+        self.module.record(self.module.step, {name: [v] * count for name, v in values.items()})
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Has none: those of a run are its loggers' from the start."""
 
 
 def finite_mean(column: Sequence[float]) -> float:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import LearningRateMonitor
 from pytorch_lightning.loggers import Logger
 from torch import nn
 from torch.optim import lr_scheduler
@@ -30,6 +32,7 @@ from normexp.batching.replicas import InTurn, Stacked
 from normexp.config.compose import compose_config
 from normexp.config.keys import RunningFrom
 from normexp.config.sizes import Sizes
+from normexp.errors import UserError
 from normexp.norms.build import build_norm
 from normexp.norms.factory import NormFactory
 from normexp.records.metrics import read_metrics
@@ -290,3 +293,39 @@ def test_loggers_get_the_rate_of_each_step_and_the_speed_and_files_do_not(tmp_pa
         assert all(row["train/samples_per_second"] > 0 for row in rows)
     names = {row.name for row in read_metrics(tmp_path / "a.csv")}
     assert "train/loss" in names and not names & {"train/lr", "train/samples_per_second"}
+
+
+class LogsAStatistic(pl.Callback):
+    """Logs the largest weight after each validation and, as `test/steps`, the steps at the end."""
+
+    def __init__(self, name: str = "largest") -> None:
+        self.name = name
+
+    def on_validation_epoch_end(self, trainer, pl_module):  # noqa: ARG002
+        pl_module.log(self.name, max(p.max() for p in pl_module.replicas.parameters()))
+
+    def on_test_end(self, trainer, pl_module):
+        trainer.logger.log_metrics({"test/steps": pl_module.step})
+
+
+def test_what_callbacks_log_reaches_the_loggers_and_the_file_of_each_run(tmp_path: Path):
+    loggers = [KeepingLogger(), KeepingLogger()]
+    module = build_module(seeds=(0, 1), stacked=True, max_chunk=1, log_every=4)
+    module.recorder = Recorder([tmp_path / "a.csv", None], [[logger] for logger in loggers])
+    callbacks = [LogsAStatistic(), LearningRateMonitor(logging_interval="step")]
+    train(module, tmp_path / "a.ckpt", callbacks)
+    rates = [name for row in read_metrics(tmp_path / "a.csv") if "SGD" in (name := row.name)]
+    names = {"largest", "test/steps", *rates}
+    found = [(row.step, row.name) for row in read_metrics(tmp_path / "a.csv") if row.name in names]
+    expected = [(5, "largest"), (10, "largest"), (10, "test/steps")]
+    assert [entry for entry in found if entry[1] not in rates] == expected
+    assert {step for step, name in found if name in rates} == {3, 7}
+    for logger in loggers:
+        assert [(step, name) for step, row in logger.rows for name in row if name in names] == found
+    assert sum(row.name == "val/loss" for row in read_metrics(tmp_path / "a.csv")) == 2
+
+
+@pytest.mark.parametrize("name", ["val/loss", "a,b"])
+def test_a_callback_that_logs_a_name_of_ours_is_refused(tmp_path: Path, name: str):
+    with pytest.raises(UserError, match=f"callback: one logs {name}"):
+        train(build_module(), tmp_path / "a.ckpt", [LogsAStatistic(name)])
