@@ -65,6 +65,7 @@ def fit(
         Interrupted: a stop was requested before the last step, and the checkpoint written.
         MemoryError: with what to change.
         KeyboardInterrupt: a second request, which stops at once.
+        SystemExit: of a callback.
     """
     stop = stop or StopRequest()
     settings = module.recipe.settings
@@ -97,8 +98,11 @@ def fit(
             if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
                 raise MemoryError(OUT_OF_MEMORY) from error
             raise
-        except SystemExit:  # Lightning's translation of the second request's KeyboardInterrupt
-            raise KeyboardInterrupt from None
+        except SystemExit as error:
+            # Lightning's translation of the second request's KeyboardInterrupt
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise KeyboardInterrupt from None
+            raise
 
 
 def evaluate(module: TrainingModule, folder: Path) -> None:

@@ -85,6 +85,20 @@ def test_a_callback_may_set_the_rate_of_a_schedule_that_follows_validations(tmp_
     assert module.trainer.optimizers[0].param_groups[0]["lr"] == 0.25
 
 
+class Ends(pl.Callback):
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def on_validation_end(self, trainer, pl_module):  # noqa: ARG002
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt()], ids=["exit", "ctrl-c"])
+def test_a_program_that_a_callback_ends_is_not_interrupted(tmp_path: Path, error: BaseException):
+    with pytest.raises(type(error)):
+        train(build_module(), tmp_path / "a.ckpt", [Ends(error)])
+
+
 def test_stop_at_the_end_of_training_comes_too_late(tmp_path: Path):
     stopper, checkpoint = StopAt(10), tmp_path / "last.ckpt"
     trained = train(build_module(), checkpoint, [stopper], stop=stopper.request)
