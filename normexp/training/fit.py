@@ -36,8 +36,8 @@ from normexp.training.stopping import Interrupted, StopRequest
 SECONDS_BETWEEN_SAVES = 60.0
 STOP = 2  # a wish for a checkpoint that also ends the training
 OUT_OF_MEMORY = (
-    "out of memory; stack=false, fewer replicas, cuda_graph=false or a smaller micro_batch_size "
-    "take less (batch norm's statistics are then over a micro-batch)"
+    "out of memory; stack=false, fewer replicas or a smaller micro_batch_size take less (batch "
+    "norm's statistics are then over a micro-batch)"
 )
 # Parts of the Trainer that are not used: progress and results are our own.
 BARE: dict[str, Any] = {

@@ -7,7 +7,6 @@ are counted in optimizer steps, never in Lightning's batches.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -27,14 +26,11 @@ from normexp.config.sizes import Share
 from normexp.data.batches import TrainingBatches
 from normexp.errors import UserError
 from normexp.records.metrics import MetricRow, write_metrics
-from normexp.training.cuda_graph import NOT_RECORDED, RecordedStep, why_not_recorded
 from normexp.training.devices import gpu_arithmetic
 from normexp.training.evaluation import Columns, Evaluator
 from normexp.training.optimizer import match_layouts
 from normexp.training.recipe import Recipe
 from normexp.training.step import Step, StepGradient, compiled_gradient, learning_rates
-
-log = logging.getLogger(__name__)
 
 SECONDS_PER_CHUNK = 0.25
 Position = tuple[int, int, int]  # optimizer steps done, epoch, samples seen
@@ -146,40 +142,14 @@ class TrainingModule(pl.LightningModule):
             learning_rates(optimizer) if self.step else self._first_rates,
             max_grad_norm=recipe.settings.max_grad_norm,
             rates=recipe.build_rates(replicas),
-            recorded=self._record_steps(optimizer),
         )
-
-    def _record_steps(self, optimizer: Any) -> RecordedStep | None:
-        """What replays the steps, if that is asked for and possible; a line says why it is not."""
-        if not self.recipe.settings.cuda_graph:
-            return None
-        why_not = why_not_recorded(self.replicas, optimizer)
-        if self.recipe.max_chunk == 1:
-            why_not = "chunk=1, or a callback acts on batches"
-        if self.processes is not None:
-            why_not = "several processes share each"
-        if self.recipe.settings.compile:
-            why_not = "compile=true"
-        if why_not is None:
-            return RecordedStep(self.replicas, optimizer, self.recipe.sizes.batch_size)
-        log.info(NOT_RECORDED, why_not)
-        return None
-
-    def on_train_end(self) -> None:
-        if recorded := self.recorded_step:
-            recorded.close()
-
-    @property
-    def recorded_step(self) -> RecordedStep | None:
-        """What replays optimizer steps as a CUDA graph, if anything does."""
-        return self._optimizer_step.recorded if self._optimizer_step else None
 
     def training_step(self, chunk: slice) -> None:
         """Takes the optimizer steps of a chunk."""
         started, num_steps = time.perf_counter(), chunk.stop - chunk.start
         dtype = next(self.replicas.parameters()).dtype
         assert self._optimizer_step is not None
-        self._optimizer_step.start_chunk(range(chunk.start, chunk.stop))
+        self._optimizer_step.gradient.draw(range(chunk.start, chunk.stop))
         gradient_norms: dict[int, Tensor] = {}  # (S,) after any clipping, by steps done
         rates: dict[int, float] = {}  # of the optimizer, in these steps
         for batch in self.batches.chunk(chunk.start, num_steps, dtype):

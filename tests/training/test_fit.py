@@ -148,7 +148,7 @@ def test_out_of_memory_says_what_to_change(tmp_path: Path, monkeypatch):
         raise torch.OutOfMemoryError("tried to allocate 2 GiB")
 
     monkeypatch.setattr(Step, "take", fail)
-    with pytest.raises(MemoryError, match="cuda_graph=false or a smaller micro_batch_size"):
+    with pytest.raises(MemoryError, match="fewer replicas or a smaller micro_batch_size"):
         train(build_module(), tmp_path / "a.ckpt")
 
 

@@ -55,7 +55,7 @@ def test_each_step_has_its_own_draws_and_each_part_knows_its_place(monkeypatch):
     monkeypatch.setattr(replicas, "seed_foreign_draws", foreign.extend)
     gradient = StepGradient(replicas, module.recipe.criterion.loss, Sizes(8, 4), [0, 1])
     for step, batch in enumerate(module.batches.chunk(0, 2)):
-        gradient.add(step, batch, gradient.dropout_keys(step))
+        gradient.add(step, batch)
     assert [first for _, first in dropout] == [0, 4, 0, 4]
     assert dropout[0][0] == dropout[1][0] != dropout[2][0] == dropout[3][0]
     keys = [key for part in (dropout[0][0], dropout[2][0]) for row in part for key in row]
@@ -81,7 +81,7 @@ def test_running_averages_come_from_the_step_its_first_group_or_group_by_group(
     replicas = Stacked(networks) if stacked else InTurn(networks)
     loss = build_module().recipe.criterion.loss
     gradient = StepGradient(replicas, loss, sizes, [0, 1], running_from)
-    gradient.add(0, {"inputs": x, "targets": targets}, None)
+    gradient.add(0, {"inputs": x, "targets": targets})
     for replica in (0, 1):
         expected = nn.BatchNorm1d(3).double()
         for part in parts[running_from]:
@@ -103,9 +103,7 @@ def test_a_first_group_keeps_what_its_backward_writes(name: str):
         layers = [nn.Conv1d(3, 3, 1), factory(3), nn.Flatten(), nn.Linear(15, 2)]
         replicas = InTurn([nn.Sequential(*layers).double()])
         loss = build_module().recipe.criterion.loss
-        StepGradient(replicas, loss, sizes, [0], "group").add(
-            0, {"inputs": x, "targets": targets}, None
-        )
+        StepGradient(replicas, loss, sizes, [0], "group").add(0, {"inputs": x, "targets": targets})
         states.append(dict(replicas.replica(0).named_buffers()))
     for key, value in states[0].items():
         torch.testing.assert_close(states[1][key], value, msg=key)
@@ -134,7 +132,7 @@ RESUMED: dict[str, tuple[dict[str, Any], int | None, tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_resumed_run_equals_an_undisturbed_one_to_the_bit(tmp_path: Path, name: str):
+def test_resumed_run_equals_an_undisturbed_one_to_the_bit(tmp_path: Path, device: str, name: str):
     own, divisor, stops = RESUMED[name]
     common: dict[str, Any] = {"lr_scales": (0.5, 1.0), "sizes": Sizes(8, 4, 2), "max_chunk": 2}
 
@@ -142,9 +140,11 @@ def test_resumed_run_equals_an_undisturbed_one_to_the_bit(tmp_path: Path, name: 
         return build_module(seeds=(0, 0), **common, **own)
 
     precision = "64-true" if name == "in turn" else "32-true"
-    undisturbed = train(build(), tmp_path / "whole.ckpt", precision=precision)
+    place = {"accelerator": device}
+    undisturbed = train(build(), tmp_path / "whole.ckpt", precision=precision, **place)
     for stop_at in stops:
-        resumed = stopped_and_resumed(build, stop_at, tmp_path / f"{stop_at}.ckpt", precision)
+        checkpoint = tmp_path / f"{stop_at}.ckpt"
+        resumed = stopped_and_resumed(build, stop_at, checkpoint, precision, **place)
         for module in (undisturbed, resumed) if divisor is not None else ():
             groups = module.trainer.optimizers[0].param_groups
             assert [group["lr"] for group in groups] == pytest.approx([0.05 / divisor] * 2)
