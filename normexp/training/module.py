@@ -369,12 +369,16 @@ class RunLoggers(Logger):
         save_dir: where callbacks find a place to write.
     """
 
-    name, version = None, None
-
     def __init__(self, module: TrainingModule, save_dir: Path) -> None:
         super().__init__()
         self.module = module
         self.folder = save_dir
+
+    @property
+    def name(self) -> None:
+        return None
+
+    version = name
 
     @property
     def save_dir(self) -> str:
