@@ -329,3 +329,16 @@ def test_what_callbacks_log_reaches_the_loggers_and_the_file_of_each_run(tmp_pat
 def test_a_callback_that_logs_a_name_of_ours_is_refused(tmp_path: Path, name: str):
     with pytest.raises(UserError, match=f"callback: one logs {name}"):
         train(build_module(), tmp_path / "a.ckpt", [LogsAStatistic(name)])
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec", "ignore:.*num_workers")
+def test_the_logger_of_a_users_own_trainer_gets_the_means():
+    keeping, module = KeepingLogger(), build_module(seeds=(0, 1), stacked=True)
+    trainer = pl.Trainer(
+        max_epochs=2, accelerator="cpu", logger=keeping, log_every_n_steps=1,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module)
+    logged = {name: value for _, row in keeping.rows for name, value in row.items()}
+    assert logged["val/loss"] == pytest.approx(sum(module.metrics["val/loss"]) / 2)
+    assert "train/loss" in logged
