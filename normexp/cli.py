@@ -79,6 +79,9 @@ def _run(name: str, words: list[str], act: Callable[[list[str]], int]) -> int:
 
     Errors of normexp itself are raised, and end in a traceback and exit code 1.
     """
+    for key in ("stdout", "stderr"):
+        if getattr(sys, key) is None:  # closed by the shell, as in `>&-`
+            setattr(sys, key, open(os.devnull, "w"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors=PLAIN)

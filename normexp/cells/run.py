@@ -271,8 +271,6 @@ class Attempt:
             "stack_size": num_runs,
             "samples_per_second": num_samples / max(seconds, 1e-9),
         }
-        if module.recorded_step is not None:
-            timing["replayed_steps"] = module.recorded_step.num_replayed
         if device.type == "cuda":  # on a CPU only the peak of the whole process is known
             timing["peak_memory_mb"] = torch.cuda.max_memory_allocated(device) / 1e6
         return timing

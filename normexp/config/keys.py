@@ -216,7 +216,6 @@ class Settings(SlotKeys):
     chunk: Annotated[Count, Key(STEPS, in_id=False)]
     stack: Annotated[Literal["auto", True, False], NOT_IN_ID]
     compile: Annotated[bool, NOT_IN_ID]
-    cuda_graph: Annotated[bool, NOT_IN_ID]
     save_weights: Annotated[bool, NOT_IN_ID]
     evaluate_with: Annotated[Statistics, NOT_IN_ID]
     precise_samples: Annotated[Several, Key(SAMPLES, in_id=False)]

@@ -49,8 +49,7 @@ class Measured:
         chance_accuracy: accuracy of predicting the most frequent class; None for texts.
         data_set: shapes, classes and moments, from which the network can be built again.
         timing: train_seconds, step_ms of one optimizer step of the whole stack, stack_size,
-            samples_per_second; on a GPU also peak_memory_mb of the whole stack, in 10^6 bytes, and
-            with cuda_graph the replayed_steps of the last attempt.
+            samples_per_second; on a GPU also peak_memory_mb of the whole stack, in 10^6 bytes.
     """
 
     metrics: dict[str, float] = field(default_factory=dict)

@@ -118,8 +118,8 @@ def importing_torch() -> Iterator[None]:
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is loaded
     for name, value in os.environ.copy().items():
-        # Lightning reads ranks when it is imported, and fails on an empty one.
-        if name.endswith(("RANK", "_PROCID")) and not value:
+        # Lightning reads ranks when it is imported, and fails on one that is no number.
+        if name.endswith(("RANK", "_PROCID")) and not value.isdecimal():
             del os.environ[name]
     # In a notebook, tqdm and rich ask for widgets.
     warnings.filterwarnings("ignore", "IProgress not found|install .ipywidgets")

@@ -30,14 +30,14 @@ from normexp.errors import UserError
 from normexp.records.files import open_atomic
 from normexp.training.callbacks import why_stopped
 from normexp.training.devices import device_type
-from normexp.training.module import TrainingModule
+from normexp.training.module import RunLoggers, TrainingModule
 from normexp.training.stopping import Interrupted, StopRequest
 
 SECONDS_BETWEEN_SAVES = 60.0
 STOP = 2  # a wish for a checkpoint that also ends the training
 OUT_OF_MEMORY = (
-    "out of memory; stack=false, fewer replicas, cuda_graph=false or a smaller micro_batch_size "
-    "take less (batch norm's statistics are then over a micro-batch)"
+    "out of memory; stack=false, fewer replicas or a smaller micro_batch_size take less (batch "
+    "norm's statistics are then over a micro-batch)"
 )
 # Parts of the Trainer that are not used: progress and results are our own.
 BARE: dict[str, Any] = {
@@ -65,6 +65,7 @@ def fit(
         Interrupted: a stop was requested before the last step, and the checkpoint written.
         MemoryError: with what to change.
         KeyboardInterrupt: a second request, which stops at once.
+        SystemExit: of a callback.
     """
     stop = stop or StopRequest()
     settings = module.recipe.settings
@@ -75,6 +76,8 @@ def fit(
             stop,
             max_epochs=math.ceil(module.recipe.num_steps / module.batches.steps_per_epoch),
             check_val_every_n_epoch=settings.val_every_epochs,
+            logger=RunLoggers(module, checkpoint.parent),
+            log_every_n_steps=settings.log_every,
             num_sanity_val_steps=0,
             callbacks=[*callbacks, Checkpointer(checkpoint, stop)],
         )
@@ -95,8 +98,11 @@ def fit(
             if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
                 raise MemoryError(OUT_OF_MEMORY) from error
             raise
-        except SystemExit:  # Lightning's translation of the second request's KeyboardInterrupt
-            raise KeyboardInterrupt from None
+        except SystemExit as error:
+            # Lightning's translation of the second request's KeyboardInterrupt
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise KeyboardInterrupt from None
+            raise
 
 
 def evaluate(module: TrainingModule, folder: Path) -> None:

@@ -7,7 +7,6 @@ are counted in optimizer steps, never in Lightning's batches.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -27,14 +26,11 @@ from normexp.config.sizes import Share
 from normexp.data.batches import TrainingBatches
 from normexp.errors import UserError
 from normexp.records.metrics import MetricRow, write_metrics
-from normexp.training.cuda_graph import NOT_RECORDED, RecordedStep, why_not_recorded
 from normexp.training.devices import gpu_arithmetic
 from normexp.training.evaluation import Columns, Evaluator
 from normexp.training.optimizer import match_layouts
 from normexp.training.recipe import Recipe
-from normexp.training.step import Step, StepGradient, compiled_gradient
-
-log = logging.getLogger(__name__)
+from normexp.training.step import Step, StepGradient, compiled_gradient, learning_rates
 
 SECONDS_PER_CHUNK = 0.25
 Position = tuple[int, int, int]  # optimizer steps done, epoch, samples seen
@@ -113,7 +109,9 @@ class TrainingModule(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = self.recipe.build_optimizer(self.replicas)
-        return [optimizer], [self.recipe.schedule.build(optimizer)]
+        schedulers = [self.recipe.schedule.build(optimizer)]
+        self._first_rates = learning_rates(optimizer)
+        return [optimizer], schedulers
 
     def train_dataloader(self) -> ChunkLoader:
         return ChunkLoader(self)
@@ -140,42 +138,18 @@ class TrainingModule(pl.LightningModule):
             gradient,
             optimizer,
             scheduler,
+            # A callback may have changed those of a new training by now.
+            learning_rates(optimizer) if self.step else self._first_rates,
             max_grad_norm=recipe.settings.max_grad_norm,
             rates=recipe.build_rates(replicas),
-            recorded=self._record_steps(optimizer),
         )
-
-    def _record_steps(self, optimizer: Any) -> RecordedStep | None:
-        """What replays the steps, if that is asked for and possible; a line says why it is not."""
-        if not self.recipe.settings.cuda_graph:
-            return None
-        why_not = why_not_recorded(self.replicas, optimizer)
-        if self.recipe.max_chunk == 1:
-            why_not = "chunk=1, or a callback acts on batches"
-        if self.processes is not None:
-            why_not = "several processes share each"
-        if self.recipe.settings.compile:
-            why_not = "compile=true"
-        if why_not is None:
-            return RecordedStep(self.replicas, optimizer, self.recipe.sizes.batch_size)
-        log.info(NOT_RECORDED, why_not)
-        return None
-
-    def on_train_end(self) -> None:
-        if recorded := self.recorded_step:
-            recorded.close()
-
-    @property
-    def recorded_step(self) -> RecordedStep | None:
-        """What replays optimizer steps as a CUDA graph, if anything does."""
-        return self._optimizer_step.recorded if self._optimizer_step else None
 
     def training_step(self, chunk: slice) -> None:
         """Takes the optimizer steps of a chunk."""
         started, num_steps = time.perf_counter(), chunk.stop - chunk.start
         dtype = next(self.replicas.parameters()).dtype
         assert self._optimizer_step is not None
-        self._optimizer_step.start_chunk(range(chunk.start, chunk.stop))
+        self._optimizer_step.gradient.draw(range(chunk.start, chunk.stop))
         gradient_norms: dict[int, Tensor] = {}  # (S,) after any clipping, by steps done
         rates: dict[int, float] = {}  # of the optimizer, in these steps
         for batch in self.batches.chunk(chunk.start, num_steps, dtype):
@@ -193,7 +167,7 @@ class TrainingModule(pl.LightningModule):
         samples = num_steps * self.recipe.sizes.batch_size * self.replicas.num_replicas
         for end, losses in rows:
             norms = gradient_norms[end].tolist()
-            self._record(
+            self.record(
                 end,
                 {"train/loss": losses, "train/grad_norm": norms},
                 logged={
@@ -201,13 +175,13 @@ class TrainingModule(pl.LightningModule):
                     "train/samples_per_second": [samples / max(seconds, 1e-9)] * len(scales),
                 },
             )
-            self.log("train/loss", finite_mean(losses), prog_bar=True)
+            self._log_means({"train/loss": finite_mean(losses)}, prog_bar=True)
         # What follows is recorded of no run, so it does not matter at which chunk this is seen.
         self.trainer.should_stop |= self.has_ended or None not in self.losses.diverged_at
         affordable = int(SECONDS_PER_CHUNK * num_steps / max(seconds, 1e-9))
         self.chunk_size = max(1, min(2 * self.chunk_size, affordable, self.recipe.max_chunk))
 
-    def _record(self, step: int, values: Columns, logged: Columns | None = None) -> Columns:
+    def record(self, step: int, values: Columns, logged: Columns | None = None) -> Columns:
         """Records values after `step`; returns them without those of runs that diverged before.
 
         Args:
@@ -233,14 +207,21 @@ class TrainingModule(pl.LightningModule):
     def _measured(self, values: Columns) -> dict[str, float]:
         """Records metrics, and logs their means over the stack, which it returns.
 
-        Logs are for callbacks and for the loggers of a Trainer of the user's own; `recorder` serves
-        those of runs. All processes have equal means.
+        All processes have equal means.
         """
-        values = self._record(self.step, values)
+        values = self.record(self.step, values)
         self.metrics |= values
         means = {name: finite_mean(column) for name, column in values.items()}
-        self.log_dict(means, batch_size=1, sync_dist=True)
+        self._log_means(means, batch_size=1, sync_dist=True)
         return means
+
+    def _log_means(self, means: dict[str, float], **options: Any) -> None:
+        """Logs means over the stack for callbacks, and for the loggers of a user's own Trainer.
+
+        `recorder` has given those of runs their values.
+        """
+        is_ours = isinstance(self.trainer.logger, RunLoggers)
+        self.log_dict(means, logger=False if is_ours else None, **options)
 
     def validation_step(self, _: int) -> None:
         means = self._measured(self.evaluator.running("val"))
@@ -257,7 +238,9 @@ class TrainingModule(pl.LightningModule):
         splits = ["test"] if self.recipe.settings.evaluate_every_epoch else ["val", "test"]
         self._measured(self.evaluator.running("test"))
         self._measured(self.evaluator.with_other_statistics(splits))
-        self.recorder.write()
+
+    def on_test_end(self) -> None:
+        self.recorder.write()  # with what callbacks have logged
 
     # Checkpoints
 
@@ -376,6 +359,44 @@ class Recorder:
         for path, rows in zip(self.files, self.rows, strict=False):
             if path is not None:
                 write_metrics(path, [MetricRow(*row) for row in rows])
+
+
+class RunLoggers(Logger):
+    """The logger of our Trainer: all runs and their loggers get what callbacks log.
+
+    Args:
+        module: whose optimizer steps count, since Lightning's are chunks.
+        save_dir: where callbacks find a place to write.
+    """
+
+    def __init__(self, module: TrainingModule, save_dir: Path) -> None:
+        super().__init__()
+        self.module = module
+        self.folder = save_dir
+
+    @property
+    def name(self) -> None:
+        return None
+
+    version = name
+
+    @property
+    def save_dir(self) -> str:
+        return str(self.folder)
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        del step
+        own = {"train/loss", "train/grad_norm", *self.module.metrics}
+        values = {name: float(value) for name, value in metrics.items() if name != "epoch"}
+        for name in values:
+            if name in own or "," in name:
+                why = "normexp records it itself" if name in own else "a name has no comma"
+                raise UserError(f"callback: one logs {name}; {why}; log it by another name")
+        count = self.module.replicas.num_replicas
+        self.module.record(self.module.step, {name: [v] * count for name, v in values.items()})
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Has none: those of a run are its loggers' from the start."""
 
 
 def finite_mean(column: Sequence[float]) -> float:

@@ -1,8 +1,4 @@
-"""One optimizer step: its gradient, in parts and in several processes if need be, and the update.
-
-Between two steps only the batch, the dropout keys and the learning rates change, so that a GPU can
-record a step once and replay it, see `cuda_graph`.
-"""
+"""One optimizer step: its gradient, in parts and in several processes, and the update."""
 
 from __future__ import annotations
 
@@ -19,9 +15,9 @@ from normexp.batching.processes import Processes
 from normexp.batching.replicas import Batch, InTurn, Loss, Replicas, backward
 from normexp.config.keys import RunningFrom
 from normexp.config.sizes import WHOLE, Bounds, Share, Sizes
+from normexp.errors import UserError
 from normexp.norms.contract import State
 from normexp.norms.site import read_state, state_after, write_state
-from normexp.training.cuda_graph import RecordedStep
 from normexp.training.optimizer import OwnRates
 
 AddGradient = Callable[[Batch, Loss, float], Tensor]  # see `Replicas.add_gradient`
@@ -33,56 +29,56 @@ class Step:
 
     Args:
         scheduler: moves the learning rates after each step; None if validations do.
+        scheduled_rates: what the scheduler set last, for each group of the optimizer.
         max_grad_norm: of each replica, see `Replicas.clip_gradients`; None: no clipping.
         rates: each replica's own learning rate; None if all have that of the optimizer.
-        recorded: replays the steps as a CUDA graph; None: they run eagerly.
     """
 
     gradient: StepGradient
     optimizer: Optimizer
     scheduler: LRScheduler | None
+    scheduled_rates: list[float]
     max_grad_norm: float | None = None
     rates: OwnRates | None = None
-    recorded: RecordedStep | None = None
 
     @property
     def learning_rate(self) -> float:
         """That of the next step."""
-        return float(self.optimizer.param_groups[0]["lr"])
-
-    def start_chunk(self, steps: range) -> None:
-        """Prepares `steps`, before which callbacks may have changed the networks."""
-        self.gradient.draw(steps)
-        if self.recorded is not None:
-            self.recorded.start_chunk()
+        return learning_rates(self.optimizer)[0]
 
     def take(self, index: int, batch: Batch) -> Tensor:
         """Takes step `index`, counted from 0; returns the loss of each replica (S,).
 
         Args:
             batch: all samples of the step, values (S, N, ...), in every process.
-        """
-        keys = self.gradient.dropout_keys(index)
-        if self.recorded is None:
-            losses = self.run(index, batch, keys)
-        else:
-            losses = self.recorded.take(lambda *given: self.run(index, *given), batch, keys)
-        if self.scheduler is not None:
-            self.scheduler.step()
-        return losses
 
-    def run(self, index: int, batch: Batch, keys: Tensor | None) -> Tensor:
-        """The step without its scheduler: what can be recorded."""
+        Raises:
+            UserError: a callback has set a learning rate, which the scheduler would set anew.
+        """
+        if self.scheduler is not None and learning_rates(self.optimizer) != self.scheduled_rates:
+            raise UserError(
+                f"callback: one sets the learning rate of the optimizer, before step {index + 1}, "
+                "and the schedule sets it anew after each step; write a schedule instead, see "
+                "conf/README.md, as schedule=my_schedule.triangle"
+            )
         torch.clear_autocast_cache()  # of weights before the last update
         self.optimizer.zero_grad()
-        losses = self.gradient.add(index, batch, keys)
+        losses = self.gradient.add(index, batch)
         if self.max_grad_norm is not None:
             self.gradient.replicas.clip_gradients(self.max_grad_norm)
         if self.rates is None:
             self.optimizer.step()
         else:
             self.rates.step(self.optimizer)
+        if self.scheduler is not None:
+            self.scheduler.step()
+            self.scheduled_rates = learning_rates(self.optimizer)
         return losses
+
+
+def learning_rates(optimizer: Optimizer) -> list[float]:
+    """That of each group."""
+    return [float(group["lr"]) for group in optimizer.param_groups]
 
 
 @dataclass(eq=False)
@@ -134,7 +130,7 @@ class StepGradient:
             self.draw(range(step, step + 1))
         return self._dropout_keys[step]
 
-    def add(self, step: int, batch: Batch, keys: Tensor | None) -> Tensor:
+    def add(self, step: int, batch: Batch) -> Tensor:
         """Adds the gradient of `step`, counted from 0, to the parameters and updates the buffers.
 
         Loss and gradient are means over all targets of the step, so a short last part counts by
@@ -142,12 +138,11 @@ class StepGradient:
 
         Args:
             batch: all samples of the step, values (S, N, ...), in every process.
-            keys: see `dropout_keys`.
 
         Returns:
             The loss of each replica (S,).
         """
-        num_samples = batch["targets"].shape[1]
+        num_samples, keys = batch["targets"].shape[1], self.dropout_keys(step)
         bounds = self.sizes.micro_bounds(num_samples, self.share)
         if self.processes is None and len(bounds) == 1:
             return self._add_part(step, 0, batch, batch, keys)

@@ -40,8 +40,8 @@ cp -n .gpu/tinyshakespeare.txt "$data/" 2>/dev/null
 
 # Right? $OUT/tests.txt has each outcome as it happens. With pytest-timeout a hang ends its worker alone.
 if wants tests; then
-  chosen="-m gpu -n 14"; [ "$DEVICE" = gpu ] || chosen="-k draws"
-  OMP_NUM_THREADS=1 PYTEST_TIMEOUT=60 stage tests "${TESTS_CAP:-90}" 200 $PY -m pytest tests/gpu -q $chosen --maxschedchunk=1 \
+  chosen="-m gpu -n 14"; [ "$DEVICE" = gpu ] || chosen="-k draws_are"
+  OMP_NUM_THREADS=1 PYTEST_TIMEOUT=60 stage tests "${TESTS_CAP:-90}" 200 $PY -m pytest tests/training -q $chosen --maxschedchunk=1 \
     --tb=short -p outcomes -p no:cacheprovider -W default -o timeout_method=thread
   cut -d" " -f2 "$OUT/tests.txt" | sort | uniq -c | tee -a "$OUT/gpu.log"
   grep " failed " "$OUT/tests.txt" | cut -c1-150 | head -25

@@ -1,9 +1,9 @@
-"""Images per second of whole trainings, as typed: seeds stacked or in turn, recorded or not.
+"""Images per second of whole trainings, as typed: seeds stacked or in turn, compiled or not.
 
     python scripts/gpu/rates.py gpu|cpu RUNS_DIR "WORDS OF ALL"
 
 Appends a line per row to $OUT/rates.jsonl, and writes the words of the fastest form of the figure's
-network to $OUT/form. `steady_ms` leaves out the first half, in which a step is recorded.
+network to $OUT/form. `steady_ms` leaves out the first half, in which networks are compiled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GPT = (
     "model.num_heads=6 replicas=3 steps=50 batch_size=64"
 )
 TF32, BF16 = "trainer.precision=32-true", "trainer.precision=bf16-mixed"
-FORMS = ["stack=true", "stack=false", "stack=true cuda_graph=true", "stack=false cuda_graph=true"]
+FORMS = ["stack=true", "stack=false", "stack=true compile=true", "stack=false compile=true"]
 ROWS = [
     f"norm=batch {WIDE} {TF32} stack=true",  # twice: the first also warms up
     *(f"norm=batch {WIDE} {TF32} {form}" for form in FORMS),
@@ -78,19 +78,17 @@ def measure(device: str, runs_dir: Path, rows: list[str], words: str) -> dict[st
             timing = {"error": f"{type(error).__name__}: {error}"}
         with open(OUT / "rates.jsonl", "a") as file:
             file.write(json.dumps({"row": row, **timing}) + "\n")
-        ms, replayed = timing.get("steady_ms", 0.0), timing.get("replayed_steps", 0)
-        speed = timing["samples_per_second"] * timing["step_ms"] / ms if ms else 0.0
-        if "cuda_graph" not in row or replayed:  # otherwise it is not the form that it says
-            rates[row] = speed
-        print(f"== {speed:>9,.0f} images/s, {ms:.2f} ms, {replayed} replayed: {row}", flush=True)
+        ms = timing.get("steady_ms", 0.0)
+        rates[row] = timing["samples_per_second"] * timing["step_ms"] / ms if ms else 0.0
+        print(f"== {rates[row]:>9,.0f} images/s, {ms:.2f} ms: {row}", flush=True)
     return rates
 
 
 if __name__ == "__main__":  # workers import this file
     device, folder, words = sys.argv[1:]
-    rates = measure(device, Path(folder), ROWS if device == "gpu" else ROWS[:5], words)
+    rates = measure(device, Path(folder), ROWS if device == "gpu" else ROWS[:3], words)
     by_form = {form: rates.get(f"norm=batch {WIDE} {TF32} {form}", 0.0) for form in FORMS}
     if any(by_form.values()):
         best = max(by_form, key=lambda form: by_form[form])
-        # A recorded training keeps the GPU busy almost alone; otherwise several take turns.
-        (OUT / "form").write_text(f"{best} workers={2 if 'cuda_graph' in best else 4}\n")
+        # A training that replays keeps the GPU busy almost alone; otherwise several take turns.
+        (OUT / "form").write_text(f"{best} workers={2 if 'compile' in best else 4}\n")

@@ -57,9 +57,12 @@ def test_place_is_told_by_torchrun_or_srun(monkeypatch: pytest.MonkeyPatch):
     assert started_processes() == (3, 4)
 
 
-def test_lightning_can_be_imported_where_a_rank_is_empty(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("rank", ["", "first"])
+def test_lightning_can_be_imported_where_a_rank_is_no_number(
+    monkeypatch: pytest.MonkeyPatch, rank: str
+):
     for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
-        monkeypatch.setenv(name, "")
+        monkeypatch.setenv(name, rank)
     with importing_torch():
         for module in (fabric_ranks, trainer_ranks):
             runpy.run_path(str(module.__file__))

@@ -423,3 +423,12 @@ def test_the_package_lists_its_commands(capsys):
     assert [name for name in USAGE if f"python -m normexp.{name} " in listed] == [*USAGE]
     assert commands(["trian"]) == 2
     assert "did you mean train?" in capsys.readouterr().err
+
+
+def test_a_shell_may_close_both_streams(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    codes = train.main(["--help"]), train.main(["norm=grup"])
+    for stream in (sys.stdout, sys.stderr):
+        stream.close()
+    assert codes == (0, 2)

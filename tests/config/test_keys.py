@@ -140,7 +140,6 @@ KEEPS = {
     "chunk": "1",
     "stack": "false",
     "compile": "true",
-    "cuda_graph": "true",
     "save_weights": "false",
     "evaluate_with": "[running,batch]",
     "precise_samples": "9",

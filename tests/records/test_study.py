@@ -49,7 +49,7 @@ def test_a_line_is_written_once_and_lines_by_hand_are_named(tmp_path: Path):
     assert isinstance(first, CommandEntry) and first.cells["a"].seeds == [0, 1]
     assert second == refusal("b", "1") or second.time
     with open(tmp_path / "s" / "study.jsonl", "a") as file:
-        file.write('{"line": "command", "id": 3}\n')
+        file.write('{"line": "command", "schema": 3, "id": 3}\n')
     with pytest.raises(UserError, match="line 3 was not written by normexp"):
         read_study(tmp_path / "s")
 

@@ -14,6 +14,7 @@ from pytorch_lightning import callbacks as shipped
 from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
 from torch.func import vmap
+from torch.optim import lr_scheduler
 from training_cases import (
     SETTINGS,
     SGD,
@@ -29,6 +30,7 @@ from normexp.training.callbacks import act_on_batches, check_callback, describe_
 from normexp.training.devices import device_type, gpu_arithmetic
 from normexp.training.fit import build_trainer, evaluate
 from normexp.training.module import TrainingModule
+from normexp.training.schedule import own_schedule
 from normexp.training.step import Step
 from normexp.training.stopping import Interrupted, StopRequest
 
@@ -53,6 +55,48 @@ class StopsEarly(pl.Callback):
 def test_training_that_a_callback_ends_early_is_no_result(tmp_path: Path):
     with pytest.raises(UserError, match="after 7 of 10 steps"):
         train(build_module(max_chunk=1), tmp_path / "a.ckpt", [StopsEarly()])
+
+
+class SetsRates(pl.Callback):
+    """Sets the learning rate in one hook, once `step` steps are done."""
+
+    def __init__(self, hook: str, step: int, rate: float) -> None:
+        def set_rates(trainer: pl.Trainer, pl_module: TrainingModule, *_: object) -> None:
+            for group in trainer.optimizers[0].param_groups:
+                group["lr"] = rate if pl_module.step >= step else group["lr"]
+
+        setattr(self, hook, set_rates)
+
+
+@pytest.mark.parametrize(
+    ("hook", "step"),
+    [("on_train_start", 0), ("on_train_epoch_start", 5), ("on_train_batch_start", 7)],
+)
+def test_a_rate_that_the_schedule_would_overwrite_is_refused(tmp_path: Path, hook: str, step: int):
+    with pytest.raises(UserError, match=f"before step {step + 1}, and the schedule sets it anew"):
+        train(build_module(max_chunk=1), tmp_path / "a.ckpt", [SetsRates(hook, step, 0.0)])
+
+
+def test_a_callback_may_set_the_rate_of_a_schedule_that_follows_validations(tmp_path: Path):
+    make = partial(lr_scheduler.ReduceLROnPlateau, patience=9)
+    plateau = own_schedule(make, lr_scheduler.ReduceLROnPlateau, 10, None, "plateau")
+    module = build_module(schedule=plateau)
+    train(module, tmp_path / "a.ckpt", [SetsRates("on_train_start", 0, 0.25)])
+    assert module.trainer.optimizers[0].param_groups[0]["lr"] == 0.25
+
+
+class Ends(pl.Callback):
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def on_validation_end(self, trainer, pl_module):  # noqa: ARG002
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt()], ids=["exit", "ctrl-c"])
+def test_a_program_that_a_callback_ends_is_not_interrupted(tmp_path: Path, error: BaseException):
+    with pytest.raises(type(error)):
+        train(build_module(), tmp_path / "a.ckpt", [Ends(error)])
 
 
 def test_stop_at_the_end_of_training_comes_too_late(tmp_path: Path):
@@ -104,7 +148,7 @@ def test_out_of_memory_says_what_to_change(tmp_path: Path, monkeypatch):
         raise torch.OutOfMemoryError("tried to allocate 2 GiB")
 
     monkeypatch.setattr(Step, "take", fail)
-    with pytest.raises(MemoryError, match="cuda_graph=false or a smaller micro_batch_size"):
+    with pytest.raises(MemoryError, match="fewer replicas or a smaller micro_batch_size"):
         train(build_module(), tmp_path / "a.ckpt")
 
 

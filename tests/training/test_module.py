@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import LearningRateMonitor
 from pytorch_lightning.loggers import Logger
 from torch import nn
 from torch.optim import lr_scheduler
@@ -30,6 +32,7 @@ from normexp.batching.replicas import InTurn, Stacked
 from normexp.config.compose import compose_config
 from normexp.config.keys import RunningFrom
 from normexp.config.sizes import Sizes
+from normexp.errors import UserError
 from normexp.norms.build import build_norm
 from normexp.norms.factory import NormFactory
 from normexp.records.metrics import read_metrics
@@ -52,7 +55,7 @@ def test_each_step_has_its_own_draws_and_each_part_knows_its_place(monkeypatch):
     monkeypatch.setattr(replicas, "seed_foreign_draws", foreign.extend)
     gradient = StepGradient(replicas, module.recipe.criterion.loss, Sizes(8, 4), [0, 1])
     for step, batch in enumerate(module.batches.chunk(0, 2)):
-        gradient.add(step, batch, gradient.dropout_keys(step))
+        gradient.add(step, batch)
     assert [first for _, first in dropout] == [0, 4, 0, 4]
     assert dropout[0][0] == dropout[1][0] != dropout[2][0] == dropout[3][0]
     keys = [key for part in (dropout[0][0], dropout[2][0]) for row in part for key in row]
@@ -78,7 +81,7 @@ def test_running_averages_come_from_the_step_its_first_group_or_group_by_group(
     replicas = Stacked(networks) if stacked else InTurn(networks)
     loss = build_module().recipe.criterion.loss
     gradient = StepGradient(replicas, loss, sizes, [0, 1], running_from)
-    gradient.add(0, {"inputs": x, "targets": targets}, None)
+    gradient.add(0, {"inputs": x, "targets": targets})
     for replica in (0, 1):
         expected = nn.BatchNorm1d(3).double()
         for part in parts[running_from]:
@@ -100,9 +103,7 @@ def test_a_first_group_keeps_what_its_backward_writes(name: str):
         layers = [nn.Conv1d(3, 3, 1), factory(3), nn.Flatten(), nn.Linear(15, 2)]
         replicas = InTurn([nn.Sequential(*layers).double()])
         loss = build_module().recipe.criterion.loss
-        StepGradient(replicas, loss, sizes, [0], "group").add(
-            0, {"inputs": x, "targets": targets}, None
-        )
+        StepGradient(replicas, loss, sizes, [0], "group").add(0, {"inputs": x, "targets": targets})
         states.append(dict(replicas.replica(0).named_buffers()))
     for key, value in states[0].items():
         torch.testing.assert_close(states[1][key], value, msg=key)
@@ -131,7 +132,7 @@ RESUMED: dict[str, tuple[dict[str, Any], int | None, tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_resumed_run_equals_an_undisturbed_one_to_the_bit(tmp_path: Path, name: str):
+def test_resumed_run_equals_an_undisturbed_one_to_the_bit(tmp_path: Path, device: str, name: str):
     own, divisor, stops = RESUMED[name]
     common: dict[str, Any] = {"lr_scales": (0.5, 1.0), "sizes": Sizes(8, 4, 2), "max_chunk": 2}
 
@@ -139,9 +140,11 @@ def test_resumed_run_equals_an_undisturbed_one_to_the_bit(tmp_path: Path, name: 
         return build_module(seeds=(0, 0), **common, **own)
 
     precision = "64-true" if name == "in turn" else "32-true"
-    undisturbed = train(build(), tmp_path / "whole.ckpt", precision=precision)
+    place = {"accelerator": device}
+    undisturbed = train(build(), tmp_path / "whole.ckpt", precision=precision, **place)
     for stop_at in stops:
-        resumed = stopped_and_resumed(build, stop_at, tmp_path / f"{stop_at}.ckpt", precision)
+        checkpoint = tmp_path / f"{stop_at}.ckpt"
+        resumed = stopped_and_resumed(build, stop_at, checkpoint, precision, **place)
         for module in (undisturbed, resumed) if divisor is not None else ():
             groups = module.trainer.optimizers[0].param_groups
             assert [group["lr"] for group in groups] == pytest.approx([0.05 / divisor] * 2)
@@ -290,3 +293,52 @@ def test_loggers_get_the_rate_of_each_step_and_the_speed_and_files_do_not(tmp_pa
         assert all(row["train/samples_per_second"] > 0 for row in rows)
     names = {row.name for row in read_metrics(tmp_path / "a.csv")}
     assert "train/loss" in names and not names & {"train/lr", "train/samples_per_second"}
+
+
+class LogsAStatistic(pl.Callback):
+    """Logs the largest weight after each validation and, as `test/steps`, the steps at the end."""
+
+    def __init__(self, name: str = "largest") -> None:
+        self.name = name
+
+    def on_validation_epoch_end(self, trainer, pl_module):  # noqa: ARG002
+        pl_module.log(self.name, max(p.max() for p in pl_module.replicas.parameters()))
+
+    def on_test_end(self, trainer, pl_module):
+        trainer.logger.log_metrics({"test/steps": pl_module.step})
+
+
+def test_what_callbacks_log_reaches_the_loggers_and_the_file_of_each_run(tmp_path: Path):
+    loggers = [KeepingLogger(), KeepingLogger()]
+    module = build_module(seeds=(0, 1), stacked=True, max_chunk=1, log_every=4)
+    module.recorder = Recorder([tmp_path / "a.csv", None], [[logger] for logger in loggers])
+    callbacks = [LogsAStatistic(), LearningRateMonitor(logging_interval="step")]
+    train(module, tmp_path / "a.ckpt", callbacks)
+    rates = [name for row in read_metrics(tmp_path / "a.csv") if "SGD" in (name := row.name)]
+    names = {"largest", "test/steps", *rates}
+    found = [(row.step, row.name) for row in read_metrics(tmp_path / "a.csv") if row.name in names]
+    expected = [(5, "largest"), (10, "largest"), (10, "test/steps")]
+    assert [entry for entry in found if entry[1] not in rates] == expected
+    assert {step for step, name in found if name in rates} == {3, 7}
+    for logger in loggers:
+        assert [(step, name) for step, row in logger.rows for name in row if name in names] == found
+    assert sum(row.name == "val/loss" for row in read_metrics(tmp_path / "a.csv")) == 2
+
+
+@pytest.mark.parametrize("name", ["val/loss", "a,b"])
+def test_a_callback_that_logs_a_name_of_ours_is_refused(tmp_path: Path, name: str):
+    with pytest.raises(UserError, match=f"callback: one logs {name}"):
+        train(build_module(), tmp_path / "a.ckpt", [LogsAStatistic(name)])
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec", "ignore:.*num_workers")
+def test_the_logger_of_a_users_own_trainer_gets_the_means():
+    keeping, module = KeepingLogger(), build_module(seeds=(0, 1), stacked=True)
+    trainer = pl.Trainer(
+        max_epochs=2, accelerator="cpu", logger=keeping, log_every_n_steps=1,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module)
+    logged = {name: value for _, row in keeping.rows for name, value in row.items()}
+    assert logged["val/loss"] == pytest.approx(sum(module.metrics["val/loss"]) / 2)
+    assert "train/loss" in logged

@@ -150,13 +150,16 @@ SAID_OTHERWISE = [
 @pytest.mark.parametrize(
     ("common", "first", "second", "check"), IN_PARTS + STACKED + OWN_RATE + SAID_OTHERWISE
 )
-def test_two_ways_to_train_are_one(tmp_path: Path, common, first, second, check):
+def test_two_ways_to_train_are_one(tmp_path: Path, device: str, common, first, second, check):
     check = {"atol": 1e-12, "replica": 0, "other": 0, "precision": "64-true"} | check
     runs = []
     for index, own in enumerate((first, second)):
         module = build_module(**{**common, **own})
-        runs.append(train(module, tmp_path / f"{index}.ckpt", precision=check["precision"]))
+        checkpoint = tmp_path / f"{index}.ckpt"
+        runs.append(train(module, checkpoint, precision=check["precision"], accelerator=device))
     replica, other, atol = check["replica"], check["other"], check["atol"]
+    if device == "cuda" and atol:  # whose sums have another order for each shape
+        atol = max(atol, 1e-8)
     assert_same_state(*runs, atol, replica=replica, other=other)
     for name, column in runs[1].metrics.items():
         same = pytest.approx(column[other], abs=max(atol, 1e-12) * 100)

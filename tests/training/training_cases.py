@@ -37,6 +37,10 @@ Row = tuple[int, int, int, dict[str, float]]
 EPOCHS = 2
 NOT_SAVED = ("key", "first_sample", "num_values")  # of a step, and counted since a start
 SGD = partial(torch.optim.SGD, momentum=0.9, fused=True)
+NEEDS_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
+]
 
 
 def image_data(num_train: int = 40, size: int = 8) -> Data:
@@ -74,14 +78,6 @@ def batch_norm(num_features: int) -> nn.Module:
 
 def group_norm(num_features: int) -> nn.Module:
     return GroupNorm(num_features, eps=1e-5, num_groups=4)
-
-
-class ReadingNorm(nn.BatchNorm2d):
-    """Waits for a value, which no graph can record."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        assert self.weight.sum().item() < 1e6
-        return super().forward(input)
 
 
 def convnet(norm: NormFactory) -> nn.Module:
@@ -229,11 +225,12 @@ def stopped_and_resumed(
     checkpoint: Path,
     precision: str,
     callbacks: Callable[[], list[pl.Callback]] = list,
+    **devices: Any,
 ) -> TrainingModule:
     """A training that was stopped once `stop_at` steps were done, then resumed."""
     first, second, stopper = build(), build(), StopAt(stop_at)
     with pytest.raises(Interrupted):
         own = [*callbacks(), stopper]
-        train(first, checkpoint, own, precision=precision, stop=stopper.request)
+        train(first, checkpoint, own, precision, stopper.request, **devices)
     assert stop_at <= first.step < 10
-    return train(second, checkpoint, callbacks(), precision=precision)
+    return train(second, checkpoint, callbacks(), precision, **devices)

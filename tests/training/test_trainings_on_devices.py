@@ -1,23 +1,17 @@
-"""Trainings on a GPU: as on the CPU, in chunks, in bfloat16, resumed, compiled, side by side."""
+"""Trainings on each device: as on the CPU, in bfloat16, moved, compiled, side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import pytest
 import pytorch_lightning as pl
 import torch
-from gpu_cases import NEEDS_GPU, build, in_each_form, on_each_device
 from pytorch_lightning.plugins.precision import MixedPrecision
-from tape import Tape
-from torch import Tensor
 from torch._dynamo.utils import counters
-from torch.utils._python_dispatch import TorchDispatchMode
 from training_cases import (
-    ReadingNorm,
+    NEEDS_GPU,
     StopAt,
     assert_same_state,
     build_module,
@@ -30,17 +24,25 @@ from training_cases import (
     train,
 )
 
-from normexp.batching.replicas import Batch
 from normexp.config.sizes import Sizes
 from normexp.norms import kernel
 from normexp.records.result import read_result
 from normexp.train import main
-from normexp.training import cuda_graph as cuda_graph_module
-from normexp.training.schedule import named_schedule
-from normexp.training.step import Step
 from normexp.training.stopping import Interrupted
 
 slow = pytest.mark.slow
+
+
+def in_each_form(*marks_of_cpu: pytest.MarkDecorator) -> pytest.MarkDecorator:
+    """In turn on the CPU is what trainings on a GPU are compared with."""
+    forms = [
+        pytest.param("cpu", True, id="cpu-stacked", marks=marks_of_cpu),
+        pytest.param("cuda", False, id="cuda-in_turn", marks=NEEDS_GPU),
+        pytest.param("cuda", True, id="cuda-stacked", marks=NEEDS_GPU),
+    ]
+    return pytest.mark.parametrize(("device", "stacked"), forms)
+
+
 TEXT = {"model": partial(text_encoder, dropout=0.2), "data": text_data(40), "lr": 0.01}
 CHOICES = {
     "ghost_rates": {"sizes": Sizes(8, 4, 2), "lr_scales": (1.0, 0.25)},
@@ -92,111 +94,22 @@ def test_chunks_change_nothing_and_bfloat16_is_near_float32(
 
 @in_each_form(slow)
 @pytest.mark.parametrize("choices", [{}, TEXT], ids=["convnet", "encoder"])
-@pytest.mark.parametrize("cuda_graph", [False, True], ids=["", "recorded"])
-def test_a_checkpoint_resumes_to_the_bit_and_moves_between_devices(
-    tmp_path: Path, monkeypatch, device: str, stacked: bool, choices: dict, cuda_graph: bool
+def test_a_checkpoint_moves_between_devices(
+    tmp_path: Path, device: str, stacked: bool, choices: dict
 ):
-    if device == "cpu":
-        monkeypatch.setattr(cuda_graph_module, "CudaGraph", Tape)
     build_one = partial(build_module, seeds=(0, 1), stacked=stacked, max_chunk=2, **choices)
-    build_one = partial(build_one, cuda_graph=cuda_graph)
     whole = train(build_one(), tmp_path / "whole.ckpt", accelerator=device)
-    if cuda_graph:
-        assert whole.recorded_step is not None and whole.recorded_step.num_replayed == 7
-    # A CPU does not record, so its rates are not rounded to float32.
-    moved_atol = 1e-6 if cuda_graph else 1e-9
-    for name, places, atol in (
-        ("same", (device, device), 0),
-        ("moved", (device, "cpu"), moved_atol),
-    ):
-        checkpoint = tmp_path / f"{name}.ckpt"
-        for where, stop_at in zip(places, (3, 7), strict=True):
-            stopper = StopAt(stop_at)
-            with pytest.raises(Interrupted):
-                train(build_one(), checkpoint, [stopper], stop=stopper.request, accelerator=where)
-        resumed = train(build_one(), checkpoint, accelerator=device)
-        for replica in (0, 1):
-            assert_same_state(whole.cpu(), resumed.cpu(), atol, replica=replica)
+    checkpoint = tmp_path / "moved.ckpt"
+    for where, stop_at in ((device, 3), ("cpu", 7)):
+        stopper = StopAt(stop_at)
+        with pytest.raises(Interrupted):
+            train(build_one(), checkpoint, [stopper], stop=stopper.request, accelerator=where)
+    moved = train(build_one(), checkpoint, accelerator=device)
+    for replica in (0, 1):
+        assert_same_state(whole.cpu(), moved.cpu(), 1e-9, replica=replica)
 
 
-@on_each_device
-def test_a_recording_that_fails_ends_no_training_and_spoils_none_after_it(
-    tmp_path: Path, monkeypatch, device: str
-):
-    if device == "cpu":
-        monkeypatch.setattr(cuda_graph_module, "CudaGraph", Tape)
-    monkeypatch.setattr("normexp.training.module.why_not_recorded", lambda *_: None)
-    failing = build_module(make_norm=ReadingNorm, cuda_graph=True)
-    # Lightning empties the cache of the allocator at its end.
-    train(failing, tmp_path / "failing.ckpt", accelerator=device)
-    assert failing.recorded_step is not None and failing.recorded_step.why_not is not None
-    after = train(build_module(cuda_graph=True), tmp_path / "after.ckpt", accelerator=device)
-    assert after.recorded_step is not None and after.recorded_step.num_replayed == 7
-
-
-class NoReads(TorchDispatchMode):
-    """Fails where the CPU would wait for a GPU to know a value; a copy to it passes."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ARG002
-        name = func.name().removeprefix("aten::").split(".")[0]
-        if name in ("_local_scalar_dense", "nonzero", "equal", "masked_select"):
-            raise RuntimeError(f"{name} waits for the device")
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def no_waiting(device: str) -> Iterator[None]:
-    """Fails if the CPU waits for the device inside the block."""
-    if device != "cuda":
-        with NoReads():
-            yield
-        return
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
-@in_each_form()
-@pytest.mark.parametrize(
-    ("model", "choices"),
-    [
-        ("small_resnet", {"lr_scales": (1.0, 0.5), "sizes": Sizes(16, 8, 4)}),
-        pytest.param("text_encoder", {}, marks=slow),
-        pytest.param(
-            "text_encoder",
-            {"cuda_graph": True, "schedule": named_schedule("cosine", 0.1, 12)},
-            marks=slow,
-        ),
-    ],
-)
-def test_no_step_waits_for_the_device(
-    tmp_path: Path, monkeypatch, device: str, model: str, stacked: bool, choices: dict
-):
-    if device == "cpu":
-        monkeypatch.setattr(cuda_graph_module, "CudaGraph", Tape)
-    words = ["model.dropout=0.1"] if model == "text_encoder" else []
-    module = build(model, "batch", *words, stacked=stacked, max_grad_norm=1.0, **choices)
-    take, num_watched = Step.take, 0
-
-    def watched(self: Step, index: int, batch: Batch) -> Tensor:
-        nonlocal num_watched
-        if index <= 3:  # they allocate and choose kernels; a recording is compared
-            return take(self, index, batch)
-        num_watched += 1
-        with no_waiting(device):
-            return take(self, index, batch)
-
-    monkeypatch.setattr(Step, "take", watched)
-    train(module, tmp_path / "a.ckpt", precision="32-true", accelerator=device)
-    assert num_watched == module.recipe.num_steps - 4 > 0
-
-
-@pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=slow), pytest.param("cuda", marks=NEEDS_GPU)]
-)
+@slow
 @pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
 def test_compiled_steps_equal_eager_ones_whatever_the_chunks(
     tmp_path: Path, monkeypatch, device: str
