@@ -21,11 +21,11 @@ ORDER = [
     "reporting",
     "norms",
     "batching",
+    "any_network",
     "data",
     "models",
     "training",
     "checks",
-    "diagnosis",
     "cells",
     "sweeps",
     "search",
@@ -122,6 +122,20 @@ def test_stats_records_and_reporting_need_no_torch(trees: dict[Path, ast.Module]
             assert names <= outside[part], file
         if part == "reporting":
             assert not names & TORCH, file
+
+
+def test_any_network_is_a_house_of_its_own(trees: dict[Path, ast.Module]):
+    """Whoever reads it needs no config, no records and no training."""
+    below = {"errors", "words", "norms", "batching", "any_network"}
+    libraries = {"torch", "safetensors", "numpy", "scipy", "pandas"}
+    files = [file for file in trees if part_of(file) == "any_network"]
+    assert files
+    for file in files:
+        names = {*imported(trees[file])}
+        parts = {name.split(".")[1] for name in names if name.startswith("normexp.")}
+        assert parts <= below, file
+        others = roots(iter(names)) - {"normexp", *sys.stdlib_module_names}
+        assert others <= libraries, file
 
 
 def test_heavy_or_optional_packages_are_imported_where_they_are_used(trees: dict[Path, ast.Module]):

@@ -12,19 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normexp.any_network.recognise import Recognition
+from normexp.any_network.replace import find_norms
+from normexp.any_network.split import Split, try_split
+from normexp.any_network.surgery import put_sites
+from normexp.any_network.trial import Inputs
+from normexp.any_network.weights import Weights, load_fitting, open_weights
 from normexp.batching.copies import copied
 from normexp.batching.draws import derive_seed
 from normexp.config.target import Target, read_target
 from normexp.data.dataset import Data
 from normexp.errors import UserError
 from normexp.models import packages
-from normexp.models.recognise import Recognition
-from normexp.models.replace import find_norms
-from normexp.models.split import Split, try_split
-from normexp.models.surgery import put_sites
-from normexp.models.trial import Inputs
-from normexp.models.weights import Weights, load_fitting, open_weights
 from normexp.norms.factory import NormFactory
+from normexp.records.files import read_path
 from normexp.words import as_typed
 
 logger = logging.getLogger(__name__)
@@ -124,7 +125,9 @@ def build_network(values: Mapping[str, Any], norm: NormFactory, data: Data) -> N
     names = target.arguments - target.call.keywords.keys()
     find = NAMED_WEIGHTS.get(target.path)
     download = None if find is None else partial(find, values["name"])
-    weights = None if start is None else open_weights(start, download)
+    weights = None
+    if start is not None:
+        weights = open_weights(start, read_path("model.weights", start), download)
     available = {
         "input_shape": data.input_shape,
         "num_outputs": data.num_outputs,
