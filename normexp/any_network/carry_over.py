@@ -15,7 +15,7 @@ from normexp.any_network.formula import (
     TOLERANCE,
     NormDescription,
     tensors_of,
-    values_of,
+    values_of_norm,
 )
 from normexp.norms.contract import HasRamp, State
 from normexp.norms.factory import NormFactory
@@ -66,7 +66,8 @@ def put_norms(
         build = factory_of(norm).tokens if norm.formula.is_last else factory_of(norm)
         site = build(norm.num_features, **norm.settings).train(old.training)
         site = _like(old, network, site)
-        carried.lost += [f"{path}.{name}" for name in _carry_values(values_of(old, norm), site)]
+        lost = _carry_values(values_of_norm(old, norm), site)
+        carried.lost += [f"{path}.{name}" for name in lost]
         if norm.holds_averages and hasattr(site.norm, "track_running_stats"):
             setattr(site.norm, "track_running_stats", False)  # noqa: B010 (typed to hold no bool)
         carried.frozen += [f"{path}{name}" for name in _freeze(old, norm, site)]

@@ -4,7 +4,7 @@ A norm normalizes its input and maps each channel to a line; dropout and activat
 
     output = tail(gain * normalize(x) + shift)        gain and shift (C,)
 
-`normalize` is one of FORMULAS, which are shipped norms without gain and shift. `Measurement` finds
+`normalize` is one of FORMULAS, which are shipped norms without gain and shift. `FormulaTrial` finds
 
     the formula     the one whose line, fitted to one input, explains the output for another
     its settings    eps from the output for a small input, momentum from the averages of two steps
@@ -129,19 +129,19 @@ class Misfit(Exception):
 
 def describe_norm(module: nn.Module, form: CallForm) -> NormDescription:
     """The norm that a module computes. Raises Misfit with the reason if it is none."""
-    fits: dict[Measurement, Fit] = {}
+    fits: dict[FormulaTrial, Fit] = {}
     failures: list[Exception] = []
     for is_last in form.layouts:
         try:
-            measurement = Measurement(module, form, is_last)
-            fits[measurement] = measurement.fit()
+            trial = FormulaTrial(module, form, is_last)
+            fits[trial] = trial.fit()
         except Exception as failure:  # a module whose channels are elsewhere may raise anything
             failures.append(failure)
     if not fits and form.dtype == torch.double:  # many cast to float32 in their forward
         return describe_norm(module, replace(form, dtype=torch.float))
     if not fits:
         raise failures[0]
-    nearest = min(fits, key=lambda measurement: fits[measurement].residual)
+    nearest = min(fits, key=lambda trial: fits[trial].residual)
     fit = fits[nearest]
     if fit.residual >= MAX_RESIDUAL:
         raise Misfit(
@@ -154,11 +154,11 @@ def describe_norm(module: nn.Module, form: CallForm) -> NormDescription:
     return nearest.describe(fit)
 
 
-def values_of(module: nn.Module, description: NormDescription) -> State:
+def values_of_norm(module: nn.Module, description: NormDescription) -> State:
     """The tensors of a module that are INITIAL_VALUES in a new norm, read or measured."""
     if description.form is not None:
-        measurement = Measurement(module, description.form, description.formula.is_last)
-        return measurement.values(description)
+        trial = FormulaTrial(module, description.form, description.formula.is_last)
+        return trial.values(description)
     tensors = {name: getattr(module, name, None) for name in INITIAL_VALUES}
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
@@ -190,7 +190,7 @@ class Fit(NamedTuple):
     residual: float
 
 
-class Measurement:
+class FormulaTrial:
     """Runs copies of a module on random inputs (N, C, *), turned to its layout.
 
     The inputs have as many channels as in the network, but other numbers of samples and positions:

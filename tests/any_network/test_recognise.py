@@ -14,7 +14,7 @@ from torchvision.ops import FrozenBatchNorm2d
 
 import normexp
 from normexp.any_network.anew import keep_reproduced
-from normexp.any_network.formula import values_of
+from normexp.any_network.formula import values_of_norm
 from normexp.any_network.recognise import recognise
 from normexp.any_network.trial import Inputs
 from normexp.norms.site import named_sites
@@ -322,7 +322,7 @@ def test_a_row_of_zeros_stays_one_where_a_norm_has_no_shift() -> None:
     """The embedding of padding is zero; norms after norms would enlarge what rounding adds."""
     network = nn.Sequential(Own(lambda m, x: (m.p * rms(x.float())).type_as(x)))
     ((path, norm),) = recognise(network, Inputs.of(TOKENS)).norms.items()
-    assert not values_of(network.get_submodule(path), norm)["bias"].any()
+    assert not values_of_norm(network.get_submodule(path), norm)["bias"].any()
 
 
 def test_a_mask_must_be_true_where_a_value_is_real() -> None:

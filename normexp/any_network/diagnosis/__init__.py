@@ -11,12 +11,19 @@ from normexp.any_network.diagnosis.findings import find
 from normexp.any_network.diagnosis.measure import Measurement
 from normexp.any_network.diagnosis.network import Loss, read_batches
 from normexp.any_network.diagnosis.recompute import recompute_averages
-from normexp.any_network.diagnosis.result import ROOT, TERMS, Diagnosis, Estimate, Finding, SiteRow
+from normexp.any_network.diagnosis.result import (
+    ROOT,
+    TERMS,
+    Diagnosis,
+    Finding,
+    LossEstimate,
+    SiteRow,
+)
 from normexp.batching.draws import keeping_random_state
 from normexp.errors import UserError
 from normexp.words import name_some
 
-__all__ = ["TERMS", "Diagnosis", "Estimate", "Finding", "SiteRow"]
+__all__ = ["TERMS", "Diagnosis", "LossEstimate", "Finding", "SiteRow"]
 __all__ += ["decompose", "diagnose", "recompute_averages"]
 
 

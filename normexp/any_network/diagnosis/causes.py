@@ -10,7 +10,7 @@ from typing import Any
 
 from normexp.any_network.diagnosis.measure import Measurement, Setup, Source
 from normexp.any_network.diagnosis.network import is_within
-from normexp.any_network.diagnosis.result import ROOT, Estimate, Finding
+from normexp.any_network.diagnosis.result import ROOT, Finding, LossEstimate
 from normexp.words import name_some
 
 RECOMPUTE = "recompute the averages: normexp.recompute_averages(model, batches)"
@@ -41,13 +41,13 @@ class Cause:
     mend: Callable[[Setup], Setup]
     is_mistake: bool = True
 
-    def finding(self, cost: Estimate | None) -> Finding:
+    def finding(self, cost: LossEstimate | None) -> Finding:
         names = tuple(path or ROOT for path in self.paths)
         cause = self.cause.replace("{names}", name_some(names))
         return Finding(self.kind, cause, self.remedy, names, self.term, cost)
 
 
-def gain(measured: Measurement, before: list[Cause], causes: list[Cause]) -> Estimate:
+def gain(measured: Measurement, before: list[Cause], causes: list[Cause]) -> LossEstimate:
     """How much the loss falls by some remedies, after those `before`."""
     start = mended(measured.evaluated, before)
     return measured.gain(start, mended(start, causes))

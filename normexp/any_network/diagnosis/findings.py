@@ -24,7 +24,7 @@ from normexp.any_network.diagnosis.causes import (
 )
 from normexp.any_network.diagnosis.measure import Measurement
 from normexp.any_network.diagnosis.parts import SILENT
-from normexp.any_network.diagnosis.result import ROOT, Estimate, Finding
+from normexp.any_network.diagnosis.result import ROOT, Finding, LossEstimate
 from normexp.words import name_some
 
 
@@ -65,7 +65,7 @@ def _found_alone(measured: Measurement, causes: list[Cause]) -> list[Cause]:
     return found
 
 
-def _counts(measured: Measurement, cause: Cause, cost: Estimate) -> bool:
+def _counts(measured: Measurement, cause: Cause, cost: LossEstimate) -> bool:
     """True for a cost; by design, if it is a tenth of the loss and of the largest term."""
     largest = max(abs(term.value) for term in measured.terms.values())
     least = 0.0 if cause.is_mistake else 0.1 * max(largest, measured.training.value)
@@ -88,7 +88,7 @@ def _without_idle(
     return needed
 
 
-def _cost(measured: Measurement, found: list[Cause], cause: Cause) -> Estimate:
+def _cost(measured: Measurement, found: list[Cause], cause: Cause) -> LossEstimate:
     """What the gap loses by a remedy alone, or after those found, if that is less."""
     gains = gain(measured, [], [cause]), gain(measured, found, [cause])
     return min(gains, key=lambda estimate: estimate.value)

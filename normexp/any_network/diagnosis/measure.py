@@ -36,12 +36,12 @@ from torch import nn
 from normexp.any_network.diagnosis.network import Loss, first_samples, is_within
 from normexp.any_network.diagnosis.parts import SILENT, Modes, Parts, set_modes
 from normexp.any_network.diagnosis.recompute import run_in_training, write_values
-from normexp.any_network.diagnosis.result import TERMS, Estimate, Losses, SiteRow
+from normexp.any_network.diagnosis.result import TERMS, Losses, LossEstimate, SiteRow
 from normexp.any_network.diagnosis.rows import Calls, row_of
 from normexp.batching.copies import copied
 from normexp.errors import UserError
 from normexp.norms.moment_sites import (
-    NormSite,
+    MomentSite,
     Population,
     averaged,
     of_population,
@@ -140,23 +140,23 @@ class Measurement:
         self.loss_at_size = self._loss_at_size()
         self.tolerance = max(0.01, 0.01 * self.training.value) if tolerance is None else tolerance
 
-    def _mean(self, losses: Losses) -> Estimate:
-        return Estimate.of(losses, np.array(self.sizes))
+    def _mean(self, losses: Losses) -> LossEstimate:
+        return LossEstimate.of(losses, np.array(self.sizes))
 
-    def mean(self, setup: Setup) -> Estimate:
+    def mean(self, setup: Setup) -> LossEstimate:
         """The loss in a setup."""
         return self._mean(self.losses(setup))
 
-    def gain(self, setup: Setup, other: Setup) -> Estimate:
+    def gain(self, setup: Setup, other: Setup) -> LossEstimate:
         """How much lower the loss is in another setup."""
         return self._mean(self.losses(setup) - self.losses(other))
 
-    def exceeds(self, estimate: Estimate) -> bool:
+    def exceeds(self, estimate: LossEstimate) -> bool:
         """True if its size exceeds the tolerance and chance (t test at 1 %); NaN does not."""
         bound = stats.t.ppf(0.995, len(self.sizes) - 1) * estimate.error
         return bool(abs(estimate.value) > max(self.tolerance, bound))
 
-    def costs(self, estimate: Estimate) -> bool:
+    def costs(self, estimate: LossEstimate) -> bool:
         return estimate.value > 0 and self.exceeds(estimate)
 
     # --- Losses ----------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class Measurement:
         return measured
 
     def _put_in(
-        self, setup: Setup, sites: Mapping[str, NormSite], index: int, hooks: ExitStack
+        self, setup: Setup, sites: Mapping[str, MomentSite], index: int, hooks: ExitStack
     ) -> None:
         """Replaces the running averages by the moments of a setup."""
         others = {
@@ -249,7 +249,7 @@ class Measurement:
 
     # --- Beside the gap --------------------------------------------------------------------------
 
-    def _loss_at_size(self) -> dict[int, Estimate]:
+    def _loss_at_size(self) -> dict[int, LossEstimate]:
         """The loss for single samples, or else for pairs, of an evaluation that mixes samples.
 
         Over the first and the last sample, or pair, of each batch.
@@ -265,5 +265,5 @@ class Measurement:
                         losses.append(parts.loss(parts.fresh(modes), samples, modes))
             except UserError:  # one value per channel has no variance
                 continue
-            return {size: Estimate.of(np.array(losses), np.ones_like(losses))}
+            return {size: LossEstimate.of(np.array(losses), np.ones_like(losses))}
         return {}

@@ -28,7 +28,7 @@ from normexp.any_network.diagnosis.result import ROOT
 from normexp.any_network.trial import Inputs, agree, attributes_of, differing_values
 from normexp.batching.copies import copied
 from normexp.errors import UserError
-from normexp.norms.moment_sites import NormSite, can_be_shown
+from normexp.norms.moment_sites import MomentSite, can_be_shown
 from normexp.norms.samples import (
     Axis,
     SampleCounter,
@@ -217,9 +217,9 @@ class Parts:
     # --- Running state ---------------------------------------------------------------------------
 
     @torch.no_grad()
-    def sites(self) -> dict[str, NormSite]:
+    def sites(self) -> dict[str, MomentSite]:
         """By path, the norms with batch statistics in training and running ones in evaluation."""
-        found: dict[str, NormSite] = {}
+        found: dict[str, MomentSite] = {}
         entries: dict[nn.Module, str] = {}  # the path of the `Site` that holds a module
         for name, own_site in named_sites(self.model):
             entries |= dict.fromkeys(own_site.modules(), name)
@@ -227,7 +227,7 @@ class Parts:
             entry = self.up_to_called(entries.get(module, path))[-1]
             for mean, var in permutations(_untrained(module), 2):
                 around = self.modules[entry]
-                site = NormSite(entry or ROOT, module, around, True, True, mean, var)
+                site = MomentSite(entry or ROOT, module, around, True, True, mean, var)
                 if entry not in found and self._is_active(site, entry):
                     site.pools_samples = self.mixes_rows(entry, self.training)
                     found[entry] = site
@@ -235,7 +235,7 @@ class Parts:
             self._find_orders(found)
         return found
 
-    def _find_orders(self, sites: Mapping[str, NormSite]) -> None:
+    def _find_orders(self, sites: Mapping[str, MomentSite]) -> None:
         """Tells sites where the samples are in their inputs, if that can be tried."""
         inputs = Inputs(*call_of(self.model, self.batch))
         control = find_control(self.model, [*sites], inputs, 1, [self.axis])
@@ -247,7 +247,7 @@ class Parts:
             if order is not None:
                 sites[path].order = SampleOrder(order, counter)
 
-    def _is_active(self, site: NormSite, path: str) -> bool:
+    def _is_active(self, site: MomentSite, path: str) -> bool:
         """True if the module at a path evaluates by these moments, and trains otherwise."""
         inputs = tensors_in(self.calls[path])
         is_scripted = isinstance(site.entry, torch.jit.ScriptModule)
@@ -257,7 +257,7 @@ class Parts:
         set_modes(site.entry, SILENT, path)
         return can_be_shown(site, inputs[0]) and self.acts_in_training(path)
 
-    def moved_by_training(self, site: NormSite, **settings: Any) -> bool:
+    def moved_by_training(self, site: MomentSite, **settings: Any) -> bool:
         """True if a forward in training mode moves the running averages of a site.
 
         Args:

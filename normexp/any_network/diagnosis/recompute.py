@@ -19,7 +19,7 @@ from normexp.batching.draws import keeping_random_state
 from normexp.errors import UserError
 from normexp.norms.base import Moments
 from normexp.norms.moment_sites import (
-    NormSite,
+    MomentSite,
     Population,
     pool_batches,
     watching,
@@ -70,7 +70,7 @@ class Recomputed(NamedTuple):
 
 def run_in_training(
     parts: Parts,
-    active: Mapping[str, NormSite],
+    active: Mapping[str, MomentSite],
     unknown: Mapping[str, Collection[str]],
     batches: Iterable[Any],
 ) -> Recomputed:
@@ -127,9 +127,9 @@ def write_values(model: nn.Module, values: Mapping[str, Any]) -> None:
 def _pooled(
     model: nn.Module,
     parts: Parts,
-    active: Mapping[str, NormSite],
+    active: Mapping[str, MomentSite],
     moments: Mapping[str, list[Moments]],
-) -> dict[NormSite, Population]:
+) -> dict[MomentSite, Population]:
     """The moments of all samples, by the sites of the model itself.
 
     Raises:

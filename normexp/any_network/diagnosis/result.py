@@ -29,14 +29,14 @@ TERMS = {  # of the gap, each from one stage of `measure` to the next
 
 
 @dataclass(frozen=True)
-class Estimate:
+class LossEstimate:
     """A mean over batches and its standard error, in units of the loss."""
 
     value: float
     error: float
 
     @classmethod
-    def of(cls, values: Losses, weights: Losses) -> Estimate:
+    def of(cls, values: Losses, weights: Losses) -> LossEstimate:
         """The weighted mean of values that are independent from batch to batch."""
         shares, count = weights / weights.sum(), len(values)
         mean = float((shares * values).sum())
@@ -64,7 +64,7 @@ class Finding:
     remedy: str
     sites: tuple[str, ...] = ()
     term: str | None = None
-    cost: Estimate | None = None
+    cost: LossEstimate | None = None
 
     def __str__(self) -> str:
         cost = "" if self.cost is None else f" ({self.cost})"
@@ -114,11 +114,11 @@ class Diagnosis:
     summary: str
     training: float
     evaluation: float
-    gap: Estimate
-    terms: Mapping[str, Estimate]
+    gap: LossEstimate
+    terms: Mapping[str, LossEstimate]
     findings: tuple[Finding, ...]
     sites: tuple[SiteRow, ...]
-    loss_at_size: Mapping[int, Estimate]
+    loss_at_size: Mapping[int, LossEstimate]
     not_analysed: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from normexp.any_network.diagnosis.result import SiteRow
 from normexp.norms.base import Moments
-from normexp.norms.moment_sites import NormSite, averaged_var, pool_batches
+from normexp.norms.moment_sites import MomentSite, averaged_var, pool_batches
 from normexp.norms.moment_sites import distances as distances_from
 
 Calls = list[Moments]  # of each call of a site within one forward
 INITIAL_SHARE = 0.1  # weight beyond which initial values are a fault
 
 
-def row_of(site: NormSite, batches: list[Calls], *, moves: bool) -> SiteRow:
+def row_of(site: MomentSite, batches: list[Calls], *, moves: bool) -> SiteRow:
     """The numbers of one site, from its moments in each batch and call.
 
     Args:
@@ -51,7 +51,7 @@ def row_of(site: NormSite, batches: list[Calls], *, moves: bool) -> SiteRow:
     )
 
 
-def _distances(site: NormSite, mean: Tensor, var: Tensor, batches: list[Calls]) -> Tensor:
+def _distances(site: MomentSite, mean: Tensor, var: Tensor, batches: list[Calls]) -> Tensor:
     """How far mean and variance of each channel (2, C) are from those of batches."""
     moments = list(chain.from_iterable(batches))
     scale = pool_batches(site, moments).var + site.eps
