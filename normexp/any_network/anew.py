@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from normexp.any_network.carry_over import put_norms
-from normexp.any_network.formula import NormDescription
+from normexp.any_network.description import NormDescription
 from normexp.any_network.recognise import LeftAlone, Recognition, class_name_of
 from normexp.any_network.trial import (
     FEW,

@@ -9,14 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from normexp.any_network.formula import (
-    COUNT,
-    INITIAL_VALUES,
-    TOLERANCE,
-    NormDescription,
-    tensors_of,
-    values_of_norm,
-)
+from normexp.any_network.description import COUNT, INITIAL_VALUES, NormDescription, tensors_of
+from normexp.any_network.formula import TOLERANCE, values_of_norm
 from normexp.norms.contract import HasRamp, State
 from normexp.norms.factory import NormFactory
 from normexp.norms.site import Site

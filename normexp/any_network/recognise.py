@@ -9,7 +9,7 @@ second input, another scale.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,15 +20,8 @@ from torch.nn import functional
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode
 
-from normexp.any_network.formula import (
-    CallForm,
-    Formula,
-    Misfit,
-    NormDescription,
-    describe_norm,
-    is_close,
-    tensors_of,
-)
+from normexp.any_network.description import CallForm, Formula, Misfit, NormDescription, tensors_of
+from normexp.any_network.formula import describe_norm, is_close
 from normexp.any_network.trial import Inputs, run_network
 from normexp.batching.copies import copied
 from normexp.errors import one_line
@@ -103,13 +96,8 @@ def recognise(network: nn.Module, inputs: Inputs | None) -> Recognition:
     if inputs is not None:
         calls, functions = _record_calls(copied(network), inputs)
     modules = dict(network.named_modules())
-    parts: set[nn.Module] = set()  # of what computes a weight, and of what is one norm
-    for module in modules.values():
-        if isinstance(module, ParametrizationList):
-            parts.update(module.modules())
-        elif isinstance(module, (Site, *TORCH_NORMS)):
-            parts.update(set(module.modules()) - {module})
-    named: set[nn.Module] = set()
+    parts = _parts(modules.values())
+    named: set[nn.Module] = set()  # norms, and what resembles one
     norms: dict[str, NormDescription] = {}
     left_alone: dict[str, LeftAlone] = {}
     cache: Cache = {}
@@ -134,6 +122,17 @@ def recognise(network: nn.Module, inputs: Inputs | None) -> Recognition:
         if module not in of_norms | parts and not isinstance(module, nn.Conv2d):  # of a weight
             left_alone[path] = LeftAlone(class_name_of(module), f"it calls {function}", True, False)
     return Recognition({path: norms[path] for path in modules if path in norms}, left_alone)
+
+
+def _parts(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """The modules inside of what computes a weight, and inside of what is one norm."""
+    parts: set[nn.Module] = set()
+    for module in modules:
+        if isinstance(module, ParametrizationList):
+            parts.update(module.modules())
+        elif isinstance(module, (Site, *TORCH_NORMS)):
+            parts.update(set(module.modules()) - {module})
+    return parts
 
 
 # --- The forward ----------------------------------------------------------------------------------

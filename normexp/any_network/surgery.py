@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from normexp.any_network.carry_over import put, put_norms
-from normexp.any_network.formula import NormDescription
+from normexp.any_network.description import NormDescription
 from normexp.any_network.recognise import LeftAlone, Recognition
 from normexp.any_network.trial import Inputs, run_network
 from normexp.batching.copies import copied
@@ -127,15 +127,16 @@ def put_sites(
     if evaluated:
         evaluated -= _evaluated_in_training(network)
         surgery.unfrozen = [path for path in surgery.classes if path in evaluated]
+    # A norm may need its output for its gradient.
+    _switch_off(network, ["inplace"] if factory.keeps_norms else ["inplace", *FAST_PATHS])
+    return surgery
+
+
+def _switch_off(network: nn.Module, switches: Sequence[str]) -> None:
     for module in network.modules():
-        if hasattr(module, "inplace"):  # a norm may need its output for its gradient
-            setattr(module, "inplace", False)  # noqa: B010 (nn.Module is typed to hold no bool)
-        if factory.keeps_norms:
-            continue
-        for switch in FAST_PATHS:
+        for switch in switches:
             if hasattr(module, switch):
                 setattr(module, switch, False)
-    return surgery
 
 
 def stop_splitting(network: nn.Module) -> None:

@@ -217,15 +217,17 @@ class Measurement:
         self, setup: Setup, sites: Mapping[str, MomentSite], index: int, hooks: ExitStack
     ) -> None:
         """Replaces the running averages by the moments of a setup."""
-        others = {
-            sites[path]: calls
-            for path, source in setup.averages
-            if (calls := self._of_others(path, source, index))
-        }
+        averages: dict[MomentSite, Population] = {}  # written as running moments
+        by_input: dict[MomentSite, list[Population]] = {}  # differ by call or by sample
+        for path, source in setup.averages:
+            calls = self._of_others(path, source, index)
+            if calls:
+                averages[sites[path]] = calls[0]
+            if len(calls) > 1 or (calls and setup.own_share):
+                by_input[sites[path]] = calls
         with torch.no_grad():
-            write_populations({site: calls[0] for site, calls in others.items()})
+            write_populations(averages)
         rule = with_own_share if setup.own_share else of_population
-        by_input = {s: calls for s, calls in others.items() if len(calls) > 1 or setup.own_share}
         hooks.enter_context(with_moments(by_input, rule))
 
     def _of_others(self, path: str, source: Source, index: int) -> list[Population]:
@@ -236,8 +238,10 @@ class Measurement:
         others = others if any(others) else batches
         if source.first is not None:
             others = others[source.first :] + others[: source.first]
-        if source.by_call:  # batches with fewer calls have None
-            by_call = [[*filter(None, calls)] for calls in zip_longest(*others)]
+        if source.by_call:
+            by_call: list[Calls] = []
+            for calls in zip_longest(*others):  # batches with fewer calls have None
+                by_call.append([moments for moments in calls if moments is not None])
         else:
             by_call = [[*chain.from_iterable(others)]]
         average = pool_batches if source.first is None else averaged

@@ -42,7 +42,12 @@ def is_within(path: str, *outer: str) -> bool:
 def innermost(paths: Iterable[str]) -> list[str]:
     """The paths that have no other of `paths` below them."""
     paths = list(paths)
-    return [path for path in paths if sum(is_within(other, path) for other in paths) == 1]
+    found: list[str] = []
+    for path in paths:
+        inside = [other for other in paths if other != path and is_within(other, path)]
+        if not inside:
+            found.append(path)
+    return found
 
 
 # --- Batches -------------------------------------------------------------------------------------
