@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from normexp.any_network.diagnosis import Diagnosis
-    from normexp.any_network.diagnosis.network import Loss
+    from normexp.any_network.diagnosis.batches import Loss
     from normexp.config.spec import CellSpec
     from normexp.norms.factory import NormFactory
     from normexp.records.result import Result

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from yaml import YAMLError
 
 from normexp.any_network.diagnosis import TERMS, decompose
-from normexp.any_network.diagnosis.network import num_batches_of
+from normexp.any_network.diagnosis.batches import num_batches_of
 from normexp.batching.replicas import Batch, Replicas, model_arguments
 from normexp.cells.cell import Cell, make_builder, prepare_cell
 from normexp.cells.describe import choices_of

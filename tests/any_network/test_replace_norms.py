@@ -249,6 +249,12 @@ def test_a_site_that_stays_keeps_its_norm_batch_size() -> None:
     assert [site.norm_batch_size for _, site in named_sites(twice)] == [2, None]
 
 
+def test_a_site_that_stays_still_finds_its_samples_after_a_call_without_inputs() -> None:
+    once = normexp.replace_norms(TimeFirst(), "batch", TOKENS, norm_batch_size=2)
+    twice = normexp.replace_norms(nn.ModuleList([once, nn.LayerNorm(C)]), "rms")
+    torch.testing.assert_close(twice[0](TOKENS), once(TOKENS), rtol=0, atol=0)
+
+
 class Freezing(nn.Sequential):
     """Trains with its norms in evaluation mode."""
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from normexp.any_network.diagnosis.batches import Loss, read_batches
 from normexp.any_network.diagnosis.findings import find
 from normexp.any_network.diagnosis.measure import Measurement
-from normexp.any_network.diagnosis.network import Loss, read_batches
 from normexp.any_network.diagnosis.recompute import recompute_averages
 from normexp.any_network.diagnosis.result import (
     ROOT,

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from normexp.any_network.diagnosis.measure import Measurement, Setup, Source
-from normexp.any_network.diagnosis.network import is_within
+from normexp.any_network.diagnosis.parts import is_within
 from normexp.any_network.diagnosis.result import ROOT, Finding, LossEstimate
 from normexp.words import name_some
 

@@ -33,8 +33,8 @@ import torch
 from scipy import stats
 from torch import nn
 
-from normexp.any_network.diagnosis.network import Loss, first_samples, is_within
-from normexp.any_network.diagnosis.parts import SILENT, Modes, Parts, set_modes
+from normexp.any_network.diagnosis.batches import Loss, first_samples
+from normexp.any_network.diagnosis.parts import SILENT, Modes, Parts, is_within, set_modes
 from normexp.any_network.diagnosis.recompute import run_in_training, write_values
 from normexp.any_network.diagnosis.result import TERMS, Losses, LossEstimate, SiteRow
 from normexp.any_network.diagnosis.rows import Calls, row_of

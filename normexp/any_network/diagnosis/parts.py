@@ -6,8 +6,9 @@ mix samples, or act differently in training.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from itertools import permutations, product
 from typing import Any, NamedTuple
 
@@ -15,13 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from normexp.any_network.control import Untried, find_control
-from normexp.any_network.diagnosis.network import (
+from normexp.any_network.diagnosis.batches import (
     Call,
     Loss,
     call_of,
-    hooked,
-    innermost,
-    is_within,
     loss_on,
 )
 from normexp.any_network.diagnosis.result import ROOT
@@ -47,6 +45,33 @@ FEW = 16  # samples on which modules are looked at one by one
 ROUNDING = 1e-6  # relative; state that moves an output by less is of no use to it
 MIXING = 1e-4  # relative; samples that move an output of another one by less do not mix
 SMALL = 1e-6  # values below are compared on this scale
+
+
+@contextmanager
+def hooked(model: nn.Module, hook: Callable[..., None]) -> Iterator[None]:
+    """Calls `hook(path, module, args, kwargs)` before each module runs, TorchScript's excepted."""
+    with ExitStack() as hooks:
+        for path, module in model.named_modules():
+            if not isinstance(module, torch.jit.ScriptModule):
+                handle = module.register_forward_pre_hook(partial(hook, path), with_kwargs=True)
+                hooks.callback(handle.remove)
+        yield
+
+
+def is_within(path: str, *outer: str) -> bool:
+    """True if a module's path is one of `outer`, or below one of them."""
+    return any(not name or f"{path}.".startswith(f"{name}.") for name in outer)
+
+
+def innermost(paths: Iterable[str]) -> list[str]:
+    """The paths that have no other of `paths` below them."""
+    paths = list(paths)
+    found: list[str] = []
+    for path in paths:
+        inside = [other for other in paths if other != path and is_within(other, path)]
+        if not inside:
+            found.append(path)
+    return found
 
 
 class Modes(NamedTuple):

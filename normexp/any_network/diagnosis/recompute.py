@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from normexp.any_network.diagnosis.network import call_of, first_samples, is_within, stream_batches
-from normexp.any_network.diagnosis.parts import Modes, Parts, set_modes
+from normexp.any_network.diagnosis.batches import call_of, first_samples, stream_batches
+from normexp.any_network.diagnosis.parts import Modes, Parts, is_within, set_modes
 from normexp.any_network.diagnosis.result import ROOT
 from normexp.any_network.trial import differing_values
 from normexp.batching.copies import copied

@@ -1,11 +1,9 @@
-"""A network as a set of modules that are called, and the batches that it is called with."""
+"""The batches of a diagnosis: reads them, and calls a model and its loss with one."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
 from traceback import walk_tb
 from typing import Any
 
@@ -21,36 +19,6 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a module is called with
 SAMPLES = 512  # of all batches
 FEWEST, MOST = 16, 128  # batches
 FORM = "a batch is a pair (inputs, targets), or a mapping whose keys the model's forward names"
-
-
-@contextmanager
-def hooked(model: nn.Module, hook: Callable[..., None]) -> Iterator[None]:
-    """Calls `hook(path, module, args, kwargs)` before each module runs, TorchScript's excepted."""
-    with ExitStack() as hooks:
-        for path, module in model.named_modules():
-            if not isinstance(module, torch.jit.ScriptModule):
-                handle = module.register_forward_pre_hook(partial(hook, path), with_kwargs=True)
-                hooks.callback(handle.remove)
-        yield
-
-
-def is_within(path: str, *outer: str) -> bool:
-    """True if a module's path is one of `outer`, or below one of them."""
-    return any(not name or f"{path}.".startswith(f"{name}.") for name in outer)
-
-
-def innermost(paths: Iterable[str]) -> list[str]:
-    """The paths that have no other of `paths` below them."""
-    paths = list(paths)
-    found: list[str] = []
-    for path in paths:
-        inside = [other for other in paths if other != path and is_within(other, path)]
-        if not inside:
-            found.append(path)
-    return found
-
-
-# --- Batches -------------------------------------------------------------------------------------
 
 
 def num_batches_of(size: int) -> int:
