@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from normexp.any_network.description import (
+    COUNT,
     INITIAL_VALUES,
     CallForm,
     Formula,
@@ -78,7 +79,11 @@ def values_of_norm(module: nn.Module, description: NormDescription) -> State:
     """The tensors of a module that are INITIAL_VALUES in a new norm, read or measured."""
     if description.form is not None:
         trial = FormulaTrial(module, description.form, description.formula.is_last)
-        return trial.values(description)
+        values = trial.values(description)
+        counters = [t for name, t in tensors_of(module).items() if name.rpartition(".")[2] == COUNT]
+        if len(counters) == 1:
+            values[COUNT] = counters[0]
+        return values
     tensors = {name: getattr(module, name, None) for name in INITIAL_VALUES}
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 

@@ -132,6 +132,18 @@ def test_a_norm_under_two_names_is_replaced_once(caplog: pytest.LogCaptureFixtur
     assert new.norm is new.stem[1] and len(caplog.messages) == 1  # type: ignore[index]
 
 
+def test_norms_that_have_counted_batches_are_replaced_whatever_their_class() -> None:
+    class Counting(nn.BatchNorm1d):
+        pass
+
+    network = nn.Sequential(nn.Linear(C, C), Counting(C))
+    network(ROWS)
+    once = normexp.replace_norms(network, "batch", ROWS)
+    assert once[1].norm.num_batches_tracked == 1  # type: ignore[index]
+    twice = normexp.replace_norms(once, "layer", ROWS)
+    assert not hasattr(twice[1].norm, "running_mean")  # type: ignore[index]
+
+
 def test_a_second_call_ends_the_split_of_the_first() -> None:
     network = nn.Sequential(nn.Linear(C, C), nn.BatchNorm1d(C)).double()
     x = ROWS.double()
