@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from pytorch_lightning import LightningModule
     from torch import nn
 
+    from normexp.any_network.diagnosis import Diagnosis
+    from normexp.any_network.diagnosis.batches import Loss
     from normexp.config.spec import CellSpec
-    from normexp.diagnosis import Diagnosis
-    from normexp.diagnosis.network import Loss
+    from normexp.norms.factory import NormFactory
     from normexp.records.result import Result
     from normexp.verdicts.report import Report
 
@@ -215,10 +216,10 @@ def diagnose(
 
     The gap on the same samples is split into terms that add up: dropout and the like, statistics of
     the current batch, the own share of a sample in them, and running averages that are stale or
-    noisy; `normexp.diagnosis.measure` defines them. Each has its standard error over the batches.
-    Findings name causes whose remedies were tried on copies, with what the gap loses by each.
-    Norms are known by what they compute, whatever their class and wherever they keep their state.
-    An evaluation that depends on the other samples of a batch is a finding, with its losses.
+    noisy; `normexp.any_network.diagnosis.measure` defines them. Each has its standard error over
+    the batches. Findings name causes whose remedies were tried on copies, with what the gap loses
+    by each. Norms are known by what they compute, whatever their class and wherever they keep their
+    state. An evaluation that depends on the other samples of a batch is a finding, with its losses.
     Everything runs on copies of the model.
 
     Args:
@@ -238,9 +239,9 @@ def diagnose(
         normexp.errors.UserError: fewer than two batches, a batch that model or loss do not take, or
             a model that cannot be copied.
     """
+    from normexp.any_network.diagnosis import diagnose
     from normexp.config.keys import NotNegative, Several
     from normexp.config.validate import check_value
-    from normexp.diagnosis import diagnose
 
     check_value("max_batches", max_batches, Several | None)
     check_value("tolerance", tolerance, NotNegative | None)
@@ -272,9 +273,9 @@ def recompute_averages(
         normexp.errors.UserError: no norm has such averages, batches that the model does not take,
             or values that are not finite; the model stays as it was.
     """
+    from normexp.any_network.diagnosis import recompute_averages
     from normexp.config.keys import Count
     from normexp.config.validate import check_value
-    from normexp.diagnosis import recompute_averages
 
     check_value("max_batches", max_batches, Count | None)
     return recompute_averages(model, batches, max_batches=max_batches)
@@ -313,11 +314,31 @@ def replace_norms(
         normexp.errors.UserError: no norm is recognised, a knob that the norm does not take, or a
             forward that fails with it.
     """
-    from normexp.models.replace import copy_with_norms
+    from normexp.any_network.replace import replace_norms
 
-    network, notes = copy_with_norms(model, norm, inputs, norm_batch_size, knobs)
+    factory = _norm_factory(norm, norm_batch_size, knobs)
+    network, notes = replace_norms(model, factory, inputs)
     _warn([f"norm={norm}: {note}" for note in notes])
     return network
+
+
+def _norm_factory(norm: str, norm_batch_size: int | None, knobs: Mapping[str, Any]) -> NormFactory:
+    """The factory of a norm, as for a training of these words."""
+    from normexp.config.compose import compose_config
+    from normexp.config.keys import Count
+    from normexp.config.validate import check_value
+    from normexp.norms.build import build_norm
+
+    check_value("norm", norm, str)
+    check_value("norm_batch_size", norm_batch_size, Count | None)
+    if lacking := knobs.keys() & {"at", "half_life"}:
+        raise UserError(
+            f"{min(lacking)} needs a training by normexp; drop it, or use normexp.module"
+        )
+    words = [f"norm={norm}"]
+    for key, value in knobs.items():
+        words.append(f"{'' if key == 'eps' else 'norm.'}{key}={as_typed(value)}")
+    return build_norm(compose_config(words), norm_batch_size, typed=knobs)
 
 
 def _words(overrides: str | Sequence[str], values: Mapping[str, Any]) -> list[str]:

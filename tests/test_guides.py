@@ -75,6 +75,16 @@ def test_the_tree_and_the_spine_exist_and_hold_every_package():
     assert packages <= named
 
 
+@pytest.mark.parametrize("house", ["any_network"])
+def test_the_page_of_a_house_names_all_of_its_files(house: str):
+    folder = ROOT / "normexp" / house
+    named = set(
+        re.findall(r"^\| .* \| `(\w+\.py)` \|$", (folder / "README.md").read_text(), re.MULTILINE)
+    )
+    files = {f.name for f in folder.rglob("*.py") if f != folder / "__init__.py"}
+    assert named == files
+
+
 def test_links_of_the_guides_lead_somewhere():
     for file in (ROOT / "README.md", *(ROOT / "conf").rglob("README.md")):
         text = file.read_text(encoding="utf-8")

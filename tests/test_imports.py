@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -21,11 +21,11 @@ ORDER = [
     "studies",
     "norms",
     "batching",
+    "any_network",
     "data",
     "models",
     "training",
     "checks",
-    "diagnosis",
     "cells",
     "sweeps",
     "search",
@@ -134,14 +134,31 @@ def test_records_and_studies_need_no_torch(trees: dict[Path, ast.Module]):
             assert not names & TORCH, file
 
 
+def test_any_network_is_a_house_of_its_own(trees: dict[Path, ast.Module]):
+    """Its reader needs no config, no records and no training."""
+    below = {"errors", "words", "norms", "batching", "any_network"}
+    libraries = {"torch", "safetensors", "numpy", "scipy", "pandas"}
+    files = [file for file in trees if part_of(file) == "any_network"]
+    for file in files:
+        names = {*imported(trees[file])}
+        parts = {name.split(".")[1] for name in names if name.startswith("normexp.")}
+        assert parts <= below, file
+        others = roots(iter(names)) - {"normexp", *sys.stdlib_module_names}
+        assert others <= libraries, file
+    loaded = loaded_with(map(module_of, files), trees)
+    assert "normexp.norms.factory" in loaded
+    assert not roots(iter(loaded)) & {"hydra", "omegaconf", "pytorch_lightning"}
+
+
 def test_heavy_or_optional_packages_are_imported_where_they_are_used(trees: dict[Path, ast.Module]):
     for file, tree in trees.items():
         assert not roots(imported_at_start(tree)) & IMPORTED_WHERE_USED, file
 
 
-def test_a_card_and_a_reloaded_network_need_no_lightning(trees: dict[Path, ast.Module]):
+def loaded_with(modules: Iterable[str], trees: dict[Path, ast.Module]) -> set[str]:
+    """All that is imported when these modules of normexp are, and their own imports in turn."""
     files = {module_of(file): tree for file, tree in trees.items()}
-    waiting = ["normexp.checks.card", "normexp.models.build"]
+    waiting = [*modules]
     loaded = set[str]()
     while waiting:
         words = waiting.pop().split(".")
@@ -150,5 +167,10 @@ def test_a_card_and_a_reloaded_network_need_no_lightning(trees: dict[Path, ast.M
             tree = files.get(name) or files.get(f"{name}.__init__")
             waiting += [] if tree is None else imported_at_start(tree)
         loaded |= names
+    return loaded
+
+
+def test_a_card_and_a_reloaded_network_need_no_lightning(trees: dict[Path, ast.Module]):
+    loaded = loaded_with(["normexp.checks.card", "normexp.models.build"], trees)
     assert "normexp.norms.site" in loaded and "torch" in loaded
     assert not roots(iter(loaded)) & {"pytorch_lightning", "lightning_fabric"}

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import nn
 
+from normexp.any_network.weights import Weights
 from normexp.checks.preflight import Traits
 from normexp.config.groups import OPTIONAL_GROUPS, PARTS
 from normexp.config.identity import packages_of
 from normexp.config.spec import CellSpec
 from normexp.data.dataset import Data, describe_data
-from normexp.models.weights import Weights
 from normexp.records.result import Measured, Result
 from normexp.training.recipe import Recipe
 

@@ -15,6 +15,8 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from yaml import YAMLError
 
+from normexp.any_network.diagnosis import TERMS, decompose
+from normexp.any_network.diagnosis.batches import num_batches_of
 from normexp.batching.replicas import Batch, Replicas, model_arguments
 from normexp.cells.cell import Cell, make_builder, prepare_cell
 from normexp.cells.describe import choices_of
@@ -24,8 +26,6 @@ from normexp.config.groups import PARTS, shipped_config, shipped_defaults
 from normexp.config.spec import CellSpec
 from normexp.data.build import keeping_data
 from normexp.data.dataset import attach_prediction, without_samples
-from normexp.diagnosis import TERMS, decompose
-from normexp.diagnosis.network import num_batches_of
 from normexp.errors import UserError, one_line
 from normexp.norms.site import load_as_built
 from normexp.records.files import ensure_writable, read_json, write_json

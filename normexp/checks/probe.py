@@ -13,13 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations, islice
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves
 
 from normexp.norms.contract import State
 from normexp.norms.site import read_state
@@ -278,44 +276,6 @@ def normal(shape: Sequence[int], seed: int = 0) -> Tensor:
 
 
 cached_normal = lru_cache(maxsize=64)(normal)  # its results must not be written to
-
-
-def differing_values(module: nn.Module, other: nn.Module) -> list[str]:
-    """The paths of parameters, buffers and attributes whose values differ between two modules.
-
-    Args:
-        other: of the same structure, as a copy is.
-    """
-    others = dict(other.named_modules())
-    names: list[str] = []
-    for path, child in module.named_modules():
-        if path in others:
-            values = values_of(others[path])
-            for name, value in values_of(child).items():
-                if _differ(value, values.get(name)):
-                    names.append(f"{path}.{name}".lstrip("."))
-    return names
-
-
-def values_of(module: nn.Module) -> dict[str, Any]:
-    """The attributes, parameters and buffers of a module itself, by name."""
-    internal = vars(nn.Module())
-    values = {name: value for name, value in vars(module).items() if name not in internal}
-    values |= dict(module.named_parameters(recurse=False))
-    return values | dict(module.named_buffers(recurse=False))
-
-
-def _differ(value: Any, other: Any) -> bool:
-    """True if tensors, numbers or texts differ, also those in nested collections."""
-    leaves, others = tree_leaves(value), tree_leaves(other)
-    return len(leaves) != len(others) or any(map(_is_other_value, leaves, others))
-
-
-def _is_other_value(value: Any, other: Any) -> bool:
-    if isinstance(value, Tensor) and isinstance(other, Tensor):
-        return change(value, other) > 0
-    is_plain = value is None or isinstance(value, bool | int | float | str | Tensor)
-    return is_plain and repr(value) != repr(other)  # in which NaN is NaN
 
 
 @contextmanager

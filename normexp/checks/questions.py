@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
+from normexp.any_network.trial import differing_values
 from normexp.checks.network import EnteredSite, SiteOnMaps
 from normexp.checks.norm import LoneNorm, NormCase, Shape, show
-from normexp.checks.probe import EVERYWHERE, MODES, Probe, change, differing_values, moves, normal
+from normexp.checks.probe import EVERYWHERE, MODES, Probe, change, moves, normal
 from normexp.checks.question import (
     Answer,
     InputQuestion,

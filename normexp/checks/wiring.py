@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normexp.any_network.trial import differing_values
 from normexp.batching.copies import copied
 from normexp.batching.replicas import Batch, InTurn, Loss, Stacked, model_arguments
 from normexp.checks.network import BuiltNetwork, EnteredSite, names_where
@@ -17,7 +18,6 @@ from normexp.checks.probe import (
     EVERYWHERE,
     Probe,
     change,
-    differing_values,
     fixed_draws,
     moves,
     normal,

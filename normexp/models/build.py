@@ -12,19 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normexp.any_network.recognise import Recognition
+from normexp.any_network.replace import find_norms
+from normexp.any_network.split import Split, try_split
+from normexp.any_network.surgery import put_sites
+from normexp.any_network.trial import Inputs
+from normexp.any_network.weights import Weights, load_fitting, open_weights
 from normexp.batching.copies import copied
 from normexp.batching.draws import derive_seed
 from normexp.config.target import Target, read_target
 from normexp.data.dataset import Data
 from normexp.errors import UserError
 from normexp.models import packages
-from normexp.models.recognise import Recognition
-from normexp.models.replace import find_norms
-from normexp.models.split import Split, try_split
-from normexp.models.surgery import put_sites
-from normexp.models.trial import Inputs
-from normexp.models.weights import Weights, load_fitting, open_weights
 from normexp.norms.factory import NormFactory
+from normexp.records.files import read_path
 from normexp.words import as_typed
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,8 @@ class NetworkBuilder:
             replaced.
         classes: names of the classes that `norm` replaces; empty: all recognised norms.
         weights: the weights that every seed starts from.
-        example: arguments of a forward, to try the network on.
+        example: arguments of a forward, to try the network on; None for a shipped model, where the
+            first axis of every site counts samples.
         recognised: the norms, found in the network of the first seed.
         splits: where its sites find their samples, tried in the network of the first seed.
         logged: messages logged so far; networks of other seeds would only repeat them.
@@ -59,7 +61,7 @@ class NetworkBuilder:
     takes_norm: bool = False
     classes: Sequence[str] = ()
     weights: Weights | None = None
-    example: tuple[Any, ...] = ()
+    example: tuple[Any, ...] | None = None
     recognised: list[Recognition] = field(default_factory=list)
     splits: list[Split] = field(default_factory=list)
     logged: set[str] = field(default_factory=set)
@@ -81,16 +83,16 @@ class NetworkBuilder:
 
     def _finish(self, network: nn.Module) -> None:
         """Loads weights and replaces norms, then loads what only the new norms have."""
-        if self.takes_norm:
+        if self.norm.at:
             self.norm.put_norms(network)
         unloaded = self.weights.load(network, self._say) if self.weights else {}
+        if self.example is None:
+            return
         inputs = Inputs(self.example, {})
         if not self.takes_norm:
             network.register_forward_hook(_take_scores)
             self._replace_norms(network, inputs)
             load_fitting(network, unloaded)
-        if self.takes_norm and self.target.path.startswith("normexp.models."):
-            return  # the first axis of every site counts samples
         if not self.splits:
             self.splits.append(try_split(network, inputs))
         for note in self.splits[0].notes:
@@ -124,7 +126,9 @@ def build_network(values: Mapping[str, Any], norm: NormFactory, data: Data) -> N
     names = target.arguments - target.call.keywords.keys()
     find = NAMED_WEIGHTS.get(target.path)
     download = None if find is None else partial(find, values["name"])
-    weights = None if start is None else open_weights(start, download)
+    weights = None
+    if start is not None:
+        weights = open_weights(start, read_path("model.weights", start), download)
     available = {
         "input_shape": data.input_shape,
         "num_outputs": data.num_outputs,
@@ -153,7 +157,8 @@ def build_network(values: Mapping[str, Any], norm: NormFactory, data: Data) -> N
         )
     _refuse_misfit(target.call.func, names, data)
     filled = target.filled_in(available)
-    return NetworkBuilder(filled, norm, takes_norm=True, weights=weights, example=example_of(data))
+    example = None if target.path.startswith("normexp.models.") else example_of(data)
+    return NetworkBuilder(filled, norm, takes_norm=True, weights=weights, example=example)
 
 
 def _refuse_misfit(model: Any, names: Collection[str], data: Data) -> None:

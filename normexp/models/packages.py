@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from normexp.any_network.weights import Values
 from normexp.errors import UserError, one_line
 from normexp.models.common import check_image_shape, check_positive
-from normexp.models.weights import Values
 from normexp.words import suggest
 
 # What networks raise for images of a size that they do not support.

@@ -110,6 +110,11 @@ class NormFactory:
         with torch.random.fork_rng(devices=[]):
             return self.make(num_features, **settings)
 
+    def changed_slots(self) -> dict[str, Any]:
+        """Returns the slots whose values are not the default ones."""
+        default = vars(Slots())
+        return {slot: value for slot, value in vars(self.slots).items() if value != default[slot]}
+
     def act(self, num_features: int) -> nn.Module:
         """Returns the activation after a norm of `num_features`, on maps (N, C, *)."""
         return ACTIVATIONS[self._use("act")](num_features)
@@ -157,7 +162,7 @@ class NormFactory:
 class AsBuilt(nn.Module):
     """Stands in a config for the norms that a network already has, and is never built.
 
-    `models/surgery.py` puts a site around each of them.
+    `any_network/surgery.py` puts a site around each of them.
     """
 
 

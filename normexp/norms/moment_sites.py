@@ -35,8 +35,8 @@ BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(eq=False)
-class NormSite:
-    """A norm with running moments at one place of a network.
+class MomentSite:
+    """A place of any network where a norm with running moments sits, with or without a `Site`.
 
     Attributes:
         name: its path.
@@ -129,7 +129,7 @@ class NormSite:
         return self.like_input((widen(self.maps(x)) - mean) * scale + running_mean, x)
 
 
-def find_sites(model: nn.Module) -> list[NormSite]:
+def find_sites(model: nn.Module) -> list[MomentSite]:
     """Returns every norm that keeps mean and variance of its channels, or could keep them."""
     around = dict[nn.Module, tuple[str, Site]]()  # the site around a module, with its name
     for name, site in named_sites(model):
@@ -143,19 +143,21 @@ def find_sites(model: nn.Module) -> list[NormSite]:
         lacks_averages = pools_samples and getattr(module, "running_mean", 0) is None
         if (has_averages and hasattr(module, "eps")) or lacks_averages:
             name, entry = around.get(module, (path, module))
-            sites.append(NormSite(name or "the model", module, entry, pools_samples, has_averages))
+            name = name or "the model"
+            sites.append(MomentSite(name, module, entry, pools_samples, has_averages))
     return sites
 
 
-Samples = dict[NormSite, list[Moments]]  # the moments of the samples in each call within a forward
+# Of the samples in each call of a site within a forward.
+SampleMoments = dict[MomentSite, list[Moments]]
 
 
 @contextmanager
-def watching(sites: list[NormSite]) -> Iterator[Samples]:
+def watching(sites: list[MomentSite]) -> Iterator[SampleMoments]:
     """Collects the moments of the samples that pass each site inside the block."""
-    samples: Samples = {site: [] for site in sites}
+    samples: SampleMoments = {site: [] for site in sites}
 
-    def watch(site: NormSite, x: Tensor, mask: Mask) -> None:
+    def watch(site: MomentSite, x: Tensor, mask: Mask) -> None:
         samples[site].append(site.measure_samples(x, mask))
 
     with _hooked(sites, watch):
@@ -163,11 +165,11 @@ def watching(sites: list[NormSite]) -> Iterator[Samples]:
 
 
 @contextmanager
-def inputs_to(sites: list[NormSite]) -> Iterator[dict[NormSite, Tensor]]:
+def inputs_to(sites: list[MomentSite]) -> Iterator[dict[MomentSite, Tensor]]:
     """Keeps the input of each site's first call."""
-    inputs: dict[NormSite, Tensor] = {}
+    inputs: dict[MomentSite, Tensor] = {}
 
-    def keep(site: NormSite, x: Tensor, _: Mask) -> None:
+    def keep(site: MomentSite, x: Tensor, _: Mask) -> None:
         inputs.setdefault(site, x)
 
     with _hooked(sites, keep):
@@ -183,15 +185,15 @@ class Population(NamedTuple):
 
 # The moments (N or 1, C, 1) to normalize by, from a site, its input and mask, and those of a
 # population (1, C, 1).
-Rule = Callable[[NormSite, Tensor, Mask, Population], Population]
+Rule = Callable[[MomentSite, Tensor, Mask, Population], Population]
 
 
-def of_population(site: NormSite, x: Tensor, mask: Mask, population: Population) -> Population:
+def of_population(site: MomentSite, x: Tensor, mask: Mask, population: Population) -> Population:
     del site, x, mask
     return population
 
 
-def with_own_share(site: NormSite, x: Tensor, mask: Mask, population: Population) -> Population:
+def with_own_share(site: MomentSite, x: Tensor, mask: Mask, population: Population) -> Population:
     """For each sample, the moments expected of a training batch that holds it.
 
     With m_i, v_i the moments of the sample, m, v those of the population and a = 1 / n the share of
@@ -206,7 +208,7 @@ def with_own_share(site: NormSite, x: Tensor, mask: Mask, population: Population
 
 @contextmanager
 def with_moments(
-    populations: Mapping[NormSite, Sequence[Population]], rule: Rule = of_population
+    populations: Mapping[MomentSite, Sequence[Population]], rule: Rule = of_population
 ) -> Iterator[None]:
     """Norms in evaluation mode use moments by a rule.
 
@@ -215,7 +217,7 @@ def with_moments(
     """
     num_calls = dict.fromkeys(populations, 0)
 
-    def move(site: NormSite, x: Tensor, mask: Mask) -> Tensor:
+    def move(site: MomentSite, x: Tensor, mask: Mask) -> Tensor:
         calls = populations[site]
         population = calls[min(num_calls[site], len(calls) - 1)]
         num_calls[site] += 1
@@ -226,7 +228,7 @@ def with_moments(
         yield
 
 
-def write_populations(populations: Mapping[NormSite, Population]) -> None:
+def write_populations(populations: Mapping[MomentSite, Population]) -> None:
     """Writes moments into the running ones."""
     for site, population in populations.items():
         for name, value in zip((site.mean, site.var), population, strict=True):
@@ -234,7 +236,7 @@ def write_populations(populations: Mapping[NormSite, Population]) -> None:
             running.copy_(value.view_as(running))
 
 
-def can_be_shown(site: NormSite, x: Tensor) -> bool:
+def can_be_shown(site: MomentSite, x: Tensor) -> bool:
     """True if the norm's evaluation depends on running moments as this file assumes.
 
     Compares, on an input of the network, other running moments with a change of the input instead.
@@ -260,11 +262,11 @@ def can_be_shown(site: NormSite, x: Tensor) -> bool:
 
 @contextmanager
 def _hooked(
-    sites: Iterable[NormSite], hook: Callable[[NormSite, Tensor, Mask], Tensor | None]
+    sites: Iterable[MomentSite], hook: Callable[[MomentSite, Tensor, Mask], Tensor | None]
 ) -> Iterator[None]:
     """Calls `hook` with the input of each site, which is replaced by what the hook returns."""
 
-    def call(site: NormSite, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(site: MomentSite, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x, mask = input_and_mask(args, kwargs)
         moved = hook(site, x, mask if isinstance(site.entry, Site) else None)
         if moved is None:
@@ -280,7 +282,7 @@ def _hooked(
         yield
 
 
-def pool_batches(site: NormSite, batches: list[Moments]) -> Population:
+def pool_batches(site: MomentSite, batches: list[Moments]) -> Population:
     """Returns the moments of all samples of several batches, from those of each batch.
 
     This is precise batch norm (arXiv:2105.07576).
@@ -294,7 +296,7 @@ def pool_batches(site: NormSite, batches: list[Moments]) -> Population:
     return Population(mean[0], var[0])
 
 
-def averaged(site: NormSite, batches: list[Moments]) -> Population:
+def averaged(site: MomentSite, batches: list[Moments]) -> Population:
     """Returns running averages of the moments of batches, at the norm's momentum, the last newest.
 
     They leave out the variance between batches. Torch's momentum counts where the norm names none.

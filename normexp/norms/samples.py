@@ -1,7 +1,7 @@
 """Where the samples of a forward are, in the inputs of a network and in the input of a norm.
 
 The first axis counts samples in most networks. Others take lists with an item for each sample, join
-the positions of a sample to rows, or have time first; models/split.py finds out which by trying.
+the positions of a sample to rows, or have time first; any_network/split.py tries which.
 """
 
 from __future__ import annotations

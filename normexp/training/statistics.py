@@ -26,7 +26,7 @@ from normexp.data.dataset import Data
 from normexp.norms.contract import HasMomentum
 from normexp.norms.moment_sites import (
     BATCH,
-    NormSite,
+    MomentSite,
     Population,
     Rule,
     can_be_shown,
@@ -259,7 +259,7 @@ def by_rule(
 
 
 @torch.no_grad()
-def _can_be_shown(network: nn.Module, sites: list[NormSite], batch: Batch) -> bool:
+def _can_be_shown(network: nn.Module, sites: list[MomentSite], batch: Batch) -> bool:
     """True if there are sites, and all depend on their running moments as batch norm does."""
     if not sites or not all(site.has_averages for site in sites):
         return False
@@ -271,7 +271,7 @@ def _can_be_shown(network: nn.Module, sites: list[NormSite], batch: Batch) -> bo
     return can_be
 
 
-def _is_elementwise(site: NormSite, x: Tensor) -> bool:
+def _is_elementwise(site: MomentSite, x: Tensor) -> bool:
     """True if its evaluation looks at no other position, as that of EvalNorm does."""
     maps = site.maps(x)  # (N, C, P)
     changed = maps.clone()

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
+from surgery_cases import layer_norm, replaced, taking_settings
 from torch import Tensor, nn
 
-from normexp.models.recognise import recognise
-from normexp.models.surgery import Surgery, put_sites
-from normexp.models.trial import Inputs
 from normexp.norms.factory import NormFactory
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
@@ -32,8 +27,6 @@ FACTS = {
     },
 }
 
-layer_norm = partial(nn.GroupNorm, 1)  # over the channels (and positions) of each sample
-
 
 def build(name: str, norm: NormFactory | None = None, **knobs: Any) -> nn.Module:
     """The model of conf/model/<name>.yaml with some knobs changed; transformers are SMALL."""
@@ -49,23 +42,6 @@ def build(name: str, norm: NormFactory | None = None, **knobs: Any) -> nn.Module
     network = instantiate(values)(**knobs)
     replaced(network, taking_settings(norm.make), torch.randn(2, *IMAGES))
     return network
-
-
-def replaced(
-    network: nn.Module, factory: NormFactory, x: Tensor, only: Sequence[str] | None = None
-) -> Surgery:
-    """Replaces the norms that a forward on `x` shows."""
-    return put_sites(network, factory, recognise(network, Inputs.of(x)), only)
-
-
-def taking_settings(make: Callable[..., nn.Module]) -> NormFactory:
-    """A factory that passes `make` those settings of a replaced norm that it takes."""
-    known = inspect.signature(make).parameters
-
-    def build_norm(num_features: int, **settings: Any) -> nn.Module:
-        return make(num_features, **{k: v for k, v in settings.items() if k in known})
-
-    return NormFactory(build_norm)
 
 
 def draw_arguments(name: str, num_samples: int) -> tuple[Tensor, ...]:

@@ -20,8 +20,8 @@ from model_cases import (
     VOCAB_SIZE,
     build,
     draw_arguments,
-    layer_norm,
 )
+from surgery_cases import layer_norm
 from torch import Tensor, nn
 from train_cases import cells, train
 
