@@ -9,6 +9,7 @@
     normexp.diagnose(model, batches, loss)       why any network evaluates worse than it trains
     normexp.recompute_averages(model, batches)   running averages anew, for norms of any class
     normexp.replace_norms(model, "group", x)     any network with other norms, for your own loop
+    normexp.assert_contract(MyNorm)              whether a norm keeps the rules of a norm
     normexp.norms.GroupNorm(64, num_groups=8)    a norm; normexp.norms lists all
 
 Importing normexp imports neither torch nor pandas.
@@ -16,6 +17,7 @@ Importing normexp imports neither torch nor pandas.
 
 from normexp import norms
 from normexp.api import (
+    assert_contract,
     compare,
     diagnose,
     load,
@@ -28,6 +30,7 @@ from normexp.api import (
 )
 
 __all__ = [
+    "assert_contract",
     "compare",
     "diagnose",
     "load",

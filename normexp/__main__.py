@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from normexp.config.help import USAGE
+from normexp.training.config.help import USAGE
 from normexp.words import suggest
 
 HOW = "\nEach has --help. From Python: see normexp/README.md."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from normexp.any_network.diagnosis import Diagnosis
     from normexp.any_network.diagnosis.batches import Loss
-    from normexp.config.spec import CellSpec
     from normexp.norms.factory import NormFactory
-    from normexp.records.result import Result
+    from normexp.training.config.spec import CellSpec
+    from normexp.training.records.result import Result
     from normexp.verdicts.report import Report
 
 
@@ -49,8 +49,8 @@ def run(
         normexp.errors.Halted: no cell can be trained any more, as on a full disk.
         KeyboardInterrupt: after Ctrl-C; the same call resumes.
     """
-    from normexp.config.keys import Index
-    from normexp.config.validate import check_value
+    from normexp.training.config.keys import Index
+    from normexp.training.config.validate import check_value
 
     check_value("workers", workers, Index | None)
     words = _words(overrides, values)
@@ -58,7 +58,7 @@ def run(
         workers = 0
     cells = _compose(words)
 
-    from normexp.sweeps.sweep import raise_if_stopped, train_cells
+    from normexp.training.sweeps.sweep import raise_if_stopped, train_cells
 
     states = train_cells(cells, ["normexp.run", *words], workers=workers)
     raise_if_stopped(cells, states)
@@ -94,12 +94,12 @@ def module(overrides: str | Sequence[str] = (), **values: Any) -> LightningModul
     if len(cells) > 1:
         raise UserError(f"{len(cells)} cells in one module; drop -m and name one value per key")
 
-    from normexp.sweeps.machine import importing_torch
+    from normexp.training.sweeps.machine import importing_torch
 
     with importing_torch():
-        from normexp.cells.cell import prepare_cell
-        from normexp.cells.module import module_of
-        from normexp.data.build import keeping_data
+        from normexp.training.cells.cell import prepare_cell
+        from normexp.training.cells.module import module_of
+        from normexp.training.data.build import keeping_data
 
     with keeping_data():  # another call reads the files again
         return module_of(prepare_cell(cells[0]))
@@ -119,10 +119,10 @@ def load(run_dir: str | Path) -> nn.Module:
         normexp.errors.UserError: no such run, several seeds, no weights, or weights that do not
             fit.
     """
-    from normexp.sweeps.machine import importing_torch
+    from normexp.training.sweeps.machine import importing_torch
 
     with importing_torch():
-        from normexp.cells.finished import load_run
+        from normexp.training.cells.finished import load_run
 
     return load_run(Path(run_dir).expanduser())
 
@@ -137,8 +137,8 @@ def load_study(study: str | Sequence[str], runs_dir: str | Path = "runs") -> pd.
     Raises:
         normexp.errors.UserError: no such study (names the nearest), or one without an ended run.
     """
-    from normexp.config.validate import OPTIONS, check_value
-    from normexp.studies.rows import read_studies
+    from normexp.training.config.validate import OPTIONS, check_value
+    from normexp.training.studies.rows import read_studies
     from normexp.verdicts.tables import run_frame
 
     names = [study] if isinstance(study, str) else study
@@ -169,8 +169,8 @@ def load_report(
         normexp.errors.UserError: a study that is missing or has no ended run, or a metric that no
             run has.
     """
-    from normexp.config.validate import OPTIONS, check_value
-    from normexp.studies.report import read_report
+    from normexp.training.config.validate import OPTIONS, check_value
+    from normexp.training.studies.report import read_report
 
     names = [study] if isinstance(study, str) else study
     options = {"metric": metric, "tolerance": tolerance, "reference": reference}
@@ -199,6 +199,18 @@ def compare(table: pd.DataFrame, *, arm: str, seed: str, metric: str, **options:
     report = tables.compare(table, arm=arm, seed=seed, metric=metric, **options)
     _warn(report.problems)
     return report
+
+
+def assert_contract(factory: Callable[..., Any], **options: Any) -> None:
+    """For tests of your own: raises AssertionError naming what a norm does that no norm may.
+
+    Args:
+        factory: an nn.Module class, or a partial of one.
+        options: of `normexp.training.checks.assert_contract`.
+    """
+    from normexp.training.checks import assert_contract as check
+
+    check(factory, **options)
 
 
 def diagnose(
@@ -240,8 +252,8 @@ def diagnose(
             a model that cannot be copied.
     """
     from normexp.any_network.diagnosis import diagnose
-    from normexp.config.keys import NotNegative, Several
-    from normexp.config.validate import check_value
+    from normexp.training.config.keys import NotNegative, Several
+    from normexp.training.config.validate import check_value
 
     check_value("max_batches", max_batches, Several | None)
     check_value("tolerance", tolerance, NotNegative | None)
@@ -274,8 +286,8 @@ def recompute_averages(
             or values that are not finite; the model stays as it was.
     """
     from normexp.any_network.diagnosis import recompute_averages
-    from normexp.config.keys import Count
-    from normexp.config.validate import check_value
+    from normexp.training.config.keys import Count
+    from normexp.training.config.validate import check_value
 
     check_value("max_batches", max_batches, Count | None)
     return recompute_averages(model, batches, max_batches=max_batches)
@@ -324,10 +336,10 @@ def replace_norms(
 
 def _norm_factory(norm: str, norm_batch_size: int | None, knobs: Mapping[str, Any]) -> NormFactory:
     """The factory of a norm, as for a training of these words."""
-    from normexp.config.compose import compose_config
-    from normexp.config.keys import Count
-    from normexp.config.validate import check_value
     from normexp.norms.build import build_norm
+    from normexp.training.config.compose import compose_config
+    from normexp.training.config.keys import Count
+    from normexp.training.config.validate import check_value
 
     check_value("norm", norm, str)
     check_value("norm_batch_size", norm_batch_size, Count | None)
@@ -343,8 +355,8 @@ def _norm_factory(norm: str, norm_batch_size: int | None, knobs: Mapping[str, An
 
 def _words(overrides: str | Sequence[str], values: Mapping[str, Any]) -> list[str]:
     """The words of a command line: `overrides`, and one for each of the values."""
-    from normexp.config.keys import Words
-    from normexp.config.validate import check_value, takes
+    from normexp.training.config.keys import Words
+    from normexp.training.config.validate import check_value, takes
 
     words = shlex.split(overrides) if isinstance(overrides, str) else [*overrides]
     check_value("overrides", words, Words)
@@ -359,7 +371,7 @@ def _words(overrides: str | Sequence[str], values: Mapping[str, Any]) -> list[st
 def _compose(words: Sequence[str]) -> list[CellSpec]:
     """The cells of a command line that trains here."""
     from normexp.cli import parse_command
-    from normexp.config.command import compose_cells
+    from normexp.training.config.command import compose_cells
 
     command = parse_command(words)
     if command.shows_config or command.launcher is not None:

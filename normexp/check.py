@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from normexp.cli import entry, parse_command, read_options, split_options
 
 if TYPE_CHECKING:
-    from normexp.checks.card import Card
+    from normexp.training.checks.card import Card
 
 
 @entry("check")
@@ -17,13 +17,13 @@ def main(words: list[str]) -> int:
     """Exit code: 0, 1 if the contract fails, 2 the user's mistake, 130 interrupted."""
     option_words, overrides = split_options("check", words)
     options = read_options("check", option_words)
-    from normexp.config.command import compose_norms
-    from normexp.sweeps.machine import importing_torch
+    from normexp.training.config.command import compose_norms
+    from normexp.training.sweeps.machine import importing_torch
 
     norms = compose_norms(parse_command(overrides))  # mistakes are refused before torch is imported
 
     with importing_torch():
-        from normexp.checks.card import as_json, print_cards
+        from normexp.training.checks.card import as_json, print_cards
         from normexp.verdicts.terminal import open_console
 
     cards = _measure(norms, contract_only=options["part"] == "contract")
@@ -36,8 +36,8 @@ def main(words: list[str]) -> int:
 
 def _measure(norms: Mapping[str, Mapping[str, Any]], *, contract_only: bool) -> list[Card]:
     """The card of each norm, in order; a terminal shows which one is being measured."""
-    from normexp.checks.card import measure_norm
     from normexp.norms.build import norm_target
+    from normexp.training.checks.card import measure_norm
 
     for config in norms.values():
         norm_target(config["norm"])  # import errors come first

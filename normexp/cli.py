@@ -15,15 +15,15 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from normexp.config.groups import GROUPS, group_choices, option_defaults
-from normexp.config.help import help_text
-from normexp.config.keys import MISSING
-from normexp.config.validate import OPTIONS, check_value, name_as_text, unknown_key
 from normexp.errors import FAILED, INTERRUPTED, USER_MISTAKE, Halted, UserError, source_line_of
-from normexp.records.files import FULL_DISK, describe, is_full_disk, read_path
+from normexp.training.config.groups import GROUPS, group_choices, option_defaults
+from normexp.training.config.help import help_text
+from normexp.training.config.keys import MISSING
+from normexp.training.config.validate import OPTIONS, check_value, name_as_text, unknown_key
+from normexp.training.records.files import FULL_DISK, describe, is_full_disk, read_path
 
 if TYPE_CHECKING:
-    from normexp.config.command import Command
+    from normexp.training.config.command import Command
 
 PLAIN = "normexp-plain"  # how what an encoding lacks is written, as ± in ASCII
 SIGNS = {"±": "+-", "●": "*", "†": "#", "·": "|", "×": "x", "…": "...", "−": "-", "²": "^2"}
@@ -129,7 +129,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parse_command(words: Sequence[str]) -> Command:
     """Separates overrides from options, in any order. Raises UserError for an unknown option."""
-    from normexp.config.command import Command
+    from normexp.training.config.command import Command
 
     parser = _Parser(prog="normexp", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
@@ -159,7 +159,7 @@ def _search_path(folders: Sequence[Path]) -> str:
         UserError: a missing folder, or a file with the name of a shipped choice, which Hydra would
             take instead.
     """
-    from normexp.config.choices import composed
+    from normexp.training.config.choices import composed
 
     composed.cache_clear()  # their files may have changed since the last command
     for folder in folders:
@@ -216,7 +216,7 @@ def show_config(command: Command) -> int:
     """Prints the config of a cell; trains and writes nothing."""
     from omegaconf import OmegaConf
 
-    from normexp.config.compose import compose_config
+    from normexp.training.config.compose import compose_config
 
     print(OmegaConf.to_yaml(compose_config(command.overrides)), end="")
     return 0

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from normexp.cli import entry, read_options
-from normexp.records.layout import find_cell
+from normexp.training.records.layout import find_cell
 
 
 @entry("evaluate")
@@ -18,11 +18,11 @@ def main(words: list[str]) -> int:
         batch = ["batch"] if options["evaluate_batch_sizes"] else []
         options["evaluate_with"] = ["running", "precise", *batch]
 
-    from normexp.sweeps.machine import importing_torch
+    from normexp.training.sweeps.machine import importing_torch
 
     with importing_torch():
-        from normexp.cells.finished import evaluate_run
-        from normexp.records.logs import messages_to_stderr
+        from normexp.training.cells.finished import evaluate_run
+        from normexp.training.records.logs import messages_to_stderr
 
     with messages_to_stderr():
         evaluate_run(cell_dir, options | {"evaluate_every_epoch": False})

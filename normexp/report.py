@@ -32,7 +32,7 @@ def main(words: list[str]) -> int:
     if options["study"] is None and unread:
         raise UserError(f"{unread[0]}: set study=... too; without it, all studies are listed")
 
-    from normexp.studies.report import publish, publish_index
+    from normexp.training.studies.report import publish, publish_index
 
     if options["study"] is None:
         publish_index(Path(options["runs_dir"]))
@@ -52,7 +52,7 @@ def _refuse(words: list[str], keys: tuple[str, ...], why: str) -> None:
 def _report_on_table(path: Path, options: dict[str, Any]) -> int:
     from dataclasses import replace
 
-    from normexp.studies.report import publish_report
+    from normexp.training.studies.report import publish_report
     from normexp.verdicts.table import compare, read_table
 
     for key in ("arm", "seed", "metric"):

@@ -14,9 +14,9 @@ def main(words: list[str]) -> int:
     """Exit code: 0 shown, 2 the user's mistake, such as a study that is not there."""
     options = read_options("status", words)
 
-    from normexp.records.layout import find_study
-    from normexp.records.study import read_study
-    from normexp.studies.terminal import print_status
+    from normexp.training.records.layout import find_study
+    from normexp.training.records.study import read_study
+    from normexp.training.studies.terminal import print_status
 
     study_dir = find_study(Path(options["runs_dir"]), options["study"])
     if study_dir.is_file():

@@ -15,19 +15,19 @@ def main(words: list[str]) -> int:
     if command.shows_config:
         return show_config(command)
     line = ["normexp-train", *words]
-    from normexp.config.command import compose_cells
-    from normexp.sweeps.machine import check_processes
+    from normexp.training.config.command import compose_cells
+    from normexp.training.sweeps.machine import check_processes
 
     cells = compose_cells(command)  # mistakes are refused before torch is imported
     rank = check_processes(cells, line)
-    from normexp.sweeps.sweep import run_cells
+    from normexp.training.sweeps.sweep import run_cells
 
     train = partial(run_cells, cells, line, command)
     if rank is None:
         return train()
 
-    from normexp.cells.devices import run_as_rank
-    from normexp.cells.run import follow_stack
+    from normexp.training.cells.devices import run_as_rank
+    from normexp.training.cells.run import follow_stack
 
     return run_as_rank(cells, rank, train, partial(follow_stack, {}))
 

@@ -13,8 +13,8 @@ def main(words: list[str]) -> int:
     command = parse_command(words)
     if command.shows_config:
         return show_config(command)
-    from normexp.search.points import plan_searches
-    from normexp.search.select import tune
+    from normexp.training.search.points import plan_searches
+    from normexp.training.search.select import tune
 
     return tune(plan_searches(command), ["normexp-tune", *words])
 

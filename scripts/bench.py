@@ -186,7 +186,7 @@ def digits(device: str):
     """Normalised training images and targets."""
     import torch
 
-    from normexp.data.images import load_digits
+    from normexp.training.data.images import load_digits
 
     data = load_digits(val_fraction=0.1, split_seed=0, augmentation=None).to(torch_name(device))
     split = data.train.gather(torch.arange(len(data.train)))

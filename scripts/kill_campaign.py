@@ -26,10 +26,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from normexp.errors import UserError
-from normexp.records.journal import read_entries
-from normexp.records.layout import list_runs
-from normexp.records.metrics import read_metrics
-from normexp.sweeps import worker
+from normexp.training.records.journal import read_entries
+from normexp.training.records.layout import list_runs
+from normexp.training.records.metrics import read_metrics
+from normexp.training.sweeps import worker
 
 SAVE_SECONDS = 0.2  # between checkpoints
 # Seeds train stacked at batch size 32, in turn at 128.
@@ -65,7 +65,7 @@ class Campaign:
         self.kills: Counter[str] = Counter()
         self.cores: Counter[int] = Counter()
         self.runs.mkdir(parents=True, exist_ok=True)
-        multiprocessing.set_forkserver_preload(["normexp.cells.run"])
+        multiprocessing.set_forkserver_preload(["normexp.training.cells.run"])
         os.environ |= {"OMP_WAIT_POLICY": "passive", "XDG_RUNTIME_DIR": str(folder)}
         imports = multiprocessing.get_context("forkserver").Process(target=int)
         imports.start()

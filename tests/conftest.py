@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from normexp.records import source as user_sources
+from normexp.training.records import source as user_sources
 
 # Tests run on small tensors, where more threads only wait; read when torch is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -11,7 +11,7 @@ import pytest
 
 from normexp.check import main
 from normexp.cli import parse_command
-from normexp.config.command import compose_norms
+from normexp.training.config.command import compose_norms
 
 CONTRACT = "part=contract"
 MODULE = """

@@ -17,16 +17,16 @@ from torch import nn
 from train_cases import QUICK, files
 
 import normexp
-from normexp.checks import assert_contract
 from normexp.cli import parse_command, read_options, split_options
-from normexp.config.command import compose_norms
-from normexp.config.compose import compose_config
-from normexp.config.help import help_text
-from normexp.config.validate import read_settings
 from normexp.errors import UserError
-from normexp.records.result import Result
-from normexp.search.points import plan_searches
 from normexp.train import main
+from normexp.training.checks import assert_contract
+from normexp.training.config.command import compose_norms
+from normexp.training.config.compose import compose_config
+from normexp.training.config.help import help_text
+from normexp.training.config.validate import read_settings
+from normexp.training.records.result import Result
+from normexp.training.search.points import plan_searches
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -336,7 +336,7 @@ def test_workers_are_those_that_are_typed(words: str, workers: int | None, expec
         asked.append(workers)
         raise UserError("enough")
 
-    monkeypatch.setattr("normexp.sweeps.sweep.train_cells", noted)
+    monkeypatch.setattr("normexp.training.sweeps.sweep.train_cells", noted)
     with pytest.raises(UserError, match="enough"):
         normexp.run(words, workers=workers)
     assert asked == [expected]

@@ -59,8 +59,20 @@ def trees() -> dict[Path, ast.Module]:
 
 
 def part_of(file: Path) -> str:
-    """The package or top-level module of normexp that holds a file."""
-    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    """The part of normexp that holds a file: `config` of training/config/keys.py."""
+    first, *rest = file.relative_to(PACKAGE).parts
+    is_package = first == "training" and len(rest) > 1
+    return rest[0] if is_package else first.removesuffix(".py")
+
+
+def parts_of(names: Iterable[str]) -> set[str]:
+    """The parts of normexp among dotted names."""
+    parts = set()
+    for name in names:
+        if name.startswith("normexp."):
+            first, *rest = name.split(".")[1:]
+            parts.add(rest[0] if first == "training" and rest and rest[0] in ORDER else first)
+    return parts & {*ORDER, *ENTRIES}
 
 
 def module_of(file: Path) -> str:
@@ -98,8 +110,7 @@ def test_a_part_imports_only_parts_listed_above_it(trees: dict[Path, ast.Module]
     for file, tree in trees.items():
         part = part_of(file)
         allowed = ORDER if part in ENTRIES else ORDER[: ORDER.index(part) + 1]
-        parts = {name.split(".")[1] for name in imported(tree) if name.startswith("normexp.")}
-        assert parts & {*ORDER, *ENTRIES} <= set(allowed), file
+        assert parts_of(imported(tree)) <= set(allowed), file
 
 
 def test_no_two_files_import_each_other_in_a_loop(trees: dict[Path, ast.Module]):
@@ -120,8 +131,7 @@ def test_verdicts_are_a_house_of_their_own(trees: dict[Path, ast.Module]):
     for file, tree in trees.items():
         if part_of(file) == "verdicts":
             names = {*imported(tree)}
-            parts = {name.split(".")[1] for name in names if name.startswith("normexp.")}
-            assert parts <= {"errors", "words", "verdicts"}, file
+            assert parts_of(names) <= {"errors", "words", "verdicts"}, file
             assert roots(iter(names)) - {"normexp", *sys.stdlib_module_names} <= libraries, file
 
 
@@ -141,8 +151,7 @@ def test_any_network_is_a_house_of_its_own(trees: dict[Path, ast.Module]):
     files = [file for file in trees if part_of(file) == "any_network"]
     for file in files:
         names = {*imported(trees[file])}
-        parts = {name.split(".")[1] for name in names if name.startswith("normexp.")}
-        assert parts <= below, file
+        assert parts_of(names) <= below, file
         others = roots(iter(names)) - {"normexp", *sys.stdlib_module_names}
         assert others <= libraries, file
     loaded = loaded_with(map(module_of, files), trees)
@@ -171,6 +180,6 @@ def loaded_with(modules: Iterable[str], trees: dict[Path, ast.Module]) -> set[st
 
 
 def test_a_card_and_a_reloaded_network_need_no_lightning(trees: dict[Path, ast.Module]):
-    loaded = loaded_with(["normexp.checks.card", "normexp.models.build"], trees)
+    loaded = loaded_with(["normexp.training.checks.card", "normexp.training.models.build"], trees)
     assert "normexp.norms.site" in loaded and "torch" in loaded
     assert not roots(iter(loaded)) & {"pytorch_lightning", "lightning_fabric"}

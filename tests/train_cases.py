@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from normexp.cells.cell import Cell, prepare_cell
-from normexp.config.compose import compose_cell, compose_config
-from normexp.config.spec import CellSpec
 from normexp.errors import UserError
 from normexp.norms.build import build_norm
-from normexp.records.result import Result, read_result
 from normexp.train import main
+from normexp.training.cells.cell import Cell, prepare_cell
+from normexp.training.config.compose import compose_cell, compose_config
+from normexp.training.config.spec import CellSpec
+from normexp.training.records.result import Result, read_result
 
 NO_RECORDS = "runs_dir=/nowhere"
 QUICK = ["steps=12", "replicas=2", "log_every=5", "workers=0"]  # no other process

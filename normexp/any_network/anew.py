@@ -35,11 +35,11 @@ from normexp.any_network.trial import (
     seed_all,
     widened,
 )
-from normexp.batching.copies import copied
-from normexp.batching.draws import keeping_random_state
 from normexp.errors import UserError, one_line
 from normexp.norms.factory import NormFactory
 from normexp.norms.site import names_as_built
+from normexp.training.batching.copies import copied
+from normexp.training.batching.draws import keeping_random_state
 from normexp.words import name_some
 
 TOLERANCE, FLOAT_TOLERANCE = 1e-5, 1e-3  # in double precision, and for what computes in float32

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from normexp.any_network.passes import find_views
 from normexp.any_network.trial import Inputs, agree, real_outputs, run_network
-from normexp.batching.copies import copied
 from normexp.errors import UserError
 from normexp.norms.samples import ORDERS, Axis, Order
 from normexp.norms.site import input_and_mask
+from normexp.training.batching.copies import copied
 from normexp.words import format_count
 
 AXES: tuple[Axis, ...] = (0, None, 1)  # on which a network's samples may be

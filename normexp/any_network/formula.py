@@ -36,9 +36,9 @@ from normexp.any_network.description import (
     NormDescription,
     tensors_of,
 )
-from normexp.batching.copies import copied
 from normexp.errors import UserError
 from normexp.norms.contract import State
+from normexp.training.batching.copies import copied
 
 MAX_RESIDUAL = 1e-4  # largest part of an output that the right formula leaves unexplained
 TOLERANCE = 1e-5  # largest difference, as a part of the output, between equal computations

@@ -16,8 +16,8 @@ from normexp.any_network.trial import (
     real_outputs,
     run_network,
 )
-from normexp.batching.copies import copied
 from normexp.errors import UserError, one_line
+from normexp.training.batching.copies import copied
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from torch.overrides import TorchFunctionMode
 from normexp.any_network.description import CallForm, Formula, Misfit, NormDescription, tensors_of
 from normexp.any_network.formula import describe_norm, is_close
 from normexp.any_network.trial import Inputs, run_network
-from normexp.batching.copies import copied
 from normexp.errors import one_line
 from normexp.norms.site import Site
+from normexp.training.batching.copies import copied
 
 TORCH_NORMS = {  # their formulas by class
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm), "batch"),

@@ -11,9 +11,9 @@ from normexp.any_network.recognise import Recognition, recognise
 from normexp.any_network.split import try_split
 from normexp.any_network.surgery import check_called, put_sites, stop_splitting
 from normexp.any_network.trial import Inputs
-from normexp.batching.copies import copied
 from normexp.errors import UserError
 from normexp.norms.factory import NormFactory
+from normexp.training.batching.copies import copied
 
 
 def replace_norms(

@@ -20,10 +20,10 @@ from torch import nn
 from normexp.any_network.control import NO_AXIS, UNTRIED, Control, Untried, find_control, too_few
 from normexp.any_network.passes import find_views
 from normexp.any_network.trial import Inputs, widened
-from normexp.batching.copies import copied
 from normexp.errors import UserError
 from normexp.norms.samples import ORDERS, Axis, Order, SampleCounter, SampleOrder
 from normexp.norms.site import named_sites
+from normexp.training.batching.copies import copied
 from normexp.words import name_some
 
 MOST_SAMPLES = 4  # of a group in the trial: larger groups are cut in the same way

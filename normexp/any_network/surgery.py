@@ -13,10 +13,10 @@ from normexp.any_network.carry_over import put, put_norms
 from normexp.any_network.description import NormDescription
 from normexp.any_network.recognise import LeftAlone, Recognition
 from normexp.any_network.trial import Inputs, run_network
-from normexp.batching.copies import copied
 from normexp.errors import UserError
 from normexp.norms.factory import NormFactory
 from normexp.norms.site import Site, named_sites
+from normexp.training.batching.copies import copied
 from normexp.words import format_count, name_some
 
 # Of torch's transformers: else they read the weights of a LayerNorm, and normalize by themselves.

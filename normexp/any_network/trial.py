@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from normexp.batching.copies import copied
-from normexp.batching.draws import keeping_random_state
 from normexp.errors import UserError, one_line
 from normexp.norms.samples import (
     Axis,
@@ -26,6 +24,8 @@ from normexp.norms.samples import (
     tensors_in,
     usual_axis,
 )
+from normexp.training.batching.copies import copied
+from normexp.training.batching.draws import keeping_random_state
 
 FEW = 4  # samples, which are enough for most trials
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from normexp.cli import entry, parse_command, read_options, split_options
-from normexp.config.keys import in_identity
 from normexp.errors import UserError
+from normexp.training.config.keys import in_identity
 
 if TYPE_CHECKING:
     from normexp.benchmark.reference import Reference
-    from normexp.config.spec import CellSpec
+    from normexp.training.config.spec import CellSpec
     from normexp.verdicts.rows import Row
 
 FIXED = ("seed", "replicas", "study", "experiment")
@@ -23,7 +23,7 @@ def main(words: list[str]) -> int:
     """Exit code: 0, 1 a failed training, 2, 130."""
     from normexp.benchmark.claims import claims_table, judge_claims
     from normexp.benchmark.reference import BENCHMARK, read_reference
-    from normexp.studies.report import describe_norm
+    from normexp.training.studies.report import describe_norm
     from normexp.verdicts.page import write_report
     from normexp.verdicts.report import report_on
     from normexp.verdicts.terminal import print_report
@@ -58,8 +58,8 @@ def _train(
     Raises:
         UserError: not one norm, or a key that the rules fix.
     """
-    from normexp.config.command import compose_cells
-    from normexp.sweeps.sweep import run_cells
+    from normexp.training.config.command import compose_cells
+    from normexp.training.sweeps.sweep import run_cells
     from normexp.verdicts.settings import Roles
 
     for word in parse_command(overrides).overrides:

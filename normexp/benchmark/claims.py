@@ -14,7 +14,7 @@ from typing import Any, Literal
 import yaml
 
 from normexp.benchmark.reference import Reference
-from normexp.config.groups import conf_dir
+from normexp.training.config.groups import conf_dir
 from normexp.verdicts.cells import CellRow, build_cells, metric_names
 from normexp.verdicts.compare import DIFFERENCE, paired
 from normexp.verdicts.family import ALPHA, Verdict, decide, difference, p_value

@@ -10,12 +10,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from normexp.config.spec import CellSpec
 from normexp.errors import UserError
-from normexp.records.archive import Archive
-from normexp.records.journal import CommandEntry
-from normexp.records.layout import RESULT_FILE, seed_dir
-from normexp.studies.rows import add_archive, read_run
+from normexp.training.config.spec import CellSpec
+from normexp.training.records.archive import Archive
+from normexp.training.records.journal import CommandEntry
+from normexp.training.records.layout import RESULT_FILE, seed_dir
+from normexp.training.studies.rows import add_archive, read_run
 from normexp.verdicts.rows import Row, Rows
 
 BENCHMARK = "benchmark1"
@@ -65,7 +65,7 @@ def read_reference(name: str) -> Reference:
     if not path.is_file():
         raise UserError(
             f"reference={name}: no such study; {BENCHMARK}, or a zip made by "
-            "python -m normexp.records.archive STUDY_DIR FILE"
+            "python -m normexp.training.records.archive STUDY_DIR FILE"
         )
     archive = Archive(path)
     benchmarks: set[str] = set()

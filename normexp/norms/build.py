@@ -9,14 +9,14 @@ from typing import Any, Literal
 
 from torch import nn
 
-from normexp.config.groups import group_choices, shipped_config, shipped_defaults
-from normexp.config.keys import own_keys
-from normexp.config.slots import SLOTS, resolve
-from normexp.config.target import Target, read_target
 from normexp.errors import UserError
 from normexp.norms.adapt import foreign_factory
 from normexp.norms.factory import AsBuilt, NormFactory, is_shipped
 from normexp.norms.running import NUM_TRAINING_STEPS
+from normexp.training.config.groups import group_choices, shipped_config, shipped_defaults
+from normexp.training.config.keys import own_keys
+from normexp.training.config.slots import SLOTS, resolve
+from normexp.training.config.target import Target, read_target
 from normexp.words import suggest
 
 # Arguments from a training, for a norm that is built outside one.

@@ -18,11 +18,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from normexp.config.keys import RunningFrom
-from normexp.config.slots import Placement, Slots
 from normexp.errors import UserError
 from normexp.norms.parts import ACTIVATIONS, CONVOLUTIONS, ResidualScale
 from normexp.norms.site import AsBuiltSite, Site, View, named_sites
+from normexp.training.config.keys import RunningFrom
+from normexp.training.config.slots import Placement, Slots
 
 
 @dataclass(eq=False)

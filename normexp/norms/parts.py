@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from normexp.config.slots import Act, Conv
 from normexp.norms.base import Affine
+from normexp.training.config.slots import Act, Conv
 
 # Added to the variance of weights. The config's eps fits activations, which are far larger: at 1e-5
 # it would shrink the filters of a wide layer, whose variance is 2 / fan_in, by a percent.

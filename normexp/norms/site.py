@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from normexp.config.keys import RunningFrom
 from normexp.errors import UserError
 from normexp.norms.adapt import LayoutAdapter
 from normexp.norms.contract import (
@@ -28,6 +27,7 @@ from normexp.norms.contract import (
 )
 from normexp.norms.counters import counting
 from normexp.norms.samples import FIRST_AXIS, SampleOrder
+from normexp.training.config.keys import RunningFrom
 
 View = Literal["map", "token", "sequence"]
 # Attributes of a norm that its site hides, because they say how norms can be treated.

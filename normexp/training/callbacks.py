@@ -8,10 +8,10 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning import callbacks as shipped
 
-from normexp.config.keys import Index
-from normexp.config.target import read_target
-from normexp.config.validate import check_value
 from normexp.errors import UserError
+from normexp.training.config.keys import Index
+from normexp.training.config.target import read_target
+from normexp.training.config.validate import check_value
 from normexp.training.monitor import check_monitor
 
 # Callbacks of Lightning that cannot be used, and what to use instead.

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from normexp.batching.replicas import Batch, Measurements
-from normexp.data.dataset import Data
 from normexp.norms.base import wide_dtype
+from normexp.training.batching.replicas import Batch, Measurements
+from normexp.training.data.dataset import Data
 
 
 class Classification:

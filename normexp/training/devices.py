@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from normexp.config.keys import TrainerKeys
 from normexp.errors import UserError
+from normexp.training.config.keys import TrainerKeys
 
 
 def device_type(accelerator: str) -> str:

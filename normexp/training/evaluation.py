@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from normexp.batching.replicas import Batch, Measurements, Replicas
-from normexp.data.dataset import Data
+from normexp.training.batching.replicas import Batch, Measurements, Replicas
+from normexp.training.data.dataset import Data
 from normexp.training.recipe import Recipe
 from normexp.training.samples import gather, samples_per_forward, shuffled
 from normexp.training.statistics import STATISTICS, Trained

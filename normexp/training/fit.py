@@ -25,12 +25,12 @@ from pytorch_lightning import callbacks as shipped
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy
 
-from normexp.config.keys import TrainerKeys
 from normexp.errors import UserError
-from normexp.records.files import open_atomic
 from normexp.training.callbacks import why_stopped
+from normexp.training.config.keys import TrainerKeys
 from normexp.training.devices import device_type
 from normexp.training.module import RunLoggers, TrainingModule
+from normexp.training.records.files import open_atomic
 from normexp.training.stopping import Interrupted, StopRequest
 
 SECONDS_BETWEEN_SAVES = 60.0

@@ -20,16 +20,16 @@ import torch
 from pytorch_lightning.loggers import Logger
 from torch import Tensor
 
-from normexp.batching.processes import Processes
-from normexp.batching.replicas import Replicas
-from normexp.config.sizes import Share
-from normexp.data.batches import TrainingBatches
 from normexp.errors import UserError
-from normexp.records.metrics import MetricRow, write_metrics
+from normexp.training.batching.processes import Processes
+from normexp.training.batching.replicas import Replicas
+from normexp.training.config.sizes import Share
+from normexp.training.data.batches import TrainingBatches
 from normexp.training.devices import gpu_arithmetic
 from normexp.training.evaluation import Columns, Evaluator
 from normexp.training.optimizer import match_layouts
 from normexp.training.recipe import Recipe
+from normexp.training.records.metrics import MetricRow, write_metrics
 from normexp.training.step import Step, StepGradient, compiled_gradient, learning_rates
 
 SECONDS_PER_CHUNK = 0.25

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from normexp.batching.replicas import Replicas
-from normexp.config.keys import own_keys
-from normexp.config.target import read_target
 from normexp.norms.site import norm_parameters
+from normexp.training.batching.replicas import Replicas
+from normexp.training.config.keys import own_keys
+from normexp.training.config.target import read_target
 
 OptimizerFactory = Callable[..., Optimizer]
 

@@ -13,18 +13,18 @@ from pytorch_lightning.loggers import Logger
 from torch import nn
 from torch.optim import Optimizer
 
-from normexp.batching.processes import is_synchronized
-from normexp.batching.replicas import Replicas
-from normexp.config.choices import DEFAULT_SCHEDULE
-from normexp.config.groups import shipped_defaults
-from normexp.config.keys import Settings
-from normexp.config.lr_rule import scale_learning_rate
-from normexp.config.sizes import Share, Sizes
-from normexp.config.spec import CellSpec
-from normexp.data.dataset import Data
 from normexp.errors import UserError
+from normexp.training.batching.processes import is_synchronized
+from normexp.training.batching.replicas import Replicas
 from normexp.training.callbacks import act_on_batches, build_callbacks
+from normexp.training.config.choices import DEFAULT_SCHEDULE
+from normexp.training.config.groups import shipped_defaults
+from normexp.training.config.keys import Settings
+from normexp.training.config.lr_rule import scale_learning_rate
+from normexp.training.config.sizes import Share, Sizes
+from normexp.training.config.spec import CellSpec
 from normexp.training.criterion import Criterion, criterion_of
+from normexp.training.data.dataset import Data
 from normexp.training.monitor import check_monitor
 from normexp.training.optimizer import (
     OptimizerFactory,

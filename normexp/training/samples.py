@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from normexp.batching.draws import generator
-from normexp.batching.replicas import Batch, Replicas
-from normexp.data.dataset import SPLITS, Data
+from normexp.training.batching.draws import generator
+from normexp.training.batching.replicas import Batch, Replicas
+from normexp.training.data.dataset import SPLITS, Data
 
 STACK_SAMPLES = 512  # per forward in evaluation, over all replicas; a GPU takes more
 

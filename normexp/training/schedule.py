@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from normexp.config.target import read_target
 from normexp.errors import UserError
+from normexp.training.config.target import read_target
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from normexp.batching.copies import copied
-from normexp.batching.replicas import Batch, InTurn, Replicas, model_arguments
-from normexp.data.dataset import Data
 from normexp.norms.contract import HasMomentum
 from normexp.norms.moment_sites import (
     BATCH,
@@ -39,6 +36,9 @@ from normexp.norms.moment_sites import (
     write_populations,
 )
 from normexp.norms.site import merge_state, named_sites, read_state, write_state
+from normexp.training.batching.copies import copied
+from normexp.training.batching.replicas import Batch, InTurn, Replicas, model_arguments
+from normexp.training.data.dataset import Data
 from normexp.training.samples import gather, samples_per_forward, shuffled
 
 logger = logging.getLogger(__name__)

@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from normexp.batching.draws import derive_seed
-from normexp.batching.processes import Processes
-from normexp.batching.replicas import Batch, InTurn, Loss, Replicas, backward
-from normexp.config.keys import RunningFrom
-from normexp.config.sizes import WHOLE, Bounds, Share, Sizes
 from normexp.errors import UserError
 from normexp.norms.contract import State
 from normexp.norms.site import read_state, state_after, write_state
+from normexp.training.batching.draws import derive_seed
+from normexp.training.batching.processes import Processes
+from normexp.training.batching.replicas import Batch, InTurn, Loss, Replicas, backward
+from normexp.training.config.keys import RunningFrom
+from normexp.training.config.sizes import WHOLE, Bounds, Share, Sizes
 from normexp.training.optimizer import OwnRates
 
 AddGradient = Callable[[Batch, Loss, float], Tensor]  # see `Replicas.add_gradient`

@@ -25,9 +25,9 @@ from urllib.request import urlopen
 from lightning_fabric.plugins.environments.lightning import LightningEnvironment
 from pytorch_lightning.loggers import Logger, MLFlowLogger, WandbLogger
 
-from normexp.config.target import Target, read_target
 from normexp.errors import UserError, one_line
-from normexp.records.layout import WANDB_ID_FILE
+from normexp.training.config.target import Target, read_target
+from normexp.training.records.layout import WANDB_ID_FILE
 
 logger = logging.getLogger(__name__)
 

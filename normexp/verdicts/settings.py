@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")  # each divides the one before
 BUDGETS = ("samples", "epochs", "steps")  # a training has one; the others follow from it
-# What a norm's YAML may set besides; see normexp.config.slots.
+# What a norm's YAML may set besides; see normexp.training.config.slots.
 SLOTS = ("act", "conv", "residual_scale", "layer_scale", "placement", "qk_norm", "v_norm")
 
 

@@ -36,7 +36,7 @@ $PY -m compileall -qq -j 0 "$WORK/site" normexp tests 2>/dev/null  # else every 
 cp -n .gpu/tinyshakespeare.txt "$data/" 2>/dev/null
 (mkdir -p "$CIFAR" && [ -d "$CIFAR/test" ] || tar xJf .gpu/cifar10.tar.xz -C "$CIFAR") & unpacking=$!
 [ -d "$runs/batch_size_cifar" ] || if [ -f .gpu/runs.tgz ]; then tar xzf .gpu/runs.tgz -C "$WORK"
-  else $PY -m normexp.records.archive conf/experiment/records/batch_size_cifar.zip "$runs/batch_size_cifar"; fi
+  else $PY -m normexp.training.records.archive conf/experiment/records/batch_size_cifar.zip "$runs/batch_size_cifar"; fi
 
 # Right? $OUT/tests.txt has each outcome as it happens. With pytest-timeout a hang ends its worker alone.
 if wants tests; then

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 
-from normexp.config.compose import compose_config
 from normexp.norms.build import build_norm
+from normexp.training.config.compose import compose_config
 
 OUT = Path(os.environ.get("OUT", "."))
 DEADLINE = float(os.environ.get("DEADLINE", "inf"))  # in seconds since 1970

@@ -31,9 +31,9 @@ from zoo_maps import MAPS
 from zoo_rows import ROWS
 
 import normexp
-from normexp.batching.copies import copied
 from normexp.errors import UserError, one_line
 from normexp.norms.site import names_as_built, state_as_built
+from normexp.training.batching.copies import copied
 
 SIZE = 2  # norm_batch_size
 TOLERANCE = 1e-5  # relative to the largest value, in double precision

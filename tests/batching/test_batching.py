@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from normexp.batching.draws import Dropout, derive_seed, generator
-from normexp.batching.replicas import (
+from normexp.errors import UserError
+from normexp.norms.parts import ResidualScale
+from normexp.training.batching.draws import Dropout, derive_seed, generator
+from normexp.training.batching.replicas import (
     LARGE_FORWARD,
     InTurn,
     Stacked,
     suitable_threads,
 )
-from normexp.config.sizes import Share, Sizes
-from normexp.errors import UserError
-from normexp.norms.parts import ResidualScale
+from normexp.training.config.sizes import Share, Sizes
 
 
 def test_draws_are_functions_of_seed_stream_and_index_and_independent():

@@ -12,10 +12,10 @@ from normexp.benchmark import claims, main
 from normexp.benchmark.claims import declared_claims, judge_claims
 from normexp.benchmark.reference import WORKLOADS, Reference, read_reference
 from normexp.cli import parse_command
-from normexp.config.command import compose_cells
-from normexp.records.archive import ArchivedCell, pack_study, write_archive
-from normexp.records.journal import CommandEntry, Request, entry_line
-from normexp.records.result import Measured, Result, Status
+from normexp.training.config.command import compose_cells
+from normexp.training.records.archive import ArchivedCell, pack_study, write_archive
+from normexp.training.records.journal import CommandEntry, Request, entry_line
+from normexp.training.records.result import Measured, Result, Status
 from normexp.verdicts.cells import CellRow, build_cells
 from normexp.verdicts.metric import describe_metric
 from normexp.verdicts.slices import NormAtSize

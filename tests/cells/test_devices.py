@@ -12,13 +12,13 @@ from lightning_fabric.utilities import rank_zero as fabric_ranks
 from pytorch_lightning.utilities import rank_zero as trainer_ranks
 from train_cases import spec_of
 
-from normexp.checks.training import check_norm_batch_size
-from normexp.data.build import load_data
 from normexp.errors import UserError
-from normexp.records.result import read_result
-from normexp.sweeps.machine import importing_torch, started_processes
 from normexp.train import main
+from normexp.training.checks.training import check_norm_batch_size
+from normexp.training.data.build import load_data
 from normexp.training.recipe import Recipe, recipe_of
+from normexp.training.records.result import read_result
+from normexp.training.sweeps.machine import importing_torch, started_processes
 
 DDP = ["trainer=ddp", "trainer.accelerator=cpu"]
 VARIABLES = ("WORLD_SIZE", "RANK", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")

@@ -17,15 +17,15 @@ import torch
 from torch import nn
 
 import normexp
-from normexp.cells import finished
-from normexp.data.images import load_digits
 from normexp.errors import UserError
 from normexp.evaluate import main
-from normexp.records.layout import seed_dir
-from normexp.records.metrics import read_metrics
-from normexp.records.result import read_result
-from normexp.records.samples import read_samples
 from normexp.train import main as train
+from normexp.training.cells import finished
+from normexp.training.data.images import load_digits
+from normexp.training.records.layout import seed_dir
+from normexp.training.records.metrics import read_metrics
+from normexp.training.records.result import read_result
+from normexp.training.records.samples import read_samples
 
 ALL = "evaluate_with=[running,precise,batch]"
 SEEDS = (0, 1)
@@ -99,7 +99,9 @@ def test_a_loaded_network_names_the_classes_of_bytes_and_floats(cell_dir: Path, 
     data = load_digits(val_fraction=0.1, split_seed=0, augmentation=None)
     images = data.test.gather(torch.arange(300))["inputs"]
     with monkeypatch.context() as patch:  # the data set is not needed
-        patch.setattr("normexp.data.build.build_data", lambda _: pytest.fail("data were loaded"))
+        patch.setattr(
+            "normexp.training.data.build.build_data", lambda _: pytest.fail("data were loaded")
+        )
         network = normexp.load(cell_dir / "seed-0")
     with torch.no_grad():
         expected = [str(int(i)) for i in network(data.model_inputs(images)).argmax(dim=1)]

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from normexp.records import source
 from normexp.train import main
+from normexp.training.records import source
 
 DATA = """
 from pathlib import Path
-from normexp.data.images import load_digits
+from normexp.training.data.images import load_digits
 
 def load():
     seed = int(Path(__file__).with_name("state.txt").read_text())

@@ -286,7 +286,7 @@ def test_tensorboard_has_a_curve_per_seed(tmp_path: Path):
 
 
 def test_a_missing_package_is_a_mistake_of_the_command(tmp_path: Path, monkeypatch, capsys):
-    monkeypatch.setattr("normexp.config.compose.find_spec", lambda _: None)
+    monkeypatch.setattr("normexp.training.config.compose.find_spec", lambda _: None)
     assert main(["-m", "norm=group,batch", "logger=wandb", f"runs_dir={tmp_path}"]) == 2
     assert "pip install wandb" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

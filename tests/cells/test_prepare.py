@@ -12,23 +12,23 @@ import pytest
 import torch
 from train_cases import NO_RECORDS
 
-from normexp.cells import cell as cell_module
-from normexp.cells.cell import Cell, prepare_cell
 from normexp.cli import parse_command
-from normexp.config.command import compose_cells
-from normexp.config.compose import compose_cell
-from normexp.config.spec import CellSpec
-from normexp.config.validate import read_settings
 from normexp.errors import UserError
 from normexp.norms.site import named_sites
+from normexp.training.cells import cell as cell_module
+from normexp.training.cells.cell import Cell, prepare_cell
+from normexp.training.config.command import compose_cells
+from normexp.training.config.compose import compose_cell
+from normexp.training.config.spec import CellSpec
+from normexp.training.config.validate import read_settings
 
 OWN = """
 import threading
 import pytorch_lightning as pl
 import torch
 from torch import nn
-from normexp.data import Data
-from normexp.data.images import load_digits
+from normexp.training.data import Data
+from normexp.training.data.images import load_digits
 
 class Net(nn.Module):
     def __init__(self, norm, num_outputs, *, fault=""):
@@ -168,7 +168,7 @@ def test_what_cannot_train_is_refused_in_one_line_and_nothing_else_is_said(
         prepare(*line.split())
     assert re.search(message, str(caught.value))
     assert "\n" not in str(caught.value)
-    assert not [each for each in caplog.records if each.name.startswith("normexp.cells")]
+    assert not [each for each in caplog.records if each.name.startswith("normexp.training.cells")]
 
 
 def test_an_evaluation_that_depends_on_the_batch_is_said_with_its_size():

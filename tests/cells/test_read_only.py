@@ -10,7 +10,7 @@ import pytest
 from train_cases import cells, files, train
 
 from normexp import evaluate, report, status
-from normexp.records import files as record_files
+from normexp.training.records import files as record_files
 
 
 def refuse(*_: object, **__: object) -> None:

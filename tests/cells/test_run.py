@@ -9,22 +9,22 @@ from typing import Any
 import pytest
 import torch
 
-from normexp.batching import replicas
-from normexp.cells import run as run_module
-from normexp.cells import stack as stack_module
-from normexp.cells.cell import prepare_cell
-from normexp.cells.run import train_stack
-from normexp.cells.stack import Stack, cut_stacks, remove, remove_failed, settle
 from normexp.cli import parse_command
-from normexp.config.command import compose_cells
-from normexp.config.spec import CellSpec
 from normexp.errors import Halted
-from normexp.records.journal import CommandEntry, Refusal, read_entries
-from normexp.records.layout import CHECKPOINT_FILE, STACKS
-from normexp.records.locks import file_lock
-from normexp.records.result import Result, Status, read_result
-from normexp.records.stacks import Attempts, lock_of, read_attempts, write_attempts
-from normexp.records.study import read_cell
+from normexp.training.batching import replicas
+from normexp.training.cells import run as run_module
+from normexp.training.cells import stack as stack_module
+from normexp.training.cells.cell import prepare_cell
+from normexp.training.cells.run import train_stack
+from normexp.training.cells.stack import Stack, cut_stacks, remove, remove_failed, settle
+from normexp.training.config.command import compose_cells
+from normexp.training.config.spec import CellSpec
+from normexp.training.records.journal import CommandEntry, Refusal, read_entries
+from normexp.training.records.layout import CHECKPOINT_FILE, STACKS
+from normexp.training.records.locks import file_lock
+from normexp.training.records.result import Result, Status, read_result
+from normexp.training.records.stacks import Attempts, lock_of, read_attempts, write_attempts
+from normexp.training.records.study import read_cell
 from normexp.training.stopping import Interrupted, StopRequest, TrainingControl
 
 QUICK = ["steps=6", "log_every=2", "trainer=cpu", "norm_batch_size=2", "batch_size=8"]
@@ -131,7 +131,7 @@ def test_what_would_train_in_turn_is_cut_before_its_first_step_and_prepared_once
 
     for replicas_ in (1, 3):  # seed 0 by itself, then with others
         walk(specs_of(tmp_path / str(replicas_), "stack=false", replicas=replicas_))
-    monkeypatch.setattr("normexp.cells.module.SMALL_FORWARD", 0)
+    monkeypatch.setattr("normexp.training.cells.module.SMALL_FORWARD", 0)
     monkeypatch.setattr(run_module, "prepare_cell", prepare)
     walk(specs_of(tmp_path / "cut", replicas=3))
     assert len(prepared) == 1

@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from torchvision.models.convnext import LayerNorm2d as LayerNormOfMaps
 from torchvision.ops import FrozenBatchNorm2d
 
-from normexp.checks import assert_contract
-from normexp.checks.card import Card, measure_card, print_cards
-from normexp.checks.norm import LoneNorm, open_norm
-from normexp.checks.question import Answer
-from normexp.checks.questions import CONTRACT, OF_NORMS
 from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm
 from normexp.norms.factory import NormFactory
 from normexp.norms.sample import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d, NoNorm, RMSNorm
 from normexp.norms.sequence import CausalGroupNorm
 from normexp.norms.zoo.power import PowerNorm
+from normexp.training.checks import assert_contract
+from normexp.training.checks.card import Card, measure_card, print_cards
+from normexp.training.checks.norm import LoneNorm, open_norm
+from normexp.training.checks.question import Answer
+from normexp.training.checks.questions import CONTRACT, OF_NORMS
 
 Make = Callable[..., Any]
 ALL = {question.name: question for question in OF_NORMS}

@@ -29,22 +29,22 @@ from checks_cases import (
 from torch import Tensor, nn
 from train_cases import prepare
 
-from normexp.batching.copies import copied
-from normexp.checks.network import BuiltNetwork, smallest_group
-from normexp.checks.preflight import OUTSIDE, Traits, examine, reaches_of
-from normexp.checks.training import check_optimizer
-from normexp.config.sizes import Sizes
-from normexp.config.slots import Slots
-from normexp.data.dataset import Data
 from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm
 from normexp.norms.factory import NormFactory
 from normexp.norms.sample import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d, NoNorm
 from normexp.norms.sequence import BatchNormPerPosition
 from normexp.norms.site import named_sites
-from normexp.records.result import read_result
 from normexp.train import main
+from normexp.training.batching.copies import copied
+from normexp.training.checks.network import BuiltNetwork, smallest_group
+from normexp.training.checks.preflight import OUTSIDE, Traits, examine, reaches_of
+from normexp.training.checks.training import check_optimizer
+from normexp.training.config.sizes import Sizes
+from normexp.training.config.slots import Slots
+from normexp.training.data.dataset import Data
 from normexp.training.optimizer import parameter_groups
+from normexp.training.records.result import read_result
 
 LAYER, BATCH, NONE = NormFactory(LayerNorm), NormFactory(BatchNorm), NormFactory(NoNorm)
 

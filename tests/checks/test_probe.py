@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from normexp.checks.probe import Probe, cuts, holds, moves
 from normexp.norms.batch import BatchNorm
 from normexp.norms.sample import InstanceNorm, LayerNorm, NoNorm
 from normexp.norms.sequence import CausalGroupNorm
+from normexp.training.checks.probe import Probe, cuts, holds, moves
 
 
 def reads(function: Callable[[Tensor], Tensor]) -> nn.Module:

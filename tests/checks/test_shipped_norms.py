@@ -23,16 +23,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 from train_cases import takes_maps
 
-from normexp.checks.card import measure_norm
-from normexp.checks.network import BuiltNetwork
-from normexp.checks.preflight import check_padding, examine
-from normexp.config.compose import compose_config
-from normexp.config.groups import group_choices, shipped_defaults
-from normexp.config.sizes import Sizes
 from normexp.errors import UserError
 from normexp.norms.build import build_norm
 from normexp.norms.factory import NormFactory
 from normexp.norms.site import View
+from normexp.training.checks.card import measure_norm
+from normexp.training.checks.network import BuiltNetwork
+from normexp.training.checks.preflight import check_padding, examine
+from normexp.training.config.compose import compose_config
+from normexp.training.config.groups import group_choices, shipped_defaults
+from normexp.training.config.sizes import Sizes
 
 FAST = ("batch", "batch_per_position", "layer", "instance", "causal_group")
 SHIPPED = [name for name in group_choices("norm") if name not in ("custom", "as_built")]

@@ -17,14 +17,14 @@ import normexp
 from normexp import api, train
 from normexp.__main__ import main as commands
 from normexp.cli import entry, parse_command, read_options
-from normexp.config.compose import compose_config
-from normexp.config.groups import GROUPS, group_choices
-from normexp.config.help import USAGE, help_text
-from normexp.config.keys import KEYS
-from normexp.config.slots import PLACEMENTS
-from normexp.config.validate import OPTIONS
 from normexp.errors import UserError
-from normexp.records.files import write_text
+from normexp.training.config.compose import compose_config
+from normexp.training.config.groups import GROUPS, group_choices
+from normexp.training.config.help import USAGE, help_text
+from normexp.training.config.keys import KEYS
+from normexp.training.config.slots import PLACEMENTS
+from normexp.training.config.validate import OPTIONS
+from normexp.training.records.files import write_text
 
 ENTRIES = sorted(USAGE)
 

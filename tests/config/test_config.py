@@ -17,13 +17,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.version import VersionBase
 
 from normexp.cli import parse_command, read_options
-from normexp.config.choices import composed
-from normexp.config.command import compose_cells
-from normexp.config.compose import compose_cell, compose_config
-from normexp.config.groups import GROUPS, conf_dir, group_choices
-from normexp.config.target import read_target
-from normexp.config.validate import read_settings
 from normexp.errors import UserError
+from normexp.training.config.choices import composed
+from normexp.training.config.command import compose_cells
+from normexp.training.config.compose import compose_cell, compose_config
+from normexp.training.config.groups import GROUPS, conf_dir, group_choices
+from normexp.training.config.target import read_target
+from normexp.training.config.validate import read_settings
 
 REFUSED = {
     # Composing.

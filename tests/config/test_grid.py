@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from normexp.cli import parse_command
-from normexp.config.command import compose_cells
 from normexp.errors import UserError
+from normexp.training.config.command import compose_cells
 
 
 def expand_grid(words: list[str]) -> list[list[str]]:

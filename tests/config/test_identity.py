@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from normexp.cli import parse_command
-from normexp.config import identity
-from normexp.config.compose import compose_cell
-from normexp.config.groups import group_choices
-from normexp.config.identity import cell_id, differences
-from normexp.config.sizes import Sizes
-from normexp.config.spec import CellSpec
 from normexp.errors import UserError
+from normexp.training.config import identity
+from normexp.training.config.compose import compose_cell
+from normexp.training.config.groups import group_choices
+from normexp.training.config.identity import cell_id, differences
+from normexp.training.config.sizes import Sizes
+from normexp.training.config.spec import CellSpec
 
 # Recorded results are found by these. A change of one orphans them: a changed default or meaning
 # raises a number in `VERSIONS` instead.

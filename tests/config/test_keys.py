@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 import normexp
-from normexp.config.compose import compose_cell, compose_config
-from normexp.config.groups import GROUPS, option_defaults, shipped_config
-from normexp.config.help import config_lines
-from normexp.config.keys import KEYS, in_identity
-from normexp.config.spec import CellSpec
-from normexp.config.validate import OPTIONS, check_keys, check_value
+from normexp.training.config.compose import compose_cell, compose_config
+from normexp.training.config.groups import GROUPS, option_defaults, shipped_config
+from normexp.training.config.help import config_lines
+from normexp.training.config.keys import KEYS, in_identity
+from normexp.training.config.spec import CellSpec
+from normexp.training.config.validate import OPTIONS, check_keys, check_value
 
 PACKAGE = Path(normexp.__file__).parent
 GROUPED = ("norm.", "model.", "data.", "optim.", "trainer.", "logger.")  # a choice's YAML has these

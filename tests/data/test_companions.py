@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from normexp.data.companions import find_companions
+from normexp.training.data.companions import find_companions
 
 
 def photo(index: int, side: int = 32) -> Image.Image:

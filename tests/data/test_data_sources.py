@@ -20,12 +20,12 @@ from omegaconf import OmegaConf
 from PIL import Image
 from torchvision import datasets
 
-from normexp.data import Data, Examples, Windows, build_text_data, sources, text
-from normexp.data.dataset import validate
-from normexp.data.image_folder import load_image_folder
-from normexp.data.images import load_cifar10, load_cifar100
-from normexp.data.langid import read_own_strings
 from normexp.errors import UserError
+from normexp.training.data import Data, Examples, Windows, build_text_data, sources, text
+from normexp.training.data.dataset import validate
+from normexp.training.data.image_folder import load_image_folder
+from normexp.training.data.images import load_cifar10, load_cifar100
+from normexp.training.data.langid import read_own_strings
 
 CONF = Path(__file__).parents[2] / "conf" / "data"
 SHIPPED = sorted(path.stem for path in CONF.glob("*.yaml"))

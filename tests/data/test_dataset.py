@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from normexp.data import (
+from normexp.errors import UserError
+from normexp.training.data import (
     Augmentation,
     Data,
     Examples,
@@ -18,11 +19,10 @@ from normexp.data import (
     build_image_data,
     build_text_data,
 )
-from normexp.data.batches import TrainingBatches, epoch_order, window_offset
-from normexp.data.dataset import limit_train, validate
-from normexp.data.images import compute_channel_moments
-from normexp.data.sources import split_off_test, split_off_val
-from normexp.errors import UserError
+from normexp.training.data.batches import TrainingBatches, epoch_order, window_offset
+from normexp.training.data.dataset import limit_train, validate
+from normexp.training.data.images import compute_channel_moments
+from normexp.training.data.sources import split_off_test, split_off_val
 
 
 def examples(num_samples: int, num_classes: int = 3) -> Examples:

@@ -12,11 +12,11 @@ import pytest
 import torch
 from PIL import Image, PngImagePlugin
 
-from normexp.data import Data
-from normexp.data.build import build_data
-from normexp.data.image_folder import load_image_folder
-from normexp.data.pixels import decode_images
 from normexp.errors import UserError
+from normexp.training.data import Data
+from normexp.training.data.build import build_data
+from normexp.training.data.image_folder import load_image_folder
+from normexp.training.data.pixels import decode_images
 
 Draw = Callable[[np.random.Generator], Image.Image]
 
@@ -299,7 +299,7 @@ def test_copies_between_splits_are_counted_also_in_another_format(
         image = Image.open(root / f"train/a/{index}.png")
         image.save(root / f"test/b/copy{suffix}", **({"lossless": True} if index == 2 else {}))
     Image.open(root / "train/b/0.png").save(root / "val/b/0.png", pnginfo=PngImagePlugin.PngInfo())
-    words = {"_target_": "normexp.data.image_folder.load_image_folder", "size": None}
+    words = {"_target_": "normexp.training.data.image_folder.load_image_folder", "size": None}
     words |= {"root": "~/root", "data_dir": "~/data", "augmentation": None}
     build_data(words | {"val_fraction": 0.2, "split_seed": 0})
     for said in ("3 of 13 samples of test", "1 of 10 samples of val"):

@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from train_cases import cells, train
 
 import normexp
-from normexp.checks.wiring import find_stacking_fault
-from normexp.config.slots import PLACEMENTS, SLOTS, Slots
 from normexp.errors import UserError
-from normexp.models.transformer import EQUATIONS, Attention
-from normexp.models.vision import ResidualBlock, ViT
 from normexp.norms.factory import NormFactory
 from normexp.norms.site import modules_outside_sites, named_sites
+from normexp.training.checks.wiring import find_stacking_fault
+from normexp.training.config.slots import PLACEMENTS, SLOTS, Slots
+from normexp.training.models.transformer import EQUATIONS, Attention
+from normexp.training.models.vision import ResidualBlock, ViT
 
 CHANGED: dict[str, Any] = {
     "act": "tlu",

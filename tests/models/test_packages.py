@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from normexp.config.compose import compose_config
-from normexp.data import Data, Examples, build_image_data, build_text_data
 from normexp.errors import UserError
-from normexp.models.build import NetworkBuilder, _take_scores, build_network
-from normexp.models.packages import build_timm_model, build_torchvision_model
 from normexp.norms.build import build_norm
 from normexp.norms.site import named_sites
+from normexp.training.config.compose import compose_config
+from normexp.training.data import Data, Examples, build_image_data, build_text_data
+from normexp.training.models.build import NetworkBuilder, _take_scores, build_network
+from normexp.training.models.packages import build_timm_model, build_torchvision_model
 
 
 @pytest.mark.parametrize("build", [build_torchvision_model, build_timm_model])

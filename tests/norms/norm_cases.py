@@ -15,9 +15,9 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from normexp.batching.replicas import InTurn, Stacked
-from normexp.config.keys import own_keys
 from normexp.norms.running import RunningNorm
+from normexp.training.batching.replicas import InTurn, Stacked
+from normexp.training.config.keys import own_keys
 
 Norm = TypeVar("Norm", bound=nn.Module)
 

@@ -7,8 +7,8 @@ import torch
 from norm_cases import C, make_fresh, random_tensor
 from torch import Tensor, nn
 
-from normexp.batching.replicas import InTurn, Stacked
 from normexp.norms.site import Site
+from normexp.training.batching.replicas import InTurn, Stacked
 
 
 class Network(nn.Module):

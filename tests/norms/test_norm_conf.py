@@ -31,9 +31,6 @@ from train_cases import spec_of
 from wild_norms import LlamaRMSNorm
 
 from normexp import norms
-from normexp.cells.cell import make_builder
-from normexp.config.compose import compose_config
-from normexp.data.build import build_data
 from normexp.errors import UserError
 from normexp.norms.adapt import adapt, find_layout, foreign_factory
 from normexp.norms.batch import BatchNorm, GhostBatchNorm
@@ -43,6 +40,9 @@ from normexp.norms.sample import GroupNorm
 from normexp.norms.zoo.batch import BatchRenorm
 from normexp.norms.zoo.power import MovingAverageBatchNorm, PowerNorm
 from normexp.norms.zoo.rms import TaperNorm
+from normexp.training.cells.cell import make_builder
+from normexp.training.config.compose import compose_config
+from normexp.training.data.build import build_data
 from normexp.training.recipe import recipe_of
 
 TEXTS: Any = SimpleNamespace(input_shape=(16,))  # all that `build_norm` asks of data

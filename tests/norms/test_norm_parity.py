@@ -15,7 +15,6 @@ from timm.layers.std_conv import ScaledStdConv2d, StdConv2d
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from normexp.config.slots import PLACES, SLOTS, Slots, resolve, set_but_unused
 from normexp.norms.batch import BatchNorm, FrozenBatchNorm
 from normexp.norms.factory import NormFactory
 from normexp.norms.parts import (
@@ -29,6 +28,7 @@ from normexp.norms.sample import GroupNorm, InstanceNorm, LayerNorm, LayerNorm2d
 from normexp.norms.sequence import BatchNormPerPosition
 from normexp.norms.site import norm_parameters
 from normexp.norms.zoo.nonlinear import FilterResponseNorm
+from normexp.training.config.slots import PLACES, SLOTS, Slots, resolve, set_but_unused
 
 BATCH = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 

@@ -13,13 +13,13 @@ import pytest
 from test_records_result import make_result
 
 from normexp.errors import UserError
-from normexp.records import archive
-from normexp.records.archive import Archive, main, pack_study
-from normexp.records.files import write_json
-from normexp.records.journal import CommandEntry, Request, append_entry
-from normexp.records.layout import find_study, refuse_shipped, seed_dir
-from normexp.records.result import Measured, write_result
-from normexp.records.samples import write_samples
+from normexp.training.records import archive
+from normexp.training.records.archive import Archive, main, pack_study
+from normexp.training.records.files import write_json
+from normexp.training.records.journal import CommandEntry, Request, append_entry
+from normexp.training.records.layout import find_study, refuse_shipped, seed_dir
+from normexp.training.records.result import Measured, write_result
+from normexp.training.records.samples import write_samples
 
 RIGHT = np.arange(13) % 3 == 0
 LOSSES = np.linspace(0, 1, 5, dtype=np.float32)

@@ -6,7 +6,7 @@ import json
 import platform
 from importlib.metadata import version
 
-from normexp.records.environment import describe_environment
+from normexp.training.records.environment import describe_environment
 
 
 def test_environment_is_plain_and_names_the_versions():

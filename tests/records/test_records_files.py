@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from normexp.errors import UserError
-from normexp.records.files import (
+from normexp.training.records.files import (
     ensure_writable,
     is_full_disk,
     open_atomic,
@@ -20,7 +20,7 @@ from normexp.records.files import (
     write_json,
     write_text,
 )
-from normexp.records.locks import file_lock, holder_of, this_command
+from normexp.training.records.locks import file_lock, holder_of, this_command
 
 
 def no_space(*_: object) -> None:
@@ -142,7 +142,7 @@ def test_a_lock_of_another_machine_is_named(tmp_path: Path, caplog: pytest.LogCa
 HOLD = """
 import sys
 from pathlib import Path
-from normexp.records.locks import file_lock
+from normexp.training.records.locks import file_lock
 with file_lock(Path(sys.argv[1])) as held:
     print(held, flush=True)
     sys.stdin.read()

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from normexp.errors import UserError
-from normexp.records.metrics import HEADER, MetricRow, read_metrics, write_metrics
-from normexp.records.samples import read_samples, write_samples
+from normexp.training.records.metrics import HEADER, MetricRow, read_metrics, write_metrics
+from normexp.training.records.samples import read_samples, write_samples
 
 
 @pytest.fixture

@@ -10,9 +10,22 @@ from typing import Any
 import pytest
 
 from normexp.errors import UserError
-from normexp.records.journal import read_entries
-from normexp.records.layout import find_study, list_cells, list_runs, list_seeds, seed_dir, seed_of
-from normexp.records.result import Measured, Result, read_result, read_result_of_study, write_result
+from normexp.training.records.journal import read_entries
+from normexp.training.records.layout import (
+    find_study,
+    list_cells,
+    list_runs,
+    list_seeds,
+    seed_dir,
+    seed_of,
+)
+from normexp.training.records.result import (
+    Measured,
+    Result,
+    read_result,
+    read_result_of_study,
+    write_result,
+)
 
 MEASURED = {
     "metrics": {"val/loss": 0.1 + 0.2, "val/accuracy": 1.0, "val/accuracy@batch32": 0.9},

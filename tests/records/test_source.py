@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from normexp.errors import UserError
-from normexp.records.source import (
+from normexp.training.records.source import (
     digest_of,
     package_digest,
     refuse_edited,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from normexp.errors import UserError
-from normexp.records.journal import (
+from normexp.training.records.journal import (
     CommandEntry,
     Refusal,
     Request,
@@ -16,11 +16,11 @@ from normexp.records.journal import (
     read_entries,
     remove_refused,
 )
-from normexp.records.layout import CHECKPOINT_FILE, STACKS, seed_dir
-from normexp.records.locks import file_lock
-from normexp.records.result import Measured, Result, Status, write_result
-from normexp.records.stacks import Attempts, lock_of, write_attempts
-from normexp.records.study import read_study
+from normexp.training.records.layout import CHECKPOINT_FILE, STACKS, seed_dir
+from normexp.training.records.locks import file_lock
+from normexp.training.records.result import Measured, Result, Status, write_result
+from normexp.training.records.stacks import Attempts, lock_of, write_attempts
+from normexp.training.records.study import read_study
 
 
 def command(name: str, cells: dict[str, list[int]], *words: str) -> CommandEntry:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from normexp.cli import parse_command
-from normexp.config.choices import parse_overrides
 from normexp.errors import UserError
-from normexp.search.points import Search, plan_searches
-from normexp.search.space import Dimension, Space, read_space
+from normexp.training.config.choices import parse_overrides
+from normexp.training.search.points import Search, plan_searches
+from normexp.training.search.space import Dimension, Space, read_space
 
 LR = "lr=interval(1e-3,1)"
 

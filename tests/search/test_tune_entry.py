@@ -9,11 +9,11 @@ from typing import Literal
 
 import pytest
 
-from normexp.config.spec import CellSpec
-from normexp.records.journal import CommandEntry, read_entries
-from normexp.records.result import Measured, Result, Status
-from normexp.records.study import CellState
-from normexp.search import select
+from normexp.training.config.spec import CellSpec
+from normexp.training.records.journal import CommandEntry, read_entries
+from normexp.training.records.result import Measured, Result, Status
+from normexp.training.records.study import CellState
+from normexp.training.search import select
 from normexp.tune import main
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from normexp.records.journal import Request
-from normexp.records.result import Measured, Result, Status
-from normexp.records.stacks import StackState
-from normexp.records.study import CellState
-from normexp.studies.terminal import commands_to_look, without_shared_words
-from normexp.sweeps import display as display_module
-from normexp.sweeps.display import Display
-from normexp.sweeps.machine import console_for_progress
+from normexp.training.records.journal import Request
+from normexp.training.records.result import Measured, Result, Status
+from normexp.training.records.stacks import StackState
+from normexp.training.records.study import CellState
+from normexp.training.studies.terminal import commands_to_look, without_shared_words
+from normexp.training.sweeps import display as display_module
+from normexp.training.sweeps.display import Display
+from normexp.training.sweeps.machine import console_for_progress
 
 
 def cell(name: str, *, ended: int = 0, status: Status = Status.FINISHED, **stack) -> CellState:

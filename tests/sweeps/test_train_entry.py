@@ -14,19 +14,19 @@ from zipfile import ZipFile
 
 import pytest
 
-from normexp.cells import run as run_module
 from normexp.cli import parse_command
-from normexp.config.command import compose_cells
-from normexp.records.journal import CommandEntry, Refusal, read_entries
-from normexp.records.layout import ARCHIVED_RESULTS
-from normexp.records.locks import file_lock
-from normexp.records.result import Status, read_result
-from normexp.records.stacks import lock_of
-from normexp.records.study import CellState, read_study
 from normexp.status import main as status
-from normexp.sweeps import sweep as sweep_module
-from normexp.sweeps.machine import WorkerSlot
 from normexp.train import main
+from normexp.training.cells import run as run_module
+from normexp.training.config.command import compose_cells
+from normexp.training.records.journal import CommandEntry, Refusal, read_entries
+from normexp.training.records.layout import ARCHIVED_RESULTS
+from normexp.training.records.locks import file_lock
+from normexp.training.records.result import Status, read_result
+from normexp.training.records.stacks import lock_of
+from normexp.training.records.study import CellState, read_study
+from normexp.training.sweeps import sweep as sweep_module
+from normexp.training.sweeps.machine import WorkerSlot
 
 QUICK = ["steps=2", "trainer=cpu", "save_weights=false", "study=s"]
 

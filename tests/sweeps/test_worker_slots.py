@@ -13,11 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from normexp.config.spec import CellSpec
-from normexp.records import environment
-from normexp.records.environment import visible_gpus
-from normexp.sweeps import machine, worker
-from normexp.sweeps.machine import WorkerSlot, other_trainings, worker_slots
+from normexp.training.config.spec import CellSpec
+from normexp.training.records import environment
+from normexp.training.records.environment import visible_gpus
+from normexp.training.sweeps import machine, worker
+from normexp.training.sweeps.machine import WorkerSlot, other_trainings, worker_slots
 
 
 def on(workers: int | None = None, **trainer: object) -> CellSpec:
@@ -148,9 +148,8 @@ def test_gpus_are_named_as_the_environment_names_them(
 @pytest.mark.slow
 def test_threads_that_wait_do_not_keep_a_core_busy():
     """The OpenMP library itself says how its threads wait."""
-    words = (
-        "from normexp.sweeps.machine import importing_torch\nwith importing_torch():\n import torch"
-    )
+    words = "from normexp.training.sweeps.machine import importing_torch\n"
+    words += "with importing_torch():\n import torch"
     variables = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
     shown = subprocess.run(
         [sys.executable, "-c", words],

@@ -23,17 +23,17 @@ from training_cases import (
     train,
 )
 
-from normexp.batching.replicas import Replicas
-from normexp.config.keys import RunningFrom
-from normexp.config.sizes import Sizes
-from normexp.data.augment import Augmentation
-from normexp.data.dataset import Data, Examples, Windows
-from normexp.models.transformer import GPT
 from normexp.norms.batch import BatchNorm
 from normexp.norms.site import named_sites, read_state
 from normexp.norms.zoo.batch import EvalNorm
 from normexp.norms.zoo.deviations import BatchNormBiasedAverage
+from normexp.training.batching.replicas import Replicas
+from normexp.training.config.keys import RunningFrom
+from normexp.training.config.sizes import Sizes
 from normexp.training.criterion import Classification, LanguageModeling
+from normexp.training.data.augment import Augmentation
+from normexp.training.data.dataset import Data, Examples, Windows
+from normexp.training.models.transformer import GPT
 from normexp.training.module import TrainingModule
 from normexp.training.samples import gather, samples_per_forward, shuffled
 from normexp.training.statistics import with_population

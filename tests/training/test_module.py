@@ -28,15 +28,15 @@ from training_cases import (
     train,
 )
 
-from normexp.batching.replicas import InTurn, Stacked
-from normexp.config.compose import compose_config
-from normexp.config.keys import RunningFrom
-from normexp.config.sizes import Sizes
 from normexp.errors import UserError
 from normexp.norms.build import build_norm
 from normexp.norms.factory import NormFactory
-from normexp.records.metrics import read_metrics
+from normexp.training.batching.replicas import InTurn, Stacked
+from normexp.training.config.compose import compose_config
+from normexp.training.config.keys import RunningFrom
+from normexp.training.config.sizes import Sizes
 from normexp.training.module import LossHistory, Recorder
+from normexp.training.records.metrics import read_metrics
 from normexp.training.schedule import own_schedule
 from normexp.training.step import StepGradient
 

@@ -30,9 +30,9 @@ from training_cases import (
 )
 from wild_norms import StrangerNorm
 
-from normexp.config.sizes import Sizes
 from normexp.norms.batch import SyncBatchNorm
 from normexp.training import fit
+from normexp.training.config.sizes import Sizes
 from normexp.training.module import TrainingModule
 
 

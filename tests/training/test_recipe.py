@@ -12,14 +12,14 @@ from torch import nn
 from torch.optim import SGD, lr_scheduler
 from training_cases import SETTINGS, image_data, recipe_for
 
-from normexp.batching.replicas import Stacked
-from normexp.config.compose import compose_config
-from normexp.config.lr_rule import scale_learning_rate
-from normexp.config.sizes import Sizes
-from normexp.config.validate import read_settings
 from normexp.errors import UserError
 from normexp.norms.factory import NormFactory
 from normexp.norms.site import norm_parameters
+from normexp.training.batching.replicas import Stacked
+from normexp.training.config.compose import compose_config
+from normexp.training.config.lr_rule import scale_learning_rate
+from normexp.training.config.sizes import Sizes
+from normexp.training.config.validate import read_settings
 from normexp.training.optimizer import (
     ELEMENTWISE,
     OwnRates,

@@ -29,15 +29,15 @@ from training_cases import (
 )
 from wild_norms import StrangerNorm
 
-from normexp.checks.network import probe_batch
-from normexp.checks.wiring import cannot_stack
-from normexp.config.compose import compose_config
-from normexp.config.groups import group_choices
-from normexp.config.sizes import Sizes
-from normexp.config.slots import Slots
 from normexp.norms.build import build_norm
 from normexp.norms.factory import NormFactory
 from normexp.norms.sample import RMSNorm
+from normexp.training.checks.network import probe_batch
+from normexp.training.checks.wiring import cannot_stack
+from normexp.training.config.compose import compose_config
+from normexp.training.config.groups import group_choices
+from normexp.training.config.sizes import Sizes
+from normexp.training.config.slots import Slots
 from normexp.training.schedule import own_schedule
 
 slow = pytest.mark.slow

@@ -15,19 +15,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_cases import NEEDS_GPU, image_data, recipe_for, text_data, train
 
-from normexp.batching.draws import Dropout
-from normexp.batching.replicas import Batch, InTurn, Replicas, Stacked
-from normexp.config.compose import compose_config
-from normexp.config.groups import group_choices
-from normexp.config.sizes import Sizes
-from normexp.config.validate import read_settings
-from normexp.data.augment import Augmentation
-from normexp.data.batches import TrainingBatches
-from normexp.data.dataset import Data, Windows
 from normexp.errors import UserError
-from normexp.models.build import build_network
 from normexp.norms.build import build_norm
+from normexp.training.batching.draws import Dropout
+from normexp.training.batching.replicas import Batch, InTurn, Replicas, Stacked
+from normexp.training.config.compose import compose_config
+from normexp.training.config.groups import group_choices
+from normexp.training.config.sizes import Sizes
+from normexp.training.config.validate import read_settings
+from normexp.training.data.augment import Augmentation
+from normexp.training.data.batches import TrainingBatches
+from normexp.training.data.dataset import Data, Windows
 from normexp.training.devices import gpu_arithmetic
+from normexp.training.models.build import build_network
 from normexp.training.module import Recorder, TrainingModule
 from normexp.training.optimizer import build_optimizer
 from normexp.training.statistics import with_population

@@ -24,10 +24,10 @@ from training_cases import (
     train,
 )
 
-from normexp.config.sizes import Sizes
 from normexp.norms import kernel
-from normexp.records.result import read_result
 from normexp.train import main
+from normexp.training.config.sizes import Sizes
+from normexp.training.records.result import read_result
 from normexp.training.stopping import Interrupted
 
 slow = pytest.mark.slow

@@ -13,21 +13,21 @@ import pytorch_lightning as pl
 import torch
 from torch import nn
 
-from normexp.batching.draws import derive_seed
-from normexp.batching.replicas import InTurn, Replicas, Stacked
-from normexp.config.compose import compose_config
-from normexp.config.keys import Settings, TrainerKeys
-from normexp.config.sizes import Sizes
-from normexp.config.validate import read_settings
-from normexp.data.batches import TrainingBatches
-from normexp.data.dataset import Data, Examples
-from normexp.models.transformer import TextEncoder
-from normexp.models.vision import ConvNet, ResNet
 from normexp.norms.batch import BatchNorm
 from normexp.norms.factory import NormFactory
 from normexp.norms.sample import GroupNorm
+from normexp.training.batching.draws import derive_seed
+from normexp.training.batching.replicas import InTurn, Replicas, Stacked
+from normexp.training.config.compose import compose_config
+from normexp.training.config.keys import Settings, TrainerKeys
+from normexp.training.config.sizes import Sizes
+from normexp.training.config.validate import read_settings
 from normexp.training.criterion import criterion_of
+from normexp.training.data.batches import TrainingBatches
+from normexp.training.data.dataset import Data, Examples
 from normexp.training.fit import fit
+from normexp.training.models.transformer import TextEncoder
+from normexp.training.models.vision import ConvNet, ResNet
 from normexp.training.module import Recorder, TrainingModule
 from normexp.training.recipe import Recipe, count_steps_per_epoch
 from normexp.training.schedule import named_schedule

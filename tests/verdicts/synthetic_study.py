@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from normexp.config.slots import Slots
-from normexp.records.metrics import MetricRow, write_metrics
-from normexp.records.result import Measured, Result, Status, write_result
-from normexp.studies.rows import row_of
+from normexp.training.config.slots import Slots
+from normexp.training.records.metrics import MetricRow, write_metrics
+from normexp.training.records.result import Measured, Result, Status, write_result
+from normexp.training.studies.rows import row_of
 from normexp.verdicts.compare import Comparison
 from normexp.verdicts.report import Report, report_on
 from normexp.verdicts.rows import Row, Rows

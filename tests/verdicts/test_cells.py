@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from synthetic_study import cell_of, report_of_cells
 
-from normexp.studies.rows import join_spellings
+from normexp.training.studies.rows import join_spellings
 from normexp.verdicts.compare import DIFFERENCE
 from normexp.verdicts.report import report_on
 from normexp.verdicts.rows import PlannedCell, Row, Rows

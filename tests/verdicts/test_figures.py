@@ -13,8 +13,8 @@ import pytest
 import vl_convert
 from synthetic_study import cell_of, report_of_cells, write_cell, write_study
 
-from normexp.records.result import flatten
-from normexp.studies.report import describe_norm, read_report
+from normexp.training.records.result import flatten
+from normexp.training.studies.report import describe_norm, read_report
 from normexp.verdicts import figures, page
 from normexp.verdicts.cells import ORDER, order_norms
 from normexp.verdicts.figures import (

@@ -11,7 +11,7 @@ import pytest
 from synthetic_study import cell_of, find, report_of_cells, write_cell
 
 import normexp
-from normexp.records.journal import CommandEntry, Request, append_entry
+from normexp.training.records.journal import CommandEntry, Request, append_entry
 from normexp.verdicts.report import Report
 from normexp.verdicts.rows import PlannedCell, Row
 

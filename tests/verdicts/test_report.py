@@ -14,10 +14,10 @@ from synthetic_study import cell_of, find, report_of_cells, write_cell, write_st
 
 import normexp
 from normexp.errors import UserError
-from normexp.records.archive import pack_study, unpack_study
-from normexp.records.journal import CommandEntry, Request, append_entry
 from normexp.report import main
-from normexp.studies.report import read_report
+from normexp.training.records.archive import pack_study, unpack_study
+from normexp.training.records.journal import CommandEntry, Request, append_entry
+from normexp.training.studies.report import read_report
 from normexp.verdicts.compare import ADDED
 from normexp.verdicts.report import Report, to_json
 from normexp.verdicts.rows import RefusedCell

@@ -10,10 +10,10 @@ from synthetic_study import write_cell, write_study
 
 import normexp
 from normexp.errors import UserError
-from normexp.records.archive import pack_study
-from normexp.records.files import write_json
 from normexp.status import main as status_main
-from normexp.studies.rows import read_studies
+from normexp.training.records.archive import pack_study
+from normexp.training.records.files import write_json
+from normexp.training.studies.rows import read_studies
 from normexp.verdicts.interval import Interval
 from normexp.verdicts.metric import Estimate
 

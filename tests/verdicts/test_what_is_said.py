@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from synthetic_study import ENVIRONMENT, cell_of, find, report_of_cells
 
-from normexp.records.result import flatten
+from normexp.training.records.result import flatten
 from normexp.verdicts.figures import draw_figures
 from normexp.verdicts.report import Report
 from normexp.verdicts.rows import Row

@@ -19,8 +19,8 @@ from normexp.any_network.diagnosis.result import (
     LossEstimate,
     SiteRow,
 )
-from normexp.batching.draws import keeping_random_state
 from normexp.errors import UserError
+from normexp.training.batching.draws import keeping_random_state
 from normexp.words import name_some
 
 __all__ = ["TERMS", "Diagnosis", "LossEstimate", "Finding", "SiteRow"]

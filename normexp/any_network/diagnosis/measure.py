@@ -38,7 +38,6 @@ from normexp.any_network.diagnosis.parts import SILENT, Modes, Parts, is_within,
 from normexp.any_network.diagnosis.recompute import run_in_training, write_values
 from normexp.any_network.diagnosis.result import TERMS, Losses, LossEstimate, SiteRow
 from normexp.any_network.diagnosis.rows import Calls, row_of
-from normexp.batching.copies import copied
 from normexp.errors import UserError
 from normexp.norms.moment_sites import (
     MomentSite,
@@ -52,6 +51,7 @@ from normexp.norms.moment_sites import (
     write_populations,
 )
 from normexp.norms.samples import count_samples, take_samples
+from normexp.training.batching.copies import copied
 
 PATIENCE = 10  # seconds without a line of progress
 

@@ -24,7 +24,6 @@ from normexp.any_network.diagnosis.batches import (
 )
 from normexp.any_network.diagnosis.result import ROOT
 from normexp.any_network.trial import Inputs, agree, attributes_of, differing_values
-from normexp.batching.copies import copied
 from normexp.errors import UserError
 from normexp.norms.moment_sites import MomentSite, can_be_shown
 from normexp.norms.samples import (
@@ -39,6 +38,7 @@ from normexp.norms.samples import (
     usual_axis,
 )
 from normexp.norms.site import named_sites
+from normexp.training.batching.copies import copied
 from normexp.words import name_some
 
 FEW = 16  # samples on which modules are looked at one by one

@@ -14,8 +14,6 @@ from normexp.any_network.diagnosis.batches import call_of, first_samples, stream
 from normexp.any_network.diagnosis.parts import Modes, Parts, is_within, set_modes
 from normexp.any_network.diagnosis.result import ROOT
 from normexp.any_network.trial import differing_values
-from normexp.batching.copies import copied
-from normexp.batching.draws import keeping_random_state
 from normexp.errors import UserError
 from normexp.norms.base import Moments
 from normexp.norms.moment_sites import (
@@ -25,6 +23,8 @@ from normexp.norms.moment_sites import (
     watching,
     write_populations,
 )
+from normexp.training.batching.copies import copied
+from normexp.training.batching.draws import keeping_random_state
 from normexp.words import name_some
 
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normexp.any_network.diagnosis import Diagnosis, diagnose
-from normexp.data.images import load_digits
 from normexp.norms.site import Site
+from normexp.training.data.images import load_digits
 
 Batches = list[tuple[Tensor, Tensor]]
 

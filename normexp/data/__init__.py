@@ -1,8 +1,0 @@
-"""Data sets. Write your own with `build_image_data` or `build_text_data`, which return `Data`."""
-
-from normexp.data.augment import Augmentation
-from normexp.data.dataset import Data, Examples, Windows
-from normexp.data.images import build_image_data
-from normexp.data.text import build_text_data
-
-__all__ = ["Augmentation", "Data", "Examples", "Windows", "build_image_data", "build_text_data"]

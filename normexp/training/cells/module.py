@@ -1,0 +1,159 @@
+"""What trains a cell: its module, its seeds as replicas, and the loggers of its runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+from pytorch_lightning.loggers import Logger
+from torch import nn
+
+from normexp.errors import UserError
+from normexp.training.batching.replicas import SMALL_FORWARD, InTurn, Replicas, Stacked
+from normexp.training.cells.cell import Cell
+from normexp.training.config.spec import CellSpec
+from normexp.training.data.batches import TrainingBatches
+from normexp.training.devices import device_type
+from normexp.training.module import Recorder, TrainingModule
+from normexp.training.records.layout import METRICS_FILE, seed_dir
+from normexp.training.records.metrics import read_metrics
+from normexp.training.records.result import Result, read_result, settings_of
+from normexp.training.trackers import build_loggers
+
+logger = logging.getLogger(__name__)
+
+
+def build_module(
+    cell: Cell,
+    seeds: list[int],
+    replicas: Replicas,
+    recorder: Recorder,
+    lrs: Sequence[float] | None = None,
+) -> TrainingModule:
+    """The module that trains and evaluates replicas; `seeds` and `lrs` have one value for each."""
+    recipe = cell.recipe
+    size = recipe.sizes.batch_size
+    batches = TrainingBatches(cell.data, seeds, size, drop_last=recipe.settings.drop_last)
+    if lrs is not None:
+        scales = tuple(lr / max(lrs) for lr in lrs)
+        recipe = replace(recipe, lr=max(lrs), lr_scales=scales)
+    return TrainingModule(replicas, batches, recipe, recorder)
+
+
+def module_of(cell: Cell) -> TrainingModule:
+    """The module of a cell's seeds for a Trainer of the user's own, whose batches are its steps."""
+    seeds = cell.spec.seeds
+    if len(seeds) > 1 and cell.alone is not None:
+        raise UserError(f"replicas={len(seeds)}: {cell.alone}; set replicas=1")
+    cell = replace(cell, recipe=replace(cell.recipe, max_chunk=1))
+    replicas = arrange_replicas(cell, [cell.build(seed) for seed in seeds])
+    module = build_module(cell, seeds, replicas, Recorder([]))
+    module.configure_callbacks = cell.recipe.callbacks
+    return module
+
+
+def arrange_replicas(
+    cell: Cell, networks: list[nn.Module], *, is_stacked: bool | None = None
+) -> Replicas:
+    """Stacks networks of one cell if that is possible and faster, see `will_stack`."""
+    if will_stack(cell, len(networks), is_stacked=is_stacked):
+        return Stacked(networks)
+    return InTurn(networks, has_foreign_draws=cell.traits.draws_for_itself)
+
+
+def will_stack(cell: Cell, num_replicas: int, *, is_stacked: bool | None = None) -> bool:
+    """True if this many replicas will be stacked; logs the reason if they cannot.
+
+    `is_stacked`, the form in a checkpoint, overrides the recipe.
+    """
+    settings = cell.recipe.settings
+    wanted = settings.stack if is_stacked is None else is_stacked
+    if wanted == "auto":
+        is_on_cpu = device_type(settings.trainer.accelerator) == "cpu"
+        wanted = not is_on_cpu or cell.elements_per_forward <= SMALL_FORWARD
+    if not wanted or num_replicas == 1 or cell.alone is not None:
+        return False
+    obstacle = cell.traits.stacking_obstacle
+    if settings.trainer.num_processes > 1 and cell.recipe.is_synchronized:
+        # Under vmap nothing can be sent.
+        obstacle = "the norm takes statistics over all devices"
+    if obstacle is not None:
+        logger.info("%s: seeds train one after another: %s", cell.title, obstacle)
+    return obstacle is None
+
+
+def must_split(cell: Cell, num_runs: int, num_rates: int = 1) -> bool:
+    """True if the runs of a stack cannot train together, or would train in turn on a CPU.
+
+    Alone, each can have a core of its own, and ends with the same numbers.
+
+    Args:
+        num_rates: of learning rates; at every step those must be proportional to `lr`.
+    """
+    has_one_rate = num_rates == 1
+    if will_stack(cell, num_runs) and (has_one_rate or cell.recipe.schedule.follows_lr):
+        return False
+    on_gpu = device_type(cell.recipe.settings.trainer.accelerator) != "cpu"
+    trains_in_turn = on_gpu and has_one_rate and cell.alone is None
+    return num_runs > 1 and not trains_in_turn
+
+
+# --- Loggers besides metrics.csv ------------------------------------------------------------------
+
+
+@contextmanager
+def run_loggers(
+    spec: CellSpec,
+    seed: int,
+    facts: Cell | Result,
+    build: Callable[[Mapping[str, Any]], list[Logger]],
+) -> Iterator[list[Logger]]:
+    """The loggers of one run; finishes them at the end, as failed if the block raises.
+
+    Args:
+        facts: what defines the run.
+        build: makes the loggers from names and folders of the run.
+    """
+    config, study_dir, version = spec.config, spec.study_dir, f"seed-{seed}"
+    names = {"study": config["study"], "experiment": config.get("experiment")}
+    params = settings_of(facts.defines, facts.derived) | names
+    labels = [params[key] for key in ("norm", "model", "data", "study", "experiment")]
+    labels += [*(config["tags"] or []), facts.measured.invalid and "INVALID"]
+    loggers = build(
+        {
+            "save_dir": str(study_dir),
+            "run_dir": str(seed_dir(spec.directory, seed)),
+            "name": spec.id,
+            "version": version,
+            "experiment_name": study_dir.name,
+            "run_name": f"{spec.id}/{version}",
+            "labels": list(dict.fromkeys(str(label) for label in labels if label)),
+            "notes": config["notes"],
+        }
+    )
+    status = "failed"
+    try:
+        for each in loggers:
+            each.log_hyperparams({**params, "cell": spec.id, "seed": seed})
+        yield loggers
+        status = "success"
+    finally:
+        for each in loggers:
+            each.finalize(status)
+
+
+def log_record(spec: CellSpec, seed: int, name: str) -> None:
+    """Gives the history of an ended run to a new logger of the config, as its training would."""
+    run_dir = seed_dir(spec.directory, seed)
+    build = partial(build_loggers, {name: spec.config["logger"][name]})
+    with run_loggers(spec, seed, read_result(run_dir), build) as loggers:
+        recorder = Recorder([None], [loggers])
+        rows = read_metrics(run_dir / METRICS_FILE)
+        for position, at_once in groupby(rows, key=itemgetter(slice(3))):
+            recorder.record(position, {row.name: [row.value] for row in at_once})

@@ -1,0 +1,180 @@
+"""A command of train, tune or check: its words, its grid, and the cells that it asks for."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, RangeSweep
+from hydra.errors import HydraException
+
+from normexp.errors import UserError
+from normexp.training.config.choices import compose_choices, is_choice, parse_overrides
+from normexp.training.config.compose import compose_cell, refuse_missing
+from normexp.training.config.groups import group_choices
+from normexp.training.config.spec import CellSpec, join_points, shared_value
+from normexp.training.config.validate import OPTIONS
+from normexp.words import as_typed, suggest
+
+NOT_GLOBBED = "as_built"  # fits certain models
+
+
+@dataclass(frozen=True)
+class Command:
+    """A parsed command line of train, tune or check; see `cli.parse_command`.
+
+    Attributes:
+        overrides: its `key=value` words, in order.
+        multirun: -m was given: train every combination of the values.
+        shows_config: --cfg was given: the config is printed, nothing trains.
+    """
+
+    overrides: list[str]
+    multirun: bool = False
+    shows_config: bool = False
+
+    @cached_property
+    def hydra(self) -> dict[str, Any]:
+        """Hydra's own config for this command, by the first value of each choice.
+
+        A swept `experiment` is left out, because each recipe would bring its own.
+        """
+        words = []
+        for override in parse_overrides(self.overrides):
+            is_one_of_many = override.key_or_group == "experiment" and override.is_sweep_override()
+            if is_choice(override) and not is_one_of_many:
+                words.append(_words_of(override)[0])
+        return compose_choices(parse_overrides(words))["hydra"]
+
+    @property
+    def launcher(self) -> str | None:
+        """The Hydra launcher, typed or of an experiment; None for our own workers."""
+        name = self.hydra["runtime"]["choices"]["hydra/launcher"]
+        return None if name == "basic" else name
+
+    def grid(self) -> list[Override]:
+        """The words of the line and of its experiment; a typed key replaces the other."""
+        params = self.hydra["sweeper"].get("params") or {}
+        words = [*(f"{key}={value}" for key, value in params.items()), *self.overrides]
+        return [*{one.get_key_element(): one for one in parse_overrides(words)}.values()]
+
+    def points(self, overrides: Sequence[Override]) -> list[list[str]]:
+        """The words of each point of a grid; the first override varies slowest."""
+        return [list(point) for point in itertools.product(*map(_words_of, overrides))]
+
+    def lines(self) -> list[list[str]]:
+        """The words of each point of its grid: one without -m, unless a recipe sweeps."""
+        recipe_sweeps = self.hydra["sweeper"].get("params")
+        if self.multirun or recipe_sweeps or str(self.hydra["mode"]).endswith("MULTIRUN"):
+            return self.points(self.grid())
+        return [[*self.overrides]]
+
+    def cell(self, words: Sequence[str]) -> CellSpec:
+        """The cell of a point. Values that cannot be trained together are its `error`.
+
+        Raises:
+            UserError: a word that is wrong in itself: an unknown key, choice or class.
+        """
+        config, choices = compose_cell(words)
+        refuse_missing(config)
+        spec = CellSpec(config, choices, overrides=words)
+        try:
+            norm = spec.settings.norm
+        except UserError as refused:
+            return replace(spec, error=str(refused))
+        if norm.may_mix_samples:
+            return spec
+        return replace(spec, config=config | {"norm_batch_size": None})
+
+
+def study_words(study_dir: Path) -> list[str]:
+    """The words that name a study in any command."""
+    named = {"study": study_dir.name, "runs_dir": str(study_dir.parent)}
+    return [
+        f"{key}={as_typed(value)}"
+        for key, value in named.items()
+        if (key, value) != ("runs_dir", "runs")
+    ]
+
+
+def is_searched(override: Override) -> bool:
+    """True for a dimension of a search: choice, range or interval. `a,b` makes a grid instead."""
+    value = override.value()
+    is_list = isinstance(value, Glob) or (isinstance(value, ChoiceSweep) and value.simple_form)
+    return override.is_sweep_override() and not is_list
+
+
+def swept_texts(override: Override) -> list[str]:
+    """The values of a sweep as they are typed; those of a range without the digits of 0.1 + 0.2."""
+    texts, value = list(override.sweep_string_iterator()), override.value()
+    if isinstance(value, RangeSweep):
+        digits = 12 - math.floor(math.log10(abs(value.step)))
+        texts = [str(round(float(text), digits)) if "." in text else text for text in texts]
+    return texts
+
+
+def _words_of(override: Override) -> list[str]:
+    """A word for each value of an override. A glob names a folder of choices, or leaves it out."""
+    key, value, word = override.get_key_element(), override.value(), override.input_line
+    if not override.is_sweep_override():
+        return [f"{key}={override.get_value_element_as_str()}"]
+    try:
+        if isinstance(value, Glob):
+            choices = group_choices(override.key_or_group)
+            deep = "/" in str(word)  # deviations only where a pattern names their folder
+            names = value.filter(
+                [c for c in choices if c != NOT_GLOBBED and (deep or "/" not in c)]
+            )
+        else:
+            names = swept_texts(override)
+    except (ValueError, HydraException) as error:  # a range without a step, or an interval
+        reason = "an interval has no list" if isinstance(value, IntervalSweep) else error
+        raise UserError(f"{word}: {reason}; use a,b or range(...)") from error
+    if not names:
+        raise UserError(f"{word}: matches nothing")
+    return [f"{key}={name}" for name in names]
+
+
+def compose_cells(command: Command) -> list[CellSpec]:
+    """Every cell of a command once, with its config and its title.
+
+    Points of the grid with one id are one cell. A cell whose values cannot be trained becomes a row
+    of the sweep, and the other cells are trained.
+
+    Raises:
+        UserError: the single cell, or every cell of a sweep, is refused; or a word is wrong.
+    """
+    cells = [command.cell(line) for line in command.lines()]
+    if all(cell.error for cell in cells):
+        raise UserError(cells[0].error)
+    for key in ("study", "runs_dir"):
+        shared_value(cells, key)
+    return join_points(cells)
+
+
+def compose_norms(command: Command) -> dict[str, dict[str, Any]]:
+    """The config of each norm of a command of normexp.check, by its name and typed knobs.
+
+    Raises:
+        UserError: a key that has no effect on a card, or a norm that does not compose.
+    """
+    for word in command.overrides:
+        key = word.lstrip("+").partition("=")[0]
+        is_of_training = key in ("norm.view", "norm.half_life", "norm.running_from")
+        has_no_effect = is_of_training or word == "norm=as_built"
+        hint = "" if has_no_effect else suggest(key, ["norm", "eps", *OPTIONS["check"]])
+        if has_no_effect or key.partition(".")[0] not in ("norm", "eps", "hydra"):
+            raise UserError(f"{word}: has no effect on a card; {hint or 'it takes a norm and eps'}")
+    norms = {}
+    for spec in compose_cells(replace(command, multirun=True)):
+        if spec.error:
+            raise UserError(spec.error)
+        knobs = [w.lstrip("+").removeprefix("norm.") for w in spec.overrides]
+        knobs = [w for w in knobs if not w.startswith(("norm=", "_target_=", "hydra"))]
+        norms[" ".join([spec.choices["norm"], *knobs])] = spec.config
+    return norms

@@ -1,0 +1,177 @@
+"""Composes the config of one cell, in plain values.
+
+Hydra composes the choices of the groups, once for all cells that share them; the values of a line
+are then set, and every key is checked to be one that something reads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from normexp.errors import UserError
+from normexp.training.config.choices import (
+    NEEDS_PACKAGE,
+    compose_choices,
+    explain,
+    is_choice,
+    parse_overrides,
+)
+from normexp.training.config.groups import CUSTOM_GROUPS, GROUPS, group_choices
+from normexp.training.config.keys import (
+    MISSING,
+    PATHS,
+    dotted_keys,
+    in_identity,
+    is_read,
+    parts_with_target,
+    value_at,
+)
+from normexp.training.config.validate import unknown_key
+from normexp.training.records.files import read_path
+from normexp.training.records.source import why_missing
+from normexp.verdicts.metric import direction_of
+from normexp.verdicts.settings import BUDGETS
+from normexp.words import as_typed
+
+# Defaults of keys that must be typed now, each an example, or that follow from others now. Recorded
+# ids leave them out.
+FORMER_DEFAULTS = {"model.name": "resnet18", "callback.mode": "min"}
+
+# For conf/callback/early_stopping.yaml.
+OmegaConf.register_new_resolver("direction_of", lambda name: direction_of(str(name)), replace=True)
+
+
+def compose_config(words: Sequence[str]) -> dict[str, Any]:
+    """The config of one cell; see `compose_cell`."""
+    return compose_cell(words)[0]
+
+
+def compose_cell(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of one cell, and its choice in each config group: {"norm": "batch", ...}.
+
+    No DictConfig goes further: interpolations are resolved, and `???` stands for a missing value.
+
+    Args:
+        words: `key=value` of a command line, one value per key.
+
+    Raises:
+        UserError: an unknown choice or key, a word that cannot be read.
+    """
+    parsed = parse_overrides(words)
+    for override in parsed:
+        if override.is_sweep_override():
+            raise UserError(f"{override.input_line} names several values: add -m, or quote a text")
+    tree = dict(compose_choices(parsed))
+    choices = tree.pop("hydra")["runtime"]["choices"]
+    known = [key for key in dotted_keys(tree) if is_read(key)]
+    typed = {o.get_key_element().lstrip("+"): o for o in parsed if not is_choice(o)}
+    config = OmegaConf.create(tree)
+    for key, override in typed.items():
+        # Only a class of the user's own takes keys that no YAML names, but for those with a plus.
+        group = key.partition(".")[0]
+        takes_any = choices.get(group) == "custom" or key.startswith("logger.custom.")
+        is_added = override.is_add() or override.is_force_add()
+        if not (key in known or takes_any or is_added):
+            choice = f"{group}={choices[group]}" if choices.get(group) else ""
+            raise unknown_key(key, known, choice)
+        if key == f"{group}._target_" and value_at(tree, key) not in (None, MISSING):
+            # Records would name it for another class.
+            raise UserError(f"{key}: {group}={choices[group]} has one; add {group}=custom")
+        OmegaConf.update(config, key, override.value(), merge=False, force_add=True)
+    plain = _resolved(config, choices.get("experiment"))
+    for key in plain:
+        group, dot, name = key.partition(".")
+        if dot:  # in YAML, `optim.momentum: 0.5` is one key of that name, which nothing reads
+            raise UserError(f"{key}: a recipe nests its keys, as in {group}: {{{name}: ...}}")
+    for key in dotted_keys(plain):
+        if not is_read(key):
+            raise unknown_key(key, known)
+    _refuse_two_budgets(plain, typed)
+    return plain, _choices_by_name(plain, choices)
+
+
+def _resolved(config: DictConfig, recipe: str | None) -> dict[str, Any]:
+    """Plain values, with all interpolations resolved, and the name of the recipe for loggers."""
+    try:
+        _fill_in_paths(config)
+        values: Any = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key}: {explain(error)}") from error
+    if "experiment" in values:
+        raise UserError(f"experiment={recipe}: {NEEDS_PACKAGE}")
+    return {"logger": {}, **values, "experiment": recipe}
+
+
+def _fill_in_paths(config: DictConfig) -> None:
+    """Fills in `~`, `$NAME` and `${NAME}`; paths that ids count stay until they are read."""
+    tree: Any = OmegaConf.to_container(config)
+
+    def as_variable(name: re.Match[str]) -> str:  # to OmegaConf, ${NAME} is a key of the config
+        return name[0] if name[1] in tree else f"${name[1]}"
+
+    for key in PATHS:
+        if isinstance(path := value_at(tree, key), str) and path != MISSING:
+            OmegaConf.update(config, key, re.sub(r"\$\{(\w+)\}", as_variable, path))
+            if not in_identity(key):
+                OmegaConf.update(config, key, str(read_path(key, OmegaConf.select(config, key))))
+
+
+def _refuse_two_budgets(config: Mapping[str, Any], typed: Collection[str]) -> None:
+    """Refuses more than one of epochs, steps and samples: one would silently win."""
+    given = []
+    for key in BUDGETS:
+        is_default = key == "epochs" and key not in typed
+        if config[key] is not None and not is_default:
+            given.append(key)
+    if len(given) > 1:
+        shown = " and ".join(f"{key}={as_typed(config[key])}" for key in given)
+        raise UserError(f"{shown}: a training has one budget; keep one, or type {given[-1]}=null")
+
+
+def _choices_by_name(config: Mapping[str, Any], choices: Mapping[str, Any]) -> dict[str, str]:
+    """The choice in each group; a class of the user's own goes by its name."""
+    names = {}
+    for group in GROUPS:
+        if choices.get(group) is not None:
+            names[group] = str(choices[group])
+            if names[group] == "custom" and group != "logger":
+                names[group] = _name_of(group, config[group])
+    return names
+
+
+def _name_of(group: str, values: Mapping[str, Any]) -> str:
+    """The name of a user's own part; in full if a shipped choice has the same name."""
+    target = str(values.get("_target_", MISSING)).replace(MISSING, "custom")
+    name = short_name(target)
+    return target if name in group_choices(group) else name
+
+
+def short_name(target: str) -> str:
+    """The name of a class or loader: `my_package.load_stripes` is stripes."""
+    return target.rpartition(".")[2].removeprefix("load_")
+
+
+def refuse_missing(config: Mapping[str, Any]) -> None:
+    """Raises UserError for a missing value, a missing class of the user, or a missing logger."""
+    refuse_missing_values(config)
+    for group in CUSTOM_GROUPS:
+        for part in parts_with_target(config.get(group)):
+            if reason := why_missing(part["_target_"]):
+                raise UserError(f"{group}._target_={part['_target_']}: {reason}")
+    for name in ("wandb", "tensorboard", "mlflow"):
+        if name in config["logger"] and find_spec(name) is None:
+            raise UserError(f"logger={name} needs its package; pip install {name}")
+
+
+def refuse_missing_values(tree: Mapping[str, Any], prefix: str = "") -> None:
+    """Raises UserError for a `???` in a config, or in its part at the dotted key `prefix`."""
+    for key in dotted_keys(tree):
+        if value_at(tree, key) == MISSING:
+            example = FORMER_DEFAULTS.get(f"{prefix}{key}", "...")
+            raise UserError(f"{prefix}{key} is not set; give {prefix}{key}={example}")

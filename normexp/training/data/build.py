@@ -1,0 +1,56 @@
+"""Builds the data set that a config names."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import yaml
+
+from normexp.training.config.target import read_target
+from normexp.training.data.dataset import Data, describe_copies, limit_train, validate
+
+logger = logging.getLogger(__name__)
+
+
+def build_data(values: Mapping[str, Any]) -> Data:
+    """The data set that the values of `data` name, checked, on the CPU.
+
+    Two values are normexp's own and no argument of the target: `limit_train`, the number of
+    training samples to keep, and `order`, that of the samples within each batch.
+    """
+    values = dict(values)
+    limit = values.pop("limit_train", None)
+    order = values.pop("order", None)
+    data = read_target(values, "data").make(Data)
+    if order is not None:
+        data = replace(data, order=order)
+    validate(data)
+    if limit is not None:
+        data = limit_train(data, limit, values.get("split_seed", 0))
+    for line in describe_copies(data):
+        logger.warning(line)
+    return data
+
+
+def load_data(values: Mapping[str, Any]) -> Data:
+    """The data set that the values of `data` name; cached, so do not write to its tensors."""
+    return _load_data(yaml.safe_dump(values))
+
+
+@lru_cache(maxsize=2)  # data sets kept in memory at once
+def _load_data(values: str) -> Data:
+    return build_data(yaml.safe_load(values))
+
+
+@contextmanager
+def keeping_data() -> Iterator[None]:
+    """Caches data sets for the cells inside the block; the next command reads them again."""
+    try:
+        yield
+    finally:
+        _load_data.cache_clear()
