@@ -111,7 +111,8 @@ class Metric:
 
     def mean_over(self, values: Iterable[float | None]) -> float:
         """The mean over runs; one without a value, such as an unfinished one, counts as `worst`."""
-        return statistics.fmean(self.worst if value is None else value for value in values)
+        mean, _ = over_seeds([self.worst if value is None else value for value in values])
+        return mean
 
     @property
     def selection_name(self) -> str:
@@ -120,6 +121,12 @@ class Metric:
             return self.chosen_by
         split, _, rest = self.name.partition("/")
         return f"val/{rest.partition('@')[0]}" if split == "test" else self.name
+
+
+def over_seeds(values: Sequence[float]) -> tuple[float, float]:
+    """The number that stands for several seeds, and how far they spread; NaN for one alone."""
+    has_spread = len(values) > 1 and all(map(math.isfinite, values))
+    return statistics.fmean(values), statistics.stdev(values) if has_spread else math.nan
 
 
 def direction_of(metric: str) -> str:

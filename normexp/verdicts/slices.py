@@ -25,6 +25,7 @@ from normexp.verdicts.metric import (
     Estimate,
     Metric,
     choose_metric,
+    over_seeds,
 )
 from normexp.verdicts.rows import Row, Status
 from normexp.words import format_count
@@ -71,7 +72,7 @@ class NormAtSize:
 
         def rank(pair: tuple[CellRow, dict[int, float]]) -> tuple[int, float]:
             cell, scores = pair
-            mean = float(np.mean([*scores.values()])) if scores else -np.inf
+            mean = over_seeds([*scores.values()])[0] if scores else -np.inf
             return -cell.lost.get("failed", 0), mean
 
         return max(zip(self.cells, self.scores, strict=True), key=rank)[0]

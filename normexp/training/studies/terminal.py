@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import statistics
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from normexp.training.records.layout import LOG_FILE, seed_dir
 from normexp.training.records.result import ENDED, Result, Status, values_of
 from normexp.training.records.samples import count_samples
 from normexp.training.records.study import STATES, CellState, Study
-from normexp.verdicts.metric import PREFERRED, is_at_chance
+from normexp.verdicts.metric import PREFERRED, is_at_chance, over_seeds
 from normexp.verdicts.terminal import open_console, text_table
 from normexp.words import format_count, format_duration
 
@@ -131,10 +130,10 @@ def _metric_rows(ended: Sequence[Result], *, stamp: str) -> list[list[str]]:
         for name in names:
             if name.partition("@")[0] == base:
                 values = values_of(ended, name)
-                spread = f"{statistics.stdev(values):.4f}" if len(values) > 1 else "-"
+                mean, spread = over_seeds(values)
+                deviation = f"{spread:.4f}" if len(values) > 1 else "-"
                 ends = [f"{min(values):.4f}", f"{max(values):.4f}"]
-                mean = f"{statistics.mean(values):.4f}"
-                rows.append([name + stamp, mean, spread, *ends, str(len(values))])
+                rows.append([name + stamp, f"{mean:.4f}", deviation, *ends, str(len(values))])
     return rows
 
 
@@ -247,9 +246,10 @@ def mean_words(values: Sequence[float], num_seeds: int = 0) -> str:
     """`0.9861 (sd 0.0023)`, with ` n=3` if some seeds have no value; `-` without a value."""
     if not values:
         return "-"
-    spread = f" (sd {statistics.stdev(values):.4f})" if len(values) > 1 else ""
+    mean, spread = over_seeds(values)
+    deviation = f" (sd {spread:.4f})" if len(values) > 1 else ""
     fewer = f" n={len(values)}" if len(values) < num_seeds else ""
-    return f"{statistics.mean(values):.4f}{spread}{fewer}"
+    return f"{mean:.4f}{deviation}{fewer}"
 
 
 # --- Status ---------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import statistics
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ from normexp.training.records.stacks import StackState
 from normexp.training.records.study import CellState
 from normexp.training.studies.terminal import main_metric, without_shared_words
 from normexp.training.sweeps.machine import console_for_progress
+from normexp.verdicts.metric import over_seeds
 from normexp.words import format_duration
 
 SECONDS_BETWEEN_LINES = 60.0  # without a terminal
@@ -174,5 +174,6 @@ def _result_of(state: CellState) -> str:
     numbers = [factor * value for value in values_of(state.results, name)]
     if not numbers:
         return ""
-    deviation = f" ± {statistics.stdev(numbers):.{digits}f}" if len(numbers) > 1 else ""
-    return f"{name} {statistics.mean(numbers):.{digits}f}{deviation}"
+    mean, spread = over_seeds(numbers)
+    deviation = f" ± {spread:.{digits}f}" if len(numbers) > 1 else ""
+    return f"{name} {mean:.{digits}f}{deviation}"
