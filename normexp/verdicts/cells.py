@@ -20,7 +20,7 @@ from normexp.verdicts.rows import (
     Status,
     comparable,
 )
-from normexp.verdicts.settings import BUDGETS, SLOTS, Roles
+from normexp.verdicts.settings import BUDGETS, Roles
 from normexp.words import as_typed
 
 ORDER = (
@@ -262,7 +262,7 @@ def _separating_keys(cells: Sequence[CellRow]) -> list[str]:
         for key in sorted({key for cell in cells for key in cell.config})
         if not roles.is_of_arm(key) and key not in with_roles
     }
-    budgets = [key for key in BUDGETS if key in values and None not in values[key]]
+    budgets = [key for key in roles.budgets if key in values and None not in values[key]]
     length = min(budgets, key=lambda key: len({*values[key]}), default="")
     places = [
         (cell.study, cell.norm_name, cell.task, cell.batch_size, cell.norm_batch_size)
@@ -271,7 +271,7 @@ def _separating_keys(cells: Sequence[CellRow]) -> list[str]:
     return [
         key
         for key, of_cells in values.items()
-        if (key == length or key not in BUDGETS) and _varies(of_cells, places)
+        if (key == length or key not in roles.budgets) and _varies(of_cells, places)
     ]
 
 
@@ -347,12 +347,13 @@ def unlike(
     """
     typed = [cell.runs[0].typed for cell in (first, second)]
     ignored = {*first.roles.sizes, *searched, *(first.searched & second.searched)}
-    for key in BUDGETS:
+    budgets = first.roles.budgets
+    for key in budgets:
         length = first.config.get(key)
         if length is not None and length == second.config.get(
             key
         ):  # the others follow from it, rounded
-            ignored |= {*BUDGETS}
+            ignored |= {*budgets}
     different = {}
     for key in sorted({*typed[0], *typed[1]} - ignored):
         a, b = first.value_of(key), second.value_of(key)
@@ -369,7 +370,7 @@ def unlike(
 
 def _belongs_to_norms(key: str, first: CellRow, second: CellRow) -> bool:
     """True for a key of the norms, and for a slot that is as their YAMLs set it."""
-    if key in SLOTS:
+    if key in first.roles.of_arm:  # a slot
         return all(cell.value_of(key) == cell.value_of(f"norm.{key}") for cell in (first, second))
     return first.roles.is_of_arm(key) and first.norm != second.norm
 

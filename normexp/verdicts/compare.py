@@ -69,6 +69,11 @@ class Comparison:
         return f"{self.second.norm} at {self.sizes[1]}" if self.is_along_sizes else self.second.norm
 
     @property
+    def arm(self) -> str:
+        """As `norm`, where something else is compared."""
+        return self.norm
+
+    @property
     def is_extended(self) -> bool:
         """True if some of its seeds were added after those that the first command declared."""
         return any(cell.is_extended for cell in (*self.first.cells, *self.second.cells))
@@ -318,7 +323,7 @@ class Causes:
 
     A trained network is evaluated with running averages (r), with precise statistics (p), and with
     these after a sample's own moments got their weight in training (s); see
-    `normexp.training.evaluation`. From the largest size (L) to the smallest (S), for each seed,
+    training/statistics.py. From the largest size (L) to the smallest (S), for each seed,
 
         r_L - r_S = (s_L - s_S)                  training noise: what the weights have lost
                   + (s - p)_S - (s - p)_L        own share: each sample shaped its own statistics

@@ -100,6 +100,11 @@ class Report:
         return self.rows.problems
 
     @property
+    def notes(self) -> Sequence[str]:
+        """What else a reader must know, such as columns of a table that were left out."""
+        return self.rows.notes
+
+    @property
     def counts(self) -> str:
         statuses = Counter(str(run.status) for cell in self.cells for run in cell.runs)
         words = ", ".join(f"{count} {status}" for status, count in statuses.items())
@@ -172,7 +177,7 @@ class Report:
             for table in self.tables_of(slice_):
                 rows = table.frame.to_html(index=False, border=0)
                 lines.append(f"<p>{escape(table.caption)}</p>{rows}<p>{escape(table.note)}</p>")
-        lines.append(f"<p>{escape(self.counts)}</p>")
+        lines += [f"<p>{escape(line)}</p>" for line in (self.counts, *self.notes)]
         return "\n".join(lines)
 
 
@@ -308,6 +313,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "comparisons": [_comparison_json(comparison) for comparison in report.comparisons],
         "tables": tables,
         "problems": list(report.problems),
+        "notes": list(report.notes),
     }
 
 

@@ -27,7 +27,7 @@ class Status(StrEnum):
     """The state of a run."""
 
     FINISHED = "finished"
-    DIVERGED = "diverged"  # finished, with a loss that is not finite
+    DIVERGED = "diverged"  # ended, after a loss or a metric that was not finite
     FAILED = "failed"
     RUNNING = "running"
     INTERRUPTED = "interrupted"  # with a checkpoint
@@ -36,7 +36,7 @@ class Status(StrEnum):
 
 
 class MetricRow(NamedTuple):
-    """One value after `step` optimizer steps; `epoch` counts finished epochs."""
+    """One value after `step` optimizer steps; `epoch` is that of the step, from 0."""
 
     step: int
     epoch: int
@@ -47,14 +47,14 @@ class MetricRow(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One ended run.
+    """One run that finished, diverged or failed.
 
     config: what defines the training, defaults left out, with sizes, budget and learning rate as
         they act
     metrics: finite numbers by name (`test/accuracy`, `val/accuracy@precise`)
     defaults: the settings that `config` lacks, because they have their defaults
-    typed: the part of `config` that was asked for, and digests of what was loaded; runs that
-        differ in it are not compared
+    typed: the part of `config` that was asked for, and digests of what was loaded; values that
+        follow from equal ones do not keep runs from being compared
     measured: what else was measured, as `timing.step_ms`, `traits.mixes_samples`
     directory: runs/<study>/<cell_id>/seed-<k>
     error: why it failed
@@ -218,7 +218,8 @@ class Rows:
     searches: by study and cell id, the search that chose the cell
     roles: which of their settings play a part of their own
     problems: one line for each result that cannot be read, and each cell that nobody asked for and
-        that has no ended run
+        that has no run here
+    notes: what else a reader must know
     """
 
     runs: list[Row] = field(default_factory=list)
@@ -227,6 +228,7 @@ class Rows:
     planned: list[PlannedCell] = field(default_factory=list)
     refused: list[RefusedCell] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     roles: Roles = Roles()
 
 

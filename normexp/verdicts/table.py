@@ -1,10 +1,10 @@
 """Verdicts for runs made elsewhere: a table with a row per run becomes the rows of a report.
 
-What a column is, its values must show; its name says nothing:
+The part of a column is inferred from its values, never from its name:
 
-- a setting has each of its values for two seeds of an arm or more;
-- a measurement, such as a time, a further metric or the name of a run, never repeats;
-- what follows from the seed says nothing more.
+- every value of a setting occurs, within each arm that has it, for at least two seeds;
+- no value of a measurement repeats, be it a time, a further metric or the name of a run;
+- what follows from the seed is neither, and is left out.
 
 A column that is none of these is refused until `by` or `ignore` names it: runs of several settings
 that are taken for seeds of one would give a wrong verdict without a word.
@@ -21,7 +21,7 @@ from typing import Any
 import pandas as pd
 
 from normexp.errors import UserError
-from normexp.verdicts.metric import KINDS, LOWER_IS_BETTER, Metric, describe_metric
+from normexp.verdicts.metric import LOWER_IS_BETTER, Metric, describe_metric
 from normexp.verdicts.report import Report, report_on
 from normexp.verdicts.rows import Row, Rows, Status
 from normexp.verdicts.settings import Roles
@@ -55,9 +55,10 @@ def compare(
 ) -> Report:
     """Compares the arms of a table of runs, all verdicts of a table corrected together.
 
-    Arms are compared where all else is equal: each other setting separates tables, as a data set or
-    a width does, and arms that differ in a setting are not compared. They are paired by seed. A
-    seed that one arm has and another lacks is a missing run, which gives no verdict.
+    Arms are compared where all other settings are equal, paired by seed. A setting that has several
+    values within an arm, such as a data set, separates tables; one that differs between arms alone
+    keeps them from being compared. A seed that one arm has and another lacks is a missing run,
+    which gives no verdict.
 
     Args:
         table: a row per run.
@@ -74,8 +75,8 @@ def compare(
         by, ignore: settings, and columns that say nothing, where values do not show it.
         chance: what a diverged run counts as, in the unit of the metric; None: its arm gets no
             verdict.
-        tolerance: smaller differences are a tie, in the unit of the metric; None: 1 point of
-            accuracy, else 0.
+        tolerance: smaller differences are a tie, in the unit of the metric; None: 1 percentage
+            point of an accuracy, else 0.
         name: of the report.
 
     Raises:
@@ -93,7 +94,7 @@ def compare(
     table = table.assign(**{column: _numbers(table[column]) for column in {metric, *chosen[1:]}})
     if choose_by is None and tune is not None:
         choose_by = metric
-    roles = Roles(arm=arm, of_arm=(), tuned=tune, sizes=(), task=())
+    roles = Roles(arm=arm, of_arm=(), tuned=tune, sizes=(), task=(), budgets=())
     with_parts = {arm, seed, metric, choose_by, tune, *by, *ignore}
     if table.duplicated().any():
         raise UserError(f"row {_row_number(table.duplicated())} repeats an earlier row; remove it")
@@ -106,7 +107,7 @@ def compare(
     rows.roles = roles
     if measured:
         names = ", ".join(measured)
-        rows.problems.append(f"{names}: taken for measurements, since no value repeats")
+        rows.notes.append(f"taken for measurements, since no value repeats: {names}")
     described = _describe(metric, table[metric], higher_is_better, choose_by, chance, tolerance)
     first = _value(table[arm].iloc[0]) if reference is None else reference
     report = report_on(rows, Path(), [name], metric=described, reference=str(first))
@@ -172,7 +173,7 @@ def _sort_columns(
 
 
 def _value(value: Any) -> Hashable:
-    """A value of a table: None if it is missing, a whole number for 2.0."""
+    """A value of a table: `null` if it is missing, a whole number for 2.0."""
     if pd.isna(value):
         return "null"
     return int(value) if isinstance(value, float) and value.is_integer() else value
@@ -238,18 +239,19 @@ def _describe(
     tolerance: float | None,
 ) -> Metric:
     """The metric as the report shows it. Raises UserError if its direction is not known."""
-    metric = describe_metric(name, tolerance)
+    is_accuracy = "accuracy" in name.lower()
     if higher_is_better is None:
-        lower_name = name.lower()
-        known = (*LOWER_IS_BETTER, *KINDS)
-        if not any(word in lower_name for word in known):
+        higher_is_better = is_accuracy
+        if not is_accuracy and not any(word in name.lower() for word in LOWER_IS_BETTER):
             raise UserError(
                 f"metric={name}: which way does it improve? set higher_is_better=true or false"
             )
-        higher_is_better = not any(word in lower_name for word in LOWER_IS_BETTER)
-    is_percent = metric.scale != 1 and values[values.map(math.isfinite)].max() > 1
+    metric = describe_metric("accuracy" if is_accuracy else "metric", tolerance)
+    is_percent = is_accuracy and values[values.map(math.isfinite)].max() > 1
     return replace(
         metric,
+        name=name,
+        label=f"{name} (%)" if is_accuracy else name,
         higher_is_better=higher_is_better,
         scale=1.0 if is_percent else metric.scale,
         chosen_by=choose_by,

@@ -324,7 +324,7 @@ def cell_table(
     if len({cell.lr for cell in cells}) > 1:
         tuned = "learning rate" if cells[0].roles.tuned == "lr" else cells[0].roles.tuned
         note = (
-            f"One row per {tuned}. Tuned numbers elsewhere are cross-validated: half of the "
+            f"One row per {tuned}. Tuned numbers elsewhere are cross-fitted: half of the "
             f"seeds pick the {tuned}, the others are scored."
         )
     return table_of("cells", "Cells", rows, note=note, has_latex=False)

@@ -50,6 +50,8 @@ def print_report(report: Report) -> None:
         if table.name in ("workloads", "claims", "causes", "lost"):
             print_table(console, table)
     console.out(f"{report.title}: {report.counts}")
+    for note in report.notes:
+        console.print(note, markup=False)
     for problem in report.problems:
         console.out(f"not read: {problem}", style="red")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from synthetic_study import cell_of, report_of_cells
 
-from normexp.training.studies.rows import join_spellings
+from normexp.training.studies.rows import join_paths
 from normexp.verdicts.compare import DIFFERENCE
 from normexp.verdicts.report import report_on
 from normexp.verdicts.rows import PlannedCell, Row, Rows
@@ -250,7 +250,7 @@ def test_paths_of_the_same_contents_are_one_data_set():
         *on_folder("group", "img", "b", (0, 1, 2)),
     ]
     planned = PlannedCell("synthetic", "l", Path(), [0], layer.config)
-    rows = join_spellings(Rows(runs, planned=[planned]))
+    rows = join_paths(Rows(runs, planned=[planned]))
     report = report_on(rows, Path("runs"), ["synthetic"])
     first, second = report.slices
     assert {cell.norm: len(cell.runs) for cell in first.cells} == {

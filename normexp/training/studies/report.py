@@ -21,7 +21,7 @@ from normexp.training.config.groups import group_choices
 from normexp.training.config.help import norm_words
 from normexp.training.records.files import write_text
 from normexp.training.records.layout import list_studies
-from normexp.training.studies.rows import join_spellings, read_studies
+from normexp.training.studies.rows import join_paths, read_studies
 from normexp.verdicts.compare import ADDED
 from normexp.verdicts.page import MISSING, PAGE, PAGES, REPORT, write_report
 from normexp.verdicts.report import Report, report_on, to_json
@@ -39,7 +39,7 @@ def read_report(runs_dir: Path, studies: Sequence[str], **options: Any) -> Repor
     Raises:
         UserError: a study that is missing or empty, a metric or a reference that no run has.
     """
-    rows = join_spellings(read_studies(runs_dir, studies))
+    rows = join_paths(read_studies(runs_dir, studies))
     return report_on(rows, runs_dir, studies, describe_norm=describe_norm, **options)
 
 

@@ -26,7 +26,9 @@ from normexp.training.records.metrics import read_metrics
 from normexp.training.records.result import (
     PLACES,
     Result,
+    first_spellings,
     flatten,
+    places_of,
     read_evaluation,
     read_result_of_study,
 )
@@ -189,12 +191,12 @@ def _searches_of(command: CommandEntry, trials: Sequence[CommandEntry]) -> dict[
 # --- The same contents under several paths -------------------------------------------------------
 
 
-def join_spellings(rows: Rows) -> Rows:
+def join_paths(rows: Rows) -> Rows:
     """Rows in which the same contents have one path, that of the first run.
 
     Cells of a study that differ in their paths alone become one, with the seeds of all.
     """
-    paths = _first_paths(rows.runs)
+    paths = first_spellings(run.typed for run in rows.runs)
     by_cell: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for run in rows.runs:
         by_cell[run.study, run.cell_id].append(run)
@@ -204,8 +206,8 @@ def join_spellings(rows: Rows) -> Rows:
     renamed: dict[str, dict[Any, Any]] = {key: {} for key in PLACES}
     for (study, cell_id), runs in by_cell.items():
         # A run that failed early does not know its contents.
-        known = max(map(_contents_of, runs), key=len)
-        new_paths = {key: paths[key, digest] for key, digest in known.items()}
+        known = max((places_of(run.typed) for run in runs), key=len)
+        new_paths = {key: paths[key, digest] for key, digest in known}
         for key, path in new_paths.items():
             renamed[key] |= {run.config[key]: path for run in runs}
         changed = [_with_paths(run, new_paths) for run in runs]
@@ -224,24 +226,6 @@ def join_spellings(rows: Rows) -> Rows:
                 config[key] = new[config[key]]
         planned.append(replace(cell, config=config))
     return replace(rows, runs=[*joined.values()], asked=asked, planned=planned)
-
-
-def _contents_of(run: Row) -> dict[str, str]:
-    """The digest of what each key of PLACES names, as far as it is known."""
-    return {
-        key: run.typed[f"digests.{name}"]
-        for key, name in PLACES.items()
-        if key in run.typed and f"digests.{name}" in run.typed
-    }
-
-
-def _first_paths(runs: Iterable[Row]) -> dict[tuple[str, str], Any]:
-    """By key and digest, the first of the values by which runs name the same contents."""
-    paths: dict[tuple[str, str], Any] = {}
-    for run in runs:
-        for key, digest in _contents_of(run).items():
-            paths.setdefault((key, digest), run.typed[key])
-    return paths
 
 
 def _with_paths(run: Row, paths: Config) -> Row:
