@@ -6,7 +6,16 @@ from normexp.training.data import (
     Examples,
     Windows,
     build_image_data,
+    build_row_data,
     build_text_data,
 )
 
-__all__ = ["Augmentation", "Data", "Examples", "Windows", "build_image_data", "build_text_data"]
+__all__ = [
+    "Augmentation",
+    "Data",
+    "Examples",
+    "Windows",
+    "build_image_data",
+    "build_row_data",
+    "build_text_data",
+]

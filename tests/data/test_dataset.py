@@ -17,10 +17,17 @@ from normexp.training.data import (
     Examples,
     Windows,
     build_image_data,
+    build_row_data,
     build_text_data,
 )
 from normexp.training.data.batches import TrainingBatches, epoch_order, window_offset
-from normexp.training.data.dataset import limit_train, validate
+from normexp.training.data.dataset import (
+    attach_prediction,
+    describe_data,
+    limit_train,
+    validate,
+    without_samples,
+)
 from normexp.training.data.images import compute_channel_moments
 from normexp.training.data.sources import split_off_test, split_off_val
 
@@ -333,3 +340,42 @@ def test_draws_of_a_sample_depend_on_seed_step_and_sample_alone():
             assert torch.equal(other.draw(4, 9, num_samples), every[:num_samples])
     for seed, step in ((4, 1), (1, 9)):
         assert not (every == Augmentation(2, True, 3).draw(seed, step, 1000)).any(dim=1).any()
+
+
+def rows_of(values: Tensor) -> Data:
+    targets = torch.arange(len(values)) % 2
+    own = Examples(values, targets)
+    return build_row_data("rows", own, own, num_classes=2, val_fraction=0.25, split_seed=0)
+
+
+def test_rows_of_numbers_keep_every_digit_and_are_scaled_by_feature():
+    values = torch.randn(80, 3) * torch.tensor([1e-4, 1.0, 1e4]) + torch.tensor([0, 7, -1e5])
+    values = torch.cat([values, torch.full((80, 1), 3.0)], dim=1)
+    data = rows_of(values)
+    validate(data)
+    assert data.train.inputs.dtype == torch.float32 and data.input_shape == (4,)
+    inputs = data.model_inputs(data.train.inputs, torch.float64)
+    assert inputs.mean(dim=0) == pytest.approx(torch.zeros(4), abs=1e-9)
+    assert inputs.std(dim=0, correction=0) == pytest.approx(torch.tensor([1.0, 1, 1, 0]))
+    network = torch.nn.Linear(4, 2)
+    attach_prediction(network, data)
+    expected = network(data.model_inputs(data.test.inputs)).argmax(dim=1)
+    assert network.predict(data.test.inputs) == [*map(str, expected.tolist())]  # type: ignore[operator]
+    reloaded = without_samples(describe_data(data))
+    assert torch.equal(reloaded.model_inputs(values), data.model_inputs(values))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            torch.randn(8, 3).double(),
+            r"float64 \(8, 3\) for 8 targets, must be torch.float32",
+        ),
+        (torch.randn(8, 3, 1, 1), r"\(8, 3, 1, 1\) for 8 targets, must be"),
+        (torch.tensor([[0.0, 1], [0, torch.nan]] * 8), "feature 1 has a value that is not finite"),
+    ],
+)
+def test_rows_that_are_none_are_refused(values: Tensor, message: str):
+    with pytest.raises(UserError, match=message):
+        rows_of(values)

@@ -26,8 +26,8 @@ from normexp.training.data.augment import Augmentation
 class Examples:
     """N labelled samples.
 
-    Shapes: inputs uint8 (N, C, H, W) or int64 tokens (N, T); targets int64 (N,); mask bool (N, T),
-    true where a token is real, None where all are.
+    Shapes: inputs uint8 images (N, C, H, W), float32 rows (N, F) or int64 tokens (N, T); targets
+    int64 (N,); mask bool (N, T), true where a token is real, None where all are.
     """
 
     inputs: Tensor
@@ -91,7 +91,7 @@ LEAST_STD = 1e-8  # images that are equal but for one of a billion pixels have m
 
 
 def read_moment(key: str, values: Any, num_channels: int, least: float = 0.0) -> Tensor:
-    """`mean` or `std` of each channel, float64 (C, 1, 1). Raises UserError for other values."""
+    """`mean` or `std` of each channel, float64 (C,). Raises UserError for other values."""
     try:
         numbers = np.asarray(values, dtype=float)
     except (TypeError, ValueError):  # texts, or a list within the list
@@ -101,7 +101,7 @@ def read_moment(key: str, values: Any, num_channels: int, least: float = 0.0) ->
             f"data.{key}={values}: must be {num_channels} numbers from {least:g} to 1, "
             f"one for each channel, as ImageNet's data.{key}={IMAGENET[key]}"
         )
-    return torch.from_numpy(numbers)[:, None, None]
+    return torch.from_numpy(numbers)
 
 
 @dataclass
@@ -110,9 +110,10 @@ class Data:
 
     Args:
         num_outputs: number of classes, or of distinct tokens for language modelling.
-        input_shape: (C, H, W), or (T,) for tokens.
-        mean, std: per channel, in 0..1 units; None for tokens.
-        vocab_size: number of distinct tokens; None for images.
+        input_shape: (C, H, W) for images, (F,) for rows, (T,) for tokens.
+        mean, std: per channel or feature, of inputs / divisor; None for tokens.
+        divisor: 255 for images, whose mean and std are in 0..1 units; 1 for rows.
+        vocab_size: number of distinct tokens; None for images and rows.
         bytes_per_token: UTF-8 bytes per token of each split; language modelling only.
         augmentation: applied to training images; None for none.
         symbols: the text of each token.
@@ -141,6 +142,7 @@ class Data:
     digest: str = ""
     class_names: tuple[str, ...] | None = None
     order: Literal["shuffled", "sorted"] = "shuffled"
+    divisor: int = 255
 
     def __post_init__(self) -> None:
         if not self.digest:
@@ -151,11 +153,17 @@ class Data:
                     digest.update(tensor.cpu().contiguous().numpy().data)
             self.digest = digest.hexdigest()[:16]
         if self.mean is not None or self.std is not None:
-            # (x / 255 - mean) / std is x * scale + shift
-            num_channels = self.input_shape[0]
-            mean = read_moment("mean", self.mean, num_channels).to(self.device)
-            std = read_moment("std", self.std, num_channels, LEAST_STD).to(self.device)
-            self._scale = 1 / (255 * std)
+            # (x / divisor - mean) / std is x * scale + shift
+            num_channels, *others = self.input_shape
+            shape = (num_channels, *(1 for _ in others))
+            if self.divisor == 1:  # rows, whose values have no bounds
+                mean = torch.tensor(self.mean, dtype=torch.float64)
+                std = torch.tensor(self.std, dtype=torch.float64)
+            else:
+                mean = read_moment("mean", self.mean, num_channels)
+                std = read_moment("std", self.std, num_channels, LEAST_STD)
+            mean, std = mean.reshape(shape).to(self.device), std.reshape(shape).to(self.device)
+            self._scale = 1 / (self.divisor * std)
             self._shift = -mean / std
 
     @property
@@ -181,7 +189,7 @@ class Data:
         return self.test.targets.bincount().max().item() / len(self.test)
 
     def model_inputs(self, inputs: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Images (..., C, H, W) as (x / 255 - mean) / std in `dtype`; tokens unchanged."""
+        """Images and rows as (x / divisor - mean) / std in `dtype`; tokens unchanged."""
         if self.mean is None:
             return inputs
         return inputs.to(dtype) * self._scale.to(dtype) + self._shift.to(dtype)
@@ -254,7 +262,10 @@ def _problems(data: Data) -> Iterator[str]:
         yield f"task={data.task!r} must be {' or '.join(kinds)}"
     if data.order != "shuffled" and data.task != "classification":
         yield f"data.order={data.order} sorts by class, and a text has none; drop it"
-    inputs_dtype = torch.uint8 if data.vocab_size is None else torch.int64
+    is_row = data.vocab_size is None and data.divisor == 1
+    inputs_dtype = torch.float32 if is_row else torch.uint8
+    if data.vocab_size is not None:
+        inputs_dtype = torch.int64
     for name, split in data.splits.items():
         kind = kinds[data.task]
         if not isinstance(split, kind):
@@ -275,6 +286,8 @@ def _problems(data: Data) -> Iterator[str]:
             given_shape = tuple(tensor.shape)
             if (tensor.dtype, given_shape) != (dtype, shape):
                 yield f"{name}.{field} is {tensor.dtype} {given_shape}, must be {dtype} {shape}"
+            if not tensor.isfinite().all():
+                yield f"{name}.{field} has a value that is not finite"
             key = "num_outputs" if field == "targets" else "vocab_size"
             limit = getattr(data, key)
             lowest = int(tensor.min())
@@ -290,7 +303,8 @@ def _problems(data: Data) -> Iterator[str]:
         yield f"num_outputs={data.num_outputs} leaves nothing to predict, must be 2 or more"
 
 
-KEPT = ("name", "task", "num_outputs", "input_shape", "mean", "std", "vocab_size", "class_names")
+KEPT = ("name", "task", "num_outputs", "input_shape", "mean", "std", "divisor", "vocab_size")
+KEPT += ("class_names",)
 
 
 def describe_data(data: Data) -> dict[str, Any]:
@@ -307,23 +321,30 @@ def without_samples(description: Mapping[str, Any]) -> Data:
 
 
 @torch.no_grad()
-def predict(network: nn.Module, data: Data, images: Any) -> list[str]:
-    """The class names of images, whose values are bytes or floats 0 to 1.
+def predict(network: nn.Module, data: Data, samples: Any) -> list[str]:
+    """The class names of rows, or of images, whose values are bytes or floats 0 to 1.
 
-    Shapes: (N, C, H, W), or (C, H, W) for a single image. Raises UserError for other images.
+    Shapes: (N, C, H, W) or (N, F); without N for a single sample. Raises UserError for others.
     """
-    values = torch.as_tensor(images)
+    values = torch.as_tensor(samples)
     shape = data.input_shape
     if values.ndim == len(shape):
         values = values.unsqueeze(0)
-    white = 1 if values.is_floating_point() else 255
-    if values.shape[1:] != shape or not 0 <= values.min() <= values.max() <= white:
+    if data.divisor == 1:
+        white, what, kind = 1, "rows", "numbers"
+        is_in_range = bool(values.isfinite().all())
+    else:
+        white = 1 if values.is_floating_point() else 255
+        what, kind = "images", "whole numbers 0 to 255 or floats 0 to 1"
+        is_in_range = bool(0 <= values.min() <= values.max() <= white)
+    if values.shape[1:] != shape or not is_in_range:
         raise UserError(
-            f"images are {tuple(values.shape)} with values {values.min():g} to {values.max():g}; "
-            f"must be (N, {str(shape)[1:]}, whole numbers 0 to 255 or floats 0 to 1"
+            f"{what} are {tuple(values.shape)} with values {values.min():g} to {values.max():g}; "
+            f"must be (N, {', '.join(map(str, shape))}), {kind}"
         )
     parameter = next(network.parameters())
-    inputs = data.model_inputs(values * (255 / white), parameter.dtype).to(parameter.device)
+    values = values * (data.divisor / white)
+    inputs = data.model_inputs(values, parameter.dtype).to(parameter.device)
     was_training = network.training
     network.eval()
     classes = torch.cat([network(batch).argmax(dim=1) for batch in inputs.split(256)]).tolist()
@@ -333,6 +354,6 @@ def predict(network: nn.Module, data: Data, images: Any) -> list[str]:
 
 
 def attach_prediction(network: nn.Module, data: Data) -> None:
-    """Adds `network.predict(images)`, unless the network has a `predict` of its own."""
+    """Adds `network.predict(samples)`, unless the network has a `predict` of its own."""
     if data.mean is not None and not hasattr(network, "predict"):
         object.__setattr__(network, "predict", partial(predict, network, data))

@@ -17,7 +17,8 @@ def check_image_shape(input_shape: tuple[int, ...], *, smallest: int, model: str
     if len(input_shape) != 3:
         raise UserError(
             f"model={model} takes images (C, H, W), but the data has inputs of shape "
-            f"{tuple(input_shape)}; try model=gpt or model=text_encoder"
+            f"{tuple(input_shape)}; try model=gpt or model=text_encoder for texts, or "
+            "model=deep_mlp for rows"
         )
     _, height, width = input_shape
     if min(height, width) < smallest:
