@@ -46,7 +46,7 @@ class CellRow:
     wanted: the seeds that the study asks for
     is_extended: some of its seeds were added by a later command
     search: the search that chose its learning rate or other values
-    settings: values that must be equal for cells to share a table
+    separating: values that must be equal for cells to share a table
     title: model, data, and the settings in which tables of the same model and data differ
     norm: the label of its norm: the name, the knobs in which cells of that norm differ, and the
         study if there are several
@@ -62,7 +62,7 @@ class CellRow:
     roles: Roles = Roles()
     is_extended: bool = False
     search: SearchRecord | None = None
-    settings: Config = field(default_factory=dict)
+    separating: Config = field(default_factory=dict)
     title: str = ""
     norm: str = ""
 
@@ -165,11 +165,11 @@ def build_cells(rows: Rows) -> list[CellRow]:
         by_cell[run.study, run.cell_id].append(run)
     cells = [_ended_cell(runs, rows) for runs in by_cell.values()]
     cells += _planned_cells(rows, cells)
-    cells = _with_labels(_with_settings(cells))
+    cells = _with_labels(_with_titles(cells))
     norms = order_norms({cell.norm: cell.norm_name for cell in cells})
 
     def order(cell: CellRow) -> tuple[Any, ...]:
-        settings = [_sortable(value) for value in cell.settings.values()]
+        settings = [_sortable(value) for value in cell.separating.values()]
         sizes = (cell.batch_size, cell.norm_batch_size)
         return (*cell.task[::-1], settings, norms.index(cell.norm), *sizes, cell.lr or 0)
 
@@ -232,7 +232,7 @@ def _planned_cell(planned: PlannedCell, rows: Rows) -> CellRow:
 # Settings and labels
 
 
-def _with_settings(cells: Sequence[CellRow]) -> list[CellRow]:
+def _with_titles(cells: Sequence[CellRow]) -> list[CellRow]:
     """Adds titles, and the settings that separate tables."""
     keys = _separating_keys(cells)
     complete = []
@@ -243,8 +243,8 @@ def _with_settings(cells: Sequence[CellRow]) -> list[CellRow]:
         for key, value in values.items():
             if _varies([other.config.get(key) for other in of_task]):
                 words.append(setting_words(key, value))
-        settings = {**dict(zip(cell.roles.task, cell.task, strict=True)), **values}
-        complete.append(replace(cell, settings=settings, title=", ".join(words) or cell.study))
+        separating = {**dict(zip(cell.roles.task, cell.task, strict=True)), **values}
+        complete.append(replace(cell, separating=separating, title=", ".join(words) or cell.study))
     return complete
 
 
@@ -377,7 +377,7 @@ def _belongs_to_norms(key: str, first: CellRow, second: CellRow) -> bool:
 
 def settings_key(cell: CellRow) -> Hashable:
     """Equal for cells that share a table."""
-    return comparable(cell.settings)
+    return comparable(cell.separating)
 
 
 def setting_words(key: str, value: Any) -> str:

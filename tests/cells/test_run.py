@@ -23,7 +23,7 @@ from normexp.training.records.journal import CommandEntry, Refusal, read_entries
 from normexp.training.records.layout import CHECKPOINT_FILE, STACKS
 from normexp.training.records.locks import file_lock
 from normexp.training.records.result import Result, Status, read_result
-from normexp.training.records.stacks import Attempts, lock_of, read_attempts, write_attempts
+from normexp.training.records.stack_state import Attempts, lock_of, read_attempts, write_attempts
 from normexp.training.records.study import read_cell
 from normexp.training.stopping import Interrupted, StopRequest, TrainingControl
 

@@ -19,7 +19,7 @@ from normexp.training.records.journal import (
 from normexp.training.records.layout import CHECKPOINT_FILE, STACKS, seed_dir
 from normexp.training.records.locks import file_lock
 from normexp.training.records.result import Measured, Result, Status, write_result
-from normexp.training.records.stacks import Attempts, lock_of, write_attempts
+from normexp.training.records.stack_state import Attempts, lock_of, write_attempts
 from normexp.training.records.study import read_study
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from normexp.training.records.journal import Request
 from normexp.training.records.result import Measured, Result, Status
-from normexp.training.records.stacks import StackState
+from normexp.training.records.stack_state import StackState
 from normexp.training.records.study import CellState
 from normexp.training.studies.terminal import commands_to_look, without_shared_words
 from normexp.training.sweeps import display as display_module

@@ -23,7 +23,7 @@ from normexp.training.records.journal import CommandEntry, Refusal, read_entries
 from normexp.training.records.layout import ARCHIVED_RESULTS
 from normexp.training.records.locks import file_lock
 from normexp.training.records.result import Status, read_result
-from normexp.training.records.stacks import lock_of
+from normexp.training.records.stack_state import lock_of
 from normexp.training.records.study import CellState, read_study
 from normexp.training.sweeps import sweep as sweep_module
 from normexp.training.sweeps.machine import WorkerSlot

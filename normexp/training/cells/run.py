@@ -49,7 +49,7 @@ from normexp.training.records.locks import file_lock
 from normexp.training.records.logs import messages_to_file
 from normexp.training.records.result import Measured, Result, Status
 from normexp.training.records.samples import write_samples
-from normexp.training.records.stacks import Attempts, lock_of, read_attempts, write_attempts
+from normexp.training.records.stack_state import Attempts, lock_of, read_attempts, write_attempts
 from normexp.training.stopping import Interrupted, StopRequest, TrainingControl
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from normexp.training.records.layout import (
 )
 from normexp.training.records.locks import file_lock
 from normexp.training.records.result import Result, Status, result_of, write_result
-from normexp.training.records.stacks import Member, lock_of, read_attempts
+from normexp.training.records.stack_state import Member, lock_of, read_attempts
 from normexp.training.records.study import CellState
 
 # The most runs in a stack: on a CPU larger ones gain little, and a grid of learning rates still

@@ -18,7 +18,7 @@ from normexp.training.records.layout import (
     seed_dir,
 )
 from normexp.training.records.result import ENDED, Result, Status, read_result_of_study
-from normexp.training.records.stacks import StackState, read_stacks
+from normexp.training.records.stack_state import StackState, read_stacks
 
 UNENDED = (Status.RUNNING, Status.INTERRUPTED, Status.NOT_STARTED)
 STATES = (*ENDED, Status.FAILED, *UNENDED, Status.UNREADABLE)  # in the order of tables

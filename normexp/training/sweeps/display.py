@@ -16,7 +16,7 @@ from rich.text import Text
 
 from normexp.training.records.logs import messages_to
 from normexp.training.records.result import values_of
-from normexp.training.records.stacks import StackState
+from normexp.training.records.stack_state import StackState
 from normexp.training.records.study import CellState
 from normexp.training.studies.terminal import main_metric, without_shared_words
 from normexp.training.sweeps.machine import console_for_progress

@@ -32,7 +32,7 @@ from normexp.training.records.files import describe
 from normexp.training.records.journal import CommandEntry, refused_by
 from normexp.training.records.locks import other_holders
 from normexp.training.records.logs import messages_to_stderr
-from normexp.training.records.stacks import lock_of, read_stacks
+from normexp.training.records.stack_state import lock_of, read_stacks
 from normexp.training.records.study import CellState, read_cell
 from normexp.training.stopping import Interrupted, StopRequest, TrainingControl
 from normexp.training.sweeps.machine import WorkerSlot, importing_torch
