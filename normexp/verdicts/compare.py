@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from normexp.verdicts.cells import unlike, value_words
-from normexp.verdicts.family import Verdict, decide, difference
+from normexp.verdicts.family import Verdict, decide, difference, least_decided
 from normexp.verdicts.interval import Array, Interval, mean
 from normexp.verdicts.metric import Estimate, Metric, describe_metric
 from normexp.verdicts.slices import NormAtSize, Slice
@@ -126,7 +126,20 @@ def judge(comparison: Comparison, family_size: int) -> Comparison:
     if comparison.slice.has_samples and not comparison.num_samples:
         reasons.append("over seeds alone")
     verdict = decide(gap, margin=metric.tolerance, family_size=family_size)
+    if verdict == "undecided" and not reasons:
+        reasons.append(_why_undecided(gap, metric, family_size))
     return replace(comparison, verdict=verdict, why="; ".join(dict.fromkeys(reasons)))
+
+
+def _why_undecided(gap: Interval, metric: Metric, family_size: int) -> str:
+    """`excludes 0, but not after correction for 4 comparisons`, or what would have been decided."""
+    assert gap.low is not None and gap.high is not None
+    if not gap.low <= 0 <= gap.high:
+        count = format_count(family_size, "comparison")
+        return f"excludes 0, but not after correction for {count}"
+    least = least_decided(gap, family_size=family_size)
+    size = f"{least:.{metric.digits}f} {metric.unit}".strip()
+    return f"seeds differ too much: {size} would be decided"
 
 
 def reference_of(compared: Mapping[str, NormAtSize], name: str | None = None) -> NormAtSize:

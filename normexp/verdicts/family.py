@@ -24,7 +24,7 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.special import stdtr
+from scipy.special import stdtr, stdtrit
 
 from normexp.verdicts.interval import Interval, crossed_mean, cut, mean
 
@@ -64,6 +64,14 @@ def decide(gap: Interval, *, margin: float, family_size: int) -> Verdict:
         return "better" if gap.estimate > 0 else "worse"
     is_tie = tie_p(gap, margin) <= min(TIE_ALPHA, ALPHA / family_size)
     return "tie" if is_tie else "undecided"
+
+
+def least_decided(gap: Interval, *, family_size: int) -> float | None:
+    """The smallest difference that would be decided with the same spread; None without bounds."""
+    if gap.estimate is None or gap.low is None:
+        return None
+    level = 1 - ALPHA / (2 * family_size)
+    return max(float(stdtrit(df, level)) * error for df, error in gap.t_tests)
 
 
 def p_value(gap: Interval) -> float:

@@ -209,7 +209,7 @@ def _best_claim(ranking: Ranking, *, is_alone: bool) -> str:
     best, num_norms = ranking.best, len(ranking.places)
     if best:
         if len(best) == num_norms:
-            claim = f"no {ranking.slice.arm} is ahead"
+            claim = "no difference shown"
         elif len(best) > 2:
             claim = f"{len(best)} of {num_norms} {ranking.slice.arm}s may lead"
         else:
