@@ -221,3 +221,34 @@ def test_weights_and_data_that_do_not_fit_are_refused(
     assert main([*line, f"runs_dir={folder / 'runs'}"]) == 2
     assert re.search(message, capsys.readouterr().err)
     assert not list((folder / "runs").glob("*"))
+
+
+RESTLESS = """
+import os
+
+import torch
+
+os.chdir("/")
+torch.set_default_dtype(torch.float64)
+
+
+class Norm(torch.nn.GroupNorm):
+    def __init__(self, num_features):
+        super().__init__(1, num_features)
+        os.chdir("/")
+"""
+
+
+def test_code_that_changes_the_process_changes_neither_folders_nor_precision(
+    tmp_path: Path,
+    own_module: Callable[[str, str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    own_module("restless", RESTLESS)
+    monkeypatch.chdir(tmp_path)
+    assert main(["norm=restless.Norm", "replicas=1", "workers=0", "steps=1", "runs_dir=here"]) == 0
+    assert len([*tmp_path.glob("here/*/*/seed-0/result.json")]) == 1
+    log = capsys.readouterr().err
+    assert f"restless.Norm changes the current folder to /; paths stay in {tmp_path}" in log
+    assert "restless.Norm sets torch's default dtype to float64; training stays in float32" in log
