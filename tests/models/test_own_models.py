@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from normexp import load
+from normexp import load, run
+from normexp.errors import UserError
 from normexp.evaluate import main as evaluate
 from normexp.train import main
 
@@ -252,3 +253,12 @@ def test_code_that_changes_the_process_changes_neither_folders_nor_precision(
     log = capsys.readouterr().err
     assert f"restless.Norm changes the current folder to /; paths stay in {tmp_path}" in log
     assert "restless.Norm sets torch's default dtype to float64; training stays in float32" in log
+
+
+def test_another_default_dtype_of_torch_is_refused(tmp_path: Path):
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(UserError, match="default dtype is torch.float64, set before"):
+            run(["steps=1", "replicas=1", f"runs_dir={tmp_path}"])
+    finally:
+        torch.set_default_dtype(torch.float32)
