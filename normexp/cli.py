@@ -15,7 +15,15 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from normexp.errors import FAILED, INTERRUPTED, USER_MISTAKE, Halted, UserError, source_line_of
+from normexp.errors import (
+    FAILED,
+    INTERRUPTED,
+    USER_MISTAKE,
+    Halted,
+    UserError,
+    explain_hidden,
+    source_line_of,
+)
 from normexp.training.config.groups import GROUPS, group_choices, option_defaults
 from normexp.training.config.help import help_text
 from normexp.training.config.keys import MISSING
@@ -110,6 +118,10 @@ def _run(name: str, words: list[str], act: Callable[[list[str]], int]) -> int:
         if not line:
             raise
         return _end(USER_MISTAKE, f"your own code ends the program, by sys.exit{line}")
+    except Exception as error:
+        if message := explain_hidden(error):
+            return _end(USER_MISTAKE, message)
+        raise
 
 
 def _end(code: int, message: str) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import traceback
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 FAILED = 1
@@ -49,6 +51,21 @@ def source_line_of(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if is_own(Path(frame.filename))]
     return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+
+
+def explain_hidden(error: Exception) -> str:
+    """Names a user's file that was imported in place of Python's or a package's; else empty.
+
+    Such as a `random.py` in the current folder, which `python -m` searches first.
+    """
+    installed = [folder for folder in sys.path if is_installed(Path(folder))]
+    for name, module in sys.modules.copy().items():
+        file = getattr(module, "__file__", None)
+        if "." in name or not file or not is_own(Path(file)):
+            continue
+        if name in sys.stdlib_module_names or PathFinder.find_spec(name, installed):
+            return f"{file} hides another module {name}, so {one_line(error)}; rename your file"
+    return ""
 
 
 def is_own(path: Path) -> bool:

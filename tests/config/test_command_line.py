@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -240,6 +241,26 @@ def test_an_error_of_the_file_system_is_one_line_with_its_path_and_what_to_do(
     assert entry("report")(act)([]) == code
     said = capsys.readouterr().err
     assert said.startswith(f"normexp: {remedy}") and said.count("\n") == 1
+
+
+def test_a_file_that_hides_another_module_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def act(_: list[str]) -> int:
+        raise AttributeError("it has no such name")
+
+    for name, is_told in (("my_norm", False), ("statistics", True), ("yaml", True)):
+        module = ModuleType(name)
+        module.__file__ = str(tmp_path / f"{name}.py")
+        Path(module.__file__).touch()
+        with monkeypatch.context() as imported:
+            imported.setitem(sys.modules, name, module)
+            if is_told:
+                assert entry("report")(act)([]) == 2
+                assert f"{name}.py hides another module {name}, " in capsys.readouterr().err
+            else:
+                with pytest.raises(AttributeError):
+                    entry("report")(act)([])
 
 
 def test_code_that_ends_the_program_is_named_and_is_no_success(

@@ -321,6 +321,35 @@ def test_each_folder_is_read_once_and_hidden_ones_never(
     assert "within class folders" not in caplog.text
 
 
+def test_folders_of_programs_are_no_classes_and_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    save(tmp_path, "root", classes=("a", "b", "__MACOSX"))
+    save(tmp_path / "root", "a", count=1, classes=("__MACOSX",))
+    data = load(tmp_path / "root")
+    assert data.class_names == ("a", "b") and len(data.train) + len(data.val) == 8
+    assert "__MACOSX/ is not read; if it is a class, rename it" in caplog.text
+
+
+def test_classes_without_a_training_sample_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    for split in ("train", "test"):
+        save(tmp_path / "root", split, count=8)
+        save(tmp_path / "root", split, count=1, classes=("rare",))
+    words = {"_target_": "normexp.training.data.image_folder.load_image_folder", "size": None}
+    words |= {"root": str(tmp_path / "root"), "data_dir": str(tmp_path), "augmentation": None}
+    words |= {"val_fraction": 0.2, "split_seed": 0}
+    told = []
+    for limit in (None, 1):
+        caplog.clear()
+        data = build_data(words | {"limit_train": limit})
+        missing = {0, 1, 2} - {*data.train.targets.tolist()}  # type: ignore[union-attr]
+        told.append("no training sample is of class" in caplog.text)
+        assert told[-1] == bool(missing)
+    assert told[-1] and "so it is never predicted" in caplog.text
+
+
 def test_folders_within_classes_count_as_the_outer_class(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from normexp import load
+from normexp import load, run
+from normexp.errors import UserError
 from normexp.evaluate import main as evaluate
 from normexp.train import main
 
@@ -221,3 +222,43 @@ def test_weights_and_data_that_do_not_fit_are_refused(
     assert main([*line, f"runs_dir={folder / 'runs'}"]) == 2
     assert re.search(message, capsys.readouterr().err)
     assert not list((folder / "runs").glob("*"))
+
+
+RESTLESS = """
+import os
+
+import torch
+
+os.chdir("/")
+torch.set_default_dtype(torch.float64)
+
+
+class Norm(torch.nn.GroupNorm):
+    def __init__(self, num_features):
+        super().__init__(1, num_features)
+        os.chdir("/")
+"""
+
+
+def test_code_that_changes_the_process_changes_neither_folders_nor_precision(
+    tmp_path: Path,
+    own_module: Callable[[str, str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    own_module("restless", RESTLESS)
+    monkeypatch.chdir(tmp_path)
+    assert main(["norm=restless.Norm", "replicas=1", "workers=0", "steps=1", "runs_dir=here"]) == 0
+    assert len([*tmp_path.glob("here/*/*/seed-0/result.json")]) == 1
+    log = capsys.readouterr().err
+    assert f"restless.Norm changes the current folder to /; paths stay in {tmp_path}" in log
+    assert "restless.Norm sets torch's default dtype to float64; training stays in float32" in log
+
+
+def test_another_default_dtype_of_torch_is_refused(tmp_path: Path):
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(UserError, match="default dtype is torch.float64, set before"):
+            run(["steps=1", "replicas=1", f"runs_dir={tmp_path}"])
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -75,12 +75,13 @@ def joined(causes: list[Cause]) -> Cause:
 
 def find_causes(measured: Measurement) -> Iterator[Cause]:
     """Causes that fit what was measured, those with simple remedies first."""
-    yield from left_in_training(measured)
+    in_training = [*left_in_training(measured)]
+    acting = [*_acting_in_training(measured)]
+    yield from in_training
     if measured.active or measured.unknown:
-        yield _averages(measured)
+        yield _averages(measured, mended(measured.evaluated, [*in_training, *acting]))
     yield from _used_twice(measured)
-    if measured.costs(measured.terms["rest"]):
-        yield from _acting_in_training(measured)
+    yield from acting
     yield from _statistics(measured)
 
 
@@ -99,16 +100,27 @@ def left_in_training(measured: Measurement) -> Iterator[Cause]:
         )
 
 
-def _averages(measured: Measurement) -> Cause:
-    """Running state that should be recomputed, with what is wrong with it, as far as that costs."""
-    causes = [*states(measured)]
-    costs = [gain(measured, [], [cause]) for cause in causes if len(causes) > 1]
-    costly = [cause for cause, cost in zip(causes, costs, strict=False) if measured.costs(cost)]
+def _averages(measured: Measurement, start: Setup) -> Cause:
+    """Running state that should be recomputed, with what is wrong with it, as far as that costs.
+
+    What is wrong at some sites costs what the gap still loses once all others are recomputed: a
+    network broken at one site is sensitive to chance at the others.
+    """
+    causes = [*states(measured, start)]
+    costly: list[Cause] = []
+    for cause in causes if len(causes) > 1 else ():
+        others = [other for other in causes if other is not cause]
+        if measured.costs(gain(measured, others, [cause])):
+            costly.append(cause)
     return replace(joined(costly or causes), mend=lambda setup: mended(setup, causes))
 
 
-def states(measured: Measurement) -> Iterator[Cause]:
-    """Running state of all kinds, grouped by what is wrong with it."""
+def states(measured: Measurement, start: Setup) -> Iterator[Cause]:
+    """Running state of all kinds, grouped by what is wrong with it.
+
+    Args:
+        start: an evaluation after the remedies of all that hides what averages cost.
+    """
     groups: dict[str, list[str]] = defaultdict(list)
     for path, row in measured.rows.items():
         groups[row.state].append(path)
@@ -122,7 +134,7 @@ def states(measured: Measurement) -> Iterator[Cause]:
             RECOMPUTE,
             lambda setup, sources=sources: setup.averaging(sources),
         )
-        yield _explained(measured, state, cause)
+        yield _explained(measured, start, state, cause)
     if measured.unknown:
         yield Cause(
             "not_analysed",
@@ -142,11 +154,11 @@ def _farthest(measured: Measurement, paths: Sequence[str]) -> list[str]:
     return sorted((path for path in paths if far[path] >= least), key=lambda path: -far[path])
 
 
-def _explained(measured: Measurement, state: str, cause: Cause) -> Cause:
+def _explained(measured: Measurement, start: Setup, state: str, cause: Cause) -> Cause:
     """Says why averages in a state have to be recomputed."""
     if state == "averaged":
         cause = replace(cause, paths=_farthest(measured, cause.paths))
-        return _explained_by_trial(measured, cause)
+        return _explained_by_trial(measured, start, cause)
     if state == "held":
         held = "training does not move the running averages of {names}"
         sites = [measured.active[path] for path in cause.paths]
@@ -167,7 +179,7 @@ def _explained(measured: Measurement, state: str, cause: Cause) -> Cause:
     return replace(cause, kind=kind, cause=f"running averages of {{names}} {said}")
 
 
-def _explained_by_trial(measured: Measurement, cause: Cause) -> Cause:
+def _explained_by_trial(measured: Measurement, start: Setup, cause: Cause) -> Cause:
     """Tells averages behind dropout, and noisy ones, from those that do not belong to the weights.
 
     By trying the moments that training sees, pooled, and averaged in turn as training does.
@@ -175,11 +187,11 @@ def _explained_by_trial(measured: Measurement, cause: Cause) -> Cause:
 
     def loss(**source: Any) -> float:
         sources = dict.fromkeys(measured.active, Source(**source))
-        return measured.mean(measured.evaluated.averaging(sources)).value
+        return measured.mean(start.averaging(sources)).value
 
-    now, precise, noisy = measured.evaluation.value, loss(), loss(behind_dropout=True)
+    now, precise, noisy = measured.mean(start).value, loss(), loss(behind_dropout=True)
     if now - precise < measured.tolerance:
-        return cause  # nothing to explain
+        return _stale(measured, cause)  # neither explains anything
     num_batches = len(measured.sizes)
     turns = range(0, num_batches, max(1, num_batches // TURNS))
     in_turn = max(loss(behind_dropout=True, first=turn) for turn in turns)
@@ -203,6 +215,10 @@ def _explained_by_trial(measured: Measurement, cause: Cause) -> Cause:
             remedy=f"pool the moments of many batches (precise statistics): {RECOMPUTE}",
             is_mistake=False,
         )
+    return _stale(measured, cause)
+
+
+def _stale(measured: Measurement, cause: Cause) -> Cause:
     rows = measured.rows.values()
     typical = median(max(row.mean_distance, row.var_distance) for row in rows)
     farthest = max(row.largest_distance for row in rows)
@@ -231,6 +247,8 @@ def _used_twice(measured: Measurement) -> Iterator[Cause]:
 
 
 def _acting_in_training(measured: Measurement) -> Iterator[Cause]:
+    if not measured.costs(measured.terms["rest"]):
+        return
     parts, others = measured.parts, (*measured.active, *measured.unknown)
     outside = [path for path in parts.calls if not is_within(path, *others)]
     acting = [path for path in outside if parts.acts_by_own_mode(path)]

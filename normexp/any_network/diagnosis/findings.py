@@ -98,9 +98,10 @@ def _cost(measured: Measurement, found: list[Cause], cause: Cause) -> LossEstima
 
 
 def _not_finite(measured: Measurement) -> Finding:
-    for cause in states(measured):
+    causes = [*states(measured, measured.evaluated)]
+    for cause in causes:
         if cause.kind == "not_finite":
-            after = mended(measured.evaluated, [*states(measured)])
+            after = mended(measured.evaluated, causes)
             helps = math.isfinite(measured.mean(after).value)
             remedy = RECOMPUTE if helps else "untried: find the batch whose values were not finite"
             return replace(cause, remedy=remedy).finding(None)

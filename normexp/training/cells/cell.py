@@ -18,6 +18,7 @@ from normexp.training.batching.replicas import LARGE_GROUP, SMALL_FORWARD, suita
 from normexp.training.cells.describe import defines_of, derived_of, measured_of, notes_of
 from normexp.training.checks.preflight import Traits, examine
 from normexp.training.checks.training import (
+    check_default_dtype,
     check_evaluation,
     check_norm_batch_size,
     check_optimizer_step,
@@ -91,6 +92,7 @@ def prepare_cell(spec: CellSpec) -> Cell:
         raise UserError(spec.error)
     with collected_messages() as messages:
         check_devices(spec.settings.trainer)
+        check_default_dtype()
         data = load_data(spec.config["data"])
         recipe = recipe_of(spec, data)
         build = make_builder(spec, recipe, data)

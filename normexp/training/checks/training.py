@@ -28,6 +28,16 @@ from normexp.words import as_typed, name_some
 logger = logging.getLogger(__name__)
 
 
+def check_default_dtype() -> None:
+    """Raises UserError if networks would be built in another precision than that of their data."""
+    dtype = torch.get_default_dtype()
+    if dtype is not torch.float32:
+        raise UserError(
+            f"torch's default dtype is {dtype}, set before this training: networks would be built "
+            "in it, and data are float32; call torch.set_default_dtype(torch.float32) first"
+        )
+
+
 def check_slots(config: Mapping[str, Any], build: NetworkBuilder, model: str) -> None:
     """Refuses slots that the config sets and the model, named for the message, lacks.
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -22,6 +24,7 @@ from normexp.training.config.validate import check_value
 from normexp.training.records.source import why_missing
 from normexp.words import name_some, suggest
 
+log = logging.getLogger(__name__)
 logging.getLogger("hydra").addHandler(logging.NullHandler())  # Hydra also logs what it raises
 
 Made = TypeVar("Made")
@@ -100,16 +103,54 @@ class Target:
     def explaining_errors(self) -> Iterator[None]:
         """Turns an error of the target's code into a UserError with the line of the user's file."""
         try:
-            yield
+            with _keeping_process(self.path):
+                yield
         except UserError:
             raise
         except Exception as error:  # user code may raise anything
             raise UserError(f"{self.name} fails: {one_line(error)}") from error
 
 
+@contextmanager
+def _keeping_process(path: str) -> Iterator[None]:
+    """Puts back what a user's code changes of the whole process, and logs it.
+
+    That is the current folder, in which relative paths lie, and torch's default dtype, in which all
+    networks are built.
+    """
+    folder, dtype = _current_folder(), _default_dtype()
+    try:
+        yield
+    finally:
+        if folder and folder != (other := _current_folder()):
+            os.chdir(folder)
+            log.warning(
+                "%s changes the current folder to %s; paths stay in %s", path, other, folder
+            )
+        if dtype != (other := _default_dtype()):
+            sys.modules["torch"].set_default_dtype(getattr(sys.modules["torch"], dtype))
+            log.warning(
+                "%s sets torch's default dtype to %s; training stays in %s", path, other, dtype
+            )
+
+
+def _current_folder() -> str:
+    """Empty if it has been removed."""
+    with suppress(FileNotFoundError):
+        return os.getcwd()
+    return ""
+
+
+def _default_dtype() -> str:
+    """The name of torch's default dtype; where torch is not imported yet, what it will be."""
+    torch = sys.modules.get("torch")
+    return str(torch.get_default_dtype()).removeprefix("torch.") if torch else "float32"
+
+
 def locate(path: str) -> Any:
     """The class or function at a dotted path. Raises what importing it raises."""
-    return get_object(path)
+    with _keeping_process(path):
+        return get_object(path)
 
 
 def read_target(values: Mapping[str, Any], key: str) -> Target:
@@ -122,10 +163,11 @@ def read_target(values: Mapping[str, Any], key: str) -> Target:
         raise UserError(f"{key}._target_ is missing; it names a class, as my_package.MyClass")
     refuse_missing_values(values, f"{key}.")
     parts = _parts_of(values, key)
-    for name, part in parts.items():
-        _check_part(part, name)
     try:
-        call = instantiate({**values, "_partial_": True}, _convert_="all")  # this makes its parts
+        with _keeping_process(values["_target_"]):
+            for name, part in parts.items():
+                _check_part(part, name)
+            call = instantiate({**values, "_partial_": True}, _convert_="all")  # makes its parts
     except InstantiationException as error:
         for name, part in parts.items():
             read_target(part, name)  # a mistake in it is named by its own key

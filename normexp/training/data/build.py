@@ -7,12 +7,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import yaml
 
 from normexp.training.config.target import read_target
-from normexp.training.data.dataset import Data, describe_copies, limit_train, validate
+from normexp.training.data.dataset import (
+    Data,
+    describe_copies,
+    describe_missing,
+    limit_train,
+    validate,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +39,7 @@ def build_data(values: Mapping[str, Any]) -> Data:
     validate(data)
     if limit is not None:
         data = limit_train(data, limit, values.get("split_seed", 0))
-    for line in describe_copies(data):
+    for line in chain(describe_missing(data), describe_copies(data)):
         logger.warning(line)
     return data
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from normexp.errors import UserError
 from normexp.training.batching.draws import generator
 from normexp.training.data.augment import Augmentation
+from normexp.words import name_some
 
 
 @dataclass
@@ -246,6 +247,20 @@ def describe_copies(data: Data) -> Iterator[str]:
                 f"data={data.name}: {num_copies} of {len(hashes[name])} samples of {name} are also "
                 "training samples (exact copies), so that memory counts as accuracy; remove them"
             )
+
+
+def describe_missing(data: Data) -> Iterator[str]:
+    """Yields a line if the network cannot learn some classes: no training sample has them."""
+    if not isinstance(data.train, Examples):
+        return
+    counts = data.train.targets.bincount(minlength=data.num_outputs).tolist()
+    names = data.class_names or range(data.num_outputs)
+    missing = [str(name) for name, count in zip(names, counts, strict=True) if not count]
+    if missing:
+        yield (
+            f"data={data.name}: no training sample is of class {name_some(missing)}, so it is "
+            "never predicted; add samples, move fewer to val or test, or leave the class out"
+        )
 
 
 def validate(data: Data) -> None:

@@ -37,6 +37,7 @@ SPLIT = re.compile(
     re.IGNORECASE,
 )
 MIN_STD = 0.001  # of those that are typed; a grey level is 0.004
+UNREAD = (".", "__")  # begin the names of hidden folders, and of those of programs: __MACOSX
 DECODER = 2  # a change of the decoded pixels raises it, so that no older cache is read
 
 
@@ -158,8 +159,8 @@ def _split_of(folder: Path) -> str | None:
 
 
 def _subfolders(folder: Path) -> list[Path]:
-    """The folders in a folder, sorted, without hidden ones."""
-    folders = [p for p in folder.iterdir() if p.is_dir() and not p.name.startswith(".")]
+    """The folders in a folder, sorted, without hidden ones and those of programs."""
+    folders = [p for p in folder.iterdir() if p.is_dir() and not p.name.startswith(UNREAD)]
     return sorted(folders, key=_class_of)
 
 
@@ -259,6 +260,8 @@ def _list_images(
         _refuse_classes_within(inner, name)
         samples[split] = listed
         for file in folder.iterdir():
+            if file.is_dir() and file.name.startswith("__"):
+                log.warning("%s: %s/ is not read; if it is a class, rename it", name, file.name)
             if file.is_file() and file.suffix.lower() in kinds and not file.name.startswith("."):
                 skipped["images beside the class folders"] += 1
     if skipped:
@@ -308,12 +311,13 @@ def _refuse_classes_within(inner: Mapping[str, Iterable[str]], name: str) -> Non
 def _walk(folder: Path) -> list[tuple[str, str]]:
     """The places and names of all files, also behind links; a folder is entered once.
 
-    Hidden files and folders are left out. The order is the same for both forms of a name.
+    Hidden files, and folders as in `_subfolders`, are left out. The order is the same for both
+    forms of a name.
     """
     entered: set[str] = set()
     files = []
     for place, folders, names in os.walk(folder, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        folders[:] = [name for name in folders if not name.startswith(UNREAD)]
         real = os.path.realpath(place)
         if real in entered:  # a link to a folder around it
             folders.clear()
