@@ -323,14 +323,16 @@ def test_a_network_broken_on_purpose_is_told(name: str):
         assert set(sites[kind]) == set(paths), str(diagnosis)
 
 
-@cache
-def of_noisy() -> Diagnosis:
-    """Averages of one batch of 8, in 32 channels, where the targets are exact."""
+def noisy(size: int, *after: nn.Module) -> Diagnosis:
+    """Averages of one batch, in 32 channels, where the targets are exact."""
     draws = torch.Generator().manual_seed(0)
-    inputs = torch.randn(16, 8, 32, generator=draws)
-    model = nn.Sequential(nn.BatchNorm1d(32, momentum=1.0, affine=False))
-    model(torch.randn(8, 32, generator=draws))
+    inputs = torch.randn(16, size, 32, generator=draws)
+    model = nn.Sequential(nn.BatchNorm1d(32, momentum=1.0, affine=False), *after)
+    model(torch.randn(size, 32, generator=draws))
     return diagnose(model, [(x, x) for x in inputs], F.mse_loss)
+
+
+of_noisy = cache(partial(noisy, 8))
 
 
 def test_averages_of_one_batch_are_noisy():
@@ -380,6 +382,12 @@ class Sum(nn.Module):
 
     def forward(self, x):
         return self.first(x[:, :4]) + self.second(x[:, 4:])
+
+
+def test_noise_of_averages_that_another_fault_hides_is_no_mistake():
+    """Less of a signal has less of its noise, so that precise averages gain nothing before."""
+    diagnosis = noisy(16, Scaled())
+    assert kinds(diagnosis) == {"rest"}, str(diagnosis)
 
 
 def test_averages_that_cost_only_beside_broken_ones_are_not_named():
