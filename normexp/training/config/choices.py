@@ -28,12 +28,11 @@ from yaml import YAMLError
 from normexp.errors import UserError
 from normexp.training.config.groups import CUSTOM_GROUPS, GROUPS, conf_dir, group_choices
 from normexp.training.config.keys import MISSING
-from normexp.training.config.validate import name_as_text, takes
+from normexp.training.config.validate import name_as_text, unknown_key
 from normexp.words import suggest
 
 # Hydra 1.3 warns without a version_base, 1.4 warns about one.
 VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
-DEFAULT_SCHEDULE = {"schedule": "cosine", "warmup": 0.1}  # of an optimizer that has none
 # Keys of Hydra's own that may be typed: those of launchers and their jobs.
 READ_OF_HYDRA = r"(/|\.)(launcher|searchpath|mode|job\.(name|env_))"
 OTHERS_OF_HYDRA = {  # what does instead what another one would do in a Hydra app
@@ -145,7 +144,7 @@ def explain(error: Exception) -> UserError:
         package = named[1].partition("@")[2].partition(".")[0]  # norm@experiment.norm
         if package in GROUPS:
             return UserError(f"{package}: {NEEDS_PACKAGE}")
-        return UserError(f"{key}: unknown key")
+        return unknown_key(str(key), ())
     text = f"{error}\n{error.__cause__ or ''}"
     first, second, *_ = [*map(str.strip, text.splitlines()), ""]
     return UserError(f"{first} {second}" if first.endswith(":") else first)
@@ -153,8 +152,6 @@ def explain(error: Exception) -> UserError:
 
 def _no_such_choice(error: MissingConfigException) -> UserError:
     group, _, name = str(error.missing_cfg_file).partition("/")
-    if takes(f"optim.{group}", name):  # optim.schedule=cosine
-        return UserError(f"{group}={name}: no such {group}; did you mean optim.{group}={name}?")
     if group not in GROUPS:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         known = f"it takes {', '.join(LAUNCHERS)}"
@@ -199,7 +196,7 @@ def custom_choices() -> dict[str, dict[str, Any]]:
     The guides in conf/ say what each target is called with.
     """
     own = {"_target_": MISSING}
-    optim = {"default_lr": None, "weight_decay": 0.0, "decay_norm": False, **DEFAULT_SCHEDULE}
+    optim = {"default_lr": None, "weight_decay": 0.0, "decay_norm": False}
     nodes: dict[str, Any] = {group: own | {"_partial_": True} for group in CUSTOM_GROUPS}
     optim = nodes["optim"] | optim
     return nodes | {"data": own, "callback": {}, "optim": optim, "logger": own}

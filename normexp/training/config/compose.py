@@ -32,7 +32,7 @@ from normexp.training.config.keys import (
     parts_with_target,
     value_at,
 )
-from normexp.training.config.validate import unknown_key
+from normexp.training.config.validate import MOVED, unknown_key
 from normexp.training.records.files import read_path
 from normexp.training.records.source import why_missing
 from normexp.verdicts.metric import direction_of
@@ -90,7 +90,7 @@ def compose_cell(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
         if dot:  # in YAML, `optim.momentum: 0.5` is one key of that name, which nothing reads
             raise UserError(f"{key}: a recipe nests its keys, as in {group}: {{{name}: ...}}")
     for key in dotted_keys(plain):
-        if not is_read(key):
+        if not is_read(key) or key in MOVED:
             raise unknown_key(key, known)
     _refuse_two_budgets(plain, typed)
     return plain, _choices_by_name(plain, choices)
