@@ -121,7 +121,9 @@ def recipe_for(data: Data, sizes: Sizes, **choices: Any) -> Recipe:
         "criterion": criterion_of(data),
         "num_train": len(data.train),
         "sizes": sizes,
-        "schedule": build_schedule(shipped_defaults("schedule", "cosine") or {}, EPOCHS * steps_per_epoch),
+        "schedule": build_schedule(
+            shipped_defaults("schedule", "cosine") or {}, EPOCHS * steps_per_epoch
+        ),
         "optimizer": SGD,
         "lr": 0.05,
         "optimizer_momentum": 0.9,
