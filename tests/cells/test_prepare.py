@@ -151,6 +151,7 @@ REFUSED = {
     f"{PLATEAU} schedule.monitor=loss": "^schedule.monitor=loss is not a .* val/loss, val/accuracy",
     "callback._target_=own.Step": "^callback.params is missing",
     "logger=custom logger.custom._target_=own.Gone": "own has no Gone",
+    "norm=group norm.half_life=100": "^norm.half_life=100: .*GroupNorm has no momentum; drop",
 }
 
 

@@ -336,7 +336,11 @@ def test_users_file_may_pick_a_model(tmp_path: Path):
             "# @package _global_\nnorm: rms\n",
             "norm=rms: a recipe has keys below norm",
         ),
-        ("experiment/mine.yaml", "# @package _global_\ntrainer: null\n", "trainer=null: a recipe has"),
+        (
+            "experiment/mine.yaml",
+            "# @package _global_\ntrainer: null\n",
+            "trainer=null: a recipe has",
+        ),
         ("experiment/mine.yaml", "# @package _global_\nepochs: null\n", "epochs=null: must be"),
         ("experiment/mine.yaml", "epochs: 3\n", "experiment=mine: its YAML must begin with"),
         (

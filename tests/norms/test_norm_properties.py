@@ -40,13 +40,11 @@ MODES = pytest.mark.parametrize("training", [True, False], ids=["training", "eva
 BOTH_MODES = pytest.mark.parametrize(
     ("name", "training"), [*((name, True) for name in SHIPPED), *IN_EVALUATION]
 )
-# RunningMomentsNorm promises to merge its moments exactly; a plain RunningNorm averages its buffers,
-# which is exact for sums of values, as in these three.
+# RunningMomentsNorm promises to merge its moments exactly. A plain RunningNorm averages its
+# buffers, which is exact for sums of values, as in these three.
 OF_SUMS = ("moving_average_batch", "power", "taper")
 MERGE_EXACTLY = [
-    name
-    for name in RUNNING
-    if name in OF_SUMS or isinstance(make_fresh(name), RunningMomentsNorm)
+    name for name in RUNNING if name in OF_SUMS or isinstance(make_fresh(name), RunningMomentsNorm)
 ]
 
 
