@@ -164,5 +164,13 @@ def norm_target(
     values = dict(values)
     reserved = {key: values.pop(key) for key in own_keys("norm") if key in values}
     if momentum is not None:
-        values["momentum"] = momentum
-    return read_target(values, "norm").filled_in(available), reserved
+        values.pop("momentum", None)  # null
+    target = read_target(values, "norm").filled_in(available)
+    if momentum is not None:
+        if target.arguments.isdisjoint(("momentum", "**")):
+            half_life = reserved["half_life"]
+            raise UserError(
+                f"norm.half_life={half_life}: {target.path} has no momentum; drop the half-life"
+            )
+        target = target.with_knobs({"momentum": momentum})
+    return target, reserved

@@ -17,8 +17,6 @@ from normexp.errors import UserError
 from normexp.training.batching.processes import is_synchronized
 from normexp.training.batching.replicas import Replicas
 from normexp.training.callbacks import act_on_batches, build_callbacks
-from normexp.training.config.choices import DEFAULT_SCHEDULE
-from normexp.training.config.groups import shipped_defaults
 from normexp.training.config.keys import Settings
 from normexp.training.config.lr_rule import scale_learning_rate
 from normexp.training.config.sizes import Share, Sizes
@@ -35,7 +33,6 @@ from normexp.training.optimizer import (
 from normexp.training.schedule import Schedule, build_schedule
 from normexp.training.statistics import STATISTICS
 from normexp.training.trackers import build_loggers, logger_targets
-from normexp.words import as_typed
 
 
 @dataclass(frozen=True)
@@ -161,16 +158,10 @@ def recipe_of(spec: CellSpec, data: Data) -> Recipe:
         batch_size=batch_size,
         base_batch_size=settings.base_batch_size,
     )
-    _check_schedule(spec)
     _check_half_life(config["norm"])
     logger_targets(config["logger"])  # refuses a mistake before a training begins
     callbacks = partial(build_callbacks, config.get("callback"), metrics)
-    schedule = build_schedule(
-        config.get("schedule"),
-        count_steps(settings, num_train),
-        shape=settings.optim.schedule,
-        warmup=settings.optim.warmup,
-    )
+    schedule = build_schedule(config["schedule"], count_steps(settings, num_train))
     if schedule.monitor is not None:
         check_monitor("schedule", schedule.monitor, schedule.mode, metrics)
     return Recipe(
@@ -262,18 +253,3 @@ def _check_half_life(norm: Mapping[str, Any]) -> None:
             f"norm.momentum={momentum} and norm.half_life={half_life} are both set; "
             "add norm.momentum=null to use the half-life"
         )
-
-
-def _check_schedule(spec: CellSpec) -> None:
-    """Refuses keys of `optim` that `schedule` replaces."""
-    schedule = spec.settings.schedule
-    if schedule is None:
-        return
-    defaults = shipped_defaults("optim", spec.choices["optim"]) or DEFAULT_SCHEDULE
-    for key in DEFAULT_SCHEDULE:
-        value = spec.config["optim"][key]
-        if value != defaults[key]:
-            raise UserError(
-                f"optim.{key}={as_typed(value)}: nothing reads this key, since "
-                "schedule is set; drop one of them"
-            )

@@ -50,38 +50,63 @@ def schedule_by_factor(factor: Callable[[int], float], total_steps: int) -> Sche
     return Schedule(total_steps, build, follows_lr=True)
 
 
-def named_schedule(kind: str, warmup: float, total_steps: int) -> Schedule:
-    """Linear warm-up over the first `warmup` (a share of the steps), then, as u goes from 0 to 1:
+# --- The shipped schedules: the factor on `lr` at a step -----------------------------------------
+# In each, the factor first rises linearly over the share `warmup` of all steps. Then u goes from 0
+# to 1.
 
-    constant    1
-    cosine      (1 + cos(pi u)) / 2 (arXiv:1608.03983)
-    linear      1 - u
-    wsd         1, then linear to 0 over the last fifth of all steps (arXiv:2404.06395)
-    one_cycle   cosine down to 1e-4; its warm-up begins at 1/25 (arXiv:1708.07120)
-    """
-    warmup_steps = round(warmup * total_steps)
-    rest = max(1, total_steps - warmup_steps)
 
-    def factor(step: int) -> float:
-        if step < warmup_steps:
-            risen = (step + 1) / warmup_steps
-            return 1 / 25 + (1 - 1 / 25) * risen if kind == "one_cycle" else risen
-        if kind == "wsd":
-            return min(1.0, (total_steps - step) / (0.2 * total_steps))
-        if kind == "constant":
-            return 1.0
-        if kind == "linear":
-            return 1 - (step - warmup_steps) / rest
-        cosine = (1 + math.cos(math.pi * (step - warmup_steps) / rest)) / 2
-        return max(cosine, 1e-4) if kind == "one_cycle" else cosine
+def constant(step: int, total_steps: int, warmup: float) -> float:
+    """1."""
+    num_warm = warmup_steps(warmup, total_steps)
+    return (step + 1) / num_warm if step < num_warm else 1.0
 
-    return schedule_by_factor(factor, total_steps)
+
+def linear(step: int, total_steps: int, warmup: float) -> float:
+    """1 - u."""
+    num_warm = warmup_steps(warmup, total_steps)
+    if step < num_warm:
+        return (step + 1) / num_warm
+    return 1 - (step - num_warm) / (total_steps - num_warm)
+
+
+def cosine(step: int, total_steps: int, warmup: float) -> float:
+    """(1 + cos(pi u)) / 2 (arXiv:1608.03983)."""
+    num_warm = warmup_steps(warmup, total_steps)
+    if step < num_warm:
+        return (step + 1) / num_warm
+    return (1 + math.cos(math.pi * (step - num_warm) / (total_steps - num_warm))) / 2
+
+
+def one_cycle(step: int, total_steps: int, warmup: float) -> float:
+    """As `cosine`, but down to 1e-4, and its warm-up begins at 1/25 (arXiv:1708.07120)."""
+    factor = cosine(step, total_steps, warmup)
+    if step < warmup_steps(warmup, total_steps):
+        return 1 / 25 + (1 - 1 / 25) * factor
+    return max(factor, 1e-4)
+
+
+def wsd(step: int, total_steps: int, warmup: float) -> float:
+    """1, then linear to 0 over the last fifth of all steps (arXiv:2404.06395)."""
+    factor = constant(step, total_steps, warmup)
+    if step < warmup_steps(warmup, total_steps):
+        return factor
+    return min(factor, (total_steps - step) / (0.2 * total_steps))
+
+
+def warmup_steps(warmup: float, total_steps: int) -> int:
+    """The steps in a share of all steps. Raises UserError for a share outside [0, 1)."""
+    if not 0 <= warmup < 1:
+        raise UserError(f"schedule.warmup={warmup}: must be 0 or more and less than 1, a share")
+    return round(warmup * total_steps)
+
+
+# --- Any schedule ---------------------------------------------------------------------------------
 
 
 def own_schedule(
     make: Callable[..., Any], target: Any, total_steps: int, monitor: str | None, name: str
 ) -> Schedule:
-    """The schedule of a user's function of (step, total_steps), or of a scheduler class.
+    """The schedule of a function of (step, total_steps), or of a scheduler class.
 
     Args:
         make: `target` with its knobs.
@@ -114,20 +139,12 @@ def own_schedule(
     return Schedule(total_steps, make, monitor=watched, mode=mode, name=target.__name__)
 
 
-def build_schedule(
-    values: Mapping[str, Any] | None, num_steps: int, *, shape: str, warmup: float
-) -> Schedule:
-    """The schedule that `schedule` names; without one, a shape by name.
-
-    Args:
-        values: of the group `schedule`.
-        shape, warmup: of the group `optim`.
+def build_schedule(values: Mapping[str, Any], num_steps: int) -> Schedule:
+    """The schedule that the values of `schedule` name.
 
     Raises:
         UserError: a knob that it does not take, or an error of its own code.
     """
-    if values is None:
-        return named_schedule(shape, warmup, num_steps)
     values = dict(values)
     monitor = values.pop("monitor", None)
     target = read_target(values, "schedule")

@@ -166,10 +166,27 @@ def test_a_recipe_in_another_encoding_is_named(tmp_path: Path, capsys, content: 
     assert main([*words, "experiment=other"]) == 0
 
 
+def test_a_file_of_a_recipe_that_cannot_be_read_is_named(tmp_path: Path, capsys):
+    folder = tmp_path / "experiment"
+    folder.mkdir()
+    (folder / "latin.yaml").write_bytes(b"# @package _global_\nnotes: caf\xe9\n")
+    (folder / "zero.yaml").write_bytes(b"# @package _global_\nnotes: \0\n")
+    main = importlib.import_module("normexp.train").main
+    for name, fault in {"latin": " is not UTF-8", "zero": ": YAML forbids the char"}.items():
+        (folder / "mine.yaml").write_text(f"# @package _global_\ndefaults: [{name}]\n")
+        assert main(["--config-dir", str(tmp_path), "experiment=mine", "--cfg", "job"]) == 2
+        assert f"{folder / name}.yaml{fault}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
         ("optim.momentum: 0.5", "optim.momentum: a recipe nests its keys"),
+        ("logger: null", "logger=null: a recipe has keys below logger, as in"),
+        ("optim:", "optim=null: a recipe has keys below optim, as in"),
+        ("schedule: linear", "in `defaults`, by `- override /schedule: linear`"),
+        ("optim: [1]", "experiment/mine.yaml: a list in place of a group"),
+        ("optim: {schedule: linear}", "optim.schedule: unknown key; the word is schedule=..."),
         ("defaults: [mine]", "experiment=mine: `defaults` of a YAML file lead back"),
     ],
 )

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from normexp.cli import parse_command
 from normexp.errors import UserError
 from normexp.training.config import identity
 from normexp.training.config.compose import compose_cell
-from normexp.training.config.groups import group_choices
+from normexp.training.config.groups import group_choices, shipped_defaults
 from normexp.training.config.identity import cell_id, differences
 from normexp.training.config.sizes import Sizes
 from normexp.training.config.spec import CellSpec
@@ -47,6 +48,13 @@ GOLDEN = {
     "data=shakespeare norm=rms": "rms-gpt-shakespeare-b32-lr0.001-a25673a668",
     "data=text_file data.path=text.txt model.width=16 model.depth=1 norm=rms placement=post": (
         "rms-gpt-text_file-b32-lr0.001-be13848a31"
+    ),
+    "schedule=one_cycle schedule.warmup=0.2": "batch-convnet-digits-b32-lr0.1-a5d1ab391e",
+    "optim=torch.optim.RMSprop lr=0.1 schedule=linear": (
+        "batch-convnet-digits-b32-lr0.1-4e73d1b636"
+    ),
+    "schedule=torch.optim.lr_scheduler.StepLR schedule.step_size=3 val_every_epochs=2": (
+        "batch-convnet-digits-b32-lr0.1-9d18555f12"
     ),
     "model=timm model.name=resnet18 norm=group": "group-resnet18-digits-b32-lr0.1-9e9d64d802",
     "model=torchvision model.name=resnet50": "batch-resnet50-digits-b32-lr0.1-17d03722bd",
@@ -120,6 +128,20 @@ def test_a_norm_declared_not_to_mix_samples_has_one_id_for_all_norm_batch_sizes(
 def test_a_refused_cell_has_an_id_too(word: str):
     spec = parse_command([word]).cell([word])
     assert spec.error and spec.id != id_of("norm=batch")
+
+
+def test_a_new_knob_of_shipped_schedules_moves_no_recorded_id(monkeypatch: pytest.MonkeyPatch):
+    own = "optim=torch.optim.RMSprop lr=0.1"
+    lines = ["lr=0.1", "schedule=linear schedule.warmup=0", own, f"{own} schedule=linear"]
+    before = [id_of(line) for line in lines]
+
+    def with_floor(group: str, choice: str) -> dict[str, Any] | None:
+        values = shipped_defaults(group, choice)
+        return {**values, "floor": 0.0} if group == "schedule" and values else values
+
+    monkeypatch.setattr(identity, "shipped_defaults", with_floor)
+    assert [id_of(f"{line} +schedule.floor=0") for line in lines] == before
+    assert not {id_of(f"{line} +schedule.floor=0.1") for line in lines} & {*before}
 
 
 def test_a_raised_number_changes_the_ids_of_its_choice_alone(monkeypatch: pytest.MonkeyPatch):

@@ -112,8 +112,6 @@ CHANGES = {
     "optim.decay_norm": "true",
     "optim.decay_bias": "false",
     "optim.fused": "false",
-    "optim.schedule": "constant",
-    "optim.warmup": "0",
     "trainer.precision": "64-true",
     "norm.act": "+gelu",
     "norm.conv": "+weight_standardized",

@@ -17,6 +17,7 @@ from normexp.norms.factory import NormFactory
 from normexp.norms.site import norm_parameters
 from normexp.training.batching.replicas import Stacked
 from normexp.training.config.compose import compose_config
+from normexp.training.config.groups import shipped_defaults
 from normexp.training.config.lr_rule import scale_learning_rate
 from normexp.training.config.sizes import Sizes
 from normexp.training.config.validate import read_settings
@@ -27,7 +28,7 @@ from normexp.training.optimizer import (
     parameter_groups,
 )
 from normexp.training.recipe import count_steps, count_steps_per_epoch, momentum_of_half_life
-from normexp.training.schedule import Schedule, named_schedule, own_schedule
+from normexp.training.schedule import Schedule, build_schedule, own_schedule
 
 
 def rates(schedule: Schedule) -> list[float]:
@@ -41,18 +42,23 @@ def rates(schedule: Schedule) -> list[float]:
     return found
 
 
+def shipped_rates(name: str, warmup: float, num_steps: int) -> list[float]:
+    values = {**(shipped_defaults("schedule", name) or {}), "warmup": warmup}
+    return rates(build_schedule(values, num_steps))
+
+
 def test_schedules_follow_their_formulas():
-    assert rates(named_schedule("constant", 0.2, 20)) == pytest.approx([0.25, 0.5, 0.75, *[1] * 17])
+    assert shipped_rates("constant", 0.2, 20) == pytest.approx([0.25, 0.5, 0.75, *[1] * 17])
     cosine = [(1 + math.cos(math.pi * k / 20)) / 2 for k in range(20)]
-    assert rates(named_schedule("cosine", 0.0, 20)) == pytest.approx(cosine)
-    one_cycle = rates(named_schedule("one_cycle", 0.25, 20))
+    assert shipped_rates("cosine", 0.0, 20) == pytest.approx(cosine)
+    one_cycle = shipped_rates("one_cycle", 0.25, 20)
     assert one_cycle[0] == pytest.approx(1 / 25 + 24 / 25 / 5)
     assert max(one_cycle) == one_cycle[4] == one_cycle[5] == pytest.approx(1.0)
     assert 1e-4 <= one_cycle[-1] < 0.02
     linear = [0.5, 1, *(1 - k / 8 for k in range(8))]
-    assert rates(named_schedule("linear", 0.2, 10)) == pytest.approx(linear)
+    assert shipped_rates("linear", 0.2, 10) == pytest.approx(linear)
     wsd = [0.5, 1, *[1.0] * 15, 0.75, 0.5, 0.25]
-    assert rates(named_schedule("wsd", 0.1, 20)) == pytest.approx(wsd)
+    assert shipped_rates("wsd", 0.1, 20) == pytest.approx(wsd)
 
 
 @pytest.mark.parametrize(

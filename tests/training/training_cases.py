@@ -19,6 +19,7 @@ from normexp.norms.sample import GroupNorm
 from normexp.training.batching.draws import derive_seed
 from normexp.training.batching.replicas import InTurn, Replicas, Stacked
 from normexp.training.config.compose import compose_config
+from normexp.training.config.groups import shipped_defaults
 from normexp.training.config.keys import Settings, TrainerKeys
 from normexp.training.config.sizes import Sizes
 from normexp.training.config.validate import read_settings
@@ -30,7 +31,7 @@ from normexp.training.models.transformer import TextEncoder
 from normexp.training.models.vision import ConvNet, ResNet
 from normexp.training.module import Recorder, TrainingModule
 from normexp.training.recipe import Recipe, count_steps_per_epoch
-from normexp.training.schedule import named_schedule
+from normexp.training.schedule import build_schedule
 from normexp.training.stopping import Interrupted, StopRequest
 
 Row = tuple[int, int, int, dict[str, float]]
@@ -120,7 +121,9 @@ def recipe_for(data: Data, sizes: Sizes, **choices: Any) -> Recipe:
         "criterion": criterion_of(data),
         "num_train": len(data.train),
         "sizes": sizes,
-        "schedule": named_schedule("cosine", 0.1, EPOCHS * steps_per_epoch),
+        "schedule": build_schedule(
+            shipped_defaults("schedule", "cosine") or {}, EPOCHS * steps_per_epoch
+        ),
         "optimizer": SGD,
         "lr": 0.05,
         "optimizer_momentum": 0.9,

@@ -9,7 +9,7 @@ from torch import nn
 from normexp.any_network.weights import Weights
 from normexp.training.checks.preflight import Traits
 from normexp.training.config.groups import OPTIONAL_GROUPS, PARTS
-from normexp.training.config.identity import packages_of
+from normexp.training.config.identity import NO_SHIPPED_SCHEDULE, packages_of
 from normexp.training.config.spec import CellSpec
 from normexp.training.data.dataset import Data, describe_data
 from normexp.training.recipe import Recipe
@@ -121,7 +121,9 @@ def measured_of(network: nn.Module, data: Data, traits: Traits) -> Measured:
 def choices_of(result: Result) -> dict[str, str]:
     """The choice in each config group of a recorded cell, as `compose_cell` returned them."""
     groups = [group for group in (*PARTS, *OPTIONAL_GROUPS) if group in result.settings]
-    return {
+    choices = {
         group: result.defines.get(group, {}).get("choice", result.settings[group])
         for group in groups
     }
+    shipped_schedule = result.settings.get("optim.schedule", NO_SHIPPED_SCHEDULE["schedule"])
+    return {"schedule": shipped_schedule, **choices}

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from pathlib import Path
 from types import NoneType
 from typing import Any
 
@@ -24,16 +25,16 @@ from hydra.errors import HydraException, MissingConfigException
 from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
+from yaml.reader import ReaderError
 
 from normexp.errors import UserError
 from normexp.training.config.groups import CUSTOM_GROUPS, GROUPS, conf_dir, group_choices
 from normexp.training.config.keys import MISSING
-from normexp.training.config.validate import name_as_text, takes
-from normexp.words import suggest
+from normexp.training.config.validate import name_as_text, unknown_key
+from normexp.words import as_typed, suggest
 
 # Hydra 1.3 warns without a version_base, 1.4 warns about one.
 VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
-DEFAULT_SCHEDULE = {"schedule": "cosine", "warmup": 0.1}  # of an optimizer that has none
 # Keys of Hydra's own that may be typed: those of launchers and their jobs.
 READ_OF_HYDRA = r"(/|\.)(launcher|searchpath|mode|job\.(name|env_))"
 OTHERS_OF_HYDRA = {  # what does instead what another one would do in a Hydra app
@@ -126,6 +127,8 @@ def composed(words: tuple[str, ...]) -> dict[str, Any]:
             config = hydra.compose("config", [*words], return_hydra_config=True)
     except MissingConfigException as error:
         raise _no_such_choice(error) from error
+    except UnicodeDecodeError as error:
+        raise _not_utf8(error, words) from error
     except (HydraException, YAMLError, ValueError) as error:
         raise explain(error) from error
     except RecursionError as error:
@@ -137,6 +140,9 @@ def composed(words: tuple[str, ...]) -> dict[str, Any]:
 
 def explain(error: Exception) -> UserError:
     """The first line of an error, with the next one where it ends in a colon."""
+    if isinstance(error, ReaderError):
+        code = f"{error.character:#04x}"
+        return UserError(f"{error.name}: YAML forbids the character {code}; remove it")
     mark = getattr(error, "problem_mark", None)
     if mark is not None:
         return UserError(f"{mark.name}, line {mark.line + 1}: not valid YAML")
@@ -145,16 +151,35 @@ def explain(error: Exception) -> UserError:
         package = named[1].partition("@")[2].partition(".")[0]  # norm@experiment.norm
         if package in GROUPS:
             return UserError(f"{package}: {NEEDS_PACKAGE}")
-        return UserError(f"{key}: unknown key")
+        return unknown_key(str(key), ())
+    if "DictConfig with ListConfig" in str(error) and (named := re.search("'(.+?)'", str(error))):
+        where = "a list in place of a group, as `optim: [...]`; a recipe has keys below a group"
+        return UserError(f"{named[1]}.yaml: {where}, as in `optim: {{KEY: VALUE}}`")
     text = f"{error}\n{error.__cause__ or ''}"
     first, second, *_ = [*map(str.strip, text.splitlines()), ""]
     return UserError(f"{first} {second}" if first.endswith(":") else first)
 
 
+def not_a_mapping(group: str, values: Any) -> UserError:
+    name = values if isinstance(values, str) else "NAME"
+    return UserError(
+        f"{group}={as_typed(values)}: a recipe has keys below {group}, as in `{group}: "
+        f"{{KEY: VALUE}}`; it chooses one in `defaults`, by `- override /{group}: {name}`"
+    )
+
+
+def _not_utf8(error: UnicodeDecodeError, words: Sequence[str]) -> UserError:
+    """Names the file, which the error does not, among the YAMLs in the folders of the user's."""
+    name = "a YAML of yours"
+    for folder in re.findall(r"file://([^\"',\]]+)", " ".join(words)):
+        for file in Path(folder).rglob("*.yaml"):
+            if error.object in file.read_bytes():
+                name = str(file)
+    return UserError(f"{name} is not UTF-8; save it as UTF-8, without a byte order mark")
+
+
 def _no_such_choice(error: MissingConfigException) -> UserError:
     group, _, name = str(error.missing_cfg_file).partition("/")
-    if takes(f"optim.{group}", name):  # optim.schedule=cosine
-        return UserError(f"{group}={name}: no such {group}; did you mean optim.{group}={name}?")
     if group not in GROUPS:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         known = f"it takes {', '.join(LAUNCHERS)}"
@@ -199,7 +224,7 @@ def custom_choices() -> dict[str, dict[str, Any]]:
     The guides in conf/ say what each target is called with.
     """
     own = {"_target_": MISSING}
-    optim = {"default_lr": None, "weight_decay": 0.0, "decay_norm": False, **DEFAULT_SCHEDULE}
+    optim = {"default_lr": None, "weight_decay": 0.0, "decay_norm": False}
     nodes: dict[str, Any] = {group: own | {"_partial_": True} for group in CUSTOM_GROUPS}
     optim = nodes["optim"] | optim
     return nodes | {"data": own, "callback": {}, "optim": optim, "logger": own}

@@ -20,9 +20,10 @@ from normexp.training.config.choices import (
     compose_choices,
     explain,
     is_choice,
+    not_a_mapping,
     parse_overrides,
 )
-from normexp.training.config.groups import CUSTOM_GROUPS, GROUPS, group_choices
+from normexp.training.config.groups import CUSTOM_GROUPS, GROUPS, PARTS, group_choices
 from normexp.training.config.keys import (
     MISSING,
     PATHS,
@@ -32,7 +33,7 @@ from normexp.training.config.keys import (
     parts_with_target,
     value_at,
 )
-from normexp.training.config.validate import unknown_key
+from normexp.training.config.validate import MOVED, unknown_key
 from normexp.training.records.files import read_path
 from normexp.training.records.source import why_missing
 from normexp.verdicts.metric import direction_of
@@ -69,6 +70,7 @@ def compose_cell(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
             raise UserError(f"{override.input_line} names several values: add -m, or quote a text")
     tree = dict(compose_choices(parsed))
     choices = tree.pop("hydra")["runtime"]["choices"]
+    _refuse_no_mapping(tree)
     known = [key for key in dotted_keys(tree) if is_read(key)]
     typed = {o.get_key_element().lstrip("+"): o for o in parsed if not is_choice(o)}
     config = OmegaConf.create(tree)
@@ -90,10 +92,18 @@ def compose_cell(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
         if dot:  # in YAML, `optim.momentum: 0.5` is one key of that name, which nothing reads
             raise UserError(f"{key}: a recipe nests its keys, as in {group}: {{{name}: ...}}")
     for key in dotted_keys(plain):
-        if not is_read(key):
+        if not is_read(key) or key in MOVED:
             raise unknown_key(key, known)
     _refuse_two_budgets(plain, typed)
     return plain, _choices_by_name(plain, choices)
+
+
+def _refuse_no_mapping(tree: Mapping[str, Any]) -> None:
+    """Refuses a recipe's line that is no group of keys, as `logger: null` or `optim: adamw`."""
+    for group in (*PARTS, "schedule", "callback", "trainer", "logger"):
+        values = tree.get(group, {})
+        if not isinstance(values, Mapping) and (group, values) != ("callback", None):
+            raise not_a_mapping(group, values)
 
 
 def _resolved(config: DictConfig, recipe: str | None) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-PARTS = ("norm", "model", "data", "optim")  # of every cell; their targets say what they take
-OPTIONAL_GROUPS = ("schedule", "callback")  # a training may have none
+PARTS = ("norm", "model", "data", "optim")  # ids name the choice of each
+OPTIONAL_GROUPS = ("schedule", "callback")  # ids need not name them
 CUSTOM_GROUPS = (*PARTS, *OPTIONAL_GROUPS)  # take `<group>=custom <group>._target_=...`
 GROUPS = (*CUSTOM_GROUPS, "trainer", "logger", "experiment")
 

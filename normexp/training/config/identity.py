@@ -37,6 +37,9 @@ VERSIONS: dict[str, int] = {
     **dict.fromkeys(("norm/batch_renorm", "norm/moving_average_batch", "norm/power"), 2),
 }
 
+# What ids and records have among the values of `optim` beside a schedule of the user's own.
+NO_SHIPPED_SCHEDULE = {"schedule": "cosine", "warmup": 0.1}
+
 # Of texts that other packages hold; recorded ids contain them. Loaded data are compared besides.
 TEXT_DIGESTS = {
     "normexp.training.data.text.load_manual": "71f2ff5d99bdc1f9",
@@ -84,12 +87,35 @@ def identity_of(
     if may_be_shared and mixes_samples:
         content["devices"] = num_devices
 
-    acts = any(config.get(group) is not None for group in OPTIONAL_GROUPS)
-    if acts and config["val_every_epochs"] != 1:  # a callback or schedule sees validations
+    sees_validations = config.get("callback") is not None or has_own_schedule(choices)
+    if sees_validations and config["val_every_epochs"] != 1:
         content["val_every_epochs"] = config["val_every_epochs"]
     for group, values_of_group in groups.items():
         content[group] = _content_of(group, choices.get(group, "custom"), values_of_group)
+    _name_in_optim(content, schedule_in_optim(config, choices))
     return content
+
+
+def schedule_in_optim(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[str, Any]:
+    """A shipped schedule and its warm-up, as ids and records name them: as values of `optim`."""
+    if has_own_schedule(choices):
+        return NO_SHIPPED_SCHEDULE
+    named = {"schedule": choices["schedule"], **config["schedule"]}
+    return {key: named.get(key, default) for key, default in NO_SHIPPED_SCHEDULE.items()}
+
+
+def has_own_schedule(choices: Mapping[str, str]) -> bool:
+    return shipped_defaults("schedule", choices["schedule"]) is None
+
+
+def _name_in_optim(content: dict[str, Any], named: Mapping[str, Any]) -> None:
+    """Moves a shipped schedule of an identity to the values of its optimizer."""
+    schedule, is_shipped_optim = content.pop("schedule"), "choice" in content["optim"]
+    if "choice" in schedule:
+        schedule = {key: schedule[key] for key in schedule.keys() - {"choice", "warmup"}}
+    if schedule:
+        content["schedule"] = schedule
+    content["optim"] |= differences(named, NO_SHIPPED_SCHEDULE) if is_shipped_optim else named
 
 
 def id_of(

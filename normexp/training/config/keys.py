@@ -160,8 +160,6 @@ class OptimKeys(TargetKeys):
     weight_decay: NotNegative
     decay_norm: bool | NotNegative
     decay_bias: Annotated[bool | None, Key(implied=True)] = True
-    schedule: Literal["constant", "cosine", "linear", "wsd", "one_cycle"]
-    warmup: Fraction
 
 
 class TrainerKeys(Group):
@@ -226,7 +224,7 @@ class Settings(SlotKeys):
     model: ModelKeys
     data: DataKeys
     optim: Annotated[OptimKeys, NOT_PROBED]
-    schedule: Annotated[dict[str, Any] | None, NOT_PROBED] = None
+    schedule: Annotated[TargetKeys, NOT_PROBED]
     callback: Annotated[dict[str, Any] | None, NOT_PROBED] = None
     trainer: TrainerKeys
     logger: Annotated[dict[str, Any], NOT_IN_ID]

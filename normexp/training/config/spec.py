@@ -12,7 +12,13 @@ from typing import Any
 
 from normexp.errors import UserError
 from normexp.training.config.groups import OPTIONAL_GROUPS, PARTS
-from normexp.training.config.identity import defining_values, id_of, identity_of, sources_of
+from normexp.training.config.identity import (
+    defining_values,
+    id_of,
+    identity_of,
+    schedule_in_optim,
+    sources_of,
+)
 from normexp.training.config.keys import Settings, in_identity
 from normexp.training.config.lr_rule import scale_learning_rate
 from normexp.training.config.slots import Slots
@@ -112,7 +118,10 @@ class CellSpec:
         Without the budget, which is among `derived`. A slot of the norm is what its YAML sets, else
         the default, and a null slot is the norm's.
         """
-        values = flatten(defining_values(self.config))
+        named = schedule_in_optim(self.config, self.choices)
+        values = flatten(defining_values(self.config)) | flatten({"optim": named})
+        for key in ("schedule._target_", "schedule.warmup"):  # named, or in the id
+            values.pop(key, None)
         for slot, default in asdict(Slots()).items():
             of_norm = values.get(f"norm.{slot}")
             values[f"norm.{slot}"] = default if of_norm is None else of_norm

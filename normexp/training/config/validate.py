@@ -163,9 +163,13 @@ OTHER_NAMES = {
     **{"gradient_clip_val": "max_grad_norm", "accumulate_grad_batches": "micro_batch_size"},
 }
 
+MOVED = {"optim.schedule": "schedule", "optim.warmup": "schedule.warmup"}  # former words
+
 
 def unknown_key(key: str, known: Iterable[str], choice: str = "") -> UserError:
     """The error for a key that nothing reads, or a `choice` lacks, with the nearest known ones."""
+    if key in MOVED:
+        return UserError(f"{key}: unknown key; the word is {MOVED[key]}=... now")
     known, leaf = list(known), key.rpartition(".")[2]
     leaves = (leaf, OTHER_NAMES.get(leaf))
     same = [name for name in known if name.rpartition(".")[2] in leaves]
