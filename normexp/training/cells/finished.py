@@ -99,7 +99,7 @@ def recorded_spec(cell_dir: Path, result: Result, changes: Mapping[str, Any]) ->
     """
     path = cell_dir / CONFIG_FILE
     try:
-        values = _with_schedule(_changed(OmegaConf.load(path), changes))
+        values = _changed(OmegaConf.load(path), changes)
         assert all(values[part] for part in (*PARTS, "trainer"))
     except (YAMLError, UnicodeDecodeError, AssertionError, KeyError, TypeError) as error:
         raise UserError(
@@ -120,16 +120,6 @@ def _changed(config: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in changes.items():
         OmegaConf.update(tree, key, value, merge=False)
     values: Any = OmegaConf.to_container(tree, resolve=True)
-    return values
-
-
-def _with_schedule(values: dict[str, Any]) -> dict[str, Any]:
-    """A config as it is now; once the keys of `optim` named the shipped schedules."""
-    optim = values["optim"]
-    if "schedule" in optim:
-        name, warmup = optim.pop("schedule"), optim.pop("warmup")
-        if values.get("schedule") is None:
-            values["schedule"] = {**shipped_defaults("schedule", name), "warmup": warmup}
     return values
 
 
