@@ -251,7 +251,8 @@ def describe_missing(data: Data) -> Iterator[str]:
     if missing:
         yield (
             f"data={data.name}: no training sample is of class {name_some(missing)}, which "
-            "therefore cannot be learned; add samples, move fewer to val or test, or leave the class out"
+            "therefore cannot be learned; add samples, move fewer to val or test, or leave the "
+            "class out"
         )
 
 
