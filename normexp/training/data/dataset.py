@@ -258,8 +258,9 @@ def describe_missing(data: Data) -> Iterator[str]:
     missing = [str(name) for name, count in zip(names, counts, strict=True) if not count]
     if missing:
         yield (
-            f"data={data.name}: no training sample is of class {name_some(missing)}, so it is "
-            "never predicted; add samples, move fewer to val or test, or leave the class out"
+            f"data={data.name}: no training sample is of class {name_some(missing)}, which "
+            "therefore cannot be learned; add samples, move fewer to val or test, or leave the "
+            "class out"
         )
 
 
