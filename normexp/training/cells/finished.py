@@ -129,7 +129,7 @@ def _with_schedule(values: dict[str, Any]) -> dict[str, Any]:
     if "schedule" in optim:
         name, warmup = optim.pop("schedule"), optim.pop("warmup")
         if values.get("schedule") is None:
-            values["schedule"] = {**shipped_defaults("schedule", name), "warmup": warmup}
+            values["schedule"] = dict(shipped_defaults("schedule", name) or {}, warmup=warmup)
     return values
 
 
