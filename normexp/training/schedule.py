@@ -57,13 +57,13 @@ def schedule_by_factor(factor: Callable[[int], float], total_steps: int) -> Sche
 
 def constant(step: int, total_steps: int, warmup: float) -> float:
     """1."""
-    num_warm = warmup_steps(warmup, total_steps)
+    num_warm = round(warmup * total_steps)
     return (step + 1) / num_warm if step < num_warm else 1.0
 
 
 def linear(step: int, total_steps: int, warmup: float) -> float:
     """1 - u."""
-    num_warm = warmup_steps(warmup, total_steps)
+    num_warm = round(warmup * total_steps)
     if step < num_warm:
         return (step + 1) / num_warm
     return 1 - (step - num_warm) / (total_steps - num_warm)
@@ -71,7 +71,7 @@ def linear(step: int, total_steps: int, warmup: float) -> float:
 
 def cosine(step: int, total_steps: int, warmup: float) -> float:
     """(1 + cos(pi u)) / 2 (arXiv:1608.03983)."""
-    num_warm = warmup_steps(warmup, total_steps)
+    num_warm = round(warmup * total_steps)
     if step < num_warm:
         return (step + 1) / num_warm
     return (1 + math.cos(math.pi * (step - num_warm) / (total_steps - num_warm))) / 2
@@ -80,7 +80,7 @@ def cosine(step: int, total_steps: int, warmup: float) -> float:
 def one_cycle(step: int, total_steps: int, warmup: float) -> float:
     """As `cosine`, but down to 1e-4, and its warm-up begins at 1/25 (arXiv:1708.07120)."""
     factor = cosine(step, total_steps, warmup)
-    if step < warmup_steps(warmup, total_steps):
+    if step < round(warmup * total_steps):
         return 1 / 25 + (1 - 1 / 25) * factor
     return max(factor, 1e-4)
 
@@ -88,16 +88,9 @@ def one_cycle(step: int, total_steps: int, warmup: float) -> float:
 def wsd(step: int, total_steps: int, warmup: float) -> float:
     """1, then linear to 0 over the last fifth of all steps (arXiv:2404.06395)."""
     factor = constant(step, total_steps, warmup)
-    if step < warmup_steps(warmup, total_steps):
+    if step < round(warmup * total_steps):
         return factor
     return min(factor, (total_steps - step) / (0.2 * total_steps))
-
-
-def warmup_steps(warmup: float, total_steps: int) -> int:
-    """The steps in a share of all steps. Raises UserError for a share outside [0, 1)."""
-    if not 0 <= warmup < 1:
-        raise UserError(f"schedule.warmup={warmup}: must be 0 or more and less than 1, a share")
-    return round(warmup * total_steps)
 
 
 # --- Any schedule ---------------------------------------------------------------------------------

@@ -147,7 +147,6 @@ REFUSED = {
     "optim._target_=own.Made lr=1": r"optim\._target_=own\.Made: .*no device \(own\.py, line \d+\)",
     "schedule._target_=own.worse": r"own\.worse fails: KeyError: 'shape' \(own\.py, line \d+",
     "schedule._target_=own.ramp schedule.warmup=0": "^schedule.warmup: own.ramp has no such arg",
-    "schedule.warmup=1.0": "^schedule.warmup=1.0: must be 0 or more and less than 1",
     f"{PLATEAU} schedule.monitor=loss": "^schedule.monitor=loss is not a .* val/loss, val/accuracy",
     "callback._target_=own.Step": "^callback.params is missing",
     "logger=custom logger.custom._target_=own.Gone": "own has no Gone",

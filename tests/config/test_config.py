@@ -87,6 +87,7 @@ REFUSED = {
     "lr=nan": "lr=nan: must be a finite number",
     "eps=-1e-5": "eps=-1e-05: must be greater than or equal to 0",
     f"study={'n' * 201}": "of at most 200 bytes",
+    "schedule.warmup=1.0": "schedule.warmup=1.0: must be less than 1",
     "trainer.devices=2": "several devices need trainer=ddp",
     "+norm.placement=mid": "norm.placement=mid: must be 'pre', 'post'",
     "lr=[0": "lr=[0: the value cannot be read",
@@ -308,6 +309,7 @@ def test_users_file_may_leave_the_target_to_the_line_and_change_between_commands
         "_target_": "my.Norm",
         "knob": 2,
         "at": None,
+        "half_life": None,
         "running_from": "step",
     }
     Path(tmp_path, "norm/mine.yaml").write_text("_target_: ???\nknob: 3\n")

@@ -23,7 +23,7 @@ from normexp.training.config.choices import (
     not_a_mapping,
     parse_overrides,
 )
-from normexp.training.config.groups import CUSTOM_GROUPS, GROUPS, PARTS, group_choices
+from normexp.training.config.groups import CUSTOM_GROUPS, GROUPS, group_choices
 from normexp.training.config.keys import (
     MISSING,
     PATHS,
@@ -70,7 +70,10 @@ def compose_cell(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
             raise UserError(f"{override.input_line} names several values: add -m, or quote a text")
     tree = dict(compose_choices(parsed))
     choices = tree.pop("hydra")["runtime"]["choices"]
-    _refuse_no_mapping(tree)
+    for group in (*CUSTOM_GROUPS, "trainer", "logger"):
+        values = tree.get(group, {})
+        if not isinstance(values, Mapping) and (group, values) != ("callback", None):
+            raise not_a_mapping(group, values)
     known = [key for key in dotted_keys(tree) if is_read(key)]
     typed = {o.get_key_element().lstrip("+"): o for o in parsed if not is_choice(o)}
     config = OmegaConf.create(tree)
@@ -96,14 +99,6 @@ def compose_cell(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
             raise unknown_key(key, known)
     _refuse_two_budgets(plain, typed)
     return plain, _choices_by_name(plain, choices)
-
-
-def _refuse_no_mapping(tree: Mapping[str, Any]) -> None:
-    """Refuses a recipe's line that is no group of keys, as `logger: null` or `optim: adamw`."""
-    for group in (*PARTS, "schedule", "callback", "trainer", "logger"):
-        values = tree.get(group, {})
-        if not isinstance(values, Mapping) and (group, values) != ("callback", None):
-            raise not_a_mapping(group, values)
 
 
 def _resolved(config: DictConfig, recipe: str | None) -> dict[str, Any]:

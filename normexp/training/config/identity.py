@@ -87,34 +87,25 @@ def identity_of(
     if may_be_shared and mixes_samples:
         content["devices"] = num_devices
 
-    sees_validations = config.get("callback") is not None or has_own_schedule(choices)
-    if sees_validations and config["val_every_epochs"] != 1:
-        content["val_every_epochs"] = config["val_every_epochs"]
     for group, values_of_group in groups.items():
         content[group] = _content_of(group, choices.get(group, "custom"), values_of_group)
-    _name_in_optim(content, schedule_in_optim(config, choices))
+    sees_validations = "callback" in content or "choice" not in content["schedule"]
+    if sees_validations and config["val_every_epochs"] != 1:
+        content["val_every_epochs"] = config["val_every_epochs"]
+    _name_in_optim(content, config)
     return content
 
 
-def schedule_in_optim(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[str, Any]:
-    """A shipped schedule and its warm-up, as ids and records name them: as values of `optim`."""
-    if has_own_schedule(choices):
-        return NO_SHIPPED_SCHEDULE
-    named = {"schedule": choices["schedule"], **config["schedule"]}
-    return {key: named.get(key, default) for key, default in NO_SHIPPED_SCHEDULE.items()}
-
-
-def has_own_schedule(choices: Mapping[str, str]) -> bool:
-    return shipped_defaults("schedule", choices["schedule"]) is None
-
-
-def _name_in_optim(content: dict[str, Any], named: Mapping[str, Any]) -> None:
-    """Moves a shipped schedule of an identity to the values of its optimizer."""
-    schedule, is_shipped_optim = content.pop("schedule"), "choice" in content["optim"]
+def _name_in_optim(content: dict[str, Any], config: Mapping[str, Any]) -> None:
+    """Moves a shipped schedule of an identity, and its warm-up, to the values of its optimizer."""
+    named, schedule = dict(NO_SHIPPED_SCHEDULE), content.pop("schedule")
     if "choice" in schedule:
+        found = {"schedule": schedule["choice"], **config["schedule"]}
+        named = {key: found.get(key, default) for key, default in named.items()}
         schedule = {key: schedule[key] for key in schedule.keys() - {"choice", "warmup"}}
     if schedule:
         content["schedule"] = schedule
+    is_shipped_optim = "choice" in content["optim"]
     content["optim"] |= differences(named, NO_SHIPPED_SCHEDULE) if is_shipped_optim else named
 
 

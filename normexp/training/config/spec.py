@@ -13,10 +13,10 @@ from typing import Any
 from normexp.errors import UserError
 from normexp.training.config.groups import OPTIONAL_GROUPS, PARTS
 from normexp.training.config.identity import (
+    NO_SHIPPED_SCHEDULE,
     defining_values,
     id_of,
     identity_of,
-    schedule_in_optim,
     sources_of,
 )
 from normexp.training.config.keys import Settings, in_identity
@@ -118,9 +118,8 @@ class CellSpec:
         Without the budget, which is among `derived`. A slot of the norm is what its YAML sets, else
         the default, and a null slot is the norm's.
         """
-        named = schedule_in_optim(self.config, self.choices)
-        values = flatten(defining_values(self.config)) | flatten({"optim": named})
-        for key in ("schedule._target_", "schedule.warmup"):  # named, or in the id
+        values = flatten(defining_values(self.config)) | flatten({"optim": NO_SHIPPED_SCHEDULE})
+        for key in ("schedule._target_", "schedule.warmup"):  # named so, or in the id
             values.pop(key, None)
         for slot, default in asdict(Slots()).items():
             of_norm = values.get(f"norm.{slot}")

@@ -13,12 +13,14 @@ from typing import Any, Literal, Optional
 from pydantic import TypeAdapter, ValidationError
 
 from normexp.errors import UserError
+from normexp.training.config.groups import shipped_targets
 from normexp.training.config.keys import (
     KEYS,
     STRICT,
     Columns,
     Counts,
     Folder,
+    Fraction,
     Group,
     Name,
     Names,
@@ -84,6 +86,9 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
         key = ".".join(where)
         check_value(key, value_at(config, key), KEYS[key].kind, KEYS[key].unit)
         raise
+    schedule = config["schedule"]
+    if "warmup" in schedule and schedule["_target_"] in shipped_targets("schedule"):
+        check_value("schedule.warmup", schedule["warmup"], Fraction)
     statistics, sizes = settings.evaluate_with, settings.evaluate_batch_sizes
     if sizes and "batch" not in statistics:
         raise UserError(
