@@ -293,7 +293,7 @@ def test_averages_that_move_group_by_group_have_the_half_life_of_a_group():
 
 
 def test_cells_that_differ_in_rate_seed_or_budget_are_probed_once(monkeypatch):
-    examined, traits = [], prepare("norm=group").traits
+    examined, traits = [], prepare("norm=layer").traits
     monkeypatch.setattr(cell_module, "examine", lambda *_, **__: examined.append(1) or traits)
 
     def probes(*words: str) -> int:
