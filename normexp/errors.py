@@ -58,10 +58,12 @@ def explain_hidden(error: Exception) -> str:
 
     Such as a `random.py` in the current folder, which `python -m` searches first.
     """
+    if not isinstance(error, ImportError | AttributeError):  # what a module that is none raises
+        return ""
     installed = [folder for folder in sys.path if is_installed(Path(folder))]
     for name, module in sys.modules.copy().items():
         file = getattr(module, "__file__", None)
-        if "." in name or not file or not is_own(Path(file)):
+        if "." in name or not file or not is_own(Path(file)) or f"'{name}" not in str(error):
             continue
         if name in sys.stdlib_module_names or PathFinder.find_spec(name, installed):
             return f"{file} hides another module {name}, so {one_line(error)}; rename your file"

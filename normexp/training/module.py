@@ -138,7 +138,7 @@ class TrainingModule(pl.LightningModule):
             gradient,
             optimizer,
             scheduler,
-            # A callback may have changed those of a new training by now.
+            # In a new training a callback may already have changed them.
             learning_rates(optimizer) if self.step else self._first_rates,
             max_grad_norm=recipe.settings.max_grad_norm,
             rates=recipe.build_rates(replicas),

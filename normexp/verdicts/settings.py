@@ -23,7 +23,7 @@ class Roles:
     tuned: the setting whose best value is chosen for each arm
     sizes: along which an arm is compared with itself
     task: which name a workload
-    budgets: of which a training has one, and the others follow
+    budgets: a training is given one of them, and the others follow from it
     """
 
     arm: str = "norm"

@@ -4,7 +4,9 @@ The part of a column is inferred from its values, never from its name:
 
 - every value of a setting occurs, within each arm that has it, for at least two seeds;
 - no value of a measurement repeats, be it a time, a further metric or the name of a run;
-- what follows from the seed is neither, and is left out.
+- what follows from the seed is neither.
+
+Measurements and what follows from the seed are left out, and a line says so.
 
 A column that is none of these is refused until `by` or `ignore` names it: runs of several settings
 that are taken for seeds of one would give a wrong verdict without a word.
@@ -13,8 +15,9 @@ that are taken for seeds of one would give a wrong verdict without a word.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
-from dataclasses import replace
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,7 @@ from normexp.verdicts.metric import LOWER_IS_BETTER, Metric, describe_metric
 from normexp.verdicts.report import Report, report_on
 from normexp.verdicts.rows import Row, Rows, Status
 from normexp.verdicts.settings import Roles
-from normexp.words import name_some, suggest
+from normexp.words import as_typed, name_some, suggest
 
 
 def read_table(path: Path) -> pd.DataFrame:
@@ -73,58 +76,66 @@ def compare(
             of the seeds choose, the others are scored.
         choose_by: the metric that chooses the value of `tune`; None: `metric` itself.
         by, ignore: settings, and columns that say nothing, where values do not show it.
-        chance: what a diverged run counts as, in the unit of the metric; None: its arm gets no
+        chance: what a diverged run counts as, in the unit of the column; None: its arm gets no
             verdict.
-        tolerance: smaller differences are a tie, in the unit of the metric; None: 1 percentage
+        tolerance: smaller differences are a tie, in the unit of the column; None: 1 percentage
             point of an accuracy, else 0.
         name: of the report.
 
     Raises:
         UserError: a column that is missing, or may be a setting or a measurement; one seed or one
-            arm alone; a seed that stands twice; a metric whose direction is not known.
+            arm alone; a seed that stands twice; a text among numbers; a metric whose direction is
+            not known; an accuracy that is none.
     """
+    if choose_by and not tune:
+        raise UserError(f"choose_by={choose_by} chooses among values of a setting; add tune=COLUMN")
     chosen = [column for column in (tune, choose_by) if column]
+    table = table.reset_index(drop=True).rename(columns=str)
     _check_names(table, [arm, seed, metric, *chosen, *by, *ignore])
-    for column, what in ((arm, "arm"), (seed, "seed")):
-        if table[column].isna().any():
-            raise UserError(f"{what}={column}: row {_row_number(table[column].isna())} is empty")
-        if table[column].nunique() < 2:
-            value = table[column].iloc[0] if len(table) else "none"
-            raise UserError(f"{what}={column}: one value, {value}; two are the fewest to compare")
-    table = table.assign(**{column: _numbers(table[column]) for column in {metric, *chosen[1:]}})
-    if choose_by is None and tune is not None:
-        choose_by = metric
-    roles = Roles(arm=arm, of_arm=(), tuned=tune, sizes=(), task=(), budgets=())
-    with_parts = {arm, seed, metric, choose_by, tune, *by, *ignore}
-    if table.duplicated().any():
-        raise UserError(f"row {_row_number(table.duplicated())} repeats an earlier row; remove it")
-    others = [column for column in table if column not in with_parts]
-    settings, measured = _sort_columns(table[others], table, arm, seed)
-    settings = [*by, *settings]
-    of_cell = [arm, *([tune] if tune else []), *settings]
-    _refuse_doubled_seeds(table, of_cell, seed)
-    rows = _rows_of(table, of_cell, settings, seed, [metric, *chosen[1:]], name)
-    rows.roles = roles
-    if measured:
-        names = ", ".join(measured)
-        rows.notes.append(f"taken for measurements, since no value repeats: {names}")
-    described = _describe(metric, table[metric], higher_is_better, choose_by, chance, tolerance)
+    _check_parts(table, {"arm": arm, "seed": seed})
+    for column in (metric, *chosen):
+        table[column] = _numbers(table[column])
+    if tune and table[tune].isna().any():
+        raise UserError(f"tune={tune}: row {_row_number(table[tune].isna())} is empty")
+    metrics = [metric, *([choose_by] if choose_by else [])]
+    described = _describe(metric, table[metric], higher_is_better, chance, tolerance)
+    if tune:
+        described = replace(described, chosen_by=choose_by or metric)
+    cell = [arm, *([tune] if tune else [])]
+    columns = _sort_columns(table, cell, seed, by, [*metrics, *ignore])
+    _refuse_doubled_seeds(table, columns, seed)
+    rows = _rows_of(table, columns, seed, metrics, name)
+    rows.roles = Roles(arm=arm, of_arm=(), tuned=tune, sizes=(), task=(), budgets=())
     first = _value(table[arm].iloc[0]) if reference is None else reference
     report = report_on(rows, Path(), [name], metric=described, reference=str(first))
     if not report.comparisons:
-        names = ", ".join(settings)
+        names = ", ".join(columns.settings)
         raise UserError(f"no two values of {arm} have equal settings ({names}); ignore=[...] some")
     return report
 
 
 def _check_names(table: pd.DataFrame, names: Sequence[str]) -> None:
-    """Raises UserError for a name that no column has, or that two arguments give."""
+    """Raises UserError for a name that no column or that several have, or that is given twice."""
     for number, name in enumerate(names):
         if name not in table:
             hint = suggest(name, map(str, table)) or f"the columns are {name_some(map(str, table))}"
             raise UserError(f"{name}: no such column; {hint}")
         if name in names[:number]:
             raise UserError(f"{name}: one column cannot play two parts")
+    if table.columns.has_duplicates:
+        raise UserError(f"{table.columns[table.columns.duplicated()][0]}: two columns of this name")
+    if table.duplicated().any():
+        raise UserError(f"row {_row_number(table.duplicated())} repeats an earlier row; remove it")
+
+
+def _check_parts(table: pd.DataFrame, parts: Mapping[str, str]) -> None:
+    """Raises UserError for a column of arms or seeds with an empty cell, or with one value."""
+    for part, column in parts.items():
+        if table[column].isna().any():
+            raise UserError(f"{part}={column}: row {_row_number(table[column].isna())} is empty")
+        if table[column].nunique() < 2:
+            value = table[column].iloc[0] if len(table) else "none"
+            raise UserError(f"{part}={column}: one value, {value}; two are the fewest to compare")
 
 
 def _row_number(marks: pd.Series) -> int:
@@ -142,34 +153,56 @@ def _numbers(column: pd.Series) -> pd.Series:
     return numbers.astype(float)
 
 
-def _sort_columns(
-    others: pd.DataFrame, table: pd.DataFrame, arm: str, seed: str
-) -> tuple[list[str], list[str]]:
-    """Which of the other columns are settings, and which are measurements.
+@dataclass(frozen=True)
+class _Columns:
+    """What columns are found to be.
 
-    Raises:
-        UserError: for all columns that may be either.
+    of_cell: what makes a cell: the arm, what is tuned, and the settings
+    settings: what separates tables, or keeps arms from being compared
+    notes: lines on columns that are left out
     """
-    settings, measured, unclear = [], [], []
-    for name in others:
-        values = others[name].map(_value)
+
+    of_cell: list[str]
+    settings: list[str]
+    notes: list[str]
+
+
+def _sort_columns(
+    table: pd.DataFrame, cell: list[str], seed: str, by: Sequence[str], known: Sequence[str]
+) -> _Columns:
+    """What the columns are by their values. Raises UserError for those that are unclear.
+
+    cell: the arm, and what is tuned
+    by, known: columns that are settings, and others that have a part
+    """
+    arms, seeds = table[cell[0]], table[seed]
+    settings, unclear = [*by], []
+    left_out: dict[str, list[str]] = {"no value repeats": [], "they follow from the seed": []}
+    for name in map(str, table.columns):
+        if name in (*cell, seed, *by, *known):
+            continue
+        values = table[name].map(_value)
         if values.nunique() == 1:
             settings.append(name)
-        elif values.groupby(table[seed]).nunique().max() == 1:
-            continue  # it follows from the seed
-        elif table[seed].groupby([table[arm], values]).nunique().min() > 1:
+        elif values.groupby(seeds).nunique().max() == 1:
+            left_out["they follow from the seed"].append(name)
+        elif seeds.groupby([arms, values]).nunique().min() > 1:
             settings.append(name)
-        elif others[name].nunique() == others[name].count():
-            measured.append(name)
+        elif table[name].nunique() == table[name].count():
+            left_out["no value repeats"].append(name)
         else:
             unclear.append(name)
     if unclear:
-        names = ",".join(unclear)
         raise UserError(
             f"{', '.join(unclear)}: a setting or a measurement? some values stand for one seed of "
-            f"an arm, others for several; name settings in by=[...], others in ignore=[{names}]"
+            f"an arm, others for several; name settings in by=[...], others in "
+            f"ignore=[{','.join(unclear)}]"
         )
-    return settings, measured
+    notes = []
+    for why, names in left_out.items():
+        if names:
+            notes.append(f"left out, since {why}: {', '.join(names)}")
+    return _Columns([*cell, *settings], settings, notes)
 
 
 def _value(value: Any) -> Hashable:
@@ -179,8 +212,8 @@ def _value(value: Any) -> Hashable:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _refuse_doubled_seeds(table: pd.DataFrame, of_cell: Sequence[str], seed: str) -> None:
-    keys = [table[column].map(_value) for column in (*of_cell, seed)]
+def _refuse_doubled_seeds(table: pd.DataFrame, columns: _Columns, seed: str) -> None:
+    keys = [table[column].map(_value) for column in (*columns.of_cell, seed)]
     is_doubled = table.groupby(keys, sort=False)[seed].transform("size") > 1
     if not is_doubled.any():
         return
@@ -193,36 +226,37 @@ def _refuse_doubled_seeds(table: pd.DataFrame, of_cell: Sequence[str], seed: str
 
 
 def _rows_of(
-    table: pd.DataFrame,
-    of_cell: Sequence[str],
-    settings: Sequence[str],
-    seed: str,
-    metrics: Sequence[str],
-    name: str,
+    table: pd.DataFrame, columns: _Columns, seed: str, metrics: Sequence[str], name: str
 ) -> Rows:
     """The runs; of each cell all seeds are asked for that any cell of its settings has."""
-    rows = Rows()
+    rows = Rows(notes=columns.notes)
+    seeds: Any = table[seed].map(_value)
+    if not all(isinstance(value, int) for value in seeds):
+        seeds = seeds.map(str)  # so that they can be sorted
     seeds_of_settings: dict[tuple[Hashable, ...], set[Any]] = {}
     places = []
-    for _, line in table.iterrows():
-        config = {column: _value(line[column]) for column in of_cell}
-        cell_id = "-".join(str(value) for value in config.values())
-        equal = tuple(config[column] for column in settings)
-        run_seed: Any = _value(line[seed])
+    for (_, line), run_seed in zip(table.iterrows(), seeds, strict=True):
+        config = {column: _value(line[column]) for column in columns.of_cell}
+        # One text for each cell: values are quoted where they hold more than words.
+        cell_id = ",".join(f"{key}={as_typed(value)}" for key, value in config.items())
+        equal = tuple(config[column] for column in columns.settings)
         seeds_of_settings.setdefault(equal, set()).add(run_seed)
         places.append((cell_id, equal))
         outcome = line[metrics[0]]
         status = Status.FINISHED if math.isfinite(outcome) else Status.DIVERGED
         if pd.isna(outcome):
             status = Status.FAILED
-        values = {column: line[column] for column in metrics if math.isfinite(line[column])}
-        error = "no value" if status == Status.FAILED else None
         rows.runs.append(
             Row(
-                *(name, cell_id, run_seed, status, config, values),
+                study=name,
+                cell_id=cell_id,
+                seed=run_seed,
+                status=status,
+                config=config,
+                metrics={key: line[key] for key in metrics if math.isfinite(line[key])},
                 typed=config,
-                directory=Path(name, cell_id, f"seed-{run_seed}"),
-                error=error,
+                directory=Path(name, cell_id.replace("/", "_"), f"seed-{run_seed}"),
+                error="no value" if status == Status.FAILED else None,
             )
         )
     for cell_id, equal in places:
@@ -234,26 +268,42 @@ def _describe(
     name: str,
     values: pd.Series,
     higher_is_better: bool | None,
-    choose_by: str | None,
     chance: float | None,
     tolerance: float | None,
 ) -> Metric:
-    """The metric as the report shows it. Raises UserError if its direction is not known."""
-    is_accuracy = "accuracy" in name.lower()
+    """The metric as the report shows it; `chance` and `tolerance` in the unit of its column.
+
+    Raises:
+        UserError: its direction is not known, or an accuracy lies outside of 0 to 1 or 100 %.
+    """
+    is_accuracy, is_loss = (
+        any(re.search(rf"(?<![a-z]){word}(?![a-z])", name.lower()) for word in words)
+        for words in (["accuracy"], LOWER_IS_BETTER)
+    )
     if higher_is_better is None:
-        higher_is_better = is_accuracy
-        if not is_accuracy and not any(word in name.lower() for word in LOWER_IS_BETTER):
+        if is_accuracy == is_loss:
             raise UserError(
                 f"metric={name}: which way does it improve? set higher_is_better=true or false"
             )
-    metric = describe_metric("accuracy" if is_accuracy else "metric", tolerance)
-    is_percent = is_accuracy and values[values.map(math.isfinite)].max() > 1
+        higher_is_better = is_accuracy
+    metric = describe_metric("metric")
+    if is_accuracy and not is_loss:
+        metric = replace(describe_metric("accuracy"), label=f"{name} (%)")
+        finite = values[values.map(math.isfinite)]
+        limit = 100.0 if finite.max() > 1 else 1.0
+        metric = replace(metric, scale=100 / limit)
+        is_outside = (finite < 0) | (finite > limit)
+        if is_outside.any():
+            raise UserError(f"metric={name}: {finite[is_outside].iloc[0]:g} is no accuracy")
+        if chance is not None and not 0 <= chance <= limit:
+            raise UserError(f"chance={chance:g}: must be 0 to {limit:g}, as {name} is")
+    else:
+        metric = replace(metric, label=name)
+    if tolerance is not None:
+        metric = replace(metric, tolerance=metric.scale * tolerance)
     return replace(
         metric,
         name=name,
-        label=f"{name} (%)" if is_accuracy else name,
         higher_is_better=higher_is_better,
-        scale=1.0 if is_percent else metric.scale,
-        chosen_by=choose_by,
-        chance_level=chance,
+        chance_level=None if chance is None else metric.scale * chance,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import subprocess
 import sys
@@ -66,6 +67,7 @@ def test_lightning_can_be_imported_where_a_rank_is_no_number(
     with importing_torch():
         for module in (fabric_ranks, trainer_ranks):
             runpy.run_path(str(module.__file__))
+    assert not {"RANK", "LOCAL_RANK", "SLURM_PROCID"} & os.environ.keys()
 
 
 def test_a_plain_process_says_the_line_to_type(

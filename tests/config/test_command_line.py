@@ -264,7 +264,10 @@ def test_a_file_that_hides_another_module_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     def act(_: list[str]) -> int:
-        raise AttributeError("it has no such name")
+        return module.nothing
+
+    def fail(_: list[str]) -> int:
+        raise AttributeError("module 'other' has no attribute 'nothing'")
 
     for name, is_told in (("my_norm", False), ("statistics", True), ("yaml", True)):
         module = ModuleType(name)
@@ -275,9 +278,9 @@ def test_a_file_that_hides_another_module_is_named(
             if is_told:
                 assert entry("report")(act)([]) == 2
                 assert f"{name}.py hides another module {name}, " in capsys.readouterr().err
-            else:
+            for one in (fail,) if is_told else (act, fail):
                 with pytest.raises(AttributeError):
-                    entry("report")(act)([])
+                    entry("report")(one)([])
 
 
 def test_code_that_ends_the_program_is_named_and_is_no_success(

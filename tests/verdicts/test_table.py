@@ -50,10 +50,7 @@ def test_a_trackers_export_gets_the_verdicts_of_a_study(tmp_path: Path, capsys):
     export().to_csv(path, index=False, sep=";")
     assert main([str(path), "arm=optimizer", "seed=seed", f"metric={SCORE}", "reference=adam"]) == 0
     out = capsys.readouterr().out
-    assert (
-        "taken for measurements, since no value repeats: Name, Runtime" in out
-        and "optimizer" in out
-    )
+    assert "left out, since no value repeats: Name, Runtime" in out and "optimizer" in out
     assert (tmp_path / "runs_report" / "index.html").exists()
     report = compare(pd.read_csv(path, sep=";"), reference="adam")
     assert [slice_.heading for slice_ in report.slices] == ["data set=easy", "data set=hard"]
@@ -90,7 +87,7 @@ def with_score(table: pd.DataFrame, row: int, score: float) -> pd.DataFrame:
         (without(export(), 7), {}, (None, "5 of 6 seeds of adam")),
         (with_score(export(), 7, np.nan), {}, (None, "5 of 6 seeds of adam")),
         (with_score(export(), 7, np.inf), {}, (None, "1 of 6 seeds of adam diverged")),
-        (with_score(export(), 7, -np.inf), {"chance": 10}, ("undecided", "adam: 1 diverged")),
+        (with_score(export(), 7, -np.inf), {"chance": 0.1}, ("undecided", "adam: 1 diverged")),
         (
             export(steps=[100 + 100 * (row // 6 % 3 == 1) for row in range(36)]),
             {},
@@ -135,6 +132,29 @@ def test_a_tuned_arm_is_cross_fitted_and_one_that_was_tuned_before_is_not_compar
     assert verdicts(alone)["adam"] == (None, "not compared: lr 0.01 and 0.1")
 
 
+def test_cells_seeds_and_rows_of_any_values_stay_apart():
+    """Values that read alike when joined, seeds that are texts, an index that repeats."""
+    table = export().drop(columns=["data_seed"])
+    arms = {"sgd": "a", "adam": "a-b", "lion": "b"}
+    table["optimizer"] = table["optimizer"].map(arms)
+    table["data set"] = table["data set"].map({"easy": "b-c", "hard": "c"})
+    table["seed"] = [f"run {seed}" if seed else seed for seed in table["seed"]]
+    table.index = [0] * len(table)
+    report = compare(table)
+    assert len(report.cells) == 6 and {len(cell.runs) for cell in report.cells} == {6}
+    assert verdicts(report)["a-b"][0] == "better"
+
+
+def test_a_diverged_run_counts_in_the_unit_of_the_column():
+    shares = with_score(export(), 7, np.inf)
+    percent = shares.assign(**{SCORE: 100 * shares[SCORE]})
+    first, second = compare(shares, chance=0.1), compare(percent, chance=10)
+    means = [report.tables[1].frame.set_index("optimizer") for report in (first, second)]
+    assert means[0].equals(means[1]) and "1 diverged" in means[0].loc["adam", "lost"]
+    margins = [one.slices[0].metric.tolerance for one in (first, compare(shares, tolerance=0.02))]
+    assert margins == pytest.approx([1.0, 2.0])
+
+
 @pytest.mark.parametrize("name", ["optim.name", "act"])
 def test_any_column_may_be_the_arm_and_none_is_a_budget_by_its_name(name: str):
     table = export().rename(columns={"optimizer": name, "data set": "samples", "steps": "epochs"})
@@ -169,6 +189,16 @@ def other_rate(row: int) -> float:
             "lr: a setting or a mea",
         ),
         (lambda t: t.assign(**{SCORE: "high"}), {}, "val/accuracy: row 2 has 'high', no number"),
+        (lambda t: t, {"choose_by": "Runtime"}, "choose_by=Runtime chooses among .*; add tune=COL"),
+        (lambda t: t, {"tune": "data set"}, "data set: row 2 has 'easy', no number"),
+        (lambda t: t, {"chance": 10}, "chance=10: must be 0 to 1, as val/accuracy is"),
+        (lambda t: t.assign(**{SCORE: 200 * t[SCORE]}), {}, "val/accuracy: .* is no accuracy"),
+        (
+            lambda t: t.rename(columns={SCORE: "accuracy_loss"}),
+            {"metric": "accuracy_loss"},
+            "which",
+        ),
+        (lambda t: t.rename(columns={"Name": "steps"}), {}, "steps: two columns of this name"),
         (lambda t: t, {"reference": "adamw"}, "no cell has this optimizer; there are adam"),
         (lambda t: t.assign(w=t["optimizer"]), {"by": ["w"]}, None),
         (lambda t: t, {"by": ["Runtime"]}, "no two values of optimizer have equal settings"),
