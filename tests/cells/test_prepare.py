@@ -27,7 +27,7 @@ import threading
 import pytorch_lightning as pl
 import torch
 from torch import nn
-from normexp.training.data import Data
+from normexp.data import Data
 from normexp.training.data.images import load_digits
 
 class Net(nn.Module):
@@ -284,6 +284,11 @@ def test_channels_lie_last_on_a_cpu_where_batch_norm_has_much_to_normalize(words
     cell = prepare(*{word.partition("=")[0]: word for word in line}.values())
     assert cell.recipe.channels_last is pays
     assert cell.derived.get("channels_last", False) is pays
+
+
+def test_a_norm_whose_momentum_must_be_a_number_takes_a_half_life_too():
+    words = ["norm=batch_per_position", "data=manual", "norm.half_life=32", "norm.momentum=null"]
+    assert prepare(*words, "batch_size=32").recipe.norm_momentum == 0.5
 
 
 def test_averages_that_move_group_by_group_have_the_half_life_of_a_group():

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normexp.data import Data, Examples, build_text_data
 from normexp.norms.build import build_norm
 from normexp.norms.factory import NormFactory
 from normexp.norms.site import View
 from normexp.training.config.compose import compose_config
-from normexp.training.data import Data, Examples, build_text_data
 from normexp.training.models.transformer import GPT, TextEncoder
 from normexp.training.models.vision import ConvNet
 

@@ -20,8 +20,9 @@ from omegaconf import OmegaConf
 from PIL import Image
 from torchvision import datasets
 
+from normexp.data import Data, Examples, Windows, build_text_data
 from normexp.errors import UserError
-from normexp.training.data import Data, Examples, Windows, build_text_data, sources, text
+from normexp.training.data import sources, text
 from normexp.training.data.dataset import validate
 from normexp.training.data.image_folder import load_image_folder
 from normexp.training.data.images import load_cifar10, load_cifar100

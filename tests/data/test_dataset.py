@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from normexp.errors import UserError
-from normexp.training.data import (
+from normexp.data import (
     Augmentation,
     Data,
     Examples,
@@ -20,6 +19,7 @@ from normexp.training.data import (
     build_row_data,
     build_text_data,
 )
+from normexp.errors import UserError
 from normexp.training.data.batches import TrainingBatches, epoch_order, window_offset
 from normexp.training.data.dataset import (
     attach_prediction,

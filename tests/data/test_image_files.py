@@ -12,8 +12,8 @@ import pytest
 import torch
 from PIL import Image, PngImagePlugin
 
+from normexp.data import Data
 from normexp.errors import UserError
-from normexp.training.data import Data
 from normexp.training.data.build import build_data
 from normexp.training.data.image_folder import load_image_folder
 from normexp.training.data.pixels import decode_images

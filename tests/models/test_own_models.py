@@ -22,7 +22,7 @@ from normexp.train import main
 SOURCE = """
 import torch
 from torch import nn
-from normexp.training.data import Examples, build_image_data
+from normexp.data import Examples, build_image_data
 
 
 def load_stripes(num_samples, val_fraction, num_classes, split_seed=0):

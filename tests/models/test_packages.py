@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from normexp.data import Data, Examples, build_image_data, build_text_data
 from normexp.errors import UserError
 from normexp.norms.build import build_norm
 from normexp.norms.site import named_sites
 from normexp.training.config.compose import compose_config
-from normexp.training.data import Data, Examples, build_image_data, build_text_data
 from normexp.training.models.build import NetworkBuilder, _take_scores, build_network
 from normexp.training.models.packages import build_timm_model, build_torchvision_model
 

@@ -170,7 +170,7 @@ def _probe(spec: CellSpec, network: nn.Module, data: Data, recipe: Recipe) -> Tr
     Raises UserError if it must not be trained.
     """
     content = {key: value for key, value in spec.identity.items() if is_probed(key)}
-    norm, _ = norm_target(spec.config["norm"])
+    norm, _ = norm_target(spec.config["norm"], momentum=recipe.norm_momentum)
     steps = recipe.num_steps if "num_training_steps" in norm.arguments else None
     drop_last, allow_leak = recipe.settings.drop_last, recipe.settings.allow_leak
     key = json.dumps([content, steps, allow_leak, data.digest], sort_keys=True, default=str)
