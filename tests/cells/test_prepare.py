@@ -297,12 +297,14 @@ def test_averages_that_move_group_by_group_have_the_half_life_of_a_group():
     assert prepare(*words).recipe.norm_momentum == 1 - 2**-8  # once for 32 samples
 
 
-def test_cells_that_differ_in_rate_seed_or_budget_are_probed_once(monkeypatch):
+def test_cells_that_differ_in_rate_seed_or_budget_are_probed_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     examined, traits = [], prepare("norm=layer").traits
     monkeypatch.setattr(cell_module, "examine", lambda *_, **__: examined.append(1) or traits)
 
     def probes(*words: str) -> int:
-        (spec,) = compose_cells(parse_command(list(words)))
+        (spec,) = compose_cells(parse_command([*words, f"runs_dir={tmp_path}"]))
         before = len(examined)
         prepare_cell(spec)
         return len(examined) - before
