@@ -30,6 +30,8 @@ def main(words: list[str]) -> int:
 
     option_words, overrides = split_options("benchmark", words)
     options = read_options("benchmark", option_words)
+    if overrides:
+        _check_rules(overrides)
     reference = read_reference(options["reference"])
     name, exit_code = reference.name, 0
     entry_runs: list[Row] = []
@@ -50,25 +52,33 @@ def main(words: list[str]) -> int:
     return exit_code
 
 
-def _train(
-    reference: Reference, overrides: list[str], options: dict[str, Any]
-) -> tuple[int, list[CellSpec]]:
-    """Trains what is missing of the grid of each workload; the exit code and the cells.
-
-    Raises:
-        UserError: not one norm, or a key that the rules fix.
-    """
-    from normexp.training.config.command import compose_cells
-    from normexp.training.sweeps.sweep import run_cells
+def _check_rules(overrides: list[str]) -> None:
+    """Raises UserError for words that do not choose a norm, or set a key that the rules fix."""
     from normexp.verdicts.settings import Roles
 
     for word in parse_command(overrides).overrides:
         key = word.partition("=")[0].lstrip("+~")
         if key in FIXED or (in_identity(key) and not Roles().is_of_arm(key)):
             raise UserError(f"{word}: frozen by the rules; an entry sets its norm and its slots")
-    not_one_norm = UserError("an entry is one norm: norm=NAME, or norm=my_package.MyNorm")
     if not any(word.startswith("norm=") for word in overrides):
-        raise not_one_norm
+        raise _not_one_norm()
+
+
+def _not_one_norm() -> UserError:
+    return UserError("an entry is one norm: norm=NAME, or norm=my_package.MyNorm")
+
+
+def _train(
+    reference: Reference, overrides: list[str], options: dict[str, Any]
+) -> tuple[int, list[CellSpec]]:
+    """Trains what is missing of the grid of each workload; the exit code and the cells.
+
+    Raises:
+        UserError: several norms, or a workload that the reference lacks.
+    """
+    from normexp.training.config.command import compose_cells
+    from normexp.training.sweeps.sweep import run_cells
+
     commands: list[tuple[str, ...]] = []
     for workload in options["workloads"] or reference.workloads:
         if workload not in reference.workloads:
@@ -79,7 +89,7 @@ def _train(
     specs = {words: compose_cells(parse_command(words)) for words in commands}
     cells = [cell for of_command in specs.values() for cell in of_command]
     if len({cell.choices["norm"] for cell in cells}) > 1:
-        raise not_one_norm
+        raise _not_one_norm()
     exit_codes = [
         run_cells(of_command, ["normexp-benchmark", *words]) for words, of_command in specs.items()
     ]
