@@ -62,8 +62,8 @@ def _train(
     from normexp.training.sweeps.sweep import run_cells
     from normexp.verdicts.settings import Roles
 
-    for word in parse_command(overrides).overrides:
-        key = word.partition("=")[0].lstrip("+~")
+    for override in parse_command(overrides).overrides:
+        key, word = override.key_or_group, override.input_line
         if key in FIXED or (in_identity(key) and not Roles().is_of_arm(key)):
             raise UserError(f"{word}: frozen by the rules; an entry sets its norm and its slots")
     not_one_norm = UserError("an entry is one norm: norm=NAME, or norm=my_package.MyNorm")

@@ -17,6 +17,7 @@ from normexp.errors import UserError
 from normexp.norms.site import named_sites
 from normexp.training.cells import cell as cell_module
 from normexp.training.cells.cell import Cell, prepare_cell
+from normexp.training.config.choices import parse_overrides
 from normexp.training.config.command import compose_cells
 from normexp.training.config.compose import compose_cell
 from normexp.training.config.spec import CellSpec
@@ -99,7 +100,7 @@ def _not_sharing_probes(monkeypatch: pytest.MonkeyPatch) -> None:
 def prepare(*words: str) -> Cell:
     """Composes the cell of these words; a target in `own` chooses `custom` in its group."""
     custom = [f"{word.partition('.')[0]}=custom" for word in words if "._target_=" in word]
-    config, choices = compose_cell([NO_RECORDS, *custom, *words])
+    config, choices = compose_cell(parse_overrides([NO_RECORDS, *custom, *words]))
     read_settings(config)
     return prepare_cell(CellSpec(config, choices))
 
