@@ -16,7 +16,7 @@ from normexp.cli import parse_command
 from normexp.errors import UserError
 from normexp.norms.site import named_sites
 from normexp.training.cells import cell as cell_module
-from normexp.training.cells.cell import Cell, prepare_cell
+from normexp.training.cells.cell import Cell, Prepared, prepare_cell
 from normexp.training.config.choices import parse_overrides
 from normexp.training.config.command import compose_cells
 from normexp.training.config.compose import compose_cell
@@ -88,12 +88,6 @@ class Made(torch.optim.SGD):
     def __init__(self, *args, **kwargs):
         raise RuntimeError("no device")
 """
-
-
-@pytest.fixture(autouse=True)
-def _not_sharing_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages of a probe are said here by the probe, not by the cell that shares its answers."""
-    monkeypatch.setattr(cell_module, "_probes", {})
 
 
 @cache
@@ -301,13 +295,13 @@ def test_averages_that_move_group_by_group_have_the_half_life_of_a_group():
 def test_cells_that_differ_in_rate_seed_or_budget_are_probed_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    examined, traits = [], prepare("norm=layer").traits
+    examined, traits, prepared = [], prepare("norm=layer").traits, Prepared()
     monkeypatch.setattr(cell_module, "examine", lambda *_, **__: examined.append(1) or traits)
 
     def probes(*words: str) -> int:
         (spec,) = compose_cells(parse_command([*words, f"runs_dir={tmp_path}"]))
         before = len(examined)
-        prepare_cell(spec)
+        prepare_cell(spec, prepared)
         return len(examined) - before
 
     assert probes() == 1

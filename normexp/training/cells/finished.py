@@ -26,7 +26,6 @@ from normexp.training.cells.module import arrange_replicas, build_module
 from normexp.training.config.compose import refuse_missing_values
 from normexp.training.config.groups import PARTS, shipped_config, shipped_defaults
 from normexp.training.config.spec import CellSpec
-from normexp.training.data.build import keeping_data
 from normexp.training.data.dataset import attach_prediction, without_samples
 from normexp.training.fit import evaluate
 from normexp.training.module import Recorder
@@ -143,7 +142,6 @@ def load_weights(network: nn.Module, path: Path, *, precision: str) -> None:
 # --- Evaluating again ----------------------------------------------------------------------------
 
 
-@keeping_data()
 def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
     """Evaluates every finished run of a cell, adds to its evaluation.json, and prints a table.
 

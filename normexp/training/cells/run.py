@@ -19,10 +19,9 @@ from normexp.errors import Halted, UserError, one_line
 from normexp.norms.site import state_as_built
 from normexp.training.batching.replicas import suitable_threads
 from normexp.training.callbacks import why_stopped
-from normexp.training.cells.cell import Cell, prepare_cell
+from normexp.training.cells.cell import Cell, Prepared
 from normexp.training.cells.module import arrange_replicas, build_module, must_split, run_loggers
 from normexp.training.cells.stack import Run, Stack, claimed, commit, remove, settle
-from normexp.training.config.spec import CellSpec
 from normexp.training.fit import StepReports, fit
 from normexp.training.module import Recorder, TrainingModule
 from normexp.training.records.environment import describe_environment, usable_cores
@@ -58,12 +57,12 @@ DIED = "its process died twice without a new checkpoint (out of memory?)"
 
 
 def train_stack(
-    stack: Stack, command: CommandEntry, control: TrainingControl, cells: dict[str, Cell]
+    stack: Stack, command: CommandEntry, control: TrainingControl, prepared: Prepared
 ) -> bool:
     """Claims a stack, trains its missing runs, and commits their results.
 
     Args:
-        cells: those that this process has prepared, by id; `prepare_cells` adds to them.
+        prepared: the cells of the stack that this process trained before.
 
     Returns:
         False if another process trains one of its runs.
@@ -79,17 +78,8 @@ def train_stack(
             settle(stack.study_dir, [(spec.id, seed) for spec, seed in claims])
             runs = [run for run in stack.left(refused) if run in claims]
             if runs and not read_attempts(stack.folder).is_apart:
-                Attempt(stack, runs, command, control, cells).run()
+                Attempt(stack, runs, command, control, prepared).run()
     return is_mine
-
-
-def prepare_cells(specs: Sequence[CellSpec], cells: dict[str, Cell]) -> None:
-    """Prepares the cells that `cells` lacks, by id, and removes all others from it."""
-    for cell_id in cells.keys() - {spec.id for spec in specs}:
-        del cells[cell_id]
-    for spec in specs:
-        if spec.id not in cells:
-            cells[spec.id] = prepare_cell(spec)
 
 
 @dataclass
@@ -100,7 +90,7 @@ class Attempt:
     runs: Sequence[Run]
     command: CommandEntry
     control: TrainingControl
-    cells: dict[str, Cell]
+    prepared: Prepared
 
     def __post_init__(self) -> None:
         self.folder = self.stack.folder
@@ -114,12 +104,12 @@ class Attempt:
             self._give_up(DIED)
             return
         try:
-            prepare_cells(self.specs[:1], self.cells)
+            self.prepared.prepare(self.specs[:1])
             begun = self.checkpoint.is_file()
             if not begun and must_split(self.cell, len(self.stack.runs), len(self.specs)):
                 self._split("")
                 return
-            prepare_cells(self.specs, self.cells)
+            self.prepared.prepare(self.specs)
             append_entry(self.stack.study_dir, self.command)
             with self.control.together((self.runs, self.folder, self.attempts.threads)):
                 results = self._train()
@@ -203,6 +193,10 @@ class Attempt:
         commit(self.folder, [failed])
 
     # --- Training ---------------------------------------------------------------------------------
+
+    @property
+    def cells(self) -> dict[str, Cell]:
+        return self.prepared.cells
 
     @property
     def cell(self) -> Cell:
@@ -316,12 +310,12 @@ class Attempt:
         )
 
 
-def follow_stack(cells: dict[str, Cell], runs: Sequence[Run], folder: Path, threads: int) -> None:
+def follow_stack(prepared: Prepared, runs: Sequence[Run], folder: Path, threads: int) -> None:
     """Trains along with rank 0, in the other processes of a training; writes nothing."""
-    prepare_cells([spec for spec, _ in runs], cells)
-    cell = cells[runs[0][0].id]
+    prepared.prepare([spec for spec, _ in runs])
+    cell = prepared.cells[runs[0][0].id]
     with suitable_threads(cell.elements_per_forward, threads):
-        _fit(runs, cells, folder, Recorder([]), cell.recipe.callbacks(), StopRequest())
+        _fit(runs, prepared.cells, folder, Recorder([]), cell.recipe.callbacks(), StopRequest())
 
 
 def _fit(

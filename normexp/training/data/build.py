@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
 from itertools import chain
 from typing import Any
-
-import yaml
 
 from normexp.training.config.target import read_target
 from normexp.training.data.dataset import (
@@ -42,22 +38,3 @@ def build_data(values: Mapping[str, Any]) -> Data:
     for line in chain(describe_missing(data), describe_copies(data)):
         logger.warning(line)
     return data
-
-
-def load_data(values: Mapping[str, Any]) -> Data:
-    """The data set that the values of `data` name; cached, so do not write to its tensors."""
-    return _load_data(yaml.safe_dump(values))
-
-
-@lru_cache(maxsize=2)  # data sets kept in memory at once
-def _load_data(values: str) -> Data:
-    return build_data(yaml.safe_load(values))
-
-
-@contextmanager
-def keeping_data() -> Iterator[None]:
-    """Caches data sets for the cells inside the block; the next command reads them again."""
-    try:
-        yield
-    finally:
-        _load_data.cache_clear()

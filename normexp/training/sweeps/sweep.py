@@ -32,7 +32,7 @@ from normexp.training.sweeps.machine import (
     other_trainings,
     worker_slots,
 )
-from normexp.training.sweeps.worker import Job, Worker, ready_to_train, work
+from normexp.training.sweeps.worker import Job, Worker, import_training, work
 from normexp.words import format_count
 
 logger = logging.getLogger(__name__)
@@ -203,8 +203,8 @@ class Sweep:
         slot.hide_other_gpus()
         self.here = [slot]
         try:
-            with ready_to_train():
-                work(self.job, slot, self.control)
+            import_training()
+            work(self.job, slot, self.control)
         except KeyboardInterrupt:
             if self.request.requested or not self.workers:
                 raise
