@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -25,7 +26,7 @@ from normexp.norms.contract import (
     NormOfGroups,
     State,
 )
-from normexp.norms.counters import counting
+from normexp.norms.counters import norms_with_counters
 from normexp.norms.samples import FIRST_AXIS, SampleOrder
 from normexp.training.config.keys import RunningFrom
 
@@ -156,17 +157,18 @@ class Site(InPlaceOfNorm):
         originals = dict(self.norm.named_buffers())
         start = read_state(self.norm)
         outputs, ends = [], []
-        try:
+        counters = {norm.counters for norm in norms_with_counters(self.norm) if norm.counters}
+        with ExitStack() as opened:
+            opened.callback(install_state, self.norm, originals)
+            for each in counters:  # the state after each part has what the part has counted
+                opened.enter_context(each.moving(at_end=False))
             for i, part in enumerate(parts):
                 state = ends[-1] if ends and self.running_from == "sequence" else start
                 if i > 0 or self.running_from != "group":  # a first group's backward may write too
                     # Fresh tensors for each part, because a kernel may keep them for its backward.
                     install_state(self.norm, {name: value.clone() for name, value in state.items()})
-                with counting(at_end=False):
-                    outputs.append(run(*part.args, **part.keywords))
+                outputs.append(run(*part.args, **part.keywords))
                 ends.append(read_state(self.norm))
-        finally:
-            install_state(self.norm, originals)
         if self.running_from != "group":
             shares = [size / sum(sizes) for size in sizes]
             write_state(self.norm, state_after(self.norm, start, ends, shares, self.running_from))

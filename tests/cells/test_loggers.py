@@ -93,7 +93,6 @@ def wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     """Begins the W&B run of a cell with some knobs; returns its options."""
     monkeypatch.setattr("wandb.init", Begun)
     monkeypatch.setattr(Begun, "all", [])
-    monkeypatch.setattr(trackers, "_lost", {})
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     for name in ("MODE", "PROJECT", "DIR", "RUN_GROUP", "ENTITY", "API_KEY", "RUN_ID", "SWEEP_ID"):
         monkeypatch.delenv(f"WANDB_{name}", raising=False)
@@ -200,10 +199,9 @@ class Broken(CSVLogger):
 
 @pytest.mark.parametrize("when", ["start", "metrics", "end"])
 def test_a_logger_that_fails_costs_a_warning_and_never_the_training(
-    tmp_path: Path, own_module, monkeypatch: pytest.MonkeyPatch, capsys, when: str
+    tmp_path: Path, own_module, capsys, when: str
 ):
     own_module("my_tracker", BROKEN)
-    monkeypatch.setattr(trackers, "_lost", {})
     words = ("logger=custom", "logger.custom._target_=my_tracker.Broken")
     assert train(tmp_path, *words, f"logger.custom.fails={when}") == 0
     said = [line for line in capsys.readouterr().err.splitlines() if "logger.custom" in line]

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -36,6 +37,7 @@ from normexp.training.recipe import Recipe, recipe_of
 from normexp.training.records.logs import collected_messages
 from normexp.training.records.result import Measured, check_joins
 from normexp.training.records.source import refuse_edited
+from normexp.training.trackers import Trackers
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +83,7 @@ class Cell:
 
 
 class Prepared:
-    """The cells that a process has prepared, and what they have in common: data sets and traits.
+    """The cells that a process has prepared, and what they have in common.
 
     Attributes:
         cells: by id.
@@ -98,6 +100,11 @@ class Prepared:
         for spec in specs:
             if spec.id not in self.cells:
                 self.cells[spec.id] = prepare_cell(spec, self)
+
+    @cached_property
+    def trackers(self) -> Trackers:
+        """Those of their loggers."""
+        return Trackers()
 
     def data(self, values: Mapping[str, Any]) -> Data:
         """The data set that the values of `data` name. Do not write to its tensors."""
@@ -146,7 +153,8 @@ def prepare_cell(spec: CellSpec, prepared: Prepared | None = None) -> Cell:
         recipe = recipe_of(spec, data)
         build = make_builder(spec, recipe, data)
         network = build(spec.seeds[0])
-        refuse_edited(spec.sources)
+        if spec.sources:
+            refuse_edited(spec.sources)
         check_slots(spec.config, build, spec.choices["model"])
         check_outputs(network, data, build.target.path)
         traits = prepared.traits(spec, network, data, recipe)

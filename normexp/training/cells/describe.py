@@ -81,7 +81,7 @@ def notes_of(spec: CellSpec, recipe: Recipe, traits: Traits, alone: str | None) 
 
 def defines_of(spec: CellSpec, data: Data, weights: Weights | None) -> dict[str, Any]:
     """What the id of a cell hashes, and digests of what was loaded."""
-    digests = {"data": data.digest, **packages_of(spec.config)}
+    digests = {"data": data.digest, **packages_of(spec.config, spec.choices)}
     if weights is not None:
         digests["weights"] = weights.digest
     return {**spec.identity, "digests": digests}

@@ -8,10 +8,12 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning_fabric.plugins.environments.lightning import LightningEnvironment
 from omegaconf import OmegaConf
 from pytorch_lightning.callbacks import Callback
 
@@ -208,7 +210,7 @@ class Attempt:
         run_dirs = [seed_dir(spec.directory, seed) for spec, seed in self.runs]
         for (spec, _), run_dir in zip(self.runs, run_dirs, strict=True):
             run_dir.mkdir(exist_ok=True)
-            config = OmegaConf.to_yaml(OmegaConf.create(spec.config))
+            config = OmegaConf.to_yaml(spec.config)
             with file_lock(spec.directory / LOCK_FILE, waits=True):  # others train its other seeds
                 write_text(spec.directory / CONFIG_FILE, config)
         if torch.cuda.is_initialized():  # asking would wake a GPU that is not in use
@@ -221,11 +223,17 @@ class Attempt:
             opened.enter_context(suitable_threads(size, threads))  # its last digits depend on them
             stop = self.control.stop
             opened.enter_context(stop.listening())
-            loggers = []
-            for spec, seed in self.runs:
-                cell = self.cells[spec.id]
-                of_run = run_loggers(spec, seed, cell, cell.recipe.loggers)
-                loggers.append(opened.enter_context(of_run))
+            # Loggers log nothing in a process of another rank, as RANK and SLURM_PROCID say it,
+            # also where each process trains for itself. Of several that train together, only the
+            # first comes here.
+            LightningEnvironment().set_global_rank(0)
+            loggers = None
+            if targets := self.cell.recipe.loggers:
+                build = partial(self.prepared.trackers.loggers, targets)
+                loggers = [
+                    opened.enter_context(run_loggers(spec, seed, self.cells[spec.id], build))
+                    for spec, seed in self.runs
+                ]
             recorder = Recorder([run_dir / METRICS_FILE for run_dir in run_dirs], loggers)
             callbacks = [StepReports(self._report), *self.cell.recipe.callbacks()]
             module = _fit(self.runs, self.cells, self.folder, recorder, callbacks, stop)

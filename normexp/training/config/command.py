@@ -82,7 +82,7 @@ class Command:
             UserError: a word that is wrong in itself: an unknown key, choice or class.
         """
         config, choices = compose_cell(overrides)
-        refuse_missing(config)
+        refuse_missing(config, choices)
         spec = CellSpec(config, choices, overrides=overrides)
         try:
             norm = spec.settings.norm

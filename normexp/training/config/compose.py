@@ -24,14 +24,19 @@ from normexp.training.config.choices import (
     is_choice,
     parse_overrides,
 )
-from normexp.training.config.groups import CUSTOM_GROUPS, GROUPS, group_choices
+from normexp.training.config.groups import (
+    CUSTOM_GROUPS,
+    GROUPS,
+    group_choices,
+    parts_with_target,
+    ships,
+)
 from normexp.training.config.keys import (
     MISSING,
     PATHS,
     dotted_keys,
     in_identity,
     is_read,
-    parts_with_target,
     value_at,
 )
 from normexp.training.config.validate import MOVED, unknown_key
@@ -119,8 +124,8 @@ def _fill_in_paths(config: DictConfig) -> None:
         group, _, name = key.rpartition(".")
         values = OmegaConf.select(config, group) if group else config
         if values is not None and OmegaConf.is_interpolation(values, name):
-            text = OmegaConf.to_container(values)[name]
-            OmegaConf.update(config, key, re.sub(r"\$\{(\w+)\}", as_variable, text))
+            raw: Any = OmegaConf.to_container(values)
+            OmegaConf.update(config, key, re.sub(r"\$\{(\w+)\}", as_variable, raw[name]))
         path = OmegaConf.select(config, key)
         if isinstance(path, str) and not in_identity(key):
             OmegaConf.update(config, key, str(read_path(key, path)))
@@ -161,13 +166,14 @@ def short_name(target: str) -> str:
     return target.rpartition(".")[2].removeprefix("load_")
 
 
-def refuse_missing(config: Mapping[str, Any]) -> None:
+def refuse_missing(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
     """Raises UserError for a missing value, a missing class of the user, or a missing logger."""
     refuse_missing_values(config)
     for group in CUSTOM_GROUPS:
         for part in parts_with_target(config.get(group)):
-            if reason := why_missing(part["_target_"]):
-                raise UserError(f"{group}._target_={part['_target_']}: {reason}")
+            target = part["_target_"]
+            if not ships(group, choices.get(group), target) and (reason := why_missing(target)):
+                raise UserError(f"{group}._target_={target}: {reason}")
     for name in ("wandb", "tensorboard", "mlflow"):
         if name in config["logger"] and find_spec(name) is None:
             raise UserError(f"logger={name} needs its package; pip install {name}")

@@ -283,14 +283,13 @@ def value_at(tree: Any, key: str) -> Any:
     return tree
 
 
-def parts_with_target(tree: Any) -> Iterator[dict[str, Any]]:
-    """Every mapping of a config, at any depth, that has a `_target_`."""
-    if isinstance(tree, dict):
-        if isinstance(tree.get("_target_"), str):
-            yield tree
-        tree = list(tree.values())
-    for value in tree if isinstance(tree, list) else ():
-        yield from parts_with_target(value)
+def with_values(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of nested dicts with other values at dotted keys."""
+    changed = dict(tree)
+    for key, value in changes.items():
+        name, dot, rest = key.partition(".")
+        changed[name] = with_values(changed[name], {rest: value}) if dot else value
+    return changed
 
 
 def dotted_keys(tree: Any, prefix: str = "") -> Iterator[str]:

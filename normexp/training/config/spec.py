@@ -75,7 +75,7 @@ class CellSpec:
     @cached_property
     def _id_and_sources(self) -> tuple[str, dict[str, str]]:
         # Read at the same moment: an edit that follows is then seen, see `refuse_edited`.
-        sources = sources_of(self.config)
+        sources = sources_of(self.config, self.choices)
         return id_of(self.config, self.choices, self.identity), sources
 
     @cached_property
@@ -92,6 +92,19 @@ class CellSpec:
                 names[group] = self.choices[group]
         return names
 
+    def scaled_rate(self) -> tuple[float, float | None]:
+        """Learning rate and momentum of the optimizer, by `lr_rule`. Raises UserError."""
+        settings = self.settings
+        if settings.lr_rule == "none":
+            return settings.lr, settings.optim.momentum
+        return scale_learning_rate(
+            settings.lr_rule,
+            lr=settings.lr,
+            momentum=settings.optim.momentum,
+            batch_size=settings.batch_size,
+            base_batch_size=settings.base_batch_size,
+        )
+
     @property
     def derived(self) -> dict[str, Any]:
         """The effective values that are known before its data are."""
@@ -102,13 +115,7 @@ class CellSpec:
         derived[budget] = self.config[budget]
         derived["lr"] = settings.lr
         with suppress(UserError):  # a rule that does not fit the optimizer is refused in training
-            derived["lr"], momentum = scale_learning_rate(
-                settings.lr_rule,
-                lr=settings.lr,
-                momentum=settings.optim.momentum,
-                batch_size=settings.batch_size,
-                base_batch_size=settings.base_batch_size,
-            )
+            derived["lr"], momentum = self.scaled_rate()
             if settings.lr_rule == "momentum_aware":
                 derived["optim.momentum"] = momentum
         return derived | self.names
@@ -164,7 +171,7 @@ class CellSpec:
         """The seeds to train; none if the cell is refused."""
         if self.error:
             return []
-        first, replicas = self.config["seed"], self.config["replicas"]
+        first, replicas = self.settings.seed, self.settings.replicas
         return sorted({*range(first, first + replicas), *self.more_seeds})
 
     @cached_property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import signal
 from collections.abc import Sequence
@@ -107,7 +108,7 @@ def train_cells(
         KeyboardInterrupt: a second Ctrl-C.
     """
     check_processes(cells, words)
-    wandb_run = asked_run(cells)
+    wandb_run = asked_run(cells) if os.environ.get("WANDB_SWEEP_ID") else ""
     requests = {cell.id: cell.request for cell in cells if not cell.error}
     command_id = secrets.token_hex(8)
     entry = CommandEntry(command_id, [*words], code_version(), requests, [*searched])
