@@ -14,7 +14,7 @@ from normexp.norms.adapt import foreign_factory
 from normexp.norms.factory import AsBuilt, NormFactory, is_shipped
 from normexp.norms.running import NUM_TRAINING_STEPS
 from normexp.training.config.groups import group_choices, shipped_config, shipped_defaults
-from normexp.training.config.keys import own_keys
+from normexp.training.config.keys import separate
 from normexp.training.config.slots import SLOTS, resolve
 from normexp.training.config.target import Target, read_target
 from normexp.words import suggest
@@ -165,11 +165,10 @@ def norm_target(
         available: arguments from the training, for a norm whose signature names them.
         momentum: of running averages, if the norm sets a half-life instead.
     """
-    values = dict(values)
-    reserved = {key: values.pop(key) for key in own_keys("norm") if key in values}
+    reserved, knobs = separate("norm", values)
     if momentum is not None:
-        values.pop("momentum", None)  # null
-    target = read_target(values, "norm").filled_in(available)
+        knobs.pop("momentum", None)  # null
+    target = read_target(knobs, "norm").filled_in(available)
     if momentum is not None:
         if target.arguments.isdisjoint(("momentum", "**")):
             half_life = reserved["half_life"]
