@@ -99,10 +99,8 @@ def module(overrides: str | Sequence[str] = (), **values: Any) -> LightningModul
     with importing_torch():
         from normexp.training.cells.cell import prepare_cell
         from normexp.training.cells.module import module_of
-        from normexp.training.data.build import keeping_data
 
-    with keeping_data():  # another call reads the files again
-        return module_of(prepare_cell(cells[0]))
+    return module_of(prepare_cell(cells[0]))
 
 
 def load(run_dir: str | Path) -> nn.Module:

@@ -141,6 +141,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parse_command(words: Sequence[str]) -> Command:
     """Separates overrides from options, in any order. Raises UserError for an unknown option."""
+    from normexp.training.config.choices import parse_overrides
     from normexp.training.config.command import Command
 
     parser = _Parser(prog="normexp", add_help=False, allow_abbrev=False)
@@ -161,7 +162,9 @@ def parse_command(words: Sequence[str]) -> Command:
         folders = [read_path("--config-dir", folder) for folder in options.config_dir]
         _check_encoding(folders, overrides)
         overrides = [_search_path(folders), *overrides]
-    return Command(overrides, options.multirun, shows_config=options.cfg is not None)
+    return Command(
+        parse_overrides(overrides), options.multirun, shows_config=options.cfg is not None
+    )
 
 
 def _search_path(folders: Sequence[Path]) -> str:
@@ -228,9 +231,10 @@ def show_config(command: Command) -> int:
     """Prints the config of a cell; trains and writes nothing."""
     from omegaconf import OmegaConf
 
-    from normexp.training.config.compose import compose_config
+    from normexp.training.config.compose import compose_cell
 
-    print(OmegaConf.to_yaml(compose_config(command.overrides)), end="")
+    config, _ = compose_cell(command.overrides)
+    print(OmegaConf.to_yaml(config), end="")
     return 0
 
 

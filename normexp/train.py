@@ -26,10 +26,11 @@ def main(words: list[str]) -> int:
     if rank is None:
         return train()
 
+    from normexp.training.cells.cell import Prepared
     from normexp.training.cells.devices import run_as_rank
     from normexp.training.cells.run import follow_stack
 
-    return run_as_rank(cells, rank, train, partial(follow_stack, {}))
+    return run_as_rank(cells, rank, train, partial(follow_stack, Prepared()))
 
 
 if __name__ == "__main__":

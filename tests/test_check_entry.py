@@ -74,7 +74,7 @@ def test_several_norms_are_named_in_two_ways(words: list[str]):
 
 def test_values_of_a_knob_are_cards_of_their_own():
     asked = compose_norms(parse_command(["norm=group", "norm.num_groups=4,8", "eps=1e-3"]))
-    assert [*asked] == ["group num_groups=4 eps=0.001", "group num_groups=8 eps=0.001"]
+    assert [*asked] == ["group num_groups=4 eps=1e-3", "group num_groups=8 eps=1e-3"]
 
 
 def test_heading_has_the_inputs_that_are_taken(capsys: pytest.CaptureFixture[str]):

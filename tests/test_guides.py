@@ -22,7 +22,7 @@ from normexp.errors import UserError
 from normexp.train import main
 from normexp.training.checks import assert_contract
 from normexp.training.config.command import compose_norms
-from normexp.training.config.compose import compose_config
+from normexp.training.config.compose import compose_cell
 from normexp.training.config.help import help_text
 from normexp.training.config.validate import read_settings
 from normexp.training.records.result import Result
@@ -56,7 +56,7 @@ def test_command_is_understood(command: str, own_module: Callable[[str, str], Pa
     elif entry == "train":
         cells = parse_command(words).lines()
         for cell in (cells[0], cells[-1]):
-            read_settings(compose_config(cell))
+            read_settings(compose_cell(cell)[0])
     elif entry == "tune":
         assert plan_searches(parse_command(words))
     elif entry in ("check", "benchmark"):

@@ -15,6 +15,7 @@ from normexp.errors import UserError
 from normexp.norms.build import build_norm
 from normexp.train import main
 from normexp.training.cells.cell import Cell, prepare_cell
+from normexp.training.config.choices import parse_overrides
 from normexp.training.config.compose import compose_cell, compose_config
 from normexp.training.config.groups import shipped_defaults
 from normexp.training.config.spec import CellSpec
@@ -26,7 +27,7 @@ QUICK = ["steps=12", "replicas=2", "log_every=5", "workers=0"]  # no other proce
 
 def spec_of(*words: str) -> CellSpec:
     """The cell of these words, in a folder without records."""
-    return CellSpec(*compose_cell([NO_RECORDS, *words]))
+    return CellSpec(*compose_cell(parse_overrides([NO_RECORDS, *words])))
 
 
 def prepare(*words: str) -> Cell:

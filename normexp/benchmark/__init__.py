@@ -56,8 +56,8 @@ def _check_rules(overrides: list[str]) -> None:
     """Raises UserError for words that do not choose a norm, or set a key that the rules fix."""
     from normexp.verdicts.settings import Roles
 
-    for word in parse_command(overrides).overrides:
-        key = word.partition("=")[0].lstrip("+~")
+    for override in parse_command(overrides).overrides:
+        key, word = override.key_or_group, override.input_line
         if key in FIXED or (in_identity(key) and not Roles().is_of_arm(key)):
             raise UserError(f"{word}: frozen by the rules; an entry sets its norm and its slots")
     if not any(word.startswith("norm=") for word in overrides):

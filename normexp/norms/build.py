@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from torch import nn
@@ -14,7 +14,7 @@ from normexp.norms.adapt import foreign_factory
 from normexp.norms.factory import AsBuilt, NormFactory, is_shipped
 from normexp.norms.running import NUM_TRAINING_STEPS
 from normexp.training.config.groups import group_choices, shipped_config, shipped_defaults
-from normexp.training.config.keys import own_keys
+from normexp.training.config.keys import separate
 from normexp.training.config.slots import SLOTS, resolve
 from normexp.training.config.target import Target, read_target
 from normexp.words import suggest
@@ -58,14 +58,13 @@ def build_norm(
             "norm.running_from=sequence: this norm counts optimizer steps, and would count each "
             "group as one; try norm.running_from=group"
         )
-    fixed = _changed_settings(config).union(typed)
     if momentum is not None:
-        fixed.add("momentum")
+        typed = {*typed, "momentum"}
+    maker = NormMaker(target, config, reserved.get("layout"), typed)
     keeps_norms = target.call.func is AsBuilt
-    if keeps_norms and fixed:
-        key = "eps" if "eps" in fixed else "norm.half_life"
+    if keeps_norms and maker.fixed:
+        key = "eps" if "eps" in maker.fixed else "norm.half_life"
         raise UserError(f"{key} has no effect on norm=as_built, which keeps the norms as they are")
-    maker = NormMaker(target, config["eps"], reserved.get("layout"), fixed)
     if not keeps_norms:
         maker.check()
     at = {}
@@ -93,16 +92,21 @@ class NormMaker:
 
     Attributes:
         target: the class, with its knobs.
-        eps: unless the site has one of its own.
+        config: of the cell; its `eps` holds unless the site has one of its own.
         layout: where a foreign norm has its channels, `first` or `last`; None: found out.
-        fixed: settings that the config has changed, so that they win over those of a site.
+        typed: keys that win over the settings of a site, also at their shipped values.
     """
 
     target: Target
-    eps: float
+    config: Mapping[str, Any]
     layout: Literal["first", "last"] | None
-    fixed: Collection[str]
+    typed: Collection[str]
     _builders: dict[tuple[Any, ...], Callable[[int], nn.Module]] = field(default_factory=dict)
+
+    @cached_property
+    def fixed(self) -> set[str]:
+        """The settings that the config has changed, so that they win over those of a site."""
+        return _changed_settings(self.config).union(self.typed)
 
     def __call__(self, num_features: int, **settings: Any) -> nn.Module:
         """The norm of a site; `settings` are those of the norm that it replaces."""
@@ -117,7 +121,7 @@ class NormMaker:
         self._builder()
 
     def _builder(self, **settings: Any) -> Callable[[int], nn.Module]:
-        eps = settings.pop("eps", self.eps)
+        eps = settings.pop("eps", self.config["eps"])
         if "has_bias" in settings:
             settings["bias"] = settings["has_bias"]  # torch's name
         taken = {key: settings[key] for key in settings.keys() & self.target.arguments}
@@ -161,11 +165,10 @@ def norm_target(
         available: arguments from the training, for a norm whose signature names them.
         momentum: of running averages, if the norm sets a half-life instead.
     """
-    values = dict(values)
-    reserved = {key: values.pop(key) for key in own_keys("norm") if key in values}
+    reserved, knobs = separate("norm", values)
     if momentum is not None:
-        values.pop("momentum", None)  # null
-    target = read_target(values, "norm").filled_in(available)
+        knobs.pop("momentum", None)  # null
+    target = read_target(knobs, "norm").filled_in(available)
     if momentum is not None:
         if target.arguments.isdisjoint(("momentum", "**")):
             half_life = reserved["half_life"]

@@ -37,7 +37,7 @@ from normexp.norms.base import (
     wide_dtype,
 )
 from normexp.norms.contract import Mask, State
-from normexp.norms.counters import add_to_counters
+from normexp.norms.counters import Counting
 from normexp.norms.kernel import batch_norm, normalize_groups
 
 
@@ -177,7 +177,7 @@ def count_in_parts(parts: list[State], start: State) -> Tensor:
     return torch.stack([part["num_values"] for part in parts]) - start["num_values"]
 
 
-class RunningMomentsNorm(RunningNorm):
+class RunningMomentsNorm(Counting, RunningNorm):
     """Batch norm, and the base of norms whose running averages are mean and variance.
 
     Parts of a step merge exactly, into the moments of all their values.
@@ -217,7 +217,7 @@ class RunningMomentsNorm(RunningNorm):
 
     def normalize_in_kernel(self, x: Tensor, affine: Affine, num_groups: int = 1) -> Tensor:
         """Returns batch norm of x (G * N, C, *), in any precision, and moves the state."""
-        add_to_counters(self, num_batches_tracked=1, num_values=x[:, 0].numel())
+        self.count(num_batches_tracked=1, num_values=x[:, 0].numel())
         averages = (self.running_mean, self.running_var)
         return batch_norm(x, affine, averages, self.momentum, self.eps, num_groups=num_groups)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -25,7 +26,7 @@ from normexp.norms.contract import (
     NormOfGroups,
     State,
 )
-from normexp.norms.counters import counting
+from normexp.norms.counters import norms_with_counters
 from normexp.norms.samples import FIRST_AXIS, SampleOrder
 from normexp.training.config.keys import RunningFrom
 
@@ -156,13 +157,15 @@ class Site(InPlaceOfNorm):
         originals = dict(self.norm.named_buffers())
         start = read_state(self.norm)
         outputs, ends = [], []
+        counting = norms_with_counters(self.norm)
+        counters = counting[0].counters if counting else None  # the same for all
         try:
             for i, part in enumerate(parts):
                 state = ends[-1] if ends and self.running_from == "sequence" else start
                 if i > 0 or self.running_from != "group":  # a first group's backward may write too
                     # Fresh tensors for each part, because a kernel may keep them for its backward.
                     install_state(self.norm, {name: value.clone() for name, value in state.items()})
-                with counting(at_end=False):
+                with counters.moving_at_once() if counters else nullcontext():
                     outputs.append(run(*part.args, **part.keywords))
                 ends.append(read_state(self.norm))
         finally:

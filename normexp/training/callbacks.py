@@ -36,15 +36,13 @@ NEVER_CALLED = (
 )
 
 
-def build_callbacks(values: Mapping[str, Any] | None, metrics: Sequence[str]) -> list[pl.Callback]:
+def build_callbacks(values: Mapping[str, Any], metrics: Sequence[str]) -> list[pl.Callback]:
     """New instances of the callbacks in `callback`: one with a `_target_`, or several by name.
 
     Args:
         values: of the group `callback`.
         metrics: names of validation metrics that a callback may monitor.
     """
-    if values is None:
-        return []
     parts: Mapping[str, Any] = {"callback": values}
     if values and "_target_" not in values:
         parts = {f"callback.{name}": part for name, part in values.items()}
@@ -80,12 +78,10 @@ def check_callback(callback: pl.Callback, name: str) -> None:
         )
 
 
-def describe_monitor(callbacks: Iterable[pl.Callback]) -> str | None:
-    """Describes the first callback with a `monitor`: `EarlyStopping acts on val/loss`, or None."""
-    for callback in callbacks:
-        if (metric := getattr(callback, "monitor", None)) is not None:
-            return f"{type(callback).__name__} acts on {metric}"
-    return None
+def describe_monitor(callback: pl.Callback) -> str | None:
+    """`EarlyStopping acts on val/loss`; None for a callback without a `monitor`."""
+    metric = getattr(callback, "monitor", None)
+    return None if metric is None else f"{type(callback).__name__} acts on {metric}"
 
 
 def act_on_batches(callbacks: Iterable[pl.Callback]) -> bool:

@@ -27,7 +27,7 @@ from normexp.training.config.sizes import Share
 from normexp.training.data.batches import TrainingBatches
 from normexp.training.devices import gpu_arithmetic
 from normexp.training.evaluation import Columns, Evaluator
-from normexp.training.optimizer import match_layouts
+from normexp.training.optimizer import OwnRates, match_layouts
 from normexp.training.recipe import Recipe
 from normexp.training.records.metrics import MetricRow, write_metrics
 from normexp.training.step import Step, StepGradient, compiled_gradient, learning_rates
@@ -77,7 +77,7 @@ class TrainingModule(pl.LightningModule):
 
     @property
     def has_ended(self) -> bool:
-        return self.step >= self.recipe.num_steps
+        return self.step >= self.recipe.schedule.total_steps
 
     # Training
 
@@ -141,7 +141,7 @@ class TrainingModule(pl.LightningModule):
             # In a new training a callback may already have changed them.
             learning_rates(optimizer) if self.step else self._first_rates,
             max_grad_norm=recipe.settings.max_grad_norm,
-            rates=recipe.build_rates(replicas),
+            rates=OwnRates(replicas, recipe.lr_scales) if recipe.lr_scales else None,
         )
 
     def training_step(self, chunk: slice) -> None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from normexp.norms.site import norm_parameters
 from normexp.training.batching.replicas import Replicas
-from normexp.training.config.keys import own_keys
+from normexp.training.config.keys import separate
 from normexp.training.config.target import read_target
 
 OptimizerFactory = Callable[..., Optimizer]
@@ -29,11 +29,10 @@ def build_optimizer(
     Raises:
         UserError: a knob that it does not take.
     """
-    own = own_keys("optim")
-    values = {key: value for key, value in values.items() if key not in own}
+    _, knobs = separate("optim", values)
     if momentum is not None:
-        values["momentum"] = momentum
-    target = read_target(values, "optim")
+        knobs["momentum"] = momentum
+    target = read_target(knobs, "optim")
     target.require(1, "lr", "weight_decay")
     return target.call
 

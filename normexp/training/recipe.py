@@ -9,30 +9,26 @@ from functools import partial
 from typing import Any
 
 from pytorch_lightning.callbacks import Callback
-from pytorch_lightning.loggers import Logger
 from torch import nn
 from torch.optim import Optimizer
 
 from normexp.errors import UserError
 from normexp.training.batching.processes import is_synchronized
-from normexp.training.batching.replicas import Replicas
 from normexp.training.callbacks import act_on_batches, build_callbacks
 from normexp.training.config.keys import Settings
-from normexp.training.config.lr_rule import scale_learning_rate
 from normexp.training.config.sizes import Share, Sizes
 from normexp.training.config.spec import CellSpec
+from normexp.training.config.target import Target, read_target
 from normexp.training.criterion import Criterion, criterion_of
 from normexp.training.data.dataset import Data
 from normexp.training.monitor import check_monitor
 from normexp.training.optimizer import (
     OptimizerFactory,
-    OwnRates,
     build_optimizer,
     parameter_groups,
 )
 from normexp.training.schedule import Schedule, build_schedule
 from normexp.training.statistics import STATISTICS
-from normexp.training.trackers import build_loggers, logger_targets
 
 
 @dataclass(frozen=True)
@@ -49,9 +45,9 @@ class Recipe:
         lr: as typed, scaled by `lr_rule`.
         optimizer_momentum: scaled likewise; None for an optimizer without momentum.
         max_chunk: at most so many optimizer steps in one call of training_step.
-        is_synchronized: the norm takes its statistics over all devices.
+        is_synchronized: the norm takes its statistics over all of several devices.
         callbacks: builds those of the user.
-        loggers: builds those of one run, from its names and folders.
+        loggers: what the user's loggers are.
         mixes_samples, mixes_in_evaluation: whether its norms do, as probed.
         channels_last: how networks that train in turn lie in the memory of a CPU.
         lr_scales: the learning rate of each replica of a stack, as a share of `lr`.
@@ -68,7 +64,7 @@ class Recipe:
     max_chunk: int
     is_synchronized: bool
     callbacks: Callable[[], list[Callback]]
-    loggers: Callable[[Mapping[str, Any]], list[Logger]]
+    loggers: Sequence[Target]
     mixes_samples: bool = True
     mixes_in_evaluation: bool = False
     channels_last: bool = False
@@ -130,9 +126,6 @@ class Recipe:
         )
         return self.optimizer(groups, lr=self.lr)
 
-    def build_rates(self, replicas: Replicas) -> OwnRates | None:
-        return None if self.lr_scales is None else OwnRates(replicas, self.lr_scales)
-
 
 def recipe_of(spec: CellSpec, data: Data) -> Recipe:
     """The recipe of a cell on its data, before it is known what its norm mixes.
@@ -143,7 +136,7 @@ def recipe_of(spec: CellSpec, data: Data) -> Recipe:
     settings, config, num_train = spec.settings, spec.config, len(data.train)
     criterion = criterion_of(data)
     metrics = [f"val/{name}" for name in criterion.metrics]
-    synchronized = is_synchronized(config["norm"])
+    synchronized = settings.trainer.num_processes > 1 and is_synchronized(config["norm"])
     sizes = _sizes_of(settings, num_train, synchronized=synchronized)
     limit, batch_size = settings.data.limit_train, sizes.batch_size
     if limit is not None and limit < batch_size:
@@ -151,16 +144,16 @@ def recipe_of(spec: CellSpec, data: Data) -> Recipe:
             f"data.limit_train={limit} is less than one batch_size={batch_size}; "
             f"try data.limit_train={batch_size} or a smaller batch_size"
         )
-    lr, momentum = scale_learning_rate(
-        settings.lr_rule,
-        lr=settings.lr,
-        momentum=settings.optim.momentum,
-        batch_size=batch_size,
-        base_batch_size=settings.base_batch_size,
-    )
+    lr, momentum = spec.scaled_rate()
     _check_half_life(config["norm"])
-    logger_targets(config["logger"])  # refuses a mistake before a training begins
-    callbacks = partial(build_callbacks, config.get("callback"), metrics)
+    loggers = [
+        read_target(part, f"logger.{name}") for name, part in settings.logger.items() if part
+    ]
+    callbacks: Callable[[], list[Callback]] = list
+    max_chunk = settings.chunk
+    if settings.callback is not None:
+        callbacks = partial(build_callbacks, settings.callback, metrics)
+        max_chunk = 1 if act_on_batches(callbacks()) else max_chunk
     schedule = build_schedule(config["schedule"], count_steps(settings, num_train))
     if schedule.monitor is not None:
         check_monitor("schedule", schedule.monitor, schedule.mode, metrics)
@@ -173,10 +166,10 @@ def recipe_of(spec: CellSpec, data: Data) -> Recipe:
         optimizer=build_optimizer(config["optim"], momentum=momentum),
         lr=lr,
         optimizer_momentum=momentum,
-        max_chunk=1 if act_on_batches(callbacks()) else settings.chunk,
+        max_chunk=max_chunk,
         is_synchronized=synchronized,
         callbacks=callbacks,
-        loggers=partial(build_loggers, config["logger"]),
+        loggers=loggers,
     )
 
 

@@ -22,11 +22,10 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
-from lightning_fabric.plugins.environments.lightning import LightningEnvironment
 from pytorch_lightning.loggers import Logger, MLFlowLogger, WandbLogger
 
 from normexp.errors import UserError, one_line
-from normexp.training.config.target import Target, read_target
+from normexp.training.config.target import Target
 from normexp.training.records.layout import WANDB_ID_FILE
 
 logger = logging.getLogger(__name__)
@@ -34,31 +33,35 @@ logger = logging.getLogger(__name__)
 SECONDS_TO_REACH = 10  # a tracker
 LONGEST_REASON = 300  # characters
 SECONDS_UNTIL_RETRY = 600.0  # after which one that was not reached is tried again
-_lost: dict[str, float] = {}  # when a tracker was not reached, by its key
 
 
-def logger_targets(values: Mapping[str, Any]) -> dict[str, Target]:
-    """What each logger names. Raises UserError for a knob that it does not take."""
-    return {name: read_target(part, f"logger.{name}") for name, part in values.items() if part}
+class Trackers:
+    """The trackers that a process logs to; one that has just failed is left alone for a while."""
 
+    def __init__(self) -> None:
+        self._lost: dict[str, float] = {}  # when a tracker was not reached, by its key
 
-def build_loggers(values: Mapping[str, Any], available: Mapping[str, Any]) -> list[Logger]:
-    """New loggers of one run; a training goes on if one fails.
+    def loggers(self, targets: Sequence[Target], available: Mapping[str, Any]) -> list[Logger]:
+        """New loggers of one run; a training goes on if one fails.
 
-    Args:
-        values: of the group `logger`.
-        available: names and folders of the run, passed where a signature has an argument of that
-            name and the config does not set it.
+        Args:
+            targets: what they are, with keys such as `logger.wandb`.
+            available: names and folders of the run, passed where a signature has an argument of
+                that name and the config does not set it.
+        """
+        loggers = list[Logger]()
+        for target in targets:
+            folder = f"{available['save_dir']}/{target.key.removeprefix('logger.')}"
+            target = target.filled_in({**available, "save_dir": folder})
+            loggers.append(Guarded(target.key, partial(target.make, Logger), self))
+        return loggers
 
-    """
-    # Lightning's loggers log nothing in a process of another rank, as RANK and SLURM_PROCID say it,
-    # also where each process trains for itself. Only one of several that train together comes here.
-    LightningEnvironment().set_global_rank(0)
-    loggers = list[Logger]()
-    for name, target in logger_targets(values).items():
-        target = target.filled_in({**available, "save_dir": f"{available['save_dir']}/{name}"})
-        loggers.append(Guarded(target.key, partial(target.make, Logger)))
-    return loggers
+    def lose(self, key: str) -> None:
+        self._lost[key] = time.monotonic()
+
+    def is_lost(self, key: str) -> bool:
+        """True for a tracker that has just failed: each try may take long."""
+        return key in self._lost and time.monotonic() - self._lost[key] < SECONDS_UNTIL_RETRY
 
 
 class Guarded(Logger):
@@ -67,19 +70,21 @@ class Guarded(Logger):
     Args:
         key: of the config, as `logger.mlflow`.
         make: returns the logger.
+        trackers: is told of a failure.
     """
 
-    def __init__(self, key: str, make: Callable[[], Logger]) -> None:
+    def __init__(self, key: str, make: Callable[[], Logger], trackers: Trackers) -> None:
         self.key = key
+        self.trackers = trackers
         self.logger: Logger | None = None
-        if not is_lost(key):
+        if not trackers.is_lost(key):
             self.logger = self._try(make)
 
     def _try(self, act: Callable[..., Any], *args: Any) -> Any:
         try:
             return act(*args)
         except Exception as error:  # trackers raise many kinds, and users' own any
-            _lost[self.key] = time.monotonic()
+            self.trackers.lose(self.key)
             reason = f"{self.key} fails: {one_line(error)}"
             if isinstance(error, UserError):  # which names the key
                 reason = str(error)
@@ -106,11 +111,6 @@ class Guarded(Logger):
     def finalize(self, status: str) -> None:
         if self.logger is not None:
             self._try(self.logger.finalize, status)
-
-
-def is_lost(key: str) -> bool:
-    """True for a tracker that has just failed in this process: each try may take long."""
-    return key in _lost and time.monotonic() - _lost[key] < SECONDS_UNTIL_RETRY
 
 
 # --- Weights & Biases -----------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from train_cases import spec_of
 from normexp.errors import UserError
 from normexp.train import main
 from normexp.training.checks.training import check_norm_batch_size
-from normexp.training.data.build import load_data
+from normexp.training.data.build import build_data
 from normexp.training.recipe import Recipe, recipe_of
 from normexp.training.records.result import read_result
 from normexp.training.sweeps.machine import importing_torch, started_processes
@@ -27,7 +27,7 @@ VARIABLES = ("WORLD_SIZE", "RANK", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
 
 def recipe(*words: str) -> Recipe:
     spec = spec_of(*DDP, *words)
-    return recipe_of(spec, load_data(spec.config["data"]))
+    return recipe_of(spec, build_data(spec.config["data"]))
 
 
 def test_statistics_over_several_devices_are_refused_but_for_a_norm_that_spans_them():

@@ -100,7 +100,7 @@ def test_a_loaded_network_names_the_classes_of_bytes_and_floats(cell_dir: Path, 
     images = data.test.gather(torch.arange(300))["inputs"]
     with monkeypatch.context() as patch:  # the data set is not needed
         patch.setattr(
-            "normexp.training.data.build.build_data", lambda _: pytest.fail("data were loaded")
+            "normexp.training.cells.cell.build_data", lambda _: pytest.fail("data were loaded")
         )
         network = normexp.load(cell_dir / "seed-0")
     with torch.no_grad():

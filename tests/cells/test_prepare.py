@@ -16,9 +16,11 @@ from normexp.cli import parse_command
 from normexp.errors import UserError
 from normexp.norms.site import named_sites
 from normexp.training.cells import cell as cell_module
-from normexp.training.cells.cell import Cell, prepare_cell
+from normexp.training.cells.cell import Cell, Prepared, prepare_cell
+from normexp.training.config.choices import parse_overrides
 from normexp.training.config.command import compose_cells
 from normexp.training.config.compose import compose_cell
+from normexp.training.config.groups import shipped_defaults
 from normexp.training.config.spec import CellSpec
 from normexp.training.config.validate import read_settings
 
@@ -89,17 +91,11 @@ class Made(torch.optim.SGD):
 """
 
 
-@pytest.fixture(autouse=True)
-def _not_sharing_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages of a probe are said here by the probe, not by the cell that shares its answers."""
-    monkeypatch.setattr(cell_module, "_probes", {})
-
-
 @cache
 def prepare(*words: str) -> Cell:
     """Composes the cell of these words; a target in `own` chooses `custom` in its group."""
     custom = [f"{word.partition('.')[0]}=custom" for word in words if "._target_=" in word]
-    config, choices = compose_cell([NO_RECORDS, *custom, *words])
+    config, choices = compose_cell(parse_overrides([NO_RECORDS, *custom, *words]))
     read_settings(config)
     return prepare_cell(CellSpec(config, choices))
 
@@ -297,16 +293,25 @@ def test_averages_that_move_group_by_group_have_the_half_life_of_a_group():
     assert prepare(*words).recipe.norm_momentum == 1 - 2**-8  # once for 32 samples
 
 
+def test_cells_share_their_data_sets_of_which_the_last_two_are_kept():
+    prepared, values = Prepared(), shipped_defaults("data", "digits") or {}
+    first, other = prepared.data(values), prepared.data({**values, "split_seed": 1})
+    assert prepared.data(dict(values)) is first is not other
+    prepared.data({**values, "split_seed": 2})
+    assert prepared.data(values) is first
+    assert prepared.data({**values, "split_seed": 1}) is not other
+
+
 def test_cells_that_differ_in_rate_seed_or_budget_are_probed_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    examined, traits = [], prepare("norm=layer").traits
+    examined, traits, prepared = [], prepare("norm=layer").traits, Prepared()
     monkeypatch.setattr(cell_module, "examine", lambda *_, **__: examined.append(1) or traits)
 
     def probes(*words: str) -> int:
         (spec,) = compose_cells(parse_command([*words, f"runs_dir={tmp_path}"]))
         before = len(examined)
-        prepare_cell(spec)
+        prepare_cell(spec, prepared)
         return len(examined) - before
 
     assert probes() == 1

@@ -12,9 +12,10 @@ import torch
 from normexp.cli import parse_command
 from normexp.errors import Halted
 from normexp.training.batching import replicas
+from normexp.training.cells import cell as cell_module
 from normexp.training.cells import run as run_module
 from normexp.training.cells import stack as stack_module
-from normexp.training.cells.cell import prepare_cell
+from normexp.training.cells.cell import Prepared, prepare_cell
 from normexp.training.cells.run import train_stack
 from normexp.training.cells.stack import Stack, cut_stacks, remove, remove_failed, settle
 from normexp.training.config.command import compose_cells
@@ -42,11 +43,11 @@ def command(specs: list[CellSpec], name: str = "1") -> CommandEntry:
 
 def walk(specs: list[CellSpec], name: str = "1", stop_at: int | None = None) -> None:
     """Trains cells as a worker does, until nothing is left."""
-    control, cells = TrainingControl(), {}
+    control, prepared = TrainingControl(), Prepared()
     while left := [p for s in cut_stacks(specs) for p in s.parts() if p.left(refused_ids(s, name))]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(run_module, "StepReports", stopper(control.stop, stop_at))
-            assert train_stack(left[0], command(specs, name), control, cells)
+            assert train_stack(left[0], command(specs, name), control, prepared)
 
 
 def refused_ids(stack: Stack, name: str) -> set[str]:
@@ -125,14 +126,14 @@ def test_what_would_train_in_turn_is_cut_before_its_first_step_and_prepared_once
 ):
     prepared: list[str] = []
 
-    def prepare(spec: CellSpec) -> Any:
+    def prepare(spec: CellSpec, shared: Prepared) -> Any:
         prepared.append(spec.id)
-        return prepare_cell(spec)
+        return prepare_cell(spec, shared)
 
     for replicas_ in (1, 3):  # seed 0 by itself, then with others
         walk(specs_of(tmp_path / str(replicas_), "stack=false", replicas=replicas_))
     monkeypatch.setattr("normexp.training.cells.module.SMALL_FORWARD", 0)
-    monkeypatch.setattr(run_module, "prepare_cell", prepare)
+    monkeypatch.setattr(cell_module, "prepare_cell", prepare)
     walk(specs_of(tmp_path / "cut", replicas=3))
     assert len(prepared) == 1
     assert all(one.measured.timing["stack_size"] == 1 for one in results_of(tmp_path / "cut"))
@@ -195,8 +196,8 @@ def test_a_commit_that_was_killed_is_finished_by_whoever_finds_it(
     assert results_of(tmp_path) == []
     settle(tmp_path / "s", [(spec.id, 7)])
     assert results_of(tmp_path) == []  # its lock is not held
-    monkeypatch.setattr(run_module, "prepare_cell", lambda *_: pytest.fail("trained again"))
-    assert train_stack(*cut_stacks([spec]), command([spec]), TrainingControl(), {})
+    monkeypatch.setattr(cell_module, "prepare_cell", lambda *_: pytest.fail("trained again"))
+    assert train_stack(*cut_stacks([spec]), command([spec]), TrainingControl(), Prepared())
     assert [result.seed for result in results_of(tmp_path)] == [0, 1]
     assert not [*(tmp_path / "s" / STACKS).glob("*")]
 
@@ -207,9 +208,9 @@ def test_runs_that_others_train_are_left_to_them(tmp_path: Path):
     first, (spec, seed) = stack.runs[0], stack.runs[-1]
     spec.directory.mkdir(parents=True)
     with file_lock(lock_of(spec.directory, seed)):
-        assert not train_stack(stack, command(specs), TrainingControl(), {})
+        assert not train_stack(stack, command(specs), TrainingControl(), Prepared())
         assert not first[0].directory.exists()
-        assert train_stack(Stack(stack.runs[-2:-1]), command(specs), TrainingControl(), {})
+        assert train_stack(Stack(stack.runs[-2:-1]), command(specs), TrainingControl(), Prepared())
     assert [(one.cell_id, one.seed) for one in results_of(tmp_path)] == [(spec.id, seed - 1)]
 
 
@@ -217,7 +218,7 @@ def test_a_stack_that_another_worker_has_cut_meanwhile_is_not_tried_again(tmp_pa
     specs = specs_of(tmp_path)
     (stack,) = cut_stacks(specs)
     write_attempts(stack.folder, Attempts([(spec.id, k) for spec, k in stack.runs], is_apart=True))
-    assert train_stack(stack, command(specs), TrainingControl(), {})
+    assert train_stack(stack, command(specs), TrainingControl(), Prepared())
     assert results_of(tmp_path) == [] and read_attempts(stack.folder).count == 0
 
 

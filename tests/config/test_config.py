@@ -18,7 +18,7 @@ from hydra.version import VersionBase
 
 from normexp.cli import parse_command, read_options
 from normexp.errors import UserError
-from normexp.training.config.choices import composed
+from normexp.training.config.choices import composed, parse_overrides, words_of
 from normexp.training.config.command import compose_cells
 from normexp.training.config.compose import compose_cell, compose_config
 from normexp.training.config.groups import GROUPS, conf_dir, group_choices
@@ -117,7 +117,7 @@ def test_a_mistake_is_one_line_with_its_key(line: str, part: str):
     ],
 )
 def test_a_line_sets_its_values_and_leaves_the_defaults(line: str, values: dict[str, object]):
-    config, choices = compose_cell(line.split())
+    config, choices = compose_cell(parse_overrides(line.split()))
     read_settings(config)
     assert {key: config[key] for key in values} == values
     assert choices["optim"] == ("adamw" if "adamw" in line else "sgd")
@@ -126,9 +126,9 @@ def test_a_line_sets_its_values_and_leaves_the_defaults(line: str, values: dict[
 
 @pytest.mark.parametrize("key", ["norm", "model", "data", "optim", "schedule", "callback"])
 def test_a_dotted_path_is_a_choice_of_every_group_that_takes_own_classes(key: str):
-    short, choices = compose_cell([f"{key}=my_pkg.Mine", "lr=1"])
-    written_out, _ = compose_cell([f"{key}=custom", f"{key}._target_=my_pkg.Mine", "lr=1"])
-    assert short == written_out and choices[key] == "Mine"
+    short, choices = compose_cell(parse_overrides([f"{key}=my_pkg.Mine", "lr=1"]))
+    words = [f"{key}=custom", f"{key}._target_=my_pkg.Mine", "lr=1"]
+    assert short == compose_config(words) and choices[key] == "Mine"
 
 
 def test_a_sweep_takes_shipped_and_own_norms_in_one_list(
@@ -244,9 +244,8 @@ def test_a_class_in_a_class_may_take_what_its_signature_does_not_show():
 
 
 def test_a_plus_before_a_group_changes_nothing():
-    assert compose_cell(["+model=vit", "++optim=adamw"]) == compose_cell(
-        ["model=vit", "optim=adamw"]
-    )
+    plain = compose_config(["model=vit", "optim=adamw"])
+    assert compose_config(["+model=vit", "++optim=adamw"]) == plain
 
 
 def test_threads_compose_at_once():
@@ -295,11 +294,12 @@ def test_composing_one_cell_leaves_the_next_alone():
 
 
 def own_yaml(folder: Path, name: str, text: str) -> list[str]:
-    """The word of a command line with a file of the user's."""
+    """The word by which a command line finds a file of the user's."""
     file = folder / name
     file.parent.mkdir(parents=True)
     file.write_text(text)
-    return parse_command(["--config-dir", str(folder)]).overrides
+    overrides = parse_command(["--config-dir", str(folder)]).overrides
+    return [*words_of(overrides).values()]
 
 
 def test_users_file_may_leave_the_target_to_the_line_and_change_between_commands(tmp_path: Path):
@@ -313,7 +313,7 @@ def test_users_file_may_leave_the_target_to_the_line_and_change_between_commands
         "running_from": "step",
     }
     Path(tmp_path, "norm/mine.yaml").write_text("_target_: ???\nknob: 3\n")
-    assert compose_config(parse_command(line).overrides)["norm"]["knob"] == 3
+    assert compose_cell(parse_command(line).overrides)[0]["norm"]["knob"] == 3
 
 
 def test_users_file_may_pick_a_model(tmp_path: Path):
@@ -385,7 +385,7 @@ def test_a_mistake_in_a_users_file_is_one_line_too(tmp_path: Path, name, text, m
 )
 def test_a_users_own_part_has_its_own_name(word: str, name: str):
     group = word.partition("=")[0]
-    assert compose_cell(word.split())[1][group] == name
+    assert compose_cell(parse_overrides(word.split()))[1][group] == name
 
 
 # --- the shipped YAMLs --------------------------------------------------------------------------

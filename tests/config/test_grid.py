@@ -8,11 +8,14 @@ import pytest
 
 from normexp.cli import parse_command
 from normexp.errors import UserError
+from normexp.training.config.choices import words_of
 from normexp.training.config.command import compose_cells
 
 
 def expand_grid(words: list[str]) -> list[list[str]]:
-    return parse_command(["-m", *words]).lines()
+    """The words of each point."""
+    points = parse_command(["-m", *words]).lines()
+    return [[*words_of(point).values()] for point in points]
 
 
 def test_grid_is_the_product_with_the_first_key_slowest():
@@ -86,11 +89,16 @@ def recipe_dir(tmp_path: Path) -> str:
 
 
 def test_params_of_an_experiment_are_swept_with_and_without_m(recipe_dir: str):
-    expected = [[f"optim={o}", f"batch_size={s}"] for o in ("sgd", "adamw") for s in (2, 8)]
+    expected = [
+        {"optim": f"optim={optim}", "batch_size": f"batch_size={size}"}
+        for optim in ("sgd", "adamw")
+        for size in (2, 8)
+    ]
     for flags in (["-m"], []):
         line = [*flags, "--config-dir", recipe_dir, "experiment=mine"]
         command = parse_command(line)
-        assert command.lines() == [[*point, *command.overrides] for point in expected]
+        typed = words_of(command.overrides)
+        assert [*map(words_of, command.lines())] == [point | typed for point in expected]
 
 
 def test_command_line_replaces_a_param_of_the_experiment(recipe_dir: str):

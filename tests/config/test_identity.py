@@ -13,6 +13,8 @@ import pytest
 from normexp.cli import parse_command
 from normexp.errors import UserError
 from normexp.training.config import identity
+from normexp.training.config.choices import parse_overrides
+from normexp.training.config.command import compose_cells
 from normexp.training.config.compose import compose_cell
 from normexp.training.config.groups import group_choices, shipped_defaults
 from normexp.training.config.identity import cell_id, differences
@@ -65,7 +67,7 @@ GOLDEN = {
 
 
 def spec_of(*words: str) -> CellSpec:
-    return CellSpec(*compose_cell(words))
+    return CellSpec(*compose_cell(parse_overrides(words)))
 
 
 def id_of(line: str) -> str:
@@ -126,7 +128,7 @@ def test_a_norm_declared_not_to_mix_samples_has_one_id_for_all_norm_batch_sizes(
 
 @pytest.mark.parametrize("word", ["batch_size=abc", "norm_batch_size=3", "lr=high"])
 def test_a_refused_cell_has_an_id_too(word: str):
-    spec = parse_command([word]).cell([word])
+    spec = parse_command([word]).cell(parse_overrides([word]))
     assert spec.error and spec.id != id_of("norm=batch")
 
 
@@ -198,8 +200,8 @@ def test_an_edited_module_of_the_users_is_another_training(
     folder = tmp_path / "conf" / "norm"
     folder.mkdir(parents=True)
     (folder / "mine.yaml").write_text("_target_: own_norm.Own\n_partial_: true\n")
-    by_yaml = parse_command(["--config-dir", str(folder.parent), "norm=mine"]).overrides
-    assert spec_of(*by_yaml).id == id_of(line)  # the same training
+    (by_yaml,) = compose_cells(parse_command(["--config-dir", str(folder.parent), "norm=mine"]))
+    assert by_yaml.id == id_of(line)  # the same training
 
 
 def test_data_and_weights_count_as_typed_whatever_is_there(tmp_path: Path, monkeypatch):

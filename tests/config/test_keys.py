@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import normexp
+from normexp.training.config.choices import parse_overrides
 from normexp.training.config.compose import compose_cell, compose_config
 from normexp.training.config.groups import GROUPS, option_defaults, shipped_config
 from normexp.training.config.help import config_lines
@@ -69,7 +70,7 @@ def test_something_reads_every_key():
 
 
 def id_of_words(*words: str) -> str:
-    return CellSpec(*compose_cell(words)).id
+    return CellSpec(*compose_cell(parse_overrides(words))).id
 
 
 # Another valid value of each key, and the words that let it matter: those that make another

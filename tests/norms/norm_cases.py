@@ -11,13 +11,13 @@ from typing import Any, TypeVar, cast
 
 import torch
 from hydra.utils import get_object, instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from normexp.norms.running import RunningNorm
 from normexp.training.batching.replicas import InTurn, Stacked
-from normexp.training.config.keys import own_keys
+from normexp.training.config.keys import separate
 
 Norm = TypeVar("Norm", bound=nn.Module)
 
@@ -25,11 +25,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "conf" / "norm"
 FILES = {str(path.relative_to(FOLDER))[:-5]: path for path in sorted(FOLDER.rglob("*.yaml"))}
 SHIPPED = [name for name in FILES if name != "as_built"]
 KNOBS_OF: dict[str, dict[str, Any]] = {  # and the class
-    name: {
-        str(key): value
-        for key, value in cast(DictConfig, OmegaConf.load(path)).items()
-        if key not in own_keys("norm")
-    }
+    name: separate("norm", cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path))))[1]
     for name, path in FILES.items()
 }
 

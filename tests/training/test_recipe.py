@@ -64,7 +64,6 @@ def test_schedules_follow_their_formulas():
 @pytest.mark.parametrize(
     ("rule", "lr", "momentum"),
     [
-        ("none", 0.1, 0.9),
         ("linear", 0.4, 0.9),
         ("sqrt", 0.2, 0.9),
         # lr / (batch_size * (1 - m)) is a sample's total effect, m^(1 / batch_size) its decay.

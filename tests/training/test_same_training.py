@@ -35,12 +35,12 @@ from normexp.norms.sample import RMSNorm
 from normexp.training.checks.network import probe_batch
 from normexp.training.checks.wiring import cannot_stack
 from normexp.training.config.compose import compose_config
-from normexp.training.config.groups import group_choices
 from normexp.training.config.sizes import Sizes
 from normexp.training.config.slots import Slots
 from normexp.training.schedule import own_schedule
 
 slow = pytest.mark.slow
+NUM_TRAIN = 24
 FULL, ACCUMULATED, BOTH = Sizes(8), Sizes(8, 2), Sizes(8, 4, 2)
 STACK, TURNS = {"seeds": (3, 4, 5), "stacked": True}, {"seeds": (3, 4, 5)}
 ALONE = {"seeds": (4,)}  # replica 1 of both
@@ -168,18 +168,15 @@ def test_two_ways_to_train_are_one(tmp_path: Path, device: str, common, first, s
         assert rows_of(runs[0], replica) == rows_of(runs[1], other)
 
 
-# Every shipped norm -----------------------------------------------------------------------------
-
-FAST = ("group_ws", "batch_renorm", "batch_per_position")
-NORMS = [name for name in group_choices("norm") if name not in ("custom", "as_built")]
+# Shipped norms whose state or slots differ. tests/norms asks of each whether it can be stacked.
 
 
-def choices_of(name: str, sizes: Sizes, num_train: int) -> dict[str, Any]:
+def choices_of(name: str, sizes: Sizes) -> dict[str, Any]:
     """A convnet on images, or for norms of text alone an encoder with dropout."""
     config, on_maps = compose_config([f"norm={name}"]), takes_maps(name)
     if not on_maps:
         config["norm"]["view"] = "sequence"
-    data = image_data(num_train) if on_maps else text_data(num_train)
+    data = image_data(NUM_TRAIN) if on_maps else text_data(NUM_TRAIN)
 
     def model(_: NormFactory) -> nn.Module:
         norm = build_norm(config, sizes.norm_batch_size, num_positions=data.input_shape[-1])
@@ -189,21 +186,10 @@ def choices_of(name: str, sizes: Sizes, num_train: int) -> dict[str, Any]:
     return {"model": model, "data": data, "sizes": sizes, "stacked": not obstacle}
 
 
-@pytest.mark.parametrize(
-    ("name", "num_train"),
-    [
-        *((name, 24) for name in FAST),
-        *(pytest.param(name, 48, marks=slow) for name in NORMS),
-    ],
-)
-def test_replica_of_a_stack_trains_as_the_seed_alone(tmp_path: Path, name, num_train: int):
-    norm = build_norm(compose_config([f"norm={name}"]), num_positions=8).make(8)
-    splits = [BOTH] if num_train == 24 else [FULL, BOTH]
-    if getattr(norm, "sequential_state", False):  # sees samples one after another
-        splits = [FULL]
-    for sizes in splits:
-        common = choices_of(name, sizes, num_train) | SGD
-        stack = train(build_module(**common, seeds=(3, 4)), tmp_path / "a.ckpt")
-        alone = train(build_module(**{**common, "stacked": False}, seeds=(4,)), tmp_path / "b.ckpt")
-        assert stack.step == alone.step == num_train // 8 * 2
-        assert_same_state(stack, alone, 1e-9, replica=1, other=0)
+@pytest.mark.parametrize("name", ["group_ws", "batch_renorm", "batch_per_position"])
+def test_replica_of_a_stack_trains_as_the_seed_alone(tmp_path: Path, name: str):
+    common = choices_of(name, BOTH) | SGD
+    stack = train(build_module(**common, seeds=(3, 4)), tmp_path / "a.ckpt")
+    alone = train(build_module(**{**common, "stacked": False}, seeds=(4,)), tmp_path / "b.ckpt")
+    assert stack.step == alone.step == NUM_TRAIN // 8 * 2
+    assert_same_state(stack, alone, 1e-9, replica=1, other=0)

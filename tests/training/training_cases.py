@@ -130,7 +130,7 @@ def recipe_for(data: Data, sizes: Sizes, **choices: Any) -> Recipe:
         "max_chunk": settings.chunk,
         "is_synchronized": False,
         "callbacks": list,
-        "loggers": lambda _: [],
+        "loggers": (),
     }
     return Recipe(**{**values, **choices})
 

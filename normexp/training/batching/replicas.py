@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_map
 
 from normexp.norms.contract import State
-from normexp.norms.counters import counting
+from normexp.norms.counters import Counters, norms_with_counters
 from normexp.training.batching.copies import copied
 from normexp.training.batching.draws import Dropout
 
@@ -51,6 +51,8 @@ class Replicas(nn.Module, ABC):
         self.num_replicas = num_replicas
         self._dropouts = [_active_dropouts(tree) for tree in trees]
         self.num_dropouts = len(self._dropouts[0])
+        counting = norms_with_counters(self)
+        self._counting = Counters(counting).moving_at_end if counting else nullcontext
 
     @abstractmethod
     def measure(self, batch: Batch, function: Measure[T], *, shared: bool = False) -> T:
@@ -61,10 +63,10 @@ class Replicas(nn.Module, ABC):
             function: of a model's output and its batch; returns a tensor or a dict of tensors.
         """
 
-    @counting(at_end=True)
     def add_gradient(self, batch: Batch, loss: Loss, weight: float) -> Tensor:
         """Adds the gradient of `weight` times each replica's loss; returns the losses (S,)."""
-        return backward(self.measure(batch, loss), weight)
+        with self._counting():
+            return backward(self.measure(batch, loss), weight)
 
     @abstractmethod
     def replica(self, index: int) -> nn.Module:
@@ -108,12 +110,12 @@ class InTurn(Replicas):
         ]
         return tree_map(lambda *values: torch.stack(values), *measured)
 
-    @counting(at_end=True)
     def add_gradient(self, batch: Batch, loss: Loss, weight: float) -> Tensor:
         """As the base class, but holds the activations of one network at a time."""
         losses = []
-        for index in range(self.num_replicas):
-            losses.append(backward(self._measure_replica(index, batch, loss), weight))
+        with self._counting():
+            for index in range(self.num_replicas):
+                losses.append(backward(self._measure_replica(index, batch, loss), weight))
         return torch.stack(losses)
 
     def _measure_replica(

@@ -1,11 +1,12 @@
-"""Prepares a cell: builds its parts, probes its network, refuses mistakes. Writes nothing."""
+"""Prepares cells: builds their parts, probes networks, refuses mistakes. Writes nothing."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -28,7 +29,7 @@ from normexp.training.checks.training import (
 )
 from normexp.training.config.keys import is_probed
 from normexp.training.config.spec import CellSpec
-from normexp.training.data.build import load_data
+from normexp.training.data.build import build_data
 from normexp.training.data.dataset import Data
 from normexp.training.devices import check_devices, device_type
 from normexp.training.models.build import NetworkBuilder, build_network
@@ -36,11 +37,11 @@ from normexp.training.recipe import Recipe, recipe_of
 from normexp.training.records.logs import collected_messages
 from normexp.training.records.result import Measured, check_joins
 from normexp.training.records.source import refuse_edited
+from normexp.training.trackers import Trackers
 
 logger = logging.getLogger(__name__)
 
-# The traits that cells have in common.
-_probes: dict[str, Traits] = {}
+MOST_DATA_SETS = 2  # kept in memory at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,26 +82,82 @@ class Cell:
         return self.measured.invalid
 
 
+class Prepared:
+    """The cells that a process has prepared, and what they have in common.
+
+    Attributes:
+        cells: by id.
+    """
+
+    def __init__(self) -> None:
+        self.cells: dict[str, Cell] = {}
+        self._data: dict[str, Data] = {}  # by their values, the last used last
+        self._traits: dict[str, Traits] = {}  # by what is probed
+
+    def prepare(self, specs: Sequence[CellSpec]) -> None:
+        """Prepares the cells that are not prepared yet, and forgets all others."""
+        self.cells = {spec.id: self.cells[spec.id] for spec in specs if spec.id in self.cells}
+        for spec in specs:
+            if spec.id not in self.cells:
+                self.cells[spec.id] = prepare_cell(spec, self)
+
+    @cached_property
+    def trackers(self) -> Trackers:
+        """Those of their loggers."""
+        return Trackers()
+
+    def data(self, values: Mapping[str, Any]) -> Data:
+        """The data set that the values of `data` name. Do not write to its tensors."""
+        key = json.dumps(values, default=str)
+        data = self._data.pop(key) if key in self._data else build_data(values)
+        self._data[key] = data
+        if len(self._data) > MOST_DATA_SETS:
+            del self._data[next(iter(self._data))]
+        return data
+
+    def traits(self, spec: CellSpec, network: nn.Module, data: Data, recipe: Recipe) -> Traits:
+        """What the network mixes and leaks, measured once for all cells alike in what is probed.
+
+        Raises UserError if it must not be trained.
+        """
+        content = {key: value for key, value in spec.identity.items() if is_probed(key)}
+        norm, _ = norm_target(spec.config["norm"], momentum=recipe.norm_momentum)
+        steps = recipe.num_steps if "num_training_steps" in norm.arguments else None
+        drop_last, allow_leak = recipe.settings.drop_last, recipe.settings.allow_leak
+        alike = [content, steps, allow_leak, data.digest]
+        key = json.dumps(alike, sort_keys=True, default=str)
+        if key not in self._traits:
+            self._traits[key] = examine(
+                network, data, recipe.sizes, drop_last=drop_last, allow_leak=allow_leak
+            )
+        return self._traits[key]
+
+
 @suitable_threads()
-def prepare_cell(spec: CellSpec) -> Cell:
+def prepare_cell(spec: CellSpec, prepared: Prepared | None = None) -> Cell:
     """Builds and probes a cell, and refuses every mistake that can be found before training.
+
+    Args:
+        prepared: what it may have in common with other cells.
 
     Raises:
         UserError: a value that cannot be trained, with the key and the remedy.
     """
     if spec.error:
         raise UserError(spec.error)
+    prepared = prepared or Prepared()
     with collected_messages() as messages:
         check_devices(spec.settings.trainer)
         check_default_dtype()
-        data = load_data(spec.config["data"])
+        data = prepared.data(spec.config["data"])
         recipe = recipe_of(spec, data)
         build = make_builder(spec, recipe, data)
         network = build(spec.seeds[0])
-        refuse_edited(spec.sources)
+        if spec.sources:
+            refuse_edited(spec.sources)
         check_slots(spec.config, build, spec.choices["model"])
         check_outputs(network, data, build.target.path)
-        traits = _probe(spec, network, data, recipe)
+        traits = prepared.traits(spec, network, data, recipe)
         if traits.norms_mix_samples and not spec.settings.norm.may_mix_samples:
             where = traits.mixing
             raise UserError(f"norm.mixes_samples=false: samples are mixed at {where}; drop the key")
@@ -162,20 +219,3 @@ def make_builder(spec: CellSpec, recipe: Recipe, data: Data) -> NetworkBuilder:
         momentum=recipe.norm_momentum,
     )
     return build_network(spec.config["model"], norm, data)
-
-
-def _probe(spec: CellSpec, network: nn.Module, data: Data, recipe: Recipe) -> Traits:
-    """What the network mixes and leaks, measured once for all cells that share what is probed.
-
-    Raises UserError if it must not be trained.
-    """
-    content = {key: value for key, value in spec.identity.items() if is_probed(key)}
-    norm, _ = norm_target(spec.config["norm"], momentum=recipe.norm_momentum)
-    steps = recipe.num_steps if "num_training_steps" in norm.arguments else None
-    drop_last, allow_leak = recipe.settings.drop_last, recipe.settings.allow_leak
-    key = json.dumps([content, steps, allow_leak, data.digest], sort_keys=True, default=str)
-    if key not in _probes:
-        _probes[key] = examine(
-            network, data, recipe.sizes, drop_last=drop_last, allow_leak=allow_leak
-        )
-    return _probes[key]

@@ -57,8 +57,8 @@ def notes_of(spec: CellSpec, recipe: Recipe, traits: Traits, alone: str | None) 
             "then instance norm), in evaluation all share the running averages; "
             "evaluate_with=[running,batch] shows the difference"
         )
-    typed = {word for word in spec.overrides if word.startswith("norm_batch_size=")}
-    if typed - {"norm_batch_size=null"} and not traits.mixes_samples:
+    typed = spec.typed.get("norm_batch_size", "norm_batch_size=null")
+    if typed != "norm_batch_size=null" and not traits.mixes_samples:
         notes.append(f"norm={norm} does not mix samples, so norm_batch_size has no effect")
         if spec.settings.norm.may_mix_samples:
             notes[-1] += "; to train it once, declare mixes_samples: false in its YAML"
@@ -81,7 +81,7 @@ def notes_of(spec: CellSpec, recipe: Recipe, traits: Traits, alone: str | None) 
 
 def defines_of(spec: CellSpec, data: Data, weights: Weights | None) -> dict[str, Any]:
     """What the id of a cell hashes, and digests of what was loaded."""
-    digests = {"data": data.digest, **packages_of(spec.config)}
+    digests = {"data": data.digest, **packages_of(spec.config, spec.choices)}
     if weights is not None:
         digests["weights"] = weights.digest
     return {**spec.identity, "digests": digests}

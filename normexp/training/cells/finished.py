@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import OmegaConf
+import yaml
 from torch import Tensor, nn
-from yaml import YAMLError
 
 from normexp.any_network.diagnosis import TERMS, decompose
 from normexp.any_network.diagnosis.batches import num_batches_of
@@ -25,8 +24,8 @@ from normexp.training.cells.describe import choices_of
 from normexp.training.cells.module import arrange_replicas, build_module
 from normexp.training.config.compose import refuse_missing_values
 from normexp.training.config.groups import PARTS, shipped_config, shipped_defaults
+from normexp.training.config.keys import with_values
 from normexp.training.config.spec import CellSpec
-from normexp.training.data.build import keeping_data
 from normexp.training.data.dataset import attach_prediction, without_samples
 from normexp.training.fit import evaluate
 from normexp.training.module import Recorder
@@ -99,9 +98,9 @@ def recorded_spec(cell_dir: Path, result: Result, changes: Mapping[str, Any]) ->
     """
     path = cell_dir / CONFIG_FILE
     try:
-        values = _changed(OmegaConf.load(path), changes)
+        values = with_values(yaml.safe_load(path.read_text(encoding="utf-8")), changes)
         assert all(values[part] for part in (*PARTS, "trainer"))
-    except (YAMLError, UnicodeDecodeError, AssertionError, KeyError, TypeError) as error:
+    except (yaml.YAMLError, AssertionError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{path} cannot be read ({one_line(error)}); remove the cell's folder and train it "
             "again"
@@ -112,15 +111,6 @@ def recorded_spec(cell_dir: Path, result: Result, changes: Mapping[str, Any]) ->
         if shipped := shipped_defaults(group, choices[group]):
             values[group]["_target_"] = shipped["_target_"]
     return CellSpec(values, choices)
-
-
-def _changed(config: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A config with other values at some dotted keys."""
-    tree = OmegaConf.create(config)
-    for key, value in changes.items():
-        OmegaConf.update(tree, key, value, merge=False)
-    values: Any = OmegaConf.to_container(tree, resolve=True)
-    return values
 
 
 def load_weights(network: nn.Module, path: Path, *, precision: str) -> None:
@@ -143,7 +133,6 @@ def load_weights(network: nn.Module, path: Path, *, precision: str) -> None:
 # --- Evaluating again ----------------------------------------------------------------------------
 
 
-@keeping_data()
 def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
     """Evaluates every finished run of a cell, adds to its evaluation.json, and prints a table.
 
@@ -169,7 +158,7 @@ def evaluate_run(cell_dir: Path, options: Mapping[str, Any]) -> None:
     changes |= {"norm_batch_size": None if norm == micro else norm}
     if not torch.cuda.is_available():
         changes["trainer.accelerator"] = "cpu"
-    cell = prepare_cell(replace(spec, config=_changed(spec.config, changes)))
+    cell = prepare_cell(replace(spec, config=with_values(spec.config, changes)))
     seeds = [result.seed for result in results]
     replicas = _load_replicas(cell, cell_dir, seeds)
     module = build_module(cell, seeds, replicas, Recorder([]))

@@ -11,6 +11,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
+from lightning_fabric.plugins.environments.lightning import LightningEnvironment
 from pytorch_lightning.loggers import Logger
 from torch import nn
 
@@ -18,13 +19,14 @@ from normexp.errors import UserError
 from normexp.training.batching.replicas import SMALL_FORWARD, InTurn, Replicas, Stacked
 from normexp.training.cells.cell import Cell
 from normexp.training.config.spec import CellSpec
+from normexp.training.config.target import read_target
 from normexp.training.data.batches import TrainingBatches
 from normexp.training.devices import device_type
 from normexp.training.module import Recorder, TrainingModule
 from normexp.training.records.layout import METRICS_FILE, seed_dir
 from normexp.training.records.metrics import read_metrics
 from normexp.training.records.result import Result, read_result, settings_of
-from normexp.training.trackers import build_loggers
+from normexp.training.trackers import Trackers
 
 logger = logging.getLogger(__name__)
 
@@ -120,11 +122,11 @@ def run_loggers(
         facts: what defines the run.
         build: makes the loggers from names and folders of the run.
     """
-    config, study_dir, version = spec.config, spec.study_dir, f"seed-{seed}"
-    names = {"study": config["study"], "experiment": config.get("experiment")}
+    settings, study_dir, version = spec.settings, spec.study_dir, f"seed-{seed}"
+    names = {"study": settings.study, "experiment": settings.experiment}
     params = settings_of(facts.defines, facts.derived) | names
     labels = [params[key] for key in ("norm", "model", "data", "study", "experiment")]
-    labels += [*(config["tags"] or []), facts.measured.invalid and "INVALID"]
+    labels += [*(settings.tags or []), facts.measured.invalid and "INVALID"]
     loggers = build(
         {
             "save_dir": str(study_dir),
@@ -134,7 +136,7 @@ def run_loggers(
             "experiment_name": study_dir.name,
             "run_name": f"{spec.id}/{version}",
             "labels": list(dict.fromkeys(str(label) for label in labels if label)),
-            "notes": config["notes"],
+            "notes": settings.notes,
         }
     )
     status = "failed"
@@ -151,7 +153,9 @@ def run_loggers(
 def log_record(spec: CellSpec, seed: int, name: str) -> None:
     """Gives the history of an ended run to a new logger of the config, as its training would."""
     run_dir = seed_dir(spec.directory, seed)
-    build = partial(build_loggers, {name: spec.config["logger"][name]})
+    LightningEnvironment().set_global_rank(0)  # as in a training
+    target = read_target(spec.settings.logger[name], f"logger.{name}")
+    build = partial(Trackers().loggers, [target])
     with run_loggers(spec, seed, read_result(run_dir), build) as loggers:
         recorder = Recorder([None], [loggers])
         rows = read_metrics(run_dir / METRICS_FILE)

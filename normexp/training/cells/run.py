@@ -8,10 +8,12 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning_fabric.plugins.environments.lightning import LightningEnvironment
 from omegaconf import OmegaConf
 from pytorch_lightning.callbacks import Callback
 
@@ -19,10 +21,9 @@ from normexp.errors import Halted, UserError, one_line
 from normexp.norms.site import state_as_built
 from normexp.training.batching.replicas import suitable_threads
 from normexp.training.callbacks import why_stopped
-from normexp.training.cells.cell import Cell, prepare_cell
+from normexp.training.cells.cell import Cell, Prepared
 from normexp.training.cells.module import arrange_replicas, build_module, must_split, run_loggers
 from normexp.training.cells.stack import Run, Stack, claimed, commit, remove, settle
-from normexp.training.config.spec import CellSpec
 from normexp.training.fit import StepReports, fit
 from normexp.training.module import Recorder, TrainingModule
 from normexp.training.records.environment import describe_environment, usable_cores
@@ -58,12 +59,12 @@ DIED = "its process died twice without a new checkpoint (out of memory?)"
 
 
 def train_stack(
-    stack: Stack, command: CommandEntry, control: TrainingControl, cells: dict[str, Cell]
+    stack: Stack, command: CommandEntry, control: TrainingControl, prepared: Prepared
 ) -> bool:
     """Claims a stack, trains its missing runs, and commits their results.
 
     Args:
-        cells: those that this process has prepared, by id; `prepare_cells` adds to them.
+        prepared: the cells of the stack that this process trained before.
 
     Returns:
         False if another process trains one of its runs.
@@ -79,17 +80,8 @@ def train_stack(
             settle(stack.study_dir, [(spec.id, seed) for spec, seed in claims])
             runs = [run for run in stack.left(refused) if run in claims]
             if runs and not read_attempts(stack.folder).is_apart:
-                Attempt(stack, runs, command, control, cells).run()
+                Attempt(stack, runs, command, control, prepared).run()
     return is_mine
-
-
-def prepare_cells(specs: Sequence[CellSpec], cells: dict[str, Cell]) -> None:
-    """Prepares the cells that `cells` lacks, by id, and removes all others from it."""
-    for cell_id in cells.keys() - {spec.id for spec in specs}:
-        del cells[cell_id]
-    for spec in specs:
-        if spec.id not in cells:
-            cells[spec.id] = prepare_cell(spec)
 
 
 @dataclass
@@ -100,7 +92,7 @@ class Attempt:
     runs: Sequence[Run]
     command: CommandEntry
     control: TrainingControl
-    cells: dict[str, Cell]
+    prepared: Prepared
 
     def __post_init__(self) -> None:
         self.folder = self.stack.folder
@@ -114,12 +106,12 @@ class Attempt:
             self._give_up(DIED)
             return
         try:
-            prepare_cells(self.specs[:1], self.cells)
+            self.prepared.prepare(self.specs[:1])
             begun = self.checkpoint.is_file()
             if not begun and must_split(self.cell, len(self.stack.runs), len(self.specs)):
                 self._split("")
                 return
-            prepare_cells(self.specs, self.cells)
+            self.prepared.prepare(self.specs)
             append_entry(self.stack.study_dir, self.command)
             with self.control.together((self.runs, self.folder, self.attempts.threads)):
                 results = self._train()
@@ -205,6 +197,10 @@ class Attempt:
     # --- Training ---------------------------------------------------------------------------------
 
     @property
+    def cells(self) -> dict[str, Cell]:
+        return self.prepared.cells
+
+    @property
     def cell(self) -> Cell:
         """The first cell; all share everything but id, description and learning rate."""
         return self.cells[self.specs[0].id]
@@ -214,7 +210,7 @@ class Attempt:
         run_dirs = [seed_dir(spec.directory, seed) for spec, seed in self.runs]
         for (spec, _), run_dir in zip(self.runs, run_dirs, strict=True):
             run_dir.mkdir(exist_ok=True)
-            config = OmegaConf.to_yaml(OmegaConf.create(spec.config))
+            config = OmegaConf.to_yaml(spec.config)
             with file_lock(spec.directory / LOCK_FILE, waits=True):  # others train its other seeds
                 write_text(spec.directory / CONFIG_FILE, config)
         if torch.cuda.is_initialized():  # asking would wake a GPU that is not in use
@@ -227,11 +223,17 @@ class Attempt:
             opened.enter_context(suitable_threads(size, threads))  # its last digits depend on them
             stop = self.control.stop
             opened.enter_context(stop.listening())
-            loggers = []
-            for spec, seed in self.runs:
-                cell = self.cells[spec.id]
-                of_run = run_loggers(spec, seed, cell, cell.recipe.loggers)
-                loggers.append(opened.enter_context(of_run))
+            # Loggers log nothing in a process of another rank, as RANK and SLURM_PROCID say it,
+            # also where each process trains for itself. Of several that train together, only the
+            # first comes here.
+            LightningEnvironment().set_global_rank(0)
+            loggers = None
+            if targets := self.cell.recipe.loggers:
+                build = partial(self.prepared.trackers.loggers, targets)
+                loggers = [
+                    opened.enter_context(run_loggers(spec, seed, self.cells[spec.id], build))
+                    for spec, seed in self.runs
+                ]
             recorder = Recorder([run_dir / METRICS_FILE for run_dir in run_dirs], loggers)
             callbacks = [StepReports(self._report), *self.cell.recipe.callbacks()]
             module = _fit(self.runs, self.cells, self.folder, recorder, callbacks, stop)
@@ -316,12 +318,12 @@ class Attempt:
         )
 
 
-def follow_stack(cells: dict[str, Cell], runs: Sequence[Run], folder: Path, threads: int) -> None:
+def follow_stack(prepared: Prepared, runs: Sequence[Run], folder: Path, threads: int) -> None:
     """Trains along with rank 0, in the other processes of a training; writes nothing."""
-    prepare_cells([spec for spec, _ in runs], cells)
-    cell = cells[runs[0][0].id]
+    prepared.prepare([spec for spec, _ in runs])
+    cell = prepared.cells[runs[0][0].id]
     with suitable_threads(cell.elements_per_forward, threads):
-        _fit(runs, cells, folder, Recorder([]), cell.recipe.callbacks(), StopRequest())
+        _fit(runs, prepared.cells, folder, Recorder([]), cell.recipe.callbacks(), StopRequest())
 
 
 def _fit(

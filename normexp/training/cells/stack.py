@@ -84,7 +84,7 @@ def cut_stacks(cells: Iterable[CellSpec], *, on_gpu: bool = False) -> list[Stack
         if spec.error:
             continue
         runs = [(spec, seed) for seed in spec.seeds]
-        if spec.config["stack"] is False and not on_gpu:
+        if spec.settings.stack is False and not on_gpu:
             alone += runs
             continue
         shared = _shared(spec)
@@ -98,7 +98,7 @@ def cut_stacks(cells: Iterable[CellSpec], *, on_gpu: bool = False) -> list[Stack
 
 def _shared(spec: CellSpec) -> str:
     """Equal for cells that may be stacked."""
-    if spec.config["stack"] is False:
+    if spec.settings.stack is False:
         return spec.id
     config = {**spec.config, **dict.fromkeys(("lr", "seed", "replicas"))}  # these may differ
     return json.dumps([config, spec.choices], sort_keys=True, default=str)

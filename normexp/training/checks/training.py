@@ -131,11 +131,11 @@ def check_optimizer(network: nn.Module, optimizer: Optimizer) -> None:
 
 def why_alone(recipe: Recipe, optimizer: Optimizer) -> str | None:
     """Why each seed must train by itself; None if seeds may share a stack."""
-    watching, schedule = describe_monitor(recipe.callbacks()), recipe.schedule
+    watching, schedule = [describe_monitor(each) for each in recipe.callbacks()], recipe.schedule
     if schedule.monitor is not None:
-        watching = f"{schedule.name} acts on {schedule.monitor}"
-    if watching is not None:
-        return f"{watching}, and seeds that train together would all follow their mean"
+        watching.append(f"{schedule.name} acts on {schedule.monitor}")
+    for what in filter(None, watching):
+        return f"{what}, and seeds that train together would all follow their mean"
     if can_train_a_stack(optimizer):
         return None
     return f"{type(optimizer).__name__} may look at more than one value at a time"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from types import NoneType
@@ -29,7 +30,7 @@ from yaml.reader import ReaderError
 
 from normexp.errors import UserError
 from normexp.training.config.groups import CUSTOM_GROUPS, GROUPS, conf_dir, group_choices
-from normexp.training.config.keys import MISSING
+from normexp.training.config.keys import MISSING, dotted_keys
 from normexp.training.config.validate import name_as_text, unknown_key
 from normexp.words import as_typed, suggest
 
@@ -53,7 +54,7 @@ def parse_overrides(words: Sequence[str]) -> list[Override]:
     """Parses each word with Hydra. Raises UserError for one that cannot be read.
 
     A dotted path is a choice of every group that takes the user's own classes:
-    `norm=my_norm.LpNorm` becomes `norm=custom norm._target_=my_norm.LpNorm`.
+    `norm=my_norm.LpNorm` is parsed as `norm=custom norm._target_=my_norm.LpNorm`.
     """
     return [override for word in words for override in _parse(word)]
 
@@ -72,11 +73,12 @@ def _parse(word: str) -> list[Override]:
     if name in GROUPS:  # every cell has one choice per group, so `+` means nothing
         key = name
     text = json.dumps(value) if value.startswith("~") else value
-    given = [name_as_text(f"{key}={text}")]
-    if name in CUSTOM_GROUPS and re.fullmatch(r"[^\W\d]\w*(\.\w+)+", value):
-        given = [f"{key}=custom", f"{key}._target_={value}"]
+    parse = OverridesParser.create().parse_override
     try:
-        return OverridesParser.create().parse_overrides(given)
+        if name in CUSTOM_GROUPS and re.fullmatch(r"[^\W\d]\w*(\.\w+)+", value):
+            target = replace(parse(f"{key}._target_={value}"), input_line=word)
+            return [parse(f"{key}=custom"), target]
+        return [parse(name_as_text(f"{key}={text}"))]
     except HydraException:
         raise UserError(
             f"{word}: the value cannot be read; quote a text with special characters, as in "
@@ -84,17 +86,35 @@ def _parse(word: str) -> list[Override]:
         ) from None
 
 
+def words_of(overrides: Sequence[Override]) -> dict[str, str]:
+    """The words of parsed overrides as they were typed, by key."""
+    words = [str(override.input_line) for override in overrides]
+    return {word.lstrip("+").partition("=")[0]: word for word in words}
+
+
 def is_choice(override: Override) -> bool:
     """True for a word that Hydra composes: a choice, or a key of Hydra's own."""
     return override.key_or_group in GROUPS or override.key_or_group.startswith("hydra")
 
 
-def compose_choices(parsed: Sequence[Override]) -> dict[str, Any]:
-    """The config of the choices among the words, none of them swept; do not write to it.
+@dataclass(frozen=True)
+class Composed:
+    """What Hydra composes of choices; shared, so do not write to it.
 
-    Its key `hydra` has Hydra's own. Raises UserError.
+    Attributes:
+        config: the values of all keys, with interpolations.
+        keys: their dotted names.
+        hydra: Hydra's own config.
     """
-    chosen = [one for one in parsed if is_choice(one)]
+
+    config: DictConfig
+    keys: Sequence[str]
+    hydra: dict[str, Any]
+
+
+def compose_choices(overrides: Sequence[Override]) -> Composed:
+    """Composes the choices among overrides, none of them swept. Raises UserError."""
+    chosen = [one for one in overrides if is_choice(one)]
     for one in chosen:
         if not one.key_or_group.startswith("hydra."):
             _check_names(one)
@@ -120,11 +140,13 @@ _composing = threading.RLock()  # Hydra has one state for all threads
 
 
 @lru_cache(maxsize=64)
-def composed(words: tuple[str, ...]) -> dict[str, Any]:
+def composed(words: tuple[str, ...]) -> Composed:
     """What Hydra composes of these words; cached until a command has YAMLs of the user's."""
     try:
         with own_hydra(), hydra.initialize_config_dir(str(conf_dir()), **VERSION_BASE):
             config = hydra.compose("config", [*words], return_hydra_config=True)
+            OmegaConf.set_struct(config, False)
+            own: Any = OmegaConf.to_container(config.pop("hydra"))
     except MissingConfigException as error:
         raise _no_such_choice(error) from error
     except UnicodeDecodeError as error:
@@ -135,7 +157,11 @@ def composed(words: tuple[str, ...]) -> dict[str, Any]:
         typed = " ".join(word for word in words if not word.startswith("hydra."))
         raise UserError(f"{typed}: `defaults` of a YAML file lead back to that file") from error
     tree: Any = OmegaConf.to_container(config)
-    return tree
+    for group in (*CUSTOM_GROUPS, "trainer", "logger"):
+        values = tree.get(group, {})
+        if not isinstance(values, Mapping) and (group, values) != ("callback", None):
+            raise _not_a_mapping(group, values)
+    return Composed(config, [*dotted_keys(tree)], own)
 
 
 def explain(error: Exception) -> UserError:
@@ -160,7 +186,7 @@ def explain(error: Exception) -> UserError:
     return UserError(f"{first} {second}" if first.endswith(":") else first)
 
 
-def not_a_mapping(group: str, values: Any) -> UserError:
+def _not_a_mapping(group: str, values: Any) -> UserError:
     name = values if isinstance(values, str) else "NAME"
     return UserError(
         f"{group}={as_typed(values)}: a recipe has keys below {group}, as in `{group}: "

@@ -1,4 +1,4 @@
-"""A command of train, tune or check: its words, its grid, and the cells that it asks for."""
+"""A command of train, tune or check: its overrides, its grid, and the cells that it asks for."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Command:
     """A parsed command line of train, tune or check; see `cli.parse_command`.
 
     Attributes:
-        overrides: its `key=value` words, in order.
+        overrides: its `key=value` words, parsed, in order.
         multirun: -m was given: train every combination of the values.
         shows_config: --cfg was given: the config is printed, nothing trains.
     """
 
-    overrides: list[str]
+    overrides: Sequence[Override]
     multirun: bool = False
     shows_config: bool = False
 
@@ -44,12 +44,12 @@ class Command:
 
         A swept `experiment` is left out, because each recipe would bring its own.
         """
-        words = []
-        for override in parse_overrides(self.overrides):
+        chosen: list[Override] = []
+        for override in self.overrides:
             is_one_of_many = override.key_or_group == "experiment" and override.is_sweep_override()
             if is_choice(override) and not is_one_of_many:
-                words.append(_words_of(override)[0])
-        return compose_choices(parse_overrides(words))["hydra"]
+                chosen += _values_of(override)[0]
+        return compose_choices(chosen).hydra
 
     @property
     def launcher(self) -> str | None:
@@ -58,31 +58,32 @@ class Command:
         return None if name == "basic" else name
 
     def grid(self) -> list[Override]:
-        """The words of the line and of its experiment; a typed key replaces the other."""
+        """The overrides of its experiment and of the line; a typed key replaces the other."""
         params = self.hydra["sweeper"].get("params") or {}
-        words = [*(f"{key}={value}" for key, value in params.items()), *self.overrides]
-        return [*{one.get_key_element(): one for one in parse_overrides(words)}.values()]
+        of_recipe = parse_overrides([f"{key}={value}" for key, value in params.items()])
+        return [*{one.get_key_element(): one for one in (*of_recipe, *self.overrides)}.values()]
 
-    def points(self, overrides: Sequence[Override]) -> list[list[str]]:
-        """The words of each point of a grid; the first override varies slowest."""
-        return [list(point) for point in itertools.product(*map(_words_of, overrides))]
+    def points(self, overrides: Sequence[Override]) -> list[list[Override]]:
+        """Each point of a grid, with one value per key; the first override varies slowest."""
+        values = map(_values_of, overrides)
+        return [[*itertools.chain(*point)] for point in itertools.product(*values)]
 
-    def lines(self) -> list[list[str]]:
-        """The words of each point of its grid: one without -m, unless a recipe sweeps."""
+    def lines(self) -> list[list[Override]]:
+        """Each point of its grid: one without -m, unless a recipe sweeps."""
         recipe_sweeps = self.hydra["sweeper"].get("params")
         if self.multirun or recipe_sweeps or str(self.hydra["mode"]).endswith("MULTIRUN"):
             return self.points(self.grid())
         return [[*self.overrides]]
 
-    def cell(self, words: Sequence[str]) -> CellSpec:
+    def cell(self, overrides: Sequence[Override]) -> CellSpec:
         """The cell of a point. Values that cannot be trained together are its `error`.
 
         Raises:
             UserError: a word that is wrong in itself: an unknown key, choice or class.
         """
-        config, choices = compose_cell(words)
-        refuse_missing(config)
-        spec = CellSpec(config, choices, overrides=words)
+        config, choices = compose_cell(overrides)
+        refuse_missing(config, choices)
+        spec = CellSpec(config, choices, overrides=overrides)
         try:
             norm = spec.settings.norm
         except UserError as refused:
@@ -118,11 +119,11 @@ def swept_texts(override: Override) -> list[str]:
     return texts
 
 
-def _words_of(override: Override) -> list[str]:
-    """A word for each value of an override. A glob names a folder of choices, or leaves it out."""
-    key, value, word = override.get_key_element(), override.value(), override.input_line
+def _values_of(override: Override) -> list[list[Override]]:
+    """What sets each value of an override. A glob names a folder of choices, or leaves it out."""
     if not override.is_sweep_override():
-        return [f"{key}={override.get_value_element_as_str()}"]
+        return [[override]]
+    key, value, word = override.get_key_element(), override.value(), override.input_line
     try:
         if isinstance(value, Glob):
             choices = group_choices(override.key_or_group)
@@ -137,7 +138,7 @@ def _words_of(override: Override) -> list[str]:
         raise UserError(f"{word}: {reason}; use a,b or range(...)") from error
     if not names:
         raise UserError(f"{word}: matches nothing")
-    return [f"{key}={name}" for name in names]
+    return [parse_overrides([f"{key}={name}"]) for name in names]
 
 
 def compose_cells(command: Command) -> list[CellSpec]:
@@ -163,8 +164,8 @@ def compose_norms(command: Command) -> dict[str, dict[str, Any]]:
     Raises:
         UserError: a key that has no effect on a card, or a norm that does not compose.
     """
-    for word in command.overrides:
-        key = word.lstrip("+").partition("=")[0]
+    for override in command.overrides:
+        key, word = override.key_or_group, override.input_line
         is_of_training = key in ("norm.view", "norm.half_life", "norm.running_from")
         has_no_effect = is_of_training or word == "norm=as_built"
         hint = "" if has_no_effect else suggest(key, ["norm", "eps", *OPTIONS["check"]])
@@ -174,7 +175,7 @@ def compose_norms(command: Command) -> dict[str, dict[str, Any]]:
     for spec in compose_cells(replace(command, multirun=True)):
         if spec.error:
             raise UserError(spec.error)
-        knobs = [w.lstrip("+").removeprefix("norm.") for w in spec.overrides]
+        knobs = [w.lstrip("+").removeprefix("norm.") for w in spec.typed.values()]
         knobs = [w for w in knobs if not w.startswith(("norm=", "_target_=", "hydra"))]
         norms[" ".join([spec.choices["norm"], *knobs])] = spec.config
     return norms

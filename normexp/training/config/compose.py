@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
 from importlib.util import find_spec
 from typing import Any
 
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -20,17 +22,21 @@ from normexp.training.config.choices import (
     compose_choices,
     explain,
     is_choice,
-    not_a_mapping,
     parse_overrides,
 )
-from normexp.training.config.groups import CUSTOM_GROUPS, GROUPS, group_choices
+from normexp.training.config.groups import (
+    CUSTOM_GROUPS,
+    GROUPS,
+    group_choices,
+    parts_with_target,
+    ships,
+)
 from normexp.training.config.keys import (
     MISSING,
     PATHS,
     dotted_keys,
     in_identity,
     is_read,
-    parts_with_target,
     value_at,
 )
 from normexp.training.config.validate import MOVED, unknown_key
@@ -49,34 +55,29 @@ OmegaConf.register_new_resolver("direction_of", lambda name: direction_of(str(na
 
 
 def compose_config(words: Sequence[str]) -> dict[str, Any]:
-    """The config of one cell; see `compose_cell`."""
-    return compose_cell(words)[0]
+    """The config of one cell, from the words of its line; see `compose_cell`."""
+    return compose_cell(parse_overrides(words))[0]
 
 
-def compose_cell(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+def compose_cell(overrides: Sequence[Override]) -> tuple[dict[str, Any], dict[str, str]]:
     """The values of one cell, and its choice in each config group: {"norm": "batch", ...}.
 
     No DictConfig goes further: interpolations are resolved, and `???` stands for a missing value.
 
     Args:
-        words: `key=value` of a command line, one value per key.
+        overrides: of one point of a command's grid, so one value per key.
 
     Raises:
-        UserError: an unknown choice or key, a word that cannot be read.
+        UserError: an unknown choice or key, or several values.
     """
-    parsed = parse_overrides(words)
-    for override in parsed:
+    for override in overrides:
         if override.is_sweep_override():
             raise UserError(f"{override.input_line} names several values: add -m, or quote a text")
-    tree = dict(compose_choices(parsed))
-    choices = tree.pop("hydra")["runtime"]["choices"]
-    for group in (*CUSTOM_GROUPS, "trainer", "logger"):
-        values = tree.get(group, {})
-        if not isinstance(values, Mapping) and (group, values) != ("callback", None):
-            raise not_a_mapping(group, values)
-    known = [key for key in dotted_keys(tree) if is_read(key)]
-    typed = {o.get_key_element().lstrip("+"): o for o in parsed if not is_choice(o)}
-    config = OmegaConf.create(tree)
+    composed = compose_choices(overrides)
+    choices = composed.hydra["runtime"]["choices"]
+    known = [key for key in composed.keys if is_read(key)]
+    typed = {o.get_key_element().lstrip("+"): o for o in overrides if not is_choice(o)}
+    config = deepcopy(composed.config)
     for key, override in typed.items():
         # Only a class of the user's own takes keys that no YAML names, but for those with a plus.
         group = key.partition(".")[0]
@@ -85,7 +86,7 @@ def compose_cell(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
         if not (key in known or takes_any or is_added):
             choice = f"{group}={choices[group]}" if choices.get(group) else ""
             raise unknown_key(key, known, choice)
-        if key == f"{group}._target_" and value_at(tree, key) not in (None, MISSING):
+        if key == f"{group}._target_" and OmegaConf.select(composed.config, key):
             # Records would name it for another class.
             raise UserError(f"{key}: {group}={choices[group]} has one; add {group}=custom")
         OmegaConf.update(config, key, override.value(), merge=False, force_add=True)
@@ -115,16 +116,19 @@ def _resolved(config: DictConfig, recipe: str | None) -> dict[str, Any]:
 
 def _fill_in_paths(config: DictConfig) -> None:
     """Fills in `~`, `$NAME` and `${NAME}`; paths that ids count stay until they are read."""
-    tree: Any = OmegaConf.to_container(config)
 
     def as_variable(name: re.Match[str]) -> str:  # to OmegaConf, ${NAME} is a key of the config
-        return name[0] if name[1] in tree else f"${name[1]}"
+        return name[0] if name[1] in config else f"${name[1]}"
 
     for key in PATHS:
-        if isinstance(path := value_at(tree, key), str) and path != MISSING:
-            OmegaConf.update(config, key, re.sub(r"\$\{(\w+)\}", as_variable, path))
-            if not in_identity(key):
-                OmegaConf.update(config, key, str(read_path(key, OmegaConf.select(config, key))))
+        group, _, name = key.rpartition(".")
+        values = OmegaConf.select(config, group) if group else config
+        if values is not None and OmegaConf.is_interpolation(values, name):
+            raw: Any = OmegaConf.to_container(values)
+            OmegaConf.update(config, key, re.sub(r"\$\{(\w+)\}", as_variable, raw[name]))
+        path = OmegaConf.select(config, key)
+        if isinstance(path, str) and not in_identity(key):
+            OmegaConf.update(config, key, str(read_path(key, path)))
 
 
 def _refuse_two_budgets(config: Mapping[str, Any], typed: Collection[str]) -> None:
@@ -162,13 +166,14 @@ def short_name(target: str) -> str:
     return target.rpartition(".")[2].removeprefix("load_")
 
 
-def refuse_missing(config: Mapping[str, Any]) -> None:
+def refuse_missing(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
     """Raises UserError for a missing value, a missing class of the user, or a missing logger."""
     refuse_missing_values(config)
     for group in CUSTOM_GROUPS:
         for part in parts_with_target(config.get(group)):
-            if reason := why_missing(part["_target_"]):
-                raise UserError(f"{group}._target_={part['_target_']}: {reason}")
+            target = part["_target_"]
+            if not ships(group, choices.get(group), target) and (reason := why_missing(target)):
+                raise UserError(f"{group}._target_={target}: {reason}")
     for name in ("wandb", "tensorboard", "mlflow"):
         if name in config["logger"] and find_spec(name) is None:
             raise UserError(f"logger={name} needs its package; pip install {name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,24 @@ def shipped_values(group: str, target: str) -> dict[str, Any] | None:
     """The values in the YAML of a shipped class; None for any other class."""
     choice = shipped_targets(group).get(target)
     return None if choice is None else shipped_defaults(*choice.split("/", 1))
+
+
+def ships(group: str, choice: str | None, target: str) -> bool:
+    """True for a class that the YAML of a shipped choice names."""
+    values = shipped_defaults(group, choice) if choice else None
+    if values is None:
+        return False
+    return any(part["_target_"] == target for part in parts_with_target(values))
+
+
+def parts_with_target(tree: Any) -> Iterator[dict[str, Any]]:
+    """Every mapping of a config, at any depth, that has a `_target_`."""
+    if isinstance(tree, dict):
+        if isinstance(tree.get("_target_"), str):
+            yield tree
+        tree = list(tree.values())
+    for value in tree if isinstance(tree, list) else ():
+        yield from parts_with_target(value)
 
 
 @lru_cache(maxsize=1)

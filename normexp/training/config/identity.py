@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -18,12 +18,14 @@ from normexp.training.config.compose import FORMER_DEFAULTS, short_name
 from normexp.training.config.groups import (
     OPTIONAL_GROUPS,
     PARTS,
+    parts_with_target,
     shipped_config,
     shipped_defaults,
     shipped_targets,
     shipped_values,
+    ships,
 )
-from normexp.training.config.keys import KEYS, Settings, in_identity, parts_with_target
+from normexp.training.config.keys import KEYS, Settings, in_identity
 from normexp.training.records.source import digest_of, package_digest, source_digest, source_files
 from normexp.verdicts.settings import SIZES
 from normexp.words import as_typed
@@ -64,9 +66,11 @@ def identity_of(
     """
     values = deepcopy(defining_values(config))
     for part in parts_with_target(values):
-        target = part["_target_"]
-        digests = {"source_digest": source_digest(target), "text_digest": TEXT_DIGESTS.get(target)}
-        part.update({name: digest for name, digest in digests.items() if digest})
+        if digest := TEXT_DIGESTS.get(part["_target_"]):
+            part["text_digest"] = digest
+    for part in own_parts(values, choices):
+        if digest := source_digest(part["_target_"]):
+            part["source_digest"] = digest
     groups = {}
     for name in (*PARTS, *OPTIONAL_GROUPS):
         if isinstance(values.get(name), dict):
@@ -156,25 +160,35 @@ def defining_values(config: Mapping[str, Any], prefix: str = "") -> dict[str, An
     return defining
 
 
-def sources_of(config: Mapping[str, Any]) -> dict[str, str]:
+def own_parts(values: Mapping[str, Any], choices: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    """The parts of a config whose classes no shipped choice names."""
+    for group in (*PARTS, *OPTIONAL_GROUPS):
+        for part in parts_with_target(values.get(group)):
+            if not ships(group, choices.get(group), part["_target_"]):
+                yield part
+
+
+def sources_of(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[str, str]:
     """The digest of each of the user's own source files that the identity counts, by path."""
     digests: dict[str, str] = {}
-    for part in parts_with_target(defining_values(config)):
+    for part in own_parts(defining_values(config), choices):
         for path in source_files(part["_target_"]).values():
             digests[str(path)] = digest_of(path.read_bytes())
     return digests
 
 
-def packages_of(config: Mapping[str, Any]) -> dict[str, str]:
+def packages_of(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[str, str]:
     """The digest of the installed package that each part comes from, by group.
 
-    Shipped choices have none, and neither have data, whose contents have a digest.
+    Shipped classes have none, and neither have data, whose contents have a digest.
     """
     digests = {}
     for group in (*PARTS, *OPTIONAL_GROUPS):
-        shipped = {*shipped_targets(group)}
-        parts = parts_with_target(config.get(group)) if group != "data" else ()
-        targets = {part["_target_"] for part in parts} - shipped
+        if group == "data":
+            continue
+        targets = {part["_target_"] for part in own_parts({group: config.get(group)}, choices)}
+        if targets:
+            targets -= shipped_targets(group).keys()
         found = {digest for target in targets if (digest := package_digest(target))}
         if found:
             digests[group] = " ".join(sorted(found))

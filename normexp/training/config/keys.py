@@ -250,10 +250,13 @@ def _table(group: type[Group], prefix: str = "") -> Iterator[tuple[str, Key]]:
 KEYS = dict(_table(Settings))  # by dotted name, as norm.half_life
 
 
-def own_keys(group: str) -> list[str]:
-    """The keys in a group that are for normexp alone: its target does not get them."""
-    keys = [key.partition(".") for key, meaning in KEYS.items() if not meaning.goes_to_target]
-    return [name for prefix, dot, name in keys if prefix == group and dot]
+def separate(group: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values of a group that are for normexp alone, and those that its target gets."""
+    own, for_target = {}, {}
+    for name, value in values.items():
+        meaning = KEYS.get(f"{group}.{name}", FOR_TARGET)
+        (for_target if meaning.goes_to_target else own)[name] = value
+    return own, for_target
 
 
 def is_read(key: str) -> bool:
@@ -283,14 +286,13 @@ def value_at(tree: Any, key: str) -> Any:
     return tree
 
 
-def parts_with_target(tree: Any) -> Iterator[dict[str, Any]]:
-    """Every mapping of a config, at any depth, that has a `_target_`."""
-    if isinstance(tree, dict):
-        if isinstance(tree.get("_target_"), str):
-            yield tree
-        tree = list(tree.values())
-    for value in tree if isinstance(tree, list) else ():
-        yield from parts_with_target(value)
+def with_values(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of nested dicts with other values at dotted keys."""
+    changed = dict(tree)
+    for key, value in changes.items():
+        name, dot, rest = key.partition(".")
+        changed[name] = with_values(changed[name], {rest: value}) if dot else value
+    return changed
 
 
 def dotted_keys(tree: Any, prefix: str = "") -> Iterator[str]:

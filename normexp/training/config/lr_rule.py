@@ -13,7 +13,6 @@ def scale_learning_rate(
     """Returns learning rate and momentum for `batch_size`, given those for `base_batch_size`.
 
     With k = batch_size / base_batch_size:
-        none            unchanged
         linear          lr * k (Goyal et al., arXiv:1706.02677)
         sqrt            lr * sqrt(k) (Hoffer et al., arXiv:1705.08741)
         momentum_aware  m' = m^k, lr * k * (1 - m') / (1 - m): past samples have the same weight
@@ -28,5 +27,4 @@ def scale_learning_rate(
             raise UserError("lr_rule=momentum_aware needs optim.momentum; try optim=sgd")
         scaled = momentum**k
         return lr * k * (1 - scaled) / (1 - momentum), scaled
-    factor = {"none": 1.0, "linear": k, "sqrt": math.sqrt(k)}[rule]
-    return lr * factor, momentum
+    return lr * {"linear": k, "sqrt": math.sqrt(k)}[rule], momentum

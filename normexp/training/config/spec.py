@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -10,7 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.types import Override
+
 from normexp.errors import UserError
+from normexp.training.config.choices import words_of
 from normexp.training.config.groups import OPTIONAL_GROUPS, PARTS
 from normexp.training.config.identity import (
     NO_SHIPPED_SCHEDULE,
@@ -36,7 +38,7 @@ class CellSpec:
         config: the values of all keys.
         choices: the choice in each config group, as `compose_cell` returns them.
         error: why it cannot be trained; empty if it can.
-        overrides: its typed words, one value per key.
+        overrides: of its point of the grid, one value per key.
         more_seeds: of other points of its grid that are the same cell.
         num_points: of its grid that are this cell.
     """
@@ -44,7 +46,7 @@ class CellSpec:
     config: dict[str, Any]
     choices: dict[str, str]
     error: str = ""
-    overrides: Sequence[str] = ()
+    overrides: Sequence[Override] = ()
     more_seeds: Sequence[int] = ()
     num_points: int = 1
 
@@ -57,7 +59,7 @@ class CellSpec:
     def identity(self) -> dict[str, Any]:
         """The canonical content of the cell, which its id hashes; if refused, its words."""
         if self.error:
-            return {"overrides": list(self.overrides)}
+            return {"overrides": [*self.typed.values()]}
         return identity_of(self.config, self.choices, self.settings)
 
     @property
@@ -73,7 +75,7 @@ class CellSpec:
     @cached_property
     def _id_and_sources(self) -> tuple[str, dict[str, str]]:
         # Read at the same moment: an edit that follows is then seen, see `refuse_edited`.
-        sources = sources_of(self.config)
+        sources = sources_of(self.config, self.choices)
         return id_of(self.config, self.choices, self.identity), sources
 
     @cached_property
@@ -90,6 +92,19 @@ class CellSpec:
                 names[group] = self.choices[group]
         return names
 
+    def scaled_rate(self) -> tuple[float, float | None]:
+        """Learning rate and momentum of the optimizer, by `lr_rule`. Raises UserError."""
+        settings = self.settings
+        if settings.lr_rule == "none":
+            return settings.lr, settings.optim.momentum
+        return scale_learning_rate(
+            settings.lr_rule,
+            lr=settings.lr,
+            momentum=settings.optim.momentum,
+            batch_size=settings.batch_size,
+            base_batch_size=settings.base_batch_size,
+        )
+
     @property
     def derived(self) -> dict[str, Any]:
         """The effective values that are known before its data are."""
@@ -100,13 +115,7 @@ class CellSpec:
         derived[budget] = self.config[budget]
         derived["lr"] = settings.lr
         with suppress(UserError):  # a rule that does not fit the optimizer is refused in training
-            derived["lr"], momentum = scale_learning_rate(
-                settings.lr_rule,
-                lr=settings.lr,
-                momentum=settings.optim.momentum,
-                batch_size=settings.batch_size,
-                base_batch_size=settings.base_batch_size,
-            )
+            derived["lr"], momentum = self.scaled_rate()
             if settings.lr_rule == "momentum_aware":
                 derived["optim.momentum"] = momentum
         return derived | self.names
@@ -132,6 +141,11 @@ class CellSpec:
         }
 
     @property
+    def typed(self) -> dict[str, str]:
+        """Its words as typed, by key."""
+        return words_of(self.overrides)
+
+    @property
     def title(self) -> str:
         """Its words, see `words`."""
         return " ".join(self.words)
@@ -144,12 +158,11 @@ class CellSpec:
         """
         sizes = {key: self.config[key] for key in SIZES}
         named = {"norm": self.choices["norm"], **sizes}
-        typed = {text.lstrip("+").partition("=")[0]: text for text in self.overrides}
         words = [f"{key}={value}" for key, value in named.items() if value is not None]
         words += [
             text
-            for key, text in typed.items()
-            if key not in (*named, "trainer") and in_identity(re.split("[/@]", key)[0])
+            for key, text in self.typed.items()
+            if key not in (*named, "trainer") and in_identity(key.partition("@")[0])
         ]
         return words
 
@@ -158,7 +171,7 @@ class CellSpec:
         """The seeds to train; none if the cell is refused."""
         if self.error:
             return []
-        first, replicas = self.config["seed"], self.config["replicas"]
+        first, replicas = self.settings.seed, self.settings.replicas
         return sorted({*range(first, first + replicas), *self.more_seeds})
 
     @cached_property
@@ -187,7 +200,7 @@ def join_points(cells: Sequence[CellSpec]) -> list[CellSpec]:
     joined = []
     for first, *others in points.values():
         if others:
-            shared = [word for word in first.overrides if all(word in o.overrides for o in others)]
+            shared = [one for one in first.overrides if all(one in o.overrides for o in others)]
             seeds = [seed for other in others for seed in other.seeds]
             first = replace(first, overrides=shared, more_seeds=seeds, num_points=1 + len(others))
         joined.append(first)

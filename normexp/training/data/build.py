@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
 from itertools import chain
 from typing import Any
 
-import yaml
-
+from normexp.training.config.keys import separate
 from normexp.training.config.target import read_target
 from normexp.training.data.dataset import (
     Data,
@@ -30,34 +27,13 @@ def build_data(values: Mapping[str, Any]) -> Data:
     Two values are normexp's own and no argument of the target: `limit_train`, the number of
     training samples to keep, and `order`, that of the samples within each batch.
     """
-    values = dict(values)
-    limit = values.pop("limit_train", None)
-    order = values.pop("order", None)
-    data = read_target(values, "data").make(Data)
-    if order is not None:
-        data = replace(data, order=order)
+    own, knobs = separate("data", values)
+    data = read_target(knobs, "data").make(Data)
+    if own.get("order") is not None:
+        data = replace(data, order=own["order"])
     validate(data)
-    if limit is not None:
-        data = limit_train(data, limit, values.get("split_seed", 0))
+    if own.get("limit_train") is not None:
+        data = limit_train(data, own["limit_train"], knobs.get("split_seed", 0))
     for line in chain(describe_missing(data), describe_copies(data)):
         logger.warning(line)
     return data
-
-
-def load_data(values: Mapping[str, Any]) -> Data:
-    """The data set that the values of `data` name; cached, so do not write to its tensors."""
-    return _load_data(yaml.safe_dump(values))
-
-
-@lru_cache(maxsize=2)  # data sets kept in memory at once
-def _load_data(values: str) -> Data:
-    return build_data(yaml.safe_load(values))
-
-
-@contextmanager
-def keeping_data() -> Iterator[None]:
-    """Caches data sets for the cells inside the block; the next command reads them again."""
-    try:
-        yield
-    finally:
-        _load_data.cache_clear()

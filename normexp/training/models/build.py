@@ -22,6 +22,7 @@ from normexp.errors import UserError
 from normexp.norms.factory import NormFactory
 from normexp.training.batching.copies import copied
 from normexp.training.batching.draws import derive_seed
+from normexp.training.config.keys import separate
 from normexp.training.config.target import Target, read_target
 from normexp.training.data.dataset import Data
 from normexp.training.models import packages
@@ -119,13 +120,12 @@ def build_network(values: Mapping[str, Any], norm: NormFactory, data: Data) -> N
 
     A model with an argument `norm` builds its norms from it; in any other model they are replaced.
     """
-    values = dict(values)
-    start = values.pop("weights", None)
-    classes = values.pop("replace", None) or ()
-    target = read_target(values, "model")
+    own, knobs = separate("model", values)
+    start, classes = own.get("weights"), own.get("replace") or ()
+    target = read_target(knobs, "model")
     names = target.arguments - target.call.keywords.keys()
     find = NAMED_WEIGHTS.get(target.path)
-    download = None if find is None else partial(find, values["name"])
+    download = None if find is None else partial(find, knobs["name"])
     weights = None
     if start is not None:
         weights = open_weights(start, read_path("model.weights", start), download)

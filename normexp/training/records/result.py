@@ -254,10 +254,12 @@ def check_joins(cell_dir: Path, defines: Mapping[str, Any]) -> None:
                     f"{what} is not what the recorded runs of {cell_dir} were trained with; train "
                     "in a study of its own: study=..."
                 )
-    study_dir = cell_dir.parent
+    study_dir, places = cell_dir.parent, places_of(defines)
+    if not places:
+        return
     others = [next(_trained_runs(cell), None) for cell in list_cells(study_dir)]
     spellings = first_spellings(result.defines for result in others if result)
-    for (key, digest), value in places_of(defines).items():
+    for (key, digest), value in places.items():
         recorded = spellings.get((key, digest), value)
         if recorded != value:
             log.info(

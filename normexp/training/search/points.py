@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from hydra.core.override_parser.types import Override
+
 from normexp.errors import UserError
+from normexp.training.config.choices import parse_overrides, words_of
 from normexp.training.config.command import Command, is_searched
 from normexp.training.config.keys import KEYS, in_identity, is_read
 from normexp.training.config.spec import CellSpec
@@ -19,8 +22,8 @@ Point = Mapping[str, str]  # key to value, as typed on the command line
 VALIDATION = ("val/accuracy", "val/bits_per_byte", "val/loss")  # the first that a task has
 
 
-def words_of(point: Point) -> list[str]:
-    return [f"{key}={text}" for key, text in point.items()]
+def overrides_of(point: Point) -> list[Override]:
+    return parse_overrides([f"{key}={text}" for key, text in point.items()])
 
 
 @dataclass(frozen=True)
@@ -29,11 +32,11 @@ class Search:
 
     Attributes:
         fixed: the overrides of every cell, including `grid`.
-        grid: the overrides that distinguish this search from the others of the command.
+        grid: the words that distinguish this search from the others of the command.
         base: the config at the first value of each key.
     """
 
-    fixed: tuple[str, ...]
+    fixed: Sequence[Override]
     grid: tuple[str, ...]
     space: Space
     base: Mapping[str, Any]
@@ -55,8 +58,7 @@ class Search:
 
     def cell(self, point: Point, *, is_report: bool) -> CellSpec:
         """The cell of a point; unless `is_report`, with the seeds and the study of the search."""
-        words = words_of(point)
-        cell = self.command.cell([*self.fixed, *words])
+        cell = self.command.cell([*self.fixed, *overrides_of(point)])
         check_keys(cell.config, [key for key in self.space.keys if key in KEYS])
         if is_report:
             return cell
@@ -87,13 +89,14 @@ def plan_searches(command: Command) -> list[Search]:
             raise UserError(f"{override.input_line}: {key} cannot be searched; give it one value")
     space = read_space(searched)
     grid = command.points([override for override in overrides if not is_searched(override)])
-    shared = set(grid[0]).intersection(*map(set, grid))
+    typed = [[*words_of(fixed).values()] for fixed in grid]
+    shared = set(typed[0]).intersection(*typed)
     searches = []
-    for words in grid:
-        base = command.cell([*words, *words_of(space.first)]).config
+    for fixed, words in zip(grid, typed, strict=True):
+        base = command.cell([*fixed, *overrides_of(space.first)]).config
         check_settings(base)
         grid_words = tuple(word for word in words if word not in shared)
-        search = Search(tuple(words), grid_words, space, base, command)
+        search = Search(fixed, grid_words, space, base, command)
         assert search.trials  # composing each finds mistakes before the first training
         searches.append(search)
     return searches

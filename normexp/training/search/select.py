@@ -11,7 +11,7 @@ from normexp.errors import FAILED, UserError
 from normexp.training.config.spec import CellSpec, join_points
 from normexp.training.records.result import Status
 from normexp.training.records.study import CellState, read_cell
-from normexp.training.search.points import VALIDATION, Point, Search, words_of
+from normexp.training.search.points import VALIDATION, Point, Search, overrides_of
 from normexp.training.studies.terminal import print_closing_table
 from normexp.training.sweeps.sweep import raise_if_stopped, run_cells, train_cells
 from normexp.verdicts.metric import Metric, describe_metric
@@ -64,7 +64,7 @@ def _row_of(
     mean, best = points[0]
     metric = _metric_of(search, states)
     score = f"{metric.scale * mean:.{metric.digits}f} {metric.label}"
-    return [search.title, " ".join(words_of(best)), count, score]
+    return [search.title, " ".join(f"{key}={text}" for key, text in best.items()), count, score]
 
 
 def _points_with_a_value(
@@ -94,8 +94,9 @@ def _planned_report(search: Search) -> CellSpec:
     points = _points_with_a_value(search, states)
     if points and all(map(_has_ended, states.values())):
         return search.cell(points[0][1], is_report=True)
-    words = [*search.fixed, *(f"{key}=best" for key in search.space.keys)]
-    return replace(search.cell(search.trials[0][0], is_report=True), overrides=words)
+    best = overrides_of(dict.fromkeys(search.space.keys, "best"))
+    cell = search.cell(search.trials[0][0], is_report=True)
+    return replace(cell, overrides=[*search.fixed, *best])
 
 
 def _train(search: Search, cells: Sequence[CellSpec], words: Sequence[str]) -> dict[str, CellState]:

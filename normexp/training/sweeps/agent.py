@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 
 
 def asked_run(cells: Sequence[CellSpec]) -> str:
-    """The id of the W&B run that an agent has begun for this command; empty without one.
+    """The id of the W&B run that the agent of a sweep has begun for this command; empty for none.
 
     Raises:
         UserError: a command of several runs, which W&B would join to that one.
     """
-    run_id = os.environ.get("WANDB_RUN_ID", "") if os.environ.get("WANDB_SWEEP_ID") else ""
+    run_id = os.environ.get("WANDB_RUN_ID", "")
     logged = [cell for cell in cells if "wandb" in cell.config["logger"]]
     num_runs = sum(len(cell.seeds) for cell in logged)
     if run_id and num_runs > 1:

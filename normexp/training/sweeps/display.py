@@ -44,7 +44,9 @@ class Display(logging.Handler):
         self.num_ended = 0  # runs of ended cells
         self.total = sum(len(state.states) for state in states)
         self.done_before = _num_runs_done(states) + _share_done(states)
-        _, titles = without_shared_words([state.title for state in states])
+        titles = [state.title for state in states]
+        if len(titles) > 1:
+            _, titles = without_shared_words(titles)
         self.titles: dict[str, str] = {}
         for state, title in zip(states, titles, strict=True):
             self.titles[state.id] = title

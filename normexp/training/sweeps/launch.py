@@ -26,7 +26,8 @@ FOLDER = "launched"  # in a study: the files of Hydra, the launcher and the jobs
 
 def launch_workers(command: Command, study_dir: Path, count: int, act: Callable[[], None]) -> str:
     """Calls `act` in `count` jobs of Hydra's multirun; returns the launcher's error, or nothing."""
-    hydra_words = [word for word in command.overrides if re.match(LAUNCHER_WORDS, word)]
+    words = [str(override.input_line) for override in command.overrides]
+    hydra_words = [word for word in words if re.match(LAUNCHER_WORDS, word)]
     folder = (study_dir / FOLDER).resolve()
     overrides = [
         *hydra_words,

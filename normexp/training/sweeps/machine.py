@@ -89,7 +89,7 @@ def worker_slots(
     """
     if workers is None:
         workers = shared_value(cells, "workers")
-    accelerators = {cell.config["trainer"]["accelerator"] for cell in cells}
+    accelerators = {cell.settings.trainer.accelerator for cell in cells if not cell.error}
     gpus = visible_gpus() if accelerators & {"auto", "gpu", "cuda"} else []
     count = workers or len(gpus) or usable_cores()
     is_one_of_many = started_processes()[1] > 1

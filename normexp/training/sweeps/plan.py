@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from normexp.errors import FAILED, UserError, one_line
 from normexp.training.batching.replicas import model_arguments, suitable_threads
-from normexp.training.cells.cell import Cell, prepare_cell
+from normexp.training.cells.cell import Cell, Prepared, prepare_cell
 from normexp.training.cells.module import must_split
 from normexp.training.checks.network import probe_batch
 from normexp.training.config.spec import CellSpec
@@ -16,7 +16,7 @@ from normexp.training.records.logs import messages_to_stderr
 from normexp.training.records.study import CellState, read_cell
 from normexp.training.studies.terminal import Plan, print_plan
 from normexp.training.sweeps.machine import worker_slots
-from normexp.training.sweeps.worker import ready_to_train
+from normexp.training.sweeps.worker import import_training
 
 
 def print_plan_of(cells: Sequence[CellSpec]) -> int:
@@ -25,8 +25,10 @@ def print_plan_of(cells: Sequence[CellSpec]) -> int:
     Raises:
         UserError: all cells are refused.
     """
-    with messages_to_stderr(), ready_to_train(), suitable_threads():
-        plans = [_plan(cell) for cell in cells]
+    prepared = Prepared()
+    with messages_to_stderr(), suitable_threads():
+        import_training()
+        plans = [_plan(cell, prepared) for cell in cells]
     refused = dict.fromkeys(plan.state.refused for plan in plans)
     if "" not in refused:
         raise UserError("; ".join(refused))
@@ -35,13 +37,13 @@ def print_plan_of(cells: Sequence[CellSpec]) -> int:
     return FAILED if len(refused) > 1 else 0
 
 
-def _plan(spec: CellSpec) -> Plan:
+def _plan(spec: CellSpec, prepared: Prepared) -> Plan:
     """What a cell would need; one that cannot be prepared is refused."""
     if spec.error:
         return Plan(CellState(spec.id, spec.request, refused=spec.error))
     state = read_cell(spec.study_dir, spec.id, spec.request, [])
     try:
-        cell = prepare_cell(spec)
+        cell = prepare_cell(spec, prepared)
         num_runs = len(state.missing)
         num_stacks = num_runs if must_split(cell, num_runs) else 1
         seconds = _seconds_of_step(cell) if num_runs else 0.0

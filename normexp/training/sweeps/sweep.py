@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import signal
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ from normexp.training.sweeps.machine import (
     other_trainings,
     worker_slots,
 )
-from normexp.training.sweeps.worker import Job, Worker, ready_to_train, work
+from normexp.training.sweeps.worker import Job, Worker, import_training, work
 from normexp.words import format_count
 
 logger = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ def train_cells(
         KeyboardInterrupt: a second Ctrl-C.
     """
     check_processes(cells, words)
-    wandb_run = asked_run(cells)
+    wandb_run = asked_run(cells) if os.environ.get("WANDB_SWEEP_ID") else ""
     requests = {cell.id: cell.request for cell in cells if not cell.error}
     command_id = secrets.token_hex(8)
     entry = CommandEntry(command_id, [*words], code_version(), requests, [*searched])
@@ -203,8 +204,8 @@ class Sweep:
         slot.hide_other_gpus()
         self.here = [slot]
         try:
-            with ready_to_train():
-                work(self.job, slot, self.control)
+            import_training()
+            work(self.job, slot, self.control)
         except KeyboardInterrupt:
             if self.request.requested or not self.workers:
                 raise

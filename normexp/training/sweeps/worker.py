@@ -16,14 +16,12 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from multiprocessing import connection, parent_process, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from normexp.errors import FAILED, INTERRUPTED, Halted, UserError, one_line
 from normexp.training.cells.stack import Stack, cut_stacks
@@ -36,9 +34,6 @@ from normexp.training.records.stack_state import lock_of, read_stacks
 from normexp.training.records.study import CellState, read_cell
 from normexp.training.stopping import Interrupted, StopRequest, TrainingControl
 from normexp.training.sweeps.machine import WorkerSlot, importing_torch
-
-if TYPE_CHECKING:
-    from normexp.training.cells.cell import Cell
 
 logger = logging.getLogger(__name__)
 
@@ -95,14 +90,15 @@ def work(job: Job, slot: WorkerSlot, control: TrainingControl) -> None:
     Raises:
         Halted: nothing more can be trained in this process.
     """
-    from normexp.training.cells.run import train_stack  # torch
+    from normexp.training.cells.cell import Prepared  # torch
+    from normexp.training.cells.run import train_stack
 
-    cells: dict[str, Cell] = {}  # those that this process has prepared, by id
+    prepared = Prepared()
     while not control.stop.requested and (stacks := job.unfinished()):
         with slot.claim() as has_slot:
             try:
                 has_trained = has_slot and any(
-                    train_stack(stack, job.command, control, cells) for stack in stacks
+                    train_stack(stack, job.command, control, prepared) for stack in stacks
                 )
             except Interrupted:
                 return
@@ -128,16 +124,11 @@ def _say_who_trains(stacks: Sequence[Stack], slot: WorkerSlot | None) -> None:
         logger.info(text, "; ".join(dict.fromkeys(others)))
 
 
-@contextmanager
-def ready_to_train() -> Iterator[None]:
-    """Imports torch and what trains; caches data sets inside the block."""
+def import_training() -> None:
+    """Imports torch and what trains."""
     warnings.filterwarnings("ignore", "There is a performance drop")  # of vmap, over attention
     with importing_torch():
         import normexp.training.cells.run  # noqa: F401
-        from normexp.training.data.build import keeping_data
-
-    with keeping_data():
-        yield
 
 
 # --- Worker processes -----------------------------------------------------------------------------
@@ -202,7 +193,8 @@ def main(output: Connection, job: Job, slot: WorkerSlot) -> None:
     threading.Thread(target=_stop_with_parent, daemon=True).start()
     slot.hide_other_gpus()
     try:
-        with messages_to_stderr(), ready_to_train():
+        with messages_to_stderr():
+            import_training()
             work(job, slot, TrainingControl(stop))
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
