@@ -1,6 +1,6 @@
 """One family of verdicts with one error rate.
 
-A member is a difference d with a t interval, between two norms or two sizes. Three verdicts are
+A member is a difference d with a t interval, between two arms or two sizes. Three verdicts are
 possible: d > 0, d < 0, and |d| < margin (a tie). If each test is made at level a, a false verdict
 is given with probability at most a, whatever the true d:
 
@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import stdtr, stdtrit
 
-from normexp.verdicts.interval import Interval, crossed_mean, cut, mean
+from normexp.verdicts.interval import Interval, crossed_mean, cut, welch_mean
 
 ALPHA = 0.05  # probability of any false verdict in a family
 # A tie: at most, on each side. 0.025 puts the 95 % interval within the margin.
@@ -35,22 +35,21 @@ TIE_ALPHA = 0.025
 Verdict = Literal["better", "worse", "tie", "undecided"]
 
 
-def difference(
-    first: ArrayLike, second: ArrayLike, *, step: float | None = None, limit: float = math.inf
-) -> Interval:
-    """The mean of first - second, over the same seeds in the same order.
+def difference(*arms: ArrayLike, step: float | None = None, limit: float = math.inf) -> Interval:
+    """The mean of the first arm minus that of the second, whose seeds are not paired.
 
-    first, second: (n,), or (n, N) with the N test samples of each seed: then the interval is for
-        new seeds and new samples
+    arms: (n,), or (n, N) with the same N test samples: then the interval is for new seeds and new
+        samples. Both may have other numbers of seeds. One alone: differences that are paired
     step: of a seed's value; see normexp.verdicts.interval
     limit: the largest possible difference, at which the bounds are cut
     """
-    a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
-    if a.shape != b.shape:
-        raise ValueError(f"shapes {a.shape} and {b.shape}; pair outcomes by seed and sample first")
-    if a.ndim == 1:
-        return cut(mean(a - b, step=step), limit)
-    return crossed_mean(a - b, step=step, limit=limit)
+    outcomes = [np.asarray(arm, dtype=np.float64) for arm in arms]
+    if len({of_arm.shape[1:] for of_arm in outcomes}) > 1:
+        shapes = " and ".join(str(of_arm.shape) for of_arm in outcomes)
+        raise ValueError(f"shapes {shapes}; the test samples must be the same")
+    if outcomes[0].ndim == 1:
+        return cut(welch_mean(*outcomes, step=step), limit)
+    return crossed_mean(*outcomes, step=step, limit=limit)
 
 
 def decide(gap: Interval, *, margin: float, family_size: int) -> Verdict:

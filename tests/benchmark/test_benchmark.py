@@ -16,9 +16,10 @@ from normexp.training.config.command import compose_cells
 from normexp.training.records.archive import ArchivedCell, pack_study, write_archive
 from normexp.training.records.journal import CommandEntry, Request, entry_line
 from normexp.training.records.result import Measured, Result, Status
+from normexp.verdicts.arm_at_size import ArmAtSize
+from normexp.verdicts.arms import label_cells
 from normexp.verdicts.cells import CellRow, build_cells
 from normexp.verdicts.metric import describe_metric
-from normexp.verdicts.slices import NormAtSize
 
 NUM_IMAGES = 500
 SEEDS = range(8)
@@ -74,11 +75,11 @@ def reference_of(path: Path, norms: Sequence[tuple[str, float, int]]) -> Referen
     return read_reference(str(path))
 
 
-def tuned(known: Sequence[CellRow], norm: str, size: int) -> NormAtSize:
-    own = [one for one in known if one.norm == norm]
+def tuned(known: Sequence[CellRow], norm: str, size: int) -> ArmAtSize:
+    own = [one for one in known if one.arm == norm]
     own = [one for one in own if not one.mixes_samples or one.norm_batch_size == size]
-    return NormAtSize(
-        norm, sorted(own, key=lambda one: one.lr or 0.0), describe_metric("test/accuracy")
+    return ArmAtSize(
+        norm, sorted(own, key=lambda one: one.tuned or 0.0), describe_metric("test/accuracy")
     )
 
 
@@ -127,8 +128,13 @@ def test_the_shipped_runs_are_those_of_the_shipped_recipes():
     shipped = read_reference("benchmark1")
     path = Path(claims.__file__).with_name("benchmark1.zip")
     assert path.stat().st_size < 3_000_000 and shipped.workloads == [*WORKLOADS]
-    known = {recipe: build_cells(shipped.rows_of([recipe])) for recipe in shipped.recipes}
-    norms = {recipe: {cell.norm for cell in rows} for recipe, rows in known.items()}
+    known = {
+        recipe: label_cells(build_cells(shipped.rows_of([recipe]))) for recipe in shipped.recipes
+    }
+    norms = {
+        recipe: {cell.arm.partition(" version=")[0] for cell in rows}
+        for recipe, rows in known.items()
+    }
     for one in (one for claim in declared_claims() for one in claim["comparisons"]):
         for side in (one["first"], one["second"]):
             assert side["norm"] in norms[side.get("workload", one["workload"])]

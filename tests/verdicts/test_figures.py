@@ -16,7 +16,7 @@ from synthetic_study import cell_of, report_of_cells, write_cell, write_study
 from normexp.training.records.result import flatten
 from normexp.training.studies.report import describe_norm, read_report
 from normexp.verdicts import figures, page
-from normexp.verdicts.cells import ORDER, order_norms
+from normexp.verdicts.arms import ORDER, order_arms
 from normexp.verdicts.figures import (
     COLOURS,
     MARKERS,
@@ -24,7 +24,7 @@ from normexp.verdicts.figures import (
     VERDICTS,
     Figure,
     draw_figures,
-    place_norms,
+    place_arms,
 )
 from normexp.verdicts.page import norm_table, write_report
 from normexp.verdicts.report import Report
@@ -35,7 +35,7 @@ SEEDS = range(4)
 
 def drawn(report: Report) -> dict[str, Figure]:
     (slice_,) = report.slices
-    figures = draw_figures(slice_, next(iter(report.rankings), None))
+    figures = draw_figures(slice_, report.rankings)
     return {figure.name.rpartition("_")[0]: figure for figure in figures}
 
 
@@ -55,7 +55,7 @@ def test_the_first_figure_is_by_size_and_every_seed_is_a_dot(written: Report):
     first = figures["by_size"]
     for norm, line in slice_.lines.items():
         for size, grid in line.items():
-            rows = [row for row in first.rows if (row["norm"], row["size"]) == (norm, size)]
+            rows = [row for row in first.rows if (row["arm"], row["size"]) == (norm, size)]
             dots = [row["value"] for row in rows if row["kind"] == "seed"]
             assert dots == pytest.approx(list(grid.values.values())) and len(dots) == len(SEEDS)
             (mean,) = (row for row in rows if row["kind"] == "mean")
@@ -68,13 +68,13 @@ def test_the_first_figure_is_by_size_and_every_seed_is_a_dot(written: Report):
 
 def test_sizes_of_a_norm_share_a_panel_and_its_axes(written: Report):
     curves = drawn(written)["curves_train_loss"]
-    panels = {row["norm"]: row["panel"] for row in curves.rows}
+    panels = {row["arm"]: row["panel"] for row in curves.rows}
     assert panels == {norm: norm for norm in ("batch", "layer", "group")}
-    assert {row["size"] for row in curves.rows if row["norm"] == "batch"} == {"2", "128"}
-    assert {row["size"] for row in curves.rows if row["norm"] == "layer"} == {"any"}
+    assert {row["size"] for row in curves.rows if row["arm"] == "batch"} == {"2", "128"}
+    assert {row["size"] for row in curves.rows if row["arm"] == "layer"} == {"any"}
     assert curves.spec["facet"]["sort"] == ["batch", "layer", "group"]
     assert "resolve" not in curves.spec  # one pair of axes
-    ends = [row for row in curves.rows if row["kind"] == "seed" and row["norm"] == "layer"]
+    ends = [row for row in curves.rows if row["kind"] == "seed" and row["arm"] == "layer"]
     assert len(ends) == len(SEEDS)
 
 
@@ -103,6 +103,7 @@ def test_a_page_has_everything_it_shows(written: Report):
         assert {path.suffix for path in (written.directory / "figures").glob(f"{name}.*")} == {
             ".svg",
             ".png",
+            ".pdf",
             ".csv",
         }
 
@@ -117,17 +118,17 @@ def test_texts_of_runs_are_escaped(tmp_path: Path):
 
 
 def test_a_norm_has_one_look_and_no_two_of_forty_share_it():
-    places = place_norms(named("own", *ORDER))
+    places = place_arms(named("own", *ORDER))
     for norm in ORDER:
-        assert place_norms(named(norm, "other"))[norm] == places[norm]
+        assert place_arms(named(norm, "other"))[norm] == places[norm]
     assert places["batch"] == 0
-    many = place_norms(named(*(f"norm{place}" for place in range(40)))).values()
+    many = place_arms(named(*(f"norm{place}" for place in range(40)))).values()
     looks = {(COLOURS[at % len(COLOURS)], MARKERS[at % len(MARKERS)]) for at in many}
     assert len(looks) == 40
     labels = named("group", "batch") | {"g 16": "g", "g 4": "g"}
-    assert order_norms(labels) == ["batch", "group", "g 4", "g 16"]
+    assert order_arms(labels) == ["batch", "group", "g 4", "g 16"]
     variants = {"group num_groups=4": "group", "group num_groups=16": "group"}
-    assert place_norms(variants)["group num_groups=4"] == places["group"]
+    assert place_arms(variants)["group num_groups=4"] == places["group"]
 
 
 def named(*norms: str) -> dict[str, str]:
@@ -160,8 +161,8 @@ def test_norms_with_one_size_each_are_lines_of_one_panel(tmp_path: Path):
     (tmp_path / "synthetic" / "study.jsonl").touch()
     curves = drawn(read_report(tmp_path, ["synthetic"]))["curves_train_loss"]
     assert "facet" not in curves.spec
-    assert {row["norm"] for row in curves.rows} == {"rms", "group", "own"}
-    means = [row["value"] for row in curves.rows if (row["norm"], row["kind"]) == ("own", "mean")]
+    assert {row["arm"] for row in curves.rows} == {"rms", "group", "own"}
+    means = [row["value"] for row in curves.rows if (row["arm"], row["kind"]) == ("own", "mean")]
     assert means[0] == pytest.approx(2.3 * math.exp(-0.2) + 0.2)  # of both seeds, after 20 steps
 
 
