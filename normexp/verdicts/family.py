@@ -69,8 +69,12 @@ def least_decided(gap: Interval, *, family_size: int) -> float | None:
     """The smallest difference that would be decided with the same spread; None without bounds."""
     if gap.estimate is None or gap.low is None:
         return None
-    level = 1 - ALPHA / (2 * family_size)
-    return max(float(stdtrit(df, level)) * error for df, error in gap.t_tests)
+    return half_width(gap, ALPHA / (2 * family_size))
+
+
+def half_width(gap: Interval, tail: float) -> float:
+    """Of an interval with bounds, at another level. tail: the probability on each side"""
+    return max(float(stdtrit(df, 1 - tail)) * error for df, error in gap.t_tests)
 
 
 def p_value(gap: Interval) -> float:

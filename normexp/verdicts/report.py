@@ -16,6 +16,7 @@ from normexp.verdicts.causes import Causes, measure_causes
 from normexp.verdicts.cells import CellRow, build_cells, metric_names
 from normexp.verdicts.compare import Comparison, Ranking, compare, rank
 from normexp.verdicts.headline import headline_of
+from normexp.verdicts.ladder import find_ladders
 from normexp.verdicts.metric import Metric
 from normexp.verdicts.rows import Rows
 from normexp.verdicts.slices import Slice, build_slices
@@ -24,6 +25,7 @@ from normexp.verdicts.tables import (
     causes_table,
     cell_table,
     difference_table,
+    ladder_table,
     lost_table,
     mean_table,
     ranking_table,
@@ -115,6 +117,7 @@ class Report:
         tables += self.declared
         for slice_ in self.slices:
             tables += self.tables_of(slice_)
+        tables.append(ladder_table(find_ladders(self.comparisons)))
         tables.append(causes_table(self.causes))
         tables.append(lost_table(self.cells, self.rows.refused))
         is_tuned = any(side.tuning for one in self.slices for side in one.arms_at_sizes)

@@ -15,6 +15,7 @@ from normexp.verdicts.arms import order_arms
 from normexp.verdicts.causes import Causes
 from normexp.verdicts.cells import LOST, CellRow, metric_names
 from normexp.verdicts.compare import ADDED, DIFFERENCE, Comparison, Ranking
+from normexp.verdicts.ladder import Ladder
 from normexp.verdicts.metric import (
     BEST,
     PREFERRED,
@@ -32,6 +33,7 @@ ADDED_NOTE = (
     f"{ADDED} seeds were added after the first command: adding seeds until a verdict appears makes "
     "a false one more likely than 5 %."
 )
+LEAST = "least difference [95 %]"
 PROSE = ("why", "lost", "search", "claim")  # columns that wrap, and that a paper's table lacks
 BRACKETS = "In brackets: 95 % intervals, or of three seeds or fewer their values."
 LATEX = str.maketrans(
@@ -252,6 +254,30 @@ def workload_table(rankings: Sequence[Ranking]) -> Table:
         rows = {}
     note = f"{NOTE} Each column is judged by itself; nothing is said over all of them."
     return table_of("workloads", f"{arm.capitalize()}s by workload", [*rows.values()], note=note)
+
+
+def ladder_table(ladders: Sequence[Ladder]) -> Table:
+    """Whether the sign of each difference holds at all values of a number."""
+    rows = []
+    for ladder in ladders:
+        first = ladder.comparisons[0]
+        size = f"{AXIS_WORDS[first.slice.axis]} {first.sizes[0]}"
+        rows.append(
+            {
+                "arm": first.arm,
+                "against": first.against,
+                "at": size if len(first.slice.sizes) > 1 else "",
+                "over": f"{ladder.key} {', '.join(f'{rung:g}' for rung in ladder.rungs)}",
+                LEAST: Estimate(ladder.least, first.slice.metric.digits, is_signed=True),
+                "verdict": ladder.verdict,
+                "why": ladder.why,
+            }
+        )
+    note = (
+        "Better or worse: at every value, as the table of each says, so nothing further is tested. "
+        "The least difference is that of the value where it is smallest."
+    )
+    return table_of("ladders", "Does the sign hold at every value?", rows, note=note)
 
 
 def causes_table(causes: Sequence[Causes]) -> Table:
