@@ -56,11 +56,11 @@ COLOURS = (
     "#b88600",
     "#8f74dc",
     "#848484",
+    "#e010e0",  # from here on those of other norms: far from all before
+    "#f0145a",
+    "#00a500",
+    "#6644ff",
     "#2a9fc4",
-    "#c04a6c",
-    "#86902a",
-    "#ae6e42",
-    "#38a08f",
 )
 SIZE_COLOURS = (
     "#2b86d9",

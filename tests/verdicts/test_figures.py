@@ -9,6 +9,7 @@ from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
+import numpy as np
 import pytest
 import vl_convert
 from synthetic_study import cell_of, report_of_cells, write_cell, write_study
@@ -148,11 +149,31 @@ def test_every_colour_has_contrast_on_white_and_on_the_dark_page():
             assert (light + 0.05) / (dark + 0.05) >= 3, colour
 
 
+def test_a_norm_of_the_user_has_a_colour_far_from_the_shipped_ones():
+    own = place_arms(named("Mine", *ORDER))["Mine"]
+    for shipped in COLOURS[: len(ORDER)]:
+        # On this scale, 2 can be seen side by side, and 50 is another colour at a glance.
+        assert math.dist(cielab(COLOURS[own]), cielab(shipped)) > 50, shipped
+
+
 def luminance(colour: str) -> float:
     """Relative luminance of `#rrggbb` by WCAG, 0 to 1."""
+    return float(WEIGHTS[1] @ linear(colour))
+
+
+# X, Y and Z of sRGB's red, green and blue (IEC 61966-2-1)
+WEIGHTS = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+
+
+def linear(colour: str) -> np.ndarray:
     channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    red, green, blue = (x / 12.92 if x <= 0.04 else ((x + 0.055) / 1.055) ** 2.4 for x in channels)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    return np.array([x / 12.92 if x <= 0.04 else ((x + 0.055) / 1.055) ** 2.4 for x in channels])
+
+
+def cielab(colour: str) -> tuple[float, float, float]:
+    """L*, a* and b*, whose distances are about as large as they look."""
+    x, y, z = np.cbrt(WEIGHTS @ linear(colour) / WEIGHTS.sum(axis=1))
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
 
 
 def test_norms_with_one_size_each_are_lines_of_one_panel(tmp_path: Path):

@@ -85,6 +85,8 @@ def test_latex_has_aligned_numbers_a_true_minus_and_the_best_in_bold(
         numbers = [row[1 if name == "means_main" else 2] for row in rows]
         decimals = [len(n.partition(".")[2]) for n in re.findall(r"[\d.]+", " ".join(numbers))]
         assert len({*decimals}) == 1
+        caption = text[text.index(r"\caption") : text.index(r"\label")]
+        assert not re.search(r"\w=\S|python|normexp", caption)  # no command
     bold = [row[1] for row in cells_of(files["ranking_main"]) if "boldmath" in row[2]]
     best = [norm for ranking in report.rankings for norm in ranking.best]
     assert bold == [norm.replace("_", r"\_") for norm in best]

@@ -159,3 +159,32 @@ def test_a_headline_has_at_most_fifteen_words(cells: list, headline: str):
     assert len(said.split()) <= 15
 
     assert re.sub(r"[\d.]+", "0", headline) in re.sub(r"[\d.]+", "0", said)
+
+
+def test_seeds_that_diverged_stand_in_the_headline():
+    """Their means count them as chance level, so the difference is theirs."""
+    lost = [None, None, *draw(0.9, 6)]
+    report = report_of_cells(cell_of("batch", draw(0.9)), cell_of("own", lost))
+    assert report.headline(report.slices[0]).endswith("; own: 2 diverged.")
+
+
+def test_norms_at_chance_are_never_the_best():
+    cells = [cell_of(norm, draw(0.09, spread=0.001)) for norm in ("batch", "own", "rms")]
+    report = report_of_cells(*cells)
+    assert report.rankings[0].best == []
+    assert report.headline(report.slices[0]) == "all are at chance."
+    assert "●" not in str(report.tables[0].frame)
+    with_one = report_of_cells(*cells, cell_of("layer", draw(0.15, spread=0.001)))
+    assert with_one.rankings[0].best == ["layer"]
+
+
+def test_cross_fitting_is_named_where_numbers_are_cross_fitted():
+    """After a search two norms may differ in their learning rates, and nothing is cross-fitted."""
+
+    def note(cells: Sequence[Sequence[Row]]) -> str:
+        tables = report_of_cells(*cells).tables
+        return next(table for table in tables if table.name == "cells").note
+
+    assert "cross-fitted" in note(grid("batch", range(4)))
+    searched = [cell_of("batch", draw(0.9), lr=0.1), cell_of("own", draw(0.9), lr=0.3)]
+    assert note(searched) == ""
