@@ -98,6 +98,8 @@ def _best_claim(ranking: Ranking, *, is_alone: bool) -> str:
     pairs = [place.comparison for place in ranking.places if place.comparison]
     if is_alone and len(pairs) == 1:
         return _claim(pairs[0])
+    if all(place.side and place.side.is_at_chance for place in ranking.places):
+        return "all are at chance"
     slice_ = ranking.slice
     arms = f"{slice_.arm_key}s" if slice_.is_first else f"values of {slice_.arm_key}"
     not_ranked = [pair.first for pair in pairs if pair.verdict is None]
@@ -116,7 +118,7 @@ def _best_claim(ranking: Ranking, *, is_alone: bool) -> str:
             claim = f"{names} is ahead" if len(best) == 1 else f"{names} may lead"
         claims.append(claim + max(pair.mark for pair in pairs))
     elif not not_ranked:
-        claims.append("all are at chance")
+        claims.append("none is shown to be above chance")
     claims += [f"{_full_name(side)} is not ranked" for side in not_ranked]
     return "; ".join(claims)
 
