@@ -111,6 +111,11 @@ class ArmAtSize:
             return self.tuning.values
         return self._outcomes_of([self.best], self._num_samples([self.best]))[0]
 
+    @cached_property
+    def has_text(self) -> bool:
+        """True if its test samples are blocks of a text."""
+        return any(run.has_text for run in self.best.runs)
+
     def _num_samples(self, cells: Sequence[CellRow]) -> int:
         """The test samples that every finished run has; 0 without."""
         counts = {

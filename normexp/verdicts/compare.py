@@ -270,7 +270,8 @@ def gap_of(first: ArmAtSize, second: ArmAtSize) -> tuple[Interval, int]:
         a, b = _over_samples(a), _over_samples(b)
     runs = [[cell.directory for cell in side.cells] for side in (first, second)]
     outcomes = [a - b] if runs[0] == runs[1] and a.shape == b.shape else [a, b]
-    return difference(*outcomes, step=step, limit=metric.limit), num_samples
+    gap = difference(*outcomes, step=step, limit=metric.limit, in_order=first.has_text)
+    return gap, num_samples
 
 
 def _over_samples(outcomes: Array) -> Array:

@@ -35,13 +35,19 @@ TIE_ALPHA = 0.025
 Verdict = Literal["better", "worse", "tie", "undecided"]
 
 
-def difference(*arms: ArrayLike, step: float | None = None, limit: float = math.inf) -> Interval:
+def difference(
+    *arms: ArrayLike,
+    step: float | None = None,
+    limit: float = math.inf,
+    in_order: bool = False,
+) -> Interval:
     """The mean of the first arm minus that of the second, whose seeds are not paired.
 
     arms: (n,), or (n, N) with the same N test samples: then the interval is for new seeds and new
         samples. Both may have other numbers of seeds. One alone: differences that are paired
     step: of a seed's value; see normexp.verdicts.interval
     limit: the largest possible difference, at which the bounds are cut
+    in_order: the test samples are parts of a text, and neighbours may be alike
     """
     outcomes = [np.asarray(arm, dtype=np.float64) for arm in arms]
     if len({of_arm.shape[1:] for of_arm in outcomes}) > 1:
@@ -49,7 +55,7 @@ def difference(*arms: ArrayLike, step: float | None = None, limit: float = math.
         raise ValueError(f"shapes {shapes}; the test samples must be the same")
     if outcomes[0].ndim == 1:
         return cut(welch_mean(*outcomes, step=step), limit)
-    return crossed_mean(*outcomes, step=step, limit=limit)
+    return crossed_mean(*outcomes, step=step, limit=limit, in_order=in_order)
 
 
 def decide(gap: Interval, *, margin: float, family_size: int) -> Verdict:

@@ -30,6 +30,7 @@ from scipy.special import stdtrit
 Array = NDArray[np.float64]
 Bounds = tuple[float, float]
 ROUNDING = 1e-9  # a deviation below this share of the values is floating-point noise
+FEWEST_PARTS = 5.0  # independent ones that a text is taken to have
 LEVEL = 0.95  # the nominal coverage of every interval
 
 
@@ -41,8 +42,8 @@ class Interval:
     low, high: the bounds; both None if the values allow none
     n: number of values (seeds, or pairs of seeds)
     df, error: degrees of freedom and standard error of a t interval; None for other intervals
-    over_seeds: (df, error) over seeds alone, of an interval over new test samples too, which is
-        never narrower at any level
+    further: (df, error) of further t intervals, such as that over seeds alone of an interval over
+        new test samples too, which is narrower than none of them at any level
     """
 
     estimate: float | None
@@ -51,14 +52,14 @@ class Interval:
     n: int
     df: float | None = None
     error: float | None = None
-    over_seeds: tuple[float, float] | None = None
+    further: tuple[tuple[float, float], ...] = ()
 
     @property
     def t_tests(self) -> list[tuple[float, float]]:
         """Degrees of freedom and standard error of each t test that a verdict must pass."""
         if self.df is None or self.error is None:
             raise ValueError("only a t interval has the p value of a t test")
-        return [(self.df, self.error), *([self.over_seeds] if self.over_seeds else [])]
+        return [(self.df, self.error), *self.further]
 
 
 def smallest_step(values: ArrayLike) -> float:
@@ -135,7 +136,10 @@ def _pool(parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def crossed_mean(
-    *tables: ArrayLike, step: float | None = None, limit: float = math.inf
+    *tables: ArrayLike,
+    step: float | None = None,
+    limit: float = math.inf,
+    in_order: bool = False,
 ) -> Interval:
     """Mean of a table (n seeds, N test samples), over new seeds and new test samples.
 
@@ -158,6 +162,7 @@ def crossed_mean(
     without any difference is 3.9 steps.
 
     step: of a mean over the samples, by default that of one sample; see the top of this file
+    in_order: the samples are parts of a text, and neighbours may be alike
     """
     crossed = [np.asarray(table, dtype=np.float64) for table in tables]
     n, num_samples = min(map(len, crossed)), crossed[0].shape[1]
@@ -171,7 +176,7 @@ def crossed_mean(
     seeds = [_over_seeds(table.mean(axis=1), step) for table in crossed]
     residuals = [_residuals(table) for table in crossed]
     columns = crossed[0].mean(axis=0) - sum(table.mean(axis=0) for table in crossed[1:]) - estimate
-    samples = _over_samples(columns, step)
+    samples = _over_samples(columns, step, in_order=in_order)
     error_of_seeds, df_of_seeds = _pool(seeds)
     of_seeds, of_samples, of_residuals = (
         sum(variance for variance, _ in parts) for parts in (seeds, [samples], residuals)
@@ -182,14 +187,14 @@ def crossed_mean(
     freedom = max(total**2 / spread, least) if spread else 0.0
     interval = t_interval(estimate, math.sqrt(total), freedom, n=n)
     over_seeds = t_interval(estimate, error_of_seeds, df_of_seeds, n=n)
-    if interval.low is not None and over_seeds.low is not None and over_seeds.error is not None:
+    if interval.low is not None and over_seeds.low is not None:
         wider = interval if interval.low < over_seeds.low else over_seeds
-        alone = (df_of_seeds, over_seeds.error)
-        interval = replace(interval, low=wider.low, high=wider.high, over_seeds=alone)
+        further = tuple(over_seeds.t_tests)
+        interval = replace(interval, low=wider.low, high=wider.high, further=further)
     return cut(interval, limit)
 
 
-def _over_samples(columns: Array, step: float) -> tuple[float, float]:
+def _over_samples(columns: Array, step: float, *, in_order: bool) -> tuple[float, float]:
     """The squared standard error over samples, and its degrees of freedom.
 
     columns: deviations of the means of samples, (N,)
@@ -200,7 +205,30 @@ def _over_samples(columns: Array, step: float) -> tuple[float, float]:
     sharing = 2.0 if squares <= least else squares**2 / (columns**4).sum()
     variance = max(squares, least) / (num_samples * (num_samples - 1))
     df = 2 * sharing / max(1 - sharing / num_samples, 1 / num_samples)
-    return float(variance), min(float(df), num_samples - 1)
+    df = min(float(df), num_samples - 1)
+    if in_order and squares:
+        independent = _independent_parts(columns)
+        variance *= num_samples / independent
+        df = min(df, independent - 1)
+    return float(variance), df
+
+
+def _independent_parts(parts: Array) -> float:
+    """As how many independent parts those of a text count, at least FEWEST_PARTS.
+
+    Where neighbours have the correlation r > 0, a mean over K of them is as uncertain as one over
+    K (1 - r) / (1 + r) independent ones (Bayley and Hammersley 1946, "The effective number of
+    independent observations in an autocorrelated time series"). K is small, so r is taken to be
+    larger than it is found by its standard error.
+
+    parts: deviations from their mean, (K,), in the order of the text
+    """
+    count = len(parts)
+    found = parts[1:] @ parts[:-1] / (parts @ parts) + 1 / count  # unbiased if all are independent
+    if found <= 0:
+        return float(count)
+    r = min(found + 1 / math.sqrt(count), 1.0)
+    return max(count * (1 - r) / (1 + r), min(count, FEWEST_PARTS))
 
 
 def _residuals(table: Array) -> tuple[float, float]:

@@ -47,7 +47,7 @@ def test_with_test_samples_seeds_have_the_same_values():
     scores, tables = rng.normal(size=(3, 8)), rng.normal(size=(3, 8, 50))
     fit, means = cross_fit(scores, tables), cross_fit(scores, tables.mean(axis=2))
     np.testing.assert_allclose(fit.values.mean(axis=1), means.values)
-    over_seeds = crossed_mean(fit.values).over_seeds
+    (over_seeds,) = crossed_mean(fit.values).further
     assert over_seeds == pytest.approx((7, mean(means.values, step=0.0).error))
 
 

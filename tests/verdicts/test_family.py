@@ -79,14 +79,14 @@ def test_only_a_t_interval_has_a_p():
 def test_a_verdict_over_test_samples_holds_over_seeds_alone_too():
     # At 95 % the interval over both is wider; far out the seeds' 2 degrees of freedom decide.
     alone = (2.0, 0.1)
-    both = Interval(1.0, 0.7, 1.3, 3, df=100.0, error=0.13, over_seeds=alone)
+    both = Interval(1.0, 0.7, 1.3, 3, df=100.0, error=0.13, further=(alone,))
     assert p_value(both) == pytest.approx(2 * scipy_stats.t.sf(1 / 0.1, 2))
     assert tie_p(both, 2.0) == pytest.approx(scipy_stats.t.sf(1 / 0.1, 2))
 
 
 @pytest.mark.parametrize("family_size", [1, 5])
 def test_the_smallest_decided_difference_is_where_the_verdict_turns(family_size: int):
-    gap = Interval(0.5, -1.0, 2.0, n=6, df=5, error=0.6, over_seeds=(4, 0.55))
+    gap = Interval(0.5, -1.0, 2.0, n=6, df=5, error=0.6, further=((4, 0.55),))
     least = least_decided(gap, family_size=family_size)
     assert least is not None
     for factor, verdict in ((1.001, "better"), (0.999, "undecided")):

@@ -139,9 +139,56 @@ def outside_of_3(rng: np.random.Generator) -> Iterator[list[Row]]:
     return outside(rng, (0.01, 0.1, 1.0))
 
 
+def texts(
+    rng: np.random.Generator, topic: int, norms: Sequence[str] = NORMS[:2], count: int = 4
+) -> Iterator[list[Row]]:
+    """725 sequences; each norm is good at topics of its own, of so many sequences each."""
+    hard = np.repeat(rng.normal(1.5, 0.3, 725), topic)[:725]
+    for norm in norms:
+        start = rng.integers(topic)
+        own = np.repeat(rng.normal(0, 0.05, 726), topic)[start : start + 725]
+        own = own + rng.normal(0, 0.05, 725)
+        for seed in range(count):
+            loss = hard + own + rng.normal(0, 0.002) + rng.normal(0, 0.05, 725)
+            metrics = {"test/bits_per_byte": float(loss.mean())}
+            samples = {seed: loss.astype(np.float32)}
+            yield cell_of(norm, {seed: 0.5}, metrics=metrics, samples=samples, data="text",
+                          chance_accuracy=None)  # fmt: skip
+
+
+def independent_texts(rng: np.random.Generator) -> Iterator[list[Row]]:
+    return texts(rng, 1)
+
+
+def texts_of_4_norms(rng: np.random.Generator) -> Iterator[list[Row]]:
+    return texts(rng, 36, NORMS)
+
+
+def topics_of_9(rng: np.random.Generator) -> Iterator[list[Row]]:
+    return texts(rng, 9)
+
+
+def topics_of_18(rng: np.random.Generator) -> Iterator[list[Row]]:
+    return texts(rng, 18)
+
+
+def topics_of_36(rng: np.random.Generator) -> Iterator[list[Row]]:
+    return texts(rng, 36)
+
+
+def topics_of_72(rng: np.random.Generator) -> Iterator[list[Row]]:
+    return texts(rng, 72)
+
+
+def topics_of_145(rng: np.random.Generator) -> Iterator[list[Row]]:
+    return texts(rng, 145)
+
+
 DESIGNS: list[Draw] = [
     *(heavy_tails, one_size, two_norms, every_size, noisy_reference, tight_reference, any_key),
     *(ladder, images, images_of_4_seeds, tuned, outside_of_2, outside_of_3),
+    *(independent_texts, topics_of_9, topics_of_18, topics_of_36, topics_of_72, topics_of_145),
+    texts_of_4_norms,
 ]
 
 
