@@ -29,7 +29,6 @@ from normexp.words import format_count
 REFERENCES = ("batch", "as_built")  # the first that a slice has, unless one is named
 DIFFERENCE = "difference [95 %]"
 ADDED = "†"  # some of the seeds were added by a later command
-ONE_SEARCH = "at one search's learning rates"
 NOTHING = Interval(None, None, None, 0)
 
 
@@ -80,9 +79,10 @@ class Comparison:
         return any(cell.is_extended for cell in (*self.first.cells, *self.second.cells))
 
     @property
-    def is_of_one_search(self) -> bool:
-        """True if it holds at the values that one search chose."""
-        return bool(self.first.best.searched) and self.verdict is not None
+    def of_one_search(self) -> str:
+        """`at one search's lr`: the verdict holds at the values that it chose; empty without."""
+        keys = " and ".join(sorted(self.first.best.searched))
+        return f"at one search's {keys}" if keys and self.verdict is not None else ""
 
     @property
     def mark(self) -> str:
@@ -135,9 +135,8 @@ def judge(comparison: Comparison, family_size: int) -> Comparison:
     if verdict == "undecided" and not reasons:
         reasons.append(_why_undecided(gap, metric, family_size))
     comparison = replace(comparison, verdict=verdict)
-    if comparison.is_of_one_search:
-        reasons.append(ONE_SEARCH)
-    return replace(comparison, why="; ".join(dict.fromkeys(reasons)))
+    reasons.append(comparison.of_one_search)
+    return replace(comparison, why="; ".join(dict.fromkeys(filter(None, reasons))))
 
 
 def _why_undecided(gap: Interval, metric: Metric, family_size: int) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from normexp.verdicts.arm_at_size import ArmAtSize
 from normexp.verdicts.cells import CellRow, setting_words
-from normexp.verdicts.compare import ONE_SEARCH, Comparison, Ranking
+from normexp.verdicts.compare import Comparison, Ranking
 from normexp.verdicts.rows import comparable
 from normexp.verdicts.slices import Slice
 
@@ -49,9 +49,8 @@ def headline_of(
     if along:
         drop = min(along, key=lambda pair: (pair.verdict != "worse", pair.gap.estimate or 0.0))
         claim = _with_best(drop, rankings[0] if best else None, best)
-    if any(comparison.is_of_one_search for comparison in comparisons):
-        claim += f"; {ONE_SEARCH}"
-    return "; ".join([claim, *_diverged_words(slice_)]) + "."
+    searches = dict.fromkeys(comparison.of_one_search for comparison in comparisons)
+    return "; ".join([claim, *filter(None, searches), *_diverged_words(slice_)]) + "."
 
 
 def _with_best(drop: Comparison, ranking: Ranking | None, best: str) -> str:

@@ -111,7 +111,7 @@ def search_of(
 @pytest.mark.parametrize(
     ("of_batch", "of_group", "why"),
     [
-        (search_of(), search_of(), "at one search's learning rates"),
+        (search_of(), search_of(), "at one search's lr"),
         (search_of(), search_of((*RATES, 3.0)), "lr not searched alike"),
         (search_of(), search_of(seeds=(1000, 1002)), "lr not searched alike"),
         (search_of(), None, "not compared: lr 0.1 and 0.3"),
@@ -130,7 +130,7 @@ def test_fresh_seeds_after_a_search_have_a_verdict_if_it_was_alike_for_both(
     assert "at the learning rates that one search chose" in one.slice.scope
     report = report_of_cells(BATCH, GROUP, searches=searches)
     headline = report.headline(report.slices[0])
-    assert headline.endswith("; at one search's learning rates.") == is_alike
+    assert headline.endswith("; at one search's lr.") == is_alike
 
 
 def test_the_best_rate_of_a_search_at_its_edge_names_the_one_to_add():
