@@ -139,9 +139,7 @@ def _arm_at_size(
     for cell in cells.get(recipe, ()):
         size = side.get("norm_batch_size") or cell.batch_size
         is_of_size = not cell.mixes_samples or cell.norm_batch_size == size
-        # `norm.version` counts the versions of a shipped norm, of which a recipe has one.
-        label = cell.arm.partition(" version=")[0]
-        if label == side["norm"] and is_of_size:
+        if cell.arm == side["norm"] and is_of_size:
             same.append(cell)
     if not same:
         return None

@@ -18,6 +18,8 @@ from normexp.verdicts.rows import comparable
 from normexp.verdicts.settings import AXES
 from normexp.words import as_typed
 
+# Settings of an arm that say which code it is, not how it is set.
+CODE = ("_target_", "source_digest", "version")
 # The first norms of tables and figures.
 ORDER = ("batch", "layer", "instance", "group", "rms", "layer2d", "none")
 
@@ -25,29 +27,55 @@ ORDER = ("batch", "layer", "instance", "group", "rms", "layer2d", "none")
 def label_cells(cells: Sequence[CellRow]) -> list[CellRow]:
     """Adds labels, titles and the settings that separate tables, and sorts the cells by them."""
     keys = _separating_keys(cells)
-    has_studies = len({cell.study for cell in cells}) > 1
+    labels = _labels(cells)
     labelled = []
-    for cell in cells:
+    for cell, label in zip(cells, labels, strict=True):
         task = dict(zip(cell.roles.task, cell.task, strict=True))
         values = {key: cell.value_of(key) for key in keys}
-        label = _label(cell, has_studies)
         knobs = sum(map(cell.roles.is_of_arm, cell.typed))
         labelled.append(replace(cell, arm=label, num_knobs=knobs, separating={**task, **values}))
     return _in_order(_with_titles(labelled))
 
 
+def _labels(cells: Sequence[CellRow]) -> list[str]:
+    """`group num_groups=4`: of each cell the name of its arm and its knobs.
+
+    A label does not depend on what else the study has, so that it stays as the study grows. Where
+    other code has the same name and knobs, that of the first cell asked for is not named.
+    """
+    has_studies = len({cell.study for cell in cells}) > 1
+    labels = [_label(cell, has_studies) for cell in cells]
+    first: dict[str, dict[str, Any]] = {}
+    for cell, label in sorted(zip(cells, labels, strict=True), key=lambda pair: pair[0].asked_at):
+        first.setdefault(label, _code_of(cell))
+    unique = []
+    for cell, label in zip(cells, labels, strict=True):
+        code = _code_of(cell).items()
+        words = [setting_words(key, value) for key, value in code if first[label].get(key) != value]
+        unique.append(" ".join([label, *words]))
+    return unique
+
+
 def _label(cell: CellRow, has_studies: bool) -> str:
-    """`group num_groups=4`: the name of an arm and its knobs, whatever else the study has."""
     words = [cell.arm_name]
-    for key in sorted(filter(cell.roles.is_knob, cell.typed)):
-        value = cell.value_of(key)
-        if value is not None:
-            words.append(f"{key.removeprefix(f'{cell.roles.arm}.')}={as_typed(value)}")
+    for key, value in _knobs_of(cell).items():
+        if key not in CODE and value is not None:
+            words.append(f"{key}={as_typed(value)}")
     if cell.invalid:
         words.append("INVALID")
     if has_studies:
         words.append(f"· {cell.study}")
     return " ".join(words)
+
+
+def _knobs_of(cell: CellRow) -> dict[str, Any]:
+    """The settings of its arm that are no defaults, without the name of the arm."""
+    keys = sorted(filter(cell.roles.is_knob, cell.typed))
+    return {key.partition(".")[2]: cell.value_of(key) for key in keys}
+
+
+def _code_of(cell: CellRow) -> dict[str, Any]:
+    return {key: value for key, value in _knobs_of(cell).items() if key in CODE}
 
 
 def _separating_keys(cells: Sequence[CellRow]) -> list[str]:

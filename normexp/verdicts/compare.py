@@ -147,7 +147,9 @@ def _why_undecided(gap: Interval, metric: Metric, family_size: int) -> str:
         return f"excludes 0, but not after correction for {count}"
     least = least_decided(gap, family_size=family_size)
     size = f"{least:.{metric.digits}f} {metric.unit}".strip()
-    return f"seeds differ too much: {size} would be decided"
+    alone = gap.further[0][1] if gap.further else gap.error  # the error over seeds alone
+    what = "test samples" if gap.error and alone and gap.error > 2 * alone else "seeds"
+    return f"{what} differ too much: {size} would be decided"
 
 
 def reference_of(sides: Sequence[ArmAtSize], name: str | None = None) -> ArmAtSize:

@@ -204,10 +204,7 @@ def _family_note(metric: Metric, comparisons: Sequence[Comparison]) -> str:
     if not size:
         return ""
     count = format_count(size, "comparison")
-    note = (
-        f"Positive: the first is better. Verdicts: corrected for {count} of this model, data set "
-        "and budget (5 %)"
-    )
+    note = f"Positive: the first is better. Verdicts: corrected for {count} (5 % for all of them)"
     if metric.tolerance:
         note += f"; tie: shown to be within {metric.tolerance:g} {metric.unit}".rstrip()
     note += "."

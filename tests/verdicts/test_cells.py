@@ -52,6 +52,17 @@ def test_the_name_of_an_arm_does_not_depend_on_what_else_was_trained():
     assert after.slices[0].arms == ["batch", "Cand", "Cand k=1"]
 
 
+def test_code_is_named_where_a_later_cell_has_the_same_name_and_other_code():
+    """A norm of the user whose file was changed between two commands."""
+    cells = [
+        cell_of("Own", FLAT, knobs={"_target_": "own.Own", "source_digest": digest})
+        for digest in ("b", "a")
+    ]
+    asked = {("synthetic", cell[0].directory.parent.name): [range(3)] for cell in cells}
+    labels = [report_of_cells(*some, asked=asked).slices[0].arms for some in (cells[:1], cells)]
+    assert labels == [["Own"], ["Own", "Own source_digest=a"]]
+
+
 def test_a_reference_may_be_one_of_several_settings_of_a_norm():
     report = report_of_cells(*GROUPS, reference="group num_groups=4")
     assert [(c.arm, c.against) for c in report.comparisons] == [

@@ -69,6 +69,13 @@ def tight_reference(rng: np.random.Generator) -> Iterator[list[Row]]:
         yield cell_of(norm, normal(rng, 4, 0.0025 if norm == "batch" else 0.01))
 
 
+def a_tenth_diverges(rng: np.random.Generator) -> Iterator[list[Row]]:
+    for norm in NORMS:
+        lost = rng.random(n) < 0.1
+        values = [None if gone else value for gone, value in zip(lost, normal(rng, n), strict=True)]
+        yield cell_of(norm, values)
+
+
 def any_key(rng: np.random.Generator) -> Iterator[list[Row]]:
     """Two norms, each with three activations."""
     for norm in NORMS[:2]:
@@ -186,6 +193,7 @@ def topics_of_145(rng: np.random.Generator) -> Iterator[list[Row]]:
 
 DESIGNS: list[Draw] = [
     *(heavy_tails, one_size, two_norms, every_size, noisy_reference, tight_reference, any_key),
+    a_tenth_diverges,
     *(ladder, images, images_of_4_seeds, tuned, outside_of_2, outside_of_3),
     *(independent_texts, topics_of_9, topics_of_18, topics_of_36, topics_of_72, topics_of_145),
     texts_of_4_norms,
