@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,13 +34,15 @@ TUNED = {
 }
 
 
-def cells(recipe: str, norm: str, error: float, size: int = 32) -> list[ArchivedCell]:
-    """Runs of a norm whose error is lowest at the middle rate; images differ in difficulty."""
+def cells(
+    recipe: str, norm: str, error: float, size: int = 32, best: int = 2
+) -> list[ArchivedCell]:
+    """Runs of a norm whose error is lowest at one of RATES; images differ in difficulty."""
     made = []
     for place, lr in enumerate(RATES):
         rng = np.random.default_rng([place, *map(ord, f"{recipe}{norm}{size}")])
         hard = np.random.default_rng(0).gamma(2.0, 0.5, NUM_IMAGES)  # the same for every norm
-        wrong = (error + 0.1 * abs(place - 2)) * hard
+        wrong = (error + 0.1 * abs(place - best)) * hard
         is_right = rng.random((len(SEEDS), NUM_IMAGES)) > wrong
         groups = {"norm": norm, "model": "convnet", "data": "mnist5k", "optim": "sgd"}
         defines = {group: {"choice": choice} for group, choice in groups.items()}
@@ -62,8 +65,8 @@ def cells(recipe: str, norm: str, error: float, size: int = 32) -> list[Archived
     return made
 
 
-def reference_of(path: Path, norms: Sequence[tuple[str, float, int]]) -> Reference:
-    """The reference with these norms, errors and sizes, at both budgets of the convnet."""
+def reference_of(path: Path, norms: Sequence[tuple[Any, ...]]) -> Reference:
+    """The reference with these norms (the arguments of `cells`), at both budgets of the convnet."""
     lines, made = [], []
     for recipe in ("convnet", "convnet_short"):
         own = [cell for one in norms for cell in cells(recipe, *one)]
@@ -113,6 +116,13 @@ def test_claims_are_judged_by_the_runs(
     assert judged["batch_renorm"].outcome == of_renorm
     assert judged["ghost_batches"].outcome == "no runs"
     assert len(claims.claims_table([*judged.values()]).frame) > len(judged)
+
+
+def test_a_claim_on_a_norm_whose_best_rate_is_at_the_edge_is_undecided(tmp_path: Path):
+    norms = [("batch", 0.05, 32), ("batch", 0.3, 2, 4), ("layer", 0.1, 32), ("group", 0.1, 32)]
+    judged = {one.name: one for one in judge_claims(reference_of(tmp_path / "own.zip", norms))}
+    claim = judged["batch_norm_falls"]
+    assert claim.outcome == "undecided" and {test.verdict for test in claim.tests} == {None}
 
 
 def test_an_entry_stands_in_place_of_the_same_cells(tmp_path: Path):
