@@ -109,6 +109,11 @@ class Row:
         """0 if not recorded."""
         return max(map(len, self._samples.values()), default=0)
 
+    @property
+    def has_text(self) -> bool:
+        """True if its test samples are those of a text, whose order matters."""
+        return any(samples.dtype != bool for samples in self._samples.values())
+
     @cached_property
     def is_at_chance(self) -> bool:
         accuracy = self.metrics.get("test/accuracy")
