@@ -403,7 +403,7 @@ FILES = sorted(conf_dir().rglob("*.yaml"))
 @pytest.mark.parametrize("choice", CHOICES)
 def test_choice_composes_and_validates(choice: str):
     group, _, name = choice.partition("=")
-    config, choices = compose_cell([choice])
+    config, choices = compose_cell(parse_overrides([choice]))
     read_settings(config)
     assert choices[group] == name or group == "logger"  # several may be chosen
 
