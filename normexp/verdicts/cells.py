@@ -41,7 +41,8 @@ class CellRow:
     title: model, data, and the settings in which tables of the same model and data differ
     arm: the label of what is compared: of a norm the name, the knobs that are no defaults, and the
         study if there are several
-    num_knobs: how many settings of its arm are no defaults; 0 as shipped
+    num_knobs: how many settings of its arm are typed; of several cells, that with the fewest is as
+        shipped
     """
 
     study: str

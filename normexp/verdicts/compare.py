@@ -107,7 +107,7 @@ def compare(slices: Sequence[Slice], reference: str | None = None) -> list[Compa
     """Every comparison of the slices of one report, with its verdict.
 
     reference: arm that the others are compared with where it was run; None: batch norm, or as
-        `reference_of` says
+        `_reference_arm` says
     """
     comparisons, family_sizes = [], Counter[Any]()
     for slice_ in slices:
@@ -152,21 +152,20 @@ def _why_undecided(gap: Interval, metric: Metric, family_size: int) -> str:
     return f"{what} differ too much: {size} would be decided"
 
 
-def reference_of(sides: Sequence[ArmAtSize], name: str | None = None) -> ArmAtSize:
-    """The arm that the others are compared with: the first of REFERENCES unless one is named.
+def _reference_arm(slice_: Slice, name: str | None) -> str:
+    """The arm that the others are compared with, of those at the first size of a comparison.
 
-    Else the first of ORDER, or of other arms the one as shipped, or the first that was asked for.
-    Of several with one name, as in a sweep of a knob, the one as shipped.
+    It is the one that is named, or of norms the first of REFERENCES and ORDER; else the one as
+    shipped, or the first that was asked for. So it is of several with one name, as in a sweep of a
+    knob.
     """
-
-    def priority(side: ArmAtSize) -> tuple[int, int]:
-        return side.best.num_knobs, side.best.asked_at
-
-    for wanted in (name, *REFERENCES, *ORDER):
+    sides = [*slice_.at(slice_.compared_at[0]).values()]
+    for wanted in (name, *((*REFERENCES, *ORDER) if slice_.is_first else ())):
         named = [side for side in sides if wanted in (side.arm, side.best.arm_name)]
         if named:
-            return min(named, key=priority)
-    return min(sides, key=priority)
+            sides = named
+            break
+    return min(sides, key=lambda side: (side.best.num_knobs, side.best.asked_at)).arm
 
 
 def _comparisons_of(slice_: Slice, reference_name: str | None) -> Iterator[Comparison]:
@@ -191,12 +190,6 @@ def _comparisons_of(slice_: Slice, reference_name: str | None) -> Iterator[Compa
         if first.arm not in compared:
             size = min(reference)
             yield compare_pair(slice_, first, reference[size], (size, size))
-
-
-def _reference_arm(slice_: Slice, name: str | None) -> str:
-    """The reference of a slice: of the arms at the first size where arms are compared."""
-    sides = [*slice_.at(slice_.compared_at[0]).values()]
-    return reference_of(sides, name).arm
 
 
 def compare_pair(

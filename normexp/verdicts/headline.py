@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from normexp.verdicts.arm_at_size import ArmAtSize
-from normexp.verdicts.cells import CellRow, setting_words
+from normexp.verdicts.cells import DIGESTS, CellRow, setting_words
 from normexp.verdicts.compare import Comparison, Ranking
 from normexp.verdicts.rows import comparable
+from normexp.verdicts.settings import AXES
 from normexp.verdicts.slices import Slice
 
 MOST_WORDS = 15  # the length of a headline
@@ -135,13 +136,13 @@ def _why_nothing(slice_: Slice, cells: Sequence[CellRow]) -> str:
     for cell in cells:
         if cell.directory not in folders:
             different.append(_differences(own, cell))
-    if not different:
-        return f"nothing to compare: one {key}, one size; train another {key} in this study."
-    values = min(different, key=len)
-    for name in (*own.roles.task, *own.roles.budgets):
-        if name in values:
+    values = min(different, key=len, default={})
+    for name in values:
+        if name in (*own.roles.task, *own.roles.budgets) or name.startswith(DIGESTS):
             both = " and ".join(setting_words(name, value) for value in values[name])
             return f"nothing to compare: {both} have tables of their own; train another {key}."
+    if len(values) < 2:
+        return f"nothing to compare: one {key}, one size; train another {key} in this study."
     # With the first value of one setting and the second of the others, one comparison is possible.
     wanted = [
         setting_words(name, pair[place > 0]) for place, (name, pair) in enumerate([*values.items()])
@@ -152,6 +153,7 @@ def _why_nothing(slice_: Slice, cells: Sequence[CellRow]) -> str:
 
 def _differences(first: CellRow, second: CellRow) -> dict[str, tuple[Any, Any]]:
     """The values of two cells by setting, where they differ."""
-    keys = {**first.separating, **second.separating, first.roles.arm: None}
+    sizes = AXES if first.roles.sizes else ()
+    keys = dict.fromkeys((*first.separating, *second.separating, first.roles.arm, *sizes))
     pairs = {key: (first.value_of(key), second.value_of(key)) for key in keys}
     return {key: (a, b) for key, (a, b) in pairs.items() if comparable(a) != comparable(b)}

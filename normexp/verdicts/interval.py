@@ -228,7 +228,7 @@ def _independent_parts(parts: Array) -> float:
     if found <= 0:
         return float(count)
     r = min(found + 1 / math.sqrt(count), 1.0)
-    return max(count * (1 - r) / (1 + r), min(count, FEWEST_PARTS))
+    return float(max(count * (1 - r) / (1 + r), min(count, FEWEST_PARTS)))
 
 
 def _residuals(table: Array) -> tuple[float, float]:

@@ -26,7 +26,7 @@ def pairs(report: Report) -> list[tuple[str, str, str]]:
     ("key", "words"),
     [
         ("act", {"act": "gelu"}),
-        ("placement", {"placement": "post"}),
+        ("placement", {"placement": "none"}),  # whatever the value is called
         ("model.width", {"model.width": 64}),
         ("optim.momentum", {"optim": {"momentum": 0.5}}),
     ],
@@ -90,6 +90,8 @@ def test_a_swept_optimizer_has_its_own_settings():
          "act and optim.momentum differ at once; train act=relu optim.momentum=0.5, too"),
         ({"data": "digits"}, "data=cifar10 and data=digits have tables of their own"),
         ({"epochs": 12}, "epochs=3 and epochs=12 have tables of their own; train another norm"),
+        ({"batch_size": 32, "norm_batch_size": 2},
+         "batch_size and norm_batch_size differ at once; train batch_size=128 norm_batch_size=2"),
         (None, "one norm, one size; train another norm in this study"),
     ],
 )  # fmt: skip
