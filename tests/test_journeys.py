@@ -70,7 +70,7 @@ FROZEN = {
     "norm=group to its norm": (66, 436),  # with the probes of its network
     "an optimizer step": (14, 53),
     "a sweep to its records": (76, 562),
-    "records to a report": (34, 250),
+    "records to a report": (39, 280),
 }
 
 
