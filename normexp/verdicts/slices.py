@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -42,7 +42,7 @@ class Slice:
     axis: str
     sizes: Sequence[int]
     metric: Metric
-    lines: Mapping[str, Mapping[int, ArmAtSize]]
+    lines: Mapping[str, Mapping[int, ArmAtSize]] = field(repr=False)
     independent: frozenset[str]
     compared_at: Sequence[int]
     is_first: bool = True

@@ -9,7 +9,8 @@ import pytest
 from synthetic_study import cell_of, find, report_of_cells
 
 from normexp.verdicts.arm_at_size import ArmAtSize
-from normexp.verdicts.compare import DIFFERENCE
+from normexp.verdicts.compare import DIFFERENCE, gap_of
+from normexp.verdicts.interval import mean
 from normexp.verdicts.rows import Point, SearchRecord, comparable
 
 SEEDS = np.random.default_rng(3).normal(0, 0.002, 8)
@@ -171,6 +172,43 @@ def test_samples_widen_intervals_and_those_of_texts_are_blocks():
     one = find(report_of_cells(gpt("batch", 0.0), gpt("group", -0.1)), "group")
     assert one.num_samples == 20 and one.verdict == "better"
     assert one.gap.estimate == pytest.approx(0.2, abs=0.02)
+
+
+def test_a_difference_that_drifts_along_a_text_is_less_certain():
+    """The same differences of the same parts, in an order in which neighbours are alike or not."""
+
+    def width(order: np.ndarray) -> float:
+        cells = []
+        for norm, lead in (("batch", 0.0), ("group", 0.1)):
+            runs = []
+            for seed in range(4):
+                losses = 1.5 + 0.001 * seed - lead * (1 + np.repeat(order, 10))
+                loss = losses.astype(np.float32)
+                metrics = {"test/bits_per_byte": float(loss.mean())}
+                runs += cell_of(norm, {seed: 0.5}, metrics=metrics, samples={seed: loss},
+                                data="text", chance_accuracy=None)  # fmt: skip
+            cells.append(runs)
+        gap = find(report_of_cells(*cells), "group").gap
+        assert gap.low is not None and gap.high is not None
+        return gap.high - gap.low
+
+    drifting = np.array([0.0] * 10 + [1.0] * 10)
+    assert width(drifting) > 2 * width(np.tile([0.0, 1.0], 10))
+
+
+def test_statistics_of_the_same_runs_are_paired_by_seed():
+    """Two evaluations share the luck of a training, which two norms do not."""
+    runs = []
+    for seed, accuracy in enumerate(level(0.9)):
+        metrics = {"val/accuracy": accuracy, "val/accuracy@precise": accuracy + 0.01 + 1e-4 * seed}
+        runs += cell_of("batch", {seed: accuracy}, metrics=metrics)
+    names = ("val/accuracy@precise", "val/accuracy")
+    precise, running = (
+        report_of_cells(runs, metric=name).slices[0].lines["batch"][128] for name in names
+    )
+    gap, _ = gap_of(precise, running)
+    paired = mean(100 * np.array([0.01 + 1e-4 * seed for seed in range(8)]))
+    assert (gap.low, gap.high) == pytest.approx((paired.low, paired.high))
 
 
 def test_a_diverged_language_model_has_uniform_bits():

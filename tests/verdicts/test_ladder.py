@@ -58,12 +58,12 @@ def test_a_sign_holds_where_it_is_shown_at_every_width(
 def test_the_least_difference_covers_the_least_truth():
     """Each bound in 97.5 %, with all rungs equal, where each may be the least."""
     below, above = 0, 0
-    for _ in range(400):
+    for _ in range(1000):
         gaps = [difference(*RNG.normal([[3], [0]], 1, (2, 6))) for _ in range(3)]
         rungs: Any = [SimpleNamespace(gap=gap) for gap in gaps]
         least = Ladder("model.width", (8, 16, 32), rungs).least
         assert least.low is not None and least.high is not None
         below += least.low > 3
         above += least.high < 3
-    limit = scipy_stats.binom.ppf(0.999, 400, 0.025)
+    limit = scipy_stats.binom.ppf(0.999, 1000, 0.025)
     assert below <= limit and above <= limit

@@ -70,6 +70,14 @@ def test_the_first_value_that_was_asked_for_is_the_reference_where_none_is_as_sh
     assert report.comparisons[0].family_size == 3
 
 
+def test_a_slot_that_is_typed_as_the_norm_sets_it_is_as_shipped():
+    """`placement=pre` where the norm's YAML says pre; the first that was asked for is another."""
+    cells = [cell_of("batch", draw(), placement=value) for value in ("post", "pre")]
+    asked = {("synthetic", cell[0].directory.parent.name): [range(6)] for cell in cells}
+    (one,) = report_of_cells(*cells, asked=asked).comparisons
+    assert (one.arm, one.against) == ("placement=post", "placement=pre")
+
+
 def test_a_swept_optimizer_has_its_own_settings():
     """Its settings may differ with it, and those that were swept are part of its name."""
     sgd = [cell_of("batch", draw(), optim={"momentum": value}) for value in (0.5, 0.99)]
