@@ -186,8 +186,8 @@ class ArmAtSize:
 
     @property
     def is_at_chance(self) -> bool:
-        """True if every run of the best cell counts as chance level."""
-        return all(
+        """True if every run of the best cell counts as chance level; False before any has ended."""
+        return bool(self.best.runs) and all(
             run.value(self.metric) == self.metric.chance(run.chance_accuracy) is not None
             for run in self.best.runs
         )
@@ -209,14 +209,17 @@ class ArmAtSize:
 
     @property
     def beyond(self) -> float | None:
-        """The value to add where the best one is at an edge; None where it is not, or is 0."""
+        """The value to add where the best one is at an edge; None where it is not."""
         values, shares = self._chosen
-        if len(values) < 2 or shares[0] + shares[-1] < AT_EDGE:
+        if len(values) < 2:
             return None
-        end, inner = values[:2] if shares[0] > shares[-1] else (values[-1], values[-2])
-        if end <= 0:
+        ends = [(shares[-1], values[-1], values[-2])]
+        if values[0] != 0:  # below a lowest value of 0 there is nothing to add
+            ends.append((shares[0], values[0], values[1]))
+        if sum(share for share, _, _ in ends) < AT_EDGE:
             return None
-        return end**2 / inner if inner > 0 else 2 * end
+        _, end, inner = max(ends, key=lambda of_end: of_end[0])
+        return end**2 / inner if min(end, inner) > 0 else 2 * end - inner
 
     @property
     def why_at_edge(self) -> str:

@@ -154,7 +154,8 @@ def with_arm(cells: Sequence[CellRow], key: str) -> list[CellRow]:
                 words.append(setting_words(name.rpartition(".")[2], value))
         separating[before] = cell.arm
         # A slot that a norm sets itself is as shipped.
-        is_shipped = cell.value_of(key) == cell.value_of(f"{before}.{key}")
+        is_slot = key in cell.roles.slots
+        is_shipped = is_slot and cell.value_of(key) == cell.value_of(f"{before}.{key}")
         knobs = 0 if is_shipped else sum(map(roles.is_of_arm, cell.typed))
         relabelled.append(
             replace(cell, roles=roles, arm=" ".join(words), num_knobs=knobs, separating=separating)

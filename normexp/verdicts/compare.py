@@ -153,18 +153,21 @@ def _why_undecided(gap: Interval, metric: Metric, family_size: int) -> str:
 
 
 def _reference_arm(slice_: Slice, name: str | None) -> str:
-    """The arm that the others are compared with, of those at the first size of a comparison.
+    """The arm that the others are compared with.
 
-    It is the one that is named, or of norms the first of REFERENCES and ORDER; else the one as
-    shipped, or the first that was asked for. So it is of several with one name, as in a sweep of a
-    knob.
+    It is the one that is named, at whatever size it was run. Else it is one of those at the first
+    size of a comparison: of norms the first of REFERENCES and ORDER; else the one as shipped, or
+    the first that was asked for. The same rule picks among several arms of one name.
     """
-    sides = [*slice_.at(slice_.compared_at[0]).values()]
-    for wanted in (name, *((*REFERENCES, *ORDER) if slice_.is_first else ())):
-        named = [side for side in sides if wanted in (side.arm, side.best.arm_name)]
-        if named:
-            sides = named
-            break
+    everywhere = [line[min(line)] for line in slice_.lines.values()]
+    sides = [side for side in everywhere if name in (side.arm, side.best.arm_name)]
+    if not sides:
+        sides = [*slice_.at(slice_.compared_at[0]).values()]
+        for wanted in (*REFERENCES, *ORDER) if slice_.is_first else ():
+            named = [side for side in sides if wanted in (side.arm, side.best.arm_name)]
+            if named:
+                sides = named
+                break
     return min(sides, key=lambda side: (side.best.num_knobs, side.best.asked_at)).arm
 
 
@@ -185,11 +188,11 @@ def _comparisons_of(slice_: Slice, reference_name: str | None) -> Iterator[Compa
                 met.add(pair)
                 yield compare_pair(slice_, pair[0], pair[1], (size, size))
     compared = {first.arm for first, _ in met}
+    size = next(filter(reference.__contains__, slice_.compared_at), slice_.compared_at[0])
     for line in others:
-        first = line[min(line)]
+        first, second = (one.get(size, one[min(one)]) for one in (line, reference))
         if first.arm not in compared:
-            size = min(reference)
-            yield compare_pair(slice_, first, reference[size], (size, size))
+            yield compare_pair(slice_, first, second, (size, size))
 
 
 def compare_pair(
@@ -217,6 +220,8 @@ def _why_not_compared(
     """`not compared: lr 0.1 and 0.3`; empty if both were trained with the same settings."""
     if slice_.lines[first.arm].get(sizes[0]) is not first:
         return f"not run{slice_.at_words(sizes[0])}"
+    if slice_.lines[second.arm].get(sizes[1]) is not second:
+        return f"{second.arm} was not run{slice_.at_words(sizes[1])}"
     is_tuned, tuned = len(first.cells) > 1 or len(second.cells) > 1, first.best.roles.tuned
     words = []
     if first.best.runs and second.best.runs:  # the settings of planned cells are not known

@@ -85,8 +85,10 @@ def find_ladders(comparisons: Sequence[Comparison]) -> list[Ladder]:
         for key, value in separating.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
                 others = {name: other for name, other in separating.items() if name != key}
-                pair = (comparison.slice.arm_key, comparison.arm, comparison.against)
-                place = (key, *pair, comparison.sizes, comparable(others))
+                slice_ = comparison.slice
+                pair = (slice_.arm_key, comparison.arm, comparison.against)
+                sizes = (slice_.axis, slice_.fixed, comparison.sizes)
+                place = (key, *pair, *sizes, comparable(others))
                 found[place][value] = comparison
                 keys[place] = key
     ladders = []

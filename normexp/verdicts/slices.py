@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -100,10 +101,10 @@ class Slice:
             words.append(f"at the {keys} that one search chose")
         words += [cell.config.get("optim") for cell in self.cells]
         words += self._machine_words
+        early = Counter[str]()
         for cell in self.cells:
-            early = sum(run.measured.get("stopped") is not None for run in cell.runs)
-            if early:
-                words.append(f"ended early: {early} of {cell.arm}")
+            early[cell.arm] += sum(run.measured.get("stopped") is not None for run in cell.runs)
+        words += [f"ended early: {count} of {arm}" for arm, count in early.items() if count]
         counts = sorted({len(side.seeds) for side in self.arms_at_sizes})
         fewest = f"{counts[0]} to " if len(counts) > 1 else ""
         words.append(f"n = {fewest}{format_count(counts[-1], 'seed')}")
@@ -195,36 +196,75 @@ def _slices_of_arms(
 
 
 def _slices_of(cells: Sequence[CellRow], metric: Metric) -> list[Slice]:
-    """Slices along the norm batch size and along the batch size, each if it varies."""
-    # An undeclared arm that does not mix samples was trained at every size, each time the same:
-    # one of these twins stands for all.
-    twins = {(cell.arm, cell.tuned, cell.batch_size, cell.norm_batch_size): cell for cell in cells}
-    cells = [cell for cell in cells if cell.mixes_samples or cell in twins.values()]
-    mixing = [cell for cell in cells if cell.mixes_samples]
-    independent = frozenset(cell.arm for cell in cells) - {cell.arm for cell in mixing}
-    along_norm_batch_size = []
+    """Slices along the norm batch size and along the batch size, each if it varies.
+
+    A cell that would stand in none of them has a slice of one size.
+    """
+    cells = _drop_twins(cells)
+    mixing = {cell.arm for cell in cells if cell.mixes_samples}
+    independent = frozenset(cell.arm for cell in cells) - mixing
+    along_norm_batch_size = _along_norm_batch_size(cells, metric, independent)
+    slices = [slice_ for slice_ in along_norm_batch_size if len(slice_.sizes) > 1]
+    slices += _along_batch_size(cells, metric, independent, slices)
+    for slice_ in along_norm_batch_size:
+        elsewhere = {cell for other in slices for cell in other.cells}
+        if not {*slice_.cells} <= elsewhere:
+            slices.append(slice_)
+    return slices
+
+
+def _drop_twins(cells: Sequence[CellRow]) -> list[CellRow]:
+    """Of equal trainings of an arm that mixes no samples, only the one with the most runs.
+
+    Such an arm may have been asked for at several norm batch sizes; the effective one of all of
+    them is the same.
+    """
+    kept: dict[Hashable, CellRow] = {}
+    for cell in cells:
+        place = (cell.arm, cell.tuned, cell.batch_size, cell.norm_batch_size)
+        if place not in kept or len(cell.runs) >= len(kept[place].runs):
+            kept[place] = cell
+    return [cell for cell in cells if cell.mixes_samples or cell in kept.values()]
+
+
+def _along_norm_batch_size(
+    cells: Sequence[CellRow], metric: Metric, independent: frozenset[str]
+) -> list[Slice]:
+    """A slice for each batch size, also where the norm batch size does not vary."""
+    slices = []
     for size in sorted({cell.batch_size for cell in cells}):
         chosen = [cell for cell in cells if cell.batch_size == size]
         fixed = f"batch size {size}" if size else ""
         norm_sizes = {cell.norm_batch_size for cell in chosen if cell.arm not in independent}
         if len(norm_sizes) == 1 and norm_sizes != {size}:
             fixed += f", norm batch size {norm_sizes.pop()}"
-        along_norm_batch_size.append(_slice("norm_batch_size", fixed, chosen, metric, independent))
-    slices = [slice_ for slice_ in along_norm_batch_size if len(slice_.sizes) > 1]
+        slices.append(_slice("norm_batch_size", fixed, chosen, metric, independent))
+    return slices
+
+
+def _along_batch_size(
+    cells: Sequence[CellRow],
+    metric: Metric,
+    independent: frozenset[str],
+    along_norm_batch_size: Sequence[Slice],
+) -> list[Slice]:
+    """Slices with norm batch size = batch size and, if it varies in no other slice, each one."""
     norm_batch_sizes: dict[str, int | None] = {"norm batch size = batch size": None}
-    if not slices:
+    if not along_norm_batch_size:
         for size in sorted({c.norm_batch_size for c in cells if c.arm not in independent}):
             norm_batch_sizes[f"norm batch size {size}"] = size
+    slices: list[Slice] = []
     for fixed, size in norm_batch_sizes.items():
         chosen = [
             cell
             for cell in cells
             if cell.arm in independent or cell.norm_batch_size == (size or cell.batch_size)
         ]
-        is_repeated = any({*chosen} <= {*slice_.cells} for slice_ in slices)
+        others = (*along_norm_batch_size, *slices)
+        is_repeated = any({*chosen} <= {*slice_.cells} for slice_ in others)
         if len({cell.batch_size for cell in chosen}) > 1 and not is_repeated:
             slices.append(_slice("batch_size", fixed, chosen, metric))
-    return slices or along_norm_batch_size
+    return slices
 
 
 def _slice(
@@ -234,15 +274,15 @@ def _slice(
     metric: Metric,
     independent: frozenset[str] = frozenset(),
 ) -> Slice:
-    by_place: dict[str, dict[int, list[CellRow]]] = {}
+    by_arm: dict[str, dict[int, list[CellRow]]] = {}
     for cell in sorted(cells, key=lambda cell: (getattr(cell, axis), cell.tuned or 0)):
-        line = by_place.setdefault(cell.arm, {})
+        line = by_arm.setdefault(cell.arm, {})
         line.setdefault(getattr(cell, axis), []).append(cell)
-    mixing = {size for arm in by_place.keys() - independent for size in by_place[arm]}
+    mixing = {size for arm in by_arm.keys() - independent for size in by_arm[arm]}
     sizes = sorted(mixing) or [cells[0].batch_size]
     lines: dict[str, dict[int, ArmAtSize]] = {}
     for arm in order_arms({cell.arm: cell.arm_name for cell in cells}):
-        line = by_place[arm]
+        line = by_arm[arm]
         if arm in independent:
             at_all_sizes = [cell for at_size in line.values() for cell in at_size]
             lines[arm] = dict.fromkeys(sizes, ArmAtSize(arm, at_all_sizes, metric, sizes[0]))

@@ -262,11 +262,13 @@ def ladder_table(ladders: Sequence[Ladder]) -> Table:
     for ladder in ladders:
         first = ladder.comparisons[0]
         size = f"{AXIS_WORDS[first.slice.axis]} {first.sizes[0]}"
+        at = [size] if len(first.slice.sizes) > 1 else []
+        at += [first.slice.fixed] if first.slice.fixed else []
         rows.append(
             {
                 "arm": first.arm,
                 "against": first.against,
-                "at": size if len(first.slice.sizes) > 1 else "",
+                "at": ", ".join(at),
                 "over": f"{ladder.key} {', '.join(f'{rung:g}' for rung in ladder.rungs)}",
                 LEAST: Estimate(ladder.least, first.slice.metric.digits, is_signed=True),
                 "verdict": ladder.verdict,

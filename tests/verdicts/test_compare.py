@@ -252,6 +252,39 @@ def test_a_best_rate_at_an_edge_names_the_one_to_add():
     assert (grid.tuned, grid.search_words) == (1.0, "most often of 3; at the edge: add 10")
 
 
+@pytest.mark.parametrize(
+    ("values", "means", "added"),
+    [
+        ((-3, -2, -1), (0.9, 0.8, 0.7), "add -4"),  # logarithms
+        ((-3, -2, -1), (0.7, 0.8, 0.9), "add 0"),
+        ((-2, -1, 0), (0.7, 0.8, 0.9), "add 1"),
+        ((0, 0.1, 0.2), (0.7, 0.8, 0.9), "add 0.4"),
+        ((0, 0.1, 0.2), (0.9, 0.8, 0.7), ""),
+        ((-1, 0, 1), (0.7, 0.9, 0.7), ""),
+    ],
+)
+def test_the_edges_of_values_that_are_not_positive(
+    values: Sequence[float], means: Sequence[float], added: str
+):
+    cells = [
+        cell_of("batch", level(mean, noise), lr=value)
+        for noise, (value, mean) in enumerate(zip(values, means, strict=True))
+    ]
+    grid = report_of_cells(*cells).slices[0].lines["batch"][128]
+    assert grid.why_at_edge.endswith(added) and bool(grid.why_at_edge) == bool(added)
+
+
+def test_the_upper_edge_is_named_where_0_is_chosen_too():
+    """Four seeds are best without, and three with as much as was tried."""
+    low = [0.9] * 4 + [0.8] * 3
+    high = [0.8] * 4 + [0.96] * 3
+    cells = [cell_of("batch", low, lr=0.0), cell_of("batch", [0.5] * 7, lr=0.1)]
+    grid = report_of_cells(*cells, cell_of("batch", high, lr=0.2)).slices[0].lines["batch"][128]
+    assert grid.tuning is not None
+    assert grid.tuning.shares[0] > grid.tuning.shares[-1] > 0.25
+    assert grid.beyond == pytest.approx(0.4)
+
+
 @pytest.mark.parametrize(("rates", "added"), [((0.01, 0.1), "1"), ((0.1, 1.0, 10.0), "1e+02")])
 @pytest.mark.parametrize("kind", ["grid", "search"])
 def test_at_the_edge_of_a_grid_or_search_there_is_no_verdict(
@@ -310,3 +343,33 @@ def test_the_reference_is_the_norm_as_shipped_where_a_sweep_has_several_of_it(na
     report = report_of_cells(*typed, shipped, cell_of("layer", level(0.8)), reference=name)
     assert {c.against for c in report.comparisons} == {"batch"}
     assert report_of_cells(*typed).comparisons[0].against == "batch mode=one"
+
+
+def test_a_reference_that_is_named_counts_at_the_sizes_that_it_has():
+    cells = [
+        cell_of(norm, level(0.9), norm_batch_size=size, mixes_samples=True)
+        for norm in ("batch", "own")
+        for size in (2, 8)
+    ]
+    cells.append(cell_of("ghost", level(0.95, 1), norm_batch_size=8, mixes_samples=True))
+    report = report_of_cells(*cells, reference="ghost")
+    between = [c for c in report.comparisons if not c.is_along_sizes]
+    assert {(c.arm, c.against, c.sizes) for c in between} == {
+        ("batch", "ghost", (8, 8)),
+        ("own", "ghost", (8, 8)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("reference", "why"),
+    [
+        ("batch", "not run at norm batch size 8"),
+        ("own", "own was not run at norm batch size 8"),
+    ],
+)
+def test_at_the_largest_size_a_norm_of_another_size_is_not_compared(reference: str, why: str):
+    cells = [cell_of("batch", level(0.9), norm_batch_size=size) for size in (2, 8)]
+    cells.append(cell_of("own", level(0.95, 1), norm_batch_size=2, mixes_samples=True))
+    report = report_of_cells(*cells, at_largest=True, reference=reference)
+    (one,) = [c for c in report.comparisons if not c.is_along_sizes]
+    assert (one.verdict, one.why, one.family_size) == (None, why, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,6 +54,28 @@ def test_a_sign_holds_where_it_is_shown_at_every_width(
     table = next(table for table in report.tables if table.name == "ladders")
     (row,) = table.frame.to_dict("records")
     assert row["over"] == f"model.width {', '.join(map(str, sorted(leads)))}"
+
+
+def test_a_ladder_has_one_batch_size():
+    """At 32 the second norm is better at all widths, and at 64 it is worse."""
+    cells = []
+    for norm, width, batch_size, size in product(("batch", "own"), (8, 16), (32, 64), (2, 4)):
+        mean = 0.8 + (norm == "own") * (0.05 if batch_size == 32 else -0.05)
+        values = (mean + 0.002 * RNG.normal(size=4)).tolist()
+        sizes = {"batch_size": batch_size, "norm_batch_size": size, "model.width": width}
+        cells.append(cell_of(norm, values, mixes_samples=True, **sizes))
+    report = report_of_cells(*cells)
+    assert all(
+        len({c.slice.fixed for c in one.comparisons}) == 1
+        for one in find_ladders(report.comparisons)
+    )
+    (table,) = (table for table in report.tables if table.name == "ladders")
+    found = dict(zip(table.frame["at"], table.frame["verdict"], strict=True))
+    assert found == {
+        f"norm batch size {size}, batch size {batch_size}": verdict
+        for size in (2, 4)
+        for batch_size, verdict in ((32, "better"), (64, "worse"))
+    }
 
 
 def test_the_least_difference_covers_the_least_truth():

@@ -82,6 +82,19 @@ def test_a_norm_without_an_ended_run_is_a_row_and_there_is_no_best():
     assert report.counts == "4 cells, 8 runs: 8 finished; 8 runs missing"
 
 
+def test_a_size_that_has_not_begun_is_not_at_chance():
+    cells = [
+        cell_of(norm, draw(0.9), norm_batch_size=8, mixes_samples=True)
+        for norm in ("batch", "ghost")
+    ]
+    rest = [planned(norm=norm, norm_batch_size=2) for norm in ("batch", "ghost")]
+    report = report_of_cells(*cells, planned=rest)
+    (slice_,) = report.slices
+    assert find(report, "batch at 2", "batch at 8").why == "0 of 4 seeds of batch"
+    assert "chance" not in report.headline(slice_)
+    assert not any(side.is_at_chance for side in slice_.arms_at_sizes)
+
+
 def test_a_norm_with_a_failed_seed_is_named_in_the_headline():
     cells = [cell_of("batch", draw(0.9)), cell_of("layer", draw(0.95))]
     report = report_of_cells(*cells, cell_of("rms", draw(0.97), failed=[3]))

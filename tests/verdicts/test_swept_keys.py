@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -130,9 +131,45 @@ def test_arms_are_compared_at_every_size_in_one_family():
     assert [*dict.fromkeys(ranking.frame["norm batch size"])] == ["2", "8", "32"]
 
 
+@pytest.mark.parametrize(("size", "heading"), [(8, "batch size 8"), (4, "norm batch size 4")])
+def test_every_cell_stands_in_a_slice(size: int, heading: str):
+    """Batch size 32 at two norm batch sizes, and 8 at one."""
+    cells = [
+        cell_of(norm, draw(), batch_size=batch, norm_batch_size=of_norm, mixes_samples=True)
+        for norm in ("batch", "ghost")
+        for batch, of_norm in ((32, 2), (32, 8), (8, size))
+    ]
+    report = report_of_cells(*cells)
+    assert {*report.cells} == {cell for slice_ in report.slices for cell in slice_.cells}
+    first, last = report.slices
+    assert first.sizes == [2, 8] and last.heading.endswith(heading)
+    assert [one.sizes for one in report.comparisons_of(last)] == [(size, size)]
+
+
+def test_of_equal_trainings_the_one_with_the_most_runs_stands_for_all():
+    """An arm that was found to mix no samples was asked for at two norm batch sizes."""
+    cells = [cell_of("batch", draw(), norm_batch_size=size) for size in (2, 8)]
+    twins = [
+        cell_of("own", draw()[:n], norm_batch_size=8, mixes_samples=False, tag=tag)
+        for n, tag in ((6, "a"), (2, "b"))
+    ]
+    twins = [[replace(run, config=twins[0][0].config, typed={}) for run in cell] for cell in twins]
+    (slice_,) = report_of_cells(*cells, *twins).slices
+    assert len(slice_.lines["own"][2].seeds) == 6
+
+
 def test_arms_that_mix_no_samples_are_compared_once():
     cells = [cell_of("batch", draw(), norm_batch_size=size) for size in (2, 32)]
     cells += [cell_of("layer", draw()), cell_of("rms", draw())]
     report = report_of_cells(*cells, reference="layer")
     count = sum((one.arm, one.against) == ("rms", "layer") for one in report.comparisons)
     assert count == 1 and [len(ranking.places) for ranking in report.rankings] == [3, 3]
+
+
+def test_only_a_slot_is_as_shipped_by_what_the_norm_sets():
+    """A norm that has no `clip` sets none, so `clip=null` is not as shipped."""
+    cells = [cell_of("batch", draw(), clip=value) for value in (None, 0.5)]
+    cells.append(cell_of("batch", draw(), defaults={"clip": 1.0}))
+    asked = {("synthetic", cell[0].directory.parent.name): [range(6)] for cell in cells}
+    report = report_of_cells(*cells, asked=asked)
+    assert {one.against for one in report.comparisons} == {"clip=1"}

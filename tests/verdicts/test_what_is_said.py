@@ -116,6 +116,12 @@ def test_the_scope_names_versions_code_and_early_ends_in_which_runs_differ():
     assert "n = 1 seed;" in report_of_cells(batch[:1], rms[:1]).slices[0].scope
 
 
+def test_early_ends_are_counted_over_all_cells_of_an_arm():
+    cells = [cell_of("batch", draw(0.9), lr=lr) for lr in (0.1, 0.3)]
+    early = [measured(cell[:1], stopped="no better loss") + cell[1:] for cell in cells]
+    assert "ended early: 2 of batch, n" in report_of_cells(*early).slices[0].scope
+
+
 def many(means: dict[str, float], **more: Any) -> list[list[Row]]:
     return [cell_of(norm, draw(mean), **more) for norm, mean in means.items()]
 
