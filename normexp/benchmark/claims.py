@@ -17,7 +17,7 @@ from normexp.benchmark.reference import Reference
 from normexp.training.config.groups import conf_dir
 from normexp.verdicts.arm_at_size import ArmAtSize
 from normexp.verdicts.arms import label_cells
-from normexp.verdicts.cells import CellRow, build_cells, metric_names
+from normexp.verdicts.cells import CellRuns, build_cells, metric_names
 from normexp.verdicts.compare import DIFFERENCE, gap_of
 from normexp.verdicts.family import ALPHA, Verdict, decide, p_value
 from normexp.verdicts.interval import Interval
@@ -99,7 +99,10 @@ def _outcome_of(tests: Sequence[ClaimTest], *, decisive: Outcome) -> Outcome:
 
 
 def _test(
-    cells: Mapping[str, list[CellRow]], comparison: Mapping[str, Any], budget: str, family_size: int
+    cells: Mapping[str, list[CellRuns]],
+    comparison: Mapping[str, Any],
+    budget: str,
+    family_size: int,
 ) -> ClaimTest:
     workload, expected = comparison["workload"], comparison["expect"]
     sides = [comparison["first"], comparison["second"]]
@@ -130,7 +133,7 @@ def _is_beyond(gap: Interval, margin: float, family_size: int) -> bool:
 
 
 def _arm_at_size(
-    cells: Mapping[str, list[CellRow]], side: Mapping[str, Any], workload: str, budget: str
+    cells: Mapping[str, list[CellRuns]], side: Mapping[str, Any], workload: str, budget: str
 ) -> ArmAtSize | None:
     """The norm of a side with all of its learning rates; None unless they tune it."""
     short = f"{workload}_short"

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from normexp.verdicts.cells import CellRow, mean_of_seeds
+from normexp.verdicts.cells import CellRuns, mean_of_seeds
 from normexp.verdicts.crossfit import AT_EDGE, CrossFit, cross_fit
 from normexp.verdicts.interval import Array, Interval
 from normexp.verdicts.metric import Estimate, Metric, over_seeds
@@ -26,7 +26,7 @@ class ArmAtSize:
     """
 
     arm: str
-    cells: Sequence[CellRow]
+    cells: Sequence[CellRuns]
     metric: Metric
     size: int = 0
 
@@ -36,7 +36,7 @@ class ArmAtSize:
 
     @cached_property
     def scores(self) -> list[dict[int, float]]:
-        """For each cell, by seed, the score that chooses a learning rate; -inf if diverged."""
+        """For each cell, by seed, the score that chooses a tuned value; -inf if diverged."""
         name, of_cells = self.metric.selection_name, []
         for cell in self.cells:
             scores = {}
@@ -49,10 +49,10 @@ class ArmAtSize:
         return of_cells
 
     @cached_property
-    def best(self) -> CellRow:
+    def best(self) -> CellRuns:
         """The cell with the fewest failed runs, and the best mean on validation."""
 
-        def rank(pair: tuple[CellRow, dict[int, float]]) -> tuple[int, float]:
+        def rank(pair: tuple[CellRuns, dict[int, float]]) -> tuple[int, float]:
             cell, scores = pair
             mean = over_seeds([*scores.values()])[0] if scores else -np.inf
             return -cell.lost.get("failed", 0), mean
@@ -77,21 +77,21 @@ class ArmAtSize:
 
     @property
     def _why_not_tuned(self) -> str:
-        """Why its learning rates cannot be cross-fitted; empty if they can."""
+        """Why its tuned values cannot be cross-fitted; empty if they can."""
+        tuned = self.best.roles.tuned
         if len(self.seeds) < 3:
-            return f"to tune {self.best.roles.tuned} takes 3 seeds, not {len(self.seeds)}"
+            return f"to tune {tuned} takes 3 seeds, not {len(self.seeds)}"
         if any(cell.values(self.metric).keys() != {*self.seeds} for cell in self.cells):
-            return "seeds differ between learning rates"
+            return f"seeds differ between values of {tuned}"
         if any(scores.keys() != {*self.seeds} for scores in self.scores):
-            tuned = self.best.roles.tuned
             return f"{self.metric.selection_name} is missing, by which {tuned} is chosen"
         return ""
 
     @cached_property
     def tuning(self) -> CrossFit | None:
-        """Cross-fitted outcomes, higher is better; None unless several learning rates tune it.
+        """Cross-fitted outcomes, higher is better; None unless several values tune it.
 
-        With test samples if every rate that some split chooses has them.
+        With test samples if every value that some split chooses has them.
         """
         if len(self.cells) == 1 or self._why_not_tuned:
             return None
@@ -116,7 +116,7 @@ class ArmAtSize:
         """True if its test samples are blocks of a text."""
         return any(run.has_text for run in self.best.runs)
 
-    def _num_samples(self, cells: Sequence[CellRow]) -> int:
+    def _num_samples(self, cells: Sequence[CellRuns]) -> int:
         """The test samples that every finished run has; 0 without."""
         counts = {
             len(run.samples(self.metric))
@@ -125,7 +125,7 @@ class ArmAtSize:
         }
         return counts.pop() if len(counts) == 1 and counts != {1} else 0
 
-    def _outcomes_of(self, cells: Sequence[CellRow], num_samples: int = 0) -> Array:
+    def _outcomes_of(self, cells: Sequence[CellRuns], num_samples: int = 0) -> Array:
         """Higher is better, (num_cells, n) over `seeds`, or (num_cells, n, num_samples).
 
         A run without samples, such as a diverged one, has its value for each of them.
@@ -140,7 +140,7 @@ class ArmAtSize:
         outcomes = self.metric.sign * np.array(rows, dtype=np.float64)
         return outcomes.reshape(len(cells), len(self.seeds), *outcomes.shape[1:])
 
-    def _runs_of(self, cells: Sequence[CellRow]) -> list[Row]:
+    def _runs_of(self, cells: Sequence[CellRuns]) -> list[Row]:
         return [run for cell in cells for run in cell.runs if run.seed in self.seeds]
 
     @property

@@ -1,9 +1,8 @@
 """What is compared, and what must be equal for that.
 
-What differs is the arm, and what is equal is the table. First come the arms of the study's roles
-(norms), in tables of equal other settings; then each setting that separates those tables, in tables
-of equal norms and equal other settings. Workloads and budgets have tables of their own and are not
-compared.
+An arm is one value of the setting that is compared; runs equal in all other settings share a table.
+First come the arms of the study's roles (norms); then each setting that separates their tables, in
+tables of equal norms. Workloads and budgets have tables of their own and are not compared.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from normexp.verdicts.cells import DIGESTS, CellRow, setting_words
+from normexp.verdicts.cells import DIGESTS, CellRuns, setting_words
 from normexp.verdicts.rows import comparable
 from normexp.verdicts.settings import AXES
 from normexp.words import as_typed
@@ -24,7 +23,7 @@ CODE = ("_target_", "source_digest", "version")
 ORDER = ("batch", "layer", "instance", "group", "rms", "layer2d", "none")
 
 
-def label_cells(cells: Sequence[CellRow]) -> list[CellRow]:
+def label_cells(cells: Sequence[CellRuns]) -> list[CellRuns]:
     """Adds labels, titles and the settings that separate tables, and sorts the cells by them."""
     keys = _separating_keys(cells)
     labels = _labels(cells)
@@ -37,11 +36,11 @@ def label_cells(cells: Sequence[CellRow]) -> list[CellRow]:
     return _in_order(_with_titles(labelled))
 
 
-def _labels(cells: Sequence[CellRow]) -> list[str]:
+def _labels(cells: Sequence[CellRuns]) -> list[str]:
     """`group num_groups=4`: of each cell the name of its arm and its knobs.
 
-    A label does not depend on what else the study has, so that it stays as the study grows. Where
-    other code has the same name and knobs, that of the first cell asked for is not named.
+    A label does not depend on what else the study has, so that it stays as the study grows. If
+    two arms have one label but other code, all but the first asked for also show their code.
     """
     has_studies = len({cell.study for cell in cells}) > 1
     labels = [_label(cell, has_studies) for cell in cells]
@@ -56,7 +55,7 @@ def _labels(cells: Sequence[CellRow]) -> list[str]:
     return unique
 
 
-def _label(cell: CellRow, has_studies: bool) -> str:
+def _label(cell: CellRuns, has_studies: bool) -> str:
     words = [cell.arm_name]
     for key, value in _knobs_of(cell).items():
         if key not in CODE and value is not None:
@@ -68,17 +67,17 @@ def _label(cell: CellRow, has_studies: bool) -> str:
     return " ".join(words)
 
 
-def _knobs_of(cell: CellRow) -> dict[str, Any]:
+def _knobs_of(cell: CellRuns) -> dict[str, Any]:
     """The settings of its arm that are no defaults, without the name of the arm."""
     keys = sorted(filter(cell.roles.is_knob, cell.typed))
     return {key.partition(".")[2]: cell.value_of(key) for key in keys}
 
 
-def _code_of(cell: CellRow) -> dict[str, Any]:
+def _code_of(cell: CellRuns) -> dict[str, Any]:
     return {key: value for key, value in _knobs_of(cell).items() if key in CODE}
 
 
-def _separating_keys(cells: Sequence[CellRow]) -> list[str]:
+def _separating_keys(cells: Sequence[CellRuns]) -> list[str]:
     """The keys for which some arm was run with several values, all sizes equal.
 
     A key that differs only between arms separates nothing: the arms share a table, which says that
@@ -105,7 +104,7 @@ def _separating_keys(cells: Sequence[CellRow]) -> list[str]:
     ]
 
 
-def _with_titles(cells: Sequence[CellRow], always: str = "") -> list[CellRow]:
+def _with_titles(cells: Sequence[CellRuns], always: str = "") -> list[CellRuns]:
     """Adds the model, the data, and what differs between tables of the same model and data.
 
     always: a setting that is named in any case
@@ -126,7 +125,7 @@ def _with_titles(cells: Sequence[CellRow], always: str = "") -> list[CellRow]:
 # Other settings as arms
 
 
-def compared_keys(cells: Sequence[CellRow]) -> list[str]:
+def compared_keys(cells: Sequence[CellRuns]) -> list[str]:
     """The settings that are compared besides the arm: those that separate its tables.
 
     What belongs to another of them, as `optim.momentum` to `optim`, is a knob of that one.
@@ -141,7 +140,7 @@ def compared_keys(cells: Sequence[CellRow]) -> list[str]:
     return [key for key in keys if "." not in key or key.partition(".")[0] not in keys]
 
 
-def with_arm(cells: Sequence[CellRow], key: str) -> list[CellRow]:
+def with_arm(cells: Sequence[CellRuns], key: str) -> list[CellRuns]:
     """The cells for tables in which this setting is compared, and the arm of before is equal."""
     relabelled, before = [], cells[0].roles.arm
     for cell in cells:
@@ -172,11 +171,11 @@ def _varies(values: Sequence[Any], places: Sequence[Hashable] | None = None) -> 
     return len(pairs) > len({place for place, _ in pairs})
 
 
-def _in_order(cells: Sequence[CellRow]) -> list[CellRow]:
+def _in_order(cells: Sequence[CellRuns]) -> list[CellRuns]:
     """By data, model, settings, arm and sizes."""
     arms = order_arms({cell.arm: cell.arm_name for cell in cells})
 
-    def order(cell: CellRow) -> tuple[Any, ...]:
+    def order(cell: CellRuns) -> tuple[Any, ...]:
         settings = [_sortable(value) for value in cell.separating.values()]
         sizes = (cell.batch_size, cell.norm_batch_size)
         return (*cell.task[::-1], settings, arms.index(cell.arm), *sizes, cell.tuned or 0)

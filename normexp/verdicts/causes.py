@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from normexp.verdicts.cells import CellRow
+from normexp.verdicts.cells import CellRuns
 from normexp.verdicts.compare import Comparison
 from normexp.verdicts.family import difference
 from normexp.verdicts.interval import Array, Interval
@@ -53,7 +53,7 @@ def measure_causes(comparison: Comparison) -> Causes | None:
     return Causes(comparison.arm, metric, drops[0], dict(zip(names, drops[1:], strict=True)))
 
 
-def _terms_of(cell: CellRow, metric: Metric) -> Array:
+def _terms_of(cell: CellRuns, metric: Metric) -> Array:
     """r, s, p - s and r - p of each seed that has all of them, (n, 4); higher is better."""
     by_kind = [cell.values(describe_metric(metric.name + kind)) for kind in KINDS]
     seeds = sorted(set[int].intersection(*map(set, by_kind)))

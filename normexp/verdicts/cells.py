@@ -27,7 +27,7 @@ LOST = ("failed", "diverged", "at chance", "missing")  # what a run may be
 
 
 @dataclass(frozen=True, eq=False)
-class CellRow:
+class CellRuns:
     """A cell with its ended runs, in order of seeds.
 
     directory: runs/<study>/<cell_id>
@@ -149,7 +149,7 @@ def mean_of_seeds(values: Sequence[float], step: float | None, metric: Metric) -
     return replace(interval, low=max(interval.low, metric.least))
 
 
-def build_cells(rows: Rows) -> list[CellRow]:
+def build_cells(rows: Rows) -> list[CellRuns]:
     """The cells, without labels: those with ended runs, then others that were asked for."""
     by_cell: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for run in rows.runs:
@@ -159,13 +159,13 @@ def build_cells(rows: Rows) -> list[CellRow]:
     return cells + _planned_cells(rows, cells, places)
 
 
-def _ended_cell(runs: Sequence[Row], rows: Rows, asked_at: int) -> CellRow:
+def _ended_cell(runs: Sequence[Row], rows: Rows, asked_at: int) -> CellRuns:
     place = runs[0].study, runs[0].cell_id
     first = min(runs, key=lambda run: run.status == Status.FAILED)  # a failed run may lack settings
     recorded = [run.seed for run in runs]
     by_command = rows.asked.get(place) or [recorded]
     ended = {run.seed for run in runs if run.status != Status.FAILED}
-    return CellRow(
+    return CellRuns(
         study=first.study,
         directory=first.directory.parent,
         runs=sorted(runs, key=lambda run: run.seed),
@@ -185,8 +185,8 @@ def _ended_cell(runs: Sequence[Row], rows: Rows, asked_at: int) -> CellRow:
 
 
 def _planned_cells(
-    rows: Rows, ended: Sequence[CellRow], places: Mapping[tuple[str, str], int]
-) -> list[CellRow]:
+    rows: Rows, ended: Sequence[CellRuns], places: Mapping[tuple[str, str], int]
+) -> list[CellRuns]:
     """Cells that were asked for and have no runs: they count in the families of the study."""
     with_runs = {cell.study for cell in ended}
     cells = []
@@ -205,8 +205,8 @@ def _planned_cells(
     ]
 
 
-def _planned_cell(planned: PlannedCell, rows: Rows, asked_at: int) -> CellRow:
-    return CellRow(
+def _planned_cell(planned: PlannedCell, rows: Rows, asked_at: int) -> CellRuns:
+    return CellRuns(
         study=planned.study,
         directory=planned.directory,
         runs=(),
@@ -225,7 +225,7 @@ def _planned_cell(planned: PlannedCell, rows: Rows, asked_at: int) -> CellRow:
 
 
 def unlike(
-    first: CellRow, second: CellRow, *, searched: Collection[str] = ()
+    first: CellRuns, second: CellRuns, *, searched: Collection[str] = ()
 ) -> dict[str, tuple[Any, Any]]:
     """The values that keep two cells from being compared, by key.
 
@@ -254,7 +254,7 @@ def unlike(
     return different
 
 
-def _belongs_to_arms(key: str, first: CellRow, second: CellRow) -> bool:
+def _belongs_to_arms(key: str, first: CellRuns, second: CellRuns) -> bool:
     """True for a key of what is compared, and for a slot that is as the YAMLs of norms set it."""
     roles = first.roles
     if key in roles.slots:
@@ -263,7 +263,7 @@ def _belongs_to_arms(key: str, first: CellRow, second: CellRow) -> bool:
     return roles.is_of_arm(key) and first.arm != second.arm
 
 
-def settings_key(cell: CellRow) -> Hashable:
+def settings_key(cell: CellRuns) -> Hashable:
     """Equal for cells that share a table."""
     return comparable(cell.separating)
 
@@ -278,6 +278,6 @@ def value_words(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else as_typed(value)
 
 
-def metric_names(cells: Iterable[CellRow]) -> list[str]:
+def metric_names(cells: Iterable[CellRuns]) -> list[str]:
     """The metrics that any of the runs has."""
     return sorted({name for cell in cells for run in cell.runs for name in run.metrics})

@@ -114,7 +114,8 @@ def compare(slices: Sequence[Slice], reference: str | None = None) -> list[Compa
         of_slice = [*_comparisons_of(slice_, reference)]
         comparisons += of_slice
         family_sizes[slice_.family] += sum(comparison.is_comparable for comparison in of_slice)
-        for size in slice_.compared_at:  # the marks of a ranking are tests as well, see Ranking
+        for size in slice_.compared_at:
+            # The marks of a ranking are tests as well, see Ranking.
             family_sizes[slice_.family] += math.ceil(max(len(slice_.at(size)) - 2, 0) / 2)
     return [judge(comparison, family_sizes[comparison.slice.family]) for comparison in comparisons]
 
@@ -163,7 +164,7 @@ def _reference_arm(slice_: Slice, name: str | None) -> str:
     sides = [side for side in everywhere if name in (side.arm, side.best.arm_name)]
     if not sides:
         sides = [*slice_.at(slice_.compared_at[0]).values()]
-        for wanted in (*REFERENCES, *ORDER) if slice_.is_first else ():
+        for wanted in (*REFERENCES, *ORDER) if slice_.is_main else ():
             named = [side for side in sides if wanted in (side.arm, side.best.arm_name)]
             if named:
                 sides = named
@@ -175,7 +176,7 @@ def _comparisons_of(slice_: Slice, reference_name: str | None) -> Iterator[Compa
     """The comparisons of a slice: along the sizes, then with the reference at each size."""
     for arm, line in slice_.lines.items():
         smallest, largest = min(line), max(line)
-        if slice_.is_first and len(line) > 1 and arm not in slice_.independent:
+        if slice_.is_main and len(line) > 1 and arm not in slice_.independent:
             yield compare_pair(slice_, line[smallest], line[largest], (smallest, largest))
     reference = slice_.lines[_reference_arm(slice_, reference_name)]
     others = [line for line in slice_.lines.values() if line is not reference]
@@ -267,8 +268,8 @@ def gap_of(first: ArmAtSize, second: ArmAtSize) -> tuple[Interval, int]:
         step = metric.limit / num_samples if metric.bounds else step
     else:
         a, b = _over_samples(a), _over_samples(b)
-    runs = [[cell.directory for cell in side.cells] for side in (first, second)]
-    outcomes = [a - b] if runs[0] == runs[1] and a.shape == b.shape else [a, b]
+    folders = [[cell.directory for cell in side.cells] for side in (first, second)]
+    outcomes = [a - b] if folders[0] == folders[1] and a.shape == b.shape else [a, b]
     gap = difference(*outcomes, step=step, limit=metric.limit, in_order=first.has_text)
     return gap, num_samples
 
@@ -300,9 +301,9 @@ class Ranking:
     """Arms at one size by their estimate, the best first; others stand last.
 
     An arm may be the best unless another is shown to be better, or all of its seeds are at chance.
-    The true best arm is left out by mistake if any of k - 1 one-sided tests errs; two of these
-    count as one member of the family. Together with the verdicts against the reference, the error
-    rate is at most 5 %.
+    The true best of k arms is left out by mistake if any of its k - 1 one-sided tests errs. That
+    against the reference is a member of the family already, and of the other k - 2 two count as
+    one. Together with the verdicts against the reference, the error rate is at most 5 %.
     """
 
     slice: Slice
@@ -336,7 +337,7 @@ def rank(slice_: Slice, comparisons: Sequence[Comparison]) -> list[Ranking]:
 
 def _rank_at(slice_: Slice, size: int, with_reference: Mapping[str, Comparison]) -> Ranking:
     """The ranking at one size. with_reference: by arm, its comparison"""
-    of_reference = next(iter(with_reference.values()))
+    any_comparison = next(iter(with_reference.values()))
     compared = slice_.at(size)
     levels = dict.fromkeys((*compared, *with_reference), -math.inf)
     for arm, side in compared.items():
@@ -353,11 +354,11 @@ def _rank_at(slice_: Slice, size: int, with_reference: Mapping[str, Comparison])
         for rival in ranked:
             if levels[rival] > levels[arm]:
                 pair = compare_pair(slice_, compared[rival], compared[arm], (size, size))
-                if judge(pair, of_reference.family_size).verdict == "better":
+                if judge(pair, any_comparison.family_size).verdict == "better":
                     may_be_best[arm] = False
                     break
     places = [
         Place(arm, compared.get(arm), with_reference.get(arm), may_be_best.get(arm))
         for arm in sorted(levels, key=lambda arm: (arm not in ranked, -levels[arm]))
     ]
-    return Ranking(slice_, size, of_reference.second.arm, places, of_reference.family_size)
+    return Ranking(slice_, size, any_comparison.second.arm, places, any_comparison.family_size)

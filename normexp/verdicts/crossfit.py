@@ -1,20 +1,22 @@
-"""The outcome of "tune, then train", from a complete grid of rates and seeds.
+"""The outcome of "tune, then train", from a complete grid of candidates and seeds.
 
-What is estimated: train every rate with k seeds, choose the rate with the best mean on validation,
-train one fresh seed at that rate, and test it. The luck of the choice belongs to this procedure, so
-it belongs in the interval. The estimate is the mean outcome over all splits of the seeds into k
-that choose and n - k that report (Stone 1974, "Cross-validatory choice and assessment";
-Chernozhukov et al. 2018, "Double/debiased machine learning"). It is a U-statistic of order k + 1,
-smooth although the choice of one split is not. The validation data are taken as given.
+A candidate is a value of the tuned setting, such as a learning rate.
+
+What is estimated: train every candidate with k seeds, choose the one with the best mean on
+validation, train one fresh seed with it, and test it. The luck of the choice belongs to this
+procedure, so it belongs in the interval. The estimate is the mean outcome over all splits of the
+seeds into k that choose and n - k that report (Stone 1974, "Cross-validatory choice and
+assessment"; Chernozhukov et al. 2018, "Double/debiased machine learning"). It is a U-statistic of
+order k + 1, smooth although the choice of one split is not. The validation data are taken as given.
 
 Its error comes from deleting seeds. theta(-j) is the same mean without seed j, again with k seeds
 that choose, and the pseudo-value of seed j is n theta - (n - 1) theta(-j) (Tukey 1958). The mean of
 the pseudo-values is theta, and their squared standard error is the jackknife's, on average no
 smaller than the truth (Efron and Stein 1981). So pseudo-values replace the values of seeds wherever
-a mean over seeds is wanted: `mean`, `crossed_mean`, differences between norms, between budgets.
+a mean over seeds is wanted: `mean`, `crossed_mean`, differences between arms, between budgets.
 
-Deleting one seed may not move a choice that other seeds would have moved: where a noisy rate is
-best by little, a low estimate has a small error, and at n = 16 only 90 % of intervals cover.
+Deleting one seed may not move a choice that other seeds would have moved: where a noisy candidate
+is best by little, a low estimate has a small error, and at n = 16 only 90 % of intervals cover.
 Deleting half of the seeds moves it (Shao and Wu 1989, "A general theory for jackknife variance
 estimation"). The larger of the two errors counts: the deviations of the pseudo-values are scaled up
 to it.
@@ -32,7 +34,7 @@ from numpy.typing import ArrayLike
 
 from normexp.verdicts.interval import Array
 
-AT_EDGE = 0.25  # if more of the splits choose an end of the grid, a better rate may lie outside
+AT_EDGE = 0.25  # if more of the splits choose an end of the grid, a better value may lie outside
 MAX_SPLITS = 13_000  # all splits up to n = 16; for more seeds as many are drawn
 NUM_HALVES = 200  # halves of the seeds that are kept in turn; all of them up to n = 9
 SPLITS_OF_HALF = 70  # splits of each half; all of them up to n = 17
@@ -40,10 +42,10 @@ SPLITS_OF_HALF = 70  # splits of each half; all of them up to n = 17
 
 @dataclass(frozen=True)
 class CrossFit:
-    """Outcomes of a norm whose rate is tuned.
+    """Outcomes of a tuned arm.
 
     values: pseudo-values over seeds, (n,) or (n, N) with test samples; see the top of this file
-    shares: how often each rate was chosen, (num_rates,), sum 1
+    shares: how often each candidate was chosen, (num_candidates,), sum 1
     """
 
     values: Array
@@ -51,35 +53,35 @@ class CrossFit:
 
 
 def cross_fit(scores: ArrayLike, outcomes: ArrayLike) -> CrossFit:
-    """Cross-fitted outcomes of one norm from a complete grid.
+    """Cross-fitted outcomes of one arm from a complete grid.
 
-    Norms are compared by the difference of their values: every norm with the same n has the same
-    splits. Half of the seeds choose, k = n // 2. The first of equal rates is chosen.
+    Arms are compared by the difference of their values: every arm with the same n has the same
+    splits. Half of the seeds choose, k = n // 2. The first of equal candidates is chosen.
 
-    scores: (num_rates, n), by which a rate is chosen, on validation data; higher is better, and
-        -inf for a diverged run: its rate is chosen only where every rate has one
-    outcomes: (num_rates, n), or (num_rates, n, N) with test samples
+    scores: (num_candidates, n), by which one is chosen, on validation data; higher is better, and
+        -inf for a diverged run: its candidate is chosen only where every candidate has one
+    outcomes: (num_candidates, n), or (num_candidates, n, N) with test samples
 
     Raises:
         ValueError: fewer than 3 seeds, or a missing value.
     """
     chosen_by = np.asarray(scores, dtype=np.float64)
     reported = np.asarray(outcomes, dtype=np.float64)
-    num_rates, n = chosen_by.shape
+    num_candidates, n = chosen_by.shape
     if n < 3:
         raise ValueError(f"{n} seeds: with two that report and one that chooses, it takes 3")
     is_missing = np.isnan(chosen_by).any() or not np.isfinite(reported).all()
     if reported.shape[:2] != chosen_by.shape or is_missing:
-        raise ValueError("the grid of rates and seeds is incomplete")
+        raise ValueError("the grid of candidates and seeds is incomplete")
     k = n // 2
     chooses = _splits(n, k)  # (num_splits, n)
     reports = 1.0 - chooses
     is_lost = np.isneginf(chosen_by)
-    sums = chooses @ np.where(is_lost, 0.0, chosen_by).T  # (num_splits, num_rates)
-    rates = np.where(chooses @ is_lost.T > 0, -np.inf, sums).argmax(axis=1)
-    by_rate = [reports[rates == rate] for rate in range(num_rates)]
-    # [r, j, s]: number of splits that choose rate r, where neither seed j nor seed s chooses
-    pairs = np.stack([rows.T @ rows for rows in by_rate])
+    sums = chooses @ np.where(is_lost, 0.0, chosen_by).T  # (num_splits, num_candidates)
+    chosen = np.where(chooses @ is_lost.T > 0, -np.inf, sums).argmax(axis=1)
+    by_candidate = [reports[chosen == candidate] for candidate in range(num_candidates)]
+    # [r, j, s]: number of splits that choose candidate r, where neither seed j nor seed s chooses
+    pairs = np.stack([rows.T @ rows for rows in by_candidate])
     weights = np.einsum("rss->rs", pairs) / (len(chooses) * (n - k))
     others = pairs * (1 - np.eye(n)) / (reports.sum(axis=0)[:, None] * (n - k - 1))
     theta = np.tensordot(weights, reported, 2)
@@ -91,7 +93,7 @@ def cross_fit(scores: ArrayLike, outcomes: ArrayLike) -> CrossFit:
     if by_halves > error > 0:
         further = (by_halves / error - 1) * (of_seeds - of_seeds.mean())
         values = values + further.reshape(n, *[1] * (values.ndim - 1))
-    shares = np.array([len(rows) for rows in by_rate]) / len(chooses)
+    shares = np.array([len(rows) for rows in by_candidate]) / len(chooses)
     return CrossFit(values, shares)
 
 
@@ -110,11 +112,11 @@ def _error_by_halves(scores: Array, outcomes: Array) -> float:
     scores = np.where(np.isneginf(scores), -1e300, scores)  # -inf times 0 would be NaN
     kept = _splits(n, half, NUM_HALVES).nonzero()[1].reshape(-1, half)
     chooses = _splits(half, k, SPLITS_OF_HALF)
-    # [r, h, p]: in half h and split p, what chooses rate r and what it reports
+    # [r, h, p]: in half h and split p, what chooses candidate r and what it reports
     sums = np.tensordot(scores[:, kept], chooses, axes=(2, 1))
     reports = np.tensordot(means[:, kept], (1 - chooses) / (half - k), axes=(2, 1))
-    rates = sums.argmax(axis=0)
-    thetas = np.take_along_axis(reports, rates[None], axis=0).mean(axis=(0, 2))
+    chosen = sums.argmax(axis=0)
+    thetas = np.take_along_axis(reports, chosen[None], axis=0).mean(axis=(0, 2))
     return float(thetas.std() * math.sqrt(half / (n - half)))
 
 

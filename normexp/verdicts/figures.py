@@ -19,7 +19,7 @@ import pandas as pd
 
 from normexp.verdicts.arm_at_size import ArmAtSize
 from normexp.verdicts.arms import ORDER, order_arms
-from normexp.verdicts.cells import CellRow, mean_of_seeds
+from normexp.verdicts.cells import CellRuns, mean_of_seeds
 from normexp.verdicts.compare import Ranking
 from normexp.verdicts.interval import Interval
 from normexp.verdicts.metric import Metric, describe_metric
@@ -236,7 +236,7 @@ def draw_curves(slice_: Slice) -> Iterator[Figure]:
         )
 
 
-def _curve(cell: CellRow, metric: Metric) -> Iterator[Datum]:
+def _curve(cell: CellRuns, metric: Metric) -> Iterator[Datum]:
     """The mean of the seeds, in bins where all have a value, and the last value of each seed."""
     points = [
         (run.seed, row.samples_seen, metric.scale * row.value)

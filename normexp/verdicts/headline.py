@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from normexp.verdicts.arm_at_size import ArmAtSize
-from normexp.verdicts.cells import DIGESTS, CellRow, setting_words
+from normexp.verdicts.cells import DIGESTS, CellRuns, setting_words
 from normexp.verdicts.compare import Comparison, Ranking
 from normexp.verdicts.rows import comparable
 from normexp.verdicts.settings import AXES
 from normexp.verdicts.slices import Slice
 
-MOST_WORDS = 15  # the length of a headline
+MOST_WORDS = 15  # the length of its claims
 ALONG_SIZES = {  # the claim for each verdict
     "worse": "At {first}, {arm} loses {gap} against {second}",
     "better": "At {first}, {arm} gains {gap} against {second}",
-    "tie": "At {first}, {arm} ties with {second}",
+    "tie": "{arm} at {first} and {second} tie within {margin}",
     "undecided": "{arm} at {first} against {second}: undecided",
     None: "{arm} at {first} against {second}: no verdict",
 }
@@ -34,7 +34,7 @@ def headline_of(
     slice_: Slice,
     comparisons: Sequence[Comparison],
     rankings: Sequence[Ranking],
-    cells: Sequence[CellRow],
+    cells: Sequence[CellRuns],
 ) -> str:
     """First along the sizes, then between arms at the first size; then what limits it.
 
@@ -56,16 +56,17 @@ def headline_of(
 
 def _with_best(drop: Comparison, ranking: Ranking | None, best: str) -> str:
     """A drop along the sizes, and what is best, if both fit."""
-    size = _claim(drop)
+    claim = _claim(drop)
     if ranking is None:
-        return size
+        return claim
     at = "" if ranking.size == drop.sizes[0] else f"at {ranking.size}, "
-    shorter = size.replace(f" against {drop.sizes[1]}", "")
-    for claim in (size, shorter):
-        both = f"{claim}; {at}{best}"
+    shorter = claim.replace(f" against {drop.sizes[1]}", "")
+    shorter = shorter.replace(f" within {_margin_words(drop)}", "")
+    for along in (claim, shorter):
+        both = f"{along}; {at}{best}"
         if len(both.split()) <= MOST_WORDS:
             return both
-    return size
+    return claim
 
 
 def _diverged_words(slice_: Slice) -> list[str]:
@@ -88,9 +89,15 @@ def _claim(comparison: Comparison) -> str:
         first=first,
         second=second,
         gap=f"{gap:.{metric.digits}f} {metric.unit}".strip(),
-        margin=f"{metric.tolerance:g} {metric.unit}".strip(),
+        margin=_margin_words(comparison),
     )
     return claim + comparison.mark
+
+
+def _margin_words(comparison: Comparison) -> str:
+    """`0.02 bits per byte`."""
+    metric = comparison.slice.metric
+    return f"{metric.tolerance:g} {metric.unit}".strip()
 
 
 def _best_claim(ranking: Ranking, *, is_alone: bool) -> str:
@@ -101,7 +108,7 @@ def _best_claim(ranking: Ranking, *, is_alone: bool) -> str:
     if all(place.side and place.side.is_at_chance for place in ranking.places):
         return "all are at chance"
     slice_ = ranking.slice
-    arms = f"{slice_.arm_key}s" if slice_.is_first else f"values of {slice_.arm_key}"
+    arms = f"{slice_.arm_key}s" if slice_.is_main else f"values of {slice_.arm_key}"
     not_ranked = [pair.first for pair in pairs if pair.verdict is None]
     if len(not_ranked) > 1:
         return f"{len(not_ranked)} {arms} are not ranked"
@@ -116,7 +123,8 @@ def _best_claim(ranking: Ranking, *, is_alone: bool) -> str:
             sides = {place.arm: place.side for place in ranking.places}
             names = " or ".join(_full_name(side) for arm in best if (side := sides[arm]))
             claim = f"{names} is ahead" if len(best) == 1 else f"{names} may lead"
-        claims.append(claim + max(pair.mark for pair in pairs))
+        mark = max(pair.mark for pair in pairs)  # that of any of them, since "" is less
+        claims.append(claim + mark)
     elif not not_ranked:
         claims.append("none is shown to be above chance")
     claims += [f"{_full_name(side)} is not ranked" for side in not_ranked]
@@ -128,7 +136,7 @@ def _full_name(side: ArmAtSize) -> str:
     return f"{side.arm} norm" if is_norm and side.arm in PLAIN_NAMES else side.arm
 
 
-def _why_nothing(slice_: Slice, cells: Sequence[CellRow]) -> str:
+def _why_nothing(slice_: Slice, cells: Sequence[CellRuns]) -> str:
     """Why a slice of one arm and one size compares nothing: which settings stand in the way."""
     own, key = slice_.cells[0], slice_.arm_key
     folders = {cell.directory for cell in slice_.cells}
@@ -151,7 +159,7 @@ def _why_nothing(slice_: Slice, cells: Sequence[CellRow]) -> str:
     return f"nothing to compare: {names} differ at once; train {' '.join(wanted)}, too."
 
 
-def _differences(first: CellRow, second: CellRow) -> dict[str, tuple[Any, Any]]:
+def _differences(first: CellRuns, second: CellRuns) -> dict[str, tuple[Any, Any]]:
     """The values of two cells by setting, where they differ."""
     sizes = AXES if first.roles.sizes else ()
     keys = dict.fromkeys((*first.separating, *second.separating, first.roles.arm, *sizes))

@@ -44,7 +44,7 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "accuracy": Kind("accuracy (%)", "pp", 100.0, 1, 1.0),
+    "accuracy": Kind("accuracy (%)", "pp", 100.0, 1, tolerance=1.0),
     "loss": Kind("loss (nats)", "nats", tolerance=0.05),
     "bits_per_byte": Kind("bits per byte", "bits per byte", tolerance=0.02),
 }

@@ -13,7 +13,7 @@ from typing import Any
 from normexp.errors import UserError
 from normexp.verdicts.arms import label_cells, order_arms
 from normexp.verdicts.causes import Causes, measure_causes
-from normexp.verdicts.cells import CellRow, build_cells, metric_names
+from normexp.verdicts.cells import CellRuns, build_cells, metric_names
 from normexp.verdicts.compare import Comparison, Ranking, compare, rank
 from normexp.verdicts.headline import headline_of
 from normexp.verdicts.ladder import find_ladders
@@ -55,7 +55,7 @@ class Report:
     metric: str | Metric | None
     tolerance: float | None
     rows: Rows
-    cells: Sequence[CellRow]
+    cells: Sequence[CellRuns]
     slices: Sequence[Slice]
     comparisons: Sequence[Comparison]
     rankings: Sequence[Ranking]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from normexp.verdicts.arm_at_size import ArmAtSize
 from normexp.verdicts.arms import compared_keys, order_arms, with_arm
-from normexp.verdicts.cells import CellRow, metric_names, settings_key
+from normexp.verdicts.cells import CellRuns, metric_names, settings_key
 from normexp.verdicts.metric import PREFERRED, Metric, choose_metric
 from normexp.verdicts.rows import comparable
 from normexp.words import format_count
@@ -33,7 +33,8 @@ class Slice:
         samples was trained once, and stands at every size.
     independent: the arms that do not mix samples, along norm_batch_size
     compared_at: the sizes at which arms are compared with each other
-    is_first: its arms are those of the study's roles, which are compared with themselves, too
+    is_main: it compares the arms of the study's roles, with themselves along the sizes, too; others
+        compare another setting
     family: equal for slices that share an error rate: one model, data set and budget
     """
 
@@ -46,7 +47,7 @@ class Slice:
     lines: Mapping[str, Mapping[int, ArmAtSize]] = field(repr=False)
     independent: frozenset[str]
     compared_at: Sequence[int]
-    is_first: bool = True
+    is_main: bool = True
     family: Hashable = ()
 
     @property
@@ -78,7 +79,7 @@ class Slice:
         return list(dict.fromkeys(everywhere))
 
     @property
-    def cells(self) -> list[CellRow]:
+    def cells(self) -> list[CellRuns]:
         return [cell for side in self.arms_at_sizes for cell in side.cells]
 
     def at(self, size: int) -> dict[str, ArmAtSize]:
@@ -142,7 +143,7 @@ class Slice:
 
 
 def build_slices(
-    cells: Sequence[CellRow], *, metric: str | Metric | None, tolerance: float | None
+    cells: Sequence[CellRuns], *, metric: str | Metric | None, tolerance: float | None
 ) -> list[Slice]:
     """Every slice of the cells; settings without the requested metric are left out.
 
@@ -154,7 +155,7 @@ def build_slices(
     for key in keys:
         for slice_ in _slices_of_arms(with_arm(cells, key), metric, tolerance):
             if len(slice_.lines) > 1:
-                others.append(replace(slice_, is_first=False))
+                others.append(replace(slice_, is_main=False))
     elsewhere = {cell.directory for slice_ in others for cell in slice_.cells}
     slices = [one for one in slices if not _is_repeated(one, elsewhere)] + others
     arm_keys = (cells[0].roles.arm, *keys)
@@ -177,9 +178,9 @@ def _family_of(slice_: Slice, arm_keys: Sequence[str]) -> Hashable:
 
 
 def _slices_of_arms(
-    cells: Sequence[CellRow], metric: str | Metric | None, tolerance: float | None
+    cells: Sequence[CellRuns], metric: str | Metric | None, tolerance: float | None
 ) -> list[Slice]:
-    by_settings: dict[Hashable, list[CellRow]] = {}
+    by_settings: dict[Hashable, list[CellRuns]] = {}
     for cell in cells:
         by_settings.setdefault(settings_key(cell), []).append(cell)
     slices = []
@@ -195,7 +196,7 @@ def _slices_of_arms(
     return slices
 
 
-def _slices_of(cells: Sequence[CellRow], metric: Metric) -> list[Slice]:
+def _slices_of(cells: Sequence[CellRuns], metric: Metric) -> list[Slice]:
     """Slices along the norm batch size and along the batch size, each if it varies.
 
     A cell that would stand in none of them has a slice of one size.
@@ -213,13 +214,13 @@ def _slices_of(cells: Sequence[CellRow], metric: Metric) -> list[Slice]:
     return slices
 
 
-def _drop_twins(cells: Sequence[CellRow]) -> list[CellRow]:
+def _drop_twins(cells: Sequence[CellRuns]) -> list[CellRuns]:
     """Of equal trainings of an arm that mixes no samples, only the one with the most runs.
 
     Such an arm may have been asked for at several norm batch sizes; the effective one of all of
     them is the same.
     """
-    kept: dict[Hashable, CellRow] = {}
+    kept: dict[Hashable, CellRuns] = {}
     for cell in cells:
         place = (cell.arm, cell.tuned, cell.batch_size, cell.norm_batch_size)
         if place not in kept or len(cell.runs) >= len(kept[place].runs):
@@ -228,7 +229,7 @@ def _drop_twins(cells: Sequence[CellRow]) -> list[CellRow]:
 
 
 def _along_norm_batch_size(
-    cells: Sequence[CellRow], metric: Metric, independent: frozenset[str]
+    cells: Sequence[CellRuns], metric: Metric, independent: frozenset[str]
 ) -> list[Slice]:
     """A slice for each batch size, also where the norm batch size does not vary."""
     slices = []
@@ -243,7 +244,7 @@ def _along_norm_batch_size(
 
 
 def _along_batch_size(
-    cells: Sequence[CellRow],
+    cells: Sequence[CellRuns],
     metric: Metric,
     independent: frozenset[str],
     along_norm_batch_size: Sequence[Slice],
@@ -270,11 +271,11 @@ def _along_batch_size(
 def _slice(
     axis: str,
     fixed: str,
-    cells: Sequence[CellRow],
+    cells: Sequence[CellRuns],
     metric: Metric,
     independent: frozenset[str] = frozenset(),
 ) -> Slice:
-    by_arm: dict[str, dict[int, list[CellRow]]] = {}
+    by_arm: dict[str, dict[int, list[CellRuns]]] = {}
     for cell in sorted(cells, key=lambda cell: (getattr(cell, axis), cell.tuned or 0)):
         line = by_arm.setdefault(cell.arm, {})
         line.setdefault(getattr(cell, axis), []).append(cell)

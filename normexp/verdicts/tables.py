@@ -13,7 +13,7 @@ import pandas as pd
 from normexp.verdicts.arm_at_size import ArmAtSize
 from normexp.verdicts.arms import order_arms
 from normexp.verdicts.causes import Causes
-from normexp.verdicts.cells import LOST, CellRow, metric_names
+from normexp.verdicts.cells import LOST, CellRuns, metric_names
 from normexp.verdicts.compare import ADDED, DIFFERENCE, Comparison, Ranking
 from normexp.verdicts.ladder import Ladder
 from normexp.verdicts.metric import (
@@ -239,7 +239,7 @@ def ranking_table(rankings: Sequence[Ranking], comparisons: Sequence[Comparison]
 def workload_table(rankings: Sequence[Ranking]) -> Table:
     """Each arm in each slice: its mean, marked where it may be the best."""
     names: dict[str, str] = {}
-    rankings = [ranking for ranking in rankings if ranking.slice.is_first]
+    rankings = [ranking for ranking in rankings if ranking.slice.is_main]
     for ranking in rankings:
         names |= ranking.slice.arm_names
     arm = rankings[0].slice.arm_key if rankings else ""
@@ -298,7 +298,7 @@ def causes_table(causes: Sequence[Causes]) -> Table:
     return table_of("causes", "Where a drop comes from", rows, note=note)
 
 
-def lost_table(cells: Sequence[CellRow], refused: Sequence[RefusedCell]) -> Table:
+def lost_table(cells: Sequence[CellRuns], refused: Sequence[RefusedCell]) -> Table:
     """What was refused, failed, diverged, ended at chance, is missing or in doubt, and why."""
     rows: list[dict[str, Any]] = []
     for cell in cells:
@@ -325,7 +325,7 @@ def lost_table(cells: Sequence[CellRow], refused: Sequence[RefusedCell]) -> Tabl
 
 
 def cell_table(
-    cells: Sequence[CellRow],
+    cells: Sequence[CellRuns],
     metric: str | Metric | None,
     tolerance: float | None,
     *,

@@ -19,7 +19,7 @@ from normexp.training.records.journal import CommandEntry, Request, entry_line
 from normexp.training.records.result import Measured, Result, Status
 from normexp.verdicts.arm_at_size import ArmAtSize
 from normexp.verdicts.arms import label_cells
-from normexp.verdicts.cells import CellRow, build_cells
+from normexp.verdicts.cells import CellRuns, build_cells
 from normexp.verdicts.metric import describe_metric
 
 NUM_IMAGES = 500
@@ -78,7 +78,7 @@ def reference_of(path: Path, norms: Sequence[tuple[Any, ...]]) -> Reference:
     return read_reference(str(path))
 
 
-def tuned(known: Sequence[CellRow], norm: str, size: int) -> ArmAtSize:
+def tuned(known: Sequence[CellRuns], norm: str, size: int) -> ArmAtSize:
     own = [one for one in known if one.arm == norm]
     own = [one for one in own if not one.mixes_samples or one.norm_batch_size == size]
     return ArmAtSize(

@@ -87,7 +87,7 @@ def test_the_best_rate_at_an_edge_is_named_also_where_all_norms_have_it():
     [
         ([*grid("batch", range(2)), *grid("rms", range(2))], "to tune lr takes 3 seeds, not 2"),
         ([*grid("batch", range(4)), *grid("rms", range(4))[:2],
-          cell_of("rms", draw(0.9, 6), lr=1.0)], "seeds differ between learning rates"),
+          cell_of("rms", draw(0.9, 6), lr=1.0)], "seeds differ between values of lr"),
     ],
 )  # fmt: skip
 def test_reasons_are_true(cells: list, why: str):
@@ -146,7 +146,10 @@ def bits(norm: str, value: float, **more: Any) -> list[Row]:
          "At 2, batch norm loses 10.0 pp against 32; layer norm is ahead."),
         ([*sized(0.8, 0.9), *many({"layer": 0.95, "rms": 0.9})],
          "At 2, batch norm loses 10.0 pp against 32; layer norm is ahead."),
-        (sized(0.9, 0.9), "At 2, batch norm ties with 32."),
+        (sized(0.9, 0.9), "batch norm at 2 and 32 tie within 1 pp."),
+        ([*(bits("batch", 2.2, norm_batch_size=size) for size in (2, 16)),
+          bits("layer", 2.0), bits("group", 2.1)],
+         "batch norm at 2 and 16 tie; layer norm is ahead."),
         (many({"batch": 0.9, "own": 0.95}), "own is 5.0 pp ahead of batch norm."),
         (many({"batch": 0.9, "own": 0.85}), "batch norm is 5.0 pp ahead of own."),
         (many({"batch": 0.9, "own": 0.9}), "own and batch norm tie within 1 pp."),
