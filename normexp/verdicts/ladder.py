@@ -87,7 +87,10 @@ def find_ladders(comparisons: Sequence[Comparison]) -> list[Ladder]:
                 others = {name: other for name, other in separating.items() if name != key}
                 slice_ = comparison.slice
                 pair = (slice_.arm_key, comparison.arm, comparison.against)
-                sizes = (slice_.axis, slice_.fixed, comparison.sizes)
+                # Words may name the norm batch size as well, where a value was run at one alone.
+                is_along_batch_size = slice_.axis == "batch_size"
+                fixed = slice_.fixed if is_along_batch_size else comparison.second.best.batch_size
+                sizes = (slice_.axis, fixed, comparison.sizes)
                 place = (key, *pair, *sizes, comparable(others))
                 found[place][value] = comparison
                 keys[place] = key

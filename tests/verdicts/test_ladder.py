@@ -78,6 +78,17 @@ def test_a_ladder_has_one_batch_size():
     }
 
 
+def test_a_ladder_joins_widths_that_were_run_at_one_and_at_several_sizes():
+    """Width 8 at norm batch sizes 2 and 4, and width 16 at 2 alone."""
+    cells = []
+    for norm, (width, size) in product(("batch", "own"), ((8, 2), (8, 4), (16, 2))):
+        values = (0.8 + 0.05 * (norm == "own") + 0.002 * RNG.normal(size=4)).tolist()
+        sizes = {"norm_batch_size": size, "model.width": width}
+        cells.append(cell_of(norm, values, mixes_samples=True, **sizes))
+    ladder = ladder_of(report_of_cells(*cells))
+    assert (ladder.rungs, ladder.comparisons[0].sizes) == ([8, 16], (2, 2))
+
+
 def test_the_least_difference_covers_the_least_truth():
     """Each bound in 97.5 %, with all rungs equal, where each may be the least."""
     below, above = 0, 0
