@@ -105,7 +105,7 @@ def first_step(module: TrainingModule, device: str, dtype: torch.dtype) -> dict[
     module.replicas.to(dtype)
     place(module, device)
     replicas = module.replicas.train()
-    gradient = StepGradient(replicas, module.recipe.criterion.loss, module.recipe.sizes, SEEDS)
+    gradient = StepGradient(replicas, module.recipe.criterion, module.recipe.sizes, SEEDS)
     (batch,) = module.batches.chunk(0, 1, dtype)
     with gpu_arithmetic("highest"):
         values = {"loss": gradient.add(0, batch)}
@@ -121,7 +121,7 @@ def steps_of(module: TrainingModule, device: str, dtype: torch.dtype) -> list[Te
     """Losses, gradients and all state after two steps."""
     place(module, device)
     replicas, recipe = module.replicas.train(), module.recipe
-    gradient = StepGradient(replicas, recipe.criterion.loss, recipe.sizes, SEEDS)
+    gradient = StepGradient(replicas, recipe.criterion, recipe.sizes, SEEDS)
     step = Step(gradient, recipe.build_optimizer(replicas), None, [])
     bf16 = torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16)
     with bf16, gpu_arithmetic("high"):

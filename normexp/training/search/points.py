@@ -19,7 +19,12 @@ from normexp.training.search.space import Space, read_space
 from normexp.words import name_some
 
 Point = Mapping[str, str]  # key to value, as typed on the command line
-VALIDATION = ("val/accuracy", "val/bits_per_byte", "val/loss")  # the first that a task has
+VALIDATION = (
+    "val/accuracy",
+    "val/iou",
+    "val/bits_per_byte",
+    "val/loss",
+)  # the first that a task has
 
 
 def overrides_of(point: Point) -> list[Override]:
