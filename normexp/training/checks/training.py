@@ -71,7 +71,7 @@ def check_outputs(network: nn.Module, data: Data, target: str) -> None:
     if data.task == "segmentation":  # the scores of a pixel lie along the second axis
         num_samples, *sides = batch["targets"].shape
         wanted = (num_samples, data.num_outputs, *sides)
-        remedy = "try model=unet, or a network that gives each pixel a score of each class"
+        remedy = "try model=unet, or a network that gives every pixel a score of each class"
     for training in (False, True):
         try:
             with fixed_draws(), torch.no_grad():
