@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from train_cases import results, train
-from training_cases import build_module, group_norm
+from training_cases import NUM_CLASSES, build_module, group_norm, pictures
 from training_cases import train as train_module
 
 import normexp
@@ -33,26 +33,7 @@ from normexp.training.step import StepGradient
 from normexp.verdicts.metric import choose_metric, describe_metric
 from normexp.verdicts.rows import Row, Status
 
-NUM_CLASSES = 3
 SMALL = ["data=shapes", "data.num_images=40", "data.num_test=16", "data.size=24", "batch_size=8"]
-
-
-def pictures(num_train: int = 40, size: int = 8) -> Data:
-    """Squares as bright as their class; of image i, about i in 40 of the pixels have no class."""
-    generator = torch.Generator().manual_seed(0)
-
-    def examples(count: int) -> Examples:
-        masks = torch.randint(0, NUM_CLASSES, (count, 2, 2), generator=generator)
-        masks = masks.repeat_interleave(size // 2, 1).repeat_interleave(size // 2, 2)
-        noise = torch.randint(0, 60, (count, 1, size, size), generator=generator)
-        images = noise + 80 * masks[:, None]
-        share = torch.arange(count).view(-1, 1, 1) / 40
-        is_ignored = torch.rand(masks.shape, generator=generator) < share
-        return Examples(images.byte(), masks.masked_fill(is_ignored, IGNORED).byte())
-
-    splits = [examples(count) for count in (num_train, 12, 12)]
-    shape = (1, size, size)
-    return Data("pictures", "segmentation", *splits, NUM_CLASSES, shape, mean=(0.4,), std=(0.2,))
 
 
 def unet(norm: NormFactory) -> nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from training_cases import NEEDS_GPU, image_data, recipe_for, text_data, train
+from training_cases import NEEDS_GPU, image_data, pictures, recipe_for, text_data, train
 
 from normexp.errors import UserError
 from normexp.norms.build import build_norm
@@ -56,6 +56,7 @@ def text() -> Data:
 
 DATA = {
     **dict.fromkeys(("convnet", "small_resnet", "resnet20", "vit", "deep_mlp"), images),
+    "unet": partial(pictures, 48, size=16),
     "gpt": text,
     "text_encoder": strings,
 }

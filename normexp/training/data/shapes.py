@@ -17,7 +17,7 @@ from normexp.training.data.images import build_image_data
 from normexp.training.data.sources import TEST_SEED
 
 CLASSES = ("background", "disc", "ring", "square", "triangle")
-NUM_THINGS = 6  # drawn into an image
+NUM_THINGS = 5  # drawn into an image
 NUM_KINDS = 7  # of things: a bar of clutter in place of class 0, four shapes, and two that are none
 ONE_IN_EMPTY = 10  # images hold no shape
 LEAST_SIZE = 24  # pixels
@@ -81,7 +81,7 @@ def _draw_all(num_images: int, size: int, stream: int) -> Examples:
 def _draw(draws: Draws) -> tuple[Tensor, Tensor]:
     """Images and their masks: one thing after another, each over those before it."""
     size = draws.size
-    images = draws.textures() + draws.blocks()
+    images = draws.between(40, 215, (3, 1, 1)) + draws.blocks()
     masks = images.new_zeros(len(images), size, size)
     is_empty = draws.below(ONE_IN_EMPTY) == 0  # (N, 1, 1)
     for _ in range(NUM_THINGS):
@@ -124,16 +124,16 @@ class Draws:
         across, down = self.between(-3, 3), self.between(-3, 3)
         stripe = (across * self.x + down * self.y) // self.between(5, 14) & 1  # (N, size, size)
         first = self.between(30, 225, (3, 1, 1))
-        return first + stripe[:, None] * self.between(-70, 70, (3, 1, 1))
+        return first + stripe[:, None] * self.between(-60, 60, (3, 1, 1))
 
     def blocks(self) -> Tensor:
         """Squares of other colours, an eighth of the image wide (N, 3, size, size)."""
         place = (torch.arange(self.size) * 8) // self.size
-        return self.between(-60, 60, (3, 8, 8))[:, :, place][:, :, :, place]
+        return self.between(-40, 40, (3, 8, 8))[:, :, place][:, :, :, place]
 
     def things(self, kind: Tensor) -> Tensor:
         """Where things of a kind (N, 1, 1) are, bool (N, size, size)."""
-        radius = self.between(self.size // 7, self.size // 4) * TURN
+        radius = self.between(self.size // 6, self.size // 3) * TURN
         right, down = self.x - self.below(self.size), self.y - self.below(self.size)
         turn = TURNS[self.below(len(TURNS)).flatten()].view(-1, 2, 1, 1)
         across = turn[:, 0] * right + turn[:, 1] * down  # in units of 1 / TURN pixels
@@ -154,7 +154,7 @@ class Draws:
 
     def lit(self, images: Tensor) -> Tensor:
         """Images (N, 3, size, size) in a light of their own."""
-        light = self.between(100, 320) + self.between(-60, 60)
+        light = self.between(120, 300)
         for position in (self.x, self.y):
-            light = light + self.between(-80, 80) * (2 * position - self.size) // self.size
+            light = light + self.between(-60, 60) * (2 * position - self.size) // self.size
         return (images * light[:, None] >> 8) + self.between(-40, 40)[:, None]
