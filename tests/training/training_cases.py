@@ -24,8 +24,8 @@ from normexp.training.config.keys import Settings, TrainerKeys
 from normexp.training.config.sizes import Sizes
 from normexp.training.config.validate import read_settings
 from normexp.training.criterion import criterion_of
-from normexp.training.data.batches import TrainingBatches
 from normexp.training.data.augment import IGNORED
+from normexp.training.data.batches import TrainingBatches
 from normexp.training.data.dataset import Data, Examples
 from normexp.training.fit import fit
 from normexp.training.models.transformer import TextEncoder

@@ -19,10 +19,12 @@ from normexp.training.data.sources import TEST_SEED
 CLASSES = ("background", "disc", "ring", "square", "triangle")
 NUM_THINGS = 5  # drawn into an image
 NUM_KINDS = 7  # of things: a bar of clutter in place of class 0, four shapes, and two that are none
+# Added to the colour of a shape; a bar has that of any, so that colour alone does not tell them.
+TINTS = torch.tensor([(60, 0, 0), (0, 60, 0), (0, 0, 60), (60, 60, 0)]).int()
 ONE_IN_EMPTY = 10  # images hold no shape
 LEAST_SIZE = 24  # pixels
 BLOCK = 64  # images that are drawn at once, which stay in the cache of a core
-# Directions as whole numbers of length TURN: a sixth to a quarter of a right angle apart.
+# Directions as whole numbers of length TURN, spread over a half circle.
 TURNS = torch.tensor([(5, 0), (4, 3), (3, 4), (0, 5), (-3, 4), (-4, 3)]).int()
 TURN = 5
 
@@ -38,10 +40,11 @@ def load_shapes(
 ) -> Data:
     """Colour images uint8 (N, 3, size, size), masks uint8 (N, size, size) of `CLASSES`.
 
-    Discs, rings, squares and triangles of any colours, stripes and angle hide each other and are
-    hidden by bars, over blocks of other colours; the light of an image is bright or dim, and
-    brighter at one side. One image in ten holds no shape. A pixel whose left or upper neighbour is
-    of another class has none itself (255). The images are the same for every seed.
+    Discs, rings, squares and triangles, striped, at any angle and each kind in a tint of its own,
+    hide each other and are hidden by bars in the same tints, over blocks of other colours; the
+    light of an image is bright or dim, and brighter at one side. One image in ten holds no shape. A
+    pixel whose left or upper neighbour is of another class has none itself (255). The images are
+    the same for every seed.
 
     Args:
         num_images: of train and val.
@@ -81,14 +84,14 @@ def _draw_all(num_images: int, size: int, stream: int) -> Examples:
 def _draw(draws: Draws) -> tuple[Tensor, Tensor]:
     """Images and their masks: one thing after another, each over those before it."""
     size = draws.size
-    images = draws.between(40, 215, (3, 1, 1)) + draws.blocks()
+    images = draws.colours() + draws.blocks()
     masks = images.new_zeros(len(images), size, size)
     is_empty = draws.below(ONE_IN_EMPTY) == 0  # (N, 1, 1)
     for _ in range(NUM_THINGS):
         kind = draws.below(NUM_KINDS)
         inside = draws.things(kind) & ((kind == 0) | ~is_empty)
         masks = torch.where(inside, kind, masks)
-        images = torch.where(inside[:, None], draws.textures(), images)
+        images = torch.where(inside[:, None], draws.textures(kind), images)
     images = draws.lit(images) + draws.between(-12, 12, (3, size, size))
     return images.clamp(0, 255).to(torch.uint8), without_borders(masks).to(torch.uint8)
 
@@ -119,12 +122,17 @@ class Draws:
     def below(self, limit: int) -> Tensor:
         return self.between(0, limit - 1)
 
-    def textures(self) -> Tensor:
-        """Stripes of two colours (N, 3, size, size)."""
+    def colours(self) -> Tensor:
+        """A colour of each image (N, 3, 1, 1), between dark and light."""
+        return self.between(60, 160, (1, 1, 1)) + self.between(-20, 20, (3, 1, 1))
+
+    def textures(self, kind: Tensor) -> Tensor:
+        """Stripes in two shades of the colour of a kind (N, 3, size, size)."""
+        shape = torch.where(kind == 0, self.below(len(TINTS)), kind.clamp(max=len(TINTS)) - 1)
+        first = self.colours() + TINTS[shape.flatten()].view(-1, 3, 1, 1)
         across, down = self.between(-3, 3), self.between(-3, 3)
         stripe = (across * self.x + down * self.y) // self.between(5, 14) & 1  # (N, size, size)
-        first = self.between(30, 225, (3, 1, 1))
-        return first + stripe[:, None] * self.between(-60, 60, (3, 1, 1))
+        return first + stripe[:, None] * self.between(-40, 40, (1, 1, 1))
 
     def blocks(self) -> Tensor:
         """Squares of other colours, an eighth of the image wide (N, 3, size, size)."""

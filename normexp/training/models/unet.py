@@ -75,6 +75,7 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(width, num_outputs, 1)
         init_conv_net(self)
         nn.init.kaiming_normal_(self.head.weight, nonlinearity="linear")  # no ReLU follows
+        assert self.head.bias is not None
         nn.init.zeros_(self.head.bias)
 
     def forward(self, inputs: Tensor) -> Tensor:
