@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,8 +78,9 @@ class Segmentation:
         return (targets != IGNORED).flatten(1).sum(dim=1)
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
-        scores, targets = output.to(wide_dtype(output)), batch["targets"].long()
-        return functional.cross_entropy(scores, targets, ignore_index=IGNORED, reduction="sum")
+        # In rows: over maps, its sum on a GPU depends on the order in which blocks end.
+        scores, targets = output.movedim(1, -1).flatten(0, -2), batch["targets"].flatten()
+        return cross_entropy(scores, targets.long(), reduction="sum", ignore_index=IGNORED)
 
     def measure(self, output: Tensor, batch: Batch) -> Measurements:
         """Per sample: the pixels of each class, int64 (N, num_classes, 3).
@@ -108,7 +110,7 @@ class Segmentation:
         right, _, total = of_split.sum(dim=1).unbind(dim=-1)
         metrics = {
             "miou": mean_iou(of_split),
-            "pixel_accuracy": right / total,
+            "pixel_accuracy": right.double() / total,
             "iou": self.scores(per_sample).mean(dim=1),
         }
         known = {name: torch.where(loss.isfinite(), v, torch.nan) for name, v in metrics.items()}
@@ -186,6 +188,6 @@ def chance_of(data: Data) -> dict[str, float]:
     return {name: value.item() for name, value in metrics.items()}
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, *, reduction: str) -> Tensor:
+def cross_entropy(logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
     """In float32 at least: under vmap, autocast leaves the loss in bfloat16."""
-    return functional.cross_entropy(logits.to(wide_dtype(logits)), targets, reduction=reduction)
+    return functional.cross_entropy(logits.to(wide_dtype(logits)), targets, **options)

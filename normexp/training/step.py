@@ -115,6 +115,7 @@ class StepGradient:
 
     def __post_init__(self) -> None:
         self.share = self.processes.share if self.processes else WHOLE
+        self._loss = self.criterion.loss  # one object, else a compiled step is compiled anew
         self._dropout_keys: dict[int, Tensor] = {}  # of each drawn step
 
     def draw(self, steps: range) -> None:
@@ -198,7 +199,7 @@ class StepGradient:
             index = step * self.sizes.batch_size + first_sample
             replicas.seed_foreign_draws([derive_seed(s, "foreign", index) for s in self.seeds])
         add_gradient = self.compiled or replicas.add_gradient
-        return add_gradient(part, self.criterion.loss, 1 / num_targets) / num_targets
+        return add_gradient(part, self._loss, 1 / num_targets) / num_targets
 
 
 def _num_samples(bounds: list[Bounds]) -> int:

@@ -74,7 +74,7 @@ def build_image_data(
     mean, std = compute_channel_moments(train.inputs)
     return Data(
         name=name,
-        task="classification" if train.targets.ndim == 1 else "segmentation",
+        task="segmentation" if train.targets.ndim == 3 else "classification",
         train=train,
         val=val,
         test=test,

@@ -60,10 +60,10 @@ class UNet(nn.Module):
         channels, *sides = input_shape
         if any(side % 2**depth for side in sides):
             fitting = max(d for d in range(depth) if all(side % 2**d == 0 for side in sides))
+            remedy = f"try model.depth={fitting}" if fitting else "crop them to even sizes"
             raise UserError(
                 f"model.depth={depth} halves images of {sides[0]}x{sides[1]} to fractions of a "
-                f"pixel; "
-                + (f"try model.depth={fitting}" if fitting else "crop them to even sizes")
+                f"pixel; {remedy}"
             )
         widths = [width * 2**level for level in range(depth + 1)]
         self.down = nn.ModuleList()
