@@ -157,7 +157,7 @@ def load_report(
     """What the report of a study says: its cells, and every comparison with interval and verdict.
 
         for row in normexp.load_report("my-study").comparisons:
-            print(row.norm, row.against, row.gap, row.verdict, row.why)
+            print(row.arm, row.against, row.gap, row.verdict, row.why)
 
     Args:
         study: a name, or several.

@@ -17,6 +17,7 @@ from normexp.train import main
 from normexp.training.cells.cell import Cell, prepare_cell
 from normexp.training.config.choices import parse_overrides
 from normexp.training.config.compose import compose_cell, compose_config
+from normexp.training.config.groups import shipped_defaults
 from normexp.training.config.spec import CellSpec
 from normexp.training.records.result import Result, read_result
 
@@ -35,7 +36,8 @@ def prepare(*words: str) -> Cell:
 
 def takes_maps(norm: str) -> bool:
     """False for a shipped norm of texts alone."""
-    site = build_norm(compose_config([f"norm={norm}"]), num_positions=4)(8)
+    config = {**compose_config([]), "norm": shipped_defaults("norm", norm)}
+    site = build_norm(config, num_positions=4)(8)
     try:
         site(torch.randn(2, 8, 3, 3))
     except UserError:

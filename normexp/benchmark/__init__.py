@@ -30,6 +30,8 @@ def main(words: list[str]) -> int:
 
     option_words, overrides = split_options("benchmark", words)
     options = read_options("benchmark", option_words)
+    if overrides:
+        _check_rules(overrides)
     reference = read_reference(options["reference"])
     name, exit_code = reference.name, 0
     entry_runs: list[Row] = []
@@ -50,25 +52,32 @@ def main(words: list[str]) -> int:
     return exit_code
 
 
+def _check_rules(overrides: list[str]) -> None:
+    """Raises UserError for words that do not choose one norm, or set a key that the rules fix."""
+    from normexp.verdicts.settings import Roles
+
+    norms = []
+    for override in parse_command(overrides).overrides:
+        key, word = override.key_or_group, override.input_line
+        if key in FIXED or (in_identity(key) and not Roles().is_of_arm(key)):
+            raise UserError(f"{word}: frozen by the rules; an entry sets its norm and its slots")
+        if key == "norm":
+            norms.append(override)
+    if len(norms) != 1 or norms[0].is_sweep_override():
+        raise UserError("an entry is one norm: norm=NAME, or norm=my_package.MyNorm")
+
+
 def _train(
     reference: Reference, overrides: list[str], options: dict[str, Any]
 ) -> tuple[int, list[CellSpec]]:
     """Trains what is missing of the grid of each workload; the exit code and the cells.
 
     Raises:
-        UserError: not one norm, or a key that the rules fix.
+        UserError: a workload that the reference lacks.
     """
     from normexp.training.config.command import compose_cells
     from normexp.training.sweeps.sweep import run_cells
-    from normexp.verdicts.settings import Roles
 
-    for override in parse_command(overrides).overrides:
-        key, word = override.key_or_group, override.input_line
-        if key in FIXED or (in_identity(key) and not Roles().is_of_arm(key)):
-            raise UserError(f"{word}: frozen by the rules; an entry sets its norm and its slots")
-    not_one_norm = UserError("an entry is one norm: norm=NAME, or norm=my_package.MyNorm")
-    if not any(word.startswith("norm=") for word in overrides):
-        raise not_one_norm
     commands: list[tuple[str, ...]] = []
     for workload in options["workloads"] or reference.workloads:
         if workload not in reference.workloads:
@@ -78,8 +87,6 @@ def _train(
         commands.append((experiment, f"runs_dir={options['runs_dir']}", *overrides))
     specs = {words: compose_cells(parse_command(words)) for words in commands}
     cells = [cell for of_command in specs.values() for cell in of_command]
-    if len({cell.choices["norm"] for cell in cells}) > 1:
-        raise not_one_norm
     exit_codes = [
         run_cells(of_command, ["normexp-benchmark", *words]) for words, of_command in specs.items()
     ]

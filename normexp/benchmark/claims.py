@@ -15,12 +15,13 @@ import yaml
 
 from normexp.benchmark.reference import Reference
 from normexp.training.config.groups import conf_dir
+from normexp.verdicts.arm_at_size import ArmAtSize
+from normexp.verdicts.arms import label_cells
 from normexp.verdicts.cells import CellRow, build_cells, metric_names
-from normexp.verdicts.compare import DIFFERENCE, paired
-from normexp.verdicts.family import ALPHA, Verdict, decide, difference, p_value
+from normexp.verdicts.compare import DIFFERENCE, gap_of
+from normexp.verdicts.family import ALPHA, Verdict, decide, p_value
 from normexp.verdicts.interval import Interval
 from normexp.verdicts.metric import Estimate, Metric, describe_metric
-from normexp.verdicts.slices import NormAtSize
 from normexp.verdicts.tables import Table, table_of
 
 Outcome = Literal["holds", "fails", "undecided", "no runs", "nothing to explain"]
@@ -69,7 +70,9 @@ def judge_claims(reference: Reference) -> list[Claim]:
     family_size = sum(
         len(comparison["budgets"]) for claim in declared for comparison in claim["comparisons"]
     )
-    cells = {name: build_cells(reference.rows_of([name])) for name in reference.recipes}
+    cells = {}
+    for name in reference.recipes:
+        cells[name] = label_cells(build_cells(reference.rows_of([name])))
 
     def tests_of(comparison: Mapping[str, Any]) -> list[ClaimTest]:
         budgets = comparison["budgets"]
@@ -102,15 +105,14 @@ def _test(
     sides = [comparison["first"], comparison["second"]]
     test = ClaimTest(_words(sides[0]), _words(sides[1]), f"{workload}, {budget}", expected)
     first, second = (
-        _norm_at_size(cells, side, side.get("workload", workload), budget) for side in sides
+        _arm_at_size(cells, side, side.get("workload", workload), budget) for side in sides
     )
     if first is None or second is None:
         return test
-    a, b = paired(first, second)
-    if not a.size:
-        return test
     metric = second.metric
-    gap = difference(a, b, step=second.best.step(metric), limit=metric.limit)
+    gap, _ = gap_of(first, second)
+    if first.why_at_edge or second.why_at_edge:  # a better learning rate may lie outside
+        return replace(test, outcome="undecided", gap=gap, metric=metric)
     verdict = decide(gap, margin=metric.tolerance, family_size=family_size)
     is_refuted = verdict == OPPOSITE.get(expected)
     if expected == "tie":
@@ -127,9 +129,9 @@ def _is_beyond(gap: Interval, margin: float, family_size: int) -> bool:
     return excess > 0 and family_size * p_value(replace(gap, estimate=excess)) <= ALPHA
 
 
-def _norm_at_size(
+def _arm_at_size(
     cells: Mapping[str, list[CellRow]], side: Mapping[str, Any], workload: str, budget: str
-) -> NormAtSize | None:
+) -> ArmAtSize | None:
     """The norm of a side with all of its learning rates; None unless they tune it."""
     short = f"{workload}_short"
     recipe = short if budget == "short" and short in cells else workload
@@ -137,16 +139,16 @@ def _norm_at_size(
     for cell in cells.get(recipe, ()):
         size = side.get("norm_batch_size") or cell.batch_size
         is_of_size = not cell.mixes_samples or cell.norm_batch_size == size
-        if cell.norm == side["norm"] and is_of_size:
+        if cell.arm == side["norm"] and is_of_size:
             same.append(cell)
     if not same:
         return None
     kind = "accuracy" if "test/accuracy" in metric_names(same) else "bits_per_byte"
     statistics = f"@{side['statistics']}" if "statistics" in side else ""
     metric = describe_metric(f"test/{kind}{statistics}")
-    same.sort(key=lambda cell: cell.lr or 0.0)
-    norm_at_size = NormAtSize(side["norm"], same, metric)
-    return norm_at_size if norm_at_size.tuning is not None else None
+    same.sort(key=lambda cell: cell.tuned or 0.0)
+    arm_at_size = ArmAtSize(side["norm"], same, metric)
+    return arm_at_size if arm_at_size.tuning is not None else None
 
 
 def _words(side: Mapping[str, Any]) -> str:

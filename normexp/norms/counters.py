@@ -46,21 +46,29 @@ class Counters:
             norm.counters = self
 
     @contextmanager
-    def moving(self, *, at_end: bool) -> Iterator[None]:
-        """The norms move their counters `at_end` of the block, or each in its own forward.
+    def moving_at_end(self) -> Iterator[None]:
+        """The norms move their counters at the end of the block.
 
-        Enter and leave the block outside of vmap. With `at_end`, a norm that runs twice inside
-        reads the count from before the block both times.
+        Enter and leave the block outside of vmap. A norm that runs twice inside reads the count
+        from before the block both times.
         """
-        outer = self.amounts
-        self.amounts = amounts = Counter() if at_end else None
+        self.amounts = amounts = Counter()
+        try:
+            yield
+        finally:
+            self.amounts = None
+        if amounts:
+            counters = [norm.get_buffer(name) for norm, name in amounts]
+            torch._foreach_add_(counters, [*amounts.values()])  # type: ignore[attr-defined]
+
+    @contextmanager
+    def moving_at_once(self) -> Iterator[None]:
+        """Inside such a block, the norms move their counters in their own forwards again."""
+        outer, self.amounts = self.amounts, None
         try:
             yield
         finally:
             self.amounts = outer
-        if amounts:
-            counters = [norm.get_buffer(name) for norm, name in amounts]
-            torch._foreach_add_(counters, [*amounts.values()])  # type: ignore[attr-defined]
 
 
 def norms_with_counters(module: nn.Module) -> list[Counting]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -157,18 +157,19 @@ class Site(InPlaceOfNorm):
         originals = dict(self.norm.named_buffers())
         start = read_state(self.norm)
         outputs, ends = [], []
-        counters = {norm.counters for norm in norms_with_counters(self.norm) if norm.counters}
-        with ExitStack() as opened:
-            opened.callback(install_state, self.norm, originals)
-            for each in counters:  # the state after each part has what the part has counted
-                opened.enter_context(each.moving(at_end=False))
+        counting = norms_with_counters(self.norm)
+        counters = counting[0].counters if counting else None  # the same for all
+        try:
             for i, part in enumerate(parts):
                 state = ends[-1] if ends and self.running_from == "sequence" else start
                 if i > 0 or self.running_from != "group":  # a first group's backward may write too
                     # Fresh tensors for each part, because a kernel may keep them for its backward.
                     install_state(self.norm, {name: value.clone() for name, value in state.items()})
-                outputs.append(run(*part.args, **part.keywords))
+                with counters.moving_at_once() if counters else nullcontext():
+                    outputs.append(run(*part.args, **part.keywords))
                 ends.append(read_state(self.norm))
+        finally:
+            install_state(self.norm, originals)
         if self.running_from != "group":
             shares = [size / sum(sizes) for size in sizes]
             write_state(self.norm, state_after(self.norm, start, ends, shares, self.running_from))

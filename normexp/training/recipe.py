@@ -149,7 +149,8 @@ def recipe_of(spec: CellSpec, data: Data) -> Recipe:
     loggers = [
         read_target(part, f"logger.{name}") for name, part in settings.logger.items() if part
     ]
-    callbacks, max_chunk = list[Callback], settings.chunk
+    callbacks: Callable[[], list[Callback]] = list
+    max_chunk = settings.chunk
     if settings.callback is not None:
         callbacks = partial(build_callbacks, settings.callback, metrics)
         max_chunk = 1 if act_on_batches(callbacks()) else max_chunk

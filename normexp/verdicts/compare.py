@@ -1,12 +1,12 @@
-"""What a report may claim: differences with their verdicts, rankings, and the causes of a drop.
+"""What a report may claim: differences with their verdicts, and rankings.
 
-The differences of a slice are, for each norm that mixes samples, the smallest size against the
-largest, and each norm against the reference norm at the smallest size. This rule fixes them before
-any result is known. A family is a table: one model, data set and budget. The probability that any
-verdict of a family is false is at most 5 % (family.py), over new seeds and test samples.
+The differences of a slice are, for each arm that mixes samples, the smallest size against the
+largest, and at every size each arm against the reference. This rule fixes them before any result is
+known. A family is one model, data set and budget. The probability that any verdict of a family is
+false is at most 5 % (family.py), over new seeds and test samples.
 
-Cells whose recipes differ in anything but the norm, the sizes and the searched keys are not
-compared. The reference is batch norm, unless the report is given another.
+Cells whose recipes differ in anything but the arm, the sizes and the searched keys are not
+compared.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
+from normexp.verdicts.arm_at_size import ArmAtSize
+from normexp.verdicts.arms import ORDER
 from normexp.verdicts.cells import unlike, value_words
 from normexp.verdicts.family import Verdict, decide, difference, least_decided
-from normexp.verdicts.interval import Array, Interval, mean
-from normexp.verdicts.metric import Estimate, Metric, describe_metric
-from normexp.verdicts.slices import NormAtSize, Slice
+from normexp.verdicts.interval import Array, Interval
+from normexp.verdicts.metric import Estimate, Metric
+from normexp.verdicts.slices import Slice
 from normexp.words import format_count
 
 REFERENCES = ("batch", "as_built")  # the first that a slice has, unless one is named
@@ -34,7 +34,7 @@ NOTHING = Interval(None, None, None, 0)
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """The difference between two cells of a slice, paired by seed; positive: the first is better.
+    """The difference between two cells of a slice; positive: the first is better.
 
     sizes: of the first and of the second, along the axis of the slice
     gap: in the unit of the metric; without a value where the two must not be compared
@@ -45,8 +45,8 @@ class Comparison:
     """
 
     slice: Slice = field(repr=False)
-    first: NormAtSize = field(repr=False)
-    second: NormAtSize = field(repr=False)
+    first: ArmAtSize = field(repr=False)
+    second: ArmAtSize = field(repr=False)
     sizes: tuple[int, int]
     gap: Interval
     num_samples: int
@@ -57,26 +57,32 @@ class Comparison:
 
     @property
     def is_along_sizes(self) -> bool:
-        return self.first.norm == self.second.norm
-
-    @property
-    def norm(self) -> str:
-        """The first norm, with its size if both norms are the same."""
-        return f"{self.first.norm} at {self.sizes[0]}" if self.is_along_sizes else self.first.norm
-
-    @property
-    def against(self) -> str:
-        return f"{self.second.norm} at {self.sizes[1]}" if self.is_along_sizes else self.second.norm
+        return self.first.arm == self.second.arm
 
     @property
     def arm(self) -> str:
-        """As `norm`, where something else is compared."""
-        return self.norm
+        """The first arm, with its size if both arms are the same."""
+        return f"{self.first.arm} at {self.sizes[0]}" if self.is_along_sizes else self.first.arm
+
+    @property
+    def against(self) -> str:
+        return f"{self.second.arm} at {self.sizes[1]}" if self.is_along_sizes else self.second.arm
+
+    @property
+    def seeds(self) -> tuple[int, int]:
+        """How many seeds the first and the second have."""
+        return len(self.first.seeds), len(self.second.seeds)
 
     @property
     def is_extended(self) -> bool:
         """True if some of its seeds were added after those that the first command declared."""
         return any(cell.is_extended for cell in (*self.first.cells, *self.second.cells))
+
+    @property
+    def of_one_search(self) -> str:
+        """`at one search's lr`: the verdict holds at the values that it chose; empty without."""
+        keys = " and ".join(sorted(self.first.best.searched))
+        return f"at one search's {keys}" if keys and self.verdict is not None else ""
 
     @property
     def mark(self) -> str:
@@ -86,28 +92,30 @@ class Comparison:
     @property
     def row(self) -> dict[str, Any]:
         """The difference as every table prints it."""
+        counts = dict.fromkeys(self.seeds) if self.gap.n else {}
         return {
-            self.slice.arm: self.norm,
+            self.slice.arm_key: self.arm,
             "against": self.against,
             DIFFERENCE: Estimate(self.gap, self.slice.metric.digits, is_signed=True),
             "verdict": (self.verdict or "-") + self.mark,
             "why": self.why,
-            "n": self.gap.n or None,
+            "n": " and ".join(map(str, counts)) if len(counts) > 1 else next(iter(counts), None),
         }
 
 
 def compare(slices: Sequence[Slice], reference: str | None = None) -> list[Comparison]:
     """Every comparison of the slices of one report, with its verdict.
 
-    reference: norm that the others are compared with where it was run; None: batch norm
+    reference: arm that the others are compared with where it was run; None: batch norm, or as
+        `_reference_arm` says
     """
     comparisons, family_sizes = [], Counter[Any]()
     for slice_ in slices:
         of_slice = [*_comparisons_of(slice_, reference)]
         comparisons += of_slice
         family_sizes[slice_.family] += sum(comparison.is_comparable for comparison in of_slice)
-        # The marks of a ranking are tests as well, see Ranking.
-        family_sizes[slice_.family] += math.ceil(max(len(slice_.compared) - 2, 0) / 2)
+        for size in slice_.compared_at:  # the marks of a ranking are tests as well, see Ranking
+            family_sizes[slice_.family] += math.ceil(max(len(slice_.at(size)) - 2, 0) / 2)
     return [judge(comparison, family_sizes[comparison.slice.family]) for comparison in comparisons]
 
 
@@ -120,15 +128,15 @@ def judge(comparison: Comparison, family_size: int) -> Comparison:
     if gap.low is None:
         return replace(comparison, why="one seed" if gap.n == 1 else "same value for every seed")
     sides = (comparison.first, comparison.second)
-    reasons = [f"{side.norm}: {side.lost}" for side in sides if side.lost]
-    if gap.n < max(len(side.seeds) for side in sides):
-        reasons.append(f"{format_count(gap.n, 'seed')} in common")
+    reasons = [f"{side.arm}: {side.lost}" for side in sides if side.lost]
     if comparison.slice.has_samples and not comparison.num_samples:
         reasons.append("over seeds alone")
     verdict = decide(gap, margin=metric.tolerance, family_size=family_size)
     if verdict == "undecided" and not reasons:
         reasons.append(_why_undecided(gap, metric, family_size))
-    return replace(comparison, verdict=verdict, why="; ".join(dict.fromkeys(reasons)))
+    comparison = replace(comparison, verdict=verdict)
+    reasons.append(comparison.of_one_search)
+    return replace(comparison, why="; ".join(dict.fromkeys(filter(None, reasons))))
 
 
 def _why_undecided(gap: Interval, metric: Metric, family_size: int) -> str:
@@ -139,65 +147,76 @@ def _why_undecided(gap: Interval, metric: Metric, family_size: int) -> str:
         return f"excludes 0, but not after correction for {count}"
     least = least_decided(gap, family_size=family_size)
     size = f"{least:.{metric.digits}f} {metric.unit}".strip()
-    return f"seeds differ too much: {size} would be decided"
+    alone = gap.further[0][1] if gap.further else gap.error  # the error over seeds alone
+    what = "test samples" if gap.error and alone and gap.error > 2 * alone else "seeds"
+    return f"{what} differ too much: {size} would be decided"
 
 
-def reference_of(compared: Mapping[str, NormAtSize], name: str | None = None) -> NormAtSize:
-    """The norm that the others are compared with: the first of REFERENCES unless one is named.
+def _reference_arm(slice_: Slice, name: str | None) -> str:
+    """The arm that the others are compared with, of those at the first size of a comparison.
 
-    Of several with its name, as in a sweep of a knob, the one as shipped.
+    It is the one that is named, or of norms the first of REFERENCES and ORDER; else the one as
+    shipped, or the first that was asked for. So it is of several with one name, as in a sweep of a
+    knob.
     """
-    for wanted in (name, *REFERENCES):
-        named = [side for side in compared.values() if wanted in (side.norm, side.best.norm_name)]
-        if named:  # the one with the fewest knobs is as shipped, if that was run
-            return min(named, key=lambda side: side.best.num_knobs)
-    return next(iter(compared.values()))
+    sides = [*slice_.at(slice_.compared_at[0]).values()]
+    for wanted in (name, *((*REFERENCES, *ORDER) if slice_.is_first else ())):
+        named = [side for side in sides if wanted in (side.arm, side.best.arm_name)]
+        if named:
+            sides = named
+            break
+    return min(sides, key=lambda side: (side.best.num_knobs, side.best.asked_at)).arm
 
 
 def _comparisons_of(slice_: Slice, reference_name: str | None) -> Iterator[Comparison]:
-    """The comparisons of a slice: along the sizes, then with the reference."""
-    for norm, line in slice_.lines.items():
+    """The comparisons of a slice: along the sizes, then with the reference at each size."""
+    for arm, line in slice_.lines.items():
         smallest, largest = min(line), max(line)
-        if len(line) > 1 and norm not in slice_.independent:
+        if slice_.is_first and len(line) > 1 and arm not in slice_.independent:
             yield compare_pair(slice_, line[smallest], line[largest], (smallest, largest))
-    compared = slice_.compared
-    reference = reference_of(compared, reference_name)
-    for norm, line in slice_.lines.items():
-        if norm != reference.norm:
-            first = compared.get(norm, line[min(line)])
-            yield compare_pair(slice_, first, reference, (slice_.at, slice_.at))
+    reference = slice_.lines[_reference_arm(slice_, reference_name)]
+    others = [line for line in slice_.lines.values() if line is not reference]
+    met = set()
+    for size in slice_.compared_at:
+        for line in others:
+            pair = line.get(size), reference.get(size)
+            # Two arms that mix no samples are the same at every size.
+            if pair[0] and pair[1] and pair not in met:
+                met.add(pair)
+                yield compare_pair(slice_, pair[0], pair[1], (size, size))
+    compared = {first.arm for first, _ in met}
+    for line in others:
+        first = line[min(line)]
+        if first.arm not in compared:
+            size = min(reference)
+            yield compare_pair(slice_, first, reference[size], (size, size))
 
 
 def compare_pair(
-    slice_: Slice, first: NormAtSize, second: NormAtSize, sizes: tuple[int, int]
+    slice_: Slice, first: ArmAtSize, second: ArmAtSize, sizes: tuple[int, int]
 ) -> Comparison:
-    """The comparison of two norms or sizes, not yet judged."""
-    metric = slice_.metric
+    """The comparison of two arms or sizes, not yet judged."""
     why = _why_not_compared(slice_, first, second, sizes)
     is_comparable, gap, num_samples = not why, NOTHING, 0
-    a, b = paired(first, second)
-    if is_comparable and a.size:
-        step = first.best.step(metric)
-        if a.ndim == 2:
-            num_samples = a.shape[1]
-            step = metric.limit / num_samples if metric.bounds else step
-        gap = difference(a, b, step=step, limit=metric.limit)
+    if is_comparable and first.seeds and second.seeds:
+        gap, num_samples = gap_of(first, second)
     why = (
         why
         or first.why_incomplete
         or second.why_incomplete
         or _why_not_searched(first, second)
-        or ("" if a.size else _why_not_paired(first, second))
+        or first.why_at_edge
+        or second.why_at_edge
     )
     return Comparison(slice_, first, second, sizes, gap, num_samples, why, is_comparable)
 
 
 def _why_not_compared(
-    slice_: Slice, first: NormAtSize, second: NormAtSize, sizes: tuple[int, int]
+    slice_: Slice, first: ArmAtSize, second: ArmAtSize, sizes: tuple[int, int]
 ) -> str:
     """`not compared: lr 0.1 and 0.3`; empty if both were trained with the same settings."""
-    if slice_.lines[first.norm].get(sizes[0]) is not first:
-        return f"not run{slice_.at_words}"
+    if slice_.lines[first.arm].get(sizes[0]) is not first:
+        return f"not run{slice_.at_words(sizes[0])}"
     is_tuned, tuned = len(first.cells) > 1 or len(second.cells) > 1, first.best.roles.tuned
     words = []
     if first.best.runs and second.best.runs:  # the settings of planned cells are not known
@@ -205,7 +224,7 @@ def _why_not_compared(
         different = unlike(first.best, second.best, searched=searched)
         for key, (a, b) in different.items():
             words.append(f"{key} {value_words(a)} and {value_words(b)}")
-    if is_tuned and first.rates != second.rates:
+    if is_tuned and first.tried != second.tried:
         words.append(f"{tuned} not searched alike")
     if words:
         more = f" and {len(words) - 2} more" if len(words) > 2 else ""
@@ -213,7 +232,7 @@ def _why_not_compared(
     return "INVALID" if any(cell.invalid for cell in (*first.cells, *second.cells)) else ""
 
 
-def _why_not_searched(first: NormAtSize, second: NormAtSize) -> str:
+def _why_not_searched(first: ArmAtSize, second: ArmAtSize) -> str:
     """Empty if no search chose their values, or if both searches had the same points.
 
     A searched seed may not count again: the search chose the values at which it was lucky.
@@ -230,26 +249,27 @@ def _why_not_searched(first: NormAtSize, second: NormAtSize) -> str:
     return f"seed {min(again)} was searched, too" if again else ""
 
 
-def _why_not_paired(first: NormAtSize, second: NormAtSize) -> str:
-    if not {*first.seeds} & {*second.seeds}:
-        return "no seed in common"
-    return f"tuned over different seeds ({len(first.seeds)} and {len(second.seeds)})"
+def gap_of(first: ArmAtSize, second: ArmAtSize) -> tuple[Interval, int]:
+    """The difference of two arms that both have seeds, and the number of its test samples.
 
-
-def paired(first: NormAtSize, second: NormAtSize) -> tuple[Array, Array]:
-    """Outcomes of the same shape, higher is better, at the seeds that both have.
-
-    A tuned norm is compared at all of its seeds, or not at all.
+    Over seeds alone (0) unless both have the outcomes of the same test samples. Seeds are paired
+    where both are of the same runs, evaluated in two ways.
     """
-    seeds = sorted({*first.seeds} & {*second.seeds})
-    sides = (first, second)
-    if not seeds or any(side.tuning and side.seeds != seeds for side in sides):
-        return np.empty(0), np.empty(0)
-    outcomes = [side.outcomes[[side.seeds.index(seed) for seed in seeds]] for side in sides]
-    a, b = outcomes
-    if a.shape != b.shape:  # one of them has no samples
-        a, b = (values.reshape(len(seeds), -1).mean(axis=1) for values in outcomes)
-    return a, b
+    metric, step = second.metric, first.best.step(second.metric)
+    a, b = first.outcomes, second.outcomes
+    num_samples = a.shape[1] if a.shape[1:] == b.shape[1:] and a.ndim == 2 else 0
+    if num_samples:
+        step = metric.limit / num_samples if metric.bounds else step
+    else:
+        a, b = _over_samples(a), _over_samples(b)
+    runs = [[cell.directory for cell in side.cells] for side in (first, second)]
+    outcomes = [a - b] if runs[0] == runs[1] and a.shape == b.shape else [a, b]
+    gap = difference(*outcomes, step=step, limit=metric.limit, in_order=first.has_text)
+    return gap, num_samples
+
+
+def _over_samples(outcomes: Array) -> Array:
+    return outcomes if outcomes.ndim == 1 else outcomes.mean(axis=1)
 
 
 # Rankings
@@ -257,118 +277,82 @@ def paired(first: NormAtSize, second: NormAtSize) -> tuple[Array, Array]:
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """A norm in a ranking.
+    """An arm in a ranking.
 
-    norm_at_size: None if it was not run where norms are compared
+    side: None if it was not run at that size
     comparison: with the reference; None for the reference itself
     may_be_best: None if it is not ranked
     """
 
-    norm: str
-    norm_at_size: NormAtSize | None
+    arm: str
+    side: ArmAtSize | None
     comparison: Comparison | None
     may_be_best: bool | None = None
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """Norms by their estimate, the best first; those that cannot be compared stand last.
+    """Arms at one size by their estimate, the best first; others stand last.
 
-    A norm may be the best unless another is shown to be better. The true best norm is left out by
-    mistake if any of k - 1 one-sided tests errs; two of these count as one member of the family.
-    Together with the verdicts against the reference, the error rate is at most 5 %.
+    An arm may be the best unless another is shown to be better, or all of its seeds are at chance.
+    The true best arm is left out by mistake if any of k - 1 one-sided tests errs; two of these
+    count as one member of the family. Together with the verdicts against the reference, the error
+    rate is at most 5 %.
     """
 
     slice: Slice
+    size: int
     reference: str
     places: Sequence[Place]
     family_size: int
 
     @property
     def best(self) -> list[str]:
-        """The norms that may be the best."""
-        return [place.norm for place in self.places if place.may_be_best]
+        """The arms that may be the best."""
+        return [place.arm for place in self.places if place.may_be_best]
 
 
-def rank(slice_: Slice, comparisons: Sequence[Comparison]) -> Ranking:
-    """The norms of a slice at the size where they are compared, as these comparisons say."""
-    with_reference = {
-        comparison.norm: comparison
-        for comparison in comparisons
-        if comparison.slice is slice_ and not comparison.is_along_sizes
-    }
+def rank(slice_: Slice, comparisons: Sequence[Comparison]) -> list[Ranking]:
+    """The arms of a slice at each size where several are compared, the first size first."""
+    between = [c for c in comparisons if c.slice is slice_ and not c.is_along_sizes]
+    rankings = []
+    for size in slice_.compared_at:
+        at_size = slice_.at(size)
+        of_size = {}
+        for comparison in between:
+            sides = (comparison.first, comparison.second)
+            is_run = all(at_size.get(side.arm) is side for side in sides)
+            if is_run or comparison.sizes[0] == size:
+                of_size[comparison.first.arm] = comparison
+        if of_size:
+            rankings.append(_rank_at(slice_, size, of_size))
+    return rankings
+
+
+def _rank_at(slice_: Slice, size: int, with_reference: Mapping[str, Comparison]) -> Ranking:
+    """The ranking at one size. with_reference: by arm, its comparison"""
     of_reference = next(iter(with_reference.values()))
-    compared = slice_.compared
-    levels = dict.fromkeys(slice_.lines, -math.inf)
-    for norm, norm_at_size in compared.items():
-        if norm_at_size.mean.estimate is not None:
-            levels[norm] = slice_.metric.sign * norm_at_size.mean.estimate
+    compared = slice_.at(size)
+    levels = dict.fromkeys((*compared, *with_reference), -math.inf)
+    for arm, side in compared.items():
+        if side.mean.estimate is not None:
+            levels[arm] = slice_.metric.sign * side.mean.estimate
     ranked = [
-        norm
-        for norm in compared
-        if norm not in with_reference or with_reference[norm].verdict is not None
+        arm
+        for arm in compared
+        if arm not in with_reference or with_reference[arm].verdict is not None
     ]
     may_be_best: dict[str, bool] = {}
-    for norm in ranked if len(ranked) > 1 else ():
-        may_be_best[norm] = True
+    for arm in ranked if len(ranked) > 1 else ():
+        may_be_best[arm] = not compared[arm].is_at_chance
         for rival in ranked:
-            if levels[rival] > levels[norm]:
-                sizes = (slice_.at, slice_.at)
-                pair = compare_pair(slice_, compared[rival], compared[norm], sizes)
+            if levels[rival] > levels[arm]:
+                pair = compare_pair(slice_, compared[rival], compared[arm], (size, size))
                 if judge(pair, of_reference.family_size).verdict == "better":
-                    may_be_best[norm] = False
+                    may_be_best[arm] = False
                     break
     places = [
-        Place(norm, compared.get(norm), with_reference.get(norm), may_be_best.get(norm))
-        for norm in sorted(slice_.lines, key=lambda norm: (norm not in ranked, -levels[norm]))
+        Place(arm, compared.get(arm), with_reference.get(arm), may_be_best.get(arm))
+        for arm in sorted(levels, key=lambda arm: (arm not in ranked, -levels[arm]))
     ]
-    return Ranking(slice_, of_reference.against, places, of_reference.family_size)
-
-
-# Causes
-
-SUFFIXES_OF_CAUSES = ("", "@precise", "@own_share")
-
-
-@dataclass(frozen=True)
-class Causes:
-    """The terms of a drop, in the unit of the metric; positive where the smallest size is worse.
-
-    A trained network is evaluated with running averages (r), with precise statistics (p), and with
-    these after a sample's own moments got their weight in training (s); see
-    training/statistics.py. From the largest size (L) to the smallest (S), for each seed,
-
-        r_L - r_S = (s_L - s_S)                  training noise: what the weights have lost
-                  + (s - p)_S - (s - p)_L        own share: each sample shaped its own statistics
-                  + (p - r)_S - (p - r)_L        averages: they miss the population
-
-    These are the terms of `normexp.diagnose` between two sizes.
-    """
-
-    norm: str
-    metric: Metric
-    drop: Interval
-    terms: Mapping[str, Interval]
-
-
-def measure_causes(comparison: Comparison) -> Causes | None:
-    """The causes of a norm's drop; None if fewer than two seeds have all kinds of statistics."""
-    metric = comparison.slice.metric
-    is_along = comparison.is_along_sizes and comparison.slice.axis == "norm_batch_size"
-    if not is_along or "@" in metric.name:
-        return None
-    large, small = comparison.second.best, comparison.first.best
-    kinds = [describe_metric(metric.name + kind) for kind in SUFFIXES_OF_CAUSES]
-    by_seed = [[cell.values(kind) for kind in kinds] for cell in (large, small)]
-    seeds = sorted(set[int].intersection(*(set(values) for cell in by_seed for values in cell)))
-    if len(seeds) < 2:
-        return None
-    values = np.array([[[of[seed] for seed in seeds] for of in cell] for cell in by_seed])
-    running, precise, own_share = metric.sign * (values[0] - values[1])  # each (n,)
-    step = small.step(metric)
-    terms = {
-        "training noise": mean(own_share, step=step),
-        "own share": mean(precise - own_share, step=step),
-        "averages": mean(running - precise, step=step),
-    }
-    return Causes(comparison.norm, metric, mean(running, step=step), terms)
+    return Ranking(slice_, size, of_reference.second.arm, places, of_reference.family_size)

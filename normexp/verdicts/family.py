@@ -1,6 +1,6 @@
 """One family of verdicts with one error rate.
 
-A member is a difference d with a t interval, between two norms or two sizes. Three verdicts are
+A member is a difference d with a t interval, between two arms or two sizes. Three verdicts are
 possible: d > 0, d < 0, and |d| < margin (a tie). If each test is made at level a, a false verdict
 is given with probability at most a, whatever the true d:
 
@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import stdtr, stdtrit
 
-from normexp.verdicts.interval import Interval, crossed_mean, cut, mean
+from normexp.verdicts.interval import Interval, crossed_mean, cut, welch_mean
 
 ALPHA = 0.05  # probability of any false verdict in a family
 # A tie: at most, on each side. 0.025 puts the 95 % interval within the margin.
@@ -36,21 +36,26 @@ Verdict = Literal["better", "worse", "tie", "undecided"]
 
 
 def difference(
-    first: ArrayLike, second: ArrayLike, *, step: float | None = None, limit: float = math.inf
+    *arms: ArrayLike,
+    step: float | None = None,
+    limit: float = math.inf,
+    in_order: bool = False,
 ) -> Interval:
-    """The mean of first - second, over the same seeds in the same order.
+    """The mean of the first arm minus that of the second, whose seeds are not paired.
 
-    first, second: (n,), or (n, N) with the N test samples of each seed: then the interval is for
-        new seeds and new samples
+    arms: (n,), or (n, N) with the same N test samples: then the interval is for new seeds and new
+        samples. Both may have other numbers of seeds. One alone: differences that are paired
     step: of a seed's value; see normexp.verdicts.interval
     limit: the largest possible difference, at which the bounds are cut
+    in_order: the test samples are parts of a text, and neighbours may be alike
     """
-    a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
-    if a.shape != b.shape:
-        raise ValueError(f"shapes {a.shape} and {b.shape}; pair outcomes by seed and sample first")
-    if a.ndim == 1:
-        return cut(mean(a - b, step=step), limit)
-    return crossed_mean(a - b, step=step, limit=limit)
+    outcomes = [np.asarray(arm, dtype=np.float64) for arm in arms]
+    if len({of_arm.shape[1:] for of_arm in outcomes}) > 1:
+        shapes = " and ".join(str(of_arm.shape) for of_arm in outcomes)
+        raise ValueError(f"shapes {shapes}; the test samples must be the same")
+    if outcomes[0].ndim == 1:
+        return cut(welch_mean(*outcomes, step=step), limit)
+    return crossed_mean(*outcomes, step=step, limit=limit, in_order=in_order)
 
 
 def decide(gap: Interval, *, margin: float, family_size: int) -> Verdict:
@@ -70,8 +75,12 @@ def least_decided(gap: Interval, *, family_size: int) -> float | None:
     """The smallest difference that would be decided with the same spread; None without bounds."""
     if gap.estimate is None or gap.low is None:
         return None
-    level = 1 - ALPHA / (2 * family_size)
-    return max(float(stdtrit(df, level)) * error for df, error in gap.t_tests)
+    return half_width(gap, ALPHA / (2 * family_size))
+
+
+def half_width(gap: Interval, tail: float) -> float:
+    """Of an interval with bounds, at another level. tail: the probability on each side"""
+    return max(float(stdtrit(df, 1 - tail)) * error for df, error in gap.t_tests)
 
 
 def p_value(gap: Interval) -> float:

@@ -1,4 +1,4 @@
-"""The figures of a report: by norm batch size, by norm, error against lr, curves, ranking.
+"""The figures of a report: by norm batch size, by arm, error against lr, curves, ranking.
 
 Every colour has a contrast of 3 or more on white and on the dark page. A norm has one colour and
 marker, and its curves one dash, in every figure.
@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 import altair as alt
 import pandas as pd
 
-from normexp.verdicts.cells import ORDER, CellRow, mean_of_seeds, order_norms
+from normexp.verdicts.arm_at_size import ArmAtSize
+from normexp.verdicts.arms import ORDER, order_arms
+from normexp.verdicts.cells import CellRow, mean_of_seeds
 from normexp.verdicts.compare import Ranking
 from normexp.verdicts.interval import Interval
 from normexp.verdicts.metric import Metric, describe_metric
-from normexp.verdicts.slices import AXIS_WORDS, NormAtSize, Slice
+from normexp.verdicts.slices import AXIS_WORDS, Slice
 from normexp.words import format_count
 
 vl_convert: Any = import_module("vl_convert") if find_spec("vl_convert") else None
@@ -54,11 +56,11 @@ COLOURS = (
     "#b88600",
     "#8f74dc",
     "#848484",
+    "#e010e0",  # from here on those of other norms: far from all before
+    "#f0145a",
+    "#00a500",
+    "#6644ff",
     "#2a9fc4",
-    "#c04a6c",
-    "#86902a",
-    "#ae6e42",
-    "#38a08f",
 )
 SIZE_COLOURS = (
     "#2b86d9",
@@ -117,33 +119,33 @@ class Figure:
         return {**chart.to_dict(validate=False), "data": values, "config": CONFIG}
 
 
-def draw_figures(slice_: Slice, ranking: Ranking | None) -> list[Figure]:
+def draw_figures(slice_: Slice, rankings: Sequence[Ranking]) -> list[Figure]:
     """Every figure for which the slice has data, the main one first; none without vl-convert."""
     if vl_convert is None:
         return []
     figures = [draw_by_size(slice_) if len(slice_.sizes) > 1 else draw_by_norm(slice_)]
-    if any(len(norm_at_size.cells) > 1 for norm_at_size in slice_.norms_at_sizes):
+    if any(len(side.cells) > 1 for side in slice_.arms_at_sizes):
         figures.append(draw_rates(slice_))
-    if ranking and len(ranking.places) > 2:
-        figures.append(draw_ranking(ranking))
+    if any(len(ranking.places) > 2 for ranking in rankings):
+        figures.append(draw_ranking(rankings))
     return [figure for figure in (*figures, *draw_curves(slice_)) if figure.rows]
 
 
 def draw_by_size(slice_: Slice) -> Figure:
-    """The metric against the size that varies, a line per norm; norms stand beside each other."""
+    """The metric against the size that varies, a line per arm; arms stand beside each other."""
     metric, axis = slice_.metric, AXIS_WORDS[slice_.axis]
     rows: list[Datum] = []
     for line in slice_.lines.values():
-        for size, norm_at_size in line.items():
-            rows += _points(norm_at_size, size=size)
+        for size, side in line.items():
+            rows += _points(side, size=size)
     x = alt.X("size:O", title=axis).axis(labelAngle=0).scale(paddingInner=0.6, paddingOuter=0.2)
     y = alt.Y("value:Q", title=metric.label).scale(zero=False)
-    offset = alt.XOffset("norm:N", sort=slice_.norms)
+    offset = alt.XOffset("arm:N", sort=slice_.arms)
     chart = _lines(x, y, slice_).encode(xOffset=offset)
     caption = _dots_words(slice_)
     if slice_.independent:
-        names = ", ".join(norm for norm in slice_.norms if norm in slice_.independent)
-        caption += f" The same runs stand at every size where a norm mixes no samples: {names}."
+        names = ", ".join(arm for arm in slice_.arms if arm in slice_.independent)
+        caption += f" The same runs stand at every size where no samples are mixed: {names}."
     title = f"{metric.label} by {axis}"
     return Figure(f"by_size_{slice_.slug}", title, caption, chart, rows)
 
@@ -152,26 +154,26 @@ def draw_by_norm(slice_: Slice) -> Figure:
     """The metric of each norm, the best first."""
     metric = slice_.metric
     ordered = sorted(
-        slice_.compared.values(),
-        key=lambda norm_at_size: -metric.sign * (norm_at_size.mean.estimate or 0.0),
+        slice_.at(slice_.compared_at[0]).values(),
+        key=lambda side: -metric.sign * (side.mean.estimate or 0.0),
     )
-    rows = [row for norm_at_size in ordered for row in _points(norm_at_size)]
+    rows = [row for side in ordered for row in _points(side)]
     x = alt.X("value:Q", title=metric.label).scale(zero=False)
-    y = _norm_axis(norm_at_size.norm for norm_at_size in ordered)
-    look = _look_of_norms(slice_)
+    y = _arm_axis(side.arm for side in ordered)
+    look = _look_of_arms(slice_)
     chart = _marks(x, y, look.colour.legend(None), look.marker.legend(None))
-    title, height = f"{metric.label} by {slice_.arm}", alt.Step(LINE)
+    title, height = f"{metric.label} by {slice_.arm_key}", alt.Step(LINE)
     return Figure(f"by_norm_{slice_.slug}", title, _dots_words(slice_), chart, rows, height)
 
 
-def _points(norm_at_size: NormAtSize, **keys: object) -> list[Datum]:
+def _points(side: ArmAtSize, **keys: object) -> list[Datum]:
     """The mean and the seeds; a tuned norm has the seeds of its best learning rate."""
-    values = norm_at_size.best.values(norm_at_size.metric)
-    return _rows(norm_at_size.mean, values, norm=norm_at_size.norm, **keys)
+    values = side.best.values(side.metric)
+    return _rows(side.mean, values, arm=side.arm, **keys)
 
 
 def _dots_words(slice_: Slice) -> str:
-    is_tuned = any(norm_at_size.tuning is not None for norm_at_size in slice_.norms_at_sizes)
+    is_tuned = any(side.tuning is not None for side in slice_.arms_at_sizes)
     at = ", at the best learning rate of its norm" if is_tuned else ""
     return f"{DOTS}{at}. {slice_.scope}."
 
@@ -181,14 +183,14 @@ def draw_rates(slice_: Slice) -> Figure:
     metric = slice_.metric
     best, sign = (metric.bounds[1], -1) if metric.bounds else (0.0, 1)
     rows: list[Datum] = []
-    for norm, line in slice_.lines.items():
+    for arm, line in slice_.lines.items():
         for size in dict.fromkeys((slice_.sizes[0], slice_.sizes[-1])):
             panel = f"{AXIS_WORDS[slice_.axis]} {size}"
             for cell in line[size].cells if size in line else ():
                 values = cell.values(metric)
                 errors = {seed: best + sign * value for seed, value in values.items()}
                 mean = mean_of_seeds([*errors.values()], cell.step(metric), metric)
-                rows += _rows(mean, errors, norm=norm, lr=cell.lr, panel=panel)
+                rows += _rows(mean, errors, arm=arm, lr=cell.tuned, panel=panel)
     label = metric.label.replace("accuracy", "error")
     rates = sorted({row["lr"] for row in rows})
     x = alt.X("lr:Q", title="learning rate").axis(values=rates, format=".3~g", grid=False)
@@ -201,7 +203,7 @@ def draw_rates(slice_: Slice) -> Figure:
 
 def draw_curves(slice_: Slice) -> Iterator[Figure]:
     """Training loss and validation: the sizes of a norm in one panel, or all norms in one."""
-    look, by_size = _look_of_norms(slice_), len(slice_.sizes) > 1
+    look, by_size = _look_of_arms(slice_), len(slice_.sizes) > 1
     colour, dash = look.colour, look.dash
     if by_size:
         sizes = [str(size) for size in slice_.sizes]
@@ -213,11 +215,11 @@ def draw_curves(slice_: Slice) -> Iterator[Figure]:
     for name in ("train/loss", slice_.metric.selection_name):
         metric = describe_metric(name)
         rows: list[Datum] = []
-        for norm_at_size in slice_.norms_at_sizes:
-            norm = norm_at_size.norm
-            size = "any" if norm in slice_.independent else str(norm_at_size.size)
-            keys = {"norm": norm, "size": size, "panel": norm if by_size else ""}
-            rows += [keys | row for row in _curve(norm_at_size.best, metric)]
+        for side in slice_.arms_at_sizes:
+            arm = side.arm
+            size = "any" if arm in slice_.independent else str(side.size)
+            keys = {"arm": arm, "size": size, "panel": arm if by_size else ""}
+            rows += [keys | row for row in _curve(side.best, metric)]
         if len({row["samples"] for row in rows}) < 2:
             continue
         x = alt.X("samples:Q", title="training samples seen").axis(format="~s", tickCount=4)
@@ -255,27 +257,32 @@ def _curve(cell: CellRow, metric: Metric) -> Iterator[Datum]:
         yield {"kind": "seed", "seed": seed, "samples": end.index[-1], "value": end.iloc[-1]}
 
 
-def draw_ranking(ranking: Ranking) -> Figure:
-    """The difference of each norm to the reference."""
-    slice_ = ranking.slice
+def draw_ranking(rankings: Sequence[Ranking]) -> Figure:
+    """The difference of each arm to the reference, in a panel for each size."""
+    slice_, first = rankings[0].slice, rankings[0]
     rows: list[Datum] = []
-    for place in ranking.places:
-        if place.comparison:
-            verdict, best = place.comparison.verdict or "undecided", bool(place.may_be_best)
-            rows += _rows(place.comparison.gap, {}, norm=place.norm, verdict=verdict, best=best)
-    words = f"difference to {ranking.reference}"
+    for ranking in rankings:
+        panel = {"panel": slice_.at_words(ranking.size).strip()} if len(rankings) > 1 else {}
+        for place in ranking.places:
+            if place.comparison:
+                verdict, best = place.comparison.verdict or "undecided", bool(place.may_be_best)
+                keys = {"arm": place.arm, "verdict": verdict, "best": best, **panel}
+                rows += _rows(place.comparison.gap, {}, **keys)
+    words = f"difference to {first.reference}"
     x = alt.X("value:Q", title=f"{words} ({slice_.metric.unit})").scale(zero=False)
-    y = _norm_axis(place.norm for place in ranking.places)
+    y = _arm_axis(place.arm for place in first.places)
     colour = alt.Color("verdict:N").scale(domain=list(VERDICTS), range=list(VERDICTS.values()))
     shape = alt.Shape("best:N", legend=None).scale(domain=[True, False], range=["circle", "square"])
     zero = alt.Chart().mark_rule(strokeDash=[3, 3], color="#848484").encode(x=alt.X(datum=0))
     chart = alt.layer(zero, _marks(x, y, colour, shape))
     caption = (
         "Right of the dashed line is better. Each interval is a 95 % interval by itself; verdicts "
-        f"(colours) are corrected for {format_count(ranking.family_size, 'comparison')}. "
+        f"(colours) are corrected for {format_count(first.family_size, 'comparison')}. "
         "A circle: may be the best."
     )
-    title = f"{slice_.metric.label}: {words}{slice_.at_words}"
+    title = f"{slice_.metric.label}: {words}"
+    if len(rankings) == 1:
+        title += slice_.at_words(first.size)
     return Figure(f"ranking_{slice_.slug}", title, caption, chart, rows, alt.Step(LINE))
 
 
@@ -313,13 +320,13 @@ def _marks(x: alt.X, y: alt.Y, colour: alt.Color, shape: alt.Shape) -> Any:
 
 def _lines(x: alt.X, y: alt.Y, slice_: Slice) -> Any:
     """A line per norm through its means, with their intervals and every seed."""
-    look = _look_of_norms(slice_)
+    look = _look_of_arms(slice_)
     line = alt.Chart().mark_line(strokeWidth=1.5).encode(x, y, look.colour)
     return alt.layer(line.transform_filter(IS_MEAN), _marks(x, y, look.colour, look.marker))
 
 
-def _norm_axis(norms: Iterable[str]) -> alt.Y:
-    return alt.Y("norm:N", title=None, sort=list(norms)).axis(labelLimit=140, grid=True)
+def _arm_axis(arms: Iterable[str]) -> alt.Y:
+    return alt.Y("arm:N", title=None, sort=list(arms)).axis(labelLimit=140, grid=True)
 
 
 class Look(NamedTuple):
@@ -330,21 +337,21 @@ class Look(NamedTuple):
     dash: alt.StrokeDash
 
 
-def _look_of_norms(slice_: Slice) -> Look:
-    places = place_norms(slice_.norm_names)
+def _look_of_arms(slice_: Slice) -> Look:
+    places = place_arms(slice_.arm_names)
 
     def scale(styles: Sequence[Any]) -> alt.Scale:
-        of_norms = [styles[places[norm] % len(styles)] for norm in slice_.norms]
-        return alt.Scale(domain=slice_.norms, range=of_norms)
+        of_arms = [styles[places[arm] % len(styles)] for arm in slice_.arms]
+        return alt.Scale(domain=slice_.arms, range=of_arms)
 
     return Look(
-        alt.Color("norm:N", scale=scale(COLOURS)),
-        alt.Shape("norm:N", scale=scale(MARKERS)),
-        alt.StrokeDash("norm:N", scale=scale(DASHES)),
+        alt.Color("arm:N", title=slice_.arm_key, scale=scale(COLOURS)),
+        alt.Shape("arm:N", title=slice_.arm_key, scale=scale(MARKERS)),
+        alt.StrokeDash("arm:N", title=slice_.arm_key, scale=scale(DASHES)),
     )
 
 
-def place_norms(names: Mapping[str, str]) -> dict[str, int]:
+def place_arms(names: Mapping[str, str]) -> dict[str, int]:
     """The place of each norm in COLOURS, MARKERS and DASHES, which repeat.
 
     Norms of ORDER always have the same place. Others take free places, first those that no norm of
@@ -354,7 +361,7 @@ def place_norms(names: Mapping[str, str]) -> dict[str, int]:
     """
     places: dict[str, int] = {}
     others = []
-    for label in order_norms(names):
+    for label in order_arms(names):
         name = names[label]
         if name in ORDER and ORDER.index(name) not in places.values():
             places[label] = ORDER.index(name)  # the first variant has the norm's place

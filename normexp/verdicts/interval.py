@@ -20,6 +20,7 @@ tests/verdicts/test_stats_coverage.py.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -29,6 +30,7 @@ from scipy.special import stdtrit
 Array = NDArray[np.float64]
 Bounds = tuple[float, float]
 ROUNDING = 1e-9  # a deviation below this share of the values is floating-point noise
+FEWEST_PARTS = 5.0  # independent ones that a text is taken to have
 LEVEL = 0.95  # the nominal coverage of every interval
 
 
@@ -40,8 +42,8 @@ class Interval:
     low, high: the bounds; both None if the values allow none
     n: number of values (seeds, or pairs of seeds)
     df, error: degrees of freedom and standard error of a t interval; None for other intervals
-    over_seeds: (df, error) over seeds alone, of an interval over new test samples too, which is
-        never narrower at any level
+    further: (df, error) of further t intervals, such as that over seeds alone of an interval over
+        new test samples too, which is narrower than none of them at any level
     """
 
     estimate: float | None
@@ -50,14 +52,14 @@ class Interval:
     n: int
     df: float | None = None
     error: float | None = None
-    over_seeds: tuple[float, float] | None = None
+    further: tuple[tuple[float, float], ...] = ()
 
     @property
     def t_tests(self) -> list[tuple[float, float]]:
         """Degrees of freedom and standard error of each t test that a verdict must pass."""
         if self.df is None or self.error is None:
             raise ValueError("only a t interval has the p value of a t test")
-        return [(self.df, self.error), *([self.over_seeds] if self.over_seeds else [])]
+        return [(self.df, self.error), *self.further]
 
 
 def smallest_step(values: ArrayLike) -> float:
@@ -101,18 +103,57 @@ def mean(
     return t_interval(float(sample.mean()), error, n - 1, n=n, bounds=bounds)
 
 
+def welch_mean(*samples: Array, step: float | None = None) -> Interval:
+    """The mean of the first sample (n,) minus that of a second (m,), by Welch's t interval.
+
+    The variances may differ, and so may n and m (Welch 1947, "The generalization of Student's
+    problem when several different population variances are involved"). Of one sample: `mean`.
+    """
+    n = min(map(len, samples))
+    if n == 0:
+        return Interval(None, None, None, 0)
+    step = smallest_step(np.concatenate(samples)) if step is None else step
+    means = [float(sample.mean()) for sample in samples]
+    estimate = means[0] - sum(means[1:])
+    if n < 2:
+        return Interval(estimate, None, None, n)
+    error, df = _pool([_over_seeds(sample, step) for sample in samples])
+    return t_interval(estimate, error, df, n=n)
+
+
+def _over_seeds(values: Array, step: float) -> tuple[float, float]:
+    """The squared standard error of a mean over seeds, and its degrees of freedom."""
+    n = len(values)
+    deviations = values - values.mean()
+    return float(deviations @ deviations + step**2) / (n * (n - 1)), n - 1
+
+
+def _pool(parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The standard error of a sum of independent parts, with Satterthwaite's degrees of freedom."""
+    total = sum(variance for variance, _ in parts)
+    spread = sum(variance**2 / df for variance, df in parts)
+    return math.sqrt(total), total**2 / spread if spread else 0.0
+
+
 def crossed_mean(
-    table: ArrayLike, *, step: float | None = None, limit: float = math.inf
+    *tables: ArrayLike,
+    step: float | None = None,
+    limit: float = math.inf,
+    in_order: bool = False,
 ) -> Interval:
     """Mean of a table (n seeds, N test samples), over new seeds and new test samples.
+
+    With a second table (m, N): the mean of the first minus that of the second. Their seeds are not
+    paired, and their test samples are, since they are the same.
 
     Rows and columns are crossed random effects: with v_S and v_I the squared standard errors of the
     mean over seeds alone and over samples alone, and v_E that of the residuals, the squared
     standard error is v_S + v_I - v_E, here never less than v_S or v_I, with Satterthwaite's degrees
     of freedom (Cornfield and Tukey 1956, "Average values of mean squares in factorials";
-    Satterthwaite 1946). The two-way bootstrap of Owen and Eckles (2012, "Bootstrapping data arrays
-    of arbitrary order") estimates the same variance, v_E too large. At no level is the interval
-    narrower than that over seeds alone.
+    Satterthwaite 1946). Of two tables v_S and v_E are the sums of both, and v_I is that of the
+    differences between their columns. The two-way bootstrap of Owen and Eckles (2012,
+    "Bootstrapping data arrays of arbitrary order") estimates the same variance, v_E too large. At
+    no level is the interval narrower than that over seeds alone.
 
     **Few samples decide.** Where K of N samples tell two networks apart, v_I is as uncertain as a
     count of K: its degrees of freedom are 2 N / (kurtosis - 1), about 2 K. And v_I is never less
@@ -121,34 +162,84 @@ def crossed_mean(
     without any difference is 3.9 steps.
 
     step: of a mean over the samples, by default that of one sample; see the top of this file
+    in_order: the samples are parts of a text, and neighbours may be alike
     """
-    cells = np.asarray(table, dtype=np.float64)
-    n, num_samples = cells.shape
-    estimate = float(cells.mean()) if cells.size else None
-    if estimate is None or n < 2 or num_samples < 2:
+    crossed = [np.asarray(table, dtype=np.float64) for table in tables]
+    n, num_samples = min(map(len, crossed)), crossed[0].shape[1]
+    means = [float(table.mean()) for table in crossed if table.size]
+    if len(means) < len(crossed):
+        return Interval(None, None, None, n)
+    estimate = means[0] - sum(means[1:])
+    if n < 2 or num_samples < 2:
         return Interval(estimate, None, None, n)
-    step = float(step or smallest_step(cells) / num_samples)
-    rows, columns = cells.mean(axis=1) - estimate, cells.mean(axis=0) - estimate
-    of_rows, of_columns = rows @ rows, columns @ columns
-    residual_squares = ((cells - estimate) ** 2).sum() - num_samples * of_rows - n * of_columns
-    seeds = (of_rows + step**2) / (n * (n - 1))
+    step = float(step or min(map(smallest_step, crossed)) / num_samples)
+    seeds = [_over_seeds(table.mean(axis=1), step) for table in crossed]
+    residuals = [_residuals(table) for table in crossed]
+    columns = crossed[0].mean(axis=0) - sum(table.mean(axis=0) for table in crossed[1:]) - estimate
+    samples = _over_samples(columns, step, in_order=in_order)
+    error_of_seeds, df_of_seeds = _pool(seeds)
+    of_seeds, of_samples, of_residuals = (
+        sum(variance for variance, _ in parts) for parts in (seeds, [samples], residuals)
+    )
+    total = max(of_seeds + of_samples - of_residuals, of_seeds, of_samples)
+    spread = sum(variance**2 / df for variance, df in (*seeds, samples, *residuals))
+    least = min(df_of_seeds, samples[1])
+    freedom = max(total**2 / spread, least) if spread else 0.0
+    interval = t_interval(estimate, math.sqrt(total), freedom, n=n)
+    over_seeds = t_interval(estimate, error_of_seeds, df_of_seeds, n=n)
+    if interval.low is not None and over_seeds.low is not None:
+        wider = interval if interval.low < over_seeds.low else over_seeds
+        further = tuple(over_seeds.t_tests)
+        interval = replace(interval, low=wider.low, high=wider.high, further=further)
+    return cut(interval, limit)
+
+
+def _over_samples(columns: Array, step: float, *, in_order: bool) -> tuple[float, float]:
+    """The squared standard error over samples, and its degrees of freedom.
+
+    columns: deviations of the means of samples, (N,)
+    """
+    num_samples, squares = len(columns), columns @ columns
     # Effective number of samples that carry the squares; at least 2 are assumed.
     least = 2 * (step * num_samples) ** 2
-    sharing = 2.0 if of_columns <= least else of_columns**2 / (columns**4).sum()
-    samples = max(of_columns, least) / (num_samples * (num_samples - 1))
-    df_samples = min(2 * sharing / max(1 - sharing / num_samples, 1 / num_samples), num_samples - 1)
-    residuals = max(residual_squares, 0.0) / ((n - 1) * (num_samples - 1) * n * num_samples)
-    df = (n - 1, df_samples, (n - 1) * (num_samples - 1))
-    total = max(seeds + samples - residuals, seeds, samples)
-    spread = sum(v**2 / d for v, d in zip((seeds, samples, residuals), df, strict=True))
-    freedom = max(float(total**2 / spread), min(df)) if spread else 0.0
-    interval = t_interval(estimate, math.sqrt(total), freedom, n=n)
-    over_seeds = t_interval(estimate, math.sqrt(seeds), n - 1, n=n)
-    if interval.low is not None and over_seeds.low is not None and over_seeds.error is not None:
-        wider = interval if interval.low < over_seeds.low else over_seeds
-        alone = (n - 1, over_seeds.error)
-        interval = replace(interval, low=wider.low, high=wider.high, over_seeds=alone)
-    return cut(interval, limit)
+    sharing = 2.0 if squares <= least else squares**2 / (columns**4).sum()
+    variance = max(squares, least) / (num_samples * (num_samples - 1))
+    df = 2 * sharing / max(1 - sharing / num_samples, 1 / num_samples)
+    df = min(float(df), num_samples - 1)
+    if in_order and squares:
+        independent = _independent_parts(columns)
+        variance *= num_samples / independent
+        df = min(df, independent - 1)
+    return float(variance), df
+
+
+def _independent_parts(parts: Array) -> float:
+    """As how many independent parts those of a text count, at least FEWEST_PARTS.
+
+    Where neighbours have the correlation r > 0, a mean over K of them is as uncertain as one over
+    K (1 - r) / (1 + r) independent ones (Bayley and Hammersley 1946, "The effective number of
+    independent observations in an autocorrelated time series"). K is small, so r is taken to be
+    larger than it is found by its standard error.
+
+    parts: deviations from their mean, (K,), in the order of the text
+    """
+    count = len(parts)
+    found = parts[1:] @ parts[:-1] / (parts @ parts) + 1 / count  # unbiased if all are independent
+    if found <= 0:
+        return float(count)
+    r = min(found + 1 / math.sqrt(count), 1.0)
+    return float(max(count * (1 - r) / (1 + r), min(count, FEWEST_PARTS)))
+
+
+def _residuals(table: Array) -> tuple[float, float]:
+    """The squared standard error of the mean by residuals alone, and its degrees of freedom."""
+    n, num_samples = table.shape
+    rows = table.mean(axis=1) - table.mean()
+    columns = table.mean(axis=0) - table.mean()
+    squares = ((table - table.mean()) ** 2).sum()
+    squares -= num_samples * (rows @ rows) + n * (columns @ columns)
+    df = (n - 1) * (num_samples - 1)
+    return max(float(squares), 0.0) / (df * n * num_samples), df
 
 
 def t_interval(
@@ -163,7 +254,7 @@ def t_interval(
 
     No bounds if df < 1 or the error is floating-point noise.
     """
-    if df < 1 or error <= ROUNDING * abs(estimate):
+    if df < 1 - ROUNDING or error <= ROUNDING * abs(estimate):
         return Interval(estimate, None, None, n)
     quantile = float(stdtrit(df, (1 + LEVEL) / 2))
     low, high = estimate - quantile * error, estimate + quantile * error

@@ -64,9 +64,9 @@ def _write_files(folder: Path, report: Report, reload_seconds: int | None) -> No
     (folder / REPORT).write_text(content, encoding="utf-8")
     sections, figures = [], []
     for slice_ in report.slices:
-        drawn = draw_figures(slice_, report.ranking_of(slice_))
+        drawn = draw_figures(slice_, report.rankings_of(slice_))
         tables = report.tables_of(slice_)
-        if slice_.arm == "norm":
+        if slice_.arm_key == "norm":
             tables.append(norm_table(slice_, report.describe_norm))
         sections.append((slice_, tables, drawn))
         figures += drawn
@@ -97,8 +97,8 @@ def _bundle() -> str:
 def norm_table(slice_: Slice, describe_norm: Callable[[str], str]) -> Table:
     """What each norm does, and the time and memory of its training."""
     rows = []
-    for norm, name in slice_.norm_names.items():
-        runs = [run for cell in slice_.cells if cell.norm == norm for run in cell.runs]
+    for norm, name in slice_.arm_names.items():
+        runs = [run for cell in slice_.cells if cell.arm == norm for run in cell.runs]
         timings = [run.part("timing") for run in runs]
         together = sorted(
             {int(timing["stack_size"]) for timing in timings if "stack_size" in timing}
@@ -135,4 +135,5 @@ def _write_figure(folder: Path, figure: Figure) -> None:
     svg = vl_convert.vegalite_to_svg(spec)
     (folder / f"{figure.name}.svg").write_text(svg, encoding="utf-8")
     (folder / f"{figure.name}.png").write_bytes(vl_convert.svg_to_png(svg, scale=PNG_SCALE))
+    (folder / f"{figure.name}.pdf").write_bytes(vl_convert.svg_to_pdf(svg))
     pd.DataFrame(figure.rows).to_csv(folder / f"{figure.name}.csv", index=False)

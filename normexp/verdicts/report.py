@@ -11,23 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from normexp.errors import UserError
-from normexp.verdicts.cells import CellRow, build_cells, metric_names, order_norms
-from normexp.verdicts.compare import (
-    Causes,
-    Comparison,
-    Ranking,
-    compare,
-    measure_causes,
-    rank,
-)
+from normexp.verdicts.arms import label_cells, order_arms
+from normexp.verdicts.causes import Causes, measure_causes
+from normexp.verdicts.cells import CellRow, build_cells, metric_names
+from normexp.verdicts.compare import Comparison, Ranking, compare, rank
+from normexp.verdicts.headline import headline_of
+from normexp.verdicts.ladder import find_ladders
 from normexp.verdicts.metric import Metric
 from normexp.verdicts.rows import Rows
-from normexp.verdicts.slices import NormAtSize, Slice, build_slices
+from normexp.verdicts.slices import Slice, build_slices
 from normexp.verdicts.tables import (
     Table,
     causes_table,
     cell_table,
     difference_table,
+    ladder_table,
     lost_table,
     mean_table,
     ranking_table,
@@ -36,23 +34,7 @@ from normexp.verdicts.tables import (
 )
 from normexp.words import format_count
 
-SCHEMA = 3  # the version of report.json
-MOST_WORDS = 15  # the length of a headline
-ALONG_SIZES = {  # the claim for each verdict
-    "worse": "At {first}, {norm} loses {gap} against {second}",
-    "better": "At {first}, {norm} gains {gap} against {second}",
-    "tie": "At {first}, {norm} ties with {second}",
-    "undecided": "{norm} at {first} against {second}: undecided",
-    None: "{norm} at {first} against {second}: no verdict",
-}
-BETWEEN_NORMS = {
-    "worse": "{against} is {gap} ahead of {norm}",
-    "better": "{norm} is {gap} ahead of {against}",
-    "tie": "{norm} and {against} tie within {margin}",
-    "undecided": "{norm} against {against}: undecided",
-    None: "{norm} against {against}: no verdict",
-}
-PLAIN_NAMES = ("batch", "layer", "instance", "group", "rms")  # known as `batch norm`
+SCHEMA = 4  # the version of report.json
 
 
 @dataclass(frozen=True, repr=False)
@@ -61,7 +43,7 @@ class Report:
 
     metric, tolerance: as requested; None: the first known metric of a slice, and its tolerance
     comparisons: every difference that the report states
-    rankings: of each slice where two or more norms meet
+    rankings: of each slice and size where two or more arms meet
     declared: comparisons beyond those of the slices
     describe_norm: a phrase on a norm, by its name; empty for one that is not known
     folder: where its page is written; None: runs_dir/<studies>/report
@@ -118,51 +100,38 @@ class Report:
     def comparisons_of(self, slice_: Slice) -> list[Comparison]:
         return [comparison for comparison in self.comparisons if comparison.slice is slice_]
 
-    def ranking_of(self, slice_: Slice) -> Ranking | None:
-        return next((ranking for ranking in self.rankings if ranking.slice is slice_), None)
+    def rankings_of(self, slice_: Slice) -> list[Ranking]:
+        """At each size where arms are compared, the first size first."""
+        return [ranking for ranking in self.rankings if ranking.slice is slice_]
 
     def headline(self, slice_: Slice) -> str:
-        """The answer to the sweep that was typed, first along the sizes, then between norms."""
-        along = [
-            comparison
-            for comparison in self.comparisons_of(slice_)
-            if comparison.is_comparable and comparison.is_along_sizes
-        ]
-        ranking = self.ranking_of(slice_)
-        best = _best_claim(ranking, is_alone=not along) if ranking else ""
-        if not along:
-            return f"{best}{slice_.at_words}." if best else "nothing to compare."
-        drop = min(along, key=lambda pair: (pair.verdict != "worse", pair.gap.estimate or 0.0))
-        size = _claim(drop)
-        if best:
-            at = "" if slice_.at == drop.sizes[0] else f"at {slice_.at}, "
-            shorter = size.replace(f" against {drop.sizes[1]}", "")
-            for claim in (size, shorter):
-                both = f"{claim}; {at}{best}."
-                if len(both.split()) <= MOST_WORDS:
-                    return both
-        return f"{size}."
+        """The answer to the sweep that was typed, first along the sizes, then between arms."""
+        return headline_of(
+            slice_, self.comparisons_of(slice_), self.rankings_of(slice_), self.cells
+        )
 
     @cached_property
     def tables(self) -> list[Table]:
         """Every table, in the order of the page."""
-        tables = [workload_table(self.rankings)] if len(self.rankings) > 1 else []
+        tables = [workload_table(self.rankings)]
         tables += self.declared
         for slice_ in self.slices:
             tables += self.tables_of(slice_)
+        tables.append(ladder_table(find_ladders(self.comparisons)))
         tables.append(causes_table(self.causes))
         tables.append(lost_table(self.cells, self.rows.refused))
-        tables.append(cell_table(self.cells, self.metric, self.tolerance))
+        is_tuned = any(side.tuning for one in self.slices for side in one.arms_at_sizes)
+        tables.append(cell_table(self.cells, self.metric, self.tolerance, is_tuned=is_tuned))
         tables.append(Table("runs", "Runs", run_frame(self.rows.runs), has_latex=False))
         return [table for table in tables if len(table.values)]
 
     def tables_of(self, slice_: Slice) -> list[Table]:
         """Means by size, differences along the sizes, and the ranking."""
-        ranking, comparisons = self.ranking_of(slice_), self.comparisons_of(slice_)
-        tables = [mean_table(slice_, ranking)]
-        tables.append(difference_table(slice_, comparisons, has_note=ranking is None))
-        if ranking:
-            tables.append(ranking_table(ranking, comparisons))
+        rankings, comparisons = self.rankings_of(slice_), self.comparisons_of(slice_)
+        tables = [mean_table(slice_, rankings)]
+        tables.append(difference_table(slice_, comparisons, has_note=not rankings))
+        if rankings:
+            tables.append(ranking_table(rankings, comparisons))
         return [table for table in tables if len(table.values)]
 
     def _repr_html_(self) -> str:
@@ -172,58 +141,13 @@ class Report:
         lines = []
         for slice_ in self.slices:
             lines.append(f"<h3>{escape(self.headline(slice_))}</h3><p>{escape(slice_.scope)}</p>")
-            for figure in draw_figures(slice_, self.ranking_of(slice_))[:1]:
+            for figure in draw_figures(slice_, self.rankings_of(slice_))[:1]:
                 lines.append(vl_convert.vegalite_to_svg(figure.spec))
             for table in self.tables_of(slice_):
                 rows = table.frame.to_html(index=False, border=0)
                 lines.append(f"<p>{escape(table.caption)}</p>{rows}<p>{escape(table.note)}</p>")
         lines += [f"<p>{escape(line)}</p>" for line in (self.counts, *self.notes)]
         return "\n".join(lines)
-
-
-def _claim(comparison: Comparison) -> str:
-    """`At 2, batch norm loses 10.7 pp against 128`, `own is 5.0 pp ahead of batch norm`."""
-    metric, gap = comparison.slice.metric, abs(comparison.gap.estimate or 0.0)
-    sentences = ALONG_SIZES if comparison.is_along_sizes else BETWEEN_NORMS
-    first, second = comparison.sizes
-    claim = sentences[comparison.verdict].format(
-        norm=_full_name(comparison.first),
-        against=_full_name(comparison.second),
-        first=first,
-        second=second,
-        gap=f"{gap:.{metric.digits}f} {metric.unit}".strip(),
-        margin=f"{metric.tolerance:g} {metric.unit}".strip(),
-    )
-    return claim + comparison.mark
-
-
-def _best_claim(ranking: Ranking, *, is_alone: bool) -> str:
-    """`layer norm is ahead`; a norm that is not ranked is named, or there is no best."""
-    pairs = [place.comparison for place in ranking.places if place.comparison]
-    if is_alone and len(pairs) == 1:
-        return _claim(pairs[0])
-    not_ranked = [pair.first for pair in pairs if pair.verdict is None]
-    if len(not_ranked) > 1:
-        return f"{len(not_ranked)} {ranking.slice.arm}s are not ranked"
-    claims = []
-    best, num_norms = ranking.best, len(ranking.places)
-    if best:
-        if len(best) == num_norms:
-            claim = "no difference shown"
-        elif len(best) > 2:
-            claim = f"{len(best)} of {num_norms} {ranking.slice.arm}s may lead"
-        else:
-            sides = {place.norm: place.norm_at_size for place in ranking.places}
-            names = " or ".join(_full_name(side) for norm in best if (side := sides[norm]))
-            claim = f"{names} is ahead" if len(best) == 1 else f"{names} may lead"
-        claims.append(claim + max(pair.mark for pair in pairs))
-    claims += [f"{_full_name(side)} is not ranked" for side in not_ranked]
-    return "; ".join(claims)
-
-
-def _full_name(side: NormAtSize) -> str:
-    is_norm = side.best.roles.arm == "norm"
-    return f"{side.norm} norm" if is_norm and side.norm in PLAIN_NAMES else side.norm
 
 
 def report_on(
@@ -240,21 +164,21 @@ def report_on(
     """The report of rows from anywhere.
 
     metric, tolerance: None: the first known metric of a slice, and its tolerance
-    reference: the norm that the others are compared with; None: batch norm
-    at_largest: norms are compared at the largest size, not at the smallest
+    reference: the arm that the others are compared with; None: batch norm, or what is shipped
+    at_largest: arms are compared at the largest size alone, not at every one
     describe_norm: as of a Report
 
     Raises:
         UserError: a metric or a reference that no run has.
     """
-    cells = build_cells(rows)
+    cells = label_cells(build_cells(rows))
     recorded = metric_names(cells)
     if isinstance(metric, str) and metric not in recorded:
         names = ", ".join(recorded) or "no metric at all"
         raise UserError(f"metric={metric}: no run has it; the runs have {names}")
     slices = build_slices(cells, metric=metric, tolerance=tolerance)
     if at_largest:
-        slices = [replace(slice_, at=slice_.sizes[-1]) for slice_ in slices]
+        slices = [replace(slice_, compared_at=slice_.sizes[-1:]) for slice_ in slices]
     comparisons = compare(slices, _name_of(reference, slices))
     causes = map(measure_causes, comparisons)
     return Report(
@@ -266,7 +190,7 @@ def report_on(
         cells=cells,
         slices=slices,
         comparisons=comparisons,
-        rankings=[rank(slice_, comparisons) for slice_ in slices if len(slice_.norms) > 1],
+        rankings=[ranking for slice_ in slices for ranking in rank(slice_, comparisons)],
         causes=[of_drop for of_drop in causes if of_drop],
         describe_norm=describe_norm,
     )
@@ -276,20 +200,20 @@ def _name_of(reference: str | None, slices: Sequence[Slice]) -> str | None:
     """The name of the reference in the report, from that name or from the words of its training.
 
     Raises:
-        UserError: no slice has it; names the norms there are.
+        UserError: no slice has it; names the arms there are.
     """
     if reference is None:
         return None
     cells = [cell for slice_ in slices for cell in slice_.cells]
-    if reference in {cell.norm for cell in cells}:  # with knobs, as in `group num_groups=4`
+    if reference in {cell.arm for cell in cells}:  # with knobs, as in `group num_groups=4`
         return reference
     word = reference.rpartition("=")[2]
     for cell in cells:
-        if word == cell.norm_name:
+        if word == cell.arm_name:
             return word
-        if word == cell.value_of("norm._target_"):
-            return cell.norm
-    names = ", ".join(order_norms({cell.norm: cell.norm_name for cell in cells}))
+        if word == cell.value_of(f"{cell.roles.arm}._target_"):
+            return cell.arm
+    names = ", ".join(order_arms({cell.arm: cell.arm_name for cell in cells}))
     arm = cells[0].roles.arm
     raise UserError(f"reference={reference}: no cell has this {arm}; there are {names}")
 
@@ -299,7 +223,8 @@ def to_json(report: Report) -> dict[str, Any]:
     slices = []
     for slice_ in report.slices:
         headline = report.headline(slice_)
-        slices.append({"heading": slice_.heading, "scope": slice_.scope, "headline": headline})
+        words = {"heading": slice_.heading, "scope": slice_.scope, "headline": headline}
+        slices.append({"compared": slice_.arm_key, **words})
     tables = {}
     for table in report.tables:
         if table.name != "runs":
@@ -319,17 +244,20 @@ def to_json(report: Report) -> dict[str, Any]:
 
 def _comparison_json(comparison: Comparison) -> dict[str, Any]:
     gap = comparison.gap
+    sides = (comparison.first, comparison.second)
     return {
-        comparison.slice.arm: comparison.norm,
+        "compared": comparison.slice.arm_key,
+        "arm": comparison.arm,
         "against": comparison.against,
         "why": comparison.why,
         "slice": comparison.slice.heading,
         "axis": comparison.slice.axis,
         "sizes": list(comparison.sizes),
+        "cells": [[cell.directory.name for cell in side.cells] for side in sides],
         "metric": comparison.slice.metric.name,
         "difference": {"estimate": gap.estimate, "low": gap.low, "high": gap.high},
         "verdict": comparison.verdict,
-        "n": gap.n,
+        "n": list(comparison.seeds),
         "test_samples": comparison.num_samples,
         "family_size": comparison.family_size,
         "seeds_added": comparison.is_extended,

@@ -58,15 +58,15 @@ def compare(
 ) -> Report:
     """Compares the arms of a table of runs, all verdicts of a table corrected together.
 
-    Arms are compared where all other settings are equal, paired by seed. A setting that has several
-    values within an arm, such as a data set, separates tables; one that differs between arms alone
-    keeps them from being compared. A seed that one arm has and another lacks is a missing run,
-    which gives no verdict.
+    Arms are compared where all other settings are equal. A setting that has several values within
+    an arm, such as a data set, separates tables; one that differs between arms alone keeps them
+    from being compared. A seed that one arm has and another lacks is a missing run, which gives no
+    verdict.
 
     Args:
         table: a row per run.
         arm: the column whose values are compared, such as `optimizer`.
-        seed: the column that is equal for runs that are paired.
+        seed: the column that tells the runs of a cell apart.
         metric: the column of outcomes. An infinite one is of a diverged run, an empty one of a run
             that failed.
         higher_is_better: None where the name says it, as in `test/accuracy` and `val_loss`.
@@ -105,7 +105,9 @@ def compare(
     columns = _sort_columns(table, cell, seed, by, [*metrics, *ignore])
     _refuse_doubled_seeds(table, columns, seed)
     rows = _rows_of(table, columns, seed, metrics, name)
-    rows.roles = Roles(arm=arm, of_arm=(), tuned=tune, sizes=(), task=(), budgets=())
+    rows.roles = Roles(
+        arm=arm, of_arm=(), slots=(), alone=True, tuned=tune, sizes=(), task=(), budgets=()
+    )
     first = _value(table[arm].iloc[0]) if reference is None else reference
     report = report_on(rows, Path(), [name], metric=described, reference=str(first))
     if not report.comparisons:

@@ -10,8 +10,12 @@ from typing import Any
 
 import pandas as pd
 
-from normexp.verdicts.cells import LOST, CellRow, metric_names, order_norms
-from normexp.verdicts.compare import ADDED, DIFFERENCE, Causes, Comparison, Ranking
+from normexp.verdicts.arm_at_size import ArmAtSize
+from normexp.verdicts.arms import order_arms
+from normexp.verdicts.causes import Causes
+from normexp.verdicts.cells import LOST, CellRow, metric_names
+from normexp.verdicts.compare import ADDED, DIFFERENCE, Comparison, Ranking
+from normexp.verdicts.ladder import Ladder
 from normexp.verdicts.metric import (
     BEST,
     PREFERRED,
@@ -21,7 +25,7 @@ from normexp.verdicts.metric import (
     describe_metric,
 )
 from normexp.verdicts.rows import RefusedCell, Row, Status
-from normexp.verdicts.slices import AXIS_WORDS, NormAtSize, Slice
+from normexp.verdicts.slices import AXIS_WORDS, Slice
 from normexp.words import format_count
 
 NOTE = f"{BEST} may be the best: no other is shown to be better; marked ones are in no order."
@@ -29,6 +33,7 @@ ADDED_NOTE = (
     f"{ADDED} seeds were added after the first command: adding seeds until a verdict appears makes "
     "a false one more likely than 5 %."
 )
+LEAST = "least difference [95 %]"
 PROSE = ("why", "lost", "search", "claim")  # columns that wrap, and that a paper's table lacks
 BRACKETS = "In brackets: 95 % intervals, or of three seeds or fewer their values."
 LATEX = str.maketrans(
@@ -142,26 +147,26 @@ def write_tables(folder: Path, tables: Iterable[Table]) -> None:
             (folder / f"{table.name}.tex").write_text(table.latex, encoding="utf-8")
 
 
-def mean_table(slice_: Slice, ranking: Ranking | None) -> Table:
-    """Each norm at each size: the means over seeds."""
+def mean_table(slice_: Slice, rankings: Sequence[Ranking]) -> Table:
+    """Each arm at each size: the means over seeds, marked where arms are compared."""
     metric, has_sizes = slice_.metric, len(slice_.sizes) > 1
-    best = ranking.best if ranking else []
+    best = {(arm, ranking.size) for ranking in rankings for arm in ranking.best}
     tuned = slice_.cells[0].roles.tuned or "lr"
     rows = []
-    for norm, line in slice_.lines.items():
-        row: dict[str, Any] = {slice_.arm: norm}
+    for arm, line in slice_.lines.items():
+        row: dict[str, Any] = {slice_.arm_key: arm}
         for size in slice_.sizes:
             head = str(size) if has_sizes else metric.label
             row[head] = None
             if size in line:
-                is_repeated = norm in slice_.independent and size != slice_.sizes[0]
+                is_repeated = arm in slice_.independent and size != slice_.sizes[0]
                 row[head] = line[size].estimate(
-                    is_best=norm in best and size == slice_.at, words="same" if is_repeated else ""
+                    is_best=(arm, size) in best, words="same" if is_repeated else ""
                 )
-        row[tuned] = _joined(norm_at_size.lr for norm_at_size in line.values())
-        row["search"] = _joined(norm_at_size.search_words for norm_at_size in line.values())
-        row["lost"] = _joined(norm_at_size.lost for norm_at_size in line.values())
-        row["n"] = _joined(len(norm_at_size.seeds) for norm_at_size in line.values())
+        row[tuned] = _joined(side.tuned for side in line.values())
+        row["search"] = _joined(side.search_words for side in line.values())
+        row["lost"] = _joined(side.lost for side in line.values())
+        row["n"] = _joined(len(side.seeds) for side in line.values())
         rows.append(row)
     if len({row[tuned] for row in rows}) == 1 and not any(row["search"] for row in rows):
         for row in rows:
@@ -187,19 +192,10 @@ def difference_table(
 ) -> Table:
     """The comparisons along the sizes of a slice; without a note where a ranking follows."""
     along = [comparison for comparison in comparisons if comparison.is_along_sizes]
-    notes = [_family_note(slice_.metric, along)] if has_note else []
-    for comparison in along:
-        smallest = comparison.first
-        is_batch = smallest.best.norm_name == "batch"
-        if is_batch and comparison.verdict in ("tie", "undecided"):
-            where = ", ".join(filter(None, (smallest.best.budget, f"lr {show(smallest.lr)}")))
-            notes.append(
-                f"No drop of batch norm is shown at {where}; on digits, "
-                "experiment=why_size_2 shows one."
-            )
     caption = f"{slice_.metric.label}, smallest against largest {AXIS_WORDS[slice_.axis]}"
     rows = [comparison.row for comparison in along]
-    return table_of(f"sizes_{slice_.slug}", caption, rows, note=" ".join(notes))
+    note = _family_note(slice_.metric, along) if has_note else ""
+    return table_of(f"sizes_{slice_.slug}", caption, rows, note=note)
 
 
 def _family_note(metric: Metric, comparisons: Sequence[Comparison]) -> str:
@@ -208,7 +204,7 @@ def _family_note(metric: Metric, comparisons: Sequence[Comparison]) -> str:
     if not size:
         return ""
     count = format_count(size, "comparison")
-    note = f"Positive: the first is better. Verdicts: corrected for {count} (5 % per table)"
+    note = f"Positive: the first is better. Verdicts: corrected for {count} (5 % for all of them)"
     if metric.tolerance:
         note += f"; tie: shown to be within {metric.tolerance:g} {metric.unit}".rstrip()
     note += "."
@@ -216,56 +212,86 @@ def _family_note(metric: Metric, comparisons: Sequence[Comparison]) -> str:
     return f"{note} {ADDED_NOTE}" if has_marks else note
 
 
-def ranking_table(ranking: Ranking, comparisons: Sequence[Comparison]) -> Table:
-    """Norms by their estimate, with a mark and a verdict against the reference."""
-    slice_, rows = ranking.slice, []
-    label = slice_.metric.label
-    for place in ranking.places:
-        row: dict[str, Any] = {slice_.arm: place.norm, label: "-", DIFFERENCE: None}
-        if place.norm_at_size:
-            row[label] = place.norm_at_size.estimate(is_best=bool(place.may_be_best))
-            row["verdict"] = "reference"
-            row["why"] = place.norm_at_size.lost
-            row["n"] = len(place.norm_at_size.seeds)
-        if place.comparison:
-            row |= place.comparison.row
-            del row["against"]
-        rows.append(row)
-    caption = f"{label}{slice_.at_words}, against {ranking.reference}"
+def ranking_table(rankings: Sequence[Ranking], comparisons: Sequence[Comparison]) -> Table:
+    """Arms by their estimate at each size, with a mark and a verdict against the reference."""
+    slice_, rows = rankings[0].slice, []
+    label, has_sizes = slice_.metric.label, len(rankings) > 1
+    for ranking in rankings:
+        for place in ranking.places:
+            row: dict[str, Any] = {AXIS_WORDS[slice_.axis]: ranking.size} if has_sizes else {}
+            row |= {slice_.arm_key: place.arm, label: "-", DIFFERENCE: None}
+            if place.side:
+                row[label] = place.side.estimate(is_best=bool(place.may_be_best))
+                row["verdict"] = "reference"
+                row["why"] = place.side.lost
+                row["n"] = len(place.side.seeds)
+            if place.comparison:
+                row |= place.comparison.row
+                del row["against"]
+            rows.append(row)
+    at = f", by {AXIS_WORDS[slice_.axis]}" if has_sizes else slice_.at_words(rankings[0].size)
+    references = " or ".join(dict.fromkeys(ranking.reference for ranking in rankings))
+    caption = f"{label}{at}, against {references}"
     note = f"{NOTE} {_family_note(slice_.metric, comparisons)}".strip()
     return table_of(f"ranking_{slice_.slug}", caption, rows, note=note)
 
 
 def workload_table(rankings: Sequence[Ranking]) -> Table:
-    """Each norm in each slice: its mean, marked where it may be the best."""
+    """Each arm in each slice: its mean, marked where it may be the best."""
     names: dict[str, str] = {}
+    rankings = [ranking for ranking in rankings if ranking.slice.is_first]
     for ranking in rankings:
-        names |= ranking.slice.norm_names
-    arm = rankings[0].slice.arm
-    rows: dict[str, dict[str, Any]] = {norm: {arm: norm} for norm in order_norms(names)}
+        names |= ranking.slice.arm_names
+    arm = rankings[0].slice.arm_key if rankings else ""
+    rows: dict[str, dict[str, Any]] = {name: {arm: name} for name in order_arms(names)}
     for ranking in rankings:
-        head = f"{ranking.slice.heading}: {ranking.slice.metric.label}"
+        heading = f"{ranking.slice.heading}{ranking.slice.at_words(ranking.size)}"
         for place in ranking.places:
-            if place.norm_at_size:
-                mean = place.norm_at_size.estimate(is_best=bool(place.may_be_best))
-                rows[place.norm][head] = mean
+            if place.side:
+                mean = place.side.estimate(is_best=bool(place.may_be_best))
+                rows[place.arm][f"{heading}: {ranking.slice.metric.label}"] = mean
+    if len({ranking.slice.slug for ranking in rankings}) < 2:
+        rows = {}
     note = f"{NOTE} Each column is judged by itself; nothing is said over all of them."
     return table_of("workloads", f"{arm.capitalize()}s by workload", [*rows.values()], note=note)
+
+
+def ladder_table(ladders: Sequence[Ladder]) -> Table:
+    """Whether the sign of each difference holds at all values of a number."""
+    rows = []
+    for ladder in ladders:
+        first = ladder.comparisons[0]
+        size = f"{AXIS_WORDS[first.slice.axis]} {first.sizes[0]}"
+        rows.append(
+            {
+                "arm": first.arm,
+                "against": first.against,
+                "at": size if len(first.slice.sizes) > 1 else "",
+                "over": f"{ladder.key} {', '.join(f'{rung:g}' for rung in ladder.rungs)}",
+                LEAST: Estimate(ladder.least, first.slice.metric.digits, is_signed=True),
+                "verdict": ladder.verdict,
+                "why": ladder.why,
+            }
+        )
+    note = (
+        "Better or worse: at every value, as the table of each says, so nothing further is tested. "
+        "The least difference is that of the value where it is smallest."
+    )
+    return table_of("ladders", "Does the sign hold at every value?", rows, note=note)
 
 
 def causes_table(causes: Sequence[Causes]) -> Table:
     """Where each drop comes from, in three numbers."""
     rows = []
     for of_drop in causes:
-        row: dict[str, Any] = {"norm": of_drop.norm}
+        row: dict[str, Any] = {"norm": of_drop.arm}
         for name, term in {"drop": of_drop.drop, **of_drop.terms}.items():
             row[name] = Estimate(term, of_drop.metric.digits)
         rows.append(row | {"n": of_drop.drop.n})
     note = (
         "training noise: noisy statistics left worse weights, however evaluated; own share: in "
-        "training a sample shapes its own statistics, in evaluation it does not (norm=eval_norm); "
-        "averages: running averages miss the population (evaluate_with=[precise]). They add up to "
-        "the drop. Intervals over seeds, 95 % each."
+        "training a sample shapes its own statistics, in evaluation it does not; averages: running "
+        "averages miss the population. They add up to the drop. Intervals over seeds, 95 % each."
     )
     return table_of("causes", "Where a drop comes from", rows, note=note)
 
@@ -297,31 +323,38 @@ def lost_table(cells: Sequence[CellRow], refused: Sequence[RefusedCell]) -> Tabl
 
 
 def cell_table(
-    cells: Sequence[CellRow], metric: str | Metric | None, tolerance: float | None
+    cells: Sequence[CellRow],
+    metric: str | Metric | None,
+    tolerance: float | None,
+    *,
+    is_tuned: bool = False,
 ) -> Table:
-    """A row per cell: its sizes, the mean with its interval, the worst seed, and every count."""
+    """A row per cell: its sizes, the mean with its interval, the worst seed, and every count.
+
+    is_tuned: numbers of other tables are cross-fitted
+    """
     rows = []
     for cell in cells:
         wanted = metric.name if isinstance(metric, Metric) else metric
         found = choose_metric(metric_names([cell]), metric, tolerance)
         described = found or describe_metric(wanted or PREFERRED[0], tolerance)
-        norm_at_size = NormAtSize(cell.norm, [cell], described)
-        values = norm_at_size.values.values()
+        side = ArmAtSize(cell.arm, [cell], described)
+        values = side.values.values()
         worst = min(values, key=lambda value: described.sign * value, default=None)
         row = {
-            cell.roles.arm: cell.norm,
+            cell.roles.arm: cell.arm,
             "settings": cell.title,
             "batch size": cell.batch_size or None,
             "norm batch size": (cell.norm_batch_size or None) if cell.mixes_samples else "any",
-            cell.roles.tuned or "lr": cell.lr,
-            described.label: norm_at_size.estimate(),
+            cell.roles.tuned or "lr": cell.tuned,
+            described.label: side.estimate(),
             "worst seed": None if worst is None else f"{worst:.{described.digits}f}",
             "finished": sum(run.status == Status.FINISHED for run in cell.runs),
         }
         row |= {what: cell.lost.get(what) for what in LOST}
         rows.append(row | {"id": cell.directory.name})
     note = ""
-    if len({cell.lr for cell in cells}) > 1:
+    if is_tuned:
         tuned = "learning rate" if cells[0].roles.tuned == "lr" else cells[0].roles.tuned
         note = (
             f"One row per {tuned}. Tuned numbers elsewhere are cross-fitted: half of the "

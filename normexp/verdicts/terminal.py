@@ -47,7 +47,7 @@ def print_report(report: Report) -> None:
             print_table(console, table)
         console.out("")
     for table in report.tables:
-        if table.name in ("workloads", "claims", "causes", "lost"):
+        if table.name in ("workloads", "claims", "ladders", "causes", "lost"):
             print_table(console, table)
     console.out(f"{report.title}: {report.counts}")
     for note in report.notes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +17,10 @@ from normexp.training.config.command import compose_cells
 from normexp.training.records.archive import ArchivedCell, pack_study, write_archive
 from normexp.training.records.journal import CommandEntry, Request, entry_line
 from normexp.training.records.result import Measured, Result, Status
+from normexp.verdicts.arm_at_size import ArmAtSize
+from normexp.verdicts.arms import label_cells
 from normexp.verdicts.cells import CellRow, build_cells
 from normexp.verdicts.metric import describe_metric
-from normexp.verdicts.slices import NormAtSize
 
 NUM_IMAGES = 500
 SEEDS = range(8)
@@ -32,13 +34,15 @@ TUNED = {
 }
 
 
-def cells(recipe: str, norm: str, error: float, size: int = 32) -> list[ArchivedCell]:
-    """Runs of a norm whose error is lowest at the middle rate; images differ in difficulty."""
+def cells(
+    recipe: str, norm: str, error: float, size: int = 32, best: int = 2
+) -> list[ArchivedCell]:
+    """Runs of a norm whose error is lowest at one of RATES; images differ in difficulty."""
     made = []
     for place, lr in enumerate(RATES):
         rng = np.random.default_rng([place, *map(ord, f"{recipe}{norm}{size}")])
         hard = np.random.default_rng(0).gamma(2.0, 0.5, NUM_IMAGES)  # the same for every norm
-        wrong = (error + 0.1 * abs(place - 2)) * hard
+        wrong = (error + 0.1 * abs(place - best)) * hard
         is_right = rng.random((len(SEEDS), NUM_IMAGES)) > wrong
         groups = {"norm": norm, "model": "convnet", "data": "mnist5k", "optim": "sgd"}
         defines = {group: {"choice": choice} for group, choice in groups.items()}
@@ -61,8 +65,8 @@ def cells(recipe: str, norm: str, error: float, size: int = 32) -> list[Archived
     return made
 
 
-def reference_of(path: Path, norms: Sequence[tuple[str, float, int]]) -> Reference:
-    """The reference with these norms, errors and sizes, at both budgets of the convnet."""
+def reference_of(path: Path, norms: Sequence[tuple[Any, ...]]) -> Reference:
+    """The reference with these norms (the arguments of `cells`), at both budgets of the convnet."""
     lines, made = [], []
     for recipe in ("convnet", "convnet_short"):
         own = [cell for one in norms for cell in cells(recipe, *one)]
@@ -74,11 +78,11 @@ def reference_of(path: Path, norms: Sequence[tuple[str, float, int]]) -> Referen
     return read_reference(str(path))
 
 
-def tuned(known: Sequence[CellRow], norm: str, size: int) -> NormAtSize:
-    own = [one for one in known if one.norm == norm]
+def tuned(known: Sequence[CellRow], norm: str, size: int) -> ArmAtSize:
+    own = [one for one in known if one.arm == norm]
     own = [one for one in own if not one.mixes_samples or one.norm_batch_size == size]
-    return NormAtSize(
-        norm, sorted(own, key=lambda one: one.lr or 0.0), describe_metric("test/accuracy")
+    return ArmAtSize(
+        norm, sorted(own, key=lambda one: one.tuned or 0.0), describe_metric("test/accuracy")
     )
 
 
@@ -114,6 +118,13 @@ def test_claims_are_judged_by_the_runs(
     assert len(claims.claims_table([*judged.values()]).frame) > len(judged)
 
 
+def test_a_claim_on_a_norm_whose_best_rate_is_at_the_edge_is_undecided(tmp_path: Path):
+    norms = [("batch", 0.05, 32), ("batch", 0.3, 2, 4), ("layer", 0.1, 32), ("group", 0.1, 32)]
+    judged = {one.name: one for one in judge_claims(reference_of(tmp_path / "own.zip", norms))}
+    claim = judged["batch_norm_falls"]
+    assert claim.outcome == "undecided" and {test.verdict for test in claim.tests} == {None}
+
+
 def test_an_entry_stands_in_place_of_the_same_cells(tmp_path: Path):
     reference = reference_of(tmp_path / "own.zip", [("batch", 0.05, 32), ("layer", 0.1, 32)])
     before = reference.rows_of(["convnet"]).runs
@@ -127,8 +138,10 @@ def test_the_shipped_runs_are_those_of_the_shipped_recipes():
     shipped = read_reference("benchmark1")
     path = Path(claims.__file__).with_name("benchmark1.zip")
     assert path.stat().st_size < 3_000_000 and shipped.workloads == [*WORKLOADS]
-    known = {recipe: build_cells(shipped.rows_of([recipe])) for recipe in shipped.recipes}
-    norms = {recipe: {cell.norm for cell in rows} for recipe, rows in known.items()}
+    known = {
+        recipe: label_cells(build_cells(shipped.rows_of([recipe]))) for recipe in shipped.recipes
+    }
+    norms = {recipe: {cell.arm for cell in rows} for recipe, rows in known.items()}
     for one in (one for claim in declared_claims() for one in claim["comparisons"]):
         for side in (one["first"], one["second"]):
             assert side["norm"] in norms[side.get("workload", one["workload"])]

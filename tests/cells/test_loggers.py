@@ -22,6 +22,7 @@ from train_cases import wandb_records
 
 from normexp.train import main
 from normexp.training import trackers
+from normexp.training.config.target import read_target
 
 CSV_LOGGER = "pytorch_lightning.loggers.CSVLogger"
 RECORDED = ("train/loss", "train/grad_norm")
@@ -206,6 +207,26 @@ def test_a_logger_that_fails_costs_a_warning_and_never_the_training(
     assert train(tmp_path, *words, f"logger.custom.fails={when}") == 0
     said = [line for line in capsys.readouterr().err.splitlines() if "logger.custom" in line]
     assert len(said) == 1 and f"no route, {when}" in said[0] and "goes on without it" in said[0]
+
+
+TRIES: list[str] = []
+
+
+def unreachable(name: str) -> Any:
+    TRIES.append(name)
+    raise OSError("no route")
+
+
+def test_a_tracker_that_has_failed_is_left_alone_for_ten_minutes(monkeypatch: pytest.MonkeyPatch):
+    clock = SimpleNamespace(monotonic=lambda: 0.0)
+    monkeypatch.setattr(trackers, "time", clock)
+    target = read_target({"_target_": f"{__name__}.unreachable"}, "logger.mine")
+    process, places = trackers.Trackers(), {"save_dir": "nowhere", "name": "cell"}
+    for now, tries in ((0.0, 1), (599.0, 1), (601.0, 2)):
+        clock.monotonic = lambda now=now: now
+        (logger,) = process.loggers([target], places)
+        logger.log_metrics({"val/loss": 1.0}, step=1)
+        assert len(TRIES) == tries, now
 
 
 class Store:

@@ -158,8 +158,8 @@ def test_callback_that_raises_fails_the_run_with_the_line(tmp_path: Path, capsys
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec", "ignore:.*num_workers")
 def test_a_trainer_of_the_users_own_trains_the_module_like_the_entry(tmp_path: Path):
-    words = ["norm=layer", "steps=12", "seed=3", *QUICK]
-    (result,) = normexp.run([*words, "replicas=1", f"runs_dir={tmp_path}", "study=s"])
+    words = ["norm=layer", "steps=12", "seed=3", *QUICK, f"runs_dir={tmp_path}"]
+    (result,) = normexp.run([*words, "replicas=1", "study=s"])
     module = normexp.module(words)
     trainer = pl.Trainer(
         max_steps=12, accelerator="cpu", logger=False, enable_checkpointing=False,

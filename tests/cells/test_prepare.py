@@ -20,6 +20,7 @@ from normexp.training.cells.cell import Cell, Prepared, prepare_cell
 from normexp.training.config.choices import parse_overrides
 from normexp.training.config.command import compose_cells
 from normexp.training.config.compose import compose_cell
+from normexp.training.config.groups import shipped_defaults
 from normexp.training.config.spec import CellSpec
 from normexp.training.config.validate import read_settings
 
@@ -290,6 +291,15 @@ def test_averages_that_move_group_by_group_have_the_half_life_of_a_group():
     words = ["norm=batch", "norm.half_life=4", "norm.momentum=null", "norm_batch_size=4"]
     assert prepare(*words, "norm.running_from=sequence").recipe.norm_momentum == 0.5
     assert prepare(*words).recipe.norm_momentum == 1 - 2**-8  # once for 32 samples
+
+
+def test_cells_share_their_data_sets_of_which_the_last_two_are_kept():
+    prepared, values = Prepared(), shipped_defaults("data", "digits") or {}
+    first, other = prepared.data(values), prepared.data({**values, "split_seed": 1})
+    assert prepared.data(dict(values)) is first is not other
+    prepared.data({**values, "split_seed": 2})
+    assert prepared.data(values) is first
+    assert prepared.data({**values, "split_seed": 1}) is not other
 
 
 def test_cells_that_differ_in_rate_seed_or_budget_are_probed_once(

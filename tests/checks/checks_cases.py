@@ -14,6 +14,7 @@ from normexp.norms.build import build_norm
 from normexp.norms.factory import NormFactory
 from normexp.norms.site import View
 from normexp.training.config.compose import compose_config
+from normexp.training.config.groups import shipped_defaults
 from normexp.training.models.transformer import GPT, TextEncoder
 from normexp.training.models.vision import ConvNet
 
@@ -69,13 +70,18 @@ def _classes(train: Examples, val: Examples, **others: Any) -> Data:
 
 def shipped(name: str, data: Data, view: View) -> NormFactory:
     """The norm of conf/norm/<name>.yaml in a view, for WIDTH features."""
-    return build_norm(_config_of(name, view), num_positions=data.input_shape[-1])
+    groups = {"num_groups": 4} if "group" in name and name != "group1" else {}
+    norm = declared(name) | {"view": view} | groups
+    return build_norm({**defaults(), "norm": norm}, num_positions=data.input_shape[-1])
+
+
+def declared(name: str) -> dict[str, Any]:
+    return shipped_defaults("norm", name) or {}
 
 
 @cache
-def _config_of(name: str, view: View) -> dict[str, Any]:
-    groups = ["norm.num_groups=4"] if "group" in name and name != "group1" else []
-    return compose_config([f"norm={name}", f"norm.view={view}", *groups])
+def defaults() -> dict[str, Any]:
+    return compose_config([])
 
 
 def gpt(norm: NormFactory) -> nn.Module:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,6 +11,8 @@ from checks_cases import (
     LENGTH,
     WIDTH,
     convnet,
+    declared,
+    defaults,
     encoder,
     gpt,
     image_data,
@@ -31,7 +32,7 @@ from normexp.training.checks.card import measure_norm
 from normexp.training.checks.network import BuiltNetwork
 from normexp.training.checks.preflight import check_padding, examine
 from normexp.training.config.compose import compose_config
-from normexp.training.config.groups import group_choices, shipped_defaults
+from normexp.training.config.groups import group_choices
 from normexp.training.config.sizes import Sizes
 
 FAST = ("batch", "batch_per_position", "layer", "instance", "causal_group")
@@ -49,10 +50,6 @@ NORMS = pytest.mark.parametrize("name", [case(name) for name in SHIPPED])
 NORMS_IN_VIEWS = pytest.mark.parametrize(
     ("name", "view"), [case(name, view) for name in SHIPPED for view in VIEWS]
 )
-
-
-def declared(name: str) -> dict[str, Any]:
-    return shipped_defaults("norm", name) or {}
 
 
 def takes(norm: NormFactory) -> bool:
@@ -151,11 +148,6 @@ def test_card_of_a_shipped_norm_has_no_false_line(name: str):
         assert says["mixes samples"] == mixes_samples
         assert says["pools positions"] or not says["reads the future"]
         assert not says["reads padding"]
-
-
-@cache
-def defaults() -> dict[str, Any]:
-    return compose_config([])
 
 
 @pytest.mark.parametrize("name", SHIPPED)

@@ -34,6 +34,9 @@ def test_counters_rise_by_the_forwards_and_values_of_each_norm(form):
     for name, forwards in (("once", 1), ("twice", 2), ("ragged", 1), ("never", 0)):
         assert state[f"{name}.norm.num_batches_tracked"] == 3 * forwards
         assert state[f"{name}.norm.num_values"] == 3 * forwards * 6 * 5
+    own = replicas.replica(1).train()
+    own(batch["inputs"][1])  # outside of a step a norm moves its own
+    assert own.get_submodule("once.norm").num_batches_tracked == 4
 
 
 def test_a_step_that_fails_counts_nothing_and_leaves_later_forwards_alone():

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from train_cases import spec_of
 
 from normexp.training.config.spec import CellSpec
 from normexp.training.records import environment
@@ -20,9 +21,9 @@ from normexp.training.sweeps import machine, worker
 from normexp.training.sweeps.machine import WorkerSlot, other_trainings, worker_slots
 
 
-def on(workers: int | None = None, **trainer: object) -> CellSpec:
-    trainer = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, **trainer}
-    return CellSpec({"workers": workers, "trainer": trainer}, {})
+def on(workers: int | None = None, accelerator: str = "cpu") -> CellSpec:
+    own = [] if workers is None else [f"workers={workers}"]
+    return spec_of(*own, f"trainer.accelerator={accelerator}")
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +67,7 @@ def test_torchrun_gives_each_of_its_processes_a_gpu(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(machine, "visible_gpus", lambda: ["0", "1"])
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
-    slots, count = worker_slots([on(accelerator="gpu", devices=2)])
+    slots, count = worker_slots([on(accelerator="gpu")])
     assert ([slot.gpu for slot in slots], count) == ([None, None], 0)
 
 

@@ -119,7 +119,7 @@ def report_of_cells(*cells: Sequence[Row], **options: Any) -> Report:
 
 def find(report: Report, norm: str, against: str = "batch") -> Comparison:
     """The comparison of this name."""
-    (one,) = [c for c in report.comparisons if (c.norm, c.against) == (norm, against)]
+    (one,) = [c for c in report.comparisons if (c.arm, c.against) == (norm, against)]
     return one
 
 

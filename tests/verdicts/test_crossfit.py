@@ -47,8 +47,8 @@ def test_with_test_samples_seeds_have_the_same_values():
     scores, tables = rng.normal(size=(3, 8)), rng.normal(size=(3, 8, 50))
     fit, means = cross_fit(scores, tables), cross_fit(scores, tables.mean(axis=2))
     np.testing.assert_allclose(fit.values.mean(axis=1), means.values)
-    over_seeds = crossed_mean(fit.values).over_seeds
-    assert over_seeds == (7, pytest.approx(mean(means.values, step=0.0).error))
+    (over_seeds,) = crossed_mean(fit.values).further
+    assert over_seeds == pytest.approx((7, mean(means.values, step=0.0).error))
 
 
 @pytest.mark.parametrize(("n", "tolerance"), [(6, 1e-9), (20, 0.05)])  # of 20, splits are drawn

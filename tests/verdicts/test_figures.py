@@ -9,6 +9,7 @@ from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
+import numpy as np
 import pytest
 import vl_convert
 from synthetic_study import cell_of, report_of_cells, write_cell, write_study
@@ -16,7 +17,7 @@ from synthetic_study import cell_of, report_of_cells, write_cell, write_study
 from normexp.training.records.result import flatten
 from normexp.training.studies.report import describe_norm, read_report
 from normexp.verdicts import figures, page
-from normexp.verdicts.cells import ORDER, order_norms
+from normexp.verdicts.arms import ORDER, order_arms
 from normexp.verdicts.figures import (
     COLOURS,
     MARKERS,
@@ -24,7 +25,7 @@ from normexp.verdicts.figures import (
     VERDICTS,
     Figure,
     draw_figures,
-    place_norms,
+    place_arms,
 )
 from normexp.verdicts.page import norm_table, write_report
 from normexp.verdicts.report import Report
@@ -35,7 +36,7 @@ SEEDS = range(4)
 
 def drawn(report: Report) -> dict[str, Figure]:
     (slice_,) = report.slices
-    figures = draw_figures(slice_, next(iter(report.rankings), None))
+    figures = draw_figures(slice_, report.rankings)
     return {figure.name.rpartition("_")[0]: figure for figure in figures}
 
 
@@ -55,7 +56,7 @@ def test_the_first_figure_is_by_size_and_every_seed_is_a_dot(written: Report):
     first = figures["by_size"]
     for norm, line in slice_.lines.items():
         for size, grid in line.items():
-            rows = [row for row in first.rows if (row["norm"], row["size"]) == (norm, size)]
+            rows = [row for row in first.rows if (row["arm"], row["size"]) == (norm, size)]
             dots = [row["value"] for row in rows if row["kind"] == "seed"]
             assert dots == pytest.approx(list(grid.values.values())) and len(dots) == len(SEEDS)
             (mean,) = (row for row in rows if row["kind"] == "mean")
@@ -68,13 +69,13 @@ def test_the_first_figure_is_by_size_and_every_seed_is_a_dot(written: Report):
 
 def test_sizes_of_a_norm_share_a_panel_and_its_axes(written: Report):
     curves = drawn(written)["curves_train_loss"]
-    panels = {row["norm"]: row["panel"] for row in curves.rows}
+    panels = {row["arm"]: row["panel"] for row in curves.rows}
     assert panels == {norm: norm for norm in ("batch", "layer", "group")}
-    assert {row["size"] for row in curves.rows if row["norm"] == "batch"} == {"2", "128"}
-    assert {row["size"] for row in curves.rows if row["norm"] == "layer"} == {"any"}
+    assert {row["size"] for row in curves.rows if row["arm"] == "batch"} == {"2", "128"}
+    assert {row["size"] for row in curves.rows if row["arm"] == "layer"} == {"any"}
     assert curves.spec["facet"]["sort"] == ["batch", "layer", "group"]
     assert "resolve" not in curves.spec  # one pair of axes
-    ends = [row for row in curves.rows if row["kind"] == "seed" and row["norm"] == "layer"]
+    ends = [row for row in curves.rows if row["kind"] == "seed" and row["arm"] == "layer"]
     assert len(ends) == len(SEEDS)
 
 
@@ -103,6 +104,7 @@ def test_a_page_has_everything_it_shows(written: Report):
         assert {path.suffix for path in (written.directory / "figures").glob(f"{name}.*")} == {
             ".svg",
             ".png",
+            ".pdf",
             ".csv",
         }
 
@@ -117,17 +119,17 @@ def test_texts_of_runs_are_escaped(tmp_path: Path):
 
 
 def test_a_norm_has_one_look_and_no_two_of_forty_share_it():
-    places = place_norms(named("own", *ORDER))
+    places = place_arms(named("own", *ORDER))
     for norm in ORDER:
-        assert place_norms(named(norm, "other"))[norm] == places[norm]
+        assert place_arms(named(norm, "other"))[norm] == places[norm]
     assert places["batch"] == 0
-    many = place_norms(named(*(f"norm{place}" for place in range(40)))).values()
+    many = place_arms(named(*(f"norm{place}" for place in range(40)))).values()
     looks = {(COLOURS[at % len(COLOURS)], MARKERS[at % len(MARKERS)]) for at in many}
     assert len(looks) == 40
     labels = named("group", "batch") | {"g 16": "g", "g 4": "g"}
-    assert order_norms(labels) == ["batch", "group", "g 4", "g 16"]
+    assert order_arms(labels) == ["batch", "group", "g 4", "g 16"]
     variants = {"group num_groups=4": "group", "group num_groups=16": "group"}
-    assert place_norms(variants)["group num_groups=4"] == places["group"]
+    assert place_arms(variants)["group num_groups=4"] == places["group"]
 
 
 def named(*norms: str) -> dict[str, str]:
@@ -147,11 +149,31 @@ def test_every_colour_has_contrast_on_white_and_on_the_dark_page():
             assert (light + 0.05) / (dark + 0.05) >= 3, colour
 
 
+def test_a_norm_of_the_user_has_a_colour_far_from_the_shipped_ones():
+    own = place_arms(named("Mine", *ORDER))["Mine"]
+    for shipped in COLOURS[: len(ORDER)]:
+        # On this scale, 2 can be seen side by side, and 50 is another colour at a glance.
+        assert math.dist(cielab(COLOURS[own]), cielab(shipped)) > 50, shipped
+
+
 def luminance(colour: str) -> float:
     """Relative luminance of `#rrggbb` by WCAG, 0 to 1."""
+    return float(WEIGHTS[1] @ linear(colour))
+
+
+# X, Y and Z of sRGB's red, green and blue (IEC 61966-2-1)
+WEIGHTS = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+
+
+def linear(colour: str) -> np.ndarray:
     channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    red, green, blue = (x / 12.92 if x <= 0.04 else ((x + 0.055) / 1.055) ** 2.4 for x in channels)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    return np.array([x / 12.92 if x <= 0.04 else ((x + 0.055) / 1.055) ** 2.4 for x in channels])
+
+
+def cielab(colour: str) -> tuple[float, float, float]:
+    """L*, a* and b*, whose distances are about as large as they look."""
+    x, y, z = np.cbrt(WEIGHTS @ linear(colour) / WEIGHTS.sum(axis=1))
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
 
 
 def test_norms_with_one_size_each_are_lines_of_one_panel(tmp_path: Path):
@@ -160,8 +182,8 @@ def test_norms_with_one_size_each_are_lines_of_one_panel(tmp_path: Path):
     (tmp_path / "synthetic" / "study.jsonl").touch()
     curves = drawn(read_report(tmp_path, ["synthetic"]))["curves_train_loss"]
     assert "facet" not in curves.spec
-    assert {row["norm"] for row in curves.rows} == {"rms", "group", "own"}
-    means = [row["value"] for row in curves.rows if (row["norm"], row["kind"]) == ("own", "mean")]
+    assert {row["arm"] for row in curves.rows} == {"rms", "group", "own"}
+    means = [row["value"] for row in curves.rows if (row["arm"], row["kind"]) == ("own", "mean")]
     assert means[0] == pytest.approx(2.3 * math.exp(-0.2) + 0.2)  # of both seeds, after 20 steps
 
 

@@ -121,3 +121,14 @@ def test_test_samples_widen_the_interval_and_one_seed_has_none(rng):
     assert crossed_mean(correct).error > mean(correct.mean(axis=1)).error
     assert crossed_mean(correct[:1]).low is None
     assert crossed_mean(np.ones((3, 50))).low is None
+
+
+def test_parts_of_a_text_count_as_fewer_where_neighbours_are_alike():
+    """The interval is as wide as of 5 parts where they drift, and as of all where they do not."""
+    seeds = np.random.default_rng(0).normal(0, 1e-3, (8, 1))
+    steps = np.array([1.0] * 10 + [2.0] * 10)
+    drifting, alternating = seeds + steps, seeds + np.tile([1.0, 2.0], 10)
+    for table, count in ((drifting, 5), (alternating, 20)):
+        plain, ordered = (crossed_mean(table, in_order=order) for order in (False, True))
+        assert ordered.df == pytest.approx(min(count - 1, plain.df or 0), rel=1e-3)
+        assert ordered.error == pytest.approx((plain.error or 0) * np.sqrt(20 / count), rel=1e-3)

@@ -99,7 +99,7 @@ def test_a_study_that_ships_as_a_zip_has_the_report_of_its_folder(tmp_path: Path
     pack_study(runs / "synthetic", shipped / "synthetic.zip")
     before, after = (normexp.load_report("synthetic", folder) for folder in (runs, shipped))
     assert [one.row for one in after.comparisons] == [one.row for one in before.comparisons]
-    assert len(after.comparisons) == 3 and after.counts == before.counts
+    assert len(after.comparisons) == 9 and after.counts == before.counts
     assert status_main(["study=synthetic", f"runs_dir={shipped}"]) == 2
 
 
@@ -118,4 +118,4 @@ def test_a_value_that_was_not_typed_is_the_recorded_default(tmp_path: Path):
         write_cell(tmp_path, "batch", {0: 0.8}, knobs=knobs, defaults={"norm.momentum": 0.1})
     assert [*normexp.load_study("synthetic", tmp_path)["norm.momentum"]] == [0.1, 0.3]
     (slice_,) = normexp.load_report("synthetic", tmp_path).slices
-    assert slice_.norms == ["batch momentum=0.1", "batch momentum=0.3"]
+    assert slice_.arms == ["batch", "batch momentum=0.3"]

@@ -42,7 +42,7 @@ def compare(table: pd.DataFrame, **options: Any) -> Report:
 def verdicts(report: Report) -> dict[str, tuple[str | None, str]]:
     """Of the first table."""
     first = report.slices[0]
-    return {one.norm: (one.verdict, one.why) for one in report.comparisons_of(first)}
+    return {one.arm: (one.verdict, one.why) for one in report.comparisons_of(first)}
 
 
 def test_a_trackers_export_gets_the_verdicts_of_a_study(tmp_path: Path, capsys):
@@ -55,7 +55,7 @@ def test_a_trackers_export_gets_the_verdicts_of_a_study(tmp_path: Path, capsys):
     report = compare(pd.read_csv(path, sep=";"), reference="adam")
     assert [slice_.heading for slice_ in report.slices] == ["data set=easy", "data set=hard"]
     (easy, _) = report.slices
-    one = next(c for c in report.comparisons_of(easy) if c.norm == "sgd")
+    one = next(c for c in report.comparisons_of(easy) if c.arm == "sgd")
     scores = export().query("`data set` == 'easy'").pivot(index="seed", columns="optimizer")[SCORE]
     gap = 100 * (scores["sgd"] - scores["adam"]).mean()
     assert one.gap.estimate == pytest.approx(gap) and one.family_size == 3  # the best, too
@@ -116,7 +116,7 @@ def test_percentages_and_metrics_of_any_name():
 
 def test_a_tuned_arm_is_cross_fitted_and_one_that_was_tuned_before_is_not_compared():
     grids = []
-    for number, lr in enumerate((0.01, 0.1, 1.0)):
+    for number, lr in enumerate((0.001, 0.01, 0.1, 1.0)):
         best = export()["optimizer"].map({"sgd": 0.1, "adam": 0.01, "lion": 0.1})
         score = export()[SCORE] - 0.02 * np.abs(np.log10(lr / best)) + 1e-4 * number
         noise = np.random.default_rng(number).random(36)
@@ -124,9 +124,9 @@ def test_a_tuned_arm_is_cross_fitted_and_one_that_was_tuned_before_is_not_compar
         grids[-1][SCORE] = score
     table = pd.concat(grids, ignore_index=True)
     report = compare(table, tune="lr")
-    assert "lr tuned over 3" in report.slices[0].scope
+    assert "lr tuned over 4" in report.slices[0].scope
     assert verdicts(report)["adam"][0] == "better"
-    assert compare(table).slices[0].heading == "data set=easy, lr=0.01"  # a setting, if not tuned
+    assert compare(table).slices[0].heading == "data set=easy, lr=0.001"  # a setting, if not tuned
     is_best = table["lr"] == table["optimizer"].map({"sgd": 0.1, "adam": 0.01, "lion": 0.1})
     alone = compare(table[is_best], reference="sgd")
     assert verdicts(alone)["adam"] == (None, "not compared: lr 0.01 and 0.1")

@@ -44,11 +44,12 @@ def test_a_csv_has_the_bounds_in_columns_of_their_own(report: Report, tmp_path: 
             known = [grid.mean.estimate, grid.mean.low, grid.mean.high]
             found = means.loc[norm, [f"{size}", f"{size} low", f"{size} high"]]
             assert found.tolist() == pytest.approx(known)
-    ranking = pd.read_csv(tmp_path / "ranking_main.csv").set_index("norm")
-    assert [*ranking][-3:] == ["verdict", "why", "n"]
+    at_sizes = pd.read_csv(tmp_path / "ranking_main.csv")
+    assert [*at_sizes][-3:] == ["verdict", "why", "n"]
+    ranking = at_sizes[at_sizes["norm batch size"] == 4].set_index("norm")
     for one in (place.comparison for place in report.rankings[0].places):
         if one and one.is_comparable:
-            row = ranking.loc[one.norm, ["difference", "difference low", "difference high", "n"]]
+            row = ranking.loc[one.arm, ["difference", "difference low", "difference high", "n"]]
             assert row.tolist() == pytest.approx([one.gap.estimate, one.gap.low, one.gap.high, 5])
     best = ranking["test accuracy (%) may be best"].notna()
     assert [*ranking.index[best]] == report.rankings[0].best
@@ -81,11 +82,14 @@ def test_latex_has_aligned_numbers_a_true_minus_and_the_best_in_bold(
         head, *rows = cells_of(text)
         assert r"\caption{Test accuracy (\%)" in text and rf"\label{{tab:{name}}}" in text
         assert not {"why", "lost", "search"} & {*head} and "●" not in text
-        numbers = [row[1] for row in rows] if name != "sizes_main" else [row[2] for row in rows]
+        numbers = [row[1 if name == "means_main" else 2] for row in rows]
         decimals = [len(n.partition(".")[2]) for n in re.findall(r"[\d.]+", " ".join(numbers))]
         assert len({*decimals}) == 1
-    bold = [row[0] for row in cells_of(files["ranking_main"]) if "boldmath" in row[1]]
-    assert bold == [norm.replace("_", r"\_") for norm in report.rankings[0].best]
+        caption = text[text.index(r"\caption") : text.index(r"\label")]
+        assert not re.search(r"\w=\S|python|normexp", caption)  # no command
+    bold = [row[1] for row in cells_of(files["ranking_main"]) if "boldmath" in row[2]]
+    best = [norm for ranking in report.rankings for norm in ranking.best]
+    assert bold == [norm.replace("_", r"\_") for norm in best]
     assert re.search(r"\$-\d+\.\d\$ & \[\$-\d", files["sizes_main"])  # in math: a true minus
     assert r"my\_norm" in files["means_main"] and "same" not in files["means_main"]
 

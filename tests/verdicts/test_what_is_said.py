@@ -13,10 +13,10 @@ from synthetic_study import ENVIRONMENT, cell_of, find, report_of_cells
 
 from normexp.training.records.result import flatten
 from normexp.verdicts.figures import draw_figures
-from normexp.verdicts.report import Report
+from normexp.verdicts.report import Report, to_json
 from normexp.verdicts.rows import Row
 
-RNG = np.random.default_rng(12)
+RNG = np.random.default_rng(13)
 
 
 def draw(mean: float, n: int = 8, spread: float = 0.002) -> list[float]:
@@ -43,18 +43,20 @@ def test_of_three_seeds_or_fewer_the_seeds_are_shown_and_no_interval(n: int, sho
         texts = dict(zip(table.frame["norm"], table.frame["test accuracy (%)"], strict=True))
         assert texts["rms"].startswith(shown)
     (row,) = (
-        r for r in draw_figures(slice_, None)[0].rows if (r["norm"], r["kind"]) == ("rms", "mean")
+        r for r in draw_figures(slice_, [])[0].rows if (r["arm"], r["kind"]) == ("rms", "mean")
     )
     assert (row["low"] is None) == (n <= 3)
     assert find(report, "rms").gap.low is not None
 
 
-def test_the_n_of_a_row_is_its_pairs():
-    report = report_of_cells(cell_of("batch", draw(0.9, 4)), cell_of("rms", draw(0.9, 6)))
+def test_the_n_of_a_row_is_that_of_either_side_and_seeds_need_not_be_the_same():
+    report = report_of_cells(
+        cell_of("batch", draw(0.9, 4)), cell_of("rms", dict(enumerate(draw(0.9, 6), start=9)))
+    )
     one = find(report, "rms")
     ranking = report.tables_of(report.slices[0])[-1].frame.set_index("norm")
-    assert ranking["n"].to_dict() == {"batch": "4", "rms": "4"} and one.row["n"] == 4
-    assert one.why == "4 seeds in common" and one.verdict is not None
+    assert ranking["n"].to_dict() == {"batch": "4", "rms": "6 and 4"}
+    assert one.verdict is not None and to_json(report)["comparisons"][0]["n"] == [6, 4]
 
 
 def test_a_norm_without_the_metric_has_a_row_and_no_difference():
@@ -83,9 +85,6 @@ def test_the_best_rate_at_an_edge_is_named_also_where_all_norms_have_it():
 @pytest.mark.parametrize(
     ("cells", "why"),
     [
-        ([*grid("batch", range(8)), *grid("rms", range(6))],
-         "tuned over different seeds (6 and 8)"),
-        ([*grid("batch", range(4)), *grid("rms", range(4, 8))], "no seed in common"),
         ([*grid("batch", range(2)), *grid("rms", range(2))], "to tune lr takes 3 seeds, not 2"),
         ([*grid("batch", range(4)), *grid("rms", range(4))[:2],
           cell_of("rms", draw(0.9, 6), lr=1.0)], "seeds differ between learning rates"),
@@ -100,8 +99,10 @@ def test_a_norm_that_was_run_at_other_sizes_alone_is_a_row():
     other = cell_of("own", draw(0.9), norm_batch_size=32, mixes_samples=True)
     report = report_of_cells(*sizes, other)
     (ranking,) = report.rankings
-    assert [place.norm for place in ranking.places] == ["batch", "own"]
-    assert find(report, "own").why == "not run at norm batch size 2"
+    assert ranking.size == 32 and {place.arm for place in ranking.places} == {"batch", "own"}
+    assert find(report, "own").sizes == (32, 32)
+    elsewhere = cell_of("own", draw(0.9), norm_batch_size=8, mixes_samples=True)
+    assert find(report_of_cells(*sizes, elsewhere), "own").why == "not run at norm batch size 2"
 
 
 def test_the_scope_names_versions_code_and_early_ends_in_which_runs_differ():
@@ -144,7 +145,7 @@ def bits(norm: str, value: float, **more: Any) -> list[Row]:
         (many({"batch": 0.9, "own": 0.85}), "batch norm is 5.0 pp ahead of own."),
         (many({"batch": 0.9, "own": 0.9}), "own and batch norm tie within 1 pp."),
         (many({"batch": 0.9, "own": 0.95, "rms": 0.95}), "rms norm"),
-        (many({"batch": 0.9}), "nothing to compare."),
+        (many({"batch": 0.9}), "nothing to compare: one norm, one size; train another norm"),
         ([*(bits("batch", v, norm_batch_size=s) for s, v in ((2, 2.7), (16, 2.2))),
           bits("layer", 2.0), bits("group", 2.1)],
          "At 2, batch norm loses 0.500 bits per byte against 16; layer norm is ahead."),
@@ -158,3 +159,34 @@ def test_a_headline_has_at_most_fifteen_words(cells: list, headline: str):
     assert len(said.split()) <= 15
 
     assert re.sub(r"[\d.]+", "0", headline) in re.sub(r"[\d.]+", "0", said)
+
+
+def test_seeds_that_diverged_stand_in_the_headline():
+    """Their means count them as chance level, so the difference is theirs."""
+    lost = [None, None, *draw(0.9, 6)]
+    report = report_of_cells(cell_of("batch", draw(0.9)), cell_of("own", lost))
+    assert report.headline(report.slices[0]).endswith("; own: 2 diverged.")
+
+
+def test_norms_at_chance_are_never_the_best():
+    cells = [cell_of(norm, draw(0.09, spread=0.001)) for norm in ("batch", "own", "rms")]
+    report = report_of_cells(*cells)
+    assert report.rankings[0].best == []
+    assert report.headline(report.slices[0]) == "all are at chance."
+    assert "●" not in str(report.tables[0].frame)
+    unsure = [0.11, 0.7, 0.12, 0.9, 0.13, 0.11, 0.8, 0.14]
+    with_one = report_of_cells(*cells, cell_of("layer", unsure))
+    assert find(with_one, "layer").verdict == "undecided"
+    assert with_one.rankings[0].best == ["layer"]
+
+
+def test_cross_fitting_is_named_where_numbers_are_cross_fitted():
+    """After a search two norms may differ in their learning rates, and nothing is cross-fitted."""
+
+    def note(cells: Sequence[Sequence[Row]]) -> str:
+        tables = report_of_cells(*cells).tables
+        return next(table for table in tables if table.name == "cells").note
+
+    assert "cross-fitted" in note(grid("batch", range(4)))
+    searched = [cell_of("batch", draw(0.9), lr=0.1), cell_of("own", draw(0.9), lr=0.3)]
+    assert note(searched) == ""

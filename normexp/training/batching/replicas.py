@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -54,9 +53,7 @@ class Replicas(nn.Module, ABC):
         self._dropouts = [_active_dropouts(tree) for tree in trees]
         self.num_dropouts = len(self._dropouts[0])
         counting = norms_with_counters(self)
-        self._counting = (
-            partial(Counters(counting).moving, at_end=True) if counting else nullcontext
-        )
+        self._counting = Counters(counting).moving_at_end if counting else nullcontext
 
     @abstractmethod
     def measure(self, batch: Batch, function: Measure[T], *, shared: bool = False) -> T:
