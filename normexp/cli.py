@@ -174,9 +174,9 @@ def _search_path(folders: Sequence[Path]) -> str:
         UserError: a missing folder, or a file with the name of a shipped choice, which Hydra would
             take instead.
     """
-    from normexp.training.config.choices import composed
+    from normexp.training.config.choices import forget_composed
 
-    composed.cache_clear()  # their files may have changed since the last command
+    forget_composed()
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"--config-dir {folder}: no such folder")

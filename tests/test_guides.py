@@ -288,8 +288,8 @@ def test_the_comparison_of_the_readme_takes_its_own_norm(folder: Path):
 @pytest.mark.slow
 def test_networks_of_others_train_with_another_norm(folder: Path):
     pytest.importorskip("transformers")
-    maps, tokens, swap, save, tuned, text = commands("Someone else's network")
-    for command in (maps, tokens, text):
+    maps, tokens, swap, pixels, save, tuned, text = commands("Someone else's network")
+    for command in (maps, tokens, pixels, text):
         assert "test/loss" in run(command, folder)
     assert "norm=as_built" in run(swap, folder)
     run(save, folder)

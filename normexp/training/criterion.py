@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,8 @@ from torch.nn import functional
 
 from normexp.norms.base import wide_dtype
 from normexp.training.batching.replicas import Batch, Measurements
-from normexp.training.data.dataset import Data
+from normexp.training.data.augment import IGNORED
+from normexp.training.data.dataset import Data, Examples
 
 
 class Classification:
@@ -24,17 +26,25 @@ class Classification:
 
     metrics = ("loss", "accuracy")
 
+    def num_targets(self, targets: Tensor) -> int | Tensor:
+        """Returns how many of `targets` (S, N, ...) count, of each replica: one number, or (S,)."""
+        return targets[0].numel()
+
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
-        """Returns the loss summed over the batch's targets."""
+        """Returns the loss summed over the batch's targets that count."""
         # output (N, num_classes), targets (N,)
         return cross_entropy(output, batch["targets"], reduction="sum")
 
     def measure(self, output: Tensor, batch: Batch) -> Measurements:
-        """Returns `loss`, and `per_sample`: whether each sample is right (N,), for samples.npz."""
+        """Returns `loss`, and `per_sample`, what `scores` and `summarise` need of each sample."""
         return {
             "loss": self.loss(output, batch),
             "per_sample": output.argmax(dim=-1) == batch["targets"],
         }
+
+    def scores(self, per_sample: Tensor) -> Tensor:
+        """Returns what samples.npz keeps (S, N): here, whether each sample is right."""
+        return per_sample
 
     def summarise(self, split: str, loss: Tensor, per_sample: Tensor) -> Measurements:
         """Returns metrics (S,) from the mean loss over targets (S,) and `per_sample` (S, N)."""
@@ -42,6 +52,76 @@ class Classification:
         # argmax of NaN is class 0
         accuracy = torch.where(loss.isfinite(), per_sample.double().mean(dim=1), torch.nan)
         return {"loss": loss, "accuracy": accuracy}
+
+
+@dataclass(eq=False)
+class Segmentation:
+    """Cross-entropy in nats per pixel, and IoU; pixels of the target `IGNORED` count nowhere.
+
+    The IoU of a class is the number of pixels that are of it both in prediction and target, as a
+    share of those that are in either. Metrics:
+
+    - `iou`: the mean over images of an image's mean IoU over the classes in its prediction or its
+      target. Images are drawn independently, so this one has an error by test sample. Wang et al.
+      2023, "Revisiting Evaluation Metrics for Semantic Segmentation", arXiv:2310.19252.
+    - `miou`: the IoU of a class over the pixels of all images, and its mean over the classes that
+      occur. Everingham et al. 2010, "The Pascal Visual Object Classes (VOC) Challenge".
+    - `pixel_accuracy`: the share of all pixels that are right.
+
+    Shapes: output (N, num_classes, H, W), targets uint8 (N, H, W).
+    """
+
+    num_classes: int
+    metrics = ("loss", "miou", "pixel_accuracy", "iou")
+
+    def num_targets(self, targets: Tensor) -> int | Tensor:
+        return (targets != IGNORED).flatten(1).sum(dim=1)
+
+    def loss(self, output: Tensor, batch: Batch) -> Tensor:
+        # In rows: over maps, its sum on a GPU depends on the order in which blocks end.
+        scores, targets = output.movedim(1, -1).flatten(0, -2), batch["targets"].flatten()
+        return cross_entropy(scores, targets.long(), reduction="sum", ignore_index=IGNORED)
+
+    def measure(self, output: Tensor, batch: Batch) -> Measurements:
+        """Per sample: the pixels of each class, int64 (N, num_classes, 3).
+
+        Those in prediction and target, in the prediction, and in the target.
+        """
+        counts = self.count(output.argmax(dim=1), batch["targets"])
+        return {"loss": self.loss(output, batch), "per_sample": counts}
+
+    def count(self, predicted: Tensor, targets: Tensor) -> Tensor:
+        """Returns `per_sample` of the class that is predicted for each pixel (N, H, W)."""
+        is_real, counts = targets != IGNORED, []
+        for index in range(self.num_classes):
+            is_predicted = (predicted == index) & is_real
+            is_target = targets == index
+            masks = (is_predicted & is_target, is_predicted, is_target)
+            counts.append(torch.stack([mask.sum(dim=(1, 2)) for mask in masks], dim=1))
+        return torch.stack(counts, dim=1)
+
+    def scores(self, per_sample: Tensor) -> Tensor:
+        """Each image's mean IoU, float64."""
+        return mean_iou(per_sample)
+
+    def summarise(self, split: str, loss: Tensor, per_sample: Tensor) -> Measurements:
+        del split
+        of_split = per_sample.sum(dim=1)  # (S, num_classes, 3)
+        right, _, total = of_split.sum(dim=1).unbind(dim=-1)
+        metrics = {
+            "miou": mean_iou(of_split),
+            "pixel_accuracy": right.double() / total,
+            "iou": self.scores(per_sample).mean(dim=1),
+        }
+        known = {name: torch.where(loss.isfinite(), v, torch.nan) for name, v in metrics.items()}
+        return {"loss": loss, **known}
+
+
+def mean_iou(counts: Tensor) -> Tensor:
+    """Returns the mean IoU (...) over the classes that occur, of counts (..., num_classes, 3)."""
+    both, predicted, targets = counts.double().unbind(dim=-1)
+    union = predicted + targets - both
+    return (both / union).nanmean(dim=-1)  # 0 / 0 for a class that does not occur
 
 
 @dataclass(eq=False)
@@ -54,6 +134,9 @@ class LanguageModeling:
 
     bytes_per_token: Mapping[str, float]
     metrics = ("loss", "bits_per_byte")
+
+    def num_targets(self, targets: Tensor) -> int | Tensor:
+        return targets[0].numel()
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         logits, targets = output.flatten(0, 1), batch["targets"].flatten()  # (N*T, V), (N*T,)
@@ -68,22 +151,43 @@ class LanguageModeling:
             "per_sample": losses.unflatten(0, output.shape[:2]).mean(dim=1),
         }
 
+    def scores(self, per_sample: Tensor) -> Tensor:
+        return per_sample
+
     def summarise(self, split: str, loss: Tensor, per_sample: Tensor) -> Measurements:
         del per_sample
         return {"loss": loss, "bits_per_byte": loss / math.log(2) / self.bytes_per_token[split]}
 
 
-Criterion = Classification | LanguageModeling
+Criterion = Classification | Segmentation | LanguageModeling
 
 
 def criterion_of(data: Data) -> Criterion:
     """Returns the criterion of a data set's task."""
     if data.task == "classification":
         return Classification()
+    if data.task == "segmentation":
+        return Segmentation(data.num_outputs)
     assert data.bytes_per_token is not None, "checked as the data set was built"
     return LanguageModeling(data.bytes_per_token)
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, *, reduction: str) -> Tensor:
+def chance_of(data: Data) -> dict[str, float]:
+    """Returns test metrics of always predicting the most frequent class; of segmentation alone.
+
+    The loss is minus the logarithm of the share of that class.
+    """
+    criterion = criterion_of(data)
+    if not isinstance(criterion, Segmentation) or not isinstance(data.test, Examples):
+        return {}
+    targets = data.test.targets
+    most = int(targets[targets != IGNORED].bincount().argmax())
+    counts = criterion.count(torch.full_like(targets, most), targets)
+    metrics = criterion.summarise("test", torch.zeros(1), counts[None])
+    metrics["loss"] = -metrics["pixel_accuracy"].log()
+    return {name: value.item() for name, value in metrics.items()}
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
     """In float32 at least: under vmap, autocast leaves the loss in bfloat16."""
-    return functional.cross_entropy(logits.to(wide_dtype(logits)), targets, reduction=reduction)
+    return functional.cross_entropy(logits.to(wide_dtype(logits)), targets, **options)

@@ -101,10 +101,12 @@ class Evaluator:
             measured = replicas.measure(batch, measure, shared=True)
             loss = loss + measured["loss"].double()
             per_sample.append(measured["per_sample"])
-            num_targets += batch["targets"][: len(indices)].numel()
+            targets = batch["targets"][None, : len(indices)]
+            num_targets = num_targets + self.recipe.criterion.num_targets(targets)
         samples = torch.cat(per_sample, dim=1)
         if split == "test":
-            self.samples[kind] = samples.cpu()[:, order.argsort()]
+            scores = self.recipe.criterion.scores(samples)
+            self.samples[kind] = scores.cpu()[:, order.argsort()]
         summary = self.recipe.criterion.summarise(split, loss / num_targets, samples)
         suffix = suffix_of(kind)
         return {f"{split}/{name}{suffix}": value.tolist() for name, value in summary.items()}

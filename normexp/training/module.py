@@ -123,7 +123,7 @@ class TrainingModule(pl.LightningModule):
             compiled = compiled_gradient(replicas, recipe.sizes, self.device)
         gradient = StepGradient(
             replicas,
-            recipe.criterion.loss,
+            recipe.criterion,
             recipe.sizes,
             self.batches.seeds,
             recipe.settings.norm.running_from,

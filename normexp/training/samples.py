@@ -42,6 +42,6 @@ def gather(replicas: Replicas, data: Data, split: str, indices: Tensor) -> Batch
     batch = getattr(data, split).gather(indices)
     if split == "train" and data.augmentation is not None:
         draws = data.augmentation.draw(0, 0, len(data.train))[indices.cpu()]
-        batch["inputs"] = data.augmentation.apply(batch["inputs"], draws)
+        data.augmentation.apply_to(batch, draws)
     batch["inputs"] = data.model_inputs(batch["inputs"], next(replicas.parameters()).dtype)
     return batch

@@ -11,16 +11,25 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from normexp.errors import UserError
+from normexp.norms.base import wide_dtype
 from normexp.norms.contract import State
 from normexp.norms.site import read_state, state_after, write_state
 from normexp.training.batching.draws import derive_seed
 from normexp.training.batching.processes import Processes
-from normexp.training.batching.replicas import Batch, InTurn, Loss, Replicas, backward
+from normexp.training.batching.replicas import (
+    Batch,
+    InTurn,
+    Loss,
+    Replicas,
+    Weight,
+    backward,
+)
 from normexp.training.config.keys import RunningFrom
 from normexp.training.config.sizes import WHOLE, Bounds, Share, Sizes
+from normexp.training.criterion import Criterion
 from normexp.training.optimizer import OwnRates
 
-AddGradient = Callable[[Batch, Loss, float], Tensor]  # see `Replicas.add_gradient`
+AddGradient = Callable[[Batch, Loss, Weight], Tensor]  # see `Replicas.add_gradient`
 
 
 @dataclass(eq=False)
@@ -89,7 +98,7 @@ class StepGradient:
     a part begins and the step ends.
 
     Args:
-        loss: of a model's output, summed over the targets.
+        criterion: its loss is summed over the targets that count.
         seeds: one per replica; with the step they determine every draw.
         running_from: what the running averages of a step in parts are taken from.
         processes: the processes that share each step; None for a single one.
@@ -97,7 +106,7 @@ class StepGradient:
     """
 
     replicas: Replicas
-    loss: Loss
+    criterion: Criterion
     sizes: Sizes
     seeds: Sequence[int]
     running_from: RunningFrom = "step"
@@ -106,6 +115,7 @@ class StepGradient:
 
     def __post_init__(self) -> None:
         self.share = self.processes.share if self.processes else WHOLE
+        self._loss = self.criterion.loss  # one object, else a compiled step is compiled anew
         self._dropout_keys: dict[int, Tensor] = {}  # of each drawn step
 
     def draw(self, steps: range) -> None:
@@ -133,8 +143,8 @@ class StepGradient:
     def add(self, step: int, batch: Batch) -> Tensor:
         """Adds the gradient of `step`, counted from 0, to the parameters and updates the buffers.
 
-        Loss and gradient are means over all targets of the step, so a short last part counts by
-        its size.
+        Loss and gradient are means over all targets of the step that count, so a short last part
+        counts by its size.
 
         Args:
             batch: all samples of the step, values (S, N, ...), in every process.
@@ -178,14 +188,18 @@ class StepGradient:
         self, step: int, first_sample: int, part: Batch, batch: Batch, keys: Tensor | None
     ) -> Tensor:
         """All randomness of its forward is a function of (seed, step, sample)."""
-        replicas, num_targets = self.replicas, batch["targets"][0].numel()
+        replicas = self.replicas
+        num_targets = self.criterion.num_targets(batch["targets"])
+        if isinstance(num_targets, Tensor):  # all may be ignored, then loss and gradient are 0
+            dtype = wide_dtype(next(replicas.parameters()))
+            num_targets = num_targets.clamp(min=1).to(dtype)
         if keys is not None:
             replicas.set_dropout(keys, first_sample)
         if isinstance(replicas, InTurn) and replicas.has_foreign_draws:
             index = step * self.sizes.batch_size + first_sample
             replicas.seed_foreign_draws([derive_seed(s, "foreign", index) for s in self.seeds])
         add_gradient = self.compiled or replicas.add_gradient
-        return add_gradient(part, self.loss, 1 / num_targets) / num_targets
+        return add_gradient(part, self._loss, 1 / num_targets) / num_targets
 
 
 def _num_samples(bounds: list[Bounds]) -> int:
@@ -202,7 +216,7 @@ def compiled_gradient(replicas: Replicas, sizes: Sizes, device: torch.device) ->
     replays = device.type == "cuda" and sizes.micro == sizes.batch_size
     measure = torch.compile(replicas.measure, mode="reduce-overhead" if replays else None)
 
-    def add_gradient(batch: Batch, loss: Loss, weight: float) -> Tensor:
+    def add_gradient(batch: Batch, loss: Loss, weight: Weight) -> Tensor:
         if replays:
             torch.compiler.cudagraph_mark_step_begin()
         return backward(measure(batch, loss), weight)  # compiled with its backward

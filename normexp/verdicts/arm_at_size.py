@@ -188,8 +188,7 @@ class ArmAtSize:
     def is_at_chance(self) -> bool:
         """True if every run of the best cell counts as chance level; False before any has ended."""
         return bool(self.best.runs) and all(
-            run.value(self.metric) == self.metric.chance(run.chance_accuracy) is not None
-            for run in self.best.runs
+            run.value(self.metric) == run.chance(self.metric) is not None for run in self.best.runs
         )
 
     @property

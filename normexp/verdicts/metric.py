@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 # The main metric is the first of these that was recorded.
 PREFERRED = (
     "test/accuracy",
+    "test/iou",
     "test/bits_per_byte",
     "test/loss",
     "val/accuracy",
+    "val/iou",
     "val/bits_per_byte",
     "val/loss",
 )
@@ -45,6 +47,9 @@ class Kind(NamedTuple):
 
 KINDS = {
     "accuracy": Kind("accuracy (%)", "pp", 100.0, 1, tolerance=1.0),
+    "iou": Kind("IoU per image (%)", "pp", 100.0, 1, tolerance=1.0),
+    "miou": Kind("IoU over classes (%)", "pp", 100.0, 1, tolerance=1.0),
+    "pixel_accuracy": Kind("pixel accuracy (%)", "pp", 100.0, 1, tolerance=1.0),
     "loss": Kind("loss (nats)", "nats", tolerance=0.05),
     "bits_per_byte": Kind("bits per byte", "bits per byte", tolerance=0.02),
 }
@@ -76,6 +81,11 @@ class Metric:
     chance_level: float | None = None
 
     @property
+    def kind(self) -> str:
+        """`accuracy` of `test/accuracy@precise`."""
+        return self.name.partition("@")[0].split("/")[-1]
+
+    @property
     def bounds(self) -> tuple[float, float] | None:
         """The range of the values; None if it is not known."""
         return (0.0, 100.0) if self.unit == "pp" else None
@@ -92,12 +102,11 @@ class Metric:
         """
         if self.chance_level is not None:
             return self.chance_level
-        kind = self.name.partition("@")[0].split("/")[-1]
-        if kind == "bits_per_byte":
+        if self.kind == "bits_per_byte":
             return UNIFORM_BITS
         if share is None:
             return None
-        return {"accuracy": self.scale * share, "loss": -math.log(share)}.get(kind)
+        return {"accuracy": self.scale * share, "loss": -math.log(share)}.get(self.kind)
 
     @property
     def sign(self) -> float:
@@ -167,10 +176,11 @@ def choose_metric(
 def is_at_chance(accuracy: float | None, chance: float | None, num_samples: int) -> bool:
     """True if a run is indistinguishable from chance: at most two standard errors above it.
 
-    Two standard errors of few samples are much, so a tenth of the way to 1 is the most.
+    Two standard errors of few samples are much, so a tenth of the way to 1 is the most. No score
+    of samples between 0 and 1 has a larger error than right and wrong, so an IoU fits as well.
 
-    accuracy: on the test split, 0 to 1
-    chance: the accuracy there of always naming the most frequent class
+    accuracy: on the test split, 0 to 1; or the IoU per image
+    chance: the same of always naming the most frequent class
     num_samples: of the test split; 0: not known, and the error counts as 0
     """
     if accuracy is None or chance is None or chance >= 1:  # there is one class

@@ -112,12 +112,22 @@ class Row:
     @property
     def has_text(self) -> bool:
         """True if its test samples are those of a text, whose order matters."""
-        return any(samples.dtype != bool for samples in self._samples.values())
+        has_images = "test/iou" in self.metrics
+        return not has_images and any(s.dtype != bool for s in self._samples.values())
 
     @cached_property
     def is_at_chance(self) -> bool:
-        accuracy = self.metrics.get("test/accuracy")
-        return is_at_chance(accuracy, self.chance_accuracy, self.num_test_samples)
+        share, chance = self.metrics.get("test/iou"), self.part("chance").get("iou")
+        if share is None:
+            share, chance = self.metrics.get("test/accuracy"), self.chance_accuracy
+        return is_at_chance(share, chance, self.num_test_samples)
+
+    def chance(self, metric: Metric) -> float | None:
+        """The metric, as shown, of always naming the most frequent class; None if not known."""
+        recorded = self.part("chance").get(metric.kind)
+        if recorded is None or metric.chance_level is not None:
+            return metric.chance(self.chance_accuracy)
+        return metric.scale * recorded
 
     def recorded(self, metric: Metric) -> float | None:
         """The metric as shown; None unless the run has finished and recorded it."""
@@ -126,7 +136,7 @@ class Row:
 
     def value(self, metric: Metric) -> float | None:
         """The metric as shown; chance level where the run diverged or is at chance."""
-        chance = metric.chance(self.chance_accuracy)
+        chance = self.chance(metric)
         value = self.recorded(metric)
         if self.status == Status.DIVERGED:
             return chance
@@ -145,15 +155,14 @@ class Row:
         samples = self._samples.get(kind, np.empty(0))
         if value is None or not metric.name.startswith("test/") or not len(samples):
             return np.empty(0)
-        is_text = samples.dtype != bool
-        if is_text:
+        if self.has_text:
             starts = np.linspace(0, len(samples), NUM_BLOCKS + 1).astype(int)[:-1]
             sums = np.add.reduceat(samples.astype(np.float64), starts)
             samples = sums * len(sums) / len(samples)  # blocks of any length, with the same mean
         if value != self.recorded(metric):  # chance level
             return np.full(len(samples), value)
         mean = float(samples.mean())
-        if is_text and mean:
+        if self.has_text and mean:
             return samples * (value / mean)
         samples = metric.scale * samples
         return samples if abs(samples.mean() - value) <= ROUNDED * abs(value) else np.empty(0)

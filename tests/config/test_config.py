@@ -18,7 +18,7 @@ from hydra.version import VersionBase
 
 from normexp.cli import parse_command, read_options
 from normexp.errors import UserError
-from normexp.training.config.choices import composed, parse_overrides, words_of
+from normexp.training.config.choices import forget_composed, parse_overrides, words_of
 from normexp.training.config.command import compose_cells
 from normexp.training.config.compose import compose_cell, compose_config
 from normexp.training.config.groups import GROUPS, conf_dir, group_choices
@@ -93,7 +93,9 @@ REFUSED = {
     "lr=[0": "lr=[0: the value cannot be read",
     "epochs=2 steps=4": "epochs=2 and steps=4: a training has one budget; keep one",
     "samples=9 steps=4": "samples=9 and steps=4: a training has one budget",
-    "experiment=debug epochs=2": "epochs=2 and steps=100: a training has one budget",
+    "samples=9 epochs=2": "a training has one budget; keep one, or type samples=null",
+    "experiment=debug epochs=2": "epochs=2 and steps=100: a training has one budget; keep one, "
+    "or type steps=null",
 }
 
 
@@ -267,7 +269,7 @@ def test_composing_leaves_a_hydra_app_as_it_was(tmp_path: Path):
         with hydra.initialize_config_dir(str(tmp_path), version_base="1.2"):
             HydraConfig.instance().set_config(hydra.compose("config", return_hydra_config=True))
             before = state()
-            composed.cache_clear()
+            forget_composed()
             assert compose_config(["norm=my_own.Norm"])["norm"]["_target_"] == "my_own.Norm"
             with pytest.raises(UserError, match="norm=theirs: no such norm"):
                 compose_config(["norm=theirs"])

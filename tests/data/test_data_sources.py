@@ -75,6 +75,19 @@ def test_digits_are_those_of_recorded_runs():
     assert grey.tolist() == [round(level * 255 / 16) for level in range(17)]
 
 
+def test_shapes_are_the_same_on_every_machine():
+    data = load("shapes")
+    assert [len(part) for part in splits(data)] == [1080, 120, 400]
+    assert data.digest == "652db4c87058be20" and data.input_shape == (3, 48, 48)
+    masks = torch.cat([part.targets for part in splits(data)])
+    assert masks.unique().tolist() == [0, 1, 2, 3, 4, 255]
+    is_empty = ((masks == 0) | (masks == 255)).flatten(1).all(dim=1)
+    assert 0.08 < is_empty.float().mean() < 0.16  # a tenth, and those that show none by chance
+    assert 0.02 < (masks == 255).float().mean() < 0.1
+    is_border = (masks[:, 1:] != masks[:, :-1]) & (masks[:, 1:] != 255) & (masks[:, :-1] != 255)
+    assert not is_border.any()
+
+
 def sorted_images(images: torch.Tensor) -> list[bytes]:
     return sorted(image.numpy().tobytes() for image in images.byte())
 
@@ -90,7 +103,7 @@ def test_mnist_is_averaged_and_half_of_each_class_is_test():
     assert sorted_images(held) == sorted_images(averaged.round())
 
 
-@pytest.mark.parametrize("name", ["digits", "langid", "mnist5k"])
+@pytest.mark.parametrize("name", ["digits", "langid", "mnist5k", "shapes"])
 def test_split_seed_moves_val_and_leaves_test(name: str):
     (_, val, test), (_, other_val, other_test) = (splits(load(name, split_seed=k)) for k in (0, 1))
     assert torch.equal(test.inputs, other_test.inputs)

@@ -70,6 +70,8 @@ def with_slots(norm: NormFactory, **slots: Any) -> NormFactory:
 
 
 NUM_SITES = {"convnet": 3, "deep_mlp": 20, "small_resnet": 7, "resnet20": 19, "torchvision": 20}
+NUM_SITES["unet"] = 10  # two at each of three sizes on the way down, and of two on the way up
+OUTPUTS = {"gpt": (3, BLOCK_SIZE, VOCAB_SIZE), "unet": (3, NUM_OUTPUTS, 8, 8)}
 
 
 @every_model
@@ -82,7 +84,7 @@ def test_every_norm_of_a_model_is_a_site(name: str) -> None:
 def test_shape_and_gradients(name: str, slots: Slots) -> None:
     model = build(name, NormFactory(layer_norm, slots=slots)).double()
     out = model(*draw_arguments(name, 3))
-    assert out.shape == ((3, BLOCK_SIZE, VOCAB_SIZE) if name == "gpt" else (3, NUM_OUTPUTS))
+    assert out.shape == OUTPUTS.get(name, (3, NUM_OUTPUTS))
     out.square().sum().backward()
     assert [key for key, p in model.named_parameters() if p.grad is None] == []
 
@@ -182,6 +184,8 @@ BAD_KNOBS: list[tuple[str, dict[str, Any], str]] = [
     ("vit", {"patch_size": 8}, "8x8.*model=vit.*16x16"),
     ("convnet", {"input_shape": (3, 3, 8)}, "3x8.*model=convnet.*4x4"),
     ("resnet20", {"input_shape": (3, 5, 4)}, "5x4.*model=resnet.*5x5"),
+    ("unet", {"input_shape": (3, 12, 10)}, "model.depth=2.*12x10.*model.depth=1"),
+    ("unet", {"input_shape": (3, 12, 9)}, "model.depth=2.*12x9.*even"),
     ("convnet", {"input_shape": (64,)}, r"model=convnet.*\(64,\).*model=gpt"),
 ]
 

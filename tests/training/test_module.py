@@ -53,7 +53,7 @@ def test_each_step_has_its_own_draws_and_each_part_knows_its_place(monkeypatch):
         replicas, "set_dropout", lambda keys, first: dropout.append((keys.tolist(), first))
     )
     monkeypatch.setattr(replicas, "seed_foreign_draws", foreign.extend)
-    gradient = StepGradient(replicas, module.recipe.criterion.loss, Sizes(8, 4), [0, 1])
+    gradient = StepGradient(replicas, module.recipe.criterion, Sizes(8, 4), [0, 1])
     for step, batch in enumerate(module.batches.chunk(0, 2)):
         gradient.add(step, batch)
     assert [first for _, first in dropout] == [0, 4, 0, 4]
@@ -79,8 +79,8 @@ def test_running_averages_come_from_the_step_its_first_group_or_group_by_group(
 
     networks = [build(), build()]
     replicas = Stacked(networks) if stacked else InTurn(networks)
-    loss = build_module().recipe.criterion.loss
-    gradient = StepGradient(replicas, loss, sizes, [0, 1], running_from)
+    criterion = build_module().recipe.criterion
+    gradient = StepGradient(replicas, criterion, sizes, [0, 1], running_from)
     gradient.add(0, {"inputs": x, "targets": targets})
     for replica in (0, 1):
         expected = nn.BatchNorm1d(3).double()
@@ -102,8 +102,10 @@ def test_a_first_group_keeps_what_its_backward_writes(name: str):
         torch.manual_seed(0)
         layers = [nn.Conv1d(3, 3, 1), factory(3), nn.Flatten(), nn.Linear(15, 2)]
         replicas = InTurn([nn.Sequential(*layers).double()])
-        loss = build_module().recipe.criterion.loss
-        StepGradient(replicas, loss, sizes, [0], "group").add(0, {"inputs": x, "targets": targets})
+        criterion = build_module().recipe.criterion
+        StepGradient(replicas, criterion, sizes, [0], "group").add(
+            0, {"inputs": x, "targets": targets}
+        )
         states.append(dict(replicas.replica(0).named_buffers()))
     for key, value in states[0].items():
         torch.testing.assert_close(states[1][key], value, msg=key)

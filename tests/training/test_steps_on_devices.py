@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from training_cases import NEEDS_GPU, image_data, recipe_for, text_data, train
+from training_cases import NEEDS_GPU, image_data, pictures, recipe_for, text_data, train
 
 from normexp.errors import UserError
 from normexp.norms.build import build_norm
@@ -56,6 +56,7 @@ def text() -> Data:
 
 DATA = {
     **dict.fromkeys(("convnet", "small_resnet", "resnet20", "vit", "deep_mlp"), images),
+    "unet": partial(pictures, 48, size=16),
     "gpt": text,
     "text_encoder": strings,
 }
@@ -105,7 +106,7 @@ def first_step(module: TrainingModule, device: str, dtype: torch.dtype) -> dict[
     module.replicas.to(dtype)
     place(module, device)
     replicas = module.replicas.train()
-    gradient = StepGradient(replicas, module.recipe.criterion.loss, module.recipe.sizes, SEEDS)
+    gradient = StepGradient(replicas, module.recipe.criterion, module.recipe.sizes, SEEDS)
     (batch,) = module.batches.chunk(0, 1, dtype)
     with gpu_arithmetic("highest"):
         values = {"loss": gradient.add(0, batch)}
@@ -121,7 +122,7 @@ def steps_of(module: TrainingModule, device: str, dtype: torch.dtype) -> list[Te
     """Losses, gradients and all state after two steps."""
     place(module, device)
     replicas, recipe = module.replicas.train(), module.recipe
-    gradient = StepGradient(replicas, recipe.criterion.loss, recipe.sizes, SEEDS)
+    gradient = StepGradient(replicas, recipe.criterion, recipe.sizes, SEEDS)
     step = Step(gradient, recipe.build_optimizer(replicas), None, [])
     bf16 = torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16)
     with bf16, gpu_arithmetic("high"):

@@ -24,6 +24,7 @@ from normexp.training.config.keys import Settings, TrainerKeys
 from normexp.training.config.sizes import Sizes
 from normexp.training.config.validate import read_settings
 from normexp.training.criterion import criterion_of
+from normexp.training.data.augment import IGNORED
 from normexp.training.data.batches import TrainingBatches
 from normexp.training.data.dataset import Data, Examples
 from normexp.training.fit import fit
@@ -36,6 +37,7 @@ from normexp.training.stopping import Interrupted, StopRequest
 
 Row = tuple[int, int, int, dict[str, float]]
 EPOCHS = 2
+NUM_CLASSES = 3  # of a pixel
 NOT_SAVED = ("key", "first_sample", "num_values")  # of a step, and counted since a start
 SGD = partial(torch.optim.SGD, momentum=0.9, fused=True)
 NEEDS_GPU = [
@@ -57,6 +59,24 @@ def image_data(num_train: int = 40, size: int = 8) -> Data:
     splits = [examples(count) for count in (num_train, 12, 12)]
     shape = (1, size, size)
     return Data("squares", "classification", *splits, 4, shape, mean=(0.4,), std=(0.2,))
+
+
+def pictures(num_train: int = 40, size: int = 8) -> Data:
+    """Squares as bright as their class; of image i, about i in 40 of the pixels have no class."""
+    generator = torch.Generator().manual_seed(0)
+
+    def examples(count: int) -> Examples:
+        masks = torch.randint(0, NUM_CLASSES, (count, 2, 2), generator=generator)
+        masks = masks.repeat_interleave(size // 2, 1).repeat_interleave(size // 2, 2)
+        noise = torch.randint(0, 60, (count, 1, size, size), generator=generator)
+        images = noise + 80 * masks[:, None]
+        share = torch.arange(count).view(-1, 1, 1) / 40
+        is_ignored = torch.rand(masks.shape, generator=generator) < share
+        return Examples(images.byte(), masks.masked_fill(is_ignored, IGNORED).byte())
+
+    splits = [examples(count) for count in (num_train, 12, 12)]
+    shape = (1, size, size)
+    return Data("pictures", "segmentation", *splits, NUM_CLASSES, shape, mean=(0.4,), std=(0.2,))
 
 
 def text_data(num_train: int = 24, length: int = 7) -> Data:

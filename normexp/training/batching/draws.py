@@ -26,6 +26,7 @@ Stream = Literal[
     "limit",
     "evaluate",
     "moons",
+    "shapes",
 ]
 
 _LOW_32 = 0xFFFFFFFF

@@ -25,6 +25,7 @@ Measurements = dict[str, Tensor]
 T = TypeVar("T", Tensor, Measurements)
 Measure = Callable[[Tensor, Batch], T]  # of a model's output and its batch
 Loss = Measure[Tensor]  # returns a scalar
+Weight = float | Tensor  # of all replicas, or (S,)
 
 
 def model_arguments(batch: Batch) -> tuple[Tensor, ...]:
@@ -63,7 +64,7 @@ class Replicas(nn.Module, ABC):
             function: of a model's output and its batch; returns a tensor or a dict of tensors.
         """
 
-    def add_gradient(self, batch: Batch, loss: Loss, weight: float) -> Tensor:
+    def add_gradient(self, batch: Batch, loss: Loss, weight: Weight) -> Tensor:
         """Adds the gradient of `weight` times each replica's loss; returns the losses (S,)."""
         with self._counting():
             return backward(self.measure(batch, loss), weight)
@@ -110,12 +111,13 @@ class InTurn(Replicas):
         ]
         return tree_map(lambda *values: torch.stack(values), *measured)
 
-    def add_gradient(self, batch: Batch, loss: Loss, weight: float) -> Tensor:
+    def add_gradient(self, batch: Batch, loss: Loss, weight: Weight) -> Tensor:
         """As the base class, but holds the activations of one network at a time."""
         losses = []
         with self._counting():
             for index in range(self.num_replicas):
-                losses.append(backward(self._measure_replica(index, batch, loss), weight))
+                own = weight[index] if isinstance(weight, Tensor) else weight
+                losses.append(backward(self._measure_replica(index, batch, loss), own))
         return torch.stack(losses)
 
     def _measure_replica(
@@ -200,11 +202,12 @@ def _gradients(network: nn.Module) -> list[Tensor]:
     return [p.grad for p in network.parameters() if p.grad is not None]
 
 
-def backward(losses: Tensor, weight: float) -> Tensor:
-    """Adds the gradient of `weight` times the sum of `losses`; returns the losses, detached."""
+def backward(losses: Tensor, weight: Weight) -> Tensor:
+    """Adds the gradient of the sum of `weight` times `losses`; returns the losses, detached."""
     # Not Lightning's manual_backward, whose hooks cost more than the optimizer of a small step. No
     # supported precision scales the loss.
-    losses.backward(torch.full_like(losses, weight))
+    weights = weight.to(losses) if isinstance(weight, Tensor) else torch.full_like(losses, weight)
+    losses.backward(weights)
     return losses.detach()
 
 

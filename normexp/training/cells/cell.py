@@ -197,16 +197,17 @@ def channels_last_pays(network: nn.Module, data: Data, recipe: Recipe, traits: T
     stacks need it.
     """
     settings, per_sample = recipe.settings, traits.elements_per_sample
-    is_measured = settings.trainer.precision == "32-true" and not settings.compile
-    on_cpu = device_type(settings.trainer.accelerator) == "cpu"
-    is_image = len(data.input_shape) == 3
-    can_stack = settings.stack is True or recipe.sizes.micro * per_sample <= SMALL_FORWARD
-    if not (is_measured and on_cpu and is_image) or can_stack:
+    if device_type(settings.trainer.accelerator) != "cpu" or len(data.input_shape) != 3:
+        return False
+    if settings.trainer.precision != "32-true" or settings.compile:  # not measured
+        return False
+    if settings.stack is True or recipe.sizes.micro * per_sample <= SMALL_FORWARD:
         return False
     sites = [site for _, site in named_sites(network)]
     batch_norms = (BatchNorm, nn.BatchNorm2d)
-    are_batch_norms = all(s.view == "map" and isinstance(s.norm, batch_norms) for s in sites)
-    return are_batch_norms and recipe.sizes.norm * per_sample >= LARGE_GROUP * len(sites)
+    if not all(site.view == "map" and isinstance(site.norm, batch_norms) for site in sites):
+        return False
+    return recipe.sizes.norm * per_sample >= LARGE_GROUP * len(sites)
 
 
 def make_builder(spec: CellSpec, recipe: Recipe, data: Data) -> NetworkBuilder:

@@ -11,6 +11,7 @@ from normexp.training.checks.preflight import Traits
 from normexp.training.config.groups import OPTIONAL_GROUPS, PARTS
 from normexp.training.config.identity import NO_SHIPPED_SCHEDULE, packages_of
 from normexp.training.config.spec import CellSpec
+from normexp.training.criterion import chance_of
 from normexp.training.data.dataset import Data, describe_data
 from normexp.training.recipe import Recipe
 from normexp.training.records.result import Measured, Result
@@ -113,6 +114,7 @@ def measured_of(network: nn.Module, data: Data, traits: Traits) -> Measured:
         invalid=None if leak is None else f"leaks the future at {leak}",
         traits={name: getattr(traits, name) for name in RECORDED_TRAITS},
         chance_accuracy=data.chance_accuracy,
+        chance=chance_of(data),
         num_parameters=sum(p.numel() for p in network.parameters()),
         data_set=describe_data(data),
     )

@@ -194,7 +194,8 @@ def _decompose(cell: Cell, replicas: Replicas) -> list[dict[str, float]]:
         pairs.append((model_arguments(batch), batch))
 
     def loss(output: Tensor, batch: Batch) -> Tensor:
-        return cell.recipe.criterion.loss(output, batch) / batch["targets"].numel()
+        criterion, targets = cell.recipe.criterion, batch["targets"]
+        return criterion.loss(output, batch) / max(1, int(criterion.num_targets(targets[None])))
 
     count, networks = {"num_samples": len(parts) * size}, range(replicas.num_replicas)
     try:

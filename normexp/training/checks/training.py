@@ -66,7 +66,12 @@ def check_outputs(network: nn.Module, data: Data, target: str) -> None:
             f"model._target_={target} has no parameter to train; give it a layer with some"
         )
     batch = probe_batch(data, 2)
+    remedy = "set the last size, or take it from an argument `num_outputs` or `num_classes`"
     wanted = (*batch["targets"].shape, data.num_outputs)
+    if data.task == "segmentation":  # the scores of a pixel lie along the second axis
+        num_samples, *sides = batch["targets"].shape
+        wanted = (num_samples, data.num_outputs, *sides)
+        remedy = "try model=unet, or a network that gives every pixel a score of each class"
     for training in (False, True):
         try:
             with fixed_draws(), torch.no_grad():
@@ -75,7 +80,8 @@ def check_outputs(network: nn.Module, data: Data, target: str) -> None:
             return
         if isinstance(output, Tensor):
             shape = tuple(output.shape)
-            remedy = "set the last size, or take it from an argument `num_outputs` or `num_classes`"
+            if len(shape) == 4 and data.task == "classification":
+                remedy = "try model=convnet, or data=shapes, whose pixels have a class each"
         else:
             shape, remedy = f"a {type(output).__name__}", "return the scores alone"
         if shape != wanted:

@@ -38,7 +38,7 @@ from normexp.words import as_typed, suggest
 VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
 # Keys of Hydra's own that may be typed: those of launchers and their jobs.
 READ_OF_HYDRA = r"(/|\.)(launcher|searchpath|mode|job\.(name|env_))"
-OTHERS_OF_HYDRA = {  # what does instead what another one would do in a Hydra app
+OTHERS_OF_HYDRA = {  # of keys that do nothing here: what to type instead
     "sweeper": "name several values as a,b with -m, or search with python -m normexp.tune",
     "dir": "changes nothing here; study=NAME and runs_dir=FOLDER say where results go",
     "verbose": "changes nothing here; messages go to stderr, and to run.log while a run trains",
@@ -118,7 +118,7 @@ def compose_choices(overrides: Sequence[Override]) -> Composed:
     for one in chosen:
         if not one.key_or_group.startswith("hydra."):
             _check_names(one)
-    return composed(tuple(str(one.input_line) for one in chosen))
+    return _compose_words(tuple(str(one.input_line) for one in chosen))
 
 
 def _check_names(choice: Override) -> None:
@@ -139,9 +139,13 @@ def _check_names(choice: Override) -> None:
 _composing = threading.RLock()  # Hydra has one state for all threads
 
 
+def forget_composed() -> None:
+    """Reads the YAMLs anew from here on: those of the user's may have changed."""
+    _compose_words.cache_clear()
+
+
 @lru_cache(maxsize=64)
-def composed(words: tuple[str, ...]) -> Composed:
-    """What Hydra composes of these words; cached until a command has YAMLs of the user's."""
+def _compose_words(words: tuple[str, ...]) -> Composed:
     try:
         with own_hydra(), hydra.initialize_config_dir(str(conf_dir()), **VERSION_BASE):
             config = hydra.compose("config", [*words], return_hydra_config=True)
@@ -152,7 +156,7 @@ def composed(words: tuple[str, ...]) -> Composed:
     except UnicodeDecodeError as error:
         raise _not_utf8(error, words) from error
     except (HydraException, YAMLError, ValueError) as error:
-        raise explain(error) from error
+        raise user_error_of(error) from error
     except RecursionError as error:
         typed = " ".join(word for word in words if not word.startswith("hydra."))
         raise UserError(f"{typed}: `defaults` of a YAML file lead back to that file") from error
@@ -164,8 +168,11 @@ def composed(words: tuple[str, ...]) -> Composed:
     return Composed(config, [*dotted_keys(tree)], own)
 
 
-def explain(error: Exception) -> UserError:
-    """The first line of an error, with the next one where it ends in a colon."""
+def user_error_of(error: Exception) -> UserError:
+    """What an error of Hydra, OmegaConf or YAML means for who wrote the words or the file.
+
+    Of any other error: its first line, with the next one where that ends in a colon.
+    """
     if isinstance(error, ReaderError):
         code = f"{error.character:#04x}"
         return UserError(f"{error.name}: YAML forbids the character {code}; remove it")
@@ -173,17 +180,21 @@ def explain(error: Exception) -> UserError:
     if mark is not None:
         return UserError(f"{mark.name}, line {mark.line + 1}: not valid YAML")
     if named := re.search(r"Could not override '([^']+)'", str(error)):
-        key = getattr(error.__cause__, "full_key", None) or named[1]
-        package = named[1].partition("@")[2].partition(".")[0]  # norm@experiment.norm
-        if package in GROUPS:
-            return UserError(f"{package}: {NEEDS_PACKAGE}")
-        return unknown_key(str(key), ())
+        return _not_overridden(named[1], error.__cause__)
     if "DictConfig with ListConfig" in str(error) and (named := re.search("'(.+?)'", str(error))):
         where = "a list in place of a group, as `optim: [...]`; a recipe has keys below a group"
         return UserError(f"{named[1]}.yaml: {where}, as in `optim: {{KEY: VALUE}}`")
     text = f"{error}\n{error.__cause__ or ''}"
     first, second, *_ = [*map(str.strip, text.splitlines()), ""]
     return UserError(f"{first} {second}" if first.endswith(":") else first)
+
+
+def _not_overridden(name: str, cause: BaseException | None) -> UserError:
+    """A key that no YAML has, or a group at a package of its own, as norm@experiment.norm."""
+    package = name.partition("@")[2].partition(".")[0]
+    if package in GROUPS:
+        return UserError(f"{package}: {NEEDS_PACKAGE}")
+    return unknown_key(str(getattr(cause, "full_key", None) or name), ())
 
 
 def _not_a_mapping(group: str, values: Any) -> UserError:

@@ -76,10 +76,10 @@ class Command:
         return [[*self.overrides]]
 
     def cell(self, overrides: Sequence[Override]) -> CellSpec:
-        """The cell of a point. Values that cannot be trained together are its `error`.
+        """The cell of a point. A value that is refused, alone or with others, is its `error`.
 
         Raises:
-            UserError: a word that is wrong in itself: an unknown key, choice or class.
+            UserError: an unknown key, choice or class.
         """
         config, choices = compose_cell(overrides)
         refuse_missing(config, choices)
@@ -154,7 +154,7 @@ def compose_cells(command: Command) -> list[CellSpec]:
     if all(cell.error for cell in cells):
         raise UserError(cells[0].error)
     for key in ("study", "runs_dir"):
-        shared_value(cells, key)
+        shared_value(cells, key)  # refuses several
     return join_points(cells)
 
 

@@ -20,9 +20,9 @@ from normexp.errors import UserError
 from normexp.training.config.choices import (
     NEEDS_PACKAGE,
     compose_choices,
-    explain,
     is_choice,
     parse_overrides,
+    user_error_of,
 )
 from normexp.training.config.groups import (
     CUSTOM_GROUPS,
@@ -46,8 +46,7 @@ from normexp.verdicts.metric import direction_of
 from normexp.verdicts.settings import BUDGETS
 from normexp.words import as_typed
 
-# Defaults of keys that must be typed now, each an example, or that follow from others now. Recorded
-# ids leave them out.
+# Former defaults, which recorded ids leave out. Messages name them as examples.
 FORMER_DEFAULTS = {"model.name": "resnet18", "callback.mode": "min"}
 
 # For conf/callback/early_stopping.yaml.
@@ -75,22 +74,40 @@ def compose_cell(overrides: Sequence[Override]) -> tuple[dict[str, Any], dict[st
             raise UserError(f"{override.input_line} names several values: add -m, or quote a text")
     composed = compose_choices(overrides)
     choices = composed.hydra["runtime"]["choices"]
-    known = [key for key in composed.keys if is_read(key)]
     typed = {o.get_key_element().lstrip("+"): o for o in overrides if not is_choice(o)}
+    known = [key for key in composed.keys if is_read(key)]
     config = deepcopy(composed.config)
+    _set_values(config, typed, known, choices)
+    plain = _resolved(config, choices.get("experiment"))
+    _refuse_unread(plain, known)
+    _refuse_two_budgets(plain, typed)
+    return plain, _choices_by_name(plain, choices)
+
+
+def _set_values(
+    config: DictConfig,
+    typed: Mapping[str, Override],
+    known: Sequence[str],
+    choices: Mapping[str, Any],
+) -> None:
+    """Sets what was typed, by its key; raises UserError for keys that are not `known`."""
+    targets = {group: OmegaConf.select(config, f"{group}._target_") for group in CUSTOM_GROUPS}
     for key, override in typed.items():
-        # Only a class of the user's own takes keys that no YAML names, but for those with a plus.
         group = key.partition(".")[0]
+        # A key that no YAML names is accepted only for a class of the user's own, or with a plus.
         takes_any = choices.get(group) == "custom" or key.startswith("logger.custom.")
         is_added = override.is_add() or override.is_force_add()
         if not (key in known or takes_any or is_added):
             choice = f"{group}={choices[group]}" if choices.get(group) else ""
             raise unknown_key(key, known, choice)
-        if key == f"{group}._target_" and OmegaConf.select(composed.config, key):
+        if key == f"{group}._target_" and targets.get(group):
             # Records would name it for another class.
             raise UserError(f"{key}: {group}={choices[group]} has one; add {group}=custom")
         OmegaConf.update(config, key, override.value(), merge=False, force_add=True)
-    plain = _resolved(config, choices.get("experiment"))
+
+
+def _refuse_unread(plain: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Refuses what recipes and typed words set and nothing reads."""
     for key in plain:
         group, dot, name = key.partition(".")
         if dot:  # in YAML, `optim.momentum: 0.5` is one key of that name, which nothing reads
@@ -98,8 +115,6 @@ def compose_cell(overrides: Sequence[Override]) -> tuple[dict[str, Any], dict[st
     for key in dotted_keys(plain):
         if not is_read(key) or key in MOVED:
             raise unknown_key(key, known)
-    _refuse_two_budgets(plain, typed)
-    return plain, _choices_by_name(plain, choices)
 
 
 def _resolved(config: DictConfig, recipe: str | None) -> dict[str, Any]:
@@ -108,7 +123,7 @@ def _resolved(config: DictConfig, recipe: str | None) -> dict[str, Any]:
         _fill_in_paths(config)
         values: Any = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
-        raise UserError(f"{error.full_key}: {explain(error)}") from error
+        raise UserError(f"{error.full_key}: {user_error_of(error)}") from error
     if "experiment" in values:
         raise UserError(f"experiment={recipe}: {NEEDS_PACKAGE}")
     return {"logger": {}, **values, "experiment": recipe}
@@ -140,7 +155,9 @@ def _refuse_two_budgets(config: Mapping[str, Any], typed: Collection[str]) -> No
             given.append(key)
     if len(given) > 1:
         shown = " and ".join(f"{key}={as_typed(config[key])}" for key in given)
-        raise UserError(f"{shown}: a training has one budget; keep one, or type {given[-1]}=null")
+        # A training without epochs has another budget, so epochs alone cannot be null.
+        others = sorted(set(given) - {"epochs"}, key=lambda key: (key in typed, key))
+        raise UserError(f"{shown}: a training has one budget; keep one, or type {others[0]}=null")
 
 
 def _choices_by_name(config: Mapping[str, Any], choices: Mapping[str, Any]) -> dict[str, str]:

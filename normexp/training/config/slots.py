@@ -69,8 +69,8 @@ SLOTS = tuple(field.name for field in fields(Slots))
 
 # What a model without the slot lacks, and which models have the slot.
 PLACES = {
-    "act": ("no activation after a norm", "model=convnet or model=small_resnet"),
-    "conv": ("no convolution from the norm factory", "model=convnet or model=small_resnet"),
+    "act": ("no activation after a norm", "model=convnet, small_resnet or unet"),
+    "conv": ("no convolution from the norm factory", "model=convnet, small_resnet or unet"),
     **dict.fromkeys(
         ("residual_scale", "layer_scale"),
         ("no residual branch", "model=small_resnet, vit, gpt or text_encoder"),

@@ -11,6 +11,7 @@ from torch.nn import functional
 from normexp.errors import UserError
 from normexp.training.batching.draws import generator
 
+IGNORED = 255  # in a mask: a pixel without a class, which no loss and no metric counts
 _RANGE = 2**31  # draws are taken modulo a far smaller number, which biases them by less than 1e-6
 
 
@@ -19,7 +20,8 @@ class Augmentation:
     """Random crop of the zero-padded image, horizontal flip, cutout; 0 or false turns one off.
 
     Padding and the cut square are black (0). Cutout: DeVries & Taylor 2017, arXiv:1708.04552; the
-    square's centre is uniform over the image, so the square may stick out of it.
+    square's centre is uniform over the image, so the square may stick out of it. A mask moves with
+    its image; it is `IGNORED` in the padding, and the cut square stays what it was.
 
     Args:
         crop_padding: pixels added on each side before a crop of the original size.
@@ -46,11 +48,32 @@ class Augmentation:
         draws = generator(seed, "augment", step)
         return torch.randint(_RANGE, (num_samples, 5), generator=draws)
 
+    def apply_to(self, batch: dict[str, Tensor], draws: Tensor) -> None:
+        """Augments the images of a batch, and its targets if they are masks (..., N, H, W)."""
+        images, targets = batch["inputs"], batch["targets"]
+        batch["inputs"] = self.apply(images, draws)
+        if targets.ndim == images.ndim - 1:
+            moved, _ = self._moved(targets.unsqueeze(-3), draws, IGNORED)
+            batch["targets"] = moved.view_as(targets)
+
     def apply(self, images: Tensor, draws: Tensor) -> Tensor:
         """Augments images (..., N, C, H, W), same shape and dtype out, by draws (..., N, 5).
 
         Every output pixel is gathered from the padded image, or is black.
         """
+        height, width = images.shape[-2:]
+        out, (cut_row, cut_column) = self._moved(images, draws, 0)
+        if self.cutout:
+            is_cut_row = self._is_cut(height, cut_row)
+            is_cut_column = self._is_cut(width, cut_column)
+            is_cut = is_cut_row[:, :, None] & is_cut_column[:, None]  # (M, H, W)
+            out = out.masked_fill(is_cut[:, None], 0)
+        return out.view_as(images)
+
+    def _moved(
+        self, images: Tensor, draws: Tensor, border: int
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Cropped and mirrored images (M, C, H, W), M all leading axes; and the draws of cutout."""
         height, width = images.shape[-2:]
         flat = images.reshape(-1, *images.shape[-3:])  # (M, C, H, W), M = all leading axes
         draws = draws.reshape(-1, 5, 1).to(images.device)
@@ -62,16 +85,10 @@ class Augmentation:
         num_shifts = 2 * self.crop_padding + 1
         rows = rows + top % num_shifts  # (M, H)
         columns = columns + left % num_shifts
-        padded = functional.pad(flat, [self.crop_padding] * 4)
+        padded = functional.pad(flat, [self.crop_padding] * 4, value=border)
         source = rows[:, :, None] * padded.shape[-1] + columns[:, None]  # (M, H, W)
         source = source.flatten(1)[:, None].expand(-1, flat.shape[1], -1)  # (M, C, H * W)
-        out = padded.flatten(2).gather(2, source).view_as(flat)
-        if self.cutout:
-            is_cut_row = self._is_cut(height, cut_row)
-            is_cut_column = self._is_cut(width, cut_column)
-            is_cut = is_cut_row[:, :, None] & is_cut_column[:, None]  # (M, H, W)
-            out = out.masked_fill(is_cut[:, None], 0)
-        return out.view_as(images)
+        return padded.flatten(2).gather(2, source).view_as(flat), (cut_row, cut_column)
 
     def _is_cut(self, size: int, centre: Tensor) -> Tensor:
         """True for the rows or columns (M, size) within the square around a centre (M, 1)."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from normexp.errors import UserError
 from normexp.training.batching.draws import generator
-from normexp.training.data.augment import Augmentation
+from normexp.training.data.augment import IGNORED, Augmentation
 from normexp.words import name_some
 
 
@@ -28,7 +28,8 @@ class Examples:
     """N labelled samples.
 
     Shapes: inputs uint8 images (N, C, H, W), float32 rows (N, F) or int64 tokens (N, T); targets
-    int64 (N,); mask bool (N, T), true where a token is real, None where all are.
+    int64 (N,), or for segmentation uint8 (N, H, W), where `IGNORED` (255) counts nowhere; mask bool
+    (N, T), true where a token is real, None where all are.
     """
 
     inputs: Tensor
@@ -127,7 +128,7 @@ class Data:
     """
 
     name: str
-    task: Literal["classification", "language_modeling"]
+    task: Literal["classification", "segmentation", "language_modeling"]
     train: Examples | Windows
     val: Examples | Windows
     test: Examples | Windows
@@ -184,8 +185,8 @@ class Data:
 
     @property
     def chance_accuracy(self) -> float | None:
-        """Test accuracy of always predicting the most frequent class; None for language models."""
-        if isinstance(self.test, Windows):
+        """Test accuracy of always predicting the most frequent class; classification only."""
+        if isinstance(self.test, Windows) or self.task != "classification":
             return None
         return self.test.targets.bincount().max().item() / len(self.test)
 
@@ -253,7 +254,8 @@ def describe_missing(data: Data) -> Iterator[str]:
     """Yields a line if the network cannot learn some classes: no training sample has them."""
     if not isinstance(data.train, Examples):
         return
-    counts = data.train.targets.bincount(minlength=data.num_outputs).tolist()
+    targets = data.train.targets.flatten()
+    counts = targets.bincount(minlength=data.num_outputs)[: data.num_outputs].tolist()
     names = data.class_names or range(data.num_outputs)
     missing = [str(name) for name, count in zip(names, counts, strict=True) if not count]
     if missing:
@@ -273,11 +275,18 @@ def validate(data: Data) -> None:
 
 def _problems(data: Data) -> Iterator[str]:
     """Yields the problems of `data`; each check assumes that those before it passed."""
-    kinds = {"classification": Examples, "language_modeling": Windows}
+    kinds = {"classification": Examples, "segmentation": Examples, "language_modeling": Windows}
+    is_segmentation = data.task == "segmentation"
     if data.task not in kinds:
         yield f"task={data.task!r} must be {' or '.join(kinds)}"
     if data.order != "shuffled" and data.task != "classification":
-        yield f"data.order={data.order} sorts by class, and a text has none; drop it"
+        what = "a picture has many" if is_segmentation else "a text has none"
+        yield f"data.order={data.order} sorts by class, and {what}; drop it"
+    if is_segmentation and (len(data.input_shape) != 3 or data.num_outputs > IGNORED):
+        yield (
+            f"task=segmentation: input_shape={data.input_shape} and num_outputs={data.num_outputs} "
+            f"must be images (C, H, W) and at most {IGNORED} classes"
+        )
     is_row = data.vocab_size is None and data.divisor == 1
     inputs_dtype = torch.float32 if is_row else torch.uint8
     if data.vocab_size is not None:
@@ -295,6 +304,8 @@ def _problems(data: Data) -> Iterator[str]:
             "targets": (torch.int64, (num,)),
             "tokens": (torch.int64, (num,)),
         }
+        if is_segmentation:
+            expected["targets"] = (torch.uint8, (num, *data.input_shape[1:]))
         for field, tensor in vars(split).items():
             if not isinstance(tensor, Tensor):
                 continue
@@ -306,6 +317,8 @@ def _problems(data: Data) -> Iterator[str]:
                 yield f"{name}.{field} has a value that is not finite"
             key = "num_outputs" if field == "targets" else "vocab_size"
             limit = getattr(data, key)
+            if is_segmentation and field == "targets":
+                tensor = tensor.where(tensor != IGNORED, 0)
             lowest = int(tensor.min())
             highest = int(tensor.max())
             if limit is not None and not 0 <= lowest <= highest < limit:
@@ -317,6 +330,16 @@ def _problems(data: Data) -> Iterator[str]:
         yield f"class_names has {len(data.class_names)} names for num_outputs={data.num_outputs}"
     if data.num_outputs < 2:
         yield f"num_outputs={data.num_outputs} leaves nothing to predict, must be 2 or more"
+    if is_segmentation:
+        yield from _images_without_targets(data)
+
+
+def _images_without_targets(data: Data) -> Iterator[str]:
+    for name, split in data.splits.items():
+        has_none = (split.targets == IGNORED).flatten(1).all(dim=1)
+        if has_none.all() or (name != "train" and has_none.any()):
+            first = int(has_none.int().argmax())
+            yield f"{name}.targets of image {first} are all {IGNORED} (ignored); leave it out"
 
 
 KEPT = ("name", "task", "num_outputs", "input_shape", "mean", "std", "divisor", "vocab_size")
@@ -337,10 +360,13 @@ def without_samples(description: Mapping[str, Any]) -> Data:
 
 
 @torch.no_grad()
-def predict(network: nn.Module, data: Data, samples: Any) -> list[str]:
+def predict(network: nn.Module, data: Data, samples: Any) -> list[str] | Tensor:
     """The class names of rows, or of images, whose values are bytes or floats 0 to 1.
 
     Shapes: (N, C, H, W) or (N, F); without N for a single sample. Raises UserError for others.
+
+    Returns:
+        The name of each sample's class; for segmentation the class of each pixel, int64 (N, H, W).
     """
     values = torch.as_tensor(samples)
     shape = data.input_shape
@@ -363,10 +389,12 @@ def predict(network: nn.Module, data: Data, samples: Any) -> list[str]:
     inputs = data.model_inputs(values, parameter.dtype).to(parameter.device)
     was_training = network.training
     network.eval()
-    classes = torch.cat([network(batch).argmax(dim=1) for batch in inputs.split(256)]).tolist()
+    classes = torch.cat([network(batch).argmax(dim=1) for batch in inputs.split(256)])
     network.train(was_training)
+    if data.task == "segmentation":
+        return classes
     names = data.class_names or range(data.num_outputs)
-    return [str(names[i]) for i in classes]
+    return [str(names[i]) for i in classes.tolist()]
 
 
 def attach_prediction(network: nn.Module, data: Data) -> None:

@@ -41,7 +41,8 @@ def build_image_data(
 ) -> Data:
     """Data for image classification: without a `val`, one is split off `train`.
 
-    Shapes: inputs uint8 (N, C, H, W), targets int64 (N,) in [0, num_classes).
+    Shapes: inputs uint8 (N, C, H, W), targets int64 (N,) in [0, num_classes). Masks, uint8
+    (N, H, W) with 255 where a pixel has no class, make it segmentation.
 
     Raises:
         UserError: train images of another dtype or shape, or of hardly any contrast; a fraction
@@ -73,7 +74,7 @@ def build_image_data(
     mean, std = compute_channel_moments(train.inputs)
     return Data(
         name=name,
-        task="classification",
+        task="segmentation" if train.targets.ndim == 3 else "classification",
         train=train,
         val=val,
         test=test,

@@ -90,8 +90,8 @@ class NetworkBuilder:
         if self.example is None:
             return
         inputs = Inputs(self.example, {})
+        network.register_forward_hook(_take_scores)
         if not self.takes_norm:
-            network.register_forward_hook(_take_scores)
             self._replace_norms(network, inputs)
             load_fitting(network, unloaded)
         if not self.splits:
@@ -202,7 +202,7 @@ def example_of(data: Data) -> tuple[Tensor, ...]:
 
 
 def _take_scores(_: nn.Module, __: Any, output: Any) -> Any:
-    """The scores in an output of several values, such as those of transformers."""
+    """The scores in an output of several values, as of transformers or of torchvision."""
     for name in ("logits", "out"):
         if isinstance(output, Mapping) and name in output:
             return output[name]

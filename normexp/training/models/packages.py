@@ -33,7 +33,8 @@ def build_torchvision_model(
 ) -> nn.Module:
     """The network `name` of torchvision with new weights, without auxiliary outputs.
 
-    Shapes: (N, C, H, W) -> (N, num_outputs). The first convolution is adapted to C channels.
+    Shapes: (N, C, H, W) -> (N, num_outputs), or for segmentation a mapping with `out` of (N,
+    num_outputs, H, W). The first convolution is adapted to C channels.
 
     Args:
         image_size: side in pixels to which images are resized; None leaves them as they are.
@@ -53,6 +54,8 @@ def build_torchvision_model(
     network_class = inspect.signature(builder).return_annotation
     accepted = inspect.signature(network_class).parameters
     knobs = {key: value for key, value in offered.items() if key in accepted} | knobs
+    if "weights_backbone" in inspect.signature(builder).parameters:
+        knobs = {"weights_backbone": None} | knobs  # of a network for segmentation: a download
 
     def build() -> nn.Module:
         network = builder(weights=None, num_classes=num_outputs, **knobs)
@@ -63,10 +66,10 @@ def build_torchvision_model(
 
 
 def find_builder(name: str) -> Callable[..., nn.Module]:
-    """torchvision's function for the classifier `name`; UserError names the nearest ones."""
+    """torchvision's function for the network `name`; UserError names the nearest ones."""
     from torchvision import models
 
-    names = models.list_models(module=models)
+    names = models.list_models(module=models) + models.list_models(module=models.segmentation)
     if name not in names:
         raise unknown_name(name, names, "torchvision")
     return models.get_model_builder(name)

@@ -46,7 +46,9 @@ class Measured:
         apart: why the run was taken out of its stack, so that its last digits may differ.
         is_stacked: True if the run was trained under vmap, together with others.
         traits: whether the network mixes samples or leaks the future, as probed.
-        chance_accuracy: accuracy of predicting the most frequent class; None for texts.
+        chance_accuracy: accuracy of predicting the most frequent class; classification only.
+        chance: test metrics of predicting the most frequent class for every pixel; segmentation
+            only.
         data_set: shapes, classes and moments, from which the network can be built again.
         timing: train_seconds, step_ms of one optimizer step of the whole stack, stack_size,
             samples_per_second; on a GPU also peak_memory_mb of the whole stack, in 10^6 bytes.
@@ -62,6 +64,7 @@ class Measured:
     is_stacked: bool | None = None
     traits: dict[str, bool] = field(default_factory=dict)
     chance_accuracy: float | None = None
+    chance: dict[str, float] = field(default_factory=dict)
     num_parameters: int | None = None
     data_set: dict[str, Any] = field(default_factory=dict)
     timing: dict[str, float] = field(default_factory=dict)
@@ -216,10 +219,14 @@ def result_of(content: dict[str, Any], path: Path) -> Result:
         ) from error
 
 
+SHARES = ("accuracy", "iou", "miou", "pixel_accuracy")  # metrics from 0 to 1
+
+
 def _check_metrics(metrics: Mapping[str, Any]) -> None:
     """Raises ValueError for a metric that no training can have."""
     for name, value in metrics.items():
-        highest = 1.0 if name.partition("@")[0].endswith("/accuracy") else math.inf
+        is_share = name.partition("@")[0].rpartition("/")[2] in SHARES
+        highest = 1.0 if is_share else math.inf
         lowest = 0.0 if highest == 1.0 else -math.inf
         is_number = isinstance(value, float | int) and math.isfinite(value)
         if not is_number or not lowest <= value <= highest:

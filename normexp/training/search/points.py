@@ -19,7 +19,8 @@ from normexp.training.search.space import Space, read_space
 from normexp.words import name_some
 
 Point = Mapping[str, str]  # key to value, as typed on the command line
-VALIDATION = ("val/accuracy", "val/bits_per_byte", "val/loss")  # the first that a task has
+# The first that a task has.
+VALIDATION = ("val/accuracy", "val/iou", "val/bits_per_byte", "val/loss")
 
 
 def overrides_of(point: Point) -> list[Override]:

@@ -27,7 +27,7 @@ from normexp.words import format_count, format_duration
 
 SHORT = 60  # characters: longer texts are printed below their table
 Contents = Mapping[int, Mapping[str, Any]]  # the content of evaluation.json, by seed
-MAIN = PREFERRED[:3]  # the first that a task has stands for it in one line
+MAIN = PREFERRED[:4]  # the first that a task has stands for it in one line
 STATUSES = ("finished", "skipped", "diverged", "refused", "failed", "stopped")
 PROGRAM = re.compile("^normexp-")  # a console script
 
@@ -191,11 +191,12 @@ def _warnings_on(state: CellState) -> list[str]:
     ended = [run for run in state.results if run.status in ENDED]
     if not ended:
         return []
-    warnings, chance = [], ended[0].measured.chance_accuracy
+    warnings, name, measured = [], main_metric(ended), ended[0].measured
+    chance = measured.chance.get("iou", measured.chance_accuracy)
     at_chance = 0
     for run in ended:
         num_samples = count_samples(seed_dir(state.directory, run.seed))
-        at_chance += is_at_chance(run.metrics.get(MAIN[0]), chance, num_samples)
+        at_chance += is_at_chance(run.metrics.get(name), chance, num_samples)
     if chance is not None and at_chance:
         warnings.append(
             f"{at_chance} of {len(ended)} seeds at chance ({100 * chance:.0f} %): lower its "
@@ -207,7 +208,7 @@ def _warnings_on(state: CellState) -> list[str]:
 
 
 def main_metric(results: Sequence[Result]) -> str:
-    """The metric of the task that stands in one line: test accuracy, or bits per byte."""
+    """The metric of the task that stands in one line: test accuracy, IoU, or bits per byte."""
     return next((name for name in MAIN if values_of(results, name)), "")
 
 

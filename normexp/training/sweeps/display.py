@@ -20,7 +20,7 @@ from normexp.training.records.stack_state import StackState
 from normexp.training.records.study import CellState
 from normexp.training.studies.terminal import main_metric, without_shared_words
 from normexp.training.sweeps.machine import console_for_progress
-from normexp.verdicts.metric import over_seeds
+from normexp.verdicts.metric import describe_metric, over_seeds
 from normexp.words import format_duration
 
 SECONDS_BETWEEN_LINES = 60.0  # without a terminal
@@ -170,9 +170,10 @@ def _share_done(states: Sequence[CellState]) -> float:
 
 
 def _result_of(state: CellState) -> str:
-    """`test/accuracy 97.1 ± 0.7`: mean and deviation of its main metric, accuracy in %."""
+    """`test/accuracy 97.1 ± 0.7`: mean and deviation of its main metric, as reports show it."""
     name = main_metric(state.results)
-    factor, digits = (100, 1) if name.endswith("accuracy") else (1, 3)
+    metric = describe_metric(name)
+    factor, digits = metric.scale, metric.digits
     numbers = [factor * value for value in values_of(state.results, name)]
     if not numbers:
         return ""
