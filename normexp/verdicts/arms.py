@@ -22,6 +22,8 @@ CODE = ("_target_", "source_digest", "version")
 # The first norms of tables and figures.
 ORDER = ("batch", "layer", "instance", "group", "rms", "layer2d", "none")
 
+AS_SHIPPED = "as shipped"  # stands for a value that a cell does not set; null would be a value
+
 
 def label_cells(cells: Sequence[CellRuns]) -> list[CellRuns]:
     """Adds labels, titles and the settings that separate tables, and sorts the cells by them."""
@@ -87,11 +89,13 @@ def _separating_keys(cells: Sequence[CellRuns]) -> list[str]:
     roles = cells[0].roles
     of_roles = {*roles.task, roles.arm, roles.tuned, *(AXES if roles.sizes else ())}
     values = {
-        key: [cell.config.get(key) for cell in cells]
+        key: [cell.config.get(key, AS_SHIPPED) for cell in cells]
         for key in sorted({key for cell in cells for key in cell.config})
         if not roles.is_knob(key) and key not in of_roles
     }
-    budgets = [key for key in roles.budgets if key in values and None not in values[key]]
+    budgets = [
+        key for key in roles.budgets if key in values and not {None, AS_SHIPPED} & {*values[key]}
+    ]
     length = min(budgets, key=lambda key: len({*values[key]}), default="")
     places = [
         (cell.study, cell.arm_name, cell.task, cell.batch_size, cell.norm_batch_size)

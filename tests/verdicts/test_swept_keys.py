@@ -173,3 +173,10 @@ def test_only_a_slot_is_as_shipped_by_what_the_norm_sets():
     asked = {("synthetic", cell[0].directory.parent.name): [range(6)] for cell in cells}
     report = report_of_cells(*cells, asked=asked)
     assert {one.against for one in report.comparisons} == {"clip=1"}
+
+
+def test_null_is_a_value_where_something_else_ships():
+    shipped = cell_of("batch", draw(0.9), defaults={"clip": 1.0})
+    report = report_of_cells(cell_of("batch", draw(0.95), clip=None), shipped)
+    (one,) = report.comparisons
+    assert (one.slice.arm_key, one.verdict) == ("clip", "better")
