@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,6 +38,19 @@ def pytest_collection_finish() -> None:
     for accelerator in (torch.cuda, torch.xpu, torch.mtia) if torch else ():
         if not accelerator.is_available():
             accelerator.manual_seed_all = lambda _: None
+    if cells := sys.modules.get("normexp.training.cells.cell"):
+        _share_probes(cells.Prepared)
+
+
+def _share_probes(prepared: Any) -> None:
+    """Networks that are alike are probed once for all tests of a process."""
+    prepare, known = prepared.__init__, {}
+
+    def init(self: Any) -> None:
+        prepare(self)
+        self._traits = known
+
+    prepared.__init__ = init
 
 
 def pytest_runtest_setup() -> None:

@@ -283,7 +283,7 @@ def test_channels_lie_last_on_a_cpu_where_batch_norm_has_much_to_normalize(words
 
 
 def test_a_norm_whose_momentum_must_be_a_number_takes_a_half_life_too():
-    words = ["norm=batch_per_position", "data=manual", "norm.half_life=32", "norm.momentum=null"]
+    words = ["norm=batch_per_position", "data=langid", "norm.half_life=32", "norm.momentum=null"]
     assert prepare(*words, "batch_size=32").recipe.norm_momentum == 0.5
 
 
@@ -307,6 +307,7 @@ def test_cells_that_differ_in_rate_seed_or_budget_are_probed_once(
 ):
     examined, traits, prepared = [], prepare("norm=layer").traits, Prepared()
     monkeypatch.setattr(cell_module, "examine", lambda *_, **__: examined.append(1) or traits)
+    monkeypatch.setattr(prepared, "_traits", {})  # not those of other tests
 
     def probes(*words: str) -> int:
         (spec,) = compose_cells(parse_command([*words, f"runs_dir={tmp_path}"]))
