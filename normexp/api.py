@@ -186,7 +186,7 @@ def compare(table: pd.DataFrame, *, arm: str, seed: str, metric: str, **options:
 
     Args:
         table: a row per run; its other columns are found to be settings or measurements.
-        arm, seed, metric: columns: what is compared, what pairs runs, and the outcome.
+        arm, seed, metric: columns: what is compared, the repetition, and the outcome.
         options: of `normexp.verdicts.table.compare`, which says what is refused.
 
     Raises:

@@ -25,6 +25,8 @@ PREFERRED = (
     "val/bits_per_byte",
     "val/loss",
 )
+OF_TEST = [name for name in PREFERRED if name.startswith("test/")]
+OF_VALIDATION = [name for name in PREFERRED if name.startswith("val/")]
 UNIFORM_BITS = 8.0  # bits per byte that a diverged language model counts as
 MAX_DIGITS = 4
 BEST = "●"  # the mark of a norm that may be the best

@@ -112,8 +112,7 @@ class Row:
     @property
     def has_text(self) -> bool:
         """True if its test samples are those of a text, whose order matters."""
-        has_images = "test/iou" in self.metrics
-        return not has_images and any(s.dtype != bool for s in self._samples.values())
+        return self.measured.get("data_set.task") == "language_modeling"
 
     @cached_property
     def is_at_chance(self) -> bool:

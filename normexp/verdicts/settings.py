@@ -23,7 +23,7 @@ class Roles:
     slots: settings that the arm may set itself, so that they may differ, too, where it does
     alone: True if nothing else is compared; else so is every other setting that separates tables
     tuned: the setting whose best value is chosen for each arm
-    sizes: three that divide each other, of which AXES are compared
+    sizes: the three batch sizes; an arm is compared with itself at several values of AXES
     task: which name a workload
     budgets: a training is given one of them, and the others follow from it
     """

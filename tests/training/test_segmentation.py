@@ -234,6 +234,15 @@ def test_reports_compare_by_image_and_count_chance():
     assert choose_metric(metrics, None, None) == iou
 
 
+def test_images_are_no_text_whatever_statistics_are_recorded():
+    images = np.linspace(0.2, 0.8, 40, dtype=np.float32)
+    metrics = {"test/iou@batch2": float(images.mean())}
+    measured = {"data_set.task": "segmentation"}
+    load = partial(dict, batch2=images)
+    run = Row("s", "c", 0, Status.FINISHED, {}, metrics, measured=measured, load_samples=load)
+    assert len(run.samples(describe_metric("test/iou@batch2"))) == 40
+
+
 OWN = """
 from torch import nn
 

@@ -50,7 +50,8 @@ def cell_of(
     accuracies: in 0..1 by seed, None for a seed that diverged
     mixes_samples: True for batch unless given
     metrics: instead of those that follow from the accuracy
-    samples: right or not for each test sample, by seed; its mean is the accuracy
+    samples: right or not for each test sample, by seed; its mean is the accuracy. Numbers are those
+        of a text
     knobs, optim: values of the norm, and of the optimizer, that are no defaults
     typed: other values that are no defaults
     defaults: other settings than slots, that have their defaults
@@ -83,6 +84,7 @@ def cell_of(
     for slot, value in asdict(Slots()).items():
         all_defaults[f"norm.{slot}"] = (knobs or {}).get(slot, value)
         all_defaults[slot] = all_defaults[f"norm.{slot}"]
+    is_text = any(values.dtype != bool for values in (samples or {}).values())
     runs = []
     for seed, accuracy in by_seed.items():
         status = Status.DIVERGED if accuracy is None else Status.FINISHED
@@ -94,6 +96,7 @@ def cell_of(
             diverged_at_step=40 if status == Status.DIVERGED else None,
             traits={"mixes_samples": mixes},
             chance_accuracy=chance_accuracy,
+            data_set={"task": "language_modeling" if is_text else "classification"},
             timing=TIMING,
             environment=ENVIRONMENT,
         )

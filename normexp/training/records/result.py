@@ -20,6 +20,7 @@ from normexp.training.records.layout import (
     seed_dir,
 )
 from normexp.training.records.schema import SCHEMA, check_schema
+from normexp.verdicts.metric import KINDS
 from normexp.verdicts.rows import Status
 
 log = logging.getLogger(__name__)
@@ -219,14 +220,11 @@ def result_of(content: dict[str, Any], path: Path) -> Result:
         ) from error
 
 
-SHARES = ("accuracy", "iou", "miou", "pixel_accuracy")  # metrics from 0 to 1
-
-
 def _check_metrics(metrics: Mapping[str, Any]) -> None:
     """Raises ValueError for a metric that no training can have."""
     for name, value in metrics.items():
-        is_share = name.partition("@")[0].rpartition("/")[2] in SHARES
-        highest = 1.0 if is_share else math.inf
+        kind = KINDS.get(name.partition("@")[0].rpartition("/")[2])
+        highest = 1.0 if kind and kind.unit == "pp" else math.inf
         lowest = 0.0 if highest == 1.0 else -math.inf
         is_number = isinstance(value, float | int) and math.isfinite(value)
         if not is_number or not lowest <= value <= highest:

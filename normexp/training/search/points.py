@@ -16,11 +16,10 @@ from normexp.training.config.keys import KEYS, in_identity, is_read
 from normexp.training.config.spec import CellSpec
 from normexp.training.config.validate import check_keys
 from normexp.training.search.space import Space, read_space
+from normexp.verdicts.metric import OF_VALIDATION
 from normexp.words import name_some
 
 Point = Mapping[str, str]  # key to value, as typed on the command line
-# The first that a task has.
-VALIDATION = ("val/accuracy", "val/iou", "val/bits_per_byte", "val/loss")
 
 
 def overrides_of(point: Point) -> list[Override]:
@@ -110,13 +109,13 @@ def check_settings(config: Mapping[str, Any]) -> None:
     check_keys(config, [*own, *others])
     tune = config["tune"]
     metric = tune["metric"]
-    name, at, statistics = (metric or VALIDATION[0]).partition("@")
+    name, at, statistics = (metric or OF_VALIDATION[0]).partition("@")
     kind = statistics.rstrip("0123456789")  # batch32 is a kind of batch
     if at and kind not in config["evaluate_with"]:
         raise UserError(f"tune.metric={metric}: needs evaluate_with=[running,{kind or '...'}]")
-    if name not in VALIDATION:
+    if name not in OF_VALIDATION:
         why = "nothing is chosen on test or training data"
-        raise UserError(f"tune.metric={metric}: {why}; try {name_some(VALIDATION)}")
+        raise UserError(f"tune.metric={metric}: {why}; try {name_some(OF_VALIDATION)}")
     search = range(tune["first_seed"], tune["first_seed"] + tune["seeds"])
     report = range(config["seed"], config["seed"] + config["replicas"])
     first_shared, last_shared = max(search[0], report[0]), min(search[-1], report[-1])

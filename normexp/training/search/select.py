@@ -11,10 +11,10 @@ from normexp.errors import FAILED, UserError
 from normexp.training.config.spec import CellSpec, join_points
 from normexp.training.records.result import Status
 from normexp.training.records.study import CellState, read_cell
-from normexp.training.search.points import VALIDATION, Point, Search, overrides_of
+from normexp.training.search.points import Point, Search, overrides_of
 from normexp.training.studies.terminal import print_closing_table
 from normexp.training.sweeps.sweep import raise_if_stopped, run_cells, train_cells
-from normexp.verdicts.metric import Metric, describe_metric
+from normexp.verdicts.metric import OF_VALIDATION, Metric, describe_metric
 from normexp.verdicts.terminal import open_console, text_table
 
 
@@ -112,7 +112,7 @@ def _has_ended(state: CellState) -> bool:
 
 
 def _metric_of(search: Search, states: Mapping[str, CellState]) -> Metric:
-    """The metric `tune.metric`, or the first of VALIDATION that the runs have.
+    """The metric `tune.metric`, or the first of OF_VALIDATION that the runs have.
 
     Raises:
         UserError: no finished run has `tune.metric`.
@@ -126,5 +126,5 @@ def _metric_of(search: Search, states: Mapping[str, CellState]) -> Metric:
     if metric is not None and recorded and metric not in recorded:
         names = ", ".join(sorted(name for name in recorded if name.startswith("val/")))
         raise UserError(f"tune.metric={metric}: no run has this metric; try {names}")
-    first = next((name for name in VALIDATION if name in recorded), VALIDATION[-1])
+    first = next((name for name in OF_VALIDATION if name in recorded), OF_VALIDATION[-1])
     return describe_metric(metric or first)

@@ -21,13 +21,12 @@ from normexp.training.records.layout import LOG_FILE, seed_dir
 from normexp.training.records.result import ENDED, Result, Status, values_of
 from normexp.training.records.samples import count_samples
 from normexp.training.records.study import STATES, CellState, Study
-from normexp.verdicts.metric import PREFERRED, is_at_chance, over_seeds
+from normexp.verdicts.metric import OF_TEST, PREFERRED, is_at_chance, over_seeds
 from normexp.verdicts.terminal import open_console, text_table
 from normexp.words import format_count, format_duration
 
 SHORT = 60  # characters: longer texts are printed below their table
 Contents = Mapping[int, Mapping[str, Any]]  # the content of evaluation.json, by seed
-MAIN = PREFERRED[:4]  # the first that a task has stands for it in one line
 STATUSES = ("finished", "skipped", "diverged", "refused", "failed", "stopped")
 PROGRAM = re.compile("^normexp-")  # a console script
 
@@ -209,7 +208,7 @@ def _warnings_on(state: CellState) -> list[str]:
 
 def main_metric(results: Sequence[Result]) -> str:
     """The metric of the task that stands in one line: test accuracy, IoU, or bits per byte."""
-    return next((name for name in MAIN if values_of(results, name)), "")
+    return next((name for name in OF_TEST if values_of(results, name)), "")
 
 
 def _result_words(state: CellState, *, in_header: str) -> str:
