@@ -23,6 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Trainings of other test runs on this machine are not waited for.
+gc.disable()  # until all tests are imported
 SLOTS = os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="normexp-tests-")
 
 
@@ -31,8 +32,9 @@ importlib.metadata.entry_points = cache(importlib.metadata.entry_points)
 
 
 def pytest_collection_finish() -> None:
-    """Freezes imported modules during the tests, which spares the garbage collector time."""
+    """Garbage is collected during the tests alone, and never among what was imported."""
     gc.freeze()
+    gc.enable()
     torch = sys.modules.get("torch")
     # It would keep each seed, with a traceback, for an accelerator that may be used later.
     for accelerator in (torch.cuda, torch.xpu, torch.mtia) if torch else ():
@@ -40,6 +42,8 @@ def pytest_collection_finish() -> None:
             accelerator.manual_seed_all = lambda _: None
     if cells := sys.modules.get("normexp.training.cells.cell"):
         _share_probes(cells.Prepared)
+    if choices := sys.modules.get("normexp.training.config.choices"):
+        _share_compositions(choices)
 
 
 def _share_probes(prepared: Any) -> None:
@@ -51,6 +55,19 @@ def _share_probes(prepared: Any) -> None:
         self._traits = known
 
     prepared.__init__ = init
+
+
+def _share_compositions(choices: Any) -> None:
+    """Shipped YAMLs do not change during the tests; those of a test's own folder may."""
+    anew = choices._compose_words
+    once = cache(anew.__wrapped__)
+
+    def compose(words: tuple[str, ...]) -> Any:
+        has_own = any("searchpath" in word for word in words)
+        return (anew if has_own else once)(words)
+
+    compose.cache_clear = anew.cache_clear
+    choices._compose_words = compose
 
 
 def pytest_runtest_setup() -> None:

@@ -134,6 +134,7 @@ def test_an_entry_stands_in_place_of_the_same_cells(tmp_path: Path):
     assert len(after) == len(before) - len(SEEDS) + len(entry)
 
 
+@pytest.mark.slow
 def test_the_shipped_runs_are_those_of_the_shipped_recipes():
     shipped = read_reference("benchmark1")
     path = Path(claims.__file__).with_name("benchmark1.zip")

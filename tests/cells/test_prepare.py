@@ -268,11 +268,11 @@ def test_a_record_has_what_its_id_hashes_and_what_follows_from_it():
         ("", True),
         ("batch_size=16", False),  # a stack of these would pay
         ("norm_batch_size=2", False),  # too little at a time
-        ("norm_batch_size=16", True),
+        pytest.param("norm_batch_size=16", True, marks=pytest.mark.slow),
         ("stack=true", False),
-        ("norm=group", False),
-        ("trainer.precision=64-true", False),
-        ("model=vit batch_size=512", False),
+        pytest.param("norm=group", False, marks=pytest.mark.slow),
+        pytest.param("trainer.precision=64-true", False, marks=pytest.mark.slow),
+        pytest.param("model=vit batch_size=512", False, marks=pytest.mark.slow),
     ],
 )
 def test_channels_lie_last_on_a_cpu_where_batch_norm_has_much_to_normalize(words: str, pays: bool):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow_but
 
 from normexp.cli import parse_command
 from normexp.errors import Halted
@@ -144,7 +145,7 @@ def test_what_would_train_in_turn_is_cut_before_its_first_step_and_prepared_once
     assert not [*(tmp_path / "cut" / "s" / STACKS).glob("*")]
 
 
-@pytest.mark.parametrize("stack", ["auto", "false"])
+@pytest.mark.parametrize("stack", slow_but(["auto"], ["auto", "false"]))
 def test_an_interrupted_stack_resumes_to_the_same_bits(tmp_path: Path, stack: str):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     words = ["lr=0.1,0.3", f"stack={stack}"]

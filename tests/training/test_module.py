@@ -10,6 +10,7 @@ from typing import Any, get_args
 import pytest
 import pytorch_lightning as pl
 import torch
+from marks import slow_but
 from pytorch_lightning.callbacks import LearningRateMonitor
 from pytorch_lightning.loggers import Logger
 from torch import nn
@@ -133,7 +134,7 @@ RESUMED: dict[str, tuple[dict[str, Any], int | None, tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", slow_but(("in turn", "stacked"), RESUMED))
 def test_resumed_run_equals_an_undisturbed_one_to_the_bit(tmp_path: Path, device: str, name: str):
     own, divisor, stops = RESUMED[name]
     common: dict[str, Any] = {"lr_scales": (0.5, 1.0), "sizes": Sizes(8, 4, 2), "max_chunk": 2}
@@ -156,7 +157,7 @@ def test_resumed_run_equals_an_undisturbed_one_to_the_bit(tmp_path: Path, device
         assert resumed.metrics == undisturbed.metrics
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("channels_last", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_networks_in_turn_lie_as_their_recipe_says_and_resume_so(
     tmp_path: Path, channels_last: bool
 ):

@@ -147,8 +147,19 @@ SAID_OTHERWISE = [
 ]
 
 
+OFTEN = (
+    *("convnet-slots", "text-slots", "ragged", "parts_of_ghosts", "rms-both", "full"),
+    *("adamw-stacked", "common_rate", "chunks-in_turn", "chunks-stacked"),
+)
+PAIRS = IN_PARTS + STACKED + OWN_RATE + SAID_OTHERWISE
+
+
 @pytest.mark.parametrize(
-    ("common", "first", "second", "check"), IN_PARTS + STACKED + OWN_RATE + SAID_OTHERWISE
+    ("common", "first", "second", "check"),
+    [
+        one if one.id in OFTEN else pytest.param(*one.values, id=one.id, marks=[*one.marks, slow])
+        for one in PAIRS
+    ],
 )
 def test_two_ways_to_train_are_one(tmp_path: Path, device: str, common, first, second, check):
     check = {"atol": 1e-12, "replica": 0, "other": 0, "precision": "64-true"} | check

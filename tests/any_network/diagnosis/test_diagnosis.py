@@ -24,6 +24,7 @@ from diagnosis_cases import (
     replaced,
     trained,
 )
+from marks import slow_but
 from torch import nn
 
 import normexp
@@ -57,7 +58,7 @@ HEALTHY: dict[str, Callable[[], Diagnosis]] = {
 }
 
 
-@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize("name", slow_but(("masked", "none", "group"), HEALTHY))
 def test_nothing_is_found_in_a_healthy_network(name: str):
     diagnosis = HEALTHY[name]()
     assert not diagnosis.findings, str(diagnosis)
@@ -299,6 +300,11 @@ BROKEN = {  # by name: the network, and its findings with their sites
 }
 
 
+OFTEN_BROKEN = (
+    *("stale", "not loaded", "initial values", "left in training", "handed over so"),
+    *("averages as parameters", "mean of the batch", "other in evaluation", "random", "poisoned"),
+)
+
 # One site of several is named alone only where the others are measured well.
 TAKES_8_BATCHES = (
     *("stale at one", "averages as parameters", "averages in attributes", "used twice"),
@@ -313,7 +319,7 @@ def of_broken(name: str) -> Diagnosis:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("name", slow_but(OFTEN_BROKEN, BROKEN))
 def test_a_network_broken_on_purpose_is_told(name: str):
     _, expected = BROKEN[name]
     diagnosis = of_broken(name)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from marks import slow_but
 from torch import Tensor, nn
 
 import normexp
@@ -157,7 +158,7 @@ REMEDIES: dict[str, tuple[Callable[[], nn.Module], str, Callable[[nn.Module], nn
 }
 
 
-@pytest.mark.parametrize("name", REMEDIES)
+@pytest.mark.parametrize("name", slow_but(("own class", "held"), REMEDIES))
 def test_the_gap_loses_what_a_finding_costs(name: str):
     make, kind, mend = REMEDIES[name]
     model = make()
@@ -179,6 +180,7 @@ def offset(*, seed: int = 0, count: int = 16) -> Pairs:
     return [(x, F.batch_norm(x, None, None, training=True)) for x in inputs]
 
 
+@pytest.mark.slow
 def test_the_gap_loses_the_own_share_with_eval_norm():
     model = nn.Sequential(nn.BatchNorm1d(4, affine=False))
     pairs = offset(count=64)
