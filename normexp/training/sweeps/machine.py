@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import sys
@@ -115,6 +116,9 @@ def importing_torch() -> Iterator[None]:
     By default idle threads spin, and keep a busy core from the thread that they wait for. On four
     cores with a load of 12, a step of the convnet for MNIST-5k took 3.5 s on four threads that
     spin, 0.06 s on four that sleep and 0.013 s on one (medians, n = 3). No result depends on it.
+
+    Garbage is then looked for, but never in what was imported, which took a fifth of the core time
+    of a short training.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is loaded
     for name, value in os.environ.copy().items():
@@ -125,6 +129,9 @@ def importing_torch() -> Iterator[None]:
     warnings.filterwarnings("ignore", "IProgress not found|install .ipywidgets")
     with console_for_progress().status("importing torch"):
         yield
+    if not gc.isenabled():  # in a process of normexp's own
+        gc.freeze()
+        gc.enable()
 
 
 def console_for_progress() -> Console:
