@@ -221,13 +221,15 @@ class Bench:
     against: Path | None
 
     def measure(self, candidate: str, *words: object, checkout: Path = CHECKOUT) -> Cost:
-        """The cost of a step, or of the whole `command`, with the normexp of `checkout`."""
+        """The cost of a step, or of a whole `command` or `import`, with the normexp of `checkout`."""
         with tempfile.TemporaryDirectory() as folder:
             # A folder of its own for locks, too: no command waits for one outside the benchmark.
             own = {"PYTHONPATH": str(checkout), "XDG_RUNTIME_DIR": folder}
             line = [sys.executable, __file__, "--measure", candidate, self.device]
             if candidate == "command":
                 line = [sys.executable, "-m", "normexp.train", f"trainer={self.device}"]
+            elif candidate == "import":
+                line, words = [sys.executable, "-c"], (f"import {', '.join(map(str, words))}",)
             else:
                 own[WATCHED] = f"{words[0]} {folder}/costs"
             line += map(str, words)
@@ -238,7 +240,8 @@ class Bench:
             if done.returncode:
                 raise RuntimeError(f"{' '.join(line)}: {done.stderr[-2000:]}")
             whole = cost_so_far() - before
-            return whole if candidate == "command" else read_costs(Path(folder, "costs"))
+            is_whole = candidate in ("command", "import")
+            return whole if is_whole else read_costs(Path(folder, "costs"))
 
     def in_turn(self, **arms: tuple[object, ...]) -> dict[str, list[Cost]]:
         """Costs of each arm in each round, in reverse in every second round.
@@ -271,6 +274,15 @@ def rows_of(what: str, costs: dict[str, list[Cost]], *pairs: tuple[str, str, str
         aimed = f" (aim {aim})" if aim else ""
         ratio = f"{cores:5.2f} of {below}{aimed}, by the clock {clock:.2f}"
         yield f"{f'{what}: {above}':<42} {ratio}  # {note}"
+
+
+def start(bench: Bench) -> Iterator[str]:
+    """A command that hardly trains, against the imports that it cannot do without."""
+    costs = bench.in_turn(
+        start=("command", "norm=group", "steps=10"),
+        imports=("import", "torch", "torchvision", "pytorch_lightning"),
+    )
+    yield from rows_of("a command of 10 steps", costs, ("start", "imports", ""))
 
 
 def step(bench: Bench) -> Iterator[str]:
@@ -321,7 +333,7 @@ def study(bench: Bench) -> Iterator[str]:
     yield from rows_of(what, costs, ("Lightning", "study", ">= 6"))
 
 
-SECTIONS = {"step": step, "replicas": replicas, "ghost": ghost, "study": study}
+SECTIONS = {"start": start, "step": step, "replicas": replicas, "ghost": ghost, "study": study}
 
 
 def main() -> int:
