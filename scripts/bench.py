@@ -221,7 +221,7 @@ class Bench:
     against: Path | None
 
     def measure(self, candidate: str, *words: object, checkout: Path = CHECKOUT) -> Cost:
-        """The cost of a step, or of a whole `command` or `import`, with the normexp of `checkout`."""
+        """The cost of a step, or of a whole `command` or `import`, in `checkout`."""
         with tempfile.TemporaryDirectory() as folder:
             # A folder of its own for locks, too: no command waits for one outside the benchmark.
             own = {"PYTHONPATH": str(checkout), "XDG_RUNTIME_DIR": folder}
