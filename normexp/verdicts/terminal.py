@@ -28,10 +28,12 @@ def open_console() -> Console:
 
 
 def text_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
-    """A table without rules, whose texts may hold brackets."""
+    """A table without rules, whose texts may hold brackets; lines break between words."""
     table = Table(box=None)
-    for column in columns:
-        table.add_column(Text(column), overflow="fold")
+    rows = [[*row] for row in rows]
+    for index, title in enumerate(columns):
+        words = " ".join([title, *(row[index] for row in rows)]).split()
+        table.add_column(Text(title), overflow="fold", min_width=max(map(len, words), default=0))
     for row in rows:
         table.add_row(*map(Text, row))
     return table

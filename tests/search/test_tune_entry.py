@@ -149,12 +149,14 @@ def test_sizes_that_come_to_one_cell_are_trained_once(tmp_path: Path, trainer: T
     assert "3 finished" in capsys.readouterr().out
 
 
-def test_a_search_says_which_keys_it_searched(tmp_path: Path):
+def test_a_search_says_which_keys_it_searched_and_shows_no_test_accuracy(tmp_path: Path, capsys):
     words = ["lr=choice(0.1,0.2)", "steps=2", "workers=0", "norm=none", "model.width=4"]
     assert tune(tmp_path, *words) == 0
     for study in ("s", "s-search"):
         (entry,) = read_entries(tmp_path / study)
         assert isinstance(entry, CommandEntry) and entry.searched == ["lr"]
+    lines = capsys.readouterr().err
+    assert "lr=0.1  val/accuracy" in lines and "test/accuracy" not in lines
 
 
 def test_stop_while_fresh_seeds_train_is_told_as_one(tmp_path: Path, trainer: Trainer, capsys):
@@ -170,6 +172,9 @@ def test_failed_point_is_not_chosen_and_fails_the_command(tmp_path: Path, traine
     assert tune(tmp_path, "lr=choice(0.01,0.1,1.0)") == 1
     assert trainer.rates("s") == [0.01]
     assert "2 of 3" in capsys.readouterr().out
+    trainer.statuses = {0.1: "failed", 0.2: "failed"}
+    assert tune(tmp_path, "lr=choice(0.1,0.2)") == 1
+    assert "search: it broke" in capsys.readouterr().out
     trainer.statuses = {0.1: "refused", 0.2: "refused"}
     assert tune(tmp_path, "lr=choice(0.1,0.2)") == 2
     assert "it broke" in capsys.readouterr().err

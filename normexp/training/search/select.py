@@ -48,8 +48,13 @@ def tune(searches: Sequence[Search], words: Sequence[str]) -> int:
     titles = ["search", "best", "points with a result", "mean of the search seeds"]
     rows = [_row_of(search, points, states) for search, points in ranked]
     console.print(text_table(titles, rows))
-    console.out("fresh seeds at the best points:")
-    print_closing_table([*fresh.values()])
+    for search, points in ranked:
+        state = states[search.trials[0][1].id]
+        if not points and (reason := "; ".join(filter(None, [state.refused, *state.failures]))):
+            console.out(f"{search.title}: {reason}")
+    if fresh:
+        console.out("fresh seeds at the best points:")
+        print_closing_table([*fresh.values()])
     has_reported = len(best_cells) == len(searches) and all(map(_has_ended, fresh.values()))
     return 0 if has_searched and has_reported else FAILED
 

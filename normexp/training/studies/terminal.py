@@ -206,9 +206,9 @@ def _warnings_on(state: CellState) -> list[str]:
     return warnings
 
 
-def main_metric(results: Sequence[Result]) -> str:
-    """The metric of the task that stands in one line: test accuracy, IoU, or bits per byte."""
-    return next((name for name in OF_TEST if values_of(results, name)), "")
+def main_metric(results: Sequence[Result], metrics: Sequence[str] = OF_TEST) -> str:
+    """The metric of the task that stands in one line: accuracy, IoU, or bits per byte."""
+    return next((name for name in metrics if values_of(results, name)), "")
 
 
 def _result_words(state: CellState, *, in_header: str) -> str:

@@ -20,7 +20,7 @@ from normexp.training.records.stack_state import StackState
 from normexp.training.records.study import CellState
 from normexp.training.studies.terminal import main_metric, without_shared_words
 from normexp.training.sweeps.machine import console_for_progress
-from normexp.verdicts.metric import describe_metric, over_seeds
+from normexp.verdicts.metric import OF_TEST, describe_metric, over_seeds
 from normexp.words import format_duration
 
 SECONDS_BETWEEN_LINES = 60.0  # without a terminal
@@ -36,10 +36,12 @@ class Display(logging.Handler):
 
     Args:
         states: the cells before anything trains.
+        metrics: one of them is shown of a cell that has ended, the first that it has.
     """
 
-    def __init__(self, states: Sequence[CellState]) -> None:
+    def __init__(self, states: Sequence[CellState], metrics: Sequence[str] = OF_TEST) -> None:
         super().__init__()
+        self.metrics = metrics
         self.ended: set[str] = set()
         self.num_ended = 0  # runs of ended cells
         self.total = sum(len(state.states) for state in states)
@@ -107,7 +109,20 @@ class Display(logging.Handler):
     def _line_of(self, state: CellState) -> str:
         """An ended cell. The closing table has the reason of a failure."""
         count = f"[{self.num_ended}/{self.total} runs]"
-        return f"{count} {state.status:<8} {self.titles[state.id]}  {_result_of(state)}".rstrip()
+        result = self._result_of(state)
+        return f"{count} {state.status:<8} {self.titles[state.id]}  {result}".rstrip()
+
+    def _result_of(self, state: CellState) -> str:
+        """`test/accuracy 97.1 ± 0.7`: mean and deviation over seeds, as reports show them."""
+        name = main_metric(state.results, self.metrics)
+        metric = describe_metric(name)
+        factor, digits = metric.scale, metric.digits
+        numbers = [factor * value for value in values_of(state.results, name)]
+        if not numbers:
+            return ""
+        mean, spread = over_seeds(numbers)
+        deviation = f" ± {spread:.{digits}f}" if len(numbers) > 1 else ""
+        return f"{name} {mean:.{digits}f}{deviation}"
 
     def _row(self, state: CellState, stack: StackState) -> Row:
         title = self.titles[state.id]
@@ -167,16 +182,3 @@ def _share_done(states: Sequence[CellState]) -> float:
         for stack in state.stacks:
             shares[stack.folder] = len(stack.members) * stack.step / max(stack.total, 1)
     return sum(shares.values())
-
-
-def _result_of(state: CellState) -> str:
-    """`test/accuracy 97.1 ± 0.7`: mean and deviation of its main metric, as reports show it."""
-    name = main_metric(state.results)
-    metric = describe_metric(name)
-    factor, digits = metric.scale, metric.digits
-    numbers = [factor * value for value in values_of(state.results, name)]
-    if not numbers:
-        return ""
-    mean, spread = over_seeds(numbers)
-    deviation = f" ± {spread:.{digits}f}" if len(numbers) > 1 else ""
-    return f"{name} {mean:.{digits}f}{deviation}"

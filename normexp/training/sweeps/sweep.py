@@ -34,6 +34,7 @@ from normexp.training.sweeps.machine import (
     worker_slots,
 )
 from normexp.training.sweeps.worker import Job, Worker, import_training, work
+from normexp.verdicts.metric import OF_TEST, OF_VALIDATION
 from normexp.words import format_count
 
 logger = logging.getLogger(__name__)
@@ -168,7 +169,9 @@ class Sweep:
         self.slots, self.num_workers = worker_slots(job.cells, workers)
         self.job = replace(job, on_gpu=bool(self.slots[0].locks))
         self.fails_fast = shared_value(job.cells, "fail_fast")
-        self.display = Display(job.states())
+        # What a search chooses by, so that nobody chooses by the test split.
+        metrics = OF_VALIDATION if job.command.searched else OF_TEST
+        self.display = Display(job.states(), metrics)
         self.workers: list[Worker] = []
         self.here: list[WorkerSlot] = []
         self.request = StopRequest()
