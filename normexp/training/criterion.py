@@ -3,21 +3,53 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from normexp.errors import UserError
 from normexp.norms.base import wide_dtype
 from normexp.training.batching.replicas import Batch, Measurements
 from normexp.training.data.augment import IGNORED
 from normexp.training.data.dataset import Data, Examples
+from normexp.words import name_some
 
 
-class Classification:
+@dataclass(eq=False)
+class OfClasses:
+    """The loss of targets that have a class each: a mean in which a target weighs as its class.
+
+    Args:
+        class_weights: float64 (num_classes,), on the device of the targets; None: all are 1.
+    """
+
+    class_weights: Tensor | None = field(default=None, kw_only=True)
+
+    def to(self, device: torch.device) -> None:
+        """Moves the weights."""
+        if self.class_weights is not None:
+            self.class_weights = self.class_weights.to(device)
+
+    def total_weight(self, targets: Tensor) -> Tensor:
+        """Returns the sum of the weights of targets (S, ...) of each replica, float64 (S,)."""
+        assert self.class_weights is not None
+        num_ignored = max(0, IGNORED + 1 - len(self.class_weights))  # values of masks, weight 0
+        weights = functional.pad(self.class_weights, (0, num_ignored))
+        return weights[targets.long()].flatten(1).sum(dim=1)
+
+    def sum_loss(self, scores: Tensor, classes: Tensor, **options: Any) -> Tensor:
+        """Returns the weighted sum over scores (N, num_classes) and classes (N,)."""
+        weights = self.class_weights
+        if weights is not None:
+            options["weight"] = weights.to(wide_dtype(scores))
+        return cross_entropy(scores, classes, reduction="sum", **options)
+
+
+class Classification(OfClasses):
     """Cross-entropy in nats, and accuracy as the share of samples classified correctly.
 
     Attributes:
@@ -27,13 +59,12 @@ class Classification:
     metrics = ("loss", "accuracy")
 
     def num_targets(self, targets: Tensor) -> int | Tensor:
-        """Returns how many of `targets` (S, N, ...) count, of each replica: one number, or (S,)."""
-        return targets[0].numel()
+        """Returns how much `targets` (S, N, ...) count, of each replica: one number, or (S,)."""
+        return targets[0].numel() if self.class_weights is None else self.total_weight(targets)
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         """Returns the loss summed over the batch's targets that count."""
-        # output (N, num_classes), targets (N,)
-        return cross_entropy(output, batch["targets"], reduction="sum")
+        return self.sum_loss(output, batch["targets"])
 
     def measure(self, output: Tensor, batch: Batch) -> Measurements:
         """Returns `loss`, and `per_sample`, what `scores` and `summarise` need of each sample."""
@@ -55,7 +86,7 @@ class Classification:
 
 
 @dataclass(eq=False)
-class Segmentation:
+class Segmentation(OfClasses):
     """Cross-entropy in nats per pixel, and IoU; pixels of the target `IGNORED` count nowhere.
 
     The IoU of a class is the number of pixels that are of it both in prediction and target, as a
@@ -75,12 +106,14 @@ class Segmentation:
     metrics = ("loss", "miou", "pixel_accuracy", "iou")
 
     def num_targets(self, targets: Tensor) -> int | Tensor:
-        return (targets != IGNORED).flatten(1).sum(dim=1)
+        if self.class_weights is None:
+            return (targets != IGNORED).flatten(1).sum(dim=1)
+        return self.total_weight(targets)
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         # In rows: over maps, its sum on a GPU depends on the order in which blocks end.
         scores, targets = output.movedim(1, -1).flatten(0, -2), batch["targets"].flatten()
-        return cross_entropy(scores, targets.long(), reduction="sum", ignore_index=IGNORED)
+        return self.sum_loss(scores, targets.long(), ignore_index=IGNORED)
 
     def measure(self, output: Tensor, batch: Batch) -> Measurements:
         """Per sample: the pixels of each class, int64 (N, num_classes, 3).
@@ -135,6 +168,9 @@ class LanguageModeling:
     bytes_per_token: Mapping[str, float]
     metrics = ("loss", "bits_per_byte")
 
+    def to(self, device: torch.device) -> None:
+        """Has no tensor to move."""
+
     def num_targets(self, targets: Tensor) -> int | Tensor:
         return targets[0].numel()
 
@@ -162,14 +198,36 @@ class LanguageModeling:
 Criterion = Classification | Segmentation | LanguageModeling
 
 
-def criterion_of(data: Data) -> Criterion:
-    """Returns the criterion of a data set's task."""
+def criterion_of(data: Data, class_weights: Sequence[float] | None = None) -> Criterion:
+    """Returns the criterion of a data set's task.
+
+    Raises:
+        UserError: weights for a text, in another number than the classes, or all zero.
+    """
+    weights = None
+    if class_weights is not None:
+        check_class_weights(class_weights, data)
+        weights = torch.tensor(class_weights, dtype=torch.float64)
     if data.task == "classification":
-        return Classification()
+        return Classification(class_weights=weights)
     if data.task == "segmentation":
-        return Segmentation(data.num_outputs)
+        return Segmentation(data.num_outputs, class_weights=weights)
     assert data.bytes_per_token is not None, "checked as the data set was built"
     return LanguageModeling(data.bytes_per_token)
+
+
+def check_class_weights(weights: Sequence[float], data: Data) -> None:
+    typed = f"class_weights=[{','.join(f'{weight:g}' for weight in weights)}]"
+    if data.task == "language_modeling":
+        raise UserError(
+            f"{typed}: data={data.name} is a text, whose tokens are no classes; drop it"
+        )
+    if len(weights) != data.num_outputs or not any(weights):
+        names = data.class_names or map(str, range(data.num_outputs))
+        raise UserError(
+            f"{typed}: must have a number for each of the {data.num_outputs} classes of "
+            f"data={data.name} ({name_some(names)}), and one above 0"
+        )
 
 
 def chance_of(data: Data) -> dict[str, float]:

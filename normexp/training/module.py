@@ -93,6 +93,7 @@ class TrainingModule(pl.LightningModule):
         if self.trainer.world_size != wanted:
             raise UserError(f"Trainer(devices={self.trainer.world_size}): set devices={wanted}")
         self.batches = self.batches.to(device)
+        self.recipe.criterion.to(device)
         self.evaluator.data = self.batches.data
         is_image = len(self.batches.data.input_shape) == 3
         pays = is_image if device.type == "cuda" else self.recipe.channels_last

@@ -134,7 +134,7 @@ def recipe_of(spec: CellSpec, data: Data) -> Recipe:
         UserError: values that contradict each other, or a part that cannot be built.
     """
     settings, config, num_train = spec.settings, spec.config, len(data.train)
-    criterion = criterion_of(data)
+    criterion = criterion_of(data, settings.class_weights)
     metrics = [f"val/{name}" for name in criterion.metrics]
     synchronized = settings.trainer.num_processes > 1 and is_synchronized(config["norm"])
     sizes = _sizes_of(settings, num_train, synchronized=synchronized)

@@ -86,6 +86,7 @@ CHANGES = {
     "lr_rule": "linear batch_size=16",
     "base_batch_size": "16 lr_rule=linear",
     "max_grad_norm": "1",
+    "class_weights": "[1,2]",
     "data.limit_train": "64",
     "data.order": "sorted",
     "eps": "1e-3",

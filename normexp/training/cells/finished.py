@@ -195,7 +195,7 @@ def _decompose(cell: Cell, replicas: Replicas) -> list[dict[str, float]]:
 
     def loss(output: Tensor, batch: Batch) -> Tensor:
         criterion, targets = cell.recipe.criterion, batch["targets"]
-        return criterion.loss(output, batch) / max(1, int(criterion.num_targets(targets[None])))
+        return criterion.loss(output, batch) / (float(criterion.num_targets(targets[None])) or 1)
 
     count, networks = {"num_samples": len(parts) * size}, range(replicas.num_replicas)
     try:
