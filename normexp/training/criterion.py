@@ -16,6 +16,7 @@ from normexp.norms.base import wide_dtype
 from normexp.training.batching.replicas import Batch, Measurements
 from normexp.training.data.augment import IGNORED
 from normexp.training.data.dataset import Data, Examples
+from normexp.training.data.views import crop_centre
 from normexp.words import name_some
 
 
@@ -84,6 +85,11 @@ class Classification(OfClasses):
         accuracy = torch.where(loss.isfinite(), per_sample.double().mean(dim=1), torch.nan)
         return {"loss": loss, "accuracy": accuracy}
 
+    def at_sizes(self, loss: Tensor, per_sample: Tensor) -> Measurements:
+        """Returns metrics beyond those of `summarise`, where images are shown at other sizes."""
+        del loss, per_sample
+        return {}
+
 
 @dataclass(eq=False)
 class Segmentation(OfClasses):
@@ -149,6 +155,18 @@ class Segmentation(OfClasses):
         known = {name: torch.where(loss.isfinite(), v, torch.nan) for name, v in metrics.items()}
         return {"loss": loss, **known}
 
+    def at_sizes(self, loss: Tensor, per_sample: Tensor) -> Measurements:
+        """`pixel_accuracy_empty`: of the images whose target has one class, if there are any.
+
+        Where that is the background, the others of their pixels are made up.
+        """
+        is_empty = (per_sample[..., 2] > 0).sum(dim=-1, keepdim=True) == 1  # (S, N, 1)
+        if not is_empty.any():
+            return {}
+        both, _, total = (per_sample * is_empty[..., None]).sum(dim=(1, 2)).unbind(dim=-1)
+        share = both.double() / total
+        return {"pixel_accuracy_empty": torch.where(loss.isfinite(), share, torch.nan)}
+
 
 def mean_iou(counts: Tensor) -> Tensor:
     """Returns the mean IoU (...) over the classes that occur, of counts (..., num_classes, 3)."""
@@ -194,6 +212,11 @@ class LanguageModeling:
         del per_sample
         return {"loss": loss, "bits_per_byte": loss / math.log(2) / self.bytes_per_token[split]}
 
+    def at_sizes(self, loss: Tensor, per_sample: Tensor) -> Measurements:
+        """Has none: a text is no image."""
+        del loss, per_sample
+        return {}
+
 
 Criterion = Classification | Segmentation | LanguageModeling
 
@@ -238,7 +261,9 @@ def chance_of(data: Data) -> dict[str, float]:
     criterion = criterion_of(data)
     if not isinstance(criterion, Segmentation) or not isinstance(data.test, Examples):
         return {}
-    targets = data.test.targets
+    batch = {"inputs": data.test.inputs, "targets": data.test.targets}
+    crop_centre(batch, data.crop)
+    targets = batch["targets"]
     most = int(targets[targets != IGNORED].bincount().argmax())
     counts = criterion.count(torch.full_like(targets, most), targets)
     metrics = criterion.summarise("test", torch.zeros(1), counts[None])

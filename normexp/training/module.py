@@ -228,6 +228,7 @@ class TrainingModule(pl.LightningModule):
         means = self._measured(self.evaluator.running("val"))
         if self.recipe.settings.evaluate_every_epoch:
             self._measured(self.evaluator.with_other_statistics(["val"]))
+            self._measured(self.evaluator.at_other_sizes(["val"]))
         self.validated_at = self.step
         monitor, is_in_training = self.recipe.schedule.monitor, self.trainer.state.fn == "fit"
         if monitor is not None and is_in_training and not self.trainer.sanity_checking:
@@ -239,6 +240,7 @@ class TrainingModule(pl.LightningModule):
         splits = ["test"] if self.recipe.settings.evaluate_every_epoch else ["val", "test"]
         self._measured(self.evaluator.running("test"))
         self._measured(self.evaluator.with_other_statistics(splits))
+        self._measured(self.evaluator.at_other_sizes(splits))
 
     def on_test_end(self) -> None:
         self.recorder.write()  # with what callbacks have logged

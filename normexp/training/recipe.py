@@ -21,6 +21,7 @@ from normexp.training.config.spec import CellSpec
 from normexp.training.config.target import Target, read_target
 from normexp.training.criterion import Criterion, criterion_of
 from normexp.training.data.dataset import Data
+from normexp.training.data.views import View, read_view
 from normexp.training.monitor import check_monitor
 from normexp.training.optimizer import (
     OptimizerFactory,
@@ -107,6 +108,11 @@ class Recipe:
         if "batch" not in self.statistics:
             return []
         return self.settings.evaluate_batch_sizes or [self.sizes.norm]
+
+    @property
+    def views(self) -> list[View]:
+        """What evaluation shows of images besides what training did."""
+        return [read_view(name) for name in self.settings.evaluate_at or []]
 
     @property
     def mixed_in_evaluation(self) -> int | None:

@@ -52,6 +52,7 @@ KINDS = {
     "iou": Kind("IoU per image (%)", "pp", 100.0, 1, tolerance=1.0),
     "miou": Kind("IoU over classes (%)", "pp", 100.0, 1, tolerance=1.0),
     "pixel_accuracy": Kind("pixel accuracy (%)", "pp", 100.0, 1, tolerance=1.0),
+    "pixel_accuracy_empty": Kind("pixel accuracy in empty images (%)", "pp", 100.0, 1, 1.0),
     "loss": Kind("loss (nats)", "nats", tolerance=0.05),
     "bits_per_byte": Kind("bits per byte", "bits per byte", tolerance=0.02),
 }
@@ -146,6 +147,16 @@ def direction_of(metric: str) -> str:
     return "min" if any(word in kind for word in LOWER_IS_BETTER) else "max"
 
 
+def words_of_kind(kind: str) -> str:
+    """What the suffix of a metric says: statistics of norms, or what is shown of images."""
+    if kind.isdigit():
+        return f"at {kind}x{kind} pixels"
+    if kind.startswith("tiles"):
+        side, _, stride = kind.removeprefix("tiles").partition("stride")
+        return f"in tiles of {side} pixels" + (f", stride {stride}" if stride else "")
+    return "whole images" if kind == "whole" else f"{kind} statistics"
+
+
 def describe_metric(name: str, tolerance: float | None = None) -> Metric:
     """The metric of that name. tolerance: None: that of its kind."""
     path, _, statistics = name.partition("@")
@@ -154,7 +165,7 @@ def describe_metric(name: str, tolerance: float | None = None) -> Metric:
     label = f"{split} {kind.label}".strip()
     return Metric(
         name=name,
-        label=f"{label}, {statistics} statistics" if statistics else label,
+        label=f"{label}, {words_of_kind(statistics)}" if statistics else label,
         unit=kind.unit,
         scale=kind.scale,
         higher_is_better=direction_of(name) == "max",

@@ -43,10 +43,13 @@ def _mnist_read_once() -> Iterator[None]:
         yield
 
 
+OWN = ("limit_train", "crop", "order")  # keys of normexp's own
+
+
 def load(name: str, **changes) -> Data:
     """The data set of conf/data/<name>.yaml, with some of its values changed."""
     section = OmegaConf.load(CONF / f"{name}.yaml").data
-    for key in ("limit_train", "order"):  # which `build_data` reads
+    for key in OWN:  # which `build_data` reads
         section.pop(key, None)
     data = instantiate(section, _convert_="all", _partial_=True, **changes)()
     validate(data)
@@ -62,9 +65,7 @@ def test_conf_gives_its_function_exactly_its_arguments(name: str):
     section = OmegaConf.load(CONF / f"{name}.yaml").data
     function = get_method(section["_target_"])
     assert function.__name__ == f"load_{name}"
-    assert {*section} - {"_target_", "limit_train", "order"} == {*function.__annotations__} - {
-        "return"
-    }
+    assert {*section} - {"_target_", *OWN} == {*function.__annotations__} - {"return"}
 
 
 def test_digits_are_those_of_recorded_runs():

@@ -27,6 +27,7 @@ from normexp.training.config.groups import PARTS, shipped_config, shipped_defaul
 from normexp.training.config.keys import with_values
 from normexp.training.config.spec import CellSpec
 from normexp.training.data.dataset import attach_prediction, without_samples
+from normexp.training.data.views import crop_centre
 from normexp.training.fit import evaluate
 from normexp.training.module import Recorder
 from normexp.training.recipe import recipe_of
@@ -190,6 +191,7 @@ def _decompose(cell: Cell, replicas: Replicas) -> list[dict[str, float]]:
     parts = [part for part in parts if len(part) == size]
     dtype, pairs = next(replicas.parameters()).dtype, []
     for batch in map(data.test.gather, parts):
+        crop_centre(batch, data.crop)
         batch["inputs"] = data.model_inputs(batch["inputs"], dtype)
         pairs.append((model_arguments(batch), batch))
 

@@ -21,6 +21,8 @@ from normexp.training.records.files import expand_path
 MISSING = "???"  # in a config: a value that must be given
 OPEN = (*CUSTOM_GROUPS, "logger", "experiment")  # groups of any keys
 PATHS = ("runs_dir", "data_dir", "data.data_dir", "data.root", "data.path", "model.weights")
+# What an evaluation shows of images, see data/views.py; a stride leaves nothing out.
+VIEW = re.compile(r"whole|[1-9]\d*|tiles(?P<tile>[1-9]\d*)(?:stride(?P<stride>[1-9]\d*))?")
 LONGEST_NAME = 200  # bytes; file systems allow 255, and derived names are longer
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -37,6 +39,14 @@ def _name(text: str) -> str:
             "must be a folder name of letters, digits, dot, plus, dash and underscore, of at most "
             f"{LONGEST_NAME} bytes"
         )
+    return text
+
+
+def _view(value: Any) -> str:
+    text = str(value)
+    found = VIEW.fullmatch(text)
+    if found is None or int(found["stride"] or 0) > int(found["tile"] or 0):
+        raise ValueError("must be a list of whole, pixels, or tiles, as in [whole,32,tiles32]")
     return text
 
 
@@ -60,6 +70,9 @@ Weights = Annotated[list[NotNegative], Field(min_length=2)]
 Texts = Annotated[list[Text], Field(min_length=1), AfterValidator(_distinct)]
 Statistic = Literal["running", "precise", "own_share", "batch"]
 Statistics = Annotated[list[Statistic], Field(min_length=1), AfterValidator(_distinct)]
+Views = Annotated[
+    list[Annotated[Any, AfterValidator(_view)]], Field(min_length=1), AfterValidator(_distinct)
+]
 Names = Annotated[
     list[Name], Field(min_length=1), AfterValidator(_distinct), BeforeValidator(_list)
 ]
@@ -147,6 +160,7 @@ class ModelKeys(TargetKeys):
 
 class DataKeys(TargetKeys):
     limit_train: Annotated[Count | None, Key("samples, for texts blocks", implied=None)] = None
+    crop: Annotated[Count | None, Key("pixels", implied=None)] = None
     order: Annotated[Literal["shuffled", "sorted"] | None, Key(implied="shuffled")] = None
     data_dir: Annotated[Text | None, Key(in_id=False, goes_to_target=True)] = None
     path: Annotated[Text | None, FOR_TARGET] = None
@@ -220,6 +234,7 @@ class Settings(SlotKeys):
     evaluate_with: Annotated[Statistics, NOT_IN_ID]
     precise_samples: Annotated[Several, Key(SAMPLES, in_id=False)]
     evaluate_batch_sizes: Annotated[Counts | None, Key(SAMPLES, in_id=False)]
+    evaluate_at: Annotated[Views | None, NOT_IN_ID]
     evaluate_every_epoch: Annotated[bool, NOT_IN_ID]
     allow_leak: Annotated[bool, NOT_IN_ID]
     norm: NormKeys
