@@ -103,6 +103,7 @@ CHANGES = {
     "norm.at": "{norm1:none}",
     "norm.running_from": "sequence norm_batch_size=4",
     "norm.view": "+sequence",
+    "norm.track_running_stats": "+false",
     "norm.layout": "+first",
     "norm.half_life": "100 norm.momentum=null",
     "model.replace": "[BatchNorm2d] model=torchvision model.name=resnet18",

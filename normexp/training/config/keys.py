@@ -146,11 +146,15 @@ class NormKeys(SlotKeys, TargetKeys):
     # An id counts these two in norm_batch_size.
     mixes_samples: Annotated[bool | None, NOT_IN_ID] = None
     synchronized: Annotated[bool | None, NOT_IN_ID] = None
+    track_running_stats: Annotated[bool | None, FOR_TARGET] = None
 
     @property
     def may_mix_samples(self) -> bool:
-        """False if declared not to mix samples, so that nothing splits its statistics."""
-        return self.mixes_samples is not False
+        """False if declared not to mix samples, so that nothing splits its statistics.
+
+        Running averages pool samples, whatever an output reads.
+        """
+        return self.mixes_samples is not False or self.track_running_stats is True
 
 
 class ModelKeys(TargetKeys):

@@ -100,9 +100,13 @@ def load_image_folder(
             splits, names = _read_class_folders(folders, cache)
     except OSError as error:
         raise UserError(f"{name}: {describe(error)}") from error
+    if "test" not in splits:
+        splits = _split_off_test(splits["train"], name)
     data = build_image_data(
         "image_folder",
-        **(splits if "test" in splits else _split_off_test(splits["train"], name)),
+        splits["train"],
+        splits["test"],
+        val=splits.get("val"),
         num_classes=len(names),
         class_names=names,
         val_fraction=val_fraction,
