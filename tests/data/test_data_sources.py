@@ -89,6 +89,19 @@ def test_shapes_are_the_same_on_every_machine():
     assert not is_border.any()
 
 
+def test_empty_images_are_as_many_as_asked_for_in_training_alone():
+    shares, tests = [], set()
+    for one_in in (2, 10, None):
+        data = load("shapes", num_images=200, num_test=20, size=24, one_in_empty=one_in)
+        masks = torch.cat([data.train.tensors[1], data.val.tensors[1]])
+        is_empty = ((masks == 0) | (masks == 255)).flatten(1).all(dim=1)
+        shares.append(is_empty.float().mean().item())
+        tests.add(data.test.tensors[0].numpy().tobytes())
+    assert shares == pytest.approx([0.55, 0.12, 0.02], abs=0.06) and len(tests) == 1
+    with pytest.raises(UserError, match="data.one_in_empty=1 leaves no shape"):
+        load("shapes", one_in_empty=1)
+
+
 def sorted_images(images: torch.Tensor) -> list[bytes]:
     return sorted(image.numpy().tobytes() for image in images.byte())
 

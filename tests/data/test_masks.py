@@ -238,7 +238,7 @@ def test_masks_without_an_image_are_named(root: Path, caplog: pytest.LogCaptureF
     (root / "train/masks/notes.txt").touch()
     load(root)
     assert "1 masks in" in caplog.text and "have no image, and are not read" in caplog.text
-    assert "notes.txt is no image, and not read" in caplog.text
+    assert "has files that are no images (notes.txt)" in caplog.text
 
 
 def test_a_folder_of_masks_trains(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -96,31 +96,33 @@ def _pairs(images: Path, masks: Path, name: str) -> list[Pair]:
     files, of_masks = _by_place(images, name), _by_place(masks, name)
     if not files:
         raise UserError(f"{name}: {images} has no images; it needs some (jpg, png, tif, ...)")
-    pairs = [Pair(file, of_masks.pop(place)) for place, file in files.items() if place in of_masks]
-    missing = [file for file in files.values() if file not in {pair.image for pair in pairs}]
+    missing = [file for place, file in files.items() if place not in of_masks]
+    unused = [file for place, file in of_masks.items() if place not in files]
     if missing:
-        example = f"; it has {next(iter(of_masks.values())).name}" if of_masks else ""
+        example = f"; it has {unused[0].name}" if unused else ""
         raise UserError(
             f"{name}: {missing[0]} has no mask ({len(missing)} of {len(files)} images); {masks} "
             f"needs an image file {missing[0].stem}.png{example}"
         )
-    if of_masks:
-        log.info("%s: %d masks in %s have no image, and are not read", name, len(of_masks), masks)
-    return pairs
+    if unused:
+        log.info("%s: %d masks in %s have no image, and are not read", name, len(unused), masks)
+    return [Pair(file, of_masks[place]) for place, file in files.items()]
 
 
 def _by_place(folder: Path, name: str) -> dict[str, Path]:
     """The image files below a folder, by their place in it without the ending."""
-    kinds, files = readable_kinds(), {}
+    kinds, files, skipped = readable_kinds(), {}, []
     for place, file in walk(folder):
         path = Path(place, file)
         if path.suffix.lower() not in kinds:
-            log.info("%s: %s is no image, and not read", name, path)
+            skipped.append(file)
             continue
         key = in_one_form(os.path.splitext(os.path.relpath(path, folder))[0])
         if key in files:
             raise UserError(f"{name}: {path} and {files[key].name} have one name; keep one of them")
         files[key] = path
+    if skipped:
+        log.info("%s: %s has files that are no images (%s)", name, folder, name_some(skipped))
     return files
 
 
