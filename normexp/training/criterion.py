@@ -30,24 +30,12 @@ class OfClasses:
 
     class_weights: Tensor | None = field(default=None, kw_only=True)
 
-    def to(self, device: torch.device) -> None:
-        """Moves the weights."""
-        if self.class_weights is not None:
-            self.class_weights = self.class_weights.to(device)
-
     def total_weight(self, targets: Tensor) -> Tensor:
         """Returns the sum of the weights of targets (S, ...) of each replica, float64 (S,)."""
         assert self.class_weights is not None
         num_ignored = max(0, IGNORED + 1 - len(self.class_weights))  # values of masks, weight 0
         weights = functional.pad(self.class_weights, (0, num_ignored))
         return weights[targets.long()].flatten(1).sum(dim=1)
-
-    def sum_loss(self, scores: Tensor, classes: Tensor, **options: Any) -> Tensor:
-        """Returns the weighted sum over scores (N, num_classes) and classes (N,)."""
-        weights = self.class_weights
-        if weights is not None:
-            options["weight"] = weights.to(wide_dtype(scores))
-        return cross_entropy(scores, classes, reduction="sum", **options)
 
 
 class Classification(OfClasses):
@@ -65,7 +53,8 @@ class Classification(OfClasses):
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         """Returns the loss summed over the batch's targets that count."""
-        return self.sum_loss(output, batch["targets"])
+        # output (N, num_classes), targets (N,)
+        return cross_entropy(output, batch["targets"], self.class_weights, reduction="sum")
 
     def measure(self, output: Tensor, batch: Batch) -> Measurements:
         """Returns `loss`, and `per_sample`, what `scores` and `summarise` need of each sample."""
@@ -119,7 +108,8 @@ class Segmentation(OfClasses):
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         # In rows: over maps, its sum on a GPU depends on the order in which blocks end.
         scores, targets = output.movedim(1, -1).flatten(0, -2), batch["targets"].flatten()
-        return self.sum_loss(scores, targets.long(), ignore_index=IGNORED)
+        options = {"reduction": "sum", "ignore_index": IGNORED}
+        return cross_entropy(scores, targets.long(), self.class_weights, **options)
 
     def measure(self, output: Tensor, batch: Batch) -> Measurements:
         """Per sample: the pixels of each class, int64 (N, num_classes, 3).
@@ -185,9 +175,6 @@ class LanguageModeling:
 
     bytes_per_token: Mapping[str, float]
     metrics = ("loss", "bits_per_byte")
-
-    def to(self, device: torch.device) -> None:
-        """Has no tensor to move."""
 
     def num_targets(self, targets: Tensor) -> int | Tensor:
         return targets[0].numel()
@@ -262,7 +249,8 @@ def chance_of(data: Data) -> dict[str, float]:
     if not isinstance(criterion, Segmentation) or not isinstance(data.test, Examples):
         return {}
     batch = {"inputs": data.test.inputs, "targets": data.test.targets}
-    crop_centre(batch, data.crop)
+    if data.crop is not None:
+        crop_centre(batch, data.crop)
     targets = batch["targets"]
     most = int(targets[targets != IGNORED].bincount().argmax())
     counts = criterion.count(torch.full_like(targets, most), targets)
@@ -271,6 +259,10 @@ def chance_of(data: Data) -> dict[str, float]:
     return {name: value.item() for name, value in metrics.items()}
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
+def cross_entropy(
+    logits: Tensor, targets: Tensor, weights: Tensor | None = None, **options: Any
+) -> Tensor:
     """In float32 at least: under vmap, autocast leaves the loss in bfloat16."""
-    return functional.cross_entropy(logits.to(wide_dtype(logits)), targets, **options)
+    logits = logits.to(wide_dtype(logits))
+    weights = None if weights is None else weights.to(logits)
+    return functional.cross_entropy(logits, targets, weights, **options)

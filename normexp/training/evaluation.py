@@ -68,16 +68,13 @@ class Evaluator:
                     )
         return metrics
 
-    def at_other_sizes(self, splits: Sequence[str]) -> Columns:
-        """Returns the metrics of the splits with images shown in every way of the recipe.
+    def with_view(self, view: View, split: str) -> Columns:
+        """Returns the metrics of a split with images shown so.
 
         The replicas must be in evaluation mode.
         """
-        group, metrics = self.recipe.mixed_in_evaluation, Columns()
-        for view in self.recipe.views:
-            for split in splits:
-                metrics |= self._score(self.replicas, view.name, split, group, group, view)
-        return metrics
+        group = self.recipe.mixed_in_evaluation
+        return self._score(self.replicas, view.name, split, group, group, view)
 
     @torch.no_grad()
     def _score(

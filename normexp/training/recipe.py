@@ -51,6 +51,7 @@ class Recipe:
         loggers: what the user's loggers are.
         mixes_samples, mixes_in_evaluation: whether its norms do, as probed.
         channels_last: how networks that train in turn lie in the memory of a CPU.
+        views: what evaluation shows of images besides what training did.
         lr_scales: the learning rate of each replica of a stack, as a share of `lr`.
     """
 
@@ -69,6 +70,7 @@ class Recipe:
     mixes_samples: bool = True
     mixes_in_evaluation: bool = False
     channels_last: bool = False
+    views: Sequence[View] = ()
     lr_scales: tuple[float, ...] | None = None
 
     @property
@@ -108,11 +110,6 @@ class Recipe:
         if "batch" not in self.statistics:
             return []
         return self.settings.evaluate_batch_sizes or [self.sizes.norm]
-
-    @property
-    def views(self) -> list[View]:
-        """What evaluation shows of images besides what training did."""
-        return [read_view(name) for name in self.settings.evaluate_at or []]
 
     @property
     def mixed_in_evaluation(self) -> int | None:
@@ -176,6 +173,7 @@ def recipe_of(spec: CellSpec, data: Data) -> Recipe:
         is_synchronized=synchronized,
         callbacks=callbacks,
         loggers=loggers,
+        views=[read_view(name) for name in settings.evaluate_at or []],
     )
 
 

@@ -58,7 +58,7 @@ def gather(
     if split == "train" and data.augmentation is not None:
         draws = data.augmentation.draw(0, 0, len(data.train))[indices.cpu()]
         data.augmentation.apply_to(batch, draws, data.crop)
-    else:
-        crop_centre(batch, data.crop if view is None else view.crop)
+    elif side := data.crop if view is None else view.crop:
+        crop_centre(batch, side)
     batch["inputs"] = data.model_inputs(batch["inputs"], next(replicas.parameters()).dtype)
     return batch

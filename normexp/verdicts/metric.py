@@ -147,25 +147,21 @@ def direction_of(metric: str) -> str:
     return "min" if any(word in kind for word in LOWER_IS_BETTER) else "max"
 
 
-def words_of_kind(kind: str) -> str:
-    """What the suffix of a metric says: statistics of norms, or what is shown of images."""
-    if kind.isdigit():
-        return f"at {kind}x{kind} pixels"
-    if kind.startswith("tiles"):
-        side, _, stride = kind.removeprefix("tiles").partition("stride")
-        return f"in tiles of {side} pixels" + (f", stride {stride}" if stride else "")
-    return "whole images" if kind == "whole" else f"{kind} statistics"
-
-
 def describe_metric(name: str, tolerance: float | None = None) -> Metric:
     """The metric of that name. tolerance: None: that of its kind."""
-    path, _, statistics = name.partition("@")
+    path, _, suffix = name.partition("@")
     split, _, kind_name = path.rpartition("/")
     kind = KINDS.get(kind_name, Kind(kind_name.replace("_", " "), "", least=-math.inf))
     label = f"{split} {kind.label}".strip()
+    if suffix == "whole":
+        label += ", whole images"
+    elif suffix.startswith("tiles"):
+        label += f", in {suffix}"
+    elif suffix:
+        label += f", at {suffix}x{suffix} pixels" if suffix.isdigit() else f", {suffix} statistics"
     return Metric(
         name=name,
-        label=f"{label}, {words_of_kind(statistics)}" if statistics else label,
+        label=label,
         unit=kind.unit,
         scale=kind.scale,
         higher_is_better=direction_of(name) == "max",

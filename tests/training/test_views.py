@@ -62,7 +62,8 @@ def test_networks_see_the_crop_everywhere_but_where_more_is_asked_for(tmp_path: 
     (batch,) = TrainingBatches(data, [0, 1], 8, drop_last=True).chunk(0, 1)
     assert batch["inputs"].shape == (2, 8, 1, 8, 8) and batch["targets"].shape == (2, 8, 8, 8)
     names = ["8", "whole", "12", "tiles8", "tiles8stride8"]
-    module = build_module(model=unet, data=data, seeds=(0, 1), stacked=True, evaluate_at=names)
+    views = [read_view(name) for name in names]
+    module = build_module(model=unet, data=data, seeds=(0, 1), stacked=True, views=views)
     module = train_module(module, tmp_path / "a.ckpt")
     criterion, metrics = Segmentation(NUM_CLASSES), module.metrics
     for index in range(2):
@@ -182,7 +183,7 @@ def test_an_image_whose_centre_has_no_class_is_named():
     ("name", "words"),
     [
         ("test/accuracy@48", "test accuracy (%), at 48x48 pixels"),
-        ("test/iou@tiles32stride8", "test IoU per image (%), in tiles of 32 pixels, stride 8"),
+        ("test/iou@tiles32stride8", "test IoU per image (%), in tiles32stride8"),
         ("val/iou@whole", "val IoU per image (%), whole images"),
         ("test/loss@precise", "test loss (nats), precise statistics"),
     ],

@@ -24,8 +24,8 @@ from normexp.training.checks.training import (
     check_norm_batch_size,
     check_optimizer_step,
     check_outputs,
-    check_sizes,
     check_slots,
+    check_view,
     why_alone,
 )
 from normexp.training.config.keys import is_probed
@@ -158,7 +158,8 @@ def prepare_cell(spec: CellSpec, prepared: Prepared | None = None) -> Cell:
             refuse_edited(spec.sources)
         check_slots(spec.config, build, spec.choices["model"])
         check_outputs(network, data, build.target.path)
-        check_sizes(recipe, network, data)
+        for view in recipe.views:
+            check_view(view, network, data)
         traits = prepared.traits(spec, network, data, recipe)
         if traits.norms_mix_samples and not spec.settings.norm.may_mix_samples:
             where = traits.mixing

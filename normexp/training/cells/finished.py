@@ -193,7 +193,8 @@ def _decompose(cell: Cell, replicas: Replicas) -> list[dict[str, float]]:
     parts = [part for part in parts if len(part) == size]
     dtype, pairs = next(replicas.parameters()).dtype, []
     for batch in map(data.test.gather, parts):
-        crop_centre(batch, data.crop)
+        if data.crop is not None:
+            crop_centre(batch, data.crop)
         batch["inputs"] = data.model_inputs(batch["inputs"], dtype)
         pairs.append((model_arguments(batch), batch))
 

@@ -31,7 +31,8 @@ NETWORK_CUTS = 4  # of a text, into before and after
 def probe_batch(data: Data, num_samples: int) -> Batch:
     """The first training samples, as a model receives them."""
     batch = data.train.gather(torch.arange(min(num_samples, len(data.train))))
-    crop_centre(batch, data.crop)
+    if data.crop is not None:
+        crop_centre(batch, data.crop)
     batch["inputs"] = data.model_inputs(batch["inputs"])
     return batch
 

@@ -53,10 +53,8 @@ def read_view(name: str) -> View:
     return View(name, side or None)
 
 
-def crop_centre(batch: dict[str, Tensor], side: int | None) -> None:
-    """Crops the images of a batch, and its targets if they are masks; None: not at all."""
-    if side is None:
-        return
+def crop_centre(batch: dict[str, Tensor], side: int) -> None:
+    """Crops the images of a batch, and its targets if they are masks."""
     images, targets = batch["inputs"], batch["targets"]
     height, width = images.shape[-2:]
     top, left = (height - side) // 2, (width - side) // 2
@@ -95,9 +93,9 @@ def refuse_side(data: Data, side: int | None, key: str) -> None:
         )
 
 
-def refuse_empty_centre(data: Data, side: int | None, key: str) -> None:
+def refuse_empty_centre(data: Data, side: int, key: str) -> None:
     """Raises UserError, which begins with `key`, for an image whose centre cannot be scored."""
-    if data.task != "segmentation" or side is None:
+    if data.task != "segmentation":
         return
     for split in ("val", "test"):
         examples = data.splits[split]
