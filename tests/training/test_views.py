@@ -133,7 +133,8 @@ def test_empty_images_are_those_of_one_class():
 
 
 def test_a_classifier_is_evaluated_at_other_sizes_as_it_trains_and_later(tmp_path: Path, capsys):
-    assert train(tmp_path, "data.crop=6", "model.width=4", "evaluate_at=[6,whole,tiles6]") == 0
+    small = ["norm=layer", "model.width=4", "data.crop=6"]
+    assert train(tmp_path, *small, "evaluate_at=[6,whole,tiles6]") == 0
     (place, result), _ = results(tmp_path / "runs").items()
     run_dir = tmp_path / "runs" / place.parent
     metrics = result.metrics

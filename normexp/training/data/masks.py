@@ -67,7 +67,10 @@ def find_pairs(root: Path, folders: Mapping[str, Path], name: str) -> dict[str, 
     for split, of_split in roles.items():
         for role in ("images", "masks"):
             if role not in of_split:
-                raise UserError(f"{name}: {folders[split]} has no {role}/; add the folder")
+                raise UserError(
+                    f"{name}: {folders[split]} has no {role}/; add the folder, or move "
+                    f"{folders[split].name}/ elsewhere"
+                )
     if folders["train"] == root:
         images, masks = roles["train"]["images"], roles["train"]["masks"]
         inner = find_splits(images, f"{name}/{images.name}", holds_files=True)
@@ -137,7 +140,8 @@ def _listed_pairs(root: Path, name: str) -> dict[str, list[Pair]]:
         split = SPLIT.fullmatch(file.stem)
         if split is None:
             continue
-        listed = file.read_text(encoding="utf-8").split()
+        listed = [in_one_form(line.strip()) for line in file.read_text("utf-8").splitlines()]
+        listed = [stem for stem in listed if stem]
         for stem in listed:
             for of_role, role in ((images, "images"), (masks, "masks")):
                 if stem not in of_role:
