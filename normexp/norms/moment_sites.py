@@ -27,10 +27,11 @@ from normexp.norms.base import (
     zero_padding,
 )
 from normexp.norms.contract import Mask
+from normexp.norms.sample import InstanceNorm
 from normexp.norms.samples import FIRST_AXIS, SampleOrder
 from normexp.norms.site import Site, as_maps, input_and_mask, named_sites
 
-INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+INSTANCE = (InstanceNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 

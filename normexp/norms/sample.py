@@ -26,7 +26,15 @@ from torch import Tensor, nn
 
 from normexp.errors import UserError
 from normexp.norms import kernel
-from normexp.norms.base import Affine, AffineNorm, centre, knobs, measure, zero_padding
+from normexp.norms.base import (
+    Affine,
+    AffineNorm,
+    centre,
+    knobs,
+    measure,
+    unbiased,
+    zero_padding,
+)
 from normexp.norms.contract import Mask
 
 logger = logging.getLogger(__name__)
@@ -98,17 +106,54 @@ class LayerNorm(AffineNorm):
         return group_norm(x, real, 1, affine, self.eps)
 
 
+@knobs
 class InstanceNorm(AffineNorm):
     """Moments over the positions of one channel of a sample. arXiv:1607.08022.
 
     torch.nn's InstanceNorm has no weight and bias by default; this one, as in many tutorials, has
-    both per channel. It has no track_running_stats, with which torch's evaluates by averages over
-    the training set.
+    both per channel.
+
+    Args:
+        track_running_stats: evaluate by running averages, over the samples of training, of each
+            sample's mean and unbiased variance, as torch's does. Set to False later, it holds them.
+        momentum: weight of the new value in these averages.
     """
 
+    track_running_stats: bool = False
+    momentum: float = 0.1
+    running_mean: Tensor | None = field(init=False)
+    running_var: Tensor = field(init=False)
+    num_batches_tracked: Tensor = field(init=False)
+
+    def check_knobs(self) -> None:
+        if self.momentum is None or not 0 < self.momentum <= 1:
+            raise UserError(f"momentum={self.momentum} is not in (0, 1]; try norm.momentum=0.1")
+
+    def add_state(self) -> None:
+        state = {"running_mean": self.vector(0), "running_var": self.vector(1)}
+        state["num_batches_tracked"] = torch.tensor(0)
+        for name, start in state.items():
+            self.register_buffer(name, start if self.track_running_stats else None)
+
     def normalize(self, x: Tensor, real: Mask, affine: Affine) -> Tensor:
+        if self.running_mean is not None and not self.training:
+            averages = (self.running_mean.to(x.dtype), self.running_var.to(x.dtype))
+            return kernel.batch_norm(x, affine, averages, None, self.eps)
         refuse_one_position(x.shape, "instance norm", "norm=layer or norm=group")
+        if self.running_mean is not None and self.track_running_stats:
+            self.advance(x, real)
         return group_norm(x, real, self.num_features, affine, self.eps)
+
+    @torch.no_grad()
+    def advance(self, x: Tensor, real: Mask) -> None:
+        """Moves the averages by one step. Parts of a step merge as means over their samples."""
+        mean, var, count = measure(x, real, tuple(range(2, x.ndim)))  # (N, C, 1, ...)
+        new = {"running_mean": mean, "running_var": unbiased(var, count)}
+        for name, value in new.items():
+            average = getattr(self, name)
+            of_samples = value.mean(dim=0).flatten().to(average.dtype)
+            average.mul_(1 - self.momentum).add_(self.momentum * of_samples)
+        self.num_batches_tracked.add_(1)
 
 
 class LayerNorm2d(AffineNorm):

@@ -1,7 +1,7 @@
-"""Evaluation on splits, with one kind of statistics at a time.
+"""Evaluation on splits, with one kind of statistics, or one size of images, at a time.
 
-Metrics of all kinds but `running` have the kind as a suffix: `val/accuracy@precise`; see
-statistics.py.
+Metrics of all kinds but `running` have the kind as a suffix: `val/accuracy@precise`, see
+statistics.py; and so have those of images at other sizes: `test/iou@tiles32`, see data/views.py.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
+from normexp.norms.base import wide_dtype
 from normexp.training.batching.replicas import Batch, Measurements, Replicas
 from normexp.training.data.dataset import Data
+from normexp.training.data.views import View
 from normexp.training.recipe import Recipe
 from normexp.training.samples import gather, samples_per_forward, shuffled
 from normexp.training.statistics import STATISTICS, Trained
@@ -32,7 +35,7 @@ class Evaluator:
 
     Attributes:
         data: on the device of the replicas.
-        samples: what samples.npz keeps of each test sample (S, N), by kind of statistics.
+        samples: what samples.npz keeps of each test sample (S, N), by kind of evaluation.
     """
 
     replicas: Replicas
@@ -65,6 +68,14 @@ class Evaluator:
                     )
         return metrics
 
+    def with_view(self, view: View, split: str) -> Columns:
+        """Returns the metrics of a split with images shown so.
+
+        The replicas must be in evaluation mode.
+        """
+        group = self.recipe.mixed_in_evaluation
+        return self._score(self.replicas, view.name, split, group, group, view)
+
     @torch.no_grad()
     def _score(
         self,
@@ -73,18 +84,22 @@ class Evaluator:
         split: str,
         group_size: int | None = None,
         num_samples: int | None = None,
+        view: View | None = None,
     ) -> Columns:
         """Returns the metrics of a split with the statistics that the norms use now.
 
         Args:
-            kind: the name of these statistics.
+            kind: the name of these statistics, or of the view.
             group_size: samples that share statistics; None if samples do not.
             num_samples: per forward; None: as many as fit.
+            view: how images are shown; None: as in training.
         """
         loss = torch.zeros((), dtype=torch.float64)  # (S,) from the first block on
         per_sample: list[Tensor] = []  # (S, block) each
         num_targets, count = 0, len(getattr(self.data, split))
-        num_samples = num_samples or samples_per_forward(replicas, self.data, group_size or 1)
+        num_samples = num_samples or samples_per_forward(
+            replicas, self.data, group_size or 1, shows_all=view is not None
+        )
         # Samples that share statistics are in random order, and the last block is filled up to
         # whole groups with the first samples, which do not count again: the result must depend
         # neither on the order of the split nor on the number of replicas.
@@ -97,8 +112,14 @@ class Evaluator:
 
             missing = -len(indices) % min(group_size or 1, count)
             filled = torch.cat([indices, order[:missing]])
-            batch = gather(replicas, self.data, split, filled)
-            measured = replicas.measure(batch, measure, shared=True)
+            batch = gather(replicas, self.data, split, filled, view)
+            if view is None or view.stride is None:
+                measured = replicas.measure(batch, measure, shared=True)
+            else:
+                scores = scores_of_tiles(replicas, batch, view)
+                measured = tree_map(
+                    lambda *values: torch.stack(values), *[measure(s, batch) for s in scores]
+                )
             loss = loss + measured["loss"].double()
             per_sample.append(measured["per_sample"])
             targets = batch["targets"][None, : len(indices)]
@@ -107,7 +128,10 @@ class Evaluator:
         if split == "test":
             scores = self.recipe.criterion.scores(samples)
             self.samples[kind] = scores.cpu()[:, order.argsort()]
-        summary = self.recipe.criterion.summarise(split, loss / num_targets, samples)
+        loss = loss / num_targets
+        summary = self.recipe.criterion.summarise(split, loss, samples)
+        if view is not None:
+            summary |= self.recipe.criterion.at_sizes(loss, samples)
         suffix = suffix_of(kind)
         return {f"{split}/{name}{suffix}": value.tolist() for name, value in summary.items()}
 
@@ -128,6 +152,32 @@ class Evaluator:
             for kind, rows in self.samples.items()
             if math.isfinite(metrics["test/loss" + suffix_of(kind)][index])
         }
+
+
+def scores_of_tiles(replicas: Replicas, batch: Batch, view: View) -> Tensor:
+    """Returns the scores of images that networks see in tiles, (S, N, K) or (S, N, K, H, W).
+
+    They are the logarithm of the mean probability: for each pixel over the tiles that cover it, or
+    for each image over all its tiles.
+    """
+    images = batch["inputs"]
+    total, count = torch.zeros(()), torch.zeros(())
+
+    def probabilities(output: Tensor, _: Batch) -> Tensor:
+        return output.to(wide_dtype(output)).softmax(dim=1)
+
+    for rows, columns in view.tiles(*images.shape[-2:]):
+        tile = batch | {"inputs": images[..., rows, columns]}
+        found = replicas.measure(tile, probabilities, shared=True)
+        is_map = found.ndim == 5
+        if not total.ndim:
+            total = found.new_zeros((*found.shape[:3], *(images.shape[-2:] if is_map else ())))
+            count = torch.zeros_like(total[0, 0, 0])
+        place = (..., rows, columns) if is_map else (...,)
+        total[place] += found
+        count[place] += 1
+    mean = total / count
+    return mean.clamp(min=torch.finfo(mean.dtype).tiny).log()
 
 
 def suffix_of(kind: str) -> str:

@@ -24,6 +24,7 @@ from normexp.errors import UserError
 from normexp.training.batching.processes import Processes
 from normexp.training.batching.replicas import Replicas
 from normexp.training.config.sizes import Share
+from normexp.training.criterion import OfClasses
 from normexp.training.data.batches import TrainingBatches
 from normexp.training.devices import gpu_arithmetic
 from normexp.training.evaluation import Columns, Evaluator
@@ -93,6 +94,9 @@ class TrainingModule(pl.LightningModule):
         if self.trainer.world_size != wanted:
             raise UserError(f"Trainer(devices={self.trainer.world_size}): set devices={wanted}")
         self.batches = self.batches.to(device)
+        criterion = self.recipe.criterion
+        if isinstance(criterion, OfClasses) and criterion.class_weights is not None:
+            criterion.class_weights = criterion.class_weights.to(device)
         self.evaluator.data = self.batches.data
         is_image = len(self.batches.data.input_shape) == 3
         pays = is_image if device.type == "cuda" else self.recipe.channels_last
@@ -227,6 +231,8 @@ class TrainingModule(pl.LightningModule):
         means = self._measured(self.evaluator.running("val"))
         if self.recipe.settings.evaluate_every_epoch:
             self._measured(self.evaluator.with_other_statistics(["val"]))
+            for view in self.recipe.views:
+                self._measured(self.evaluator.with_view(view, "val"))
         self.validated_at = self.step
         monitor, is_in_training = self.recipe.schedule.monitor, self.trainer.state.fn == "fit"
         if monitor is not None and is_in_training and not self.trainer.sanity_checking:
@@ -238,6 +244,9 @@ class TrainingModule(pl.LightningModule):
         splits = ["test"] if self.recipe.settings.evaluate_every_epoch else ["val", "test"]
         self._measured(self.evaluator.running("test"))
         self._measured(self.evaluator.with_other_statistics(splits))
+        for view in self.recipe.views:
+            for split in splits:
+                self._measured(self.evaluator.with_view(view, split))
 
     def on_test_end(self) -> None:
         self.recorder.write()  # with what callbacks have logged

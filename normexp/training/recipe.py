@@ -21,6 +21,7 @@ from normexp.training.config.spec import CellSpec
 from normexp.training.config.target import Target, read_target
 from normexp.training.criterion import Criterion, criterion_of
 from normexp.training.data.dataset import Data
+from normexp.training.data.views import View, read_view
 from normexp.training.monitor import check_monitor
 from normexp.training.optimizer import (
     OptimizerFactory,
@@ -50,6 +51,7 @@ class Recipe:
         loggers: what the user's loggers are.
         mixes_samples, mixes_in_evaluation: whether its norms do, as probed.
         channels_last: how networks that train in turn lie in the memory of a CPU.
+        views: what evaluation shows of images besides what training did.
         lr_scales: the learning rate of each replica of a stack, as a share of `lr`.
     """
 
@@ -68,6 +70,7 @@ class Recipe:
     mixes_samples: bool = True
     mixes_in_evaluation: bool = False
     channels_last: bool = False
+    views: Sequence[View] = ()
     lr_scales: tuple[float, ...] | None = None
 
     @property
@@ -134,7 +137,7 @@ def recipe_of(spec: CellSpec, data: Data) -> Recipe:
         UserError: values that contradict each other, or a part that cannot be built.
     """
     settings, config, num_train = spec.settings, spec.config, len(data.train)
-    criterion = criterion_of(data)
+    criterion = criterion_of(data, settings.class_weights)
     metrics = [f"val/{name}" for name in criterion.metrics]
     synchronized = settings.trainer.num_processes > 1 and is_synchronized(config["norm"])
     sizes = _sizes_of(settings, num_train, synchronized=synchronized)
@@ -170,6 +173,7 @@ def recipe_of(spec: CellSpec, data: Data) -> Recipe:
         is_synchronized=synchronized,
         callbacks=callbacks,
         loggers=loggers,
+        views=[read_view(name) for name in settings.evaluate_at or []],
     )
 
 

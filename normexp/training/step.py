@@ -192,7 +192,7 @@ class StepGradient:
         num_targets = self.criterion.num_targets(batch["targets"])
         if isinstance(num_targets, Tensor):  # all may be ignored, then loss and gradient are 0
             dtype = wide_dtype(next(replicas.parameters()))
-            num_targets = num_targets.clamp(min=1).to(dtype)
+            num_targets = num_targets.where(num_targets > 0, 1).to(dtype)
         if keys is not None:
             replicas.set_dropout(keys, first_sample)
         if isinstance(replicas, InTurn) and replicas.has_foreign_draws:

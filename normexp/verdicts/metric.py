@@ -52,6 +52,7 @@ KINDS = {
     "iou": Kind("IoU per image (%)", "pp", 100.0, 1, tolerance=1.0),
     "miou": Kind("IoU over classes (%)", "pp", 100.0, 1, tolerance=1.0),
     "pixel_accuracy": Kind("pixel accuracy (%)", "pp", 100.0, 1, tolerance=1.0),
+    "pixel_accuracy_empty": Kind("pixel accuracy in empty images (%)", "pp", 100.0, 1, 1.0),
     "loss": Kind("loss (nats)", "nats", tolerance=0.05),
     "bits_per_byte": Kind("bits per byte", "bits per byte", tolerance=0.02),
 }
@@ -148,13 +149,19 @@ def direction_of(metric: str) -> str:
 
 def describe_metric(name: str, tolerance: float | None = None) -> Metric:
     """The metric of that name. tolerance: None: that of its kind."""
-    path, _, statistics = name.partition("@")
+    path, _, suffix = name.partition("@")
     split, _, kind_name = path.rpartition("/")
     kind = KINDS.get(kind_name, Kind(kind_name.replace("_", " "), "", least=-math.inf))
     label = f"{split} {kind.label}".strip()
+    if suffix == "whole":
+        label += ", whole images"
+    elif suffix.startswith("tiles"):
+        label += f", in {suffix}"
+    elif suffix:
+        label += f", at {suffix}x{suffix} pixels" if suffix.isdigit() else f", {suffix} statistics"
     return Metric(
         name=name,
-        label=f"{label}, {statistics} statistics" if statistics else label,
+        label=label,
         unit=kind.unit,
         scale=kind.scale,
         higher_is_better=direction_of(name) == "max",

@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+import yaml
 from torch import nn
 
 import normexp
@@ -196,6 +197,14 @@ def test_evaluating_again_adds_to_what_is_there(copy: Path):
         for kind, right in found.items():
             assert right.mean() == pytest.approx(own[kind]["test/accuracy"])
         assert all(right.tolist() == found[kind].tolist() for kind, right in old.items())
+
+
+def test_a_cell_from_before_a_key_of_its_norm_is_the_same_cell(copy: Path):
+    path = copy / "config.yaml"
+    config = yaml.safe_load(path.read_text())
+    del config["norm"]["track_running_stats"], config["data"]["crop"]
+    path.write_text(yaml.safe_dump(config))
+    assert main([f"run={copy}", "evaluate_with=[running]"]) == 0
 
 
 def test_statistics_that_a_norm_does_not_have_are_absent(tmp_path: Path, capsys):

@@ -43,10 +43,13 @@ def _mnist_read_once() -> Iterator[None]:
         yield
 
 
+OWN = ("limit_train", "crop", "order")  # keys of normexp's own
+
+
 def load(name: str, **changes) -> Data:
     """The data set of conf/data/<name>.yaml, with some of its values changed."""
     section = OmegaConf.load(CONF / f"{name}.yaml").data
-    for key in ("limit_train", "order"):  # which `build_data` reads
+    for key in OWN:  # which `build_data` reads
         section.pop(key, None)
     data = instantiate(section, _convert_="all", _partial_=True, **changes)()
     validate(data)
@@ -62,9 +65,7 @@ def test_conf_gives_its_function_exactly_its_arguments(name: str):
     section = OmegaConf.load(CONF / f"{name}.yaml").data
     function = get_method(section["_target_"])
     assert function.__name__ == f"load_{name}"
-    assert {*section} - {"_target_", "limit_train", "order"} == {*function.__annotations__} - {
-        "return"
-    }
+    assert {*section} - {"_target_", *OWN} == {*function.__annotations__} - {"return"}
 
 
 def test_digits_are_those_of_recorded_runs():
@@ -86,6 +87,19 @@ def test_shapes_are_the_same_on_every_machine():
     assert 0.02 < (masks == 255).float().mean() < 0.1
     is_border = (masks[:, 1:] != masks[:, :-1]) & (masks[:, 1:] != 255) & (masks[:, :-1] != 255)
     assert not is_border.any()
+
+
+def test_empty_images_are_as_many_as_asked_for_in_training_alone():
+    shares, tests = [], set()
+    for one_in in (2, 10, None):
+        data = load("shapes", num_images=200, num_test=20, size=24, one_in_empty=one_in)
+        masks = torch.cat([data.train.tensors[1], data.val.tensors[1]])
+        is_empty = ((masks == 0) | (masks == 255)).flatten(1).all(dim=1)
+        shares.append(is_empty.float().mean().item())
+        tests.add(data.test.tensors[0].numpy().tobytes())
+    assert shares == pytest.approx([0.55, 0.12, 0.02], abs=0.06) and len(tests) == 1
+    with pytest.raises(UserError, match="data.one_in_empty=1 leaves no shape"):
+        load("shapes", one_in_empty=1)
 
 
 def sorted_images(images: torch.Tensor) -> list[bytes]:

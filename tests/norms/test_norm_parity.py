@@ -106,6 +106,41 @@ def test_float32_far_from_zero_is_as_exact_as_torchs(ours, theirs, mean):
         assert own <= 1.1 * other + ULP
 
 
+@pytest.mark.parametrize(("num_dims", "theirs"), [(3, nn.InstanceNorm1d), (4, nn.InstanceNorm2d)])
+def test_instance_norm_with_averages_equals_torchs_over_steps(num_dims: int, theirs):
+    """Output, gradients and averages; training and evaluation in turn."""
+    knobs = {"eps": EPS, "momentum": 0.3, "affine": True, "track_running_stats": True}
+    reference = randomize(theirs(C, **knobs).double())
+    norm = InstanceNorm(C, **knobs).double()
+    norm.load_state_dict(reference.state_dict())
+    close = partial(assert_close, rtol=1e-10, atol=1e-10)
+    for step, training in enumerate((True, True, False, True)):
+        x = 2 * random_tensor(*SHAPES[num_dims], seed=step) + 1
+        x.requires_grad_()
+        out, expected = norm.train(training)(x), reference.train(training)(x)
+        close(out, expected)
+        found = gradients(out, [x, *norm.parameters()])
+        close(found, gradients(expected, [x, *reference.parameters()]))
+        close(
+            [norm.running_mean, norm.running_var], [reference.running_mean, reference.running_var]
+        )
+    assert norm.num_batches_tracked == 3
+    norm.train().track_running_stats = False
+    held = norm.running_mean.clone()
+    norm(x)
+    close(norm.running_mean, held)
+    assert not InstanceNorm(C).state_dict().keys() - {"weight", "bias"}
+
+
+def test_averages_of_instances_count_real_positions_alone():
+    norm = InstanceNorm(C, momentum=1, track_running_stats=True)
+    x, mask = torch.randn(2, C, 6), torch.arange(6) < torch.tensor([[6], [3]])
+    norm(x, mask)
+    parts = [x[0], x[1, :, :3]]
+    assert_close(norm.running_mean, torch.stack([part.mean(1) for part in parts]).mean(0))
+    assert_close(norm.running_var, torch.stack([part.var(1) for part in parts]).mean(0))
+
+
 @pytest.mark.parametrize("name", ["causal_instance", "causal_group"])
 def test_float32_far_from_zero_is_close_to_float64(name):
     """E[x^2] - E[x]^2 would be off by 0.1 there, a tenth of the variance."""

@@ -45,6 +45,10 @@ def test_search_and_report_differ_in_study_and_seeds_alone():
         ([LR, "tune.seeds=1"], "tune.seeds=1: must be greater than 1"),
         ([LR, "tune.points=0"], "tune.points=0"),
         ([LR, "tune.metric=val/accuracy@precise"], "evaluate_with=[running,precise]"),
+        (
+            [LR, "tune.metric=val/accuracy@tiles6"],
+            "tune.metric=val/accuracy@tiles6: needs evaluate_at=[tiles6]",
+        ),
         (["lr=interval(0,1)"], "lr=interval(0,1): a log scale begins above 0"),
         (["optim.momentum=interval(0.5,1.5)"], "optim.momentum=1."),
         (["seed=choice(1,2)"], "seed=choice(1,2)"),

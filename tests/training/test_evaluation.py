@@ -24,6 +24,7 @@ from training_cases import (
 )
 
 from normexp.norms.batch import BatchNorm
+from normexp.norms.sample import InstanceNorm
 from normexp.norms.site import named_sites, read_state
 from normexp.norms.zoo.batch import EvalNorm
 from normexp.norms.zoo.deviations import BatchNormBiasedAverage
@@ -225,6 +226,21 @@ def test_own_share_is_what_eval_norm_evaluates_with(form):
         (weight.data[0] if module.replicas.is_stacked else weight.data).fill_(torch.nan)
         beside = module.evaluator.with_other_statistics(["test"])
         assert beside["test/loss@own_share"][1] == batch["test/loss@own_share"][1]
+
+
+@torch.no_grad()
+def test_precise_averages_of_instance_norm_are_means_over_samples_and_no_share_is_its_own():
+    tracking = partial(InstanceNorm, track_running_stats=True)
+    kinds: dict[str, Any] = {"evaluate_with": ["precise", "own_share"], "sizes": Sizes(8, None, 4)}
+    module = trained(seeds=(0,), make_norm=tracking, **kinds)
+    metrics = module.evaluator.with_other_statistics(["test"])
+    assert {name.partition("@")[2] for name in metrics} == {"precise"}
+    population, data = population_of(module, 40, 4), module.batches.data
+    network = population.replica(0)
+    x = network.conv1(data.model_inputs(data.train.inputs, torch.float64))
+    site = next(site for _, site in named_sites(network))
+    torch.testing.assert_close(site.norm.running_mean, x.mean(dim=(0, 2, 3)))
+    torch.testing.assert_close(site.norm.running_var, x.var(dim=(2, 3)).mean(dim=0))
 
 
 @pytest.mark.parametrize(("form", "stack_samples"), [("in_turn", 10), ("stacked", 512)])

@@ -31,7 +31,7 @@ from wild_norms import StrangerNorm
 
 from normexp.norms.build import build_norm
 from normexp.norms.factory import NormFactory
-from normexp.norms.sample import RMSNorm
+from normexp.norms.sample import InstanceNorm, RMSNorm
 from normexp.training.checks.network import probe_batch
 from normexp.training.checks.wiring import cannot_stack
 from normexp.training.config.compose import compose_config
@@ -43,6 +43,7 @@ slow = pytest.mark.slow
 NUM_TRAIN = 24
 FULL, ACCUMULATED, BOTH = Sizes(8), Sizes(8, 2), Sizes(8, 4, 2)
 STACK, TURNS = {"seeds": (3, 4, 5), "stacked": True}, {"seeds": (3, 4, 5)}
+TRACKING = partial(InstanceNorm, track_running_stats=True)
 ALONE = {"seeds": (4,)}  # replica 1 of both
 FORMS = {"in_turn": TURNS, "stacked": STACK}
 SGD = {"optimizer": partial(torch.optim.SGD, momentum=0.9, fused=True)}
@@ -79,6 +80,7 @@ SPLIT_ALIKE = {
 WITHIN_SAMPLES = {
     "group": {"make_norm": group_norm},
     "rms": {"make_norm": partial(RMSNorm, eps=1e-5)},
+    "instance_averages": {"make_norm": TRACKING},
     "group_with_dropout": DROPOUT | {"make_norm": group_norm},
 }
 IN_PARTS = [
@@ -101,6 +103,7 @@ STACKED = [
     pair(name, CLIPPED | own, STACK, ALONE, atol=1e-9, replica=1)
     for name, own in {
         "full": {},
+        "instance_averages": {"sizes": BOTH, "make_norm": TRACKING},
         "accumulated_ghost_adamw": {"sizes": BOTH, **ADAMW},
         "dropout": {"sizes": BOTH, **DROPOUT},
     }.items()

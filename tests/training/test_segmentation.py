@@ -24,7 +24,7 @@ from normexp.norms.factory import NormFactory
 from normexp.train import main
 from normexp.training.batching.replicas import InTurn, Stacked
 from normexp.training.config.sizes import Sizes
-from normexp.training.criterion import Segmentation, chance_of
+from normexp.training.criterion import Classification, Segmentation, chance_of, criterion_of
 from normexp.training.data.augment import IGNORED, Augmentation
 from normexp.training.data.dataset import Data, Examples, limit_train, validate
 from normexp.training.evaluation import suffix_of
@@ -40,20 +40,27 @@ def unet(norm: NormFactory) -> nn.Module:
     return UNet(norm, (1, 8, 8), NUM_CLASSES, depth=1, width=4)
 
 
-def gradients(sizes: Sizes, batch: dict[str, Tensor], stacked: bool) -> list[list[Tensor]]:
+WEIGHTS = torch.tensor([0.5, 3.0, 0.0], dtype=torch.float64)
+
+
+def gradients(
+    sizes: Sizes, batch: dict[str, Tensor], stacked: bool, weights: Tensor | None = None
+) -> list[list[Tensor]]:
     """Of two replicas, by parameter; and their losses."""
     networks = []
     for seed in range(2):
         torch.manual_seed(seed)
         networks.append(unet(NormFactory(group_norm, norm_batch_size=sizes.norm)).double())
     replicas = (Stacked if stacked else InTurn)(networks)
-    loss = StepGradient(replicas, Segmentation(NUM_CLASSES), sizes, [0, 1]).add(0, batch)
+    criterion = Segmentation(NUM_CLASSES, class_weights=weights)
+    loss = StepGradient(replicas, criterion, sizes, [0, 1]).add(0, batch)
     named = [[p.grad for p in tree.parameters()] for tree in replicas.trees]
     by_replica = [list(of) for of in zip(*named[0], strict=True)] if stacked else named
     return [[*by_replica[index], loss[index]] for index in range(2)]
 
 
-def test_a_step_is_the_mean_over_its_real_pixels_however_it_is_divided():
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+def test_a_step_is_the_mean_over_its_real_pixels_however_it_is_divided(weights: Tensor | None):
     data = pictures()
     indices = torch.stack([torch.arange(8) * 4, torch.arange(8) * 5])  # other numbers are ignored
     batch = data.train.gather(indices)
@@ -66,22 +73,23 @@ def test_a_step_is_the_mean_over_its_real_pixels_however_it_is_divided():
         scores = network(batch["inputs"][seed]).movedim(1, -1)
         is_real = batch["targets"][seed] != IGNORED
         classes = batch["targets"][seed][is_real].long()
-        loss = nn.functional.cross_entropy(scores[is_real], classes)
+        loss = nn.functional.cross_entropy(scores[is_real], classes, weight=weights)
         expected.append([*torch.autograd.grad(loss, [*network.parameters()]), loss.detach()])
     for stacked in (False, True):
         for sizes in (Sizes(8), Sizes(8, 2), Sizes(8, None, 2), Sizes(8, 4, 2)):
-            for found, of in zip(gradients(sizes, batch, stacked), expected, strict=True):
+            for found, of in zip(gradients(sizes, batch, stacked, weights), expected, strict=True):
                 for one, two in zip(found, of, strict=True):
                     torch.testing.assert_close(one, two, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-def test_a_step_without_a_real_pixel_moves_nothing(stacked: bool):
+@pytest.mark.parametrize("target", [IGNORED, 2])  # 2 weighs nothing
+def test_a_step_without_a_real_pixel_moves_nothing(stacked: bool, target: int):
     data = pictures()
     batch = data.train.gather(torch.arange(16).view(2, 8))
-    batch["targets"][1] = IGNORED
+    batch["targets"][1] = target
     batch["inputs"] = data.model_inputs(batch["inputs"], torch.float64)
-    (*one, loss), (*none, no_loss) = gradients(Sizes(8, 4), batch, stacked)
+    (*one, loss), (*none, no_loss) = gradients(Sizes(8, 4), batch, stacked, WEIGHTS)
     assert loss > 0 and any(g.any() for g in one)
     assert no_loss == 0 and not any(g.any() for g in none)
 
@@ -116,21 +124,37 @@ def test_metrics_are_those_of_their_definitions():
     assert found["pixel_accuracy"].item() == pytest.approx(is_right.mean())
 
 
-def test_evaluation_is_that_of_the_whole_split(tmp_path: Path):
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+def test_evaluation_is_that_of_the_whole_split(tmp_path: Path, weights: Tensor | None):
     data = pictures()
-    module = train_module(
-        build_module(model=unet, data=data, seeds=(0, 1), stacked=True), tmp_path / "a.ckpt"
-    )
-    criterion = Segmentation(NUM_CLASSES)
+    criterion = Segmentation(NUM_CLASSES, class_weights=weights)
+    module = build_module(model=unet, data=data, seeds=(0, 1), stacked=True, criterion=criterion)
+    module = train_module(module, tmp_path / "a.ckpt")
     for index in range(2):
         network = module.replicas.replica(index).eval()
         scores = network(data.model_inputs(data.test.inputs, torch.float64))
         batch = {"targets": data.test.targets}
-        loss = criterion.loss(scores, batch) / (data.test.targets != IGNORED).sum()
+        targets, options = data.test.targets.long(), {"ignore_index": IGNORED}
+        loss = nn.functional.cross_entropy(scores, targets, weight=weights, **options)
         images = criterion.scores(criterion.measure(scores, batch)["per_sample"])
         assert module.metrics["test/loss"][index] == pytest.approx(loss.item())
         assert module.metrics["test/iou"][index] == pytest.approx(images.mean().item())
         assert module.evaluator.samples["running"][index].tolist() == pytest.approx(images.tolist())
+
+
+def test_classes_weigh_in_the_loss_of_a_classifier():
+    data = pictures()
+    targets = torch.tensor([[0, 1, 2, 1], [2, 2, 2, 2]])
+    scores = torch.randn(2, 4, NUM_CLASSES, dtype=torch.float64)
+    criterion = Classification(class_weights=WEIGHTS)
+    sums = [criterion.loss(s, {"targets": t}) for s, t in zip(scores, targets, strict=True)]
+    expected = nn.functional.cross_entropy(scores[0], targets[0], weight=WEIGHTS)
+    totals = criterion.num_targets(targets)
+    torch.testing.assert_close(sums[0] / totals[0], expected)
+    assert sums[1] == totals[1] == 0
+    many = torch.arange(300, dtype=torch.float64)  # class 255 of a classifier is one
+    assert Classification(class_weights=many).num_targets(torch.tensor([[255, 299]])) == 554
+    assert criterion_of(data, [1, 0, 2]).class_weights.tolist() == [1, 0, 2]
 
 
 def test_a_mask_moves_with_its_image():
@@ -280,6 +304,9 @@ def test_a_network_of_ones_own_may_return_a_mapping(tmp_path: Path, name: str, o
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["data=shapes", "class_weights=[1,2]"], r"class_weights=\[1,2\]: .*each of the 5 classes"),
+        (["data=digits", f"class_weights={[0] * 10}"], "one above 0"),
+        (["data=manual", "class_weights=[1,2]"], "tokens are no classes; drop it"),
         (["data=shapes", "model=convnet"], r"needs \(2, 5, 48, 48\): try model=unet"),
         (["data=digits", "model=unet"], r"needs \(2, 10\): try model=convnet"),
         (["data=shapes", "model=text_encoder"], "TextEncoder does not fit data=shapes"),
@@ -289,7 +316,7 @@ def test_a_network_of_ones_own_may_return_a_mapping(tmp_path: Path, name: str, o
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path: Path, words: list[str], message: str, capsys):
-    few = [] if "data=digits" in words else ["data.num_images=40", "data.num_test=16"]
+    few = [] if words[0] != "data=shapes" else ["data.num_images=40", "data.num_test=16"]
     assert train(tmp_path, *words, *few) == 2
     error = capsys.readouterr().err
     assert re.search(message, error) and error.count("\n") <= 2

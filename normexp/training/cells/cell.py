@@ -25,6 +25,7 @@ from normexp.training.checks.training import (
     check_optimizer_step,
     check_outputs,
     check_slots,
+    check_view,
     why_alone,
 )
 from normexp.training.config.keys import is_probed
@@ -157,6 +158,8 @@ def prepare_cell(spec: CellSpec, prepared: Prepared | None = None) -> Cell:
             refuse_edited(spec.sources)
         check_slots(spec.config, build, spec.choices["model"])
         check_outputs(network, data, build.target.path)
+        for view in recipe.views:
+            check_view(view, network, data)
         traits = prepared.traits(spec, network, data, recipe)
         if traits.norms_mix_samples and not spec.settings.norm.may_mix_samples:
             where = traits.mixing

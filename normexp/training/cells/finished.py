@@ -27,6 +27,7 @@ from normexp.training.config.groups import PARTS, shipped_config, shipped_defaul
 from normexp.training.config.keys import with_values
 from normexp.training.config.spec import CellSpec
 from normexp.training.data.dataset import attach_prediction, without_samples
+from normexp.training.data.views import crop_centre
 from normexp.training.fit import evaluate
 from normexp.training.module import Recorder
 from normexp.training.recipe import recipe_of
@@ -107,9 +108,11 @@ def recorded_spec(cell_dir: Path, result: Result, changes: Mapping[str, Any]) ->
         ) from error
     values = {**shipped_config(), **values}  # a key may have been added since
     choices = choices_of(result)
-    for group in set(PARTS) - changes.keys():  # a class that ships may have moved since
+    for group in set(PARTS) - changes.keys():  # a class may have moved since, a key been added
         if shipped := shipped_defaults(group, choices[group]):
-            values[group]["_target_"] = shipped["_target_"]
+            removed = {key for key in shipped if f"~{key}" in result.defines.get(group, {})}
+            added = {key: value for key, value in shipped.items() if key not in removed}
+            values[group] = {**added, **values[group], "_target_": shipped["_target_"]}
     return CellSpec(values, choices)
 
 
@@ -190,12 +193,14 @@ def _decompose(cell: Cell, replicas: Replicas) -> list[dict[str, float]]:
     parts = [part for part in parts if len(part) == size]
     dtype, pairs = next(replicas.parameters()).dtype, []
     for batch in map(data.test.gather, parts):
+        if data.crop is not None:
+            crop_centre(batch, data.crop)
         batch["inputs"] = data.model_inputs(batch["inputs"], dtype)
         pairs.append((model_arguments(batch), batch))
 
     def loss(output: Tensor, batch: Batch) -> Tensor:
         criterion, targets = cell.recipe.criterion, batch["targets"]
-        return criterion.loss(output, batch) / max(1, int(criterion.num_targets(targets[None])))
+        return criterion.loss(output, batch) / (float(criterion.num_targets(targets[None])) or 1)
 
     count, networks = {"num_samples": len(parts) * size}, range(replicas.num_replicas)
     try:

@@ -19,6 +19,7 @@ from normexp.training.batching.replicas import Batch, model_arguments
 from normexp.training.checks.probe import Probe, fixed_draws
 from normexp.training.config.sizes import Sizes
 from normexp.training.data.dataset import Data
+from normexp.training.data.views import crop_centre
 from normexp.words import name_some
 
 PROBE_SAMPLES = 4
@@ -30,6 +31,8 @@ NETWORK_CUTS = 4  # of a text, into before and after
 def probe_batch(data: Data, num_samples: int) -> Batch:
     """The first training samples, as a model receives them."""
     batch = data.train.gather(torch.arange(min(num_samples, len(data.train))))
+    if data.crop is not None:
+        crop_centre(batch, data.crop)
     batch["inputs"] = data.model_inputs(batch["inputs"])
     return batch
 

@@ -19,6 +19,7 @@ from normexp.training.checks.preflight import Traits, single_valued
 from normexp.training.checks.probe import fixed_draws
 from normexp.training.config.slots import PLACES, set_but_unused
 from normexp.training.data.dataset import Data
+from normexp.training.data.views import View, refuse_empty_centre, refuse_side
 from normexp.training.models.build import NetworkBuilder
 from normexp.training.optimizer import can_train_a_stack
 from normexp.training.recipe import Recipe
@@ -156,6 +157,28 @@ def check_norm_batch_size(recipe: Recipe) -> None:
             f"norm_batch_size={typed}: each of {num_devices} devices has {most} samples of each "
             f"forward; try norm_batch_size={most}, or norm=sync"
         )
+
+
+def check_view(view: View, network: nn.Module, data: Data) -> None:
+    """Refuses a size of images that a data set lacks, or that the network cannot be shown."""
+    key = f"evaluate_at={view.name}"
+    refuse_side(data, view.side, key)
+    if view.crop is not None:
+        refuse_empty_centre(data, view.crop, key)
+    sides = (view.side, view.side) if view.side else data.stored_shape[1:]
+    is_map = data.task == "segmentation"
+    wanted = (2, data.num_outputs, *(sides if is_map else ()))
+    images = torch.zeros(2, data.input_shape[0], *sides)
+    try:
+        with fixed_draws(), torch.no_grad():
+            output = copied(network).eval()(images)
+        if tuple(output.shape) != wanted:
+            raise ValueError(f"it returns {tuple(output.shape)}, not {wanted}")
+    except Exception as error:  # foreign code may raise anything
+        raise UserError(
+            f"{key}: the network cannot be shown images of {sides[0]}x{sides[1]} "
+            f"({one_line(error)}); drop it, or try another size or network"
+        ) from error
 
 
 def check_evaluation(recipe: Recipe, data: Data, traits: Traits) -> None:

@@ -21,6 +21,8 @@ from normexp.training.records.files import expand_path
 MISSING = "???"  # in a config: a value that must be given
 OPEN = (*CUSTOM_GROUPS, "logger", "experiment")  # groups of any keys
 PATHS = ("runs_dir", "data_dir", "data.data_dir", "data.root", "data.path", "model.weights")
+# What an evaluation shows of images, see data/views.py; a stride leaves nothing out.
+VIEW = re.compile(r"whole|[1-9]\d*|tiles(?P<tile>[1-9]\d*)(?:stride(?P<stride>[1-9]\d*))?")
 LONGEST_NAME = 200  # bytes; file systems allow 255, and derived names are longer
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -40,6 +42,14 @@ def _name(text: str) -> str:
     return text
 
 
+def _view(value: Any) -> str:
+    text = str(value)
+    found = VIEW.fullmatch(text)
+    if found is None or int(found["stride"] or 0) > int(found["tile"] or 0):
+        raise ValueError("must be a list of whole, pixels, or tiles, as in [whole,32,tiles32]")
+    return text
+
+
 def _list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -56,9 +66,13 @@ Text = Annotated[str, Field(min_length=1)]
 Name = Annotated[str, AfterValidator(_name)]
 Folder = Annotated[Text, AfterValidator(expand_path)]
 Counts = Annotated[list[Count], Field(min_length=1), AfterValidator(_distinct)]
+Weights = Annotated[list[NotNegative], Field(min_length=2)]
 Texts = Annotated[list[Text], Field(min_length=1), AfterValidator(_distinct)]
 Statistic = Literal["running", "precise", "own_share", "batch"]
 Statistics = Annotated[list[Statistic], Field(min_length=1), AfterValidator(_distinct)]
+Views = Annotated[
+    list[Annotated[Any, AfterValidator(_view)]], Field(min_length=1), AfterValidator(_distinct)
+]
 Names = Annotated[
     list[Name], Field(min_length=1), AfterValidator(_distinct), BeforeValidator(_list)
 ]
@@ -132,11 +146,15 @@ class NormKeys(SlotKeys, TargetKeys):
     # An id counts these two in norm_batch_size.
     mixes_samples: Annotated[bool | None, NOT_IN_ID] = None
     synchronized: Annotated[bool | None, NOT_IN_ID] = None
+    track_running_stats: Annotated[bool | None, FOR_TARGET] = None
 
     @property
     def may_mix_samples(self) -> bool:
-        """False if declared not to mix samples, so that nothing splits its statistics."""
-        return self.mixes_samples is not False
+        """False if declared not to mix samples, so that nothing splits its statistics.
+
+        Running averages pool samples, whatever an output reads.
+        """
+        return self.mixes_samples is not False or self.track_running_stats is True
 
 
 class ModelKeys(TargetKeys):
@@ -146,6 +164,7 @@ class ModelKeys(TargetKeys):
 
 class DataKeys(TargetKeys):
     limit_train: Annotated[Count | None, Key("samples, for texts blocks", implied=None)] = None
+    crop: Annotated[Count | None, Key("pixels", implied=None)] = None
     order: Annotated[Literal["shuffled", "sorted"] | None, Key(implied="shuffled")] = None
     data_dir: Annotated[Text | None, Key(in_id=False, goes_to_target=True)] = None
     path: Annotated[Text | None, FOR_TARGET] = None
@@ -196,6 +215,7 @@ class Settings(SlotKeys):
     lr_rule: Annotated[Literal["none", "linear", "sqrt", "momentum_aware"], NOT_PROBED]
     base_batch_size: Annotated[Count, Key(SAMPLES, is_probed=False)]
     max_grad_norm: Annotated[Positive | None, NOT_PROBED]
+    class_weights: Annotated[Weights | None, NOT_PROBED]
     seed: Annotated[Index, NOT_IN_ID]
     replicas: Annotated[Replicas, NOT_IN_ID]
     study: Annotated[Name, NOT_IN_ID]
@@ -218,6 +238,7 @@ class Settings(SlotKeys):
     evaluate_with: Annotated[Statistics, NOT_IN_ID]
     precise_samples: Annotated[Several, Key(SAMPLES, in_id=False)]
     evaluate_batch_sizes: Annotated[Counts | None, Key(SAMPLES, in_id=False)]
+    evaluate_at: Annotated[Views | None, NOT_IN_ID]
     evaluate_every_epoch: Annotated[bool, NOT_IN_ID]
     allow_leak: Annotated[bool, NOT_IN_ID]
     norm: NormKeys

@@ -29,6 +29,7 @@ from normexp.training.config.keys import (
     Several,
     Statistics,
     Text,
+    Views,
     value_at,
 )
 from normexp.words import as_typed, suggest
@@ -42,6 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "evaluate_with": Optional[Statistics],
         "precise_samples": Several,
         "evaluate_batch_sizes": Optional[Counts],
+        "evaluate_at": Optional[Views],
     },
     "report": {
         "study": Optional[Names],

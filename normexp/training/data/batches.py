@@ -74,7 +74,7 @@ class TrainingBatches:
             batch = self.data.train.gather(indices, self._offset)
             if augmentation is not None:
                 num_samples = indices.shape[1]
-                augmentation.apply_to(batch, draws[step, :, :num_samples])
+                augmentation.apply_to(batch, draws[step, :, :num_samples], self.data.crop)
             batch["inputs"] = self.data.model_inputs(batch["inputs"], dtype)
             yield batch
 

@@ -17,6 +17,7 @@ from normexp.training.data.dataset import (
     limit_train,
     validate,
 )
+from normexp.training.data.views import with_crop
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +25,9 @@ logger = logging.getLogger(__name__)
 def build_data(values: Mapping[str, Any]) -> Data:
     """The data set that the values of `data` name, checked, on the CPU.
 
-    Two values are normexp's own and no argument of the target: `limit_train`, the number of
-    training samples to keep, and `order`, that of the samples within each batch.
+    Some values are normexp's own and no argument of the target: `limit_train`, the number of
+    training samples to keep, `order`, that of the samples within each batch, and `crop`, the pixels
+    that networks see of an image.
     """
     own, knobs = separate("data", values)
     data = read_target(knobs, "data").make(Data)
@@ -34,6 +36,8 @@ def build_data(values: Mapping[str, Any]) -> Data:
     validate(data)
     if own.get("limit_train") is not None:
         data = limit_train(data, own["limit_train"], knobs.get("split_seed", 0))
+    if own.get("crop") is not None:
+        data = with_crop(data, own["crop"])
     for line in chain(describe_missing(data), describe_copies(data)):
         logger.warning(line)
     return data

@@ -112,8 +112,9 @@ class Data:
 
     Args:
         num_outputs: number of classes, or of distinct tokens for language modelling.
-        input_shape: (C, H, W) for images, (F,) for rows, (T,) for tokens.
+        input_shape: of a sample as networks see it: (C, H, W), (F,) for rows, (T,) for tokens.
         mean, std: per channel or feature, of inputs / divisor; None for tokens.
+        crop: side of the part that networks see of images, see views.py; None: they see all.
         divisor: 255 for images, whose mean and std are in 0..1 units; 1 for rows.
         vocab_size: number of distinct tokens; None for images and rows.
         bytes_per_token: UTF-8 bytes per token of each split; language modelling only.
@@ -145,6 +146,7 @@ class Data:
     class_names: tuple[str, ...] | None = None
     order: Literal["shuffled", "sorted"] = "shuffled"
     divisor: int = 255
+    crop: int | None = None
 
     def __post_init__(self) -> None:
         if not self.digest:
@@ -171,6 +173,11 @@ class Data:
     @property
     def device(self) -> torch.device:
         return self.train.tensors[0].device
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Of a sample before `crop`."""
+        return tuple(self.train.tensors[0].shape[1:])
 
     @property
     def splits(self) -> dict[str, Any]:

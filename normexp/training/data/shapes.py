@@ -21,7 +21,7 @@ NUM_THINGS = 5  # drawn into an image
 NUM_KINDS = 7  # of things: a bar of clutter in place of class 0, four shapes, and two that are none
 # Added to the colour of a shape; a bar has that of any, so that colour alone does not tell them.
 TINTS = torch.tensor([(60, 0, 0), (0, 60, 0), (0, 0, 60), (60, 60, 0)]).int()
-ONE_IN_EMPTY = 10  # images hold no shape
+ONE_IN_EMPTY = 10  # images of test hold no shape
 LEAST_SIZE = 24  # pixels
 BLOCK = 64  # images that are drawn at once, which stay in the cache of a core
 # Directions as whole numbers of length TURN, spread over a half circle.
@@ -34,6 +34,7 @@ def load_shapes(
     num_images: int,
     num_test: int,
     size: int,
+    one_in_empty: int | None,
     val_fraction: float,
     split_seed: int,
     augmentation: Augmentation | None,
@@ -42,25 +43,29 @@ def load_shapes(
 
     Discs, rings, squares and triangles, striped, at any angle and each kind in a tint of its own,
     hide each other and are hidden by bars in the same tints, over blocks of other colours; the
-    light of an image is bright or dim, and brighter at one side. One image in ten holds no shape. A
-    pixel whose left or upper neighbour is of another class has none itself (255). The images are
-    the same for every seed.
+    light of an image is bright or dim, and brighter at one side. One test image in ten holds no
+    shape. A pixel whose left or upper neighbour is of another class has none itself (255). The
+    images are the same for every seed.
 
     Args:
         num_images: of train and val.
         num_test: images.
         size: pixels of a side.
+        one_in_empty: one image of train and val in so many holds no shape; None: all hold some.
 
     Raises:
-        UserError: no image, or images too small for the shapes.
+        UserError: no image, images too small for the shapes, or none with a shape.
     """
     if size < LEAST_SIZE:
         raise UserError(f"data.size={size} is too small for the shapes; try data.size={LEAST_SIZE}")
     for key, value in {"num_images": num_images, "num_test": num_test}.items():
         if value < 1:
             raise UserError(f"data.{key}={value} must be a whole number above 0")
+    if one_in_empty is not None and one_in_empty < 2:
+        raise UserError(f"data.one_in_empty={one_in_empty} leaves no shape; try 2 or more, or null")
     with suitable_threads():  # several would wait for each other at every small tensor
-        train, test = _draw_all(num_images, size, stream=0), _draw_all(num_test, size, stream=1)
+        train = _draw_all(num_images, size, one_in_empty, stream=0)
+        test = _draw_all(num_test, size, ONE_IN_EMPTY, stream=1)
     return build_image_data(
         "shapes",
         train,
@@ -73,20 +78,21 @@ def load_shapes(
     )
 
 
-def _draw_all(num_images: int, size: int, stream: int) -> Examples:
+def _draw_all(num_images: int, size: int, one_in_empty: int | None, stream: int) -> Examples:
     source, blocks = generator(TEST_SEED, "shapes", stream), []
     for first in range(0, num_images, BLOCK):
-        blocks.append(_draw(Draws(min(BLOCK, num_images - first), size, source)))
+        blocks.append(_draw(Draws(min(BLOCK, num_images - first), size, source), one_in_empty))
     images, masks = zip(*blocks, strict=True)
     return Examples(torch.cat(images), torch.cat(masks))
 
 
-def _draw(draws: Draws) -> tuple[Tensor, Tensor]:
+def _draw(draws: Draws, one_in_empty: int | None) -> tuple[Tensor, Tensor]:
     """Images and their masks: one thing after another, each over those before it."""
     size = draws.size
     images = draws.colours() + draws.blocks()
     masks = images.new_zeros(len(images), size, size)
-    is_empty = draws.below(ONE_IN_EMPTY) == 0  # (N, 1, 1)
+    is_empty = draws.below(one_in_empty or ONE_IN_EMPTY) == 0  # (N, 1, 1)
+    is_empty &= torch.tensor(one_in_empty is not None)
     for _ in range(NUM_THINGS):
         kind = draws.below(NUM_KINDS)
         inside = draws.things(kind) & ((kind == 0) | ~is_empty)

@@ -1,9 +1,9 @@
 """samples.npz: the score of a run on each test sample, so that runs can be compared by sample.
 
-One array for each kind of test statistics (`running`, `precise`, `batch32`), in the order of the
-test split. For classification: correct or not, stored as packed bits beside their number. For
-segmentation: the mean IoU of each image; for a language model: the mean loss per token of each
-sequence; both float32.
+One array for each kind of test statistics (`running`, `precise`, `batch32`) and each size of images
+(`tiles32`), in the order of the test split. For classification: correct or not, stored as packed
+bits beside their number. For segmentation: the mean IoU of each image; for a language model: the
+mean loss per token of each sequence; both float32.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from hydra.core.override_parser.types import Override
 from normexp.errors import UserError
 from normexp.training.config.choices import parse_overrides, words_of
 from normexp.training.config.command import Command, is_searched
-from normexp.training.config.keys import KEYS, in_identity, is_read
+from normexp.training.config.keys import KEYS, VIEW, in_identity, is_read
 from normexp.training.config.spec import CellSpec
 from normexp.training.config.validate import check_keys
 from normexp.training.search.space import Space, read_space
@@ -65,7 +65,7 @@ class Search:
         tune, study = self.base["tune"], f"{self.base['study']}-search"
         changes = {"study": study, "seed": tune["first_seed"], "replicas": tune["seeds"]}
         if "@" not in (tune["metric"] or ""):
-            changes["evaluate_with"] = ["running"]
+            changes |= {"evaluate_with": ["running"], "evaluate_at": None}
         return replace(cell, config=cell.config | changes)
 
 
@@ -104,15 +104,19 @@ def plan_searches(command: Command) -> list[Search]:
 
 def check_settings(config: Mapping[str, Any]) -> None:
     """Raises UserError for `tune` keys that contradict each other or the report's seeds."""
-    others = ("seed", "replicas", "study", "runs_dir", "evaluate_with")
+    others = ("seed", "replicas", "study", "runs_dir", "evaluate_with", "evaluate_at")
     own = [key for key in KEYS if key.startswith(("tune.", "trainer."))]
     check_keys(config, [*own, *others])
     tune = config["tune"]
     metric = tune["metric"]
     name, at, statistics = (metric or OF_VALIDATION[0]).partition("@")
-    kind = statistics.rstrip("0123456789")  # batch32 is a kind of batch
-    if at and kind not in config["evaluate_with"]:
-        raise UserError(f"tune.metric={metric}: needs evaluate_with=[running,{kind or '...'}]")
+    if VIEW.fullmatch(statistics):
+        if statistics not in map(str, config["evaluate_at"] or ()):
+            raise UserError(f"tune.metric={metric}: needs evaluate_at=[{statistics}]")
+    elif at:
+        kind = statistics.rstrip("0123456789")  # batch32 is a kind of batch
+        if kind not in config["evaluate_with"]:
+            raise UserError(f"tune.metric={metric}: needs evaluate_with=[running,{kind or '...'}]")
     if name not in OF_VALIDATION:
         why = "nothing is chosen on test or training data"
         raise UserError(f"tune.metric={metric}: {why}; try {name_some(OF_VALIDATION)}")

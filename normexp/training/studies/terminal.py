@@ -69,7 +69,7 @@ def without_shared_words(titles: Sequence[str]) -> tuple[list[str], list[str]]:
 def print_evaluations(
     contents: Contents, title: str, *, why_nothing: str, invalid: str | None
 ) -> None:
-    """Prints a table with a row per kind of statistics: mean and standard deviation over seeds.
+    """Prints a table with a row per kind of evaluation: mean and standard deviation over seeds.
 
     Args:
         why_nothing: printed if there is no number.
@@ -94,7 +94,7 @@ def print_evaluations(
         [kind, *(mean_words(values.get(name, []), len(contents)) for name in names)]
         for kind, values in by_kind.items()
     ]
-    console.print(text_table(["statistics", *names], rows))
+    console.print(text_table(["evaluation", *names], rows))
 
 
 def print_summary(state: CellState) -> None:
