@@ -153,6 +153,7 @@ def load_report(
     metric: str | None = None,
     tolerance: float | None = None,
     reference: str | None = None,
+    tries: int | None = None,
 ) -> Report:
     """What the report of a study says: its cells, and every comparison with interval and verdict.
 
@@ -161,7 +162,7 @@ def load_report(
 
     Args:
         study: a name, or several.
-        metric, tolerance, reference: as in `python -m normexp.report`.
+        metric, tolerance, reference, tries: as in `python -m normexp.report`.
 
     Raises:
         normexp.errors.UserError: a study that is missing or has no ended run, or a metric that no
@@ -171,7 +172,7 @@ def load_report(
     from normexp.training.studies.report import read_report
 
     names = [study] if isinstance(study, str) else study
-    options = {"metric": metric, "tolerance": tolerance, "reference": reference}
+    options = {"metric": metric, "tolerance": tolerance, "reference": reference, "tries": tries}
     for key, value in {"study": names, **options}.items():
         check_value(key, value, OPTIONS["report"][key])
     report = read_report(Path(runs_dir).expanduser(), names, **options)

@@ -204,7 +204,8 @@ def _family_note(metric: Metric, comparisons: Sequence[Comparison]) -> str:
     if not size:
         return ""
     count = format_count(size, "comparison")
-    note = f"Positive: the first is better. Verdicts: corrected for {count} (5 % for all of them)"
+    alpha = f"{100 * comparisons[0].slice.alpha:.2g} % for all of them"
+    note = f"Positive: the first is better. Verdicts: corrected for {count} ({alpha})"
     if metric.tolerance:
         note += f"; tie: shown to be within {metric.tolerance:g} {metric.unit}".rstrip()
     note += "."

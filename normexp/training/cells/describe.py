@@ -8,13 +8,12 @@ from torch import nn
 
 from normexp.any_network.weights import Weights
 from normexp.training.checks.preflight import Traits
-from normexp.training.config.groups import OPTIONAL_GROUPS, PARTS
-from normexp.training.config.identity import NO_SHIPPED_SCHEDULE, packages_of
+from normexp.training.config.identity import packages_of
 from normexp.training.config.spec import CellSpec
 from normexp.training.criterion import chance_of
 from normexp.training.data.dataset import Data, describe_data
 from normexp.training.recipe import Recipe
-from normexp.training.records.result import Measured, Result
+from normexp.training.records.result import Measured
 
 # Of a network, in the records of its runs.
 RECORDED_TRAITS = (
@@ -118,14 +117,3 @@ def measured_of(network: nn.Module, data: Data, traits: Traits) -> Measured:
         num_parameters=sum(p.numel() for p in network.parameters()),
         data_set=describe_data(data),
     )
-
-
-def choices_of(result: Result) -> dict[str, str]:
-    """The choice in each config group of a recorded cell, as `compose_cell` returned them."""
-    groups = [group for group in (*PARTS, *OPTIONAL_GROUPS) if group in result.settings]
-    choices = {
-        group: result.defines.get(group, {}).get("choice", result.settings[group])
-        for group in groups
-    }
-    shipped_schedule = result.settings.get("optim.schedule", NO_SHIPPED_SCHEDULE["schedule"])
-    return {"schedule": shipped_schedule, **choices}

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from torch import Tensor, nn
 
 from normexp.any_network.diagnosis import TERMS, decompose
@@ -20,19 +19,17 @@ from normexp.errors import UserError, one_line
 from normexp.norms.site import load_as_built
 from normexp.training.batching.replicas import Batch, Replicas, model_arguments
 from normexp.training.cells.cell import Cell, make_builder, prepare_cell
-from normexp.training.cells.describe import choices_of
 from normexp.training.cells.module import arrange_replicas, build_module
 from normexp.training.config.compose import refuse_missing_values
-from normexp.training.config.groups import PARTS, shipped_config, shipped_defaults
+from normexp.training.config.groups import shipped_defaults
 from normexp.training.config.keys import with_values
-from normexp.training.config.spec import CellSpec
+from normexp.training.config.recorded import recorded_spec
 from normexp.training.data.dataset import attach_prediction, without_samples
 from normexp.training.fit import evaluate
 from normexp.training.module import Recorder
 from normexp.training.recipe import recipe_of
 from normexp.training.records.files import ensure_writable, read_json, write_json
 from normexp.training.records.layout import (
-    CONFIG_FILE,
     EVALUATION_FILE,
     RESULT_FILE,
     WEIGHTS_FILE,
@@ -84,33 +81,6 @@ def load_run(run_dir: Path) -> nn.Module:
     load_weights(network, file, precision=recipe.settings.trainer.precision)
     attach_prediction(network, data)
     return network.eval()
-
-
-def recorded_spec(cell_dir: Path, result: Result, changes: Mapping[str, Any]) -> CellSpec:
-    """The cell of a folder.
-
-    Args:
-        result: of one of its runs.
-        changes: values in place of those in its config.yaml.
-
-    Raises:
-        UserError: a torn or foreign file.
-    """
-    path = cell_dir / CONFIG_FILE
-    try:
-        values = with_values(yaml.safe_load(path.read_text(encoding="utf-8")), changes)
-        assert all(values[part] for part in (*PARTS, "trainer"))
-    except (yaml.YAMLError, AssertionError, KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{path} cannot be read ({one_line(error)}); remove the cell's folder and train it "
-            "again"
-        ) from error
-    values = {**shipped_config(), **values}  # a key may have been added since
-    choices = choices_of(result)
-    for group in set(PARTS) - changes.keys():  # a class that ships may have moved since
-        if shipped := shipped_defaults(group, choices[group]):
-            values[group]["_target_"] = shipped["_target_"]
-    return CellSpec(values, choices)
 
 
 def load_weights(network: nn.Module, path: Path, *, precision: str) -> None:

@@ -13,7 +13,13 @@ import numpy as np
 
 from normexp.errors import UserError
 from normexp.training.records.archive import Archive
-from normexp.training.records.journal import CommandEntry, Entry, Request, read_entries
+from normexp.training.records.journal import (
+    CommandEntry,
+    Entry,
+    Request,
+    confirmations_of,
+    read_entries,
+)
 from normexp.training.records.layout import (
     METRICS_FILE,
     RESULT_FILE,
@@ -36,6 +42,7 @@ from normexp.training.records.samples import read_samples
 from normexp.training.records.study import read_study
 from normexp.verdicts.rows import (
     Config,
+    Confirmation,
     PlannedCell,
     Point,
     RefusedCell,
@@ -154,9 +161,17 @@ def _add_commands(
 ) -> None:
     """Adds what the commands of a study asked for. search_entries: lines of NAME-search."""
     commands = [entry for entry in entries if isinstance(entry, CommandEntry)]
-    for command in commands:
+    confirmed: dict[str, set[int]] = defaultdict(set)  # by cell, the seeds of all confirmations
+    for number, found in enumerate(confirmations_of(commands), start=1):
+        finalists, seeds = tuple(found.finalists), frozenset(found.seeds)
+        rows.confirmations.append(Confirmation(study, number, found.baseline, finalists, seeds))
+        for cell in found.cells:
+            confirmed[cell] |= seeds
+    for number, command in enumerate(commands):
         for cell, asked in command.cells.items():
-            rows.asked.setdefault((study, cell), []).append(sorted(asked.seeds))
+            if seeds := sorted({*asked.seeds} - confirmed[cell]):
+                rows.asked.setdefault((study, cell), []).append(seeds)
+                rows.commands.setdefault((study, cell), number)
     trials = [entry for entry in search_entries if isinstance(entry, CommandEntry)]
     if not trials and study.endswith("-search"):  # its own cells are points of a search
         return
@@ -202,6 +217,7 @@ def join_paths(rows: Rows) -> Rows:
         by_cell[run.study, run.cell_id].append(run)
     asked = dict(rows.asked)
     first_ids: dict[tuple[str, Any], str] = {}  # by study and what defines the training
+    new_ids: dict[tuple[str, str], str] = {}
     joined: dict[tuple[str, str, int], Row] = {}
     renamed: dict[str, dict[Any, Any]] = {key: {} for key in PLACES}
     for (study, cell_id), runs in by_cell.items():
@@ -214,6 +230,7 @@ def join_paths(rows: Rows) -> Rows:
         defines = max((run.typed for run in changed), key=len)
         content = comparable(defines) if new_paths else cell_id
         first_id = first_ids.setdefault((study, content), cell_id)
+        new_ids[study, cell_id] = first_id
         of_cell = asked.pop((study, cell_id), [[run.seed for run in runs]])
         asked[study, first_id] = [*asked.get((study, first_id), []), *of_cell]
         for run in changed:
@@ -225,7 +242,21 @@ def join_paths(rows: Rows) -> Rows:
             if config.get(key) in new:
                 config[key] = new[config[key]]
         planned.append(replace(cell, config=config))
-    return replace(rows, runs=[*joined.values()], asked=asked, planned=planned)
+    commands: dict[tuple[str, str], int] = {}
+    for (study, cell_id), number in rows.commands.items():
+        commands.setdefault((study, new_ids.get((study, cell_id), cell_id)), number)
+    confirmations = []
+    for found in rows.confirmations:
+        baseline, *finalists = (new_ids.get((found.study, id_), id_) for id_ in found.cells)
+        confirmations.append(replace(found, baseline=baseline, finalists=tuple(finalists)))
+    return replace(
+        rows,
+        runs=[*joined.values()],
+        asked=asked,
+        commands=commands,
+        confirmations=confirmations,
+        planned=planned,
+    )
 
 
 def _with_paths(run: Row, paths: Config) -> Row:
