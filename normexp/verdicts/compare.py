@@ -117,7 +117,7 @@ def compare(
         of_slice = [*_comparisons_of(slice_, reference)]
         comparisons += of_slice
         family_sizes[slice_.family] += sum(comparison.is_comparable for comparison in of_slice)
-        for size in slice_.compared_at:
+        for size in slice_.compared_at if slice_.has_marks else ():
             # The marks of a ranking are tests as well, see Ranking.
             family_sizes[slice_.family] += math.ceil(max(len(slice_.at(size)) - 2, 0) / 2)
     judged = []
@@ -358,7 +358,7 @@ def _rank_at(slice_: Slice, size: int, with_reference: Mapping[str, Comparison])
         if arm not in with_reference or with_reference[arm].verdict is not None
     ]
     may_be_best: dict[str, bool] = {}
-    for arm in ranked if len(ranked) > 1 else ():
+    for arm in ranked if len(ranked) > 1 and slice_.has_marks else ():
         may_be_best[arm] = not compared[arm].is_at_chance
         for rival in ranked:
             if levels[rival] > levels[arm]:

@@ -96,7 +96,8 @@ class Report:
         if missing := sum(cell.num_missing for cell in self.cells):
             words += f"; {format_count(missing, 'run')} missing"
         runs = format_count(statuses.total(), "run")
-        return f"{format_count(len(self.cells), 'cell')}, {runs}: {words}"
+        cells = {cell.directory for cell in self.cells}  # a confirmed try has runs of two kinds
+        return f"{format_count(len(cells), 'cell')}, {runs}: {words}"
 
     def comparisons_of(self, slice_: Slice) -> list[Comparison]:
         return [comparison for comparison in self.comparisons if comparison.slice is slice_]

@@ -14,6 +14,7 @@ from normexp.verdicts.arms import compared_keys, family_of, order_arms, with_arm
 from normexp.verdicts.cells import CellRuns, metric_names, settings_key
 from normexp.verdicts.family import ALPHA
 from normexp.verdicts.metric import PREFERRED, Metric, choose_metric
+from normexp.verdicts.settings import SETUP
 from normexp.words import format_count
 
 # What is recorded of the environment and named where runs differ in it.
@@ -58,6 +59,11 @@ class Slice:
     def arm_key(self) -> str:
         """The setting that is compared: `norm`."""
         return self.cells[0].roles.arm
+
+    @property
+    def has_marks(self) -> bool:
+        """True if arms that may be the best are marked; setups meet their baseline alone."""
+        return self.arm_key != SETUP
 
     @property
     def heading(self) -> str:

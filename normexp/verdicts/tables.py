@@ -233,7 +233,8 @@ def ranking_table(rankings: Sequence[Ranking], comparisons: Sequence[Comparison]
     at = f", by {AXIS_WORDS[slice_.axis]}" if has_sizes else slice_.at_words(rankings[0].size)
     references = " or ".join(dict.fromkeys(ranking.reference for ranking in rankings))
     caption = f"{label}{at}, against {references}"
-    note = f"{NOTE} {_family_note(slice_.metric, comparisons)}".strip()
+    notes = [NOTE] if slice_.has_marks else []
+    note = " ".join([*notes, _family_note(slice_.metric, comparisons)]).strip()
     return table_of(f"ranking_{slice_.slug}", caption, rows, note=note)
 
 

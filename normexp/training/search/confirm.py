@@ -79,7 +79,7 @@ def _words(confirms: Confirms, number: int, setups: Setups) -> str:
     names = {cell.directory.name: cell.arm for cell in setups.cells}
     finalists = " and ".join(names[cell] for cell in confirms.finalists)
     seeds = f"seeds {confirms.seeds[0]} to {confirms.seeds[-1]}"
-    alpha = f"{100 * alpha_of(number):.2g} %"
+    alpha = f"{100 * alpha_of(number):.1f} %"
     return (
         f"confirmation {number}: {finalists} against {names[confirms.baseline]}, {seeds}; "
         f"it spends {alpha}"
