@@ -72,7 +72,7 @@ def _of_tries(slice_: Slice, cells: Sequence[CellRuns]) -> str:
         words += f" runs_dir={folder.parent}"
     return (
         f"{numbers}, no verdict: each command may have followed from the results of those before. "
-        f"Confirm the best on unused seeds: python -m normexp.confirm {words} best=2. If all were "
+        f"Confirm the best on unused seeds: python -m normexp.confirm {words}. If all were "
         f"planned before the first result: python -m normexp.report {words} tries={num_tries}."
     )
 

@@ -129,7 +129,8 @@ def rank_tries(setups: Setups, metric: Metric) -> list[CellRuns]:
         is_whole = bool(values) and cell.wanted <= values.keys()
         if is_whole and not cell.invalid and not unlike(cell, setups.baseline):
             mean, _ = over_seeds([*values.values()])
-            ranked.setdefault(tuple(values.items()), (metric.sign * mean, cell))
+            training = tuple((run.seed, run.metrics.get(metric.name)) for run in cell.runs)
+            ranked.setdefault(training, (metric.sign * mean, cell))
     return [cell for _, cell in sorted(ranked.values(), key=lambda pair: -pair[0])]
 
 
