@@ -161,6 +161,8 @@ def prepare_cell(spec: CellSpec, prepared: Prepared | None = None) -> Cell:
         if traits.norms_mix_samples and not spec.settings.norm.may_mix_samples:
             where = traits.mixing
             raise UserError(f"norm.mixes_samples=false: samples are mixed at {where}; drop the key")
+        if traits.keeps_padding:
+            build = replace(build, norm=build.norm.keeping_padding())
         recipe = replace(
             recipe,
             mixes_samples=traits.mixes_samples,
