@@ -14,6 +14,7 @@ from normexp.training.criterion import chance_of
 from normexp.training.data.dataset import Data, describe_data
 from normexp.training.recipe import Recipe
 from normexp.training.records.result import Measured
+from normexp.training.records.source import source_files
 
 # Of a network, in the records of its runs.
 RECORDED_TRAITS = (
@@ -61,7 +62,13 @@ def notes_of(spec: CellSpec, recipe: Recipe, traits: Traits, alone: str | None) 
     if typed != "norm_batch_size=null" and not traits.mixes_samples:
         notes.append(f"norm={norm} does not mix samples, so norm_batch_size has no effect")
         if spec.settings.norm.may_mix_samples:
-            notes[-1] += "; to train it once, declare mixes_samples: false in its YAML"
+            is_own = source_files(spec.config["norm"]["_target_"])
+            way = (
+                "set `mixes_samples = False` in its class"
+                if is_own
+                else "add norm.mixes_samples=false"
+            )
+            notes[-1] += f"; to train it once for all sizes, {way}"
     running_from = settings.norm.running_from
     if running_from != "step" and not traits.mixes_samples:
         notes.append(f"norm={norm} does not mix samples, so norm.running_from has no effect")
