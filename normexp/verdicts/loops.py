@@ -20,11 +20,18 @@ from typing import Any
 
 from normexp.verdicts.arm_at_size import ArmAtSize
 from normexp.verdicts.arms import compared_keys, family_of
-from normexp.verdicts.cells import DIGESTS, CellRuns, metric_names, setting_words, unlike
+from normexp.verdicts.cells import (
+    DIGESTS,
+    CellRuns,
+    metric_names,
+    setting_words,
+    settings_key,
+    unlike,
+)
 from normexp.verdicts.compare import DIFFERENCE, Comparison
 from normexp.verdicts.family import ALPHA
 from normexp.verdicts.metric import Metric, choose_metric, describe_metric, over_seeds
-from normexp.verdicts.rows import Confirmation, comparable
+from normexp.verdicts.rows import Confirmation
 from normexp.verdicts.settings import SETUP
 from normexp.verdicts.slices import Slice
 from normexp.verdicts.tables import Table, table_of
@@ -44,12 +51,10 @@ class Setups:
 
     cells: the baseline, then the others in the order in which they were asked for
     confirmation: None for a loop
-    num_confirmations: of the tries of a loop
     """
 
     cells: Sequence[CellRuns]
     confirmation: Confirmation | None = None
-    num_confirmations: int = 0
 
     @property
     def baseline(self) -> CellRuns:
@@ -66,24 +71,19 @@ def find_setups(cells: Sequence[CellRuns], *, are_planned: bool) -> list[Setups]
     cells: labelled
     are_planned: all tries were planned before the first, so there are no loops but confirmed ones
     """
-    confirmed: dict[tuple[str, int], list[CellRuns]] = {}
+    confirmed: dict[Confirmation, list[CellRuns]] = {}
     for cell in cells:
         if cell.confirmation:
-            key = (cell.study, cell.confirmation.number)
-            confirmed.setdefault(key, []).append(cell)
+            confirmed.setdefault(cell.confirmation, []).append(cell)
     found = []
-    for of_one in confirmed.values():
-        confirmation, folders = of_one[0].confirmation, {cell.directory.name for cell in of_one}
-        if confirmation and {*confirmation.cells} <= folders:  # none was removed
+    for confirmation, of_one in confirmed.items():
+        if {*confirmation.cells} <= {cell.directory.name for cell in of_one}:  # none was removed
             found.append(_setups(of_one, confirmation.baseline, confirmation))
+    folders = {cell.directory for of_one in confirmed.values() for cell in of_one}
     for family in _families(cells):
-        numbers = {
-            key[1]
-            for key, of_one in confirmed.items()
-            if {cell.directory for cell in of_one} & {cell.directory for cell in family}
-        }
-        if numbers or (not are_planned and is_loop(family)):
-            found.append(replace(_setups(family), num_confirmations=len(numbers)))
+        is_confirmed = any(cell.directory in folders for cell in family)
+        if is_confirmed or (not are_planned and is_loop(family)):
+            found.append(_setups(family))
     return found
 
 
@@ -112,7 +112,7 @@ def is_loop(cells: Iterable[CellRuns]) -> bool:
     first_commands: dict[Hashable, int] = {}
     for cell in cells:
         if cell.command is not None:
-            place = (cell.arm, comparable(cell.separating))
+            place = (cell.arm, settings_key(cell))
             first = first_commands.setdefault(place, cell.command)
             first_commands[place] = min(first, cell.command)
     return len({*first_commands.values()}) >= NUM_COMMANDS
@@ -188,19 +188,21 @@ def slices_of(
 def tries_table(slice_: Slice, comparisons: Sequence[Comparison]) -> Table:
     """The ledger of a loop: each try, failed ones too, with what it measured on validation."""
     by_arm = {comparison.first.arm: comparison for comparison in comparisons}
-    sides = slice_.arms_at_sizes
-    levels = {side.arm: slice_.metric.sign * (side.mean.estimate or -math.inf) for side in sides}
+
+    def place(side: ArmAtSize) -> tuple[bool, float]:
+        """The baseline first, then the best; tries without a value last."""
+        mean = side.mean.estimate
+        return side.arm in by_arm, math.inf if mean is None else -slice_.metric.sign * mean
+
+    numbers = {side.arm: number for number, side in enumerate(slice_.arms_at_sizes)}
     rows = []
-    for number, side in enumerate(sides):
+    for side in sorted(slice_.arms_at_sizes, key=place):
         comparison = by_arm.get(side.arm)
-        row: dict[str, Any] = {"try": number or "baseline", SETUP: side.arm}
-        row[slice_.metric.label] = side.estimate()
+        row: dict[str, Any] = {"try": numbers[side.arm] if comparison else "baseline"}
+        row |= {SETUP: side.arm, slice_.metric.label: side.estimate()}
         row[DIFFERENCE] = comparison.row[DIFFERENCE] if comparison else None
-        row["n"] = len(side.seeds)
-        row["lost"] = side.lost
-        row["id"] = side.best.directory.name
+        row |= {"n": len(side.seeds), "lost": side.lost, "id": side.best.directory.name}
         rows.append(row)
-    rows[1:] = sorted(rows[1:], key=lambda row: -levels[row[SETUP]])
     caption = f"{slice_.metric.label}, {slice_.heading}: the best first, against the baseline"
     note = (
         "No verdicts: the best of many tries is better by luck, too, and intervals do not know how "

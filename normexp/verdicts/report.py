@@ -193,7 +193,9 @@ def report_on(
         slices = [replace(slice_, compared_at=slice_.sizes[-1:]) for slice_ in slices]
     slices = [*slices_of(setups, metric=metric, tolerance=tolerance), *slices]
     if tries is not None and setups:
-        rows = replace(rows, notes=[*rows.notes, f"tries={tries} ends with a confirmation"])
+        rows = replace(
+            rows, notes=[*rows.notes, f"tries={tries} has no effect after a confirmation"]
+        )
     comparisons = compare(slices, _name_of(reference, slices), tries or 0)
     causes = map(measure_causes, comparisons)
     return Report(

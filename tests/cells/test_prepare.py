@@ -267,18 +267,15 @@ class Lies(Own):
 """
 
 
-@pytest.mark.parametrize(
-    ("norm", "way"),
-    [
-        ("declares.Own", "set `mixes_samples = False` in its class"),
-        ("torch.nn.Tanh", "add norm.mixes_samples=false"),
-    ],
-)
-def test_a_norm_that_mixes_no_samples_is_told_how_to_declare_it(norm: str, way: str, own_module):
+def test_a_norm_that_pools_nothing_keeps_padding_and_is_told_what_to_declare(own_module):
     own_module("declares", DECLARES)
-    (spec,) = compose_cells(parse_command([f"norm={norm}", "norm_batch_size=4", NO_RECORDS]))
-    said = " ".join(prepare_cell(spec).messages)
-    assert f"norm_batch_size has no effect; to train it once for all sizes, {way}" in said
+    words = ["data=langid", "model.depth=1", "model.width=8", "norm_batch_size=4", NO_RECORDS]
+    (spec,) = compose_cells(parse_command(["norm=declares.Own", *words]))
+    cell = prepare_cell(spec)
+    assert all(site.keeps_padding for _, site in named_sites(cell.build(0)))
+    assert cell.traits.stacking_obstacle is None
+    way = "to train it once for all sizes, set `mixes_samples = False` in its class"
+    assert f"norm_batch_size has no effect; {way}" in " ".join(cell.messages)
 
 
 def test_a_false_declaration_is_refused(own_module: Callable[[str, str], Path]):

@@ -99,7 +99,7 @@ def test_a_confirmation_from_the_first_run_to_the_next_one(
 def test_mistakes_are_refused_before_training(runs_dir: Path, capsys: pytest.CaptureFixture[str]):
     for word, why in {
         "best=4": "3 cells with all runs and val/accuracy",
-        "baseline=nope": "no cell of study=loop has this id or name",
+        "baseline=nope": "no cell of the study has this id or name",
         "best=0": "must be greater than 0",
     }.items():
         assert confirm(runs_dir, word) == 2

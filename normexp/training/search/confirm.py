@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from normexp.errors import FAILED, UserError
 from normexp.training.cells.stack import has_ended
 from normexp.training.config.choices import parse_overrides
+from normexp.training.config.command import study_words
 from normexp.training.config.recorded import recorded_spec
 from normexp.training.config.spec import CellSpec
 from normexp.training.records.journal import (
@@ -50,6 +52,8 @@ def confirm(options: Mapping[str, Any], words: Sequence[str]) -> int:
     if confirms is None:
         confirms = _plan(study_dir, setups, options)
     states = read_study(study_dir).cells
+    if removed := [cell for cell in confirms.cells if cell not in states]:
+        raise UserError(f"{study_dir / removed[0]} is to be confirmed, and was removed")
     specs = [_spec_of(states[cell], confirms.seeds, options) for cell in confirms.cells]
     number = [*earlier, confirms].index(confirms) + 1
     print(_words(confirms, number, setups))
@@ -69,19 +73,20 @@ def _read_setups(runs_dir: Path, name: str, baseline: str | None) -> Setups:
     try:
         return setups_of(cells, baseline)
     except KeyError as error:
+        words = shlex.join(study_words(runs_dir / name))
         raise UserError(
-            f"baseline={baseline}: no cell of study={name} has this id or name; "
-            f"python -m normexp.report study={name} lists them"
+            f"baseline={baseline}: no cell of the study has this id or name; "
+            f"python -m normexp.report {words} lists them"
         ) from error
 
 
 def _words(confirms: Confirms, number: int, setups: Setups) -> str:
     names = {cell.directory.name: cell.arm for cell in setups.cells}
-    finalists = " and ".join(names[cell] for cell in confirms.finalists)
+    finalists = " and ".join(names.get(cell, cell) for cell in confirms.finalists)
     seeds = f"seeds {confirms.seeds[0]} to {confirms.seeds[-1]}"
     alpha = f"{100 * alpha_of(number):.1f} %"
     return (
-        f"confirmation {number}: {finalists} against {names[confirms.baseline]}, {seeds}; "
+        f"confirmation {number}: {finalists} against {setups.baseline.arm}, {seeds}; "
         f"it spends {alpha}"
     )
 
@@ -124,7 +129,7 @@ def _plan(study_dir: Path, setups: Setups, options: Mapping[str, Any]) -> Confir
         )
     finalists = [cell.directory.name for cell in ranked[:best]]
     for confirms in confirmations_of(read_entries(study_dir)):
-        if _fits(confirms, setups, options) and confirms.finalists == finalists:
+        if _fits(confirms, setups, options) and {*confirms.finalists} == {*finalists}:
             return confirms
     first = 1 + max(_used_seeds(study_dir))
     return Confirms(baseline, finalists, [*range(first, first + options["replicas"])])
