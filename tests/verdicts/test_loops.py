@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from synthetic_study import cell_of, report_of_cells
+from synthetic_study import cell_of, report_of_cells, write_cell
 
+import normexp
+from normexp.training.records.journal import CommandEntry, Request, append_entry
 from normexp.verdicts.arms import label_cells
 from normexp.verdicts.cells import build_cells
 from normexp.verdicts.loops import alpha_of, metric_of, rank_tries, setups_of
@@ -64,6 +67,15 @@ def test_the_third_command_that_brings_something_makes_a_loop():
     assert [*tries["setup"]] == ["batch", "group", "layer"]
     assert [*tries["try"]] == ["baseline", 2, 1]
     assert "test accuracy" not in str([table for name, table in tables.items() if name != "runs"])
+
+
+def test_the_journal_says_what_came_first_and_by_which_command(tmp_path: Path):
+    for number, norm in enumerate(("layer", "group", "batch")):
+        folder = write_cell(tmp_path, norm, [0.8, 0.81, 0.79], mixes_samples=False)
+        asked = {folder.name: Request([f"norm={norm}"], [0, 1, 2])}
+        append_entry(folder.parent, CommandEntry(str(number), ["normexp-train"], "one", asked))
+    report = normexp.load_report("synthetic", tmp_path)
+    assert verdicts(report) == {"batch - layer": None, "group - layer": None}
 
 
 def test_a_loop_that_was_planned_has_verdicts_for_as_many_tries():

@@ -215,7 +215,6 @@ def join_paths(rows: Rows) -> Rows:
     by_cell: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for run in rows.runs:
         by_cell[run.study, run.cell_id].append(run)
-    asked = dict(rows.asked)
     first_ids: dict[tuple[str, Any], str] = {}  # by study and what defines the training
     new_ids: dict[tuple[str, str], str] = {}
     joined: dict[tuple[str, str, int], Row] = {}
@@ -231,8 +230,6 @@ def join_paths(rows: Rows) -> Rows:
         content = comparable(defines) if new_paths else cell_id
         first_id = first_ids.setdefault((study, content), cell_id)
         new_ids[study, cell_id] = first_id
-        of_cell = asked.pop((study, cell_id), [[run.seed for run in runs]])
-        asked[study, first_id] = [*asked.get((study, first_id), []), *of_cell]
         for run in changed:
             joined.setdefault((study, first_id, run.seed), replace(run, cell_id=first_id))
     planned = []
@@ -242,21 +239,32 @@ def join_paths(rows: Rows) -> Rows:
             if config.get(key) in new:
                 config[key] = new[config[key]]
         planned.append(replace(cell, config=config))
+    renamed_rows = _with_ids(rows, new_ids, by_cell)
+    return replace(renamed_rows, runs=[*joined.values()], planned=planned)
+
+
+def _with_ids(
+    rows: Rows,
+    new_ids: Mapping[tuple[str, str], str],
+    runs: Mapping[tuple[str, str], Sequence[Row]],
+) -> Rows:
+    """Rows in which what was asked for has other ids of cells, in the order of the commands.
+
+    new_ids, runs: by study and cell id
+    """
+    asked: dict[tuple[str, str], list[list[int]]] = {}
     commands: dict[tuple[str, str], int] = {}
-    for (study, cell_id), number in rows.commands.items():
-        commands.setdefault((study, new_ids.get((study, cell_id), cell_id)), number)
+    for place in dict.fromkeys((*rows.asked, *runs)):
+        new_place = (place[0], new_ids.get(place, place[1]))
+        of_cell = rows.asked.get(place) or [[run.seed for run in runs[place]]]
+        asked[new_place] = [*asked.get(new_place, []), *of_cell]
+        if place in rows.commands:
+            commands.setdefault(new_place, rows.commands[place])
     confirmations = []
     for found in rows.confirmations:
         baseline, *finalists = (new_ids.get((found.study, id_), id_) for id_ in found.cells)
         confirmations.append(replace(found, baseline=baseline, finalists=tuple(finalists)))
-    return replace(
-        rows,
-        runs=[*joined.values()],
-        asked=asked,
-        commands=commands,
-        confirmations=confirmations,
-        planned=planned,
-    )
+    return replace(rows, asked=asked, commands=commands, confirmations=confirmations)
 
 
 def _with_paths(run: Row, paths: Config) -> Row:
