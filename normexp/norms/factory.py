@@ -98,15 +98,13 @@ class NormFactory:
 
     def unsplit(self) -> NormFactory:
         """Returns a factory of the same norms that does not divide a forward into sub-batches."""
-        return self._changed(norm_batch_size=None)
+        at = {glob: factory.unsplit() for glob, factory in self.at.items()}
+        return replace(self, norm_batch_size=None, at=at)
 
     def keeping_padding(self) -> NormFactory:
         """Returns a factory of the same norms in sites that keep padding in."""
-        return self._changed(keeps_padding=True)
-
-    def _changed(self, **values: Any) -> NormFactory:
-        at = {glob: factory._changed(**values) for glob, factory in self.at.items()}
-        return replace(self, at=at, **values)
+        at = {glob: factory.keeping_padding() for glob, factory in self.at.items()}
+        return replace(self, keeps_padding=True, at=at)
 
     def bare(self, num_features: int, **settings: Any) -> nn.Module:
         """Returns a norm without a site.

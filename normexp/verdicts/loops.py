@@ -180,6 +180,7 @@ def slices_of(
                 family=(SETUP, number),
                 alpha=alpha_of(confirmation.number) if confirmation else ALPHA,
                 no_verdict="" if confirmation else TRY,
+                has_marks=False,  # each is compared with the baseline alone
             )
         )
     return slices

@@ -191,11 +191,11 @@ def report_on(
     slices = build_slices(others, metric=metric, tolerance=tolerance) if others else []
     if at_largest:
         slices = [replace(slice_, compared_at=slice_.sizes[-1:]) for slice_ in slices]
-    slices = [*slices_of(setups, metric=metric, tolerance=tolerance), *slices]
-    if tries is not None and setups:
-        rows = replace(
-            rows, notes=[*rows.notes, f"tries={tries} has no effect after a confirmation"]
-        )
+    if setups:
+        slices = [*slices_of(setups, metric=metric, tolerance=tolerance), *slices]
+        if tries is not None:
+            note = f"tries={tries} has no effect after a confirmation"
+            rows = replace(rows, notes=[*rows.notes, note])
     comparisons = compare(slices, _name_of(reference, slices), tries or 0)
     causes = map(measure_causes, comparisons)
     return Report(

@@ -14,7 +14,6 @@ from normexp.verdicts.arms import compared_keys, family_of, order_arms, with_arm
 from normexp.verdicts.cells import CellRuns, metric_names, settings_key
 from normexp.verdicts.family import ALPHA
 from normexp.verdicts.metric import PREFERRED, Metric, choose_metric
-from normexp.verdicts.settings import SETUP
 from normexp.words import format_count
 
 # What is recorded of the environment and named where runs differ in it.
@@ -39,6 +38,7 @@ class Slice:
     family: equal for slices that share an error rate: one model, data set and budget
     alpha: that error rate
     no_verdict: why no comparison has a verdict; empty if they may
+    has_marks: arms that may be the best are marked
     """
 
     title: str
@@ -54,16 +54,12 @@ class Slice:
     family: Hashable = ()
     alpha: float = ALPHA
     no_verdict: str = ""
+    has_marks: bool = True
 
     @property
     def arm_key(self) -> str:
         """The setting that is compared: `norm`."""
         return self.cells[0].roles.arm
-
-    @property
-    def has_marks(self) -> bool:
-        """True if arms that may be the best are marked; setups meet their baseline alone."""
-        return self.arm_key != SETUP
 
     @property
     def heading(self) -> str:

@@ -173,30 +173,36 @@ def test_tries_are_ranked_on_validation_and_equal_trainings_count_once():
 
 
 def loop_of(rng: np.random.Generator, *, fresh: bool, num_tries: int = 30, n: int = 8) -> Rows:
-    """Equal tries, and the confirmation of the two best: on fresh seeds, or on their own."""
+    """Equal tries, and the confirmation of the two best.
 
-    def runs(norm: str, seeds: Sequence[int]) -> list[Row]:
-        luck = rng.normal(0, 0.008, n)
-        val, test = 0.8 + luck + rng.normal(0, 0.006, (2, n))
+    fresh: its runs are drawn anew; else they have the numbers by which the best were chosen
+    """
+
+    def draw() -> tuple[np.ndarray, np.ndarray]:
+        """Validation and test of n seeds, which share their luck."""
+        luck, noise = 0.8 + rng.normal(0, 0.008, n), 0.006 if fresh else 0
+        return luck + rng.normal(0, noise, n), luck + rng.normal(0, noise, n)
+
+    def runs(norm: str, seeds: Sequence[int], val: np.ndarray, test: np.ndarray) -> list[Row]:
         rows = []
-        for place, seed in enumerate(seeds):
-            metrics = {"val/accuracy": val[place], "test/accuracy": test[place]}
+        for seed, of_val, of_test in zip(seeds, val, test, strict=True):
+            metrics = {"val/accuracy": of_val, "test/accuracy": of_test}
             rows += cell_of(norm, {seed: 0.8}, metrics=metrics, mixes_samples=False)
         return rows
 
-    cells = [runs(f"try{number}", range(n)) for number in range(num_tries + 1)]
-    rows = Rows([run for of_cell in cells for run in of_cell])
-    rows.commands = asked_in(*([of_cell] for of_cell in cells))
+    drawn = {f"try{number}": draw() for number in range(num_tries + 1)}
+    cells = {norm: runs(norm, range(n), *values) for norm, values in drawn.items()}
+    rows = Rows([run for of_cell in cells.values() for run in of_cell])
+    rows.commands = asked_in(*([of_cell] for of_cell in cells.values()))
     setups = setups_of(label_cells(build_cells(rows)), None)
     metric = metric_of(setups, None, None)
     assert metric is not None
-    seeds = range(n, 2 * n) if fresh else range(n)
-    best = [one.directory.name for one in rank_tries(setups, metric)[:2]]
-    baseline = setups.baseline.directory.name
-    found = Confirmation("synthetic", 1, baseline, tuple(best), frozenset(seeds))
-    for of_cell in cells if fresh else ():
+    best = tuple(one.directory.name for one in rank_tries(setups, metric)[:2])
+    baseline, seeds = setups.baseline.directory.name, range(n, 2 * n)
+    found = Confirmation("synthetic", 1, baseline, best, frozenset(seeds))
+    for norm, of_cell in cells.items():
         if of_cell[0].cell_id in found.cells:
-            rows.runs += runs(str(of_cell[0].config["norm"]), seeds)
+            rows.runs += runs(norm, seeds, *(draw() if fresh else drawn[norm]))
     return replace(rows, confirmations=[found])
 
 
@@ -208,9 +214,8 @@ def false_share(*, fresh: bool) -> float:
         report = report_of_cells(
             rows.runs, commands=rows.commands, confirmations=rows.confirmations
         )
-        places = [place for ranking in report.rankings for place in ranking.places]
-        is_false = any(one.verdict in ("better", "worse") for one in report.comparisons)
-        count += is_false or any(place.may_be_best is False for place in places)
+        assert len([one for one in report.comparisons if one.verdict]) == 2
+        count += any(one.verdict in ("better", "worse") for one in report.comparisons)
     return count / STUDIES
 
 
@@ -223,4 +228,4 @@ def test_confirmed_loops_have_few_false_verdicts():
 
 @pytest.mark.slow
 def test_on_the_seeds_that_chose_the_best_verdicts_would_be_false():
-    assert false_share(fresh=False) > 0.15
+    assert false_share(fresh=False) > 0.06

@@ -33,40 +33,38 @@ def padded_batch(data: Data) -> Batch | None:
     return data.train.gather(order[places])
 
 
-def lacks_mask(site: EnteredSite) -> bool:
-    """True if a mask reaches the site, and its norm has no argument for it."""
-    return site.mask is not None and not site.module.site.takes_mask
-
-
 def is_unpadded(site: EnteredSite) -> bool:
-    """True if its norm is shown real positions alone."""
-    return lacks_mask(site) and not site.module.site.keeps_padding
+    """True if a mask reaches the site, and its norm takes none and gets real positions alone."""
+    shown = site.module.site
+    return site.mask is not None and not (shown.takes_mask or shown.keeps_padding)
 
 
-def with_padding(network: BuiltNetwork) -> BuiltNetwork | None:
+def with_padding(network: BuiltNetwork, padded: Batch) -> BuiltNetwork | None:
     """The network with sites that show padding to norms without `mask`.
 
     None if there are no such norms, or if it would move a real output, a gradient or a state of
     one: then they pool positions.
+
+    Args:
+        padded: samples with padding.
     """
-    batch = padded_batch(network.data)
-    if batch is None:
-        return None
     kept = replace(network, network=copied(network.network))
-    for _, site in named_sites(kept.network):
-        site.keeps_padding = True
     with suppress(UserError):  # a norm that fails on padding
-        sites = [site for site in enter_sites(kept.exposed, batch) if lacks_mask(site)]
-        if sites and not names_where(sites, reads_padding):
+        unpadded = [site for site in enter_sites(kept.exposed, padded) if is_unpadded(site)]
+        for module in (kept.network, kept.exposed):
+            for _, site in named_sites(module):
+                site.keeps_padding = True
+        if unpadded and not names_where(unpadded, reads_padding):
             return kept
     return None
 
 
-def check_padding(network: BuiltNetwork) -> None:
-    """Raises UserError if padding moves a real output, a gradient or a running state."""
-    batch = padded_batch(network.data)
-    if batch is None:
-        return
+def check_padding(network: BuiltNetwork, batch: Batch) -> None:
+    """Raises UserError if padding moves a real output, a gradient or a running state.
+
+    Args:
+        batch: samples with padding.
+    """
     sites = [site for site in enter_sites(network.exposed, batch) if site.mask is not None]
     # A norm without `mask` gets one sample at a time, so it must not mix samples.
     apart = [s for s in sites if is_unpadded(s) and s.module.site.view == "sequence"]

@@ -19,7 +19,7 @@ from normexp.training.checks.network import (
     names_where,
     smallest_group,
 )
-from normexp.training.checks.padding import check_padding, is_unpadded, with_padding
+from normexp.training.checks.padding import check_padding, is_unpadded, padded_batch, with_padding
 from normexp.training.checks.probe import TOLERANCE, Probe
 from normexp.training.checks.wiring import (
     cannot_stack,
@@ -119,13 +119,15 @@ def examine(
 
 
 def _examine(network: BuiltNetwork, allow_leak: bool) -> Traits:
-    kept = with_padding(network)
+    padded = padded_batch(network.data)
+    kept = None if padded is None else with_padding(network, padded)
     network = kept or network
     num_elements = sum(len(site.names) * site.shape.numel() for site in network.sites)
     notes = [*check_sites(network), *note_other_norms(network)]
     check_split(network)
     reaches = reaches_of(network)
-    check_padding(network)
+    if padded is not None:
+        check_padding(network, padded)
     check_state(network)
     leak_in_training = where_future_leaks(network, training=True)
     leak = where_future_leaks(network, training=False)

@@ -97,7 +97,7 @@ class Command:
 
 def _as_declared(norm: dict[str, Any]) -> dict[str, Any]:
     """The values of a norm; whether a user's class mixes samples, it may say itself."""
-    if norm.get("mixes_samples") is not None:
+    if norm.get("mixes_samples") is not None or norm["_target_"].startswith("normexp."):
         return norm
     declared = class_attribute(norm["_target_"], "mixes_samples")
     return norm | {"mixes_samples": declared} if isinstance(declared, bool) else norm
