@@ -97,9 +97,10 @@ class Command:
 
 def _as_declared(norm: dict[str, Any]) -> dict[str, Any]:
     """The values of a norm; whether a user's class mixes samples, it may say itself."""
-    if norm.get("mixes_samples") is not None or norm["_target_"].startswith("normexp."):
+    target = str(norm.get("_target_"))
+    if norm.get("mixes_samples") is not None or target.startswith("normexp."):
         return norm
-    declared = class_attribute(norm["_target_"], "mixes_samples")
+    declared = class_attribute(target, "mixes_samples")
     return norm | {"mixes_samples": declared} if isinstance(declared, bool) else norm
 
 
