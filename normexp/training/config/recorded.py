@@ -43,9 +43,11 @@ def recorded_spec(cell_dir: Path, result: Result, changes: Mapping[str, Any]) ->
         ) from error
     values = {**shipped_config(), **values}  # a key may have been added since
     choices = choices_of(result)
-    for group in set(PARTS) - changes.keys():  # a class that ships may have moved since
+    for group in set(PARTS) - changes.keys():  # a class may have moved since, a key been added
         if shipped := shipped_defaults(group, choices[group]):
-            values[group]["_target_"] = shipped["_target_"]
+            removed = {key for key in shipped if f"~{key}" in result.defines.get(group, {})}
+            added = {key: value for key, value in shipped.items() if key not in removed}
+            values[group] = {**added, **values[group], "_target_": shipped["_target_"]}
     return CellSpec(values, choices)
 
 
