@@ -9,6 +9,7 @@
     normexp.diagnose(model, batches, loss)       why any network evaluates worse than it trains
     normexp.recompute_averages(model, batches)   running averages anew, for norms of any class
     normexp.replace_norms(model, "group", x)     any network with other norms, for your own loop
+    normexp.state_as_built(model)                weights of such a network under its authors' names
     normexp.assert_contract(MyNorm)              whether a norm keeps the rules of a norm
     normexp.norms.GroupNorm(64, num_groups=8)    a norm; normexp.norms lists all
 
@@ -27,6 +28,7 @@ from normexp.api import (
     recompute_averages,
     replace_norms,
     run,
+    state_as_built,
 )
 
 __all__ = [
@@ -41,4 +43,5 @@ __all__ = [
     "recompute_averages",
     "replace_norms",
     "run",
+    "state_as_built",
 ]

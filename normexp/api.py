@@ -14,7 +14,7 @@ from normexp.words import as_typed
 if TYPE_CHECKING:
     import pandas as pd
     from pytorch_lightning import LightningModule
-    from torch import nn
+    from torch import Tensor, nn
 
     from normexp.any_network.diagnosis import Diagnosis
     from normexp.any_network.diagnosis.batches import Loss
@@ -30,7 +30,7 @@ def run(
     """Trains like `python -m normexp.train` with these words, and skips recorded runs.
 
     Returns one result per cell and seed, in the order of the cells, including failed and diverged
-    runs:
+    runs; with `dry_run=True` prints what it would train, and returns none:
 
         results = normexp.run(norm="group", lr=0.3, study="mine")
         scores = [result.metrics["val/accuracy"] for result in results]
@@ -57,6 +57,14 @@ def run(
     if workers is None and not any(word.startswith("workers=") for word in words):
         workers = 0
     cells = _compose(words)
+
+    from normexp.training.config.spec import shared_value
+
+    if shared_value(cells, "dry_run"):
+        from normexp.training.sweeps.plan import print_plan_of
+
+        print_plan_of(cells)
+        return []
 
     from normexp.training.sweeps.sweep import raise_if_stopped, train_cells
 
@@ -153,6 +161,7 @@ def load_report(
     metric: str | None = None,
     tolerance: float | None = None,
     reference: str | None = None,
+    tries: int | None = None,
 ) -> Report:
     """What the report of a study says: its cells, and every comparison with interval and verdict.
 
@@ -161,7 +170,7 @@ def load_report(
 
     Args:
         study: a name, or several.
-        metric, tolerance, reference: as in `python -m normexp.report`.
+        metric, tolerance, reference, tries: as in `python -m normexp.report`.
 
     Raises:
         normexp.errors.UserError: a study that is missing or has no ended run, or a metric that no
@@ -171,7 +180,7 @@ def load_report(
     from normexp.training.studies.report import read_report
 
     names = [study] if isinstance(study, str) else study
-    options = {"metric": metric, "tolerance": tolerance, "reference": reference}
+    options = {"metric": metric, "tolerance": tolerance, "reference": reference, "tries": tries}
     for key, value in {"study": names, **options}.items():
         check_value(key, value, OPTIONS["report"][key])
     report = read_report(Path(runs_dir).expanduser(), names, **options)
@@ -291,7 +300,7 @@ def recompute_averages(
 
 def replace_norms(
     model: nn.Module,
-    norm: str,
+    norm: str | type[nn.Module],
     inputs: Any = None,
     *,
     norm_batch_size: int | None = None,
@@ -312,7 +321,8 @@ def replace_norms(
 
     Args:
         model: any module, which stays as it is.
-        norm: as on the command line: `group`, `my_norm.MyNorm`, or `as_built`, the network's own.
+        norm: a class, or as on the command line: `group`, `my_norm.MyNorm`, or `as_built`, the
+            network's own.
         inputs: of a small batch, to run the model on: a tensor, a tuple of arguments, or a mapping
             of keyword arguments. Without them only torch's own classes are replaced.
         norm_batch_size: samples that share batch statistics in training; None: all of a forward.
@@ -324,10 +334,25 @@ def replace_norms(
     """
     from normexp.any_network.replace import replace_norms
 
+    norm = _typed(norm) if isinstance(norm, type) else norm
     factory = _norm_factory(norm, norm_batch_size, knobs)
     network, notes = replace_norms(model, factory, inputs)
     _warn([f"norm={norm}: {note}" for note in notes])
     return network
+
+
+def state_as_built(model: nn.Module) -> dict[str, Tensor]:
+    """The state_dict of a network with replaced norms, under the names that its authors gave.
+
+        torch.save(normexp.state_as_built(model), "weights.pt")
+
+    A new norm sits in a `Site`, so its weights are `bn1.norm.weight` in the model's own state_dict,
+    and `bn1.weight` here, as in the `weights.pt` of a run: the same network, built with these norms
+    and without normexp, loads them.
+    """
+    from normexp.norms.site import state_as_built
+
+    return state_as_built(model)
 
 
 def _norm_factory(norm: str, norm_batch_size: int | None, knobs: Mapping[str, Any]) -> NormFactory:
@@ -358,10 +383,20 @@ def _words(overrides: str | Sequence[str], values: Mapping[str, Any]) -> list[st
     check_value("overrides", words, Words)
     for key, value in values.items():
         if isinstance(value, list | tuple) and not takes(key, [*value]):
-            words += ["-m", f"{key}={','.join(map(as_typed, value))}"]
+            words += ["-m", f"{key}={','.join(map(_typed, value))}"]
         else:
-            words.append(f"{key}={as_typed(value)}")
+            words.append(f"{key}={_typed(value)}")
     return words
+
+
+def _typed(value: Any) -> str:
+    """A value as typed. Raises UserError for a class or function that no path leads to."""
+    if "<locals>" in (name := getattr(value, "__qualname__", "")):
+        raise UserError(
+            f"{name} is defined inside a function, where its name does not lead to it; define it "
+            "at the top of its file"
+        )
+    return as_typed(value)
 
 
 def _compose(words: Sequence[str]) -> list[CellSpec]:

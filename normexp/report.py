@@ -13,7 +13,7 @@ from typing import Any
 from normexp.cli import entry, read_options
 from normexp.errors import UserError
 
-OF_STUDIES = ("study", "runs_dir", "watch")
+OF_STUDIES = ("study", "runs_dir", "watch", "tries")
 OF_TABLES = ("arm", "seed", "higher_is_better", "tune", "choose_by", "by", "ignore", "chance")
 
 
@@ -38,7 +38,8 @@ def main(words: list[str]) -> int:
         publish_index(Path(options["runs_dir"]))
         return 0
 
-    asked = {key: options[key] for key in ("watch", "metric", "tolerance", "reference")}
+    keys = ("watch", "metric", "tolerance", "reference", "tries")
+    asked = {key: options[key] for key in keys}
     publish(Path(options["runs_dir"]), options["study"], **asked)
     return 0
 

@@ -307,6 +307,7 @@ def train(tmp_path: Path, *words: str, workers: int = 0) -> list[Result]:
 
 
 def test_a_cell_is_trained_once_and_found_by_every_other_way(tmp_path: Path):
+    assert train(tmp_path, "norm=group", "dry_run=true") == [] and not files(tmp_path)
     results = train(tmp_path, "norm=group")
     assert [(result.seed, result.status) for result in results] == [
         (0, "finished"),

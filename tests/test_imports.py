@@ -33,7 +33,7 @@ ORDER = [
     "api",
     "benchmark",
 ]
-ENTRIES = {"train", "tune", "evaluate", "check", "status", "report"}
+ENTRIES = {"train", "tune", "confirm", "evaluate", "check", "status", "report"}
 ENTRIES |= {"__init__", "__main__"}
 HYDRA_USERS = {
     "config",

@@ -253,6 +253,8 @@ def find_layout(
         channels_last = bool(last) and first in ([], [2])
         if 4 in first and 4 in last:
             channels_last = _pools_last_axis_alone(build(num_features), _input(4, num_features))
+        if channels_last and 4 in last and layout is None:
+            _refuse_wrong_axis(build(num_features), num_features, target)
     if not first and not last:
         raise breach or UserError(
             f"norm._target_={target} does not fit {'; '.join(problems.values())}; "
@@ -268,6 +270,35 @@ def _pools_last_axis_alone(norm: nn.Module, x: Tensor) -> bool:
     moved = norm(x) != norm(changed)
     moves_others = moved[0, 1:, 0, 0].any() or moved[0, 0, 1:, 0].any()
     return bool(moved[0, 0, 0, 1:].any()) and not bool(moves_others)
+
+
+def _refuse_wrong_axis(norm: nn.Module, num_features: int, target: str) -> None:
+    """Refuses a norm whose channels come last by its parameters alone.
+
+    To any other norm the position axes are alike: with both swapped, so are the outputs.
+
+    Raises:
+        UserError: names the parameters.
+    """
+    x = _input(4, num_features).movedim(1, -1)  # (N, H, W, C)
+    as_last = Layout(channels_last=True, num_dims=(4,))
+
+    def run(x: Tensor, seed: int) -> Tensor:
+        torch.default_generator.manual_seed(seed)
+        return as_last.present(copy.deepcopy(norm))(x.movedim(-1, 1)).detach().movedim(1, -1)
+
+    out, swapped = run(x, 0), run(x.transpose(1, 2), 0).transpose(1, 2)
+    draws = not torch.equal(out, run(x, 1))
+    if draws or torch.allclose(out, swapped, rtol=1e-3, atol=1e-3):
+        return
+    tensors = (*norm.named_parameters(), *norm.named_buffers())
+    names = [name for name, tensor in tensors if tensor.shape == (num_features,)]
+    raise UserError(
+        f"norm._target_={target} has {' and '.join(names) or 'a tensor'} of shape "
+        f"({num_features},) along the last axis of its input, while its statistics take axis 1 for "
+        "the channels; view it as (-1, 1, 1) on maps (N, C, H, W), or set norm.layout=last if the "
+        "channels do come last"
+    )
 
 
 def _input(num_dims: int, num_features: int) -> Tensor:

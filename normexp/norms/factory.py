@@ -38,6 +38,7 @@ class NormFactory:
         slots: what surrounds a norm.
         keeps_norms: a network keeps the norms that it has, see `around`; `make` refuses.
         at: builds the norms of single sites, by a glob of their names; see `put_norms`.
+        keeps_padding: of every site, see there.
 
     Attributes:
         used: the slots that models have asked for; setting any other is refused.
@@ -51,6 +52,7 @@ class NormFactory:
     slots: Slots = Slots()
     keeps_norms: bool = False
     at: Mapping[str, NormFactory] = field(default_factory=dict)
+    keeps_padding: bool = False
     used: set[str] = field(default_factory=set, init=False)
 
     def __call__(self, num_features: int, **settings: Any) -> Site:
@@ -65,6 +67,7 @@ class NormFactory:
         norm = self.bare(num_features, **settings)
         site = Site(norm, view, self.norm_batch_size, self.running_from)
         site.num_features = num_features
+        site.keeps_padding = self.keeps_padding
         return site
 
     def around(self, norm: nn.Module, *, is_last: bool) -> AsBuiltSite:
@@ -97,6 +100,11 @@ class NormFactory:
         """Returns a factory of the same norms that does not divide a forward into sub-batches."""
         at = {glob: factory.unsplit() for glob, factory in self.at.items()}
         return replace(self, norm_batch_size=None, at=at)
+
+    def keeping_padding(self) -> NormFactory:
+        """Returns a factory of the same norms in sites that keep padding in."""
+        at = {glob: factory.keeping_padding() for glob, factory in self.at.items()}
+        return replace(self, keeps_padding=True, at=at)
 
     def bare(self, num_features: int, **settings: Any) -> nn.Module:
         """Returns a norm without a site.

@@ -85,11 +85,14 @@ class Site(InPlaceOfNorm):
 
     Attributes:
         order: of the samples in x; None: the first axis counts them.
+        keeps_padding: a norm without `mask` is shown padding too, since that was found to move
+            nothing real; else it is shown the real positions alone.
     """
 
     adds_level = "norm"  # in the names of tensors, which the network's authors do not have
     num_features: int  # as the model asked
     order: SampleOrder | None = None
+    keeps_padding = False
 
     def __init__(
         self,
@@ -189,9 +192,11 @@ class Site(InPlaceOfNorm):
         return self._call(norm, x, mask)
 
     def _call(self, norm: Callable[..., Tensor], x: Tensor, mask: Mask) -> Tensor:
-        if mask is None:
+        if mask is not None and self.takes_mask:
+            return norm(x, mask=mask)
+        if mask is None or self.keeps_padding:
             return norm(x)
-        return norm(x, mask=mask) if self.takes_mask else self._apply_to_real(x, mask)
+        return self._apply_to_real(x, mask)
 
     def _apply_to_real(self, x: Tensor, mask: Tensor) -> Tensor:
         """Shows only real positions to a norm without a mask; shapes vary, so never under vmap."""

@@ -144,6 +144,18 @@ def compared_keys(cells: Sequence[CellRuns]) -> list[str]:
     return [key for key in keys if "." not in key or key.partition(".")[0] not in keys]
 
 
+def family_of(cell: CellRuns, arm_keys: Sequence[str]) -> Hashable:
+    """What a family has in common: the settings that no slice compares.
+
+    arm_keys: the settings that some slice compares
+    """
+    common = {}
+    for key, value in cell.separating.items():
+        if not any(key == arm or key.startswith(f"{arm}.") for arm in arm_keys):
+            common[key] = value
+    return comparable(common)
+
+
 def with_arm(cells: Sequence[CellRuns], key: str) -> list[CellRuns]:
     """The cells for tables in which this setting is compared, and the arm of before is equal."""
     relabelled, before = [], cells[0].roles.arm

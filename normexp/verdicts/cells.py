@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from normexp.verdicts.interval import Interval, mean
 from normexp.verdicts.metric import FEW_SEEDS, Metric
 from normexp.verdicts.rows import (
     Config,
+    Confirmation,
     PlannedCell,
     Row,
     Rows,
@@ -36,6 +37,8 @@ class CellRuns:
     asked_at: its place among all cells that were asked for
     wanted: the seeds that the study asks for
     is_extended: some of its seeds were added by a later command
+    command: the number of the command that first asked for it; None if none did
+    confirmation: of which these are the runs; None of those before
     search: the search that chose its learning rate or other values
     separating: values that must be equal for cells to share a table
     title: model, data, and the settings in which tables of the same model and data differ
@@ -56,6 +59,8 @@ class CellRuns:
     wanted: frozenset[int]
     roles: Roles = Roles()
     is_extended: bool = False
+    command: int | None = None
+    confirmation: Confirmation | None = None
     search: SearchRecord | None = None
     separating: Config = field(default_factory=dict)
     title: str = ""
@@ -150,13 +155,34 @@ def mean_of_seeds(values: Sequence[float], step: float | None, metric: Metric) -
 
 
 def build_cells(rows: Rows) -> list[CellRuns]:
-    """The cells, without labels: those with ended runs, then others that were asked for."""
+    """The cells, without labels: those with ended runs, then others that were asked for.
+
+    The runs of a confirmation are cells of their own.
+    """
     by_cell: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for run in rows.runs:
-        by_cell[run.study, run.cell_id].append(run)
+        if not any(confirmation.has(run) for confirmation in rows.confirmations):
+            by_cell[run.study, run.cell_id].append(run)
     places = {place: number for number, place in enumerate({**rows.asked, **by_cell})}
     cells = [_ended_cell(runs, rows, places[place]) for place, runs in by_cell.items()]
-    return cells + _planned_cells(rows, cells, places)
+    cells += _planned_cells(rows, cells, places)
+    return [*cells, *_confirmed_cells(rows, cells)]
+
+
+def _confirmed_cells(rows: Rows, tries: Sequence[CellRuns]) -> Iterator[CellRuns]:
+    """The cells of the confirmations, also those without an ended run."""
+    by_id = {(cell.study, cell.directory.name): cell for cell in tries}
+    for confirmation in rows.confirmations:
+        for cell_id in confirmation.cells:
+            runs = [run for run in rows.runs if run.cell_id == cell_id and confirmation.has(run)]
+            if cell := by_id.get((confirmation.study, cell_id)):
+                yield replace(
+                    cell,
+                    runs=sorted(runs, key=lambda run: run.seed),
+                    wanted=confirmation.seeds,
+                    is_extended=False,
+                    confirmation=confirmation,
+                )
 
 
 def _ended_cell(runs: Sequence[Row], rows: Rows, asked_at: int) -> CellRuns:
@@ -177,6 +203,7 @@ def _ended_cell(runs: Sequence[Row], rows: Rows, asked_at: int) -> CellRuns:
         roles=rows.roles,
         wanted=frozenset(recorded).union(*by_command),
         is_extended=not ended <= {*by_command[0]},
+        command=rows.commands.get(place),
         search=rows.searches.get(place),
     )
 
@@ -217,6 +244,7 @@ def _planned_cell(planned: PlannedCell, rows: Rows, asked_at: int) -> CellRuns:
         mixes_samples=True,
         roles=rows.roles,
         wanted=frozenset(planned.seeds),
+        command=rows.commands.get((planned.study, planned.cell_id)),
         search=rows.searches.get((planned.study, planned.cell_id)),
     )
 

@@ -103,21 +103,28 @@ class Comparison:
         }
 
 
-def compare(slices: Sequence[Slice], reference: str | None = None) -> list[Comparison]:
+def compare(
+    slices: Sequence[Slice], reference: str | None = None, least_family: int = 0
+) -> list[Comparison]:
     """Every comparison of the slices of one report, with its verdict.
 
     reference: arm that the others are compared with where it was run; None: batch norm, or as
         `_reference_arm` says
+    least_family: verdicts are corrected for so many comparisons, or more
     """
     comparisons, family_sizes = [], Counter[Any]()
     for slice_ in slices:
         of_slice = [*_comparisons_of(slice_, reference)]
         comparisons += of_slice
         family_sizes[slice_.family] += sum(comparison.is_comparable for comparison in of_slice)
-        for size in slice_.compared_at:
+        for size in slice_.compared_at if slice_.has_marks else ():
             # The marks of a ranking are tests as well, see Ranking.
             family_sizes[slice_.family] += math.ceil(max(len(slice_.at(size)) - 2, 0) / 2)
-    return [judge(comparison, family_sizes[comparison.slice.family]) for comparison in comparisons]
+    judged = []
+    for comparison in comparisons:
+        family_size = max(family_sizes[comparison.slice.family], least_family)
+        judged.append(judge(comparison, family_size))
+    return judged
 
 
 def judge(comparison: Comparison, family_size: int) -> Comparison:
@@ -132,21 +139,22 @@ def judge(comparison: Comparison, family_size: int) -> Comparison:
     reasons = [f"{side.arm}: {side.lost}" for side in sides if side.lost]
     if comparison.slice.has_samples and not comparison.num_samples:
         reasons.append("over seeds alone")
-    verdict = decide(gap, margin=metric.tolerance, family_size=family_size)
+    alpha = comparison.slice.alpha
+    verdict = decide(gap, margin=metric.tolerance, family_size=family_size, alpha=alpha)
     if verdict == "undecided" and not reasons:
-        reasons.append(_why_undecided(gap, metric, family_size))
+        reasons.append(_why_undecided(gap, metric, family_size, alpha))
     comparison = replace(comparison, verdict=verdict)
     reasons.append(comparison.of_one_search)
     return replace(comparison, why="; ".join(dict.fromkeys(filter(None, reasons))))
 
 
-def _why_undecided(gap: Interval, metric: Metric, family_size: int) -> str:
+def _why_undecided(gap: Interval, metric: Metric, family_size: int, alpha: float) -> str:
     """`excludes 0, but not after correction for 4 comparisons`, or what would have been decided."""
     assert gap.low is not None and gap.high is not None
     if not gap.low <= 0 <= gap.high:
         count = format_count(family_size, "comparison")
         return f"excludes 0, but not after correction for {count}"
-    least = least_decided(gap, family_size=family_size)
+    least = least_decided(gap, family_size=family_size, alpha=alpha)
     size = f"{least:.{metric.digits}f} {metric.unit}".strip()
     alone = gap.further[0][1] if gap.further else gap.error  # the error over seeds alone
     what = "test samples" if gap.error and alone and gap.error > 2 * alone else "seeds"
@@ -211,6 +219,7 @@ def compare_pair(
         or _why_not_searched(first, second)
         or first.why_at_edge
         or second.why_at_edge
+        or slice_.no_verdict
     )
     return Comparison(slice_, first, second, sizes, gap, num_samples, why, is_comparable)
 
@@ -349,7 +358,7 @@ def _rank_at(slice_: Slice, size: int, with_reference: Mapping[str, Comparison])
         if arm not in with_reference or with_reference[arm].verdict is not None
     ]
     may_be_best: dict[str, bool] = {}
-    for arm in ranked if len(ranked) > 1 else ():
+    for arm in ranked if len(ranked) > 1 and slice_.has_marks else ():
         may_be_best[arm] = not compared[arm].is_at_chance
         for rival in ranked:
             if levels[rival] > levels[arm]:

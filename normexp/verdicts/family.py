@@ -58,24 +58,26 @@ def difference(
     return crossed_mean(*outcomes, step=step, limit=limit, in_order=in_order)
 
 
-def decide(gap: Interval, *, margin: float, family_size: int) -> Verdict:
+def decide(gap: Interval, *, margin: float, family_size: int, alpha: float = ALPHA) -> Verdict:
     """The verdict on one member; `undecided` without bounds.
 
     A difference takes precedence over a tie.
+
+    alpha: probability of any false verdict in the family
     """
     if gap.estimate is None or gap.low is None:
         return "undecided"
-    if family_size * p_value(gap) <= ALPHA:
+    if family_size * p_value(gap) <= alpha:
         return "better" if gap.estimate > 0 else "worse"
-    is_tie = tie_p(gap, margin) <= min(TIE_ALPHA, ALPHA / family_size)
+    is_tie = tie_p(gap, margin) <= min(TIE_ALPHA, alpha / family_size)
     return "tie" if is_tie else "undecided"
 
 
-def least_decided(gap: Interval, *, family_size: int) -> float | None:
+def least_decided(gap: Interval, *, family_size: int, alpha: float = ALPHA) -> float | None:
     """The smallest difference that would be decided with the same spread; None without bounds."""
     if gap.estimate is None or gap.low is None:
         return None
-    return half_width(gap, ALPHA / (2 * family_size))
+    return half_width(gap, alpha / (2 * family_size))
 
 
 def half_width(gap: Interval, tail: float) -> float:

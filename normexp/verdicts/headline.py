@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from normexp.verdicts.arm_at_size import ArmAtSize
 from normexp.verdicts.cells import DIGESTS, CellRuns, setting_words
 from normexp.verdicts.compare import Comparison, Ranking
 from normexp.verdicts.rows import comparable
-from normexp.verdicts.settings import AXES
+from normexp.verdicts.settings import AXES, SETUP
 from normexp.verdicts.slices import Slice
 
 MOST_WORDS = 15  # the length of its claims
@@ -41,17 +42,39 @@ def headline_of(
     comparisons, rankings: of the slice
     cells: of the report
     """
+    if slice_.no_verdict:
+        return _of_tries(slice_, cells)
     along = [one for one in comparisons if one.is_comparable and one.is_along_sizes]
     best = _best_claim(rankings[0], is_alone=not along) if rankings else ""
     if not along and not best:
         whys = [f"no verdict: {comparison.why}." for comparison in comparisons]
         return whys[0] if whys else _why_nothing(slice_, cells)
     claim = f"{best}{slice_.at_words(rankings[0].size)}" if best else ""
+    if slice_.arm_key == SETUP:
+        claim = "; ".join(map(_claim, comparisons))
     if along:
         drop = min(along, key=lambda pair: (pair.verdict != "worse", pair.gap.estimate or 0.0))
         claim = _with_best(drop, rankings[0] if best else None, best)
     searches = dict.fromkeys(comparison.of_one_search for comparison in comparisons)
     return "; ".join([claim, *filter(None, searches), *_diverged_words(slice_)]) + "."
+
+
+def _of_tries(slice_: Slice, cells: Sequence[CellRuns]) -> str:
+    """What the numbers of a loop are good for, and how its best tries get verdicts."""
+    baseline = slice_.cells[0]
+    num_tries = len(slice_.cells) - 1
+    numbers = f"{num_tries} {'try' if num_tries == 1 else 'tries'}, numbers on validation"
+    if any(cell.confirmation and cell.study == baseline.study for cell in cells):
+        return f"{numbers}; verdicts are those of the confirmation on unused seeds."
+    folder = baseline.directory.parent
+    words = f"study={folder.name}"
+    if folder.parent != Path("runs"):
+        words += f" runs_dir={folder.parent}"
+    return (
+        f"{numbers}, no verdict: each command may have followed from the results of those before. "
+        f"Confirm the best on unused seeds: python -m normexp.confirm {words}. If all were "
+        f"planned before the first result: python -m normexp.report {words} tries={num_tries}."
+    )
 
 
 def _with_best(drop: Comparison, ranking: Ranking | None, best: str) -> str:

@@ -17,6 +17,7 @@ from normexp.verdicts.cells import CellRuns, build_cells, metric_names
 from normexp.verdicts.compare import Comparison, Ranking, compare, rank
 from normexp.verdicts.headline import headline_of
 from normexp.verdicts.ladder import find_ladders
+from normexp.verdicts.loops import find_setups, slices_of, tries_table
 from normexp.verdicts.metric import Metric
 from normexp.verdicts.rows import Rows
 from normexp.verdicts.slices import Slice, build_slices
@@ -95,7 +96,8 @@ class Report:
         if missing := sum(cell.num_missing for cell in self.cells):
             words += f"; {format_count(missing, 'run')} missing"
         runs = format_count(statuses.total(), "run")
-        return f"{format_count(len(self.cells), 'cell')}, {runs}: {words}"
+        cells = {cell.directory for cell in self.cells}  # a confirmed try has runs of two kinds
+        return f"{format_count(len(cells), 'cell')}, {runs}: {words}"
 
     def comparisons_of(self, slice_: Slice) -> list[Comparison]:
         return [comparison for comparison in self.comparisons if comparison.slice is slice_]
@@ -121,13 +123,17 @@ class Report:
         tables.append(causes_table(self.causes))
         tables.append(lost_table(self.cells, self.rows.refused))
         is_tuned = any(side.tuning for one in self.slices for side in one.arms_at_sizes)
-        tables.append(cell_table(self.cells, self.metric, self.tolerance, is_tuned=is_tuned))
+        of_loops = {cell.directory for one in self.slices if one.no_verdict for cell in one.cells}
+        cells = [c for c in self.cells if c.confirmation or c.directory not in of_loops]
+        tables.append(cell_table(cells, self.metric, self.tolerance, is_tuned=is_tuned))
         tables.append(Table("runs", "Runs", run_frame(self.rows.runs), has_latex=False))
         return [table for table in tables if len(table.values)]
 
     def tables_of(self, slice_: Slice) -> list[Table]:
         """Means by size, differences along the sizes, and the ranking."""
         rankings, comparisons = self.rankings_of(slice_), self.comparisons_of(slice_)
+        if slice_.no_verdict:
+            return [tries_table(slice_, comparisons)]
         tables = [mean_table(slice_, rankings)]
         tables.append(difference_table(slice_, comparisons, has_note=not rankings))
         if rankings:
@@ -158,6 +164,7 @@ def report_on(
     metric: str | Metric | None = None,
     tolerance: float | None = None,
     reference: str | None = None,
+    tries: int | None = None,
     at_largest: bool = False,
     describe_norm: Callable[[str], str] = lambda _: "",
 ) -> Report:
@@ -165,6 +172,8 @@ def report_on(
 
     metric, tolerance: None: the first known metric of a slice, and its tolerance
     reference: the arm that the others are compared with; None: batch norm, or what is shipped
+    tries: how many were planned before the first: a loop then has verdicts, corrected for as many
+        comparisons at least, until a confirmation
     at_largest: arms are compared at the largest size alone, not at every one
     describe_norm: as of a Report
 
@@ -176,10 +185,18 @@ def report_on(
     if isinstance(metric, str) and metric not in recorded:
         names = ", ".join(recorded) or "no metric at all"
         raise UserError(f"metric={metric}: no run has it; the runs have {names}")
-    slices = build_slices(cells, metric=metric, tolerance=tolerance)
+    setups = find_setups(cells, are_planned=tries is not None)
+    of_setups = {cell.directory for found in setups for cell in found.cells}
+    others = [cell for cell in cells if cell.directory not in of_setups]
+    slices = build_slices(others, metric=metric, tolerance=tolerance) if others else []
     if at_largest:
         slices = [replace(slice_, compared_at=slice_.sizes[-1:]) for slice_ in slices]
-    comparisons = compare(slices, _name_of(reference, slices))
+    if setups:
+        slices = [*slices_of(setups, metric=metric, tolerance=tolerance), *slices]
+        if tries is not None:
+            note = f"tries={tries} has no effect after a confirmation"
+            rows = replace(rows, notes=[*rows.notes, note])
+    comparisons = compare(slices, _name_of(reference, slices), tries or 0)
     causes = map(measure_causes, comparisons)
     return Report(
         runs_dir=runs_dir,
@@ -190,7 +207,12 @@ def report_on(
         cells=cells,
         slices=slices,
         comparisons=comparisons,
-        rankings=[ranking for slice_ in slices for ranking in rank(slice_, comparisons)],
+        rankings=[
+            ranking
+            for slice_ in slices
+            if not slice_.no_verdict
+            for ranking in rank(slice_, comparisons)
+        ],
         causes=[of_drop for of_drop in causes if of_drop],
         describe_norm=describe_norm,
     )
@@ -246,6 +268,7 @@ def _comparison_json(comparison: Comparison) -> dict[str, Any]:
     gap = comparison.gap
     sides = (comparison.first, comparison.second)
     return {
+        "id": _id_of(comparison),
         "compared": comparison.slice.arm_key,
         "arm": comparison.arm,
         "against": comparison.against,
@@ -260,5 +283,20 @@ def _comparison_json(comparison: Comparison) -> dict[str, Any]:
         "n": list(comparison.seeds),
         "test_samples": comparison.num_samples,
         "family_size": comparison.family_size,
+        "alpha": comparison.slice.alpha,
         "seeds_added": comparison.is_extended,
     }
+
+
+def _id_of(comparison: Comparison) -> str:
+    """`norm/norm_batch_size/CELL/CELL`: does not change as the study grows.
+
+    Of several learning rates, the cell that was asked for first.
+    """
+    confirmation = comparison.first.best.confirmation
+    kind = f"confirmation-{confirmation.number}" if confirmation else comparison.slice.arm_key
+    ids = []
+    for side in (comparison.first, comparison.second):
+        first = min(side.cells, key=lambda cell: cell.asked_at)
+        ids.append(first.directory.name)
+    return "/".join([kind, comparison.slice.axis, *ids])

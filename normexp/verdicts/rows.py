@@ -221,13 +221,38 @@ class RefusedCell(NamedTuple):
     error: str
 
 
+@dataclass(frozen=True)
+class Confirmation:
+    """The best tries of a study and its baseline, trained anew on seeds that no run had before.
+
+    number: the first of a study is 1
+    baseline, finalists: ids of cells
+    """
+
+    study: str
+    number: int
+    baseline: str
+    finalists: tuple[str, ...]
+    seeds: frozenset[int]
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        return (self.baseline, *self.finalists)
+
+    def has(self, run: Row) -> bool:
+        is_of_cell = run.study == self.study and run.cell_id in self.cells
+        return is_of_cell and run.seed in self.seeds
+
+
 @dataclass
 class Rows:
     """The runs of one or more studies, and what was asked for.
 
     runs: in order of cells and seeds
-    asked: by study and cell id, the seeds that each command asks for, the first command first;
-        for other cells, the recorded seeds count
+    asked: by study and cell id, the seeds that each command asks for, the first command first, but
+        for those of confirmations; for other cells, the recorded seeds count
+    commands: by study and cell id, the number of the command that first asked for the cell
+    confirmations: in the order in which they began
     searches: by study and cell id, the search that chose the cell
     roles: which of their settings play a part of their own
     problems: one line for each result that cannot be read, and each cell that nobody asked for and
@@ -237,6 +262,8 @@ class Rows:
 
     runs: list[Row] = field(default_factory=list)
     asked: dict[tuple[str, str], list[list[int]]] = field(default_factory=dict)
+    commands: dict[tuple[str, str], int] = field(default_factory=dict)
+    confirmations: list[Confirmation] = field(default_factory=list)
     searches: dict[tuple[str, str], SearchRecord] = field(default_factory=dict)
     planned: list[PlannedCell] = field(default_factory=list)
     refused: list[RefusedCell] = field(default_factory=list)

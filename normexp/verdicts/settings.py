@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 SIZES = ("batch_size", "micro_batch_size", "norm_batch_size")  # each divides the one before
 AXES = ("batch_size", "norm_batch_size")  # along which an arm is compared with itself
+SETUP = "setup"  # the arm where cells are compared whole, whatever they differ in
 BUDGETS = ("samples", "epochs", "steps")  # a training has one; the others follow from it
 # Top-level settings whose defaults a norm's YAML may set; see training/config/slots.py.
 SLOTS = ("act", "conv", "residual_scale", "layer_scale", "placement", "qk_norm", "v_norm")

@@ -10,10 +10,10 @@ from functools import cached_property
 from pathlib import Path
 
 from normexp.verdicts.arm_at_size import ArmAtSize
-from normexp.verdicts.arms import compared_keys, order_arms, with_arm
+from normexp.verdicts.arms import compared_keys, family_of, order_arms, with_arm
 from normexp.verdicts.cells import CellRuns, metric_names, settings_key
+from normexp.verdicts.family import ALPHA
 from normexp.verdicts.metric import PREFERRED, Metric, choose_metric
-from normexp.verdicts.rows import comparable
 from normexp.words import format_count
 
 # What is recorded of the environment and named where runs differ in it.
@@ -36,6 +36,9 @@ class Slice:
     is_main: it compares the arms of the study's roles, with themselves along the sizes, too; others
         compare another setting
     family: equal for slices that share an error rate: one model, data set and budget
+    alpha: that error rate
+    no_verdict: why no comparison has a verdict; empty if they may
+    has_marks: arms that may be the best are marked
     """
 
     title: str
@@ -49,6 +52,9 @@ class Slice:
     compared_at: Sequence[int]
     is_main: bool = True
     family: Hashable = ()
+    alpha: float = ALPHA
+    no_verdict: str = ""
+    has_marks: bool = True
 
     @property
     def arm_key(self) -> str:
@@ -159,22 +165,13 @@ def build_slices(
     elsewhere = {cell.directory for slice_ in others for cell in slice_.cells}
     slices = [one for one in slices if not _is_repeated(one, elsewhere)] + others
     arm_keys = (cells[0].roles.arm, *keys)
-    return _with_slugs([replace(one, family=_family_of(one, arm_keys)) for one in slices])
+    return _with_slugs([replace(one, family=family_of(one.cells[0], arm_keys)) for one in slices])
 
 
 def _is_repeated(slice_: Slice, elsewhere: Collection[Path]) -> bool:
     """True if it compares nothing and all of its cells stand in another slice."""
     is_alone = len(slice_.lines) == 1 and len(slice_.sizes) == 1
     return is_alone and all(cell.directory in elsewhere for cell in slice_.cells)
-
-
-def _family_of(slice_: Slice, arm_keys: Sequence[str]) -> Hashable:
-    """What a family has in common: the settings that no slice compares."""
-    common = {}
-    for key, value in slice_.cells[0].separating.items():
-        if not any(key == arm or key.startswith(f"{arm}.") for arm in arm_keys):
-            common[key] = value
-    return comparable(common)
 
 
 def _slices_of_arms(

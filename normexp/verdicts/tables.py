@@ -204,7 +204,8 @@ def _family_note(metric: Metric, comparisons: Sequence[Comparison]) -> str:
     if not size:
         return ""
     count = format_count(size, "comparison")
-    note = f"Positive: the first is better. Verdicts: corrected for {count} (5 % for all of them)"
+    alpha = f"{100 * comparisons[0].slice.alpha:.2g} % for all of them"
+    note = f"Positive: the first is better. Verdicts: corrected for {count} ({alpha})"
     if metric.tolerance:
         note += f"; tie: shown to be within {metric.tolerance:g} {metric.unit}".rstrip()
     note += "."
@@ -232,7 +233,8 @@ def ranking_table(rankings: Sequence[Ranking], comparisons: Sequence[Comparison]
     at = f", by {AXIS_WORDS[slice_.axis]}" if has_sizes else slice_.at_words(rankings[0].size)
     references = " or ".join(dict.fromkeys(ranking.reference for ranking in rankings))
     caption = f"{label}{at}, against {references}"
-    note = f"{NOTE} {_family_note(slice_.metric, comparisons)}".strip()
+    notes = [NOTE] if slice_.has_marks else []
+    note = " ".join([*notes, _family_note(slice_.metric, comparisons)]).strip()
     return table_of(f"ranking_{slice_.slug}", caption, rows, note=note)
 
 

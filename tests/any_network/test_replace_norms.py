@@ -59,6 +59,22 @@ def test_a_mapping_names_the_arguments_and_the_device_and_mode_are_kept() -> Non
     assert not any(module.training for module in other.modules())
 
 
+def test_a_class_is_a_norm_and_its_weights_go_home_by_their_names() -> None:
+    network = nn.Sequential(nn.BatchNorm2d(C), nn.Conv2d(C, C, 1))
+    of_a_class = normexp.replace_norms(network, nn.InstanceNorm2d, MAPS)
+    assert any(isinstance(module, nn.InstanceNorm2d) for module in of_a_class.modules())
+    grouped = normexp.replace_norms(network, "group", MAPS, num_groups=2)
+    at_home = nn.Sequential(nn.GroupNorm(2, C), nn.Conv2d(C, C, 1))
+    at_home.load_state_dict(normexp.state_as_built(grouped))
+    torch.testing.assert_close(at_home(MAPS), grouped(MAPS))
+
+
+def norm_in_a_function() -> Any:
+    class Own(nn.Module): ...
+
+    return Own
+
+
 @pytest.mark.parametrize(
     ("norm", "x", "knobs", "message"),
     [
@@ -69,7 +85,9 @@ def test_a_mapping_names_the_arguments_and_the_device_and_mode_are_kept() -> Non
         ("group", TOKENS, {}, "a forward of the model Sequential fails"),
         ("as_built", MAPS, {"eps": 1e-3}, "eps has no effect"),
         ("as_built", MAPS, {"norm_batch_size": 0}, "norm_batch_size=0"),
-        (nn.GroupNorm, MAPS, {}, "norm=.*GroupNorm.*: must be a string"),
+        (7, MAPS, {}, "norm=7: must be a string"),
+        (nn.GroupNorm, MAPS, {}, "GroupNorm needs the argument num_groups"),
+        (norm_in_a_function(), MAPS, {}, "norm_in_a_function.<locals>.Own is defined inside a"),
         ("batch", MAPS, {"half_life": 100}, "half_life needs a training by normexp"),
         ("batch", MAPS, {"at": {"0": "group"}}, "at needs a training by normexp"),
     ],

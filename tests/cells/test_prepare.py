@@ -249,6 +249,42 @@ def test_lines_that_mean_one_cell_leave_one_record(words: list[str]):
     assert cell.derived == same.derived
 
 
+DECLARES = """
+from torch import nn
+
+class Own(nn.Module):
+    def __init__(self, num_features):
+        super().__init__()
+
+    def forward(self, x):
+        return x / (x.abs().mean(1, keepdim=True) + 1e-5)
+
+class Lies(Own):
+    mixes_samples = False
+
+    def forward(self, x):
+        return x / (x.abs().mean(0, keepdim=True) + 1e-5)
+"""
+
+
+def test_a_norm_that_pools_nothing_keeps_padding_and_is_told_what_to_declare(own_module):
+    own_module("declares", DECLARES)
+    words = ["data=langid", "model.depth=1", "model.width=8", "norm_batch_size=4", NO_RECORDS]
+    (spec,) = compose_cells(parse_command(["norm=declares.Own", *words]))
+    cell = prepare_cell(spec)
+    assert all(site.keeps_padding for _, site in named_sites(cell.build(0)))
+    assert cell.traits.stacking_obstacle is None
+    way = "to train it once for all sizes, set `mixes_samples = False` in its class"
+    assert f"norm_batch_size has no effect; {way}" in " ".join(cell.messages)
+
+
+def test_a_false_declaration_is_refused(own_module: Callable[[str, str], Path]):
+    own_module("declares", DECLARES)
+    (spec,) = compose_cells(parse_command(["norm=declares.Lies", NO_RECORDS]))
+    with pytest.raises(UserError, match="declared: samples are mixed at norm1"):
+        prepare_cell(spec)
+
+
 def test_a_record_has_what_its_id_hashes_and_what_follows_from_it():
     words = "batch_size=64 norm_batch_size=4 lr=0.1 lr_rule=linear drop_last=false steps=42"
     cell = prepare("norm=batch", "norm.half_life=64", "norm.momentum=null", *words.split())

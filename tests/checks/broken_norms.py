@@ -85,7 +85,6 @@ def divided_by_the_largest(x: Tensor) -> Tensor:
     return x / x.abs().amax(dim=1, keepdim=True)
 
 
-@caught_by("statistics wide in bfloat16")
 class NarrowStatistics(Affine):
     """Moments in the dtype of the input."""
 

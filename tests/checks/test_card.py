@@ -232,12 +232,15 @@ class KeepsParameters(nn.Module):
         return x - mean.view(-1, *[1] * (x.ndim - 2))
 
 
+IN_HALF = "statistics wide in bfloat16"
 # The norm, a line, its value or else its status, and words of its detail.
 LINES = [
     (broken.KeepsItsMean, "buffers saved", "pass", ""),
     (InSingle, "gradient", "pass", "below float64"),
     (lambda _: NoHalf(), "dtype kept", "pass", "bfloat16"),
-    (lambda _: NoHalf(), "statistics wide in bfloat16", "skipped", ""),
+    (lambda _: NoHalf(), IN_HALF, "skipped", ""),
+    (broken.NarrowStatistics, IN_HALF, NO, "train it in float32"),
+    (LayerNorm, IN_HALF, YES, ""),
     # A backward that moves state is measured after its warm-up.
     (partial(PowerNorm, warmup=0.01), "gradient", "fail", "gradient of the input"),
     (BatchNorm, "reads padding", NO, ""),
@@ -293,8 +296,6 @@ BATCH = (TRAINING, NO, TRAINING, TRAINING)
 MAP = (NO, YES, YES, YES)
 CHANNELS = (NO, YES, NO, NO)
 OF_SAMPLE = (NO, NO, YES, YES)
-# torch's InstanceNorm computes in bfloat16 throughout unless it has parameters in float32.
-IN_HALF = "statistics wide in bfloat16"
 TRACKING = partial(nn.InstanceNorm2d, track_running_stats=True)
 
 # Samples, channels, positions and future that it mixes, as its documentation says; the failures.
@@ -313,8 +314,8 @@ NORMS: dict[str, tuple[Any, tuple[str, ...], set[str]]] = {
     "layer 2d": (LayerNormOfMaps, CHANNELS, set()),
     "rms": (nn.RMSNorm, CHANNELS, set()),
     "local response": (partial(nn.LocalResponseNorm, size=5), CHANNELS, set()),
-    "instance 1d": (nn.InstanceNorm1d, OF_SAMPLE, {IN_HALF}),
-    "instance 2d that tracks": (TRACKING, BATCH, {IN_HALF}),
+    "instance 1d": (nn.InstanceNorm1d, OF_SAMPLE, set()),
+    "instance 2d that tracks": (TRACKING, BATCH, set()),
 }
 
 
@@ -328,3 +329,7 @@ def test_card_has_no_false_line(name: str):
     lines = {line.name: line for line in card.lines}
     assert tuple(lines[trait].value for trait in TRAITS[:4]) == expected
     assert {line.name for line in card.failures} == failures
+    # torch's InstanceNorm computes in bfloat16 throughout unless it has parameters in float32.
+    is_narrow = name.startswith("instance")
+    assert (lines[IN_HALF].value == "no") is is_narrow
+    assert ("train it in float32" in card.verdict) is is_narrow

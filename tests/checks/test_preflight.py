@@ -366,10 +366,22 @@ def test_statistics_of_later_positions_alone_are_a_leak_and_not_over_one_value()
     assert traits_of(network, text_data(), allow_leak=True).leak == SITES
 
 
-def test_a_norm_without_a_mask_is_told_so_and_not_what_vmap_says():
-    obstacle = traits_of(encoder(norm_of(torch.tanh)), padded_data()).stacking_obstacle
-    assert (
-        obstacle == f"the norm at {SITES} is shown real positions alone; give its forward a `mask`"
+@pytest.mark.parametrize("view", ["token", "sequence"])
+def test_padding_stays_for_a_norm_without_a_mask_that_pools_no_positions(view: str):
+    traits = traits_of(encoder(norm_of(torch.tanh, view)), padded_data())
+    assert traits.keeps_padding and traits.stacking_obstacle is None
+
+
+@pytest.mark.parametrize(
+    ("norm", "view"),
+    [(nn.BatchNorm1d, "token"), (partial(nn.GroupNorm, 4), "sequence")],
+    ids=["pools samples", "pools positions"],
+)
+def test_padding_is_removed_for_any_other_norm_without_a_mask(norm: Any, view: Any):
+    traits = traits_of(encoder(NormFactory(norm, view=view)), padded_data())
+    assert not traits.keeps_padding
+    assert traits.stacking_obstacle == (
+        f"the norm at {SITES} pools positions and takes no `mask`: padding is removed"
     )
 
 

@@ -126,6 +126,33 @@ def test_a_norm_declared_not_to_mix_samples_has_one_id_for_all_norm_batch_sizes(
     assert id_of(f"{foreign} norm_batch_size=2") != id_of(foreign)  # not declared
 
 
+@pytest.mark.parametrize(
+    ("source", "is_declared"),
+    [
+        ("class Own:\n    mixes_samples = False", True),
+        ("class Own:\n    mixes_samples: bool = False", True),
+        ("class Base:\n    mixes_samples = False\nclass Own(Base): ...", True),
+        ("from declared_base import Own", True),
+        ("class Own:\n    mixes_samples = True", False),
+        ("class Own:\n    def f(self):\n        mixes_samples = False", False),
+        ("class Other:\n    mixes_samples = False\nclass Own: ...", False),
+    ],
+)
+def test_a_class_may_declare_it_too(
+    source: str, is_declared: bool, own_module: Callable[[str, str], Path]
+):
+    own_module("declared_base", "class Own:\n    mixes_samples = False")
+    own_module("declared", source)
+
+    def num_cells(*words: str) -> int:
+        return len(compose_cells(parse_command([*words, "norm=declared.Own"])))
+
+    sizes = ("-m", "norm_batch_size=2,32")
+    assert num_cells(*sizes) == (1 if is_declared else 2)
+    assert num_cells(*sizes, "norm.mixes_samples=true") == 2  # what is typed wins
+    assert num_cells("experiment=benchmark1/gpt", "lr=0.01") == (1 if is_declared else 2)
+
+
 @pytest.mark.parametrize("word", ["batch_size=abc", "norm_batch_size=3", "lr=high"])
 def test_a_refused_cell_has_an_id_too(word: str):
     spec = parse_command([word]).cell(parse_overrides([word]))

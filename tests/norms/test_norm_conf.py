@@ -289,6 +289,25 @@ def test_the_layout_is_noted_once_and_the_random_state_is_kept(caplog):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+class AlongTheWrongAxis(nn.Module):
+    """Its gain lacks a view: on maps it is broadcast along the width."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(num_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (x.abs().mean(dim=1, keepdim=True) + 1e-5) * self.gain
+
+
+def test_a_norm_that_treats_positions_unlike_may_have_its_channels_last():
+    layout = {"layout": "last"}
+    x = random_tensor(*SHAPES[4]).float()
+    out = foreign_factory(AlongTheWrongAxis, target="their.Norm", eps=EPS, **layout)(C)(x)
+    expected = x.movedim(1, -1)
+    assert_close(out, (expected / (expected.abs().mean(1, True) + 1e-5)).movedim(-1, 1))
+
+
 class Late(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not hasattr(self, "gain"):
@@ -325,6 +344,11 @@ def broken_key(num_features: int) -> nn.Module:  # noqa: ARG001
         (
             norm_of(lambda _, x: x.double() / 2),
             r"returns torch.float64 for torch.float32; let it end",
+        ),
+        (
+            AlongTheWrongAxis,
+            r"has gain of shape \(8,\) along the last axis of its input, while its statistics take "
+            r"axis 1 .*view it as \(-1, 1, 1\)",
         ),
         (Late, "creates or reshapes parameters .* in its forward; make them in __init__"),
         (nn.LazyBatchNorm2d, "uninitialized"),

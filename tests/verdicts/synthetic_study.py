@@ -112,7 +112,7 @@ def cell_of(
 
 def report_of_cells(*cells: Sequence[Row], **options: Any) -> Report:
     """The report of cells in memory; options: of Rows, and metric, reference."""
-    names = ("asked", "searches", "planned", "refused")
+    names = ("asked", "commands", "confirmations", "searches", "planned", "refused")
     of_rows = {key: options.pop(key) for key in names if key in options}
     runs = [run for cell in cells for run in cell]
     rows = Rows(runs, **of_rows)

@@ -163,7 +163,12 @@ def prepare_cell(spec: CellSpec, prepared: Prepared | None = None) -> Cell:
         traits = prepared.traits(spec, network, data, recipe)
         if traits.norms_mix_samples and not spec.settings.norm.may_mix_samples:
             where = traits.mixing
-            raise UserError(f"norm.mixes_samples=false: samples are mixed at {where}; drop the key")
+            raise UserError(
+                f"norm.mixes_samples=false, as typed or declared: samples are mixed at {where}; "
+                "drop it"
+            )
+        if traits.keeps_padding:
+            build = replace(build, norm=build.norm.keeping_padding())
         recipe = replace(
             recipe,
             mixes_samples=traits.mixes_samples,

@@ -8,13 +8,13 @@ from torch import nn
 
 from normexp.any_network.weights import Weights
 from normexp.training.checks.preflight import Traits
-from normexp.training.config.groups import OPTIONAL_GROUPS, PARTS
-from normexp.training.config.identity import NO_SHIPPED_SCHEDULE, packages_of
+from normexp.training.config.identity import packages_of
 from normexp.training.config.spec import CellSpec
 from normexp.training.criterion import chance_of
 from normexp.training.data.dataset import Data, describe_data
 from normexp.training.recipe import Recipe
-from normexp.training.records.result import Measured, Result
+from normexp.training.records.result import Measured
+from normexp.training.records.source import source_files
 
 # Of a network, in the records of its runs.
 RECORDED_TRAITS = (
@@ -62,7 +62,13 @@ def notes_of(spec: CellSpec, recipe: Recipe, traits: Traits, alone: str | None) 
     if typed != "norm_batch_size=null" and not traits.mixes_samples:
         notes.append(f"norm={norm} does not mix samples, so norm_batch_size has no effect")
         if spec.settings.norm.may_mix_samples:
-            notes[-1] += "; to train it once, declare mixes_samples: false in its YAML"
+            is_own = source_files(spec.config["norm"]["_target_"])
+            way = (
+                "set `mixes_samples = False` in its class"
+                if is_own
+                else "add norm.mixes_samples=false"
+            )
+            notes[-1] += f"; to train it once for all sizes, {way}"
     running_from = settings.norm.running_from
     if running_from != "step" and not traits.mixes_samples:
         notes.append(f"norm={norm} does not mix samples, so norm.running_from has no effect")
@@ -118,14 +124,3 @@ def measured_of(network: nn.Module, data: Data, traits: Traits) -> Measured:
         num_parameters=sum(p.numel() for p in network.parameters()),
         data_set=describe_data(data),
     )
-
-
-def choices_of(result: Result) -> dict[str, str]:
-    """The choice in each config group of a recorded cell, as `compose_cell` returned them."""
-    groups = [group for group in (*PARTS, *OPTIONAL_GROUPS) if group in result.settings]
-    choices = {
-        group: result.defines.get(group, {}).get("choice", result.settings[group])
-        for group in groups
-    }
-    shipped_schedule = result.settings.get("optim.schedule", NO_SHIPPED_SCHEDULE["schedule"])
-    return {"schedule": shipped_schedule, **choices}

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from torch import Tensor, nn
 
 from normexp.any_network.diagnosis import TERMS, decompose
@@ -20,20 +19,17 @@ from normexp.errors import UserError, one_line
 from normexp.norms.site import load_as_built
 from normexp.training.batching.replicas import Batch, Replicas, model_arguments
 from normexp.training.cells.cell import Cell, make_builder, prepare_cell
-from normexp.training.cells.describe import choices_of
 from normexp.training.cells.module import arrange_replicas, build_module
 from normexp.training.config.compose import refuse_missing_values
-from normexp.training.config.groups import PARTS, shipped_config, shipped_defaults
+from normexp.training.config.groups import shipped_defaults
 from normexp.training.config.keys import with_values
-from normexp.training.config.spec import CellSpec
+from normexp.training.config.recorded import recorded_spec
 from normexp.training.data.dataset import attach_prediction, without_samples
-from normexp.training.data.views import crop_centre
 from normexp.training.fit import evaluate
 from normexp.training.module import Recorder
 from normexp.training.recipe import recipe_of
 from normexp.training.records.files import ensure_writable, read_json, write_json
 from normexp.training.records.layout import (
-    CONFIG_FILE,
     EVALUATION_FILE,
     RESULT_FILE,
     WEIGHTS_FILE,
@@ -85,35 +81,6 @@ def load_run(run_dir: Path) -> nn.Module:
     load_weights(network, file, precision=recipe.settings.trainer.precision)
     attach_prediction(network, data)
     return network.eval()
-
-
-def recorded_spec(cell_dir: Path, result: Result, changes: Mapping[str, Any]) -> CellSpec:
-    """The cell of a folder.
-
-    Args:
-        result: of one of its runs.
-        changes: values in place of those in its config.yaml.
-
-    Raises:
-        UserError: a torn or foreign file.
-    """
-    path = cell_dir / CONFIG_FILE
-    try:
-        values = with_values(yaml.safe_load(path.read_text(encoding="utf-8")), changes)
-        assert all(values[part] for part in (*PARTS, "trainer"))
-    except (yaml.YAMLError, AssertionError, KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{path} cannot be read ({one_line(error)}); remove the cell's folder and train it "
-            "again"
-        ) from error
-    values = {**shipped_config(), **values}  # a key may have been added since
-    choices = choices_of(result)
-    for group in set(PARTS) - changes.keys():  # a class may have moved since, a key been added
-        if shipped := shipped_defaults(group, choices[group]):
-            removed = {key for key in shipped if f"~{key}" in result.defines.get(group, {})}
-            added = {key: value for key, value in shipped.items() if key not in removed}
-            values[group] = {**added, **values[group], "_target_": shipped["_target_"]}
-    return CellSpec(values, choices)
 
 
 def load_weights(network: nn.Module, path: Path, *, precision: str) -> None:
@@ -193,14 +160,12 @@ def _decompose(cell: Cell, replicas: Replicas) -> list[dict[str, float]]:
     parts = [part for part in parts if len(part) == size]
     dtype, pairs = next(replicas.parameters()).dtype, []
     for batch in map(data.test.gather, parts):
-        if data.crop is not None:
-            crop_centre(batch, data.crop)
         batch["inputs"] = data.model_inputs(batch["inputs"], dtype)
         pairs.append((model_arguments(batch), batch))
 
     def loss(output: Tensor, batch: Batch) -> Tensor:
         criterion, targets = cell.recipe.criterion, batch["targets"]
-        return criterion.loss(output, batch) / (float(criterion.num_targets(targets[None])) or 1)
+        return criterion.loss(output, batch) / max(1, int(criterion.num_targets(targets[None])))
 
     count, networks = {"num_samples": len(parts) * size}, range(replicas.num_replicas)
     try:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -28,6 +28,7 @@ from normexp.training.checks.questions import (
     ON_CONSTANTS,
     READS_FUTURE,
     SHAPE_KEPT,
+    WIDE_IN_HALF,
 )
 from normexp.words import format_count
 
@@ -78,6 +79,8 @@ class Card:
             verdict += "; its evaluation depends on the other samples of a batch, and on its size"
         if self.sees_texts and READS_FUTURE in in_evaluation:
             verdict += "; it reads later tokens, so causal models such as model=gpt refuse it"
+        if any(line.name == WIDE_IN_HALF and line.value == "no" for line in self.lines):
+            verdict += "; it loses digits in bfloat16, so train it in float32"
         return verdict
 
 
@@ -88,6 +91,7 @@ def measure_card(
     target: str,
     eps: float | None = None,
     num_features: int | None = None,
+    layout: Literal["first", "last"] | None = None,
     sees_texts: bool = False,
     contract_only: bool = False,
 ) -> Card:
@@ -103,7 +107,7 @@ def measure_card(
         UserError: not callable, an unknown knob, an argument that is not set, no nn.Module.
     """
     try:
-        norm = open_norm(make, target=target, eps=eps, num_features=num_features)
+        norm = open_norm(make, target=target, eps=eps, num_features=num_features, layout=layout)
     except UserError as error:
         if error.__cause__ is None or isinstance(error.__cause__, TypeError | UserError):
             raise
@@ -136,6 +140,7 @@ def measure_norm(name: str, config: Mapping[str, Any], *, contract_only: bool = 
         name=name,
         target=target.path,
         eps=config["eps"],
+        layout=reserved.get("layout"),
         sees_texts=reserved.get("view") == "sequence",
         contract_only=contract_only,
     )

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -149,11 +149,13 @@ def open_norm(
     target: str,
     eps: float | None = None,
     num_features: int | None = None,
+    layout: Literal["first", "last"] | None = None,
 ) -> LoneNorm:
     """Finds the layout, the number of channels and the inputs that a norm takes.
 
     Args:
         num_features: channels; by default the first of FEATURES that it can be built for.
+        layout: where its channels are, if the user says it.
 
     Raises:
         UserError: not callable, an unknown knob, an argument that is not set, no nn.Module; with
@@ -163,20 +165,21 @@ def open_norm(
     for channels in FEATURES if num_features is None else (num_features,):
         try:
             with fixed_draws():
-                return _find_inputs(LoneNorm(target, make, eps, channels))
+                return _find_inputs(LoneNorm(target, make, eps, channels), layout)
         except UserError as error:
             refusals.append(error)
     raise refusals[0]
 
 
-def _find_inputs(lone: LoneNorm) -> LoneNorm:
+def _find_inputs(lone: LoneNorm, typed: Literal["first", "last"] | None) -> LoneNorm:
     """Sets layout and shapes; channels first for shipped norms and if no layout is found."""
     shapes = [(samples, lone.num_features, *positions) for samples, *positions in LADDER]
     of_maps = lone.at(shapes[2])
     of_maps.bare()  # refused here, as it would be later
     if not is_shipped(lone.target):
         try:
-            layout = find_layout(lambda _: of_maps.bare(), lone.num_features, target=lone.target)
+            bare, channels = lambda _: of_maps.bare(), lone.num_features
+            layout = find_layout(bare, channels, target=lone.target, layout=typed)
         except UserError as error:
             problem = str(error).removeprefix(f"norm._target_={lone.target} ")
             return replace(lone, problem=problem)

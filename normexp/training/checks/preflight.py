@@ -7,24 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from normexp.errors import UserError, one_line, source_line_of
-from normexp.norms.site import named_sites
 from normexp.training.batching.replicas import Batch
 from normexp.training.checks.network import (
-    PROBE_SAMPLES,
     BuiltNetwork,
     EnteredSite,
-    enter_sites,
     names_where,
     smallest_group,
 )
-from normexp.training.checks.probe import EVERYWHERE, MODES, TOLERANCE, Probe, difference
+from normexp.training.checks.padding import check_padding, is_unpadded, padded_batch, with_padding
+from normexp.training.checks.probe import TOLERANCE, Probe
 from normexp.training.checks.wiring import (
     cannot_stack,
     check_sites,
@@ -71,6 +67,7 @@ class Traits:
         stacking_obstacle: why replicas cannot run under vmap.
         elements_per_sample: values of one sample that reach all sites.
         reaches: the sites whose norm takes a statistic, and how far it reaches.
+        keeps_padding: norms without `mask` may be shown padding, which moves nothing real.
         notes: what the user should know and nothing forbids, one sentence each.
     """
 
@@ -82,6 +79,7 @@ class Traits:
     stacking_obstacle: str | None
     elements_per_sample: int
     reaches: Mapping[str, Reach]
+    keeps_padding: bool
     notes: tuple[str, ...]
 
     @property
@@ -121,11 +119,15 @@ def examine(
 
 
 def _examine(network: BuiltNetwork, allow_leak: bool) -> Traits:
+    padded = padded_batch(network.data)
+    kept = None if padded is None else with_padding(network, padded)
+    network = kept or network
     num_elements = sum(len(site.names) * site.shape.numel() for site in network.sites)
     notes = [*check_sites(network), *note_other_norms(network)]
     check_split(network)
     reaches = reaches_of(network)
-    check_padding(network)
+    if padded is not None:
+        check_padding(network, padded)
     check_state(network)
     leak_in_training = where_future_leaks(network, training=True)
     leak = where_future_leaks(network, training=False)
@@ -156,6 +158,7 @@ def _examine(network: BuiltNetwork, allow_leak: bool) -> Traits:
         stacking_obstacle=why_not_stacked(network, draws=draws),
         elements_per_sample=num_elements // len(network.batch["targets"]),
         reaches=reaches,
+        keeps_padding=kept is not None,
         notes=tuple(notes),
     )
 
@@ -169,15 +172,10 @@ def why_not_stacked(network: BuiltNetwork, *, draws: bool) -> str | None:
     if draws:
         return "a module draws its own random numbers"
     reason = cannot_stack(network.network, network.short)
-    unmasked = names_where(network.sites, lacks_mask)
-    if reason and unmasked:
-        return f"the norm at {unmasked} is shown real positions alone; give its forward a `mask`"
+    unpadded = names_where(network.sites, is_unpadded)
+    if reason and unpadded:
+        return f"the norm at {unpadded} pools positions and takes no `mask`: padding is removed"
     return reason
-
-
-def lacks_mask(site: EnteredSite) -> bool:
-    """True if a mask reaches the site, and its norm has no argument for it."""
-    return site.mask is not None and not site.module.site.takes_mask
 
 
 # ---------------------------------------------------------------- other samples, later positions
@@ -313,64 +311,3 @@ def reaches_of(network: BuiltNetwork) -> dict[str, Reach]:
             "norm_batch_size, fewer groups, or norm=layer"
         )
     return reaches
-
-
-# ---------------------------------------------------------------- padding
-
-
-def check_padding(network: BuiltNetwork) -> None:
-    """Raises UserError if padding moves a real output, a gradient or a running state."""
-    train = network.data.train
-    mask = getattr(train, "mask", None)
-    if mask is None or mask.all():
-        return
-    # Probes the shorter half of the samples with padding.
-    order = mask.sum(dim=1).argsort(stable=True)
-    order = order[mask[order].logical_not().any(dim=1)]
-    batch = train.gather(order[torch.linspace(0, (len(order) - 1) / 2, PROBE_SAMPLES).long()])
-    sites = [site for site in enter_sites(network.exposed, batch) if site.mask is not None]
-    # A norm without `mask` gets one sample at a time, so it must not mix samples.
-    apart = [s for s in sites if lacks_mask(s) and s.module.site.view == "sequence"]
-    where = names_where(apart, lambda site: bool(site.probe(training=True).reads_across(0)))
-    if where:
-        raise UserError(
-            f"the norm at {where} mixes samples but its forward has no argument `mask`, so texts "
-            "of different length reach it one at a time; try norm.view=token, or add `mask`"
-        )
-    where = names_where(sites, reads_padding)
-    if where:
-        raise UserError(
-            f"norm reads padding at {where}: it moves real positions or the running "
-            "state; its forward must leave out values where its argument `mask` is false"
-        )
-    if model_reads_padding(network, batch):
-        raise UserError(
-            "model reads padding: its content or amount moves the output, and no norm does; use "
-            "`mask` in attention and pooling, and pass it to each site"
-        )
-
-
-def reads_padding(site: EnteredSite) -> bool:
-    assert site.mask is not None
-    return any(site.probe(training, site.mask).reads_padding() for training in MODES)
-
-
-def model_reads_padding(network: BuiltNetwork, batch: Batch) -> bool:
-    """Does padding move a network's outputs, with norms in either mode and dropout off?
-
-    Tries less padding instead of more, because learned positions end at the longest text.
-    """
-    inputs, mask = batch["inputs"], batch["mask"]
-    longest = int(mask.any(dim=0).nonzero().max()) + 1
-    for training in MODES:
-        probe = network.whole(batch, training=False)
-        for _, site in named_sites(probe.module):
-            site.train(training)
-        before = probe.observe()
-        changed = torch.where(mask, inputs, probe.replacement(inputs, 0))
-        others = [probe.observe(changed, mask)]
-        with suppress(ValueError, RuntimeError):  # a model for one length
-            others.append(probe.observe(inputs[:, :longest], mask[:, :longest]))
-        if any(difference(before, after, EVERYWHERE, state=True) for after in others):
-            return True
-    return False

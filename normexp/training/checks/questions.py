@@ -189,27 +189,6 @@ def is_deterministic(case: NormCase) -> Reply:
     return "two forwards of one input differ" if change(first, again) else None
 
 
-def keeps_digits_in_half(case: NormCase) -> Reply:
-    """Parameters stay in float32, as in mixed precision, if the norm supports that."""
-    if case.lone.draws:
-        return skipped("draws random numbers, different ones in each dtype")
-    x = (HALF_MEAN + case.values()).to(torch.bfloat16)
-    try:
-        try:
-            out = case.build()(x)
-        except RuntimeError:  # the kernel needs one dtype for all tensors
-            out = case.build(torch.bfloat16)(x)
-    except NotImplementedError:
-        return skipped("this device lacks bfloat16")
-    error = change(case.build(torch.float64)(x.double()), out)
-    if error <= HALF_TOLERANCE:
-        return None
-    return (
-        f"off by {error:.2g} of the largest output at mean 30; compute statistics in float32, as "
-        "of x.float(), and return x.dtype"
-    )
-
-
 # ---------------------------------------------------------------- traits: what it reads and ignores
 
 REAL = (5, 3, 2, 4)  # real positions of each sample of a padded text
@@ -236,7 +215,9 @@ def reads_future(case: NormCase) -> Reply:
 def reads_masked(case: NormCase) -> Reply:
     norm = case.trained(torch.float32)
     if not takes_mask(norm):
-        return skipped("its forward has no argument `mask`; it is given the real positions only")
+        return skipped(
+            "its forward has no argument `mask`; if it pools positions, padding is removed"
+        )
     shape = torch.Size(case.shape)  # (N, C, T)
     mask = torch.arange(shape[2]) < torch.tensor(REAL)[:, None]
     module = SiteOnMaps(Site(norm, "sequence", None), shape[2:])
@@ -282,6 +263,30 @@ def has_running_state(case: NormCase) -> Answer:
 # ---------------------------------------------------------------- how it can be trained
 
 
+def is_wide_in_half(norm: LoneNorm) -> Answer:
+    """Parameters stay in float32, as in mixed precision, if the norm supports that."""
+    if norm.draws:
+        return skipped("draws random numbers, different ones in each dtype")
+    for shape in norm.shapes:
+        case = norm.at(shape)
+        x = (HALF_MEAN + case.values()).to(torch.bfloat16)
+        try:
+            try:
+                out = case.build()(x)
+            except RuntimeError:  # the kernel needs one dtype for all tensors
+                out = case.build(torch.bfloat16)(x)
+        except NotImplementedError:
+            return skipped("this device lacks bfloat16")
+        error = change(case.build(torch.float64)(x.double()), out)
+        if error > HALF_TOLERANCE:
+            return measured(
+                "no",
+                f"off by {error:.2g} of the largest output, {show(shape)}: train it in float32, or "
+                "compute its statistics so, as of x.float(), and return x.dtype",
+            )
+    return measured("yes")
+
+
 def stacks(norm: LoneNorm) -> Answer:
     if norm.draws:
         return skipped("draws random numbers, so each seed trains by itself")
@@ -315,6 +320,7 @@ UNCHANGED = "Is the output the same after such a change of the input, with a tin
 BUILT = "can be built"  # answered by opening the norm
 SHAPE_KEPT, FINITE = "shape kept", "finite"
 MIXES_SAMPLES, READS_FUTURE = "mixes samples", "reads the future"
+WIDE_IN_HALF = "statistics wide in bfloat16"
 OF_NORMS: tuple[Question, ...] = (
     NormQuestion(
         "parameters made at once",
@@ -351,11 +357,6 @@ OF_NORMS: tuple[Question, ...] = (
         "Do two forwards of one input agree in evaluation?",
         is_deterministic,
     ),
-    InputQuestion(
-        "statistics wide in bfloat16",
-        "Do bfloat16 inputs at mean 30 give the outputs of float64, up to rounding?",
-        keeps_digits_in_half,
-    ),
     ModeQuestion(
         MIXES_SAMPLES,
         "Do other samples move an output, a gradient or a running state?",
@@ -390,6 +391,12 @@ OF_NORMS: tuple[Question, ...] = (
         has_running_state,
         section="traits",
         shapes=largest,
+    ),
+    NormQuestion(
+        WIDE_IN_HALF,
+        "Do bfloat16 inputs at mean 30 give the outputs of float64, up to rounding?",
+        is_wide_in_half,
+        section="traits",
     ),
     NormQuestion(
         "replicas under vmap",

@@ -19,6 +19,7 @@ from normexp.training.config.compose import compose_cell, refuse_missing
 from normexp.training.config.groups import group_choices
 from normexp.training.config.spec import CellSpec, join_points, shared_value
 from normexp.training.config.validate import OPTIONS
+from normexp.training.records.source import class_attribute
 from normexp.words import as_typed, suggest
 
 NOT_GLOBBED = "as_built"  # fits certain models
@@ -83,6 +84,7 @@ class Command:
         """
         config, choices = compose_cell(overrides)
         refuse_missing(config, choices)
+        config = config | {"norm": _as_declared(config["norm"])}
         spec = CellSpec(config, choices, overrides=overrides)
         try:
             norm = spec.settings.norm
@@ -91,6 +93,15 @@ class Command:
         if norm.may_mix_samples:
             return spec
         return replace(spec, config=config | {"norm_batch_size": None})
+
+
+def _as_declared(norm: dict[str, Any]) -> dict[str, Any]:
+    """The values of a norm; whether a user's class mixes samples, it may say itself."""
+    target = str(norm.get("_target_"))
+    if norm.get("mixes_samples") is not None or target.startswith("normexp."):
+        return norm
+    declared = class_attribute(target, "mixes_samples")
+    return norm | {"mixes_samples": declared} if isinstance(declared, bool) else norm
 
 
 def study_words(study_dir: Path) -> list[str]:

@@ -6,6 +6,7 @@ It is only ever appended to, and no result depends on it.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -55,6 +56,23 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Confirms:
+    """What a confirmation compares, by the ids of cells: the best tries with the baseline.
+
+    Attributes:
+        seeds: that no run of the study had before.
+    """
+
+    baseline: str
+    finalists: list[str]
+    seeds: list[int]
+
+    @property
+    def cells(self) -> list[str]:
+        return [self.baseline, *self.finalists]
+
+
+@dataclass(frozen=True)
 class CommandEntry:
     """A command that trained something, or tried to.
 
@@ -62,6 +80,7 @@ class CommandEntry:
         command: the words that were typed, program first.
         cells: what the command asks of each cell, by id.
         searched: the keys whose values the command searches.
+        confirms: of a command of normexp.confirm.
     """
 
     id: str
@@ -69,6 +88,7 @@ class CommandEntry:
     code_version: str
     cells: dict[str, Request]
     searched: list[str] = field(default_factory=list)
+    confirms: Confirms | None = None
     time: str = field(default_factory=_now)
 
     @property
@@ -162,6 +182,8 @@ def _parse_entry(content: dict[str, Any]) -> Entry:
         return Refusal(**content)
     requests = content["cells"].items()
     content["cells"] = {cell_id: Request(**request) for cell_id, request in requests}
+    if content.get("confirms"):
+        content["confirms"] = Confirms(**content["confirms"])
     return CommandEntry(**content)
 
 
@@ -187,3 +209,12 @@ def remove_refused(study_dir: Path, command: str) -> None:
             (study_dir / STUDY_FILE).unlink(missing_ok=True)
     if not any(study_dir.iterdir()):
         study_dir.rmdir()
+
+
+def confirmations_of(entries: Iterable[Entry]) -> list[Confirms]:
+    """The confirmations of a study, each once, in the order in which they began."""
+    found: list[Confirms] = []
+    for entry in entries:
+        if isinstance(entry, CommandEntry) and entry.confirms and entry.confirms not in found:
+            found.append(entry.confirms)
+    return found

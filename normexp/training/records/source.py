@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from typing import Any
 
 from normexp.errors import PACKAGE, UserError, is_installed, is_own
 from normexp.words import name_some, suggest
@@ -52,6 +53,35 @@ def source_digest(target: str) -> str | None:
     files = sorted(source_files(target).items())
     parts = [f"{name}\0{digest_of(path.read_bytes())}\0" for name, path in files]
     return digest_of("".join(parts).encode()) if parts else None
+
+
+def class_attribute(target: str, name: str) -> Any:
+    """A constant that a user's class, or a base of it among the user's own, has as attribute.
+
+    Read in the syntax trees of the files that `source_files` names; None if none has it.
+    """
+    files = source_files(target)
+    classes: dict[str, ast.ClassDef] = {}
+    # That of the target comes last, so that its classes win.
+    for module in sorted(files, key=lambda name: len(name) * target.startswith(f"{name}.")):
+        for node in _tree_of(files[module]).body:
+            if isinstance(node, ast.ClassDef):
+                classes[node.name] = node
+    waiting, seen = [target.rpartition(".")[2]], set[str]()
+    while waiting:
+        found = classes.get(waiting.pop(0))
+        if found is None or found.name in seen:
+            continue
+        seen.add(found.name)
+        for node in found.body:
+            names = (
+                node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            )
+            is_named = any(isinstance(one, ast.Name) and one.id == name for one in names)
+            if is_named and isinstance(value := getattr(node, "value", None), ast.Constant):
+                return value.value
+        waiting += [base.id for base in found.bases if isinstance(base, ast.Name)]
+    return None
 
 
 def package_digest(target: str) -> str | None:

@@ -13,7 +13,13 @@ import numpy as np
 
 from normexp.errors import UserError
 from normexp.training.records.archive import Archive
-from normexp.training.records.journal import CommandEntry, Entry, Request, read_entries
+from normexp.training.records.journal import (
+    CommandEntry,
+    Entry,
+    Request,
+    confirmations_of,
+    read_entries,
+)
 from normexp.training.records.layout import (
     METRICS_FILE,
     RESULT_FILE,
@@ -36,6 +42,7 @@ from normexp.training.records.samples import read_samples
 from normexp.training.records.study import read_study
 from normexp.verdicts.rows import (
     Config,
+    Confirmation,
     PlannedCell,
     Point,
     RefusedCell,
@@ -154,9 +161,17 @@ def _add_commands(
 ) -> None:
     """Adds what the commands of a study asked for. search_entries: lines of NAME-search."""
     commands = [entry for entry in entries if isinstance(entry, CommandEntry)]
-    for command in commands:
+    confirmed: dict[str, set[int]] = defaultdict(set)  # by cell, the seeds of all confirmations
+    for number, found in enumerate(confirmations_of(commands), start=1):
+        finalists, seeds = tuple(found.finalists), frozenset(found.seeds)
+        rows.confirmations.append(Confirmation(study, number, found.baseline, finalists, seeds))
+        for cell in found.cells:
+            confirmed[cell] |= seeds
+    for number, command in enumerate(commands):
         for cell, asked in command.cells.items():
-            rows.asked.setdefault((study, cell), []).append(sorted(asked.seeds))
+            if seeds := sorted({*asked.seeds} - confirmed[cell]):
+                rows.asked.setdefault((study, cell), []).append(seeds)
+                rows.commands.setdefault((study, cell), number)
     trials = [entry for entry in search_entries if isinstance(entry, CommandEntry)]
     if not trials and study.endswith("-search"):  # its own cells are points of a search
         return
@@ -200,8 +215,8 @@ def join_paths(rows: Rows) -> Rows:
     by_cell: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for run in rows.runs:
         by_cell[run.study, run.cell_id].append(run)
-    asked = dict(rows.asked)
     first_ids: dict[tuple[str, Any], str] = {}  # by study and what defines the training
+    new_ids: dict[tuple[str, str], str] = {}
     joined: dict[tuple[str, str, int], Row] = {}
     renamed: dict[str, dict[Any, Any]] = {key: {} for key in PLACES}
     for (study, cell_id), runs in by_cell.items():
@@ -214,8 +229,7 @@ def join_paths(rows: Rows) -> Rows:
         defines = max((run.typed for run in changed), key=len)
         content = comparable(defines) if new_paths else cell_id
         first_id = first_ids.setdefault((study, content), cell_id)
-        of_cell = asked.pop((study, cell_id), [[run.seed for run in runs]])
-        asked[study, first_id] = [*asked.get((study, first_id), []), *of_cell]
+        new_ids[study, cell_id] = first_id
         for run in changed:
             joined.setdefault((study, first_id, run.seed), replace(run, cell_id=first_id))
     planned = []
@@ -225,7 +239,32 @@ def join_paths(rows: Rows) -> Rows:
             if config.get(key) in new:
                 config[key] = new[config[key]]
         planned.append(replace(cell, config=config))
-    return replace(rows, runs=[*joined.values()], asked=asked, planned=planned)
+    renamed_rows = _with_ids(rows, new_ids, by_cell)
+    return replace(renamed_rows, runs=[*joined.values()], planned=planned)
+
+
+def _with_ids(
+    rows: Rows,
+    new_ids: Mapping[tuple[str, str], str],
+    runs: Mapping[tuple[str, str], Sequence[Row]],
+) -> Rows:
+    """Rows in which what was asked for has other ids of cells, in the order of the commands.
+
+    new_ids, runs: by study and cell id
+    """
+    asked: dict[tuple[str, str], list[list[int]]] = {}
+    commands: dict[tuple[str, str], int] = {}
+    for place in dict.fromkeys((*rows.asked, *runs)):
+        new_place = (place[0], new_ids.get(place, place[1]))
+        of_cell = rows.asked.get(place) or [[run.seed for run in runs[place]]]
+        asked[new_place] = [*asked.get(new_place, []), *of_cell]
+        if place in rows.commands:
+            commands.setdefault(new_place, rows.commands[place])
+    confirmations = []
+    for found in rows.confirmations:
+        baseline, *finalists = (new_ids.get((found.study, id_), id_) for id_ in found.cells)
+        confirmations.append(replace(found, baseline=baseline, finalists=tuple(finalists)))
+    return replace(rows, asked=asked, commands=commands, confirmations=confirmations)
 
 
 def _with_paths(run: Row, paths: Config) -> Row:

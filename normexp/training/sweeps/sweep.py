@@ -18,7 +18,13 @@ from normexp.training.config.command import Command
 from normexp.training.config.spec import CellSpec, shared_value
 from normexp.training.records.environment import code_version
 from normexp.training.records.files import ensure_writable, is_read_only
-from normexp.training.records.journal import CommandEntry, Refusal, append_entry, remove_refused
+from normexp.training.records.journal import (
+    CommandEntry,
+    Confirms,
+    Refusal,
+    append_entry,
+    remove_refused,
+)
 from normexp.training.records.layout import refuse_shipped
 from normexp.training.records.result import Status
 from normexp.training.records.study import CellState
@@ -92,6 +98,7 @@ def train_cells(
     workers: int | None = None,
     command: Command | None = None,
     searched: Sequence[str] = (),
+    confirms: Confirms | None = None,
     together: Together = nullcontext,
 ) -> list[CellState]:
     """Trains the missing runs of each cell; returns the states of all, in order.
@@ -100,7 +107,7 @@ def train_cells(
         words: the command, as study.jsonl records it.
         workers: number of stacks trained at once, 0 for this process; overrides the config.
         command: names the launcher that starts the workers elsewhere, if any.
-        searched: the keys whose values the command searches.
+        searched, confirms: see `CommandEntry`.
         together: see `TrainingControl`.
 
     Raises:
@@ -112,7 +119,7 @@ def train_cells(
     wandb_run = asked_run(cells) if os.environ.get("WANDB_SWEEP_ID") else ""
     requests = {cell.id: cell.request for cell in cells if not cell.error}
     command_id = secrets.token_hex(8)
-    entry = CommandEntry(command_id, [*words], code_version(), requests, [*searched])
+    entry = CommandEntry(command_id, [*words], code_version(), requests, [*searched], confirms)
     job = Job(cells, entry)
     states = job.states()
     runs_dir = job.study_dir.parent

@@ -1,0 +1,169 @@
+"""Confirms the best tries of a study: trains them and the baseline on unused seeds, and reports."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from normexp.errors import FAILED, UserError
+from normexp.training.cells.stack import has_ended
+from normexp.training.config.choices import parse_overrides
+from normexp.training.config.command import study_words
+from normexp.training.config.recorded import recorded_spec
+from normexp.training.config.spec import CellSpec
+from normexp.training.records.journal import (
+    CommandEntry,
+    Confirms,
+    confirmations_of,
+    read_entries,
+)
+from normexp.training.records.layout import find_study, list_cells, list_seeds, search_dir
+from normexp.training.records.result import Status
+from normexp.training.records.study import CellState, read_study
+from normexp.training.studies.report import publish
+from normexp.training.studies.rows import read_studies
+from normexp.training.studies.terminal import print_closing_table
+from normexp.training.sweeps.sweep import raise_if_stopped, run_cells, train_cells
+from normexp.verdicts.arms import label_cells
+from normexp.verdicts.cells import build_cells
+from normexp.verdicts.loops import Setups, alpha_of, metric_of, rank_tries, setups_of
+from normexp.words import format_count
+
+
+def confirm(options: Mapping[str, Any], words: Sequence[str]) -> int:
+    """Trains what a confirmation lacks and prints the report of its study; returns the exit code.
+
+    options: of the entry
+
+    Raises:
+        UserError: no such study or baseline, too few tries, or a try that has changed since.
+        Halted, KeyboardInterrupt: as `train_cells`.
+    """
+    runs_dir, name = Path(options["runs_dir"]), options["study"]
+    study_dir = find_study(runs_dir, name)
+    if study_dir.is_file():
+        raise UserError(f"study={name} was shipped; confirm a study of your own")
+    setups = _read_setups(runs_dir, name, options["baseline"])
+    earlier = confirmations_of(read_entries(study_dir))
+    confirms = _unfinished(study_dir, earlier, setups, options)
+    if confirms is None:
+        confirms = _plan(study_dir, setups, options)
+    states = read_study(study_dir).cells
+    if removed := [cell for cell in confirms.cells if cell not in states]:
+        raise UserError(f"{study_dir / removed[0]} is to be confirmed, and was removed")
+    specs = [_spec_of(states[cell], confirms.seeds, options) for cell in confirms.cells]
+    number = [*earlier, confirms].index(confirms) + 1
+    print(_words(confirms, number, setups))
+    if options["dry_run"]:
+        return run_cells(specs, words)
+    trained = train_cells(specs, words, confirms=confirms)
+    raise_if_stopped(specs, trained)
+    has_failed = any(state.status in ("failed", "refused") for state in trained)
+    if has_failed:
+        print_closing_table(trained)
+    publish(runs_dir, [name], watch=False)
+    return FAILED if has_failed else 0
+
+
+def _read_setups(runs_dir: Path, name: str, baseline: str | None) -> Setups:
+    cells = label_cells(build_cells(read_studies(runs_dir, [name])))
+    try:
+        return setups_of(cells, baseline)
+    except KeyError as error:
+        words = shlex.join(study_words(runs_dir / name))
+        raise UserError(
+            f"baseline={baseline}: no cell of the study has this id or name; "
+            f"python -m normexp.report {words} lists them"
+        ) from error
+
+
+def _words(confirms: Confirms, number: int, setups: Setups) -> str:
+    names = {cell.directory.name: cell.arm for cell in setups.cells}
+    finalists = " and ".join(names.get(cell, cell) for cell in confirms.finalists)
+    seeds = f"seeds {confirms.seeds[0]} to {confirms.seeds[-1]}"
+    alpha = f"{100 * alpha_of(number):.1f} %"
+    return (
+        f"confirmation {number}: {finalists} against {setups.baseline.arm}, {seeds}; "
+        f"it spends {alpha}"
+    )
+
+
+# --- What is confirmed ----------------------------------------------------------------------------
+
+
+def _unfinished(
+    study_dir: Path, earlier: Sequence[Confirms], setups: Setups, options: Mapping[str, Any]
+) -> Confirms | None:
+    """The last confirmation, if it lacks runs and these options ask for it again."""
+    if not earlier:
+        return None
+    last = earlier[-1]
+    runs = [(cell, seed) for cell in last.cells for seed in last.seeds]
+    has_all = all(has_ended(study_dir, *run) for run in runs)
+    return None if has_all or not _fits(last, setups, options) else last
+
+
+def _fits(confirms: Confirms, setups: Setups, options: Mapping[str, Any]) -> bool:
+    sizes = (len(confirms.finalists), len(confirms.seeds))
+    is_same = confirms.baseline == setups.baseline.directory.name
+    return is_same and sizes == (options["best"], options["replicas"])
+
+
+def _plan(study_dir: Path, setups: Setups, options: Mapping[str, Any]) -> Confirms:
+    """The best tries, on unused seeds; if they were confirmed before, that confirmation.
+
+    Raises:
+        UserError: fewer tries than asked for.
+    """
+    metric = metric_of(setups, None, None)
+    ranked = rank_tries(setups, metric) if metric else []
+    baseline, best = setups.baseline.directory.name, options["best"]
+    if len(ranked) < best:
+        measured = f" and {metric.name}" if metric else ""
+        raise UserError(
+            f"best={best}: besides its baseline, {baseline}, study={study_dir.name} has "
+            f"{format_count(len(ranked), 'cell')} with all runs{measured}"
+        )
+    finalists = [cell.directory.name for cell in ranked[:best]]
+    for confirms in confirmations_of(read_entries(study_dir)):
+        if _fits(confirms, setups, options) and {*confirms.finalists} == {*finalists}:
+            return confirms
+    first = 1 + max(_used_seeds(study_dir))
+    return Confirms(baseline, finalists, [*range(first, first + options["replicas"])])
+
+
+def _used_seeds(study_dir: Path) -> set[int]:
+    """Every seed that a study, or its search, has trained or asked for."""
+    used: set[int] = set()
+    for folder in (study_dir, search_dir(study_dir)):
+        for entry in read_entries(folder):
+            if isinstance(entry, CommandEntry):
+                used.update(seed for request in entry.cells.values() for seed in request.seeds)
+        used.update(seed for cell in list_cells(folder) for seed in list_seeds(cell))
+    return used
+
+
+def _spec_of(state: CellState, seeds: Sequence[int], options: Mapping[str, Any]) -> CellSpec:
+    """The cell of a try as it was trained, with other seeds.
+
+    Raises:
+        UserError: no run of it has ended, or its code or files have changed since.
+    """
+    ended = [result for result in state.results if result.status is not Status.FAILED]
+    if not ended:
+        raise UserError(f"{state.id}: no run of it has ended, so it cannot be confirmed")
+    folder = state.directory.parent
+    changes = {"study": folder.name, "runs_dir": str(folder.parent), "fail_fast": False}
+    changes |= {"seed": seeds[0], "replicas": len(seeds)}
+    changes |= {key: options[key] for key in ("workers", "dry_run")}
+    spec = recorded_spec(state.directory, ended[0], changes)
+    spec = replace(spec, overrides=parse_overrides(state.request.words))
+    if spec.id != state.id:
+        raise UserError(
+            f"{state.id}: its code or its files have changed since it was tried, and its config "
+            f"now means {spec.id}; restore them, or try it again"
+        )
+    return spec
