@@ -19,13 +19,15 @@ from torch.utils._pytree import tree_map
 from normexp.norms.base import wide_dtype
 from normexp.training.batching.replicas import Batch, Measurements, Replicas
 from normexp.training.data.dataset import Data
-from normexp.training.data.views import View
+from normexp.training.data.views import View, crop_centre
+from normexp.training.pictures import draw_predictions
 from normexp.training.recipe import Recipe
 from normexp.training.samples import gather, samples_per_forward, shuffled
 from normexp.training.statistics import STATISTICS, Trained
 
 logger = logging.getLogger(__name__)
 
+NUM_SHOWN = 6  # images of predictions.png
 Columns = dict[str, list[float]]  # a value per replica, by metric
 
 
@@ -36,12 +38,14 @@ class Evaluator:
     Attributes:
         data: on the device of the replicas.
         samples: what samples.npz keeps of each test sample (S, N), by kind of evaluation.
+        predictions: classes (S, NUM_SHOWN, H, W) in a few test images with masks.
     """
 
     replicas: Replicas
     data: Data
     recipe: Recipe
     samples: dict[str, Tensor] = field(default_factory=dict, init=False)
+    predictions: Tensor | None = field(default=None, init=False)
 
     def running(self, split: str) -> Columns:
         """Returns the metrics of a split; the replicas must be in evaluation mode."""
@@ -75,6 +79,30 @@ class Evaluator:
         """
         group = self.recipe.mixed_in_evaluation
         return self._score(self.replicas, view.name, split, group, group, view)
+
+    @torch.no_grad()
+    def predict_some(self) -> None:
+        """Fills `predictions`; the replicas must be in evaluation mode."""
+        if self.data.task == "segmentation" and self.recipe.mixed_in_evaluation is None:
+            batch = gather(self.replicas, self.data, "test", self._shown)
+            self.predictions = self.replicas.measure(
+                batch, lambda output, _: output.argmax(dim=1), shared=True
+            )
+
+    def picture_of(self, index: int) -> bytes:
+        """Returns predictions.png of replica `index`; empty without masks."""
+        if self.predictions is None:
+            return b""
+        batch = self.data.test.gather(self._shown)
+        if self.data.crop is not None:
+            crop_centre(batch, self.data.crop)
+        parts = batch["inputs"], batch["targets"], self.predictions[index].byte()
+        return draw_predictions(*(part.cpu().numpy() for part in parts))
+
+    @property
+    def _shown(self) -> Tensor:
+        """Indices of test samples, spread evenly."""
+        return torch.linspace(0, len(self.data.test) - 1, NUM_SHOWN).long()
 
     @torch.no_grad()
     def _score(

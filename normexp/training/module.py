@@ -243,6 +243,7 @@ class TrainingModule(pl.LightningModule):
         """Evaluates the test split, and whatever remains for the end on the val split."""
         splits = ["test"] if self.recipe.settings.evaluate_every_epoch else ["val", "test"]
         self._measured(self.evaluator.running("test"))
+        self.evaluator.predict_some()
         self._measured(self.evaluator.with_other_statistics(splits))
         for view in self.recipe.views:
             for split in splits:

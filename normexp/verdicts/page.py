@@ -16,6 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from normexp.errors import UserError
 from normexp.verdicts.figures import Figure, draw_figures, vl_convert
+from normexp.verdicts.pictures import draw_pictures
 from normexp.verdicts.report import Report, to_json
 from normexp.verdicts.slices import Slice
 from normexp.verdicts.tables import Table, table_of, write_tables
@@ -68,11 +69,14 @@ def _write_files(folder: Path, report: Report, reload_seconds: int | None) -> No
         tables = report.tables_of(slice_)
         if slice_.arm_key == "norm":
             tables.append(norm_table(slice_, report.describe_norm))
-        sections.append((slice_, tables, drawn))
+        pictures = draw_pictures(slice_)
+        for picture in pictures:
+            (folder / "figures" / f"{picture.name}.png").write_bytes(picture.content)
+        sections.append((slice_, tables, drawn, pictures))
         figures += drawn
     for figure in figures:
         _write_figure(folder / "figures", figure)
-    of_slices = {table.name: table for _, tables, _ in sections for table in tables}
+    of_slices = {table.name: table for _, tables, *_ in sections for table in tables}
     others = {table.name: table for table in report.tables if table.name not in of_slices}
     write_tables(folder / "tables", [*of_slices.values(), *others.values()])
     page = PAGES.get_template("page.html.j2").render(

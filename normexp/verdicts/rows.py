@@ -59,6 +59,7 @@ class Row:
     directory: runs/<study>/<cell_id>/seed-<k>
     error: why it failed
     load_samples, load_history: read the scores of test samples, and every value of metrics.csv
+    load_picture: reads a PNG of predictions; empty if there is none
     """
 
     study: str
@@ -74,6 +75,7 @@ class Row:
     error: str | None = None
     load_samples: Callable[[], Samples] = dict
     load_history: Callable[[], Sequence[MetricRow]] = tuple
+    load_picture: Callable[[], bytes] = bytes
 
     def value_of(self, key: str) -> Any:
         """The value of a setting, also where it is a default."""

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
-from train_cases import results, train
+from train_cases import prepare, results, train
 from training_cases import NUM_CLASSES, build_module, group_norm, pictures
 from training_cases import train as train_module
 
@@ -29,6 +30,7 @@ from normexp.training.data.augment import IGNORED, Augmentation
 from normexp.training.data.dataset import Data, Examples, limit_train, validate
 from normexp.training.evaluation import suffix_of
 from normexp.training.models.unet import UNet
+from normexp.training.pictures import class_colours
 from normexp.training.step import StepGradient
 from normexp.verdicts.metric import choose_metric, describe_metric
 from normexp.verdicts.rows import Row, Status
@@ -233,6 +235,14 @@ def test_shapes_train_with_every_statistic_and_predict(tmp_path: Path):
     network = normexp.load(tmp_path / place.parent)
     classes = network.predict(torch.zeros(2, 3, 24, 24))
     assert classes.shape == (2, 24, 24) and classes.max() < 5
+    picture = np.array(Image.open(tmp_path / place.parent / "predictions.png"))
+    assert picture.shape == (3 * 24 + 2 * 2, 6 * 24 + 5 * 2, 3)
+    images, masks, predicted = (picture[top : top + 24, :24] for top in (0, 26, 52))
+    inputs = torch.from_numpy(images.copy()).permute(2, 0, 1)[None]
+    assert (class_colours()[network.predict(inputs)[0]] == predicted).all()
+    data = prepare(*SMALL).data
+    assert (images == data.test.tensors[0][0].permute(1, 2, 0).numpy()).all()
+    assert (masks == class_colours()[data.test.tensors[1][0]]).all()
 
 
 def test_reports_compare_by_image_and_count_chance():

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
+from base64 import b64decode
 from dataclasses import replace
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
@@ -28,6 +30,7 @@ from normexp.verdicts.figures import (
     place_arms,
 )
 from normexp.verdicts.page import norm_table, write_report
+from normexp.verdicts.pictures import draw_pictures
 from normexp.verdicts.report import Report
 from normexp.verdicts.rows import Row
 
@@ -65,6 +68,20 @@ def test_the_first_figure_is_by_size_and_every_seed_is_a_dot(written: Report):
         vl_convert.vegalite_to_svg(json.dumps(first.spec)).count('aria-roledescription="point')
         >= 24
     )
+
+
+def test_the_best_and_the_worst_norm_show_what_they_predict():
+    pictures = {"batch": b"of batch", "layer": b"of layer", "group": b"of group"}
+    rows = []
+    for norm, accuracy in {"batch": 0.5, "layer": 0.9, "group": 0.7}.items():
+        for row in cell_of(norm, [accuracy, accuracy + 0.01]):
+            picture = pictures[norm] if row.seed else b""  # one seed has saved none
+            rows.append(replace(row, load_picture=partial(bytes, picture)))
+    (slice_,) = report_of_cells(rows).slices
+    best, worst = draw_pictures(slice_)
+    assert (best.content, worst.content) == (b"of layer", b"of batch")
+    assert best.caption.startswith("layer, best mean: 90.5") and "seed 1" in best.caption
+    assert b64decode(worst.url.partition(",")[2]) == b"of batch"
 
 
 def test_sizes_of_a_norm_share_a_panel_and_its_axes(written: Report):

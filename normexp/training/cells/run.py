@@ -42,6 +42,7 @@ from normexp.training.records.layout import (
     LOCK_FILE,
     LOG_FILE,
     METRICS_FILE,
+    PICTURE_FILE,
     PROGRESS_FILE,
     WEIGHTS_FILE,
     seed_dir,
@@ -267,6 +268,9 @@ class Attempt:
             if content.keys() - {"running"}:
                 write_json(run_dir / EVALUATION_FILE, content)
             write_samples(run_dir, module.evaluator.samples_of(module.metrics, index))
+            if picture := module.evaluator.picture_of(index):
+                with open_atomic(run_dir / PICTURE_FILE) as file:
+                    file.write(picture)
             results.append(self._result(module, index, environment, timing))
         return results
 

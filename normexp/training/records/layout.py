@@ -18,6 +18,7 @@ METRICS_FILE = "metrics.csv"
 WEIGHTS_FILE = "weights.pt"
 EVALUATION_FILE = "evaluation.json"
 SAMPLES_FILE = "samples.npz"
+PICTURE_FILE = "predictions.png"  # of a run that segments
 CHECKPOINT_FILE = "last.ckpt"
 STACKS = "stacks"  # the folders of those in training
 ATTEMPTS_FILE = "attempts.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from normexp.training.records.journal import (
 )
 from normexp.training.records.layout import (
     METRICS_FILE,
+    PICTURE_FILE,
     RESULT_FILE,
     find_study,
     list_runs,
@@ -150,10 +152,17 @@ def row_of(
         error=result.error,
         load_samples=load_samples,
         load_history=partial(read_metrics, run_dir / METRICS_FILE),
+        load_picture=partial(_read_picture, run_dir / PICTURE_FILE),
     )
 
 
 # --- What was asked for --------------------------------------------------------------------------
+
+
+def _read_picture(path: Path) -> bytes:
+    with suppress(OSError):
+        return path.read_bytes()
+    return b""
 
 
 def _add_commands(
