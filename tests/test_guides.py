@@ -180,7 +180,7 @@ def test_the_network_of_the_guide_has_other_norms(caplog: pytest.LogCaptureFixtu
     section = SECTIONS["Other norms in a loop of your own"]
     (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     exec(code, {})
-    assert "sites in place of 47 BatchNorm2d" in caplog.text
+    assert "replaced 47 BatchNorm2d" in caplog.text
 
 
 def test_the_loop_of_the_readme_diagnoses_and_replaces(capsys, caplog: pytest.LogCaptureFixture):
@@ -196,7 +196,7 @@ def test_the_loop_of_the_readme_diagnoses_and_replaces(capsys, caplog: pytest.Lo
     }
     exec(code, names)
     assert "running averages" in capsys.readouterr().out
-    assert "in place of 1 BatchNorm2d" in caplog.text
+    assert "replaced 1 BatchNorm2d" in caplog.text
     assert "1.norm.weight" in names["model"].state_dict()
 
 

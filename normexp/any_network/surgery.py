@@ -17,7 +17,7 @@ from normexp.errors import UserError
 from normexp.norms.factory import NormFactory
 from normexp.norms.site import Site, named_sites
 from normexp.training.batching.copies import copied
-from normexp.words import format_count, name_some
+from normexp.words import name_some
 
 # Of torch's transformers: else they read the weights of a LayerNorm, and normalize by themselves.
 FAST_PATHS = ("activation_relu_or_gelu", "use_nested_tensor")
@@ -48,10 +48,8 @@ class Surgery:
     def notes(self) -> Iterator[str]:
         """Yields the lines of the log."""
         if self.classes:
-            place = "around" if self.keeps_norms else "in place of"
-            classes = _count_names(self.classes.values())
-            sites = f"{format_count(len(self.classes), 'site')} {place} {classes}"
-            yield f"{sites}: {name_some(self.classes)}"
+            did = "kept" if self.keeps_norms else "replaced"
+            yield f"{did} {_count_names(self.classes.values())}: {name_some(self.classes)}"
         if left_alone := describe_left_alone(self.left_alone):
             yield f"left alone: {left_alone}"
         if self.lost:

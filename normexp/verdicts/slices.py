@@ -115,11 +115,14 @@ class Slice:
         counts = sorted({len(side.seeds) for side in self.arms_at_sizes})
         fewest = f"{counts[0]} to " if len(counts) > 1 else ""
         words.append(f"n = {fewest}{format_count(counts[-1], 'seed')}")
-        samples = "and test samples" if self.has_samples else "on these test samples"
         scope = ", ".join(filter(None, dict.fromkeys(words)))
+        if not self.has_samples:
+            return (
+                f"{scope}; intervals cover the variation of seeds, not the choice of test samples"
+            )
         return (
-            f"{scope}; intervals of means are over seeds, for these test samples; those of "
-            f"differences over new seeds {samples}"
+            f"{scope}; intervals of means cover the variation of seeds alone, those of differences "
+            "also the choice of test samples"
         )
 
     @property

@@ -28,14 +28,14 @@ from normexp.verdicts.rows import RefusedCell, Row, Status
 from normexp.verdicts.slices import AXIS_WORDS, Slice
 from normexp.words import format_count
 
-NOTE = f"{BEST} may be the best: no other is shown to be better; marked ones are in no order."
+NOTE = f"{BEST} may be the best: no other is shown to be better. Marked entries are not ranked."
 ADDED_NOTE = (
     f"{ADDED} seeds were added after the first command: adding seeds until a verdict appears makes "
     "a false one more likely than 5 %."
 )
 LEAST = "least difference [95 %]"
 PROSE = ("why", "lost", "search", "claim")  # columns that wrap, and that a paper's table lacks
-BRACKETS = "In brackets: 95 % intervals, or of three seeds or fewer their values."
+BRACKETS = "In brackets: 95 % intervals, or the individual values of three or fewer seeds."
 LATEX = str.maketrans(
     {character: rf"\{character}" for character in "&%$#_{}"}
     | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}

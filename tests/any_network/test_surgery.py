@@ -144,7 +144,7 @@ def test_classes_can_be_named_and_what_is_left_is_said() -> None:
     surgery = replaced(nn.Sequential(*parts), LAYER_NORM, TOKENS)
     assert surgery.classes == {"1": "LlamaRMSNorm"}
     said = list(surgery.notes())
-    assert said[0] == "1 site in place of 1 LlamaRMSNorm: 1"
+    assert said[0] == "replaced 1 LlamaRMSNorm: 1"
     assert re.search(r"left alone: .*1 LayerNorm \(.*several axes.*1 EntropyNorm \(.*rms", said[1])
     network = nn.Sequential(nn.LayerNorm(6), LlamaRMSNorm(6))
     assert replaced(network, LAYER_NORM, TOKENS, ["LlamaRMSNorm"]).classes.keys() == {"1"}

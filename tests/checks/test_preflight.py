@@ -361,7 +361,7 @@ def over_the_last(x: Tensor) -> Tensor:
 
 def test_statistics_of_later_positions_alone_are_a_leak_and_not_over_one_value():
     network = gpt(norm_of(over_the_last, "sequence"))
-    with pytest.raises(UserError, match=f"a later position moves an earlier output at {SITES}"):
+    with pytest.raises(UserError, match=f"earlier positions see later ones at {SITES}"):
         traits_of(network, text_data())
     assert traits_of(network, text_data(), allow_leak=True).leak == SITES
 

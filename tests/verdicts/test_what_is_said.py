@@ -112,7 +112,7 @@ def test_the_scope_names_versions_code_and_early_ends_in_which_runs_differ():
     runs = measured(rms, environment=other, stopped="no better loss")
     scope = report_of_cells(batch, runs).slices[0].scope
     assert "python 3.11 and 3.12, code_version one and two, ended early: 8 of rms" in scope
-    assert "n = 8 seeds; intervals of means are over seeds, for these test samples" in scope
+    assert "n = 8 seeds; intervals cover the variation of seeds, not" in scope
     assert "n = 1 seed;" in report_of_cells(batch[:1], rms[:1]).slices[0].scope
 
 

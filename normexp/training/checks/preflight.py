@@ -134,13 +134,13 @@ def _examine(network: BuiltNetwork, allow_leak: bool) -> Traits:
     if leak and not allow_leak:
         remedy = "mask its attention, or use model=gpt" if leak == OUTSIDE else CAUSAL_NORMS
         raise UserError(
-            f"a later position moves an earlier output at {leak}, so the loss is meaningless; try "
+            f"earlier positions see later ones at {leak}, so the loss is meaningless; try "
             f"{remedy}, or allow_leak=true to train it with every number marked INVALID"
         )
     if leak_in_training and not leak:
         notes.append(
-            f"in training a later position moves an earlier output at {leak_in_training}, so "
-            "train/loss is meaningless; evaluation with running statistics is not affected"
+            f"in training, earlier positions see later ones at {leak_in_training}, so train/loss "
+            "is meaningless; evaluation with running statistics is not affected"
         )
     draws = network.whole(network.short, training=True).observe().drew
     mixing = where_samples_mix(network, training=True)

@@ -97,8 +97,8 @@ def is_finite(case: NormCase) -> Reply:
         names = [name for name, values in results.items() if not values.isfinite().all()]
         if names:
             return (
-                f"{name_some(names)} not finite{where}; bound what it divides by, or takes a root, "
-                "power or logarithm of, as with eps or clamp"
+                f"{name_some(names)} not finite{where}; add eps (or clamp) before it divides or "
+                "takes a root, power or logarithm"
             )
     return None
 
