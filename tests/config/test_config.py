@@ -15,7 +15,6 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.version import VersionBase
-from marks import slow_but
 
 from normexp.cli import parse_command, read_options
 from normexp.errors import UserError
@@ -403,9 +402,8 @@ CHOICES = [
 FILES = sorted(conf_dir().rglob("*.yaml"))
 
 
-@pytest.mark.parametrize(
-    "choice", slow_but([one for one in CHOICES if not one.startswith("experiment=")], CHOICES)
-)
+@pytest.mark.slow  # the other tests compose most of them
+@pytest.mark.parametrize("choice", CHOICES)
 def test_choice_composes_and_validates(choice: str):
     group, _, name = choice.partition("=")
     config, choices = compose_cell(parse_overrides([choice]))
