@@ -43,7 +43,7 @@ from normexp.words import name_some
 log = logging.getLogger(__name__)
 
 MIN_STD = 0.001  # of those that are typed; a grey level is 0.004
-DECODER = 3  # a change of the decoded pixels raises it, so that no older cache is read
+DECODER = 3  # a change of what is decoded, or refused, raises it, so that no older cache is read
 
 
 Splits = dict[str, Examples]
