@@ -179,7 +179,7 @@ def _read_classes(folders: Mapping[str, Path], name: str) -> list[str]:
             "put the images into train/<class>/ and test/<class>/, or rename the folders"
         )
     for folder in subfolders(train):
-        splits = {split_of(inner) for inner in subfolders(folder)} - {None}
+        splits = set(filter(None, map(split_of, subfolders(folder))))
         if "train" in splits and len(splits) > 1:
             raise UserError(
                 f"{name}: class {folder.name} has folders of splits of its own "
