@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
+from numbers import Real
 from typing import ClassVar, NamedTuple, TypeVar, dataclass_transform
 
 import torch
@@ -210,6 +211,10 @@ class AffineNorm(nn.Module):
         super().__init__()
         if self.zero_centered and not self.affine:
             raise UserError("zero_centered=true has no effect with affine=false; set affine=true")
+        for knob in fields(self):
+            value = getattr(self, knob.name, None)
+            if type(knob.default) in (int, float) and not isinstance(value, Real | None):
+                raise UserError(f"{knob.name}={value} must be a number")
         self.check_knobs()
         start = 0 if self.zero_centered else 1
         self.weight = nn.Parameter(self.vector(start)) if self.affine else None

@@ -115,7 +115,8 @@ class InstanceNorm(AffineNorm):
 
     Args:
         track_running_stats: evaluate by running averages, over the samples of training, of each
-            sample's mean and unbiased variance, as torch's does. Set to False later, it holds them.
+            sample's mean and unbiased variance, as torch's does. Setting it to False later freezes
+            them.
         momentum: weight of the new value in these averages.
     """
 

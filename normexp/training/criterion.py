@@ -148,7 +148,7 @@ class Segmentation(OfClasses):
     def at_sizes(self, loss: Tensor, per_sample: Tensor) -> Measurements:
         """`pixel_accuracy_empty`: of the images whose target has one class, if there are any.
 
-        Where that is the background, the others of their pixels are made up.
+        Where that is the background, pixels predicted as anything else are hallucinated.
         """
         is_empty = (per_sample[..., 2] > 0).sum(dim=-1, keepdim=True) == 1  # (S, N, 1)
         if not is_empty.any():

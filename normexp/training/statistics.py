@@ -125,7 +125,10 @@ class OwnShare(Statistic):
         few = gather(trained.population, trained.data, "train", torch.arange(2))
         with by_rule(with_own_share, trained.population, few, size) as copies:
             if copies is None:
-                logger.info("no own share: it is defined for running mean and variance")
+                logger.info(
+                    "no own share: it needs norms that pool samples and keep running mean and "
+                    "variance"
+                )
             else:
                 yield Variant("own_share", copies, size)
 

@@ -274,7 +274,7 @@ def test_a_norm_that_pools_nothing_keeps_padding_and_is_told_what_to_declare(own
     cell = prepare_cell(spec)
     assert all(site.keeps_padding for _, site in named_sites(cell.build(0)))
     assert cell.traits.stacking_obstacle is None
-    way = "to train it once for all sizes, set `mixes_samples = False` in its class"
+    way = "to train it once for all sizes, write `mixes_samples = False` in the class body itself"
     assert f"norm_batch_size has no effect; {way}" in " ".join(cell.messages)
 
 

@@ -126,6 +126,9 @@ def test_a_norm_declared_not_to_mix_samples_has_one_id_for_all_norm_batch_sizes(
     assert id_of(f"{foreign} norm_batch_size=2") != id_of(foreign)  # not declared
 
 
+BASE = "class Base:\n    mixes_samples = False\n"
+
+
 @pytest.mark.parametrize(
     ("source", "is_declared"),
     [
@@ -136,6 +139,10 @@ def test_a_norm_declared_not_to_mix_samples_has_one_id_for_all_norm_batch_sizes(
         ("class Own:\n    mixes_samples = True", False),
         ("class Own:\n    def f(self):\n        mixes_samples = False", False),
         ("class Other:\n    mixes_samples = False\nclass Own: ...", False),
+        ("class Own:\n    mixes_samples = True\n    mixes_samples = False", True),
+        (f"{BASE}class Own(Base):\n    mixes_samples = True", False),
+        (f"{BASE}class Own(Base):\n    mixes_samples: bool", True),
+        (f"{BASE}class Twice(Base): ...\nclass Own(Twice, Base): ...", True),
     ],
 )
 def test_a_class_may_declare_it_too(
@@ -151,6 +158,37 @@ def test_a_class_may_declare_it_too(
     assert num_cells(*sizes) == (1 if is_declared else 2)
     assert num_cells(*sizes, "norm.mixes_samples=true") == 2  # what is typed wins
     assert num_cells("experiment=benchmark1/gpt", "lr=0.01") == (1 if is_declared else 2)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "mixes_samples = not False",
+        "mixes_samples, other = True, 2",
+        "mixes_samples = None",
+        "@property\n    def mixes_samples(self): return True",
+        "from os import sep as mixes_samples",
+        "if True:\n        mixes_samples = True",
+        "mixes_samples = True\n    mixes_samples &= True",
+    ],
+)
+def test_what_cannot_be_read_as_true_or_false_is_refused(
+    body: str, own_module: Callable[[str, str], Path]
+):
+    own_module("unread", f"{BASE}class Own(Base):\n    {body}")
+    match = "mixes_samples cannot be read as True or False in class Own; write"
+    with pytest.raises(UserError, match=match):
+        compose_cells(parse_command(["norm=unread.Own"]))
+    typed = compose_cells(parse_command(["norm=unread.Own", "norm.mixes_samples=true"]))
+    assert typed[0].settings.norm.may_mix_samples
+
+
+def test_bases_that_disagree_are_refused(own_module: Callable[[str, str], Path]):
+    own_module(
+        "split", f"{BASE}class Other:\n    mixes_samples = True\nclass Own(Base, Other): ..."
+    )
+    with pytest.raises(UserError, match="is True in one base of class Own and False in another"):
+        compose_cells(parse_command(["norm=split.Own"]))
 
 
 @pytest.mark.parametrize("word", ["batch_size=abc", "norm_batch_size=3", "lr=high"])

@@ -220,7 +220,11 @@ def test_a_word_of_a_split_in_the_name_of_a_class_means_nothing(tmp_path: Path):
         (["train", "Training", "test"], "has both Training/ and train/"),
         (["val", "test"], "root has test/ and val/, and needs train/"),
         (["archive"], "has one class, archive, .*root/archive"),
-        (["cat/train", "cat/TEST", "dog/train", "dog/TEST"], "class cat has a train/ and a test/"),
+        (
+            ["cat/train", "cat/TEST", "dog/train", "dog/TEST"],
+            "class cat has folders of splits of its own",
+        ),
+        (["gtFine/train", "gtFine/val", "leftImg8bit/train"], "with masks, call the two folders"),
     ],
 )
 def test_trees_that_mean_something_else_are_refused(tmp_path: Path, folders: list, message: str):

@@ -126,6 +126,50 @@ def test_images_turned_by_exif_have_masks_as_they_are_shown(root: Path):
     assert len(data.train) + len(data.val) == 10
 
 
+@pytest.mark.parametrize(
+    ("orientation", "width"),
+    [
+        (6, 6),  # the sides show that the mask is drawn on the image before it is turned
+        (6, 8),
+        (3, 6),  # a half turn leaves the sides
+    ],
+)
+def test_a_mask_that_may_lie_on_an_image_before_it_is_turned_is_refused(
+    root: Path, orientation: int, width: int
+):
+    turn = Image.Exif()
+    turn[0x0112] = orientation
+    Image.fromarray(picture(3)[:, :width]).save(root / "train/images/3.png", exif=turn)
+    (root / "train/images/3.bmp").unlink()
+    mask = Image.fromarray(classes_of(3)[:, :width])
+    mask.save(root / "train/masks/3.png")
+    with pytest.raises(UserError, match="3.png before EXIF data turn it, .*; save the image"):
+        load(root, size=4)
+    mask.save(root / "train/masks/3.png", exif=turn)  # turned as its image
+    assert load(root, size=4).task == "segmentation"
+
+
+def test_palettes_that_differ_are_refused_but_one_may_be_longer(root: Path):
+    for index, colours in ((3, [0, 0, 0, 255, 0, 0]), (4, [0, 0, 0, 255, 0, 0, 0, 255, 0])):
+        image = Image.fromarray(classes_of(index) % 2, "P")
+        image.putpalette(colours)
+        image.save(root / f"train/masks/{index}.png")
+    assert load(root).num_outputs == 3
+    image.putpalette([255, 0, 0, 0, 0, 0])
+    image.save(root / "train/masks/4.png")
+    with pytest.raises(UserError, match=r"3.png and .*4.png have different palettes, .*; save"):
+        load(root)
+
+
+def test_classes_without_a_pixel_in_train_are_named(root: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, "normexp")
+    load(root)
+    assert "no training pixel" not in caplog.text
+    every(lambda v: np.where(v == 1, 3, v))(root)
+    load(root)
+    assert "no training pixel is of class 1, which therefore cannot be learned" in caplog.text
+
+
 def test_masks_are_read_anew_when_a_file_changes(root: Path):
     first = load(root)
     assert load(root).digest == first.digest
@@ -158,7 +202,10 @@ def with_colours(values: np.ndarray) -> np.ndarray:
 
 
 BROKEN = {
-    "missing": (rename("three.png"), r"3.bmp has no mask \(1 of 10.*needs.*3.png; it has three"),
+    "missing": (
+        rename("three.png"),
+        r"3.bmp has no mask \(1 of 10.*needs.*3.png; it has three.png: rename",
+    ),
     "no image file": (rename("3.npy"), r"3.bmp has no mask"),
     "torn": (
         lambda root: (root / "train/masks/3.png").write_bytes(b"PNG"),
@@ -171,9 +218,17 @@ BROKEN = {
         r"masks/11.png holds 9, which is no class \(the masks of train hold 0 to 2\); replace",
     ),
     "ignored": (redraw(lambda v: 0 * v + 255), r"3.png is 255 everywhere.*; remove it and"),
-    "16 bits": (redraw(lambda v: v.astype(np.uint16) * 9), r"3.png holds numbers from 0 to 2295"),
+    "16 bits": (
+        redraw(lambda v: v.astype(np.uint16) * 9),
+        r"3.png holds numbers from 0 to 2295; number the classes by .* and save them in 8 bits",
+    ),
     "floats": (redraw(lambda v: v / np.float32(2), format="TIFF"), r"3.png holds numbers from 0"),
-    "JPEG": (redraw(lambda v: v, format="JPEG"), r"3.png is a JPEG, .*; save it as PNG"),
+    "JPEG": (redraw(lambda v: v, format="JPEG"), r"3.png is a JPEG, .*; save .* as PNG"),
+    "GIF": (redraw(lambda v: v, format="GIF"), r"3.png is a GIF, .*; save .* as PNG"),
+    "grey levels and 255": (
+        every(lambda v: np.select([v == 1, v == 2], [128, 255], 0)),
+        r"hold 0, 128, 255, .*'data.classes=\{name0:0,name1:128,name2:255\}'",
+    ),
     "twice": (
         lambda root: Image.new("L", (8, 8)).save(root / "train/masks/3.tif"),
         r"masks/3.tif and 3.png have one name; keep one",

@@ -36,7 +36,7 @@ from normexp.norms.adapt import adapt, find_layout, foreign_factory
 from normexp.norms.batch import BatchNorm, GhostBatchNorm
 from normexp.norms.build import build_norm, norm_target
 from normexp.norms.factory import NormFactory
-from normexp.norms.sample import GroupNorm
+from normexp.norms.sample import GroupNorm, InstanceNorm
 from normexp.norms.zoo.batch import BatchRenorm
 from normexp.norms.zoo.power import MovingAverageBatchNorm, PowerNorm
 from normexp.norms.zoo.rms import TaperNorm
@@ -116,6 +116,7 @@ REFUSED_KNOBS: list[tuple[type[nn.Module], dict[str, Any], dict[str, Any], str]]
     (GroupNorm, {}, {"num_groups": 5}, "try norm.num_groups=4, or"),
     (GroupNorm, {}, {"num_groups": 0}, "try norm.num_groups=1"),
     (GroupNorm, {"num_groups": 2}, {"groups_policy": "gcd"}, "strict.*nearest"),
+    *((cls, {}, {"momentum": "high"}, "must be a number") for cls in (BatchNorm, InstanceNorm)),
 ]
 
 

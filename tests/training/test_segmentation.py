@@ -316,6 +316,7 @@ def test_a_network_of_ones_own_may_return_a_mapping(tmp_path: Path, name: str, o
     [
         (["data=shapes", "class_weights=[1,2]"], r"class_weights=\[1,2\]: .*each of the 5 classes"),
         (["data=digits", f"class_weights={[0] * 10}"], "one above 0"),
+        (["class_weights=5"], r"must be a list, and \[5\] must have at least 2 items$"),
         (["data=manual", "class_weights=[1,2]"], "tokens are no classes; drop it"),
         (["data=shapes", "model=convnet"], r"needs \(2, 5, 48, 48\): try model=unet"),
         (["data=digits", "model=unet"], r"needs \(2, 10\): try model=convnet"),

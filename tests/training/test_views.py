@@ -158,7 +158,7 @@ REFUSED = {
     "evaluate_at=[whole] data=manual": "evaluate_at=whole: data=manual has no images",
     "evaluate_at=[6] model=vit": r"evaluate_at=6: the network cannot be shown images of 6x6 \(",
     "evaluate_at=[large]": r"evaluate_at=\[large\]: must be a list of whole, pixels, or tiles",
-    "evaluate_at=[tiles4stride5]": "must be a list of whole, pixels, or tiles",
+    "evaluate_at=[tiles4stride5]": "a stride may not exceed the tile, as in tiles4stride4",
     "evaluate_at=[6,6]": "must be a list of different values",
     "evaluate_at=whole": r"type evaluate_at=\[whole\]",
 }

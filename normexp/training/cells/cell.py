@@ -165,7 +165,7 @@ def prepare_cell(spec: CellSpec, prepared: Prepared | None = None) -> Cell:
             where = traits.mixing
             raise UserError(
                 f"norm.mixes_samples=false, as typed or declared: samples are mixed at {where}; "
-                "drop it"
+                "remove the declaration"
             )
         if traits.keeps_padding:
             build = replace(build, norm=build.norm.keeping_padding())

@@ -64,7 +64,7 @@ def notes_of(spec: CellSpec, recipe: Recipe, traits: Traits, alone: str | None) 
         if spec.settings.norm.may_mix_samples:
             is_own = source_files(spec.config["norm"]["_target_"])
             way = (
-                "set `mixes_samples = False` in its class"
+                "write `mixes_samples = False` in the class body itself"
                 if is_own
                 else "add norm.mixes_samples=false"
             )

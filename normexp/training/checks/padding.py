@@ -42,8 +42,8 @@ def is_unpadded(site: EnteredSite) -> bool:
 def with_padding(network: BuiltNetwork, padded: Batch) -> BuiltNetwork | None:
     """The network with sites that show padding to norms without `mask`.
 
-    None if there are no such norms, or if it would move a real output, a gradient or a state of
-    one: then they pool positions.
+    None if there are no such norms, or if showing padding would move a real output, a gradient or
+    a state of one: then they pool positions.
 
     Args:
         padded: samples with padding.

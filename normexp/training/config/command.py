@@ -19,7 +19,7 @@ from normexp.training.config.compose import compose_cell, refuse_missing
 from normexp.training.config.groups import group_choices
 from normexp.training.config.spec import CellSpec, join_points, shared_value
 from normexp.training.config.validate import OPTIONS
-from normexp.training.records.source import class_attribute
+from normexp.training.records.source import class_flag
 from normexp.words import as_typed, suggest
 
 NOT_GLOBBED = "as_built"  # fits certain models
@@ -100,8 +100,8 @@ def _as_declared(norm: dict[str, Any]) -> dict[str, Any]:
     target = str(norm.get("_target_"))
     if norm.get("mixes_samples") is not None or target.startswith("normexp."):
         return norm
-    declared = class_attribute(target, "mixes_samples")
-    return norm | {"mixes_samples": declared} if isinstance(declared, bool) else norm
+    declared = class_flag(target, "mixes_samples")
+    return norm if declared is None else norm | {"mixes_samples": declared}
 
 
 def study_words(study_dir: Path) -> list[str]:

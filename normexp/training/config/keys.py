@@ -21,7 +21,7 @@ from normexp.training.records.files import expand_path
 MISSING = "???"  # in a config: a value that must be given
 OPEN = (*CUSTOM_GROUPS, "logger", "experiment")  # groups of any keys
 PATHS = ("runs_dir", "data_dir", "data.data_dir", "data.root", "data.path", "model.weights")
-# What an evaluation shows of images, see data/views.py; a stride leaves nothing out.
+# What an evaluation shows of images, see data/views.py; a stride may not exceed the tile.
 VIEW = re.compile(r"whole|[1-9]\d*|tiles(?P<tile>[1-9]\d*)(?:stride(?P<stride>[1-9]\d*))?")
 LONGEST_NAME = 200  # bytes; file systems allow 255, and derived names are longer
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
@@ -45,8 +45,14 @@ def _name(text: str) -> str:
 def _view(value: Any) -> str:
     text = str(value)
     found = VIEW.fullmatch(text)
-    if found is None or int(found["stride"] or 0) > int(found["tile"] or 0):
+    if found is None:
         raise ValueError("must be a list of whole, pixels, or tiles, as in [whole,32,tiles32]")
+    tile, stride = found["tile"], found["stride"]
+    if stride and int(stride) > int(tile):
+        raise ValueError(
+            "must leave no pixel out: a stride may not exceed the tile, as in "
+            f"tiles{tile}stride{tile}"
+        )
     return text
 
 

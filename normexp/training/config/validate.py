@@ -82,6 +82,7 @@ OUR_WORDS = {
     "a valid dictionary": "a group of keys",
     "a valid ": "a ",
     "have at least 1 .*": "not be empty",
+    " after validation, not .*": "",
     "True or False": "true or false",
 }
 
@@ -138,7 +139,9 @@ def check_value(key: str, value: Any, kind: Any, unit: str = "") -> Any:
     if value is None:
         remedy = f"; set {key}=..."
     elif first["type"] == "list_type":
-        remedy = f"; type {key}=[{as_typed(value)}]"
+        of_list = _why_refused([value], kind)
+        remedy = f", and [{as_typed(value)}] {of_list}" if of_list else ""
+        remedy = remedy or f"; type {key}=[{as_typed(value)}]"
     elif first["type"] == "string_type" and isinstance(first["input"], int | float):
         remedy = f"; quote it, as '\"{as_typed(first['input'])}\"'"
     elif first["type"] in ("int_type", "float_type") and isinstance(first["input"], str):
@@ -146,6 +149,15 @@ def check_value(key: str, value: Any, kind: Any, unit: str = "") -> Any:
             float(first["input"])
             remedy = "; it is a text: drop its quotes, or read it with ${oc.decode:${oc.env:NAME}}"
     raise UserError(f"{key}={as_typed(value)}: {said}{unit and f' ({unit})'}{remedy}")
+
+
+def _why_refused(value: Any, kind: Any) -> str:
+    """The rule that a value breaks, empty if there is none."""
+    try:
+        _adapter(kind).validate_python(value)
+    except ValidationError as invalid:
+        return _rule(invalid.errors(include_url=False)[0]["msg"])
+    return ""
 
 
 def _rule(message: str) -> str:

@@ -266,8 +266,9 @@ def describe_missing(data: Data) -> Iterator[str]:
     names = data.class_names or range(data.num_outputs)
     missing = [str(name) for name, count in zip(names, counts, strict=True) if not count]
     if missing:
+        what = "pixel" if data.task == "segmentation" else "sample"
         yield (
-            f"data={data.name}: no training sample is of class {name_some(missing)}, which "
+            f"data={data.name}: no training {what} is of class {name_some(missing)}, which "
             "therefore cannot be learned; add samples, move fewer to val or test, or leave the "
             "class out"
         )

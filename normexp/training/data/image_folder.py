@@ -43,7 +43,7 @@ from normexp.words import name_some
 log = logging.getLogger(__name__)
 
 MIN_STD = 0.001  # of those that are typed; a grey level is 0.004
-DECODER = 2  # a change of the decoded pixels raises it, so that no older cache is read
+DECODER = 3  # a change of what is decoded, or refused, raises it, so that no older cache is read
 
 
 Splits = dict[str, Examples]
@@ -179,10 +179,13 @@ def _read_classes(folders: Mapping[str, Path], name: str) -> list[str]:
             "put the images into train/<class>/ and test/<class>/, or rename the folders"
         )
     for folder in subfolders(train):
-        if {"train", "test"} <= set(map(split_of, subfolders(folder))):
+        splits = set(filter(None, map(split_of, subfolders(folder))))
+        if "train" in splits and len(splits) > 1:
             raise UserError(
-                f"{name}: class {folder.name} has a train/ and a test/ of its own; put them around "
-                "the classes, as in train/<class>/ and test/<class>/"
+                f"{name}: class {folder.name} has folders of splits of its own "
+                f"({name_some(sorted(splits))}); put them around the classes, as in "
+                "train/<class>/ and test/<class>/; for images with masks, call the two folders "
+                "images/ and masks/, and each mask as its image"
             )
     return classes
 

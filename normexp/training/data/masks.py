@@ -33,6 +33,9 @@ ROLE = re.compile(r"(?P<images>images?|imgs?)|(?P<masks>masks?|labels?|annotatio
 # What the Pascal VOC and data sets in its form have.
 VOC = {"images": "JPEGImages", "masks": "SegmentationClass", "lists": "ImageSets/Segmentation"}
 LEVELS = 256  # that a mask may hold
+UPRIGHT, FIRST_ON_ITS_SIDE = 1, 5  # orientations of EXIF: 5 to 8 swap width and height
+# Formats whose files do not keep the numbers of classes.
+UNFIT = {"JPEG": "which blends them", "GIF": "whose writers number colours anew in each file"}
 
 
 class Pair(NamedTuple):
@@ -102,7 +105,7 @@ def _pairs(images: Path, masks: Path, name: str) -> list[Pair]:
     missing = [file for place, file in files.items() if place not in of_masks]
     unused = [file for place, file in of_masks.items() if place not in files]
     if missing:
-        example = f"; it has {unused[0].name}" if unused else ""
+        example = f"; it has {unused[0].name}: rename it, if it is the mask" if unused else ""
         raise UserError(
             f"{name}: {missing[0]} has no mask ({len(missing)} of {len(files)} images); {masks} "
             f"needs an image file {missing[0].stem}.png{example}"
@@ -166,11 +169,11 @@ def decode_masks(pairs: Sequence[Pair], size: int | None, name: str) -> Tensor:
     """The values of all masks as they are stored, uint8 (N, H, W); see `_decode`.
 
     Raises:
-        UserError: begins with `name`. A mask that cannot be read, holds no numbers of classes, or
-            has another size than its image.
+        UserError: begins with `name`. A mask that cannot be read, holds no numbers of classes,
+            does not lie on its image, or has another palette than the others.
     """
 
-    def decode(pair: Pair) -> np.ndarray:
+    def decode(pair: Pair) -> tuple[np.ndarray, list[int]]:
         try:
             return _decode(pair, size)
         except UserError as error:
@@ -182,21 +185,44 @@ def decode_masks(pairs: Sequence[Pair], size: int | None, name: str) -> Tensor:
             ) from error
 
     with ThreadPoolExecutor() as pool:
-        return torch.from_numpy(np.stack([*pool.map(decode, pairs)]))
+        values, palettes = zip(*pool.map(decode, pairs), strict=True)
+    _refuse_palettes({p.mask: of_mask for p, of_mask in zip(pairs, palettes, strict=True)}, name)
+    return torch.from_numpy(np.stack(values))
 
 
-def _decode(pair: Pair, size: int | None) -> np.ndarray:
-    """The values of one mask, uint8 (H, W), scaled and cropped as its image but never blended."""
+def _refuse_palettes(palettes: Mapping[Path, Sequence[int]], name: str) -> None:
+    """Raises UserError if a number has different colours in two masks, so not one meaning.
+
+    One palette may end before another: some programs leave out what comes after the last class.
+    """
+    longest, of_longest = None, []
+    for file, palette in palettes.items():
+        shared = min(len(palette), len(of_longest))
+        if [*palette[:shared]] != [*of_longest[:shared]]:
+            raise UserError(
+                f"{name}: {longest} and {file} have different palettes, so that a number may be "
+                "another class in each; save the number of the class that each colour stands for, "
+                "in one channel"
+            )
+        if len(palette) > shared:
+            longest, of_longest = file, palette
+
+
+def _decode(pair: Pair, size: int | None) -> tuple[np.ndarray, list[int]]:
+    """The values of one mask, uint8 (H, W), scaled and cropped as its image but never blended.
+
+    Returns:
+        The values, and the palette of their colours as red, green, blue, red, ...; [] without one.
+    """
     with Image.open(pair.mask) as opened:
-        if opened.format == "JPEG":
-            raise UserError("is a JPEG, which changes the numbers of classes; save it as PNG")
+        if opened.format in UNFIT:
+            raise UserError(
+                f"is a {opened.format}, {UNFIT[opened.format]}; save the numbers of classes as PNG"
+            )
+        is_turned = _orientation(opened) != UPRIGHT
         mask = ImageOps.exif_transpose(opened)
-    expected = _shown_size(pair.image)
-    if mask.size != expected:
-        raise UserError(
-            f"has {_words(mask.size)} pixels, its image {pair.image.name} has {_words(expected)}; "
-            "scale the mask without blending, or replace it"
-        )
+    _refuse_place(mask.size, is_turned, pair.image)
+    palette = (mask.getpalette() or []) if mask.mode.startswith("P") else []
     bands = zip(mask.getbands(), mask.split(), strict=True)
     values, *others = [np.asarray(band) for band_name, band in bands if band_name != "A"]
     for other in others:
@@ -208,21 +234,50 @@ def _decode(pair: Pair, size: int | None) -> np.ndarray:
     lowest, highest = values.min(), values.max()
     if not (0 <= lowest <= highest < LEVELS) or (values % 1).any():
         raise UserError(
-            f"holds numbers from {lowest:g} to {highest:g}; classes are whole numbers from 0 to "
-            f"{IGNORED - 1}, and {IGNORED} counts as none"
+            f"holds numbers from {lowest:g} to {highest:g}; number the classes by whole numbers "
+            f"from 0 to {IGNORED - 1}, where {IGNORED} counts as none, and save them in 8 bits"
         )
     values = values.astype(np.uint8)
     if size is not None:
         scaled = ImageOps.fit(Image.fromarray(values), (size, size), Image.Resampling.NEAREST)
         values = np.asarray(scaled)
-    return values
+    return values, palette
 
 
-def _shown_size(file: Path) -> tuple[int, int]:
-    """Width and height of an image as a viewer shows it."""
+def _refuse_place(size: tuple[int, int], is_turned: bool, file: Path) -> None:
+    """Raises UserError unless a mask is known to lie on its image as a viewer shows the image.
+
+    Args:
+        size: width and height of the mask as a viewer shows it.
+        is_turned: the mask itself has EXIF data that turn it.
+        file: the image.
+    """
     with Image.open(file) as image:
-        is_turned = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5
-        return ImageOps.exif_transpose(image).size if is_turned else image.size
+        orientation = _orientation(image)
+        shown = image.size if orientation == UPRIGHT else ImageOps.exif_transpose(image).size
+    stored = shown if orientation < FIRST_ON_ITS_SIDE else shown[::-1]
+    if size not in (shown, stored):
+        raise UserError(
+            f"has {_words(size)} pixels, its image {file.name} has {_words(shown)}; scale the mask "
+            "without blending, or replace it"
+        )
+    # Where both have one size, a mask may be drawn on either, unless it is turned itself.
+    is_on_shown = size == shown and (is_turned or size != stored)
+    if orientation != UPRIGHT and not is_on_shown:
+        raise UserError(
+            f"has {_words(size)} pixels, as its image {file.name} before EXIF data turn it, and "
+            "has none itself; save the image without these data, and turned if the mask was drawn "
+            "on the turned one"
+        )
+
+
+def _orientation(image: Image.Image) -> int:
+    """How EXIF data turn an image, from 1 to 8."""
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation, UPRIGHT)
+    except SyntaxError:  # of EXIF data that no viewer can read
+        return UPRIGHT
+    return orientation if orientation in range(UPRIGHT, 9) else UPRIGHT
 
 
 def _words(size: tuple[int, int]) -> str:
@@ -279,13 +334,15 @@ def _refuse_levels(values: Sequence[int], has_ignored: bool, name: str) -> None:
     """Raises UserError unless the values of masks may be numbers of classes."""
     if len(values) > 1 and 2 * len(values) > max(values):
         return
-    if len(values) < 2 and has_ignored:
+    named = values[:3]
+    if has_ignored:  # which would silently count as none if the example left it out
+        named = [*values[:2], IGNORED]
         values = [*values, IGNORED]
-    example = ",".join(f"name{index}:{value}" for index, value in enumerate(values[:3]))
+    example = ",".join(f"name{index}:{value}" for index, value in enumerate(named))
     raise UserError(
         f"{name}: the masks of train hold {name_some(map(str, values))}, not the numbers of "
-        f"classes 0, 1 and so on ({IGNORED} counts as none); name the value of each class, as in "
-        f"'data.classes={{{example}}}'"
+        f"classes 0, 1 and so on ({IGNORED} counts as none unless named); name the value of "
+        f"each class, as in 'data.classes={{{example}}}'"
     )
 
 

@@ -11,11 +11,11 @@ import ast
 import hashlib
 import importlib.util
 import re
+import symtable
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Any
 
 from normexp.errors import PACKAGE, UserError, is_installed, is_own
 from normexp.words import name_some, suggest
@@ -55,10 +55,13 @@ def source_digest(target: str) -> str | None:
     return digest_of("".join(parts).encode()) if parts else None
 
 
-def class_attribute(target: str, name: str) -> Any:
-    """A constant that a user's class, or a base of it among the user's own, has as attribute.
+def class_flag(target: str, name: str) -> bool | None:
+    """The True or False that a user's class, or a base of it among the user's own, has by a name.
 
     Read in the syntax trees of the files that `source_files` names; None if none has it.
+
+    Raises:
+        UserError: the name is bound to anything else, or bases disagree.
     """
     files = source_files(target)
     classes: dict[str, ast.ClassDef] = {}
@@ -67,21 +70,59 @@ def class_attribute(target: str, name: str) -> Any:
         for node in _tree_of(files[module]).body:
             if isinstance(node, ast.ClassDef):
                 classes[node.name] = node
-    waiting, seen = [target.rpartition(".")[2]], set[str]()
-    while waiting:
-        found = classes.get(waiting.pop(0))
-        if found is None or found.name in seen:
-            continue
-        seen.add(found.name)
-        for node in found.body:
-            names = (
-                node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-            )
-            is_named = any(isinstance(one, ast.Name) and one.id == name for one in names)
-            if is_named and isinstance(value := getattr(node, "value", None), ast.Constant):
-                return value.value
-        waiting += [base.id for base in found.bases if isinstance(base, ast.Name)]
-    return None
+    class_name = target.rpartition(".")[2]
+    try:
+        return _flag_of(class_name, classes, name)
+    except ValueError as error:
+        raise UserError(
+            f"_target_={target}: {name} {error}; write `{name} = True` or `{name} = False` in the "
+            f"body of class {class_name} itself"
+        ) from error
+
+
+def _flag_of(class_name: str, classes: Mapping[str, ast.ClassDef], name: str) -> bool | None:
+    """As `class_flag`, but raises ValueError."""
+    found = classes.get(class_name)
+    if found is None:
+        return None
+    # Python takes what was bound last.
+    for node in reversed(found.body):
+        if _binds(node, name):
+            return _flag_in(node, name, class_name)
+    others = {other: node for other, node in classes.items() if other != class_name}
+    bases = [base.id for base in found.bases if isinstance(base, ast.Name)]
+    flags = {_flag_of(base, others, name) for base in bases} - {None}
+    if len(flags) > 1:
+        raise ValueError(f"is True in one base of class {class_name} and False in another")
+    return flags.pop() if flags else None
+
+
+def _binds(node: ast.stmt, name: str) -> bool:
+    """True if a statement of a class body may give the class an attribute."""
+    if isinstance(node, ast.AnnAssign) and node.value is None:  # a type alone
+        return False
+    try:
+        table = symtable.symtable(ast.unparse(node), "", "exec")  # as in the body of a module
+    except SyntaxError:  # importing it raises again
+        return False
+    if name not in table.get_identifiers():
+        return False
+    symbol = table.lookup(name)
+    return symbol.is_assigned() or symbol.is_imported()
+
+
+def _flag_in(node: ast.stmt, name: str, class_name: str) -> bool:
+    """The True or False that a statement assigns to a name; raises ValueError for anything else."""
+    targets: list[ast.expr] = []
+    if isinstance(node, ast.Assign):
+        targets = node.targets
+    elif isinstance(node, ast.AnnAssign):
+        targets = [node.target]
+    value = getattr(node, "value", None)
+    is_named = any(isinstance(one, ast.Name) and one.id == name for one in targets)
+    if is_named and isinstance(value, ast.Constant) and isinstance(value.value, bool):
+        return value.value
+    raise ValueError(f"cannot be read as True or False in class {class_name}")
 
 
 def package_digest(target: str) -> str | None:
