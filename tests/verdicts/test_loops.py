@@ -18,7 +18,7 @@ from normexp.verdicts.arms import label_cells
 from normexp.verdicts.cells import build_cells
 from normexp.verdicts.loops import alpha_of, metric_of, rank_tries, setups_of
 from normexp.verdicts.report import Report, to_json
-from normexp.verdicts.rows import Confirmation, Row, Rows
+from normexp.verdicts.rows import Confirmation, PlannedCell, Row, Rows
 
 SEEDS, FRESH = range(4), range(4, 8)
 STUDIES = int(os.environ.get("STUDIES", "60"))
@@ -97,6 +97,18 @@ def test_a_try_that_failed_counts():
     report = report_of([BATCH], [failed], [GROUP])
     assert verdicts(report) == {"layer - batch": None, "group - batch": None}
     assert "4 failed" in str(report.tables[0].frame)
+
+
+def test_a_try_without_an_ended_run_counts_though_it_does_not_know_its_data():
+    known = {"digests": {"data": "deab"}}
+    batch, layer = cell("batch", 0.8, **known), cell("layer", 0.7, **known)
+    begun = cell("layer", 0.7, max_grad_norm=1)
+    run = begun[0]
+    planned = PlannedCell(run.study, run.cell_id, run.directory.parent, SEEDS, run.config)
+    commands = asked_in([batch], [layer], [begun])
+    report = report_of_cells(batch, layer, commands=commands, planned=[planned])
+    assert verdicts(report) == {"layer - batch": None, "layer max_grad_norm=1 - batch": None}
+    assert "2 tries" in report.headline(report.slices[0])
 
 
 def test_a_try_is_compared_whole_whatever_it_differs_in():
