@@ -150,7 +150,7 @@ def compared_keys(cells: Sequence[CellRuns]) -> list[str]:
 def family_of(cell: CellRuns, arm_keys: Sequence[str]) -> Hashable:
     """What a family has in common: the settings that no slice compares.
 
-    Contents of data are left out: a cell without an ended run, which counts too, does not know them.
+    Contents of data are left out: cells without an ended run count, too, and do not know them.
 
     arm_keys: the settings that some slice compares
     """

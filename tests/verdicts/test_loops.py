@@ -13,10 +13,11 @@ import pytest
 from synthetic_study import cell_of, report_of_cells, write_cell
 
 import normexp
+from normexp.errors import UserError
 from normexp.training.records.journal import CommandEntry, Request, append_entry
 from normexp.verdicts.arms import label_cells
-from normexp.verdicts.cells import build_cells
-from normexp.verdicts.loops import alpha_of, metric_of, rank_tries, setups_of
+from normexp.verdicts.cells import CellRuns, build_cells
+from normexp.verdicts.loops import alpha_of, loop_of, metric_of, rank_tries, why_left_out
 from normexp.verdicts.report import Report, to_json
 from normexp.verdicts.rows import Confirmation, PlannedCell, Row, Rows
 
@@ -174,17 +175,51 @@ def test_tries_are_ranked_on_validation_and_equal_trainings_count_once():
     cells = [BATCH, LAYER, GROUP, twin, better_on_test, missing]
     rows = Rows([run for runs in cells for run in runs])
     rows.asked = {(missing[0].study, missing[0].cell_id): [[*SEEDS]]}
-    setups = setups_of(label_cells(build_cells(rows)), BATCH[0].cell_id)
-    metric = metric_of(setups, None, None)
+    loop = loop_of(label_cells(build_cells(rows)), BATCH[0].cell_id)
+    metric = metric_of(loop, None, None)
     assert metric is not None
-    ranked = [one.arm.split()[0] for one in rank_tries(setups, metric)]
+    ranked = [one.arm.split()[0] for one in rank_tries(loop, metric)]
     assert ranked == ["group", "layer", "rms"]
+
+
+def labelled(*cells: list[Row]) -> list[CellRuns]:
+    return label_cells(build_cells(Rows([run for runs in cells for run in runs])))
+
+
+def test_a_baseline_is_named_as_the_report_names_it():
+    faster, layer = cell("layer", 0.6, lr=0.3), cell("layer", 0.7)
+    cells = {"batch": BATCH, "layer lr=0.3": faster, "layer": layer, "group": GROUP}
+    report = report_of(*([runs] for runs in cells.values()))
+    assert report.slices[0].arms == [*cells]
+    for name, runs in cells.items():
+        loop = loop_of(labelled(*cells.values()), name)
+        assert loop.baseline.directory.name == runs[0].cell_id and loop.baseline.arm == name
+        assert {one.arm for one in loop.cells} == {*cells}
+    elsewhere = cell("layer", 0.7, model="vit")
+    with pytest.raises(UserError, match=f"{layer[0].cell_id}, {elsewhere[0].cell_id}"):
+        loop_of(labelled(BATCH, layer, elsewhere), "layer")
+
+
+def test_a_try_that_is_left_out_has_a_reason():
+    equal, loss = {"val/accuracy": 0.1, "val/loss": 2.0}, {"val/accuracy": 0.1, "val/loss": 2.1}
+    unfinished = cell("derf", 0.99)[:3]
+    cells = [BATCH, cell("layer", 0.1, metrics=equal), cell("rms", 0.1, metrics=loss), unfinished]
+    rows = Rows([run for runs in (*cells, cell("group", 0.1, metrics=equal)) for run in runs])
+    rows.asked = {(unfinished[0].study, unfinished[0].cell_id): [[*SEEDS]]}
+    loop = loop_of(label_cells(build_cells(rows)), "batch")
+    metric = metric_of(loop, "val/accuracy", None)
+    assert metric is not None
+    left_out = why_left_out(loop, metric)
+    assert left_out == {"derf": "3 of 4 runs ended", "group": "every metric is that of layer"}
+    assert [one.arm for one in rank_tries(loop, metric)] == ["layer", "rms"]
 
 
 # --- How often a verdict is false -----------------------------------------------------------------
 
 
-def loop_of(rng: np.random.Generator, *, fresh: bool, num_tries: int = 30, n: int = 8) -> Rows:
+def confirmed_loop(
+    rng: np.random.Generator, *, fresh: bool, num_tries: int = 30, n: int = 8
+) -> Rows:
     """Equal tries, and the confirmation of the two best.
 
     fresh: its runs are drawn anew; else they have the numbers by which the best were chosen
@@ -206,11 +241,11 @@ def loop_of(rng: np.random.Generator, *, fresh: bool, num_tries: int = 30, n: in
     cells = {norm: runs(norm, range(n), *values) for norm, values in drawn.items()}
     rows = Rows([run for of_cell in cells.values() for run in of_cell])
     rows.commands = asked_in(*([of_cell] for of_cell in cells.values()))
-    setups = setups_of(label_cells(build_cells(rows)), None)
-    metric = metric_of(setups, None, None)
+    loop = loop_of(label_cells(build_cells(rows)), None)
+    metric = metric_of(loop, None, None)
     assert metric is not None
-    best = tuple(one.directory.name for one in rank_tries(setups, metric)[:2])
-    baseline, seeds = setups.baseline.directory.name, range(n, 2 * n)
+    best = tuple(one.directory.name for one in rank_tries(loop, metric)[:2])
+    baseline, seeds = loop.baseline.directory.name, range(n, 2 * n)
     found = Confirmation("synthetic", 1, baseline, best, frozenset(seeds))
     for norm, of_cell in cells.items():
         if of_cell[0].cell_id in found.cells:
@@ -222,7 +257,7 @@ def false_share(*, fresh: bool) -> float:
     """The share of loops whose confirmation says something false."""
     count = 0
     for study in range(STUDIES):
-        rows = loop_of(np.random.default_rng([study, fresh]), fresh=fresh)
+        rows = confirmed_loop(np.random.default_rng([study, fresh]), fresh=fresh)
         report = report_of_cells(
             rows.runs, commands=rows.commands, confirmations=rows.confirmations
         )
