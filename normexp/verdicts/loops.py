@@ -39,9 +39,8 @@ from normexp.verdicts.slices import Slice
 from normexp.verdicts.tables import Table, table_of
 from normexp.words import format_count, name_some
 
-NUM_COMMANDS = (
-    3  # that brought something to compare; with fewer, results were looked at twice at most
-)
+# Those that brought something to compare; with fewer, results were looked at twice at most.
+NUM_COMMANDS = 3
 TRY = "a try: confirm it on unused seeds"
 
 

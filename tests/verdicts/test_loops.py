@@ -105,11 +105,14 @@ def test_a_try_without_an_ended_run_counts_though_it_does_not_know_its_data():
     batch, layer = cell("batch", 0.8, **known), cell("layer", 0.7, **known)
     begun = cell("layer", 0.7, max_grad_norm=1)
     run = begun[0]
-    planned = PlannedCell(run.study, run.cell_id, run.directory.parent, SEEDS, run.config)
+    seeds = [*SEEDS, *FRESH]  # also those of a confirmation
+    planned = PlannedCell(run.study, run.cell_id, run.directory.parent, seeds, run.config)
     commands = asked_in([batch], [layer], [begun])
-    report = report_of_cells(batch, layer, commands=commands, planned=[planned])
+    asked = {place: [[*SEEDS]] for place in commands}
+    report = report_of_cells(batch, layer, asked=asked, commands=commands, planned=[planned])
     assert verdicts(report) == {"layer - batch": None, "layer max_grad_norm=1 - batch": None}
     assert "2 tries" in report.headline(report.slices[0])
+    assert all(one.wanted == {*SEEDS} for one in report.slices[0].cells)
 
 
 def test_a_try_is_compared_whole_whatever_it_differs_in():
@@ -153,6 +156,15 @@ def test_an_unfinished_confirmation_has_no_verdict():
     report = report_of([BATCH], [LAYER], [GROUP], fresh, confirmations=[confirmed(1)])
     one = report.comparisons[0]
     assert one.verdict is None and one.why == "2 of 4 seeds of group"
+
+
+def test_lost_runs_of_a_confirmation_are_told_from_those_of_the_try():
+    lost = [*cell("group", 0.9, failed=[0])]
+    fresh = [cell("batch", 0.8, FRESH), cell("group", 0.9, FRESH, failed=[4, 5])]
+    report = report_of([BATCH], [LAYER], [lost], fresh, confirmations=[confirmed(1)])
+    (table,) = [table for table in report.tables if table.name == "lost"]
+    rows = table.frame.to_dict("records")
+    assert [(row["confirmation"], row["seeds"]) for row in rows] == [("", "1"), ("1", "2")]
 
 
 def test_ids_of_comparisons_stay_as_a_study_grows():

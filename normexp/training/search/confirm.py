@@ -147,11 +147,11 @@ def _refuse_without_runs(
         if state and _ended(state):
             continue
         remedy = "confirm others, with another baseline=, best= or replicas="
-        words = state.request.words if state else []
-        seeds = sorted({*state.request.seeds} - {*confirms.seeds}) if state else []
-        if words and seeds:
+        asked = None if state is None or state.refused else state.request
+        seeds = sorted({*asked.seeds} - {*confirms.seeds}) if asked else []
+        if asked and asked.words and seeds:
             of_seeds = [f"seed={seeds[0]}", f"replicas={len(seeds)}"]
-            again = shlex.join([*words, *study_words(study_dir), *of_seeds])
+            again = shlex.join([*asked.words, *study_words(study_dir), *of_seeds])
             remedy = f"train it: python -m normexp.train {again}; or {remedy}"
         raise UserError(f"{cell}: no run of it has ended, so it cannot be confirmed; {remedy}")
 
