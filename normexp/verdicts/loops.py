@@ -79,18 +79,18 @@ def find_contests(cells: Sequence[CellRuns], *, are_planned: bool) -> list[Conte
     for cell in cells:
         if cell.confirmation:
             confirmed.setdefault(cell.confirmation, []).append(cell)
-    families = _families(cells)
-    labels = _setup_labels(families)
+    folders = {cell.directory for of_one in confirmed.values() for cell in of_one}
+    families, loops = _families(cells), []
+    for family in families:
+        is_confirmed = any(cell.directory in folders for cell in family)
+        if is_confirmed or (not are_planned and is_loop(family)):
+            loops.append(family)
+    labels = _setup_labels(families) if loops else {}
     contests = []
     for confirmation, of_one in confirmed.items():
         if {*confirmation.cells} <= {cell.directory.name for cell in of_one}:  # none was removed
             contests.append(_contest(of_one, labels, confirmation.baseline, confirmation))
-    folders = {cell.directory for of_one in confirmed.values() for cell in of_one}
-    for family in families:
-        is_confirmed = any(cell.directory in folders for cell in family)
-        if is_confirmed or (not are_planned and is_loop(family)):
-            contests.append(_contest(family, labels))
-    return contests
+    return contests + [_contest(family, labels) for family in loops]
 
 
 def loop_of(cells: Sequence[CellRuns], baseline: str | None) -> Contest:

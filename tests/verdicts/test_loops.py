@@ -115,6 +115,17 @@ def test_a_try_without_an_ended_run_counts_though_it_does_not_know_its_data():
     assert all(one.wanted == {*SEEDS} for one in report.slices[0].cells)
 
 
+def test_a_try_on_changed_data_counts_and_is_not_compared():
+    before, after = {"digests": {"data": "deab"}}, {"digests": {"data": "beef"}}
+    commands = [cell("batch", 0.8, **before), cell("layer", 0.7, **before)]
+    commands.append(cell("layer", 0.7, **after))
+    report = report_of(*([runs] for runs in commands))
+    assert [one.why.startswith("not compared: digests.data") for one in report.comparisons] == [
+        False,
+        True,
+    ]
+
+
 def test_a_try_is_compared_whole_whatever_it_differs_in():
     both = cell("group", 0.9, act="gelu", lr=0.3, batch_size=64)
     (first, second) = report_of([BATCH], [both], [LAYER]).comparisons
