@@ -101,11 +101,14 @@ def _separating_keys(cells: Sequence[CellRuns]) -> list[str]:
         (cell.study, cell.arm_name, cell.task, cell.batch_size, cell.norm_batch_size)
         for cell in cells
     ]
-    return [
-        key
-        for key, of_cells in values.items()
-        if (key == length or key not in roles.budgets) and _varies(of_cells, places)
-    ]
+    keys = []
+    for key, of_cells in values.items():
+        known = [*zip(of_cells, places, strict=True)]
+        if key.startswith(DIGESTS):  # which a cell without an ended run does not know
+            known = [pair for pair in known if pair[0] != AS_SHIPPED]
+        if (key == length or key not in roles.budgets) and _varies(*zip(*known, strict=True)):
+            keys.append(key)
+    return keys
 
 
 def _with_titles(cells: Sequence[CellRuns], always: str = "") -> list[CellRuns]:
@@ -147,11 +150,14 @@ def compared_keys(cells: Sequence[CellRuns]) -> list[str]:
 def family_of(cell: CellRuns, arm_keys: Sequence[str]) -> Hashable:
     """What a family has in common: the settings that no slice compares.
 
+    Contents of data are left out: cells without an ended run count, too, and do not know them.
+
     arm_keys: the settings that some slice compares
     """
     common = {}
     for key, value in cell.separating.items():
-        if not any(key == arm or key.startswith(f"{arm}.") for arm in arm_keys):
+        is_compared = any(key == arm or key.startswith(f"{arm}.") for arm in arm_keys)
+        if not is_compared and not key.startswith(DIGESTS):
             common[key] = value
     return comparable(common)
 

@@ -233,6 +233,8 @@ def _planned_cells(
 
 
 def _planned_cell(planned: PlannedCell, rows: Rows, asked_at: int) -> CellRuns:
+    place = planned.study, planned.cell_id
+    by_command = rows.asked.get(place) or [planned.seeds]
     return CellRuns(
         study=planned.study,
         directory=planned.directory,
@@ -243,9 +245,9 @@ def _planned_cell(planned: PlannedCell, rows: Rows, asked_at: int) -> CellRuns:
         asked_at=asked_at,
         mixes_samples=True,
         roles=rows.roles,
-        wanted=frozenset(planned.seeds),
-        command=rows.commands.get((planned.study, planned.cell_id)),
-        search=rows.searches.get((planned.study, planned.cell_id)),
+        wanted=frozenset[int]().union(*by_command),
+        command=rows.commands.get(place),
+        search=rows.searches.get(place),
     )
 
 

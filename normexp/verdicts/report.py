@@ -17,7 +17,7 @@ from normexp.verdicts.cells import CellRuns, build_cells, metric_names
 from normexp.verdicts.compare import Comparison, Ranking, compare, rank
 from normexp.verdicts.headline import headline_of
 from normexp.verdicts.ladder import find_ladders
-from normexp.verdicts.loops import find_setups, slices_of, tries_table
+from normexp.verdicts.loops import find_contests, slices_of, tries_table
 from normexp.verdicts.metric import Metric
 from normexp.verdicts.rows import Rows
 from normexp.verdicts.slices import Slice, build_slices
@@ -185,14 +185,14 @@ def report_on(
     if isinstance(metric, str) and metric not in recorded:
         names = ", ".join(recorded) or "no metric at all"
         raise UserError(f"metric={metric}: no run has it; the runs have {names}")
-    setups = find_setups(cells, are_planned=tries is not None)
-    of_setups = {cell.directory for found in setups for cell in found.cells}
-    others = [cell for cell in cells if cell.directory not in of_setups]
+    contests = find_contests(cells, are_planned=tries is not None)
+    of_contests = {cell.directory for contest in contests for cell in contest.cells}
+    others = [cell for cell in cells if cell.directory not in of_contests]
     slices = build_slices(others, metric=metric, tolerance=tolerance) if others else []
     if at_largest:
         slices = [replace(slice_, compared_at=slice_.sizes[-1:]) for slice_ in slices]
-    if setups:
-        slices = [*slices_of(setups, metric=metric, tolerance=tolerance), *slices]
+    if contests:
+        slices = [*slices_of(contests, metric=metric, tolerance=tolerance), *slices]
         if tries is not None:
             note = f"tries={tries} has no effect after a confirmation"
             rows = replace(rows, notes=[*rows.notes, note])

@@ -317,7 +317,9 @@ def lost_table(cells: Sequence[CellRuns], refused: Sequence[RefusedCell]) -> Tab
             )
         for what, why in reasons.items():
             count = cell.lost.get(what, len(cell.runs))
-            row = {"cell": cell.directory.name, "what": what, "seeds": count}
+            row = {"cell": cell.directory.name, "confirmation": None, "what": what, "seeds": count}
+            if cell.confirmation:
+                row["confirmation"] = cell.confirmation.number
             rows.append(row | {"of": len(cell.wanted), "why": why})
     for refusal in refused:
         why = f"refused: {refusal.error}"

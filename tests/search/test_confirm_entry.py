@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,13 @@ from train_cases import files
 
 from normexp.confirm import main
 from normexp.train import main as train
-from normexp.training.records.journal import Confirms, confirmations_of, read_entries
+from normexp.training.records.journal import (
+    CommandEntry,
+    ConfirmRequest,
+    append_entry,
+    confirmations_of,
+    read_entries,
+)
 from normexp.training.records.layout import list_cells, list_seeds
 from normexp.training.search import confirm as confirming
 
@@ -42,8 +50,12 @@ def seeds(runs_dir: Path) -> dict[str, list[int]]:
     return {cell.name: list_seeds(cell) for cell in list_cells(runs_dir / "loop")}
 
 
-def confirmations(runs_dir: Path) -> list[Confirms]:
+def confirmations(runs_dir: Path) -> list[ConfirmRequest]:
     return confirmations_of(read_entries(runs_dir / "loop"))
+
+
+def commands(runs_dir: Path) -> list[CommandEntry]:
+    return [one for one in read_entries(runs_dir / "loop") if isinstance(one, CommandEntry)]
 
 
 def report(runs_dir: Path) -> dict[str, Any]:
@@ -94,6 +106,33 @@ def test_a_confirmation_from_the_first_run_to_the_next_one(
     before = seeds(runs_dir)
     assert confirm(runs_dir, "best=2") == 0
     assert seeds(runs_dir) == before and len(confirmations(runs_dir)) == 2
+
+
+def test_a_cell_without_runs_is_left_out_or_refused_with_the_command_that_trains_it(
+    runs_dir: Path, capsys: pytest.CaptureFixture[str]
+):
+    baseline, *tries = (cell for command in commands(runs_dir) for cell in command.cells)
+    shutil.rmtree(runs_dir / "loop" / tries[0] / "seed-1")
+    assert confirm(runs_dir, "dry_run=true") == 0
+    assert "left out: none lr=0.02 (1 of 2 runs ended)" in capsys.readouterr().out
+
+    # A confirmation began, and then a cell of it was removed.
+    asked = {}
+    for command in commands(runs_dir):
+        for cell, request in command.cells.items():
+            if cell in (baseline, tries[1]):
+                asked[cell] = replace(request, seeds=[2, 3])
+    found = ConfirmRequest(baseline, [tries[1]], [2, 3])
+    append_entry(runs_dir / "loop", CommandEntry("1", ["confirm"], "", asked, confirms=found))
+    for cell in (tries[1], baseline):
+        shutil.rmtree(runs_dir / "loop" / cell)
+        assert confirm(runs_dir, "dry_run=true") == 2
+        told = capsys.readouterr().err
+        assert cell in told and "or confirm others" in told
+        words = shlex.split(told.partition("python -m normexp.train ")[2].partition(";")[0])
+        assert "replicas=2" in words and train(words) == 0
+        assert seeds(runs_dir)[cell] == [0, 1]
+        assert confirm(runs_dir, "dry_run=true") == 0
 
 
 def test_mistakes_are_refused_before_training(runs_dir: Path, capsys: pytest.CaptureFixture[str]):

@@ -13,12 +13,13 @@ import pytest
 from synthetic_study import cell_of, report_of_cells, write_cell
 
 import normexp
+from normexp.errors import UserError
 from normexp.training.records.journal import CommandEntry, Request, append_entry
 from normexp.verdicts.arms import label_cells
-from normexp.verdicts.cells import build_cells
-from normexp.verdicts.loops import alpha_of, metric_of, rank_tries, setups_of
+from normexp.verdicts.cells import CellRuns, build_cells
+from normexp.verdicts.loops import alpha_of, loop_of, metric_of, rank_tries, why_left_out
 from normexp.verdicts.report import Report, to_json
-from normexp.verdicts.rows import Confirmation, Row, Rows
+from normexp.verdicts.rows import Confirmation, PlannedCell, Row, Rows
 
 SEEDS, FRESH = range(4), range(4, 8)
 STUDIES = int(os.environ.get("STUDIES", "60"))
@@ -99,6 +100,32 @@ def test_a_try_that_failed_counts():
     assert "4 failed" in str(report.tables[0].frame)
 
 
+def test_a_try_without_an_ended_run_counts_though_it_does_not_know_its_data():
+    known = {"digests": {"data": "deab"}}
+    batch, layer = cell("batch", 0.8, **known), cell("layer", 0.7, **known)
+    begun = cell("layer", 0.7, max_grad_norm=1)
+    run = begun[0]
+    seeds = [*SEEDS, *FRESH]  # also those of a confirmation
+    planned = PlannedCell(run.study, run.cell_id, run.directory.parent, seeds, run.config)
+    commands = asked_in([batch], [layer], [begun])
+    asked = {place: [[*SEEDS]] for place in commands}
+    report = report_of_cells(batch, layer, asked=asked, commands=commands, planned=[planned])
+    assert verdicts(report) == {"layer - batch": None, "layer max_grad_norm=1 - batch": None}
+    assert "2 tries" in report.headline(report.slices[0])
+    assert all(one.wanted == {*SEEDS} for one in report.slices[0].cells)
+
+
+def test_a_try_on_changed_data_counts_and_is_not_compared():
+    before, after = {"digests": {"data": "deab"}}, {"digests": {"data": "beef"}}
+    commands = [cell("batch", 0.8, **before), cell("layer", 0.7, **before)]
+    commands.append(cell("layer", 0.7, **after))
+    report = report_of(*([runs] for runs in commands))
+    assert [one.why.startswith("not compared: digests.data") for one in report.comparisons] == [
+        False,
+        True,
+    ]
+
+
 def test_a_try_is_compared_whole_whatever_it_differs_in():
     both = cell("group", 0.9, act="gelu", lr=0.3, batch_size=64)
     (first, second) = report_of([BATCH], [both], [LAYER]).comparisons
@@ -142,6 +169,15 @@ def test_an_unfinished_confirmation_has_no_verdict():
     assert one.verdict is None and one.why == "2 of 4 seeds of group"
 
 
+def test_lost_runs_of_a_confirmation_are_told_from_those_of_the_try():
+    lost = [*cell("group", 0.9, failed=[0])]
+    fresh = [cell("batch", 0.8, FRESH), cell("group", 0.9, FRESH, failed=[4, 5])]
+    report = report_of([BATCH], [LAYER], [lost], fresh, confirmations=[confirmed(1)])
+    (table,) = [table for table in report.tables if table.name == "lost"]
+    rows = table.frame.to_dict("records")
+    assert [(row["confirmation"], row["seeds"]) for row in rows] == [("", "1"), ("1", "2")]
+
+
 def test_ids_of_comparisons_stay_as_a_study_grows():
     def ids(*commands: Sequence[list[Row]], **options: Any) -> list[str]:
         return [one["id"] for one in to_json(report_of(*commands, **options))["comparisons"]]
@@ -162,17 +198,51 @@ def test_tries_are_ranked_on_validation_and_equal_trainings_count_once():
     cells = [BATCH, LAYER, GROUP, twin, better_on_test, missing]
     rows = Rows([run for runs in cells for run in runs])
     rows.asked = {(missing[0].study, missing[0].cell_id): [[*SEEDS]]}
-    setups = setups_of(label_cells(build_cells(rows)), BATCH[0].cell_id)
-    metric = metric_of(setups, None, None)
+    loop = loop_of(label_cells(build_cells(rows)), BATCH[0].cell_id)
+    metric = metric_of(loop, None, None)
     assert metric is not None
-    ranked = [one.arm.split()[0] for one in rank_tries(setups, metric)]
+    ranked = [one.arm.split()[0] for one in rank_tries(loop, metric)]
     assert ranked == ["group", "layer", "rms"]
+
+
+def labelled(*cells: list[Row]) -> list[CellRuns]:
+    return label_cells(build_cells(Rows([run for runs in cells for run in runs])))
+
+
+def test_a_baseline_is_named_as_the_report_names_it():
+    faster, layer = cell("layer", 0.6, lr=0.3), cell("layer", 0.7)
+    cells = {"batch": BATCH, "layer lr=0.3": faster, "layer": layer, "group": GROUP}
+    report = report_of(*([runs] for runs in cells.values()))
+    assert report.slices[0].arms == [*cells]
+    for name, runs in cells.items():
+        loop = loop_of(labelled(*cells.values()), name)
+        assert loop.baseline.directory.name == runs[0].cell_id and loop.baseline.arm == name
+        assert {one.arm for one in loop.cells} == {*cells}
+    elsewhere = cell("layer", 0.7, model="vit")
+    with pytest.raises(UserError, match=f"{layer[0].cell_id}, {elsewhere[0].cell_id}"):
+        loop_of(labelled(BATCH, layer, elsewhere), "layer")
+
+
+def test_a_try_that_is_left_out_has_a_reason():
+    equal, loss = {"val/accuracy": 0.1, "val/loss": 2.0}, {"val/accuracy": 0.1, "val/loss": 2.1}
+    unfinished = cell("derf", 0.99)[:3]
+    cells = [BATCH, cell("layer", 0.1, metrics=equal), cell("rms", 0.1, metrics=loss), unfinished]
+    rows = Rows([run for runs in (*cells, cell("group", 0.1, metrics=equal)) for run in runs])
+    rows.asked = {(unfinished[0].study, unfinished[0].cell_id): [[*SEEDS]]}
+    loop = loop_of(label_cells(build_cells(rows)), "batch")
+    metric = metric_of(loop, "val/accuracy", None)
+    assert metric is not None
+    left_out = why_left_out(loop, metric)
+    assert left_out == {"derf": "3 of 4 runs ended", "group": "every metric is that of layer"}
+    assert [one.arm for one in rank_tries(loop, metric)] == ["layer", "rms"]
 
 
 # --- How often a verdict is false -----------------------------------------------------------------
 
 
-def loop_of(rng: np.random.Generator, *, fresh: bool, num_tries: int = 30, n: int = 8) -> Rows:
+def confirmed_loop(
+    rng: np.random.Generator, *, fresh: bool, num_tries: int = 30, n: int = 8
+) -> Rows:
     """Equal tries, and the confirmation of the two best.
 
     fresh: its runs are drawn anew; else they have the numbers by which the best were chosen
@@ -194,11 +264,11 @@ def loop_of(rng: np.random.Generator, *, fresh: bool, num_tries: int = 30, n: in
     cells = {norm: runs(norm, range(n), *values) for norm, values in drawn.items()}
     rows = Rows([run for of_cell in cells.values() for run in of_cell])
     rows.commands = asked_in(*([of_cell] for of_cell in cells.values()))
-    setups = setups_of(label_cells(build_cells(rows)), None)
-    metric = metric_of(setups, None, None)
+    loop = loop_of(label_cells(build_cells(rows)), None)
+    metric = metric_of(loop, None, None)
     assert metric is not None
-    best = tuple(one.directory.name for one in rank_tries(setups, metric)[:2])
-    baseline, seeds = setups.baseline.directory.name, range(n, 2 * n)
+    best = tuple(one.directory.name for one in rank_tries(loop, metric)[:2])
+    baseline, seeds = loop.baseline.directory.name, range(n, 2 * n)
     found = Confirmation("synthetic", 1, baseline, best, frozenset(seeds))
     for norm, of_cell in cells.items():
         if of_cell[0].cell_id in found.cells:
@@ -210,7 +280,7 @@ def false_share(*, fresh: bool) -> float:
     """The share of loops whose confirmation says something false."""
     count = 0
     for study in range(STUDIES):
-        rows = loop_of(np.random.default_rng([study, fresh]), fresh=fresh)
+        rows = confirmed_loop(np.random.default_rng([study, fresh]), fresh=fresh)
         report = report_of_cells(
             rows.runs, commands=rows.commands, confirmations=rows.confirmations
         )

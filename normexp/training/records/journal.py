@@ -56,7 +56,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Confirms:
+class ConfirmRequest:
     """What a confirmation compares, by the ids of cells: the best tries with the baseline.
 
     Attributes:
@@ -88,7 +88,7 @@ class CommandEntry:
     code_version: str
     cells: dict[str, Request]
     searched: list[str] = field(default_factory=list)
-    confirms: Confirms | None = None
+    confirms: ConfirmRequest | None = None
     time: str = field(default_factory=_now)
 
     @property
@@ -183,7 +183,7 @@ def _parse_entry(content: dict[str, Any]) -> Entry:
     requests = content["cells"].items()
     content["cells"] = {cell_id: Request(**request) for cell_id, request in requests}
     if content.get("confirms"):
-        content["confirms"] = Confirms(**content["confirms"])
+        content["confirms"] = ConfirmRequest(**content["confirms"])
     return CommandEntry(**content)
 
 
@@ -211,9 +211,9 @@ def remove_refused(study_dir: Path, command: str) -> None:
         study_dir.rmdir()
 
 
-def confirmations_of(entries: Iterable[Entry]) -> list[Confirms]:
+def confirmations_of(entries: Iterable[Entry]) -> list[ConfirmRequest]:
     """The confirmations of a study, each once, in the order in which they began."""
-    found: list[Confirms] = []
+    found: list[ConfirmRequest] = []
     for entry in entries:
         if isinstance(entry, CommandEntry) and entry.confirms and entry.confirms not in found:
             found.append(entry.confirms)

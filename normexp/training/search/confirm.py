@@ -16,12 +16,12 @@ from normexp.training.config.recorded import recorded_spec
 from normexp.training.config.spec import CellSpec
 from normexp.training.records.journal import (
     CommandEntry,
-    Confirms,
+    ConfirmRequest,
     confirmations_of,
     read_entries,
 )
 from normexp.training.records.layout import find_study, list_cells, list_seeds, search_dir
-from normexp.training.records.result import Status
+from normexp.training.records.result import Result, Status
 from normexp.training.records.study import CellState, read_study
 from normexp.training.studies.report import publish
 from normexp.training.studies.rows import read_studies
@@ -29,7 +29,7 @@ from normexp.training.studies.terminal import print_closing_table
 from normexp.training.sweeps.sweep import raise_if_stopped, run_cells, train_cells
 from normexp.verdicts.arms import label_cells
 from normexp.verdicts.cells import build_cells
-from normexp.verdicts.loops import Setups, alpha_of, metric_of, rank_tries, setups_of
+from normexp.verdicts.loops import Contest, alpha_of, loop_of, metric_of, rank_tries, why_left_out
 from normexp.words import format_count
 
 
@@ -46,17 +46,17 @@ def confirm(options: Mapping[str, Any], words: Sequence[str]) -> int:
     study_dir = find_study(runs_dir, name)
     if study_dir.is_file():
         raise UserError(f"study={name} was shipped; confirm a study of your own")
-    setups = _read_setups(runs_dir, name, options["baseline"])
+    cells = label_cells(build_cells(read_studies(runs_dir, [name])))
+    loop = loop_of(cells, options["baseline"])
     earlier = confirmations_of(read_entries(study_dir))
-    confirms = _unfinished(study_dir, earlier, setups, options)
+    confirms = _unfinished(study_dir, earlier, loop, options)
     if confirms is None:
-        confirms = _plan(study_dir, setups, options)
+        confirms = _plan(study_dir, loop, options)
     states = read_study(study_dir).cells
-    if removed := [cell for cell in confirms.cells if cell not in states]:
-        raise UserError(f"{study_dir / removed[0]} is to be confirmed, and was removed")
+    _refuse_without_runs(confirms, states, study_dir)
     specs = [_spec_of(states[cell], confirms.seeds, options) for cell in confirms.cells]
     number = [*earlier, confirms].index(confirms) + 1
-    print(_words(confirms, number, setups))
+    print(_words(confirms, number, loop))
     if options["dry_run"]:
         return run_cells(specs, words)
     trained = train_cells(specs, words, confirms=confirms)
@@ -68,25 +68,13 @@ def confirm(options: Mapping[str, Any], words: Sequence[str]) -> int:
     return FAILED if has_failed else 0
 
 
-def _read_setups(runs_dir: Path, name: str, baseline: str | None) -> Setups:
-    cells = label_cells(build_cells(read_studies(runs_dir, [name])))
-    try:
-        return setups_of(cells, baseline)
-    except KeyError as error:
-        words = shlex.join(study_words(runs_dir / name))
-        raise UserError(
-            f"baseline={baseline}: no cell of the study has this id or name; "
-            f"python -m normexp.report {words} lists them"
-        ) from error
-
-
-def _words(confirms: Confirms, number: int, setups: Setups) -> str:
-    names = {cell.directory.name: cell.arm for cell in setups.cells}
-    finalists = " and ".join(names.get(cell, cell) for cell in confirms.finalists)
+def _words(confirms: ConfirmRequest, number: int, loop: Contest) -> str:
+    names = {cell.directory.name: cell.arm for cell in loop.cells}
+    finalists = ", ".join(names.get(cell, cell) for cell in confirms.finalists)
     seeds = f"seeds {confirms.seeds[0]} to {confirms.seeds[-1]}"
     alpha = f"{100 * alpha_of(number):.1f} %"
     return (
-        f"confirmation {number}: {finalists} against {setups.baseline.arm}, {seeds}; "
+        f"confirmation {number}: {finalists} against {loop.baseline.arm}, {seeds}; "
         f"it spends {alpha}"
     )
 
@@ -95,32 +83,36 @@ def _words(confirms: Confirms, number: int, setups: Setups) -> str:
 
 
 def _unfinished(
-    study_dir: Path, earlier: Sequence[Confirms], setups: Setups, options: Mapping[str, Any]
-) -> Confirms | None:
+    study_dir: Path, earlier: Sequence[ConfirmRequest], loop: Contest, options: Mapping[str, Any]
+) -> ConfirmRequest | None:
     """The last confirmation, if it lacks runs and these options ask for it again."""
     if not earlier:
         return None
     last = earlier[-1]
     runs = [(cell, seed) for cell in last.cells for seed in last.seeds]
     has_all = all(has_ended(study_dir, *run) for run in runs)
-    return None if has_all or not _fits(last, setups, options) else last
+    return None if has_all or not _is_same_request(last, loop, options) else last
 
 
-def _fits(confirms: Confirms, setups: Setups, options: Mapping[str, Any]) -> bool:
+def _is_same_request(confirms: ConfirmRequest, loop: Contest, options: Mapping[str, Any]) -> bool:
     sizes = (len(confirms.finalists), len(confirms.seeds))
-    is_same = confirms.baseline == setups.baseline.directory.name
+    is_same = confirms.baseline == loop.baseline.directory.name
     return is_same and sizes == (options["best"], options["replicas"])
 
 
-def _plan(study_dir: Path, setups: Setups, options: Mapping[str, Any]) -> Confirms:
+def _plan(study_dir: Path, loop: Contest, options: Mapping[str, Any]) -> ConfirmRequest:
     """The best tries, on unused seeds; if they were confirmed before, that confirmation.
+
+    Says which tries are left out.
 
     Raises:
         UserError: fewer tries than asked for.
     """
-    metric = metric_of(setups, None, None)
-    ranked = rank_tries(setups, metric) if metric else []
-    baseline, best = setups.baseline.directory.name, options["best"]
+    metric = metric_of(loop, None, None)
+    ranked = rank_tries(loop, metric) if metric else []
+    for name, why in why_left_out(loop, metric).items() if metric else ():
+        print(f"left out: {name} ({why})")
+    baseline, best = loop.baseline.directory.name, options["best"]
     if len(ranked) < best:
         measured = f" and {metric.name}" if metric else ""
         raise UserError(
@@ -129,10 +121,10 @@ def _plan(study_dir: Path, setups: Setups, options: Mapping[str, Any]) -> Confir
         )
     finalists = [cell.directory.name for cell in ranked[:best]]
     for confirms in confirmations_of(read_entries(study_dir)):
-        if _fits(confirms, setups, options) and {*confirms.finalists} == {*finalists}:
+        if _is_same_request(confirms, loop, options) and {*confirms.finalists} == {*finalists}:
             return confirms
     first = 1 + max(_used_seeds(study_dir))
-    return Confirms(baseline, finalists, [*range(first, first + options["replicas"])])
+    return ConfirmRequest(baseline, finalists, [*range(first, first + options["replicas"])])
 
 
 def _used_seeds(study_dir: Path) -> set[int]:
@@ -146,20 +138,39 @@ def _used_seeds(study_dir: Path) -> set[int]:
     return used
 
 
+def _refuse_without_runs(
+    confirms: ConfirmRequest, states: Mapping[str, CellState], study_dir: Path
+) -> None:
+    """Raises UserError if a cell has no ended run, whose config tells how to train it."""
+    for cell in confirms.cells:
+        state = states.get(cell)
+        if state and _ended(state):
+            continue
+        remedy = "confirm others, with another baseline=, best= or replicas="
+        asked = None if state is None or state.refused else state.request
+        seeds = sorted({*asked.seeds} - {*confirms.seeds}) if asked else []
+        if asked and asked.words and seeds:
+            of_seeds = [f"seed={seeds[0]}", f"replicas={len(seeds)}"]
+            again = shlex.join([*asked.words, *study_words(study_dir), *of_seeds])
+            remedy = f"train it: python -m normexp.train {again}; or {remedy}"
+        raise UserError(f"{cell}: no run of it has ended, so it cannot be confirmed; {remedy}")
+
+
+def _ended(state: CellState) -> list[Result]:
+    return [result for result in state.results if result.status is not Status.FAILED]
+
+
 def _spec_of(state: CellState, seeds: Sequence[int], options: Mapping[str, Any]) -> CellSpec:
     """The cell of a try as it was trained, with other seeds.
 
     Raises:
-        UserError: no run of it has ended, or its code or files have changed since.
+        UserError: its code or its files have changed since.
     """
-    ended = [result for result in state.results if result.status is not Status.FAILED]
-    if not ended:
-        raise UserError(f"{state.id}: no run of it has ended, so it cannot be confirmed")
     folder = state.directory.parent
     changes = {"study": folder.name, "runs_dir": str(folder.parent), "fail_fast": False}
     changes |= {"seed": seeds[0], "replicas": len(seeds)}
     changes |= {key: options[key] for key in ("workers", "dry_run")}
-    spec = recorded_spec(state.directory, ended[0], changes)
+    spec = recorded_spec(state.directory, _ended(state)[0], changes)
     spec = replace(spec, overrides=parse_overrides(state.request.words))
     if spec.id != state.id:
         raise UserError(

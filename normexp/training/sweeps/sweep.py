@@ -20,7 +20,7 @@ from normexp.training.records.environment import code_version
 from normexp.training.records.files import ensure_writable, is_read_only
 from normexp.training.records.journal import (
     CommandEntry,
-    Confirms,
+    ConfirmRequest,
     Refusal,
     append_entry,
     remove_refused,
@@ -98,7 +98,7 @@ def train_cells(
     workers: int | None = None,
     command: Command | None = None,
     searched: Sequence[str] = (),
-    confirms: Confirms | None = None,
+    confirms: ConfirmRequest | None = None,
     together: Together = nullcontext,
 ) -> list[CellState]:
     """Trains the missing runs of each cell; returns the states of all, in order.
