@@ -69,8 +69,8 @@ class Journey:
 FROZEN = {
     "norm=group to its norm": (66, 436),  # with the probes of its network
     "an optimizer step": (14, 53),
-    "a sweep to its records": (76, 563),  # with what a user's norm declares
-    "records to a report": (39, 287),  # with loops and confirmations
+    "a sweep to its records": (76, 565),  # with what a user's norm declares
+    "records to a report": (40, 288),  # with loops and confirmations
 }
 
 

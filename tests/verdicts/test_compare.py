@@ -226,7 +226,7 @@ def test_where_a_chosen_rate_has_no_samples_the_row_says_that_it_is_over_seeds_a
     batch = cell_of("batch", means, samples=rights)
     one = find(report_of_cells(batch, cell_of("group", level(0.8))), "group")
     assert (one.num_samples, one.why) == (0, "over seeds alone") and one.verdict == "worse"
-    assert "over new seeds and test samples" in one.slice.scope
+    assert "also the choice of test samples" in one.slice.scope
 
 
 def test_a_rate_that_is_never_chosen_needs_no_samples():
