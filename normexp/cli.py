@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import codecs
-import gc
 import json
 import os
 import sys
@@ -67,7 +66,6 @@ def entry(name: str) -> Callable[[Callable[[list[str]], int]], Callable[..., int
         def main(argv: Sequence[str] | None = None, /) -> int:
             if argv is not None:
                 return _run(name, list(argv), act)
-            gc.disable()  # until torch is imported, if it is: see importing_torch
             with suppress(FileNotFoundError):  # a removed folder: whatever needs it says so
                 _import_from_current_folder()
             return _run(name, sys.argv[1:], act)

@@ -275,7 +275,7 @@ def _pools_last_axis_alone(norm: nn.Module, x: Tensor) -> bool:
 def _refuse_wrong_axis(norm: nn.Module, num_features: int, target: str) -> None:
     """Refuses a norm whose channels come last by its parameters alone.
 
-    To any other norm the position axes are alike: with both swapped, so are the outputs.
+    Any other norm treats the position axes alike: swapping both swaps its outputs.
 
     Raises:
         UserError: names the parameters.

@@ -129,6 +129,11 @@ class InstanceNorm(AffineNorm):
     def check_knobs(self) -> None:
         if self.momentum is None or not 0 < self.momentum <= 1:
             raise UserError(f"momentum={self.momentum} is not in (0, 1]; try norm.momentum=0.1")
+        if self.momentum != type(self).momentum and not self.track_running_stats:
+            raise UserError(
+                f"momentum={self.momentum} has no effect without averages; drop it, or add "
+                "norm.track_running_stats=true"
+            )
 
     def add_state(self) -> None:
         state = {"running_mean": self.vector(0), "running_var": self.vector(1)}

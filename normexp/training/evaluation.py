@@ -27,7 +27,7 @@ from normexp.training.statistics import STATISTICS, Trained
 
 logger = logging.getLogger(__name__)
 
-NUM_SHOWN = 6  # images of predictions.png
+NUM_SHOWN = 6  # images of predictions.png, or all if there are fewer
 Columns = dict[str, list[float]]  # a value per replica, by metric
 
 
@@ -102,7 +102,7 @@ class Evaluator:
     @property
     def _shown(self) -> Tensor:
         """Indices of test samples, spread evenly."""
-        return torch.linspace(0, len(self.data.test) - 1, NUM_SHOWN).long()
+        return torch.linspace(0, len(self.data.test) - 1, NUM_SHOWN).long().unique()
 
     @torch.no_grad()
     def _score(

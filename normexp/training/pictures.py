@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 
 import numpy as np
 from PIL import Image
@@ -10,6 +11,7 @@ from PIL import Image
 from normexp.training.data.augment import IGNORED
 
 GAP = 2  # white pixels between images
+MAX_SIDE = 128  # of an image as drawn: of larger ones every second or third pixel and so on
 WHITE = 255
 
 
@@ -17,9 +19,13 @@ def draw_predictions(images: np.ndarray, masks: np.ndarray, predictions: np.ndar
     """Returns a PNG of a column per image, in three rows: the images, the masks, the predictions.
 
     Args:
-        images: uint8 (N, C, H, W), of one or three channels.
+        images: uint8 (N, C, H, W); the first three channels are drawn as red, green and blue, or
+            the first as grey.
         masks, predictions: classes, uint8 (N, H, W).
     """
+    images = images[:, : 3 if images.shape[1] >= 3 else 1]
+    step = math.ceil(max(images.shape[-2:]) / MAX_SIDE)
+    images, masks, predictions = (one[..., ::step, ::step] for one in (images, masks, predictions))
     colours = class_colours()
     num_images, _, height, width = images.shape
     rows = [np.broadcast_to(images.transpose(0, 2, 3, 1), (num_images, height, width, 3))]

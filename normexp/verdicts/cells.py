@@ -38,7 +38,7 @@ class CellRuns:
     wanted: the seeds that the study asks for
     is_extended: some of its seeds were added by a later command
     command: the number of the command that first asked for it; None if none did
-    confirmation: of which these are the runs; None of those before
+    confirmation: the one that trained these runs; None for the tries themselves
     search: the search that chose its learning rate or other values
     separating: values that must be equal for cells to share a table
     title: model, data, and the settings in which tables of the same model and data differ

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ def _of_tries(slice_: Slice, cells: Sequence[CellRuns]) -> str:
     folder = baseline.directory.parent
     words = f"study={folder.name}"
     if folder.parent != Path("runs"):
-        words += f" runs_dir={folder.parent}"
+        words += f" {shlex.quote(f'runs_dir={folder.parent}')}"
     return (
         f"{numbers}, no verdict: each command may have followed from the results of those before. "
         f"Confirm the best on unused seeds: python -m normexp.confirm {words}. If all were "

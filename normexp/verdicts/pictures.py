@@ -29,17 +29,15 @@ class Picture:
 
 def draw_pictures(slice_: Slice) -> list[Picture]:
     """Of the best and the worst arm, where arms are compared first; none without saved pictures."""
-    sides = [*slice_.at(slice_.compared_at[0]).values()]
-    means = {side.arm: side.mean.estimate for side in sides if side.mean.estimate is not None}
+    means = {}
+    for side in slice_.at(slice_.compared_at[0]).values():
+        if side.mean.estimate is not None:
+            means[side] = slice_.metric.sign * side.mean.estimate
     if len({*means.values()}) < 2:
         return []
-    choose = max, min
-    if not slice_.metric.higher_is_better:
-        choose = min, max
-    pictures = []
-    for rank, of_all in zip(("best", "worst"), choose, strict=True):
-        arm = of_all(means, key=lambda arm: means[arm])
-        side = next(side for side in sides if side.arm == arm)
+    pictures: list[Picture] = []
+    ordered = sorted(means, key=means.__getitem__)
+    for rank, side in (("best", ordered[-1]), ("worst", ordered[0])):
         pictures += islice(_pictures_of(side, rank, slice_), 1)
     return pictures
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -15,6 +16,7 @@ from timm.layers.std_conv import ScaledStdConv2d, StdConv2d
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from normexp.errors import UserError
 from normexp.norms.batch import BatchNorm, FrozenBatchNorm
 from normexp.norms.factory import NormFactory
 from normexp.norms.parts import (
@@ -40,24 +42,37 @@ class ChannelsLast(nn.LayerNorm):
         return super().forward(x.movedim(1, -1)).movedim(-1, 1)
 
 
+close = partial(assert_close, rtol=1e-10, atol=1e-10)
+
+
+def alike_over_steps(
+    norm: nn.Module, reference: nn.Module, num_dims: int
+) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Both from one state, in training and evaluation in turn: outputs and gradients are equal.
+
+    Yields the state of each after every step.
+    """
+    reference = randomize(reference.double())
+    norm = norm.double()
+    norm.load_state_dict(reference.state_dict())
+    for step, training in enumerate((True, True, False, True)):
+        x = 2 * random_tensor(*SHAPES[num_dims], seed=step) + 1
+        x.requires_grad_()
+        out, expected = norm.train(training)(x), reference.train(training)(x)
+        close(out, expected)
+        found = gradients(out, [x, *norm.parameters()])
+        close(found, gradients(expected, [x, *reference.parameters()]))
+        yield dict(norm.state_dict()), dict(reference.state_dict())
+
+
 @pytest.mark.parametrize(
     "knobs", [{}, {"momentum": None}, {"track_running_stats": False}, {"affine": False}]
 )
 def test_batch_norm_equals_torchs_over_steps(knobs):
-    """Output, gradients, and state_dict with the same names; training and evaluation in turn."""
-    close = partial(assert_close, rtol=1e-10, atol=1e-10)
     for num_dims, theirs in BATCH.items():
-        norm = BatchNorm(C, eps=EPS, **knobs).double()
-        reference = randomize(theirs(C, eps=EPS, **knobs).double())
-        norm.load_state_dict(reference.state_dict())
-        for step, training in enumerate((True, True, False, True)):
-            x = 2 * random_tensor(*SHAPES[num_dims], seed=step) + 1
-            x.requires_grad_()
-            out, expected = norm.train(training)(x), reference.train(training)(x)
-            close(out, expected)
-            found = gradients(out, [x, *norm.parameters()])
-            close(found, gradients(expected, [x, *reference.parameters()]))
-            close(norm.state_dict(), reference.state_dict())
+        norm, reference = BatchNorm(C, eps=EPS, **knobs), theirs(C, eps=EPS, **knobs)
+        for state, expected in alike_over_steps(norm, reference, num_dims):
+            close(state, expected)
 
 
 def test_frozen_batch_norm_takes_the_state_of_a_batch_norm_and_learns_weight_and_bias():
@@ -108,28 +123,22 @@ def test_float32_far_from_zero_is_as_exact_as_torchs(ours, theirs, mean):
 
 @pytest.mark.parametrize(("num_dims", "theirs"), [(3, nn.InstanceNorm1d), (4, nn.InstanceNorm2d)])
 def test_instance_norm_with_averages_equals_torchs_over_steps(num_dims: int, theirs):
-    """Output, gradients and averages; training and evaluation in turn."""
     knobs = {"eps": EPS, "momentum": 0.3, "affine": True, "track_running_stats": True}
-    reference = randomize(theirs(C, **knobs).double())
-    norm = InstanceNorm(C, **knobs).double()
-    norm.load_state_dict(reference.state_dict())
-    close = partial(assert_close, rtol=1e-10, atol=1e-10)
-    for step, training in enumerate((True, True, False, True)):
-        x = 2 * random_tensor(*SHAPES[num_dims], seed=step) + 1
-        x.requires_grad_()
-        out, expected = norm.train(training)(x), reference.train(training)(x)
-        close(out, expected)
-        found = gradients(out, [x, *norm.parameters()])
-        close(found, gradients(expected, [x, *reference.parameters()]))
-        close(
-            [norm.running_mean, norm.running_var], [reference.running_mean, reference.running_var]
-        )
+    norm = InstanceNorm(C, **knobs)
+    for state, expected in alike_over_steps(norm, theirs(C, **knobs), num_dims):
+        del state["num_batches_tracked"], expected["num_batches_tracked"]  # torch's does not count
+        close(state, expected)
     assert norm.num_batches_tracked == 3
     norm.train().track_running_stats = False
     held = norm.running_mean.clone()
-    norm(x)
+    norm(random_tensor(*SHAPES[num_dims]))
     close(norm.running_mean, held)
     assert not InstanceNorm(C).state_dict().keys() - {"weight", "bias"}
+
+
+def test_a_momentum_that_moves_no_averages_is_refused():
+    with pytest.raises(UserError, match=r"momentum=0.5 has no effect .*track_running_stats=true"):
+        InstanceNorm(C, momentum=0.5)
 
 
 def test_averages_of_instances_count_real_positions_alone():

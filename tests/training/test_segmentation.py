@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import math
 import re
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from normexp.training.data.augment import IGNORED, Augmentation
 from normexp.training.data.dataset import Data, Examples, limit_train, validate
 from normexp.training.evaluation import suffix_of
 from normexp.training.models.unet import UNet
-from normexp.training.pictures import class_colours
+from normexp.training.pictures import class_colours, draw_predictions
 from normexp.training.step import StepGradient
 from normexp.verdicts.metric import choose_metric, describe_metric
 from normexp.verdicts.rows import Row, Status
@@ -243,6 +244,18 @@ def test_shapes_train_with_every_statistic_and_predict(tmp_path: Path):
     data = prepare(*SMALL).data
     assert (images == data.test.tensors[0][0].permute(1, 2, 0).numpy()).all()
     assert (masks == class_colours()[data.test.tensors[1][0]]).all()
+
+
+@pytest.mark.parametrize(("num_channels", "side"), [(1, 8), (2, 8), (4, 8), (3, 300)])
+def test_images_of_any_kind_are_drawn(num_channels: int, side: int):
+    images = np.full((2, num_channels, side, side), 7, dtype=np.uint8)
+    masks = np.full((2, side, side), IGNORED, dtype=np.uint8)
+    content = draw_predictions(images, masks, np.zeros_like(masks))
+    picture = np.array(Image.open(io.BytesIO(content)))
+    shown = (picture.shape[0] - 2 * 2) // 3
+    assert shown == (8 if side == 8 else 100)  # every third pixel of 300
+    tops = [picture[row * (shown + 2), 0].tolist() for row in range(3)]
+    assert tops == [[7, 7, 7], [255, 255, 255], [0, 0, 0]]
 
 
 def test_reports_compare_by_image_and_count_chance():

@@ -156,13 +156,13 @@ def row_of(
     )
 
 
-# --- What was asked for --------------------------------------------------------------------------
-
-
 def _read_picture(path: Path) -> bytes:
     with suppress(OSError):
         return path.read_bytes()
     return b""
+
+
+# --- What was asked for --------------------------------------------------------------------------
 
 
 def _add_commands(

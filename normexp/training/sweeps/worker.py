@@ -6,7 +6,6 @@ study tell them which runs lack a result.
 
 from __future__ import annotations
 
-import gc
 import logging
 import multiprocessing
 import os
@@ -185,7 +184,6 @@ def main(output: Connection, job: Job, slot: WorkerSlot) -> None:
     Args:
         output: the file for everything printed and logged; only its descriptor is used.
     """
-    gc.disable()  # until torch is imported
     os.setsid()  # only the parent gets Ctrl-C, and passes it on as SIGTERM
     stop = StopRequest()
     signal.signal(signal.SIGTERM, stop.stop_at_once)
