@@ -115,6 +115,15 @@ def test_a_try_without_an_ended_run_counts_though_it_does_not_know_its_data():
     assert all(one.wanted == {*SEEDS} for one in report.slices[0].cells)
 
 
+def test_contents_that_a_cell_does_not_know_yet_separate_no_tables():
+    known = {"digests": {"data": "deab"}}
+    batch, layer = cell("batch", 0.8, **known), cell("layer", 0.7, **known)
+    run = cell("layer", 0.7, max_grad_norm=1)[0]
+    planned = PlannedCell(run.study, run.cell_id, run.directory.parent, [*SEEDS], run.config)
+    report = report_of_cells(batch, layer, planned=[planned])
+    assert not [one.heading for one in report.slices if "digests" in one.heading]
+
+
 def test_a_try_on_changed_data_counts_and_is_not_compared():
     before, after = {"digests": {"data": "deab"}}, {"digests": {"data": "beef"}}
     commands = [cell("batch", 0.8, **before), cell("layer", 0.7, **before)]
