@@ -350,6 +350,7 @@ def test_a_request_holds_every_setting_with_its_default():
     expected = {"norm": "frn", "model": "convnet", "optim.momentum": 0.9, "drop_last": True}
     expected |= {"act": "tlu", "norm.act": "tlu", "conv": "plain", "norm.conv": "plain"}
     expected |= {"lr": pytest.approx(0.2), "norm_batch_size": 64, "micro_batch_size": 64}
+    expected |= {"data.order": "shuffled", "norm.running_from": "step"}  # no id has them
     assert {key: values[key] for key in expected} == expected
     assert values["steps"] == 40 and "epochs" not in values
     typed = spec_of("norm=frn", "act=relu").request.values

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from normexp.training.config.identity import (
     identity_of,
     sources_of,
 )
-from normexp.training.config.keys import Settings, in_identity
+from normexp.training.config.keys import KEYS, NO_VALUE, Settings, in_identity
 from normexp.training.config.lr_rule import scale_learning_rate
 from normexp.training.config.slots import Slots
 from normexp.training.config.validate import read_settings
@@ -128,6 +129,9 @@ class CellSpec:
         the default, and a null slot is the norm's.
         """
         values = flatten(defining_values(self.config)) | flatten({"optim": NO_SHIPPED_SCHEDULE})
+        for key, meaning in KEYS.items():
+            if meaning.implied is not NO_VALUE:  # ids, and so these values, leave it out
+                values[key] = attrgetter(key)(self.settings)
         for key in ("schedule._target_", "schedule.warmup"):  # named so, or in the id
             values.pop(key, None)
         for slot, default in asdict(Slots()).items():
