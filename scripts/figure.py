@@ -1,9 +1,9 @@
 """Draws .pictures/batch_size.png, the first figure of the README, from the shipped records.
 
-    python scripts/figure.py [FOLDER]
+    python scripts/figure.py [FOLDER [PICTURE]]
 
-FOLDER has the studies batch_size_cifar and batch_size_text, as zips or folders; it is
-conf/experiment/records unless given. The numbers are in the report of each:
+FOLDER has the studies of PANELS, as zips or folders; it is conf/experiment/records unless given.
+The numbers are in the report of each:
 
     python -m normexp.report study=batch_size_cifar runs_dir=FOLDER
 """
@@ -24,6 +24,10 @@ from normexp.verdicts.slices import Slice
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "conf" / "experiment" / "records"
 PICTURE = ROOT / ".pictures" / "batch_size.png"
+PANELS = {
+    "batch_size_cifar": "CIFAR-10, residual network",
+    "batch_size_text": "Shakespeare, small GPT",
+}
 COLOURS = {
     "batch": "#d55e00",
     "layer": "#0072b2",
@@ -31,67 +35,78 @@ COLOURS = {
     "group": "#7a4bc4",
     "rms": "#c98a00",
 }
-TITLES = {
-    "batch_size_cifar": "CIFAR-10, residual network",
-    "batch_size_text": "Shakespeare, small GPT",
-}
-FONT = 19  # pixels; a phone shows the picture at half its size
+WIDTH, HEIGHT = 330, 320
+FONT = 21  # pixels; a phone of 390 pixels shows the picture at less than half its size
 TEXTS = {
     "axis": CONFIG["axis"] | {"labelFontSize": FONT, "titleFontSize": FONT},
     "legend": CONFIG["legend"]
-    | {"labelFontSize": FONT + 1, "columns": 5, "symbolSize": 160, "title": None},
+    | {"labelFontSize": FONT, "columns": 5, "symbolSize": 200, "title": None},
+    "padding": 12,  # of white, on a dark page
 }
 
 
-def main(folder: Path = RECORDS) -> None:
+def main(folder: Path = RECORDS, picture: Path = PICTURE) -> None:
     panels = []
-    for study, title in TITLES.items():
-        if (folder / f"{study}.zip").exists() or (folder / study).exists():
-            (slice_,) = normexp.load_report(study, runs_dir=folder).slices
-            panels.append(draw_panel(slice_, title))
-    if not panels:
-        sys.exit(f"{folder} has none of the studies {', '.join(TITLES)}")
-    chart = alt.hconcat(*panels, spacing=130, bounds="flush").resolve_scale(color="shared")
-    chart.configure(**CONFIG | TEXTS).save(PICTURE, scale_factor=2)
+    for study, title in PANELS.items():
+        (slice_,) = normexp.load_report(study, runs_dir=folder).slices
+        panels.append(draw_panel(slice_, title))
+    chart = alt.hconcat(*panels, spacing=140, bounds="flush").resolve_scale(color="shared")
+    chart.configure(**CONFIG | TEXTS).save(picture, scale_factor=2)
 
 
 def draw_panel(slice_: Slice, title: str) -> Any:
-    """A line per norm, a dot per seed, and from four seeds on a 95 % band."""
-    rows = [*rows_of(slice_)]
-    is_accuracy = slice_.metric.unit == "pp"
-    words = "test error (%)" if is_accuracy else f"test, {slice_.metric.unit}"
-    x = alt.X("size:Q", title="norm batch size").scale(type="log", base=2, padding=12)
+    """Means with 95 % intervals, and a faint dot per seed.
+
+    A norm that mixes no samples was run at one size, and its line and band reach over all.
+    """
+    error = "test error (%)" if slice_.metric.unit == "pp" else f"test, {slice_.metric.unit}"
+    x = alt.X("size:Q", title="norm batch size").scale(type="log", base=2, padding=20)
     x = x.axis(values=sorted(slice_.sizes), format="d", grid=False)
-    y = alt.Y("value:Q", title=words).scale(zero=False, nice=False, padding=12)
+    y = alt.Y("value:Q", title=error).scale(zero=False, nice=False, padding=12)
     y = y.axis(tickCount=6)
+    low, high = alt.Y("low:Q", title=error), alt.Y2("high:Q")
     colour = alt.Color("norm:N").scale(domain=[*COLOURS], range=[*COLOURS.values()])
-    base = alt.Chart(alt.Data(values=rows)).encode(x, colour)
-    mean, seed = (base.transform_filter(f"datum.kind == '{kind}'") for kind in ("mean", "seed"))
-    band = mean.transform_filter("isValid(datum.low)").mark_area(opacity=0.15)
-    band = band.encode(alt.Y("low:Q", title=words), alt.Y2("high:Q"))
-    dots = seed.mark_circle(size=25, opacity=0.6).encode(y)
-    line = mean.mark_line(strokeWidth=2.5, point=alt.OverlayMarkDef(size=70)).encode(y)
-    # A chart's own title is pushed up by labels of its axis, and would not be level in both panels.
-    heading = alt.Chart(alt.Data(values=[{}])).mark_text(
-        text=title, align="left", baseline="bottom", fontSize=FONT + 1
+    base = alt.Chart(alt.Data(values=[*marks_of(slice_)])).encode(x, colour)
+    seeds, means, levels = (
+        base.transform_filter(f"datum.kind == '{kind}'") for kind in ("seed", "mean", "level")
     )
-    heading = heading.encode(alt.XValue(0), alt.YValue(-20))
-    return alt.layer(band, dots, line, heading).properties(width=330, height=300)
+    has_interval = "isValid(datum.low)"
+    layers = [
+        levels.transform_filter(has_interval).mark_area(opacity=0.15).encode(low, high),
+        seeds.mark_circle(size=30, opacity=0.35).encode(y),
+        levels.mark_line(strokeWidth=2.5).encode(y),
+        means.mark_line(strokeWidth=2.5, point=alt.OverlayMarkDef(size=90)).encode(y),
+        means.transform_filter(has_interval).mark_rule(strokeWidth=2.5).encode(low, high),
+        _heading(title),
+    ]
+    return alt.layer(*layers).properties(width=WIDTH, height=HEIGHT)
 
 
-def rows_of(slice_: Slice) -> Iterator[dict[str, Any]]:
-    """The mean and the seeds of each norm at each size, as errors or bits: lower is better."""
+def _heading(title: str) -> Any:
+    """Level in all panels; a chart's own title is pushed up by the labels of its axis."""
+    chart = alt.Chart(alt.Data(values=[{}]))
+    text = chart.mark_text(text=title, align="left", baseline="bottom", fontSize=FONT)
+    return text.encode(alt.XValue(0), alt.YValue(-16))
+
+
+def marks_of(slice_: Slice) -> Iterator[dict[str, Any]]:
+    """Of each norm its mean at each size (a level if it mixes no samples), and its seeds."""
 
     def shown(value: float | None) -> float | None:
+        """As an error or in bits: lower is better."""
         return value if value is None or slice_.metric.unit != "pp" else 100 - value
 
     for norm, line in slice_.lines.items():
+        is_level = norm in slice_.independent
         for size, norm_at_size in line.items():
             place, mean = {"norm": norm, "size": size}, norm_at_size.mean
             bounds = {"low": shown(mean.low), "high": shown(mean.high)}
-            yield place | {"kind": "mean", "value": shown(mean.estimate)} | bounds
+            kind = "level" if is_level else "mean"
+            yield place | {"kind": kind, "value": shown(mean.estimate)} | bounds
             n = len(norm_at_size.seeds)
             print(slice_.heading, norm, size, norm_at_size.estimate(), f"n = {n}")
+            if is_level and size != norm_at_size.best.norm_batch_size:
+                continue  # where nothing was run
             for value in norm_at_size.values.values():
                 yield place | {"kind": "seed", "value": shown(value)}
 
