@@ -184,8 +184,9 @@ def _search_path(folders: Sequence[Path]) -> str:
             for name in {*group_choices(group), "custom"} & {*group_choices(group, folder)}:
                 file = folder / group / f"{name}.yaml"
                 raise UserError(f"{file}: normexp has {group}={name} itself; rename yours")
-    paths = [json.dumps(f"file://{folder.resolve()}", ensure_ascii=False) for folder in folders]
-    return f"hydra.searchpath=[{','.join(paths)}]"
+    paths = [f"file://{folder.resolve().as_posix()}" for folder in folders]
+    quoted = [json.dumps(path, ensure_ascii=False) for path in paths]
+    return f"hydra.searchpath=[{','.join(quoted)}]"
 
 
 def _check_encoding(folders: Sequence[Path], words: Sequence[str]) -> None:

@@ -5,12 +5,13 @@
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 python=$root/.venv/bin/python
+case ${OSTYPE:-} in msys* | cygwin*) python=$root/.venv/Scripts/python ;; esac # bash on Windows
 
 say() { printf 'normexp: %s\n' "$*" >&2; }
 
 find_python() {
   local name
-  for name in python3 python3.13 python3.12 python3.11; do
+  for name in python3 python3.13 python3.12 python3.11 python; do
     if "$name" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
     then
       echo "$name"

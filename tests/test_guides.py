@@ -86,7 +86,8 @@ def test_the_page_of_a_house_names_all_of_its_files(house: str):
 
 
 def test_links_of_the_guides_lead_somewhere():
-    for file in (ROOT / "README.md", *(ROOT / "conf").rglob("README.md")):
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / ".github" / "CONTRIBUTING.md"]
+    for file in (*pages, ROOT / "scripts" / "tour.ipynb", *(ROOT / "conf").rglob("README.md")):
         text = file.read_text(encoding="utf-8")
         for link in re.findall(r"\]\(([^)#:]+)[^):]*\)", text):
             assert (file.parent / link).exists(), f"{file}: {link}"

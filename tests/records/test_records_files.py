@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from normexp.errors import UserError
+from normexp.training.records import files, locks
 from normexp.training.records.files import (
     ensure_writable,
     is_full_disk,
@@ -179,3 +180,28 @@ def test_lock_excludes_other_processes_until_its_holder_is_killed(tmp_path: Path
         kill(refused)
         assert has_lock == "False"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_windows_replaces_a_file_once_it_is_closed(tmp_path: Path, monkeypatch):
+    """It has no fcntl, and a file that is open there can be neither replaced nor removed."""
+    monkeypatch.setattr(files, "fcntl", None)
+    monkeypatch.setattr(locks, "fcntl", None)
+    replace, opened = os.replace, []
+
+    def move(old: Path, new: Path) -> None:
+        assert opened[0].closed
+        replace(old, new)
+
+    monkeypatch.setattr(os, "replace", move)
+    (tmp_path / ".weights.pt.0123.tmp").touch()  # of a killed process
+    ensure_writable(tmp_path)
+    with open_atomic(tmp_path / "weights.pt") as file:
+        opened.append(file)
+        file.write(b"all")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [
+        ("weights.pt", b"all")
+    ]
+    lock = tmp_path / ".lock"
+    with file_lock(lock) as is_mine, file_lock(lock) as is_mine_too:
+        assert is_mine and not is_mine_too
+        assert lock.read_text() == "" == holder_of(lock)  # a lock keeps others from reading

@@ -46,6 +46,14 @@ def test_a_process_that_may_start_none_trains_itself(monkeypatch: pytest.MonkeyP
     assert worker_slots([on(2)]) == ([WorkerSlot()] * 2, 0)
 
 
+def test_windows_has_no_workers_and_no_numbers_of_users(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(os, "setsid")
+    monkeypatch.delattr(os, "getuid")
+    monkeypatch.setenv("LOGNAME", "me")
+    assert worker_slots([on(2)]) == ([WorkerSlot()] * 2, 0)
+    assert WorkerSlot().paths()[0].parent.name == "normexp-me"
+
+
 @pytest.mark.parametrize(
     ("cells", "gpus", "num_workers"),
     [

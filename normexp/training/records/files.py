@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import re
@@ -11,11 +10,15 @@ import secrets
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from normexp.errors import UserError, one_line
 
+# None on Windows, where a file that is open can be neither removed nor replaced.
+fcntl: Any = import_module("fcntl") if find_spec("fcntl") else None
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 FULL_DISK = "the disk is full: free some space, then run the same command to continue"
 
@@ -49,15 +52,17 @@ def open_atomic(path: Path) -> Iterator[BinaryIO]:
     For weights: `torch.save(state, file)`.
     """
     for abandoned in path.parent.glob(f".{path.name}.*.tmp"):
-        with suppress(OSError), open(abandoned, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its writer lives
-            abandoned.unlink()
+        with suppress(OSError):
+            _remove_abandoned(abandoned)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with _open_locked(temporary) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
+            if fcntl is not None:
+                os.replace(temporary, path)  # while it is locked: nobody finds it abandoned
+        if fcntl is None:
             os.replace(temporary, path)
     except BaseException as error:
         if isinstance(error, OSError) and error.filename == str(temporary):
@@ -67,10 +72,22 @@ def open_atomic(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def _remove_abandoned(path: Path) -> None:
+    """Removes a temporary file. Raises OSError while its writer lives."""
+    if fcntl is None:
+        path.unlink()
+        return
+    with open(path, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
+
+
 def _open_locked(path: Path) -> BinaryIO:
     """Creates a file, and locks it for as long as it is open, if the file system has locks."""
     while True:
         file = open(path, "wb")  # noqa: SIM115 (the caller closes it)
+        if fcntl is None:
+            return file
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         if path.exists():  # another writer may have found it before it was locked
@@ -123,7 +140,8 @@ def ensure_writable(directory: Path, key: str = "runs_dir") -> None:
             existing = existing.parent
         with tempfile.TemporaryFile(dir=existing) as file:  # has no name that others could see
             fault = "has no file locks"
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         raise UserError(
             f"{directory} {fault} ({error.strerror}: {existing}); name another folder with "

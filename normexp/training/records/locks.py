@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import platform
@@ -17,6 +16,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from normexp.training.records.files import fcntl
+
 log = logging.getLogger(__name__)
 
 
@@ -25,7 +26,8 @@ def file_lock(path: Path, *, waits: bool = False) -> Iterator[bool]:
     """Holds an exclusive lock inside the block.
 
     Yields False if another process has the lock, unless it `waits`. The kernel releases the lock of
-    a killed process. The file names its holder, see `this_command`, and is removed at the end.
+    a killed process. The file names its holder, see `this_command`, and is removed at the end. (On
+    Windows it is empty, since nobody could read it, and FileLock removes it.)
     """
     lock = FileLock(path, blocking=waits)
     left_by = _text_of(path)  # acquiring a lock empties its file
@@ -46,10 +48,12 @@ def file_lock(path: Path, *, waits: bool = False) -> Iterator[bool]:
             left_by,
         )
     try:
-        path.write_text(this_command(), encoding="utf-8", errors="surrogateescape")
+        if fcntl is not None:
+            path.write_text(this_command(), encoding="utf-8", errors="surrogateescape")
         yield True
     finally:
-        path.unlink(missing_ok=True)
+        if fcntl is not None:
+            path.unlink(missing_ok=True)
         lock.release()
 
 
@@ -65,10 +69,12 @@ def _host() -> str:
 
 
 def holder_of(path: Path) -> str:
-    """The command that holds a lock now, see `this_command`; empty if none does.
+    """The command that holds a lock now, see `this_command`; empty if none does, and on Windows.
 
     Writes nothing, so that it works in a read-only folder.
     """
+    if fcntl is None:
+        return ""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             try:

@@ -141,7 +141,10 @@ def package_digest(target: str) -> str | None:
 def _digest_of_package(file: Path) -> str:
     folder = file.parent
     files = sorted(folder.rglob("*.py")) if file.name == "__init__.py" else [file]
-    parts = [f"{path.relative_to(folder)}\0{digest_of(path.read_bytes())}\0" for path in files]
+    parts = []
+    for path in files:
+        name = path.relative_to(folder).as_posix()  # on Windows too
+        parts.append(f"{name}\0{digest_of(path.read_bytes())}\0")
     return digest_of("".join(parts).encode())
 
 

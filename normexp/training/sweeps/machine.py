@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import getpass
 import math
 import os
 import sys
@@ -60,7 +61,8 @@ class WorkerSlot:
 
 def _lock_folder() -> Path:
     """A folder of this user that is emptied at boot; the temporary one if the session's is not."""
-    name = f"normexp-{os.getuid()}"
+    user = os.getuid() if hasattr(os, "getuid") else getpass.getuser()  # Windows has names alone
+    name = f"normexp-{user}"
     session = os.environ.get("XDG_RUNTIME_DIR", "")  # may be another user's, or of another machine
     if os.path.isabs(session):
         folder = Path(session, name)
@@ -94,7 +96,8 @@ def worker_slots(
     gpus = visible_gpus() if accelerators & {"auto", "gpu", "cuda"} else []
     count = workers or len(gpus) or usable_cores()
     is_one_of_many = started_processes()[1] > 1
-    has_no_children = current_process().daemon  # of a Pool, say: it may not start any
+    # A process of a Pool, say, may not start any; on Windows, a worker could not be interrupted.
+    has_no_children = current_process().daemon or not hasattr(os, "setsid")
     num_workers = 0 if workers == 0 or is_one_of_many or has_no_children else count
     if not gpus:
         return [WorkerSlot()] * count, num_workers
