@@ -114,7 +114,7 @@ class Row:
     @property
     def has_text(self) -> bool:
         """True if its test samples are those of a text, whose order matters."""
-        return self.measured.get("data_set.task") == "language_modeling"
+        return any("bits_per_byte" in name for name in self.metrics)
 
     @cached_property
     def is_at_chance(self) -> bool:
