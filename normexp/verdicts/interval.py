@@ -177,17 +177,17 @@ def crossed_mean(
         return Interval(estimate, None, None, n)
     step = float(step or min(map(smallest_step, crossed)) / num_samples)
     seeds = [_over_seeds(table.mean(axis=1), step) for table in crossed]
+    error_of_seeds, df_of_seeds = _pool(seeds)
     if in_order:
         waves = [waves_of(table) for table in crossed]
-        difference = _difference(waves)
-        if why := why_unknown(difference, num_samples):
+        of_difference = _difference(waves)
+        if why := why_unknown(of_difference, num_samples, error_of_seeds**2):
             return Interval(estimate, None, None, n, why=why)
-        samples = over_sequences(difference)
+        samples = over_sequences(of_difference)
         residuals = [residuals_of(of_table) for of_table in waves]
     else:
         samples = _over_samples(_difference(crossed) - estimate, step)
         residuals = [_residuals(table) for table in crossed]
-    error_of_seeds, df_of_seeds = _pool(seeds)
     of_seeds, of_samples, of_residuals = (
         sum(variance for variance, _ in parts) for parts in (seeds, [samples], residuals)
     )
