@@ -57,7 +57,7 @@ def over_sequences(waves: Array) -> tuple[float, float]:
 
 
 def residuals_of(waves: Array) -> tuple[float, float]:
-    """The same of the mean over n seeds too, by what differs between seeds. waves: (n, NUM_TRIED)"""
+    """The same by what differs between n seeds, of their mean. waves: (n, NUM_TRIED)"""
     slow = waves[:, :NUM_WAVES]
     df = (len(slow) - 1) * NUM_WAVES
     return float(((slow - slow.mean(axis=0)) ** 2).sum() / (df * len(slow))), df
