@@ -134,7 +134,8 @@ def judge(comparison: Comparison, family_size: int) -> Comparison:
     if comparison.why:
         return comparison
     if gap.low is None:
-        return replace(comparison, why="one seed" if gap.n == 1 else "same value for every seed")
+        why = gap.why or ("one seed" if gap.n == 1 else "same value for every seed")
+        return replace(comparison, why=why)
     sides = (comparison.first, comparison.second)
     reasons = [f"{side.arm}: {side.lost}" for side in sides if side.lost]
     if comparison.slice.has_samples and not comparison.num_samples:

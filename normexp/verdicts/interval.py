@@ -27,10 +27,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import stdtrit
 
+from normexp.verdicts.waves import over_sequences, residuals_of, waves_of, why_unknown
+
 Array = NDArray[np.float64]
 Bounds = tuple[float, float]
 ROUNDING = 1e-9  # a deviation below this share of the values is floating-point noise
-FEWEST_PARTS = 5.0  # independent ones that a text is taken to have
 LEVEL = 0.95  # the nominal coverage of every interval
 
 
@@ -44,6 +45,7 @@ class Interval:
     df, error: degrees of freedom and standard error of a t interval; None for other intervals
     further: (df, error) of further t intervals, such as that over seeds alone of an interval over
         new test samples too, which is narrower than none of them at any level
+    why: why there are no bounds, if it is no matter of seeds
     """
 
     estimate: float | None
@@ -53,6 +55,7 @@ class Interval:
     df: float | None = None
     error: float | None = None
     further: tuple[tuple[float, float], ...] = ()
+    why: str = ""
 
     @property
     def t_tests(self) -> list[tuple[float, float]]:
@@ -162,7 +165,7 @@ def crossed_mean(
     without any difference is 3.9 steps.
 
     step: of a mean over the samples, by default that of one sample; see the top of this file
-    in_order: the samples are parts of a text, and neighbours may be alike
+    in_order: the samples are the sequences of a text, and neighbours may be alike: see waves.py
     """
     crossed = [np.asarray(table, dtype=np.float64) for table in tables]
     n, num_samples = min(map(len, crossed)), crossed[0].shape[1]
@@ -174,10 +177,17 @@ def crossed_mean(
         return Interval(estimate, None, None, n)
     step = float(step or min(map(smallest_step, crossed)) / num_samples)
     seeds = [_over_seeds(table.mean(axis=1), step) for table in crossed]
-    residuals = [_residuals(table) for table in crossed]
-    columns = crossed[0].mean(axis=0) - sum(table.mean(axis=0) for table in crossed[1:]) - estimate
-    samples = _over_samples(columns, step, in_order=in_order)
     error_of_seeds, df_of_seeds = _pool(seeds)
+    if in_order:
+        waves = [waves_of(table) for table in crossed]
+        of_difference = _difference(waves)
+        if why := why_unknown(of_difference, num_samples, error_of_seeds**2):
+            return Interval(estimate, None, None, n, why=why)
+        samples = over_sequences(of_difference)
+        residuals = [residuals_of(of_table) for of_table in waves]
+    else:
+        samples = _over_samples(_difference(crossed) - estimate, step)
+        residuals = [_residuals(table) for table in crossed]
     of_seeds, of_samples, of_residuals = (
         sum(variance for variance, _ in parts) for parts in (seeds, [samples], residuals)
     )
@@ -194,7 +204,12 @@ def crossed_mean(
     return cut(interval, limit)
 
 
-def _over_samples(columns: Array, step: float, *, in_order: bool) -> tuple[float, float]:
+def _difference(tables: Sequence[Array]) -> Array:
+    """Of each column, the mean in the first table minus those in others, (N,)."""
+    return tables[0].mean(axis=0) - sum(table.mean(axis=0) for table in tables[1:])
+
+
+def _over_samples(columns: Array, step: float) -> tuple[float, float]:
     """The squared standard error over samples, and its degrees of freedom.
 
     columns: deviations of the means of samples, (N,)
@@ -205,30 +220,7 @@ def _over_samples(columns: Array, step: float, *, in_order: bool) -> tuple[float
     sharing = 2.0 if squares <= least else squares**2 / (columns**4).sum()
     variance = max(squares, least) / (num_samples * (num_samples - 1))
     df = 2 * sharing / max(1 - sharing / num_samples, 1 / num_samples)
-    df = min(float(df), num_samples - 1)
-    if in_order and squares:
-        independent = _independent_parts(columns)
-        variance *= num_samples / independent
-        df = min(df, independent - 1)
-    return float(variance), df
-
-
-def _independent_parts(parts: Array) -> float:
-    """As how many independent parts those of a text count, at least FEWEST_PARTS.
-
-    Where neighbours have the correlation r > 0, a mean over K of them is as uncertain as one over
-    K (1 - r) / (1 + r) independent ones (Bayley and Hammersley 1946, "The effective number of
-    independent observations in an autocorrelated time series"). K is small, so r is taken to be
-    larger than it is found by its standard error.
-
-    parts: deviations from their mean, (K,), in the order of the text
-    """
-    count = len(parts)
-    found = parts[1:] @ parts[:-1] / (parts @ parts) + 1 / count  # unbiased if all are independent
-    if found <= 0:
-        return float(count)
-    r = min(found + 1 / math.sqrt(count), 1.0)
-    return float(max(count * (1 - r) / (1 + r), min(count, FEWEST_PARTS)))
+    return float(variance), min(float(df), num_samples - 1)
 
 
 def _residuals(table: Array) -> tuple[float, float]:

@@ -17,7 +17,6 @@ from normexp.errors import UserError
 from normexp.verdicts.metric import Metric, is_at_chance
 from normexp.verdicts.settings import Roles
 
-NUM_BLOCKS = 20  # a test text is cut into blocks, since its sequences are not independent
 ROUNDED = 1e-4  # the relative error of a mean over float32 samples
 Config = Mapping[str, Any]  # plain values, nested keys joined by dots (`norm.num_groups`)
 Samples = Mapping[str, np.ndarray]  # by kind of statistics (`running`, `precise`)
@@ -114,7 +113,7 @@ class Row:
     @property
     def has_text(self) -> bool:
         """True if its test samples are those of a text, whose order matters."""
-        return self.measured.get("data_set.task") == "language_modeling"
+        return any("bits_per_byte" in name for name in self.metrics)
 
     @cached_property
     def is_at_chance(self) -> bool:
@@ -149,22 +148,19 @@ class Row:
     def samples(self, metric: Metric) -> np.ndarray:
         """The metric of each test sample as shown, with the mean `value`; empty if not recorded.
 
-        The samples of a text are contiguous blocks of its sequences.
+        Those of a text are its sequences, in their order.
         """
         value = self.value(metric)
         kind = metric.name.partition("@")[2] or "running"
         samples = self._samples.get(kind, np.empty(0))
         if value is None or not metric.name.startswith("test/") or not len(samples):
             return np.empty(0)
-        if self.has_text:
-            starts = np.linspace(0, len(samples), NUM_BLOCKS + 1).astype(int)[:-1]
-            sums = np.add.reduceat(samples.astype(np.float64), starts)
-            samples = sums * len(sums) / len(samples)  # blocks of any length, with the same mean
         if value != self.recorded(metric):  # chance level
             return np.full(len(samples), value)
-        mean = float(samples.mean())
-        if self.has_text and mean:
-            return samples * (value / mean)
+        if self.has_text:
+            samples = samples.astype(np.float64)
+            mean = float(samples.mean())
+            return samples * (value / mean) if mean else samples
         samples = metric.scale * samples
         return samples if abs(samples.mean() - value) <= ROUNDED * abs(value) else np.empty(0)
 

@@ -78,12 +78,13 @@ def reference_of(path: Path, norms: Sequence[tuple[Any, ...]]) -> Reference:
     return read_reference(str(path))
 
 
-def tuned(known: Sequence[CellRuns], norm: str, size: int) -> ArmAtSize:
+def tuned(
+    known: Sequence[CellRuns], norm: str, size: int, metric: str = "test/accuracy"
+) -> ArmAtSize:
     own = [one for one in known if one.arm == norm]
     own = [one for one in own if not one.mixes_samples or one.norm_batch_size == size]
-    return ArmAtSize(
-        norm, sorted(own, key=lambda one: one.tuned or 0.0), describe_metric("test/accuracy")
-    )
+    own.sort(key=lambda one: one.tuned or 0.0)
+    return ArmAtSize(norm, own, describe_metric(metric))
 
 
 @pytest.mark.parametrize(
@@ -149,6 +150,8 @@ def test_the_shipped_runs_are_those_of_the_shipped_recipes():
     for (recipe, norm, size), expected in TUNED.items():
         found = tuned(known[recipe], norm, size)
         assert found.mean.estimate == pytest.approx(expected, abs=1e-5)
+    of_text = tuned(known["gpt"], "batch", 16, "test/bits_per_byte")
+    assert of_text.outcomes.ndim == 2  # intervals of the GPTs are over test texts, too
     specs = compose_cells(parse_command(["experiment=benchmark1/convnet_batch_size"]))  # ids stand
     assert {spec.id for spec in specs} == shipped.recipes["convnet_batch_size"]
 

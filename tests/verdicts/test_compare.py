@@ -11,6 +11,7 @@ from synthetic_study import cell_of, find, report_of_cells
 from normexp.verdicts.arm_at_size import ArmAtSize
 from normexp.verdicts.compare import DIFFERENCE, gap_of
 from normexp.verdicts.interval import mean
+from normexp.verdicts.report import Report
 from normexp.verdicts.rows import Point, SearchRecord, comparable
 
 SEEDS = np.random.default_rng(3).normal(0, 0.002, 8)
@@ -154,46 +155,42 @@ def test_the_family_is_a_table():
     assert size("batch", "group", "layer") == 3  # two, and the choice of the best
 
 
-def test_samples_widen_intervals_and_those_of_texts_are_blocks():
-    """B3: sequences of a text count, by contiguous blocks, and are scaled to bits per byte."""
+def of_text(lead: np.ndarray) -> Report:
+    """Two norms of four seeds on a text; lead: of the second over the first, along the text."""
     rng = np.random.default_rng(0)
-    topic = np.repeat(rng.normal(0, 0.3, 20), 10)
-
-    def gpt(norm: str, shift: float) -> list:
+    hard = 1.5 + rng.normal(0, 0.3, len(lead))
+    cells = []
+    for norm, own in (("batch", 0 * lead), ("group", lead)):
         runs = []
         for seed in range(4):
-            loss = (1.5 + shift + topic + 0.01 * rng.normal(size=200)).astype(np.float32)
-            metrics = {"test/bits_per_byte": 2 * float(loss.mean()), "test/loss": loss.mean()}
-            metrics = {name: float(value) for name, value in metrics.items()}
+            noise = rng.normal(0, 0.01, len(lead))
+            loss = (hard - own + noise).astype(np.float32)
+            metrics = {"test/bits_per_byte": 2 * float(loss.mean())}
             runs += cell_of(norm, {seed: 0.5}, metrics=metrics, samples={seed: loss}, data="text",
                             chance_accuracy=None)  # fmt: skip
-        return runs
-
-    one = find(report_of_cells(gpt("batch", 0.0), gpt("group", -0.1)), "group")
-    assert one.num_samples == 20 and one.verdict == "better"
-    assert one.gap.estimate == pytest.approx(0.2, abs=0.02)
+        cells.append(runs)
+    return report_of_cells(*cells)
 
 
-def test_a_difference_that_drifts_along_a_text_is_less_certain():
-    """The same differences of the same parts, in an order in which neighbours are alike or not."""
+def test_sequences_of_a_text_count_and_are_scaled_to_bits_per_byte():
+    lead = np.random.default_rng(1).normal(0.1, 0.1, 200)
+    one = find(of_text(lead), "group")
+    assert one.num_samples == 200 and one.verdict == "better"
+    assert one.gap.estimate == pytest.approx(2 * lead.mean(), abs=0.01)
 
-    def width(order: np.ndarray) -> float:
-        cells = []
-        for norm, lead in (("batch", 0.0), ("group", 0.1)):
-            runs = []
-            for seed in range(4):
-                losses = 1.5 + 0.001 * seed - lead * (1 + np.repeat(order, 10))
-                loss = losses.astype(np.float32)
-                metrics = {"test/bits_per_byte": float(loss.mean())}
-                runs += cell_of(norm, {seed: 0.5}, metrics=metrics, samples={seed: loss},
-                                data="text", chance_accuracy=None)  # fmt: skip
-            cells.append(runs)
-        gap = find(report_of_cells(*cells), "group").gap
-        assert gap.low is not None and gap.high is not None
-        return gap.high - gap.low
 
-    drifting = np.array([0.0] * 10 + [1.0] * 10)
-    assert width(drifting) > 2 * width(np.tile([0.0, 1.0], 10))
+def test_a_difference_that_drifts_along_a_text_has_no_verdict():
+    """The same leads at the same sequences, in an order in which neighbours are alike or not."""
+    lead = np.repeat([0.1, 0.2], 100)
+    drifting, mixed = (
+        find(of_text(order), "group")
+        for order in (lead, np.random.default_rng(2).permutation(lead))
+    )
+    assert mixed.verdict == "better"
+    assert drifting.verdict is None and drifting.gap.low is None
+    assert drifting.why.startswith("drifts along the test text, over 200 of 200 sequences")
+    short = find(of_text(lead[::20]), "group")
+    assert short.verdict is None and short.why.startswith("10 test sequences are too few")
 
 
 def test_statistics_of_the_same_runs_are_paired_by_seed():

@@ -13,6 +13,7 @@ from normexp.verdicts.interval import (
     mean,
     smallest_step,
 )
+from normexp.verdicts.waves import over_sequences, waves_of
 
 DISTINCT = np.array([71.2, 70.4, 72.9, 69.8, 73.5, 70.5, 74.1, 72.0])  # without a tie
 
@@ -123,12 +124,27 @@ def test_test_samples_widen_the_interval_and_one_seed_has_none(rng):
     assert crossed_mean(np.ones((3, 50))).low is None
 
 
-def test_parts_of_a_text_count_as_fewer_where_neighbours_are_alike():
-    """The interval is as wide as of 5 parts where they drift, and as of all where they do not."""
-    seeds = np.random.default_rng(0).normal(0, 1e-3, (8, 1))
-    steps = np.array([1.0] * 10 + [2.0] * 10)
-    drifting, alternating = seeds + steps, seeds + np.tile([1.0, 2.0], 10)
-    for table, count in ((drifting, 5), (alternating, 20)):
-        plain, ordered = (crossed_mean(table, in_order=order) for order in (False, True))
-        assert ordered.df == pytest.approx(min(count - 1, plain.df or 0), rel=1e-3)
-        assert ordered.error == pytest.approx((plain.error or 0) * np.sqrt(20 / count), rel=1e-3)
+@pytest.mark.parametrize("topic", [1, 8])
+def test_a_text_is_as_uncertain_as_its_topics_are_many(rng, topic):
+    """On average, its squared error is that of the mean over independent topics."""
+    squares = []
+    for _ in range(300):
+        topics = rng.normal(size=400 // topic)
+        waves = waves_of(np.repeat(topics, topic)[None])
+        squares.append(over_sequences(waves[0])[0] / (topics.var(ddof=1) / len(topics)))
+    assert np.mean(squares) == pytest.approx(1, abs=0.12)
+
+
+def test_the_error_over_a_text_is_that_of_its_waves_and_of_seeds(rng):
+    """A wave of height 1 is a sixth of the error; one from start to end allows none."""
+    seeds, places = rng.normal(size=(6, 1)), (np.arange(300) + 0.5) / 300
+    everywhere, slow, faster = (
+        crossed_mean(seeds / 10 + height * np.cos(np.pi * count * places), in_order=True)
+        for count, height in ((1, 0), (1, 1), (5, 1))
+    )
+    of_seeds = mean(seeds[:, 0] / 10).error
+    assert everywhere.error == pytest.approx(of_seeds)
+    assert faster.error == pytest.approx(np.sqrt(of_seeds**2 + 1 / 2 / 6))
+    assert slow.low is None and "over 300 of 300" in slow.why
+    hidden = crossed_mean(seeds * 10 + np.cos(np.pi * places), in_order=True)
+    assert hidden.low is not None

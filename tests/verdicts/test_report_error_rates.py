@@ -19,6 +19,7 @@ from normexp.verdicts.report import Report
 from normexp.verdicts.rows import Row
 
 NORMS, SIZES, RATES, n = ("batch", "one", "two", "three"), (2, 32), (0.01, 0.03, 0.1, 0.3, 1.0), 8
+LENGTH = 725  # sequences of a text
 STUDIES = int(os.environ.get("STUDIES", "60"))
 FALSE = {"better", "worse"}
 Draw = Callable[[np.random.Generator], Iterator[list[Row]]]
@@ -146,57 +147,61 @@ def outside_of_3(rng: np.random.Generator) -> Iterator[list[Row]]:
     return outside(rng, (0.01, 0.1, 1.0))
 
 
-def texts(
-    rng: np.random.Generator, topic: int, norms: Sequence[str] = NORMS[:2], count: int = 4
-) -> Iterator[list[Row]]:
-    """725 sequences; each norm is good at topics of its own, of so many sequences each."""
-    hard = np.repeat(rng.normal(1.5, 0.3, 725), topic)[:725]
-    for norm in norms:
-        start = rng.integers(topic)
-        own = np.repeat(rng.normal(0, 0.05, 726), topic)[start : start + 725]
-        own = own + rng.normal(0, 0.05, 725)
-        for seed in range(count):
-            loss = hard + own + rng.normal(0, 0.002) + rng.normal(0, 0.05, 725)
-            metrics = {"test/bits_per_byte": float(loss.mean())}
-            samples = {seed: loss.astype(np.float32)}
-            yield cell_of(norm, {seed: 0.5}, metrics=metrics, samples=samples, data="text",
-                          chance_accuracy=None)  # fmt: skip
+def texts(name: str, along: Callable[..., Any], *args: int, norms: int = 2) -> Draw:
+    """Texts of 725 sequences. along: how much better each norm is along them, (norms, 725)"""
+
+    def draw(rng: np.random.Generator) -> Iterator[list[Row]]:
+        for norm, own in zip(NORMS, along(rng, norms, *args), strict=False):
+            hard = 1.5 + 0.05 * own + rng.normal(0, 0.05, LENGTH)
+            for seed in range(4):
+                loss = hard + rng.normal(0, 0.002) + rng.normal(0, 0.05, LENGTH)
+                metrics = {"test/bits_per_byte": float(loss.mean())}
+                samples = {seed: loss.astype(np.float32)}
+                yield cell_of(norm, {seed: 0.5}, metrics=metrics, samples=samples, data="text",
+                              chance_accuracy=None)  # fmt: skip
+
+    draw.__name__ = name
+    return draw
 
 
-def independent_texts(rng: np.random.Generator) -> Iterator[list[Row]]:
-    return texts(rng, 1)
+def independent(rng: np.random.Generator, norms: int) -> np.ndarray:
+    return rng.normal(size=(norms, LENGTH))
 
 
-def texts_of_4_norms(rng: np.random.Generator) -> Iterator[list[Row]]:
-    return texts(rng, 36, NORMS)
+def topics(rng: np.random.Generator, norms: int, length: int) -> np.ndarray:
+    """Topics of one length; each norm is good at topics of its own."""
+    return of_topics(rng, norms, (np.arange(LENGTH) + rng.integers(length)) // length)
 
 
-def topics_of_9(rng: np.random.Generator) -> Iterator[list[Row]]:
-    return texts(rng, 9)
+def random_topics(rng: np.random.Generator, norms: int, count: int) -> np.ndarray:
+    starts = np.sort(rng.integers(0, LENGTH, count - 1))
+    return of_topics(rng, norms, np.searchsorted(starts, np.arange(LENGTH), side="right"))
 
 
-def topics_of_18(rng: np.random.Generator) -> Iterator[list[Row]]:
-    return texts(rng, 18)
+def of_topics(rng: np.random.Generator, norms: int, topic: np.ndarray) -> np.ndarray:
+    return rng.normal(size=(norms, topic.max() + 1))[:, topic]
 
 
-def topics_of_36(rng: np.random.Generator) -> Iterator[list[Row]]:
-    return texts(rng, 36)
+def drift(rng: np.random.Generator, norms: int) -> np.ndarray:
+    """A random walk."""
+    return rng.normal(size=(norms, LENGTH)).cumsum(axis=1) / LENGTH**0.5
 
 
-def topics_of_72(rng: np.random.Generator) -> Iterator[list[Row]]:
-    return texts(rng, 72)
-
-
-def topics_of_145(rng: np.random.Generator) -> Iterator[list[Row]]:
-    return texts(rng, 145)
+def sparse(rng: np.random.Generator, norms: int) -> np.ndarray:
+    """A few sequences carry the difference."""
+    return rng.laplace(0, 5, (norms, LENGTH)) * (rng.random((norms, LENGTH)) < 0.02)
 
 
 DESIGNS: list[Draw] = [
     *(heavy_tails, one_size, two_norms, every_size, noisy_reference, tight_reference, any_key),
     a_tenth_diverges,
     *(ladder, images, images_of_4_seeds, tuned, outside_of_2, outside_of_3),
-    *(independent_texts, topics_of_9, topics_of_18, topics_of_36, topics_of_72, topics_of_145),
-    texts_of_4_norms,
+    texts("text_independent", independent),
+    texts("text_sparse", sparse),
+    texts("text_drift", drift),
+    *(texts(f"text_topics_of_{length}", topics, length) for length in (9, 36, 145)),
+    *(texts(f"text_{count}_topics", random_topics, count) for count in (3, 5, 10, 36)),
+    texts("text_4_norms", topics, 36, norms=4),
 ]
 
 

@@ -1,0 +1,63 @@
+"""How uncertain a mean over the sequences of a test text is, where neighbours are alike.
+
+A wave is a weighted sum of the sequences, with weights sqrt(2) / N cos(pi j (i + 1/2) / N), which
+sum to 0. If sequences are alike only within stretches that are short beside a wave, it varies as
+much as their mean does. So the mean square of the first NUM_WAVES is the squared standard error,
+with NUM_WAVES degrees of freedom (Müller 2007, "A theory of robust long-run variance estimation";
+Lazarus, Lewis, Stock and Watson 2018, "HAR inference: recommendations for practice").
+
+A few long topics, or a drift from start to end, make the slowest waves larger than the others, and
+the mean larger still, by how much cannot be told from one text. Then there is no interval, unless
+seeds differ so much more that the text does not matter. The constants were chosen by simulation
+(conf/experiment/README.md, "How often a verdict is false").
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+NUM_WAVES = 6  # that tell the error
+NUM_SLOWEST = 2  # that show a drift beside the others
+NUM_TRIED = 16
+DRIFT = 1.2  # the mean square of the slowest is larger, over that of the others
+BEYOND = 5.0  # the squared error of the mean may be so many times the slowest waves'
+
+
+def waves_of(table: Array) -> Array:
+    """The first waves (n, NUM_TRIED), the slowest first, of sequences in their order, (n, N)."""
+    num_sequences = table.shape[1]
+    places = (np.arange(num_sequences) + 0.5) / num_sequences
+    angles = np.pi * np.outer(places, np.arange(1, NUM_TRIED + 1))
+    return table @ np.cos(angles) * (np.sqrt(2) / num_sequences)
+
+
+def why_unknown(waves: Array, num_sequences: int, of_seeds: float) -> str:
+    """Why the waves of a difference, (NUM_TRIED,), do not tell its error; empty if they do.
+
+    of_seeds: the squared standard error over seeds
+    """
+    if num_sequences <= NUM_TRIED:
+        return f"{num_sequences} test sequences are too few: raise data.test_fraction"
+    squares = waves**2
+    slowest, others = squares[:NUM_SLOWEST], squares[NUM_SLOWEST:]
+    if slowest.mean() <= DRIFT * others.mean() or BEYOND * slowest.mean() <= of_seeds:
+        return ""
+    stretch = num_sequences // (1 + int(slowest.argmax()))
+    return (
+        f"drifts along the test text, over {stretch} of {num_sequences} sequences: "
+        "raise data.test_fraction"
+    )
+
+
+def over_sequences(waves: Array) -> tuple[float, float]:
+    """The squared standard error of a mean over sequences, and its degrees of freedom."""
+    return float((waves[:NUM_WAVES] ** 2).mean()), NUM_WAVES
+
+
+def residuals_of(waves: Array) -> tuple[float, float]:
+    """The same by what differs between n seeds, of their mean. waves: (n, NUM_TRIED)"""
+    slow = waves[:, :NUM_WAVES]
+    df = (len(slow) - 1) * NUM_WAVES
+    return float(((slow - slow.mean(axis=0)) ** 2).sum() / (df * len(slow))), df
