@@ -178,18 +178,18 @@ def crossed_mean(
     step = float(step or min(map(smallest_step, crossed)) / num_samples)
     seeds = [_over_seeds(table.mean(axis=1), step) for table in crossed]
     error_of_seeds, df_of_seeds = _pool(seeds)
+    parts = [waves_of(table) for table in crossed] if in_order else crossed
+    columns = parts[0].mean(axis=0) - sum(part.mean(axis=0) for part in parts[1:])
     if in_order:
-        waves = [waves_of(table) for table in crossed]
-        of_difference = _difference(waves)
-        if why := why_unknown(of_difference, num_samples, error_of_seeds**2):
+        if why := why_unknown(columns, num_samples, error_of_seeds**2):
             return Interval(estimate, None, None, n, why=why)
-        samples = over_sequences(of_difference)
-        residuals = [residuals_of(of_table) for of_table in waves]
+        samples = over_sequences(columns)
+        residuals = [residuals_of(part) for part in parts]
     else:
-        samples = _over_samples(_difference(crossed) - estimate, step)
-        residuals = [_residuals(table) for table in crossed]
+        samples = _over_samples(columns - estimate, step)
+        residuals = [_residuals(part) for part in parts]
     of_seeds, of_samples, of_residuals = (
-        sum(variance for variance, _ in parts) for parts in (seeds, [samples], residuals)
+        sum(variance for variance, _ in of_one) for of_one in (seeds, [samples], residuals)
     )
     total = max(of_seeds + of_samples - of_residuals, of_seeds, of_samples)
     spread = sum(variance**2 / df for variance, df in (*seeds, samples, *residuals))
@@ -202,11 +202,6 @@ def crossed_mean(
         further = tuple(over_seeds.t_tests)
         interval = replace(interval, low=wider.low, high=wider.high, further=further)
     return cut(interval, limit)
-
-
-def _difference(tables: Sequence[Array]) -> Array:
-    """Of each column, the mean in the first table minus those in others, (N,)."""
-    return tables[0].mean(axis=0) - sum(table.mean(axis=0) for table in tables[1:])
 
 
 def _over_samples(columns: Array, step: float) -> tuple[float, float]:
