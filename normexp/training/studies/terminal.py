@@ -29,6 +29,7 @@ SHORT = 60  # characters: longer texts are printed below their table
 Contents = Mapping[int, Mapping[str, Any]]  # the content of evaluation.json, by seed
 STATUSES = ("finished", "skipped", "diverged", "refused", "failed", "stopped")
 PROGRAM = re.compile("^normexp-")  # a console script
+FROM_PYTHON = "normexp.run"  # which takes the words of `python -m normexp.train`
 
 
 def print_cells(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -310,6 +311,7 @@ def _as_typed(command: CommandEntry, study: Study) -> str:
     from normexp.training.config.command import study_words
 
     program, *words = command.command
+    program = "normexp-train" if program == FROM_PYTHON else program
     kept = [word for word in words if not re.match(r"\+*(study|runs_dir)=", word)]
     name = study.directory
     if command.searched:  # the trials are in a study NAME-search

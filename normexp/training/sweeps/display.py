@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -92,15 +92,15 @@ class Display(logging.Handler):
             for stack in state.stacks:
                 if stack.holder and stack.folder not in rows:
                     rows[stack.folder] = self._row(state, stack)
-        if not rows and not self.live.is_started:
-            return
         done = _num_runs_done(states)
+        if done == self.total and not self.live.is_started:
+            return
         times = self._times(done + _share_done(states))
         if self.console.is_terminal:
             if not self.live.is_started:
                 self._open.enter_context(self.live)
-            shown = Group(self._bar(done, times), _table(rows.values()))
-            self.live.update(shown, refresh=True)
+            lines = _lines_of([*rows.values()], self.console.width) if rows else "starting"
+            self.live.update(Group(self._bar(done, times), lines), refresh=True)
         elif time.monotonic() - self._line_at > SECONDS_BETWEEN_LINES:
             self._line_at = time.monotonic()
             lines = ["  ".join(filter(None, row)) for row in rows.values()]
@@ -160,10 +160,14 @@ def _time_left(seconds: float, done: float, total: float) -> str:
     return f"{format_duration(seconds * (total - done) / done)} left"
 
 
-def _table(rows: Iterable[Row]) -> Table:
-    """A line per training. Where there is no room, the title is cut, never the step."""
+def _lines_of(rows: Sequence[Row], width: int) -> Table | Text:
+    """A line per training; where one has no room, two: its title, and its steps below."""
+    columns = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    if sum(columns) + 2 * len(columns) > width:
+        lines = [f"{title}\n  {'  '.join(filter(None, rest))}" for title, *rest in rows]
+        return Text("\n".join(lines))
     grid = Table.grid(padding=(0, 2), expand=True)
-    grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+    grid.add_column(ratio=1)
     for _ in range(3):
         grid.add_column(no_wrap=True, justify="right")
     for row in rows:
