@@ -1,4 +1,4 @@
-"""Words of messages: values as typed, counts, durations, lists of names, suggestions; for Python."""
+"""Words of messages: values as typed or in Python, counts, durations, names, suggestions."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -20,56 +20,84 @@ MAX_ROWS = {"lost": 10, "claims": 80}  # other tables show 40 rows
 
 
 def open_console() -> Console:
-    """Standard output: `print` for tables, `out` for verbatim text."""
-    console = Console(highlight=False)
-    if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
+    """Standard output: `print` for tables, `out` for commands, which are copied; see `say`."""
+    console = Console(highlight=False, emoji=False)
+    if not _knows_width(console):
         console.width = PIPE_WIDTH
     return console
 
 
-def text_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
-    """A table without rules, whose texts may hold brackets; lines break between words."""
-    table = Table(box=None)
-    rows = [[*row] for row in rows]
-    for index, title in enumerate(columns):
-        words = " ".join([title, *(row[index] for row in rows)]).split()
-        table.add_column(Text(title), overflow="fold", min_width=max(map(len, words), default=0))
+def _knows_width(console: Console) -> bool:
+    return console.is_terminal or os.environ.get("COLUMNS", "").isdigit()
+
+
+def say(console: Console, text: str, style: str = "") -> None:
+    """Prints a text, broken between words if the width is known, else on one line."""
+    console.print(text, style=style, markup=False, soft_wrap=not _knows_width(console))
+
+
+def print_rows(
+    console: Console,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    widths: Sequence[int] | None = None,
+) -> None:
+    """Prints a table without rules. No word is broken: a table that would is a line per cell.
+
+    Args:
+        widths: of columns, in characters, where there is room; None: those of the longest words.
+    """
+    least = [_longest_word([title, *texts]) for title, *texts in zip(columns, *rows, strict=True)]
+    for column_widths in (widths or least, least):
+        fits = sum(column_widths) + 2 * len(columns) <= console.width
+        if fits or not _knows_width(console):
+            table = Table(box=None)
+            for title, width in zip(columns, column_widths, strict=True):
+                table.add_column(Text(title), overflow="fold", min_width=width)
+            for row in rows:
+                table.add_row(*map(Text, row))
+            console.print(table, soft_wrap=not fits)
+            return
     for row in rows:
-        table.add_row(*map(Text, row))
-    return table
+        lines = [f"{column}: {text}" for column, text in zip(columns, row, strict=True) if text]
+        say(console, "\n".join(["", *lines]))
+
+
+def _longest_word(texts: Iterable[str]) -> int:
+    return max((len(word) for text in texts for word in text.split()), default=0)
 
 
 def print_report(report: Report) -> None:
     """The answer and tables of each slice, then what is missing."""
     console = open_console()
     for slice_ in report.slices:
-        console.print(report.headline(slice_), style="bold", markup=False, soft_wrap=True)
-        console.print(slice_.scope, style="dim", markup=False, soft_wrap=True)
+        say(console, report.headline(slice_), "bold")
+        say(console, slice_.scope, "dim")
         for table in report.tables_of(slice_):
             print_table(console, table)
         console.out("")
     for table in report.tables:
         if table.name in ("workloads", "claims", "ladders", "causes", "lost"):
             print_table(console, table)
-    console.out(f"{report.title}: {report.counts}")
+    say(console, f"{report.title}: {report.counts}")
     for note in report.notes:
         console.print(note, markup=False)
     for problem in report.problems:
-        console.out(f"not read: {problem}", style="red")
+        say(console, f"not read: {problem}", "red")
 
 
 def print_table(console: Console, table: ReportTable) -> None:
     """Caption, rows and note."""
     from normexp.verdicts.tables import PROSE
 
-    console.print(f"\n{table.caption}", markup=False, soft_wrap=True)
+    say(console, f"\n{table.caption}")
     most = MAX_ROWS.get(table.name, 40)
     texts = table.frame.head(most)
-    drawn = text_table(texts.columns, texts.to_numpy().tolist())
-    for name, column in zip(texts, drawn.columns, strict=True):
+    widths = []
+    for name in texts:
         widest = int(texts[name].str.len().max())
-        column.min_width = min(LEAST_WIDTH, widest) if name in PROSE else widest
-    console.print(drawn, soft_wrap=True)
+        widths.append(min(LEAST_WIDTH, widest) if name in PROSE else widest)
+    print_rows(console, [*texts], texts.to_numpy().tolist(), widths)
     if len(table.frame) > most:
         console.out(f"... and {len(table.frame) - most} more rows in tables/{table.name}.csv")
     if table.note:

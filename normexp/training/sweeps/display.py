@@ -77,7 +77,8 @@ class Display(logging.Handler):
         if text not in self.printed:
             self.printed.add(text)
             last_state = text.rstrip("\r").rpartition("\r")[2]
-            self.console.print(last_state, markup=False, soft_wrap=True)
+            one_line = not self.console.is_terminal  # which would break words
+            self.console.print(last_state, markup=False, soft_wrap=one_line)
 
     def update(self, states: Sequence[CellState]) -> None:
         """Prints the cells that have ended since the last call, and shows what trains."""
