@@ -50,14 +50,14 @@ normexp.benchmark trains a norm by fixed rules and ranks it among the shipped on
 
   python -m normexp.benchmark                                      ranking and claims, no training
   python -m normexp.benchmark norm=my_package.MyNorm               trains it and ranks it
-  python -m normexp.benchmark norm=my_package.MyNorm dry_run=true  what that costs
+  python -m normexp.benchmark norm=my_package.MyNorm dry_run=true  the time it needs
 
 Training needs pip install -e '.[mnist]'; the same command again resumes it. Learning rates, sizes,
 seeds and budgets are those of conf/experiment/benchmark1. To rank it among runs of your own:
 python -m normexp.training.records.archive runs/benchmark1 mine.zip, then reference=mine.zip.
 """,
     "check": """\
-normexp.check prints the card of a norm: its properties, as measured and not as declared.
+normexp.check prints the card of a norm: its properties, as measured rather than declared.
 
   python -m normexp.check norm=NAME            one card: the contract, then what the norm does
   python -m normexp.check norm=batch,group     a table of several; 'norm=glob(*)' for all shipped
@@ -70,8 +70,8 @@ normexp.confirm trains the best tries of a study and its baseline anew, and give
 
 The tries are ranked by their means on validation. They and the baseline are trained on seeds that
 nothing in the study has used, and compared on test data, once. The same command again resumes, and
-trains nothing that is recorded. Verdicts of the first confirmation of a study are corrected for
-3.0 %, of the second for 0.8 %, of the j-th for 5 % x 6 / (pi^2 j^2): 5 % for all of them.
+trains nothing that is recorded. The first confirmation of a study spends 3.0 % of the
+5 % of false verdicts, the second 0.8 %, the j-th 5 % x 6 / (pi^2 j^2).
 """,
     "evaluate": """\
 normexp.evaluate evaluates the finished runs of a cell again, from the weights they kept.
