@@ -58,7 +58,8 @@ def as_python(message: str, *, own: str = "") -> str:
 def _literal(value: str) -> str:
     """A value of a command line as Python; `...` stays."""
     if value.startswith("[") and value.endswith("]"):
-        return f"[{', '.join(_literal(item.strip()) for item in value[1:-1].split(','))}]"
+        items = value[1:-1].split(",") if value[1:-1] else []
+        return f"[{', '.join(_literal(item.strip()) for item in items)}]"
     if value in ("null", "true", "false"):
         return str(json.loads(value))
     try:

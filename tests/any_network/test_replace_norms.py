@@ -44,7 +44,7 @@ def test_any_network_trains_with_other_norms_in_a_loop_of_its_own(caplog) -> Non
     images = [torch.rand(3, 9, 9), torch.rand(3, 7, 11)]
     targets = [{"at": torch.zeros(C)}] * 2
     network = normexp.replace_norms(detector, "group", (images, targets), num_groups=2, eps=1e-2)
-    assert caplog.messages == ["norm=group: replaced 1 BatchNorm2d: body.1"]
+    assert caplog.messages == ['norm="group": replaced 1 BatchNorm2d: body.1']
     norm = network.body[1].norm
     assert (type(norm).__name__, norm.num_groups, norm.eps) == ("GroupNorm", 2, 1e-2)
     network(images, targets)["loss"].backward()

@@ -300,8 +300,8 @@ def test_code_that_ends_the_program_is_named_and_is_no_success(
 @pytest.mark.parametrize(
     ("function", "arguments", "part"),
     [
-        ("run", [["lr", 3]], "overrides=[lr,3]: must be a"),
-        ("run", ["norm=grup"], "norm=grup: no such norm; did you mean group"),
+        ("run", [["lr", 3]], 'overrides=["lr", 3]: must be a'),
+        ("run", ["norm=grup"], 'norm="grup": no such norm; did you mean group'),
         ("run", [["norm=group"], -1], "workers=-1: must be greater than or equal to 0"),
         ("load_study", [[]], "study=[]: must not be empty"),
         ("load_report", [[]], "study=[]: must not be empty"),
