@@ -103,8 +103,8 @@ def test_counts_of_ended_cells_never_repeat_or_shrink(monkeypatch):
         display.update([cell("batch", ended=3), before[1], failed, before[3]])
         display.update([cell("batch", ended=3), before[1], failed, refused])
     assert new_lines(out) == [
-        "[6/12 runs] finished norm=batch  test/accuracy 97.0 ± 0.0",
-        "[9/12 runs] failed   norm=layer  test/accuracy 97.0 ± 0.0",
+        "[6/12 runs] finished norm=batch  test/accuracy 0.9700 (sd 0.0000)",
+        "[9/12 runs] failed   norm=layer  test/accuracy 0.9700 (sd 0.0000)",
         "[12/12 runs] refused  norm=rms",
     ]
 

@@ -18,9 +18,9 @@ from normexp.training.records.logs import messages_to
 from normexp.training.records.result import values_of
 from normexp.training.records.stack_state import StackState
 from normexp.training.records.study import CellState
-from normexp.training.studies.terminal import main_metric, without_shared_words
+from normexp.training.studies.terminal import main_metric, mean_words, without_shared_words
 from normexp.training.sweeps.machine import console_for_progress
-from normexp.verdicts.metric import OF_TEST, describe_metric, over_seeds
+from normexp.verdicts.metric import OF_TEST
 from normexp.words import format_duration
 
 SECONDS_BETWEEN_LINES = 60.0  # without a terminal
@@ -114,16 +114,10 @@ class Display(logging.Handler):
         return f"{count} {state.status:<8} {self.titles[state.id]}  {result}".rstrip()
 
     def _result_of(self, state: CellState) -> str:
-        """`test/accuracy 97.1 ± 0.7`: mean and deviation over seeds, as reports show them."""
+        """`test/accuracy 0.9711 (sd 0.0072)`, as the closing table shows it."""
         name = main_metric(state.results, self.metrics)
-        metric = describe_metric(name)
-        factor, digits = metric.scale, metric.digits
-        numbers = [factor * value for value in values_of(state.results, name)]
-        if not numbers:
-            return ""
-        mean, spread = over_seeds(numbers)
-        deviation = f" ± {spread:.{digits}f}" if len(numbers) > 1 else ""
-        return f"{name} {mean:.{digits}f}{deviation}"
+        values = values_of(state.results, name)
+        return f"{name} {mean_words(values)}" if values else ""
 
     def _row(self, state: CellState, stack: StackState) -> Row:
         title = self.titles[state.id]
