@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -47,24 +47,32 @@ def print_rows(
     Args:
         widths: of columns, in characters, where there is room; None: those of the longest words.
     """
-    least = [_longest_word([title, *texts]) for title, *texts in zip(columns, *rows, strict=True)]
-    for column_widths in (widths or least, least):
-        fits = sum(column_widths) + 2 * len(columns) <= console.width
-        if fits or not _knows_width(console):
+    cells = [*zip(columns, *rows, strict=True)]
+    words = [max(len(word) for text in texts for word in text.split() or [""]) for texts in cells]
+    for least in ([*map(max, widths or words, words)], words):
+        room = console.width - sum(least) - 2 * len(columns)
+        if room >= 0 or not _knows_width(console):
             table = Table(box=None)
-            for title, width in zip(columns, column_widths, strict=True):
-                table.add_column(Text(title), overflow="fold", min_width=width)
+            for title, width in zip(columns, _shared(room, least, cells), strict=True):
+                table.add_column(Text(title), overflow="fold", min_width=width, max_width=width)
             for row in rows:
                 table.add_row(*map(Text, row))
-            console.print(table, soft_wrap=not fits)
+            console.print(table, soft_wrap=room < 0)
             return
     for row in rows:
         lines = [f"{column}: {text}" for column, text in zip(columns, row, strict=True) if text]
         say(console, "\n".join(["", *lines]))
 
 
-def _longest_word(texts: Iterable[str]) -> int:
-    return max((len(word) for text in texts for word in text.split()), default=0)
+def _shared(room: int, least: Sequence[int], cells: Sequence[Sequence[str]]) -> list[int]:
+    """Widths of columns, with the characters left on a line where texts lack most."""
+    widths, wanted = [*least], [max(map(len, texts)) for texts in cells]
+    for _ in range(room):
+        lacking = [want - width for want, width in zip(wanted, widths, strict=True)]
+        if max(lacking) <= 0:
+            break
+        widths[lacking.index(max(lacking))] += 1
+    return widths
 
 
 def print_report(report: Report) -> None:

@@ -18,7 +18,7 @@ def test_no_word_is_broken(
     has_columns: bool,
 ):
     monkeypatch.setenv("COLUMNS", width)
-    print_rows(open_console(), COLUMNS, [ROW], widths=[1, 11, 17, 9, 21])
+    print_rows(open_console(), COLUMNS, [ROW], widths=[1, 11, 17, 9, 3])
     say(open_console(), " ".join(ROW * 3))
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= int(width)
