@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from normexp.errors import UserError
+from normexp.errors import UserError, rewording
 from normexp.words import as_python, as_typed
 
 if TYPE_CHECKING:
@@ -26,21 +25,11 @@ if TYPE_CHECKING:
     from normexp.training.records.result import Result
     from normexp.verdicts.report import Report
 
-# Errors are written for a command line. Here knobs of a norm are arguments.
+# Errors are written for a command line; here they are told in Python, where knobs are arguments.
 knobs_as_python = partial(as_python, own="norm")
 
 
-@contextmanager
-def says(translate: Callable[[str], str] = as_python) -> Iterator[None]:
-    """Translates the message of a UserError."""
-    try:
-        yield
-    except UserError as error:
-        error.args = (translate(str(error)),)
-        raise
-
-
-@says()
+@rewording(as_python)
 def run(
     overrides: str | Sequence[str] = (), workers: int | None = None, **values: Any
 ) -> list[Result]:
@@ -92,7 +81,7 @@ def run(
     return [result for state in states for result in state.results]
 
 
-@says()
+@rewording(as_python)
 def module(overrides: str | Sequence[str] = (), **values: Any) -> LightningModule:
     """The module that trains these words, with its data, for a Trainer of your own.
 
@@ -129,7 +118,7 @@ def module(overrides: str | Sequence[str] = (), **values: Any) -> LightningModul
     return module_of(prepare_cell(cells[0]))
 
 
-@says()
+@rewording(as_python)
 def load(run_dir: str | Path) -> nn.Module:
     """The trained network of a run directory `runs/<study>/<cell_id>/seed-<k>`.
 
@@ -152,7 +141,7 @@ def load(run_dir: str | Path) -> nn.Module:
     return load_run(Path(run_dir).expanduser())
 
 
-@says()
+@rewording(as_python)
 def load_study(study: str | Sequence[str], runs_dir: str | Path = "runs") -> pd.DataFrame:
     """One row per ended run of a study, or of several: cell_id, seed, config, metrics, timing.
 
@@ -174,7 +163,7 @@ def load_study(study: str | Sequence[str], runs_dir: str | Path = "runs") -> pd.
     return run_frame(records.runs).infer_objects()
 
 
-@says()
+@rewording(as_python)
 def load_report(
     study: str | Sequence[str],
     runs_dir: str | Path = "runs",
@@ -209,7 +198,7 @@ def load_report(
     return report
 
 
-@says()
+@rewording(as_python)
 def compare(table: pd.DataFrame, *, arm: str, seed: str, metric: str, **options: Any) -> Report:
     """Verdicts for runs made elsewhere: compares the arms of a table with a row per run.
 
@@ -320,7 +309,7 @@ def recompute_averages(
     return recompute_averages(model, batches, max_batches=max_batches)
 
 
-@says(knobs_as_python)
+@rewording(knobs_as_python)
 def replace_norms(
     model: nn.Module,
     norm: str | type[nn.Module],
@@ -394,7 +383,7 @@ def _norm_factory(norm: str, norm_batch_size: int | None, knobs: Mapping[str, An
     words = [f"norm={norm}"]
     for key, value in knobs.items():
         words.append(f"{'' if key == 'eps' else 'norm.'}{key}={as_typed(value)}")
-    with says(partial(re.sub, r"(?<![\w.])norm\.(?=[a-z])", "")):  # also keys without a value
+    with rewording(partial(re.sub, r"(?<![\w.])norm\.(?=[a-z])", "")):  # also keys without a value
         config = compose_config(words)
         check_keys(config, KEYS.keys() & {f"norm.{key}" for key in knobs})
         return build_norm(config, norm_batch_size, typed=knobs)
