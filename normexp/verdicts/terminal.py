@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from operator import sub
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -20,20 +21,14 @@ MAX_ROWS = {"lost": 10, "claims": 80}  # other tables show 40 rows
 
 
 def open_console() -> Console:
-    """Standard output: `print` for tables, `out` for commands, which are copied; see `say`."""
-    console = Console(highlight=False, emoji=False)
-    if not _knows_width(console):
-        console.width = PIPE_WIDTH
+    """Standard output: `print` for tables and prose, `out` for commands, which are copied.
+
+    Prose is broken between words where the width is known, and one line elsewhere.
+    """
+    console = Console(highlight=False, emoji=False, markup=False)
+    if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
+        console.width, console.soft_wrap = PIPE_WIDTH, True
     return console
-
-
-def _knows_width(console: Console) -> bool:
-    return console.is_terminal or os.environ.get("COLUMNS", "").isdigit()
-
-
-def say(console: Console, text: str, style: str = "") -> None:
-    """Prints a text, broken between words if the width is known, else on one line."""
-    console.print(text, style=style, markup=False, soft_wrap=not _knows_width(console))
 
 
 def print_rows(
@@ -47,66 +42,61 @@ def print_rows(
     Args:
         widths: of columns, in characters, where there is room; None: those of the longest words.
     """
-    cells = [*zip(columns, *rows, strict=True)]
-    words = [max(len(word) for text in texts for word in text.split() or [""]) for texts in cells]
+    words, wanted = [], []  # of each column: the length of its longest word and of its longest text
+    for texts in zip(columns, *rows, strict=True):
+        words.append(max(map(len, " ".join(texts).split()), default=0))
+        wanted.append(max(map(len, texts)))
     for least in ([*map(max, widths or words, words)], words):
         room = console.width - sum(least) - 2 * len(columns)
-        if room >= 0 or not _knows_width(console):
+        if room >= 0 or console.soft_wrap:
             table = Table(box=None)
-            for title, width in zip(columns, _shared(room, least, cells), strict=True):
-                table.add_column(Text(title), overflow="fold", min_width=width, max_width=width)
+            lengths = [*least]
+            for _ in range(room):  # what is left of a line goes to the text that lacks most
+                lacking = [*map(sub, wanted, lengths)]
+                lengths[lacking.index(max(lacking))] += max(lacking) > 0
+            for title, length in zip(columns, lengths, strict=True):
+                table.add_column(Text(title), overflow="fold", min_width=length, max_width=length)
             for row in rows:
                 table.add_row(*map(Text, row))
-            console.print(table, soft_wrap=room < 0)
+            console.print(table)
             return
     for row in rows:
         lines = [f"{column}: {text}" for column, text in zip(columns, row, strict=True) if text]
-        say(console, "\n".join(["", *lines]))
-
-
-def _shared(room: int, least: Sequence[int], cells: Sequence[Sequence[str]]) -> list[int]:
-    """Widths of columns, with the characters left on a line where texts lack most."""
-    widths, wanted = [*least], [max(map(len, texts)) for texts in cells]
-    for _ in range(room):
-        lacking = [want - width for want, width in zip(wanted, widths, strict=True)]
-        if max(lacking) <= 0:
-            break
-        widths[lacking.index(max(lacking))] += 1
-    return widths
+        console.print("\n".join(["", *lines]))
 
 
 def print_report(report: Report) -> None:
     """The answer and tables of each slice, then what is missing."""
     console = open_console()
     for slice_ in report.slices:
-        say(console, report.headline(slice_), "bold")
-        say(console, slice_.scope, "dim")
+        console.print(report.headline(slice_), style="bold")
+        console.print(slice_.scope, style="dim")
         for table in report.tables_of(slice_):
             print_table(console, table)
         console.out("")
     for table in report.tables:
         if table.name in ("workloads", "claims", "ladders", "causes", "lost"):
             print_table(console, table)
-    say(console, f"{report.title}: {report.counts}")
+    console.print(f"{report.title}: {report.counts}")
     for note in report.notes:
-        console.print(note, markup=False)
+        console.print(note, soft_wrap=False)
     for problem in report.problems:
-        say(console, f"not read: {problem}", "red")
+        console.print(f"not read: {problem}", style="red")
 
 
 def print_table(console: Console, table: ReportTable) -> None:
     """Caption, rows and note."""
     from normexp.verdicts.tables import PROSE
 
-    say(console, f"\n{table.caption}")
+    console.print(f"\n{table.caption}")
     most = MAX_ROWS.get(table.name, 40)
     texts = table.frame.head(most)
     widths = []
     for name in texts:
         widest = int(texts[name].str.len().max())
         widths.append(min(LEAST_WIDTH, widest) if name in PROSE else widest)
-    print_rows(console, [*texts], texts.to_numpy().tolist(), widths)
+    print_rows(console, [*map(str, texts)], texts.to_numpy().tolist(), widths)
     if len(table.frame) > most:
         console.out(f"... and {len(table.frame) - most} more rows in tables/{table.name}.csv")
     if table.note:
-        console.print(table.note, style="dim", markup=False)
+        console.print(table.note, style="dim", soft_wrap=False)

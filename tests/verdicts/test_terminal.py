@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from normexp.verdicts.terminal import open_console, print_rows, say
+from normexp.verdicts.terminal import open_console, print_rows
 
 COLUMNS = ["norm batch size", "norm", "test accuracy (%)", "verdict", "why"]
 ROW = ["2", "SoftDevNorm", "57.1 [53.7, 60.5]", "undecided", "seeds differ too much"]
@@ -19,7 +19,7 @@ def test_no_word_is_broken(
 ):
     monkeypatch.setenv("COLUMNS", width)
     print_rows(open_console(), COLUMNS, [ROW], widths=[1, 11, 17, 9, 3])
-    say(open_console(), " ".join(ROW * 3))
+    open_console().print(" ".join(ROW * 3))
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= int(width)
     assert set(" ".join([*COLUMNS, *ROW]).split()) <= set(out.replace(":", "").split())
@@ -31,7 +31,7 @@ def test_without_a_known_width_a_row_and_a_sentence_are_one_line(
 ):
     monkeypatch.delenv("COLUMNS", raising=False)
     print_rows(open_console(), COLUMNS, [ROW], widths=[20, 20, 30, 20, 30])
-    say(open_console(), " ".join(ROW * 3))
+    open_console().print(" ".join(ROW * 3))
     table, sentence = capsys.readouterr().out.rsplit("\n", 2)[:2]
     assert "57.1 [53.7, 60.5]" in table and len(table.splitlines()[1]) > 100
     assert sentence == " ".join(ROW * 3)

@@ -69,8 +69,8 @@ def decode_images(files: list[Path], size: int | None, name: str) -> Tensor:
         whites = white_levels(headers, name)
         num_animated = sum(header.has_frames for header in headers.values())
         if num_animated:
-            files = format_count(num_animated, "file")
-            log.info("%s: only the first of several frames is read of %s", name, files)
+            animated = format_count(num_animated, "file")
+            log.info("%s: only the first of several frames is read of %s", name, animated)
         width, height = (size, size) if size else headers[files[0]].size
         refuse_beyond_memory(
             f"{name}: {len(files)} images of {height}x{width}",

@@ -15,7 +15,7 @@ from normexp.training.search.points import Point, Search, overrides_of
 from normexp.training.studies.terminal import print_closing_table
 from normexp.training.sweeps.sweep import raise_if_stopped, run_cells, train_cells
 from normexp.verdicts.metric import OF_VALIDATION, Metric, describe_metric
-from normexp.verdicts.terminal import open_console, print_rows, say
+from normexp.verdicts.terminal import open_console, print_rows
 
 
 def tune(searches: Sequence[Search], words: Sequence[str]) -> int:
@@ -51,7 +51,7 @@ def tune(searches: Sequence[Search], words: Sequence[str]) -> int:
     for search, points in ranked:
         state = states[search.trials[0][1].id]
         if not points and (reason := "; ".join(filter(None, [state.refused, *state.failures]))):
-            say(console, f"{search.title}: {reason}")
+            console.print(f"{search.title}: {reason}")
     if fresh:
         console.out("fresh seeds at the best points:")
         print_closing_table([*fresh.values()])

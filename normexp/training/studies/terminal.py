@@ -22,7 +22,7 @@ from normexp.training.records.result import ENDED, Result, Status, values_of
 from normexp.training.records.samples import count_samples
 from normexp.training.records.study import STATES, CellState, Study
 from normexp.verdicts.metric import OF_TEST, PREFERRED, is_at_chance, over_seeds
-from normexp.verdicts.terminal import open_console, print_rows, say
+from normexp.verdicts.terminal import open_console, print_rows
 from normexp.words import format_count, format_duration
 
 SHORT = 60  # characters: longer texts are printed below their table
@@ -52,9 +52,9 @@ def print_cells(console: Console, columns: Sequence[str], rows: Sequence[Sequenc
         shortened.append(texts)
     print_rows(console, columns, shortened)
     if shared:
-        console.print(f"all with {' '.join(shared)}", markup=False)
+        console.print(f"all with {' '.join(shared)}")
     for text, mark in footnotes.items():
-        say(console, f"{mark} {text}")
+        console.print(f"{mark} {text}")
 
 
 def without_shared_words(titles: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -86,11 +86,11 @@ def print_evaluations(
                 values.setdefault(name, []).append(value)
     console = open_console()
     if invalid:
-        say(console, f"INVALID, every number below: {invalid}")
+        console.print(f"INVALID, every number below: {invalid}")
     if not by_kind:
-        say(console, f"{title}: {why_nothing}")
+        console.print(f"{title}: {why_nothing}")
         return
-    say(console, f"{title}: n = {format_count(len(contents), 'seed')}, mean (sd over seeds)")
+    console.print(f"{title}: n = {format_count(len(contents), 'seed')}, mean (sd over seeds)")
     rows = [
         [kind, *(mean_words(values.get(name, []), len(contents)) for name in names)]
         for kind, values in by_kind.items()
@@ -109,16 +109,16 @@ def print_summary(state: CellState) -> None:
     settings = ended[0].settings
     how = "already recorded" if state.was_over else "trained"
     n = format_count(len(ended), "seed")
-    say(console, f"\n{settings['norm']} on {settings['data']}: {how}, n = {n}")
+    console.print(f"\n{settings['norm']} on {settings['data']}: {how}, n = {n}")
     if state.invalid:
-        say(console, f"INVALID, every number: {state.invalid}")
+        console.print(f"INVALID, every number: {state.invalid}")
     rows = _metric_rows(ended, stamp=" INVALID" if state.invalid else "")
     if rows:  # there are none if all runs diverged
         heads = ("metric", "mean", "sd over seeds", "lowest", "highest", "n")
         print_rows(console, heads, rows)
     lines = [*_early_ends(ended), _time_words(ended[0].measured.timing)]
     lines += [f"run directory: {state.directory}", *_warnings_on(state), "next:"]
-    say(console, "\n".join(lines))
+    console.print("\n".join(lines))
     console.out("\n".join(commands_to_look([state])))
 
 
@@ -156,10 +156,10 @@ def print_closing_table(states: Sequence[CellState]) -> None:
         rows.append([state.status, state.title, result, str(count or "")])
     print_cells(console, ["status", "cell", metric or "result", "n"], rows)
     counts = Counter(state.status for state in states)
-    say(console, ", ".join(f"{counts[name]} {name}" for name in STATUSES if counts[name]))
+    console.print(", ".join(f"{counts[name]} {name}" for name in STATUSES if counts[name]))
     for state in states:
         for warning in _warnings_on(state):
-            console.print(f"{state.title}: {warning}", markup=False)  # wraps
+            console.print(f"{state.title}: {warning}")  # wraps
     for command in commands_to_look(states):
         console.out(command)
 
@@ -275,10 +275,10 @@ def print_status(study: Study) -> None:
     counts = ", ".join(f"{study.runs[state]} {state}" for state in columns)
     end = f"; {format_count(refused, 'cell')} refused" if refused else ""
     runs = format_count(study.runs.total(), "run")
-    say(console, f"{study.directory}: {runs} of {cells}: {counts}{end}")
+    console.print(f"{study.directory}: {runs} of {cells}: {counts}{end}")
     last_times = {_as_typed(command, study): command.time for command in study.commands}
     if last_times:
-        say(console, "commands so far, with their last time:")
+        console.print("commands so far, with their last time:")
     for line, time in last_times.items():
         console.out(f"  {time}  {line}")
     for line in _commands_to_continue(study):
@@ -360,13 +360,12 @@ def print_plan(plans: Sequence[Plan], *, num_workers: int, num_points: int) -> N
         rows.append([state.title, str(missing), str(done), f"{plan.num_steps:,}", time])
     print_cells(console, ("cell", "runs to do", "done", "steps", "time"), rows)
     if num_points > len(plans):
-        say(console, f"{num_points} points of the grid, {format_count(len(plans), 'cell')}")
+        console.print(f"{num_points} points of the grid, {format_count(len(plans), 'cell')}")
     runs = format_count(sum(len(plan.state.missing) for plan in to_train), "run")
     num_stacks = sum(plan.num_stacks for plan in to_train)
     busy = max(1, min(num_workers, num_stacks))
     duration = format_duration(sum(plan.seconds for plan in to_train) / busy)
-    say(
-        console,
+    console.print(
         f"{runs} of {format_count(len(to_train), 'cell')} to do: about {duration} with "
         f"{format_count(busy, 'worker')}, estimated from a few steps of each (seeds of small "
         "networks train together, which takes less)",
