@@ -55,7 +55,8 @@ def print_rows(
                 lacking = [*map(sub, wanted, lengths)]
                 lengths[lacking.index(max(lacking))] += max(lacking) > 0
             for title, length in zip(columns, lengths, strict=True):
-                table.add_column(Text(title), overflow="fold", min_width=length, max_width=length)
+                most = length if room >= 0 else None
+                table.add_column(Text(title), overflow="fold", min_width=length, max_width=most)
             for row in rows:
                 table.add_row(*map(Text, row))
             console.print(table)
