@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from normexp.errors import UserError
-from normexp.words import as_typed
+from normexp.errors import UserError, rewording
+from normexp.words import as_python, as_typed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -23,7 +25,11 @@ if TYPE_CHECKING:
     from normexp.training.records.result import Result
     from normexp.verdicts.report import Report
 
+# Errors are written for a command line; here they are told in Python, where knobs are arguments.
+knobs_as_python = partial(as_python, own="norm")
 
+
+@rewording(as_python)
 def run(
     overrides: str | Sequence[str] = (), workers: int | None = None, **values: Any
 ) -> list[Result]:
@@ -75,6 +81,7 @@ def run(
     return [result for state in states for result in state.results]
 
 
+@rewording(as_python)
 def module(overrides: str | Sequence[str] = (), **values: Any) -> LightningModule:
     """The module that trains these words, with its data, for a Trainer of your own.
 
@@ -111,6 +118,7 @@ def module(overrides: str | Sequence[str] = (), **values: Any) -> LightningModul
     return module_of(prepare_cell(cells[0]))
 
 
+@rewording(as_python)
 def load(run_dir: str | Path) -> nn.Module:
     """The trained network of a run directory `runs/<study>/<cell_id>/seed-<k>`.
 
@@ -133,6 +141,7 @@ def load(run_dir: str | Path) -> nn.Module:
     return load_run(Path(run_dir).expanduser())
 
 
+@rewording(as_python)
 def load_study(study: str | Sequence[str], runs_dir: str | Path = "runs") -> pd.DataFrame:
     """One row per ended run of a study, or of several: cell_id, seed, config, metrics, timing.
 
@@ -154,6 +163,7 @@ def load_study(study: str | Sequence[str], runs_dir: str | Path = "runs") -> pd.
     return run_frame(records.runs).infer_objects()
 
 
+@rewording(as_python)
 def load_report(
     study: str | Sequence[str],
     runs_dir: str | Path = "runs",
@@ -188,6 +198,7 @@ def load_report(
     return report
 
 
+@rewording(as_python)
 def compare(table: pd.DataFrame, *, arm: str, seed: str, metric: str, **options: Any) -> Report:
     """Verdicts for runs made elsewhere: compares the arms of a table with a row per run.
 
@@ -298,6 +309,7 @@ def recompute_averages(
     return recompute_averages(model, batches, max_batches=max_batches)
 
 
+@rewording(knobs_as_python)
 def replace_norms(
     model: nn.Module,
     norm: str | type[nn.Module],
@@ -337,7 +349,7 @@ def replace_norms(
     norm = _typed(norm) if isinstance(norm, type) else norm
     factory = _norm_factory(norm, norm_batch_size, knobs)
     network, notes = replace_norms(model, factory, inputs)
-    _warn([f"norm={norm}: {note}" for note in notes])
+    _warn([knobs_as_python(f"norm={norm}: {note}") for note in notes])
     return network
 
 
@@ -359,8 +371,8 @@ def _norm_factory(norm: str, norm_batch_size: int | None, knobs: Mapping[str, An
     """The factory of a norm, as for a training of these words."""
     from normexp.norms.build import build_norm
     from normexp.training.config.compose import compose_config
-    from normexp.training.config.keys import Count
-    from normexp.training.config.validate import check_value
+    from normexp.training.config.keys import KEYS, Count
+    from normexp.training.config.validate import check_keys, check_value
 
     check_value("norm", norm, str)
     check_value("norm_batch_size", norm_batch_size, Count | None)
@@ -371,7 +383,10 @@ def _norm_factory(norm: str, norm_batch_size: int | None, knobs: Mapping[str, An
     words = [f"norm={norm}"]
     for key, value in knobs.items():
         words.append(f"{'' if key == 'eps' else 'norm.'}{key}={as_typed(value)}")
-    return build_norm(compose_config(words), norm_batch_size, typed=knobs)
+    with rewording(partial(re.sub, r"(?<![\w.])norm\.(?=[a-z])", "")):  # also keys without a value
+        config = compose_config(words)
+        check_keys(config, KEYS.keys() & {f"norm.{key}" for key in knobs})
+        return build_norm(config, norm_batch_size, typed=knobs)
 
 
 def _words(overrides: str | Sequence[str], values: Mapping[str, Any]) -> list[str]:
@@ -404,6 +419,8 @@ def _compose(words: Sequence[str]) -> list[CellSpec]:
     from normexp.cli import parse_command
     from normexp.training.config.command import compose_cells
 
+    if {"--help", "-h"} & set(words):
+        raise UserError("--help works only in a shell")
     command = parse_command(words)
     if command.shows_config or command.launcher is not None:
         raise UserError(f"{' '.join(words)}: --cfg and launchers work only in a shell")

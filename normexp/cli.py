@@ -6,7 +6,9 @@ import argparse
 import codecs
 import json
 import os
+import shutil
 import sys
+import textwrap
 import unicodedata
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -125,8 +127,12 @@ def _run(name: str, words: list[str], act: Callable[[list[str]], int]) -> int:
 
 
 def _end(code: int, message: str) -> int:
+    line = f"normexp: {message}"
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        line = textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
     with suppress(KeyboardInterrupt):  # from one more Ctrl-C
-        print(f"normexp: {message}", file=sys.stderr)
+        print(line, file=sys.stderr)
     return code
 
 

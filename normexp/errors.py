@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -25,6 +27,16 @@ class UserError(ValueError):
     def _render_traceback_(self) -> list[str]:
         """What IPython shows in place of a traceback."""
         return [f"normexp: {self}"]
+
+
+@contextmanager
+def rewording(translate: Callable[[str], str]) -> Iterator[None]:
+    """Translates the message of a UserError."""
+    try:
+        yield
+    except UserError as error:
+        error.args = (translate(str(error)),)
+        raise
 
 
 class Halted(Exception):

@@ -1,7 +1,8 @@
-"""Words of messages: values as typed, counts, durations, lists of names, suggestions."""
+"""Words of messages: values as typed or in Python, counts, durations, names, suggestions."""
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,6 +11,15 @@ from types import FunctionType
 from typing import Any
 
 SHOWN_NAMES = 3  # spelled out in a message
+
+# key=value of a message; a value is a [list], a "text", or goes on to a space or a sign.
+WORD = re.compile(
+    r"""(?<![\w./"'{+])([a-z_][\w.]*)=(\[[^]]*\]|"[^"]*"|[^\s,;:?()]+(?:,[^\s,;:?()]+)*)"""
+)
+FLAGS = {  # what takes a flag, for who types none
+    "--config-dir FOLDER": 'normexp.run("--config-dir FOLDER ...")',
+    "--help": "python -m normexp.train --help",
+}
 
 
 def as_typed(value: Any) -> str:
@@ -25,6 +35,38 @@ def as_typed(value: Any) -> str:
     if isinstance(value, str) and not re.fullmatch(r"[\w./ +-]+", value, re.ASCII):
         return json.dumps(value, ensure_ascii=False)  # Hydra could not read it
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def as_python(message: str, *, own: str = "") -> str:
+    """A message with the words of a command line as arguments: eps=null as eps=None.
+
+    Dotted keys, which are no argument's name, stay words, in quotes: "norm.num_groups=6".
+
+    Args:
+        own: a group whose keys are arguments by their last name, as num_groups=6 of `norm`.
+    """
+    for flag, call in FLAGS.items():
+        message = re.sub(rf"(?<!normexp.train ){flag}", call, message)
+
+    def argument(word: re.Match[str]) -> str:
+        name = word[1].removesuffix("._target_").removeprefix(f"{own}.")
+        return json.dumps(word[0]) if "." in name else f"{name}={_literal(word[2])}"
+
+    return WORD.sub(argument, message)
+
+
+def _literal(value: str) -> str:
+    """A value of a command line as Python; `...` stays."""
+    if value.startswith("[") and value.endswith("]"):
+        items = value[1:-1].split(",") if value[1:-1] else []
+        return f"[{', '.join(_literal(item.strip()) for item in items)}]"
+    if value in ("null", "true", "false"):
+        return str(json.loads(value))
+    try:
+        ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return json.dumps(value, ensure_ascii=False)
+    return value
 
 
 def format_count(number: int, word: str) -> str:

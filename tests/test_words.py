@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from normexp.errors import UserError, one_line
-from normexp.words import as_typed, name_some, suggest
+from normexp.words import as_python, as_typed, name_some, suggest
 
 ERRORS = {
     "b=3: too many; try b=2": UserError("b=3: too many; try b=2"),
@@ -34,3 +34,21 @@ def test_many_names_are_shortened():
     assert name_some("abcdee") == "a, b, c and 2 more"
     assert suggest("norn", ["norm", "mode"]) == "did you mean norm?"
     assert suggest("norn", ["seed"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("message", "own", "python"),
+    [
+        ("study=mine not found; did you mean it?", "", 'study="mine" not found; did you mean it?'),
+        ("a=null, b=[2,x] or c=[]; set d=...", "", 'a=None, b=[2, "x"] or c=[]; set d=...'),
+        ("norm=a,b: add -m, or x=false", "", 'norm="a,b": add -m, or x=False'),
+        ("try norm.eps=2", "", 'try "norm.eps=2"'),
+        ("try norm.eps=2 at bn.norm", "norm", "try eps=2 at bn.norm"),
+        ("norm._target_=my.Norm: no module", "norm", 'norm="my.Norm": no module'),
+        ("f(x, y=True), as before", "", "f(x, y=True), as before"),
+        ("--help lists all", "", "python -m normexp.train --help lists all"),
+    ],
+)
+def test_a_remedy_for_a_shell_is_told_in_python(message: str, own: str, python: str):
+    assert as_python(message, own=own) == python
+    assert as_python(python, own=own) == python

@@ -285,7 +285,8 @@ def _describe(
     if higher_is_better is None:
         if is_accuracy == is_loss:
             raise UserError(
-                f"metric={name}: which way does it improve? set higher_is_better=true or false"
+                f"metric={name}: which way does it improve? set higher_is_better=true, or "
+                "higher_is_better=false"
             )
         higher_is_better = is_accuracy
     metric = describe_metric("metric")

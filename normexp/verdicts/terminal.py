@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
+from operator import sub
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -20,57 +21,83 @@ MAX_ROWS = {"lost": 10, "claims": 80}  # other tables show 40 rows
 
 
 def open_console() -> Console:
-    """Standard output: `print` for tables, `out` for verbatim text."""
-    console = Console(highlight=False)
+    """Standard output: `print` for tables and prose, `out` for commands, which are copied.
+
+    Prose is broken between words where the width is known, and one line elsewhere.
+    """
+    console = Console(highlight=False, emoji=False, markup=False)
     if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
-        console.width = PIPE_WIDTH
+        console.width, console.soft_wrap = PIPE_WIDTH, True
     return console
 
 
-def text_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
-    """A table without rules, whose texts may hold brackets; lines break between words."""
-    table = Table(box=None)
-    rows = [[*row] for row in rows]
-    for index, title in enumerate(columns):
-        words = " ".join([title, *(row[index] for row in rows)]).split()
-        table.add_column(Text(title), overflow="fold", min_width=max(map(len, words), default=0))
+def print_rows(
+    console: Console,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    widths: Sequence[int] | None = None,
+) -> None:
+    """Prints a table without rules. No word is broken: a table that would is a line per cell.
+
+    Args:
+        widths: of columns, in characters, where there is room; None: those of the longest words.
+    """
+    words, wanted = [], []  # of each column: the length of its longest word and of its longest text
+    for texts in zip(columns, *rows, strict=True):
+        words.append(max(map(len, " ".join(texts).split()), default=0))
+        wanted.append(max(map(len, texts)))
+    for least in ([*map(max, widths or words, words)], words):
+        room = console.width - sum(least) - 2 * len(columns)
+        if room >= 0 or console.soft_wrap:
+            table = Table(box=None)
+            lengths = [*least]
+            for _ in range(room):  # what is left of a line goes to the text that lacks most
+                lacking = [*map(sub, wanted, lengths)]
+                lengths[lacking.index(max(lacking))] += max(lacking) > 0
+            for title, length in zip(columns, lengths, strict=True):
+                most = length if room >= 0 else None
+                table.add_column(Text(title), overflow="fold", min_width=length, max_width=most)
+            for row in rows:
+                table.add_row(*map(Text, row))
+            console.print(table)
+            return
     for row in rows:
-        table.add_row(*map(Text, row))
-    return table
+        lines = [f"{column}: {text}" for column, text in zip(columns, row, strict=True) if text]
+        console.print("\n".join(["", *lines]))
 
 
 def print_report(report: Report) -> None:
     """The answer and tables of each slice, then what is missing."""
     console = open_console()
     for slice_ in report.slices:
-        console.print(report.headline(slice_), style="bold", markup=False, soft_wrap=True)
-        console.print(slice_.scope, style="dim", markup=False, soft_wrap=True)
+        console.print(report.headline(slice_), style="bold")
+        console.print(slice_.scope, style="dim")
         for table in report.tables_of(slice_):
             print_table(console, table)
         console.out("")
     for table in report.tables:
         if table.name in ("workloads", "claims", "ladders", "causes", "lost"):
             print_table(console, table)
-    console.out(f"{report.title}: {report.counts}")
+    console.print(f"{report.title}: {report.counts}")
     for note in report.notes:
-        console.print(note, markup=False)
+        console.print(note, soft_wrap=False)
     for problem in report.problems:
-        console.out(f"not read: {problem}", style="red")
+        console.print(f"not read: {problem}", style="red")
 
 
 def print_table(console: Console, table: ReportTable) -> None:
     """Caption, rows and note."""
     from normexp.verdicts.tables import PROSE
 
-    console.print(f"\n{table.caption}", markup=False, soft_wrap=True)
+    console.print(f"\n{table.caption}")
     most = MAX_ROWS.get(table.name, 40)
     texts = table.frame.head(most)
-    drawn = text_table(texts.columns, texts.to_numpy().tolist())
-    for name, column in zip(texts, drawn.columns, strict=True):
+    widths = []
+    for name in texts:
         widest = int(texts[name].str.len().max())
-        column.min_width = min(LEAST_WIDTH, widest) if name in PROSE else widest
-    console.print(drawn, soft_wrap=True)
+        widths.append(min(LEAST_WIDTH, widest) if name in PROSE else widest)
+    print_rows(console, [*map(str, texts)], texts.to_numpy().tolist(), widths)
     if len(table.frame) > most:
         console.out(f"... and {len(table.frame) - most} more rows in tables/{table.name}.csv")
     if table.note:
-        console.print(table.note, style="dim", markup=False)
+        console.print(table.note, style="dim", soft_wrap=False)

@@ -184,7 +184,7 @@ def untied_outside() -> nn.Module:
 def test_what_trains_otherwise_is_left_as_it_is(
     network: nn.Module, x: Tensor, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(UserError, match=rf"put in anew {reason}.*norm=as_built"):
+    with pytest.raises(UserError, match=rf'put in anew {reason}.*norm="as_built"'):
         normexp.replace_norms(network, "group1", x)
     other = normexp.replace_norms(nn.Sequential(network, nn.LayerNorm(x.shape[-1])), "rms", x)
     assert "1 LayerNorm" in caplog.text and f"put in anew {reason}" in caplog.text

@@ -32,7 +32,7 @@ def test_a_network_reads_the_norm_of_a_site_only_as_built() -> None:
     network = Fused()
     kept = normexp.replace_norms(network, "as_built", TOKENS).eval()
     assert torch.equal(kept(TOKENS), network.eval()(TOKENS))
-    with pytest.raises(UserError, match="the weight of a replaced norm is read.*norm=as_built"):
+    with pytest.raises(UserError, match='the weight of a replaced norm is read.*norm="as_built"'):
         normexp.replace_norms(network, "rms", TOKENS)
     assert not hasattr(normexp.replace_norms(network, "rms").norm, "weight")
     network.norm = bare(

@@ -44,7 +44,7 @@ def test_any_network_trains_with_other_norms_in_a_loop_of_its_own(caplog) -> Non
     images = [torch.rand(3, 9, 9), torch.rand(3, 7, 11)]
     targets = [{"at": torch.zeros(C)}] * 2
     network = normexp.replace_norms(detector, "group", (images, targets), num_groups=2, eps=1e-2)
-    assert caplog.messages == ["norm=group: replaced 1 BatchNorm2d: body.1"]
+    assert caplog.messages == ['norm="group": replaced 1 BatchNorm2d: body.1']
     norm = network.body[1].norm
     assert (type(norm).__name__, norm.num_groups, norm.eps) == ("GroupNorm", 2, 1e-2)
     network(images, targets)["loss"].backward()
@@ -78,15 +78,25 @@ def norm_in_a_function() -> Any:
 @pytest.mark.parametrize(
     ("norm", "x", "knobs", "message"),
     [
-        ("group", MAPS, {"num_groups": 4}, "num_groups=4 does not divide"),
-        ("group", MAPS, {"groups": 4}, "norm.groups: unknown key"),
-        ("grop", MAPS, {}, "norm=grop.*group"),
+        ("group", MAPS, {"num_groups": 4}, "num_groups=4 does not divide .*; try num_groups="),
+        (
+            "group",
+            MAPS,
+            {"groups": 4},
+            '^groups: unknown key of norm="group"; did you mean num_groups',
+        ),
+        ("grop", MAPS, {}, 'norm="grop".*group'),
         ("instance", ROWS, {}, "norm at 0: .*instance norm pools positions"),
         ("group", TOKENS, {}, "a forward of the model Sequential fails"),
         ("as_built", MAPS, {"eps": 1e-3}, "eps has no effect"),
         ("as_built", MAPS, {"norm_batch_size": 0}, "norm_batch_size=0"),
         (7, MAPS, {}, "norm=7: must be a string"),
-        (nn.GroupNorm, MAPS, {}, "GroupNorm needs the argument num_groups"),
+        (
+            nn.GroupNorm,
+            MAPS,
+            {},
+            r"GroupNorm\" needs the argument num_groups; set num_groups=\.\.\.",
+        ),
         (norm_in_a_function(), MAPS, {}, "norm_in_a_function.<locals>.Own is defined inside a"),
         ("batch", MAPS, {"half_life": 100}, "half_life needs a training by normexp"),
         ("batch", MAPS, {"at": {"0": "group"}}, "at needs a training by normexp"),
@@ -112,7 +122,7 @@ def test_what_a_norm_needs_around_it_and_the_network_lacks_is_said(
     """Else norm=nf would be no norm at all under the name of another."""
     network = nn.Sequential(nn.Conv2d(C, C, 1), nn.BatchNorm2d(C))
     normexp.replace_norms(network, "nf", MAPS)
-    assert "act=scaled_relu, conv=scaled_weight_standardized" in caplog.text
+    assert 'act="scaled_relu", conv="scaled_weight_standardized"' in caplog.text
     caplog.clear()
     normexp.replace_norms(network, "layer", MAPS)
     assert "in place of the norm's" not in caplog.text
@@ -129,7 +139,8 @@ def test_a_network_that_normalizes_by_a_function_too_is_said(caplog) -> None:
     network = Functional(nn.Conv2d(C, C, 1), nn.BatchNorm2d(C))
     for model in (network, torch.compile(network, backend="eager")):
         normexp.replace_norms(model, "layer", MAPS)
-        assert caplog.messages[1:] == ["norm=layer: left alone: 1 Functional (it calls group_norm)"]
+        left_alone = 'norm="layer": left alone: 1 Functional (it calls group_norm)'
+        assert caplog.messages[1:] == [left_alone]
         caplog.clear()
 
 

@@ -300,8 +300,8 @@ def test_code_that_ends_the_program_is_named_and_is_no_success(
 @pytest.mark.parametrize(
     ("function", "arguments", "part"),
     [
-        ("run", [["lr", 3]], "overrides=[lr,3]: must be a"),
-        ("run", ["norm=grup"], "norm=grup: no such norm; did you mean group"),
+        ("run", [["lr", 3]], 'overrides=["lr", 3]: must be a'),
+        ("run", ["norm=grup"], 'norm="grup": no such norm; did you mean group'),
         ("run", [["norm=group"], -1], "workers=-1: must be greater than or equal to 0"),
         ("load_study", [[]], "study=[]: must not be empty"),
         ("load_report", [[]], "study=[]: must not be empty"),
@@ -402,7 +402,19 @@ def test_help_fits_a_terminal_and_names_every_key(entry: str, capsys: pytest.Cap
         assert f"\n  {key}=" in text
 
 
-def test_help_lists_every_choice_and_the_norms_by_family():
+@pytest.mark.parametrize("width", [80, 60])
+@pytest.mark.parametrize("entry", USAGE)
+def test_help_breaks_no_word(monkeypatch: pytest.MonkeyPatch, entry: str, width: int):
+    monkeypatch.setenv("COLUMNS", "100")
+    words = help_text(entry).split()
+    monkeypatch.setenv("COLUMNS", str(width))
+    text = help_text(entry)
+    assert text.split() == words
+    assert all(len(line) <= width or len(line.split()) == 1 for line in text.splitlines())
+
+
+def test_help_lists_every_choice_and_the_norms_by_family(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "100")
     text = help_text("train")
     for group in GROUPS:
         for name in group_choices(group):

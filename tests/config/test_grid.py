@@ -61,6 +61,8 @@ def test_a_knob_is_that_of_the_swept_choice():
         (["lr=interval(0.1,1)"], "lr=interval(0.1,1)"),
         (["optim=glob(zzz*)"], "optim=glob(zzz*)"),
         (["optim=sgdd,adamww"], "optim=sgdd"),  # none composes
+        (["norm=batch,group,layer", "norm.num_groups=2"], "num_groups: only norm=group takes it"),
+        (["norm=batch,layer", "norm.num_groups=2"], "num_groups: unknown key of norm=batch"),
     ],
 )
 def test_sweep_of_nothing_that_trains_is_refused(words: list[str], part: str):

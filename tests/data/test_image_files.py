@@ -152,7 +152,7 @@ def test_the_first_frame_of_several_is_used_and_said(
     frames = [Image.fromarray(noise(np.random.default_rng(k))).quantize(64) for k in (0, 1)]
     shown = decoded(tmp_path, frames[0], ".gif", save_all=True, append_images=frames[1:])
     np.testing.assert_array_equal(shown, np.asarray(frames[0].convert("RGB")))
-    assert "1 files hold several frames" in caplog.text
+    assert "only the first of several frames is read of 1 file" in caplog.text
 
 
 # --- Folders --------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def test_files_and_folders_that_are_left_out_are_named(
     (tmp_path / "root/test/a/0.png").rename(tmp_path / "root/test/0.png")
     load(tmp_path / "root")
     assert "notes is not read" in caplog.text
-    assert "2 files are not read (images beside the class folders, .heic)" in caplog.text
+    assert "not read: 2 files (images beside the class folders, .heic)" in caplog.text
     assert "root: 2 classes (a, b); images: 8 train, 2 val, 9 test" in caplog.text
 
 

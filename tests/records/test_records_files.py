@@ -7,6 +7,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,7 +24,7 @@ from normexp.training.records.files import (
     write_json,
     write_text,
 )
-from normexp.training.records.locks import file_lock, holder_of, this_command
+from normexp.training.records.locks import file_lock, holder_of, one_at_a_time, this_command
 
 
 def no_space(*_: object) -> None:
@@ -205,3 +208,19 @@ def test_windows_replaces_a_file_once_it_is_closed(tmp_path: Path, monkeypatch):
     with file_lock(lock) as is_mine, file_lock(lock) as is_mine_too:
         assert is_mine and not is_mine_too
         assert lock.read_text() == "" == holder_of(lock)  # a lock keeps others from reading
+
+
+def test_what_several_want_is_downloaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    downloads, found = [], tmp_path / "found"
+
+    def want(_: int) -> None:
+        with one_at_a_time("weights"):
+            if not found.exists():
+                time.sleep(0.02)  # where others would begin, too
+                downloads.append(1)
+                found.touch()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(want, range(4)))
+    assert len(downloads) == 1 and [*tmp_path.iterdir()] == [found]

@@ -54,7 +54,7 @@ def new_lines(out: io.StringIO) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_a_line_per_training_keeps_its_step_and_cuts_its_title(monkeypatch, width: int):
+def test_a_training_is_shown_in_full_on_one_line_or_two(monkeypatch, width: int):
     out = screen(monkeypatch, width=width)
     state = cell("a_norm_with_quite_a_long_name_of_its_own", step=12, total=4800)
     state.stacks[0] = StackState(
@@ -67,10 +67,19 @@ def test_a_line_per_training_keeps_its_step_and_cuts_its_title(monkeypatch, widt
     )
     with Display([state]) as display:
         display.update([state])
-        head, row = new_lines(out)
+        head, *lines = new_lines(out)
     assert head.startswith("0/3 runs") and head.endswith("elapsed")  # nothing is guessed yet
-    assert row.endswith("step 1200/4800  loss 0.123  val 0.9") and len(row) <= width
-    assert ("…" in row) == (width == 80)
+    assert lines[0].startswith("norm=a_norm_with_quite_a_long_name_of_its_own")
+    assert lines[-1].endswith("step 1200/4800  loss 0.123  val 0.9")
+    assert [len(line) <= width for line in lines] == [True] * (2 if width == 80 else 1)
+
+
+def test_a_command_shows_its_bar_before_anything_trains(monkeypatch):
+    out = screen(monkeypatch, width=80)
+    with Display([cell("batch"), cell("group")]) as display:
+        display.update([cell("batch"), cell("group")])
+        head, line = new_lines(out)
+    assert head.startswith("0/6 runs") and line == "starting"
 
 
 def test_time_left_is_guessed_from_a_twentieth_of_the_work_on(monkeypatch):
@@ -94,8 +103,8 @@ def test_counts_of_ended_cells_never_repeat_or_shrink(monkeypatch):
         display.update([cell("batch", ended=3), before[1], failed, before[3]])
         display.update([cell("batch", ended=3), before[1], failed, refused])
     assert new_lines(out) == [
-        "[6/12 runs] finished norm=batch  test/accuracy 97.0 ± 0.0",
-        "[9/12 runs] failed   norm=layer  test/accuracy 97.0 ± 0.0",
+        "[6/12 runs] finished norm=batch  test/accuracy 0.9700 (sd 0.0000)",
+        "[9/12 runs] failed   norm=layer  test/accuracy 0.9700 (sd 0.0000)",
         "[12/12 runs] refused  norm=rms",
     ]
 

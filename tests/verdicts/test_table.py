@@ -173,15 +173,19 @@ def other_rate(row: int) -> float:
     [
         (lambda t: t, {"metric": "val/acuracy"}, "val/acuracy: no such column; did you mean val/"),
         (lambda t: t, {"metric": "seed"}, "seed: one column cannot play two parts"),
-        (lambda t: t, {"metric": "Runtime"}, "set higher_is_better=true or false"),
-        (lambda t: t[t["seed"] == 0], {}, "seed=seed: one value, 0; two are the fewest"),
-        (lambda t: t[t["optimizer"] == "sgd"], {}, "arm=optimizer: one value, sgd; two are"),
-        (lambda t: t.assign(seed=t["seed"].replace(3, np.nan)), {}, "seed=seed: row 5 is empty"),
+        (
+            lambda t: t,
+            {"metric": "Runtime"},
+            "set higher_is_better=True, or higher_is_better=False",
+        ),
+        (lambda t: t[t["seed"] == 0], {}, 'seed="seed": one value, 0; two are the fewest'),
+        (lambda t: t[t["optimizer"] == "sgd"], {}, 'arm="optimizer": one value, sgd; two are'),
+        (lambda t: t.assign(seed=t["seed"].replace(3, np.nan)), {}, 'seed="seed": row 5 is empty'),
         (lambda t: pd.concat([t, t.iloc[[4]]]), {}, "row 38 repeats an earlier row"),
         (
             lambda t: t.assign(seed=t["seed"] % 3),
             {"ignore": ["data_seed"]},
-            "optimizer=sgd, .*seed=0: stands twice",
+            'optimizer="sgd", .*seed=0: stands twice',
         ),
         (
             lambda t: t.assign(lr=[other_rate(row) for row in range(36)]),
@@ -189,10 +193,14 @@ def other_rate(row: int) -> float:
             "lr: a setting or a mea",
         ),
         (lambda t: t.assign(**{SCORE: "high"}), {}, "val/accuracy: row 2 has 'high', no number"),
-        (lambda t: t, {"choose_by": "Runtime"}, "choose_by=Runtime chooses among .*; add tune=COL"),
+        (
+            lambda t: t,
+            {"choose_by": "Runtime"},
+            'choose_by="Runtime" chooses among .*; add tune="COL',
+        ),
         (lambda t: t, {"tune": "data set"}, "data set: row 2 has 'easy', no number"),
         (lambda t: t, {"chance": 10}, "chance=10: must be 0 to 1, as val/accuracy is"),
-        (lambda t: t.assign(**{SCORE: 200 * t[SCORE]}), {}, "val/accuracy: .* is no accuracy"),
+        (lambda t: t.assign(**{SCORE: 200 * t[SCORE]}), {}, 'val/accuracy": .* is no accuracy'),
         (
             lambda t: t.rename(columns={SCORE: "accuracy_loss"}),
             {"metric": "accuracy_loss"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +19,7 @@ from normexp.training.config.choices import compose_choices, is_choice, parse_ov
 from normexp.training.config.compose import compose_cell, refuse_missing
 from normexp.training.config.groups import group_choices
 from normexp.training.config.spec import CellSpec, join_points, shared_value
-from normexp.training.config.validate import OPTIONS
+from normexp.training.config.validate import OPTIONS, UnknownKey
 from normexp.training.records.source import class_flag
 from normexp.words import as_typed, suggest
 
@@ -161,12 +162,33 @@ def compose_cells(command: Command) -> list[CellSpec]:
     Raises:
         UserError: the single cell, or every cell of a sweep, is refused; or a word is wrong.
     """
-    cells = [command.cell(line) for line in command.lines()]
+    lines = command.lines()
+    try:
+        cells = [command.cell(line) for line in lines]
+    except UnknownKey as unknown:
+        raise _of_some_choices(command, lines, unknown) from None
     if all(cell.error for cell in cells):
         raise UserError(cells[0].error)
     for key in ("study", "runs_dir"):
         shared_value(cells, key)  # refuses several
     return join_points(cells)
+
+
+def _of_some_choices(
+    command: Command, lines: Sequence[Sequence[Override]], unknown: UnknownKey
+) -> UserError:
+    """Names the swept choices that take a key, if some do, as norm.num_groups of norm=group."""
+    group = unknown.key.partition(".")[0]
+    takers: dict[str, None] = {}
+    for line in lines:
+        with suppress(UserError):
+            takers[command.cell(line).choices[group]] = None
+    if not takers:
+        return unknown
+    choice = f"{group}={','.join(takers)}"
+    return UserError(
+        f"{unknown.key}: only {choice} takes it; train {choice} by itself, in the same study"
+    )
 
 
 def compose_norms(command: Command) -> dict[str, dict[str, Any]]:

@@ -7,13 +7,16 @@ family, as `# family: batch`.
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterable
+from itertools import groupby
 from textwrap import fill
 
 from normexp.training.config.groups import GROUPS, conf_dir, group_choices
 from normexp.training.config.slots import PLACEMENTS
 
-WIDTH, HEAD_WIDTH = 100, 28  # characters of a line, and of the key at its start
+HANG = 6  # of a row whose first part takes more than half of a line
+WIDTH, HEAD_WIDTH = 100, 28  # characters of a line at most, and of the key at its start
 
 USAGE = {
     "train": """\
@@ -47,14 +50,14 @@ normexp.benchmark trains a norm by fixed rules and ranks it among the shipped on
 
   python -m normexp.benchmark                                      ranking and claims, no training
   python -m normexp.benchmark norm=my_package.MyNorm               trains it and ranks it
-  python -m normexp.benchmark norm=my_package.MyNorm dry_run=true  what that costs
+  python -m normexp.benchmark norm=my_package.MyNorm dry_run=true  the time it needs
 
 Training needs pip install -e '.[mnist]'; the same command again resumes it. Learning rates, sizes,
 seeds and budgets are those of conf/experiment/benchmark1. To rank it among runs of your own:
 python -m normexp.training.records.archive runs/benchmark1 mine.zip, then reference=mine.zip.
 """,
     "check": """\
-normexp.check prints the card of a norm: its properties, as measured and not as declared.
+normexp.check prints the card of a norm: its properties, as measured rather than declared.
 
   python -m normexp.check norm=NAME            one card: the contract, then what the norm does
   python -m normexp.check norm=batch,group     a table of several; 'norm=glob(*)' for all shipped
@@ -67,8 +70,8 @@ normexp.confirm trains the best tries of a study and its baseline anew, and give
 
 The tries are ranked by their means on validation. They and the baseline are trained on seeds that
 nothing in the study has used, and compared on test data, once. The same command again resumes, and
-trains nothing that is recorded. Verdicts of the first confirmation of a study are corrected for
-3.0 %, of the second for 0.8 %, of the j-th for 5 % x 6 / (pi^2 j^2): 5 % for all of them.
+trains nothing that is recorded. The first confirmation of a study spends 3.0 % of the
+5 % of false verdicts, the second 0.8 %, the j-th 5 % x 6 / (pi^2 j^2).
 """,
     "evaluate": """\
 normexp.evaluate evaluates the finished runs of a cell again, from the weights they kept.
@@ -138,7 +141,38 @@ VALUES = "Values (key=value) and their defaults"
 def help_text(entry: str) -> str:
     """The help of an entry, such as `train`."""
     sections = [USAGE[entry], *_tables(entry), ENDINGS.get(entry, "")]
-    return "\n".join(sections).rstrip("\n")
+    text = "\n".join(sections).rstrip("\n")
+    return _folded(text, min(WIDTH, shutil.get_terminal_size((WIDTH, 0)).columns))
+
+
+def _folded(text: str, width: int) -> str:
+    """Breaks lines between words: refills paragraphs, and lets the second part of a row hang."""
+    lines = []
+    for is_row, group in groupby(text.splitlines(), lambda line: not line or line[0] == " "):
+        if is_row:
+            lines += [part for line in group for part in _folded_row(line, width)]
+        else:
+            lines.append(_fill(" ".join(group), width))
+    return "\n".join(lines)
+
+
+def _folded_row(line: str, width: int) -> list[str]:
+    """The lines of a row; its second part has its own, where less than half of one is left."""
+    if len(line) <= width:
+        return [line]
+    head = re.findall(r"^ *(?:\S.*?  +(?=\S))?", line)[0]
+    second = line[len(head) :]
+    if len(head) <= width // 2:
+        return [_fill(line, width, len(head) if head.strip() else HANG)]
+    first = [_fill(head.rstrip(), width, HANG)] if head.strip() else []
+    return [*first, _fill(" " * HANG + second, width, HANG)]
+
+
+def _fill(line: str, width: int, hang: int = 0) -> str:
+    indent = " " * hang
+    return fill(
+        line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _tables(entry: str) -> list[str]:
@@ -216,9 +250,5 @@ def _header(group: str, name: str) -> list[str]:
 
 def _table(title: str, rows: Iterable[tuple[str, str]], indent: str = "  ") -> str:
     """A title, and rows of a key and a text side by side."""
-    lines = [title]
-    for head, text in rows:
-        first_indent = f"{indent}{head}".ljust(HEAD_WIDTH) + "  "
-        other_indent = " " * (HEAD_WIDTH + 2)
-        lines.append(fill(text, WIDTH, initial_indent=first_indent, subsequent_indent=other_indent))
-    return "\n".join(lines) + "\n"
+    lines = [f"{indent}{head}".ljust(HEAD_WIDTH) + f"  {text}" for head, text in rows]
+    return "\n".join([title, *lines]) + "\n"

@@ -79,8 +79,7 @@ class Target:
                 needed.append(name)
         for name in needed[num_given:]:
             if name not in given:
-                key = f"{self.key}.{name}"
-                raise UserError(f"{key} is missing: {self.path} needs it; set {key}=...")
+                raise UserError(f"{self.path} needs {name}; set {self.key}.{name}=...")
 
     def make(self, kind: type[Made], *given: Any) -> Made:
         """Calls the target. Raises UserError if it fails, or returns no instance of `kind`.

@@ -197,16 +197,24 @@ OTHER_NAMES = {
 MOVED = {"optim.schedule": "schedule", "optim.warmup": "schedule.warmup"}  # former words
 
 
-def unknown_key(key: str, known: Iterable[str], choice: str = "") -> UserError:
+class UnknownKey(UserError):
+    """Of a key that nothing reads, or that a choice lacks; its message begins with the key."""
+
+    @property
+    def key(self) -> str:
+        return str(self).partition(":")[0]
+
+
+def unknown_key(key: str, known: Iterable[str], choice: str = "") -> UnknownKey:
     """The error for a key that nothing reads, or a `choice` lacks, with the nearest known ones."""
     if key in MOVED:
-        return UserError(f"{key}: unknown key; the word is {MOVED[key]}=... now")
+        return UnknownKey(f"{key}: unknown key; the word is {MOVED[key]}=... now")
     known, leaf = list(known), key.rpartition(".")[2]
     leaves = (leaf, OTHER_NAMES.get(leaf))
     same = [name for name in known if name.rpartition(".")[2] in leaves]
     hint = f"did you mean {' or '.join(same)}?" if same else suggest(key, known, most=2)
     of = f" of {choice}" if choice else ""
-    return UserError(f"{key}: unknown key{of}; {hint or '--help lists the keys'}")
+    return UnknownKey(f"{key}: unknown key{of}; {hint or '--help lists the keys'}")
 
 
 def name_as_text(word: str) -> str:

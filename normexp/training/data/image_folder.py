@@ -38,7 +38,7 @@ from normexp.training.data.masks import (
 from normexp.training.data.pixels import decode_images
 from normexp.training.data.sources import split_off_test
 from normexp.training.records.files import describe, open_atomic, read_path
-from normexp.words import name_some
+from normexp.words import format_count, name_some
 
 log = logging.getLogger(__name__)
 
@@ -238,7 +238,8 @@ def _list_images(
             if file.is_file() and file.suffix.lower() in kinds and not file.name.startswith("."):
                 skipped["images beside the class folders"] += 1
     if skipped:
-        log.info("%s: %d files are not read (%s)", name, skipped.total(), name_some(skipped))
+        files = format_count(skipped.total(), "file")
+        log.info("%s: not read: %s (%s)", name, files, name_some(skipped))
     if companions:
         log.warning(
             "%s: %d files beside the images are masks, thumbnails or copies by their names (%s), "

@@ -23,6 +23,7 @@ from torch import Tensor
 from normexp.errors import UserError, one_line
 from normexp.training.data.images import refuse_low_contrast
 from normexp.training.data.sources import refuse_beyond_memory
+from normexp.words import format_count
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,8 @@ def decode_images(files: list[Path], size: int | None, name: str) -> Tensor:
         whites = white_levels(headers, name)
         num_animated = sum(header.has_frames for header in headers.values())
         if num_animated:
-            log.info("%s: %d files hold several frames; the first is used", name, num_animated)
+            animated = format_count(num_animated, "file")
+            log.info("%s: only the first of several frames is read of %s", name, animated)
         width, height = (size, size) if size else headers[files[0]].size
         refuse_beyond_memory(
             f"{name}: {len(files)} images of {height}x{width}",
@@ -90,7 +92,7 @@ def decode_images(files: list[Path], size: int | None, name: str) -> Tensor:
                 images.append(result)
     if broken:
         raise UserError(
-            f"{name}: {len(broken)} files cannot be decoded, such as "
+            f"{name}: {format_count(len(broken), 'file')} cannot be decoded, such as "
             f"{', '.join(broken[:MOST_NAMED])}; replace or remove them"
         )
     first_size = _size(images[0])

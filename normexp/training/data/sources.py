@@ -13,6 +13,7 @@ from torch import Tensor
 
 from normexp.errors import UserError
 from normexp.training.batching.draws import generator
+from normexp.training.records.locks import one_at_a_time
 
 TEST_FRACTION = 0.2  # for a source without a test split
 TEST_SEED = 0  # constant, so that the test split is the same for every split_seed
@@ -53,7 +54,8 @@ def downloading(name: str, path: Path) -> Iterator[None]:
     had_file = path.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        yield
+        with one_at_a_time(path.name):
+            yield
     except (OSError, RuntimeError, HTTPException) as error:  # URLError is an OSError
         if not had_file:
             path.unlink(missing_ok=True)

@@ -42,8 +42,8 @@ def load_shakespeare(
 ) -> Data:
     """Tiny Shakespeare, 1,115,394 characters, downloaded once and verified. Karpathy 2015."""
     path = read_path("data_dir", data_dir) / "tinyshakespeare.txt"
-    if not path.is_file():
-        with downloading("shakespeare", path):
+    with downloading("shakespeare", path):
+        if not path.is_file():
             torch.hub.download_url_to_file(
                 SHAKESPEARE_URL, str(path), hash_prefix=SHAKESPEARE_SHA256, progress=False
             )

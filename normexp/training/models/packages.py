@@ -17,6 +17,7 @@ from torch.nn import functional
 from normexp.any_network.weights import Values
 from normexp.errors import UserError, one_line
 from normexp.training.models.common import check_image_shape, check_positive
+from normexp.training.records.locks import one_at_a_time
 from normexp.words import suggest
 
 # What networks raise for images of a size that they do not support.
@@ -105,7 +106,8 @@ def check_weights(library: str, name: str, weights: str, names: Sequence[str]) -
 def download(get: Callable[[], Any], weights: str, source: str) -> Values:
     """Calls `get`; a failure becomes a UserError."""
     try:
-        return dict(get())
+        with one_at_a_time("weights"):
+            return dict(get())
     except Exception as error:  # the library's client raises many kinds
         raise UserError(
             f"model.weights={weights}: downloading {source} failed ({one_line(error)}); "

@@ -8,6 +8,7 @@ import os
 import platform
 import shlex
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -55,6 +56,17 @@ def file_lock(path: Path, *, waits: bool = False) -> Iterator[bool]:
         if fcntl is not None:
             path.unlink(missing_ok=True)
         lock.release()
+
+
+@contextmanager
+def one_at_a_time(what: str) -> Iterator[None]:
+    """Waits for this user's other processes to leave such a block, so that one of them downloads.
+
+    Args:
+        what: names the file that they would download.
+    """
+    with file_lock(Path(tempfile.gettempdir(), f"normexp-{os.getuid()}-{what}"), waits=True):
+        yield
 
 
 def _text_of(path: Path) -> str:

@@ -15,7 +15,7 @@ from normexp.training.search.points import Point, Search, overrides_of
 from normexp.training.studies.terminal import print_closing_table
 from normexp.training.sweeps.sweep import raise_if_stopped, run_cells, train_cells
 from normexp.verdicts.metric import OF_VALIDATION, Metric, describe_metric
-from normexp.verdicts.terminal import open_console, text_table
+from normexp.verdicts.terminal import open_console, print_rows
 
 
 def tune(searches: Sequence[Search], words: Sequence[str]) -> int:
@@ -47,11 +47,11 @@ def tune(searches: Sequence[Search], words: Sequence[str]) -> int:
     console = open_console()
     titles = ["search", "best", "points with a result", "mean of the search seeds"]
     rows = [_row_of(search, points, states) for search, points in ranked]
-    console.print(text_table(titles, rows))
+    print_rows(console, titles, rows)
     for search, points in ranked:
         state = states[search.trials[0][1].id]
         if not points and (reason := "; ".join(filter(None, [state.refused, *state.failures]))):
-            console.out(f"{search.title}: {reason}")
+            console.print(f"{search.title}: {reason}")
     if fresh:
         console.out("fresh seeds at the best points:")
         print_closing_table([*fresh.values()])

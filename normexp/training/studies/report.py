@@ -26,7 +26,7 @@ from normexp.verdicts.compare import ADDED
 from normexp.verdicts.page import MISSING, PAGE, PAGES, REPORT, write_report
 from normexp.verdicts.report import Report, report_on, to_json
 from normexp.verdicts.tables import ADDED_NOTE
-from normexp.verdicts.terminal import open_console, print_report, text_table
+from normexp.verdicts.terminal import open_console, print_report, print_rows
 
 COLUMNS = ("study", "last result", "size", "what its report says")
 LOOK_EVERY = 2.0  # seconds between checks for new results
@@ -123,7 +123,7 @@ def publish_index(runs_dir: Path) -> None:
     index = PAGES.get_template("index.html.j2").render(
         title=title, columns=COLUMNS, rows=rows, note=note
     )
-    open_console().print(text_table(COLUMNS, [texts for _, texts in rows]))
+    print_rows(open_console(), COLUMNS, [texts for _, texts in rows])
     if note:
         print(note)
     try:

@@ -22,13 +22,14 @@ from normexp.training.records.result import ENDED, Result, Status, values_of
 from normexp.training.records.samples import count_samples
 from normexp.training.records.study import STATES, CellState, Study
 from normexp.verdicts.metric import OF_TEST, PREFERRED, is_at_chance, over_seeds
-from normexp.verdicts.terminal import open_console, text_table
+from normexp.verdicts.terminal import open_console, print_rows
 from normexp.words import format_count, format_duration
 
 SHORT = 60  # characters: longer texts are printed below their table
 Contents = Mapping[int, Mapping[str, Any]]  # the content of evaluation.json, by seed
 STATUSES = ("finished", "skipped", "diverged", "refused", "failed", "stopped")
 PROGRAM = re.compile("^normexp-")  # a console script
+FROM_PYTHON = "normexp.run"  # which takes the words of `python -m normexp.train`
 
 
 def print_cells(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -49,11 +50,11 @@ def print_cells(console: Console, columns: Sequence[str], rows: Sequence[Sequenc
                 text = footnotes.setdefault(text, f"[{len(footnotes) + 1}]")
             texts.append(text)
         shortened.append(texts)
-    console.print(text_table(columns, shortened))
+    print_rows(console, columns, shortened)
     if shared:
-        console.print(f"all with {' '.join(shared)}", markup=False)
+        console.print(f"all with {' '.join(shared)}")
     for text, mark in footnotes.items():
-        console.out(f"{mark} {text}")
+        console.print(f"{mark} {text}")
 
 
 def without_shared_words(titles: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -85,16 +86,16 @@ def print_evaluations(
                 values.setdefault(name, []).append(value)
     console = open_console()
     if invalid:
-        console.out(f"INVALID, every number below: {invalid}")
+        console.print(f"INVALID, every number below: {invalid}")
     if not by_kind:
-        console.out(f"{title}: {why_nothing}")
+        console.print(f"{title}: {why_nothing}")
         return
-    console.out(f"{title}: n = {format_count(len(contents), 'seed')}, mean (sd over seeds)")
+    console.print(f"{title}: n = {format_count(len(contents), 'seed')}, mean (sd over seeds)")
     rows = [
         [kind, *(mean_words(values.get(name, []), len(contents)) for name in names)]
         for kind, values in by_kind.items()
     ]
-    console.print(text_table(["evaluation", *names], rows))
+    print_rows(console, ["evaluation", *names], rows)
 
 
 def print_summary(state: CellState) -> None:
@@ -108,17 +109,17 @@ def print_summary(state: CellState) -> None:
     settings = ended[0].settings
     how = "already recorded" if state.was_over else "trained"
     n = format_count(len(ended), "seed")
-    console.out(f"\n{settings['norm']} on {settings['data']}: {how}, n = {n}")
+    console.print(f"\n{settings['norm']} on {settings['data']}: {how}, n = {n}")
     if state.invalid:
-        console.out(f"INVALID, every number: {state.invalid}")
+        console.print(f"INVALID, every number: {state.invalid}")
     rows = _metric_rows(ended, stamp=" INVALID" if state.invalid else "")
     if rows:  # there are none if all runs diverged
         heads = ("metric", "mean", "sd over seeds", "lowest", "highest", "n")
-        console.print(text_table(heads, rows))
+        print_rows(console, heads, rows)
     lines = [*_early_ends(ended), _time_words(ended[0].measured.timing)]
-    lines += [f"run directory: {state.directory}", *_warnings_on(state)]
-    lines += ["next:", *commands_to_look([state])]
-    console.out("\n".join(lines))
+    lines += [f"run directory: {state.directory}", *_warnings_on(state), "next:"]
+    console.print("\n".join(lines))
+    console.out("\n".join(commands_to_look([state])))
 
 
 def _metric_rows(ended: Sequence[Result], *, stamp: str) -> list[list[str]]:
@@ -155,10 +156,10 @@ def print_closing_table(states: Sequence[CellState]) -> None:
         rows.append([state.status, state.title, result, str(count or "")])
     print_cells(console, ["status", "cell", metric or "result", "n"], rows)
     counts = Counter(state.status for state in states)
-    console.out(", ".join(f"{counts[name]} {name}" for name in STATUSES if counts[name]))
+    console.print(", ".join(f"{counts[name]} {name}" for name in STATUSES if counts[name]))
     for state in states:
         for warning in _warnings_on(state):
-            console.print(f"{state.title}: {warning}", markup=False)  # wraps
+            console.print(f"{state.title}: {warning}")  # wraps
     for command in commands_to_look(states):
         console.out(command)
 
@@ -274,10 +275,10 @@ def print_status(study: Study) -> None:
     counts = ", ".join(f"{study.runs[state]} {state}" for state in columns)
     end = f"; {format_count(refused, 'cell')} refused" if refused else ""
     runs = format_count(study.runs.total(), "run")
-    console.out(f"{study.directory}: {runs} of {cells}: {counts}{end}")
+    console.print(f"{study.directory}: {runs} of {cells}: {counts}{end}")
     last_times = {_as_typed(command, study): command.time for command in study.commands}
     if last_times:
-        console.out("commands so far, with their last time:")
+        console.print("commands so far, with their last time:")
     for line, time in last_times.items():
         console.out(f"  {time}  {line}")
     for line in _commands_to_continue(study):
@@ -310,6 +311,7 @@ def _as_typed(command: CommandEntry, study: Study) -> str:
     from normexp.training.config.command import study_words
 
     program, *words = command.command
+    program = "normexp-train" if program == FROM_PYTHON else program
     kept = [word for word in words if not re.match(r"\+*(study|runs_dir)=", word)]
     name = study.directory
     if command.searched:  # the trials are in a study NAME-search
@@ -358,13 +360,13 @@ def print_plan(plans: Sequence[Plan], *, num_workers: int, num_points: int) -> N
         rows.append([state.title, str(missing), str(done), f"{plan.num_steps:,}", time])
     print_cells(console, ("cell", "runs to do", "done", "steps", "time"), rows)
     if num_points > len(plans):
-        console.out(f"{num_points} points of the grid, {format_count(len(plans), 'cell')}")
+        console.print(f"{num_points} points of the grid, {format_count(len(plans), 'cell')}")
     runs = format_count(sum(len(plan.state.missing) for plan in to_train), "run")
     num_stacks = sum(plan.num_stacks for plan in to_train)
     busy = max(1, min(num_workers, num_stacks))
     duration = format_duration(sum(plan.seconds for plan in to_train) / busy)
-    console.out(
+    console.print(
         f"{runs} of {format_count(len(to_train), 'cell')} to do: about {duration} with "
         f"{format_count(busy, 'worker')}, estimated from a few steps of each (seeds of small "
-        "networks train together, which takes less)"
+        "networks train together, which takes less)",
     )

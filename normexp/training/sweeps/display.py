@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,9 +18,9 @@ from normexp.training.records.logs import messages_to
 from normexp.training.records.result import values_of
 from normexp.training.records.stack_state import StackState
 from normexp.training.records.study import CellState
-from normexp.training.studies.terminal import main_metric, without_shared_words
+from normexp.training.studies.terminal import main_metric, mean_words, without_shared_words
 from normexp.training.sweeps.machine import console_for_progress
-from normexp.verdicts.metric import OF_TEST, describe_metric, over_seeds
+from normexp.verdicts.metric import OF_TEST
 from normexp.words import format_duration
 
 SECONDS_BETWEEN_LINES = 60.0  # without a terminal
@@ -77,7 +77,8 @@ class Display(logging.Handler):
         if text not in self.printed:
             self.printed.add(text)
             last_state = text.rstrip("\r").rpartition("\r")[2]
-            self.console.print(last_state, markup=False, soft_wrap=True)
+            one_line = not self.console.is_terminal  # which would break words
+            self.console.print(last_state, markup=False, soft_wrap=one_line)
 
     def update(self, states: Sequence[CellState]) -> None:
         """Prints the cells that have ended since the last call, and shows what trains."""
@@ -92,15 +93,15 @@ class Display(logging.Handler):
             for stack in state.stacks:
                 if stack.holder and stack.folder not in rows:
                     rows[stack.folder] = self._row(state, stack)
-        if not rows and not self.live.is_started:
-            return
         done = _num_runs_done(states)
+        if done == self.total and not self.live.is_started:
+            return
         times = self._times(done + _share_done(states))
         if self.console.is_terminal:
             if not self.live.is_started:
                 self._open.enter_context(self.live)
-            shown = Group(self._bar(done, times), _table(rows.values()))
-            self.live.update(shown, refresh=True)
+            lines = _lines_of([*rows.values()], self.console.width) if rows else "starting"
+            self.live.update(Group(self._bar(done, times), lines), refresh=True)
         elif time.monotonic() - self._line_at > SECONDS_BETWEEN_LINES:
             self._line_at = time.monotonic()
             lines = ["  ".join(filter(None, row)) for row in rows.values()]
@@ -113,16 +114,10 @@ class Display(logging.Handler):
         return f"{count} {state.status:<8} {self.titles[state.id]}  {result}".rstrip()
 
     def _result_of(self, state: CellState) -> str:
-        """`test/accuracy 97.1 ± 0.7`: mean and deviation over seeds, as reports show them."""
+        """`test/accuracy 0.9711 (sd 0.0072)`, as the closing table shows it."""
         name = main_metric(state.results, self.metrics)
-        metric = describe_metric(name)
-        factor, digits = metric.scale, metric.digits
-        numbers = [factor * value for value in values_of(state.results, name)]
-        if not numbers:
-            return ""
-        mean, spread = over_seeds(numbers)
-        deviation = f" ± {spread:.{digits}f}" if len(numbers) > 1 else ""
-        return f"{name} {mean:.{digits}f}{deviation}"
+        values = values_of(state.results, name)
+        return f"{name} {mean_words(values)}" if values else ""
 
     def _row(self, state: CellState, stack: StackState) -> Row:
         title = self.titles[state.id]
@@ -160,10 +155,14 @@ def _time_left(seconds: float, done: float, total: float) -> str:
     return f"{format_duration(seconds * (total - done) / done)} left"
 
 
-def _table(rows: Iterable[Row]) -> Table:
-    """A line per training. Where there is no room, the title is cut, never the step."""
+def _lines_of(rows: Sequence[Row], width: int) -> Table | Text:
+    """A line per training; where one has no room, two: its title, and its steps below."""
+    columns = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    if sum(columns) + 2 * len(columns) > width:
+        lines = [f"{title}\n  {'  '.join(filter(None, rest))}" for title, *rest in rows]
+        return Text("\n".join(lines))
     grid = Table.grid(padding=(0, 2), expand=True)
-    grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+    grid.add_column(ratio=1)
     for _ in range(3):
         grid.add_column(no_wrap=True, justify="right")
     for row in rows:

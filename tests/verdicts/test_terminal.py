@@ -1,0 +1,37 @@
+"""What commands print, at any width."""
+
+from __future__ import annotations
+
+import pytest
+
+from normexp.verdicts.terminal import open_console, print_rows
+
+COLUMNS = ["norm batch size", "norm", "test accuracy (%)", "verdict", "why"]
+ROW = ["2", "SoftDevNorm", "57.1 [53.7, 60.5]", "undecided", "seeds differ too much"]
+
+
+@pytest.mark.parametrize(("width", "has_columns"), [("100", True), ("60", True), ("40", False)])
+def test_no_word_is_broken(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    width: str,
+    has_columns: bool,
+):
+    monkeypatch.setenv("COLUMNS", width)
+    print_rows(open_console(), COLUMNS, [ROW], widths=[1, 11, 17, 9, 3])
+    open_console().print(" ".join(ROW * 3))
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= int(width)
+    assert set(" ".join([*COLUMNS, *ROW]).split()) <= set(out.replace(":", "").split())
+    assert ("verdict: undecided" in out) != has_columns
+
+
+def test_without_a_known_width_a_row_and_a_sentence_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    print_rows(open_console(), COLUMNS, [ROW], widths=[20, 20, 30, 20, 30])
+    open_console().print(" ".join(ROW * 3))
+    table, sentence = capsys.readouterr().out.rsplit("\n", 2)[:2]
+    assert "57.1 [53.7, 60.5]" in table and len(table.splitlines()[1]) > 100
+    assert sentence == " ".join(ROW * 3)
