@@ -113,7 +113,7 @@ class ArmAtSize:
 
     @cached_property
     def has_text(self) -> bool:
-        """True if its test samples are blocks of a text."""
+        """True if its test samples are sequences of a text."""
         return any(run.has_text for run in self.best.runs)
 
     def _num_samples(self, cells: Sequence[CellRuns]) -> int:

@@ -32,10 +32,24 @@ def label_cells(cells: Sequence[CellRuns]) -> list[CellRuns]:
     labelled = []
     for cell, label in zip(cells, labels, strict=True):
         task = dict(zip(cell.roles.task, cell.task, strict=True))
-        values = {key: cell.value_of(key) for key in keys}
+        values = {key: _value_of(key, cell, cells) for key in keys}
         knobs = sum(map(cell.roles.is_of_arm, cell.typed))
         labelled.append(replace(cell, arm=label, num_knobs=knobs, separating={**task, **values}))
     return _in_order(_with_titles(labelled))
+
+
+def _value_of(key: str, cell: CellRuns, cells: Sequence[CellRuns]) -> Any:
+    """A setting; if its records do not name it, as those of older versions, the default of others.
+
+    Others: of the same group of settings, as `data` of data.order.
+    """
+    if key in cell.config or key in cell.defaults:
+        return cell.value_of(key)
+    group = key.partition(".")[0]
+    alike = [other for other in cells if other.value_of(group) == cell.value_of(group)]
+    others = [other for other in alike if key in other.defaults and key not in other.config]
+    found = [other.defaults[key] for other in others]
+    return found[0] if found and not _varies(found) else None
 
 
 def _labels(cells: Sequence[CellRuns]) -> list[str]:

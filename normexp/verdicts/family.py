@@ -47,7 +47,7 @@ def difference(
         samples. Both may have other numbers of seeds. One alone: differences that are paired
     step: of a seed's value; see normexp.verdicts.interval
     limit: the largest possible difference, at which the bounds are cut
-    in_order: the test samples are parts of a text, and neighbours may be alike
+    in_order: the test samples are sequences of a text, and neighbours may be alike
     """
     outcomes = [np.asarray(arm, dtype=np.float64) for arm in arms]
     if len({of_arm.shape[1:] for of_arm in outcomes}) > 1:

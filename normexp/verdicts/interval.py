@@ -45,7 +45,7 @@ class Interval:
     df, error: degrees of freedom and standard error of a t interval; None for other intervals
     further: (df, error) of further t intervals, such as that over seeds alone of an interval over
         new test samples too, which is narrower than none of them at any level
-    why: why there are no bounds, if it is no matter of seeds
+    why: why there are no bounds, unless too few seeds are the reason
     """
 
     estimate: float | None

@@ -7,8 +7,8 @@ with NUM_WAVES degrees of freedom (Müller 2007, "A theory of robust long-run va
 Lazarus, Lewis, Stock and Watson 2018, "HAR inference: recommendations for practice").
 
 A few long topics, or a drift from start to end, make the slowest waves larger than the others, and
-the mean larger still, by how much cannot be told from one text. Then there is no interval, unless
-seeds differ so much more that the text does not matter. The constants were chosen by simulation
+the error of the mean larger still; one text cannot show by how much. Then there is no interval,
+unless seeds differ so much more that the text does not matter. Constants were chosen by simulation
 (conf/experiment/README.md, "How often a verdict is false").
 """
 
@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
-NUM_WAVES = 6  # that tell the error
-NUM_SLOWEST = 2  # that show a drift beside the others
+NUM_WAVES = 6  # used to estimate the error
+NUM_SLOWEST = 2  # compared with the others, to see a drift
 NUM_TRIED = 16
-DRIFT = 1.2  # the mean square of the slowest is larger, over that of the others
-BEYOND = 5.0  # the squared error of the mean may be so many times the slowest waves'
+DRIFT = 1.2  # by this factor, the mean square of the slowest exceeds that of the others
+BEYOND = 5.0  # a drift makes the squared error at most so many times that mean square
 
 
 def waves_of(table: Array) -> Array:
@@ -46,7 +46,7 @@ def why_unknown(waves: Array, num_sequences: int, of_seeds: float) -> str:
         return ""
     stretch = num_sequences // (1 + int(slowest.argmax()))
     return (
-        f"drifts along the test text, over {stretch} of {num_sequences} sequences: "
+        f"may drift along the test text, over {stretch} of {num_sequences} sequences: "
         "raise data.test_fraction"
     )
 
@@ -57,7 +57,7 @@ def over_sequences(waves: Array) -> tuple[float, float]:
 
 
 def residuals_of(waves: Array) -> tuple[float, float]:
-    """The same by what differs between n seeds, of their mean. waves: (n, NUM_TRIED)"""
+    """The part of it that differs between n seeds, for their mean. waves: (n, NUM_TRIED)"""
     slow = waves[:, :NUM_WAVES]
     df = (len(slow) - 1) * NUM_WAVES
     return float(((slow - slow.mean(axis=0)) ** 2).sum() / (df * len(slow))), df

@@ -42,6 +42,20 @@ def test_a_swept_key_has_a_verdict_against_the_value_as_shipped(key: str, words:
     assert f"{one.arm} is " in report.headline(one.slice)
 
 
+def test_records_of_an_older_version_need_not_name_a_default():
+    """They share a table with those that do, so norms are compared at each value."""
+    named = {"data.order": "shuffled"}
+    cells = [cell_of("batch", draw()), cell_of("layer", draw(), defaults=named)]
+    for norm in ("batch", "layer"):
+        cells.append(cell_of(norm, draw(), defaults=named, **{"data.order": "sorted"}))
+    assert pairs(report_of_cells(*cells)) == [
+        ("norm", "layer", "batch"),
+        ("norm", "layer", "batch"),
+        ("data.order", "order=sorted", "order=shuffled"),
+        ("data.order", "order=sorted", "order=shuffled"),
+    ]
+
+
 def test_values_are_compared_within_each_norm_and_norms_within_each_value():
     cells = [
         cell_of(norm, draw(), act=act) for norm in ("batch", "layer") for act in ("relu", "gelu")
