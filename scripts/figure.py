@@ -55,7 +55,7 @@ def main(folder: Path = RECORDS, picture: Path = PICTURE) -> None:
 
 
 def draw_panel(slice_: Slice, title: str) -> Any:
-    """Means with 95 % intervals, and a faint dot per seed.
+    """Means, from four seeds on with 95 % intervals, and a faint dot per seed.
 
     A norm that mixes no samples was run at one size, and its line and band reach over all.
     """
@@ -90,7 +90,7 @@ def _heading(title: str) -> Any:
 
 
 def marks_of(slice_: Slice) -> Iterator[dict[str, Any]]:
-    """Of each norm its mean at each size (a level if it mixes no samples), and its seeds."""
+    """Each norm's mean at each size, `level` if it mixes no samples, and its seeds."""
 
     def shown(value: float | None) -> float | None:
         """As an error or in bits: lower is better."""

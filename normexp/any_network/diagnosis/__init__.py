@@ -75,7 +75,7 @@ def _sentences(measured: Measurement, findings: Sequence[Finding]) -> Iterator[s
     largest.sort(key=lambda name: -abs(measured.terms[name].value))
     terms = [f"{TERMS[name]} {measured.terms[name]}{places.get(name, '')}" for name in largest]
     if terms:
-        yield f"Largest term{'s' if len(terms) > 1 else ''}: {'; '.join(terms)}."
+        yield f"Largest term{'s' if len(terms) > 1 else ''} beyond chance: {'; '.join(terms)}."
     elif not findings:
         yield f"No term is both beyond chance and above {measured.tolerance:.2g}."
     for finding in findings:

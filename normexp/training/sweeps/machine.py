@@ -61,7 +61,7 @@ class WorkerSlot:
 
 def _lock_folder() -> Path:
     """A folder of this user that is emptied at boot; the temporary one if the session's is not."""
-    user = os.getuid() if hasattr(os, "getuid") else getpass.getuser()  # Windows has names alone
+    user = os.getuid() if hasattr(os, "getuid") else getpass.getuser()  # Windows has names only
     name = f"normexp-{user}"
     session = os.environ.get("XDG_RUNTIME_DIR", "")  # may be another user's, or of another machine
     if os.path.isabs(session):
