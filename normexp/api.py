@@ -172,6 +172,7 @@ def load_report(
     tolerance: float | None = None,
     reference: str | None = None,
     tries: int | None = None,
+    choose_by: str | None = None,
 ) -> Report:
     """What the report of a study says: its cells, and every comparison with interval and verdict.
 
@@ -180,7 +181,7 @@ def load_report(
 
     Args:
         study: a name, or several.
-        metric, tolerance, reference, tries: as in `python -m normexp.report`.
+        metric, tolerance, reference, tries, choose_by: as in `python -m normexp.report`.
 
     Raises:
         normexp.errors.UserError: a study that is missing or has no ended run, or a metric that no
@@ -191,6 +192,7 @@ def load_report(
 
     names = [study] if isinstance(study, str) else study
     options = {"metric": metric, "tolerance": tolerance, "reference": reference, "tries": tries}
+    options |= {"choose_by": choose_by}
     for key, value in {"study": names, **options}.items():
         check_value(key, value, OPTIONS["report"][key])
     report = read_report(Path(runs_dir).expanduser(), names, **options)

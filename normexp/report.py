@@ -14,7 +14,8 @@ from normexp.cli import entry, read_options
 from normexp.errors import UserError
 
 OF_STUDIES = ("study", "runs_dir", "watch", "tries")
-OF_TABLES = ("arm", "seed", "higher_is_better", "tune", "choose_by", "by", "ignore", "chance")
+OF_TABLES = ("arm", "seed", "higher_is_better", "tune", "by", "ignore", "chance")
+OF_BOTH = ("metric", "choose_by", "tolerance", "reference")
 
 
 @entry("report")
@@ -38,8 +39,7 @@ def main(words: list[str]) -> int:
         publish_index(Path(options["runs_dir"]))
         return 0
 
-    keys = ("watch", "metric", "tolerance", "reference", "tries")
-    asked = {key: options[key] for key in keys}
+    asked = {key: options[key] for key in (*OF_BOTH, "watch", "tries")}
     publish(Path(options["runs_dir"]), options["study"], **asked)
     return 0
 
@@ -59,7 +59,7 @@ def _report_on_table(path: Path, options: dict[str, Any]) -> int:
     for key in ("arm", "seed", "metric"):
         if options[key] is None:
             raise UserError(f"{key} is missing: {key}=COLUMN")
-    asked = {key: options[key] for key in (*OF_TABLES, "metric", "tolerance", "reference")}
+    asked = {key: options[key] for key in (*OF_TABLES, *OF_BOTH)}
     asked |= {key: asked[key] or [] for key in ("by", "ignore")}
     report = compare(read_table(path), name=path.name, **asked)
     publish_report(replace(report, folder=path.with_name(f"{path.stem}_report")))

@@ -44,7 +44,7 @@ class ArmAtSize:
                 if run.status == Status.DIVERGED:
                     scores[run.seed] = -np.inf
                 elif name in run.metrics:
-                    scores[run.seed] = self.metric.sign * run.metrics[name]
+                    scores[run.seed] = self.metric.selection_sign * run.metrics[name]
             of_cells.append(scores)
         return of_cells
 

@@ -68,7 +68,7 @@ class Metric:
     tolerance: smaller differences, in `unit`, count as none
     digits: minimum number of decimals
     least: a bound of the values; -inf if none is known
-    chosen_by: the metric by which a learning rate is chosen; None: as `selection_name` says
+    chosen_by: the metric by which a learning rate is chosen; None: its own on validation data
     chance_level: what a diverged run counts as; None: as `chance` says
     """
 
@@ -80,7 +80,7 @@ class Metric:
     tolerance: float
     digits: int
     least: float
-    chosen_by: str | None = None
+    chosen_by: Metric | None = None
     chance_level: float | None = None
 
     @property
@@ -130,9 +130,14 @@ class Metric:
     def selection_name(self) -> str:
         """The metric by which a learning rate is chosen: never one on test data."""
         if self.chosen_by:
-            return self.chosen_by
+            return self.chosen_by.name
         split, _, rest = self.name.partition("/")
         return f"val/{rest.partition('@')[0]}" if split == "test" else self.name
+
+    @property
+    def selection_sign(self) -> float:
+        """Values of that metric times this are higher if they are better."""
+        return (self.chosen_by or self).sign
 
 
 def over_seeds(values: Sequence[float]) -> tuple[float, float]:

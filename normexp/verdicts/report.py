@@ -18,7 +18,7 @@ from normexp.verdicts.compare import Comparison, Ranking, compare, rank
 from normexp.verdicts.headline import headline_of
 from normexp.verdicts.ladder import find_ladders
 from normexp.verdicts.loops import find_contests, slices_of, tries_table
-from normexp.verdicts.metric import Metric
+from normexp.verdicts.metric import Metric, describe_metric
 from normexp.verdicts.rows import Rows
 from normexp.verdicts.slices import Slice, build_slices
 from normexp.verdicts.tables import (
@@ -165,6 +165,7 @@ def report_on(
     tolerance: float | None = None,
     reference: str | None = None,
     tries: int | None = None,
+    choose_by: str | None = None,
     at_largest: bool = False,
     describe_norm: Callable[[str], str] = lambda _: "",
 ) -> Report:
@@ -174,17 +175,27 @@ def report_on(
     reference: the arm that the others are compared with; None: batch norm, or what is shipped
     tries: how many were planned before the first: a loop then has verdicts, corrected for as many
         comparisons at least, until a confirmation
+    choose_by: the metric by which a learning rate is chosen; None: that of validation data
     at_largest: arms are compared at the largest size alone, not at every one
     describe_norm: as of a Report
 
     Raises:
-        UserError: a metric or a reference that no run has.
+        UserError: a metric or a reference that no run has; a choice by test data.
     """
     cells = label_cells(build_cells(rows))
     recorded = metric_names(cells)
-    if isinstance(metric, str) and metric not in recorded:
-        names = ", ".join(recorded) or "no metric at all"
-        raise UserError(f"metric={metric}: no run has it; the runs have {names}")
+    for key, name in (("metric", metric), ("choose_by", choose_by)):
+        if isinstance(name, str) and name not in recorded:
+            names = ", ".join(recorded) or "no metric at all"
+            raise UserError(f"{key}={name}: no run has it; the runs have {names}")
+    if choose_by:
+        if not isinstance(metric, str):
+            raise UserError(f"choose_by={choose_by}: set metric=... too, which is compared")
+        if not choose_by.startswith("val/"):
+            raise UserError(
+                f"choose_by={choose_by}: choose by a metric of validation data: val/..."
+            )
+        metric = replace(describe_metric(metric, tolerance), chosen_by=describe_metric(choose_by))
     contests = find_contests(cells, are_planned=tries is not None)
     of_contests = {cell.directory for contest in contests for cell in contest.cells}
     others = [cell for cell in cells if cell.directory not in of_contests]

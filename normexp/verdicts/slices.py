@@ -130,7 +130,8 @@ class Slice:
         """`lr=0.1`, `lr=0.1 to 0.3`, `lr tuned over 5`."""
         counts = sorted({len(side.cells) for side in self.arms_at_sizes})
         if counts != [1]:
-            return f"{self.cells[0].roles.tuned} tuned over {'-'.join(map(str, counts))}"
+            by = f" by {self.metric.chosen_by.name}" if self.metric.chosen_by else ""
+            return f"{self.cells[0].roles.tuned} tuned over {'-'.join(map(str, counts))}{by}"
         rates = sorted({cell.tuned for cell in self.cells if cell.tuned is not None})
         if not rates:
             return ""

@@ -99,8 +99,14 @@ def compare(
         raise UserError(f"tune={tune}: row {_row_number(table[tune].isna())} is empty")
     metrics = [metric, *([choose_by] if choose_by else [])]
     described = _describe(metric, table[metric], higher_is_better, chance, tolerance)
-    if tune:
-        described = replace(described, chosen_by=choose_by or metric)
+    if choose_by:
+        upwards = _improves_upwards(
+            choose_by, f"choose_by={choose_by}", "name the column ..._loss or ..._accuracy"
+        )
+        chooser = replace(describe_metric("metric"), name=choose_by, higher_is_better=upwards)
+        described = replace(described, chosen_by=chooser)
+    elif tune:
+        described = replace(described, chosen_by=described)
     cell = [arm, *([tune] if tune else [])]
     columns = _sort_columns(table, cell, seed, by, [*metrics, *ignore])
     _refuse_doubled_seeds(table, columns, seed)
@@ -266,6 +272,23 @@ def _rows_of(
     return rows
 
 
+def _kinds_of(name: str) -> tuple[bool, bool]:
+    """Whether the name of a metric says that it is an accuracy, and that lower is better."""
+    is_accuracy, is_loss = (
+        any(re.search(rf"(?<![a-z]){word}(?![a-z])", name.lower()) for word in words)
+        for words in (["accuracy"], LOWER_IS_BETTER)
+    )
+    return is_accuracy, is_loss
+
+
+def _improves_upwards(name: str, typed: str, remedy: str) -> bool:
+    """True if higher is better. Raises UserError if the name of the metric does not say."""
+    is_accuracy, is_loss = _kinds_of(name)
+    if is_accuracy == is_loss:
+        raise UserError(f"{typed}: which way does it improve? {remedy}")
+    return is_accuracy
+
+
 def _describe(
     name: str,
     values: pd.Series,
@@ -278,17 +301,10 @@ def _describe(
     Raises:
         UserError: its direction is not known, or an accuracy lies outside of 0 to 1 or 100 %.
     """
-    is_accuracy, is_loss = (
-        any(re.search(rf"(?<![a-z]){word}(?![a-z])", name.lower()) for word in words)
-        for words in (["accuracy"], LOWER_IS_BETTER)
-    )
     if higher_is_better is None:
-        if is_accuracy == is_loss:
-            raise UserError(
-                f"metric={name}: which way does it improve? set higher_is_better=true, or "
-                "higher_is_better=false"
-            )
-        higher_is_better = is_accuracy
+        remedy = "set higher_is_better=true, or higher_is_better=false"
+        higher_is_better = _improves_upwards(name, f"metric={name}", remedy)
+    is_accuracy, is_loss = _kinds_of(name)
     metric = describe_metric("metric")
     if is_accuracy and not is_loss:
         metric = replace(describe_metric("accuracy"), label=f"{name} (%)")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from synthetic_study import cell_of, find, report_of_cells
 
+from normexp.errors import UserError
 from normexp.verdicts.arm_at_size import ArmAtSize
 from normexp.verdicts.compare import DIFFERENCE, gap_of
 from normexp.verdicts.interval import mean
@@ -321,6 +322,28 @@ def test_norms_stand_in_order_of_their_estimate_with_marks_and_verdicts():
     assert verdicts == {"layer": "better", "group": "better", "rms": "worse"}
     # three against the reference; layer, group and rms with each other are one more
     assert ranking.family_size == 4
+
+
+def test_a_learning_rate_is_chosen_by_the_metric_that_is_named():
+    """lr 0.1 has the better accuracy on validation, lr 0.3 the better loss; 1 has neither."""
+    cells = []
+    for lr, accuracy, loss in ((0.1, 0.9, 0.5), (0.3, 0.8, 0.4), (1.0, 0.7, 0.6)):
+        metrics = {"test/accuracy": accuracy, "val/accuracy": accuracy, "val/loss": loss}
+        cells.append(cell_of("batch", level(accuracy), lr=lr, metrics=metrics))
+    options = {"metric": "test/accuracy"}
+    (by_loss,) = report_of_cells(*cells, choose_by="val/loss", **options).slices
+    (by_accuracy,) = report_of_cells(*cells, **options).slices
+    for slice_, expected in ((by_loss, 80.0), (by_accuracy, 90.0)):
+        (batch,) = slice_.arms_at_sizes
+        assert batch.mean.estimate == pytest.approx(expected)
+    assert "lr tuned over 3 by val/loss" in by_loss.scope
+    for wrong, words in (
+        ({"choose_by": "test/accuracy"}, "choose by a metric of validation data"),
+        ({"choose_by": "val/iou"}, "choose_by=val/iou: no run has it"),
+        ({"choose_by": "val/loss", "metric": None}, "set metric=... too"),
+    ):
+        with pytest.raises(UserError, match=words):
+            report_of_cells(*cells, **options | wrong)
 
 
 def test_equal_norms_all_may_be_the_best_and_one_that_cannot_be_compared_stands_last():

@@ -130,6 +130,12 @@ def test_a_tuned_arm_is_cross_fitted_and_one_that_was_tuned_before_is_not_compar
     is_best = table["lr"] == table["optimizer"].map({"sgd": 0.1, "adam": 0.01, "lion": 0.1})
     alone = compare(table[is_best], reference="sgd")
     assert verdicts(alone)["adam"] == (None, "not compared: lr 0.01 and 0.1")
+    table["val_loss"] = 1 - table[SCORE]  # of the best learning rate the lowest
+    by_loss = compare(table, tune="lr", choose_by="val_loss")
+    assert "lr tuned over 4 by val_loss" in by_loss.slices[0].scope
+    assert verdicts(by_loss) == verdicts(report)
+    with pytest.raises(UserError, match="choose_by=.*: which way does it improve"):
+        compare(table.rename(columns={"val_loss": "miss"}), tune="lr", choose_by="miss")
 
 
 def test_cells_seeds_and_rows_of_any_values_stay_apart():
