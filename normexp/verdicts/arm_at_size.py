@@ -38,13 +38,14 @@ class ArmAtSize:
     def scores(self) -> list[dict[int, float]]:
         """For each cell, by seed, the score that chooses a tuned value; -inf if diverged."""
         name, of_cells = self.metric.selection_name, []
+        sign = (self.metric.chosen_by or self.metric).sign
         for cell in self.cells:
             scores = {}
             for run in cell.runs:
                 if run.status == Status.DIVERGED:
                     scores[run.seed] = -np.inf
                 elif name in run.metrics:
-                    scores[run.seed] = self.metric.selection_sign * run.metrics[name]
+                    scores[run.seed] = sign * run.metrics[name]
             of_cells.append(scores)
         return of_cells
 

@@ -134,11 +134,6 @@ class Metric:
         split, _, rest = self.name.partition("/")
         return f"val/{rest.partition('@')[0]}" if split == "test" else self.name
 
-    @property
-    def selection_sign(self) -> float:
-        """Values of that metric times this are higher if they are better."""
-        return (self.chosen_by or self).sign
-
 
 def over_seeds(values: Sequence[float]) -> tuple[float, float]:
     """The number that stands for several seeds, and how far they spread; NaN for one alone."""
