@@ -22,6 +22,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Where a test asks for more threads than there are cores, those that wait sleep.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# What commands print does not depend on the terminal of the tests.
+os.environ.pop("COLUMNS", None)
+
 # Trainings of other test runs on this machine are not waited for.
 gc.disable()  # until all tests are imported
 SLOTS = os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="normexp-tests-")

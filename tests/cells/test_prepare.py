@@ -144,7 +144,7 @@ REFUSED = {
     "schedule._target_=own.worse": r"own\.worse fails: KeyError: 'shape' \(own\.py, line \d+",
     "schedule._target_=own.ramp schedule.warmup=0": "^schedule.warmup: own.ramp has no such arg",
     f"{PLATEAU} schedule.monitor=loss": "^schedule.monitor=loss is not a .* val/loss, val/accuracy",
-    "callback._target_=own.Step": "^callback.params is missing",
+    "callback._target_=own.Step": r"^own\.Step needs params; set callback\.params=",
     "logger=custom logger.custom._target_=own.Gone": "own has no Gone",
     "norm=group norm.half_life=100": "^norm.half_life=100: .*GroupNorm has no momentum; drop",
 }
