@@ -189,13 +189,7 @@ def report_on(
             names = ", ".join(recorded) or "no metric at all"
             raise UserError(f"{key}={name}: no run has it; the runs have {names}")
     if choose_by:
-        if not isinstance(metric, str):
-            raise UserError(f"choose_by={choose_by}: set metric=... too, which is compared")
-        if not choose_by.startswith("val/"):
-            raise UserError(
-                f"choose_by={choose_by}: choose by a metric of validation data: val/..."
-            )
-        metric = replace(describe_metric(metric, tolerance), chosen_by=describe_metric(choose_by))
+        metric = _chosen_by(choose_by, metric, tolerance)
     contests = find_contests(cells, are_planned=tries is not None)
     of_contests = {cell.directory for contest in contests for cell in contest.cells}
     others = [cell for cell in cells if cell.directory not in of_contests]
@@ -207,6 +201,9 @@ def report_on(
         if tries is not None:
             note = f"tries={tries} has no effect after a confirmation"
             rows = replace(rows, notes=[*rows.notes, note])
+    tuned = [side for slice_ in slices for side in slice_.arms_at_sizes if len(side.cells) > 1]
+    if choose_by and not tuned and not contests:
+        raise UserError(f"choose_by={choose_by}: no arm has several learning rates to choose from")
     comparisons = compare(slices, _name_of(reference, slices), tries or 0)
     causes = map(measure_causes, comparisons)
     return Report(
@@ -227,6 +224,15 @@ def report_on(
         causes=[of_drop for of_drop in causes if of_drop],
         describe_norm=describe_norm,
     )
+
+
+def _chosen_by(choose_by: str, metric: str | Metric | None, tolerance: float | None) -> Metric:
+    """The metric that is compared, with another one that chooses learning rates."""
+    if not isinstance(metric, str):
+        raise UserError(f"choose_by={choose_by}: set metric=... too, which is compared")
+    if not choose_by.startswith("val/"):
+        raise UserError(f"choose_by={choose_by}: choose by a metric of validation data: val/...")
+    return replace(describe_metric(metric, tolerance), chosen_by=describe_metric(choose_by))
 
 
 def _name_of(reference: str | None, slices: Sequence[Slice]) -> str | None:

@@ -1,9 +1,9 @@
-"""How uncertain a mean over the sequences of a test text is, where neighbours are alike.
+"""The standard error of a mean over the sequences of a test text, whose neighbours are correlated.
 
 A wave is a weighted sum of the sequences, with weights sqrt(2) / N cos(pi j (i + 1/2) / N), which
-sum to 0. If sequences are alike only within stretches that are short beside a wave, it varies as
-much as their mean does. So the mean square of the first NUM_WAVES is the squared standard error,
-with NUM_WAVES degrees of freedom (Müller 2007, "A theory of robust long-run variance estimation";
+sum to 0. If the correlation does not reach far along a wave, the wave has the variance of the mean.
+So the mean square of the first NUM_WAVES estimates the squared standard error, with NUM_WAVES
+degrees of freedom (Müller 2007, "A theory of robust long-run variance estimation";
 Lazarus, Lewis, Stock and Watson 2018, "HAR inference: recommendations for practice").
 
 A few long topics, or a drift from start to end, make the slowest waves larger than the others, and

@@ -208,6 +208,11 @@ def test_windows_replaces_a_file_once_it_is_closed(tmp_path: Path, monkeypatch):
     with file_lock(lock) as is_mine, file_lock(lock) as is_mine_too:
         assert is_mine and not is_mine_too
         assert lock.read_text() == "" == holder_of(lock)  # a lock keeps others from reading
+    monkeypatch.delattr(os, "getuid")
+    monkeypatch.setenv("LOGNAME", "me")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with one_at_a_time("weights"):
+        assert (tmp_path / "normexp-me-weights").is_file()
 
 
 def test_what_several_want_is_downloaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

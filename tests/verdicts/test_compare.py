@@ -344,6 +344,8 @@ def test_a_learning_rate_is_chosen_by_the_metric_that_is_named():
     ):
         with pytest.raises(UserError, match=words):
             report_of_cells(*cells, **options | wrong)
+    with pytest.raises(UserError, match="no arm has several learning rates"):
+        report_of_cells(cells[0], choose_by="val/loss", **options)
 
 
 def test_equal_norms_all_may_be_the_best_and_one_that_cannot_be_compared_stands_last():

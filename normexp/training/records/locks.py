@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import getpass
 import logging
 import os
 import platform
@@ -65,8 +66,14 @@ def one_at_a_time(what: str) -> Iterator[None]:
     Args:
         what: names the file that they would download.
     """
-    with file_lock(Path(tempfile.gettempdir(), f"normexp-{os.getuid()}-{what}"), waits=True):
+    path = Path(tempfile.gettempdir(), f"normexp-{this_user()}-{what}")
+    with file_lock(path, waits=True):
         yield
+
+
+def this_user() -> str:
+    """The number of this user; on Windows, which has none, the name."""
+    return str(os.getuid()) if hasattr(os, "getuid") else getpass.getuser()
 
 
 def _text_of(path: Path) -> str:

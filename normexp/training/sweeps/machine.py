@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import getpass
 import math
 import os
 import sys
@@ -22,7 +21,7 @@ from rich.console import Console
 from normexp.errors import UserError
 from normexp.training.config.spec import CellSpec, shared_value
 from normexp.training.records.environment import usable_cores, visible_gpus
-from normexp.training.records.locks import file_lock, holder_of, other_holders
+from normexp.training.records.locks import file_lock, holder_of, other_holders, this_user
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,7 @@ class WorkerSlot:
 
 def _lock_folder() -> Path:
     """A folder of this user that is emptied at boot; the temporary one if the session's is not."""
-    user = os.getuid() if hasattr(os, "getuid") else getpass.getuser()  # Windows has names only
-    name = f"normexp-{user}"
+    name = f"normexp-{this_user()}"
     session = os.environ.get("XDG_RUNTIME_DIR", "")  # may be another user's, or of another machine
     if os.path.isabs(session):
         folder = Path(session, name)
