@@ -23,6 +23,7 @@ from normexp.verdicts.family import ALPHA, Verdict, decide, p_value
 from normexp.verdicts.interval import Interval
 from normexp.verdicts.metric import Estimate, Metric, describe_metric
 from normexp.verdicts.tables import Table, table_of
+from normexp.verdicts.waves import drift_of
 
 Outcome = Literal["holds", "fails", "undecided", "no runs", "nothing to explain"]
 OPPOSITE = {"better": "worse", "worse": "better"}
@@ -113,7 +114,7 @@ def _test(
     if first is None or second is None:
         return test
     metric = second.metric
-    gap, _ = gap_of(first, second)
+    gap, _ = gap_of(first, second, drift_of([first.waves, second.waves]))
     if first.why_at_edge or second.why_at_edge:  # a better learning rate may lie outside
         return replace(test, outcome="undecided", gap=gap, metric=metric)
     verdict = decide(gap, margin=metric.tolerance, family_size=family_size)

@@ -15,6 +15,7 @@ from normexp.verdicts.crossfit import AT_EDGE, CrossFit, cross_fit
 from normexp.verdicts.interval import Array, Interval
 from normexp.verdicts.metric import Estimate, Metric, over_seeds
 from normexp.verdicts.rows import Row, Status
+from normexp.verdicts.waves import waves_of
 from normexp.words import format_count
 
 
@@ -113,9 +114,11 @@ class ArmAtSize:
         return self._outcomes_of([self.best], self._num_samples([self.best]))[0]
 
     @cached_property
-    def has_text(self) -> bool:
-        """True if its test samples are sequences of a text."""
-        return any(run.has_text for run in self.best.runs)
+    def waves(self) -> Array | None:
+        """Of the mean over seeds along the test text, (NUM_TRIED,); None without sequences."""
+        if self.outcomes.ndim == 1 or not any(run.has_text for run in self.best.runs):
+            return None
+        return waves_of(self.outcomes).mean(axis=0)
 
     def _num_samples(self, cells: Sequence[CellRuns]) -> int:
         """The test samples that every finished run has; 0 without."""

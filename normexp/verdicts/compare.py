@@ -21,7 +21,7 @@ from normexp.verdicts.arm_at_size import ArmAtSize
 from normexp.verdicts.arms import ORDER
 from normexp.verdicts.cells import unlike, value_words
 from normexp.verdicts.family import Verdict, decide, difference, least_decided
-from normexp.verdicts.interval import Array, Interval
+from normexp.verdicts.interval import Interval
 from normexp.verdicts.metric import Estimate, Metric
 from normexp.verdicts.slices import Slice
 from normexp.words import format_count
@@ -212,7 +212,7 @@ def compare_pair(
     why = _why_not_compared(slice_, first, second, sizes)
     is_comparable, gap, num_samples = not why, NOTHING, 0
     if is_comparable and first.seeds and second.seeds:
-        gap, num_samples = gap_of(first, second)
+        gap, num_samples = gap_of(first, second, slice_.drift)
     why = (
         why
         or first.why_incomplete
@@ -265,11 +265,11 @@ def _why_not_searched(first: ArmAtSize, second: ArmAtSize) -> str:
     return f"seed {min(again)} was searched, too" if again else ""
 
 
-def gap_of(first: ArmAtSize, second: ArmAtSize) -> tuple[Interval, int]:
+def gap_of(first: ArmAtSize, second: ArmAtSize, drift: float) -> tuple[Interval, int]:
     """The difference of two arms that both have seeds, and the number of its test samples.
 
     Over seeds alone (0) unless both have the outcomes of the same test samples. Seeds are paired
-    where both are of the same runs, evaluated in two ways.
+    where both are of the same runs, evaluated in two ways. drift: of their table
     """
     metric, step = second.metric, first.best.step(second.metric)
     a, b = first.outcomes, second.outcomes
@@ -277,15 +277,12 @@ def gap_of(first: ArmAtSize, second: ArmAtSize) -> tuple[Interval, int]:
     if num_samples:
         step = metric.limit / num_samples if metric.bounds else step
     else:
-        a, b = _over_samples(a), _over_samples(b)
+        a, b = (one if one.ndim == 1 else one.mean(axis=1) for one in (a, b))
     folders = [[cell.directory for cell in side.cells] for side in (first, second)]
     outcomes = [a - b] if folders[0] == folders[1] and a.shape == b.shape else [a, b]
-    gap = difference(*outcomes, step=step, limit=metric.limit, in_order=first.has_text)
+    of_text = None if first.waves is None else drift
+    gap = difference(*outcomes, step=step, limit=metric.limit, drift=of_text)
     return gap, num_samples
-
-
-def _over_samples(outcomes: Array) -> Array:
-    return outcomes if outcomes.ndim == 1 else outcomes.mean(axis=1)
 
 
 # Rankings

@@ -39,7 +39,7 @@ def difference(
     *arms: ArrayLike,
     step: float | None = None,
     limit: float = math.inf,
-    in_order: bool = False,
+    drift: float | None = None,
 ) -> Interval:
     """The mean of the first arm minus that of the second, whose seeds are not paired.
 
@@ -47,7 +47,7 @@ def difference(
         samples. Both may have other numbers of seeds. One alone: differences that are paired
     step: of a seed's value; see normexp.verdicts.interval
     limit: the largest possible difference, at which the bounds are cut
-    in_order: the test samples are sequences of a text, and neighbours may be alike
+    drift: along the test text, if the test samples are its sequences; see normexp.verdicts.waves
     """
     outcomes = [np.asarray(arm, dtype=np.float64) for arm in arms]
     if len({of_arm.shape[1:] for of_arm in outcomes}) > 1:
@@ -55,7 +55,7 @@ def difference(
         raise ValueError(f"shapes {shapes}; the test samples must be the same")
     if outcomes[0].ndim == 1:
         return cut(welch_mean(*outcomes, step=step), limit)
-    return crossed_mean(*outcomes, step=step, limit=limit, in_order=in_order)
+    return crossed_mean(*outcomes, step=step, limit=limit, drift=drift)
 
 
 def decide(gap: Interval, *, margin: float, family_size: int, alpha: float = ALPHA) -> Verdict:

@@ -142,7 +142,7 @@ def crossed_mean(
     *tables: ArrayLike,
     step: float | None = None,
     limit: float = math.inf,
-    in_order: bool = False,
+    drift: float | None = None,
 ) -> Interval:
     """Mean of a table (n seeds, N test samples), over new seeds and new test samples.
 
@@ -165,7 +165,8 @@ def crossed_mean(
     without any difference is 3.9 steps.
 
     step: of a mean over the samples, by default that of one sample; see the top of this file
-    in_order: the samples are the sequences of a text, and neighbours may be alike: see waves.py
+    drift: along the test text, if the samples are its sequences, whose neighbours may be alike: see
+        waves.py
     """
     crossed = [np.asarray(table, dtype=np.float64) for table in tables]
     n, num_samples = min(map(len, crossed)), crossed[0].shape[1]
@@ -178,10 +179,10 @@ def crossed_mean(
     step = float(step or min(map(smallest_step, crossed)) / num_samples)
     seeds = [_over_seeds(table.mean(axis=1), step) for table in crossed]
     error_of_seeds, df_of_seeds = _pool(seeds)
-    parts = [waves_of(table) for table in crossed] if in_order else crossed
+    parts = crossed if drift is None else [waves_of(table) for table in crossed]
     columns = parts[0].mean(axis=0) - sum(part.mean(axis=0) for part in parts[1:])
-    if in_order:
-        if why := why_unknown(columns, num_samples, error_of_seeds**2):
+    if drift is not None:
+        if why := why_unknown(columns, num_samples, error_of_seeds**2, drift):
             return Interval(estimate, None, None, n, why=why)
         samples = over_sequences(columns)
         residuals = [residuals_of(part) for part in parts]

@@ -14,6 +14,7 @@ from normexp.verdicts.arms import compared_keys, family_of, order_arms, with_arm
 from normexp.verdicts.cells import CellRuns, metric_names, settings_key
 from normexp.verdicts.family import ALPHA
 from normexp.verdicts.metric import PREFERRED, Metric, choose_metric
+from normexp.verdicts.waves import drift_of
 from normexp.words import format_count
 
 # What is recorded of the environment and named where runs differ in it.
@@ -96,6 +97,11 @@ class Slice:
     def has_samples(self) -> bool:
         """True if test samples are recorded; a comparison without any says so."""
         return any(side.outcomes.ndim == 2 for side in self.arms_at_sizes)
+
+    @cached_property
+    def drift(self) -> float:
+        """Of the differences of its arms along a test text; 0 without."""
+        return drift_of([side.waves for side in self.arms_at_sizes if side.seeds])
 
     @property
     def scope(self) -> str:

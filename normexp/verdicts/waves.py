@@ -8,11 +8,16 @@ Lazarus, Lewis, Stock and Watson 2018, "HAR inference: recommendations for pract
 
 A few long topics, or a drift from start to end, make the slowest waves larger than the others, and
 the error of the mean larger still; one text cannot show by how much. Then there is no interval,
-unless seeds differ so much more that the text does not matter. Constants were chosen by simulation
+unless seeds differ so much more that the text does not matter. All arms of a table are tested on
+one text, so whether it is such a text is asked of all of them together: by chance, few of its
+topics may show in the difference of two arms. Constants were chosen by simulation
 (conf/experiment/README.md, "How often a verdict is false").
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +26,7 @@ Array = NDArray[np.float64]
 NUM_WAVES = 6  # used to estimate the error
 NUM_SLOWEST = 2  # compared with the others, to see a drift
 NUM_TRIED = 16
-DRIFT = 1.2  # by this factor, the mean square of the slowest exceeds that of the others
+DRIFT = 1.2  # by this factor, the mean square of the slowest may exceed that of the others
 BEYOND = 5.0  # a drift makes the squared error at most so many times that mean square
 
 
@@ -33,16 +38,30 @@ def waves_of(table: Array) -> Array:
     return table @ np.cos(angles) * (np.sqrt(2) / num_sequences)
 
 
-def why_unknown(waves: Array, num_sequences: int, of_seeds: float) -> str:
+def drift_of(waves: Sequence[Array | None]) -> float:
+    """By which factor the slowest waves of a difference exceed the others, over all pairs of arms.
+
+    waves: of each arm, (NUM_TRIED,); None if it was not tested on a text
+    """
+    factors = []
+    of_texts = [of_arm for of_arm in waves if of_arm is not None]
+    for first, second in combinations(of_texts, 2):
+        squares = (first - second) ** 2
+        if squares.any():
+            factors.append(squares[:NUM_SLOWEST].mean() / squares[NUM_SLOWEST:].mean())
+    return float(np.mean(factors)) if factors else 0.0
+
+
+def why_unknown(waves: Array, num_sequences: int, of_seeds: float, drift: float) -> str:
     """Why the waves of a difference, (NUM_TRIED,), do not tell its error; empty if they do.
 
     of_seeds: the squared standard error over seeds
+    drift: `drift_of` all arms
     """
     if num_sequences <= NUM_TRIED:
         return f"{num_sequences} test sequences are too few: raise data.test_fraction"
-    squares = waves**2
-    slowest, others = squares[:NUM_SLOWEST], squares[NUM_SLOWEST:]
-    if slowest.mean() <= DRIFT * others.mean() or BEYOND * slowest.mean() <= of_seeds:
+    slowest = waves[:NUM_SLOWEST] ** 2
+    if drift <= DRIFT or BEYOND * slowest.mean() <= of_seeds:
         return ""
     stretch = num_sequences // (1 + int(slowest.argmax()))
     return (

@@ -156,12 +156,12 @@ def test_the_family_is_a_table():
     assert size("batch", "group", "layer") == 3  # two, and the choice of the best
 
 
-def of_text(lead: np.ndarray) -> Report:
-    """Two norms of four seeds on a text; lead: of the second over the first, along the text."""
+def of_text(lead: np.ndarray, *leads: np.ndarray) -> Report:
+    """Norms of four seeds on a text; leads: of all but the first over the first, along the text."""
     rng = np.random.default_rng(0)
     hard = 1.5 + rng.normal(0, 0.3, len(lead))
     cells = []
-    for norm, own in (("batch", 0 * lead), ("group", lead)):
+    for norm, own in zip(("batch", "group", "layer"), (0 * lead, lead, *leads), strict=False):
         runs = []
         for seed in range(4):
             noise = rng.normal(0, 0.01, len(lead))
@@ -190,6 +190,8 @@ def test_a_difference_that_drifts_along_a_text_has_no_verdict():
     assert mixed.verdict == "better"
     assert drifting.verdict is None and drifting.gap.low is None
     assert drifting.why.startswith("may drift along the test text, over 200 of 200 sequences")
+    beside = find(of_text(np.random.default_rng(2).permutation(lead), lead), "group")
+    assert beside.verdict is None and beside.why.startswith("may drift along the test text")
     short = find(of_text(lead[::20]), "group")
     assert short.verdict is None and short.why.startswith("10 test sequences are too few")
 
@@ -204,7 +206,7 @@ def test_statistics_of_the_same_runs_are_paired_by_seed():
     precise, running = (
         report_of_cells(runs, metric=name).slices[0].lines["batch"][128] for name in names
     )
-    gap, _ = gap_of(precise, running)
+    gap, _ = gap_of(precise, running, drift=0.0)
     paired = mean(100 * np.array([0.01 + 1e-4 * seed for seed in range(8)]))
     assert (gap.low, gap.high) == pytest.approx((paired.low, paired.high))
 

@@ -139,12 +139,12 @@ def test_the_error_over_a_text_is_that_of_its_waves_and_of_seeds(rng):
     """A wave of height 1 is a sixth of the error; one from start to end allows none."""
     seeds, places = rng.normal(size=(6, 1)), (np.arange(300) + 0.5) / 300
     everywhere, slow, faster = (
-        crossed_mean(seeds / 10 + height * np.cos(np.pi * count * places), in_order=True)
-        for count, height in ((1, 0), (1, 1), (5, 1))
+        crossed_mean(seeds / 10 + height * np.cos(np.pi * count * places), drift=drift)
+        for count, height, drift in ((1, 0, 0.0), (1, 1, 9.0), (5, 1, 0.0))
     )
     of_seeds = mean(seeds[:, 0] / 10).error
     assert everywhere.error == pytest.approx(of_seeds)
     assert faster.error == pytest.approx(np.sqrt(of_seeds**2 + 1 / 2 / 6))
     assert slow.low is None and "over 300 of 300" in slow.why
-    hidden = crossed_mean(seeds * 10 + np.cos(np.pi * places), in_order=True)
+    hidden = crossed_mean(seeds * 10 + np.cos(np.pi * places), drift=9.0)
     assert hidden.low is not None

@@ -202,6 +202,8 @@ DESIGNS: list[Draw] = [
     *(texts(f"text_topics_of_{length}", topics, length) for length in (9, 36, 145)),
     *(texts(f"text_{count}_topics", random_topics, count) for count in (3, 5, 10, 36)),
     texts("text_4_norms", topics, 36, norms=4),
+    texts("text_4_norms_3_topics", random_topics, 3, norms=4),
+    texts("text_4_norms_drift", drift, norms=4),
 ]
 
 
