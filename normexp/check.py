@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from normexp.cli import entry, parse_command, read_options, split_options
 
 if TYPE_CHECKING:
     from normexp.training.checks.card import Card
+    from normexp.training.config.spec import CellSpec
 
 
 @entry("check")
@@ -34,18 +35,20 @@ def main(words: list[str]) -> int:
     return 1 if any(card.failures for card in cards) else 0
 
 
-def _measure(norms: Mapping[str, Mapping[str, Any]], *, contract_only: bool) -> list[Card]:
+def _measure(norms: Mapping[str, CellSpec], *, contract_only: bool) -> list[Card]:
     """The card of each norm, in order; a terminal shows which one is being measured."""
     from normexp.norms.build import norm_target
     from normexp.training.checks.card import measure_norm
 
-    for config in norms.values():
-        norm_target(config["norm"])  # import errors come first
+    for spec in norms.values():
+        norm_target(spec.config["norm"])  # import errors come first
     cards = []
-    for name, config in norms.items():
+    for name, spec in norms.items():
         if sys.stderr.isatty():
             print(f"measuring {name} ...", file=sys.stderr)
-        cards.append(measure_norm(name, config, contract_only=contract_only))
+        may_mix = spec.settings.norm.may_mix_samples
+        card = measure_norm(name, spec.config, may_mix=may_mix, contract_only=contract_only)
+        cards.append(card)
     return cards
 
 

@@ -77,6 +77,14 @@ def test_values_of_a_knob_are_cards_of_their_own():
     assert [*asked] == ["group num_groups=4 eps=1e-3", "group num_groups=8 eps=1e-3"]
 
 
+def test_a_false_declaration_breaks_the_contract(own_module, capsys: pytest.CaptureFixture[str]):
+    own = "from torch import nn\nclass Own(nn.BatchNorm1d):\n    mixes_samples = False"
+    own_module("declares", own)
+    assert main(["norm=declares.Own", CONTRACT]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "declares mixes_samples = False, and other samples move the output" in said
+
+
 def test_heading_has_the_inputs_that_are_taken(capsys: pytest.CaptureFixture[str]):
     assert main(["norm=instance", CONTRACT]) == 0
     heading = " ".join(capsys.readouterr().out.split())

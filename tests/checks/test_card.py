@@ -53,7 +53,8 @@ def test_fault_is_caught_by_its_line(norm: str):
 
 
 def test_each_line_has_a_norm_that_breaks_it():
-    assert {name for _, name, _ in broken.CAUGHT_BY.values()} == {*CONTRACT} - {"can be built"}
+    apart = {"can be built", "mixes samples as declared"}
+    assert {name for _, name, _ in broken.CAUGHT_BY.values()} == {*CONTRACT} - apart
 
 
 class InPlace(nn.Module):
@@ -124,6 +125,16 @@ def test_contract_fails_by_the_lines_that_are_broken_and_by_no_other(name: str):
     card = measure_card(make, name="mine", target="mine", num_features=8, contract_only=True)
     assert {line.name for line in card.failures} == expected
     assert torch.equal(before, torch.get_rng_state())
+
+
+class Declares(nn.BatchNorm1d):
+    mixes_samples = False
+
+
+def test_a_class_that_declares_falsely_breaks_the_contract():
+    with pytest.raises(AssertionError, match="mixes samples as declared: declares"):
+        assert_contract(Declares)
+    assert_contract(Declares, except_for=["mixes samples as declared"])
 
 
 class TwoFaults(broken.UnusedParameter):

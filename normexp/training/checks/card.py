@@ -93,6 +93,7 @@ def measure_card(
     num_features: int | None = None,
     layout: Literal["first", "last"] | None = None,
     sees_texts: bool = False,
+    may_mix: bool = True,
     contract_only: bool = False,
 ) -> Card:
     """Measures every line of a norm's card; each question builds the norm afresh.
@@ -101,13 +102,21 @@ def measure_card(
 
     Args:
         make: a class or partial with the user's knobs bound.
+        may_mix: False if it declares `mixes_samples = False`.
         contract_only: leaves out the traits.
 
     Raises:
         UserError: not callable, an unknown knob, an argument that is not set, no nn.Module.
     """
     try:
-        norm = open_norm(make, target=target, eps=eps, num_features=num_features, layout=layout)
+        norm = open_norm(
+            make,
+            target=target,
+            eps=eps,
+            num_features=num_features,
+            layout=layout,
+            may_mix=may_mix,
+        )
     except UserError as error:
         if error.__cause__ is None or isinstance(error.__cause__, TypeError | UserError):
             raise
@@ -132,7 +141,9 @@ def measure_card(
 
 
 @suitable_threads()
-def measure_norm(name: str, config: Mapping[str, Any], *, contract_only: bool = False) -> Card:
+def measure_norm(
+    name: str, config: Mapping[str, Any], *, may_mix: bool = True, contract_only: bool = False
+) -> Card:
     """The card of a norm, see `measure_card`."""
     target, reserved = norm_target(config["norm"])
     return measure_card(
@@ -142,6 +153,7 @@ def measure_norm(name: str, config: Mapping[str, Any], *, contract_only: bool = 
         eps=config["eps"],
         layout=reserved.get("layout"),
         sees_texts=reserved.get("view") == "sequence",
+        may_mix=may_mix,
         contract_only=contract_only,
     )
 
@@ -177,8 +189,15 @@ def assert_contract(
         made = made.func
     kind = made if hasattr(made, "__qualname__") else type(made)
     target = f"{kind.__module__}.{kind.__qualname__}"
-    options: dict[str, Any] = {"name": target, "target": target, "contract_only": True}
-    card = measure_card(factory, eps=eps, num_features=num_features, **options)
+    card = measure_card(
+        factory,
+        name=target,
+        target=target,
+        eps=eps,
+        num_features=num_features,
+        may_mix=getattr(made, "mixes_samples", None) is not False,
+        contract_only=True,
+    )
     broken = [line for line in card.failures if line.name not in waived]
     if broken:
         lines = [f"  {line.name}: {line.detail}" for line in broken]

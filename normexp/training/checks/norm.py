@@ -34,6 +34,7 @@ class LoneNorm:
         eps: passed if the signature has such an argument and the user has not set it.
         shapes: the inputs (N, C, *) of LADDER that it maps to the same shape, smallest first.
         problem: why no input is taken; "" if one is.
+        may_mix: False if it declares `mixes_samples = False`.
     """
 
     target: str
@@ -43,6 +44,7 @@ class LoneNorm:
     layout: Layout = Layout(channels_last=False, num_dims=PROBED_DIMS)
     shapes: tuple[Shape, ...] = ()
     problem: str = ""
+    may_mix: bool = True
 
     def at(self, shape: Shape, training: bool = True) -> NormCase:
         return NormCase(self, shape, training)
@@ -150,12 +152,14 @@ def open_norm(
     eps: float | None = None,
     num_features: int | None = None,
     layout: Literal["first", "last"] | None = None,
+    may_mix: bool = True,
 ) -> LoneNorm:
     """Finds the layout, the number of channels and the inputs that a norm takes.
 
     Args:
         num_features: channels; by default the first of FEATURES that it can be built for.
         layout: where its channels are, if the user says it.
+        may_mix: False if it declares `mixes_samples = False`.
 
     Raises:
         UserError: not callable, an unknown knob, an argument that is not set, no nn.Module; with
@@ -165,7 +169,8 @@ def open_norm(
     for channels in FEATURES if num_features is None else (num_features,):
         try:
             with fixed_draws():
-                return _find_inputs(LoneNorm(target, make, eps, channels), layout)
+                lone = LoneNorm(target, make, eps, channels, may_mix=may_mix)
+                return _find_inputs(lone, layout)
         except UserError as error:
             refusals.append(error)
     raise refusals[0]

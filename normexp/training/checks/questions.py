@@ -189,6 +189,11 @@ def is_deterministic(case: NormCase) -> Reply:
     return "two forwards of one input differ" if change(first, again) else None
 
 
+def mixes_as_declared(case: NormCase) -> Reply:
+    moved = None if case.lone.may_mix else mixes_samples(case)
+    return f"declares mixes_samples = False, and other samples move the {moved}" if moved else None
+
+
 # ---------------------------------------------------------------- traits: what it reads and ignores
 
 REAL = (5, 3, 2, 4)  # real positions of each sample of a padded text
@@ -356,6 +361,12 @@ OF_NORMS: tuple[Question, ...] = (
         "deterministic in evaluation",
         "Do two forwards of one input agree in evaluation?",
         is_deterministic,
+    ),
+    InputQuestion(
+        "mixes samples as declared",
+        "If it declares mixes_samples = False, does that hold for outputs, gradients and state?",
+        mixes_as_declared,
+        modes=MODES,
     ),
     ModeQuestion(
         MIXES_SAMPLES,

@@ -191,8 +191,8 @@ def _of_some_choices(
     )
 
 
-def compose_norms(command: Command) -> dict[str, dict[str, Any]]:
-    """The config of each norm of a command of normexp.check, by its name and typed knobs.
+def compose_norms(command: Command) -> dict[str, CellSpec]:
+    """Each norm of a command of normexp.check, by its name and typed knobs.
 
     Raises:
         UserError: a key that has no effect on a card, or a norm that does not compose.
@@ -210,5 +210,5 @@ def compose_norms(command: Command) -> dict[str, dict[str, Any]]:
             raise UserError(spec.error)
         knobs = [w.lstrip("+").removeprefix("norm.") for w in spec.typed.values()]
         knobs = [w for w in knobs if not w.startswith(("norm=", "_target_=", "hydra"))]
-        norms[" ".join([spec.choices["norm"], *knobs])] = spec.config
+        norms[" ".join([spec.choices["norm"], *knobs])] = spec
     return norms
