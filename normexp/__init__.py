@@ -5,6 +5,7 @@
     normexp.load("runs/STUDY/CELL/seed-0")       a trained network
     normexp.load_study("STUDY")                  a table of runs
     normexp.load_report("STUDY")                 what their report says: comparisons with verdicts
+    normexp.confirm_best("STUDY")                the best of many tries, on unused seeds
     normexp.compare(table, arm=...)              verdicts for a table of runs made elsewhere
     normexp.diagnose(model, batches, loss)       why any network evaluates worse than it trains
     normexp.recompute_averages(model, batches)   running averages anew, for norms of any class
@@ -20,6 +21,7 @@ from normexp import norms
 from normexp.api import (
     assert_contract,
     compare,
+    confirm_best,
     diagnose,
     load,
     load_report,
@@ -34,6 +36,7 @@ from normexp.api import (
 __all__ = [
     "assert_contract",
     "compare",
+    "confirm_best",
     "diagnose",
     "load",
     "load_report",

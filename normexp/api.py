@@ -201,6 +201,56 @@ def load_report(
 
 
 @rewording(as_python)
+def confirm_best(
+    study: str,
+    runs_dir: str | Path = "runs",
+    *,
+    best: int = 1,
+    replicas: int = 8,
+    baseline: str | None = None,
+    workers: int = 0,
+) -> Report:
+    """Trains the best tries of a study, and its baseline, on unused seeds, and compares them.
+
+        for norm in ("batch", "group", "mine.Norm"):
+            normexp.run(norm=norm, study="loop", replicas=8)
+        report = normexp.confirm_best("loop")
+
+    The same call again resumes an interrupted confirmation, or returns one that has ended.
+
+    Args:
+        study: a name; its first cell is the baseline.
+        best: how many tries are trained: those with the best means on validation.
+        replicas: seeds of each of them and of the baseline.
+        baseline: another one, by its id or its name in the report.
+        workers: as for `run`.
+
+    Returns:
+        The report of the study, whose verdicts are those of its confirmations alone.
+
+    Raises:
+        normexp.errors.UserError: no such study or baseline, too few tries, or a try whose code has
+            changed since.
+        normexp.errors.Halted, KeyboardInterrupt: as for `run`.
+    """
+    from normexp.training.config.validate import OPTIONS, check_value
+
+    options = {"study": study, "best": best, "replicas": replicas, "baseline": baseline}
+    options |= {"workers": workers}
+    for key, value in options.items():
+        check_value(key, value, OPTIONS["confirm"][key])
+    options |= {"runs_dir": str(Path(runs_dir).expanduser()), "dry_run": False}
+
+    from normexp.training.sweeps.machine import importing_torch
+
+    with importing_torch():
+        from normexp.training.search.confirm import train_finalists
+
+    train_finalists(options, ["normexp.confirm", f"study={study}", f"best={best}"])
+    return load_report(study, runs_dir)
+
+
+@rewording(as_python)
 def compare(table: pd.DataFrame, *, arm: str, seed: str, metric: str, **options: Any) -> Report:
     """Verdicts for runs made elsewhere: compares the arms of a table with a row per run.
 

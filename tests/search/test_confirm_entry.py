@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from train_cases import files
 
+import normexp
 from normexp.confirm import main
 from normexp.train import main as train
 from normexp.training.records.journal import (
@@ -104,8 +105,10 @@ def test_a_confirmation_from_the_first_run_to_the_next_one(
     # The ranking as it was: shown again, nothing is trained.
     monkeypatch.setattr(confirming, "rank_tries", rank)
     before = seeds(runs_dir)
-    assert confirm(runs_dir, "best=2") == 0
+    shown = normexp.confirm_best("loop", runs_dir, best=2, replicas=2)
     assert seeds(runs_dir) == before and len(confirmations(runs_dir)) == 2
+    verdicts = [one for one in shown.comparisons if one.verdict]
+    assert {one.first.best.directory.name for one in verdicts[:2]} == {*found.finalists}
 
 
 def test_a_cell_without_runs_is_left_out_or_refused_with_the_command_that_trains_it(

@@ -38,6 +38,23 @@ def confirm(options: Mapping[str, Any], words: Sequence[str]) -> int:
 
     options: of the entry
 
+    Raises: as `train_finalists`
+    """
+    trained = train_finalists(options, words)
+    if options["dry_run"]:
+        return 0
+    has_failed = any(state.status in ("failed", "refused") for state in trained)
+    if has_failed:
+        print_closing_table(trained)
+    publish(Path(options["runs_dir"]), [options["study"]], watch=False)
+    return FAILED if has_failed else 0
+
+
+def train_finalists(options: Mapping[str, Any], words: Sequence[str]) -> list[CellState]:
+    """Trains what a confirmation lacks; a dry run prints its plan.
+
+    options: of the entry
+
     Raises:
         UserError: no such study or baseline, too few tries, or a try that has changed since.
         Halted, KeyboardInterrupt: as `train_cells`.
@@ -58,14 +75,11 @@ def confirm(options: Mapping[str, Any], words: Sequence[str]) -> int:
     number = [*earlier, confirms].index(confirms) + 1
     print(_words(confirms, number, loop))
     if options["dry_run"]:
-        return run_cells(specs, words)
+        run_cells(specs, words)
+        return []
     trained = train_cells(specs, words, confirms=confirms)
     raise_if_stopped(specs, trained)
-    has_failed = any(state.status in ("failed", "refused") for state in trained)
-    if has_failed:
-        print_closing_table(trained)
-    publish(runs_dir, [name], watch=False)
-    return FAILED if has_failed else 0
+    return trained
 
 
 def _words(confirms: ConfirmRequest, number: int, loop: Contest) -> str:
