@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from operator import sub
 from typing import TYPE_CHECKING
 
@@ -35,21 +35,26 @@ def print_rows(
     console: Console,
     columns: Sequence[str],
     rows: Sequence[Sequence[str]],
-    widths: Sequence[int] | None = None,
+    numbers: Collection[str] = (),
 ) -> None:
     """Prints a table without rules. No word is broken: a table that would is a line per cell.
 
     Args:
-        widths: of columns, in characters, where there is room; None: those of the longest words.
+        numbers: columns whose texts stay on one line, where there is room.
     """
     words, wanted = [], []  # of each column: the length of its longest word and of its longest text
-    for texts in zip(columns, *rows, strict=True):
-        words.append(max(map(len, " ".join(texts).split()), default=0))
-        wanted.append(max(map(len, texts)))
-    for least in ([*map(max, widths or words, words)], words):
-        room = console.width - sum(least) - 2 * len(columns)
+    unbroken, entire = [], []  # the same, if numbers stay on one line; and their headings, too
+    for title, *texts in zip(columns, *rows, strict=True):
+        words.append(max(map(len, " ".join([title, *texts]).split()), default=0))
+        wanted.append(max(map(len, [title, *texts])))
+        longest = max(map(len, texts), default=0)
+        is_number = title in numbers
+        unbroken.append(max(words[-1], longest) if is_number else words[-1])
+        entire.append(wanted[-1] if is_number else max(words[-1], min(LEAST_WIDTH, longest)))
+    for least, gap in ((entire, 2), (unbroken, 2), (unbroken, 1), (words, 2)):
+        room = console.width - sum(least) - gap * len(columns)
         if room >= 0 or console.soft_wrap:
-            table = Table(box=None)
+            table = Table(box=None, padding=(0, gap - 1, 0, 1))
             lengths = [*least]
             for _ in range(room):  # what is left of a line goes to the text that lacks most
                 lacking = [*map(sub, wanted, lengths)]
@@ -92,11 +97,9 @@ def print_table(console: Console, table: ReportTable) -> None:
     console.print(f"\n{table.caption}")
     most = MAX_ROWS.get(table.name, 40)
     texts = table.frame.head(most)
-    widths = []
-    for name in texts:
-        widest = int(texts[name].str.len().max())
-        widths.append(min(LEAST_WIDTH, widest) if name in PROSE else widest)
-    print_rows(console, [*map(str, texts)], texts.to_numpy().tolist(), widths)
+    titles = [*map(str, texts)]
+    numbers = [title for title in titles if title not in PROSE]
+    print_rows(console, titles, texts.to_numpy().tolist(), numbers)
     if len(table.frame) > most:
         console.out(f"... and {len(table.frame) - most} more rows in tables/{table.name}.csv")
     if table.note:
