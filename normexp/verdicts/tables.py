@@ -204,11 +204,12 @@ def _family_note(metric: Metric, comparisons: Sequence[Comparison]) -> str:
     if not size:
         return ""
     count = format_count(size, "comparison")
-    alpha = f"{100 * comparisons[0].slice.alpha:.2g} % for all of them"
-    note = f"Positive: the first is better. Verdicts: corrected for {count} ({alpha})"
+    share = f"{100 * (1 - comparisons[0].slice.alpha):.3g} % of such studies"
+    note = "Positive: the first is better. "
+    note += f"Verdicts are corrected for {count}, so that none is false in {share}."
     if metric.tolerance:
-        note += f"; tie: shown to be within {metric.tolerance:g} {metric.unit}".rstrip()
-    note += "."
+        within = f"{metric.tolerance:g} {metric.unit}".rstrip()
+        note += f" Tie: shown to be within {within}."
     has_marks = any(comparison.mark for comparison in comparisons)
     return f"{note} {ADDED_NOTE}" if has_marks else note
 

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from normexp.verdicts.report import Report
     from normexp.verdicts.tables import Table as ReportTable
 
-PIPE_WIDTH = 100  # characters, if there is neither a terminal nor COLUMNS
+PIPE_WIDTH = (
+    10_000  # characters, so that a row is one line, if there is neither a terminal nor COLUMNS
+)
 LEAST_WIDTH = 30  # characters: a column that wraps is not narrower
 MAX_ROWS = {"lost": 10, "claims": 80}  # other tables show 40 rows
 
@@ -39,6 +41,8 @@ def print_rows(
 ) -> None:
     """Prints a table without rules. No word is broken: a table that would is a line per cell.
 
+    Where no width is known, each row is one line.
+
     Args:
         numbers: columns whose texts stay on one line, where there is room.
     """
@@ -53,15 +57,16 @@ def print_rows(
         entire.append(wanted[-1] if is_number else max(words[-1], min(LEAST_WIDTH, longest)))
     for least, gap in ((entire, 2), (unbroken, 2), (unbroken, 1), (words, 2)):
         room = console.width - sum(least) - gap * len(columns)
-        if room >= 0 or console.soft_wrap:
+        if room >= 0:
             table = Table(box=None, padding=(0, gap - 1, 0, 1))
             lengths = [*least]
-            for _ in range(room):  # what is left of a line goes to the text that lacks most
+            for _ in range(
+                min(room, sum(wanted))
+            ):  # what is left of a line goes to the text that lacks most
                 lacking = [*map(sub, wanted, lengths)]
                 lengths[lacking.index(max(lacking))] += max(lacking) > 0
             for title, length in zip(columns, lengths, strict=True):
-                most = length if room >= 0 else None
-                table.add_column(Text(title), overflow="fold", min_width=length, max_width=most)
+                table.add_column(Text(title), overflow="fold", width=length)
             for row in rows:
                 table.add_row(*map(Text, row))
             console.print(table)

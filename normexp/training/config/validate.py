@@ -138,6 +138,8 @@ def check_value(key: str, value: Any, kind: Any, unit: str = "") -> Any:
     remedy = ""
     if value is None:
         remedy = f"; set {key}=..."
+    elif isinstance(value, str) and "," in value and not _why_refused(value.split(","), kind):
+        remedy = f"; type {key}=[{value}]"
     elif first["type"] == "list_type":
         of_list = _why_refused([value], kind)
         remedy = f", and [{as_typed(value)}] {of_list}" if of_list else ""
@@ -190,7 +192,7 @@ OTHER_NAMES = {
     **dict.fromkeys(("seeds", "num_seeds"), "replicas"),
     **dict.fromkeys(("max_epochs", "num_epochs"), "epochs"),
     **dict.fromkeys(("max_steps", "num_steps"), "steps"),
-    **{"learning_rate": "lr", "num_workers": "workers", "gpus": "devices"},
+    **{"learning_rate": "lr", "activation": "act", "num_workers": "workers", "gpus": "devices"},
     **{"gradient_clip_val": "max_grad_norm", "accumulate_grad_batches": "micro_batch_size"},
 }
 
