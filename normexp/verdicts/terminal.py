@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from normexp.verdicts.report import Report
     from normexp.verdicts.tables import Table as ReportTable
 
-PIPE_WIDTH = (
-    10_000  # characters, so that a row is one line, if there is neither a terminal nor COLUMNS
-)
+PIPE_WIDTH = 160  # characters, so that most rows are one line, where no width is known
 LEAST_WIDTH = 30  # characters: a column that wraps is not narrower
 MAX_ROWS = {"lost": 10, "claims": 80}  # other tables show 40 rows
 
@@ -40,8 +38,6 @@ def print_rows(
     numbers: Collection[str] = (),
 ) -> None:
     """Prints a table without rules. No word is broken: a table that would is a line per cell.
-
-    Where no width is known, each row is one line.
 
     Args:
         numbers: columns whose texts stay on one line, where there is room.
