@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from normexp.errors import UserError, one_line
 from normexp.norms.samples import count_samples, map_tensors, usual_axis
+from normexp.words import name_some
 
 Loss = Callable[[Any, Any], Tensor]
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a module is called with
@@ -95,18 +96,28 @@ def loss_on(model: nn.Module, batch: Any, loss: Loss) -> Tensor:
     """
     args, kwargs = call_of(model, batch)
     targets = batch if isinstance(batch, dict) else batch[1]
+    output = None
     try:
-        value = loss(model(*args, **kwargs), targets)
+        output = model(*args, **kwargs)
+        value = loss(output, targets)
     except Exception as error:  # of foreign code, any kind
         raise UserError(
             f"the model or the loss fails on a batch of {num_samples(batch)} in "
             f"{'training' if model.training else 'evaluation'} mode{_place_of(error, model)} "
             f"({one_line(error)}); loss is called as loss(output, "
-            "targets), and must work in both modes"
+            f"targets){_kind_of(output)}, and must work in both modes"
         ) from error
     if not isinstance(value, Tensor) or not value.numel():
         raise UserError(f"the loss returns a {type(value).__name__}, not a tensor")
     return value.float().mean() if value.ndim else value
+
+
+def _kind_of(output: Any) -> str:
+    """What a model returned, unless it is a tensor."""
+    if output is None or isinstance(output, Tensor):
+        return ""
+    keys = f" with {name_some(map(str, output))}" if isinstance(output, Mapping) else ""
+    return f", where output is a {type(output).__name__}{keys}"
 
 
 def _place_of(error: Exception, model: nn.Module) -> str:

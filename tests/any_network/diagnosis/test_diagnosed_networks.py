@@ -205,6 +205,17 @@ def vectors():
     return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
 
 
+class Named(nn.Sequential):
+    """A network that returns a mapping, as torchvision's segmentation models do."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Flatten(), nn.LazyLinear(2))
+        self(torch.ones_like(batches()[0][0]))
+
+    def forward(self, x):
+        return {"out": super().forward(x)}
+
+
 def test_mistakes_are_said():
     for wrong, part in (
         ({"model": nn.Linear}, "model=<class .*Linear'>: must be an nn.Module"),
@@ -217,6 +228,7 @@ def test_mistakes_are_said():
         ({"batches": [(x[:, :, 0], y) for x, y in batches()]}, r"mode, at 0 \(RuntimeError"),
         ({"model": nn.Sequential(nn.LazyLinear(1))}, "0.weight has no shape before a first"),
         ({"model": Holding(threading.Lock())}, "Holding.value cannot be copied .*lock"),
+        ({"model": Named()}, "where output is a dict with out, and must"),
         ({"model": Closed()}, r"holds its module model, .* uses self\.model"),
         (
             {"batches": [(torch.ones(1, 3), torch.zeros(1).long())] * 4, "model": vectors()},
