@@ -114,7 +114,8 @@ def _test(
     if first is None or second is None:
         return test
     metric = second.metric
-    gap, _ = gap_of(first, second, drift_of([first.waves, second.waves]))
+    drift = None if first.waves is None else drift_of([first.waves, second.waves])
+    gap, _ = gap_of(first, second, drift)
     if first.why_at_edge or second.why_at_edge:  # a better learning rate may lie outside
         return replace(test, outcome="undecided", gap=gap, metric=metric)
     verdict = decide(gap, margin=metric.tolerance, family_size=family_size)

@@ -212,7 +212,8 @@ def compare_pair(
     why = _why_not_compared(slice_, first, second, sizes)
     is_comparable, gap, num_samples = not why, NOTHING, 0
     if is_comparable and first.seeds and second.seeds:
-        gap, num_samples = gap_of(first, second, slice_.drift)
+        drift = None if first.waves is None else slice_.drift
+        gap, num_samples = gap_of(first, second, drift)
     why = (
         why
         or first.why_incomplete
@@ -265,11 +266,13 @@ def _why_not_searched(first: ArmAtSize, second: ArmAtSize) -> str:
     return f"seed {min(again)} was searched, too" if again else ""
 
 
-def gap_of(first: ArmAtSize, second: ArmAtSize, drift: float) -> tuple[Interval, int]:
+def gap_of(first: ArmAtSize, second: ArmAtSize, drift: float | None) -> tuple[Interval, int]:
     """The difference of two arms that both have seeds, and the number of its test samples.
 
     Over seeds alone (0) unless both have the outcomes of the same test samples. Seeds are paired
-    where both are of the same runs, evaluated in two ways. drift: of their table
+    where both are of the same runs, evaluated in two ways.
+
+    drift: of their table, along the test text; None if they were not tested on a text
     """
     metric, step = second.metric, first.best.step(second.metric)
     a, b = first.outcomes, second.outcomes
@@ -280,8 +283,7 @@ def gap_of(first: ArmAtSize, second: ArmAtSize, drift: float) -> tuple[Interval,
         a, b = (one if one.ndim == 1 else one.mean(axis=1) for one in (a, b))
     folders = [[cell.directory for cell in side.cells] for side in (first, second)]
     outcomes = [a - b] if folders[0] == folders[1] and a.shape == b.shape else [a, b]
-    of_text = None if first.waves is None else drift
-    gap = difference(*outcomes, step=step, limit=metric.limit, drift=of_text)
+    gap = difference(*outcomes, step=step, limit=metric.limit, drift=drift)
     return gap, num_samples
 
 

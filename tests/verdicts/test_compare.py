@@ -206,7 +206,7 @@ def test_statistics_of_the_same_runs_are_paired_by_seed():
     precise, running = (
         report_of_cells(runs, metric=name).slices[0].lines["batch"][128] for name in names
     )
-    gap, _ = gap_of(precise, running, drift=0.0)
+    gap, _ = gap_of(precise, running, drift=None)
     paired = mean(100 * np.array([0.01 + 1e-4 * seed for seed in range(8)]))
     assert (gap.low, gap.high) == pytest.approx((paired.low, paired.high))
 
