@@ -208,7 +208,7 @@ def confirm_best(
     best: int = 1,
     replicas: int = 8,
     baseline: str | None = None,
-    workers: int = 0,
+    workers: int | None = None,
 ) -> Report:
     """Trains the best tries of a study, and its baseline, on unused seeds, and compares them.
 
@@ -216,17 +216,18 @@ def confirm_best(
             normexp.run(norm=norm, study="loop", replicas=8)
         report = normexp.confirm_best("loop")
 
-    The same call again resumes an interrupted confirmation, or returns one that has ended.
+    The same call again resumes an interrupted confirmation, or returns one that has ended. A run
+    that fails raises nothing: its comparison has no verdict, and `why` says how many it lacks.
 
     Args:
         study: a name; its first cell is the baseline.
         best: how many tries are trained: those with the best means on validation.
         replicas: seeds of each of them and of the baseline.
-        baseline: another one, by its id or its name in the report.
-        workers: as for `run`.
+        baseline: another one than the first cell, by its id or its name in the report.
+        workers: as for `run`; None: 0.
 
     Returns:
-        The report of the study, whose verdicts are those of its confirmations alone.
+        The report of the study. Its verdicts are those of its confirmations; other tries have none.
 
     Raises:
         normexp.errors.UserError: no such study or baseline, too few tries, or a try whose code has
@@ -235,18 +236,18 @@ def confirm_best(
     """
     from normexp.training.config.validate import OPTIONS, check_value
 
-    options = {"study": study, "best": best, "replicas": replicas, "baseline": baseline}
-    options |= {"workers": workers}
+    options = {"study": study, "runs_dir": str(Path(runs_dir).expanduser()), "best": best}
+    options |= {"replicas": replicas, "baseline": baseline, "workers": workers or 0}
     for key, value in options.items():
         check_value(key, value, OPTIONS["confirm"][key])
-    options |= {"runs_dir": str(Path(runs_dir).expanduser()), "dry_run": False}
+    words = [f"{key}={as_typed(value)}" for key, value in options.items() if value is not None]
 
     from normexp.training.sweeps.machine import importing_torch
 
     with importing_torch():
         from normexp.training.search.confirm import train_finalists
 
-    train_finalists(options, ["normexp.confirm", f"study={study}", f"best={best}"])
+    train_finalists(options | {"dry_run": False}, ["normexp-confirm", *words])
     return load_report(study, runs_dir)
 
 

@@ -6,6 +6,7 @@ import ast
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from types import FunctionType
 from typing import Any
@@ -58,7 +59,9 @@ def as_python(message: str, *, own: str = "") -> str:
 def _literal(value: str) -> str:
     """A value of a command line as Python; `...` stays."""
     if value.startswith("[") and value.endswith("]"):
-        items = value[1:-1].split(",") if value[1:-1] else []
+        with suppress(ValueError, SyntaxError):
+            return json.dumps(ast.literal_eval(value), ensure_ascii=False)
+        items = value[1:-1].split(",")
         return f"[{', '.join(_literal(item.strip()) for item in items)}]"
     if value in ("null", "true", "false"):
         return str(json.loads(value))

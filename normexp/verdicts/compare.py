@@ -132,7 +132,7 @@ def judge(comparison: Comparison, family_size: int) -> Comparison:
     comparison = replace(comparison, family_size=family_size)
     metric, gap = comparison.slice.metric, comparison.gap
     if comparison.why:
-        return comparison
+        return replace(comparison, why="; ".join(filter(None, [comparison.why, gap.why])))
     if gap.low is None:
         why = gap.why or ("one seed" if gap.n == 1 else "same value for every seed")
         return replace(comparison, why=why)

@@ -100,8 +100,12 @@ class Slice:
 
     @cached_property
     def drift(self) -> float:
-        """Of the differences of its arms along a test text; 0 without."""
-        return drift_of([side.waves for side in self.arms_at_sizes if side.seeds])
+        """Of the differences of its arms along a test text; 0 without.
+
+        An arm with a lost run is left out: a run at chance differs as the text does.
+        """
+        whole = [side for side in self.arms_at_sizes if side.seeds and not side.lost]
+        return drift_of([side.waves for side in whole])
 
     @property
     def scope(self) -> str:

@@ -127,6 +127,7 @@ def _check_names(table: pd.DataFrame, names: Sequence[str]) -> None:
     for number, name in enumerate(names):
         if name not in table:
             hint = suggest(name, map(str, table)) or f"the columns are {name_some(map(str, table))}"
+            hint = f"type several as [{name}]" if "," in name else hint
             raise UserError(f"{name}: no such column; {hint}")
         if name in names[:number]:
             raise UserError(f"{name}: one column cannot play two parts")

@@ -204,9 +204,9 @@ def _family_note(metric: Metric, comparisons: Sequence[Comparison]) -> str:
     if not size:
         return ""
     count = format_count(size, "comparison")
-    share = f"{100 * (1 - comparisons[0].slice.alpha):.3g} % of such studies"
+    share = f"at least {100 * (1 - comparisons[0].slice.alpha):.4g} % of such studies"
     note = "Positive: the first is better. "
-    note += f"Verdicts are corrected for {count}, so that none is false in {share}."
+    note += f"Verdicts are corrected for {count}, so that {share} contain no false one."
     if metric.tolerance:
         within = f"{metric.tolerance:g} {metric.unit}".rstrip()
         note += f" Tie: shown to be within {within}."

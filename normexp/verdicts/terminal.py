@@ -43,7 +43,8 @@ def print_rows(
         numbers: columns whose texts stay on one line, where there is room.
     """
     words, wanted = [], []  # of each column: the length of its longest word and of its longest text
-    unbroken, entire = [], []  # the same, if numbers stay on one line; and their headings, too
+    # The least lengths if numbers stay on one line; if their headings do, too.
+    unbroken, entire = [], []
     for title, *texts in zip(columns, *rows, strict=True):
         words.append(max(map(len, " ".join([title, *texts]).split()), default=0))
         wanted.append(max(map(len, [title, *texts])))
@@ -56,10 +57,9 @@ def print_rows(
         if room >= 0:
             table = Table(box=None, padding=(0, gap - 1, 0, 1))
             lengths = [*least]
-            for _ in range(
-                min(room, sum(wanted))
-            ):  # what is left of a line goes to the text that lacks most
-                lacking = [*map(sub, wanted, lengths)]
+            for _ in range(room):  # what is left goes to broken numbers, then to the longest text
+                broken = [*map(sub, unbroken, lengths)]
+                lacking = broken if max(broken) > 0 else [*map(sub, wanted, lengths)]
                 lengths[lacking.index(max(lacking))] += max(lacking) > 0
             for title, length in zip(columns, lengths, strict=True):
                 table.add_column(Text(title), overflow="fold", width=length)

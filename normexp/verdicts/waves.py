@@ -9,8 +9,8 @@ Lazarus, Lewis, Stock and Watson 2018, "HAR inference: recommendations for pract
 A few long topics, or a drift from start to end, make the slowest waves larger than the others, and
 the error of the mean larger still; one text cannot show by how much. Then there is no interval,
 unless seeds differ so much more that the text does not matter. All arms of a table are tested on
-one text, so whether it is such a text is asked of all of them together: by chance, few of its
-topics may show in the difference of two arms. Constants were chosen by simulation
+one text, so whether it is such a text is asked of all of them together: a single difference may
+happen to show few of its topics. Constants were chosen by simulation
 (conf/experiment/README.md, "How often a verdict is false").
 """
 
@@ -39,7 +39,7 @@ def waves_of(table: Array) -> Array:
 
 
 def drift_of(waves: Sequence[Array | None]) -> float:
-    """By which factor the slowest waves of a difference exceed the others, over all pairs of arms.
+    """The factor by which the slowest waves of a difference exceed the others: its mean over pairs.
 
     waves: of each arm, (NUM_TRIED,); None if it was not tested on a text
     """

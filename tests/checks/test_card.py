@@ -137,6 +137,10 @@ def test_a_class_that_declares_falsely_breaks_the_contract():
     assert_contract(Declares, except_for=["mixes samples as declared"])
 
 
+def test_a_norm_that_mixes_in_large_batches_alone_is_found():
+    assert line_of(lambda _: broken.Applies(broken.splits_large), "mixes samples").value == "yes"
+
+
 class TwoFaults(broken.UnusedParameter):
     def forward(self, x: Tensor) -> Tensor:
         return broken.wrong_gradient(x) * broken.per_channel(self.weight, x)

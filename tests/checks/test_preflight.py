@@ -104,6 +104,12 @@ def test_samples_mixed_anywhere_are_found(network: nn.Module, where: str):
     assert traits.norms_mix_samples == (where != OUTSIDE)
 
 
+def test_a_norm_that_mixes_in_large_batches_alone_is_found():
+    network = convnet(norm_of(broken.splits_large))
+    assert traits_of(network, sizes=8).norms_mix_samples
+    assert not traits_of(network, sizes=7).mixes_samples
+
+
 # ---------------------------------------------------------------- refusals
 
 

@@ -14,6 +14,7 @@ from train_cases import files
 
 import normexp
 from normexp.confirm import main
+from normexp.errors import UserError
 from normexp.train import main as train
 from normexp.training.records.journal import (
     CommandEntry,
@@ -22,7 +23,8 @@ from normexp.training.records.journal import (
     confirmations_of,
     read_entries,
 )
-from normexp.training.records.layout import list_cells, list_seeds
+from normexp.training.records.layout import CONFIRM_LOCK, list_cells, list_seeds
+from normexp.training.records.locks import file_lock
 from normexp.training.search import confirm as confirming
 
 TINY = ["model.width=4", "steps=2", "replicas=2", "workers=0", "trainer=cpu", "study=loop"]
@@ -105,6 +107,9 @@ def test_a_confirmation_from_the_first_run_to_the_next_one(
     # The ranking as it was: shown again, nothing is trained.
     monkeypatch.setattr(confirming, "rank_tries", rank)
     before = seeds(runs_dir)
+    is_told = pytest.raises(UserError, match='study="loop" is being confirmed by process')
+    with file_lock(runs_dir / "loop" / CONFIRM_LOCK), is_told:
+        normexp.confirm_best("loop", runs_dir, best=2, replicas=2)
     shown = normexp.confirm_best("loop", runs_dir, best=2, replicas=2)
     assert seeds(runs_dir) == before and len(confirmations(runs_dir)) == 2
     verdicts = [one for one in shown.comparisons if one.verdict]

@@ -96,16 +96,17 @@ def loss_on(model: nn.Module, batch: Any, loss: Loss) -> Tensor:
     """
     args, kwargs = call_of(model, batch)
     targets = batch if isinstance(batch, dict) else batch[1]
-    output = None
+    returned = ""
     try:
         output = model(*args, **kwargs)
+        returned = _kind_of(output)
         value = loss(output, targets)
     except Exception as error:  # of foreign code, any kind
         raise UserError(
             f"the model or the loss fails on a batch of {num_samples(batch)} in "
             f"{'training' if model.training else 'evaluation'} mode{_place_of(error, model)} "
             f"({one_line(error)}); loss is called as loss(output, "
-            f"targets){_kind_of(output)}, and must work in both modes"
+            f"targets), and must work in both modes{returned}"
         ) from error
     if not isinstance(value, Tensor) or not value.numel():
         raise UserError(f"the loss returns a {type(value).__name__}, not a tensor")
@@ -114,10 +115,10 @@ def loss_on(model: nn.Module, batch: Any, loss: Loss) -> Tensor:
 
 def _kind_of(output: Any) -> str:
     """What a model returned, unless it is a tensor."""
-    if output is None or isinstance(output, Tensor):
+    if isinstance(output, Tensor):
         return ""
-    keys = f" with {name_some(map(str, output))}" if isinstance(output, Mapping) else ""
-    return f", where output is a {type(output).__name__}{keys}"
+    keys = name_some(map(str, output)) if isinstance(output, Mapping) else ""
+    return f"; output is a {type(output).__name__}{keys and f' with the keys {keys}'}"
 
 
 def _place_of(error: Exception, model: nn.Module) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 
 from torch import Tensor, nn
 
@@ -17,6 +18,7 @@ from normexp.training.checks.network import (
     BuiltNetwork,
     EnteredSite,
     names_where,
+    probe_batch,
     smallest_group,
 )
 from normexp.training.checks.padding import check_padding, is_unpadded, padded_batch, with_padding
@@ -182,12 +184,17 @@ def why_not_stacked(network: BuiltNetwork, *, draws: bool) -> str | None:
 
 
 def where_samples_mix(network: BuiltNetwork, training: bool) -> str | None:
-    """The norms, or else the model outside of them, that let samples influence each other."""
+    """The norms, or else the model outside of them, that let samples influence each other.
 
-    def mixes(probe: Probe) -> bool:
-        return probe.reads_across(0, gradients=training, state=True) is not None
-
-    return _place_of(network, network.sites, network.short, training, mixes)
+    In training, also among as many samples as a step has: a norm may split larger batches alone.
+    """
+    mixes = methodcaller("reads_across", 0, gradients=training, state=True)
+    place = _place_of(network, network.sites, network.short, training, mixes)
+    if place or not training:
+        return place
+    mixes = methodcaller("reads_across", 0, all_pairs=False)
+    step = probe_batch(network.data, network.sizes.micro)
+    return _place_of(network, [], step, training, mixes)
 
 
 def where_future_leaks(network: BuiltNetwork, training: bool) -> str | None:
@@ -204,10 +211,10 @@ def _place_of(
     sites: Sequence[EnteredSite],
     batch: Batch,
     training: bool,
-    has_fault: Callable[[Probe], bool],
+    has_fault: Callable[[Probe], object],
 ) -> str | None:
     """The sites that have a fault, or else where the whole network has it; None if nowhere."""
-    names = names_where(sites, lambda site: has_fault(site.probe(training)))
+    names = names_where(sites, lambda site: bool(has_fault(site.probe(training))))
     if names:
         return names
     if not has_fault(network.whole(batch, training)):

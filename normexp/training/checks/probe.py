@@ -137,12 +137,18 @@ class Probe:
         return (1 + size * cached_normal(x.shape, way + 1)).to(x.dtype)
 
     def reads_across(
-        self, axis: int, *, gradients: bool = False, state: bool = False
+        self,
+        axis: int,
+        *,
+        gradients: bool = False,
+        state: bool = False,
+        all_pairs: bool = True,
     ) -> str | None:
-        """Names a result at one index of an axis that depends on another; tests all pairs.
+        """Names a result at one index of an axis that depends on another.
 
         Args:
             axis: 0 samples, 1 channels, 2 all positions of (N, C, *) together.
+            all_pairs: each index is held against each other; else the first against all others.
         """
         shape = self.inputs[0].shape
         sizes = shape[axis : axis + 1] if axis < 2 else shape[2:]
@@ -150,7 +156,8 @@ class Probe:
         # Parameters sum over all samples, so only the gradient of the input is comparable.
         of_input = {name: g for name, g in whole.gradients.items() if name == INPUT}
         with_all_upstream = replace(whole, gradients=of_input)
-        for index, hold in enumerate(holds(sizes.numel())):
+        count = sizes.numel()
+        for index, hold in enumerate(holds(count) if all_pairs else [torch.arange(count) < 1]):
             keep = hold.view(*[1] * axis, *sizes)
             before = self.observe(upstream=keep) if gradients else whole
             moved = self.influence(keep, before=before, state=state, way=index % 4)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -196,13 +197,19 @@ def mixes_as_declared(case: NormCase) -> Reply:
 
 # ---------------------------------------------------------------- traits: what it reads and ignores
 
+MANY = 128  # samples of a large batch
 REAL = (5, 3, 2, 4)  # real positions of each sample of a padded text
 TINY_EPS = 1e-12
 EXACT = 1e-6  # of inputs in float64; a norm may compute in float32
 
 
 def mixes_samples(case: NormCase) -> Reply:
-    return case.probe().reads_across(0, gradients=case.training, state=True)
+    moved = case.probe().reads_across(0, gradients=case.training, state=True)
+    if moved:
+        return moved
+    step = replace(case, shape=(MANY, *case.shape[1:]))  # a norm may split larger batches alone
+    moved = step.probe().reads_across(0, all_pairs=False)
+    return f"{moved} among {MANY} samples" if moved else None
 
 
 def pools_channels(case: NormCase) -> Reply:
@@ -364,7 +371,7 @@ OF_NORMS: tuple[Question, ...] = (
     ),
     InputQuestion(
         "mixes samples as declared",
-        "If it declares mixes_samples = False, does that hold for outputs, gradients and state?",
+        "If it declares mixes_samples = False, do outputs, gradients and state agree?",
         mixes_as_declared,
         modes=MODES,
     ),

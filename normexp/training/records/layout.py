@@ -26,6 +26,7 @@ PROGRESS_FILE = "progress.json"  # step, total and the last metrics
 RESULTS_FILE = "results.json"  # of all runs of a stack
 LOG_FILE = "run.log"
 LOCK_FILE = ".lock"
+CONFIRM_LOCK = ".confirm.lock"
 WANDB_ID_FILE = "wandb-id"  # the W&B run that has its metrics
 ARCHIVED_RESULTS = "results.jsonl"  # in the zip of a study that ships
 

@@ -20,7 +20,14 @@ from normexp.training.records.journal import (
     confirmations_of,
     read_entries,
 )
-from normexp.training.records.layout import find_study, list_cells, list_seeds, search_dir
+from normexp.training.records.layout import (
+    CONFIRM_LOCK,
+    find_study,
+    list_cells,
+    list_seeds,
+    search_dir,
+)
+from normexp.training.records.locks import file_lock, holder_of
 from normexp.training.records.result import Result, Status
 from normexp.training.records.study import CellState, read_study
 from normexp.training.studies.report import publish
@@ -56,14 +63,26 @@ def train_finalists(options: Mapping[str, Any], words: Sequence[str]) -> list[Ce
     options: of the entry
 
     Raises:
-        UserError: no such study or baseline, too few tries, or a try that has changed since.
+        UserError: no such study or baseline, too few tries, a try that has changed since, or
+            another process that confirms this study.
         Halted, KeyboardInterrupt: as `train_cells`.
     """
-    runs_dir, name = Path(options["runs_dir"]), options["study"]
-    study_dir = find_study(runs_dir, name)
+    study_dir = find_study(Path(options["runs_dir"]), options["study"])
     if study_dir.is_file():
-        raise UserError(f"study={name} was shipped; confirm a study of your own")
-    cells = label_cells(build_cells(read_studies(runs_dir, [name])))
+        raise UserError(f"study={study_dir.stem} was shipped; confirm a study of your own")
+    if options["dry_run"]:
+        return _train(study_dir, options, words)
+    # Two confirmations at once would both take the same seeds for unused.
+    path = study_dir / CONFIRM_LOCK
+    with file_lock(path) as is_alone:
+        if not is_alone:
+            holder = holder_of(path) or "another process"
+            raise UserError(f"study={study_dir.name} is being confirmed by {holder}")
+        return _train(study_dir, options, words)
+
+
+def _train(study_dir: Path, options: Mapping[str, Any], words: Sequence[str]) -> list[CellState]:
+    cells = label_cells(build_cells(read_studies(study_dir.parent, [study_dir.name])))
     loop = loop_of(cells, options["baseline"])
     earlier = confirmations_of(read_entries(study_dir))
     confirms = _unfinished(study_dir, earlier, loop, options)

@@ -228,7 +228,7 @@ def test_mistakes_are_said():
         ({"batches": [(x[:, :, 0], y) for x, y in batches()]}, r"mode, at 0 \(RuntimeError"),
         ({"model": nn.Sequential(nn.LazyLinear(1))}, "0.weight has no shape before a first"),
         ({"model": Holding(threading.Lock())}, "Holding.value cannot be copied .*lock"),
-        ({"model": Named()}, "where output is a dict with out, and must"),
+        ({"model": Named()}, "output is a dict with the keys out"),
         ({"model": Closed()}, r"holds its module model, .* uses self\.model"),
         (
             {"batches": [(torch.ones(1, 3), torch.zeros(1).long())] * 4, "model": vectors()},
