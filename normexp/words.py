@@ -59,7 +59,7 @@ def as_python(message: str, *, own: str = "") -> str:
 def _literal(value: str) -> str:
     """A value of a command line as Python; `...` stays."""
     if value.startswith("[") and value.endswith("]"):
-        with suppress(ValueError, SyntaxError):
+        with suppress(ValueError, SyntaxError, TypeError):
             return json.dumps(ast.literal_eval(value), ensure_ascii=False)
         items = value[1:-1].split(",")
         return f"[{', '.join(_literal(item.strip()) for item in items)}]"
